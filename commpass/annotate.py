@@ -1,0 +1,150 @@
+"""``compress`` and ``keep``: the user's word about a part of the model, carried into the graph by torch's annotations.
+
+Inside a compiled call the word becomes ``node.meta["custom"]["commpass"]`` of every node made under it, forward and backward.
+Outside one there is no graph for it to enter; the runtime then asks ``open_scopes`` and refuses rather than ignore it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.traceback import annotate
+
+from commpass.errors import PolicyError, nearest
+from commpass.policy import Word, covers
+
+KEY = "commpass"
+"""The key in ``node.meta["custom"]`` under which the word of the nearest enclosing scope stands."""
+
+_open: ContextVar[tuple[str, ...]] = ContextVar("commpass_open_scopes", default=())
+
+
+def open_scopes() -> tuple[str, ...]:
+    """The words of the scopes that are open around the caller, outside any compiled call; the nearest last."""
+    return _open.get()
+
+
+class Scope:
+    """A word to put on a part of a model: decorator of a module class, a module or a function, or context manager."""
+
+    def __init__(self, word: Word):
+        self.word = word
+        self._tokens: list[Any] = []
+
+    def __call__(self, target: Any) -> Any:
+        if isinstance(target, type) and issubclass(target, nn.Module):
+            target.forward = _under(self.word.to_json(), target.forward)  # type: ignore[method-assign]
+            return target
+        if isinstance(target, nn.Module):
+            target.forward = _under(self.word.to_json(), target.forward)
+            return target
+        if callable(target):
+            return _under(self.word.to_json(), target)
+        raise PolicyError(f"compress and keep go on a module class, a module or a function, not on {target!r}")
+
+    def __enter__(self) -> Scope:
+        self._tokens.append(_open.set((*_open.get(), self.word.to_json())))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _open.reset(self._tokens.pop())
+
+
+def compress(*, codec: Any = None, algorithm: Any = None, max_error: float | None = None, force: bool = False) -> Any:
+    """Says how the collectives of a part of the model may be compressed; what is left out is the policy's.
+
+    ``@commpass.compress(codec="int8")`` on a module class or function, ``with commpass.compress(...):`` inside the
+    compiled code, or ``commpass.compress(...)(module)`` on one module. The nearest enclosing word wins. ``codec`` and
+    ``algorithm`` are one name or several; ``max_error`` is a relative error; ``force`` compresses even where the cost
+    model sees no gain. Raises PolicyError for unknown names.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return annotate({KEY: _compress_json(codec, algorithm, max_error, force)})
+    return Scope(Word(codec=codec, algorithm=algorithm, max_error=max_error, force=force))
+
+
+def keep(target: Any = None) -> Any:
+    """Says never to compress in here: ``@commpass.keep``, ``with commpass.keep():`` or ``commpass.keep(module)``."""
+    if torch.compiler.is_dynamo_compiling():
+        return annotate({KEY: KEEP})
+    scope = Scope(Word(keep=True))
+    return scope if target is None else scope(target)
+
+
+KEEP = Word(keep=True).to_json()
+
+
+@torch.compiler.assume_constant_result
+def _compress_json(codec: Any, algorithm: Any, max_error: float | None, force: bool) -> str:
+    return Word(codec=codec, algorithm=algorithm, max_error=max_error, force=force).to_json()
+
+
+def _under(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            with annotate({KEY: word}):
+                return function(*args, **kwargs)
+        with _eagerly(word):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+@contextmanager
+def _eagerly(word: str) -> Iterator[None]:
+    token = _open.set((*_open.get(), word))
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
+def apply_policy(model: nn.Module, words: Mapping[str, Any]) -> nn.Module:
+    """Puts words on the submodules that globs name, without touching the model's source; returns the model.
+
+    ``commpass.apply_policy(model, {"layers.*.mlp": "int8", "layers.0": commpass.keep()})``: a value is a codec, several
+    codecs, a dict of ``compress`` arguments, or a scope. Raises PolicyError for a pattern that names no module, with the
+    nearest module that exists; nothing is changed then.
+    """
+    names = {name: module for name, module in model.named_modules() if name}
+    chosen: list[tuple[nn.Module, Scope]] = []
+    for pattern, word in words.items():
+        found = [module for name, module in names.items() if _is(pattern, name)]
+        if not found:
+            raise PolicyError(f"pattern {pattern!r} names no module of {type(model).__name__}{_near(pattern, names)}")
+        scope = _scope(word)
+        chosen += [(module, scope) for module in found]
+    for module, scope in chosen:
+        scope(module)
+    return model
+
+
+def _is(pattern: str, name: str) -> bool:
+    """Whether a glob names this very module, and not only one around it."""
+    parent = name.rpartition(".")[0]
+    return covers(pattern, name) and not (parent and covers(pattern, parent))
+
+
+def _near(pattern: str, names: Mapping[str, nn.Module]) -> str:
+    # Indices are alike in every layer: compare the pattern with the modules' names in which they are stars as well.
+    starred = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
+    return nearest(pattern, starred if "*" in pattern else names)
+
+
+def _scope(word: Any) -> Scope:
+    if isinstance(word, Scope):
+        return word
+    if isinstance(word, Word):
+        return Scope(word)
+    if isinstance(word, Mapping):
+        return Scope(Word(**word))
+    if isinstance(word, (str, tuple, list)):
+        return Scope(Word(codec=word))
+    raise PolicyError(f"{word!r} is no word: give a codec, several, a dict of compress(...) arguments or a scope")

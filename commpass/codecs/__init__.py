@@ -1,0 +1,6 @@
+"""Encode and decode: the parts, their composition, and codecs by name."""
+
+from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
+from commpass.codecs.names import NAMES, codec
+
+__all__ = ["FLOATS", "NAMES", "Codec", "Wire", "accumulation_dtype", "codec"]

@@ -1,0 +1,104 @@
+"""What every codec offers, and the wire that it makes."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from commpass.errors import PolicyError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values are scaled and summed: float64 for float64, float32 for all narrower ones (law 4)."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Wire:
+    """An encoded tensor: ``payload`` is what travels (uint8, one dimension); the rest says how to read it."""
+
+    payload: Tensor
+    codec: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Codec(ABC):
+    """Encode and decode of a tensor.
+
+    Collectives work on *rows*: a tensor ``[rows, n]`` becomes bytes ``[rows, wire_bytes(n)]``, and each row can be
+    decoded on its own, on any rank.
+    """
+
+    lossless: bool = False
+
+    @property
+    @abstractmethod
+    def spec(self) -> str:
+        """The text that ``commpass.codec`` turns into an equal codec, such as ``int8(block=128)``."""
+
+    @property
+    @abstractmethod
+    def block(self) -> int:
+        """How many values are encoded together: rows are padded to a multiple of it."""
+
+    @abstractmethod
+    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of one encoded row of ``numel`` values; exact, side data and alignment included."""
+
+    @abstractmethod
+    def encode_rows(self, rows: Tensor) -> Tensor:
+        """``[rows, n]`` of a float dtype to uint8 ``[rows, wire_bytes(n, dtype)]``."""
+
+    @abstractmethod
+    def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """uint8 ``[rows, wire_bytes(numel, dtype)]`` to ``[rows, numel]`` in the accumulation dtype of ``dtype``.
+
+        ``dtype`` is what was encoded. A finite value is never decoded to one that overflows in it.
+        """
+
+    def encode(self, x: Tensor) -> Wire:
+        """Any float tensor to its wire."""
+        if x.dtype not in FLOATS:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+            raise PolicyError(f"codec {self.spec!r} cannot carry {x.dtype}; it carries {names}")
+        return Wire(self.encode_rows(x.reshape(1, -1)).flatten(), self.spec, tuple(x.shape), x.dtype)
+
+    def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
+        """The tensor back, in the shape and dtype that was encoded, which ``like`` must have if it is given."""
+        if wire.codec != self.spec:
+            raise PolicyError(f"a wire of codec {wire.codec!r} cannot be decoded by {self.spec!r}")
+        if like is not None and (tuple(like.shape), like.dtype) != (wire.shape, wire.dtype):
+            raise PolicyError(
+                f"the wire holds {list(wire.shape)} of {wire.dtype}, but `like` is {list(like.shape)} of {like.dtype}"
+            )
+        numel = math.prod(wire.shape)
+        expected = self.wire_bytes(numel, wire.dtype)
+        if wire.payload.numel() != expected:
+            raise PolicyError(
+                f"the wire has {wire.payload.numel()} bytes, but {self.spec!r} makes {expected} of {list(wire.shape)}"
+            )
+        rows = self.decode_rows(wire.payload.reshape(1, -1), numel, wire.dtype)
+        return rows.to(wire.dtype).reshape(wire.shape)
+
+    def relative_error(self) -> float:
+        """Root mean square error over root mean square value, on a fixed Gaussian sample; what error budgets count."""
+        return 0.0 if self.lossless else _gaussian_error(self)
+
+
+@lru_cache(maxsize=256)
+def _gaussian_error(codec: Codec) -> float:
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.no_grad():
+        sample = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        error = codec.decode(codec.encode(sample)) - sample
+        # Rounded, so that ranks whose processors sum in another order still compare the same number with the budget.
+        return round(float(error.square().mean().sqrt() / sample.square().mean().sqrt()), 6)

@@ -1,0 +1,105 @@
+"""Codecs by name with parameters: ``codec("int8", block=128)`` or the same as text, ``"int8(block=128)"``."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from commpass.codecs.block import BlockCodec
+from commpass.codecs.codec import Codec
+from commpass.codecs.parts import HADAMARD, NO_TRANSFORM, fp8_grid, int_grid, is_power_of_two
+from commpass.errors import PolicyError, nearest
+
+
+def int8(spec: str, *, block: int = 256) -> Codec:
+    """Symmetric 8-bit integers, one absmax scale a block (EQuARX, section 3)."""
+    return BlockCodec(spec, _block(block), NO_TRANSFORM, int_grid(8))
+
+
+def int4(spec: str, *, block: int = 128) -> Codec:
+    """Symmetric 4-bit integers, two in a byte, one absmax scale a block."""
+    return BlockCodec(spec, _block(block), NO_TRANSFORM, int_grid(4))
+
+
+def fp8(spec: str, *, form: str = "e4m3", block: int = 256) -> Codec:
+    """8-bit floats, ``form`` e4m3 or e5m2, one absmax scale a block; travels as uint8."""
+    return BlockCodec(spec, _block(block), NO_TRANSFORM, fp8_grid(_form(form)))
+
+
+def rotated(spec: str, *, bits: int = 8, form: str = "int", block: int = 256) -> Codec:
+    """A Hadamard rotation of each block, then integers of 8 or 4 ``bits``, or fp8 with ``form`` e4m3 or e5m2."""
+    if not is_power_of_two(_block(block)):
+        raise PolicyError(f"block={block}: a Hadamard rotation needs a power of two, such as 128 or 256")
+    if form != "int":
+        if bits != 8:
+            raise PolicyError(f"bits={bits} with form={form!r}: 8-bit floats have 8 bits; leave bits out")
+        return BlockCodec(spec, block, HADAMARD, fp8_grid(_form(form)))
+    if bits not in (4, 8):
+        raise PolicyError(f"bits={bits}: must be 4 or 8")
+    return BlockCodec(spec, block, HADAMARD, int_grid(bits))
+
+
+NAMES: dict[str, Callable[..., Codec]] = {"int8": int8, "int4": int4, "fp8": fp8, "rotated": rotated}
+
+
+def codec(name: str | Codec, **parameters: Any) -> Codec:
+    """A codec by name. ``name`` may hold parameters, ``"int8(block=128)"``; keywords win over those.
+
+    Raises PolicyError for an unknown name, parameter or value, with the nearest valid one.
+    """
+    if isinstance(name, Codec):
+        return name
+    word, given = _parse(name)
+    return _build(word, tuple(sorted({**given, **parameters}.items())))
+
+
+@lru_cache(maxsize=256)
+def _build(word: str, parameters: tuple[tuple[str, Any], ...]) -> Codec:
+    if word not in NAMES:
+        raise PolicyError(f"unknown codec {word!r}{nearest(word, NAMES)}")
+    make = NAMES[word]
+    known = {key: p.default for key, p in inspect.signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    for key, value in parameters:
+        if key not in known:
+            raise PolicyError(f"codec {word!r} has no parameter {key!r}{nearest(key, known)}")
+        if type(value) is not type(known[key]):
+            raise PolicyError(f"codec {word!r}: {key}={value!r} should be like {key}={known[key]!r}")
+    changed = [f"{key}={value}" for key, value in parameters if value != known[key]]
+    spec = f"{word}({', '.join(changed)})" if changed else word
+    try:
+        return make(spec, **dict(parameters))
+    except PolicyError as error:
+        raise PolicyError(f"codec {word!r}: {error}") from None
+
+
+def _parse(text: str) -> tuple[str, dict[str, Any]]:
+    """``"int8(block=128, form=e4m3)"`` to its name and parameters; values are numbers or words."""
+    word, bracket, rest = text.strip().partition("(")
+    if not bracket:
+        return word, {}
+    try:
+        call = ast.parse(f"_({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise SyntaxError
+        return word.strip(), {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
+        raise PolicyError(f"cannot read codec {text!r}; write it like 'int8(block=128)'") from None
+
+
+def _value(node: ast.expr) -> Any:
+    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+
+def _block(block: int) -> int:
+    if not (8 <= block <= 65536 and block % 8 == 0):
+        raise PolicyError(f"block={block}: must be a multiple of 8 from 8 to 65536")
+    return block
+
+
+def _form(form: str) -> str:
+    if form not in ("e4m3", "e5m2"):
+        raise PolicyError(f"form={form!r}{nearest(form, ('e4m3', 'e5m2'))}")
+    return form

@@ -1,0 +1,7 @@
+"""Predicted times of exchanges and kernels. Plain arithmetic: no graphs, no torch."""
+
+from commpass.costmodel.kernels import KernelRate, Kernels
+from commpass.costmodel.links import KINDS, Link
+from commpass.costmodel.profile import Profile, default_profile, ethernet
+
+__all__ = ["KINDS", "KernelRate", "Kernels", "Link", "Profile", "default_profile", "ethernet"]

@@ -1,0 +1,44 @@
+"""What encoding and decoding costs: time per value, and per kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class KernelRate:
+    """Nanoseconds per value of a codec's compiled encode and decode."""
+
+    encode_ns: float
+    decode_ns: float
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Rates by codec name (the part before the bracket), what stands for a codec not listed, and the time of a launch."""
+
+    launch_us: float
+    other: KernelRate
+    rates: Mapping[str, KernelRate] = field(default_factory=dict)
+
+    def us(self, codec: str, encoded: float, decoded: float) -> float:
+        """Microseconds to encode and decode that many values, a launch for each included."""
+        rate = self.rates.get(codec.partition("(")[0], self.other)
+        return 2 * self.launch_us + (encoded * rate.encode_ns + decoded * rate.decode_ns) / 1e3
+
+
+CPU = Kernels(
+    launch_us=2.0,
+    other=KernelRate(3.0, 3.0),
+    rates={
+        "int8": KernelRate(0.65, 0.25),
+        "int4": KernelRate(0.66, 0.35),
+        "fp8": KernelRate(0.85, 0.60),
+        "rotated": KernelRate(2.60, 2.40),
+    },
+)
+"""One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, rounded up."""
+
+GPU = Kernels(launch_us=5.0, other=KernelRate(0.02, 0.02))
+"""An assumption until it is measured on the user's card: memory-bound kernels at a fraction of a recent GPU's bandwidth."""

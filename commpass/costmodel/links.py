@@ -1,0 +1,43 @@
+"""What an exchange costs: the alpha-beta model of a link.
+
+``P`` ranks; ``D`` is what one rank hands to the collective, in bytes; alpha is the time a message takes before its first
+byte arrives, in microseconds; beta is the time of one byte. The formulas are those of bandwidth-optimal algorithms on
+full-duplex links (SSFusion, section 2; ZipCCL, section 4): ring for all_reduce and all_gather, direct for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between the ranks of a group: start-up time ``alpha_us`` and bandwidth in each direction ``gbytes_per_s``.
+
+    ``factor`` says how many times slower than the formula a library carries out a kind of collective.
+    """
+
+    alpha_us: float
+    gbytes_per_s: float
+    factor: Mapping[str, float] = field(default_factory=dict)
+
+    def us(self, kind: str, nbytes: float, ranks: int) -> float:
+        """Microseconds of one collective of ``kind`` in which each of ``ranks`` ranks hands over ``nbytes``."""
+        if ranks <= 1:
+            return 0.0
+        messages, sent = _STEPS[kind](ranks, nbytes)
+        return messages * self.alpha_us + sent / (self.gbytes_per_s * 1e3) * self.factor.get(kind, 1.0)
+
+
+_STEPS = {
+    "all_reduce": lambda ranks, size: (2 * (ranks - 1), 2 * (ranks - 1) / ranks * size),
+    "all_gather": lambda ranks, size: (ranks - 1, (ranks - 1) * size),
+    "reduce_scatter": lambda ranks, size: (ranks - 1, (ranks - 1) / ranks * size),
+    "all_to_all": lambda ranks, size: (ranks - 1, (ranks - 1) / ranks * size),
+    "broadcast": lambda ranks, size: (ranks - 1, size),
+    "send": lambda ranks, size: (1, size),
+    "recv": lambda ranks, size: (1, size),
+}
+"""Kind to (messages that follow one another, bytes that one rank sends)."""
+KINDS = tuple(_STEPS)

@@ -1,0 +1,121 @@
+"""Dumps: one JSON file a compiled graph, readable on any machine, without ranks and without torch.
+
+``backend(..., dump="dir")`` (or ``COMMPASS_DUMP=dir``) makes rank 0 write ``dir/0000-forward.json`` and so on; the number is
+the next free one, so that no earlier dump is lost. A file holds the plan, and the graph before and after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from commpass.errors import DumpError, nearest
+from commpass.plan import Plan
+
+FORMAT = "commpass-dump"
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphNode:
+    """One node of a graph. ``site`` names the site that it is (before) or was inserted for (after)."""
+
+    name: str
+    op: str
+    target: str
+    inputs: tuple[str, ...] = ()
+    value: str = ""
+    module: str = ""
+    site: str | None = None
+    inserted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dump:
+    """Everything about one compiled graph. ``run`` is the same for all graphs of one backend object."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    run: str
+    number: int = 0
+    commpass: str
+    torch: str
+    rank: int
+    world_size: int
+    written: str
+    plan: Plan
+    policy: dict = field(default_factory=dict)
+    profile: dict = field(default_factory=dict)
+    passes_ms: dict[str, float] = field(default_factory=dict)
+    before: tuple[GraphNode, ...] = ()
+    after: tuple[GraphNode, ...] = ()
+
+
+def write(folder: Path, dump: Dump) -> Path:
+    """Writes one dump under the next free number, whole or not at all. Returns the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(path.name[:4]) for path in files(folder)), default=-1)
+    while True:
+        numbered = dataclasses.replace(dump, number=number)
+        path = folder / f"{number:04d}-{dump.plan.direction}.json"
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
+        with os.fdopen(handle, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(numbered), indent=1))
+        try:
+            os.link(temporary, path)  # unlike a rename it fails when another process took the number
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+        finally:
+            os.unlink(temporary)
+
+
+def files(folder: Path) -> list[Path]:
+    """The dump files of a folder, in the order in which they were written."""
+    return sorted(folder.glob("[0-9][0-9][0-9][0-9]-*.json"))
+
+
+def read(path: Path) -> Dump:
+    """One dump file. Raises DumpError that says what is wrong with it and where."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DumpError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        head = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        cut = "it is cut short" if "truncated" in str(error) else f"it is not JSON ({error})"
+        raise DumpError(f"{path}: {cut}; write the dump again with backend(..., dump=...)") from error
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise DumpError(f"{path}: this is not a commpass dump (no \"format\": \"{FORMAT}\" in it)")
+    version = head.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise DumpError(
+            f"{path}: dump version {version!r} was written by commpass {head.get('commpass', '?')}; this one reads up to "
+            f"version {VERSION}: install a newer commpass"
+        )
+    try:
+        return msgspec.convert(head, Dump)
+    except msgspec.ValidationError as error:
+        raise DumpError(f"{path}: damaged dump: {error}") from error
+
+
+def read_run(path: Path, run: str | None = None) -> list[Dump]:
+    """The graphs of one run: of the newest in a folder, of the one named ``run``, or the one file that ``path`` is."""
+    if path.is_file():
+        return [read(path)]
+    if not path.is_dir():
+        raise DumpError(f"{path}: no such file or folder")
+    found = [read(file) for file in files(path)]
+    if not found:
+        raise DumpError(f"{path}: no dump in this folder (files like 0000-forward.json)")
+    runs = list(dict.fromkeys(dump.run for dump in found))
+    if run is not None and run not in runs:
+        raise DumpError(f"{path}: no run {run!r} here{nearest(run, runs)}")
+    return [dump for dump in found if dump.run == (run or runs[-1])]

@@ -1,0 +1,146 @@
+"""Sites, plans and their JSON: what was found in a graph and what was decided about it.
+
+A plan is data. It goes out as JSON, comes back as the same plan, and has a digest that all ranks of a group share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+NONE = "none"
+"""Codec (and algorithm) name of a site that is left alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """One collective of a graph with all that matters about it.
+
+    ``shape`` is the input of one rank; a symbolic size stands there as text ("s0") and ``bytes`` is then what the size
+    hints say (-1 where there is no hint). ``word`` is the nearest enclosing ``compress``/``keep``, as JSON text.
+    """
+
+    name: str
+    kind: str
+    reduce_op: str | None = None
+    group: str
+    group_label: str = ""
+    group_size: int
+    dtype: str
+    shape: tuple[int | str, ...]
+    bytes: int
+    device: str = "cpu"
+    module: str = ""
+    direction: str = "forward"
+    producer: str | None = None
+    consumers: tuple[str, ...] = ()
+    word: str | None = None
+    obstacle: str | None = None
+
+    @property
+    def dynamic(self) -> bool:
+        return any(isinstance(size, str) for size in self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSite(Site):
+    """A site and its chosen candidate. ``wire_bytes`` is what one rank hands to the collectives afterwards."""
+
+    codec: str = NONE
+    algorithm: str = NONE
+    chunks: int = 1
+    fused: bool = False
+    wire_bytes: int = 0
+    plain_us: float = 0.0
+    predicted_us: float = 0.0
+    error: float = 0.0
+    reason: str = ""
+
+    @property
+    def compressed(self) -> bool:
+        return self.codec != NONE
+
+
+AGREED_FIELDS = (
+    "kind", "reduce_op", "group_size", "dtype", "shape", "module", "direction", "codec", "algorithm", "chunks", "fused",
+)  # fmt: skip
+"""The fields that every rank of a group must hold alike. Times may differ: links and clocks do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The chosen candidate of every site of one graph, in graph order.
+
+    ``fallback`` is empty when the plan was carried out, and otherwise says why the untouched graph was compiled.
+    """
+
+    graph: str
+    direction: str
+    policy: str
+    profile: str
+    sites: tuple[PlannedSite, ...] = ()
+    fallback: str = ""
+
+    def __iter__(self) -> Iterator[PlannedSite]:
+        return iter(self.sites)
+
+    @property
+    def compressed(self) -> tuple[PlannedSite, ...]:
+        return () if self.fallback else tuple(site for site in self.sites if site.compressed)
+
+    def of_group(self, group: str) -> Plan:
+        """The part of the plan that the ranks of one group share."""
+        return dataclasses.replace(self, sites=tuple(site for site in self.sites if site.group == group))
+
+    def digest(self) -> str:
+        """A digest of every decision; equal on two ranks if and only if they will do the same."""
+        rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.sites]
+        return hashlib.sha256(msgspec.json.encode([self.direction, rows, bool(self.fallback)])).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Plan:
+        """The plan that ``to_json`` wrote. Raises ``msgspec.ValidationError`` or ``DecodeError`` for anything else."""
+        return msgspec.json.decode(text, type=Plan)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that two plans say differently about a site (or a site that only one of them has)."""
+
+    site: str
+    field: str
+    left: Any
+    right: Any
+
+    def __str__(self) -> str:
+        if self.field == "site":
+            return f"{self.site}: {'only in the second' if self.left is None else 'only in the first'}"
+        return f"{self.site}: {self.field} is {self.left!r} in the first and {self.right!r} in the second"
+
+
+def diff(left: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list[Difference]:
+    """What two plans of the same graph decide differently, site by site."""
+    fields = tuple(fields)
+    found = []
+    lefts, rights = ({site.name: site for site in plan.sites} for plan in (left, right))
+    for name in dict.fromkeys((*lefts, *rights)):
+        a, b = lefts.get(name), rights.get(name)
+        if a is None or b is None:
+            found.append(Difference(name, "site", a and a.kind, b and b.kind))
+            continue
+        found += [
+            Difference(name, field, getattr(a, field), getattr(b, field))
+            for field in fields
+            if getattr(a, field) != getattr(b, field)
+        ]
+    if bool(left.fallback) != bool(right.fallback):
+        found.append(Difference("(graph)", "fallback", left.fallback, right.fallback))
+    return found

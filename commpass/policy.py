@@ -1,0 +1,288 @@
+"""What the user allows: rules by module, kind, direction and group; codecs; an error budget. Presets and TOML.
+
+For one site, the nearest word counts: a ``compress`` or ``keep`` around it in the model, else the first rule that matches,
+else the policy itself. What the nearer word leaves open, the policy fills in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from commpass.codecs import codec as codec_named
+from commpass.collectives import ALGORITHM_NAMES
+from commpass.costmodel import KINDS
+from commpass.errors import PolicyError, nearest
+from commpass.plan import Site
+
+DIRECTIONS = ("forward", "backward")
+Words = str | Sequence[str] | None
+
+
+def _names(words: Words) -> tuple[str, ...] | None:
+    return None if words is None else (words,) if isinstance(words, str) else tuple(words)
+
+
+class _Named:
+    """Keyword arguments that no field has are refused with the nearest field that exists."""
+
+    def __new__(cls, **fields: Any) -> Any:
+        known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in fields:
+            if name not in known:
+                raise PolicyError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
+        return super().__new__(cls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What may be done to a site. No codecs means: leave it alone. ``source`` says who said so."""
+
+    codecs: tuple[str, ...] = ()
+    algorithms: tuple[str, ...] = ALGORITHM_NAMES
+    max_error: float | None = None
+    force: bool = False
+    source: str = "policy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word(_Named):
+    """What a rule or an annotation says about the sites it covers. None leaves the question to the policy.
+
+    ``codec`` and ``algorithm`` are one name or several, of which the cost model takes the fastest. ``max_error`` is the
+    allowed relative error. ``force`` compresses even where the cost model sees no gain. ``keep`` never compresses.
+    """
+
+    codec: Words = None
+    algorithm: Words = None
+    max_error: float | None = None
+    force: bool = False
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "codec", _names(self.codec))
+        object.__setattr__(self, "algorithm", _names(self.algorithm))
+        for spec in self.codec or ():
+            codec_named(spec)
+        for name in self.algorithm or ():
+            if name not in ALGORITHM_NAMES:
+                raise PolicyError(f"unknown algorithm {name!r}{nearest(name, ALGORITHM_NAMES)}")
+        if self.max_error is not None and not self.max_error >= 0:
+            raise PolicyError(f"max_error={self.max_error!r}: must be a share such as 0.01 for one percent")
+        if self.keep and (self.codec or self.algorithm or self.force):
+            raise PolicyError("keep=True says never to compress: leave codec, algorithm and force out")
+
+    def terms(self, policy: Policy, source: str) -> Terms:
+        """The terms of a site that this word covers; what it leaves open is the policy's."""
+        if self.keep:
+            return Terms(source=source)
+        return Terms(
+            codecs=tuple(self.codec) if self.codec is not None else policy.codecs,
+            algorithms=tuple(self.algorithm) if self.algorithm is not None else policy.algorithms,
+            max_error=self.max_error if self.max_error is not None else policy.max_error,
+            force=self.force,
+            source=source,
+        )
+
+    def to_json(self) -> str:
+        said = {f.name: getattr(self, f.name) for f in dataclasses.fields(Word) if getattr(self, f.name) != f.default}
+        return msgspec.json.encode(said, order="deterministic").decode()
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def from_json(text: str) -> Word:
+        return Word(**msgspec.json.decode(text))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(Word):
+    """A word for the sites that match: ``module`` is a glob over module paths (``layers.*.mlp`` covers all that is inside;
+    ``**`` crosses dots), ``group`` a glob over group labels or names, ``min_bytes`` the least size of a site in bytes."""
+
+    module: str = "**"
+    kind: str | None = None
+    direction: str | None = None
+    group: str | None = None
+    min_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind is not None and self.kind not in KINDS:
+            raise PolicyError(f"unknown kind {self.kind!r}{nearest(self.kind, KINDS)}")
+        if self.direction is not None and self.direction not in DIRECTIONS:
+            raise PolicyError(f"unknown direction {self.direction!r}{nearest(self.direction, DIRECTIONS)}")
+
+    def matches(self, site: Site) -> bool:
+        return (
+            covers(self.module, site.module)
+            and self.kind in (None, site.kind)
+            and self.direction in (None, site.direction)
+            and (self.group is None or any(covers(self.group, text) for text in (site.group_label, site.group)))
+            and site.bytes >= self.min_bytes
+        )
+
+    def __str__(self) -> str:
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return f"Rule({', '.join(said)})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(_Named):
+    """What is allowed. ``codecs`` are the choices for every site that no rule covers; none means: leave alone.
+
+    ``max_error`` is the largest allowed relative error of a compressed result; ``reassociate=False`` forbids even changes
+    that only round a sum differently; ``skip`` names passes to leave out.
+    """
+
+    name: str = "custom"
+    codecs: tuple[str, ...] = ()
+    algorithms: tuple[str, ...] = ALGORITHM_NAMES
+    rules: tuple[Rule, ...] = ()
+    max_error: float | None = None
+    reassociate: bool = True
+    skip: tuple[str, ...] = ()
+    off: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("codecs", "algorithms", "skip"):
+            object.__setattr__(self, field, _names(getattr(self, field)) or ())
+        object.__setattr__(self, "rules", tuple(self.rules))
+        Word(codec=self.codecs, algorithm=self.algorithms, max_error=self.max_error)  # checks them
+
+    def terms(self, site: Site) -> tuple[Terms, int | None]:
+        """What may be done to a site, and the index of the rule that says so, if it was a rule."""
+        if self.off:
+            return Terms(source="policy 'off'"), None
+        if site.word is not None:
+            word = Word.from_json(site.word)
+            return word.terms(self, "keep" if word.keep else "compress(...) in the model"), None
+        for index, rule in enumerate(self.rules):
+            if rule.matches(site):
+                return rule.terms(self, f"rule {index + 1} (module={rule.module!r})"), index
+        return Word().terms(self, f"policy {self.name!r}"), None
+
+    @staticmethod
+    def from_toml(path: str | Path) -> Policy:
+        """A policy from a file. Raises PolicyError with file, line and what was expected there."""
+        return _from_toml(Path(path))
+
+
+PRESETS: dict[str, Policy] = {
+    "off": Policy(name="off", off=True),
+    "lossless": Policy(name="lossless"),
+    "balanced": Policy(name="balanced", codecs=("rotated", "int8"), max_error=0.02),
+    "aggressive": Policy(name="aggressive", codecs=("rotated(bits=4)", "rotated", "int8"), max_error=0.25),
+}
+"""Policies by name. ``lossless`` is the default and cannot change a loss curve; the lossy ones are opted into."""
+
+
+def policy_named(policy: str | Policy) -> Policy:
+    """A preset by name, a TOML file by path, or the policy itself."""
+    if isinstance(policy, Policy):
+        return policy
+    if policy in PRESETS:
+        return PRESETS[policy]
+    if policy.endswith(".toml"):
+        return Policy.from_toml(policy)
+    raise PolicyError(f"unknown policy {policy!r}{nearest(policy, PRESETS)} A path must end in .toml.")
+
+
+@lru_cache(maxsize=4096)
+def _pattern(glob: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*|\*|\?)", glob)
+    body = "".join({"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(part, re.escape(part)) for part in parts)
+    return re.compile(body + r"(\..*)?")
+
+
+def covers(glob: str, path: str) -> bool:
+    """Whether a module glob matches a path or one of the modules around it: ``layers.*`` covers ``layers.3.mlp``."""
+    return glob == "" or _pattern(glob).fullmatch(path) is not None
+
+
+# --- TOML -------------------------------------------------------------------------------------------------------------
+
+
+def _from_toml(path: Path) -> Policy:
+    try:
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text)
+    except OSError as error:
+        raise PolicyError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PolicyError(f"{path}: not UTF-8 text") from error
+    except tomllib.TOMLDecodeError as error:
+        raise PolicyError(f"{path}: not TOML: {error}") from error
+    rules = table.pop("rule", [])
+    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+        raise PolicyError(f"{path}:{_line(text, None, 'rule')}: rules are written as [[rule]], each with its fields below")
+    preset = table.pop("preset", None)
+    if preset is not None and preset not in PRESETS:
+        line = _line(text, None, "preset")
+        raise PolicyError(f"{path}:{line}: unknown preset {preset!r}{nearest(str(preset), PRESETS)}")
+    base = PRESETS[preset] if preset else Policy(name=path.stem)
+    made = tuple(_build(path, text, number, rule, Rule, {}) for number, rule in enumerate(rules))
+    fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(Policy)} | {"name": path.stem, "rules": made}
+    return _build(path, text, None, table, Policy, fields)
+
+
+def _build(path: Path, text: str, rule: int | None, table: Mapping[str, Any], kind: type, base: dict[str, Any]) -> Any:
+    """A Rule or Policy from a table; each field on its own, so that an error knows its line."""
+    hidden = {"rules", "off"} if kind is Policy else set()
+    known = {f.name for f in dataclasses.fields(kind)} - hidden
+    types = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(kind) if f.name in known}
+    where = "a rule" if rule is not None else "a policy"
+    for key, value in table.items():
+        place = f"{path}:{_line(text, rule, key)}"
+        if key not in known:
+            extra = {"preset", "rule"} if kind is Policy else set()
+            raise PolicyError(f"{place}: {where} has no field {key!r}{nearest(key, known | extra)}")
+        try:
+            base[key] = msgspec.convert(value, types[key])
+            kind(**{key: base[key]})
+        except msgspec.ValidationError as error:
+            raise PolicyError(f"{place}: {key}: {str(error)[0].lower()}{str(error)[1:]}") from error
+        except PolicyError as error:
+            raise PolicyError(f"{place}: {error}") from error
+    try:
+        return kind(**base)
+    except PolicyError as error:
+        raise PolicyError(f"{path}:{_line(text, rule, None)}: {error}") from error
+
+
+_TYPES: dict[str, Any] = {
+    "Words": str | list[str] | None,
+    "str | None": str | None,
+    "float | None": float | None,
+    "tuple[str, ...]": str | list[str],
+    "str": str,
+    "int": int,
+    "bool": bool,
+}
+"""Annotation of a field to what may stand in the file."""
+
+
+def _line(text: str, rule: int | None, key: str | None) -> int:
+    """The line of a key: of the n-th [[rule]] if ``rule`` is given, else above all tables; of the table if ``key`` is None."""
+    seen, start = -1, 1
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.lstrip().startswith("["):
+            seen += 1
+            start = number if seen == rule else start
+        if seen == (-1 if rule is None else rule) and key and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line):
+            return number
+        if key == "rule" and rule is None and re.match(r"\s*\[?\s*rule\b", line):
+            return number
+    return start
+
+
+def unmatched(policy: Policy, matched: Iterable[int]) -> list[Rule]:
+    """The rules that matched no site."""
+    return [rule for index, rule in enumerate(policy.rules) if index not in set(matched)]
