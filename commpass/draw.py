@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,9 @@ def view(dump: Dump, *, before: bool, around: int | None) -> View:
     """The nodes within ``around`` edges of a site or an inserted node; all nodes for None."""
     nodes = dump.before if before else dump.after
     kinds = [kind(node) for node in nodes]
-    counts = [f"{len(nodes)} nodes", f"{kinds.count('site')} sites"]
-    if not before:
-        counts.append(f"{kinds.count('inserted')} inserted")
-    title = f"graph {dump.number}: {dump.plan.direction}, {'before' if before else 'after'} ({', '.join(counts)})"
+    sites, inserted = kinds.count("site"), kinds.count("inserted")
+    counts = f"{len(nodes)} nodes, {sites} site{'s' * (sites != 1)}{'' if before else f', {inserted} inserted'}"
+    title = f"graph {dump.number}: {dump.plan.direction}, {'before' if before else 'after'} ({counts})"
     if dump.plan.fallback:
         title += ", FALLBACK: the untouched graph was compiled"
     if around is None:
@@ -71,22 +71,24 @@ def view(dump: Dump, *, before: bool, around: int | None) -> View:
 
 def text(shown: View) -> str:
     """One line a node, in graph order."""
-    calls = [(node.name if node.op == "placeholder" else call(node)) for node in shown.nodes]
+    calls = [call(node) for node in shown.nodes]
     lines = [shown.title, "  ".join(f"{MARKS[kind]} {LEGEND[kind]}" for kind in ("site", "inserted")), ""]
     names = max((min(len(node.name), 32) for node in shown.nodes), default=0)
     width = max((min(len(call), 64) for call in calls), default=0)
+    values = max((min(len(node.value), 24) for node in shown.nodes), default=0)
     for node, written in zip(shown.nodes, calls, strict=True):
         about = (node.module, f"for {node.site}" if node.inserted and node.site else "")
-        line = f"{MARKS[kind(node)]} {node.name:{names}} = {written:{width}}  {node.value}  {'  '.join(filter(None, about))}"
-        lines.append(clean(line).rstrip())
+        head = f"{MARKS[kind(node)]} {node.name:{names}} = {written:{width}}"
+        lines.append(clean("  ".join((head, f"{node.value:{values}}", *filter(None, about)))).rstrip())
     if not shown.nodes:
         lines.append("no nodes were recorded")
     return "\n".join(lines)
 
 
 def call(node: GraphNode) -> str:
-    what = node.op if node.op == "output" else node.target
-    return f"{what}({', '.join(node.inputs)})"
+    if node.op in ("placeholder", "get_attr"):
+        return node.op if node.target == node.name else f"{node.op} {node.target}"
+    return f"{node.op if node.op == 'output' else node.target}({', '.join(node.inputs)})"
 
 
 def quoted(*lines: str) -> str:
@@ -105,7 +107,7 @@ def dot(shown: View) -> str:
     """Graphviz source, with the inserted nodes of a site in one cluster."""
     lines = [
         f"digraph {quoted(shown.title)} {{",
-        f"  graph [labelloc=t, fontname=monospace, label={quoted(shown.title, 'orange: site, blue: inserted for a site')}];",
+        f"  label={quoted(shown.title, 'orange: site, blue: inserted for a site')}; labelloc=t; fontname=monospace;",
         '  node [shape=box, style="rounded,filled", fontname=monospace, fontsize=10];',
     ]
     clusters: dict[str, list[GraphNode]] = {}
@@ -113,7 +115,10 @@ def dot(shown: View) -> str:
         clusters.setdefault((node.site or "") if node.inserted else "", []).append(node)
     for number, (site, nodes) in enumerate(clusters.items()):
         if site:
-            lines += [f"  subgraph cluster_{number} {{", f"  label={quoted(site)}; style=rounded; color={quoted('#5c9bd1')};"]
+            lines += [
+                f"  subgraph cluster_{number} {{",
+                f"  label={quoted(site)}; style=rounded; color={quoted('#5c9bd1')};",
+            ]
         for node in nodes:
             dashed = ', style="rounded,filled,dashed"' if node.name in shown.edge else ""
             fill = quoted(COLOURS[kind(node)])
@@ -129,32 +134,22 @@ def dot(shown: View) -> str:
 
 FONT = 7.0  # points
 CHAR, LINE = 0.61 * FONT / 72, 1.3 * FONT / 72
-BOX, LAYER, GAP = 4 * LINE + 0.1, 4 * LINE + 0.5, 0.16
-HEAD = 0.75
+BOX, PORT, LAYER, GAP, HEAD = 4 * LINE + 0.1, 2 * LINE + 0.1, 4 * LINE + 0.5, 0.16, 0.8
 LONGEST = 40
 """Characters of a label line in an SVG; DOT and text have all of them."""
 
 Name = str | tuple[str, str, int]
 """A node, or the stand-in of an edge (source, user) in a layer."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """A connected part: the middle of each node and stand-in, from the top left, and the way of each edge."""
-
-    places: dict[Name, tuple[float, float]]
-    roads: list[list[Name]]
-    width: float
-    height: float
+Places = dict[Name, tuple[float, float]]
 
 
 def cut(line: str) -> str:
-    line = clean(line)
+    line = clean(line).removesuffix(".default")
     return line if len(line) <= LONGEST else f"{line[: LONGEST - 15]}...{line[-12:]}"
 
 
-def lay_out(graph: Any, widths: Mapping[str, float]) -> Part:
-    """Layers of a connected graph with few crossings and each node near its neighbours."""
+def lay_out(graph: Any, widths: Mapping[Name, float]) -> tuple[Places, list[list[Name]]]:
+    """The middle of every node and stand-in of a connected graph, from the top left, and the way of each edge."""
     import networkx
 
     try:
@@ -167,8 +162,8 @@ def lay_out(graph: Any, widths: Mapping[str, float]) -> Part:
     layers: list[list[Name]] = [[] for _ in generations]
     for name in graph:
         layers[depth[name]].append(name)
-    roads = []
     near: dict[Name, set[Name]] = {name: set() for name in graph}
+    roads = []
     for source, user in graph.edges:
         road: list[Name] = [source, *((source, user, level) for level in range(depth[source] + 1, depth[user])), user]
         for level, name in enumerate(road[1:-1], depth[source] + 1):
@@ -178,47 +173,54 @@ def lay_out(graph: Any, widths: Mapping[str, float]) -> Part:
             near.setdefault(other, set()).add(one)
         roads.append(road)
     untangle(layers, near)
-    wide = {name: widths[name] if isinstance(name, str) else 0.06 for layer in layers for name in layer}
+    wide = {name: widths.get(name, 0.06) for name in near}
     x = spread(layers, near, wide)
     left = min(x[name] - wide[name] / 2 for name in x)
-    places = {name: (x[name] - left, level * LAYER + BOX / 2) for level, layer in enumerate(layers) for name in layer}
-    width = max(places[name][0] + wide[name] / 2 for name in x)
-    return Part(places, roads, width, (len(layers) - 1) * LAYER + BOX)
+    return {name: (x[name] - left, row * LAYER + BOX / 2) for row, layer in enumerate(layers) for name in layer}, roads
 
 
 def mean(values: Sequence[float], otherwise: float) -> float:
     return sum(values) / len(values) if values else otherwise
 
 
-def untangle(layers: list[list[Name]], near: Mapping[Name, set[Name]]) -> None:
+def untangle(layers: Sequence[list[Name]], near: Mapping[Name, set[Name]]) -> None:
     """Sorts each layer by where its neighbours stand in the layer above, then in the one below, a few times."""
     for sweep in range(10):
-        down = sweep % 2 == 0
-        for layer, beside in zip(layers[1:], layers, strict=False) if down else pairwise_back(layers):
+        for beside, layer in pairwise(reversed(layers) if sweep % 2 else layers):
             at = {name: float(index) for index, name in enumerate(beside)}
             want = {name: mean([at[n] for n in near[name] if n in at], index) for index, name in enumerate(layer)}
             layer.sort(key=want.__getitem__)
 
 
-def spread(layers: Sequence[Sequence[Name]], near: Mapping[Name, set[Name]], wide: Mapping[Name, float]) -> dict[Name, float]:
-    """Moves each node as near to the middle of its neighbours as its layer allows. Order and distances are kept."""
-    x: dict[Name, float] = {}
-    for layer in layers:
-        edge = -sum(wide[name] + GAP for name in layer) / 2
-        for name in layer:
-            x[name] = edge + wide[name] / 2
-            edge += wide[name] + GAP
-    for sweep in range(24):
-        for layer in layers if sweep % 2 == 0 else reversed(layers):
+def spread(
+    layers: Sequence[list[Name]], near: Mapping[Name, set[Name]], wide: Mapping[Name, float]
+) -> dict[Name, float]:
+    """Moves each node as near to the middle of its neighbours as its layer allows; no two overlap, order is kept."""
+    x = dict.fromkeys(near, 0.0)
+    for sweep in range(60):
+        for layer in reversed(layers) if sweep % 2 else layers:
             want = [mean([x[other] for other in near[name]], x[name]) for name in layer]
             apart = [(wide[one] + wide[other]) / 2 + GAP for one, other in pairwise(layer)]
-            lefts, rights = want[:], want[:]  # as wanted or pushed to the right; as wanted or pushed to the left
+            right, left = want[:], want[:]  # each at its wish or pushed to the right, or to the left: take the middle
             for index, distance in enumerate(apart):
-                lefts[index + 1] = max(want[index + 1], lefts[index] + distance)
+                right[index + 1] = max(want[index + 1], right[index] + distance)
             for index, distance in reversed(list(enumerate(apart))):
-                rights[index] = min(want[index], rights[index + 1] - distance)
-            x.update((name, (a + b) / 2) for name, a, b in zip(layer, lefts, rights, strict=True))
+                left[index] = min(want[index], left[index + 1] - distance)
+            x.update((name, (a + b) / 2) for name, a, b in zip(layer, left, right, strict=True))
     return x
+
+
+def box(axes: Any, x: float, y: float, lines: Sequence[str], *, width: float, what: str, dashed: bool) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    tall = len(lines) * LINE + 0.1
+    style = "round,pad=0,rounding_size=0.05"
+    corner = (x - width / 2, y - tall / 2)
+    fill, line = COLOURS[what], (0, (3, 2)) if dashed else "-"
+    axes.add_patch(FancyBboxPatch(corner, width, tall, style, fc=fill, ec="#555555", lw=0.7, ls=line, zorder=3))
+    axes.text(
+        x, y, "\n".join(lines), size=FONT, family="monospace", ha="center", va="center", zorder=4, parse_math=False
+    )
 
 
 def figure(shown: View) -> Any:
@@ -226,35 +228,63 @@ def figure(shown: View) -> Any:
     try:
         import networkx
         from matplotlib.figure import Figure
-        from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+        from matplotlib.patches import FancyArrowPatch
         from matplotlib.path import Path as Curve
     except ImportError as error:
         raise CommpassError(f"an SVG needs networkx and matplotlib ({error}): pip install 'commpass[graph]'") from error
-    texts = {node.name: [cut(line) for line in labels(node)] for node in shown.nodes}
-    widths = {name: max(map(len, lines)) * CHAR + 0.14 for name, lines in texts.items()}
+    lines = {node.name: [cut(line) for line in labels(node)] for node in shown.nodes}
+    widths: dict[Name, float] = {name: max(map(len, label)) * CHAR + 0.14 for name, label in lines.items()}
+    half: dict[Name, float] = {name: (len(label) * LINE + 0.1) / 2 for name, label in lines.items()}
     whole = networkx.DiGraph()
-    whole.add_nodes_from(texts)
+    whole.add_nodes_from(lines)
     whole.add_edges_from(shown.edges())
-    rank = {name: index for index, name in enumerate(texts)}
-    groups = [sorted(names, key=rank.__getitem__) for names in networkx.weakly_connected_components(whole)]
-    groups.sort(key=lambda names: (len(names) == 1, rank[names[0]]))
     parts = []
-    for names in groups:
-        graph = networkx.DiGraph()
-        graph.add_nodes_from(names)
-        graph.add_edges_from(whole.edges(names))
-        parts.append(lay_out(graph, widths))
-    row = max([7.0, *(part.width for part in parts), 1.3 * sum(part.width * part.height for part in parts) ** 0.5])
-    corners, x, y, tall = [], 0.0, 0.0, 0.0
-    for part in parts:
-        if x and x + part.width > row:
-            x, y, tall = 0.0, y + tall + LAYER - BOX, 0.0
-        corners.append((x, y))
-        x, tall = x + part.width + 3 * GAP, max(tall, part.height)
-    width, height = row + 2 * GAP, y + tall + HEAD + GAP
-    drawing = Figure(figsize=(width, height))
+    for names in sorted(networkx.weakly_connected_components(whole), key=lambda names: len(names) == 1):
+        part = networkx.DiGraph()
+        part.add_nodes_from(name for name in lines if name in names)
+        part.add_edges_from(whole.edges(names))
+        places, roads = lay_out(part, widths)
+        width = max(x + widths.get(name, 0) / 2 for name, (x, _) in places.items())
+        parts.append((places, roads, width, max(y for _, y in places.values()) + BOX / 2))
+    row = 1.3 * sum(width * height for _, _, width, height in parts) ** 0.5
+    drawing = Figure()
     axes = drawing.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(-GAP, row + GAP), ylim=(y + tall + GAP, -HEAD))
+    axes.text(0, 0.2 - HEAD, shown.title, size=9, family="monospace", weight="bold", va="center", parse_math=False)
+    dashes = [("plain", "has neighbours not shown", True)] if shown.edge else []
+    for index, (what, meaning, dashed) in enumerate([*((*entry, False) for entry in LEGEND.items()), *dashes]):
+        box(axes, 0.9 + 1.85 * index, 0.48 - HEAD, [meaning], width=1.75, what=what, dashed=dashed)
+    left = top = bottom = 0.0
+    right = max(7.4, len(shown.title) * 0.078)
+    for places, roads, width, height in parts:
+        if left and left + width > row:
+            left, top = 0.0, bottom + LAYER - BOX
+        at = {name: (left + x, top + y) for name, (x, y) in places.items()}
+        right, bottom = max(right, left + width), max(bottom, top + height)
+        left += width + 3 * GAP
+        for road in roads:
+            x, y = at[road[0]]
+            points, codes = [(x, y + half[road[0]]), (x, y + PORT)], [Curve.MOVETO, Curve.LINETO]
+            for name in road[1:]:
+                (x0, y0), (x, y) = points[-1], at[name]
+                middle = (y0 + y - PORT) / 2
+                points += [(x0, middle), (x, middle), (x, y - PORT), (x, y - half.get(name, -PORT))]
+                codes += [Curve.CURVE4, Curve.CURVE4, Curve.CURVE4, Curve.LINETO]
+            path = Curve(points, codes)
+            axes.add_patch(FancyArrowPatch(path=path, arrowstyle="-|>", mutation_scale=6, lw=0.6, color="#777777"))
+        for node in shown.nodes:
+            if node.name in at:
+                x, y = at[node.name]
+                dashed = node.name in shown.edge
+                box(axes, x, y, lines[node.name], width=widths[node.name], what=kind(node), dashed=dashed)
+    axes.set(xlim=(-GAP, right + GAP), ylim=(bottom + GAP, -HEAD))
     axes.axis("off")
-    
+    drawing.set_size_inches(right + 2 * GAP, bottom + HEAD + GAP)
     return drawing
+
+
+def svg(shown: View, path: Path) -> None:
+    drawing = figure(shown)
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "commpass"}):  # text stays text; the same bytes each time
+        drawing.savefig(path, format="svg", metadata={"Date": None})

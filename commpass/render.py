@@ -67,9 +67,9 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
             )
         if plan.sites:
             table = sites_table(plan.sites, wide=True)
-            if console.measure(table).maximum > console.width:
-                table = sites_table(plan.sites, wide=False)
-            yield table
+            needs = console.measure(table, options=console.options.update(max_width=10_000)).maximum
+            yield table if needs <= console.width else sites_table(plan.sites, wide=False)
+            yield Text()
             yield reasons(plan.sites)
             yield Text(totals([plan]), style="bold")
         else:
@@ -85,12 +85,11 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
 
 
 def sites_table(sites: Sequence[PlannedSite], *, wide: bool) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, leading=0 if wide else 1)
-    table.add_column("#", justify="right", no_wrap=True)
+    table = plain_table("#")
+    table.leading = 0 if wide else 1
     for group, columns in enumerate(COLUMNS):
-        numeric = group in (2, 4)
         for header in columns if wide else ["\n".join(columns)]:
-            table.add_column(header, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+            table.add_column(header, justify="right" if group in (2, 4) else "left", overflow="fold")
     for number, site in enumerate(sites, 1):
         groups = cells(site)
         texts = [cell for group in groups for cell in group] if wide else ["\n".join(group) for group in groups]
@@ -185,7 +184,7 @@ def diff_table(rows: Sequence[Difference], left: Plan, right: Plan) -> Table:
 
 
 def plain_table(*headers: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for header in headers:
         table.add_column(header, overflow="fold")
     return table
@@ -216,7 +215,7 @@ def checks() -> list[Check]:
     for what, probe, have, lack, needed in PROBES:
         try:
             state, ok = probe()
-            found.append(Check(what, state, ok, have if ok else lack, needed))
+            found.append(Check(what, str(state), ok, have if ok else lack, needed))
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
             found.append(Check(what, "no", False, f"{lack} ({why})", needed))

@@ -22,10 +22,10 @@ class Kernels:
     other: KernelRate
     rates: Mapping[str, KernelRate] = field(default_factory=dict)
 
-    def us(self, codec: str, encoded: float, decoded: float) -> float:
-        """Microseconds to encode and decode that many values, a launch for each included."""
+    def us(self, codec: str, encoded: float, decoded: float, kernels: int) -> float:
+        """Microseconds to encode and decode that many values in that many kernels."""
         rate = self.rates.get(codec.partition("(")[0], self.other)
-        return 2 * self.launch_us + (encoded * rate.encode_ns + decoded * rate.decode_ns) / 1e3
+        return kernels * self.launch_us + (encoded * rate.encode_ns + decoded * rate.decode_ns) / 1e3
 
 
 CPU = Kernels(

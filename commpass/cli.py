@@ -1,0 +1,185 @@
+"""The command line: reads arguments, hands the work on. Results go to stdout, errors as one line to stderr."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+from commpass import draw, dump, render
+from commpass.dump import Dump
+from commpass.errors import CommpassError
+
+
+class Commands(TyperGroup):
+    """Every command tells an error of ours as one line, and leaves with 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CommpassError as error:
+            typer.echo(f"commpass: {' '.join(str(error).splitlines())}", err=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+DumpPath = Annotated[Path, typer.Argument(metavar="DUMP", help="A dump folder, or one file of it.", show_default=False)]
+RunName = Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run of the folder (default: newest).")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"commpass {metadata.version('commpass')}")
+        raise typer.Exit
+
+
+@app.callback()
+def commpass(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Says what commpass did to the collectives of a compiled model, and why.
+
+    Dumps are written by backend(..., dump="folder"), or with COMMPASS_DUMP=folder, and can be read anywhere.
+    """
+
+
+@app.command()
+def explain(path: DumpPath, run: RunName = None, json: Json = False) -> None:
+    """Show every collective, what was decided about it, and the reason."""
+    dumps = load(path, run)
+    if json:
+        plans = msgspec.json.encode([one.plan for one in dumps])
+        typer.echo(msgspec.json.format(plans, indent=1))
+        return
+    console = Console()
+    for part in render.explain(dumps, console):
+        console.print(part)
+
+
+@app.command()
+def graph(
+    path: DumpPath,
+    *,
+    number: Annotated[int | None, typer.Option("--graph", metavar="N", help="Which graph, by its number.")] = None,
+    text: Annotated[bool, typer.Option("--text", help="One line a node (default).")] = False,
+    dot: Annotated[bool, typer.Option("--dot", help="Graphviz source.")] = False,
+    svg: Annotated[bool, typer.Option("--svg", help="A drawing; always a file.")] = False,
+    before: Annotated[bool, typer.Option("--before", help="The graph as it was found.")] = False,
+    after: Annotated[bool, typer.Option("--after", help="The graph as it was compiled (default).")] = False,
+    around: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K|all",
+            help="Only nodes within K edges of a site "
+            f"(default: all; {draw.NEAR} in an SVG of more than {draw.SMALL} nodes).",
+        ),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file.")] = None,
+    run: RunName = None,
+) -> None:
+    """Show a graph before or after; collectives and what was inserted for them are marked."""
+    if text + dot + svg > 1:
+        raise typer.BadParameter("choose one of them", param_hint="--text/--dot/--svg")
+    if before and after:
+        raise typer.BadParameter("choose one of them", param_hint="--before/--after")
+    if around not in (None, "all") and not around.isdecimal():
+        raise typer.BadParameter(f"{around!r} is neither a number of edges nor 'all'", param_hint="--around")
+    dumps = load(path, run)
+    if number is not None or dot or svg:
+        dumps = [pick(dumps, number)]
+    views = []
+    for one in dumps:
+        big = svg and len(one.before if before else one.after) > draw.SMALL
+        edges = (draw.NEAR if big else None) if around is None else None if around == "all" else int(around)
+        views.append(draw.view(one, before=before, around=edges))
+    side = "before" if before else "after"
+    if svg and output is None:
+        output = Path(f"graph-{dumps[0].number:04d}-{dumps[0].plan.direction}-{side}.svg")
+    drawn = "" if svg else draw.dot(views[0]) if dot else "\n\n".join(map(draw.text, views))
+    if output is None:
+        typer.echo(drawn)
+        return
+    try:
+        if svg:
+            draw.svg(views[0], output)
+        else:
+            output.write_text(drawn + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CommpassError(f"{output}: cannot be written: {error.strerror}") from error
+    typer.echo(f"wrote {output}")
+
+
+@app.command()
+def diff(
+    left: Annotated[Path, typer.Argument(metavar="DUMP_A", help="A dump folder, or one file of it.")],
+    right: Annotated[Path, typer.Argument(metavar="DUMP_B", help="The one to compare it with.")],
+    left_run: Annotated[str | None, typer.Option("--run-a", metavar="ID", help="Which run of DUMP_A.")] = None,
+    right_run: Annotated[str | None, typer.Option("--run-b", metavar="ID", help="Which run of DUMP_B.")] = None,
+) -> None:
+    """Show what two plans say differently. Leaves with 0 if nothing, 1 if something, 2 on an error."""
+    a, b = load(left, left_run), load(right, right_run)
+    console = Console()
+    for name, path, dumps in (("A", left, a), ("B", right, b)):
+        plan = dumps[0].plan
+        console.print(Text(f"{name}: {path}, run {dumps[0].run}, policy {plan.policy}, profile {plan.profile}"))
+    found = render.differences(a, b)
+    for name, shown, count in found:
+        console.print(Text(f"\n{name}: {count} difference{'s' * (count != 1)}", style="bold"))
+        console.print(shown)
+    if found:
+        raise typer.Exit(1)
+    console.print("no differences")
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Show what this installation can do. Leaves with 1 if commpass cannot work here."""
+    found = render.checks()
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    else:
+        Console().print(render.doctor(found))
+    if any(check.needed and not check.ok for check in found):
+        raise typer.Exit(1)
+
+
+def load(path: Path, run: str | None) -> list[Dump]:
+    """One run of a dump. Where the folder has others and none was asked for, that is said on stderr."""
+    dumps = dump.read_run(path, run)
+    if run is None and path.is_dir():
+        runs = list(dict.fromkeys(dump.read(file).run for file in dump.files(path)))
+        if len(runs) > 1:
+            others = ", ".join(runs[:-1])
+            typer.echo(f"{path} has {len(runs)} runs; this is the newest, {runs[-1]}. --run picks: {others}", err=True)
+    return dumps
+
+
+def pick(dumps: list[Dump], number: int | None) -> Dump:
+    """The graph of that number; without one, the only graph there is."""
+    known = ", ".join(f"{one.number} ({one.plan.direction})" for one in dumps)
+    if number is None and len(dumps) > 1:
+        raise CommpassError(f"which graph? Pick one with --graph: {known}")
+    for one in dumps:
+        if number is None or one.number == number:
+            return one
+    raise CommpassError(f"no graph {number} here; there are: {known}")
+
+
+def main() -> None:
+    app()

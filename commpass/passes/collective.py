@@ -1,0 +1,125 @@
+"""One normaliser for every form a functional collective takes in a graph."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+KINDS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "isend": "send",
+    "irecv": "recv",
+    "batch_p2p_ops": "send",
+}
+"""Operator name without its form (coalesced, in-place, out) to the kind of the collective."""
+
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
+WAITS = ("wait_tensor", "wait_tensors")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective node, taken apart. ``form`` is plain, coalesced, in-place, out, autograd, legacy or view."""
+
+    node: fx.Node
+    kind: str
+    form: str
+    inputs: tuple[fx.Node, ...]
+    reduce_op: str | None
+    group: Any
+    group_size: int | None
+    out: fx.Node | None
+
+
+def parse(node: fx.Node) -> Call | None:
+    """The collective that a node is, or None."""
+    if node.op != "call_function" or not isinstance(node.target, (OpOverload, torch._ops.OpOverloadPacket)):
+        return None
+    overload = node.target if isinstance(node.target, OpOverload) else getattr(node.target, node.target.overloads()[0])
+    namespace, _, name = overload._schema.name.partition("::")
+    base = re.sub(r"_(coalesced_?|out|)$", "", name)
+    if namespace not in NAMESPACES or base not in KINDS:
+        return None
+    arguments = dict(zip((a.name for a in overload._schema.arguments), node.args, strict=False)) | node.kwargs
+    tensors = next((arguments[key] for key in _INPUT_NAMES if key in arguments), ())
+    inputs = tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
+    op = arguments.get("reduce_op", arguments.get("reduceOp"))
+    return Call(
+        node=node,
+        kind=KINDS[base],
+        form=_form(namespace, name),
+        inputs=inputs,  # type: ignore[arg-type]
+        reduce_op=op.lower() if isinstance(op, str) else None if op is None else str(op),
+        group=arguments.get("group_name", arguments.get("ranks")),
+        group_size=arguments.get("group_size") if isinstance(arguments.get("group_size"), int) else None,
+        out=arguments.get("out"),  # type: ignore[arg-type]
+    )
+
+
+_INPUT_NAMES = ("inputs", "input", "tensors", "tensor", "self", "shard")
+
+
+def _form(namespace: str, name: str) -> str:
+    if namespace == "_c10d_functional_autograd":
+        return "autograd"
+    if namespace == "c10d_functional":
+        return "legacy"
+    if namespace == "_dtensor":
+        return "view"
+    if name.endswith("_coalesced_"):
+        return "in-place coalesced"
+    if name.endswith("_coalesced") or name == "batch_p2p_ops":
+        return "coalesced"
+    if name.endswith("_out"):
+        return "out"
+    return "in-place" if name.endswith("_") else "plain"
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for one tensor, or (torch 2.15) for several."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, (OpOverload, torch._ops.OpOverloadPacket))
+        and str(getattr(node.target, "_schema", node.target)).partition("(")[0].split(".")[0].split("::")[-1] in WAITS
+    )
+
+
+def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """The (index, node) of every ``getitem`` of a node that has several values."""
+    for user in node.users:
+        if user.op == "call_function" and user.target is operator.getitem:
+            yield int(user.args[1]), user  # type: ignore[arg-type]
+
+
+def value_of(call: Call, position: int) -> fx.Node | None:
+    """The node that stands for result ``position`` of a collective, before any wait; None if nobody takes it."""
+    if "coalesced" not in call.form:
+        return call.node
+    return next((node for index, node in items(call.node) if index == position), None)
+
+
+def waited(value: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What becomes of a collective's result: (the nodes that hold it after a wait, the users that do not wait)."""
+    held: list[fx.Node] = []
+    early: list[fx.Node] = []
+    for user in value.users:
+        if not is_wait(user):
+            early.append(user)
+        elif isinstance(user.args[0], fx.Node):
+            held.append(user)
+        else:
+            position = list(user.args[0]).index(value)  # type: ignore[arg-type]
+            held += [node for index, node in items(user) if index == position]
+    return held, early

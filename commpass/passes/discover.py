@@ -1,0 +1,160 @@
+"""discover: graph -> sites.
+
+needs: a graph of aten operators and functional collectives, with fake values in ``meta["val"]``.
+gives: a ``Found`` for every tensor that a collective carries, in graph order, sub-graphs included.
+changes: nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from commpass.annotate import KEY
+from commpass.passes import meta
+from commpass.passes.collective import Call, parse, value_of, waited
+from commpass.plan import Site
+
+MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm", "_int_mm", "convolution")
+SEE_THROUGH = (
+    "view", "reshape", "_unsafe_view", "permute", "transpose", "t", "squeeze", "unsqueeze", "expand", "slice", "select",
+    "clone", "alias", "detach", "contiguous", "_to_copy", "to", "convert_element_type", "getitem", "split",
+    "split_with_sizes", "wait_tensor", "wait_tensors",
+)  # fmt: skip
+"""Operators between a collective and the matmul that feeds it, or what consumes it, that change no value (but its dtype)."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A site with its place in the graph: ``outputs`` hold its result after the wait; all are replaced together."""
+
+    site: Site
+    module: fx.GraphModule
+    call: Call
+    position: int
+    outputs: tuple[fx.Node, ...]
+
+    @property
+    def input(self) -> fx.Node:
+        return self.call.inputs[self.position]
+
+
+def discover(gm: fx.GraphModule, direction: str = "forward") -> list[Found]:
+    """Every site of a graph and its sub-graphs, whatever form its collective takes."""
+    found: list[Found] = []
+    for prefix, module in graph_modules(gm):
+        order = {node: index for index, node in enumerate(module.graph.nodes)}
+        for node in module.graph.nodes:
+            call = parse(node)
+            if call is not None:
+                found += [_found(module, prefix, call, i, order, direction) for i in range(len(call.inputs))]
+    return found
+
+
+def graph_modules(gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
+    """A graph module and the sub-graphs that its higher-order operators call, each once, with a prefix for names."""
+    yield prefix, gm
+    names = dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr")
+    seen: set[int] = set()
+    for name in names:
+        child = getattr(gm, name, None)
+        if isinstance(child, fx.GraphModule) and id(child) not in seen:
+            seen.add(id(child))
+            yield from graph_modules(child, f"{prefix}{name}.")
+
+
+def _found(module: fx.GraphModule, prefix: str, call: Call, position: int, order: dict[fx.Node, int],
+           direction: str) -> Found:  # fmt: skip
+    source, value = call.inputs[position], value_of(call, position)
+    held, early = waited(value) if value is not None else ([], [])
+    fake = meta.tensor(source) if isinstance(source, fx.Node) else None
+    name, label, size = describe_group(call)
+    many = len(call.inputs) > 1
+    site = Site(
+        name=f"{prefix}{call.node.name}" + (f".{position}" if many else ""),
+        kind=call.kind,
+        reduce_op=call.reduce_op,
+        group=name,
+        group_label=label,
+        group_size=size,
+        dtype=meta.dtype_name(fake.dtype) if fake is not None else "unknown",
+        shape=meta.shape(fake) if fake is not None else (),
+        bytes=meta.nbytes(fake) if fake is not None else -1,
+        device=fake.device.type if fake is not None else "cpu",
+        module=meta.module_path(call.node),
+        direction=direction,
+        producer=_producer(source) if isinstance(source, fx.Node) else None,
+        consumers=tuple(_consumers(held)),
+        word=meta.word(call.node, KEY),
+        obstacle=_obstacle(call, fake, size, held, early),
+    )
+    return Found(site, module, call, position, tuple(sorted(held, key=order.__getitem__)))
+
+
+def _obstacle(call: Call, fake: torch.Tensor | None, size: int, held: list[fx.Node], early: list[fx.Node]) -> str | None:
+    """Why the form of a collective keeps it from being rewritten, whatever the policy says."""
+    if call.form == "autograd":
+        return "its gradient would be lost: rewrite the graphs that AOTAutograd makes of it"
+    if call.form == "legacy":
+        return "the c10d_functional namespace is deprecated; use torch's current functional collectives"
+    if call.form == "view":
+        return "shard_dim_alltoall splits along another dimension than the first"
+    if size < 1:
+        return f"the size of group {call.group!r} is not known here: initialise torch.distributed first"
+    if fake is None:
+        return "its shape is not known: the graph has no fake values"
+    if early and call.form in ("plain", "coalesced"):
+        return f"{early[0].name} takes its result before it is waited for"
+    if not held and "in-place" not in call.form and call.form != "out":
+        return "nobody waits for its result"
+    return None
+
+
+def describe_group(call: Call) -> tuple[str, str, int]:
+    """(name, label, size) of a collective's group; the label is its mesh dimension where it has one; size 0 if unknown."""
+    group: Any = call.group
+    if isinstance(group, fx.Node):
+        held = group.meta.get("val")
+        group = getattr(held, "real_obj", held)
+    if isinstance(group, str) and dist.is_available() and dist.is_initialized():
+        try:
+            group = dist.distributed_c10d._resolve_process_group(group)
+        except (RuntimeError, ValueError):
+            return str(call.group), "", call.group_size or 0
+    if isinstance(group, dist.ProcessGroup):
+        label = (group.group_desc or "").removeprefix("mesh_")
+        return group.group_name, "" if label == "undefined" else label, group.size()
+    return str(call.group), "", call.group_size or 0
+
+
+def _operator(node: fx.Node) -> str:
+    if node.op != "call_function":
+        return node.op
+    schema = getattr(node.target, "_schema", None)
+    return schema.name.split("::")[-1] if schema is not None else getattr(node.target, "__name__", str(node.target))
+
+
+def _producer(node: fx.Node) -> str | None:
+    """The name of the matmul that makes a collective's input, seen through views and casts."""
+    while _operator(node) in SEE_THROUGH and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.name if _operator(node) in MATMULS else None
+
+
+def _consumers(values: list[fx.Node], most: int = 4) -> list[str]:
+    """The names of the first nodes that do something with a collective's result, seen through views and casts."""
+    names: dict[str, None] = {}
+    queue = list(values)
+    while queue and len(names) < most:
+        node = queue.pop(0)
+        for user in node.users:
+            if _operator(user) in SEE_THROUGH:
+                queue.append(user)
+            else:
+                names.setdefault(user.name)
+    return list(names)[:most]

@@ -1,0 +1,132 @@
+"""The road of a graph: every pass, in order, in one place.
+
+A pass is a plain function from one stage of the road to the next. What it needs, gives and changes stands at the top of its
+file. Each can be left out by name with ``Policy(skip=...)``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from commpass.costmodel import Profile
+from commpass.errors import PolicyError, nearest
+from commpass.passes.decide import decide
+from commpass.passes.discover import Found, discover, graph_modules
+from commpass.passes.rewrite import Decompositions, rewrite
+from commpass.passes.verify import verify
+from commpass.plan import Plan, PlannedSite
+from commpass.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Road:
+    """A graph on its way: what goes in, and what the passes have found and decided so far."""
+
+    gm: fx.GraphModule
+    direction: str
+    policy: Policy
+    profile: Profile
+    decompositions: Decompositions | None = None
+    found: tuple[Found, ...] = ()
+    sites: tuple[PlannedSite, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass by name. ``numerics`` says whether it may change the numbers that a graph computes."""
+
+    name: str
+    run: Callable[[Road], Road]
+    numerics: bool = False
+
+
+def _discover(road: Road) -> Road:
+    return dataclasses.replace(road, found=tuple(discover(road.gm, road.direction)))
+
+
+def _decide(road: Road) -> Road:
+    sites = decide((found.site for found in road.found), road.policy, road.profile)
+    return dataclasses.replace(road, sites=sites)
+
+
+def _rewrite(road: Road) -> Road:
+    rewrite(road.found, road.sites or (), road.decompositions)
+    return road
+
+
+def _verify(road: Road) -> Road:
+    verify(road.gm, road.sites or ())
+    return road
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass("discover", _discover),
+    Pass("decide", _decide),
+    Pass("rewrite", _rewrite, numerics=True),
+    Pass("verify", _verify),
+)
+
+
+@dataclass
+class Outcome:
+    """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched one, and says why."""
+
+    plan: Plan
+    found: tuple[Found, ...] = ()
+    times_ms: dict[str, float] = field(default_factory=dict)
+    error: Exception | None = None
+    untouched: dict[fx.GraphModule, fx.Graph] = field(default_factory=dict)
+
+    def restore(self, why: str) -> None:
+        """Puts the untouched graph back (law 7), because of ``why``."""
+        for module, graph in self.untouched.items():
+            module.graph = graph
+            module.recompile()
+        self.untouched = {}
+        self.plan = dataclasses.replace(self.plan, fallback=why)
+
+
+def check_skip(policy: Policy) -> None:
+    """Raises PolicyError if ``policy.skip`` names a pass that does not exist."""
+    names = [p.name for p in PASSES]
+    for name in policy.skip:
+        if name not in names:
+            raise PolicyError(f"skip: no pass {name!r}{nearest(name, names)}")
+
+
+def run(road: Road, graph: str, passes: tuple[Pass, ...] | None = None) -> Outcome:
+    """Takes a graph along the road, in place. All or nothing: if a pass fails, the graph is the untouched one again."""
+    outcome = Outcome(Plan(graph=graph, direction=road.direction, policy=road.policy.name, profile=road.profile.name))
+    skipped = [name for name in road.policy.skip if name != "verify"]
+    for step in PASSES if passes is None else passes:
+        if step.name in road.policy.skip or (step.numerics and skipped):
+            continue
+        start = time.perf_counter()
+        if step.numerics and not outcome.untouched:
+            outcome.untouched = _copies(road)
+        try:
+            road = step.run(road)
+        except Exception as error:
+            outcome.error = error
+            outcome.restore(f"pass {step.name!r} failed: {type(error).__name__}: {error}")
+            return outcome
+        finally:
+            outcome.times_ms[step.name] = (time.perf_counter() - start) * 1e3
+            outcome.found = road.found
+        outcome.plan = dataclasses.replace(outcome.plan, sites=road.sites or ())
+    if skipped:
+        outcome.restore(f"the policy skips pass {', '.join(map(repr, skipped))}")
+    return outcome
+
+
+def _copies(road: Road) -> dict[fx.GraphModule, fx.Graph]:
+    """Copies of the graphs that the plan will change."""
+    if not any(site.compressed for site in road.sites or ()):
+        return {}
+    return {module: copy.deepcopy(module.graph) for _, module in graph_modules(road.gm)}

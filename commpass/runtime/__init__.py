@@ -1,0 +1,1 @@
+"""What happens besides the graph: agreement between ranks, and the record of what was done."""

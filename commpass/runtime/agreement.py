@@ -1,0 +1,184 @@
+"""All ranks decide alike, and prove it: plan digests are compared through the store before a compiled graph runs (law 5).
+
+For every group that a graph uses, each rank publishes the digest of the part of its plan that the group shares; the first
+rank of the group compares them and publishes the verdict, so that the store sees a few messages a rank, not their square.
+A digest that a group has agreed on before is not compared again: a rank may recompile alone as long as it decides the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+
+from commpass.errors import PlanMismatch
+from commpass.plan import Plan, diff
+
+GRACE_S = 5.0
+"""How much longer than the time-out the others wait for the verdict of a group's first rank."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the ranks of a group said: ranks by digest, ranks that could not carry out their plan, ranks that kept silent."""
+
+    ranks: dict[str, list[int]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Word:
+    digest: str
+    failure: str
+
+
+@dataclass
+class _Meetings:
+    """How often a group has met, and what it agreed on."""
+
+    group: dist.ProcessGroup
+    count: int = 0
+    agreed: set[str] = field(default_factory=set)
+
+
+_meetings: dict[str, _Meetings] = {}
+
+
+def agree(plan: Plan, groups: Iterable[str], timeout_s: float) -> dict[int, str]:
+    """Compares a plan with those of all other ranks of its groups.
+
+    Returns the ranks that could not carry out their plan, with the reason: then nobody may. Raises PlanMismatch, within the
+    time-out, if a rank planned something else or did not answer.
+    """
+    open_meetings = [_Meeting(name, plan) for name in sorted(set(groups)) if _meets(name)]
+    open_meetings = [meeting for meeting in open_meetings if not meeting.settled]
+    for meeting in open_meetings:  # everybody speaks before anybody waits
+        meeting.publish()
+    failures: dict[int, str] = {}
+    for meeting in open_meetings:
+        failures |= meeting.verdict(timeout_s)
+    return failures
+
+
+def _meets(name: str) -> bool:
+    """Whether the ranks of a group can talk: it exists here, has more than one rank, and is no fake one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    try:
+        group = dist.distributed_c10d._resolve_process_group(name)
+    except (RuntimeError, ValueError):
+        return False
+    return group.size() > 1 and "fake" not in dist.get_backend(group)
+
+
+class _Meeting:
+    """One comparison of one group's part of a plan."""
+
+    def __init__(self, name: str, plan: Plan):
+        self.name = name
+        self.group = dist.distributed_c10d._resolve_process_group(name)
+        self.ranks = dist.get_process_group_ranks(self.group)
+        self.rank = dist.get_rank()
+        self.store = dist.distributed_c10d._get_process_group_store(self.group)
+        self.plan = plan.of_group(name)
+        self.digest = self.plan.digest()
+        past = _meetings.get(name)
+        if past is None or past.group is not self.group:
+            past = _meetings[name] = _Meetings(self.group)
+        self.past = past
+        self.settled = not plan.fallback and self.digest in past.agreed
+
+    def publish(self) -> None:
+        self.past.count += 1
+        self.prefix = f"commpass/{self.past.count}"
+        self.store.set(f"{self.prefix}/word/{self.rank}", msgspec.json.encode(_Word(self.digest, self.plan.fallback)))
+
+    def verdict(self, timeout_s: float) -> dict[int, str]:
+        """Waits for the verdict. Returns failures; raises PlanMismatch."""
+        if self.rank == self.ranks[0]:
+            verdict = self._judge(timeout_s)
+            self.store.set(f"{self.prefix}/verdict", msgspec.json.encode(verdict))
+        elif self._wait([f"{self.prefix}/verdict"], timeout_s + GRACE_S):
+            verdict = msgspec.json.decode(self.store.get(f"{self.prefix}/verdict"), type=Verdict)
+        else:
+            verdict = Verdict(missing=[self.ranks[0]])
+        if verdict.missing:
+            raise PlanMismatch(self._silence(verdict.missing, timeout_s))
+        if verdict.failures:
+            return verdict.failures
+        if len(verdict.ranks) > 1:
+            raise PlanMismatch(self._difference(verdict, timeout_s))
+        self.past.agreed.add(self.digest)
+        return {}
+
+    def _judge(self, timeout_s: float) -> Verdict:
+        keys = {rank: f"{self.prefix}/word/{rank}" for rank in self.ranks}
+        if not self._wait(list(keys.values()), timeout_s):
+            return Verdict(missing=[rank for rank, key in keys.items() if not self.store.check([key])])
+        verdict = Verdict()
+        for rank, raw in zip(self.ranks, self.store.multi_get(list(keys.values())), strict=True):
+            word = msgspec.json.decode(raw, type=_Word)
+            verdict.ranks.setdefault(word.digest, []).append(rank)
+            if word.failure:
+                verdict.failures[rank] = word.failure
+        return verdict
+
+    def _wait(self, keys: list[str], timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while True:  # in short waits: some stores hold the interpreter lock while they wait
+            left = deadline - time.monotonic()
+            try:
+                self.store.wait(keys, timedelta(seconds=max(0.001, min(left, 1.0))))
+            except RuntimeError:
+                if left <= 1.0:
+                    return self.store.check(keys)
+            else:
+                return True
+
+    def _silence(self, missing: list[int], timeout_s: float) -> str:
+        return (
+            f"rank {', '.join(map(str, missing))} of group {self.name!r} (ranks {_spans(self.ranks)}) published no plan for this "
+            f"{self.plan.direction} graph within {timeout_s:g} s, but rank {self.rank} did. It compiled another graph, stopped, "
+            "or needs longer: raise the time-out with commpass.backend(..., timeout=seconds). "
+            f"Here the plan is:\n{_outline(self.plan)}"
+        )
+
+    def _difference(self, verdict: Verdict, timeout_s: float) -> str:
+        """Each side shows its plan to the other; the message tells what differs."""
+        mine = next(ranks for ranks in verdict.ranks.values() if self.rank in ranks)
+        others = next(ranks for ranks in verdict.ranks.values() if self.rank not in ranks)
+        if self.rank == mine[0]:
+            self.store.set(f"{self.prefix}/plan/{self.rank}", self.plan.to_json())
+        key = f"{self.prefix}/plan/{others[0]}"
+        sides = "; ".join(f"rank {_spans(ranks)}: plan {digest}" for digest, ranks in sorted(verdict.ranks.items()))
+        head = f"the ranks of group {self.name!r} planned differently for this {self.plan.direction} graph ({sides}).\n"
+        if not self._wait([key], timeout_s):
+            return f"{head}Rank {others[0]} did not show its plan."
+        theirs = Plan.from_json(self.store.get(key))
+        rows = [str(d).replace("the first", f"rank {self.rank}").replace("the second", f"rank {others[0]}")
+                for d in diff(self.plan, theirs)]  # fmt: skip
+        policies = f"policy {self.plan.policy!r} on rank {self.rank}, {theirs.policy!r} on rank {others[0]}"
+        more = [f"... and {len(rows) - 10} more"] if len(rows) > 10 else []
+        return head + "\n".join([*(f"  {row}" for row in rows[:10]), *more, f"  ({policies}; profile {self.plan.profile!r} and "
+                                 f"{theirs.profile!r})", "Give every rank the same policy, profile and model."])  # fmt: skip
+
+
+def _spans(ranks: list[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in spans)
+
+
+def _outline(plan: Plan, most: int = 5) -> str:
+    rows = [f"  {s.name}: {s.kind} {s.dtype}{list(s.shape)} {s.codec} by {s.algorithm}" for s in plan.sites[:most]]
+    return "\n".join(rows + ([f"  ... and {len(plan.sites) - most} more"] if len(plan.sites) > most else []))

@@ -1,0 +1,138 @@
+"""What commpass did in this process: plans, counters, artifacts for tlparse, log lines, dumps."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from commpass import dump as dumps
+from commpass.costmodel import Profile
+from commpass.passes import Outcome, meta
+from commpass.passes.discover import graph_modules
+from commpass.passes.rewrite import MARK
+from commpass.plan import Plan
+from commpass.policy import Policy
+
+log = logging.getLogger("commpass")
+
+_plans: list[Plan] = []
+
+
+def plans() -> list[Plan]:
+    """The plans of the graphs compiled in this process, in order of compilation."""
+    return list(_plans)
+
+
+def record(outcome: Outcome) -> None:
+    """Keeps a plan, counts it among torch's own counters (``torch._dynamo.utils.counters["commpass"]``), and traces it."""
+    from torch._dynamo.utils import counters
+    from torch._logging import trace_structured
+
+    plan = outcome.plan
+    _plans.append(plan)
+    counted = counters["commpass"]
+    counted["graphs"] += 1
+    counted["sites"] += len(plan.sites)
+    counted["compressed"] += len(plan.compressed)
+    counted["fallbacks"] += bool(plan.fallback) and outcome.error is not None
+    counted["bytes"] += sum(max(site.bytes, 0) for site in plan.sites)
+    counted["wire_bytes"] += wire_bytes(plan)
+    counted["passes_us"] += int(sum(outcome.times_ms.values()) * 1e3)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"commpass_plan_{plan.direction}", "encoding": "json"},
+        payload_fn=lambda: {"plan": msgspec.to_builtins(plan), "passes_ms": outcome.times_ms},
+        expect_trace_id=False,
+    )
+
+
+def trace_graph(gm: fx.GraphModule, name: str) -> None:
+    """The readable graph as an artifact, where structured tracing is on."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"commpass_{name}", "encoding": "string"},
+        payload_fn=lambda: gm.print_readable(print_output=False, include_stride=True, include_device=True),
+        expect_trace_id=False,
+    )
+
+
+def wire_bytes(plan: Plan) -> int:
+    """What one rank hands to the collectives of a graph as it was really compiled."""
+    return sum(max(site.bytes if plan.fallback else site.wire_bytes, 0) for site in plan.sites)
+
+
+def nodes_before(outcome: Outcome, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
+    """The graph as it was handed to us, as data."""
+    return _rows(((p, outcome.untouched.get(m, m.graph)) for p, m in graph_modules(gm)), outcome.plan)
+
+
+def nodes_after(outcome: Outcome, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
+    """The graph as it will be compiled, as data."""
+    return _rows(((p, m.graph) for p, m in graph_modules(gm)), outcome.plan)
+
+
+def _rows(graphs: Iterable[tuple[str, fx.Graph]], plan: Plan) -> tuple[dumps.GraphNode, ...]:
+    sites = {re.sub(r"\.\d+$", "", site.name): site.name for site in plan.sites}
+    rows = []
+    for prefix, graph in graphs:
+        for node in graph.nodes:
+            value = meta.tensor(node)
+            shape = "" if value is None else f"{meta.dtype_name(value.dtype)}[{', '.join(map(str, meta.shape(value)))}]"
+            mark = node.meta.get(MARK)
+            rows.append(
+                dumps.GraphNode(
+                    name=prefix + node.name,
+                    op=node.op,
+                    target=node.target if isinstance(node.target, str) else _target(node.target),
+                    inputs=tuple(prefix + source.name for source in node.all_input_nodes),
+                    value=shape,
+                    module=meta.module_path(node),
+                    site=mark or sites.get(prefix + node.name),
+                    inserted=mark is not None,
+                )
+            )
+    return tuple(rows)
+
+
+def _target(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that writes dumps."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def write_dump(folder: Path, run: str, outcome: Outcome, before: tuple[dumps.GraphNode, ...],
+               after: tuple[dumps.GraphNode, ...], policy: Policy, profile: Profile) -> Path:  # fmt: skip
+    """Writes the dump of one graph."""
+    there = dist.is_available() and dist.is_initialized()
+    return dumps.write(
+        folder,
+        dumps.Dump(
+            run=run,
+            commpass=version("commpass"),
+            torch=str(torch.__version__),
+            rank=dist.get_rank() if there else 0,
+            world_size=dist.get_world_size() if there else 1,
+            written=datetime.now(UTC).isoformat(timespec="seconds"),
+            plan=outcome.plan,
+            policy=msgspec.to_builtins(policy),
+            profile=msgspec.to_builtins(profile),
+            passes_ms=outcome.times_ms,
+            before=before,
+            after=after,
+        ),
+    )
