@@ -20,6 +20,7 @@ from torch import fx
 from commpass.annotate import open_scopes
 from commpass.costmodel import Profile, default_profile
 from commpass.errors import CommpassError, PlanMismatch, PolicyError, ScopeError, nearest
+from commpass.groups import is_first_rank
 from commpass.passes import Outcome, Road, check_skip, meta
 from commpass.passes import run as run_passes
 from commpass.passes.collective import parse
@@ -193,7 +194,7 @@ class Backend:
         return None
 
     def _writes(self) -> bool:
-        return self.dump is not None and record.is_first_rank()
+        return self.dump is not None and is_first_rank()
 
     def _check(self, graph: str) -> None:
         """Before each call of a compiled graph."""

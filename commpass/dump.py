@@ -93,7 +93,7 @@ def read(path: Path) -> Dump:
         cut = "it is cut short" if "truncated" in str(error) else f"it is not JSON ({error})"
         raise DumpError(f"{path}: {cut}; write the dump again with backend(..., dump=...)") from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise DumpError(f"{path}: this is not a commpass dump (no \"format\": \"{FORMAT}\" in it)")
+        raise DumpError(f'{path}: this is not a commpass dump (no "format": "{FORMAT}" in it)')
     version = head.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise DumpError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed._functional_collectives  # registers the operators  # noqa: F401
+import torch.distributed._functional_collectives  # registers the operators
 from torch import Tensor
 
 ops = torch.ops._c10d_functional

@@ -40,15 +40,23 @@ def reduce_scatter(x: Tensor, op: str = "sum", group: Any = None, *, codec: str 
 
 
 def _run(kind: str, x: Tensor, op: str, group: Any, codec: str | Codec, algorithm: str) -> Tensor:
-    name = functional._resolve_group_name(dist.group.WORLD if group is None else group)
-    ranks = dist.get_world_size(dist.distributed_c10d._resolve_process_group(name))
+    resolve: Any = functional._resolve_group_name
+    name = resolve(dist.group.WORLD if group is None else group)
+    ranks = _size(name)
     _check(kind, x, op, ranks, algorithm)
-    return _Straight.apply(x, kind, op, ranks, name, _resolve(codec), algorithm)
+    return torch.ops.commpass.collective(x, kind, op, ranks, name, _spec(codec), algorithm)
+
+
+# Dynamo takes the results of these two as constants: neither the size of a group nor a codec's name ever changes.
+@torch.compiler.assume_constant_result
+def _size(name: str) -> int:
+    resolve: Any = dist.distributed_c10d._resolve_process_group
+    return resolve(name).size()
 
 
 @torch.compiler.assume_constant_result
-def _resolve(codec: str | Codec) -> Codec:
-    return codec_named(codec)
+def _spec(codec: str | Codec) -> str:
+    return codec_named(codec).spec
 
 
 def _check(kind: str, x: Tensor, op: str, ranks: int, algorithm: str) -> None:
@@ -73,15 +81,23 @@ class _Straight(torch.autograd.Function):
     """The collective with the gradient of the exact one: rounding is taken for the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, op: str, ranks: int, group: str, codec: Codec, algorithm: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kind: str, op: str, ranks: int, group: str, codec: str, algorithm: str) -> Tensor:
         ctx.call = (kind, op, ranks, group, codec, algorithm)
-        return algorithm_named(kind, algorithm).run(x, op, ranks, group, codec)
+        return algorithm_named(kind, algorithm).run(x, op, ranks, group, codec_named(codec))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         kind, op, ranks, group, codec, algorithm = ctx.call
         mirror = algorithm_named(MIRROR[kind], algorithm)
-        gradient = mirror.run(gradients[0].contiguous(), "sum" if kind == "all_gather" else op, ranks, group, codec)
+        gradient = mirror.run(gradients[0].contiguous(), op, ranks, group, codec_named(codec))
         if kind == "reduce_scatter" and op == "avg":
             gradient = gradient / ranks
         return gradient, None, None, None, None, None, None
+
+
+# One operator for all: Dynamo keeps it as it is, AOTAutograd traces through it to plain operators and functional collectives.
+_library = torch.library.Library("commpass", "DEF")
+_library.define(
+    "collective(Tensor x, str kind, str op, int ranks, str group, str codec, str algorithm) -> Tensor"
+)
+_library.impl("collective", _Straight.apply, "CompositeImplicitAutograd")

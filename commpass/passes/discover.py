@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from commpass import groups
 from commpass.annotate import KEY
 from commpass.passes import meta
 from commpass.passes.collective import Call, parse, value_of, waited
@@ -96,7 +97,9 @@ def _found(module: fx.GraphModule, prefix: str, call: Call, position: int, order
     return Found(site, module, call, position, tuple(sorted(held, key=order.__getitem__)))
 
 
-def _obstacle(call: Call, fake: torch.Tensor | None, size: int, held: list[fx.Node], early: list[fx.Node]) -> str | None:
+def _obstacle(
+    call: Call, fake: torch.Tensor | None, size: int, held: list[fx.Node], early: list[fx.Node]
+) -> str | None:
     """Why the form of a collective keeps it from being rewritten, whatever the policy says."""
     if call.form == "autograd":
         return "its gradient would be lost: rewrite the graphs that AOTAutograd makes of it"
@@ -121,14 +124,10 @@ def describe_group(call: Call) -> tuple[str, str, int]:
     if isinstance(group, fx.Node):
         held = group.meta.get("val")
         group = getattr(held, "real_obj", held)
-    if isinstance(group, str) and dist.is_available() and dist.is_initialized():
-        try:
-            group = dist.distributed_c10d._resolve_process_group(group)
-        except (RuntimeError, ValueError):
-            return str(call.group), "", call.group_size or 0
+    if isinstance(group, str):
+        group = groups.group_named(group)
     if isinstance(group, dist.ProcessGroup):
-        label = (group.group_desc or "").removeprefix("mesh_")
-        return group.group_name, "" if label == "undefined" else label, group.size()
+        return group.group_name, groups.label(group), group.size()
     return str(call.group), "", call.group_size or 0
 
 

@@ -11,11 +11,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
 
 from commpass.errors import PlanMismatch
+from commpass.groups import group_named
 from commpass.plan import Plan, diff
 
 GRACE_S = 5.0
@@ -55,8 +57,8 @@ def agree(plan: Plan, groups: Iterable[str], timeout_s: float) -> dict[int, str]
     Returns the ranks that could not carry out their plan, with the reason: then nobody may. Raises PlanMismatch, within the
     time-out, if a rank planned something else or did not answer.
     """
-    open_meetings = [_Meeting(name, plan) for name in sorted(set(groups)) if _meets(name)]
-    open_meetings = [meeting for meeting in open_meetings if not meeting.settled]
+    meetings = [_Meeting(group, plan) for name in sorted(set(groups)) if (group := _talking(name)) is not None]
+    open_meetings = [meeting for meeting in meetings if not meeting.settled]
     for meeting in open_meetings:  # everybody speaks before anybody waits
         meeting.publish()
     failures: dict[int, str] = {}
@@ -65,31 +67,25 @@ def agree(plan: Plan, groups: Iterable[str], timeout_s: float) -> dict[int, str]
     return failures
 
 
-def _meets(name: str) -> bool:
-    """Whether the ranks of a group can talk: it exists here, has more than one rank, and is no fake one."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return False
-    try:
-        group = dist.distributed_c10d._resolve_process_group(name)
-    except (RuntimeError, ValueError):
-        return False
-    return group.size() > 1 and "fake" not in dist.get_backend(group)
+def _talking(name: str) -> dist.ProcessGroup | None:
+    """A group whose ranks can talk: it exists here, has more than one rank, and is no fake one."""
+    group = group_named(name)
+    return group if group is not None and group.size() > 1 and "fake" not in dist.get_backend(group) else None
 
 
 class _Meeting:
     """One comparison of one group's part of a plan."""
 
-    def __init__(self, name: str, plan: Plan):
-        self.name = name
-        self.group = dist.distributed_c10d._resolve_process_group(name)
-        self.ranks = dist.get_process_group_ranks(self.group)
+    def __init__(self, group: dist.ProcessGroup, plan: Plan):
+        self.name = name = str(group.group_name)
+        self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank()
-        self.store = dist.distributed_c10d._get_process_group_store(self.group)
+        self.store: Any = dist.distributed_c10d._get_process_group_store(group)
         self.plan = plan.of_group(name)
         self.digest = self.plan.digest()
         past = _meetings.get(name)
-        if past is None or past.group is not self.group:
-            past = _meetings[name] = _Meetings(self.group)
+        if past is None or past.group is not group:
+            past = _meetings[name] = _Meetings(group)
         self.past = past
         self.settled = not plan.fallback and self.digest in past.agreed
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from commpass import dump as dumps
 from commpass.costmodel import Profile
+from commpass.groups import ready
 from commpass.passes import Outcome, meta
 from commpass.passes.discover import graph_modules
 from commpass.passes.rewrite import MARK
@@ -110,23 +111,17 @@ def _target(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
-def is_first_rank() -> bool:
-    """Whether this process is the one that writes dumps."""
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-
-
 def write_dump(folder: Path, run: str, outcome: Outcome, before: tuple[dumps.GraphNode, ...],
                after: tuple[dumps.GraphNode, ...], policy: Policy, profile: Profile) -> Path:  # fmt: skip
     """Writes the dump of one graph."""
-    there = dist.is_available() and dist.is_initialized()
     return dumps.write(
         folder,
         dumps.Dump(
             run=run,
             commpass=version("commpass"),
             torch=str(torch.__version__),
-            rank=dist.get_rank() if there else 0,
-            world_size=dist.get_world_size() if there else 1,
+            rank=dist.get_rank() if ready() else 0,
+            world_size=dist.get_world_size() if ready() else 1,
             written=datetime.now(UTC).isoformat(timespec="seconds"),
             plan=outcome.plan,
             policy=msgspec.to_builtins(policy),

@@ -1,0 +1,40 @@
+# make demo | make test [TORCH=2.15.0] | make format | make clean
+PYTHON ?= python3
+PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED)
+VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
+READY := $(VENV)/ready
+WORKERS ?= 2
+
+.PHONY: demo test check format clean setup
+
+demo: $(READY)
+	$(VENV)/bin/python examples/train_tp.py --ranks 2
+
+test: check
+	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup
+
+# Types are checked against the pinned torch alone: torch's own annotations differ between versions.
+check: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(if $(filter $(PINNED),$(TORCH)),$(VENV)/bin/mypy)
+
+format: $(READY)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+setup: $(READY)
+
+# torch first, at one version: an open range would take a build with several gigabytes of GPU libraries.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "commpass needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	echo "torch==$(TORCH)" > $(VENV)/constraints.txt
+	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch numpy
+	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[all]'
+	touch $(READY)
+
+clean:
+	rm -rf .venv .venv-torch-* demo-out build *.egg-info

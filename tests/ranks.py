@@ -1,0 +1,101 @@
+"""Real ranks for tests: processes that stay, run one function at a time on gloo, and show every rank's error.
+
+A test calls ``ranks.run(function, *args)``: each rank runs ``function(*args)`` and the list of results comes back. If a rank
+raises, or the time is up, the test fails with what each rank said, and the next test gets new ranks.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+START_S = 120
+
+
+class RanksFailed(AssertionError):
+    """What each rank said before the test failed."""
+
+
+class Ranks:
+    """``size`` processes with a process group of their own."""
+
+    def __init__(self, size: int, environment: dict[str, str] | None = None):
+        self.size = size
+        self.environment = environment or {}
+        self.members: list[tuple[Any, Connection]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
+        """The results of all ranks, in rank order."""
+        if not self.members:
+            self._start()
+        for _, pipe in self.members:
+            pipe.send((function, args))
+        return self._collect(timeout, function.__name__)
+
+    def stop(self) -> None:
+        for process, pipe in self.members:
+            pipe.close()
+            process.kill()
+            process.join()
+        self.members = []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        folder = tempfile.mkdtemp(prefix="ranks")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_member, args=(rank, self.size, folder, theirs, self.environment), daemon=True)
+            process.start()
+            theirs.close()
+            self.members.append((process, ours))
+        self._collect(START_S, "start")
+
+    def _collect(self, timeout: float, what: str) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        replies: list[tuple[bool, Any]] = []
+        for process, pipe in self.members:
+            try:
+                if pipe.poll(max(0.0, deadline - time.monotonic())):
+                    replies.append(pipe.recv())
+                else:
+                    replies.append((False, f"no answer within {timeout:g} s"))
+                    deadline = min(deadline, time.monotonic() + 2)
+            except (EOFError, OSError):
+                process.join(5)
+                replies.append((False, f"the process died with exit code {process.exitcode}"))
+        if all(good for good, _ in replies):
+            return [result for _, result in replies]
+        self.stop()
+        said = [f"--- rank {rank}: {'done' if good else reply}" for rank, (good, reply) in enumerate(replies)]
+        raise RanksFailed(f"{what} on {self.size} ranks:\n" + "\n".join(said))
+
+
+def _member(rank: int, size: int, folder: str, pipe: Connection, environment: dict[str, str]) -> None:
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **environment})
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), size), rank=rank, world_size=size)
+        pipe.send((True, None))
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+        return
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
