@@ -39,7 +39,7 @@ class Scope:
 
     def __call__(self, target: Any) -> Any:
         if isinstance(target, type) and issubclass(target, nn.Module):
-            target.forward = _under(self.word.to_json(), target.forward)  # type: ignore[method-assign]
+            target.forward = _under(self.word.to_json(), target.forward)
             return target
         if isinstance(target, nn.Module):
             target.forward = _under(self.word.to_json(), target.forward)

@@ -202,8 +202,8 @@ class Backend:
             raise ScopeError(
                 f"compress or keep ({scopes[-1]}) is open around a compiled call, from where it cannot reach the compiled "
                 "graph. Write it inside the compiled code (on the module's class, or `with commpass.compress(...)` in its "
-                "forward), or use commpass.apply_policy(model, {...}) before torch.compile; if a graph break separates the two, "
-                "remove the break or move the word to the inner module."
+                "forward), or use commpass.apply_policy(model, {...}) before torch.compile; if a graph break separates the "
+                "two, remove the break or move the word to the inner module."
             )
         self.summary.called(graph)
 

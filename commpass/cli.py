@@ -86,8 +86,7 @@ def graph(
         str | None,
         typer.Option(
             metavar="K|all",
-            help="Only nodes within K edges of a site "
-            f"(default: all; {draw.NEAR} in an SVG of more than {draw.SMALL} nodes).",
+            help=f"Only nodes within K edges of a site (default: all; {draw.NEAR} in an SVG of more than {draw.SMALL} nodes).",
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file.")] = None,

@@ -192,9 +192,7 @@ def untangle(layers: Sequence[list[Name]], near: Mapping[Name, set[Name]]) -> No
             layer.sort(key=want.__getitem__)
 
 
-def spread(
-    layers: Sequence[list[Name]], near: Mapping[Name, set[Name]], wide: Mapping[Name, float]
-) -> dict[Name, float]:
+def spread(layers: Sequence[list[Name]], near: Mapping[Name, set[Name]], wide: Mapping[Name, float]) -> dict[Name, float]:
     """Moves each node as near to the middle of its neighbours as its layer allows; no two overlap, order is kept."""
     x = dict.fromkeys(near, 0.0)
     for sweep in range(60):
@@ -218,9 +216,7 @@ def box(axes: Any, x: float, y: float, lines: Sequence[str], *, width: float, wh
     corner = (x - width / 2, y - tall / 2)
     fill, line = COLOURS[what], (0, (3, 2)) if dashed else "-"
     axes.add_patch(FancyBboxPatch(corner, width, tall, style, fc=fill, ec="#555555", lw=0.7, ls=line, zorder=3))
-    axes.text(
-        x, y, "\n".join(lines), size=FONT, family="monospace", ha="center", va="center", zorder=4, parse_math=False
-    )
+    axes.text(x, y, "\n".join(lines), size=FONT, family="monospace", ha="center", va="center", zorder=4, parse_math=False)
 
 
 def figure(shown: View) -> Any:
@@ -233,7 +229,7 @@ def figure(shown: View) -> Any:
     except ImportError as error:
         raise CommpassError(f"an SVG needs networkx and matplotlib ({error}): pip install 'commpass[graph]'") from error
     lines = {node.name: [cut(line) for line in labels(node)] for node in shown.nodes}
-    widths: dict[Name, float] = {name: max(map(len, label)) * CHAR + 0.14 for name, label in lines.items()}
+    widths: dict[Name, float] = {name: max(map(len, label)) * CHAR + 0.2 for name, label in lines.items()}
     half: dict[Name, float] = {name: (len(label) * LINE + 0.1) / 2 for name, label in lines.items()}
     whole = networkx.DiGraph()
     whole.add_nodes_from(lines)

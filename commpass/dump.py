@@ -59,7 +59,7 @@ class Dump:
 def write(folder: Path, dump: Dump) -> Path:
     """Writes one dump under the next free number, whole or not at all. Returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(path.name[:4]) for path in files(folder)), default=-1)
+    number = 1 + max(map(_number, files(folder)), default=-1)
     while True:
         numbered = dataclasses.replace(dump, number=number)
         path = folder / f"{number:04d}-{dump.plan.direction}.json"
@@ -78,7 +78,11 @@ def write(folder: Path, dump: Dump) -> Path:
 
 def files(folder: Path) -> list[Path]:
     """The dump files of a folder, in the order in which they were written."""
-    return sorted(folder.glob("[0-9][0-9][0-9][0-9]-*.json"))
+    return sorted((path for path in folder.glob("*-*.json") if path.name.partition("-")[0].isdigit()), key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.partition("-")[0])
 
 
 def read(path: Path) -> Dump:

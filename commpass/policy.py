@@ -130,11 +130,7 @@ class Rule(Word):
         )
 
     def __str__(self) -> str:
-        said = [
-            f"{f.name}={getattr(self, f.name)!r}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != f.default
-        ]
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         return f"Rule({', '.join(said)})"
 
 
@@ -226,9 +222,7 @@ def _from_toml(path: Path) -> Policy:
         raise PolicyError(f"{path}: not TOML: {error}") from error
     rules = table.pop("rule", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-        raise PolicyError(
-            f"{path}:{_line(text, None, 'rule')}: rules are written as [[rule]], each with its fields below"
-        )
+        raise PolicyError(f"{path}:{_line(text, None, 'rule')}: rules are written as [[rule]], each with its fields below")
     preset = table.pop("preset", None)
     if preset is not None and preset not in PRESETS:
         line = _line(text, None, "preset")

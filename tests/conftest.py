@@ -12,7 +12,7 @@ from ranks import Ranks
 
 @pytest.fixture
 def fake_group() -> Iterator[Callable[[int], dist.ProcessGroup]]:
-    """``fake_group(64)`` makes this process rank 0 of 64, with no other process: collectives trace and compile, send nothing."""
+    """``fake_group(64)`` makes this process rank 0 of 64, alone: collectives trace and compile, send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def start(size: int) -> dist.ProcessGroup:

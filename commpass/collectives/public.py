@@ -97,7 +97,5 @@ class _Straight(torch.autograd.Function):
 
 # One operator for all: Dynamo keeps it as it is, AOTAutograd traces through it to plain operators and functional collectives.
 _library = torch.library.Library("commpass", "DEF")
-_library.define(
-    "collective(Tensor x, str kind, str op, int ranks, str group, str codec, str algorithm) -> Tensor"
-)
+_library.define("collective(Tensor x, str kind, str op, int ranks, str group, str codec, str algorithm) -> Tensor")
 _library.impl("collective", _Straight.apply, "CompositeImplicitAutograd")

@@ -60,11 +60,11 @@ def parse(node: fx.Node) -> Call | None:
         node=node,
         kind=KINDS[base],
         form=_form(namespace, name),
-        inputs=inputs,  # type: ignore[arg-type]
+        inputs=inputs,
         reduce_op=op.lower() if isinstance(op, str) else None if op is None else str(op),
         group=arguments.get("group_name", arguments.get("ranks")),
         group_size=arguments.get("group_size") if isinstance(arguments.get("group_size"), int) else None,
-        out=arguments.get("out"),  # type: ignore[arg-type]
+        out=arguments.get("out"),
     )
 
 

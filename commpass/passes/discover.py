@@ -97,9 +97,7 @@ def _found(module: fx.GraphModule, prefix: str, call: Call, position: int, order
     return Found(site, module, call, position, tuple(sorted(held, key=order.__getitem__)))
 
 
-def _obstacle(
-    call: Call, fake: torch.Tensor | None, size: int, held: list[fx.Node], early: list[fx.Node]
-) -> str | None:
+def _obstacle(call: Call, fake: torch.Tensor | None, size: int, held: list[fx.Node], early: list[fx.Node]) -> str | None:
     """Why the form of a collective keeps it from being rewritten, whatever the policy says."""
     if call.form == "autograd":
         return "its gradient would be lost: rewrite the graphs that AOTAutograd makes of it"

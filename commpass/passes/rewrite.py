@@ -20,7 +20,7 @@ from commpass.codecs import codec
 from commpass.collectives import algorithm_named
 from commpass.errors import VerifyError
 from commpass.passes import meta
-from commpass.passes.collective import is_wait, items
+from commpass.passes.collective import is_wait, items, value_of
 from commpass.passes.discover import Found
 from commpass.plan import PlannedSite
 
@@ -38,13 +38,13 @@ class Templates:
     traced: dict[tuple[Any, ...], fx.GraphModule] = field(default_factory=dict)
 
     def of(self, found: Found, planned: PlannedSite) -> fx.GraphModule:
-        fake, like = _fake(found.input), _fake(found.outputs[0] if found.outputs else found.input)
+        fake = _fake(found.input)
         key = (
             planned.kind, planned.codec, planned.algorithm, planned.reduce_op, planned.group, planned.group_size,
-            fake.dtype, fake.device, str(tuple(fake.shape)), str(fake.stride()), str(like.stride()),
+            fake.dtype, fake.device, str(tuple(fake.shape)), str(fake.stride()),
         )  # fmt: skip
         if key not in self.traced:
-            self.traced[key] = _trace(planned, fake, like, self.decompositions)
+            self.traced[key] = _trace(planned, fake, self.decompositions)
         return self.traced[key]
 
 
@@ -64,15 +64,12 @@ def rewrite(found: Sequence[Found], plan: Sequence[PlannedSite], decompositions:
         module.recompile()
 
 
-def _trace(planned: PlannedSite, fake: Tensor, like: Tensor, decompositions: Decompositions) -> fx.GraphModule:
+def _trace(planned: PlannedSite, fake: Tensor, decompositions: Decompositions) -> fx.GraphModule:
     """The algorithm of a site as a graph of one input, traced under the fake mode of the site's input."""
     algorithm, coder = algorithm_named(planned.kind, planned.algorithm), codec(planned.codec)
 
     def run(x: Tensor) -> Tensor:
-        result = algorithm.run(x, planned.reduce_op or "sum", planned.group_size, planned.group, coder)
-        if result.stride() != like.stride():  # what follows was traced for the strides of the plain collective
-            result = torch.ops.aten.copy(result.new_empty_strided(like.shape, like.stride()), result)
-        return result
+        return algorithm.run(x, planned.reduce_op or "sum", planned.group_size, planned.group, coder)
 
     mode = getattr(fake, "fake_mode", None) or contextlib.nullcontext()
     with torch.no_grad(), torch._C._DisableAutocast(), mode:
@@ -121,7 +118,7 @@ def _describe(copy: fx.Node, found: Found, mark: str) -> None:
     meta.carry(found.call.node, copy)
     if isinstance(found.call.group, fx.Node):  # traced with the group's name
         copy.args = tuple(found.call.group if arg == found.site.group else arg for arg in copy.args)
-    args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda node: _value(node, found))  # type: ignore[misc]
+    args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda node: _value(node, found))
     with torch.no_grad(), getattr(_fake(found.input), "fake_mode", None) or contextlib.nullcontext():
         copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
 
@@ -161,25 +158,21 @@ def _drop(node: fx.Node, gone: list[Found]) -> None:
     """Erases a collective whose results were all replaced; of a coalesced one, only the parts that were."""
     graph = node.graph
     positions = {found.position for found in gone}
-    for held in {held: None for found in gone for held in found.outputs}:
-        if is_wait(held):
-            graph.erase_node(held)
-    if "coalesced" not in gone[0].call.form:
-        graph.erase_node(node)
-        return
-    parts = {index: item for index, item in items(node)}
-    removed = {parts[position] for position in positions if position in parts}
-    for wait in {user: None for item in parts.values() for user in item.users if is_wait(user)}:
-        _shrink(wait, [index for index, value in enumerate(wait.args[0]) if value not in removed])  # type: ignore[arg-type]
-    for item in removed:
-        graph.erase_node(item)
-    _shrink(node, [index for index in range(len(gone[0].call.inputs)) if index not in positions])
+    coalesced = "coalesced" in gone[0].call.form
+    removed = {value for position in positions if (value := value_of(gone[0].call, position)) is not None}
+    for wait in {user: None for value in removed for user in value.users if is_wait(user)}:
+        if isinstance(wait.args[0], fx.Node):
+            graph.erase_node(wait)
+        else:
+            _shrink(wait, [index for index, value in enumerate(wait.args[0]) if value not in removed])  # type: ignore[arg-type]
+    for value in removed:
+        graph.erase_node(value)
+    if coalesced:
+        _shrink(node, [index for index in range(len(gone[0].call.inputs)) if index not in positions])
 
 
 def _shrink(node: fx.Node, kept: list[int]) -> None:
     """Leaves of a node over a list of tensors only those at ``kept``, and renumbers who takes its results."""
-    if not isinstance(node.args[0], (list, tuple)) or len(kept) == len(node.args[0]):
-        return
     for index, item in list(items(node)):
         if index in kept:
             item.args = (node, kept.index(index))
@@ -188,7 +181,7 @@ def _shrink(node: fx.Node, kept: list[int]) -> None:
     if not kept:
         node.graph.erase_node(node)
         return
-    node.args = ([node.args[0][index] for index in kept], *node.args[1:])
+    node.args = ([node.args[0][index] for index in kept], *node.args[1:])  # type: ignore[index]
     if isinstance(node.meta.get("val"), (list, tuple)):
         node.meta["val"] = [node.meta["val"][index] for index in kept]
 

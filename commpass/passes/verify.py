@@ -37,15 +37,11 @@ def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
             sent[mark] += _sent(node, mark)
     for site in plan:
         if site.compressed and site.name not in marked:
-            raise VerifyError(
-                f"{site.name}: planned as {site.codec} by {site.algorithm}, but nothing was inserted for it"
-            )
+            raise VerifyError(f"{site.name}: planned as {site.codec} by {site.algorithm}, but nothing was inserted for it")
         if not site.compressed and site.name in marked:
             raise VerifyError(f"{site.name}: planned to be left alone, but nodes were inserted for it")
         if site.compressed and sent[site.name] != site.wire_bytes:
-            raise VerifyError(
-                f"{site.name}: the plan says {site.wire_bytes} bytes on the wire, the graph {sent[site.name]}"
-            )
+            raise VerifyError(f"{site.name}: the plan says {site.wire_bytes} bytes on the wire, the graph {sent[site.name]}")
 
 
 def _sent(node: fx.Node, mark: str) -> int:
@@ -60,8 +56,6 @@ def _sent(node: fx.Node, mark: str) -> int:
     for source in call.inputs:
         fake = meta.tensor(source)
         if fake is None or fake.dtype != torch.uint8:
-            raise VerifyError(
-                f"{mark}: {node.name} sends {fake.dtype if fake is not None else 'an unknown dtype'}, not bytes"
-            )
+            raise VerifyError(f"{mark}: {node.name} sends {fake.dtype if fake is not None else 'an unknown dtype'}, not bytes")
         total += meta.nbytes(fake)
     return total

@@ -138,9 +138,9 @@ class _Meeting:
 
     def _silence(self, missing: list[int], timeout_s: float) -> str:
         return (
-            f"rank {', '.join(map(str, missing))} of group {self.name!r} (ranks {_spans(self.ranks)}) published no plan for this "
-            f"{self.plan.direction} graph within {timeout_s:g} s, but rank {self.rank} did. It compiled another graph, stopped, "
-            "or needs longer: raise the time-out with commpass.backend(..., timeout=seconds). "
+            f"rank {', '.join(map(str, missing))} of group {self.name!r} (ranks {_spans(self.ranks)}) published no plan for "
+            f"this {self.plan.direction} graph within {timeout_s:g} s, but rank {self.rank} did. It compiled another graph, "
+            "stopped, or needs longer: raise the time-out with commpass.backend(..., timeout=seconds). "
             f"Here the plan is:\n{_outline(self.plan)}"
         )
 

@@ -1,0 +1,41 @@
+"""Graphs for tests: a function traced as AOTAutograd would, and what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from commpass.passes.collective import parse
+
+ops = torch.ops._c10d_functional
+
+
+def trace(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+    """An aten graph with fake values, as it reaches the passes."""
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(x) for x in inputs]
+    with mode:
+        return make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+
+
+def collectives(gm: fx.GraphModule) -> list[tuple[str, torch.dtype, int]]:
+    """(kind, dtype, bytes handed over) of each collective of a graph, in order."""
+    found = []
+    for node in gm.graph.nodes:
+        call = parse(node)
+        if call is not None:
+            for source in call.inputs:
+                value = source.meta["val"]
+                found.append((call.kind, value.dtype, value.numel() * value.itemsize))
+    return found
+
+
+def code(gm: fx.GraphModule) -> str:
+    """The graph as text, to tell whether two are the same."""
+    return str(gm.graph)

@@ -1,0 +1,233 @@
+"""The algorithms on real ranks: against exact sums in float64, and laws 1, 2, 4 and 9 on what they return and send."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import counting_group
+
+import commpass
+from commpass.collectives import algorithms_of
+from commpass.errors import PolicyError
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+CODECS = ["int8", "int4", "fp8", "fp8(form=e5m2)", "rotated", "rotated(bits=4)", "rotated(form=e4m3, block=64)"]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SHAPES = [(1,), (3, 5), (257,), (2, 3, 129), (1030,)]
+
+
+def call(kind: str, algorithm: str, x: torch.Tensor, codec: str, op: str = "sum", group: object = None) -> torch.Tensor:
+    if kind == "all_reduce":
+        return commpass.all_reduce(x, op, group, codec=codec, algorithm=algorithm)
+    if kind == "all_gather":
+        return commpass.all_gather(x, group, codec=codec)
+    return commpass.reduce_scatter(x, op, group, codec=codec)
+
+
+CASES = [(kind, a.name) for kind in ("all_reduce", "all_gather", "reduce_scatter") for a in algorithms_of(kind)]
+
+
+def exact(kind: str, inputs: list[torch.Tensor], rank: int, op: str) -> torch.Tensor:
+    """What the collective gives without rounding, in float64, from every rank's input."""
+    wide = [x.double() for x in inputs]
+    if kind == "all_gather":
+        return torch.cat(wide)
+    total = sum(wide[1:], wide[0]) / (len(wide) if op == "avg" else 1)
+    return total if kind == "all_reduce" else total.chunk(len(wide))[rank]
+
+
+def everybodys(x: torch.Tensor) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = [None] * dist.get_world_size()  # type: ignore[list-item]
+    dist.all_gather_object(found, x)
+    return found
+
+
+def check_values() -> int:
+    """Every kind x algorithm x codec x dtype x odd shape: near the exact result, and the same bits on every rank."""
+    rank, size, checked = dist.get_rank(), dist.get_world_size(), 0
+    for (kind, algorithm), codec, dtype, shape in itertools.product(CASES, CODECS, DTYPES, SHAPES):
+        full = (shape[0] * size, *shape[1:]) if kind == "reduce_scatter" else shape
+        x = torch.randn(full, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for op in ("sum", "avg"):
+            result = call(kind, algorithm, x, codec, op)
+            where = f"{kind} {algorithm} {codec} {dtype} {full} {op}"
+            expected = exact(kind, everybodys(x), rank, op)
+            assert result.dtype == dtype, where
+            assert result.shape == expected.shape, where
+            # Largest error of a code of the smallest grid used here (int4: half a step of 1/7 of the peak; rotated blocks
+            # add up to sqrt(block) of them in the worst case, but 4 standard deviations in practice), for each encode.
+            step = {"int8": 1 / 254, "fp8": 1 / 16}.get(codec, 1 / 14) * (2 if "rotated" in codec else 1)
+            peak = max(t.abs().max().item() for t in everybodys(x))
+            addends = size if kind != "all_gather" and op == "sum" else 1
+            bound = step * peak * addends * 2.5 + 0.01 * expected.abs().max().item()
+            worst = (result.double() - expected).abs().max().item()
+            assert worst <= bound, f"{where}: error {worst} above {bound}"
+            if kind != "reduce_scatter":
+                bits = result.contiguous().view(torch.uint8).numpy().tobytes()
+                assert len(set(everybodys(hashlib.sha256(bits).hexdigest()))) == 1, f"{where}: replicas differ"
+            checked += 1
+    return checked
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_algorithm_is_near_the_exact_result_and_replicas_hold_the_same_bits(size, request):
+    ranks = request.getfixturevalue(f"ranks{size}")
+    assert ranks.run(check_values) == [len(CASES) * len(CODECS) * len(DTYPES) * len(SHAPES) * 2] * size
+
+
+def check_not_finite() -> None:
+    """Law 2: one bad element of one rank is not finite at every receiver, and stays where it is."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for (kind, algorithm), codec, bad in itertools.product(CASES, CODECS, [float("nan"), float("inf"), -float("inf")]):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.randn(size * 301, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            place = size * 300 + 1
+            if rank == size - 1:
+                x[place] = bad
+            result = call(kind, algorithm, x, codec)
+            if kind == "all_gather":
+                assert not result[(size - 1) * x.numel() + place].isfinite(), (kind, codec, bad)
+                assert result[: (size - 1) * x.numel()].isfinite().all(), (kind, codec, bad)
+            elif kind == "all_reduce":
+                assert not result[place].isfinite(), (kind, algorithm, codec, bad)
+            elif rank == size - 1:
+                assert not result[place - rank * 301].isfinite(), (kind, codec, bad)
+            else:
+                assert result.isfinite().all(), (kind, codec, bad)
+
+
+def test_what_is_not_finite_stays_not_finite(ranks2):
+    ranks2.run(check_not_finite)
+
+
+def check_edges() -> None:
+    """Zeros, subnormals, -0.0, the largest finite numbers, one element and none."""
+    size = dist.get_world_size()
+    for (kind, algorithm), codec in itertools.product(CASES, CODECS):
+        assert (call(kind, algorithm, torch.zeros(size * 300), codec) == 0).all()
+        assert (call(kind, algorithm, torch.full((size * 300,), -0.0), codec) == 0).all()
+        assert call(kind, algorithm, torch.full((size * 3,), 1e-42), codec).abs().max() <= 1e-37
+        assert call(kind, algorithm, torch.empty(0), codec).numel() == 0
+        assert call(kind, algorithm, torch.ones(size, 1), codec).isfinite().all()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            largest = torch.full((size * 300,), torch.finfo(dtype).max, dtype=dtype)
+            if kind == "all_gather":
+                assert call(kind, algorithm, largest, codec).isfinite().all(), (codec, dtype)
+            else:
+                assert call(kind, algorithm, largest, codec, "avg").dtype == dtype
+
+
+def test_edges(ranks2):
+    ranks2.run(check_edges)
+
+
+def check_order() -> None:
+    """Law 4: sums are made in float32 in rank order, with one rounding at the end; two runs give the same bits."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    # Codes that decode exactly (the peak of each block is 127 * 4**rank): then the sum's own rounding is all that is left.
+    codes = torch.randint(-127, 128, (512,), generator=torch.Generator().manual_seed(rank))
+    codes[::256] = 127
+    x = (codes * 4**rank).to(torch.bfloat16)
+    result = commpass.all_reduce(x, codec="int8", algorithm="one_shot")
+    total = sum((t.double() for t in everybodys(x)), torch.zeros(512, dtype=torch.float64))
+    assert torch.equal(result, total.to(torch.float32).to(torch.bfloat16))
+    if size > 2:  # adding in bfloat16 would have rounded twice somewhere
+        low = everybodys(x)
+        assert not torch.equal(result, sum(low[1:], low[0]))
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+    for codec in CODECS:
+        assert torch.equal(commpass.all_reduce(values, codec=codec), commpass.all_reduce(values, codec=codec))
+
+
+def test_sums_are_float32_in_rank_order_and_deterministic(ranks3):
+    ranks3.run(check_order)
+
+
+def check_wire() -> None:
+    """Law 9: dtype and bytes handed to the process group are what the algorithm says that it sends."""
+    group = counting_group()
+    size = dist.get_world_size()
+    for (kind, algorithm), codec, dtype, numel in itertools.product(CASES, CODECS, DTYPES, [1, 300, 5000]):
+        x = torch.ones(numel * size, dtype=dtype)
+        group.seen.clear()
+        call(kind, algorithm, x, codec, group=group)
+        chosen = next(a for a in algorithms_of(kind) if a.name == algorithm)
+        work = chosen.work(commpass.codec(codec), x.numel(), dtype, size)
+        assert [(kind, sent) for kind, _, sent in group.seen] == list(work.exchanges), (
+            kind,
+            algorithm,
+            codec,
+            dtype,
+            numel,
+        )
+        assert {dtype for _, dtype, _ in group.seen} == {torch.uint8}
+
+
+def test_dtype_and_bytes_on_the_wire_are_as_stated(ranks3):
+    ranks3.run(check_wire)
+
+
+def check_gradients() -> None:
+    """Gradients are those of the exact collective, up to the codec's error in the backward exchange."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for (kind, algorithm), op in itertools.product(CASES, ("sum", "avg")):
+        x = torch.randn(size * 40, 3, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+        result = call(kind, algorithm, x, "int8", op)
+        weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(100 + rank))
+        (result * weight).sum().backward()
+        weights = [w.double() for w in everybodys(weight)]
+        share = size if op == "avg" and kind != "all_gather" else 1
+        if kind == "all_reduce":
+            expected = sum(weights[1:], weights[0]) / share
+        elif kind == "all_gather":
+            expected = sum(weights[1:], weights[0]).chunk(size)[rank]
+        else:
+            expected = torch.cat(weights) / share
+        assert (x.grad.double() - expected).abs().max() < 0.05, (kind, algorithm, op)
+
+
+def test_gradients(ranks2):
+    ranks2.run(check_gradients)
+
+
+def check_compiled() -> None:
+    """Eager and compiled calls give the same bits, also where one graph serves several sizes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    cases = [(*case, "int8") for case in CASES] + [("all_reduce", "two_shot", c) for c in ("int4", "fp8", "rotated")]
+    for kind, algorithm, codec in cases:
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, k=kind, a=algorithm, c=codec: call(k, a, x * 2, c), fullgraph=True, dynamic=True)
+        for rows in (40, 56, 200):
+            x = torch.randn(size * rows, 3, generator=torch.Generator().manual_seed(rank))
+            assert torch.equal(compiled(x), call(kind, algorithm, x * 2, codec)), (kind, algorithm, codec, rows)
+
+
+def test_eager_and_compiled_calls_agree_bit_for_bit(ranks2):
+    ranks2.run(check_compiled, timeout=280)
+
+
+def check_bad_input() -> list[str]:
+    said = []
+    for attempt in (
+        lambda: commpass.all_reduce(torch.ones(3), codec="int9"),
+        lambda: commpass.all_reduce(torch.ones(3), algorithm="two-shot"),
+        lambda: commpass.all_reduce(torch.ones(3), "max"),
+        lambda: commpass.all_reduce(torch.ones(3, dtype=torch.int32)),
+        lambda: commpass.reduce_scatter(torch.ones(3)),
+        lambda: commpass.all_gather(torch.tensor(1.0)),
+    ):
+        with pytest.raises(PolicyError) as error:
+            attempt()
+        said.append(str(error.value))
+    return said
+
+
+def test_bad_input_is_refused_before_anything_is_sent(ranks2):
+    said = ranks2.run(check_bad_input)[0]
+    for text, part in zip(said, ["'int8'", "'two_shot'", "sum", "int32", "multiple of 2", "reshape(1)"], strict=True):
+        assert part in text

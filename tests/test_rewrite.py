@@ -1,0 +1,312 @@
+"""rewrite and verify on traced graphs: what is spliced in, at any number of ranks, and what must not be touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import code, collectives, ops, trace
+from torch.distributed.device_mesh import init_device_mesh
+
+import commpass
+from commpass.errors import VerifyError
+from commpass.passes import pipeline
+from commpass.passes.collective import is_wait
+from commpass.plan import NONE
+from commpass.policy import Policy, Rule
+
+wait = ops.wait_tensor
+SLOW = commpass.ethernet(0.01)
+"""A link so slow that every codec pays."""
+CASES = {
+    "all_reduce": (lambda ranks: lambda x: wait(ops.all_reduce(x * 2, "sum", "0")) + 1, ["one_shot", "two_shot"]),
+    "all_gather": (lambda ranks: lambda x: wait(ops.all_gather_into_tensor(x * 2, ranks, "0")) + 1, ["direct"]),
+    "reduce_scatter": (lambda ranks: lambda x: wait(ops.reduce_scatter_tensor(x * 2, "avg", ranks, "0")) + 1, ["direct"]),
+}
+
+
+def forced(codec="int8", **more):
+    return Policy(rules=[Rule(codec=codec, force=True, **more)])
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64, 1024])
+@pytest.mark.parametrize(("kind", "algorithm"), [(kind, name) for kind, (_, names) in CASES.items() for name in names])
+def test_wire_dtype_and_bytes_are_the_plans_at_any_number_of_ranks(kind, algorithm, ranks, fake_group):
+    fake_group(ranks)
+    gm = trace(CASES[kind][0](ranks), torch.ones(ranks * 3, 40))
+    plan = commpass.rewrite(gm, [], forced(algorithm=algorithm), strict=True)
+    (site,) = plan.sites
+    assert (site.codec, site.algorithm) == ("int8", algorithm)
+    sent = collectives(gm)
+    assert {dtype for _, dtype, _ in sent} == {torch.uint8}
+    assert sum(size for _, _, size in sent) == site.wire_bytes
+    assert [kind for kind, _, _ in sent] == {
+        "one_shot": ["all_gather"],
+        "two_shot": ["all_to_all", "all_gather"],
+        "direct": ["all_gather"] if kind == "all_gather" else ["all_to_all"],
+    }[algorithm]
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "fp8(form=e5m2)", "rotated", "rotated(bits=4)"])
+def test_every_codec_is_traced_without_captured_tensors_and_shrinks_the_wire(codec, fake_group):
+    fake_group(8)
+    gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 1024))
+    (site,) = commpass.rewrite(gm, [], forced(codec), strict=True).sites
+    bits = 4.4 if "4" in codec else 8.3
+    assert site.wire_bytes * 8 < site.bytes / 4 * bits * (1 + 1 / 8)
+    assert not gm.graph.find_nodes(op="get_attr")
+
+
+def test_the_first_exchange_starts_where_the_collective_stood_and_the_rest_waits_where_it_was_waited_for(fake_group):
+    fake_group(8)
+
+    def function(x, y):
+        started = ops.all_reduce(x, "sum", "0")
+        between = (y @ y).sin()
+        return wait(started) + between
+
+    gm = trace(function, torch.ones(64, 64), torch.ones(64, 64))
+    commpass.rewrite(gm, [], forced(algorithm="two_shot"), strict=True)
+    order = {node.name: index for index, node in enumerate(gm.graph.nodes)}
+    start = next(order[node.name] for node in gm.graph.nodes if "all_to_all" in str(node.target))
+    first_wait = next(order[node.name] for node in gm.graph.nodes if is_wait(node))
+    assert start < order["mm"] < order["sin"] < first_wait
+
+
+def test_metadata_is_carried_over_and_every_inserted_node_has_a_value_of_its_own(fake_group):
+    fake_group(8)
+    gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 64))
+    collective = next(node for node in gm.graph.nodes if "all_reduce" in str(node.target))
+    collective.meta |= {
+        "stack_trace": "model.py",
+        "nn_module_stack": {"a": ("L['self'].mlp", torch.nn.Linear)},
+        "custom": {"x": 1},
+    }
+    (site,) = commpass.rewrite(gm, [], forced(), strict=True).sites
+    assert site.module == "mlp"
+    inserted = [node for node in gm.graph.nodes if "commpass" in node.meta]
+    assert len(inserted) > 10
+    for node in inserted:
+        assert node.meta["commpass"] == site.name
+        assert node.meta["stack_trace"] == "model.py"
+        assert node.meta["custom"] == {"x": 1}
+        assert "val" in node.meta
+    assert len({id(node.meta["val"]) for node in inserted}) == len(inserted)
+
+
+def test_equal_sites_are_traced_once(fake_group, monkeypatch):
+    fake_group(8)
+    from commpass.passes import rewrite as module
+
+    traced = []
+    real = module._trace
+    monkeypatch.setattr(module, "_trace", lambda *args: traced.append(1) or real(*args))
+
+    def function(x):
+        for _ in range(5):
+            x = wait(ops.all_reduce(x * 2, "sum", "0"))
+        return x
+
+    gm = trace(function, torch.ones(64, 64))
+    assert len(commpass.rewrite(gm, [], forced(), strict=True).compressed) == 5
+    assert len(traced) == 1
+
+
+def test_all_waits_of_a_collective_are_replaced(fake_group):
+    fake_group(8)
+
+    def function(x):
+        started = ops.all_reduce(x * 2, "sum", "0")
+        return wait(started) + 1, wait(wait(started)) * 2
+
+    gm = trace(function, torch.ones(64, 64))
+    commpass.rewrite(gm, [], forced(algorithm="two_shot"), strict=True)
+    assert [kind for kind, _, _ in collectives(gm)] == ["all_to_all", "all_gather"]
+    assert sum(is_wait(node) for node in gm.graph.nodes) == 2
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_of_a_coalesced_collective_only_the_chosen_parts_are_taken_out(kept, fake_group):
+    fake_group(8)
+
+    def function(x):
+        started = ops.all_reduce_coalesced([x, (x + 1).bfloat16(), x.repeat(2, 1)], "sum", "0")
+        return [wait(y) * 2 for y in started]
+
+    gm = trace(function, torch.ones(64, 64))
+    small = [Rule(keep=True, module="**", min_bytes=size) for size in ([64 * 64 * 8, 0, 0][kept],) if kept == 0]
+    policies = {
+        0: Policy(rules=[*small, Rule(codec="int8", force=True)]),  # the largest stays
+        1: Policy(rules=[Rule(codec="int8", force=True)]),  # none stays
+        2: Policy(rules=[Rule(codec="int8", force=True, min_bytes=64 * 64 * 8)]),  # two stay
+    }
+    plan = commpass.rewrite(gm, [], policies[kept], strict=True)
+    expected = {0: [True, True, False], 1: [True] * 3, 2: [False, False, True]}[kept]
+    assert [site.compressed for site in plan] == expected
+    left = [size for kind, dtype, size in collectives(gm) if dtype != torch.uint8]
+    assert left == [site.bytes for site in plan if not site.compressed]
+    shapes = [tuple(value.meta["val"].shape) for value in gm.graph.output_node().args[0]]
+    assert shapes == [(64, 64), (64, 64), (128, 64)]
+
+
+def test_waits_for_several_tensors_at_once_lose_only_the_parts_that_were_replaced(fake_group):
+    if not hasattr(ops, "wait_tensors"):
+        ops_wait = None  # torch before 2.15 has no such operator: the form cannot arise
+        assert ops_wait is None
+        return
+    fake_group(8)
+
+    def function(x):
+        started = ops.all_reduce_coalesced([x, x.repeat(2, 1)], "sum", "0")
+        first, second = ops.wait_tensors(started)
+        return first * 2, second * 3
+
+    gm = trace(function, torch.ones(64, 64))
+    plan = commpass.rewrite(gm, [], Policy(rules=[Rule(codec="int8", force=True, min_bytes=64 * 64 * 8)]), strict=True)
+    assert [site.compressed for site in plan] == [False, True]
+    assert [size for _, dtype, size in collectives(gm) if dtype == torch.float32] == [64 * 64 * 4]
+
+
+def test_in_place_and_out_forms_still_change_the_tensor_that_others_see(fake_group):
+    fake_group(8)
+
+    def function(x, out):
+        y = x * 2
+        wait(ops.all_reduce_(y, "sum", "0"))
+        wait(ops.all_gather_into_tensor_out(x, 8, "0", out=out))
+        return y + 1, out + 1
+
+    gm = trace(function, torch.ones(64, 64), torch.ones(512, 64))
+    plan = commpass.rewrite(gm, [], forced(), strict=True)
+    assert [site.compressed for site in plan] == [True, True]
+    assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
+    copied = [node.args[0].name for node in gm.graph.nodes if node.target is torch.ops.aten.copy_.default]
+    assert copied == ["mul", "out_1"]
+
+
+MUST_NOT = {
+    "max": lambda x: wait(ops.all_reduce(x * 2, "max", "0")),
+    "product": lambda x: wait(ops.all_reduce(x * 2, "product", "0")),
+    "integers": lambda x: wait(ops.all_reduce(x.int(), "sum", "0")),
+    "bools": lambda x: wait(ops.all_gather_into_tensor(x > 0, 8, "0")),
+    "complex": lambda x: wait(ops.all_reduce(x.to(torch.complex64), "sum", "0")),
+    "broadcast": lambda x: wait(ops.broadcast(x * 2, 0, "0")),
+    "not waited for": lambda x: ops.all_reduce(x * 2, "sum", "0"),
+    "empty": lambda x: wait(ops.all_reduce(x[:0], "sum", "0")),
+}
+
+
+@pytest.mark.parametrize("name", MUST_NOT)
+def test_must_not_rewrite(name, fake_group):
+    fake_group(8)
+    gm = trace(MUST_NOT[name], torch.ones(64, 64))
+    before = code(gm)
+    plan = commpass.rewrite(gm, [], forced(), strict=True)
+    assert code(gm) == before
+    assert [site.codec for site in plan] == [NONE]
+    assert plan.sites[0].reason
+    assert plan.sites[0].wire_bytes == plan.sites[0].bytes
+
+
+def test_a_group_of_one_rank_sends_nothing_and_is_left_alone(fake_group):
+    fake_group(1)
+    gm = trace(CASES["all_reduce"][0](1), torch.ones(64, 64))
+    before = code(gm)
+    (site,) = commpass.rewrite(gm, [], forced(), strict=True).sites
+    assert code(gm) == before
+    assert "one rank" in site.reason
+
+
+def test_off_and_lossless_leave_every_graph_exactly_as_it_was(fake_group):
+    fake_group(8)
+    for policy in ("off", "lossless"):
+        gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 64))
+        before = code(gm)
+        plan = commpass.rewrite(gm, [], policy, profile=SLOW, strict=True)
+        assert code(gm) == before
+        assert policy in plan.sites[0].reason
+
+
+def test_several_groups_of_a_mesh_take_the_rules_of_their_own(fake_group):
+    fake_group(8)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    names = {name: mesh.get_group(name).group_name for name in ("dp", "tp")}
+
+    def function(x):
+        return wait(ops.all_reduce(x, "sum", names["dp"])) + wait(ops.all_reduce(x * 2, "sum", names["tp"]))
+
+    gm = trace(function, torch.ones(64, 64))
+    plan = commpass.rewrite(gm, [], Policy(rules=[Rule(group="tp", codec="fp8", algorithm="two_shot", force=True)]), strict=True)
+    assert [(site.group_label, site.codec) for site in plan] == [("dp", "none"), ("tp", "fp8")]
+    groups = [node.args[-1] for node in gm.graph.nodes if "all_" in str(node.target)]
+    assert groups == [names["dp"], names["tp"], names["tp"]]
+
+
+def test_a_failing_pass_leaves_the_graph_as_it_was_and_says_why(fake_group, monkeypatch):
+    fake_group(8)
+
+    def fail(road):
+        pipeline._rewrite(road)
+        raise RuntimeError("injected")
+
+    passes = tuple(pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in pipeline.PASSES)
+    monkeypatch.setattr(pipeline, "PASSES", passes)
+    gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 64))
+    before = code(gm)
+    plan = commpass.rewrite(gm, [], forced())
+    assert code(gm) == before
+    assert plan.fallback == "pass 'rewrite' failed: RuntimeError: injected"
+    assert plan.compressed == ()
+    with pytest.raises(RuntimeError, match="injected"):
+        commpass.rewrite(gm, [], forced(), strict=True)
+    assert code(gm) == before
+
+
+@pytest.mark.parametrize("name", ["discover", "decide", "rewrite", "verify"])
+def test_every_pass_can_be_left_out_by_name(name, fake_group):
+    fake_group(8)
+    gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 64))
+    before = code(gm)
+    plan = commpass.rewrite(gm, [], Policy(rules=[Rule(codec="int8", force=True)], skip=name), strict=True)
+    assert (code(gm) == before) == (name != "verify")
+    assert (name in plan.fallback) == (name != "verify")
+
+
+def test_verify_catches_a_graph_that_is_not_what_its_plan_says(fake_group):
+    from commpass.passes.verify import verify
+
+    fake_group(8)
+    gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 64))
+    plan = commpass.rewrite(gm, [], forced(algorithm="two_shot"), strict=True)
+    verify(gm, plan.sites)
+    import dataclasses
+
+    wrong = {
+        "bytes on the wire": [dataclasses.replace(plan.sites[0], wire_bytes=1)],
+        "left alone": [dataclasses.replace(plan.sites[0], codec=NONE)],
+        "nothing was inserted": [*plan.sites, dataclasses.replace(plan.sites[0], name="other")],
+    }
+    for text, sites in wrong.items():
+        with pytest.raises(VerifyError, match=text):
+            verify(gm, sites)
+    start = next(node for node in gm.graph.nodes if "all_to_all" in str(node.target))
+    start.args[0].meta["val"] = start.args[0].meta["val"].float()
+    with pytest.raises(VerifyError, match="float32, not bytes"):
+        verify(gm, plan.sites)
+    next(node for node in gm.graph.nodes if "commpass" in node.meta).meta.pop("val")
+    with pytest.raises(VerifyError, match="no fake value"):
+        verify(gm, plan.sites)
+
+
+def test_rewrite_gives_graphs_without_fake_values_their_own(fake_group):
+    from torch import fx
+
+    fake_group(8)
+
+    class Plain(torch.nn.Module):
+        def forward(self, x):
+            return ops.wait_tensor.default(ops.all_reduce.default(torch.ops.aten.mul.Tensor(x, 2), "sum", "0"))
+
+    gm = fx.symbolic_trace(Plain())
+    (site,) = commpass.rewrite(gm, [torch.ones(64, 64)], forced(), strict=True).sites
+    assert site.compressed
+    assert site.shape == (64, 64)
