@@ -48,7 +48,10 @@ def view(dump: Dump, *, before: bool, around: int | None) -> View:
     nodes = dump.before if before else dump.after
     kinds = [kind(node) for node in nodes]
     sites, inserted = kinds.count("site"), kinds.count("inserted")
-    counts = f"{len(nodes)} nodes, {sites} site{'s' * (sites != 1)}{'' if before else f', {inserted} inserted'}"
+    rewritten = len({node.site for node in nodes if node.inserted})
+    counts = f"{len(nodes)} nodes, {sites} site{'s' * (sites != 1)}"
+    if not before:
+        counts += f" left alone, {rewritten} rewritten with {inserted} inserted nodes"
     title = f"graph {dump.number}: {dump.plan.direction}, {'before' if before else 'after'} ({counts})"
     if dump.plan.fallback:
         title += ", FALLBACK: the untouched graph was compiled"

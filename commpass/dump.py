@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import tempfile
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,9 +63,8 @@ def write(folder: Path, dump: Dump) -> Path:
     while True:
         numbered = dataclasses.replace(dump, number=number)
         path = folder / f"{number:04d}-{dump.plan.direction}.json"
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(numbered), indent=1))
+        temporary = folder / f"{uuid.uuid4().hex}.part"
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(numbered), indent=1))
         try:
             os.link(temporary, path)  # unlike a rename it fails when another process took the number
         except FileExistsError:
@@ -73,7 +72,7 @@ def write(folder: Path, dump: Dump) -> Path:
         else:
             return path
         finally:
-            os.unlink(temporary)
+            temporary.unlink()
 
 
 def files(folder: Path) -> list[Path]:

@@ -31,8 +31,8 @@ class VerifyError(CommpassError, RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A sentence end that helps: ``; did you mean 'int8'? Known: int4, int8``."""
+    """A sentence end that helps: ``; did you mean 'int8'? Known: int4, int8.``"""
     names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"{hint} Known: {', '.join(names)}" if names else "."
+    return f"{hint} Known: {', '.join(names)}." if names else "."

@@ -24,9 +24,10 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 
 
 def label(group: dist.ProcessGroup) -> str:
-    """The mesh dimension that a group belongs to, such as ``tp``; "" for a group that is of no mesh."""
+    """The mesh dimension that a group belongs to, such as ``tp``; ``world`` for the group of all ranks, which a mesh of one
+    dimension shares; "" for a group that is of no mesh."""
     text = (group.group_desc or "").removeprefix("mesh_")
-    return "" if text == "undefined" else text
+    return {"undefined": "", "default_pg": "world", "default": "world"}.get(text, text)
 
 
 def is_first_rank() -> bool:

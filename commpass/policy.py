@@ -179,7 +179,7 @@ PRESETS: dict[str, Policy] = {
     "off": Policy(name="off", off=True),
     "lossless": Policy(name="lossless"),
     "balanced": Policy(name="balanced", codecs=("rotated", "int8"), max_error=0.02),
-    "aggressive": Policy(name="aggressive", codecs=("rotated(bits=4)", "rotated", "int8"), max_error=0.25),
+    "aggressive": Policy(name="aggressive", codecs=("rotated(bits=4)", "int4", "rotated", "int8"), max_error=0.25),
 }
 """Policies by name. ``lossless`` is the default and cannot change a loss curve; the lossy ones are opted into."""
 

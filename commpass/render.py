@@ -44,8 +44,9 @@ def size(count: float) -> str:
     return f"{count / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
-def micros(value: float) -> str:
-    return f"{value:,.1f} us" if value < 10_000 else f"{value / 1000:,.1f} ms"
+def micros(value: float, beside: float | None = None) -> str:
+    """A time in the unit that fits it, or the number that it stands ``beside``."""
+    return f"{value:,.1f} us" if (value if beside is None else beside) < 10_000 else f"{value / 1000:,.1f} ms"
 
 
 def ratio(after: float, before: float) -> str:
@@ -147,7 +148,7 @@ def totals(plans: Sequence[Plan]) -> str:
     return (
         f"{len(sites)} site{'s' * (len(sites) != 1)}, {sum(len(plan.compressed) for plan in plans)} compressed; "
         f"{size(before)} -> {size(after)} ({ratio(after, before)}){unknown}; "
-        f"predicted {micros(plain)} -> {micros(predicted)}"
+        f"predicted {micros(plain, plain)} -> {micros(predicted, plain)}"
     )
 
 

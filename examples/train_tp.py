@@ -1,7 +1,7 @@
 """Trains one small language model twice, without and with compressed collectives, and compares the two.
 
     torchrun --nproc-per-node 2 examples/train_tp.py
-    python examples/train_tp.py --ranks 2 --policy aggressive
+    python examples/train_tp.py --ranks 2 --policy aggressive --link-gbit 0.1
 
 The model is a decoder-only transformer over bytes, its attention and MLP divided over the ranks (tensor parallelism); it
 learns the sources of Python's standard library. Each layer sums activations over all ranks twice in the forward and twice
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, nan
 from pathlib import Path
+from shlex import quote
 from statistics import fmean, median
 from sysconfig import get_paths
 from typing import NoReturn
@@ -42,7 +43,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 import commpass
 from commpass import dump
 
-BATCH, CONTEXT, HEAD = 4, 128, 32  # sequences a step, bytes a sequence, width of an attention head
+BATCH, CONTEXT, HEAD = 8, 128, 32  # sequences a step, bytes a sequence, width of an attention head
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "2"))
 console = Console(quiet=RANK > 0, highlight=False, markup=False)
 
@@ -72,11 +73,11 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, width: int):
         super().__init__()
-        self.norm1, self.attention = nn.RMSNorm(width), Attention(width)
+        self.norm1, self.attn = nn.RMSNorm(width), Attention(width)
         self.norm2, self.mlp = nn.RMSNorm(width), MLP(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+        x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
@@ -96,13 +97,13 @@ class Transformer(nn.Module):
 
 
 def divide(model: Transformer, mesh: DeviceMesh) -> None:
-    """Divides the blocks over the ranks: an all_reduce after ``o`` and ``down``; in backward, before attention and mlp."""
+    """Divides the blocks over the ranks: an all_reduce after ``o`` and ``down``; in backward, before ``attn`` and ``mlp``."""
     # one DTensor goes into q, k and v (and into gate and up), so that in backward one all_reduce sums for all of them
     shared = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
-    attention = {"attention": shared, "attention.[qkv]": ColwiseParallel(), "attention.o": RowwiseParallel()}
+    attn = {"attn": shared, "attn.[qkv]": ColwiseParallel(), "attn.o": RowwiseParallel()}
     mlp = {"mlp": shared, "mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
     for block in model.blocks:
-        parallelize_module(block, mesh, attention | mlp)
+        parallelize_module(block, mesh, attn | mlp)
 
 
 def read_texts(most: int = 4_000_000) -> tuple[Tensor, ...]:
@@ -171,18 +172,17 @@ def report(off: Run, on: Run, options: Namespace) -> None:
     console.print(f"median step here: {off.step_ms:.0f} ms off, {on.step_ms:.0f} ms {options.policy}")
 
     console.print("\nThe collectives of one rank in one step, and why each is sent as it is:", style="bold")
-    sites = [site for plan in on.plans for site in plan]
-    table = render.plain_table("#", "module", "direction", "kind", "bytes", "wire", "codec", "algorithm")
-    for number, site in enumerate(sites, 1):
-        sizes = render.size(site.bytes), render.size(site.wire_bytes)
-        table.add_row(str(number), site.module, site.direction, site.kind, *sizes, site.codec, site.algorithm)
-    console.print(table, "", render.reasons(sites), "")
-    for plan in filter(lambda plan: plan.fallback, on.plans):
-        console.print(f"The {plan.direction} graph was compiled untouched: {plan.fallback}", style="red")
-    console.print(render.totals(on.plans), style="bold")
+    for plan in on.plans:
+        console.print(plan.direction + (f", compiled UNTOUCHED: {plan.fallback}" if plan.fallback else ""), style="bold")
+        table = render.plain_table("#", "module", "kind", "bytes", "wire", "codec", "algorithm")
+        for number, site in enumerate(plan, 1):
+            sizes = render.size(site.bytes), render.size(site.wire_bytes)
+            table.add_row(str(number), site.module, site.kind, *sizes, site.codec, site.algorithm)
+        console.print(table, render.reasons(plan.sites), "")
+    console.print(f"All of a step: {render.totals(on.plans)}", style="bold")
     console.print(f"\nPlans and graphs are in {options.out}/off and {options.out}/on. To read them:")
     for command in ("explain {0}/on", "graph {0}/on --text --around 1", "diff {0}/off {0}/on"):
-        console.print(f"  commpass {command.format(options.out)}", style="bold", soft_wrap=True)
+        console.print(f"  commpass {command.format(quote(str(options.out)))}", style="bold", soft_wrap=True)
 
 
 class Parser(ArgumentParser):
@@ -236,7 +236,7 @@ def main() -> None:
     millions = sum(weight.numel() for weight in Transformer(options.layers, options.width).parameters()) / 1e6
     console.print(f"{millions:.1f} million parameters on {options.ranks} ranks, policy {options.policy}", style="bold")
     console.print(f"Decisions are made for a link of {options.link_gbit:g} Gbit/s. Ranks on one host talk over loopback, not "
-                  "over that link: the step times below do not show the gain.")  # fmt: skip
+                  "over that link: the step times below do not show what is gained.")  # fmt: skip
     texts = read_texts()
     off = train("off", "off", options, mesh, texts)
     on = train("on", options.policy, options, mesh, texts)

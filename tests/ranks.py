@@ -12,10 +12,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 START_S = 120
+PATIENCE_S = 10
 
 
 class RanksFailed(AssertionError):
@@ -57,22 +58,27 @@ class Ranks:
         self._collect(START_S, "start")
 
     def _collect(self, timeout: float, what: str) -> list[Any]:
-        deadline = time.monotonic() + timeout
-        replies: list[tuple[bool, Any]] = []
-        for process, pipe in self.members:
-            try:
-                if pipe.poll(max(0.0, deadline - time.monotonic())):
-                    replies.append(pipe.recv())
-                else:
-                    replies.append((False, f"no answer within {timeout:g} s"))
-                    deadline = min(deadline, time.monotonic() + 2)
-            except (EOFError, OSError):
-                process.join(5)
-                replies.append((False, f"the process died with exit code {process.exitcode}"))
-        if all(good for good, _ in replies):
-            return [result for _, result in replies]
+        start = time.monotonic()
+        deadline = start + timeout
+        replies: dict[int, tuple[bool, Any]] = {}
+        open_pipes = {pipe: rank for rank, (_, pipe) in enumerate(self.members)}
+        while open_pipes and (ready := wait(list(open_pipes), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = open_pipes.pop(pipe)
+                try:
+                    replies[rank] = pipe.recv()
+                except (EOFError, OSError):
+                    process = self.members[rank][0]
+                    process.join(5)
+                    replies[rank] = (False, f"the process died with exit code {process.exitcode}")
+                if not replies[rank][0]:  # the others may wait for this one in vain: a moment for their own errors
+                    deadline = min(deadline, time.monotonic() + PATIENCE_S)
+        if all(good for good, _ in replies.values()) and not open_pipes:
+            return [replies[rank][1] for rank in range(self.size)]
         self.stop()
-        said = [f"--- rank {rank}: {'done' if good else reply}" for rank, (good, reply) in enumerate(replies)]
+        silence = (False, f"no answer within {time.monotonic() - start:.0f} s")
+        answers = [replies.get(rank, silence) for rank in range(self.size)]
+        said = [f"--- rank {rank}: {'done' if good else reply}" for rank, (good, reply) in enumerate(answers)]
         raise RanksFailed(f"{what} on {self.size} ranks:\n" + "\n".join(said))
 
 

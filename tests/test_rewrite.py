@@ -235,7 +235,9 @@ def test_several_groups_of_a_mesh_take_the_rules_of_their_own(fake_group):
         return wait(ops.all_reduce(x, "sum", names["dp"])) + wait(ops.all_reduce(x * 2, "sum", names["tp"]))
 
     gm = trace(function, torch.ones(64, 64))
-    plan = commpass.rewrite(gm, [], Policy(rules=[Rule(group="tp", codec="fp8", algorithm="two_shot", force=True)]), strict=True)
+    plan = commpass.rewrite(
+        gm, [], Policy(rules=[Rule(group="tp", codec="fp8", algorithm="two_shot", force=True)]), strict=True
+    )
     assert [(site.group_label, site.codec) for site in plan] == [("dp", "none"), ("tp", "fp8")]
     groups = [node.args[-1] for node in gm.graph.nodes if "all_" in str(node.target)]
     assert groups == [names["dp"], names["tp"], names["tp"]]
@@ -310,3 +312,17 @@ def test_rewrite_gives_graphs_without_fake_values_their_own(fake_group):
     (site,) = commpass.rewrite(gm, [torch.ones(64, 64)], forced(), strict=True).sites
     assert site.compressed
     assert site.shape == (64, 64)
+
+
+def test_a_codecs_tables_stand_once_in_a_graph(fake_group):
+    fake_group(8)
+
+    def function(x):
+        for _ in range(6):
+            x = wait(ops.all_reduce(x * 2, "sum", "0"))
+        return x
+
+    gm = trace(function, torch.ones(64, 64))
+    assert len(commpass.rewrite(gm, [], forced("rotated"), strict=True).compressed) == 6
+    tables = [(node.args, tuple(node.kwargs.items())) for node in gm.graph.nodes if "iota" in str(node.target)]
+    assert len(tables) == len(set(tables)) > 0

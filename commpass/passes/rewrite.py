@@ -52,9 +52,10 @@ def rewrite(found: Sequence[Found], plan: Sequence[PlannedSite], decompositions:
     """Replaces every compressed site in place. On an error the graph is half done: the caller holds the copy to go back to."""
     templates = Templates(decompositions or _inductor_decompositions)
     modules: dict[int, fx.GraphModule] = {}
+    tables: dict[Any, fx.Node] = {}
     chosen = [(site, planned) for site, planned in zip(found, plan, strict=True) if planned.compressed]
     for site, planned in chosen:
-        result = splice(site, planned.name, templates.of(site, planned))
+        result = splice(site, planned.name, templates.of(site, planned), tables)
         _replace(site, result)
         modules[id(site.module)] = site.module
     for node in {site.call.node: None for site, _ in chosen}:
@@ -79,29 +80,51 @@ def _trace(planned: PlannedSite, fake: Tensor, decompositions: Decompositions) -
     return traced
 
 
-def splice(found: Found, mark: str, template: fx.GraphModule) -> fx.Node:
+def splice(found: Found, mark: str, template: fx.GraphModule, tables: dict[Any, fx.Node]) -> fx.Node:
     """Copies a traced algorithm into the graph of a site; returns the node of its result.
 
     What does not depend on a wait goes where the collective stands, the rest where its result is first waited for: what the
-    graph computes in between still overlaps with the first exchange.
+    graph computes in between still overlaps with the first exchange. What depends on no input at all (a table of a codec)
+    goes to the top of the graph, once for all sites: ``tables`` holds what is there already.
     """
     graph, collective = found.module.graph, found.call.node
     anchor = _anchor(found)
+    top = next(node for node in graph.nodes if node.op != "placeholder" and MARK not in node.meta)
     copies: dict[fx.Node, Any] = {}
     late: set[fx.Node] = set()
+    fixed: set[fx.Node] = set()
     for node in template.graph.nodes:
         if node.op == "placeholder":
             copies[node] = found.input
-        elif node.op == "output":
+            continue
+        if node.op == "output":
             return copies[node.args[0]]
-        else:
-            if is_wait(node) or any(source in late for source in node.all_input_nodes):
-                late.add(node)
-            with graph.inserting_before(anchor if node in late else collective):
-                copy = graph.node_copy(node, lambda old: copies[old])
-            _describe(copy, found, mark)
-            copies[node] = copy
+        if all(source in fixed for source in node.all_input_nodes):
+            fixed.add(node)
+            key = (id(graph), node.target, _frozen((node.args, node.kwargs), copies))
+            if key in tables:
+                copies[node] = tables[key]
+                continue
+        if is_wait(node) or any(source in late for source in node.all_input_nodes):
+            late.add(node)
+        with graph.inserting_before(top if node in fixed else anchor if node in late else collective):
+            copy = graph.node_copy(node, lambda old: copies[old])
+        _describe(copy, found, mark)
+        copies[node] = copy
+        if node in fixed:
+            tables[key] = copy
     raise VerifyError(f"the traced algorithm of {mark} has no output")
+
+
+def _frozen(value: Any, copies: dict[fx.Node, Any]) -> Any:
+    """Arguments as something to look up by, nodes by their copies in the graph."""
+    if isinstance(value, fx.Node):
+        return copies[value]
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(item, copies) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item, copies)) for key, item in value.items())
+    return (type(value), str(value))
 
 
 def _anchor(found: Found) -> fx.Node:

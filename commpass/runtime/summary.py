@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 
 from commpass.errors import nearest
+from commpass.groups import is_first_rank
 from commpass.plan import Plan
 from commpass.policy import Policy, unmatched
 
@@ -21,9 +22,11 @@ class Summary:
         self.plans: list[Plan] = []
         self.calls: Counter[str] = Counter()
         self.reported = False
+        self.speaks = True
 
     def add(self, plan: Plan) -> None:
         self.plans.append(plan)
+        self.speaks = is_first_rank()  # asked now: when the backend goes, the process group may have gone already
 
     def called(self, graph: str) -> None:
         if not self.reported:
@@ -35,6 +38,8 @@ class Summary:
         if self.reported or not self.plans:
             return
         self.reported = True
+        if not self.speaks:
+            return
         log.info("%s", self.line())
         for warning in self.unmatched_rules():
             log.warning("%s", warning)
