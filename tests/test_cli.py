@@ -178,7 +178,7 @@ def test_runs(folder: Path):
 
 def test_text_has_one_marked_line_a_node(folder: Path):
     lines = run("graph", folder, "--graph", 0, width=60).stdout.splitlines()
-    assert lines[0] == "graph 0: forward, after (10 nodes, 1 site, 3 inserted)"
+    assert lines[0] == "graph 0: forward, after (10 nodes, 1 site left alone, 1 rewritten with 3 inserted nodes)"
     assert [line[0] for line in lines[3:]] == [*"   +++*   "]
     assert re.fullmatch(r"  mm +=" + re.escape(f" aten.mm.default(x, {ODD})") + r" +bf16\[4096, s0\] +.*", lines[5])
     assert lines[6].endswith("for all_reduce_1")

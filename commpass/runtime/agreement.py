@@ -3,6 +3,7 @@
 For every group that a graph uses, each rank publishes the digest of the part of its plan that the group shares; the first
 rank of the group compares them and publishes the verdict, so that the store sees a few messages a rank, not their square.
 A digest that a group has agreed on before is not compared again: a rank may recompile alone as long as it decides the same.
+(If a pass then fails on that rank, which did not fail before, the others do not come to meet it: it raises after the time-out.)
 """
 
 from __future__ import annotations

@@ -1,0 +1,207 @@
+"""Law 5: all ranks decide alike, and prove it. Law 7: if one rank cannot carry out its plan, nobody does."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commpass
+from commpass.errors import PlanMismatch
+from commpass.passes import pipeline
+from commpass.policy import Policy, Rule
+
+pytestmark = pytest.mark.xdist_group("ranks")
+ops = torch.ops._c10d_functional
+
+
+def model(x: torch.Tensor, group: str | None = None) -> torch.Tensor:
+    group = group or dist.group.WORLD.group_name
+    return ops.wait_tensor(ops.all_reduce(x * 2, "sum", group)) + 1
+
+
+def forced(codec: str) -> Policy:
+    return Policy(name=codec, rules=[Rule(codec=codec, force=True)])
+
+
+def compiled(policy, timeout: float = 20.0, **more):
+    torch._dynamo.reset()
+    return torch.compile(model, backend=commpass.backend(policy, inner="eager", timeout=timeout, **more))
+
+
+def different_policies(inner: str) -> str:
+    torch._dynamo.reset()
+    policy = forced(["int8", "fp8"][dist.get_rank() % 2])
+    function = torch.compile(model, backend=commpass.backend(policy, inner=inner, timeout=20))
+    start = time.monotonic()
+    with pytest.raises(PlanMismatch) as error:
+        function(torch.ones(500))
+    assert time.monotonic() - start < 20, "the error must not wait for the time-out"
+    with pytest.raises(PlanMismatch):  # and it stays an error
+        function(torch.ones(500))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor", "aot_eager"])
+def test_different_policies_raise_on_every_rank_and_show_the_difference(inner, ranks2):
+    for rank, text in enumerate(ranks2.run(different_policies, inner)):
+        mine, theirs = ["int8", "fp8"][rank], ["int8", "fp8"][1 - rank]
+        assert f"codec is '{mine}' in rank {rank} and '{theirs}' in rank {1 - rank}" in text
+        assert f"policy '{mine}' on rank {rank}" in text
+
+
+def one_of_three() -> str:
+    with pytest.raises(PlanMismatch) as error:
+        compiled(forced("int8" if dist.get_rank() < 2 else "fp8"))(torch.ones(500))
+    return str(error.value)
+
+
+def test_one_rank_of_three_that_differs_is_named(ranks3):
+    for text in ranks3.run(one_of_three):
+        assert "rank 0-1: plan" in text
+        assert "rank 2: plan" in text
+
+
+def off_on_one_rank() -> None:
+    with pytest.raises(PlanMismatch):
+        compiled("off" if dist.get_rank() else forced("int8"))(torch.ones(500))
+
+
+def test_a_rank_that_has_it_off_is_a_mismatch_too(ranks2):
+    ranks2.run(off_on_one_rank)
+
+
+def one_stays_away() -> str:
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return ""
+    start = time.monotonic()
+    with pytest.raises(PlanMismatch) as error:
+        compiled(forced("int8"), timeout=2)(torch.ones(500))
+    assert 1.5 < time.monotonic() - start < 10
+    return str(error.value)
+
+
+def test_a_rank_that_does_not_answer_is_an_error_within_the_time_out(ranks2):
+    text = ranks2.run(one_stays_away)[0]
+    assert "rank 1 of group" in text
+    assert "within 2 s" in text
+    assert "timeout=" in text
+    ranks2.stop()  # rank 1 never met rank 0: their counts differ from here on
+
+
+def first_stays_away() -> str:
+    if dist.get_rank() == 0:
+        time.sleep(9)
+        return ""
+    with pytest.raises(PlanMismatch) as error:
+        compiled(forced("int8"), timeout=1)(torch.ones(500))
+    return str(error.value)
+
+
+def test_the_first_rank_may_be_the_silent_one(ranks2):
+    assert "rank 0 of group" in ranks2.run(first_stays_away)[1]
+    ranks2.stop()
+
+
+def a_late_rank() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    assert torch.allclose(compiled(forced("int8"), timeout=30)(torch.ones(500)), torch.full((500,), 5.0), atol=0.05)
+
+
+def test_a_late_rank_is_waited_for(ranks2):
+    ranks2.run(a_late_rank)
+
+
+def recompiles_alone() -> None:
+    """A rank that compiles the same decision again need not meet the others."""
+    x = torch.ones(500)
+    function = compiled(forced("int8"), timeout=5)
+    expected = function(x)
+    if dist.get_rank() == 0:
+        function = compiled(forced("int8"), timeout=5)
+    assert torch.equal(function(x), expected)
+
+
+def test_a_rank_may_recompile_alone_what_was_agreed_on(ranks2):
+    ranks2.run(recompiles_alone)
+
+
+def breaks_on_one_rank(strict: bool) -> tuple[bool, str, str]:
+    """A pass that fails on rank 1 alone, half-way through."""
+
+    def fail(road):
+        road = pipeline._rewrite(road)
+        if dist.get_rank() == 1:
+            raise RuntimeError("injected")
+        return road
+
+    kept = pipeline.PASSES
+    pipeline.PASSES = tuple(pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in kept)
+    messages: list[str] = []
+    import logging
+
+    handler = logging.Handler()
+    handler.emit = lambda entry: messages.append(entry.getMessage())
+    logging.getLogger("commpass").addHandler(handler)
+    try:
+        x = torch.ones(700 + strict) / 3  # a plan that these ranks have not agreed on before
+        result = compiled(forced("int8"), strict=strict)(x)
+        return torch.equal(result, model(x)), commpass.plans()[-1].fallback, " ".join(messages)
+    finally:
+        logging.getLogger("commpass").removeHandler(handler)
+        pipeline.PASSES = kept
+
+
+def test_if_a_pass_fails_on_one_rank_all_compile_the_untouched_graph_and_say_why(ranks2):
+    for exact, fallback, warning in ranks2.run(breaks_on_one_rank, False):
+        assert exact
+        assert "injected" in fallback
+        assert "compiled untouched" in warning
+        assert "injected" in warning
+
+
+def strict_raises() -> str:
+    with pytest.raises(Exception, match="injected") as error:
+        breaks_on_one_rank(True)
+    return str(error.value)
+
+
+def test_strict_raises_on_every_rank(ranks2):
+    assert all("injected" in text for text in ranks2.run(strict_raises))
+
+
+def breaks_in_discovery() -> bool:
+    def fail(road):
+        raise RuntimeError("injected")
+
+    kept = pipeline.PASSES
+    if dist.get_rank() == 1:
+        pipeline.PASSES = (pipeline.Pass("discover", fail, needed=True), *kept[1:])
+    try:
+        x = torch.ones(800) / 3
+        return torch.equal(compiled(forced("int8"))(x), model(x))
+    finally:
+        pipeline.PASSES = kept
+
+
+def test_even_a_rank_that_found_no_sites_takes_the_others_along(ranks2):
+    assert ranks2.run(breaks_in_discovery) == [True, True]
+
+
+def groups_agree_on_their_own() -> None:
+    """Ranks of different groups may compile different models: only those that share a group must agree."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = dist.get_rank() // 2
+    codec = ["int8", "fp8"][mine]
+    torch._dynamo.reset()
+    function = torch.compile(model, backend=commpass.backend(forced(codec), inner="eager", timeout=20))
+    got = function(torch.ones(500), groups[mine].group_name)
+    assert torch.allclose(got, torch.full((500,), 5.0), atol=0.1)
+
+
+def test_groups_agree_each_on_their_own(ranks4):
+    ranks4.run(groups_agree_on_their_own)

@@ -1,0 +1,239 @@
+"""The backend on the fake process group: what it refuses, what it leaves as it found it, what it says."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+
+import pytest
+import torch
+from graphs import ops
+from torch import nn
+
+import commpass
+from commpass import dump as dumps
+from commpass.errors import PolicyError
+from commpass.policy import Policy, Rule
+
+X = torch.ones(64, 64)
+FORCED = Policy(rules=[Rule(codec="int8", force=True)])
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x):
+        return ops.wait_tensor(ops.all_reduce(self.w(x), "sum", "0"))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def compile_and_run(policy=FORCED, model=None, times=1, grad=False, **options):
+    """Compiles and runs a small model; returns the plans that were made."""
+    torch._dynamo.reset()
+    seen = len(commpass.plans())
+    function = torch.compile(model or Net(), backend=commpass.backend(policy, **{"inner": "eager", "strict": True} | options))
+    for _ in range(times):
+        if grad:
+            function(X.clone().requires_grad_()).sum().backward()
+        else:
+            with torch.no_grad():
+                function(X)
+    return commpass.plans()[seen:]
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64, 1024])
+def test_a_model_compiles_for_any_number_of_ranks(ranks, fake_group):
+    fake_group(ranks)
+    forward, backward = compile_and_run(grad=True, inner="inductor")
+    assert [site.codec for site in (*forward, *backward)] == ["int8"] * 4
+    assert {site.group_size for site in forward} == {ranks}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "near"),
+    [
+        ({"policy": "balance"}, "'balanced'"),
+        ({"inner": "inducter"}, "'inductor'"),
+        ({"policy": Policy(skip="rewrit")}, "'rewrite'"),
+        ({"timeout": 0}, "above 0"),
+        ({"policy": "missing.toml"}, "missing.toml"),
+    ],
+)
+def test_unknown_arguments_are_refused_with_the_nearest_that_exists(arguments, near):
+    with pytest.raises(PolicyError, match=near):
+        commpass.backend(**arguments)
+
+
+def test_no_global_state_is_changed(fake_group):
+    import torch._functorch.config
+    import torch._inductor.config
+
+    fake_group(8)
+    configs = (torch._inductor.config, torch._functorch.config, torch._dynamo.config)
+    before = [copy.deepcopy(config.get_config_copy()) for config in configs]
+    modes = (torch.is_grad_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+    compile_and_run(grad=True, inner="inductor", times=2)
+    compile_and_run("balanced", grad=True, inner="aot_eager")
+    assert [config.get_config_copy() for config in configs] == before
+    assert modes == (torch.is_grad_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+
+
+def test_other_peoples_passes_still_run_and_see_the_rewritten_graph(fake_group):
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    fake_group(8)
+    seen = []
+
+    class Theirs(CustomGraphPass):
+        def __call__(self, graph):
+            seen.append([str(node.target) for node in graph.nodes if "all_" in str(node.target)])
+
+        def uuid(self):
+            return None
+
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=Theirs()):
+        compile_and_run(inner="inductor")
+    assert seen
+    assert not any("all_reduce" in target for target in seen[0])
+
+
+def test_mode_and_options_go_to_inductor(fake_group):
+    fake_group(8)
+    seen = []
+
+    def spy(gm, example_inputs, **kwargs):
+        seen.append(torch._inductor.config.max_autotune)
+        return gm.forward
+
+    torch._dynamo.reset()
+    import torch._inductor.compile_fx as module
+
+    real = module.compile_fx_inner
+    module.compile_fx_inner = lambda gm, inputs, **kw: (
+        seen.append(torch._inductor.config.coordinate_descent_tuning),
+        real(gm, inputs, **kw),
+    )[1]
+    try:
+        with torch.no_grad():
+            backend = commpass.backend(FORCED, strict=True)
+            torch.compile(Net(), backend=backend, options={"coordinate_descent_tuning": True})(X)
+            torch._dynamo.reset()
+            torch.compile(Net(), backend=backend)(X)
+    finally:
+        module.compile_fx_inner = real
+    assert seen == [True, False]
+
+
+def test_world_size_one_is_left_alone_with_a_reason(fake_group):
+    fake_group(1)
+    (plan,) = compile_and_run()
+    assert [site.codec for site in plan] == ["none", "none"]
+    assert "one rank" in plan.sites[0].reason
+
+
+def test_a_graph_without_collectives_compiles_and_has_an_empty_plan(fake_group):
+    fake_group(8)
+    (plan,) = compile_and_run(model=nn.Linear(64, 64))
+    assert plan.sites == ()
+    assert plan.fallback == ""
+
+
+def test_it_works_without_torch_distributed():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x * 2, backend=commpass.backend(strict=True))
+    assert torch.equal(compiled(X), X * 2)
+
+
+def test_every_site_has_a_reason_and_a_rule_that_matched_nothing_is_reported_once(fake_group, caplog):
+    fake_group(8)
+    rules = [Rule(module="layers.0", codec="int8", force=True), Rule(module="layer.*", keep=True)]
+    with caplog.at_level(logging.INFO, "commpass"):
+        plans = compile_and_run(Policy(rules=rules), grad=True, times=3)
+    assert all(site.reason for plan in plans for site in plan)
+    warnings = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "layer.*" in warnings[0]
+    assert "matched no collective" in warnings[0]
+    summaries = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.INFO]
+    assert len(summaries) == 1
+    assert "2 graphs, 4 sites, 2 compressed" in summaries[0]
+
+
+def test_a_rule_that_only_backward_meets_is_not_reported(fake_group, caplog):
+    fake_group(8)
+    with caplog.at_level(logging.INFO, "commpass"):
+        compile_and_run(Policy(rules=[Rule(direction="backward", codec="int8", force=True)]), grad=True, times=2)
+    assert not [entry for entry in caplog.records if entry.levelno == logging.WARNING]
+
+
+def test_counters_and_artifacts(fake_group, tmp_path):
+    from torch._dynamo.utils import counters
+
+    fake_group(8)
+    entries = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: entries.append(entry)
+    trace_log = logging.getLogger("torch.__trace")
+    trace_log.addHandler(handler)
+    before = dict(counters["commpass"])
+    try:
+        plans = compile_and_run(grad=True)
+    finally:
+        trace_log.removeHandler(handler)
+    gained = {key: counters["commpass"][key] - before.get(key, 0) for key in counters["commpass"]}
+    assert (gained["graphs"], gained["sites"], gained["compressed"], gained["fallbacks"]) == (2, 4, 4, 0)
+    assert gained["wire_bytes"] == sum(site.wire_bytes for plan in plans for site in plan) < gained["bytes"]
+    names = [entry.metadata["artifact"]["name"] for entry in entries if "artifact" in getattr(entry, "metadata", {})]
+    assert {"commpass_plan_forward", "commpass_forward_before", "commpass_backward_after"} <= set(names)
+    payloads = [
+        e.payload for e in entries if getattr(e, "metadata", {}).get("artifact", {}).get("name") == "commpass_plan_forward"
+    ]
+    plan = json.loads(payloads[0])["plan"]
+    assert [site["codec"] for site in plan["sites"]] == ["int8", "int8"]
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_a_dump_holds_plan_and_graphs(how, fake_group, tmp_path, monkeypatch):
+    fake_group(8)
+    if how == "environment":
+        monkeypatch.setenv("COMMPASS_DUMP", str(tmp_path))
+    plans = compile_and_run(grad=True, **({"dump": tmp_path} if how == "argument" else {}))
+    forward, backward = dumps.read_run(tmp_path)
+    assert [forward.plan, backward.plan] == plans
+    assert (forward.world_size, forward.rank, forward.torch) == (8, 0, torch.__version__)
+    assert [node.site for node in forward.before if node.site] == [site.name for site in forward.plan]
+    assert not any(node.inserted for node in forward.before)
+    assert {node.site for node in forward.after if node.inserted} == {site.name for site in forward.plan}
+    assert not any("all_reduce" in node.target for node in forward.after)
+
+
+def test_a_failing_pass_compiles_the_untouched_graph_with_a_warning(fake_group, monkeypatch, caplog):
+    from commpass.passes import pipeline
+
+    def fail(road):
+        pipeline._rewrite(road)
+        raise RuntimeError("injected")
+
+    fake_group(8)
+    monkeypatch.setattr(
+        pipeline, "PASSES", tuple(pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in pipeline.PASSES)
+    )
+    with caplog.at_level(logging.WARNING, "commpass"):
+        (plan,) = compile_and_run(strict=False)
+    assert plan.fallback == "pass 'rewrite' failed: RuntimeError: injected"
+    assert any("injected" in entry.getMessage() for entry in caplog.records)
+    with pytest.raises(Exception, match="injected"):
+        compile_and_run(strict=True)

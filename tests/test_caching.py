@@ -1,0 +1,98 @@
+"""Inductor's caches and policies: a warm cache never applies yesterday's policy, and still saves the compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+
+import commpass
+from commpass.policy import Policy, Rule
+
+pytestmark = pytest.mark.xdist_group("ranks")
+ops = torch.ops._c10d_functional
+
+CODECS = {"A": "int8", "B": "int4"}
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return ops.wait_tensor(ops.all_reduce(x * 3, "sum", dist.group.WORLD.group_name)).sin()
+
+
+def run_policies(order: str) -> list[tuple[str, str, bool, int, int]]:
+    """For each policy in turn: what was planned, whether the numbers are that codec's, cache hits and misses."""
+    from torch._dynamo.utils import counters
+
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    rows = []
+    for name in order:
+        torch._dynamo.reset()
+        counters.clear()
+        codec = CODECS[name]
+        policy = Policy(name=name, rules=[Rule(codec=codec, force=True, algorithm="two_shot")])
+        function = torch.compile(Layer(), backend=commpass.backend(policy, strict=True))
+        y = x.clone().requires_grad_()
+        got = function(y)
+        got.sum().backward()
+        expected = commpass.all_reduce(x * 3, codec=codec).sin()
+        plan = commpass.plans()[-1]
+        right = torch.equal(got.detach(), expected) or bool((got.detach() - expected).abs().max() < 1e-6)
+        hits = counters["inductor"]
+        rows.append((name, plan.sites[0].codec, right, hits["fxgraph_cache_hit"], hits["fxgraph_cache_miss"]))
+    return rows
+
+
+def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_two_processes(tmp_path):
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    ranks = Ranks(2, environment)
+    try:
+        first = ranks.run(run_policies, "ABAB")
+    finally:
+        ranks.stop()
+    for rows in first:
+        assert [(name, codec, right) for name, codec, right, _, _ in rows] == [
+            ("A", "int8", True), ("B", "int4", True), ("A", "int8", True), ("B", "int4", True),
+        ]  # fmt: skip
+        assert [hits for *_, hits, _ in rows][2:] == [2, 2]  # forward and backward, from the second time on
+        assert [misses for *_, misses in rows][2:] == [0, 0]
+    ranks = Ranks(2, environment)
+    try:
+        second = ranks.run(run_policies, "BA")
+    finally:
+        ranks.stop()
+    for rows in second:
+        assert [(name, codec, right) for name, codec, right, _, _ in rows] == [("B", "int4", True), ("A", "int8", True)]
+        assert [(hits, misses) for *_, hits, misses in rows] == [(2, 0), (2, 0)]
+
+
+def decorator_alone() -> list[tuple[str, float]]:
+    """Only the decorator on the same class changes: what is compiled must change with it."""
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    rows = []
+    for word in (None, "int8", "int4", "int8", None):
+        torch._dynamo.reset()
+
+        class Inner(torch.nn.Module):
+            def forward(self, x):
+                return ops.wait_tensor(ops.all_reduce(x * 3, "sum", dist.group.WORLD.group_name)).sin()
+
+        if word is not None:
+            Inner = commpass.compress(codec=word, force=True)(Inner)
+        with torch.no_grad():
+            got = torch.compile(Inner(), backend=commpass.backend("lossless", strict=True))(x)
+        rows.append((commpass.plans()[-1].sites[0].codec, round((got - Layer()(x)).norm().item(), 4)))
+    return rows
+
+
+def test_a_policy_change_by_decorator_alone_is_not_served_from_the_cache(tmp_path):
+    ranks = Ranks(2, {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"})
+    try:
+        rows = ranks.run(decorator_alone)[0]
+    finally:
+        ranks.stop()
+    assert [codec for codec, _ in rows] == ["none", "int8", "int4", "int8", "none"]
+    errors = [error for _, error in rows]
+    assert errors[0] == errors[4] == 0
+    assert 0 < errors[1] == errors[3] < errors[2]
