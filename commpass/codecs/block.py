@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from commpass.codecs.codec import Codec, accumulation_dtype
-from commpass.codecs.parts import Grid, Transform, absmax_scale, ceil_to, from_bytes, pack, to_bytes, unpack
+from commpass.codecs.parts import Grid, Transform, absmax_scale, ceil_to, cut, from_bytes, pack, pad, to_bytes, unpack
 
 ALIGNMENT = 128
 """Bytes to which the regions of a row are padded: odd rows lose vector stores and cost a copy."""
@@ -51,13 +50,13 @@ class BlockCodec(Codec):
     def encode_rows(self, rows: Tensor) -> Tensor:
         count, numel = rows.shape
         dtype = accumulation_dtype(rows.dtype)
-        padded = _pad(rows, self._blocks(numel) * self.width)
+        padded = pad(rows, self._blocks(numel) * self.width)
         blocks = self.transform.forward(padded.reshape(count, self._blocks(numel), self.width).to(dtype))
         scale = absmax_scale(blocks, self.grid.largest)
         codes = pack(self.grid.encode(blocks / scale), self.grid.bits).flatten(1)
         scales = to_bytes(scale.squeeze(-1))
-        return torch.cat([_pad(codes, ceil_to(codes.shape[1], ALIGNMENT)),
-                          _pad(scales, ceil_to(scales.shape[1], ALIGNMENT))], dim=1)  # fmt: skip
+        return torch.cat([pad(codes, ceil_to(codes.shape[1], ALIGNMENT)),
+                          pad(scales, ceil_to(scales.shape[1], ALIGNMENT))], dim=1)  # fmt: skip
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         count, blocks = wire.shape[0], self._blocks(numel)
@@ -67,12 +66,5 @@ class BlockCodec(Codec):
         scale = from_bytes(wire.narrow(1, start, self._scale_bytes(numel, dtype)), work).unsqueeze(-1)
         values = self.transform.inverse(self.grid.decode(unpack(codes, self.grid.bits), work)) * scale
         limit = torch.finfo(dtype).max
-        return values.clamp(-limit, limit).reshape(count, blocks * self.width).narrow(1, 0, numel)
+        return cut(values.clamp(-limit, limit).reshape(count, blocks * self.width), numel)
 
-
-def _pad(rows: Tensor, length: int) -> Tensor:
-    """Zeros after each row up to ``length``, which may be symbolic; nothing is traced where nothing is missing."""
-    missing = length - rows.shape[1]
-    if isinstance(missing, int) and missing == 0:
-        return rows
-    return F.pad(rows, (0, missing))

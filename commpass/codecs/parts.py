@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # --- transforms -------------------------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ def absmax_scale(blocks: Tensor, largest_code: float) -> Tensor:
     """
     peak = blocks.abs().amax(dim=-1, keepdim=True)
     scale = (peak / largest_code).clamp_min(torch.finfo(blocks.dtype).tiny)
-    return torch.where(peak.isfinite(), scale, float("nan"))
+    return scale + (peak - peak)  # inf - inf is NaN, and anything finite leaves the scale as it is
 
 
 # --- grids ------------------------------------------------------------------------------------------------------------
@@ -119,6 +120,8 @@ def fp8_grid(form: str) -> Grid:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes ``[..., block]`` to bytes ``[..., block * bits / 8]``; part i of a byte comes from part i of the block."""
+    if bits == 8:
+        return codes
     per_byte = 8 // bits
     parts = codes.unflatten(-1, (per_byte, codes.shape[-1] // per_byte)).unbind(-2)
     packed = parts[0]
@@ -139,21 +142,35 @@ def to_bytes(values: Tensor) -> Tensor:
 
     By shifts, since a view to a dtype of another size is no pointwise operation and would cost a kernel of its own.
     """
-    width = values.dtype.itemsize
-    bits = values.view(torch.int32 if width == 4 else torch.int64)
-    shifts = 8 * torch.arange(width, device=values.device, dtype=bits.dtype)
-    return ((bits.unsqueeze(-1) >> shifts) & 255).to(torch.uint8).flatten(-2)
+    bits = values.view(_whole(values.dtype))
+    return ((bits.unsqueeze(-1) >> _shifts(bits)) & 255).to(torch.uint8).flatten(-2)
 
 
 def from_bytes(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of ``to_bytes``."""
-    width = dtype.itemsize
-    whole = torch.int32 if width == 4 else torch.int64
-    parts = raw.unflatten(-1, (raw.shape[-1] // width, width)).to(whole).unbind(-1)
-    bits = parts[0]
-    for position, part in enumerate(parts[1:], start=1):
-        bits = bits | (part << (8 * position))
-    return bits.view(dtype)
+    parts = raw.unflatten(-1, (raw.shape[-1] // dtype.itemsize, dtype.itemsize)).to(_whole(dtype))
+    return (parts << _shifts(parts)).sum(dim=-1, dtype=parts.dtype).view(dtype)  # no two parts share a bit
+
+
+def _whole(dtype: torch.dtype) -> torch.dtype:
+    """The integers as wide as a float."""
+    return torch.int32 if dtype.itemsize == 4 else torch.int64
+
+
+def _shifts(whole: Tensor) -> Tensor:
+    """How far each byte of an integer lies from its little end."""
+    return 8 * torch.arange(whole.dtype.itemsize, device=whole.device, dtype=whole.dtype)
+
+
+def pad(rows: Tensor, length: int) -> Tensor:
+    """Zeros behind the last dimension up to ``length``, which may be symbolic; nothing is traced where nothing is missing."""
+    missing = length - rows.shape[-1]
+    return rows if isinstance(missing, int) and missing == 0 else F.pad(rows, (0, missing))
+
+
+def cut(rows: Tensor, length: int) -> Tensor:
+    """The first ``length`` of the last dimension; nothing is traced where that is all."""
+    return rows if isinstance(length, int) and length == rows.shape[-1] else rows.narrow(-1, 0, length)
 
 
 def ceil_to(number: int, step: int) -> int:

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from commpass.codecs import Codec, accumulation_dtype
+from commpass.codecs import Codec, accumulation_dtype, cut, pad
 from commpass.collectives.exchange import exchange, gather, reduce_rows
 
 
@@ -27,11 +26,11 @@ def all_reduce_one_shot(x: Tensor, op: str, ranks: int, group: str, codec: Codec
 def all_reduce_two_shot(x: Tensor, op: str, ranks: int, group: str, codec: Codec) -> Tensor:
     """Each rank sums one shard, then shares it: a compressed reduce-scatter and a compressed all-gather (TACO, EQuARX)."""
     shard = shard_length(x.numel(), ranks, codec)
-    rows = F.pad(x.reshape(-1), (0, shard * ranks - x.numel())).reshape(ranks, shard)
+    rows = pad(x.reshape(-1), shard * ranks).reshape(ranks, shard)
     received = codec.decode_rows(exchange(codec.encode_rows(rows), ranks, group), shard, x.dtype)
     summed = reduce_rows(received, op)
     wire = gather(codec.encode_rows(summed), ranks, group)
-    return codec.decode_rows(wire, shard, summed.dtype).reshape(-1).narrow(0, 0, x.numel()).reshape(x.shape).to(x.dtype)
+    return cut(codec.decode_rows(wire, shard, summed.dtype).reshape(-1), x.numel()).reshape(x.shape).to(x.dtype)
 
 
 def all_gather_direct(x: Tensor, op: str, ranks: int, group: str, codec: Codec) -> Tensor:

@@ -51,17 +51,22 @@ class Templates:
 def rewrite(found: Sequence[Found], plan: Sequence[PlannedSite], decompositions: Decompositions | None = None) -> None:
     """Replaces every compressed site in place. On an error the graph is half done: the caller holds the copy to go back to."""
     templates = Templates(decompositions or _inductor_decompositions)
-    modules: dict[int, fx.GraphModule] = {}
-    tables: dict[Any, fx.Node] = {}
+    tops: dict[fx.Graph, Top] = {}
     chosen = [(site, planned) for site, planned in zip(found, plan, strict=True) if planned.compressed]
-    for site, planned in chosen:
-        result = splice(site, planned.name, templates.of(site, planned), tables)
-        _replace(site, result)
-        modules[id(site.module)] = site.module
-    for node in {site.call.node: None for site, _ in chosen}:
-        _drop(node, [site for site, _ in chosen if site.call.node is node])
-    for module in modules.values():
-        module.graph.lint()
+    mode = _mode(chosen[0][0].input) if chosen else contextlib.nullcontext()
+    with torch.no_grad(), torch._C._DisableAutocast(), mode:
+        for site, planned in chosen:
+            graph = site.module.graph
+            if graph not in tops:
+                tops[graph] = Top(next(node for node in graph.nodes if node.op != "placeholder"))
+            result = splice(site, planned.name, templates.of(site, planned), tops[graph])
+            _replace(site, result)
+    gone: dict[fx.Node, list[Found]] = {}
+    for site, _ in chosen:
+        gone.setdefault(site.call.node, []).append(site)
+    for node, sites in gone.items():
+        _drop(node, sites)
+    for module in {site.module: None for site, _ in chosen}:
         module.recompile()
 
 
@@ -72,47 +77,54 @@ def _trace(planned: PlannedSite, fake: Tensor, decompositions: Decompositions) -
     def run(x: Tensor) -> Tensor:
         return algorithm.run(x, planned.reduce_op or "sum", planned.group_size, planned.group, coder)
 
-    mode = getattr(fake, "fake_mode", None) or contextlib.nullcontext()
-    with torch.no_grad(), torch._C._DisableAutocast(), mode:
-        traced = make_fx(run, decomposition_table=decompositions())(fake)
+    traced = make_fx(run, decomposition_table=decompositions())(fake)
     if captured := [node.name for node in traced.graph.nodes if node.op == "get_attr"]:
         raise VerifyError(f"{planned.codec} by {planned.algorithm} captured tensors while it was traced: {captured}")
     return traced
 
 
-def splice(found: Found, mark: str, template: fx.GraphModule, tables: dict[Any, fx.Node]) -> fx.Node:
+@dataclass
+class Top:
+    """The place behind a graph's inputs where tables go, and those that are there, by what they compute."""
+
+    anchor: fx.Node
+    tables: dict[Any, fx.Node] = field(default_factory=dict)
+    nodes: set[fx.Node] = field(default_factory=set)
+
+
+def splice(found: Found, mark: str, template: fx.GraphModule, top: Top) -> fx.Node:
     """Copies a traced algorithm into the graph of a site; returns the node of its result.
 
     What does not depend on a wait goes where the collective stands, the rest where its result is first waited for: what the
     graph computes in between still overlaps with the first exchange. What depends on no input at all (a table of a codec)
-    goes to the top of the graph, once for all sites: ``tables`` holds what is there already.
+    goes to the top of the graph, once for all sites.
     """
     graph, collective = found.module.graph, found.call.node
     anchor = _anchor(found)
-    top = next(node for node in graph.nodes if node.op != "placeholder" and MARK not in node.meta)
     copies: dict[fx.Node, Any] = {}
     late: set[fx.Node] = set()
-    fixed: set[fx.Node] = set()
     for node in template.graph.nodes:
         if node.op == "placeholder":
             copies[node] = found.input
             continue
         if node.op == "output":
             return copies[node.args[0]]
-        if all(source in fixed for source in node.all_input_nodes):
-            fixed.add(node)
-            key = (id(graph), node.target, _frozen((node.args, node.kwargs), copies))
-            if key in tables:
-                copies[node] = tables[key]
+        place, key = collective, None
+        if all(copies[source] in top.nodes for source in node.all_input_nodes):
+            place, key = top.anchor, (node.target, _frozen((node.args, node.kwargs), copies))
+            if key in top.tables:
+                copies[node] = top.tables[key]
                 continue
-        if is_wait(node) or any(source in late for source in node.all_input_nodes):
+        elif is_wait(node) or any(source in late for source in node.all_input_nodes):
+            place = anchor
             late.add(node)
-        with graph.inserting_before(top if node in fixed else anchor if node in late else collective):
+        with graph.inserting_before(place):
             copy = graph.node_copy(node, lambda old: copies[old])
         _describe(copy, found, mark)
         copies[node] = copy
-        if node in fixed:
-            tables[key] = copy
+        if key is not None:
+            top.tables[key] = copy
+            top.nodes.add(copy)
     raise VerifyError(f"the traced algorithm of {mark} has no output")
 
 
@@ -142,14 +154,18 @@ def _describe(copy: fx.Node, found: Found, mark: str) -> None:
     if isinstance(found.call.group, fx.Node):  # traced with the group's name
         copy.args = tuple(found.call.group if arg == found.site.group else arg for arg in copy.args)
     args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda node: _value(node, found))
-    with torch.no_grad(), getattr(_fake(found.input), "fake_mode", None) or contextlib.nullcontext():
-        copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
+    copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _value(node: fx.Node, found: Found) -> Any:
     if node is found.call.group:
         return found.site.group
     return node.meta["val"] if "val" in node.meta else node.meta["example_value"]
+
+
+def _mode(node: fx.Node) -> Any:
+    """The fake mode under which a graph was traced."""
+    return getattr(_fake(node), "fake_mode", None) or contextlib.nullcontext()
 
 
 def _fake(node: fx.Node) -> Tensor:

@@ -1,0 +1,102 @@
+"""How long commpass's passes take, against Inductor's whole compile of the same graph.
+
+    python benchmarks/passes.py [--sizes 10 100 1000] [--repeats 3] [--codec int8] [--json FILE]
+
+A graph of n collectives (a matmul, a relu and an all_reduce each, every one compressed) is compiled for rank 0 of 8 on the
+fake process group, with Inductor's caches off. Expected: linear in n, and at most 5 % of the compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import commpass
+from commpass.policy import Policy, Rule
+
+WIDTH = 128
+
+
+def model(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    ops = torch.ops._c10d_functional
+    for weight in weights:
+        x = ops.wait_tensor(ops.all_reduce(torch.relu(x @ weight), "sum", "0"))
+    return x
+
+
+def compile_once(collectives: int, codec: str) -> dict[str, float]:
+    """Seconds of one cold compile, and of each pass in it."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    policy = Policy(rules=[Rule(codec=codec, force=True)]) if codec != "none" else Policy(off=True, name="off")
+    weights = [torch.randn(WIDTH, WIDTH) for _ in range(collectives)]
+    start = time.perf_counter()
+    with torch.no_grad():
+        torch.compile(model, backend=commpass.backend(policy, strict=True))(torch.randn(64, WIDTH), weights)
+    whole = time.perf_counter() - start
+    assert counters["commpass"]["compressed"] == (collectives if codec != "none" else 0)
+    return {"whole_s": whole, "passes_s": counters["commpass"]["passes_us"] / 1e6}
+
+
+def measure(collectives: int, codec: str, repeats: int) -> dict[str, Any]:
+    runs = [compile_once(collectives, codec) for _ in range(repeats)]
+    passes, whole = [run["passes_s"] for run in runs], [run["whole_s"] for run in runs]
+    return {
+        "collectives": collectives,
+        "codec": codec,
+        "repeats": repeats,
+        "passes_s": median(passes),
+        "passes_spread_s": max(passes) - min(passes),
+        "whole_s": median(whole),
+        "whole_spread_s": max(whole) - min(whole),
+        "share": median(p / w for p, w in zip(passes, whole, strict=True)),
+        "ms_per_collective": median(passes) / collectives * 1e3,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--repeats", type=int, default=3, help="of each size up to 100; larger ones run once")
+    parser.add_argument("--codec", default="int8")
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/out/passes.json"))
+    options = parser.parse_args()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    torch._dynamo.config.recompile_limit = 10_000
+    compile_once(1, options.codec)  # imports and worker processes are not what is measured
+    table = Table(title=f"passes against the whole compile, codec {options.codec}")
+    for name in ("collectives", "passes s", "spread", "compile s", "spread", "share", "ms each"):
+        table.add_column(name, justify="right")
+    rows = []
+    for size in options.sizes:
+        row = measure(size, options.codec, options.repeats if size <= 100 else 1)
+        rows.append(row)
+        table.add_row(
+            str(size), f"{row['passes_s']:.3f}", f"{row['passes_spread_s']:.3f}", f"{row['whole_s']:.1f}",
+            f"{row['whole_spread_s']:.1f}", f"{row['share']:.1%}", f"{row['ms_per_collective']:.2f}",
+        )  # fmt: skip
+    Console().print(table)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "rows": rows}
+    options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    print(f"written to {options.json}")
+
+
+if __name__ == "__main__":
+    main()
