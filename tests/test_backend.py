@@ -185,7 +185,7 @@ def test_counters_and_artifacts(fake_group, tmp_path):
     fake_group(8)
     entries = []
     handler = logging.Handler()
-    handler.emit = lambda entry: entries.append(entry)
+    handler.emit = entries.append
     trace_log = logging.getLogger("torch.__trace")
     trace_log.addHandler(handler)
     before = dict(counters["commpass"])

@@ -67,4 +67,3 @@ class BlockCodec(Codec):
         values = self.transform.inverse(self.grid.decode(unpack(codes, self.grid.bits), work)) * scale
         limit = torch.finfo(dtype).max
         return cut(values.clamp(-limit, limit).reshape(count, blocks * self.width), numel)
-

@@ -40,7 +40,7 @@ def all_gather_direct(x: Tensor, op: str, ranks: int, group: str, codec: Codec) 
 
 
 def reduce_scatter_direct(x: Tensor, op: str, ranks: int, group: str, codec: Codec) -> Tensor:
-    """``[ranks * n, ...]`` to the sum of the own part ``[n, ...]``: a compressed all-to-all, a local sum (ZipCCL, section 4)."""
+    """``[ranks * n, ...]`` to the sum of one's part ``[n, ...]``: a compressed all-to-all, a local sum (ZipCCL, section 4)."""
     rows = x.reshape(ranks, -1)
     received = codec.decode_rows(exchange(codec.encode_rows(rows), ranks, group), rows.shape[1], x.dtype)
     return reduce_rows(received, op).reshape(x.shape[0] // ranks, *x.shape[1:]).to(x.dtype)
