@@ -326,3 +326,15 @@ def test_a_codecs_tables_stand_once_in_a_graph(fake_group):
     assert len(commpass.rewrite(gm, [], forced("rotated"), strict=True).compressed) == 6
     tables = [(node.args, tuple(node.kwargs.items())) for node in gm.graph.nodes if "iota" in str(node.target)]
     assert len(tables) == len(set(tables)) > 0
+
+
+def test_a_collective_of_a_collectives_result(fake_group):
+    fake_group(8)
+
+    def function(x):
+        y = wait(ops.all_reduce(x, "sum", "0"))
+        return wait(ops.reduce_scatter_tensor(wait(ops.all_gather_into_tensor(y, 8, "0")), "sum", 8, "0"))
+
+    gm = trace(function, torch.ones(64, 64))
+    assert len(commpass.rewrite(gm, [], forced(), strict=True).compressed) == 3
+    assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}

@@ -42,7 +42,14 @@ class Found:
 
     @property
     def input(self) -> fx.Node:
-        return self.call.inputs[self.position]
+        """What the collective takes now: the result of another site, say, that has been replaced since it was found."""
+        return self.now.inputs[self.position]
+
+    @property
+    def now(self) -> Call:
+        call = parse(self.call.node)
+        assert call is not None
+        return call
 
 
 def discover(gm: fx.GraphModule, direction: str = "forward") -> list[Found]:

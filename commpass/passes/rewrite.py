@@ -177,8 +177,8 @@ def _fake(node: fx.Node) -> Tensor:
 
 def _replace(found: Found, result: fx.Node) -> None:
     """Lets everything that took the collective's waited result take the new one."""
-    call, graph = found.call, found.module.graph
-    target = found.call.out or (found.input if "in-place" in call.form else None)
+    call, graph = found.now, found.module.graph
+    target = call.out or (found.input if "in-place" in call.form else None)
     if target is not None:  # an in-place form: what others see of that tensor must change as well
         with graph.inserting_after(result):
             copied = graph.call_function(torch.ops.aten.copy_.default, (target, result))
