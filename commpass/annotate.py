@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any
 
 import torch
@@ -42,7 +43,11 @@ class Scope:
             target.forward = _under(self.word.to_json(), target.forward)
             return target
         if isinstance(target, nn.Module):
-            target.forward = _under(self.word.to_json(), target.forward)
+            for module in _callable(target):
+                # A method of the module, not a closure over it: a copy of the module then has a forward of its own.
+                forward = getattr(module.forward, "__func__", None)
+                wrapped = _under(self.word.to_json(), forward or module.forward)
+                module.forward = MethodType(wrapped, module) if forward else wrapped
             return target
         if callable(target):
             return _under(self.word.to_json(), target)
@@ -54,6 +59,15 @@ class Scope:
 
     def __exit__(self, *error: object) -> None:
         _open.reset(self._tokens.pop())
+
+
+def _callable(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or if it only holds others (a ModuleList, say) those in it that are called."""
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        for child in module.children():
+            yield from _callable(child)
+    else:
+        yield module
 
 
 def compress(*, codec: Any = None, algorithm: Any = None, max_error: float | None = None, force: bool = False) -> Any:
@@ -114,14 +128,14 @@ def apply_policy(model: nn.Module, words: Mapping[str, Any]) -> nn.Module:
     nearest module that exists; nothing is changed then.
     """
     names = {name: module for name, module in model.named_modules() if name}
-    chosen: list[tuple[nn.Module, Scope]] = []
+    chosen: list[tuple[int, nn.Module, Scope]] = []
     for pattern, word in words.items():
-        found = [module for name, module in names.items() if _is(pattern, name)]
+        found = [(name.count("."), module) for name, module in names.items() if _is(pattern, name)]
         if not found:
             raise PolicyError(f"pattern {pattern!r} names no module of {type(model).__name__}{_near(pattern, names)}")
         scope = _scope(word)
-        chosen += [(module, scope) for module in found]
-    for module, scope in chosen:
+        chosen += [(depth, module, scope) for depth, module in found]
+    for _, module, scope in sorted(chosen, key=lambda item: -item[0]):  # who is put on last is further out
         scope(module)
     return model
 

@@ -7,8 +7,11 @@ the next free one, so that no earlier dump is lost. A file holds the plan, and t
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,20 +62,27 @@ class Dump:
 def write(folder: Path, dump: Dump) -> Path:
     """Writes one dump under the next free number, whole or not at all. Returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    number = 1 + max(map(_number, files(folder)), default=-1)
-    while True:
-        numbered = dataclasses.replace(dump, number=number)
+    temporary = folder / f"{uuid.uuid4().hex}.part"
+    with _alone_in(folder):
+        number = 1 + max(map(_number, files(folder)), default=-1)
         path = folder / f"{number:04d}-{dump.plan.direction}.json"
-        temporary = folder / f"{uuid.uuid4().hex}.part"
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(numbered), indent=1))
         try:
-            os.link(temporary, path)  # unlike a rename it fails when another process took the number
-        except FileExistsError:
-            number += 1
-        else:
-            return path
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(dataclasses.replace(dump, number=number)), indent=1))
+            temporary.rename(path)
         finally:
-            temporary.unlink()
+            temporary.unlink(missing_ok=True)
+    return path
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keeps other writers out of a folder: two of them must not take the same number."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def files(folder: Path) -> list[Path]:

@@ -66,6 +66,12 @@ class PlannedSite(Site):
         return self.codec != NONE
 
 
+def left_alone(site: Site, reason: str, plain_us: float = 0.0) -> PlannedSite:
+    """A site with the candidate that every site has: *leave it alone*."""
+    facts = {field.name: getattr(site, field.name) for field in dataclasses.fields(Site)}
+    return PlannedSite(**facts, wire_bytes=site.bytes, plain_us=plain_us, predicted_us=plain_us, reason=reason)
+
+
 AGREED_FIELDS = (
     "kind", "reduce_op", "group_size", "dtype", "shape", "module", "direction", "codec", "algorithm", "chunks", "fused",
 )  # fmt: skip
@@ -73,8 +79,18 @@ AGREED_FIELDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Simplification:
+    """A collective that algebra made smaller or needless: by which rule, into what, and the bytes one rank need not send."""
+
+    rule: str
+    site: str
+    into: str
+    saved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The chosen candidate of every site of one graph, in graph order.
+    """The chosen candidate of every site of one graph, in graph order; the sites are those that are left once it is simplified.
 
     ``fallback`` is empty when the plan was carried out, and otherwise says why the untouched graph was compiled.
     """
@@ -84,6 +100,7 @@ class Plan:
     policy: str
     profile: str
     sites: tuple[PlannedSite, ...] = ()
+    simplified: tuple[Simplification, ...] = ()
     fallback: str = ""
 
     def __iter__(self) -> Iterator[PlannedSite]:
@@ -141,6 +158,10 @@ def diff(left: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list
             for field in fields
             if getattr(a, field) != getattr(b, field)
         ]
+    if left.direction != right.direction:
+        found.append(Difference("(graph)", "direction", left.direction, right.direction))
+    if not found and [*lefts] != [*rights]:
+        found.append(Difference("(graph)", "order", ", ".join(lefts), ", ".join(rights)))
     if bool(left.fallback) != bool(right.fallback):
         found.append(Difference("(graph)", "fallback", left.fallback, right.fallback))
     return found

@@ -219,12 +219,14 @@ def _from_toml(path: Path) -> Policy:
     except UnicodeDecodeError as error:
         raise PolicyError(f"{path}: not UTF-8 text") from error
     except tomllib.TOMLDecodeError as error:
-        raise PolicyError(f"{path}: not TOML: {error}") from error
+        where = re.search(r"line (\d+)", str(error))
+        line = where.group(1) if where else len(text.splitlines())
+        raise PolicyError(f"{path}:{line}: not TOML: {error}") from error
     rules = table.pop("rule", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise PolicyError(f"{path}:{_line(text, None, 'rule')}: rules are written as [[rule]], each with its fields below")
     preset = table.pop("preset", None)
-    if preset is not None and preset not in PRESETS:
+    if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
         line = _line(text, None, "preset")
         raise PolicyError(f"{path}:{line}: unknown preset {preset!r}{nearest(str(preset), PRESETS)}")
     base = PRESETS[preset] if preset else Policy(name=path.stem)
@@ -273,9 +275,12 @@ def _line(text: str, rule: int | None, key: str | None) -> int:
     """The line of a key: of the n-th [[rule]] if ``rule`` is given, else above all tables; of the table if ``key`` is None."""
     seen, start = -1, 1
     for number, line in enumerate(text.splitlines(), start=1):
-        if line.lstrip().startswith("["):
-            seen += 1
-            start = number if seen == rule else start
+        if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line):
+            parts = [part.strip(" \"'") for part in header.group(1).split(".")]
+            if (parts == [key] and rule is None) or (rule is not None and seen == rule and parts[1:] == [key]):
+                return number
+            seen += parts == ["rule"]
+            start = number if seen == rule and parts == ["rule"] else start
         if seen == (-1 if rule is None else rule) and key and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line):
             return number
         if key == "rule" and rule is None and re.match(r"\s*\[?\s*rule\b", line):

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.dump import Dump
-from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, diff
+from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, Simplification, diff
 
 FORECASTS = ("wire_bytes", "plain_us", "predicted_us", "error", "reason")
 """What a diff shows besides the decisions: what the cost model thought of them."""
@@ -73,8 +73,13 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
             yield Text()
             yield reasons(plan.sites)
             yield Text(totals([plan]), style="bold")
+        elif plan.simplified:
+            yield Text("no collective is left in this graph")
         else:
             yield Text("no collective in this graph, so there was nothing to decide (backward graphs often have none)")
+        if plan.simplified:
+            yield Text()
+            yield simplified(plan.simplified)
         yield Text()
     if len(dumps) > 1:
         yield Text(f"all {len(dumps)} graphs: {totals([dump.plan for dump in dumps])}", style="bold")
@@ -122,6 +127,15 @@ def reasons(sites: Sequence[PlannedSite]) -> Table:
     table.add_column(overflow="fold")
     for reason, which in numbers.items():
         table.add_row(Text(spans(which)), Text(reason))
+    return table
+
+
+def simplified(steps: Sequence[Simplification]) -> Table:
+    """What need not be sent, rule by rule."""
+    saved = sum(step.saved_bytes for step in steps)
+    table = plain_table(f"{len(steps)} simplified", "into", f"{size(saved)} less")
+    for step in steps:
+        table.add_row(Text(f"{step.site} ({step.rule})"), Text(step.into), Text(size(step.saved_bytes)))
     return table
 
 

@@ -137,9 +137,12 @@ def test_mode_and_options_go_to_inductor(fake_group):
     assert seen == [True, False]
 
 
-def test_world_size_one_is_left_alone_with_a_reason(fake_group):
+def test_world_size_one_sends_nothing_and_says_so(fake_group):
     fake_group(1)
     (plan,) = compile_and_run()
+    assert plan.sites == ()
+    assert ["one rank" in step.into for step in plan.simplified] == [True, True]
+    (plan,) = compile_and_run(Policy(skip="simplify", codecs="int8"))
     assert [site.codec for site in plan] == ["none", "none"]
     assert "one rank" in plan.sites[0].reason
 

@@ -1,4 +1,4 @@
-"""What front ends of torch put into graphs is found and compressed: sequence parallelism, sharded parameters, DDP, in-place calls."""
+"""What front ends of torch put into graphs is found and compressed: sequence parallelism, sharded parameters, DDP, in-place."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ ALIGNMENT = 128
 """Bytes to which the regions of a row are padded: odd rows lose vector stores and cost a copy."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockCodec(Codec):
     """``q = grid(transform(x) / scale)`` for each block; a row is all codes, then all scales.
 

@@ -39,6 +39,12 @@ class Codec(ABC):
 
     lossless: bool = False
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Codec) and self.spec == other.spec
+
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
     @property
     @abstractmethod
     def spec(self) -> str:

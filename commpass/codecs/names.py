@@ -53,24 +53,30 @@ def codec(name: str | Codec, **parameters: Any) -> Codec:
     if isinstance(name, Codec):
         return name
     word, given = _parse(name)
-    return _build(word, tuple(sorted({**given, **parameters}.items())))
-
-
-@lru_cache(maxsize=256)
-def _build(word: str, parameters: tuple[tuple[str, Any], ...]) -> Codec:
     if word not in NAMES:
         raise PolicyError(f"unknown codec {word!r}{nearest(word, NAMES)}")
-    make = NAMES[word]
-    known = {key: p.default for key, p in inspect.signature(make).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    for key, value in parameters:
+    known = _parameters(word)
+    given |= parameters
+    for key, value in given.items():
         if key not in known:
             raise PolicyError(f"codec {word!r} has no parameter {key!r}{nearest(key, known)}")
         if type(value) is not type(known[key]):
             raise PolicyError(f"codec {word!r}: {key}={value!r} should be like {key}={known[key]!r}")
-    changed = [f"{key}={value}" for key, value in parameters if value != known[key]]
-    spec = f"{word}({', '.join(changed)})" if changed else word
+    return _build(word, tuple((key, value) for key, value in sorted(given.items()) if value != known[key]))
+
+
+def _parameters(word: str) -> dict[str, Any]:
+    """The parameters of a codec with their defaults."""
+    parameters = inspect.signature(NAMES[word]).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+@lru_cache(maxsize=256)
+def _build(word: str, changed: tuple[tuple[str, Any], ...]) -> Codec:
+    """A codec from its parameters other than the defaults."""
+    spec = f"{word}({', '.join(f'{key}={value}' for key, value in changed)})" if changed else word
     try:
-        return make(spec, **dict(parameters))
+        return NAMES[word](spec, **dict(changed))
     except PolicyError as error:
         raise PolicyError(f"codec {word!r}: {error}") from None
 
@@ -82,9 +88,12 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
         return word, {}
     try:
         call = ast.parse(f"_({rest}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise SyntaxError
-        return word.strip(), {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+        given = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+        if len(given) < len(call.keywords):
+            raise SyntaxError
+        return word.strip(), given
     except (SyntaxError, ValueError):
         raise PolicyError(f"cannot read codec {text!r}; write it like 'int8(block=128)'") from None
 

@@ -16,7 +16,7 @@ import torch
 from commpass.codecs import FLOATS, codec
 from commpass.collectives import REDUCE_OPS, Algorithm, algorithms_of
 from commpass.costmodel import KINDS, Profile
-from commpass.plan import PlannedSite, Site
+from commpass.plan import PlannedSite, Site, left_alone
 from commpass.policy import Policy, Terms
 
 
@@ -49,8 +49,7 @@ def _leave(site: Site, profile: Profile) -> PlannedSite:
     """*Leave it alone*, with its time."""
     size = max(site.bytes, 0)
     us = profile.link_of(site.group_label).us(site.kind, size, site.group_size) if site.kind in KINDS else 0.0
-    facts = {field.name: getattr(site, field.name) for field in dataclasses.fields(Site)}
-    return PlannedSite(**facts, wire_bytes=site.bytes, plain_us=round(us, 3), predicted_us=round(us, 3))
+    return left_alone(site, "", round(us, 3))
 
 
 def _obstacle(site: Site, terms: Terms) -> str | None:

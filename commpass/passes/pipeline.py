@@ -19,8 +19,9 @@ from commpass.errors import PolicyError, nearest
 from commpass.passes.decide import decide
 from commpass.passes.discover import Found, discover, graph_modules
 from commpass.passes.rewrite import Decompositions, rewrite
+from commpass.passes.simplify import simplify
 from commpass.passes.verify import verify
-from commpass.plan import Plan, PlannedSite
+from commpass.plan import Plan, PlannedSite, Simplification, Site, left_alone
 from commpass.policy import Policy
 
 
@@ -34,6 +35,7 @@ class Road:
     profile: Profile
     decompositions: Decompositions | None = None
     found: tuple[Found, ...] = ()
+    simplified: tuple[Simplification, ...] = ()
     sites: tuple[PlannedSite, ...] | None = None
 
 
@@ -50,6 +52,12 @@ class Pass:
 
 def _discover(road: Road) -> Road:
     return dataclasses.replace(road, found=tuple(discover(road.gm, road.direction)))
+
+
+def _simplify(road: Road) -> Road:
+    applied = simplify(road.gm, road.policy, road.profile)
+    road = dataclasses.replace(road, simplified=applied)
+    return _discover(road) if applied else road
 
 
 def _decide(road: Road) -> Road:
@@ -69,6 +77,7 @@ def _verify(road: Road) -> Road:
 
 PASSES: tuple[Pass, ...] = (
     Pass("discover", _discover, needed=True),
+    Pass("simplify", _simplify, numerics=True),
     Pass("decide", _decide, needed=True),
     Pass("rewrite", _rewrite, numerics=True, needed=True),
     Pass("verify", _verify),
@@ -84,6 +93,7 @@ class Outcome:
     times_ms: dict[str, float] = field(default_factory=dict)
     error: Exception | None = None
     untouched: dict[fx.GraphModule, fx.Graph] = field(default_factory=dict)
+    first: tuple[Site, ...] = ()
 
     def restore(self, why: str) -> None:
         """Puts the untouched graph back (law 7), because of ``why``."""
@@ -91,7 +101,8 @@ class Outcome:
             module.graph = graph
             module.recompile()
         self.untouched = {}
-        self.plan = dataclasses.replace(self.plan, fallback=why)
+        sites = tuple(left_alone(site, why) for site in self.first)
+        self.plan = dataclasses.replace(self.plan, sites=sites, simplified=(), fallback=why)
 
 
 def check_skip(policy: Policy) -> None:
@@ -123,12 +134,13 @@ def run(road: Road, graph: str, passes: tuple[Pass, ...] | None = None) -> Outco
         finally:
             outcome.times_ms[step.name] = (time.perf_counter() - start) * 1e3
             outcome.found = road.found
-        outcome.plan = dataclasses.replace(outcome.plan, sites=road.sites or ())
+        outcome.first = outcome.first or tuple(found.site for found in road.found)
+        outcome.plan = dataclasses.replace(outcome.plan, sites=road.sites or (), simplified=road.simplified)
     return outcome
 
 
 def _copies(road: Road) -> dict[fx.GraphModule, fx.Graph]:
-    """Copies of the graphs that the plan will change."""
-    if not any(site.compressed for site in road.sites or ()):
+    """Copies of the graphs, where there is anything that could be changed."""
+    if not road.found:
         return {}
     return {module: copy.deepcopy(module.graph) for _, module in graph_modules(road.gm)}

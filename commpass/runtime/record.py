@@ -21,6 +21,7 @@ from commpass.groups import ready
 from commpass.passes import Outcome, meta
 from commpass.passes.discover import graph_modules
 from commpass.passes.rewrite import MARK
+from commpass.passes.simplify.editor import RULE
 from commpass.plan import Plan
 from commpass.policy import Policy
 
@@ -45,6 +46,8 @@ def record(outcome: Outcome) -> None:
     counted["graphs"] += 1
     counted["sites"] += len(plan.sites)
     counted["compressed"] += len(plan.compressed)
+    counted["simplified"] += len(plan.simplified)
+    counted["saved_bytes"] += sum(step.saved_bytes for step in plan.simplified)
     counted["fallbacks"] += bool(plan.fallback) and outcome.error is not None
     counted["bytes"] += sum(max(site.bytes, 0) for site in plan.sites)
     counted["wire_bytes"] += wire_bytes(plan)
@@ -101,7 +104,7 @@ def _rows(graphs: Iterable[tuple[str, fx.Graph]], plan: Plan) -> tuple[dumps.Gra
                     value=shape,
                     module=meta.module_path(node),
                     site=mark or sites.get(prefix + node.name),
-                    inserted=mark is not None,
+                    inserted=mark is not None or RULE in node.meta,
                 )
             )
     return tuple(rows)

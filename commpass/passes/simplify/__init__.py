@@ -1,0 +1,51 @@
+"""simplify: what algebra says need not be sent is not sent. No codec is as cheap as that.
+
+needs: a functional graph of aten operators and collectives with fake values.
+gives: the same graph with fewer or smaller collectives, and a record of every rule that was applied.
+changes: nothing with the bit-exact rules; the others round a float sum differently, as it is when the number of ranks changes
+(``Policy(reassociate=False)`` leaves them out; ``"off"`` leaves out all).
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from commpass.costmodel import Profile
+from commpass.passes.collective import parse
+from commpass.passes.discover import graph_modules
+from commpass.passes.simplify.editor import Editor
+from commpass.passes.simplify.rules import RULES
+from commpass.plan import Simplification
+from commpass.policy import Policy
+
+SWEEPS = 8
+"""A rule may make room for another; what is not found after so many sweeps is left."""
+
+
+def simplify(gm: fx.GraphModule, policy: Policy, profile: Profile) -> tuple[Simplification, ...]:
+    """Applies the rules until none fits any more. Linear in the nodes of the graph, for each sweep."""
+    if policy.off:
+        return ()
+    applied: list[Simplification] = []
+    for prefix, module in graph_modules(gm):
+        if not any(parse(node) is not None for node in module.graph.nodes):
+            continue
+        editor = Editor(module, profile, prefix)
+        rules = [rule for rule in RULES if rule.exact or policy.reassociate]
+        before = len(applied)
+        for _ in range(SWEEPS):
+            count = len(applied)
+            for node in list(module.graph.nodes):
+                for rule in rules:
+                    if editor.lives(node) and (done := rule.apply(node, editor)) is not None:
+                        applied.append(Simplification(rule=rule.name, site=prefix + done.site, into=done.into,
+                                                      saved_bytes=done.saved_bytes))  # fmt: skip
+            if len(applied) == count:
+                break
+        if len(applied) > before:
+            module.graph.lint()
+            module.recompile()
+    return tuple(applied)
+
+
+__all__ = ["RULES", "simplify"]

@@ -1,0 +1,397 @@
+"""Plans as data: JSON there and back, digests, differences; and dumps, which are written whole under a number of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import resource
+import threading
+import time
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commpass import dump as dumps
+from commpass.costmodel import KINDS
+from commpass.dump import Dump, GraphNode
+from commpass.errors import DumpError
+from commpass.plan import AGREED_FIELDS, NONE, Difference, Plan, PlannedSite, Site, diff
+
+examples = settings(max_examples=80, deadline=None)
+
+
+def planned(name="all_reduce", **changes) -> PlannedSite:
+    facts = {
+        "name": name, "kind": "all_reduce", "reduce_op": "sum", "group": "3", "group_label": "tp", "group_size": 8,
+        "dtype": "bfloat16", "shape": ("s0", 4096), "bytes": 1 << 20, "module": "layers.0.mlp", "codec": "int8",
+        "algorithm": "two_shot", "wire_bytes": 1 << 19, "plain_us": 100.0, "predicted_us": 60.0, "error": 0.01,
+        "reason": "faster",
+    }  # fmt: skip
+    return PlannedSite(**(facts | changes))
+
+
+def plan(*sites: PlannedSite, **changes) -> Plan:
+    return Plan(
+        **({"graph": "0", "direction": "forward", "policy": "custom", "profile": "ethernet-10g", "sites": sites} | changes)
+    )
+
+
+TEXTS = st.text(max_size=12)
+TIMES = st.floats(0, 1e12)
+SITES = st.builds(
+    PlannedSite, name=TEXTS, kind=st.sampled_from(KINDS), reduce_op=st.none() | TEXTS, group=TEXTS, group_label=TEXTS,
+    group_size=st.integers(0, 1 << 20), dtype=st.sampled_from(["float32", "bfloat16", "unknown"]),
+    shape=st.lists(st.integers(0, 1 << 40) | st.sampled_from(["s0", "2*s1 + 3", "u0", "64"]), max_size=4).map(tuple),
+    bytes=st.integers(-1, 1 << 50), device=st.sampled_from(["cpu", "cuda"]), module=TEXTS,
+    direction=st.sampled_from(["forward", "backward"]), producer=st.none() | TEXTS,
+    consumers=st.lists(TEXTS, max_size=3).map(tuple), word=st.none() | TEXTS, obstacle=st.none() | TEXTS,
+    codec=st.sampled_from([NONE, "int8", "fp8(form=e5m2)"]), algorithm=TEXTS,
+    chunks=st.integers(1, 64), fused=st.booleans(), wire_bytes=st.integers(-1, 1 << 50), plain_us=TIMES, predicted_us=TIMES,
+    error=st.floats(0, 10), reason=TEXTS,
+)  # fmt: skip
+PLANS = st.builds(
+    Plan, graph=TEXTS, direction=st.sampled_from(["forward", "backward"]), policy=TEXTS, profile=TEXTS,
+    sites=st.lists(SITES, max_size=4).map(tuple), fallback=TEXTS,
+)  # fmt: skip
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+@examples
+@given(PLANS)
+def test_a_plan_comes_back_from_json_as_it_was(one):
+    back = Plan.from_json(one.to_json())
+    assert back == one
+    assert back.digest() == one.digest()
+    assert all(
+        type(size) is type(was) for a, b in zip(back, one, strict=True) for size, was in zip(a.shape, b.shape, strict=True)
+    )
+    assert diff(one, back, [field.name for field in dataclasses.fields(PlannedSite)]) == []
+
+
+def test_the_json_of_a_plan_names_what_the_design_names():
+    (site,) = json.loads(plan(planned()).to_json())["sites"]
+    named = """name kind reduce_op group_size dtype shape bytes module direction codec algorithm chunks fused wire_bytes
+    plain_us predicted_us reason"""
+    assert set(named.split()) <= set(site)
+    assert site["shape"] == ["s0", 4096]
+
+
+@pytest.mark.parametrize("text", ["", "x", "[]", "{}", "3", '{"graph": "0"}'])
+def test_what_is_no_plan_is_refused(text):
+    with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("cut", [0.1, 0.5, 0.99])
+def test_a_plan_cut_short_is_refused(cut):
+    text = plan(planned()).to_json()
+    with pytest.raises(msgspec.DecodeError):
+        Plan.from_json(text[: int(len(text) * cut)])
+
+
+def test_a_shape_of_another_type_is_refused():
+    with pytest.raises(msgspec.ValidationError, match="shape"):
+        Plan.from_json(plan(planned()).to_json().replace('"s0"', "0.5"))
+
+
+def test_a_size_as_text_is_dynamic():
+    assert planned().dynamic
+    assert not planned(shape=(3, 4096)).dynamic
+    assert not planned(shape=()).dynamic
+
+
+# --- digest -----------------------------------------------------------------------------------------------------------
+
+OTHER = {
+    "kind": "all_gather", "reduce_op": "avg", "group_size": 4, "dtype": "float32", "shape": (7, 4096), "module": "layers.1.mlp",
+    "direction": "backward", "codec": "int4", "algorithm": "one_shot", "chunks": 2, "fused": True,
+}  # fmt: skip
+FREE = {
+    "name": "other", "group": "9", "group_label": "dp", "bytes": 7, "device": "cuda", "producer": "mm", "consumers": ("add",),
+    "word": "{}", "obstacle": "some", "wire_bytes": 7, "plain_us": 7.0, "predicted_us": 7.0, "error": 0.5, "reason": "another",
+}  # fmt: skip
+"""Facts in which ranks may differ, or that follow from the others."""
+
+
+def test_each_field_of_a_site_is_agreed_or_free():
+    assert set(OTHER) == set(AGREED_FIELDS)
+    assert set(OTHER) | set(FREE) == {field.name for field in dataclasses.fields(PlannedSite)}
+    assert not set(OTHER) & set(FREE)
+
+
+@pytest.mark.parametrize("field", AGREED_FIELDS)
+def test_a_digest_differs_if_an_agreed_field_does(field):
+    one, other = plan(planned("a"), planned("b")), plan(planned("a"), planned("b", **{field: OTHER[field]}))
+    assert one.digest() != other.digest()
+    assert diff(one, other) == [Difference("b", field, getattr(planned(), field), OTHER[field])]
+
+
+@pytest.mark.parametrize("field", FREE)
+def test_a_digest_is_the_same_whatever_ranks_may_differ_in(field):
+    assert plan(planned()).digest() == plan(planned(**{field: FREE[field]})).digest()
+
+
+@pytest.mark.parametrize("field", ["graph", "policy", "profile"])
+def test_a_digest_is_of_what_is_done_not_of_how_it_is_called(field):
+    assert plan(planned()).digest() == plan(planned(), **{field: "other"}).digest()
+
+
+def test_a_fallback_is_part_of_a_digest_but_its_words_are_not():
+    done, failed, otherwise = (
+        plan(planned()),
+        plan(planned(), fallback="rewrite failed"),
+        plan(planned(), fallback="verify failed"),
+    )
+    assert done.digest() != failed.digest()
+    assert failed.digest() == otherwise.digest()
+
+
+def test_digests_tell_a_number_from_a_name_and_one_site_from_two():
+    plans = [
+        plan(planned(shape=(64,))), plan(planned(shape=("64",))), plan(planned(shape=(6, 4))), plan(planned(reduce_op=None)),
+        plan(planned(reduce_op="None")), plan(planned(), planned()), plan(planned()), plan(),
+    ]  # fmt: skip
+    assert len({one.digest() for one in plans}) == len(plans)
+
+
+@examples
+@given(PLANS, st.data())
+def test_plans_have_one_digest_if_and_only_if_they_decide_the_same(one, data):
+    changes = data.draw(st.lists(st.sampled_from(sorted(OTHER | FREE)), max_size=3, unique=True))
+    which = data.draw(st.integers(0, max(len(one.sites) - 1, 0)))
+    sites = [
+        dataclasses.replace(site, **{field: (OTHER | FREE)[field] for field in changes}) if index == which else site
+        for index, site in enumerate(one)
+    ]
+    other = dataclasses.replace(one, sites=tuple(sites), policy="another")
+    same = all(getattr(a, field) == getattr(b, field) for a, b in zip(one, other, strict=True) for field in AGREED_FIELDS)
+    assert (one.digest() == other.digest()) == same
+
+
+def test_a_digest_is_16_hexadecimal_digits():
+    assert re.fullmatch("[0-9a-f]{16}", plan(planned()).digest())
+
+
+# --- difference -------------------------------------------------------------------------------------------------------
+
+
+def test_equal_plans_have_no_difference():
+    assert diff(plan(planned("a"), planned("b")), plan(planned("a"), planned("b"))) == []
+    assert diff(plan(), plan()) == []
+
+
+def test_a_difference_lists_every_field_of_every_site_that_differs_and_no_other():
+    left = plan(planned("a"), planned("b"), planned("c"))
+    right = plan(
+        planned("a", codec="int4", chunks=2), planned("b", reason="x", predicted_us=1.0), planned("c", shape=("s1", 4096))
+    )
+    assert diff(left, right) == [
+        Difference("a", "codec", "int8", "int4"),
+        Difference("a", "chunks", 1, 2),
+        Difference("c", "shape", ("s0", 4096), ("s1", 4096)),
+    ]
+    assert diff(left, right, ["reason"]) == [Difference("b", "reason", "faster", "x")]
+    assert diff(left, right, []) == []
+
+
+def test_a_site_that_only_one_plan_has_is_one_difference():
+    left, right = plan(planned("a"), planned("b")), plan(planned("b"), planned("c", kind="all_gather"))
+    assert diff(left, right) == [
+        Difference("a", "site", "all_reduce", None),
+        Difference("c", "site", None, "all_gather"),
+    ]
+    assert [str(one) for one in diff(left, right)] == ["a: only in the first", "c: only in the second"]
+
+
+def test_a_fallback_on_one_side_is_a_difference():
+    left, right = plan(planned()), plan(planned(), fallback="rewrite failed")
+    assert diff(left, right) == [Difference("(graph)", "fallback", "", "rewrite failed")]
+    assert diff(right, plan(planned(), fallback="verify failed")) == []
+
+
+def test_a_difference_says_what_both_sides_say():
+    assert str(Difference("a", "codec", "int8", "int4")) == "a: codec is 'int8' in the first and 'int4' in the second"
+
+
+UNLIKE = {
+    "codec": (plan(planned("a")), plan(planned("a", codec="int4"))),
+    "fallback": (plan(planned("a")), plan(planned("a"), fallback="failed")),
+    "direction of the graph": (plan(planned("a")), plan(planned("a"), direction="backward")),
+    "direction of an empty graph": (plan(), plan(direction="backward")),
+    "order of the sites": (plan(planned("a"), planned("b", codec="int4")), plan(planned("b", codec="int4"), planned("a"))),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_plans_with_different_digests_have_a_difference_to_show(what):
+    """Law 5: ranks that planned differently are shown what differs."""
+    left, right = UNLIKE[what]
+    assert left.digest() != right.digest()
+    assert diff(left, right)
+
+
+def test_the_part_of_a_group_has_its_sites_in_order_and_all_else():
+    whole = plan(planned("a", group="1"), planned("b", group="2"), planned("c", group="1"), fallback="failed")
+    part = whole.of_group("1")
+    assert [site.name for site in part] == ["a", "c"]
+    assert dataclasses.replace(part, sites=whole.sites) == whole
+    assert part.digest() != whole.of_group("2").digest()
+    assert whole.of_group("3").sites == ()
+
+
+def test_only_what_was_carried_out_counts_as_compressed():
+    sites = planned("a"), planned("b", codec=NONE)
+    assert [site.name for site in plan(*sites).compressed] == ["a"]
+    assert plan(*sites, fallback="failed").compressed == ()
+    assert Site(**{field.name: getattr(sites[0], field.name) for field in dataclasses.fields(Site)}).name == "a"
+
+
+# --- dumps ------------------------------------------------------------------------------------------------------------
+
+
+def dump(run: str = "one", direction: str = "forward", **changes) -> Dump:
+    return Dump(
+        run=run, commpass="0.1.0", torch="2.13.0", rank=0, world_size=8, written="2026-01-01T00:00:00+00:00",
+        plan=plan(planned(), direction=direction), **changes,
+    )  # fmt: skip
+
+
+def test_a_dump_is_read_as_it_was_written(tmp_path):
+    one = dump(
+        policy={"name": "custom", "codecs": ["int8"]}, profile={"margin": 0.1}, passes_ms={"decide": 0.5},
+        before=(GraphNode(name="x", op="placeholder", target="x", value="float32[s0, 4]"),),
+        after=(GraphNode(name="y", op="call_function", target="aten.mul", inputs=("x",), site="all_reduce", inserted=True),),
+    )  # fmt: skip
+    path = dumps.write(tmp_path / "deep" / "folder", one)
+    assert path == tmp_path / "deep" / "folder" / "0000-forward.json"
+    assert dumps.read(path) == one
+
+
+def test_each_dump_takes_the_next_number_whatever_its_direction(tmp_path):
+    paths = [dumps.write(tmp_path, dump(direction=direction)) for direction in ("forward", "backward", "forward")]
+    assert [path.name for path in paths] == ["0000-forward.json", "0001-backward.json", "0002-forward.json"]
+    assert [dumps.read(path).number for path in paths] == [0, 1, 2]
+    assert dumps.files(tmp_path) == paths
+
+
+def test_the_next_number_is_one_above_the_largest_there_is(tmp_path):
+    for name in ("0041-forward.json", "0007-backward.json", "notes-forward.json", "0099-forward.txt", "9999.json"):
+        (tmp_path / name).write_text("mine")
+    assert dumps.write(tmp_path, dump()).name == "0042-forward.json"
+    assert (tmp_path / "0041-forward.json").read_text() == "mine"
+
+
+def test_numbers_of_five_digits_come_behind_those_of_four(tmp_path):
+    (tmp_path / "9999-forward.json").write_text("{}")
+    paths = [dumps.write(tmp_path, dump()) for _ in range(2)]
+    assert [path.name for path in dumps.files(tmp_path)] == ["9999-forward.json", "10000-forward.json", "10001-forward.json"]
+    assert [dumps.read(path).number for path in paths] == [10000, 10001]
+
+
+def together(functions) -> None:
+    """Runs functions in threads; raises what one of them raised."""
+    errors = []
+
+    def guarded(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("directions", [["forward"] * 8, ["forward", "backward"] * 4], ids=["one direction", "both directions"])
+def test_writers_at_the_same_time_take_different_numbers_and_lose_nothing(directions, tmp_path, monkeypatch):
+    barrier = threading.Barrier(len(directions), timeout=20)
+    real = dumps.files
+
+    def files(folder):
+        found = real(folder)
+        time.sleep(0.02)  # time enough for all others to see the same number as free
+        return found
+
+    monkeypatch.setattr(dumps, "files", files)
+
+    def write(writer, direction):
+        barrier.wait()
+        for turn in range(3):
+            dumps.write(tmp_path, dump(f"{writer}.{turn}", direction))
+
+    together([lambda w=writer, d=direction: write(w, d) for writer, direction in enumerate(directions)])
+    paths = real(tmp_path)
+    written = [dumps.read(path) for path in paths]
+    assert sorted(one.run for one in written) == sorted(f"{w}.{turn}" for w in range(len(directions)) for turn in range(3))
+    assert [one.number for one in written] == list(range(3 * len(directions)))
+    assert [path.name for path in paths] == [f"{one.number:04d}-{one.plan.direction}.json" for one in written]
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+
+
+def test_a_dump_that_does_not_fit_leaves_nothing_behind(tmp_path):
+    dumps.write(tmp_path, dump())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))  # bytes a file may have: the disk is as good as full
+    try:
+        with pytest.raises(OSError, match="too large"):
+            dumps.write(tmp_path, dump())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["0000-forward.json"]
+    assert dumps.write(tmp_path, dump()).name == "0001-forward.json"
+
+
+def test_the_newest_run_of_a_folder_is_read_unless_another_is_named(tmp_path):
+    for run, direction in (
+        ("old", "forward"),
+        ("old", "backward"),
+        ("new", "forward"),
+        ("old", "forward"),
+        ("new", "backward"),
+    ):
+        dumps.write(tmp_path, dump(run, direction))
+    assert [(one.run, one.number) for one in dumps.read_run(tmp_path)] == [("new", 2), ("new", 4)]
+    assert [(one.run, one.number) for one in dumps.read_run(tmp_path, "old")] == [("old", 0), ("old", 1), ("old", 3)]
+    assert [one.number for one in dumps.read_run(tmp_path / "0003-forward.json")] == [3]
+
+
+def test_a_run_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    dumps.write(tmp_path, dump("3f2a90b1"))
+    with pytest.raises(DumpError, match=r"3f2a90b2.*did you mean '3f2a90b1'"):
+        dumps.read_run(tmp_path, "3f2a90b2")
+    for path, said in ((tmp_path / "none", "no such file"), (tmp_path / "empty", "no dump in this folder")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(DumpError, match=said) as error:
+            dumps.read_run(path)
+        assert str(path) in str(error.value)
+
+
+SPOILT = {
+    "cut short": (lambda text: text[: len(text) // 2], "cut short"),
+    "empty": (lambda text: "", "cut short"),
+    "no JSON": (lambda text: "dump", "not JSON"),
+    "another's": (lambda text: '{"a": 1}', "not a commpass dump"),
+    "newer": (lambda text: text.replace('"version": 1', '"version": 2'), "version 2.*newer commpass"),
+    "damaged": (lambda text: text.replace('"world_size": 8', '"world_size": "8"'), r"damaged.*world_size"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_file_that_is_no_dump_of_ours_is_refused_with_its_name_and_what_is_wrong(what, tmp_path):
+    spoil, said = SPOILT[what]
+    path = dumps.write(tmp_path, dump())
+    text = path.read_text()
+    assert spoil(text) != text
+    path.write_text(spoil(text))
+    with pytest.raises(DumpError, match=said) as error:
+        dumps.read_run(tmp_path)
+    assert str(path) in str(error.value)

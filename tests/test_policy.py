@@ -1,0 +1,445 @@
+"""Policies: presets, which rule is a site's, what a word leaves open, and errors that name file, line and what to write."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commpass.codecs import codec
+from commpass.collectives import ALGORITHM_NAMES, algorithms_of
+from commpass.costmodel import KINDS
+from commpass.errors import PolicyError
+from commpass.plan import Site
+from commpass.policy import PRESETS, Policy, Rule, Word, covers, policy_named, unmatched
+
+examples = settings(max_examples=80, deadline=None)
+
+
+def site(module="layers.3.mlp.down", kind="all_reduce", direction="forward", group_label="tp", nbytes=4096, word=None) -> Site:
+    return Site(
+        name="s", kind=kind, group="17", group_label=group_label, group_size=8, dtype="float32", shape=(nbytes // 4,),
+        bytes=nbytes, module=module, direction=direction, word=word.to_json() if isinstance(word, Word) else word,
+    )  # fmt: skip
+
+
+def terms(policy: Policy, **facts):
+    return policy.terms(site(**facts))[0]
+
+
+# --- globs ------------------------------------------------------------------------------------------------------------
+
+COVERED = [
+    ("layers.3.mlp", "layers.3.mlp", True),
+    ("layers.3.mlp", "layers.3.mlp.down", True),
+    ("layers.3.mlp", "layers.3.mlp.down.inner", True),
+    ("layers.3.mlp", "layers.3.mlp2", False),
+    ("layers.3.mlp", "layers.3", False),
+    ("layers.3.mlp", "layers.13.mlp", False),
+    ("layers.3.mlp", "model.layers.3.mlp", False),
+    ("layers.*.mlp", "layers.3.mlp", True),
+    ("layers.*.mlp", "layers.31.mlp.down", True),
+    ("layers.*.mlp", "layers.3.attention", False),
+    ("layers.*.mlp", "layers.3.block.mlp", False),
+    ("layers.*.mlp", "layers.mlp", False),
+    ("layers.*", "layers.3.mlp.down", True),
+    ("layers.*", "layers", False),
+    ("*", "layers.3.mlp", True),
+    ("layers.?", "layers.3", True),
+    ("layers.?", "layers.3.mlp", True),
+    ("layers.?", "layers.31", False),
+    ("layers.?", "layers.", False),
+    ("l?yers", "l.yers", False),
+    ("**.mlp", "layers.3.mlp", True),
+    ("**.mlp", "a.b.c.d.mlp.down", True),
+    ("**.mlp", "a.b.c.d.attention", False),
+    ("layers.**.down", "layers.3.mlp.down", True),
+    ("layers.**.down", "layers.3.mlp.up", False),
+    ("**", "layers.3.mlp", True),
+    ("**", "", True),
+    ("", "layers.3.mlp", True),
+    ("", "", True),
+    ("layers", "", False),
+    ("*.mlp*", "layers.mlp_1.down", True),
+    ("layers.*_proj", "layers.q_proj", True),
+    ("layers.*_proj", "layers.norm", False),
+    ("a+b", "a+b", True),
+    ("a+b", "aab", False),
+    ("a.b", "axb", False),
+]
+
+
+@pytest.mark.parametrize(("glob", "path", "covered"), COVERED)
+def test_a_glob_covers_a_module_and_all_that_is_inside(glob, path, covered):
+    assert covers(glob, path) is covered
+
+
+NAMES = st.lists(st.text("abc0_", min_size=1, max_size=3), min_size=1, max_size=5)
+
+
+@examples
+@given(NAMES, st.data())
+def test_every_prefix_of_a_path_covers_it_whatever_parts_are_stars(parts, data):
+    prefix = parts[: data.draw(st.integers(1, len(parts)))]
+    starred = [data.draw(st.sampled_from([part, "*", part[0] + "*", "?" * len(part)])) for part in prefix]
+    assert covers(".".join(starred), ".".join(parts))
+    assert not covers(".".join([*starred, *parts[len(prefix) :], "more"]), ".".join(parts))
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+MATCHED = [
+    (Rule(), True),
+    (Rule(module="layers.*.mlp"), True),
+    (Rule(module="layers.*.attention"), False),
+    (Rule(kind="all_reduce"), True),
+    (Rule(kind="all_gather"), False),
+    (Rule(direction="forward"), True),
+    (Rule(direction="backward"), False),
+    (Rule(group="tp"), True),
+    (Rule(group="t*"), True),
+    (Rule(group="17"), True),
+    (Rule(group="1?"), True),
+    (Rule(group="dp"), False),
+    (Rule(group="1"), False),
+    (Rule(min_bytes=4096), True),
+    (Rule(min_bytes=4097), False),
+    (Rule(module="layers.*.mlp", kind="all_reduce", direction="forward", group="tp", min_bytes=1), True),
+    (Rule(module="layers.*.mlp", kind="all_reduce", direction="backward", group="tp", min_bytes=1), False),
+]
+
+
+@pytest.mark.parametrize(("rule", "matched"), MATCHED, ids=str)
+def test_a_rule_matches_by_module_kind_direction_group_and_size_together(rule, matched):
+    assert rule.matches(site()) is matched
+    assert terms(Policy(rules=[dataclasses.replace(rule, codec="int8")])).codecs == (("int8",) if matched else ())
+
+
+def test_a_group_without_a_label_is_matched_by_its_name():
+    rule = Rule(group="17", codec="int8")
+    assert rule.matches(site(group_label=""))
+    assert not Rule(group="tp", codec="int8").matches(site(group_label=""))
+
+
+def test_the_first_rule_that_matches_counts_and_is_named():
+    policy = Policy(rules=[Rule(module="layers.0", codec="fp8"), Rule(module="layers.*", codec="int8"), Rule(codec="int4")])
+    for module, index, name in (("layers.0.mlp", 0, "fp8"), ("layers.1.mlp", 1, "int8"), ("head", 2, "int4")):
+        found, which = policy.terms(site(module))
+        assert (found.codecs, which) == ((name,), index)
+        assert f"rule {index + 1}" in found.source
+        assert policy.rules[index].module in found.source
+
+
+def test_a_site_that_no_rule_covers_is_the_policys():
+    policy = Policy(name="mine", codecs="int8", max_error=0.1, algorithms="two_shot", rules=[Rule(module="head", keep=True)])
+    found, which = policy.terms(site())
+    assert (found.codecs, found.algorithms, found.max_error, found.force) == (("int8",), ("two_shot",), 0.1, False)
+    assert which is None
+    assert "mine" in found.source
+
+
+WHOLE = Policy(codecs=("fp8", "int8"), algorithms="one_shot", max_error=0.05)
+OPEN = [
+    ({"codec": "int4"}, {"codecs": ("int4",)}),
+    ({"codec": ["int4", "fp8"]}, {"codecs": ("int4", "fp8")}),
+    ({"codec": ()}, {"codecs": ()}),
+    ({"algorithm": "two_shot"}, {"algorithms": ("two_shot",)}),
+    ({"algorithm": ("two_shot", "direct")}, {"algorithms": ("two_shot", "direct")}),
+    ({"max_error": 0.5}, {"max_error": 0.5}),
+    ({"max_error": 0.0}, {"max_error": 0.0}),
+    ({"force": True}, {"force": True}),
+    ({}, {}),
+]
+
+
+@pytest.mark.parametrize(("said", "changed"), OPEN, ids=str)
+def test_what_a_word_or_a_rule_leaves_open_the_policy_fills_in(said, changed):
+    expected = {"codecs": ("fp8", "int8"), "algorithms": ("one_shot",), "max_error": 0.05, "force": False} | changed
+    by_word = terms(WHOLE, word=Word(**said))
+    by_rule = terms(dataclasses.replace(WHOLE, rules=[Rule(**said)]))
+    for found in (by_word, by_rule):
+        assert {field: getattr(found, field) for field in expected} == expected
+
+
+def test_a_word_in_the_model_beats_every_rule():
+    policy = Policy(codecs="fp8", rules=[Rule(codec="int8", force=True, max_error=0.5), Rule(keep=True)])
+    found, which = policy.terms(site(word=Word(codec="int4")))
+    assert (found.codecs, found.force, found.max_error) == (("int4",), False, None)  # open: the policy's, not the rule's
+    assert which is None
+    assert "compress" in found.source
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_keep_allows_nothing_wherever_it_stands(forced):
+    policy = Policy(codecs="fp8", rules=[Rule(module="layers.0", keep=True), Rule(codec="int8", force=forced)])
+    assert terms(policy, module="layers.0.mlp").codecs == ()
+    assert terms(policy, module="layers.0.mlp").force is False
+    kept = terms(policy, module="head", word=Word(keep=True))
+    assert (kept.codecs, kept.force, kept.source) == ((), False, "keep")
+    assert terms(policy, module="head").codecs == ("int8",)
+
+
+def test_off_ignores_words_and_rules():
+    policy = dataclasses.replace(PRESETS["off"], codecs="int8", rules=[Rule(codec="int8", force=True)])
+    for word in (None, Word(codec="int4", force=True)):
+        found, which = policy.terms(site(word=word))
+        assert (found.codecs, found.force, which) == ((), False, None)
+        assert "off" in found.source
+
+
+def test_rules_that_matched_nothing_are_told():
+    policy = Policy(rules=[Rule(module="a"), Rule(module="b"), Rule(module="c")])
+    assert [rule.module for rule in unmatched(policy, [1, 1])] == ["a", "c"]
+    assert unmatched(policy, [0, 1, 2]) == []
+
+
+def test_a_rule_as_text_shows_what_was_said_and_no_more():
+    assert str(Rule(module="layers.*", codec="int8", min_bytes=3)) == "Rule(codec=('int8',), module='layers.*', min_bytes=3)"
+    assert str(Rule()) == "Rule()"
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+WORDS = st.one_of(
+    st.just(Word(keep=True)),
+    st.builds(
+        Word,
+        codec=st.one_of(st.none(), st.just("fp8"), st.lists(st.sampled_from(["int8", "int4(block=64)", "rotated"]))),
+        algorithm=st.one_of(st.none(), st.just("direct"), st.lists(st.sampled_from(ALGORITHM_NAMES))),
+        max_error=st.one_of(st.none(), st.floats(0, 10)),
+        force=st.booleans(),
+    ),
+)
+
+
+@examples
+@given(WORDS)
+def test_a_word_goes_out_as_json_and_comes_back(word):
+    assert Word.from_json(word.to_json()) == word
+    assert Word.from_json(word.to_json()).to_json() == word.to_json()
+
+
+@examples
+@given(WORDS, WORDS)
+def test_two_words_have_one_text_only_if_they_say_the_same(one, other):
+    assert (one.to_json() == other.to_json()) == (one == other)
+
+
+def test_one_name_and_several_are_both_taken():
+    assert Word(codec="int8") == Word(codec=["int8"]) == Word(codec=("int8",))
+    assert Policy(codecs="int8", algorithms="direct", skip="verify") == Policy(
+        codecs=["int8"], algorithms=["direct"], skip=["verify"]
+    )
+
+
+# --- presets ----------------------------------------------------------------------------------------------------------
+
+
+def test_presets_are_found_by_name_and_know_theirs():
+    assert {"off", "lossless", "balanced", "aggressive"} <= set(PRESETS)
+    for name, preset in PRESETS.items():
+        assert policy_named(name) is preset
+        assert preset.name == name
+
+
+def test_off_and_lossless_allow_no_lossy_codec_and_the_lossy_presets_keep_a_budget():
+    assert PRESETS["off"].off
+    assert [name for name, preset in PRESETS.items() if preset.off] == ["off"]
+    assert all(codec(spec).lossless for name in ("off", "lossless") for spec in PRESETS[name].codecs)
+    assert 0 < PRESETS["balanced"].max_error < PRESETS["aggressive"].max_error
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_codec_of_a_preset_is_within_its_own_error_budget_in_every_algorithm(name):
+    preset = PRESETS[name]
+    worst = math.sqrt(max(algorithm.encodes for kind in KINDS for algorithm in algorithms_of(kind)))
+    for spec in preset.codecs:
+        assert codec(spec).relative_error() * worst <= preset.max_error
+
+
+def test_a_policy_is_taken_as_it_is():
+    policy = Policy(codecs="int8")
+    assert policy_named(policy) is policy
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "policy's field": (lambda: Policy(codec="int8"), ["Policy", "'codec'", "did you mean 'codecs'?", "max_error"]),
+    "rule's field": (lambda: Rule(modul="a"), ["Rule", "'modul'", "did you mean 'module'?", "min_bytes"]),
+    "word's field": (lambda: Word(algoritm="a"), ["Word", "'algoritm'", "did you mean 'algorithm'?"]),
+    "word is no rule": (lambda: Word(module="a"), ["Word", "'module'", "codec"]),
+    "rule's codec": (lambda: Rule(codec="int9"), ["'int9'", "did you mean 'int8'?", "rotated"]),
+    "one of several": (lambda: Word(codec=["int8", "pf8"]), ["'pf8'", "did you mean 'fp8'?"]),
+    "codec's parameter": (lambda: Rule(codec="int8(blok=8)"), ["'blok'", "did you mean 'block'?"]),
+    "policy's codec": (lambda: Policy(codecs=["int8", "rotatd"]), ["'rotatd'", "did you mean 'rotated'?"]),
+    "algorithm": (lambda: Rule(algorithm="two-shot"), ["'two-shot'", "did you mean 'two_shot'?", "direct"]),
+    "policy's algorithm": (lambda: Policy(algorithms="oneshot"), ["'oneshot'", "did you mean 'one_shot'?"]),
+    "kind": (lambda: Rule(kind="allreduce"), ["'allreduce'", "did you mean 'all_reduce'?", *KINDS]),
+    "direction": (lambda: Rule(direction="backwards"), ["'backwards'", "did you mean 'backward'?", "forward"]),
+    "negative error": (lambda: Rule(max_error=-0.1), ["max_error=-0.1", "0.01"]),
+    "error that is no number": (lambda: Policy(max_error=math.nan), ["max_error=nan", "0.01"]),
+    "keep with a codec": (lambda: Rule(keep=True, codec="int8"), ["keep=True", "codec"]),
+    "keep with force": (lambda: Word(keep=True, force=True), ["keep=True", "force"]),
+    "keep with an algorithm": (lambda: Word(keep=True, algorithm="direct"), ["keep=True", "algorithm"]),
+    "preset": (lambda: policy_named("balnced"), ["'balnced'", "did you mean 'balanced'?", ".toml", *PRESETS]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_unknown_is_refused_with_the_nearest_that_is_known(what):
+    make, parts = REFUSED[what]
+    with pytest.raises(PolicyError) as error:
+        make()
+    for part in parts:
+        assert part in str(error.value)
+
+
+# --- TOML -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def toml(tmp_path):
+    """Writes a file and returns its path; text is taken as it is."""
+
+    def write(text: str | bytes, name: str = "mine.toml"):
+        path = tmp_path / name
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return path
+
+    return write
+
+
+def test_a_file_holds_all_that_a_policy_can_say(toml):
+    path = toml("""
+codecs = ["fp8", "int8(block=64)"]
+algorithms = "two_shot"
+max_error = 0.05
+reassociate = false
+skip = ["verify"]
+
+[[rule]]
+module = "layers.*.mlp"
+kind = "all_reduce"
+direction = "backward"
+group = "tp"
+min_bytes = 65536
+codec = "int4"
+algorithm = ["one_shot"]
+max_error = 1
+force = true
+
+[[rule]]
+keep = true
+""")
+    assert Policy.from_toml(path) == Policy(
+        name="mine", codecs=("fp8", "int8(block=64)"), algorithms=("two_shot",), max_error=0.05, reassociate=False,
+        skip=("verify",),
+        rules=(
+            Rule(module="layers.*.mlp", kind="all_reduce", direction="backward", group="tp", min_bytes=65536, codec="int4",
+                 algorithm="one_shot", max_error=1.0, force=True),
+            Rule(keep=True),
+        ),
+    )  # fmt: skip
+    assert policy_named(str(path)) == Policy.from_toml(str(path)) == Policy.from_toml(path)
+
+
+def test_an_empty_file_is_a_policy_that_leaves_all_alone(toml):
+    assert Policy.from_toml(toml("")) == Policy(name="mine")
+    assert Policy.from_toml(toml("# nothing\r\n\r\n")) == Policy(name="mine")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_where_a_file_may_start(name, toml):
+    assert Policy.from_toml(toml(f'preset = "{name}"')) == dataclasses.replace(PRESETS[name], name="mine")
+
+
+def test_what_a_file_says_wins_over_its_preset(toml):
+    path = toml('name = "ours"\nmax_error = 0.01\npreset = "balanced"\n[[rule]]\nmodule = "head"\nkeep = true\n')
+    expected = dataclasses.replace(PRESETS["balanced"], name="ours", max_error=0.01, rules=(Rule(module="head", keep=True),))
+    assert Policy.from_toml(path) == expected
+    assert Policy.from_toml(toml('preset = "balanced"\ncodecs = "int8"')).codecs == ("int8",)
+
+
+BAD = {
+    "syntax": ('codecs = "int8"\nmax_error == 1\n', 2, ["not TOML"]),
+    "syntax in a rule": ("\n\n[[rule]]\nmodule = layers\n", 4, ["not TOML"]),
+    "a key twice": ('codecs = "int8"\nmax_error = 1\ncodecs = "fp8"\n', 3, ["not TOML"]),
+    "an array without an end": ('max_error = 1\ncodecs = ["int8",', 2, ["not TOML"]),
+    "a text without an end": ('max_error = 1\n\ncodecs = "int8\n', 3, ["not TOML"]),
+    "unknown field": ('max_error = 1\ncodec = "int8"\n', 2, ["'codec'", "did you mean 'codecs'?", "a policy", "preset"]),
+    "a rule's field in the policy": ('# first\n\nforce = true\n', 3, ["'force'", "a policy"]),
+    "unknown field in the first rule": ('\n[[rule]]\nmodule = "a"\nkodec = "int8"\n', 4, ["'kodec'", "'codec'", "a rule"]),
+    "unknown field in the third rule": (
+        '[[rule]]\ncodec = "int8"\n[[rule]]\ncodec = "int8"\n\n[[rule]]\ncodec = "int8"\nmodul = "x"\n[[rule]]\nmodul = "y"\n',
+        8, ["'modul'", "did you mean 'module'?"],
+    ),
+    "wrong type": ("\nmax_error = 1\nskip = 3\n", 3, ["skip", "expected", "str", "int"]),
+    "wrong type of a number": ('max_error = "1%"\n', 1, ["max_error", "expected", "float", "str"]),
+    "wrong type of a switch": ('\nreassociate = "no"\n', 2, ["reassociate", "expected", "bool", "str"]),
+    "wrong type in an array": ('\n\ncodecs = ["int8", 8]\n', 3, ["codecs", "expected", "str", "int"]),
+    "wrong type in a rule": ('[[rule]]\nforce = true\n\n[[rule]]\nmin_bytes = "1k"\n', 5, ["min_bytes", "expected", "int"]),
+    "wrong type of a switch in a rule": ("[[rule]]\nforce = 1\n", 2, ["force", "expected", "bool", "int"]),
+    "unknown codec": ('\ncodecs = ["int8", "int9"]\n', 2, ["'int9'", "did you mean 'int8'?"]),
+    "unknown codec in a rule": ('[[rule]]\ncodec = "fp8"\n[[rule]]\ncodec = "pf8"\n', 4, ["'pf8'", "did you mean 'fp8'?"]),
+    "unknown parameter": ('[[rule]]\ncodec = "int8(blok=8)"\n', 2, ["'blok'", "did you mean 'block'?"]),
+    "unknown algorithm": ('[[rule]]\n\nalgorithm = "twoshot"\n', 3, ["'twoshot'", "did you mean 'two_shot'?"]),
+    "unknown kind": ('[[rule]]\nkind = "allreduce"\n', 2, ["'allreduce'", "did you mean 'all_reduce'?"]),
+    "unknown direction": ('[[rule]]\ndirection = "back"\n', 2, ["'back'", "did you mean 'backward'?"]),
+    "unknown preset": ('\n\n\npreset = "balnced"\n', 4, ["'balnced'", "did you mean 'balanced'?"]),
+    "preset of a wrong type": ("\npreset = 3\n", 2, ["preset", "balanced"]),
+    "preset of several": ('\npreset = ["balanced"]\n', 2, ["preset", "balanced"]),
+    "a negative error": ("\nmax_error = -0.5\n", 2, ["max_error=-0.5", "0.01"]),
+    "a rule that contradicts itself": ('# a\n\n[[rule]]\nkeep = true\ncodec = "int8"\n', 3, ["keep=True"]),
+    "[rule]": ('codecs = "int8"\n\n[rule]\nmodule = "a"\n', 3, ["[[rule]]"]),
+    "rule =": ('codecs = "int8"\nrule = "int8"\n', 2, ["[[rule]]"]),
+    "[[rules]]": ('codecs = "int8"\n\n[[rules]]\nmodule = "a"\n', 3, ["'rules'", "did you mean 'rule'?"]),
+    "[[Rule]] behind a good one": ('[[rule]]\nmodule = "a"\n\n[[Rule]]\nmodule = "a"\n', 4, ["'Rule'", "did you mean 'rule'?"]),
+    "[policy]": ('# all of it\n[policy]\ncodecs = "int8"\n', 2, ["'policy'", "codecs"]),
+    "a table in a rule": ('[[rule]]\nmodule = "a"\n[[rule]]\nmodule = "b"\n[rule.when]\nkind = "x"\n', 5, ["'when'", "a rule"]),
+    "comments before it": ('# max_eror = 1\n  # max_eror = 1\n\nmax_eror = 1 # here\n', 4, ["'max_eror'", "'max_error'"]),
+    "comments in a rule": ('[[rule]] # one\n# kind = "y"\n\nkind = "y"\n', 4, ["'y'", "all_reduce"]),
+    "a rule commented out": ('[[rule]]\nforce = true\n#[[rule]]\n#kind = "z"\n[[rule]]\nkind = "y"\n', 6, ["'y'"]),
+    "a key in quotes": ('"max_error" = 1\n\'codecs\' = "int9"\n', 2, ["'int9'"]),
+    "a key in quotes in a rule": ('[[ rule ]]\n"module" = "a"\n\t"kind"="y"\n', 3, ["'y'", "all_reduce"]),
+    "an array on several lines": ('codecs = [\n  "int8",\n  "fp8",\n]\nmax_error = "x"\n', 5, ["max_error", "expected"]),
+    "the same key above and in a rule": ('max_error = 1\n[[rule]]\nmax_error = "x"\n', 3, ["max_error", "expected"]),
+    "lines that end as on Windows": ('max_error = 1\r\n\r\ncodecs = "int9"\r\n', 3, ["'int9'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_an_error_in_a_file_names_the_file_the_line_and_what_was_expected(what, toml):
+    text, line, parts = BAD[what]
+    path = toml(text)
+    with pytest.raises(PolicyError) as error:
+        Policy.from_toml(path)
+    said = str(error.value)
+    assert said.startswith(str(path)), said
+    found = re.match(r":(\d+):|.*\(at line (\d+),", said.removeprefix(str(path)))
+    assert found, f"no line: {said}"
+    assert int(found[1] or found[2]) == line, said
+    for part in parts:
+        assert part in said
+
+
+@pytest.mark.parametrize(("raw", "part"), [(b'codecs = "\xff\xfe"', "UTF-8"), ("codecs = 'ü'".encode("latin-1"), "UTF-8")])
+def test_a_file_that_is_not_utf_8_is_named(raw, part, toml):
+    with pytest.raises(PolicyError, match=part) as error:
+        Policy.from_toml(toml(raw))
+    assert "mine.toml" in str(error.value)
+
+
+def test_a_file_that_is_missing_or_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(PolicyError, match=r"none\.toml.*No such file"):
+        policy_named(str(tmp_path / "none.toml"))
+    with pytest.raises(PolicyError, match="cannot be read"):
+        Policy.from_toml(tmp_path)
+
+
+def test_text_beyond_ascii_is_read_as_utf_8(toml):
+    assert Policy.from_toml(toml('[[rule]]\nmodule = "schichten.ä"\nkeep = true\n')).rules[0].module == "schichten.ä"

@@ -1,0 +1,203 @@
+"""simplify: each rule, its must-not twins, and what the plan says of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import code, collectives, ops, trace
+from torch.distributed.device_mesh import init_device_mesh
+
+import commpass
+from commpass.passes.simplify import RULES
+from commpass.policy import Policy
+
+wait = ops.wait_tensor
+X = torch.ones(64, 32)
+
+
+def ar(x, op="sum", group="0"):
+    return wait(ops.all_reduce(x, op, group))
+
+
+def ag(x, ranks=8, group="0"):
+    return wait(ops.all_gather_into_tensor(x, ranks, group))
+
+
+def rs(x, op="sum", ranks=8, group="0"):
+    return wait(ops.reduce_scatter_tensor(x, op, ranks, group))
+
+
+def a2a(x):
+    return wait(ops.all_to_all_single(x, [8] * 8, [8] * 8, "0"))
+
+
+SLOW = commpass.ethernet(0.001)
+"""A link on which bytes count, and messages hardly."""
+
+
+def simplified(function, *inputs, profile=SLOW, **policy):
+    gm = trace(function, *(inputs or (X,)))
+    before = len(collectives(gm))
+    shape = [tuple(v.meta["val"].shape) for v in torch.utils._pytree.tree_leaves(gm.graph.output_node().args)]
+    plan = commpass.rewrite(gm, [], Policy(**policy), profile=profile, strict=True)
+    after = [tuple(v.meta["val"].shape) for v in torch.utils._pytree.tree_leaves(gm.graph.output_node().args)]
+    assert after == shape
+    return gm, [step.rule for step in plan.simplified], before, plan
+
+
+FITS = {
+    # rule: [(function, collectives afterwards)]
+    "same": [
+        (lambda x: ar(x.sin()) * ar(x.cos()) + (lambda y: ar(y) * ar(y))(x * 2), 3),
+        (lambda x: (lambda y: (ag(y).sin(), ag(y).cos()))(x * 2), 1),
+    ],
+    "sum of sums": [
+        (lambda x: ar(x.sin()) + ar(x.cos()), 1),
+        (lambda x: ar(x.sin()) - ar(x.cos()), 1),
+        (lambda x: ar(x.sin(), "avg") + ar(x.cos(), "avg"), 1),
+        (lambda x: ar(x.sin()) + ar(x.cos()) + ar(x.exp()) + ar(x.tanh()), 1),
+        (lambda x: 2 * ar(x.sin()) + ar(x.cos()) / 3, 1),
+        (lambda x: torch.add(ar(x.sin()), ar(x.cos()), alpha=3), 1),
+        (lambda x: -ar(x.sin()) + ar(x.cos()), 1),
+        (lambda x: ar(x.sin()).view(32, 64) + ar(x.cos().view(32, 64)), 1),
+        (lambda x: ar(x.sin()).t() + ar(x.t().cos()), 1),
+        (lambda x: rs(x.sin()) + rs(x.cos()), 1),
+        (lambda x: rs(x.sin()) * 2 - rs(x.cos()), 1),
+    ],
+    "scattered": [
+        (lambda x: ar(x * 2)[:8] + 1, 1),
+        (lambda x: (lambda y: y[:8].sin() + y[:8].cos())(ar(x * 2, "avg")), 1),
+    ],
+    "gather of scatter": [(lambda x: ag(rs(x * 2)).sin(), 1)],
+    "own part": [(lambda x: ag(x * 2)[:64].sin(), 0), (lambda x: (lambda y: y[:64].sin().sum() + y.sum())(ag(x * 2)), 1)],
+    "gather then narrow": [(lambda x: ag(x * 2).bfloat16() + 1, 1), (lambda x: a2a(x * 2).half() + 1, 1)],
+    "widen then gather": [
+        (lambda x: ag(x.bfloat16().float()) + 1, 1),
+        (lambda x: a2a(x.half().double()) + 1, 1),
+        (lambda x: ag(x.to(torch.int8).int()) + 1, 1),
+    ],
+    "expand": [(lambda x: ar(x[:1].sin().expand(64, 32)) + 1, 1)],
+    "zero": [(lambda x: ar(torch.zeros(64, 32)) + x, 0), (lambda x: ag(torch.zeros(8, 32)) + x, 0)],
+}
+
+
+@pytest.mark.parametrize(("rule", "case"), [(rule, case) for rule, cases in FITS.items() for case in range(len(cases))])
+def test_rule(rule, case, fake_group):
+    fake_group(8)
+    function, left = FITS[rule][case]
+    gm, rules, before, plan = simplified(function)
+    assert rule in rules
+    assert len(collectives(gm)) == left
+    assert left < before or rule in ("own part", "scattered", "gather then narrow", "widen then gather", "expand")
+    assert all(step.saved_bytes >= 0 and step.into for step in plan.simplified)
+    assert sum(step.saved_bytes for step in plan.simplified) > 0 or case == 1
+
+
+MUST_NOT = {
+    "another op": lambda x: ar(x.sin(), "max") + ar(x.cos(), "max"),
+    "two ops": lambda x: ar(x.sin(), "sum") + ar(x.cos(), "avg"),
+    "a non-linear operator between": lambda x: ar(x.sin()).relu() + ar(x.cos()),
+    "a product": lambda x: ar(x.sin()) * ar(x.cos()),
+    "a scale that is a tensor": lambda x: ar(x.sin()) * x + ar(x.cos()),
+    "used elsewhere": lambda x: (lambda y: (y + ar(x.cos()), y * 2))(ar(x.sin())),
+    "an output": lambda x: (lambda y: (y + ar(x.cos()), y))(ar(x.sin())),
+    "used on the way": lambda x: (lambda y: (y + ar(x.cos()), y.sin()))(ar(x.sin()) * 2),
+    "broadcast in the sum": lambda x: ar(x[:1].sin()) + ar(x.cos()),
+    "a constant added": lambda x: ar(x.sin()) + 1,
+    "kinds that differ": lambda x: ar(x.sin()) + ag(x[:8].cos()),
+    "a view of a scattered sum": lambda x: rs(x.sin()).view(-1) + rs(x.cos().view(-1)),
+    "another's part": lambda x: ar(x * 2)[8:16] + 1,
+    "part of another dimension": lambda x: ar(x * 2)[:, :4] + 1,
+    "more than the part": lambda x: ar(x * 2)[:9] + 1,
+    "the part and the whole": lambda x: (lambda y: (y[:8] + 1, y.sin()))(ar(x * 2)),
+    "another's part of a gather": lambda x: ag(x * 2)[64:128].sin(),
+    "a scatter used elsewhere": lambda x: (lambda y: (ag(y).sin(), y.sin()))(rs(x * 2)),
+    "a gather that widens": lambda x: ag(x.bfloat16() * 2).float() + 1,
+    "a gather both wide and narrow": lambda x: (lambda y: (y.bfloat16(), y.sin()))(ag(x * 2)),
+    "widening for a sum": lambda x: ar(x.bfloat16().float()) + 1,
+    "narrowing before": lambda x: ag(x.bfloat16()) + 1,
+    "integers to floats": lambda x: ag(x.to(torch.int64).double()) + 1,
+    "ones": lambda x: ar(torch.ones(64, 32)) + x,
+    "negative zeros": lambda x: ar(torch.full((64, 32), -0.0)) + x,
+    "a different value": lambda x: ag(x * 2).sin() + ag(x * 3).cos(),
+}
+
+
+@pytest.mark.parametrize("name", MUST_NOT)
+def test_must_not(name, fake_group):
+    fake_group(8)
+    gm = trace(MUST_NOT[name], X)
+    before = code(gm)
+    plan = commpass.rewrite(gm, [], Policy(), strict=True)
+    assert plan.simplified == ()
+    assert code(gm) == before
+
+
+def mesh_names():
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    return [mesh.get_group(name).group_name for name in ("dp", "tp")]
+
+
+def test_groups_must_be_the_same(fake_group):
+    fake_group(8)
+    dp, tp = mesh_names()
+    _, rules, _, _ = simplified(lambda x: ar(x.sin(), group=dp) + ar(x.cos(), group=tp))
+    assert rules == []
+
+
+def test_nested_groups_of_a_whole_mesh_become_one(fake_group):
+    fake_group(8)
+    dp, tp = mesh_names()
+    _gm, rules, _, plan = simplified(lambda x: ar(ar(x.sin(), group=tp), group=dp) + 1)
+    assert rules == ["nested groups"]
+    assert plan.sites[0].group_size == 8
+    fast = commpass.ethernet(100, alpha_us=100)  # where messages count, two small groups are faster than a large one
+    assert simplified(lambda x: ar(ar(x.sin(), group=tp), group=dp) + 1, profile=fast)[1] == []
+    _, rules, _, _ = simplified(lambda x: ar(ar(x.sin(), group=tp), "max", group=dp) + 1)
+    assert rules == []
+    _, rules, _, _ = simplified(lambda x: (lambda y: ar(y, group=dp) + y)(ar(x.sin(), group=tp)))
+    assert rules == []
+    _, rules, _, _ = simplified(lambda x: ar(ar(x.sin(), group=tp), group=tp) + 1)
+    assert rules == []
+
+
+def test_a_group_of_one_rank_sends_nothing(fake_group):
+    fake_group(1)
+    gm, rules, _before, _ = simplified(lambda x: ar(x) + ag(x, 1).sin() + rs(x, ranks=1))
+    assert rules == ["alone"] * 3
+    assert collectives(gm) == []
+
+
+def test_reassociate_false_leaves_only_the_exact_rules(fake_group):
+    fake_group(8)
+
+    def function(x):
+        return ar(x.sin()) + ar(x.cos()), ag(x * 2).bfloat16()
+
+    _, rules, _, _ = simplified(function, reassociate=False)
+    assert rules == ["gather then narrow"]
+    _, rules, _, _ = simplified(function)
+    assert sorted(rules) == ["gather then narrow", "sum of sums"]
+    assert {rule.name for rule in RULES if not rule.exact} == {"sum of sums", "scattered", "gather of scatter", "nested groups"}
+
+
+def test_off_and_skip_leave_the_graph_as_it_was(fake_group):
+    fake_group(8)
+    for policy in ("off", Policy(skip="simplify")):
+        gm = trace(lambda x: ar(x.sin()) + ar(x.cos()), X)
+        before = code(gm)
+        assert commpass.rewrite(gm, [], policy, strict=True).simplified == ()
+        assert code(gm) == before
+
+
+def test_what_is_left_is_compressed_and_the_plan_says_both(fake_group):
+    fake_group(8)
+    from commpass.policy import Rule
+
+    gm = trace(lambda x: ar(x.sin()) + ar(x.cos()), X)
+    plan = commpass.rewrite(gm, [], Policy(rules=[Rule(codec="int8", force=True)]), strict=True)
+    assert [site.codec for site in plan] == ["int8"]
+    (step,) = plan.simplified
+    assert (step.rule, step.site, step.saved_bytes) == ("sum of sums", "all_reduce", 64 * 32 * 4)
+    assert "merged into" in step.into
+    assert commpass.Plan.from_json(plan.to_json()) == plan
