@@ -76,6 +76,7 @@ FITS = {
         (lambda x: a2a(x.half().double()) + 1, 1),
         (lambda x: ag(x.to(torch.int8).int()) + 1, 1),
     ],
+    "widen then reduce": [(lambda x: rs(x.bfloat16().float()) + 1, 1), (lambda x: rs(x.half().float(), "avg") + 1, 1)],
     "expand": [(lambda x: ar(x[:1].sin().expand(64, 32)) + 1, 1)],
     "zero": [(lambda x: ar(torch.zeros(64, 32)) + x, 0), (lambda x: ag(torch.zeros(8, 32)) + x, 0)],
 }
@@ -88,7 +89,8 @@ def test_rule(rule, case, fake_group):
     gm, rules, before, plan = simplified(function)
     assert rule in rules
     assert len(collectives(gm)) == left
-    assert left < before or rule in ("own part", "scattered", "gather then narrow", "widen then gather", "expand")
+    smaller = {"own part", "scattered", "gather then narrow", "widen then gather", "widen then reduce", "expand"}
+    assert left < before or rule in smaller
     assert all(step.saved_bytes >= 0 and step.into for step in plan.simplified)
     assert sum(step.saved_bytes for step in plan.simplified) > 0 or case == 1
 
@@ -114,7 +116,8 @@ MUST_NOT = {
     "a scatter used elsewhere": lambda x: (lambda y: (ag(y).sin(), y.sin()))(rs(x * 2)),
     "a gather that widens": lambda x: ag(x.bfloat16() * 2).float() + 1,
     "a gather both wide and narrow": lambda x: (lambda y: (y.bfloat16(), y.sin()))(ag(x * 2)),
-    "widening for a sum": lambda x: ar(x.bfloat16().float()) + 1,
+    "widening where more would be sent": lambda x: ar(x.bfloat16().float()) + 1,
+    "widening for a maximum": lambda x: rs(x.bfloat16().float(), "max") + 1,
     "narrowing before": lambda x: ag(x.bfloat16()) + 1,
     "integers to floats": lambda x: ag(x.to(torch.int64).double()) + 1,
     "ones": lambda x: ar(torch.ones(64, 32)) + x,
@@ -128,7 +131,7 @@ def test_must_not(name, fake_group):
     fake_group(8)
     gm = trace(MUST_NOT[name], X)
     before = code(gm)
-    plan = commpass.rewrite(gm, [], Policy(), strict=True)
+    plan = commpass.rewrite(gm, [], Policy(), profile=SLOW, strict=True)
     assert plan.simplified == ()
     assert code(gm) == before
 
@@ -178,7 +181,14 @@ def test_reassociate_false_leaves_only_the_exact_rules(fake_group):
     assert rules == ["gather then narrow"]
     _, rules, _, _ = simplified(function)
     assert sorted(rules) == ["gather then narrow", "sum of sums"]
-    assert {rule.name for rule in RULES if not rule.exact} == {"sum of sums", "scattered", "gather of scatter", "nested groups"}
+    assert {rule.name for rule in RULES if not rule.exact} == {
+        "expand",
+        "sum of sums",
+        "scattered",
+        "gather of scatter",
+        "nested groups",
+        "widen then reduce",
+    }
 
 
 def test_off_and_skip_leave_the_graph_as_it_was(fake_group):
@@ -201,3 +211,13 @@ def test_what_is_left_is_compressed_and_the_plan_says_both(fake_group):
     assert (step.rule, step.site, step.saved_bytes) == ("sum of sums", "all_reduce", 64 * 32 * 4)
     assert "merged into" in step.into
     assert commpass.Plan.from_json(plan.to_json()) == plan
+
+
+def test_narrow_bits_are_gathered_for_an_all_reduce_of_few_ranks_and_only_where_no_codec_is_allowed(fake_group):
+    fake_group(2)
+    gm, rules, _, _ = simplified(lambda x: ar(x.bfloat16().float()) + 1)
+    assert rules == ["widen then reduce"]
+    assert collectives(gm) == [("all_gather", torch.bfloat16, 64 * 32 * 2)]
+    _, rules, _, plan = simplified(lambda x: ar(x.bfloat16().float()) + 1, codecs="int8")
+    assert rules == []
+    assert plan.sites[0].codec == "int8"

@@ -55,7 +55,7 @@ def _discover(road: Road) -> Road:
 
 
 def _simplify(road: Road) -> Road:
-    applied = simplify(road.gm, road.policy, road.profile)
+    applied = simplify(road.gm, road.found, road.policy, road.profile)
     road = dataclasses.replace(road, simplified=applied)
     return _discover(road) if applied else road
 

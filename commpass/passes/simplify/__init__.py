@@ -8,11 +8,13 @@ changes: nothing with the bit-exact rules; the others round a float sum differen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from commpass.costmodel import Profile
 from commpass.passes.collective import parse
-from commpass.passes.discover import graph_modules
+from commpass.passes.discover import Found, graph_modules
 from commpass.passes.simplify.editor import Editor
 from commpass.passes.simplify.rules import RULES
 from commpass.plan import Simplification
@@ -22,15 +24,16 @@ SWEEPS = 8
 """A rule may make room for another; what is not found after so many sweeps is left."""
 
 
-def simplify(gm: fx.GraphModule, policy: Policy, profile: Profile) -> tuple[Simplification, ...]:
+def simplify(gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile: Profile) -> tuple[Simplification, ...]:
     """Applies the rules until none fits any more. Linear in the nodes of the graph, for each sweep."""
     if policy.off:
         return ()
     applied: list[Simplification] = []
+    compressible = frozenset(each.call.node for each in found if policy.terms(each.site)[0].codecs)
     for prefix, module in graph_modules(gm):
         if not any(parse(node) is not None for node in module.graph.nodes):
             continue
-        editor = Editor(module, profile, prefix)
+        editor = Editor(module, profile, compressible)
         rules = [rule for rule in RULES if rule.exact or policy.reassociate]
         before = len(applied)
         for _ in range(SWEEPS):

@@ -45,7 +45,7 @@ class Editor:
 
     module: fx.GraphModule
     profile: Profile
-    prefix: str = ""
+    compressible: frozenset[fx.Node] = frozenset()
     gone: set[fx.Node] = field(default_factory=set)
 
     @property
@@ -72,6 +72,10 @@ class Editor:
         if call is None or call.form != "plain" or call.kind not in kinds or list(start.users) != [node]:
             return None
         return Exchange(call, node) if meta.tensor(call.inputs[0]) is not None else None
+
+    def may_compress(self, node: fx.Node) -> bool:
+        """Whether the policy allows a codec for a collective that was there from the start."""
+        return node in self.compressible
 
     def size(self, call: Call) -> int:
         return describe_group(call)[2]

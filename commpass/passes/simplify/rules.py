@@ -15,11 +15,13 @@ import torch.distributed as dist
 from torch import fx
 
 from commpass import groups
+from commpass.collectives import UNROLLED_RANKS
 from commpass.passes import meta
 from commpass.passes.collective import is_wait, parse
 from commpass.passes.discover import describe_group
 from commpass.passes.simplify.editor import CASTS, VIEWS, Editor, Exchange, aten, fake, nbytes, same_shape
 
+functional = torch.ops._c10d_functional
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 GATHERS = ("all_gather", "all_to_all")
 
@@ -137,9 +139,9 @@ def scattered(node: fx.Node, editor: Editor) -> Done | None:
     if editor.us("reduce_scatter", size, exchange.call) > editor.us("all_reduce", size, exchange.call):
         return None
     place = exchange.call.node
-    target = torch.ops._c10d_functional.reduce_scatter_tensor.default
+    target = functional.reduce_scatter_tensor.default
     start = editor.emit(place, "scattered", place, target, exchange.input, exchange.call.reduce_op, ranks, exchange.call.group)
-    mine = editor.emit(node, "scattered", place, torch.ops._c10d_functional.wait_tensor.default, start)
+    mine = editor.emit(node, "scattered", place, functional.wait_tensor.default, start)
     for part in parts:
         editor.replace(part, mine)
     return Done(place.name, f"reduce_scatter {start.name}: only the own part is used", size * (ranks - 1) // ranks)
@@ -170,9 +172,9 @@ def gather_of_scatter(node: fx.Node, editor: Editor) -> Done | None:
     before = editor.us("reduce_scatter", size, call) + editor.us("all_gather", nbytes(gathered.input), call)
     if editor.us("all_reduce", size, call) > before:
         return None
-    target, place = torch.ops._c10d_functional.all_reduce.default, gathered.call.node
+    target, place = functional.all_reduce.default, gathered.call.node
     start = editor.emit(place, "gather of scatter", place, target, inner.input, call.reduce_op, call.group)
-    whole = editor.emit(node, "gather of scatter", place, torch.ops._c10d_functional.wait_tensor.default, start)
+    whole = editor.emit(node, "gather of scatter", place, functional.wait_tensor.default, start)
     editor.replace(node, whole)
     return Done(call.node.name, f"all_reduce {start.name} with the all_gather behind it", nbytes(gathered.input))
 
@@ -239,8 +241,47 @@ def widen_then_gather(node: fx.Node, editor: Editor) -> Done | None:
     return Done(name, into, saved)
 
 
+def widen_then_reduce(node: fx.Node, editor: Editor) -> Done | None:
+    """sum(to(float32, x)) = the float32 sum of all ranks' x: send the narrow bits, add locally. Where that is less, and where
+    no codec is allowed that would make it less still."""
+    exchange = editor.exchange(node, REDUCTIONS)
+    cast = exchange.input if exchange is not None else None
+    if exchange is None or cast is None or cast.target not in CASTS or editor.may_compress(exchange.call.node):
+        return None
+    call, place, source = exchange.call, exchange.call.node, cast.args[0]
+    ranks, dtypes = editor.size(call), (fake(source).dtype, fake(cast).dtype)  # type: ignore[arg-type]
+    if dtypes not in EXACT_WIDENINGS or not dtypes[0].is_floating_point or call.reduce_op not in ("sum", "avg"):
+        return None
+    if not 2 <= ranks <= UNROLLED_RANKS or not all(isinstance(size, int) for size in fake(node).shape):
+        return None
+    scatter = call.kind == "reduce_scatter"
+    instead, size = "all_to_all" if scatter else "all_gather", nbytes(source)  # type: ignore[arg-type]
+    before = editor.us(call.kind, nbytes(cast), call)
+    if before - editor.us(instead, size, call) <= editor.profile.margin * before:
+        return None
+    name = "widen then reduce"
+    rows = editor.emit(place, name, cast, aten.reshape.default, source, [ranks if scatter else 1, -1])
+    splits = [1] * ranks
+    start = (
+        editor.emit(place, name, place, functional.all_to_all_single.default, rows, splits, splits, call.group)
+        if scatter
+        else editor.emit(place, name, place, functional.all_gather_into_tensor.default, rows, ranks, call.group)
+    )
+    arrived = editor.emit(node, name, place, functional.wait_tensor.default, start)
+    wide = editor.emit(node, name, cast, torch.ops.prims.convert_element_type.default, arrived, dtypes[1])
+    total, *others = (editor.emit(node, name, place, aten.slice.Tensor, wide, 0, r, r + 1) for r in range(ranks))
+    for other in others:
+        total = editor.emit(node, name, place, aten.add.Tensor, total, other)
+    if call.reduce_op == "avg":
+        total = editor.emit(node, name, place, aten.div.Tensor, total, ranks)
+    done = Done(place.name, f"{start.name} of {meta.dtype_name(dtypes[0])}, summed here", nbytes(cast) - size)
+    editor.replace(node, editor.emit(node, name, place, aten.reshape.default, total, list(fake(node).shape)))
+    return done
+
+
 def expanded(node: fx.Node, editor: Editor) -> Done | None:
-    """all_reduce(expand(x)) = expand(all_reduce(x)): equal addends have equal sums."""
+    """all_reduce(expand(x)) = expand(all_reduce(x)): equal addends have equal sums. (Not equal bits from 3 ranks on: a ring
+    adds each part of a tensor in another order of ranks.)"""
     exchange = editor.exchange(node, ("all_reduce",))
     if exchange is None or exchange.input.target is not aten.expand.default:
         return None
@@ -328,7 +369,8 @@ RULES: tuple[Rule, ...] = (
     Rule("own part", own_part, exact=True),
     Rule("gather then narrow", gather_then_narrow, exact=True),
     Rule("widen then gather", widen_then_gather, exact=True),
-    Rule("expand", expanded, exact=True),
+    Rule("expand", expanded, exact=False),
+    Rule("widen then reduce", widen_then_reduce, exact=False),
     Rule("sum of sums", sum_of_sums, exact=False),
     Rule("scattered", scattered, exact=False),
     Rule("gather of scatter", gather_of_scatter, exact=False),

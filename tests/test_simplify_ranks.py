@@ -1,0 +1,79 @@
+"""simplify on real ranks: the numbers of the unsimplified graph, bit for bit where that is promised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commpass
+from commpass.passes.simplify import RULES
+from commpass.policy import Policy
+
+pytestmark = pytest.mark.xdist_group("ranks")
+ops = torch.ops._c10d_functional
+
+
+def cases(size: int, rank: int, group: str):
+    """rule -> function of a tensor with ``size * 6`` rows."""
+    wait = ops.wait_tensor
+
+    def ar(x, op="sum"):
+        return wait(ops.all_reduce(x, op, group))
+
+    def ag(x):
+        return wait(ops.all_gather_into_tensor(x, size, group))
+
+    def rs(x, op="sum"):
+        return wait(ops.reduce_scatter_tensor(x, op, size, group))
+
+    def a2a(x):
+        return wait(ops.all_to_all_single(x, [6] * size, [6] * size, group))
+
+    def twice(x, collective):
+        return collective(x) * collective(x)
+
+    return {
+        "same": lambda x: twice(x.sin(), ar) + x,
+        "sum of sums": lambda x: 3 * ar(x.sin()) - ar(x.cos()) / 7 + ar(x.exp()).view(-1).view(size * 6, 5) + rs(ag(x)),
+        "scattered": lambda x: ar(x.sin(), "avg")[rank * 6 : rank * 6 + 6] + 1,
+        "gather of scatter": lambda x: ag(rs(x.sin())) + 1,
+        "own part": lambda x: ag(x.sin())[rank * size * 6 : (rank + 1) * size * 6] + 1,
+        "gather then narrow": lambda x: (ag(x.sin()).bfloat16() + 1, a2a(x.sin()).half() + 1),
+        "widen then gather": lambda x: (ag(x.bfloat16().float()) + 1, a2a(x.half().double()) + 1),
+        "widen then reduce": lambda x: (rs(x.bfloat16().float(), "avg") + 1, ar(x.half().float()) + 1),
+        "expand": lambda x: ar(x[:1].sin().expand(7, 5)) + 1,
+        "zero": lambda x: ar(torch.zeros(4, 5)) + x[:4],
+    }
+
+
+def compare() -> set[str]:
+    size, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD.group_name
+    exact = {rule.name: rule.exact for rule in RULES}
+    x = torch.randn(size * 6, 5, generator=torch.Generator().manual_seed(rank))
+    met: set[str] = set()
+    for name, function in cases(size, rank, group).items():
+        results = []
+        for policy in (Policy(skip="simplify"), Policy(reassociate=not exact[name])):
+            torch._dynamo.reset()
+            backend = commpass.backend(policy, inner="eager", profile=commpass.ethernet(0.001), strict=True)
+            with torch.no_grad():
+                got = torch.compile(function, backend=backend, fullgraph=True)(x)
+            results.append(got if isinstance(got, tuple) else (got,))
+        rules = {step.rule for step in commpass.plans()[-1].simplified}
+        assert name in rules, (name, rules)
+        met |= rules
+        for plain, simple in zip(*results, strict=True):
+            assert (plain.shape, plain.dtype) == (simple.shape, simple.dtype), name
+            if exact[name]:
+                assert torch.equal(plain, simple), name
+            else:  # one rounding of a sum of at most 3 * size addends below 32
+                assert (plain - simple).abs().max() <= 3 * size * 32 * torch.finfo(torch.float32).eps, name
+    return met
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_rule_gives_the_numbers_of_the_unsimplified_graph(size, request):
+    (met, *others) = request.getfixturevalue(f"ranks{size}").run(compare)
+    assert all(other == met for other in others)
+    assert met >= {rule.name for rule in RULES} - {"waits", "alone", "nested groups"}
