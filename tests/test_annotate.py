@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -209,10 +210,12 @@ def test_words_hold_for_what_checkpointing_computes_again():
     forward, backward = plans_of(function)
     assert words(forward) == ["int8", "keep"]
     found = [(site.kind, word) for site, word in zip(backward, words(backward), strict=True)]
-    for kind in ("all_gather", "reduce_scatter"):  # the forward's again, and its own
-        for word in ("int8", "keep"):
-            assert (kind, word) in found
-    assert None not in words(backward)
+    own = sorted(word for kind, word in found if kind == "reduce_scatter")
+    again = sorted(word for kind, word in found if kind == "all_gather")
+    assert own == ["int8", "keep"]
+    # torch 2.11 saves what a custom gather gave instead of computing it again.
+    assert again == ([] if torch.__version__.startswith("2.11.") else ["int8", "keep"])
+    assert len(found) == len(own) + len(again)
 
 
 def test_an_inherited_forward_gets_the_word_of_the_class_that_has_it_and_parents_do_not():
@@ -440,11 +443,18 @@ def test_a_glob_names_modules_and_covers_what_is_inside(pattern, covered):
     assert [word == "int8" for word in forward_words(model)] == covered
 
 
-def test_the_word_of_the_module_inside_counts_and_not_that_of_the_one_around_whatever_their_order():
-    for patterns in (["layers.0", "layers.0.mlp"], ["layers.0.mlp", "layers.0"]):
-        codecs = {"layers.0": "int4", "layers.0.mlp": "int8"}
-        model = commpass.apply_policy(Net(), {pattern: codecs[pattern] for pattern in patterns})
-        assert forward_words(model) == ["int4", "int8", None, None, None]
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"layers.0": "int4", "layers.0.mlp": "int8"}, ["int4", "int8", None, None, None]),
+        ({"layers": "int4", "layers.0": "int8"}, ["int8", "int8", "int4", "int4", None]),
+        ({"**": "fp8", "layers.*.mlp": "int8", "layers.1": "int4"}, ["fp8", "int8", "int4", "int8", "fp8"]),
+    ],
+)
+def test_the_word_of_the_module_inside_counts_whatever_the_order(said, expected):
+    for patterns in (list(said), list(said)[::-1]):
+        model = commpass.apply_policy(Net(), {pattern: said[pattern] for pattern in patterns})
+        assert forward_words(model) == expected
 
 
 UNKNOWN = {
@@ -497,18 +507,36 @@ def test_words_put_on_after_a_first_call_count_from_the_next_one_on():
     assert [words(plan) for plan in commpass.plans()[seen:]] == [[None] * 5, [None] * 4 + ["int8"]]
 
 
-@pytest.mark.parametrize("put", [lambda m: commpass.apply_policy(m, {"0": "int8"}), lambda m: commpass.keep(m[0])])
-def test_a_copy_of_a_model_with_words_has_its_own_weights_and_the_words(put):
-    model = nn.Sequential(nn.Linear(3, 3), Leaf())
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return gather(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    "twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize(
+    "put",
+    [lambda m: commpass.apply_policy(m, {"0": commpass.keep()}), lambda m: commpass.keep(m[0]), lambda m: commpass.keep(m)],
+    ids=["apply_policy", "a module inside", "the module itself"],
+)
+def test_a_copy_of_a_model_has_weights_of_its_own_and_the_words(put, twin_of):
+    model = nn.Sequential(Weighted())
     put(model)
-    twin = copy.deepcopy(model)
-    x = torch.ones(2, 3)
-    before = model[0](x)
+    twin = twin_of(model)
     with torch.no_grad():
-        twin[0].weight.zero_()
-        twin[0].bias.zero_()
-    assert torch.equal(model[0](x), before)
-    assert torch.equal(twin[0](x), torch.zeros(2, 3))
+        x = torch.ones(2, 3)
+        before = model(x)
+        twin[0].inner.weight.zero_()
+        twin[0].inner.bias.zero_()
+        assert torch.equal(model(x)[:2], before[:2])
+        assert torch.equal(twin(x)[:2], torch.zeros(2, 3))
+    assert forward_words(model) == ["keep"]
+    assert forward_words(twin) == ["keep"]
 
 
 # --- where a word cannot reach ----------------------------------------------------------------------------------------
