@@ -513,7 +513,7 @@ class Weighted(nn.Module):
         self.inner = nn.Linear(3, 3)
 
     def forward(self, x):
-        return gather(self.inner(x))
+        return self.inner(x), gather(x)
 
 
 @pytest.mark.parametrize(
@@ -521,7 +521,7 @@ class Weighted(nn.Module):
 )
 @pytest.mark.parametrize(
     "put",
-    [lambda m: commpass.apply_policy(m, {"0": commpass.keep()}), lambda m: commpass.keep(m[0]), lambda m: commpass.keep(m)],
+    [lambda m: commpass.apply_policy(m, {"0": commpass.keep()}), lambda m: commpass.keep(m[0]), commpass.keep],
     ids=["apply_policy", "a module inside", "the module itself"],
 )
 def test_a_copy_of_a_model_has_weights_of_its_own_and_the_words(put, twin_of):
@@ -530,11 +530,11 @@ def test_a_copy_of_a_model_has_weights_of_its_own_and_the_words(put, twin_of):
     twin = twin_of(model)
     with torch.no_grad():
         x = torch.ones(2, 3)
-        before = model(x)
+        before, _ = model(x)
         twin[0].inner.weight.zero_()
         twin[0].inner.bias.zero_()
-        assert torch.equal(model(x)[:2], before[:2])
-        assert torch.equal(twin(x)[:2], torch.zeros(2, 3))
+        assert torch.equal(model(x)[0], before)
+        assert torch.equal(twin(x)[0], torch.zeros(2, 3))
     assert forward_words(model) == ["keep"]
     assert forward_words(twin) == ["keep"]
 

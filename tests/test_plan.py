@@ -18,7 +18,7 @@ from commpass import dump as dumps
 from commpass.costmodel import KINDS
 from commpass.dump import Dump, GraphNode
 from commpass.errors import DumpError
-from commpass.plan import AGREED_FIELDS, NONE, Difference, Plan, PlannedSite, Site, diff
+from commpass.plan import AGREED_FIELDS, NONE, Difference, Plan, PlannedSite, Simplification, Site, diff
 
 examples = settings(max_examples=80, deadline=None)
 
@@ -55,6 +55,9 @@ SITES = st.builds(
 PLANS = st.builds(
     Plan, graph=TEXTS, direction=st.sampled_from(["forward", "backward"]), policy=TEXTS, profile=TEXTS,
     sites=st.lists(SITES, max_size=4).map(tuple), fallback=TEXTS,
+    simplified=st.lists(
+        st.builds(Simplification, rule=TEXTS, site=TEXTS, into=TEXTS, saved_bytes=st.integers(-1, 1 << 50)), max_size=2
+    ).map(tuple),
 )  # fmt: skip
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -133,6 +136,10 @@ def test_a_digest_differs_if_an_agreed_field_does(field):
 @pytest.mark.parametrize("field", FREE)
 def test_a_digest_is_the_same_whatever_ranks_may_differ_in(field):
     assert plan(planned()).digest() == plan(planned(**{field: FREE[field]})).digest()
+
+
+def test_a_digest_differs_if_the_direction_of_the_graph_does():
+    assert plan(planned()).digest() != plan(planned(), direction="backward").digest()
 
 
 @pytest.mark.parametrize("field", ["graph", "policy", "profile"])

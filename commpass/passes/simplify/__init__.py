@@ -36,14 +36,16 @@ def simplify(gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile
         editor = Editor(module, profile, compressible)
         rules = [rule for rule in RULES if rule.exact or policy.reassociate]
         before = len(applied)
-        for _ in range(SWEEPS):
+        early = [rule for rule in rules if rule.name in ("waits", "same")]
+        for sweep in range(SWEEPS):
             count = len(applied)
+            editor.first.clear()  # what a collective takes changes from sweep to sweep
             for node in list(module.graph.nodes):
-                for rule in rules:
+                for rule in early if sweep == 0 else rules:  # equal ones are one before anything makes them look different
                     if editor.lives(node) and (done := rule.apply(node, editor)) is not None:
                         applied.append(Simplification(rule=rule.name, site=prefix + done.site, into=done.into,
                                                       saved_bytes=done.saved_bytes))  # fmt: skip
-            if len(applied) == count:
+            if sweep > 0 and len(applied) == count:
                 break
         if len(applied) > before:
             module.graph.lint()

@@ -47,6 +47,7 @@ class Editor:
     profile: Profile
     compressible: frozenset[fx.Node] = frozenset()
     gone: set[fx.Node] = field(default_factory=set)
+    first: dict[Any, Exchange] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

@@ -49,14 +49,13 @@ def same(node: fx.Node, editor: Editor) -> Done | None:
     exchange = editor.exchange(node, (*REDUCTIONS, *GATHERS, "broadcast"))
     if exchange is None:
         return None
-    value = exchange.input
-    for twin in list(value.users):
-        other = next((editor.exchange(user, (exchange.call.kind,)) for user in twin.users), None)
-        if other is None or other.wait is node or not other.wait < node or not _equal(other.call.node, exchange.call.node):
-            continue
-        editor.replace(node, other.wait)
-        return Done(exchange.call.node.name, f"{other.call.node.name}, which sends the same", nbytes(value))
-    return None
+    start, size = exchange.call.node, nbytes(exchange.input)
+    first = editor.first.setdefault((start.target, str(start.args), str(start.kwargs)), exchange)
+    other = first.call.node
+    if other is start or not (editor.lives(first.wait) and first.wait < node and _equal(other, start)):
+        return None
+    editor.replace(node, first.wait)
+    return Done(start.name, f"{other.name}, which sends the same", size)
 
 
 def _equal(a: fx.Node, b: fx.Node) -> bool:

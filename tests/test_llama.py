@@ -1,0 +1,158 @@
+"""A whole Llama on real ranks, in the four forms it is usually distributed in: what simplify finds, and the numbers.
+
+The model comes from the library that the test extra installs; without it these tests fail.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import commpass
+from commpass.policy import Policy
+
+pytestmark = pytest.mark.xdist_group("ranks")
+PLAIN = Policy(skip="simplify")
+EXACT = Policy(reassociate=False)
+ROUNDING = 1e-5
+"""Of a gradient's norm. A reassociated float32 sum differs by a rounding of 6e-8 relative to its addends; a gradient has passed
+through at most a few dozen such sums, and what cancels in them may make it tens of times smaller than its addends."""
+
+
+def train(form, model, policy, inner):
+    """Loss and gradients of a compiled step, and per direction how many collectives of which (kind, dtype, group);
+    the rules applied; bytes sent and saved."""
+    from llama import step, tokens
+
+    torch._dynamo.reset()
+    seen = len(commpass.plans())
+    compiled = torch.compile(model, backend=commpass.backend(policy, inner=inner, strict=True), fullgraph=True)
+    loss, grads = step(compiled, model, tokens(form, dist.get_rank()))
+    plans = commpass.plans()[seen:]
+    assert [plan.direction for plan in plans] == ["forward", "backward"]
+    assert not any(plan.fallback for plan in plans)
+    counts = {plan.direction: Counter((s.kind, s.dtype, s.group_label) for s in plan) for plan in plans}
+    rules = Counter(step.rule for plan in plans for step in plan.simplified)
+    size = sum(site.bytes for plan in plans for site in plan)
+    saved = sum(step.saved_bytes for plan in plans for step in plan.simplified)
+    return loss, grads, counts, rules, (size, saved)
+
+
+def bits_equal(a, b) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def simplified(form, inner="eager", layers=1, exact_too=False, **how):
+    """A form plain, with the exact rules and with all: numbers compared, and what the plans say of plain and all."""
+    from llama import build
+
+    model = build(form, dist.get_world_size(), layers, **how)
+    loss, grads, before, none, (plain_bytes, _) = train(form, model, PLAIN, inner)
+    assert not none
+    assert grads
+    if exact_too:
+        exact_loss, exact_grads, _, _, _ = train(form, model, EXACT, inner)
+        assert bits_equal(exact_loss, loss)
+        for name, grad in exact_grads.items():
+            assert bits_equal(grad, grads[name]), name
+    again, again_grads, after, rules, (size, saved) = train(form, model, "lossless", inner)
+    assert abs(again - loss) <= ROUNDING * abs(loss)
+    for name, grad in again_grads.items():
+        assert grads[name].norm() > 0, name
+        assert (grad - grads[name]).norm() <= ROUNDING * grads[name].norm(), name
+    if not rules:
+        assert bits_equal(again, loss)
+    assert size == plain_bytes - saved
+    return before, after, rules, (plain_bytes, size), model
+
+
+def same_on_all_ranks(tensors) -> bool:
+    for tensor in tensors:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor)
+        if not all(bits_equal(part, tensor) for part in parts):
+            return False
+    return True
+
+
+ALL_REDUCE = ("all_reduce", "float32", "world")
+
+
+def tensor_form(inner, layers):
+    before, after, rules, sizes, model = simplified("tensor", inner, layers)
+    assert before == {"forward": {ALL_REDUCE: 2 * layers}, "backward": {ALL_REDUCE: 5 * layers}}
+    assert after == {"forward": {ALL_REDUCE: 2 * layers}, "backward": {ALL_REDUCE: 2 * layers}}
+    assert rules == {"sum of sums": 3 * layers}
+    assert sizes[1] * 7 == sizes[0] * 4
+    replicated = [p.grad for p in model.parameters() if not isinstance(p, DTensor)]
+    assert len(replicated) == 2 * layers + 3  # norms, embedding and head
+    assert same_on_all_ranks(replicated)
+
+
+def test_tensor_parallel_needs_four_all_reduces_a_layer(ranks2):
+    ranks2.run(tensor_form, "eager", 2)
+
+
+def test_tensor_parallel_with_inductor(ranks2):
+    ranks2.run(tensor_form, "inductor", 1)
+
+
+GATHER = ("all_gather", "float32", "world")
+SCATTER = ("reduce_scatter", "float32", "world")
+FORWARD = {SCATTER: 3, GATHER: 4}
+"""Of sequence parallelism: into and out of each block; the embedding's scatter; the gathers of the head's input and output."""
+
+
+def sequence_form(gather, before, after, merged):
+    found, left, rules, _, _ = simplified("sequence", gather=gather)
+    assert found == {"forward": FORWARD, "backward": before}
+    assert left == {"forward": FORWARD, "backward": after}
+    assert rules == ({"sum of sums": merged} if merged else {})
+
+
+SEQUENCE = {
+    "once": ({SCATTER: 3, GATHER: 3}, {SCATTER: 3, GATHER: 3}, 0),
+    "each": ({SCATTER: 6, GATHER: 3}, {SCATTER: 3, GATHER: 3}, 3),
+}
+
+
+@pytest.mark.parametrize("gather", SEQUENCE)
+def test_sequence_parallel(gather, ranks2):
+    ranks2.run(sequence_form, gather, *SEQUENCE[gather])
+
+
+def sharded_form():
+    """The embedding is also the head, so one gather serves both, and two gradients are scattered: merged, or narrow each."""
+    before, after, rules, sizes, _ = simplified("sharded", exact_too=True, tied=True)
+    weights = 11
+    assert before == {"forward": {GATHER: weights}, "backward": {SCATTER: weights + 1}}
+    assert after["forward"] == {("all_gather", "bfloat16", "world"): weights}
+    assert rules["gather then narrow"] == weights
+    assert rules["sum of sums"] + rules["widen then reduce"] > 0
+    # Which gradients are exchanged in bfloat16 and summed in float32 is for the cost model to say.
+    narrow = after["backward"][("all_to_all", "bfloat16", "world")]
+    assert narrow == rules["widen then reduce"]
+    assert after["backward"][SCATTER] == weights + 1 - narrow - rules["sum of sums"]
+    assert sizes[1] < 0.75 * sizes[0]
+
+
+def test_sharded_with_mixed_precision(ranks2):
+    ranks2.run(sharded_form)
+
+
+def mesh_form():
+    before, after, rules, _, model = simplified("mesh", tied=True)
+    weights = 11
+    tp, dp = ("all_reduce", "float32", "tp"), ("all_reduce", "float32", "dp")
+    assert before == {"forward": {tp: 2}, "backward": {tp: 5, dp: weights + 1}}
+    assert after == {"forward": {tp: 2}, "backward": {tp: 2, dp: weights}}
+    assert rules == {"sum of sums": 4}
+    assert same_on_all_ranks([p.grad for p in model.parameters() if not isinstance(p, DTensor)])
+
+
+def test_two_dimensional_mesh(ranks4):
+    ranks4.run(mesh_form)
