@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MethodType
 from typing import Any
 
 import torch
@@ -44,10 +43,10 @@ class Scope:
             return target
         if isinstance(target, nn.Module):
             for module in _callable(target):
-                # A method of the module, not a closure over it: a copy of the module then has a forward of its own.
-                forward = getattr(module.forward, "__func__", None)
-                wrapped = _under(self.word.to_json(), forward or module.forward)
-                module.forward = MethodType(wrapped, module) if forward else wrapped
+                forward = module.__dict__.get("forward")
+                if not (isinstance(forward, functools.partial) and forward.func is _forward_under):  # else: the nearer word
+                    # No closure: a copy of the module, pickled or not, then has a forward and a word of its own.
+                    module.forward = functools.partial(_forward_under, self.word.to_json(), module, forward)
             return target
         if callable(target):
             return _under(self.word.to_json(), target)
@@ -109,6 +108,15 @@ def _under(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return wrapped
+
+
+def _forward_under(word: str, module: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """What one module does under a word: ``forward``, or what its class says."""
+    if torch.compiler.is_compiling():
+        with annotate({KEY: word}):
+            return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+    with _eagerly(word):
+        return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -394,6 +395,7 @@ def test_codecs_stay_equal_when_many_others_were_made_in_between():
 
 def test_codecs_that_do_something_else_are_not_equal():
     different = [codec(name, block=block) for name in GRID for block in (64, 128)]
+    assert all(one != other for one, other in itertools.combinations(different, 2))
     assert len(set(different)) == len(different)
     assert len({coder.spec for coder in different}) == len(different)
 
