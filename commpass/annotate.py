@@ -46,7 +46,8 @@ class Scope:
                 forward = module.__dict__.get("forward")
                 if not (isinstance(forward, functools.partial) and forward.func is _forward_under):  # else: the nearer word
                     # No closure: a copy of the module, pickled or not, then has a forward and a word of its own.
-                    module.forward = functools.partial(_forward_under, self.word.to_json(), module, forward)
+                    under = functools.partial(_forward_under, self.word.to_json(), module, forward)
+                    module.forward = functools.update_wrapper(under, module.forward, updated=())
             return target
         if callable(target):
             return _under(self.word.to_json(), target)
