@@ -250,8 +250,6 @@ def test_dot_is_valid_whatever_the_names(folder: Path, tmp_path: Path):
 
 
 def test_svg_is_xml_with_every_label(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("networkx")
     monkeypatch.chdir(tmp_path)
     result = run("graph", folder / "0000-forward.json", "--svg")
     assert result.stdout == "wrote graph-0000-forward-after.svg\n"
@@ -264,8 +262,6 @@ def test_svg_is_xml_with_every_label(folder: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_big_svg_shows_the_surroundings_of_sites(tmp_path: Path):
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("networkx")
     path = dump.write(tmp_path, make(nodes=chain(200)))
     assert run("graph", path, "--svg", "-o", tmp_path / "g.svg").exit_code == 0
     drawn = (tmp_path / "g.svg").read_text()
@@ -275,8 +271,7 @@ def test_big_svg_shows_the_surroundings_of_sites(tmp_path: Path):
 
 
 def test_no_two_boxes_overlap_and_labels_fit_their_box():
-    pytest.importorskip("networkx")
-    agg = pytest.importorskip("matplotlib.backends.backend_agg")
+    from matplotlib.backends import backend_agg as agg
     from matplotlib.patches import FancyBboxPatch
 
     from commpass import draw
@@ -401,8 +396,6 @@ def test_no_file_and_no_dump_in_the_folder(folder: Path, tmp_path: Path):
 
 
 def test_a_circle_in_a_damaged_graph(tmp_path: Path):
-    pytest.importorskip("networkx")
-    pytest.importorskip("matplotlib")
     nodes = (node("a", "aten.neg.default", "b"), node("b", "aten.neg.default", "a"))
     fails(run("graph", dump.write(tmp_path, make(nodes=nodes)), "--svg", "-o", tmp_path / "x.svg"), "circle")
 
