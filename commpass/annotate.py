@@ -42,16 +42,19 @@ class Scope:
             target.forward = _under(self.word.to_json(), target.forward)
             return target
         if isinstance(target, nn.Module):
-            for module in _callable(target):
-                forward = module.__dict__.get("forward")
-                if not (isinstance(forward, functools.partial) and forward.func is _forward_under):  # else: the nearer word
-                    # No closure: a copy of the module, pickled or not, then has a forward and a word of its own.
-                    under = functools.partial(_forward_under, self.word.to_json(), module, forward)
-                    module.forward = functools.update_wrapper(under, module.forward, updated=())
+            _refuse_if_taken(target, type(target).__name__)
+            self._put_on(target)
             return target
         if callable(target):
             return _under(self.word.to_json(), target)
         raise PolicyError(f"compress and keep go on a module class, a module or a function, not on {target!r}")
+
+    def _put_on(self, target: nn.Module) -> None:
+        for module in _callable(target):
+            if _word_of(module) is None:  # else that is the nearer word
+                # No closure: a copy of the module, pickled or not, then has a forward and a word of its own.
+                under = functools.partial(_forward_under, self.word.to_json(), module, module.__dict__.get("forward"))
+                module.forward = functools.update_wrapper(under, module.forward, updated=())
 
     def __enter__(self) -> Scope:
         self._tokens.append(_open.set((*_open.get(), self.word.to_json())))
@@ -59,6 +62,22 @@ class Scope:
 
     def __exit__(self, *error: object) -> None:
         _open.reset(self._tokens.pop())
+
+
+def _word_of(module: nn.Module) -> str | None:
+    """The word that was put on this one module, not on its class."""
+    forward = module.__dict__.get("forward")
+    return str(forward.args[0]) if isinstance(forward, functools.partial) and forward.func is _forward_under else None
+
+
+def _refuse_if_taken(module: nn.Module, name: str) -> None:
+    """Raises PolicyError where a word on this module would reach nothing, since words were put on all of it before."""
+    words = [_word_of(part) for part in _callable(module)]
+    if words and None not in words:
+        raise PolicyError(
+            f"{name} already has the word {words[0]}, and a second one would do nothing: put one word on a module, and all "
+            "words of a model into one apply_policy"
+        )
 
 
 def _callable(module: nn.Module) -> Iterator[nn.Module]:
@@ -133,19 +152,22 @@ def apply_policy(model: nn.Module, words: Mapping[str, Any]) -> nn.Module:
     """Puts words on the submodules that globs name, without touching the model's source; returns the model.
 
     ``commpass.apply_policy(model, {"layers.*.mlp": "int8", "layers.0": commpass.keep()})``: a value is a codec, several
-    codecs, a dict of ``compress`` arguments, or a scope. Raises PolicyError for a pattern that names no module, with the
-    nearest module that exists; nothing is changed then.
+    codecs, a dict of ``compress`` arguments, or a scope. Of several patterns that name one module the first counts; a word
+    in the module's source is nearer than any of them. Raises PolicyError for a pattern that names no module, with the
+    nearest module that exists, and for a module that was given a word before; nothing is changed then.
     """
     names = {name: module for name, module in model.named_modules() if name}
-    chosen: list[tuple[int, nn.Module, Scope]] = []
+    chosen: dict[str, Scope] = {}
     for pattern, word in words.items():
-        found = [(name.count("."), module) for name, module in names.items() if _is(pattern, name)]
+        found = [name for name in names if _is(pattern, name)]
         if not found:
             raise PolicyError(f"pattern {pattern!r} names no module of {type(model).__name__}{_near(pattern, names)}")
         scope = _scope(word)
-        chosen += [(depth, module, scope) for depth, module in found]
-    for _, module, scope in sorted(chosen, key=lambda item: -item[0]):  # who is put on last is further out
-        scope(module)
+        for name in found:
+            _refuse_if_taken(names[name], name)
+            chosen.setdefault(name, scope)
+    for name in sorted(chosen, key=lambda name: -name.count(".")):  # who is put on last is further out
+        chosen[name]._put_on(names[name])
     return model
 
 

@@ -35,7 +35,7 @@ Compiler = Callable[..., Any]
 
 
 def backend(
-    policy: str | Policy = "lossless",
+    policy: str | Path | Policy = "lossless",
     *,
     inner: str | Compiler = "inductor",
     profile: Profile | None = None,
@@ -70,7 +70,7 @@ def backend(
 def rewrite(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
-    policy: str | Policy = "lossless",
+    policy: str | Path | Policy = "lossless",
     *,
     profile: Profile | None = None,
     direction: str = "forward",

@@ -31,6 +31,18 @@ def _names(words: Words) -> tuple[str, ...] | None:
     return None if words is None else (words,) if isinstance(words, str) else tuple(words)
 
 
+_TYPES: dict[str, Any] = {
+    "Words": str | list[str] | None,
+    "str | None": str | None,
+    "float | None": float | None,
+    "tuple[str, ...]": str | list[str],
+    "str": str,
+    "int": int,
+    "bool": bool,
+}
+"""Annotation of a field to what may be given for it, in Python and in a file."""
+
+
 class _Named:
     """Keyword arguments that no field has are refused with the nearest field that exists."""
 
@@ -40,6 +52,18 @@ class _Named:
             if name not in known:
                 raise PolicyError(f"{cls.__name__} has no field {name!r}{nearest(name, known)}")
         return super().__new__(cls)
+
+    def _check_types(self) -> None:
+        """Raises PolicyError for a value of a type that its field cannot have."""
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            if (expected := _TYPES.get(str(field.type))) is None:
+                continue
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(value, expected)
+            except msgspec.ValidationError as error:
+                reason = str(error)[0].lower() + str(error)[1:]
+                raise PolicyError(f"{type(self).__name__}({field.name}={value!r}): {reason}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +92,7 @@ class Word(_Named):
     keep: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         object.__setattr__(self, "codec", _names(self.codec))
         object.__setattr__(self, "algorithm", _names(self.algorithm))
         for spec in self.codec or ():
@@ -152,6 +177,9 @@ class Policy(_Named):
     off: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
+        if not isinstance(self.rules, (list, tuple)) or not all(isinstance(rule, Rule) for rule in self.rules):
+            raise PolicyError(f"Policy(rules={self.rules!r}): expected a list of commpass.Rule(...)")
         for field in ("codecs", "algorithms", "skip"):
             object.__setattr__(self, field, _names(getattr(self, field)) or ())
         object.__setattr__(self, "rules", tuple(self.rules))
@@ -184,10 +212,14 @@ PRESETS: dict[str, Policy] = {
 """Policies by name. ``lossless`` is the default and cannot change a loss curve; the lossy ones are opted into."""
 
 
-def policy_named(policy: str | Policy) -> Policy:
+def policy_named(policy: str | Path | Policy) -> Policy:
     """A preset by name, a TOML file by path, or the policy itself."""
     if isinstance(policy, Policy):
         return policy
+    if isinstance(policy, Path):
+        return Policy.from_toml(policy)
+    if not isinstance(policy, str):
+        raise PolicyError(f"{policy!r} is no policy: give one of {', '.join(PRESETS)}, a .toml file or a Policy(...)")
     if policy in PRESETS:
         return PRESETS[policy]
     if policy.endswith(".toml"):
@@ -259,20 +291,13 @@ def _build(path: Path, text: str, rule: int | None, table: Mapping[str, Any], ki
         raise PolicyError(f"{path}:{_line(text, rule, None)}: {error}") from error
 
 
-_TYPES: dict[str, Any] = {
-    "Words": str | list[str] | None,
-    "str | None": str | None,
-    "float | None": float | None,
-    "tuple[str, ...]": str | list[str],
-    "str": str,
-    "int": int,
-    "bool": bool,
-}
-"""Annotation of a field to what may stand in the file."""
-
-
 def _line(text: str, rule: int | None, key: str | None) -> int:
-    """The line of a key: of the n-th [[rule]] if ``rule`` is given, else above all tables; of the table if ``key`` is None."""
+    """The line of a key: of the n-th [[rule]] if ``rule`` is given (or ``rule = [{...}]``), else above all tables; of the
+    table if ``key`` is None."""
+    if rule is not None and (inline := re.search(r"^\s*rule\s*=", text, re.M)):
+        table = [brace.start() for brace in re.finditer(r"\{", text) if brace.start() > inline.end()][rule]
+        place = re.compile(rf"[{{,\s][\"']?{re.escape(key)}[\"']?\s*=").search(text, table) if key else None
+        return text.count("\n", 0, place.end() if place else table) + 1
     seen, start = -1, 1
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line):

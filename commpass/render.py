@@ -289,10 +289,15 @@ def drawing() -> tuple[str, bool]:
     return ", ".join(f"{name} {metadata.version(name)}" for name in ("networkx", "matplotlib")), True
 
 
+def needed_torch() -> str:
+    """The versions of torch that this package was made for, as its metadata say."""
+    return next(line for line in metadata.requires("commpass") or () if line.startswith(("torch<", "torch>")))
+
+
 PROBES = (
     ("python", lambda: (platform.python_version(), True), "", "", True),
     ("commpass", lambda: (metadata.version("commpass"), True), "", "not installed: pip install commpass", False),
-    ("torch", torch_version, "supported", "needed: pip install 'torch>=2.11,<2.16'", True),
+    ("torch", torch_version, "supported", f"needed: pip install '{needed_torch()}'", True),
     ("distributed", distributed, "torch has collectives", "needed: install a torch that was built with it", True),
     ("gloo", lambda: distributed("gloo"), "collectives on the CPU", "no collectives on the CPU", False),
     ("NCCL", lambda: distributed("nccl"), "collectives on the GPU", "needed on a GPU: a torch for CUDA or ROCm", False),

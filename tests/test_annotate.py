@@ -644,3 +644,24 @@ def test_scopes_of_other_threads_do_not_reach_here():
     finally:
         done.set()
         thread.join()
+
+
+SECOND = {
+    "apply_policy": lambda model: commpass.apply_policy(model, {"head": "int4"}),
+    "a module": lambda model: commpass.keep(model.head),
+    "what holds it": lambda model: commpass.apply_policy(model, {"layers": "int4"}),
+}
+
+
+@pytest.mark.parametrize("again", SECOND)
+def test_a_second_word_that_would_do_nothing_is_refused_and_nothing_is_changed(again):
+    model = commpass.apply_policy(Net(), {"head": "int8", "layers": "int8"})
+    before = forward_words(model)
+    with pytest.raises(PolicyError, match=r"already has the word .*int8"):
+        SECOND[again](model)
+    assert forward_words(model) == before
+
+
+def test_of_two_patterns_that_name_one_module_the_first_counts():
+    model = commpass.apply_policy(Net(), {"layers.0": "int4", "layers.*": "int8"})
+    assert forward_words(model)[:4] == ["int4", "int4", "int8", "int8"]

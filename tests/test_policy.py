@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import commpass
 from commpass.codecs import codec
 from commpass.collectives import ALGORITHM_NAMES, algorithms_of
 from commpass.costmodel import KINDS
@@ -443,3 +445,38 @@ def test_a_file_that_is_missing_or_cannot_be_read_is_named(tmp_path):
 
 def test_text_beyond_ascii_is_read_as_utf_8(toml):
     assert Policy.from_toml(toml('[[rule]]\nmodule = "schichten.ä"\nkeep = true\n')).rules[0].module == "schichten.ä"
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: Policy(max_error="x"), "max_error='x'"),
+        (lambda: Policy(codecs=3), "codecs=3"),
+        (lambda: Policy(codecs=("int8", 3)), "codecs="),
+        (lambda: Policy(rules=[{"codec": "int8"}]), "commpass.Rule(...)"),
+        (lambda: Policy(rules=3), "commpass.Rule(...)"),
+        (lambda: Rule(min_bytes="3"), "min_bytes='3'"),
+        (lambda: Rule(module=None), "module=None"),
+        (lambda: commpass.codec(8), "8 is no codec"),
+        (lambda: commpass.backend(3), "3 is no policy"),
+        (lambda: commpass.backend(Path("none.toml")), "none.toml: cannot be read"),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused_by_name(make, part):
+    with pytest.raises(PolicyError) as error:
+        make()
+    assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('rule = [{codec = "int8"},\n  {codec = "int9"}]\n', 2),
+        ('name = "x"\nrule = [\n  {module = "a", codec = "int8"},\n  {module = "b", kodec = "int8"},\n]\n', 4),
+    ],
+)
+def test_an_error_in_an_inline_rule_names_its_line(tmp_path, text, line):
+    file = tmp_path / "policy.toml"
+    file.write_text(text)
+    with pytest.raises(PolicyError, match=f"policy.toml:{line}: "):
+        Policy.from_toml(file)

@@ -52,6 +52,8 @@ def codec(name: str | Codec, **parameters: Any) -> Codec:
     """
     if isinstance(name, Codec):
         return name
+    if not isinstance(name, str):
+        raise PolicyError(f"{name!r} is no codec: give a name such as 'int8', or one with parameters such as 'int8(block=128)'")
     word, given = _parse(name)
     if word not in NAMES:
         raise PolicyError(f"unknown codec {word!r}{nearest(word, NAMES)}")
