@@ -1,6 +1,6 @@
 """What simplify saves in a training step of a tensor-parallel Llama, and how long the pass itself takes.
 
-    python benchmarks/simplify.py [--steps 20] [--ranks 4] [--inner eager] [--sizes 100 1000 3000 10000] [--json FILE]
+    python benchmarks/simplify.py [--steps 20] [--ranks 4] [--inner eager] [--only pass] [--sizes 100 1000 ...] [--json FILE]
 
 The step: a Llama of width 256 and 4 layers, split over the ranks by DTensor, all ranks on this machine's CPU with gloo. Two
 compiled copies, without and with simplify, take turns in one run; a step is forward and backward, between two barriers.
@@ -131,14 +131,14 @@ def layers(x: torch.Tensor, nodes: int) -> torch.Tensor:
 def long_sum(x: torch.Tensor, nodes: int) -> torch.Tensor:
     """One sum of many all_reduces, from the left."""
     total = reduced(x.sin())
-    for _ in range(nodes // 4):
-        total = total + reduced(x.cos())
+    for number in range(nodes // 4):
+        total = total + reduced(x * (number + 2))
     return total
 
 
 def late_sum(x: torch.Tensor, nodes: int) -> torch.Tensor:
     """The same, but every all_reduce comes before the first addition, and the last is added first."""
-    parts = [reduced(x.sin()) for _ in range(nodes // 4)]
+    parts = [reduced(x * (number + 2)) for number in range(nodes // 4)]
     total = parts.pop()
     while parts:
         total = parts.pop() + total
@@ -206,6 +206,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--only", choices=("step", "pass"), help="measure only the training step, or only the pass itself")
     parser.add_argument("--steps", type=int, default=20, help="measured steps of each kind, at least 10")
     parser.add_argument("--ranks", type=int, default=4, help="1, 2 or 4: the model has four heads of keys")
     parser.add_argument("--inner", default="eager", help="the compiler behind the passes: eager, aot_eager or inductor")
@@ -217,10 +218,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 10:
         parser.error("--steps: at least 10, or the spread says nothing")
-    steps = measure_step(options)
-    show(f"a training step, {options.ranks} ranks, inner {options.inner}", steps)
-    passes = measure_pass(options.sizes, options.repeats)
-    show("the pass itself", passes)
+    steps = measure_step(options) if options.only != "pass" else []
+    if steps:
+        show(f"a training step, {options.ranks} ranks, inner {options.inner}", steps)
+    passes = measure_pass(options.sizes, options.repeats) if options.only != "step" else []
+    if passes:
+        show("the pass itself", passes)
     facts = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
     model = {"layers": LAYERS, "width": WIDTH, "batch": BATCH, "length": LENGTH, "ranks": options.ranks, "inner": options.inner}
     options.json.parent.mkdir(parents=True, exist_ok=True)

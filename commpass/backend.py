@@ -211,7 +211,7 @@ class Backend:
 def _groups(gm: fx.GraphModule, plan: Plan) -> set[str]:
     """The groups of a graph's collectives; read off the graph itself where a pass failed before there were sites."""
     if plan.sites or not plan.fallback:
-        return {site.group for site in plan.sites}
+        return {site.group for site in plan.sites} | {step.group for step in plan.simplified}
     calls = (parse(node) for _, module in graph_modules(gm) for node in module.graph.nodes)
     return {describe_group(call)[0] for call in calls if call is not None}
 

@@ -80,12 +80,17 @@ AGREED_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Simplification:
-    """A collective that algebra made smaller or needless: by which rule, into what, and the bytes one rank need not send."""
+    """A collective that algebra made smaller or needless: by which rule, into what, and the bytes one rank need not send.
+
+    ``moved`` holds the numbers by which a result was scaled and now an input is: they must be alike on all ranks.
+    """
 
     rule: str
     site: str
     into: str
     saved_bytes: int
+    group: str = ""
+    moved: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +117,18 @@ class Plan:
 
     def of_group(self, group: str) -> Plan:
         """The part of the plan that the ranks of one group share."""
-        return dataclasses.replace(self, sites=tuple(site for site in self.sites if site.group == group))
+        sites = tuple(site for site in self.sites if site.group == group)
+        return dataclasses.replace(self, sites=sites, simplified=tuple(s for s in self.simplified if s.group == group))
 
     def digest(self) -> str:
         """A digest of every decision; equal on two ranks if and only if they will do the same."""
         rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.sites]
-        return hashlib.sha256(msgspec.json.encode([self.direction, rows, bool(self.fallback)])).hexdigest()[:16]
+        facts = [self.direction, rows, self.rules(), bool(self.fallback)]
+        return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+
+    def rules(self) -> list[str]:
+        """What was simplified, as far as the ranks must do it alike."""
+        return [", ".join((step.rule, *step.moved)) for step in self.simplified]
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
@@ -162,6 +173,8 @@ def diff(left: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list
         found.append(Difference("(graph)", "direction", left.direction, right.direction))
     if not found and [*lefts] != [*rights]:
         found.append(Difference("(graph)", "order", ", ".join(lefts), ", ".join(rights)))
+    if left.rules() != right.rules():
+        found.append(Difference("(graph)", "simplified", "; ".join(left.rules()), "; ".join(right.rules())))
     if bool(left.fallback) != bool(right.fallback):
         found.append(Difference("(graph)", "fallback", left.fallback, right.fallback))
     return found

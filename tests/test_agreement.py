@@ -205,3 +205,28 @@ def groups_agree_on_their_own() -> None:
 
 def test_groups_agree_each_on_their_own(ranks4):
     ranks4.run(groups_agree_on_their_own)
+
+
+def scaled_by_rank(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    group = dist.group.WORLD.group_name
+    first, second = (ops.wait_tensor(ops.all_reduce(value * 2, "sum", group)) for value in (x, y))
+    return first * (dist.get_rank() + 1.0) + second
+
+
+def numbers_that_differ() -> tuple[str, bool]:
+    """A sum of sums would move the rank's own number across the collective: an error, and right where that is forbidden."""
+    torch._dynamo.reset()
+    x, y = torch.ones(500) * (dist.get_rank() + 1), torch.ones(500)
+    with pytest.raises(PlanMismatch) as error:
+        torch.compile(scaled_by_rank, backend=commpass.backend("lossless", inner="eager", timeout=20))(x, y)
+    torch._dynamo.reset()
+    apart = torch.compile(scaled_by_rank, backend=commpass.backend(Policy(reassociate=False), inner="eager", timeout=20))
+    return str(error.value), torch.equal(apart(x, y), scaled_by_rank(x, y))
+
+
+def test_numbers_moved_across_a_collective_must_be_alike_on_all_ranks(ranks2):
+    for text, right in ranks2.run(numbers_that_differ):
+        assert "simplified is" in text
+        assert "times 1.0" in text
+        assert "times 2.0" in text
+        assert right

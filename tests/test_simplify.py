@@ -6,8 +6,10 @@ import pytest
 import torch
 from graphs import code, collectives, ops, trace
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.traceback import preserve_node_meta
 
 import commpass
+from commpass.costmodel import Link
 from commpass.passes.simplify import RULES
 from commpass.policy import Policy
 
@@ -36,7 +38,8 @@ SLOW = commpass.ethernet(0.001)
 
 
 def simplified(function, *inputs, profile=SLOW, **policy):
-    gm = trace(function, *(inputs or (X,)))
+    with preserve_node_meta():  # as AOTAutograd does: a node knows which operator it was decomposed from
+        gm = trace(function, *(inputs or (X,)))
     before = len(collectives(gm))
     shape = [tuple(v.meta["val"].shape) for v in torch.utils._pytree.tree_leaves(gm.graph.output_node().args)]
     plan = commpass.rewrite(gm, [], Policy(**policy), profile=profile, strict=True)
@@ -50,6 +53,8 @@ FITS = {
     "same": [
         (lambda x: ar(x.sin()) * ar(x.cos()) + (lambda y: ar(y) * ar(y))(x * 2), 3),
         (lambda x: (lambda y: (ag(y).sin(), ag(y).cos()))(x * 2), 1),
+        (lambda x: ar(x.sin() * 2) * ar(x.sin() * 2), 1),
+        (lambda x: ag(ar(x.view(-1)).exp()).sin() * ag(ar(x.view(-1)).exp()).cos(), 2),
     ],
     "sum of sums": [
         (lambda x: ar(x.sin()) + ar(x.cos()), 1),
@@ -63,22 +68,67 @@ FITS = {
         (lambda x: ar(x.sin()).t() + ar(x.t().cos()), 1),
         (lambda x: rs(x.sin()) + rs(x.cos()), 1),
         (lambda x: rs(x.sin()) * 2 - rs(x.cos()), 1),
+        (lambda x: rs(x.sin()).view(-1) + rs(x.cos().view(-1)), 1),
+        (lambda x: rs(x.sin().view(64, 4, 8)).permute(0, 2, 1) + rs(x.cos()).view(8, 8, 4), 1),
     ],
     "scattered": [
         (lambda x: ar(x * 2)[:8] + 1, 1),
         (lambda x: (lambda y: y[:8].sin() + y[:8].cos())(ar(x * 2, "avg")), 1),
+        (lambda x: ar(x * 2)[:, :4] + 1, 1),
+        (lambda x: ar(x * 2).view(4, 16, 32)[:, :, :4] + 1, 1),
+        (lambda x: ar(x * 2).t()[:4] + 1, 1),
+        (lambda x: ar(x * 2).split(8)[0] + 1, 1),
+        (lambda x: ar(x * 2).chunk(8, -1)[0] + 1, 1),
+        (lambda x: ar(x * 2).split_with_sizes([8] * 8)[0] + 1, 1),
+        (lambda x: ar(x * 2).view(16, 4, 32).permute(2, 0, 1)[:, :2] + 1, 1),
+        (lambda x: (ar(x * 2) * 3).bfloat16().view(-1)[:256].sin(), 1),
+        (lambda x: (lambda y: y.view(-1)[:256].sin().sum() + y[:8].exp().sum())(ar(x * 2)), 1),
     ],
-    "gather of scatter": [(lambda x: ag(rs(x * 2)).sin(), 1)],
-    "own part": [(lambda x: ag(x * 2)[:64].sin(), 0), (lambda x: (lambda y: y[:64].sin().sum() + y.sum())(ag(x * 2)), 1)],
-    "gather then narrow": [(lambda x: ag(x * 2).bfloat16() + 1, 1), (lambda x: a2a(x * 2).half() + 1, 1)],
+    "gather of scatter": [(lambda x: ag(rs(x * 2)).sin(), 1), (lambda x: ag(ar(x * 2)[:8]).sin(), 1)],
+    "own part": [
+        (lambda x: ag(x * 2)[:64].sin(), 0),
+        (lambda x: (lambda y: y[:64].sin().sum() + y.split(64)[0].sum())(ag(x * 2)), 0),
+        (lambda x: ag(x * 2).split(64)[0].sin(), 0),
+        (lambda x: ag(x * 2).view(8, 64, 32).permute(1, 0, 2).reshape(64, 256)[:, :32].sin(), 0),
+        (lambda x: torch.cat(ag(x * 2).chunk(8), 1)[:, :32].sin(), 0),
+        (lambda x: (ag(x * 2).bfloat16() * 2).view(-1)[: 64 * 32].sin(), 0),
+    ],
+    "gather then narrow": [
+        (lambda x: (lambda y: wait(y).bfloat16().sin() + wait(y).bfloat16())(ops.all_gather_into_tensor(x * 2, 8, "0")), 1),
+        (lambda x: ag(x * 2).bfloat16() + 1, 1),
+        (lambda x: a2a(x * 2).half() + 1, 1),
+        (lambda x: ag(x * 2).view(8, 64, 32).permute(1, 0, 2).bfloat16() + 1, 1),
+        (lambda x: (ag(x * 2) * 3).view(-1).bfloat16() + 1, 1),
+    ],
+    "gather of expand": [
+        (lambda x: ag(x[:, :1].sin().expand(64, 32)) + 1, 1),
+        (lambda x: ag(x[:1].sin().expand(64, 32)) + 1, 1),
+        (lambda x: ag(torch.full((64, 32), 2.5)) + 1, 1),
+        (lambda x: ag(x[0].sin().expand(4, 64, 32)) + 1, 1),
+    ],
     "widen then gather": [
         (lambda x: ag(x.bfloat16().float()) + 1, 1),
         (lambda x: a2a(x.half().double()) + 1, 1),
         (lambda x: ag(x.to(torch.int8).int()) + 1, 1),
+        (lambda x: ag(x.bfloat16().float().view(32, 64)) + 1, 1),
+        (lambda x: ag(x.bfloat16().float().t()) + 1, 1),
     ],
-    "widen then reduce": [(lambda x: rs(x.bfloat16().float()) + 1, 1), (lambda x: rs(x.half().float(), "avg") + 1, 1)],
+    "widen then reduce": [
+        (lambda x: rs(x.bfloat16().float()) + 1, 1),
+        (lambda x: rs(x.half().float(), "avg") + 1, 1),
+        (lambda x: rs(x.bfloat16().float().view(32, 64)) + 1, 1),
+    ],
     "expand": [(lambda x: ar(x[:1].sin().expand(64, 32)) + 1, 1)],
-    "zero": [(lambda x: ar(torch.zeros(64, 32)) + x, 0), (lambda x: ag(torch.zeros(8, 32)) + x, 0)],
+    "constant": [
+        (lambda x: ar(torch.zeros(64, 32)) + x, 0),
+        (lambda x: ag(torch.zeros(8, 32)) + x, 0),
+        (lambda x: ar(torch.ones(64, 32)) + x, 0),
+        (lambda x: ar(torch.ones_like(x), "avg") + x, 0),
+        (lambda x: rs(torch.ones(64, 32, dtype=torch.int32)) + 1, 0),
+        (lambda x: a2a(x.new_ones(64, 32)) + x, 0),
+        (lambda x: ar(torch.ones(64, 32), "max") + x, 0),
+        (lambda x: ar(torch.full((64, 32), 0.0)) + x, 0),
+    ],
 }
 
 
@@ -89,10 +139,12 @@ def test_rule(rule, case, fake_group):
     gm, rules, before, plan = simplified(function)
     assert rule in rules
     assert len(collectives(gm)) == left
-    smaller = {"own part", "scattered", "gather then narrow", "widen then gather", "widen then reduce", "expand"}
+    smaller = {"scattered", "gather then narrow", "widen then gather", "widen then reduce", "expand", "gather of expand"}
     assert left < before or rule in smaller
     assert all(step.saved_bytes >= 0 and step.into for step in plan.simplified)
-    assert sum(step.saved_bytes for step in plan.simplified) > 0 or case == 1
+    assert sum(step.saved_bytes for step in plan.simplified) > 0
+    if rule != "same":  # the rule again finds nothing more
+        assert commpass.rewrite(gm, [], Policy(), profile=SLOW, strict=True).simplified == ()
 
 
 MUST_NOT = {
@@ -107,10 +159,24 @@ MUST_NOT = {
     "broadcast in the sum": lambda x: ar(x[:1].sin()) + ar(x.cos()),
     "a constant added": lambda x: ar(x.sin()) + 1,
     "kinds that differ": lambda x: ar(x.sin()) + ag(x[:8].cos()),
-    "a view of a scattered sum": lambda x: rs(x.sin()).view(-1) + rs(x.cos().view(-1)),
+    "a turned scattered sum": lambda x: rs(x.sin().view(32, 64)).t() + rs(x.cos().view(512, 4)),
     "another's part": lambda x: ar(x * 2)[8:16] + 1,
-    "part of another dimension": lambda x: ar(x * 2)[:, :4] + 1,
+    "another's part of another dimension": lambda x: ar(x * 2)[:, 4:8] + 1,
+    "another's item": lambda x: ar(x * 2).split(8)[1] + 1,
+    "two items": lambda x: (lambda parts: parts[0] + parts[1])(ar(x * 2).split(8)),
+    "items that are too few": lambda x: ar(x * 2).split(16)[0] + 1,
+    "parts that are not equal": lambda x: ar(x * 2).split_with_sizes([8, 16, *[8] * 5])[0] + 1,
     "more than the part": lambda x: ar(x * 2)[:9] + 1,
+    "more than the part of another dimension": lambda x: ar(x * 2)[:, :5] + 1,
+    "every other row": lambda x: ar(x * 2)[:16:2] + 1,
+    "a part of two dimensions at once": lambda x: ar(x * 2).view(4, 16, 32).permute(1, 0, 2).reshape(64, 32)[:8] + 1,
+    "parts of two dimensions": lambda x: (lambda y: y[:8].sin().sum() + y[:, :4].sum())(ar(x * 2)),
+    "a softmax before the part": lambda x: ar(x * 2).softmax(0)[:8] + 1,
+    "the own part of a gather and the whole": lambda x: (lambda y: y[:64].sin().sum() + y.sum())(ag(x * 2)),
+    "rows of every rank": lambda x: ag(x * 2).view(8, 64, 32)[:, :8].sin(),
+    "an item of a gather that is joined again": lambda x: torch.cat(ag(x * 2).chunk(8), 1).sin(),
+    "another's columns of joined items": lambda x: torch.cat(ag(x * 2).chunk(8), 1)[:, 32:64].sin(),
+    "items joined in another order": lambda x: torch.cat(ag(x * 2).chunk(8)[::-1], 1)[:, :32].sin(),
     "the part and the whole": lambda x: (lambda y: (y[:8] + 1, y.sin()))(ar(x * 2)),
     "another's part of a gather": lambda x: ag(x * 2)[64:128].sin(),
     "a scatter used elsewhere": lambda x: (lambda y: (ag(y).sin(), y.sin()))(rs(x * 2)),
@@ -120,16 +186,26 @@ MUST_NOT = {
     "widening for a maximum": lambda x: rs(x.bfloat16().float(), "max") + 1,
     "narrowing before": lambda x: ag(x.bfloat16()) + 1,
     "integers to floats": lambda x: ag(x.to(torch.int64).double()) + 1,
-    "ones": lambda x: ar(torch.ones(64, 32)) + x,
+    "a gather narrowed behind a view that is used elsewhere": lambda x: (lambda y: (y.bfloat16(), y.sin()))(ag(x * 2).view(-1)),
+    "a gather scaled by a tensor, then narrowed": lambda x: (ag(x[:8] * 2) * x).bfloat16() + 1,
+    "a gather narrowed behind a sum of rows": lambda x: ag(x * 2).sum(0).bfloat16() + 1,
+    "a scale between widening and gather": lambda x: ag(x.bfloat16().float() * 3) + 1,
+    "a number that may be this rank's own": lambda x: ar(torch.full((64, 32), 2.0)) + x,
+    "a power of ones": lambda x: ar(torch.ones(64, 32), "product") + x,
+    "a mean of whole ones": lambda x: ar(torch.ones(64, 32, dtype=torch.int32), "avg") + 1,
     "negative zeros": lambda x: ar(torch.full((64, 32), -0.0)) + x,
     "a different value": lambda x: ag(x * 2).sin() + ag(x * 3).cos(),
+    "values of another type": lambda x: ag(x * 2).sin() + ag(x * 2.0).cos(),
+    "zeros of another sign": lambda x: ag(x * 0.0).sin() + ag(x * -0.0).cos(),
+    "random values": lambda x: ar(torch.rand_like(x)) * ar(torch.rand_like(x)),
 }
 
 
 @pytest.mark.parametrize("name", MUST_NOT)
 def test_must_not(name, fake_group):
     fake_group(8)
-    gm = trace(MUST_NOT[name], X)
+    with preserve_node_meta():
+        gm = trace(MUST_NOT[name], X)
     before = code(gm)
     plan = commpass.rewrite(gm, [], Policy(), profile=SLOW, strict=True)
     assert plan.simplified == ()
@@ -221,3 +297,114 @@ def test_narrow_bits_are_gathered_for_an_all_reduce_of_few_ranks_and_only_where_
     _, rules, _, plan = simplified(lambda x: ar(x.bfloat16().float()) + 1, codecs="int8")
     assert rules == []
     assert plan.sites[0].codec == "int8"
+
+
+def test_a_sum_and_a_mean_of_nested_groups_are_the_sum_divided(fake_group):
+    fake_group(8)
+    dp, tp = mesh_names()
+    for first, second, divided_by in (("sum", "avg", 2), ("avg", "sum", 4)):
+
+        def mixed(x):
+            return ar(ar(x.sin(), first, tp), second, dp) + 1  # noqa: B023
+
+        gm, rules, _, _ = simplified(mixed)
+        assert rules == ["nested groups"]
+        assert [(node.args[1]) for node in gm.graph.nodes if node.target is torch.ops.aten.div.Tensor] == [divided_by]
+        assert [node.args[1] for node in gm.graph.nodes if "all_reduce" in str(node.target)] == ["sum"]
+    _, rules, _, _ = simplified(lambda x: 2 * ar(3 * ar(x.sin(), group=tp).view(-1), group=dp) + 1)
+    assert rules == ["nested groups"]
+    for other in ("max", "product"):
+        assert simplified(lambda x: ar(ar(x.sin(), "avg", tp), other, dp) + 1)[1] == []  # noqa: B023
+    half = X.half()  # a sum may be too large where the mean is not
+    assert simplified(lambda x: ar(ar(x, "sum", tp), "avg", dp) + 1, half)[1] == []
+    assert simplified(lambda x: ar(-3 * ar(x, "max", tp), "max", dp) + 1)[1] == []
+    assert simplified(lambda x: ar(ar(x, group=tp).relu(), group=dp) + 1)[1] == []
+
+
+def test_nested_groups_do_not_move_before_another_collective(fake_group):
+    fake_group(8)
+    dp, tp = mesh_names()
+
+    def function(x):
+        inner = ops.all_reduce(x.sin(), "sum", tp)
+        other = ops.all_reduce(x.cos(), "max", "0")
+        return wait(ops.all_reduce(wait(inner), "sum", dp)) * wait(other)
+
+    assert simplified(function)[1] == []
+
+
+def test_tied_gradients_are_merged_where_one_wide_exchange_is_no_slower_than_two_narrow_ones(fake_group):
+    fake_group(8)
+
+    def tied(x):
+        return rs(x.sin().bfloat16().float()) + rs(x.cos().bfloat16().float())
+
+    gm, rules, _, _ = simplified(tied)
+    assert rules == ["sum of sums"]
+    assert [dtype for _, dtype, _ in collectives(gm)] == [torch.float32]
+    # Here an all_to_all of half the bytes is much less than half the time.
+    link = Link(0.0, 0.001, {"reduce_scatter": 4.0, "all_to_all": 1.0})
+    gm, rules, _, _ = simplified(tied, profile=commpass.Profile("odd", link))
+    assert rules == ["widen then reduce"] * 2
+    assert [dtype for _, dtype, _ in collectives(gm)] == [torch.bfloat16] * 2
+
+
+def test_a_part_of_another_dimension_is_scattered_only_where_that_pays(fake_group):
+    fake_group(2)
+    large = torch.ones(256, 256)
+    messages = commpass.Profile("far", Link(1000.0, 100.0))
+    assert simplified(lambda x: ar(x * 2)[:, :128] + 1, large, profile=messages)[1] == ["scattered"]
+    copies = commpass.Profile("near", Link(0.1, 1000.0))
+    assert simplified(lambda x: ar(x * 2)[:, :128] + 1, large, profile=copies)[1] == []
+    assert simplified(lambda x: ar(x * 2)[:128] + 1, large, profile=copies)[1] == ["scattered"]
+
+
+def test_values_that_are_written_to_are_not_the_same(fake_group):
+    fake_group(8)
+
+    def changed_between(x):
+        y = x * 2
+        first = ar(y.sin())
+        y.add_(1)
+        return first * ar(y.sin())
+
+    assert simplified(changed_between)[1] == []
+
+    def changed_after(x):
+        y = x * 2
+        first, second = ar(y), ar(y)
+        y.add_(1)
+        return first * second + y
+
+    assert simplified(changed_after)[1] == []
+
+
+def test_outputs_stay_tensors_of_their_own(fake_group):
+    fake_group(1)
+    gm, rules, _, _ = simplified(lambda x: (ar(x), ar(x.sin()), x.sin()))
+    assert rules == ["alone"] * 2
+    first, second, third = gm.graph.output_node().args[0]
+    (x,) = (node for node in gm.graph.nodes if node.op == "placeholder")
+    assert x not in (first, second, third)
+    assert len({first, second, third}) == 3
+    fake_group(8)
+    gm, rules, _, _ = simplified(lambda x: (ar(x.sin()), ar(x.sin())))
+    assert rules == ["same"]
+    assert len(set(gm.graph.output_node().args[0])) == 2
+
+
+def test_equal_gathers_far_apart_do_not_fill_the_memory(fake_group):
+    fake_group(8)
+
+    def gathered_twice(x):
+        """Ten weights, gathered where they are used, twice: as under sharding with recomputation."""
+        weights = [x * number for number in range(10)]
+        total = sum(ag(weight).sum() for weight in weights)
+        return sum((total * ag(weight)).sum() for weight in weights)
+
+    gm, rules, before, _ = simplified(gathered_twice)
+    assert before == 20
+    assert (
+        rules.count("same") == 1
+    )  # each would keep 8 times a weight for as long: one does not raise the peak by more than that
+    assert len(collectives(gm)) == 19

@@ -36,14 +36,34 @@ def cases(size: int, rank: int, group: str):
     return {
         "same": lambda x: twice(x.sin(), ar) + x,
         "sum of sums": lambda x: 3 * ar(x.sin()) - ar(x.cos()) / 7 + ar(x.exp()).view(-1).view(size * 6, 5) + rs(ag(x)),
-        "scattered": lambda x: ar(x.sin(), "avg")[rank * 6 : rank * 6 + 6] + 1,
+        "scattered": lambda x: (
+            ar(x.sin(), "avg")[rank * 6 : rank * 6 + 6] + 1,
+            ar(x.cos()).t().chunk(size, 1)[rank] + 1,
+            (ar(x.exp()[:, : size * 1]) * 3).split(1, 1)[rank] + 1,
+        ),
         "gather of scatter": lambda x: ag(rs(x.sin())) + 1,
-        "own part": lambda x: ag(x.sin())[rank * size * 6 : (rank + 1) * size * 6] + 1,
-        "gather then narrow": lambda x: (ag(x.sin()).bfloat16() + 1, a2a(x.sin()).half() + 1),
-        "widen then gather": lambda x: (ag(x.bfloat16().float()) + 1, a2a(x.half().double()) + 1),
-        "widen then reduce": lambda x: (rs(x.bfloat16().float(), "avg") + 1, ar(x.half().float()) + 1),
+        "own part": lambda x: (
+            ag(x.sin())[rank * size * 6 : (rank + 1) * size * 6] + 1,
+            torch.cat(ag(x.cos()).chunk(size), 1).split(5, 1)[rank] + 1,
+        ),
+        "gather then narrow": lambda x: (
+            ag(x.sin()).bfloat16() + 1,
+            a2a(x.sin()).half() + 1,
+            (ag(x.cos()) * 3).view(-1).bfloat16() + 1,
+        ),
+        "widen then gather": lambda x: (
+            ag((x.bfloat16() * 2).float()) + 1,
+            a2a((x.half() * 2).double()) + 1,
+            ag((x.bfloat16() * 2).float().t().contiguous()) + 1,
+        ),
+        "gather of expand": lambda x: (
+            ag(x[:1].sin().expand(7, 5).contiguous()) + 1,
+            ag(x[:, :1].sin().expand(size * 6, 5).contiguous()) + 1,
+            ag(torch.full((3, 5), float(rank))) + 1,
+        ),
+        "widen then reduce": lambda x: (rs((x.bfloat16() * 2).float(), "avg") + 1, ar((x.half() * 2).float()) + 1),
         "expand": lambda x: ar(x[:1].sin().expand(7, 5)) + 1,
-        "zero": lambda x: ar(torch.zeros(4, 5)) + x[:4],
+        "constant": lambda x: (ar(torch.zeros(4, 5)) + x[:4], ar(torch.full((4, 5), float(rank + 1))) + x[:4]),
     }
 
 

@@ -9,19 +9,23 @@ changes: nothing with the bit-exact rules; the others round a float sum differen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
 from commpass.costmodel import Profile
-from commpass.passes.collective import parse
+from commpass.passes.collective import is_wait, parse
 from commpass.passes.discover import Found, graph_modules
 from commpass.passes.simplify.editor import Editor
-from commpass.passes.simplify.rules import RULES
+from commpass.passes.simplify.outputs import output_memory, separate_outputs
+from commpass.passes.simplify.rules import RULES, Done, Rule
 from commpass.plan import Simplification
 from commpass.policy import Policy
 
 SWEEPS = 8
 """A rule may make room for another; what is not found after so many sweeps is left."""
+EARLY = ("waits", "same")
+"""The rules of the first sweep: equal collectives are one before anything makes them look different."""
 
 
 def simplify(gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile: Profile) -> tuple[Simplification, ...]:
@@ -34,23 +38,39 @@ def simplify(gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile
         if not any(parse(node) is not None for node in module.graph.nodes):
             continue
         editor = Editor(module, profile, compressible)
+        outputs = output_memory(module.graph)
         rules = [rule for rule in RULES if rule.exact or policy.reassociate]
-        before = len(applied)
-        early = [rule for rule in rules if rule.name in ("waits", "same")]
-        for sweep in range(SWEEPS):
-            count = len(applied)
-            editor.first.clear()  # what a collective takes changes from sweep to sweep
-            for node in list(module.graph.nodes):
-                for rule in early if sweep == 0 else rules:  # equal ones are one before anything makes them look different
-                    if editor.lives(node) and (done := rule.apply(node, editor)) is not None:
-                        applied.append(Simplification(rule=rule.name, site=prefix + done.site, into=done.into,
-                                                      saved_bytes=done.saved_bytes))  # fmt: skip
-            if sweep > 0 and len(applied) == count:
+        done = _sweep(editor, [rule for rule in rules if rule.name in EARLY])
+        for _ in range(SWEEPS - 1):
+            now = _sweep(editor, rules)
+            done += now
+            if not now:
                 break
-        if len(applied) > before:
+        if done:
+            separate_outputs(editor, outputs)
             module.graph.lint()
             module.recompile()
+        applied += [
+            Simplification(rule=rule, site=prefix + did.site, into=did.text, saved_bytes=did.saved_bytes,
+                           group=editor.group_of[did.site], moved=did.moved)
+            for rule, did in done
+        ]  # fmt: skip
     return tuple(applied)
+
+
+def _sweep(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Done]]:
+    """Tries the rules once at every node, in graph order."""
+    editor.look()
+    done: list[tuple[str, Done]] = []
+    at: dict[Any, list[Rule]] = {}
+    for node in list(editor.graph.nodes):
+        if node.op == "call_function" and node.target not in at:
+            waits = is_wait(node)
+            at[node.target] = [rule for rule in rules if (node.target in rule.at if rule.at else waits)]
+        for rule in at[node.target] if node.op == "call_function" else ():
+            if editor.lives(node) and (did := rule.apply(node, editor)) is not None:
+                done.append((rule.name, did))
+    return done
 
 
 __all__ = ["RULES", "simplify"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,14 +18,15 @@ from commpass.costmodel import Profile
 from commpass.passes import meta
 from commpass.passes.collective import Call, is_wait, parse
 from commpass.passes.discover import describe_group
+from commpass.passes.simplify.liveness import Liveness, liveness
+from commpass.passes.simplify.values import memory, value_numbers
 
 aten = torch.ops.aten
 ops = torch.ops._c10d_functional
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,
-         aten.t.default, aten.squeeze.dim, aten.unsqueeze.default)  # fmt: skip
-CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 RULE = "commpass_rule"
 """Key in ``node.meta`` of every node that a rule inserted: the name of the rule."""
+NEAR = 256
+"""How many nodes apart two collectives may be to be next to each other: so that looking is linear."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,24 @@ class Editor:
     profile: Profile
     compressible: frozenset[fx.Node] = frozenset()
     gone: set[fx.Node] = field(default_factory=set)
-    first: dict[Any, Exchange] = field(default_factory=dict)
+    first: dict[int, Exchange] = field(default_factory=dict)
+    changing: set[fx.Node] = field(default_factory=set)
+    until: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    numbers: dict[fx.Node, int] = field(default_factory=dict)
+    living: Liveness | None = None
+    calls: dict[fx.Node, tuple[Any, Any, Call | None]] = field(default_factory=dict)
+    group_of: dict[str, str] = field(default_factory=dict)
+
+    def look(self) -> None:
+        """Looks at the whole graph, at the start of a sweep: which values are equal, and how much lives where."""
+        self.first.clear()
+        self.until.clear()
+        found = memory(self.graph)
+        self.changing = {node for node, root in found[0].items() if root in found[1]} if found[1] else set()
+        self.numbers = value_numbers(self.graph, found)
+        before, self.living = self.living, liveness(self.graph, found)
+        if before is not None:  # the peak that counts is that of the graph as it came
+            self.living.peak, self.living.largest = before.peak, before.largest
 
     @property
     def graph(self) -> fx.Graph:
@@ -64,15 +83,27 @@ class Editor:
 
     # --- looking ---
 
+    def call(self, start: fx.Node) -> Call | None:
+        """The collective that a node is; parsed once as long as its arguments stay."""
+        args, kwargs, call = self.calls.get(start, (None, None, None))
+        if args is not start.args or kwargs is not start.kwargs:
+            call = parse(start)
+            self.calls[start] = (start.args, start.kwargs, call)
+            if call is not None:
+                self.group_of[start.name] = describe_group(call)[0]
+        return call
+
     def exchange(self, node: Any, kinds: Sequence[str]) -> Exchange | None:
         """The exchange whose wait a node is, if it is a plain one of these kinds."""
         if not (isinstance(node, fx.Node) and is_wait(node) and isinstance(node.args[0], fx.Node)):
             return None
         start = node.args[0]
-        call = parse(start)
+        call = self.call(start)
         if call is None or call.form != "plain" or call.kind not in kinds or list(start.users) != [node]:
             return None
-        return Exchange(call, node) if meta.tensor(call.inputs[0]) is not None else None
+        if meta.tensor(call.inputs[0]) is None or node in self.changing or call.inputs[0] in self.changing:
+            return None  # what is written to may be another value wherever it is read
+        return Exchange(call, node)
 
     def may_compress(self, node: fx.Node) -> bool:
         """Whether the policy allows a codec for a collective that was there from the start."""
@@ -90,12 +121,30 @@ class Editor:
         _, label, size = describe_group(call)
         return self.profile.link_of(label).us(kind, nbytes, size)
 
-    def order(self, *nodes: fx.Node) -> fx.Node:
-        """The last of some nodes, in graph order."""
-        last = nodes[0]
-        for node in nodes[1:]:
-            last = node if last < node else last
-        return last
+    def kernels_us(self, kernels: int, values: float = 0) -> float:
+        """Microseconds of so many local operators that copy so many values: a launch each, and the time of the
+        fastest encode, which a copy is no slower than."""
+        rates = [*self.profile.kernels.rates.values(), self.profile.kernels.other]
+        return kernels * self.profile.kernels.launch_us + values * min(rate.encode_ns for rate in rates) / 1e3
+
+    def hold(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
+        """Whether memory allows so many bytes more from one node to another, by the tensor ``merged`` in return."""
+        return self.living is None or self.living.hold(first, last, nbytes, merged)
+
+    def last_user(self, node: fx.Node) -> fx.Node:
+        """The last node that takes a node, or itself."""
+        return max(node.users, default=node)
+
+    def next_to(self, first: fx.Node, second: fx.Node) -> bool:
+        """Whether no other collective starts between two: one in their place would come in front of it, or start later."""
+        node = first.next
+        for _ in range(NEAR):
+            if node is second:
+                return True
+            if node.op != "call_function" or self.call(node) is not None:
+                return False
+            node = node.next
+        return False
 
     # --- changing ---
 
@@ -104,6 +153,8 @@ class Editor:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
         meta.carry(source, node)
+        if self.living is not None and before in self.living.place:
+            self.living.place[node] = self.living.place[before]
         node.meta[RULE] = rule
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with torch.no_grad(), self.mode:
@@ -112,11 +163,18 @@ class Editor:
 
     def collective(self, before: fx.Node, rule: str, like: Call, value: fx.Node, **changed: Any) -> fx.Node:
         """The same collective of another value, and its wait."""
+        value = self.contiguous(before, rule, value)
         names = [a.name for a in like.node.target._schema.arguments]  # type: ignore[union-attr]
         given = {**dict(zip(names, like.node.args, strict=False)), **like.node.kwargs, "input": value, **changed}
         args = [given[name] for name in names if name in given]
         start = self.emit(before, rule, like.node, like.node.target, *args)
         return self.emit(before, rule, like.node, ops.wait_tensor.default, start)
+
+    def contiguous(self, before: fx.Node, rule: str, value: fx.Node) -> fx.Node:
+        """The same values, one after the other in memory, as collectives take and give them."""
+        if any(not isinstance(size, int) for size in fake(value).shape) or fake(value).is_contiguous():
+            return value
+        return self.emit(before, rule, value, aten.clone.default, value, memory_format=torch.contiguous_format)
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Lets everything that took ``old`` take ``new``, and erases what nobody takes any more."""
@@ -135,8 +193,10 @@ class Editor:
 
 
 def _pure(node: fx.Node) -> bool:
-    if is_wait(node) or parse(node) is not None:
+    if is_wait(node) or node.target is operator.getitem:
         return True
+    if (call := parse(node)) is not None:
+        return call.form == "plain"
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and not node.is_impure()
 
 

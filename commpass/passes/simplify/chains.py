@@ -1,0 +1,234 @@
+"""Chains of operators that each take one tensor: what may stand between a collective and a rule, and moves past it.
+
+A *view* gives every value another place; a *one-to-one* operator maps every value on its own. Both commute with taking a part,
+as far as dimensions can be followed, and the second with a gather; a *scaling* is also linear, so it commutes with a sum.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from commpass.passes.simplify.editor import Editor, Exchange, aten, fake
+
+RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+VIEWS = (*RESHAPES, aten.permute.default, aten.transpose.int, aten.t.default, aten.squeeze.dim, aten.unsqueeze.default)
+CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+LONGEST = 16
+"""Links of a chain that are looked at: so every walk is short, and the pass linear."""
+
+
+def is_view(node: fx.Node) -> bool:
+    return node.target in VIEWS
+
+
+def is_scaling(node: fx.Node) -> bool:
+    """Times or divided by a number, in the same dtype."""
+    if node.target not in SCALINGS or any(isinstance(arg, fx.Node) for arg in node.args[1:]):
+        return False
+    return isinstance(node.args[0], fx.Node) and fake(node).dtype == fake(node.args[0]).dtype
+
+
+def is_cast(node: fx.Node) -> bool:
+    return node.target in CASTS and fake(node).device == fake(node.args[0]).device  # type: ignore[arg-type]
+
+
+def is_one_to_one(node: fx.Node) -> bool:
+    return node.target is aten.clone.default or is_cast(node) or is_scaling(node)
+
+
+def before_clone(node: fx.Node) -> fx.Node:
+    """What a copy was made of: collectives take contiguous tensors, so what is expanded has been copied before."""
+    return node.args[0] if node.target is aten.clone.default else node  # type: ignore[return-value]
+
+
+def scales(chain: Sequence[fx.Node]) -> tuple[str, ...]:
+    """The numbers by which a chain scales, for the plan: the ranks must agree on them."""
+    links = [link for link in chain if is_scaling(link) and len(link.args) > 1]
+    return tuple(f"{'times' if link.target in SCALINGS[:2] else 'divided by'} {link.args[1]}" for link in links)
+
+
+def walk_back(
+    node: Any, allowed: Callable[[fx.Node], bool], found: Callable[[fx.Node], Any], user: fx.Node | None = None
+) -> tuple[Any, tuple[fx.Node, ...]] | None:
+    """From a node back through allowed links to the first for which ``found`` gives something: that and the links, in graph
+    order. With ``user``: only if nobody else takes the node or anything on the way."""
+    chain: list[fx.Node] = []
+    while isinstance(node, fx.Node) and len(chain) <= LONGEST:
+        if user is not None and (len(node.users) != 1 or user not in node.users):
+            return None
+        if (result := found(node)) is not None:
+            return result, tuple(reversed(chain))
+        if not allowed(node):
+            return None
+        chain.append(node)
+        node, user = _joined(node) or node.args[0], node if user is not None else None
+    return None
+
+
+def repeat(chain: Sequence[fx.Node], value: fx.Node, before: fx.Node, rule: str, editor: Editor,
+           dims: Sequence[int] = (), times: int = 1, part: int = 1) -> fx.Node:  # fmt: skip
+    """The operators of a chain on another value. Where ``dims`` gives a dimension for the result of each link, it is ``times``
+    as long as it was, divided by ``part``."""
+    for number, link in enumerate(chain):
+        target, args = link.target, link.args[1:]
+        if link.target is aten.cat.default:  # a part of what is put together again is the part
+            continue
+        if target in RESHAPES:
+            # The value may lie otherwise in memory than what the link took: a view of it may need a copy.
+            target = aten.reshape.default
+            if dims:
+                shape = list(fake(link).shape)
+                shape[dims[number]] = shape[dims[number]] * times // part
+                args = (shape,)
+        value = editor.emit(before, rule, link, target, value, *args, **link.kwargs)
+    return value
+
+
+# --- parts ---
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's own part of a collective's result: of dimension ``dim`` of what the wait gives, through a chain of links;
+    ``dims`` says which dimension of each link's result is then divided."""
+
+    exchange: Exchange
+    node: fx.Node
+    dim: int
+    chain: tuple[fx.Node, ...]
+    dims: tuple[int, ...]
+
+
+def _part_of(node: fx.Node, kind: str, editor: Editor) -> Part | None:
+    """The own part that a node takes of a collective's result, if it is one."""
+    whole = _divided(node)
+    walked = walk_back(whole, _may_divide, lambda n: editor.exchange(n, (kind,)))
+    if walked is None or whole is None:
+        return None
+    exchange, chain = walked
+    ranks, rank = editor.size(exchange.call), editor.rank(exchange.call)
+    dim = None if rank is None or ranks < 2 else _own_dim(node, fake(whole).shape, ranks, rank)
+    dims: list[int] = []
+    for link in reversed(chain):
+        if dim is None:
+            return None
+        dims.append(dim)
+        dim = dim_before(link, dim, ranks)
+    return None if dim is None else Part(exchange, node, dim, chain, tuple(reversed(dims)))
+
+
+def own_parts(exchange: Exchange, editor: Editor) -> list[Part] | None:
+    """The parts that are all that is taken of an exchange's result; None if anything else is."""
+    leaves: list[fx.Node] = []
+    stack = [exchange.wait]
+    for _ in range(LONGEST):
+        if not stack:
+            break
+        node = stack.pop()
+        for user in node.users:
+            if user.target in SPLITS:
+                items = [item for item in user.users if item.users]
+                behind = {each for item in items for each in item.users}
+                whole_again = len(behind) == 1 and _joined(next(iter(behind))) is not None
+                stack += behind if whole_again else []
+                leaves += [] if whole_again else items
+            elif user.target is aten.slice.Tensor:
+                leaves.append(user)
+            elif user.users and _may_divide(user):
+                stack.append(user)
+            else:
+                return None
+    found = [_part_of(leaf, exchange.call.kind, editor) for leaf in leaves[: LONGEST + 1]]
+    parts = [part for part in found if part is not None and part.exchange.wait is exchange.wait]
+    one = len({part.dim for part in parts}) == 1
+    return parts if one and not stack and len(leaves) == len(parts) <= LONGEST else None
+
+
+def _divided(node: fx.Node) -> fx.Node | None:
+    """What a node takes a part of."""
+    source: Any = node.args[0] if node.args else None
+    if node.target is operator.getitem and source.target in SPLITS:
+        source = source.args[0]
+    elif node.target is not aten.slice.Tensor:
+        return None
+    return source
+
+
+def _own_dim(node: fx.Node, shape: torch.Size, ranks: int, rank: int) -> int | None:
+    """The dimension that a slice or an item of a split takes the rank-th of equal parts of."""
+    if node.target is aten.slice.Tensor:
+        given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+        dim, start, end, step = given
+    else:
+        split: Any = node.args[0]
+        dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
+    dim %= len(shape)
+    length = shape[dim]
+    if not isinstance(length, int) or length == 0 or length % ranks:
+        return None
+    part = length // ranks
+    if node.target is aten.slice.Tensor:
+        start, end = start or 0, length if end is None else end
+        if not isinstance(start, int) or not isinstance(end, int):
+            return None
+        first, last = start + length * (start < 0), min(end + length * (end < 0), length)
+        own = (first, last, step) == (rank * part, (rank + 1) * part, 1)
+    else:
+        own = bool(node.args[1] == rank) and split.args[1] in (part, [part] * ranks)
+    return dim if own else None
+
+
+def _joined(node: fx.Node) -> fx.Node | None:
+    """What was split into equal parts, if a node joins all of them again, maybe along another dimension: so a gather along
+    another dimension than the first looks."""
+    pieces: Any = node.args[0] if node.target is aten.cat.default else ()
+    split: Any = pieces[0].args[0] if pieces and pieces[0].target is operator.getitem else None
+    if split is None or split.target is not aten.split.Tensor or len(pieces) != len(split.meta["val"]):
+        return None
+    all_of_it = all(p.target is operator.getitem and p.args == (split, number) for number, p in enumerate(pieces))
+    equal = len({tuple(value.shape) for value in split.meta["val"]}) == 1
+    return split.args[0] if all_of_it and equal else None
+
+
+def _may_divide(node: fx.Node) -> bool:
+    if is_one_to_one(node) or _joined(node) is not None:
+        return True
+    if node.target in RESHAPES:
+        return all(isinstance(size, int) for size in (*fake(node).shape, *fake(node.args[0]).shape))  # type: ignore[arg-type]
+    return is_view(node)
+
+
+def dim_before(link: fx.Node, dim: int, ranks: int) -> int | None:
+    """The dimension of a link's argument whose equal parts are those of dimension ``dim`` of its result; None if none is."""
+    args: Any = link.args
+    if is_one_to_one(link):
+        return dim
+    if link.target is aten.cat.default:
+        split, along = args[0][0].args[0], args[1] if len(args) > 1 else 0
+        if dim != along % fake(link).dim() or len(args[0]) != ranks:
+            return None
+        return (split.args[2] if len(split.args) > 2 else 0) % fake(link).dim()
+    given, made = fake(args[0]).shape, fake(link).shape
+    if link.target is aten.permute.default:
+        return args[1][dim] % len(given)
+    if link.target in (aten.transpose.int, aten.t.default):
+        a, b = (args[1] % len(given), args[2] % len(given)) if link.target is aten.transpose.int else (0, len(given) - 1)
+        return {a: b, b: a}.get(dim, dim)
+    if link.target is aten.unsqueeze.default:
+        new = args[1] % len(made)
+        return None if dim == new else dim - (dim > new)
+    if link.target is aten.squeeze.dim:
+        return dim if len(given) == len(made) else dim + (dim >= args[1] % len(given))
+    # A reshape keeps the order of values: equal parts are equal where as much stands before the dimension.
+    before = math.prod(made[:dim])
+    fits = (d for d in range(len(given)) if math.prod(given[:d]) == before and given[d] and given[d] % ranks == 0)
+    return next(fits, None) if made[dim] % ranks == 0 else None

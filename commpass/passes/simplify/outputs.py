@@ -1,0 +1,37 @@
+"""The results of a graph stay tensors of their own: whoever writes into one does not change another."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from commpass.passes.simplify.editor import Editor, aten
+from commpass.passes.simplify.values import memory
+
+
+def output_memory(graph: fx.Graph) -> list[fx.Node]:
+    """For each output the node in whose memory it lies."""
+    roots, _ = memory(graph)
+    return [roots[node] for node in _outputs(graph)]
+
+
+def separate_outputs(editor: Editor, before: list[fx.Node]) -> None:
+    """Copies an output that came to share its memory with another one, or with an input, where it did not ``before``."""
+    taken: dict[fx.Node, fx.Node] = {}
+    copies: list[fx.Node] = []
+    last = editor.graph.output_node()
+    for node, root, old in zip(_outputs(editor.graph), output_memory(editor.graph), before, strict=True):
+        shared = taken.setdefault(root, old) is not old or (root.op == "placeholder" and root is not old)
+        copies.append(editor.emit(last, "separate outputs", node, aten.clone.default, node) if shared else node)
+    rest = iter(copies)
+    last.args = fx.map_arg(last.args, lambda _: next(rest))
+
+
+def _outputs(graph: fx.Graph) -> list[fx.Node]:
+    nodes: list[fx.Node] = []
+
+    def take(node: fx.Node) -> fx.Node:
+        nodes.append(node)
+        return node
+
+    fx.map_arg(graph.output_node().args, take)
+    return nodes

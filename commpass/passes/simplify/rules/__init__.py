@@ -1,0 +1,28 @@
+"""The rules, by theme, in the order in which they are tried at a node."""
+
+from commpass.passes.simplify.chains import CASTS
+from commpass.passes.simplify.editor import aten
+from commpass.passes.simplify.rules.gathers import gather_of_expand, gather_then_narrow, widen_then_gather
+from commpass.passes.simplify.rules.needless import alone, constant, same, waits
+from commpass.passes.simplify.rules.parts import gather_of_scatter, own_part, scattered
+from commpass.passes.simplify.rules.rule import Done, Rule
+from commpass.passes.simplify.rules.sums import expanded, nested_groups, sum_of_sums, widen_then_reduce
+
+RULES: tuple[Rule, ...] = (
+    Rule("waits", waits, exact=True),
+    Rule("alone", alone, exact=True),
+    Rule("constant", constant, exact=True),
+    Rule("same", same, exact=True),
+    Rule("own part", own_part, exact=True),
+    Rule("gather then narrow", gather_then_narrow, exact=True, at=CASTS),
+    Rule("widen then gather", widen_then_gather, exact=True),
+    Rule("gather of expand", gather_of_expand, exact=True),
+    Rule("expand", expanded, exact=False),
+    Rule("widen then reduce", widen_then_reduce, exact=False),
+    Rule("sum of sums", sum_of_sums, exact=False, at=(aten.add.Tensor, aten.sub.Tensor)),
+    Rule("scattered", scattered, exact=False),
+    Rule("gather of scatter", gather_of_scatter, exact=False),
+    Rule("nested groups", nested_groups, exact=False),
+)
+
+__all__ = ["RULES", "Done", "Rule"]

@@ -1,0 +1,102 @@
+"""Gathers send each value as narrow as it is, and each once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from commpass.passes import meta
+from commpass.passes.simplify.chains import before_clone, is_cast, is_one_to_one, is_view, repeat, scales, walk_back
+from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes
+from commpass.passes.simplify.rules.rule import GATHERS, Done
+
+EXACT_WIDENINGS = {
+    (torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.float64),
+    (torch.float16, torch.float64), (torch.float32, torch.float64), (torch.int8, torch.int32), (torch.uint8, torch.int32),
+    (torch.int8, torch.int64), (torch.uint8, torch.int64), (torch.int32, torch.int64),
+}  # fmt: skip
+convert = torch.ops.prims.convert_element_type.default
+
+
+def gather_then_narrow(node: fx.Node, editor: Editor) -> Done | None:
+    """to(narrow, gather(x)) = gather(to(narrow, x)): a gather moves values, a cast maps each on its own. Likewise behind views,
+    which stay behind the gather, and scales, which move in front of it with the cast."""
+    if not is_cast(node):
+        return None
+    between = walk_back(node.args[0], lambda n: is_view(n) or is_one_to_one(n), lambda n: editor.exchange(n, GATHERS), node)
+    if between is None:
+        return None
+    exchange, chain = between
+    wide, narrow = fake(exchange.wait).dtype, fake(node).dtype
+    if narrow.itemsize >= wide.itemsize:
+        return None
+    place, rule = exchange.call.node, "gather then narrow"
+    value = repeat([link for link in chain if is_one_to_one(link)], exchange.input, place, rule, editor)
+    value = editor.emit(place, rule, node, convert, value, narrow)
+    saved, name = nbytes(exchange.input) - nbytes(value), place.name
+    gathered = editor.collective(place, rule, exchange.call, value)
+    editor.replace(node, repeat([link for link in chain if is_view(link)], gathered, node, rule, editor))
+    return Done(name, f"{gathered.args[0].name} of {meta.dtype_name(narrow)}", saved, scales(chain))  # type: ignore[union-attr]
+
+
+def widened(exchange: Exchange) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
+    """What a collective takes, if it was widened without loss: what was widened, as what, and the views between."""
+    walked = walk_back(exchange.input, is_view, lambda n: n if is_cast(n) else None)
+    if walked is None:
+        return None
+    cast, views = walked
+    source = cast.args[0]
+    return (source, cast, views) if (fake(source).dtype, fake(cast).dtype) in EXACT_WIDENINGS else None
+
+
+def widen_then_gather(node: fx.Node, editor: Editor) -> Done | None:
+    """gather(to(wide, x)) = to(wide, gather(x)): likewise, and widening loses nothing."""
+    exchange = editor.exchange(node, GATHERS)
+    found = widened(exchange) if exchange is not None else None
+    if exchange is None or found is None:
+        return None
+    source, cast, views = found
+    place, rule, name, size = exchange.call.node, "widen then gather", exchange.call.node.name, nbytes(exchange.input)
+    saved = size * (1 - fake(source).dtype.itemsize / fake(cast).dtype.itemsize)
+    kind = exchange.call.kind
+    if editor.us(kind, size, exchange.call) - editor.us(kind, size - saved, exchange.call) < editor.kernels_us(1):
+        return None  # the cast may have been hidden behind another exchange: here it comes after this one
+    narrow = editor.collective(place, rule, exchange.call, repeat(views, source, place, rule, editor))
+    wide = editor.emit(node, rule, cast, convert, narrow, fake(cast).dtype)
+    into = f"{narrow.args[0].name} of {meta.dtype_name(fake(source).dtype)}"  # type: ignore[union-attr]
+    editor.replace(node, wide)
+    return Done(name, into, round(saved))
+
+
+def gather_of_expand(node: fx.Node, editor: Editor) -> Done | None:
+    """all_gather(expand(x)) = expand(all_gather(x)): copies of one value need be sent once. So also for one number."""
+    exchange = editor.exchange(node, ("all_gather",))
+    wide = before_clone(exchange.input) if exchange is not None else None
+    if exchange is None or wide is None or wide.target not in (aten.expand.default, aten.full.default):
+        return None
+    shape = fake(wide).shape
+    if not shape or not all(isinstance(size, int) and size > 0 for size in shape):
+        return None
+    rule, place, ranks = "gather of expand", exchange.call.node, editor.size(exchange.call)
+    small: Any = wide.args[0] if wide.target is aten.expand.default else None
+    kept = [1] * len(shape) if small is None else [1] * (len(shape) - fake(small).dim()) + list(fake(small).shape)
+    saved = nbytes(wide) - math.prod(kept) * fake(wide).dtype.itemsize
+    if editor.us("all_gather", nbytes(wide), exchange.call) <= (
+        editor.us("all_gather", nbytes(wide) - saved, exchange.call) + editor.kernels_us(1)
+    ):
+        return None
+    if small is None:
+        small = editor.emit(place, rule, wide, aten.full.default, kept, wide.args[1], **wide.kwargs)
+    elif list(fake(small).shape) != kept:
+        small = editor.emit(place, rule, wide, aten.reshape.default, small, kept)
+    name = place.name
+    gathered = editor.collective(place, rule, exchange.call, small)
+    # Row r of what was gathered stands for all rows of rank r.
+    apart = editor.emit(node, rule, wide, aten.reshape.default, gathered, [ranks, *kept])
+    whole = editor.emit(node, rule, wide, aten.expand.default, apart, [ranks, *shape])
+    whole = editor.emit(node, rule, wide, aten.clone.default, whole, memory_format=torch.contiguous_format)
+    editor.replace(node, editor.emit(node, rule, wide, aten.reshape.default, whole, list(fake(node).shape)))
+    return Done(name, f"{gathered.args[0].name}, expanded afterwards", saved)  # type: ignore[union-attr]

@@ -1,0 +1,117 @@
+"""Collectives that need not be at all: equal ones, of constants, over a group of one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from commpass.passes.collective import is_wait, parse
+from commpass.passes.simplify.chains import is_cast
+from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
+from commpass.passes.simplify.rules.rule import GATHERS, REDUCTIONS, Done
+
+
+def waits(node: fx.Node, editor: Editor) -> Done | None:
+    """Waiting for what has been waited for is nothing: rules see one wait."""
+    if not (is_wait(node) and isinstance(node.args[0], fx.Node)):
+        return None
+    source = node.args[0]
+    if is_wait(source) and isinstance(source.args[0], fx.Node) and parse(source.args[0]) is not None:
+        editor.replace(node, source)
+    elif (call := editor.call(source)) is not None and call.form == "plain":
+        first = min(user for user in source.users if is_wait(user))
+        if first is not node:  # torch 2.14 merges equal collectives, and leaves a wait for each
+            editor.replace(node, first)
+            _merge_casts(first, editor)
+    return None
+
+
+def _merge_casts(value: fx.Node, editor: Editor) -> None:
+    """Equal casts of a value that several had, each after its own wait, are one: rules look for the only user of a result."""
+    known: dict[Any, fx.Node] = {}
+    for user in sorted(user for user in value.users if is_cast(user)):
+        cast = known.setdefault((user.target, user.args, tuple(user.kwargs.items())), user)
+        if cast is not user:
+            editor.replace(user, cast)
+
+
+def same(node: fx.Node, editor: Editor) -> Done | None:
+    """Two collectives of equal values over one group are one: a function of equal arguments."""
+    exchange = editor.exchange(node, (*REDUCTIONS, *GATHERS, "broadcast"))
+    number = editor.numbers.get(node)
+    if exchange is None or number is None:
+        return None
+    first = editor.first.setdefault(number, exchange)
+    if first.wait is node or not (editor.lives(first.wait) and first.wait < node):
+        return None
+    until = editor.until.get(first.wait) or editor.last_user(first.wait)
+    if until < node and not editor.hold(until, node, nbytes(node), nbytes(node)):
+        return None
+    editor.until[first.wait] = max(until, editor.last_user(node))
+    name, size = exchange.call.node.name, nbytes(exchange.input)
+    editor.replace(node, first.wait)
+    return Done(name, f"{first.call.node.name}, which sends the same", size)
+
+
+def alone(node: fx.Node, editor: Editor) -> Done | None:
+    """A collective over a group of one rank gives what it took."""
+    exchange = editor.exchange(node, (*REDUCTIONS, *GATHERS))
+    if exchange is None or editor.size(exchange.call) != 1 or exchange.call.reduce_op not in (None, "sum", "avg", "max", "min"):
+        return None
+    if not same_shape(exchange.input, node):
+        return None
+    name, size = exchange.call.node.name, nbytes(exchange.input)
+    editor.replace(node, exchange.input)
+    return Done(name, "nothing: the group has one rank", size)
+
+
+def constant(node: fx.Node, editor: Editor) -> Done | None:
+    """The sum of W equal constants c is W c, their mean, maximum or minimum c, and gathered they are c again."""
+    exchange = editor.exchange(node, (*REDUCTIONS, *GATHERS))
+    if exchange is None or exchange.input.target is not aten.full.default:
+        return None
+    source, value = exchange.input, fake(node)
+    ranks = editor.size(exchange.call)
+    result = _constant(exchange, _on_every_rank(source), ranks)
+    if result is None or ranks < 1 or not all(isinstance(length, int) for length in value.shape):
+        return None
+    name, size = exchange.call.node.name, nbytes(source)
+    editor.replace(node, editor.emit(node, "constant", source, aten.full.default, list(value.shape), result, **source.kwargs))
+    return Done(name, f"the constant {result}, which need not be sent", size)
+
+
+NAMED = {"zero": 0, "zeros": 0, "zeros_like": 0, "new_zeros": 0, "one": 1, "ones": 1, "ones_like": 1, "new_ones": 1}
+
+
+def _on_every_rank(full: fx.Node) -> int | None:
+    """The constant that all ranks have there: what the operator's name says. A number in the graph may be this rank's own (its
+    place in the group, how many samples it has), and only of these two is it known that it is not."""
+    made_as: Any = full.meta.get("original_aten")
+    return NAMED.get(getattr(made_as, "_schema", made_as).name.split("::")[-1]) if made_as is not None else None
+
+
+def _constant(exchange: Exchange, given: int | None, ranks: int) -> Any:
+    """What a collective makes of a constant, as its operator takes it; None if that is not known to the bit."""
+    dtype, literal = fake(exchange.input).dtype, exchange.input.args[1]
+    op = exchange.call.reduce_op
+    if given is not None and literal != given:
+        return None
+    if op is None or op in ("max", "min"):
+        return None if given is None else literal
+    plain_zero = literal == 0 and not str(literal).startswith("-")  # the sign of a zero is a bit as well
+    if op not in ("sum", "avg") or (given is None and not plain_zero):
+        return None
+    if plain_zero:
+        return literal
+    return _ones(op, dtype, ranks)
+
+
+def _ones(op: str, dtype: torch.dtype, ranks: int) -> int | None:
+    """The sum or mean of ones, where every partial sum is exact, in any order; and of a mean every part, as some libraries
+    divide before they add."""
+    if dtype is torch.bool or dtype.is_complex or (op == "avg" and (not dtype.is_floating_point or ranks & (ranks - 1))):
+        return None
+    largest = 2 / torch.finfo(dtype).eps if dtype.is_floating_point else torch.iinfo(dtype).max  # of which all below are exact
+    return None if ranks > largest else 1 if op == "avg" else ranks

@@ -1,0 +1,92 @@
+"""A rank that uses only its own part of a result need not have the rest; who has all parts has the whole."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from commpass.passes.simplify.chains import own_parts, repeat
+from commpass.passes.simplify.editor import Editor, aten, fake, nbytes
+from commpass.passes.simplify.rules.rule import Done
+
+functional = torch.ops._c10d_functional
+
+
+def own_part(node: fx.Node, editor: Editor) -> Done | None:
+    """The own part of an all_gather is what one gave to it: where nothing else is taken of it, it need not be."""
+    exchange = editor.exchange(node, ("all_gather",))
+    parts = own_parts(exchange, editor) if exchange is not None else None
+    if exchange is None or not parts or parts[0].dim != 0:
+        return None
+    rule, name, size, ranks = "own part", exchange.call.node.name, nbytes(exchange.input), editor.size(exchange.call)
+    for part in parts:
+        value = repeat(part.chain, exchange.input, part.node, rule, editor, part.dims, part=ranks)
+        _replace(part.node, value, editor)
+    return Done(name, "the part that this rank has", size)
+
+
+def _replace(part: fx.Node, own: fx.Node, editor: Editor) -> None:
+    """Lets everything take the own value instead of a part of a result; the items of a split that nobody takes go as well."""
+    items = [*part.args[0].users] if part.target is operator.getitem else []  # type: ignore[union-attr]
+    editor.replace(part, own)
+    for item in items:
+        if editor.lives(item):
+            editor.prune(item)
+
+
+def scattered(node: fx.Node, editor: Editor) -> Done | None:
+    """An all_reduce of which a rank uses only its own part is a reduce_scatter, by definition of that. It scatters the first
+    dimension: another one is turned there, where that pays."""
+    exchange = editor.exchange(node, ("all_reduce",))
+    if exchange is None or not node.users or exchange.call.reduce_op not in ("sum", "avg"):
+        return None
+    parts = own_parts(exchange, editor)
+    if not parts:
+        return None
+    rule, call, place, dim = "scattered", exchange.call, exchange.call.node, parts[0].dim
+    ranks, size = editor.size(call), nbytes(exchange.input)
+    turn = [dim, *(d for d in range(fake(node).dim()) if d != dim)]
+    copies = any(
+        not isinstance(length, int) or length != 1 for length in fake(node).shape[:dim]
+    )  # else nothing moves in memory
+    values = size // fake(node).dtype.itemsize * (1 + 1 / ranks)
+    scatter_us = editor.us("reduce_scatter", size, call) + (editor.kernels_us(2, values) if copies else 0)
+    if scatter_us > editor.us("all_reduce", size, call) or not editor.hold(
+        place, node, 2 * size // ranks if copies else 0, size
+    ):
+        return None
+    value = exchange.input
+    if dim:
+        value = editor.contiguous(place, rule, editor.emit(place, rule, place, aten.permute.default, value, turn))
+    start = editor.emit(place, rule, place, functional.reduce_scatter_tensor.default, value, call.reduce_op, ranks, call.group)
+    mine = editor.emit(node, rule, place, functional.wait_tensor.default, start)
+    if dim:
+        back = [turn.index(d) for d in range(len(turn))]
+        mine = editor.contiguous(node, rule, editor.emit(node, rule, place, aten.permute.default, mine, back))
+    for part in parts:
+        _replace(part.node, repeat(part.chain, mine, part.node, rule, editor, part.dims, part=ranks), editor)
+    return Done(place.name, f"reduce_scatter {start.name}: only the own part is used", size * (ranks - 1) // ranks)
+
+
+def gather_of_scatter(node: fx.Node, editor: Editor) -> Done | None:
+    """all_gather(reduce_scatter(x)) = all_reduce(x): all parts of the sum, in rank order, are the sum."""
+    gathered = editor.exchange(node, ("all_gather",))
+    inner = editor.exchange(gathered.input, ("reduce_scatter",)) if gathered is not None else None
+    if gathered is None or inner is None or list(inner.wait.users) != [gathered.call.node]:
+        return None
+    if inner.call.group != gathered.call.group or inner.call.reduce_op not in ("sum", "avg"):
+        return None
+    size, call = nbytes(inner.input), inner.call
+    before = editor.us("reduce_scatter", size, call) + editor.us("all_gather", nbytes(gathered.input), call)
+    if editor.us("all_reduce", size, call) > before or not editor.next_to(call.node, gathered.call.node):
+        return None
+    if not editor.hold(call.node, gathered.call.node, size - nbytes(gathered.input), size):
+        return None
+    target, place = functional.all_reduce.default, call.node
+    start = editor.emit(place, "gather of scatter", place, target, inner.input, call.reduce_op, call.group)
+    whole = editor.emit(node, "gather of scatter", place, functional.wait_tensor.default, start)
+    saved = nbytes(gathered.input)
+    editor.replace(node, whole)
+    return Done(place.name, f"all_reduce {start.name} with the all_gather behind it", saved)
