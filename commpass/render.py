@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
@@ -20,6 +20,9 @@ from rich.text import Text
 
 from commpass.dump import Dump
 from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, Simplification, diff
+
+if TYPE_CHECKING:
+    from commpass.survey import Measured
 
 FORECASTS = ("wire_bytes", "plain_us", "predicted_us", "error", "reason")
 """What a diff shows besides the decisions: what the cost model thought of them."""
@@ -195,6 +198,23 @@ def diff_table(rows: Sequence[Difference], left: Plan, right: Plan) -> Table:
     for row in rows:
         texts = (row.site, modules.get(row.site) or "-", row.field, shown(row, row.left), shown(row, row.right))
         table.add_row(*map(Text, texts))
+    return table
+
+
+def codecs(rows: Sequence[Measured]) -> Table:
+    """Codecs on some data, one a line."""
+    timed = any(row.encode_gbs is not None for row in rows)
+    speed_headers = ("encode GB/s", "decode GB/s") if timed else ()
+    table = plain_table("codec", "bits", "error", "cosine", "bound", "above", *speed_headers)
+    table.caption = "above: bits above 2^-b, the least for a Gaussian (lossless: above the entropy of the exponents)"
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        speeds = [f"{speed:.2f}" for speed in (row.encode_gbs, row.decode_gbs) if speed is not None]
+        error = "lossless" if row.lossless else f"{row.error:.3%}"
+        bound = "" if row.lossless else f"{row.bound:.2f}"
+        table.add_row(row.codec, f"{row.bits:.3f}", error, f"{row.cosine:.6f}", bound, f"{row.distance:.2f}", *speeds)
     return table
 
 

@@ -1,4 +1,7 @@
-"""Codecs against references written separately, and what holds for each of them: laws 2 and 4, error bounds, exact sizes."""
+"""The codecs by name, all settings: what holds for each of them. Laws 2 and 4, error bounds, exact sizes, shapes, bad input.
+
+What the values are is compared with references in test_codec_family.py, what they are worth in test_codec_theory.py.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,45 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import FAMILY, Setting
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import commpass
 from commpass.codecs import FLOATS, NAMES, Codec, accumulation_dtype, codec
 from commpass.errors import PolicyError
 
-GRID = {
-    "int8": ("int8", False),
-    "int4": ("int4", False),
-    "fp8": ("e4m3", False),
-    "fp8(form=e5m2)": ("e5m2", False),
-    "rotated": ("int8", True),
-    "rotated(bits=4)": ("int4", True),
-    "rotated(form=e4m3)": ("e4m3", True),
-    "rotated(form=e5m2)": ("e5m2", True),
-}
-"""Every setting of the named codecs that changes more than the block: (grid, whether rotated)."""
-BITS = {"int8": 8, "int4": 4, "e4m3": 8, "e5m2": 8}
-LARGEST = {"int8": 127, "int4": 7, "e4m3": 448, "e5m2": 57344}
+BLOCK_CODECS = ["int8", "int6", "int4", "int2", "fp8", "rotated", "table", "taco", "equarx", "sdp4bit", "tahquant"]
+CORE = [
+    "int8", "int6", "int4", "int2", "int8(scale=rms, stored=bf16)", "int6(scale=lsq, stored=pow2)",
+    "int4(scale=rms, stored=pow2)", "int4(scale=lsq, stored=bf16)", "int2(scale=lsq, stored=fp32)",
+    "int8(static=0.05)", "int2(static=0.05)",
+    "int4(scale=absmax, stored=bf16, rounding=stochastic, seed=7)", "int8(rounding=stochastic)",
+    "int6(scale=static, static=0.5, rounding=stochastic, seed=3)", "fp8", "fp8(form=e5m2)",
+    "fp8(form=e4m3, scale=lsq, stored=pow2)", "fp8(form=e4m3, static=1.0)", "fp8(form=e5m2, static=1.0)", "rotated",
+    *(f"rotated(form=companded, bits={bits})" for bits in range(2, 8)),
+    "rotated(form=int, bits=8)", "rotated(form=int, bits=3)",
+    "rotated(form=table, bits=5)", "rotated(form=table, bits=2, scale=absmax, stored=pow2)", "rotated(form=e4m3, bits=8)",
+    "rotated(form=e5m2, bits=8)", "rotated(form=companded, bits=4, scale=lsq, stored=fp32)",
+    *(f"table(bits={bits}, scale=rms, stored=bf16)" for bits in (2, 3, 5, 6)), "table", "table(bits=6, scale=lsq, stored=pow2)",
+    "taco", "taco(form=e5m2, scale=absmax, rotate=True)", "taco(form=int8, scale=dual, rotate=False)",
+    "equarx", "equarx(width=96)", "equarx(width=300)",
+    "sdp4bit", "sdp4bit(bits=8)", "sdp4bit(part=weight)", "tahquant", "tahquant(bits=3, stored=fp32)",
+]  # fmt: skip
+"""Of all settings some that have every part in them, for the tests that try each."""
 
-examples = settings(max_examples=100, deadline=None)
+examples = settings(max_examples=150, deadline=None)
+
+
+def build(text: str, block: int | None = None) -> tuple[Codec, Setting]:
+    """A codec of the family and what it means, with another block if it can have that."""
+    if block is None or block not in reference.blocks_for(text):
+        return codec(text), FAMILY[text]
+    return codec(text, block=block), dataclasses.replace(FAMILY[text], block=block)
 
 
 def bits(x: torch.Tensor) -> bytes:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return x.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
 
 
 def wide(x: torch.Tensor) -> np.ndarray:
@@ -49,11 +66,9 @@ def decoded(coder: Codec, x: torch.Tensor) -> np.ndarray:
     return wide(coder.decode_rows(wire.payload.reshape(1, -1), x.numel(), x.dtype))
 
 
-def expected(coder: Codec, name: str, x: torch.Tensor) -> reference.Expected:
-    grid, rotate = GRID[name]
-    roundoff = reference.DOUBLE if x.dtype == torch.float64 else reference.SINGLE
-    limit = torch.finfo(x.dtype).max
-    return reference.round_trip(wide(x), grid, coder.block, rotate=rotate, roundoff=roundoff, limit=limit)
+def roundoff(dtype: torch.dtype) -> float:
+    """Of the arithmetic of a codec for values of this dtype."""
+    return reference.DOUBLE if dtype == torch.float64 else reference.SINGLE
 
 
 def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -68,6 +83,7 @@ SHAPES = st.one_of(
     st.tuples(st.integers(0, 1100)),
     st.tuples(st.integers(0, 7), st.integers(0, 90)),
     st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 40)),
+    st.tuples(st.integers(2000, 2200)),
 )
 CONTENTS = {
     "gaussian": lambda rng, n: rng.standard_normal(n),
@@ -75,11 +91,18 @@ CONTENTS = {
     "negative zeros": lambda rng, n: np.full(n, -0.0),
     "constant": lambda rng, n: np.ones(n),
     "one sign": lambda rng, n: -rng.random(n),
+    "far from zero": lambda rng, n: 10 + rng.standard_normal(n),
     "outliers": lambda rng, n: rng.standard_normal(n) * np.where(rng.random(n) < 0.02, 1e4, 1),
     "sparse": lambda rng, n: rng.standard_normal(n) * (rng.random(n) < 0.05),
+    "one each hundred": lambda rng, n: (np.arange(n) % 100 == rng.integers(100)) * 1.0,
+    "two levels": lambda rng, n: np.where(rng.random(n) < 0.5, 1.0, -1.0),
     "many magnitudes": lambda rng, n: rng.standard_normal(n) * 10.0 ** rng.uniform(-30, 0, n),
     "few levels": lambda rng, n: rng.integers(-8, 9, n) / 2.0,
+    # The rotation gathers such a block in one value: as large as a coded value can be.
+    "row of a rotation": lambda rng, n: np.resize(reference.hadamard(w := 2 ** rng.integers(3, 10), True)[rng.integers(w)], n),
+    "row of Hadamard": lambda rng, n: np.resize(reference.hadamard(w := 2 ** rng.integers(3, 10))[rng.integers(w)], n),
 }
+MAGNITUDES = [0, 0, 0, -45, -40, -38, -37, -20, -5, 4, 20, 37, 38]
 
 
 @st.composite
@@ -88,116 +111,68 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     shape, dtype = draw(SHAPES), draw(st.sampled_from(FLOATS))
     content = CONTENTS[draw(st.sampled_from(sorted(CONTENTS)))]
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    values = content(rng, math.prod(shape)) * 10.0 ** draw(
-        st.sampled_from([0, 0, 0, -45, -40, -38, -37, -20, -5, 4, 20, 37, 38])
-    )
     limit = torch.finfo(dtype).max
+    magnitude = draw(st.sampled_from([*MAGNITUDES, *([-315, -308, 307, 308] if dtype == torch.float64 else [])]))
+    with np.errstate(over="ignore"):
+        values = content(rng, math.prod(shape)) * 10.0**magnitude
     return torch.from_numpy(np.clip(values, -limit, limit).reshape(shape)).to(dtype).clamp(-limit, limit)
 
 
 @st.composite
-def codecs(draw: st.DrawFn) -> tuple[str, Codec]:
-    name = draw(st.sampled_from(sorted(GRID)))
-    sizes = [8, 16, 64, 128, 256, 512] + ([] if GRID[name][1] else [24, 1000])
-    return name, codec(name, block=draw(st.sampled_from(sizes)))
+def codecs(draw: st.DrawFn) -> tuple[Codec, Setting]:
+    """Any setting of any block codec, with any block."""
+    name = draw(st.sampled_from(BLOCK_CODECS))
+    text = draw(st.sampled_from([text for text in FAMILY if text.partition("(")[0] == name]))
+    return build(text, draw(st.sampled_from([None, *reference.blocks_for(text)])))
 
 
-# --- values -----------------------------------------------------------------------------------------------------------
+def test_every_block_codec_and_every_part_of_one_is_covered_here():
+    assert {text.partition("(")[0] for text in FAMILY} == set(BLOCK_CODECS) <= set(NAMES)
+    assert set(CORE) <= set(FAMILY)
+    for field in ("grid", "scale", "stored", "rotation", "layout", "offset"):
+        everywhere = {getattr(setting, field) for setting in FAMILY.values()}
+        assert {getattr(FAMILY[text], field) for text in CORE} >= everywhere - {"table3", "int5", "int7"}
 
 
-@examples
-@given(codecs(), tensors())
-def test_decoded_values_are_those_of_the_reference(named, x):
-    name, coder = named
-    want = expected(coder, name, x)
-    off = np.abs(decoded(coder, x) - want.values)
-    assert (off <= want.tolerance).all(), f"{(off - want.tolerance).max()} too far at {(off - want.tolerance).argmax()}"
+# --- errors and laws --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", GRID)
-def test_values_far_from_ties_are_exact_and_ties_are_rare(name, dtype):
-    """What makes the comparison above mean something: the reference allows more than rounding for few values only."""
-    coder = codec(name, block=32)
-    x = gaussian(50, 64, dtype=dtype)
-    want = expected(coder, name, x)
-    rounding = want.scale * LARGEST[GRID[name][0]] * 1e-3
-    assert want.near_ties < 0.01
-    assert (want.tolerance < rounding).mean() > 0.8
-    assert (np.abs(decoded(coder, x) - want.values) < rounding).mean() > 0.99
+def relative_norms(x: torch.Tensor, back: np.ndarray, setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """2-norms of error and of values of each block, over the largest magnitude of the block; and that magnitude."""
+    values = reference.blocks_of(wide(x), setting)
+    errors = reference.blocks_of(back, setting) - values
+    peak = np.abs(values).max(axis=1, initial=0.0, keepdims=True)
+    safe = np.where(peak > 0, peak, 1.0)
+    norms = (np.sqrt(((part / safe) ** 2).sum(axis=1)) for part in (errors, values))
+    return *norms, safe[:, 0]
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_integers_round_half_to_even(name):
-    largest = LARGEST[name]
-    halves = torch.arange(-largest, largest) + 0.5  # with a peak of `largest` the scale is 1: every value is a tie
-    x = torch.cat([halves, torch.tensor([float(largest)])])
-    x = torch.nn.functional.pad(x, (0, -x.numel() % 8))
-    coder = codec(name, block=x.numel())
-    want = [2 * round(value / 2) for value in halves.tolist()]
-    want = [max(-largest, min(largest, value)) for value in want]  # 7.5 would be 8: above the grid
-    assert coder.decode(coder.encode(x))[: len(halves)].tolist() == want
-    assert want[:4] != sorted(set(want))[:4]  # some neighbours met
-
-
-@pytest.mark.parametrize(("name", "grid"), [("fp8", "e4m3"), ("fp8(form=e5m2)", "e5m2")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_8_bit_floats_keep_every_value_of_their_grid_and_round_ties_to_even(name, grid, dtype):
-    levels = reference.GRIDS[grid]
-    ties = (levels[1:] + levels[:-1]) / 2  # exact in float32
-    even = np.where(np.arange(len(ties)) % 2 == 0, levels[:-1], levels[1:])
-    x = torch.tensor(np.concatenate([levels, -levels, ties, -ties]), dtype=dtype)
-    coder = codec(name, block=math.ceil(x.numel() / 8) * 8)  # one block, whose peak is the largest level: scale 1
-    assert decoded(coder, x).tolist() == np.concatenate([levels, -levels, even, -even]).tolist()
-
-
-@pytest.mark.parametrize("width", [8, 64, 512])
-@pytest.mark.parametrize("bits_", [8, 4])
-def test_a_rotation_spreads_an_outlier_over_its_block_without_loss(width, bits_):
-    """``H e_i`` is all plus and minus one: every code is a largest one, and the way back is exact."""
-    for place in (0, 3, width - 1):
-        x = torch.zeros(width)
-        x[place] = 1000.0
-        coder = codec("rotated", bits=bits_, block=width)
-        assert torch.allclose(coder.decode(coder.encode(x)), x, rtol=1e-6, atol=1e-3)
-
-
-@pytest.mark.parametrize("bits_", [8, 4])
-def test_a_rotation_helps_the_values_beside_an_outlier(bits_):
-    x = gaussian(4096)
-    x[::256] = 50.0
-    plain, rotated = codec(f"int{bits_}", block=256), codec("rotated", bits=bits_, block=256)
-    errors = [(coder.decode(coder.encode(x)) - x).square().mean().sqrt() for coder in (plain, rotated)]
-    assert errors[1] < 0.7 * errors[0]
-
-
-@examples
+@settings(max_examples=600, deadline=None)
 @given(codecs(), tensors())
 def test_the_stated_error_bound_is_never_exceeded(named, x):
-    """Half a grid step of the block, or half the smallest normal number where that is more; see BlockCodec."""
-    name, coder = named
-    grid, rotate = GRID[name]
-    smallest_normal = torch.finfo(accumulation_dtype(x.dtype)).tiny
-    values = reference.blocks_of(wide(x), coder.block)
-    errors = np.abs(reference.blocks_of(decoded(coder, x), coder.block) - values)
-    peak = np.abs(values).max(axis=1, keepdims=True, initial=0)
-    scale = np.maximum(peak / LARGEST[grid], smallest_normal)
-    rounding = 1 + 1e-4  # of the arithmetic: 127 codes of 2^-23 each
-    if rotate:  # each code is off by half a step at most; H with its rows of norm sqrt(width) adds them up
-        # the gap of e4m3 is 1/8 of a number in its largest binade, that of e5m2 1/4
-        step = {"int8": 1, "int4": 1, "e4m3": 32, "e5m2": 8192}[grid]
-        assert (np.sqrt((errors**2).sum(axis=1)) <= coder.block * scale[:, 0] * step / 2 * rounding).all()
-    elif grid.startswith("int"):
-        assert (errors <= scale / 2 * rounding).all()
-    else:  # half a step of a float is 2^-(mantissa bits + 1) of its binade, which starts at or below the number
-        mantissa, least = {"e4m3": (3, 2.0**-9), "e5m2": (2, 2.0**-16)}[grid]
-        assert (errors <= np.maximum(np.abs(values) * 2.0 ** -(mantissa + 1), scale * least / 2) * rounding).all()
+    coder, setting = named
+    errors, norms, peak = relative_norms(x, decoded(coder, x), setting)
+    size = reference.places(x.numel(), setting).shape[1]
+    arithmetic = 1e-5 * (coder.bound + 1) * norms
+    assert (errors <= coder.bound * norms + math.sqrt(size) * coder.floor(x.dtype) / peak + arithmetic).all()
+
+
+@pytest.mark.parametrize("text", FAMILY)
+def test_the_bound_and_the_floor_are_numbers_that_mean_something(text):
+    coder, setting = build(text)
+    assert 0 < coder.bound < 17
+    if setting.scale == "static":
+        assert coder.floor(torch.float32) == coder.floor(torch.float64) > 0
+    else:
+        assert 0 < coder.floor(torch.float64) < 1e-300 < coder.floor(torch.float32) < 1e-31
+    if text in CORE:
+        assert 0.002 < coder.relative_error() <= coder.bound + coder.floor(torch.float64)
 
 
 @examples
 @given(codecs(), tensors())
 def test_decode_gives_the_shape_and_dtype_back_rounded_once_and_all_finite(named, x):
-    _, coder = named
+    coder, _ = named
     wire = coder.encode(x)
     back = coder.decode(wire, x)
     assert (back.shape, back.dtype) == (x.shape, x.dtype)
@@ -207,11 +182,11 @@ def test_decode_gives_the_shape_and_dtype_back_rounded_once_and_all_finite(named
     assert bits(rows.to(x.dtype)) == bits(back)
 
 
-@examples
+@settings(max_examples=300, deadline=None)
 @given(codecs(), tensors(), st.data())
 def test_what_is_not_finite_stays_so_at_its_place_and_leaves_other_blocks_alone(named, x, data):
     """Law 2."""
-    _, coder = named
+    coder, setting = named
     flat = x.reshape(-1)
     if not flat.numel():
         return
@@ -222,34 +197,92 @@ def test_what_is_not_finite_stays_so_at_its_place_and_leaves_other_blocks_alone(
     clean = coder.decode(coder.encode(flat))
     back = coder.decode(coder.encode(broken))
     assert not back[place].isfinite()
-    others = torch.arange(flat.numel()) // coder.block != place // coder.block
+    where = reference.places(flat.numel(), setting)
+    others = torch.ones(flat.numel(), dtype=torch.bool)
+    hit = where[(where == place).any(axis=1)]
+    others[torch.from_numpy(hit[hit >= 0])] = False
     assert back[others].isfinite().all()
     assert bits(back[others]) == bits(clean[others])
 
 
-@pytest.mark.parametrize("name", GRID)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_zeros_and_the_smallest_numbers_decode_to_at_most_the_smallest_normal_one(name, dtype):
-    coder = codec(name, block=8)
-    work = np.finfo(np.float64 if dtype == torch.float64 else np.float32)
-    for value in (0.0, -0.0, work.smallest_subnormal, -work.smallest_subnormal, work.tiny / 3):
-        x = torch.full((19,), value, dtype=dtype)
-        back = coder.decode(coder.encode(x)).double().abs()
-        assert (back == 0).all() if value == 0 else (back <= work.tiny).all(), value
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("text", [text for text, setting in FAMILY.items() if setting.scale == "static"])
+def test_static_scales_mark_only_what_is_not_finite(text, bad):
+    coder, _ = build(text)
+    x = gaussian(300)
+    x[7], x[8] = bad, torch.finfo(torch.float32).max
+    back = coder.decode(coder.encode(x))
+    assert back.isfinite().tolist() == [place != 7 for place in range(300)]
 
 
-@pytest.mark.parametrize("name", GRID)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_largest_finite_numbers_stay_finite_and_large(name, dtype):
-    limit = torch.finfo(dtype).max
-    signs = torch.where(gaussian(300) > 0, 1.0, -1.0).to(dtype)
-    for x in (torch.full((300,), limit, dtype=dtype), torch.full((300,), -limit, dtype=dtype), signs * limit):
-        coder = codec(name)
-        back = coder.decode(coder.encode(x))
-        assert back.isfinite().all()
-        off = back.double() / limit - x.double() / limit
-        assert off.square().mean().sqrt() < (0.3 if "4)" in name else 0.1)
-        assert (back.sign() == x.sign()).all()
+@pytest.mark.parametrize("value", [1e-30, 1e30])
+@pytest.mark.parametrize("name", ["int8", "int2", "fp8", "fp8(form=e5m2)"])
+def test_static_scales_far_from_the_values_lose_them_but_make_nothing_infinite(name, value):
+    coder = codec(name, static=value)
+    x = torch.tensor([0.0, 1.0, -1.0, 1e38, -1e38, 1e-38])
+    back = coder.decode(coder.encode(x))
+    assert back.isfinite().all()
+    assert (back.abs() <= x.abs() + coder.floor(x.dtype)).all()
+
+
+@pytest.mark.parametrize("text", FAMILY)
+def test_zeros_decode_to_zeros_and_the_smallest_numbers_to_small_ones(text):
+    coder, setting = build(text, 16)
+    for dtype in FLOATS:
+        work = np.finfo(np.float64 if dtype == torch.float64 else np.float32)
+        for value in (0.0, -0.0):
+            x = torch.full((19,), value, dtype=dtype)
+            assert (coder.decode(coder.encode(x)) == 0).all(), dtype
+        for value in (work.smallest_subnormal, -work.smallest_subnormal, work.tiny / 3):
+            x = torch.full((19,), value, dtype=dtype)
+            most = coder.floor(dtype) * math.sqrt(reference.places(19, setting).shape[1]) + (1 + coder.bound) * abs(value)
+            assert (coder.decode(coder.encode(x)).double().abs() <= most).all(), (dtype, value)
+
+
+@pytest.mark.parametrize("text", FAMILY)
+def test_a_block_of_zeros_among_others_is_zeros(text):
+    coder, setting = build(text, 64)
+    if setting.layout == "lanes":
+        x = gaussian(2, 1024) * torch.cat([torch.zeros(500), torch.ones(524)])
+        assert (coder.decode(coder.encode(x))[:, :500] == 0).all()
+        return
+    lost = reference.places(2500, setting)[1]
+    x = gaussian(2500)
+    x[lost[lost >= 0]] = 0.0
+    assert (coder.decode(coder.encode(x))[lost[lost >= 0]] == 0).all()
+
+
+@pytest.mark.parametrize("text", FAMILY)
+def test_the_largest_finite_numbers_stay_finite_and_large(text):
+    coder, setting = build(text)
+    for dtype in FLOATS:
+        limit = torch.finfo(dtype).max
+        signs = torch.where(gaussian(2100) > 0, 1.0, -1.0).to(dtype)
+        worst = torch.from_numpy(reference.hadamard(setting.width or setting.block, setting.rotation == "signed")[5])
+        gathered = worst.repeat(2100 // len(worst)).to(dtype) if setting.rotation else signs
+        for x in (
+            torch.full((300,), limit, dtype=dtype),
+            torch.full((300,), -limit, dtype=dtype),
+            signs * limit,
+            gathered * limit,
+        ):
+            back = coder.decode(coder.encode(x))
+            assert back.isfinite().all()
+            if setting.scale != "static":
+                off = back.double() / limit - x.double() / limit
+                assert off.square().mean().sqrt() <= coder.bound * 1.00001, dtype
+
+
+@pytest.mark.parametrize("text", FAMILY)
+def test_one_value_and_nothing_at_all(text):
+    coder, _ = build(text)
+    wire = coder.encode(torch.empty(3, 0))
+    assert wire.payload.numel() == 0
+    assert coder.decode(wire).shape == (3, 0)
+    one = torch.tensor(-2.5)
+    back = coder.decode(coder.encode(one))
+    assert back.shape == ()
+    assert abs(back + 2.5) <= 2.5 * min(1.0, coder.bound) + coder.floor(torch.float32)
 
 
 # --- the wire ---------------------------------------------------------------------------------------------------------
@@ -258,7 +291,7 @@ def test_the_largest_finite_numbers_stay_finite_and_large(name, dtype):
 @examples
 @given(codecs(), tensors())
 def test_the_payload_is_bytes_of_exactly_the_stated_number_and_the_same_each_time(named, x):
-    _, coder = named
+    coder, _ = named
     before = bits(x)
     wire = coder.encode(x)
     assert wire.payload.dtype == torch.uint8
@@ -270,93 +303,202 @@ def test_the_payload_is_bytes_of_exactly_the_stated_number_and_the_same_each_tim
     assert bits(x) == before, "encode changed its input"
 
 
-@examples
-@given(codecs(), st.integers(0, 10**9), st.sampled_from(FLOATS))
-def test_the_wire_holds_codes_and_one_scale_a_block_and_little_more(named, numel, dtype):
-    name, coder = named
-    blocks = -(-numel // coder.block)
-    codes, scales = blocks * coder.block * BITS[GRID[name][0]] // 8, blocks * accumulation_dtype(dtype).itemsize
-    padding = coder.wire_bytes(numel, dtype) - codes - scales
-    assert 0 <= padding < 2 * 128
+@settings(max_examples=300, deadline=None)
+@given(codecs(), st.integers(0, 100_000), st.sampled_from(FLOATS))
+def test_the_wire_holds_codes_and_numbers_each_region_padded_to_128_bytes(named, numel, dtype):
+    coder, setting = named
+    regions = reference.regions(numel, setting, roundoff(dtype))
+    assert coder.wire_bytes(numel, dtype) == sum(math.ceil(region / 128) * 128 for region in regions)
 
 
-@pytest.mark.parametrize("name", GRID)
-def test_nothing_takes_no_bytes(name):
-    wire = codec(name).encode(torch.empty(3, 0))
-    assert wire.payload.numel() == 0
-    assert codec(name).decode(wire).shape == (3, 0)
+SIDE_BITS = {
+    "int8": 8 + 32 / 256, "int6": 6 + 32 / 128, "int4": 4 + 32 / 128, "int2": 2 + 32 / 64, "int8(static=0.05)": 8, "fp8": 8.125,
+    "fp8(form=e4m3, static=1.0)": 8, "rotated": 8 + 16 / 256, "rotated(form=companded, bits=5)": 5.0625, "table": 4.0625,
+    "table(bits=6, scale=lsq, stored=pow2)": 6 + 8 / 256, "taco": 8 + 64 / 256, "equarx": 8 + 32 / 256,
+    "taco(form=e4m3, scale=absmax, rotate=True)": 8 + 32 / 256, "sdp4bit": 4 + 32 / 128, "sdp4bit(part=weight)": 4 + 32 / 2048,
+    "tahquant": 4 + (16 + 16 + 8) / 128, "tahquant(bits=3, stored=fp32)": 3 + (32 + 32 + 8) / 128,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GRID)
-def test_each_row_is_encoded_and_decoded_on_its_own(name):
-    coder = codec(name, block=64)
+@pytest.mark.parametrize("text", SIDE_BITS)
+def test_bits_per_value_are_codes_and_side_data(text):
+    assert codec(text).bits_per_value(1 << 21, torch.bfloat16) == SIDE_BITS[text]
+
+
+@pytest.mark.parametrize("text", FAMILY)
+def test_each_row_is_encoded_and_decoded_on_its_own(text):
+    """Noise is another for each place, so of another for each row: stochastic codes of a row depend on where it stands."""
+    coder, setting = build(text, 64)
     rows = gaussian(5, 333)
     rows[2, 7] = math.nan  # of one row, which must not reach another
     wires = coder.encode_rows(rows)
     values = coder.decode_rows(wires, 333, torch.float32)
     assert values[[0, 1, 3, 4]].isfinite().all()
     for row in (0, 1, 3, 4):
-        assert bits(coder.encode_rows(rows[row : row + 1])) == bits(wires[row])
+        assert setting.seed is not None or bits(coder.encode_rows(rows[row : row + 1])) == bits(wires[row])
         assert bits(coder.decode_rows(wires[row : row + 1], 333, torch.float32)) == bits(values[row])
 
 
-@pytest.mark.parametrize("name", GRID)
-def test_strides_do_not_matter(name):
+@pytest.mark.parametrize("text", CORE)
+def test_blocks_do_not_depend_on_what_follows_them(text):
+    """The last block, filled with zeros, decodes as a block of its own with the same zeros does."""
+    coder, setting = build(text, 64)
+    if setting.layout != "flat":
+        return
+    x = gaussian(150)
+    whole = decoded(coder, x)
+    last = 150 // setting.block * setting.block
+    if setting.seed is None and last:
+        assert (decoded(coder, x[:last]) == whole[:last]).all()
+        assert (
+            decoded(coder, torch.nn.functional.pad(x[last:], (0, setting.block - (150 - last))))[: 150 - last] == whole[last:]
+        ).all()
+    padded = torch.nn.functional.pad(x, (0, -150 % setting.block))
+    assert (decoded(coder, padded)[:150] == whole).all()
+
+
+@pytest.mark.parametrize("text", CORE)
+def test_strides_do_not_matter(text):
     x = gaussian(40, 30)
-    assert bits(codec(name).encode(x.t()).payload) == bits(codec(name).encode(x.t().contiguous()).payload)
-    assert bits(codec(name).encode(x[:, ::2]).payload) == bits(codec(name).encode(x[:, ::2].clone()).payload)
+    assert bits(codec(text).encode(x.t()).payload) == bits(codec(text).encode(x.t().contiguous()).payload)
+    assert bits(codec(text).encode(x[:, ::2]).payload) == bits(codec(text).encode(x[:, ::2].clone()).payload)
 
 
-@pytest.mark.parametrize("name", GRID)
-def test_other_data_makes_another_wire(name):
-    assert bits(codec(name).encode(gaussian(300)).payload) != bits(codec(name).encode(gaussian(300, seed=1)).payload)
+@pytest.mark.parametrize("text", FAMILY)
+def test_other_data_makes_another_wire(text):
+    assert bits(codec(text).encode(gaussian(300)).payload) != bits(codec(text).encode(gaussian(300, seed=1)).payload)
 
 
-def test_eager_and_compiled_calls_agree_bit_for_bit():
-    coders = [codec(name, block=64) for name in NAMES]  # one graph for all: starting the compiler is what takes time
-    x = gaussian(4, 150)
-    x[1] = 0.0
-    x[2, ::3] *= 1e30
-    x[3, 140] = math.inf
-
-    def all_of_them(rows):
-        wires = [coder.encode_rows(rows) for coder in coders]
-        return [(wire, coder.decode_rows(wire, 150, torch.float32)) for coder, wire in zip(coders, wires, strict=True)]
-
-    compiled = torch.compile(all_of_them, dynamic=False, fullgraph=True)(x)
-    for coder, eager, made in zip(coders, all_of_them(x), compiled, strict=True):
-        (wire, values), (compiled_wire, compiled_values) = eager, made
-        assert bits(wire[:3]) == bits(compiled_wire[:3]), coder.spec
-        assert bits(values[:3]) == bits(compiled_values[:3]), coder.spec
-        assert bits(values[3, :128]) == bits(compiled_values[3, :128]), coder.spec
-        for found in (values[3], compiled_values[3]):  # codes of what is not finite may differ; what comes out may not
-            assert found.isfinite().tolist() == [True] * 128 + [False] * 22, coder.spec
+# --- traced and compiled ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", GRID)
-def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(name, dtype):
-    coder = codec(name, block=64)
-    for count, numel in ((1, 1), (3, 64), (2, 300), (1, 0)):
+@pytest.mark.parametrize("text", CORE)
+def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(text):
+    coder, _ = build(text, 64)
+    for (count, numel), dtype in zip(((1, 1), (3, 64), (2, 300), (1, 0)), FLOATS, strict=True):
         rows = gaussian(count, numel, dtype=dtype)
         wire = coder.encode_rows(rows)
         back = coder.decode_rows(wire, numel, dtype)
         with FakeTensorMode() as mode:
             fake_wire = coder.encode_rows(mode.from_tensor(rows))
             fake_back = coder.decode_rows(fake_wire, numel, dtype)
-        assert wire.shape == (count, coder.wire_bytes(numel, dtype))
         assert (fake_wire.shape, fake_wire.dtype) == (wire.shape, wire.dtype)
         assert (fake_back.shape, fake_back.dtype) == (back.shape, back.dtype)
 
 
-# --- what is said about a codec ---------------------------------------------------------------------------------------
+def round_trip(coder: Codec):
+    def run(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wire = coder.encode_rows(rows)
+        return wire, coder.decode_rows(wire, rows.shape[1], rows.dtype)
+
+    return run
 
 
-@pytest.mark.parametrize("block", [16, 256])
-@pytest.mark.parametrize("name", GRID)
-def test_the_relative_error_is_that_of_theory_on_a_gaussian(name, block):
-    theory = reference.gaussian_error(GRID[name][0], block)
-    assert codec(name, block=block).relative_error() == pytest.approx(theory, rel=0.04)
+SYMBOLIC = [
+    "int8", "int6(scale=lsq, stored=pow2)", "int4(scale=rms, stored=pow2)", "int8(static=0.05)", "int8(rounding=stochastic)",
+    "fp8(form=e5m2)", "fp8(form=e4m3, static=1.0)", "rotated(form=companded, bits=7)", "rotated(form=int, bits=3)",
+    "table(bits=2, scale=rms, stored=bf16)", "rotated(form=e4m3, bits=8)", "taco", "equarx", "equarx(width=300)",
+    "sdp4bit", "tahquant",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SYMBOLIC)
+def test_a_graph_of_symbolic_sizes_gives_the_bits_of_real_ones(text):
+    coder, setting = build(text, 64)
+    run = round_trip(coder)
+    # A graph holds where what was found true in tracing is: of sizes of one chunk or tile, that there is one.
+    first, others = (
+        ((3, 300), [(2, 517), (4, 64), (2, 3000)]) if setting.layout == "flat" else ((3, 5000), [(2, 3100), (1, 9001)])
+    )
+    graph = make_fx(run, tracing_mode="symbolic")(gaussian(*first))
+    for shape in (first, *others):
+        x = gaussian(*shape, seed=shape[1])
+        for real, symbolic in zip(run(x), graph(x), strict=True):
+            assert symbolic.shape == real.shape
+            assert bits(symbolic) == bits(real), shape
+
+
+STOCHASTIC = "int4(scale=absmax, stored=bf16, rounding=stochastic, seed=7)"
+COMPILED = ["int6", STOCHASTIC, "int8(static=0.05)", "fp8(form=e5m2)", "equarx(width=96)", "tahquant"]
+ROUNDED = ["rotated(form=companded, bits=3)", "int8(scale=lsq, stored=fp32)", "taco"]
+"""Settings with square roots, or whose scales are made of sums over a block."""
+DYNAMIC = [STOCHASTIC, "equarx", "int8(scale=lsq, stored=fp32)"]
+"""Those compiled for symbolic sizes; each costs the compiler seconds, and the graphs of all are run above."""
+WAYS = [(False, text) for text in COMPILED + ROUNDED] + [(True, text) for text in DYNAMIC]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """``compiled(texts, dynamic)``: what the eager and the compiled form of each codec make of some rows. One graph for all:
+    each start of the compiler costs more. A dynamic graph was compiled for other sizes."""
+    found: dict[bool, dict] = {}
+    x = gaussian(4, 2200)
+    x[1] = 0.0
+    x[2, ::3] *= 1e30
+    x[3, 2150] = math.inf
+
+    def run(dynamic: bool):
+        if dynamic not in found:
+            texts = DYNAMIC if dynamic else COMPILED + ROUNDED
+            coders = [build(text, 64)[0] for text in texts]
+
+            def all_of_them(rows):
+                return [round_trip(coder)(rows) for coder in coders]
+
+            torch._dynamo.reset()
+            call = torch.compile(all_of_them, fullgraph=True)
+            if dynamic:
+                first = gaussian(3, 1590)
+                torch._dynamo.maybe_mark_dynamic(first, [0, 1])
+                call(first)
+            with torch._dynamo.config.patch(error_on_recompile=dynamic):
+                made = call(x)
+            found[dynamic] = dict(zip(texts, zip(all_of_them(x), made, strict=True), strict=True))
+        return x, found[dynamic]
+
+    return run
+
+
+@pytest.mark.parametrize(("dynamic", "text"), [way for way in WAYS if way[1] not in ROUNDED])
+def test_eager_and_compiled_calls_agree_bit_for_bit(compiled, dynamic, text):
+    (wire, values), (compiled_wire, compiled_values) = compiled(dynamic)[1][text]
+    assert bits(wire[:3]) == bits(compiled_wire[:3])
+    assert bits(values[:3]) == bits(compiled_values[:3])
+    # The codes of what is not finite may differ; what comes out may not.
+    assert values[3].isfinite().tolist() == compiled_values[3].isfinite().tolist()
+    assert not values[3, 2150].isfinite()
+    good = values[3].isfinite()
+    assert good.sum() >= 2200 - 1024
+    assert bits(values[3, good]) == bits(compiled_values[3, good])
+
+
+@pytest.mark.parametrize(("dynamic", "text"), [way for way in WAYS if way[1] in ROUNDED])
+def test_eager_and_compiled_sums_and_roots_differ_by_rounding_alone(compiled, dynamic, text):
+    """A root mean square and a least-squares factor are sums of many products. A compiled loop adds them in the order of its
+    vectors, so that a scale may differ in its last bits, and with it a value at the edge of two cells. And torch's eager
+    square root is off by one in the last bit for some numbers: the companded levels have one, and so has the mean square."""
+    x, made = compiled(dynamic)
+    (_, values), (_, compiled_values) = made[text]
+    coder, setting = build(text, 64)
+    eager, other = (reference.blocks_of(wide(part[2]), setting) for part in (values, compiled_values))
+    assert (values[1] == 0).all()
+    assert (compiled_values[1] == 0).all()
+    peak = np.abs(reference.blocks_of(wide(x[2]), setting)).max(axis=1, keepdims=True)
+    same = np.abs(eager - other) <= 1e-5 * peak
+    assert same.mean() > 0.99
+    assert (np.abs(eager - other) <= coder.bound * np.sqrt(eager.shape[1]) * peak).all()
+    assert values[3].isfinite().tolist() == compiled_values[3].isfinite().tolist()
+
+
+# --- what they say of themselves --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", FAMILY)
+def test_lossy_codecs_without_state_say_so(text):
+    coder = codec(text)
+    assert not coder.lossless
+    assert coder.state is None
+    assert coder.block == {"lanes": 1024, "tiles": 8 * FAMILY[text].columns}.get(FAMILY[text].layout, FAMILY[text].block)
 
 
 def test_the_relative_error_is_measured_for_real_under_fake_tensors():
@@ -365,21 +507,22 @@ def test_the_relative_error_is_measured_for_real_under_fake_tensors():
         assert codec("int8", block=48).relative_error() == pytest.approx(real, rel=0.1)
 
 
-def test_lossy_codecs_say_so():
-    assert {coder.lossless for coder in map(codec, GRID)} == {False}
-
-
 @examples
 @given(codecs())
 def test_the_spec_of_a_codec_makes_an_equal_one(named):
-    _, coder = named
+    coder, _ = named
     again = codec(coder.spec)
     assert again == coder
     assert again.spec == coder.spec
     assert hash(again) == hash(coder)
 
 
-@pytest.mark.parametrize("text", ["int8(block=256)", "int4(block=128)", "fp8(form=e4m3)", "rotated(bits=8)", " int8 ()"])
+@pytest.mark.parametrize(
+    "text",
+    ["int8(block=256)", "int4(block=128)", "fp8(form=e4m3)", "rotated(bits=8)", " int8 ()", "taco(rotate=True)",
+     "sdp4bit(block=0)", "int2(rounding=nearest, scale=absmax, static=0.0)", "table(scale=rms)",
+     "tahquant(stored=bf16)", "equarx(width=0)"],
+)  # fmt: skip
 def test_parameters_that_are_the_defaults_make_an_equal_codec(text):
     coder = codec(text)
     assert coder.spec == text.partition("(")[0].strip()
@@ -394,7 +537,7 @@ def test_codecs_stay_equal_when_many_others_were_made_in_between():
 
 
 def test_codecs_that_do_something_else_are_not_equal():
-    different = [codec(name, block=block) for name in GRID for block in (64, 128)]
+    different = list({text: codec(text) for text in CORE}.values())
     assert all(one != other for one, other in itertools.combinations(different, 2))
     assert len(set(different)) == len(different)
     assert len({coder.spec for coder in different}) == len(different)
@@ -405,11 +548,8 @@ def test_parameters_may_be_text_or_keywords_and_keywords_win():
     assert codec("int8", block=64) == codec("int8(block=64)") == codec(" int8( block = 64 ) ")
     assert codec("int8(block=64)", block=128).block == 128
     assert codec("fp8(form='e5m2', block=64)") == codec("fp8", block=64, form="e5m2")
+    assert codec("taco(rotate=False)") == codec("taco", rotate=False)
     assert commpass.codec(codec("fp8")) is codec("fp8")
-
-
-def test_every_named_codec_is_covered_here():
-    assert {name.partition("(")[0] for name in GRID} == set(NAMES)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -427,11 +567,48 @@ REFUSED = {
     "int8(block=True)": ["block=True", "block=256"],
     "int8(block=big)": ["block='big'", "block=256"],
     "int8(block=[64])": ["block=[64]", "block=256"],
+    "int8(scale=max)": ["int8", "scale='max'", "'absmax'"],
+    "int4(scale=rmss)": ["int4", "scale='rmss'", "did you mean 'rms'?"],
+    "int6(scale=static)": ["int6", "static=0.0", "scale"],
+    "int8(static=1)": ["static=1", "static=0.0"],
+    "int8(static=-0.5)": ["int8", "static=-0.5", "2^-126"],
+    "int8(static=0.5, scale=rms)": ["static=0.5", "scale='rms'"],
+    "int8(static=1e999)": ["static=inf", "2^-126"],
+    "int8(static=1e-60)": ["static=1e-60", "2^-126"],
+    "fp8(scale=static)": ["fp8", "static=0.0"],
+    "int8(stored=fp16)": ["int8", "stored='fp16'", "did you mean 'bf16'?", "fp32"],
+    "int2(rounding=up)": ["int2", "rounding='up'", "stochastic"],
+    "int8(seed=3)": ["int8", "seed=3", "rounding='stochastic'"],
+    "int8(scale=lsq, rounding=stochastic)": ["scale='lsq'", "leave out rounding='stochastic'"],
     "fp8(form=e4m2)": ["fp8", "form='e4m2'", "'e5m2'"],
     "fp8(form=8)": ["form=8", "form='e4m3'"],
-    "rotated(block=96)": ["rotated", "block=96", "power of two"],
-    "rotated(bits=6)": ["rotated", "bits=6", "4 or 8"],
+    "fp8(rounding=stochastic)": ["fp8", "rounding"],
+    "rotated(block=96)": ["rotated", "block=96", "power of two", "128"],
+    "rotated(block=4)": ["rotated", "block=4", "8"],
+    "rotated(bits=9)": ["rotated", "bits=9", "from 2 to 8"],
+    "rotated(bits=1)": ["rotated", "bits=1", "from 2 to 8"],
+    "rotated(form=table)": ["rotated", "bits=8", "from 2 to 6"],
+    "rotated(form=int4)": ["rotated", "form='int4'", "'int'"],
     "rotated(form=e4m3, bits=4)": ["rotated", "bits=4", "form='e4m3'", "leave bits out"],
+    "rotated(scale=dual2)": ["rotated", "scale='dual2'", "'dual'"],
+    "rotated(scale=static)": ["rotated", "static=0.0"],
+    "table(bits=8)": ["table", "bits=8", "from 2 to 6"],
+    "table(scale=absmax)": ["table", "scale='absmax'", "lsq, rms"],
+    "table(block=24)": ["table", "block=24", "power of two"],
+    "taco(block=96)": ["taco", "block=96", "power of two"],
+    "taco(form=int4)": ["taco", "form='int4'", "'int8'"],
+    "taco(scale=rms)": ["taco", "scale='rms'", "absmax, dual"],
+    "taco(rotate=1)": ["rotate=1", "rotate=True"],
+    "equarx(width=-1)": ["equarx", "width=-1", "columns"],
+    "equarx(block=10)": ["equarx", "block=10", "multiple of 8"],
+    "sdp4bit(bits=3)": ["sdp4bit", "bits=3", "4 or 8"],
+    "sdp4bit(part=gradients)": ["sdp4bit", "part='gradients'", "did you mean 'gradient'?"],
+    "sdp4bit(block=40)": ["sdp4bit", "block=40", "multiple of 32"],
+    "sdp4bit(part=weight, block=12)": ["sdp4bit", "block=12", "multiple of 8"],
+    "tahquant(bits=5)": ["tahquant", "bits=5", "3 or 4"],
+    "tahquant(block=256)": ["tahquant", "block=256", "at most 128"],
+    "tahquant(block=96)": ["tahquant", "block=96", "power of two"],
+    "tahquant(stored=pow2)": ["tahquant", "stored='pow2'", "bf16, fp32"],
 }
 MALFORMED = [
     "int8(", "int8(128)", "int8(block=)", "int8(block)", "int8(block=64", "int8(block=64))", "int8(block=64)x",

@@ -426,3 +426,10 @@ def test_a_word_in_the_model_is_decided_by_and_named():
     assert (said.codec, "compress" in said.reason) == ("fp8", True)
     off = one(site(word=Word(codec="fp8", force=True).to_json()), PRESETS["off"], profile())
     assert off.codec == NONE
+
+
+@pytest.mark.parametrize(("name", "state"), [("topk", "error feedback"), ("difference", "reference")])
+def test_a_codec_that_needs_state_is_refused_with_what_it_needs(name, state):
+    planned = one(site(), Policy(codecs=(name,)), profile())
+    assert not planned.compressed
+    assert f"{name} needs {state}" in planned.reason

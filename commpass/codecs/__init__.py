@@ -2,6 +2,6 @@
 
 from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
 from commpass.codecs.names import NAMES, codec
-from commpass.codecs.parts import cut, pad
+from commpass.codecs.packing import cut, cut_apart, pad
 
-__all__ = ["FLOATS", "NAMES", "Codec", "Wire", "accumulation_dtype", "codec", "cut", "pad"]
+__all__ = ["FLOATS", "NAMES", "Codec", "Wire", "accumulation_dtype", "codec", "cut", "cut_apart", "pad"]

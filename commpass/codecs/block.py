@@ -1,31 +1,36 @@
-"""The codec that most codecs are: transform -> scale -> grid -> pack over blocks of consecutive values."""
+"""The codec that most codecs are: transform -> scale -> grid -> pack over blocks of values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from commpass.codecs import scales
 from commpass.codecs.codec import Codec, accumulation_dtype
-from commpass.codecs.parts import Grid, Transform, absmax_scale, ceil_to, cut, from_bytes, pack, pad, to_bytes, unpack
-
-ALIGNMENT = 128
-"""Bytes to which the regions of a row are padded: odd rows lose vector stores and cost a copy."""
+from commpass.codecs.grids import Grid
+from commpass.codecs.layouts import Layout
+from commpass.codecs.noise import uniform
+from commpass.codecs.packing import aligned, cut_apart, pack, pad, unpack
+from commpass.codecs.scales import Scale
+from commpass.codecs.transforms import NO_TRANSFORM, Transform
 
 
 @dataclass(frozen=True, eq=False)
 class BlockCodec(Codec):
-    """``q = grid(transform(x) / scale)`` for each block; a row is all codes, then all scales.
+    """``q = grid(transform(x) / scale)`` for each block; a row is all codes, then all scales, then what transforms need.
 
-    Error of a value: at most half a grid step of its block (``max|x| / largest / 2`` for an integer grid without a
-    transform), or half the smallest normal number where that is more.
+    ``seed`` rounds stochastically; None to the nearest. The last block of a row is filled with zeros.
     """
 
     name: str
-    width: int
-    transform: Transform
+    layout: Layout
     grid: Grid
+    scale: Scale = field(default_factory=Scale)
+    transform: Transform = NO_TRANSFORM
+    seed: int | None = None
 
     @property
     def spec(self) -> str:
@@ -33,37 +38,105 @@ class BlockCodec(Codec):
 
     @property
     def block(self) -> int:
-        return self.width
+        return self.layout.unit
 
-    def _blocks(self, numel: int) -> int:
-        return (numel + self.width - 1) // self.width
+    def whole(self, numel: int) -> int:
+        return self.layout.whole(numel)
 
-    def _code_bytes(self, numel: int) -> int:
-        return self._blocks(numel) * (self.width * self.grid.bits // 8)
+    @property
+    def bound(self) -> float:
+        """Half the largest gap of the grid, if all values of a block had it: ``sqrt(block)`` times that of one.
 
-    def _scale_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return self._blocks(numel) * accumulation_dtype(dtype).itemsize
+        Where values above the largest are cut (rms, static), one loses no more than it was.
+        """
+        side = math.sqrt(self.layout.size(1 << 40))
+        half = self._half
+        if self.scale.rule == "static":
+            return 1.0
+        if self.scale.rule == "rms" or (self.scale.rule == "lsq" and scales.rms_fits(self.grid)):
+            gap = half / self.grid.sigma * self.scale.growth()
+            return math.sqrt(1 + gap * gap) * (1 + 2**-8)
+        offset = 2**-8 * side if self.scale.offset else 0.0  # the stored middle may be off by so much of itself
+        return side * half / self.grid.largest * self.scale.growth() * (1 + 2**-7) + offset
+
+    @property
+    def _half(self) -> float:
+        """The largest error of a number within the grid: half a gap to the nearest, a whole one at random."""
+        return self.grid.half * (1 if self.seed is None else 2)
+
+    def floor(self, dtype: torch.dtype) -> float:
+        """An error that a value may have besides: from the smallest scale, or from the static one."""
+        if self.scale.rule == "static":
+            return self._half * self.scale.value
+        width = self.layout.size(1 << 40) if self.transform is not NO_TRANSFORM else 1
+        # A block whose scale would be below the smallest normal number is zero, on a grid that has none of its own.
+        steps = 2 * self._half if self.grid.has_zero else self.grid.largest + self._half
+        return float(torch.finfo(accumulation_dtype(dtype)).tiny) * steps * width
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return ceil_to(self._code_bytes(numel), ALIGNMENT) + ceil_to(self._scale_bytes(numel, dtype), ALIGNMENT)
+        return sum(aligned(size) for size in self._regions(numel, dtype))
+
+    def _regions(self, numel: int, dtype: torch.dtype) -> list[int]:
+        """Bytes of codes, of each stored number, and of the transform's side data."""
+        blocks = self.layout.blocks(numel)
+        number = blocks * self.scale.itemsize(accumulation_dtype(dtype))
+        codes = blocks * (self.layout.size(numel) * self.grid.bits // 8)
+        return [codes, *[number] * self.scale.numbers, *([blocks] if self.transform.side else [])]
 
     def encode_rows(self, rows: Tensor) -> Tensor:
-        count, numel = rows.shape
         dtype = accumulation_dtype(rows.dtype)
-        padded = pad(rows, self._blocks(numel) * self.width)
-        blocks = self.transform.forward(padded.reshape(count, self._blocks(numel), self.width).to(dtype))
-        scale = absmax_scale(blocks, self.grid.largest)
-        codes = pack(self.grid.encode(blocks / scale), self.grid.bits).flatten(1)
-        scales = to_bytes(scale.squeeze(-1))
-        return torch.cat([pad(codes, ceil_to(codes.shape[1], ALIGNMENT)),
-                          pad(scales, ceil_to(scales.shape[1], ALIGNMENT))], dim=1)  # fmt: skip
+        blocks, side = self.transform.forward(self.layout.split(rows).to(dtype))
+        stored = []
+        if self.scale.offset:
+            middle = scales.settled(scales.middle_of(blocks, self.scale.stored), self.scale.stored)
+            stored.append(middle)
+            blocks = blocks - middle
+        numbers = [scales.settled(number, self.scale.stored) for number in scales.measure(blocks, self.scale, self.grid)]
+        codes = self._codes(blocks, numbers)
+        if self.scale.rule == "lsq":
+            numbers = [scales.refit(blocks, self.grid.decode(codes, dtype), numbers[0], self.scale.stored)]
+        stored += numbers
+        regions = [pack(codes, self.grid.bits).flatten(1)]
+        regions += [scales.store(number.squeeze(-1), self.scale.stored) for number in stored]
+        regions += [side.squeeze(-1)] if side is not None else []
+        return torch.cat([pad(region, aligned(region.shape[1])) for region in regions], dim=1)
+
+    def _codes(self, blocks: Tensor, numbers: list[Tensor]) -> Tensor:
+        if self.scale.rule == "static":
+            noise = None if self.seed is None else uniform(blocks, blocks[..., :1], self.seed)
+            values, far = blocks / self.scale.value, 2 * self.grid.largest
+            # A finite value that the division makes infinite is a large one: only what was not finite is marked so.
+            return self.grid.encode(torch.where(blocks.isfinite(), values.clamp(-far, far), values), noise)
+        tiny = torch.finfo(blocks.dtype).tiny
+        values = blocks
+        for number in numbers:  # one division a block, and a product a value
+            values = values * (1 / (number if self.grid.has_zero else torch.where(number == 0, tiny, number)))
+        return self.grid.encode(values, None if self.seed is None else uniform(blocks, numbers[-1], self.seed))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        count, blocks = wire.shape[0], self._blocks(numel)
+        count, blocks, size = wire.shape[0], self.layout.blocks(numel), self.layout.size(numel)
         work = accumulation_dtype(dtype)
-        codes = wire.narrow(1, 0, self._code_bytes(numel)).reshape(count, blocks, self.width * self.grid.bits // 8)
-        start = ceil_to(self._code_bytes(numel), ALIGNMENT)
-        scale = from_bytes(wire.narrow(1, start, self._scale_bytes(numel, dtype)), work).unsqueeze(-1)
-        values = self.transform.inverse(self.grid.decode(unpack(codes, self.grid.bits), work)) * scale
+        if isinstance(numel, int) and numel == 0:  # no strides by which bytes could be seen as numbers
+            return wire.new_empty((count, 0), dtype=work)
+        parts, start = [], 0
+        for length in self._regions(numel, dtype):
+            parts.append(wire.narrow(1, start, length))
+            start += aligned(length)
+        codes = unpack(parts.pop(0).reshape(count, blocks, size * self.grid.bits // 8), self.grid.bits)
+        side = parts.pop().unsqueeze(-1) if self.transform.side else None
+        numbers = [scales.load(part, self.scale.stored, work).unsqueeze(-1) for part in parts]
+        sums = self.transform.sums
+        if sums > 1:  # here and not later: of one number a block, and the sums of the largest finite values stay finite
+            numbers = [number / sums if place != 1 or self.scale.offset else number for place, number in enumerate(numbers)]
+        middle = numbers.pop(0) if self.scale.offset else None
+        values = self.grid.decode(codes, work)
+        if self.scale.rule == "static":
+            values = values * self.scale.value
+        for number in reversed(numbers):
+            values = values * number
+        if middle is not None:
+            values = values + middle
+        values = self.transform.inverse(values, side)
+        values = values * sums if sums > 1 else values
         limit = torch.finfo(dtype).max
-        return cut(values.clamp(-limit, limit).reshape(count, blocks * self.width), numel)
+        return cut_apart(self.layout.join(values.clamp(-limit, limit), numel), numel)

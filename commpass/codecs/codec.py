@@ -38,6 +38,8 @@ class Codec(ABC):
     """
 
     lossless: bool = False
+    state: str | None = None
+    """What the caller must keep between calls, in words; None for nothing."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and self.spec == other.spec
@@ -55,9 +57,28 @@ class Codec(ABC):
     def block(self) -> int:
         """How many values are encoded together: rows are padded to a multiple of it."""
 
+    def whole(self, numel: int) -> int:
+        """``numel`` and what fills the last block. A row of so many values has the same wire, and decodes without a cut."""
+        return numel
+
     @abstractmethod
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes of one encoded row of ``numel`` values; exact, side data and alignment included."""
+
+    @property
+    @abstractmethod
+    def bound(self) -> float:
+        """For any finite input: the 2-norm of a block's error is at most this times the 2-norm of the block (where blocks are
+        of one row; then, for each value, ``floor`` and the rounding of the arithmetic, a few parts in a million). 0 if
+        lossless."""
+
+    def floor(self, dtype: torch.dtype) -> float:
+        """An error that a value of ``dtype`` may have whatever is around it: of the order of the smallest normal one."""
+        return 0.0
+
+    def bits_per_value(self, numel: int, dtype: torch.dtype) -> float:
+        """Bits on the wire for each of ``numel`` values, side data and padding included."""
+        return 8 * self.wire_bytes(numel, dtype) / numel
 
     @abstractmethod
     def encode_rows(self, rows: Tensor) -> Tensor:
@@ -91,7 +112,8 @@ class Codec(ABC):
             raise PolicyError(
                 f"the wire has {wire.payload.numel()} bytes, but {self.spec!r} makes {expected} of {list(wire.shape)}"
             )
-        rows = self.decode_rows(wire.payload.reshape(1, -1), numel, wire.dtype)
+        payload = wire.payload if wire.payload.storage_offset() % 8 == 0 else wire.payload.clone()
+        rows = self.decode_rows(payload.reshape(1, -1), numel, wire.dtype)
         return rows.to(wire.dtype).reshape(wire.shape)
 
     def relative_error(self) -> float:

@@ -8,41 +8,36 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from commpass.codecs.block import BlockCodec
+from commpass.codecs import blocks, sparse
 from commpass.codecs.codec import Codec
-from commpass.codecs.parts import HADAMARD, NO_TRANSFORM, fp8_grid, int_grid, is_power_of_two
+from commpass.codecs.difference import difference
+from commpass.codecs.exponent import exponent
+from commpass.codecs.outlier import outlier
 from commpass.errors import PolicyError, nearest
 
-
-def int8(spec: str, *, block: int = 256) -> Codec:
-    """Symmetric 8-bit integers, one absmax scale a block (EQuARX, section 3)."""
-    return BlockCodec(spec, _block(block), NO_TRANSFORM, int_grid(8))
-
-
-def int4(spec: str, *, block: int = 128) -> Codec:
-    """Symmetric 4-bit integers, two in a byte, one absmax scale a block."""
-    return BlockCodec(spec, _block(block), NO_TRANSFORM, int_grid(4))
-
-
-def fp8(spec: str, *, form: str = "e4m3", block: int = 256) -> Codec:
-    """8-bit floats, ``form`` e4m3 or e5m2, one absmax scale a block; travels as uint8."""
-    return BlockCodec(spec, _block(block), NO_TRANSFORM, fp8_grid(_form(form)))
-
-
-def rotated(spec: str, *, bits: int = 8, form: str = "int", block: int = 256) -> Codec:
-    """A Hadamard rotation of each block, then integers of 8 or 4 ``bits``, or fp8 with ``form`` e4m3 or e5m2."""
-    if not is_power_of_two(_block(block)):
-        raise PolicyError(f"block={block}: a Hadamard rotation needs a power of two, such as 128 or 256")
-    if form != "int":
-        if bits != 8:
-            raise PolicyError(f"bits={bits} with form={form!r}: 8-bit floats have 8 bits; leave bits out")
-        return BlockCodec(spec, block, HADAMARD, fp8_grid(_form(form)))
-    if bits not in (4, 8):
-        raise PolicyError(f"bits={bits}: must be 4 or 8")
-    return BlockCodec(spec, block, HADAMARD, int_grid(bits))
-
-
-NAMES: dict[str, Callable[..., Codec]] = {"int8": int8, "int4": int4, "fp8": fp8, "rotated": rotated}
+NAMES: dict[str, Callable[..., Codec]] = {
+    "int8": blocks.int8,
+    "int6": blocks.int6,
+    "int4": blocks.int4,
+    "int2": blocks.int2,
+    "fp8": blocks.fp8,
+    "rotated": blocks.rotated,
+    "table": blocks.table,
+    "taco": blocks.taco,
+    "equarx": blocks.equarx,
+    "sdp4bit": blocks.sdp4bit,
+    "tahquant": blocks.tahquant,
+    "exponent": exponent,
+    "raw": sparse.raw,
+    "outlier": outlier,
+    "difference": difference,
+    "topk": sparse.topk,
+    "randomk": sparse.randomk,
+    "dgc": sparse.dgc,
+    "gaussiank": sparse.gaussiank,
+    "redsync": sparse.redsync,
+    "sidco": sparse.sidco,
+}
 
 
 def codec(name: str | Codec, **parameters: Any) -> Codec:
@@ -57,7 +52,7 @@ def codec(name: str | Codec, **parameters: Any) -> Codec:
     word, given = _parse(name)
     if word not in NAMES:
         raise PolicyError(f"unknown codec {word!r}{nearest(word, NAMES)}")
-    known = _parameters(word)
+    known = parameters_of(word)
     given |= parameters
     for key, value in given.items():
         if key not in known:
@@ -67,7 +62,7 @@ def codec(name: str | Codec, **parameters: Any) -> Codec:
     return _build(word, tuple((key, value) for key, value in sorted(given.items()) if value != known[key]))
 
 
-def _parameters(word: str) -> dict[str, Any]:
+def parameters_of(word: str) -> dict[str, Any]:
     """The parameters of a codec with their defaults."""
     parameters = inspect.signature(NAMES[word]).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -101,16 +96,5 @@ def _parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
-
-
-def _block(block: int) -> int:
-    if not (8 <= block <= 65536 and block % 8 == 0):
-        raise PolicyError(f"block={block}: must be a multiple of 8 from 8 to 65536")
-    return block
-
-
-def _form(form: str) -> str:
-    if form not in ("e4m3", "e5m2"):
-        raise PolicyError(f"form={form!r}{nearest(form, ('e4m3', 'e5m2'))}")
-    return form
+    """A number or a word; a codec with parameters of its own, such as ``inner=int4(block=64)``, stays text."""
+    return ast.unparse(node) if isinstance(node, (ast.Name, ast.Call)) else ast.literal_eval(node)

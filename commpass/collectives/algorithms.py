@@ -13,37 +13,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commpass.codecs import Codec, accumulation_dtype, cut, pad
+from commpass.codecs import Codec, accumulation_dtype, cut_apart, pad
 from commpass.collectives.exchange import exchange, gather, reduce_rows
 
 
 def all_reduce_one_shot(x: Tensor, op: str, ranks: int, group: str, codec: Codec) -> Tensor:
     """Everybody sends everything, everybody sums: one hop, one encode, ``ranks`` decodes (low-bit TP inference, section 3)."""
     wire = gather(codec.encode_rows(x.reshape(1, -1)), ranks, group)
-    return reduce_rows(codec.decode_rows(wire, x.numel(), x.dtype), op).reshape(x.shape).to(x.dtype)
+    summed = reduce_rows(_decoded(codec, wire, x.numel(), x.dtype), op)
+    return cut_apart(summed.to(x.dtype), x.numel()).reshape(x.shape)
 
 
 def all_reduce_two_shot(x: Tensor, op: str, ranks: int, group: str, codec: Codec) -> Tensor:
     """Each rank sums one shard, then shares it: a compressed reduce-scatter and a compressed all-gather (TACO, EQuARX)."""
     shard = shard_length(x.numel(), ranks, codec)
     rows = pad(x.reshape(-1), shard * ranks).reshape(ranks, shard)
-    received = codec.decode_rows(exchange(codec.encode_rows(rows), ranks, group), shard, x.dtype)
-    summed = reduce_rows(received, op)
+    summed = reduce_rows(_decoded(codec, exchange(codec.encode_rows(rows), ranks, group), shard, x.dtype), op)
     wire = gather(codec.encode_rows(summed), ranks, group)
-    return cut(codec.decode_rows(wire, shard, summed.dtype).reshape(-1), x.numel()).reshape(x.shape).to(x.dtype)
+    result = codec.decode_rows(wire, shard, summed.dtype).to(x.dtype).reshape(1, -1)
+    return cut_apart(result, x.numel()).reshape(x.shape)
 
 
 def all_gather_direct(x: Tensor, op: str, ranks: int, group: str, codec: Codec) -> Tensor:
     """``[n, ...]`` of every rank to ``[ranks * n, ...]``: encode once, gather, decode all."""
     wire = gather(codec.encode_rows(x.reshape(1, -1)), ranks, group)
-    return codec.decode_rows(wire, x.numel(), x.dtype).reshape(ranks * x.shape[0], *x.shape[1:]).to(x.dtype)
+    rows = codec.decode_rows(wire, codec.whole(x.numel()), x.dtype).to(x.dtype)
+    return cut_apart(rows, x.numel()).reshape(ranks * x.shape[0], *x.shape[1:])
 
 
 def reduce_scatter_direct(x: Tensor, op: str, ranks: int, group: str, codec: Codec) -> Tensor:
     """``[ranks * n, ...]`` to the sum of one's part ``[n, ...]``: a compressed all-to-all, a local sum (ZipCCL, section 4)."""
     rows = x.reshape(ranks, -1)
-    received = codec.decode_rows(exchange(codec.encode_rows(rows), ranks, group), rows.shape[1], x.dtype)
-    return reduce_rows(received, op).reshape(x.shape[0] // ranks, *x.shape[1:]).to(x.dtype)
+    summed = reduce_rows(_decoded(codec, exchange(codec.encode_rows(rows), ranks, group), rows.shape[1], x.dtype), op)
+    return cut_apart(summed.to(x.dtype), rows.shape[1]).reshape(x.shape[0] // ranks, *x.shape[1:])
+
+
+def _decoded(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """Rows with what fills their last block, in the dtype in which sums are made: cut once, when they are summed."""
+    return codec.decode_rows(wire, codec.whole(numel), dtype).to(accumulation_dtype(dtype))
 
 
 def shard_length(numel: int, ranks: int, codec: Codec) -> int:

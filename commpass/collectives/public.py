@@ -56,7 +56,10 @@ def _size(name: str) -> int:
 
 @torch.compiler.assume_constant_result
 def _spec(codec: str | Codec) -> str:
-    return codec_named(codec).spec
+    coder = codec_named(codec)
+    if coder.state is not None:
+        raise PolicyError(f"codec {coder.spec!r} needs {coder.state}, which a call by hand does not keep")
+    return coder.spec
 
 
 def _check(kind: str, x: Tensor, op: str, ranks: int, algorithm: str) -> None:

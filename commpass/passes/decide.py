@@ -80,6 +80,9 @@ def _candidates(site: Site, terms: Terms, profile: Profile, plain: PlannedSite) 
     link = profile.link_of(site.group_label)
     for spec in terms.codecs:
         coder = codec(spec)
+        if coder.state is not None:
+            refused.append(f"{coder.spec} needs {coder.state}, which no algorithm keeps")
+            continue
         for algorithm in _allowed(site.kind, terms):
             error = round(coder.relative_error() * math.sqrt(algorithm.encodes), 6)
             if terms.max_error is not None and error > terms.max_error:

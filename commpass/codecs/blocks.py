@@ -1,0 +1,173 @@
+"""The block codecs by name: each a setting of transform, scale, grid and rounding."""
+
+from __future__ import annotations
+
+from commpass.codecs.block import BlockCodec
+from commpass.codecs.codec import Codec
+from commpass.codecs.grids import (
+    Grid,
+    companded_grid,
+    fp8_grid,
+    int_grid,
+    level_grid,
+    marking,
+    marking_fp8,
+    table_grid,
+)
+from commpass.codecs.layouts import Flat, Lanes, Tiles
+from commpass.codecs.packing import is_power_of_two
+from commpass.codecs.scales import RULES, STORED, Scale
+from commpass.codecs.transforms import NO_TRANSFORM, hadamard
+from commpass.errors import PolicyError, nearest
+
+NEAREST, STOCHASTIC = "nearest", "stochastic"
+
+
+def int8(spec: str, *, block: int = 256, scale: str = "absmax", stored: str = "fp32", static: float = 0.0,
+         rounding: str = NEAREST, seed: int = 0) -> Codec:  # fmt: skip
+    """Symmetric 8-bit integers, one absmax scale a block (EQuARX, section III)."""
+    return _integers(spec, 8, block, scale, stored, static, rounding, seed)
+
+
+def int6(spec: str, *, block: int = 128, scale: str = "absmax", stored: str = "fp32", static: float = 0.0,
+         rounding: str = NEAREST, seed: int = 0) -> Codec:  # fmt: skip
+    """Symmetric 6-bit integers, four in three bytes."""
+    return _integers(spec, 6, block, scale, stored, static, rounding, seed)
+
+
+def int4(spec: str, *, block: int = 128, scale: str = "absmax", stored: str = "fp32", static: float = 0.0,
+         rounding: str = NEAREST, seed: int = 0) -> Codec:  # fmt: skip
+    """Symmetric 4-bit integers, two in a byte (low-bit TP inference, section 3)."""
+    return _integers(spec, 4, block, scale, stored, static, rounding, seed)
+
+
+def int2(spec: str, *, block: int = 64, scale: str = "absmax", stored: str = "fp32", static: float = 0.0,
+         rounding: str = NEAREST, seed: int = 0) -> Codec:  # fmt: skip
+    """Minus one, zero and one, four in a byte."""
+    return _integers(spec, 2, block, scale, stored, static, rounding, seed)
+
+
+def fp8(spec: str, *, form: str = "e4m3", block: int = 256, scale: str = "absmax", stored: str = "fp32",
+        static: float = 0.0) -> Codec:  # fmt: skip
+    """8-bit floats, ``form`` e4m3 or e5m2, one absmax scale a block; travels as uint8. ``static=1.0`` is a plain cast."""
+    grid = fp8_grid(_one_of("form", form, ("e4m3", "e5m2")))
+    rule = _scale(scale, stored, static)
+    return BlockCodec(spec, Flat(_block(block)), marking_fp8(grid) if rule.rule == "static" else grid, rule)
+
+
+def rotated(spec: str, *, bits: int = 8, form: str = "companded", block: int = 256, scale: str = "",
+            stored: str = "bf16") -> Codec:  # fmt: skip
+    """Our own: a Hadamard rotation with signs, one scale, and at each width from 2 to 8 bits the grid that loses least.
+
+    ``form`` is the grid: companded; int; table (Lloyd-Max, up to 6 bits, scaled by least squares); or e4m3 and e5m2.
+    """
+    _power(_block(block), block)
+    grid = _grid(_one_of("form", form, ("companded", "int", "table", "e4m3", "e5m2")), bits, block)
+    rule = scale or ("lsq" if form == "table" else "absmax")
+    return BlockCodec(spec, Flat(block), grid, _scale(rule, stored, 0.0), hadamard(block, signed=True))
+
+
+def table(spec: str, *, bits: int = 4, block: int = 256, scale: str = "rms", stored: str = "bf16") -> Codec:
+    """A Hadamard rotation, then the Lloyd-Max levels of a Gaussian at 2 to 6 bits, scaled by the root mean square."""
+    _power(_block(block), block)
+    rule = _scale(_one_of("scale", scale, ("rms", "lsq")), stored, 0.0)
+    return BlockCodec(spec, Flat(block), _grid("table", bits, block), rule, hadamard(block, signed=True))
+
+
+def taco(spec: str, *, form: str = "e4m3", block: int = 256, scale: str = "dual", rotate: bool = True) -> Codec:
+    """As published (TACO, section 3): root mean square, Hadamard rotation, absmax, 8-bit floats; two fp32 numbers a block.
+
+    ``scale="absmax"`` is the one-scale form, which gives the same result with half the side data; ``form="int8"`` is for
+    hardware without 8-bit floats; ``rotate=False`` leaves out the rotation (both for the ablation).
+    """
+    _power(_block(block), block)
+    grid = int_grid(8) if _one_of("form", form, ("e4m3", "e5m2", "int8")) == "int8" else fp8_grid(form)
+    rule = Scale(_one_of("scale", scale, ("dual", "absmax")))
+    return BlockCodec(spec, Flat(block), grid, rule, hadamard(block) if rotate else NO_TRANSFORM)
+
+
+def equarx(spec: str, *, block: int = 256, width: int = 0) -> Codec:
+    """8-bit integers as in EQuARX, section III.B: a scale for each place of an 8 x 128 register, over up to ``block`` of them.
+
+    With ``width``, the columns of the tensor, blocks are rectangles of 8 x 128 values instead.
+    """
+    if width < 0:
+        raise PolicyError(f"width={width}: must be the number of columns of the tensor, or 0 for blocks of registers")
+    return BlockCodec(spec, Tiles(8, 128, width) if width else Lanes(_block(block)), int_grid(8))
+
+
+def sdp4bit(spec: str, *, part: str = "gradient", bits: int = 4, block: int = 0) -> Codec:
+    """SDP4Bit as its published code has it. ``part="gradient"``: Hadamard of width 32, groups of 128, 4 bits between nodes
+    (``bits=8`` inside one). ``part="weight"``: 4 bits in groups of 2048, for the *difference* to what receivers hold
+    (the wrapper ``difference``)."""
+    if bits not in (4, 8):
+        raise PolicyError(f"bits={bits}: must be 4 or 8")
+    if _one_of("part", part, ("gradient", "weight")) == "weight":
+        return BlockCodec(spec, Flat(_block(block or 2048)), int_grid(bits))
+    if _block(block or 128) % 32 != 0:
+        raise PolicyError(f"block={block}: must be a multiple of 32, the width of the rotation")
+    return BlockCodec(spec, Flat(block or 128), int_grid(bits), transform=hadamard(32))
+
+
+def tahquant(spec: str, *, bits: int = 4, block: int = 128, stored: str = "bf16") -> Codec:
+    """TahQuant: tiles of contiguous channels, pivot swap and Hadamard rotation, asymmetric 3 or 4 bits."""
+    if bits not in (3, 4):
+        raise PolicyError(f"bits={bits}: must be 3 or 4")
+    if _power(_block(block), block) > 128:
+        raise PolicyError(f"block={block}: must be at most 128")
+    rule = Scale(stored=_one_of("stored", stored, ("fp32", "bf16")), offset=True)
+    return BlockCodec(spec, Flat(block), level_grid(bits), rule, hadamard(block, pivot=True))
+
+
+def _integers(spec: str, bits: int, block: int, scale: str, stored: str, static: float, rounding: str, seed: int) -> Codec:
+    rule = _scale(scale, stored, static)
+    grid = marking(int_grid(bits)) if rule.rule == "static" else int_grid(bits)
+    stochastic = _one_of("rounding", rounding, (NEAREST, STOCHASTIC)) == STOCHASTIC
+    if seed and not stochastic:
+        raise PolicyError(f"seed={seed}: is for rounding={STOCHASTIC!r}")
+    if stochastic and rule.rule == "lsq":
+        raise PolicyError("scale='lsq' fits the scale to codes rounded to the nearest; leave out rounding='stochastic'")
+    return BlockCodec(spec, Flat(_block(block)), grid, rule, seed=seed if stochastic else None)
+
+
+def _grid(form: str, bits: int, block: int) -> Grid:
+    if form in ("e4m3", "e5m2"):
+        if bits != 8:
+            raise PolicyError(f"bits={bits} with form={form!r}: 8-bit floats have 8 bits; leave bits out")
+        return fp8_grid(form)
+    most = 6 if form == "table" else 8
+    if not 2 <= bits <= most:
+        raise PolicyError(f"bits={bits}: must be from 2 to {most}")
+    if form == "companded":
+        return companded_grid(bits, block)
+    return int_grid(bits) if form == "int" else table_grid(bits)
+
+
+def _scale(rule: str, stored: str, static: float) -> Scale:
+    """The rule by name; a static scale is one if it is given."""
+    _one_of("stored", stored, tuple(STORED))
+    if rule == "static" or static:
+        if rule not in ("static", "absmax"):
+            raise PolicyError(f"static={static}: is a scale itself; leave out scale={rule!r}")
+        if not 2.0**-126 <= static <= 2.0**126:  # else it is no normal number of float32, by which all values are divided
+            raise PolicyError(f"static={static}: a static scale must be from 2^-126 to 2^126")
+        return Scale("static", stored, static)
+    return Scale(_one_of("scale", rule, tuple(name for name in RULES if name != "static")), stored)
+
+
+def _block(block: int) -> int:
+    if not (8 <= block <= 65536 and block % 8 == 0):
+        raise PolicyError(f"block={block}: must be a multiple of 8 from 8 to 65536")
+    return block
+
+
+def _power(block: int, given: int) -> int:
+    if not is_power_of_two(block):
+        raise PolicyError(f"block={given}: a Hadamard rotation needs a power of two, such as 128 or 256")
+    return block
+
+
+def _one_of(what: str, word: str, known: tuple[str, ...]) -> str:
+    if word not in known:
+        raise PolicyError(f"{what}={word!r}{nearest(word, known)}")
+    return word

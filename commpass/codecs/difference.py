@@ -1,0 +1,105 @@
+"""The difference to what receivers already hold, by an inner codec; they add it to what they hold (SDP4Bit, for weights).
+
+Weights change little from step to step: their difference is far smaller than they are, and so is its error. Law 1 asks that
+sender and receivers hold the same bits for a reference: that is the decoded weight of the last step, not the original.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.codec import Codec, Wire, accumulation_dtype
+from commpass.codecs.sparse import inner_bytes, inner_codec, inner_decode, inner_encode
+from commpass.errors import PolicyError
+
+
+@dataclass(frozen=True, eq=False)
+class DifferenceCodec(Codec):
+    """``inner`` encodes ``x - reference``; ``against(reference)`` gives the reference, in the shape of what is coded.
+
+    A reference may be of another float dtype than ``x``. For ``encode_rows`` and ``decode_rows`` it has the shape of the rows
+    ``[rows, n]``: one's own shard to encode it, the shards of all ranks to decode them.
+    """
+
+    name: str
+    inner: Codec
+    reference: Tensor | None = None
+
+    state = "reference"
+
+    @property
+    def spec(self) -> str:
+        return self.name
+
+    @property
+    def block(self) -> int:
+        return self.inner.block
+
+    @property
+    def bound(self) -> float:
+        """Relative to the norm of the *difference*; then the rounding of one subtraction and one sum."""
+        return self.inner.bound
+
+    def floor(self, dtype: torch.dtype) -> float:
+        return self.inner.floor(accumulation_dtype(dtype))
+
+    def relative_error(self) -> float:
+        """That of the inner codec, of the difference."""
+        return self.inner.relative_error()
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return inner_bytes(self.inner, numel, accumulation_dtype(dtype))
+
+    def against(self, reference: Tensor) -> DifferenceCodec:
+        """The same codec with what the receivers hold."""
+        if not reference.is_floating_point():
+            raise PolicyError(f"a reference of {reference.dtype}: must be of a float dtype, as what is encoded is")
+        return replace(self, reference=reference)
+
+    def encode(self, x: Tensor) -> Wire:
+        reference = self._held(tuple(x.shape)).reshape(1, -1)
+        return Codec.encode(self.against(reference), x)
+
+    def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
+        reference = self._held(wire.shape).reshape(1, -1)
+        return Codec.decode(self.against(reference), wire, like)
+
+    def encode_rows(self, rows: Tensor) -> Tensor:
+        work = accumulation_dtype(rows.dtype)
+        held = self._held(tuple(rows.shape)).to(work)
+        wide = rows.to(work)
+        return inner_encode(self.inner, _cut(wide - held, wide, held, work))
+
+    def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        work = accumulation_dtype(dtype)
+        held = self._held((wire.shape[0], numel)).to(work)
+        change = inner_decode(self.inner, wire, numel, work)
+        return _cut(held + change, held, change, dtype)
+
+    def _held(self, shape: tuple[int, ...]) -> Tensor:
+        if self.reference is None:
+            raise PolicyError(
+                f"codec {self.spec!r} codes the difference to what receivers hold: give it with .against(reference)"
+            )
+        if tuple(self.reference.shape) != shape:
+            raise PolicyError(
+                f"codec {self.spec!r}: the reference is {list(self.reference.shape)}, but what is coded {list(shape)}"
+            )
+        return self.reference
+
+
+def _cut(values: Tensor, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values of two finite numbers cut at the largest number of ``dtype``, so that none overflows; others as they are."""
+    limit = torch.finfo(dtype).max
+    return torch.where(one.isfinite() & other.isfinite(), values.clamp(-limit, limit), values)
+
+
+def difference(spec: str, *, inner: str = "int4(block=2048)") -> Codec:
+    """What receivers hold, and 4 bits of the difference in groups of 2048 (SDP4Bit, weights). The reference is the caller's."""
+    coder = inner_codec(inner)
+    if coder.state is not None:
+        raise PolicyError(f"inner={inner!r}: it needs {coder.state} of its own; take a codec without state, such as 'int4'")
+    return DifferenceCodec(spec, coder)

@@ -1,0 +1,147 @@
+"""Numbers in bit planes: bit b of 32 numbers in one int32 word, so that one operation works on 32 numbers at once.
+
+All functions are pointwise on lists of words, lowest plane first, and take any shape. int32 shifts right are arithmetic; where
+that matters the copies of the sign are masked off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+SWAPS = ((4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555))
+
+
+def transpose(words: Sequence[Tensor]) -> list[Tensor]:
+    """8 words of 4 bytes to 8 bit planes: bit k of byte q of plane b is bit b of byte q of word k. Its own inverse.
+
+    Three rounds of swapping what lies off the diagonal, in blocks of 4, 2 and 1 bits (Warren, Hacker's Delight, 7-3).
+    """
+    planes = list(words)
+    for distance, mask in SWAPS:
+        for low in range(8):
+            if low & distance == 0:
+                high = low + distance
+                swapped = ((planes[low] >> distance) ^ planes[high]) & mask
+                planes[high] = planes[high] ^ swapped
+                planes[low] = planes[low] ^ (swapped << distance)
+    return planes
+
+
+def spread(number: Tensor, bits: int) -> list[Tensor]:
+    """One int32 number as ``bits`` planes that hold it 32 times, in two's complement."""
+    return [-((number >> bit) & 1) for bit in range(bits)]
+
+
+def subtract(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
+    """``a - b`` in two's complement, as many planes as ``b``; ``a`` has fewer, and its missing ones are zero."""
+    difference = []
+    borrow: Tensor | None = None
+    for bit, other in enumerate(b):
+        take = other if borrow is None else other ^ borrow
+        twice = None if borrow is None else other & borrow
+        if bit < len(a):
+            difference.append(a[bit] ^ take)
+            borrow = ~a[bit] & take if twice is None else (~a[bit] & take) | twice
+        else:
+            difference.append(take)
+            borrow = take if twice is None else take | twice
+    return difference
+
+
+def add(a: Sequence[Tensor], b: Sequence[Tensor], bits: int) -> list[Tensor]:
+    """The lowest ``bits`` planes of ``a + b``; ``a`` may have fewer planes, and its missing ones are zero."""
+    total = []
+    carry: Tensor | None = None
+    for bit in range(bits):
+        other = b[bit] if carry is None else b[bit] ^ carry
+        both = None if carry is None else b[bit] & carry
+        if bit < len(a):
+            total.append(a[bit] ^ other)
+            carry = a[bit] & other if both is None else (a[bit] & other) | both
+        else:
+            total.append(other)
+            carry = both
+    return total
+
+
+def kept(word: Tensor) -> Tensor:
+    """The same word, and a point at which a compiler keeps the value instead of working it out anew for every use.
+
+    Inductor joins pointwise operations by substitution: a chain of n steps that each use the one before twice would be written
+    out 2^n times. It does not substitute across ``as_strided``, and still fuses (and keeps the value in a register).
+    """
+    return word.as_strided(word.shape, word.stride())
+
+
+def any_of(planes: Sequence[Tensor]) -> Tensor:
+    whole = planes[0]
+    for plane in planes[1:]:
+        whole = whole | plane
+    return whole
+
+
+def equals(planes: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
+    """For each of the ``numbers`` the word that has a one where the planes hold it."""
+    half = (len(planes) + 1) // 2
+    low = {number: _all_equal(planes[:half], number) for number in {number & ((1 << half) - 1) for number in numbers}}
+    if half == len(planes):
+        return [low[number] for number in numbers]
+    high = {number: _all_equal(planes[half:], number) for number in {number >> half for number in numbers}}
+    return [low[number & ((1 << half) - 1)] & high[number >> half] for number in numbers]
+
+
+def _all_equal(planes: Sequence[Tensor], number: int) -> Tensor:
+    found = None
+    for bit, plane in enumerate(planes):
+        literal = plane if number >> bit & 1 else ~plane
+        found = literal if found is None else found & literal
+    assert found is not None
+    return found
+
+
+def count(word: Tensor) -> Tensor:
+    """Ones of an int32 word."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    word = word + (word >> 8)
+    return (word + (word >> 16)) & 0x3F
+
+
+def _right(word: Tensor, distance: int) -> Tensor:
+    return (word >> distance) & ((1 << (32 - distance)) - 1)
+
+
+def moves(mask: Tensor) -> list[Tensor]:
+    """The plan by which ``compress`` pushes the bits under ``mask`` together: which bits go 1, 2, 4, 8 and 16 places.
+
+    A bit has to go as far as there are zeros below it in the mask; bit i of that number is a parity of parities, found by xor
+    with shifted copies (Warren, Hacker's Delight, 7-4).
+    """
+    plan = []
+    zeros = ~mask << 1
+    for round_ in range(5):
+        parity = zeros
+        for distance in (1, 2, 4, 8, 16):
+            parity = parity ^ (parity << distance)
+        going = kept(parity & mask)
+        plan.append(going)
+        mask = (mask ^ going) | _right(going, 1 << round_)
+        zeros = kept(zeros & ~parity)
+    return plan
+
+
+def compress(word: Tensor, plan: Sequence[Tensor]) -> Tensor:
+    """The bits of ``word`` under the mask at its low end, in order; ``word`` must be zero elsewhere."""
+    for round_, going in enumerate(plan):
+        word = (word & ~going) | _right(word & going, 1 << round_)
+    return word
+
+
+def expand(word: Tensor, plan: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """The inverse of ``compress``; bits of ``word`` beyond the number of ones of the mask are dropped."""
+    for round_ in reversed(range(len(plan))):
+        word = (word & ~plan[round_]) | ((word << (1 << round_)) & plan[round_])
+    return word & mask

@@ -1,0 +1,129 @@
+"""Layouts: which values of a row share a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from commpass.codecs.packing import pad
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Consecutive values; zeros behind the last fill its block."""
+
+    block: int
+
+    @property
+    def unit(self) -> int:
+        """Values to which a row is best cut: no block then crosses the cut."""
+        return self.block
+
+    def size(self, numel: int) -> int:
+        """Values in one block of a row of ``numel``."""
+        return self.block
+
+    def blocks(self, numel: int) -> int:
+        return (numel + self.block - 1) // self.block
+
+    def split(self, rows: Tensor) -> Tensor:
+        """``[rows, n]`` to ``[rows, blocks, block]``."""
+        blocks = self.blocks(rows.shape[1])
+        return pad(rows, blocks * self.block).reshape(rows.shape[0], blocks, self.block)
+
+    def whole(self, numel: int) -> int:
+        """Values in all blocks of a row of ``numel``, what fills the last one included."""
+        return self.blocks(numel) * self.block
+
+    def join(self, blocks: Tensor, numel: int) -> Tensor:
+        """The inverse of ``split``: ``[rows, whole(numel)]``."""
+        return blocks.flatten(1)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rectangles of ``height`` x ``across`` values of a matrix with ``width`` columns, which a row holds line by line."""
+
+    height: int
+    across: int
+    width: int
+
+    @property
+    def unit(self) -> int:
+        return self.height * self.width
+
+    def size(self, numel: int) -> int:
+        return self.height * self.across
+
+    def _tiles(self, numel: int) -> tuple[int, int]:
+        lines = (numel + self.width - 1) // self.width
+        return (lines + self.height - 1) // self.height, (self.width + self.across - 1) // self.across
+
+    def blocks(self, numel: int) -> int:
+        down, along = self._tiles(numel)
+        return down * along
+
+    def split(self, rows: Tensor) -> Tensor:
+        down, along = self._tiles(rows.shape[1])
+        matrix = pad(rows, down * self.height * self.width).reshape(rows.shape[0], down * self.height, self.width)
+        tiles = F.pad(matrix, (0, along * self.across - self.width)).unflatten(2, (along, self.across))
+        return tiles.unflatten(1, (down, self.height)).transpose(2, 3).reshape(rows.shape[0], down * along, self.size(0))
+
+    def join(self, blocks: Tensor, numel: int) -> Tensor:
+        down, along = self._tiles(numel)
+        tiles = blocks.reshape(blocks.shape[0], down, along, self.height, self.across).transpose(2, 3)
+        matrix = tiles.reshape(blocks.shape[0], down * self.height, along * self.across).narrow(2, 0, self.width)
+        return matrix.flatten(1)
+
+    def whole(self, numel: int) -> int:
+        return self._tiles(numel)[0] * self.height * self.width
+
+
+LANES = 8 * 128
+"""Values in a vector register of a TPU (EQuARX, section III.B)."""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Values at the same place of up to ``depth`` chunks of 8 x 128 values, which follow each other: the largest of a block
+    is found by comparing whole registers, without looking across one (EQuARX, section III.B). A row is cut into as few
+    groups of chunks as that allows, all alike."""
+
+    depth: int
+
+    @property
+    def unit(self) -> int:
+        return LANES
+
+    def _groups(self, numel: int) -> tuple[int, int]:
+        """Groups of chunks, and chunks in each; none for a row of no values."""
+        chunks = (numel + LANES - 1) // LANES
+        groups = (chunks + self.depth - 1) // self.depth
+        some = torch.sym_max(groups, 1)
+        return groups, torch.sym_max((chunks + some - 1) // some, 1)
+
+    def size(self, numel: int) -> int:
+        return self._groups(numel)[1]
+
+    def blocks(self, numel: int) -> int:
+        return self._groups(numel)[0] * LANES
+
+    def split(self, rows: Tensor) -> Tensor:
+        groups, depth = self._groups(rows.shape[1])
+        chunks = pad(rows, groups * depth * LANES).reshape(rows.shape[0], groups, depth, LANES)
+        return chunks.transpose(2, 3).reshape(rows.shape[0], groups * LANES, depth)
+
+    def join(self, blocks: Tensor, numel: int) -> Tensor:
+        groups, depth = self._groups(numel)
+        chunks = blocks.reshape(blocks.shape[0], groups, LANES, depth).transpose(2, 3)
+        return chunks.flatten(1)
+
+    def whole(self, numel: int) -> int:
+        groups, depth = self._groups(numel)
+        return groups * depth * LANES
+
+
+Layout = Flat | Tiles | Lanes

@@ -1,0 +1,369 @@
+"""Chosen channels travel in 16 bits, the others by an inner codec or a static grid (low-bit tensor-parallel inference).
+
+The values of a row are tokens of ``width`` channels. Which channels are kept and how far each one reaches is found once, by
+``calibrate``, and is plain data (``Channels``): nothing of it is computed again or sent. On the wire a row is the kept values,
+then the inner codec's wire of the others; with 1/64 of the channels kept and 4 bits for the others, 4.19 bits a value.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from commpass.codecs.codec import Codec, accumulation_dtype
+from commpass.codecs.packing import ceil_to, cut, pad
+from commpass.codecs.sparse import (
+    as_bytes,
+    from_raw,
+    inner_bytes,
+    inner_codec,
+    inner_decode,
+    inner_encode,
+    settled,
+    whole_blocks,
+)
+from commpass.errors import PolicyError
+
+ALIGNMENT = 128
+KEPT = {
+    torch.float32: torch.bfloat16,
+    torch.bfloat16: torch.bfloat16,
+    torch.float16: torch.float16,  # as wide, and exact
+    torch.float64: torch.float64,
+}
+"""In what a kept value travels, by what it is."""
+
+# --- what is known of the channels ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The kept channels of ``width``, ascending, and how far each channel reaches: ``|x| <= range`` in calibration.
+
+    ``ranges`` has one row of ``width`` numbers for all ranks, or one row a rank, or none at all. They are rounded up to
+    bfloat16 when this is made, so that ``to_text`` and ``to_json`` lose nothing. Raises PolicyError for what cannot be.
+    """
+
+    width: int
+    kept: tuple[int, ...]
+    ranges: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.width) is not int or not 1 <= self.width < 2**31:
+            raise PolicyError(f"width={self.width!r}: must be a whole number of channels, at least 1")
+        if any(type(channel) is not int or not 0 <= channel < self.width for channel in self.kept):
+            raise PolicyError(f"kept channels {_few(self.kept)}: each must be a whole number from 0 to {self.width - 1}")
+        if any(one >= other for one, other in zip(self.kept, self.kept[1:], strict=False)):
+            raise PolicyError(f"kept channels {_few(self.kept)}: must ascend, each at most once; sort them")
+        if len(self.kept) == self.width:
+            raise PolicyError(f"all {self.width} channels are kept: nothing is left for the inner codec")
+        for row in self.ranges:
+            if len(row) != self.width:
+                raise PolicyError(f"a row of {len(row)} ranges for width={self.width}: one for each channel is needed")
+            if any(not 0 <= float(reach) < 3e38 for reach in row):
+                raise PolicyError(f"ranges {_few(row)}: each must be a finite number, 0 or more")
+        object.__setattr__(self, "kept", tuple(self.kept))
+        object.__setattr__(self, "ranges", tuple(tuple(map(_up, row)) for row in self.ranges))
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The channels that are not kept, ascending."""
+        return tuple(sorted(set(range(self.width)) - set(self.kept)))
+
+    def to_json(self) -> str:
+        return json.dumps({"width": self.width, "kept": self.kept, "ranges": self.ranges})
+
+    @staticmethod
+    def from_json(text: str) -> Channels:
+        try:
+            data = json.loads(text)
+            return Channels(data["width"], tuple(data["kept"]), tuple(map(tuple, data["ranges"])))
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, PolicyError):
+                raise
+            raise PolicyError(f"channels: cannot read {text[:60]!r}; it should be what Channels.to_json makes") from None
+
+    def to_text(self) -> str:
+        """A word of letters and digits, which may stand in a codec's name; ``from_text`` makes the same Channels of it."""
+        words = [_word(reach) for row in self.ranges for reach in row]
+        numbers = (self.width, len(self.kept), len(self.ranges), *self.kept)
+        raw = struct.pack(f"<{len(numbers)}I{len(words)}H", *numbers, *words)
+        raw += struct.pack("<I", binascii.crc32(raw))
+        return "c" + base64.b32encode(raw).decode().rstrip("=")
+
+    @staticmethod
+    def from_text(text: str) -> Channels:
+        try:
+            raw = base64.b32decode(text[1:] + "=" * (-len(text[1:]) % 8))
+            (total,) = struct.unpack_from("<I", raw, len(raw) - 4)
+            if text[:1] != "c" or total != binascii.crc32(raw[:-4]):
+                raise ValueError
+            width, kept, rows = struct.unpack_from("<3I", raw)
+            words = struct.unpack_from(f"<{kept}I{rows * width}H", raw, 12)
+        except (ValueError, struct.error):
+            raise PolicyError(f"statistics={text[:40]!r}: not what Channels.to_text makes, or cut short") from None
+        reach = [_reach(word) for word in words[kept:]]
+        return Channels(width, words[:kept], tuple(tuple(reach[row * width : (row + 1) * width]) for row in range(rows)))
+
+
+def _word(reach: float) -> int:
+    """The upper half of a float32, which is a bfloat16."""
+    return int(struct.unpack("<I", struct.pack("<f", reach))[0] >> 16)
+
+
+def _reach(word: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", word << 16))[0])
+
+
+def _up(reach: float) -> float:
+    """The least bfloat16 that is not below a number of 0 ... 3e38."""
+    word = _word(reach)
+    while _reach(word) < reach:
+        word += 1
+    return _reach(word)
+
+
+def _few(numbers: Sequence[Any]) -> str:
+    return str(list(numbers[:6])).replace("]", ", ...]" if len(numbers) > 6 else "]")
+
+
+# --- calibration ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Running:
+    """Moving averages of the least and the largest value of each channel on one rank, float64 ``[width]`` (equations 1, 2)."""
+
+    low: Tensor
+    high: Tensor
+
+    @staticmethod
+    def start(x: Tensor) -> Running:
+        """From the first sequence ``[..., width]``. Raises PolicyError for values that are not finite or not there."""
+        tokens = x.detach().reshape(-1, x.shape[-1]).double()
+        if tokens.numel() == 0 or not bool(tokens.isfinite().all()):
+            raise PolicyError(f"calibration on {list(x.shape)}: there must be values, and all of them finite")
+        return Running(tokens.amin(0), tokens.amax(0))
+
+    def update(self, x: Tensor, gamma: float = 0.99) -> Running:
+        """With one more sequence: ``m <- gamma * m + (1 - gamma) * min``, and the same for the largest."""
+        if not 0 <= gamma < 1:
+            raise PolicyError(f"gamma={gamma}: must be from 0 up to, but not, 1, such as 0.99")
+        new = Running.start(x)
+        if new.low.shape != self.low.shape:
+            raise PolicyError(f"calibration on {list(x.shape)}, but before on {self.low.numel()} channels")
+        return Running(gamma * self.low + (1 - gamma) * new.low, gamma * self.high + (1 - gamma) * new.high)
+
+    @property
+    def ranges(self) -> Tensor:
+        """``max(|m|, |M|)`` of each channel: what a symmetric grid must reach."""
+        return torch.maximum(self.low.abs(), self.high.abs())
+
+
+def calibrate(ranks: Sequence[Running], keep: float = 1 / 64, *, shared: bool = False, seed: int | None = None) -> Channels:
+    """The channels to keep, and the ranges of all ranks (with ``shared`` one row: the largest of all ranks).
+
+    Kept are the ``ceil(keep * width)`` channels with the widest ranges, added up over the ranks; the same ones on all of them.
+    With a ``seed``, channels at random instead: for comparison.
+    """
+    ranges = torch.stack([one.ranges for one in ranks])
+    if seed is None:
+        order = torch.sort(ranges.sum(0), descending=True, stable=True).indices
+        kept = tuple(sorted(order[: kept_count(ranges.shape[1], keep)].tolist()))
+    else:
+        kept = random_channels(ranges.shape[1], keep, seed)
+    rows = ranges.amax(0, keepdim=True) if shared else ranges
+    return Channels(ranges.shape[1], kept, tuple(map(tuple, rows.tolist())))
+
+
+def random_channels(width: int, keep: float, seed: int) -> tuple[int, ...]:
+    """``ceil(keep * width)`` channels at random, ascending: the same for the same seed, everywhere."""
+    order = sorted(range(width), key=lambda channel: hashlib.blake2b(struct.pack("<qq", seed, channel)).digest())
+    return tuple(sorted(order[: kept_count(width, keep)]))
+
+
+def kept_count(width: int, keep: float) -> int:
+    if not 0 <= keep < 1:
+        raise PolicyError(f"keep={keep}: must be from 0 up to, but not, 1, such as 0.015625")
+    return math.ceil(Fraction(keep).limit_denominator(10**6) * width)
+
+
+# --- the codec --------------------------------------------------------------------------------------------------------
+
+
+class Tables(NamedTuple):
+    """What the codec needs on a device: the channels with the kept ones first, the way back, and a scale for each other one."""
+
+    order: Tensor
+    back: Tensor
+    scales: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class OutlierCodec(Codec):
+    """Kept channels in 16 bits, the others by ``inner``; divided by their static scales first, if ``largest`` is not 0.
+
+    ``largest`` is the inner grid's largest number: a channel's scale is ``range / largest``. Where the scales differ between
+    ranks, ``at(rank)`` says who encodes, and rows to decode are those of all ranks in order. A graph should have the tables as
+    inputs, ``with_tables``: otherwise each of their numbers becomes a constant of its own in it, which takes long to compile.
+    """
+
+    name: str
+    channels: Channels
+    inner: Codec
+    largest: int = 0
+    rank: int | None = None
+    tables: Tables | None = None
+    made: dict[torch.device, Tables] = field(default_factory=dict, repr=False)
+
+    @property
+    def spec(self) -> str:
+        return self.name
+
+    @property
+    def block(self) -> int:
+        return self.channels.width
+
+    @property
+    def bound(self) -> float:
+        """Of a row. On a static grid no value is off by more than it was: nearest to it lies 0, or what it is cut to."""
+        return 1.0 if self.largest else max(self.inner.bound, 2.0**-8)
+
+    def floor(self, dtype: torch.dtype) -> float:
+        return 0.0 if self.largest else max(self.inner.floor(dtype), torch.finfo(torch.bfloat16).tiny)
+
+    def at(self, rank: int) -> OutlierCodec:
+        """The same codec as rank ``rank`` of the group uses it."""
+        if not 0 <= rank < len(self.channels.ranges):
+            raise PolicyError(f"rank {rank}: the statistics are of {len(self.channels.ranges)} ranks")
+        return replace(self, rank=rank)
+
+    def with_tables(self, tables: Tables) -> OutlierCodec:
+        return replace(self, tables=tables)
+
+    def tables_on(self, device: torch.device) -> Tables:
+        """The tables on a device, from the plain data."""
+        kept, others = self.channels.kept, self.channels.others
+        order = (*kept, *others)
+        back = sorted(range(len(order)), key=lambda place: order[place])
+        scales = [[row[channel] / self.largest or 1.0 for channel in others] for row in self.channels.ranges if self.largest]
+        made = torch.tensor(scales, device=device, dtype=torch.float64) if scales else None
+        return Tables(torch.tensor(order, device=device), torch.tensor(back, device=device), made)
+
+    def _tables(self, like: Tensor) -> Tables:
+        """The tables given, or those made once for a device."""
+        if self.tables is not None:
+            return self.tables
+        if torch.compiler.is_compiling() or isinstance(like, FakeTensor):
+            return self.tables_on(like.device)
+        if like.device not in self.made:
+            self.made[like.device] = self.tables_on(like.device)
+        return self.made[like.device]
+
+    def _tokens(self, numel: int) -> int:
+        return (numel + self.channels.width - 1) // self.channels.width
+
+    def _kept_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return ceil_to(self._tokens(numel) * len(self.channels.kept) * KEPT[dtype].itemsize, ALIGNMENT)
+
+    def _others(self, numel: int) -> int:
+        return self._tokens(numel) * (self.channels.width - len(self.channels.kept))
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return self._kept_bytes(numel, dtype) + inner_bytes(self.inner, self._others(numel), self._inner_dtype(dtype))
+
+    def _inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return accumulation_dtype(dtype) if self.largest else dtype
+
+    def encode_rows(self, rows: Tensor) -> Tensor:
+        count, numel = rows.shape
+        tables = self._tables(rows)
+        tokens, split = self._tokens(numel), len(self.channels.kept)
+        padded = pad(rows, tokens * self.channels.width).reshape(count, tokens, self.channels.width)
+        ordered = padded.index_select(2, tables.order)
+        kept, others = ordered.narrow(2, 0, split), ordered.narrow(2, split, self.channels.width - split)
+        if tables.scales is not None:
+            work = accumulation_dtype(rows.dtype)
+            others = _finite_stays(others.to(work) / self._scale(tables.scales, count, encode=True).to(work), others, work)
+        narrow = _finite_stays(kept, kept, KEPT[rows.dtype]).to(KEPT[rows.dtype])
+        first = as_bytes(narrow.reshape(count, tokens * split))
+        second = inner_encode(self.inner, self._flat(others, count, self._others(numel)))
+        return torch.cat([pad(first, self._kept_bytes(numel, rows.dtype)), second], dim=1)
+
+    def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        count, tokens, split = wire.shape[0], self._tokens(numel), len(self.channels.kept)
+        tables, work = self._tables(wire), accumulation_dtype(dtype)
+        raw = wire.narrow(1, 0, tokens * split * KEPT[dtype].itemsize)
+        kept = from_raw(raw, tokens * split, KEPT[dtype]).to(work).reshape(count, tokens, split)
+        start = self._kept_bytes(numel, dtype)
+        second = wire.narrow(1, start, wire.shape[1] - start)
+        others = inner_decode(self.inner, second, self._others(numel), self._inner_dtype(dtype))
+        others = others.reshape(count, tokens, self.channels.width - split)
+        if tables.scales is not None:
+            others = _finite_stays(others * self._scale(tables.scales, count, encode=False).to(work), others, dtype)
+        rows = torch.cat([kept, others], dim=2).index_select(2, tables.back)
+        return cut(rows.reshape(count, tokens * self.channels.width), numel)
+
+    def _flat(self, others: Tensor, count: int, numel: int) -> Tensor:
+        """``[rows, numel]``; for a static grid filled up to whole blocks and settled: nothing else in it, as a peak would be,
+        makes a compiler compute the scaled values once."""
+        flat = others.reshape(count, numel)
+        whole = whole_blocks(self.inner, numel)
+        return settled(pad(flat, whole + 1), whole) if self.largest else flat
+
+    def _scale(self, scales: Tensor, count: int, *, encode: bool) -> Tensor:
+        """The scales for so many rows: ``[1 or rows, 1, others]``."""
+        ranks = scales.shape[0]
+        if ranks == 1:
+            return scales.unsqueeze(1)
+        if not encode and count == ranks:
+            return scales.unsqueeze(1)
+        if self.rank is not None and (encode or count == 1):
+            return scales[self.rank].reshape(1, 1, -1)
+        if encode:
+            raise PolicyError(f"the scales of {ranks} ranks differ: use .at(rank) of the codec, or calibrate(..., shared=True)")
+        raise PolicyError(f"{count} rows to decode, but the scales are those of {ranks} ranks: rows must be theirs, in order")
+
+
+def _finite_stays(values: Tensor, original: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values cut at the largest number of ``dtype`` where the originals are finite; the others as they are (law 2)."""
+    limit = torch.finfo(dtype).max
+    return torch.where(original.isfinite(), values.clamp(-limit, limit), values)
+
+
+# --- by name ----------------------------------------------------------------------------------------------------------
+
+
+def outlier(spec: str, *, statistics: str = "", bits: int = 4, inner: str = "", width: int = 0, keep: float = 1 / 64,
+            seed: int = 0) -> Codec:  # fmt: skip
+    """Kept channels in bf16, the others on a static grid of ``bits`` bits, all from calibration (low-bit TP inference).
+
+    ``statistics`` is what ``Channels.to_text`` made. An ``inner`` codec codes the other channels instead of the static grid; so
+    it does where the statistics have no ranges. Without statistics, ``width`` and ``keep`` choose channels at random by
+    ``seed``, which the paper found to be no better than keeping none: for comparison.
+    """
+    if not statistics and width < 1:
+        raise PolicyError("give statistics, as Channels.to_text makes them, or a width to choose channels at random")
+    channels = Channels.from_text(statistics) if statistics else Channels(width, random_channels(width, keep, seed))
+    if width and width != channels.width:
+        raise PolicyError(f"width={width}, but the statistics are of {channels.width} channels")
+    if bits not in (2, 4, 6, 8):
+        raise PolicyError(f"bits={bits}: must be 2, 4, 6 or 8")
+    if inner or not channels.ranges:
+        coder = inner_codec(inner or f"int{bits}")
+        if coder.state is not None:
+            raise PolicyError(f"inner={inner!r}: it needs {coder.state} of its own; take a codec without state, such as 'int4'")
+        return OutlierCodec(spec, channels, coder)
+    return OutlierCodec(spec, channels, inner_codec(f"int{bits}(static=1.0)"), 2 ** (bits - 1) - 1)

@@ -1,0 +1,201 @@
+"""Codecs measured: bits, error and speed on data of one's own or of known distributions. ``commpass codecs`` shows it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commpass.codecs import FLOATS, Codec, codec
+from commpass.errors import PolicyError, nearest
+
+STANDARD = (
+    "int8", "int6", "int4", "int2", "fp8", "fp8(form=e5m2)", *(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated",
+    *(f"table(bits={bits})" for bits in (2, 3, 4, 5, 6)), "taco", "taco(scale=absmax)", "equarx", "sdp4bit", "sdp4bit(bits=8)",
+    "sdp4bit(part=weight)", "tahquant(bits=3)", "tahquant", "exponent(planes=3)", "exponent", "topk", "randomk", "dgc",
+    "gaussiank", "redsync", "sidco",
+)  # fmt: skip
+"""What is measured where nobody says what."""
+
+VALUES = 1 << 20
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+
+
+def gaussian(generator: torch.Generator) -> Tensor:
+    return torch.randn(VALUES, generator=generator)
+
+
+def laplace(generator: torch.Generator) -> Tensor:
+    sides = torch.rand(2, VALUES, generator=generator).clamp_min(1e-9).log()
+    return sides[0] - sides[1]
+
+
+def student(generator: torch.Generator) -> Tensor:
+    """Student's t with 3 degrees of freedom: heavy tails."""
+    squares = torch.randn(3, VALUES, generator=generator).square().sum(dim=0)
+    return torch.randn(VALUES, generator=generator) / (squares / 3).sqrt()
+
+
+def outliers(generator: torch.Generator) -> Tensor:
+    """Activations of 1,024 channels, of which one in 64 is 30 times as large as the others."""
+    x = torch.randn(VALUES // 1024, 1024, generator=generator)
+    x[:, 11::64] *= 30
+    return x
+
+
+def gradients(generator: torch.Generator) -> Tensor:
+    """Small and heavy-tailed, 30 times as large in one channel of 64: below the range of a plain 8-bit float."""
+    x = student(generator).reshape(VALUES // 1024, 1024) * 1e-4
+    x[:, 11::64] *= 30
+    return x
+
+
+DATA: dict[str, Callable[[torch.Generator], Tensor]] = {
+    "gaussian": gaussian,
+    "laplace": laplace,
+    "student": student,
+    "outliers": outliers,
+    "gradients": gradients,
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A codec on some data. ``bits`` a value, side data included; ``error`` and ``cosine`` relative to the data; ``distance``
+    bits above what the same error takes at least: of a Gaussian ``-log2(error)`` (lossy), the entropy of the exponents and
+    all other bits (lossless). GB/s of input; None where it was not timed."""
+
+    codec: str
+    bits: float
+    error: float
+    cosine: float
+    bound: float
+    distance: float
+    lossless: bool
+    encode_gbs: float | None = None
+    decode_gbs: float | None = None
+
+
+def tensors(source: str, dtype: str) -> list[Tensor]:
+    """Data by name, or the float tensors of a safetensors file. Raises PolicyError if there are none."""
+    if dtype not in DTYPES:
+        raise PolicyError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
+    if source in DATA:
+        return [DATA[source](torch.Generator().manual_seed(0)).to(DTYPES[dtype])]
+    path = Path(source)
+    if path.suffix != ".safetensors":
+        raise PolicyError(f"unknown data {source!r}{nearest(source, DATA)} A file must end in .safetensors.")
+    return list(_read(path))
+
+
+def _read(path: Path) -> Iterator[Tensor]:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise PolicyError("reading a safetensors file needs: pip install 'commpass[data]'") from error
+    found = False
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no mapping)
+                tensor = file.get_tensor(name)
+                if tensor.dtype in FLOATS and tensor.numel():
+                    found = True
+                    yield tensor
+    except (OSError, SafetensorError) as error:
+        raise PolicyError(f"{path}: cannot be read as safetensors: {error}") from error
+    if not found:
+        raise PolicyError(f"{path}: holds no tensor of {', '.join(DTYPES)}")
+
+
+def measure(spec: str, data: Sequence[Tensor], *, timed: bool = False) -> Measured:
+    """One codec on all tensors: bits and errors over all of them, speed on the largest."""
+    coder = codec(spec)
+    wire = values = 0
+    off = size = other = dot = floor = 0.0
+    for x in data:
+        sent = coder.encode(x)
+        wire += sent.payload.numel()
+        values += x.numel()
+        back, exact = coder.decode(sent).double(), x.double()
+        off += float((back - exact).square().sum())
+        size += float(exact.square().sum())
+        other += float(back.square().sum())
+        dot += float((back * exact).sum())
+        floor += exponent_bits(x) * x.numel() if coder.lossless else 0.0
+    bits, error = 8 * wire / values, math.sqrt(off / size) if size else 0.0
+    distance = bits - floor / values if coder.lossless else bits + math.log2(error) if error else 0.0
+    cosine = dot / math.sqrt(size * other) if size * other else 1.0
+    encode, decode = speeds(coder, max(data, key=Tensor.numel)) if timed else (None, None)
+    return Measured(coder.spec, bits, error, cosine, coder.bound, distance, coder.lossless, encode, decode)
+
+
+def exponent_bits(x: Tensor) -> float:
+    """Bits a value needs at least if only its exponent is coded: the entropy of the exponents, and all other bits."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    mantissa = round(-math.log2(torch.finfo(x.dtype).eps))
+    exponents = 8 * x.element_size() - 1 - mantissa
+    counts = torch.bincount(((x.reshape(-1).view(whole) >> mantissa) & (2**exponents - 1)).long()).double()
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * shares.log2()).sum()) + 1 + mantissa
+
+
+def speeds(coder: Codec, x: Tensor, *, repeats: int = 7) -> tuple[float, float]:
+    """GB/s of input of the compiled encode and decode."""
+    rows, dtype = x.reshape(1, -1), x.dtype
+    numel = rows.shape[1]
+    encode = torch.compile(coder.encode_rows, dynamic=False)
+    decode = torch.compile(lambda wire: coder.decode_rows(wire, numel, dtype).to(dtype), dynamic=False)
+    wire = encode(rows)
+    size = rows.numel() * rows.element_size()
+    return size / seconds(lambda: encode(rows), repeats) / 1e9, size / seconds(lambda: decode(wire), repeats) / 1e9
+
+
+def seconds(run: Callable[[], Any], repeats: int) -> float:
+    """The median time of a call, after two that do not count."""
+    times = []
+    for _ in range(repeats + 2):
+        start = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times[2:])
+
+
+def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
+    """Error against bits, one point a codec, with the rate-distortion bound of a Gaussian, ``2^-bits``, as a line."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise PolicyError("a picture needs: pip install 'commpass[graph]'") from error
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    lossy = [row for row in rows if row.error > 0]
+    ends = [0.0, max((row.bits for row in lossy), default=8.0) + 0.7]
+    axes.plot(ends, [2.0**-bits for bits in ends], color="black", linewidth=1)
+    middle = ends[1] * 0.55
+    axes.annotate("bound $2^{-b}$", (middle, 2.0**-middle), (-8, -14), textcoords="offset points", ha="right")
+    families = list(dict.fromkeys(row.codec.partition("(")[0] for row in lossy))
+    for index, family in enumerate(families):
+        points = sorted((row.bits, row.error) for row in lossy if row.codec.partition("(")[0] == family)
+        bits, errors = zip(*points, strict=True)
+        colour, mark = f"C{index % 10}", "osD^vPX*<>dph"[index % 13]
+        axes.plot(
+            bits, errors, linestyle=":" if len(points) > 1 else "", linewidth=0.8, color=colour, marker=mark, label=family
+        )
+    axes.set(yscale="log", xlabel="bits a value, side data included", ylabel="relative error", title=title, xlim=ends)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower left", ncols=2, fontsize=8)
+    try:
+        figure.savefig(path, dpi=140)
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{path}: cannot be written: {error}") from error
