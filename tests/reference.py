@@ -570,7 +570,7 @@ def verify(x: np.ndarray, wire: np.ndarray, decoded: np.ndarray, setting: Settin
         if width > 1:
             summed = np.abs(values).reshape(len(values), -1, width).sum(axis=2) * 8 * math.sqrt(width) * roundoff
             # The sums are of numbers divided by their count: each loses up to a subnormal, and is multiplied again.
-            rounding = rounding.reshape(len(values), -1, width).sum(axis=2) + summed + width * width * smallest
+            rounding = rounding.reshape(len(values), -1, width).sum(axis=2) + summed + 4 * width * width * smallest
             rounding = np.repeat(rounding, width, axis=1)
         if pivots is not None:  # a value and the bound of its error change places; all get the largest
             rounding = np.broadcast_to(rounding.max(axis=1, keepdims=True), rounding.shape)

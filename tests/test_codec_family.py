@@ -16,9 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import FAMILY
-from test_codecs import bits, build, codecs, decoded, gaussian, roundoff, tensors, wide
+from test_codecs import bits, build, codecs, decoded, gaussian, one_thread, roundoff, tensors, wide
 
 from commpass.codecs import FLOATS, codec, grids, noise, packing, scales, transforms
+
+__all__ = ["one_thread"]  # a fixture, used by its presence
 
 # --- the whole --------------------------------------------------------------------------------------------------------
 

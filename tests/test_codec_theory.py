@@ -8,9 +8,11 @@ import math
 
 import pytest
 import torch
-from test_codecs import gaussian
+from test_codecs import gaussian, one_thread
 
 from commpass.codecs import Codec, codec
+
+__all__ = ["one_thread"]  # a fixture, used by its presence
 
 COUNT = 1 << 18
 

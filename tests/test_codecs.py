@@ -75,6 +75,15 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Blocks this small are computed sooner by one thread than several find each other, above all on busy machines."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # --- strategies -------------------------------------------------------------------------------------------------------
 
 SHAPES = st.one_of(

@@ -1,0 +1,107 @@
+"""commpass codecs: what is measured of codecs, on data by name and on files, and what is said about bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from commpass import survey
+from commpass.cli import app
+
+
+def run(*args: object):
+    return CliRunner().invoke(app, ["codecs", *map(str, args)], env={"COLUMNS": "120"})
+
+
+def rows(*args: object) -> dict[str, dict]:
+    result = run(*args, "--json", "--no-speed")
+    assert result.exit_code == 0, result.output
+    return {row["codec"]: row for row in json.loads(result.stdout)}
+
+
+def test_bits_errors_and_distances_are_those_of_the_data():
+    x = survey.gaussian(torch.Generator().manual_seed(0)).double().numpy().reshape(-1, 256)
+    scale = np.abs(x).max(axis=1, keepdims=True) / 127
+    error = np.sqrt(((np.round(x / scale) * scale - x) ** 2).sum() / (x**2).sum())
+    row = rows("int8")["int8"]
+    assert row["bits"] == 8 + 32 / 256
+    assert row["error"] == pytest.approx(error, rel=1e-3)
+    assert row["distance"] == pytest.approx(row["bits"] + math.log2(error), abs=0.01)
+    assert (row["encode_gbs"], row["lossless"]) == (None, False)
+
+
+def test_of_a_lossless_codec_the_distance_is_that_to_the_entropy_of_the_exponents():
+    x = survey.laplace(torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    counts = np.unique((x.view(torch.int16).numpy().view(np.uint16) >> 7) & 255, return_counts=True)[1]
+    shares = counts / counts.sum()
+    entropy = 8 - (shares * np.log2(shares)).sum()
+    row = rows("exponent", "--data", "laplace", "--dtype", "bfloat16")["exponent"]
+    assert row["error"] == 0
+    assert row["distance"] == pytest.approx(row["bits"] - entropy, abs=1e-6)
+    assert 0 < row["distance"] < 0.3
+
+
+def test_all_float_tensors_of_a_file_count_together(tmp_path):
+    file = tmp_path / "x.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(512, generator=generator), 3 * torch.randn(2, 256, generator=generator)]
+    save_file({"a": parts[0], "b": parts[1], "c": torch.arange(7)}, file)
+    row = rows("int8", "--data", file)["int8"]
+    assert row["bits"] == 8 * 2 * (512 + 128) / 1024  # two tensors, each its codes and a region of 128 bytes of scales
+    assert 0.005 < row["error"] < 0.01
+
+
+def test_the_picture_and_the_table_hold_every_codec(tmp_path):
+    picture = tmp_path / "out.png"
+    result = run("int8", "rotated(bits=4)", "exponent", "--no-speed", "--plot", picture)
+    assert result.exit_code == 0
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    for part in ("int8", "rotated(bits=4)", "lossless", "above the entropy"):
+        assert part in result.stdout
+
+
+def test_speeds_are_measured_of_compiled_code():
+    result = run("int8", "--json")
+    (row,) = json.loads(result.stdout)
+    assert 0.01 < row["encode_gbs"] < 1000
+    assert 0.01 < row["decode_gbs"] < 1000
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (("int9",), "did you mean 'int8'"),
+        (("--data", "gausian"), "did you mean 'gaussian'"),
+        (("--data", "none.safetensors"), "cannot be read"),
+        (("--dtype", "float31"), "did you mean 'float32'"),
+        (("int8", "--plot", "none/at/all.png"), "cannot be written"),
+        (("outlier",), "give statistics"),
+        (("difference",), "reference"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_with_2(args, part):
+    result = run(*args, "--no-speed")
+    assert result.exit_code == 2
+    assert part in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_files_without_floats_or_that_are_no_safetensors_are_refused(tmp_path):
+    file = tmp_path / "x.safetensors"
+    save_file({"c": torch.arange(7)}, file)
+    assert "holds no tensor of" in run("int8", "--data", file).stderr
+    file.write_bytes(b"\x00" * 50)
+    assert "cannot be read as safetensors" in run("int8", "--data", file).stderr
+
+
+def test_every_codec_that_needs_nothing_else_is_in_the_survey():
+    from commpass.codecs import NAMES
+
+    surveyed = {spec.partition("(")[0] for spec in survey.STANDARD}
+    assert surveyed == set(NAMES) - {"raw", "outlier", "difference"}
