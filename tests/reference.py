@@ -377,6 +377,12 @@ class Coded:
     pivots: np.ndarray | None
 
 
+def root_mean_square(t: np.ndarray, roundoff: float) -> np.ndarray:
+    """Of each block; of values divided by the peak, whose squares cannot overflow."""
+    peak = np.abs(t).max(axis=1, initial=0.0)
+    return np.sqrt(np.mean((t / np.maximum(peak, SMALLEST[roundoff][0])[:, None]) ** 2, axis=1)) * peak
+
+
 def _first_scale(t: np.ndarray, setting: Setting, grid: Grid, roundoff: float, *, shift: np.ndarray | float = 0.0,
                  more: float = 0.0) -> np.ndarray:  # fmt: skip
     """The scale by absmax or by the root mean square, as it is stored; of a block whose peak is larger by ``shift`` and
@@ -385,9 +391,7 @@ def _first_scale(t: np.ndarray, setting: Setting, grid: Grid, roundoff: float, *
     smallest = SMALLEST[roundoff][0]
     peak = np.abs(t).max(axis=1, initial=0.0)
     if setting.scale == "rms" or (setting.scale == "lsq" and grid.sigma == 1.0):
-        safe = np.maximum(peak, smallest)[:, None]
-        made = np.sqrt(np.mean((t / safe) ** 2, axis=1)) * peak / grid.sigma
-        made = made * (1 + more) + shift / grid.sigma
+        made = root_mean_square(t, roundoff) / grid.sigma * (1 + more) + shift / grid.sigma
     else:
         made = peak / grid.largest * (1 + more) + shift / grid.largest
     found = stored_up(np.maximum(made, smallest), setting.stored, roundoff)
@@ -406,8 +410,7 @@ def encode(x: np.ndarray, setting: Setting, roundoff: float) -> Coded:
     if setting.scale == "static":
         return Coded(grid.codes[grid.nearest(t / setting.static)], [], pivots)
     if setting.scale == "dual":
-        sigma = _first_scale(t, Setting("table4", "rms"), grid_of("table4", 0), roundoff)
-        sigma = np.maximum(sigma, SMALLEST[roundoff][0])
+        sigma = np.maximum(root_mean_square(t, roundoff), SMALLEST[roundoff][0])
         numbers += [sigma, _first_scale(t / sigma[:, None], Setting(setting.grid), grid, roundoff)]
         ranks = grid.nearest(t / sigma[:, None] / numbers[1][:, None])
         return Coded(grid.codes[ranks], numbers, pivots)
@@ -534,10 +537,7 @@ def verify(x: np.ndarray, wire: np.ndarray, decoded: np.ndarray, setting: Settin
     if setting.scale == "static":
         low = high = np.full(len(t), setting.static)
     elif setting.scale == "dual":
-        rms = [
-            _first_scale(t, Setting("table4", "rms"), grid_of("table4", 0), roundoff, shift=by * blur, more=by * eps)
-            for by in (-1, 1)
-        ]
+        rms = [root_mean_square(t, roundoff) * (1 + by * eps) + by * blur for by in (-1, 1)]
         assert (np.maximum(rms[0], smallest_normal) <= numbers[0]).all(), "root mean square too small"
         assert (numbers[0] <= np.maximum(rms[1], smallest_normal)).all(), "root mean square too large"
         t, blur = t / numbers[0][:, None], blur / numbers[0]
@@ -591,7 +591,7 @@ def _codes_fit(t: np.ndarray, ranks: np.ndarray, low: np.ndarray, high: np.ndarr
     t, ranks, blur = t[some], ranks[some], blur[some]
     divisor = np.stack([np.maximum(low[some], high[some] * 1e-9), high[some]])[:, :, None]
     with np.errstate(over="ignore"):
-        ratios = t / divisor
+        ratios = np.clip(t / divisor, -1e300, 1e300)
         slack = np.abs(ratios).max(axis=0) * eps + blur[:, None] / divisor[0]
     least, most = ratios.min(axis=0) - slack, ratios.max(axis=0) + slack
     if setting.seed is not None:

@@ -39,7 +39,7 @@ def hadamard(width: int, *, signed: bool = False, pivot: bool = False) -> Transf
     ones, so that an asymmetric grid takes it as an offset (TahQuant).
     """
     # Scaled by 1/width (and not 1/sqrt(width)) on the way in: then |H x| <= max|x|, and a block of the largest finite
-    # numbers cannot overflow. H H' = width * I makes the plain transpose its inverse.
+    # numbers cannot overflow. H H' = width * I makes the transpose its inverse.
     there, back = partial(_rotate, width=width, signed=signed), partial(_rotate_back, width=width, signed=signed)
     if not pivot:
         return Transform("hadamard", lambda blocks: (there(blocks), None), lambda blocks, _: back(blocks), sums=width)
@@ -86,8 +86,10 @@ def _rotate(blocks: Tensor, *, width: int, signed: bool) -> Tensor:
 
 
 def _rotate_back(blocks: Tensor, *, width: int, signed: bool) -> Tensor:
+    """The inverse. Divided by the width on the way, so that no sum in between overflows, and multiplied in the end."""
     left, right = _factors(width)
-    return _apply(blocks, _sylvester(left, blocks, signed).t(), _sylvester(right, blocks, signed))
+    rows, columns = _sylvester(left, blocks, signed).t() / left, _sylvester(right, blocks, signed) / right
+    return _apply(blocks, rows, columns) * width
 
 
 def _apply(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
