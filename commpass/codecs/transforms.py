@@ -86,10 +86,8 @@ def _rotate(blocks: Tensor, *, width: int, signed: bool) -> Tensor:
 
 
 def _rotate_back(blocks: Tensor, *, width: int, signed: bool) -> Tensor:
-    """The inverse. Divided by the width on the way, so that no sum in between overflows, and multiplied in the end."""
     left, right = _factors(width)
-    rows, columns = _sylvester(left, blocks, signed).t() / left, _sylvester(right, blocks, signed) / right
-    return _apply(blocks, rows, columns) * width
+    return _apply(blocks, _sylvester(left, blocks, signed).t(), _sylvester(right, blocks, signed))
 
 
 def _apply(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
