@@ -96,7 +96,7 @@ def test_random_graphs(link, fake_group):
     fake_group(ranks)
     compute_us = profile.kernels.launch_us
     earlier = 0
-    for seed in range(250):
+    for seed in [*range(250), *range(780, 800)]:  # 789: rules that fill the memory together
         gm = write(seed, ranks, narrow=True)
         after = on_rank(gm)
         applied = simplify(after, discover(after), Policy(), profile)

@@ -55,9 +55,13 @@ def _discover(road: Road) -> Road:
 
 
 def _simplify(road: Road) -> Road:
+    graphs = [module.graph for _, module in graph_modules(road.gm)]
     applied = simplify(road.gm, road.found, road.policy, road.profile)
     road = dataclasses.replace(road, simplified=applied)
-    return _discover(road) if applied else road
+    changed = applied or any(
+        module.graph is not graph for (_, module), graph in zip(graph_modules(road.gm), graphs, strict=True)
+    )
+    return _discover(road) if changed else road
 
 
 def _decide(road: Road) -> Road:

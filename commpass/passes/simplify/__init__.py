@@ -8,6 +8,7 @@ changes: nothing with the bit-exact rules; the others round a float sum differen
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,20 +35,21 @@ def simplify(gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile
         return ()
     applied: list[Simplification] = []
     compressible = frozenset(each.call.node for each in found if policy.terms(each.site)[0].codecs)
+    rules = [rule for rule in RULES if rule.exact or policy.reassociate]
     for prefix, module in graph_modules(gm):
         if not any(parse(node) is not None for node in module.graph.nodes):
             continue
+        as_it_came = copy.deepcopy(module.graph)
+        same_node = dict(zip(module.graph.nodes, as_it_came.nodes, strict=True))
         editor = Editor(module, profile, compressible)
-        outputs = output_memory(module.graph)
-        rules = [rule for rule in RULES if rule.exact or policy.reassociate]
-        done = _sweep(editor, [rule for rule in rules if rule.name in EARLY])
-        for _ in range(SWEEPS - 1):
-            now = _sweep(editor, rules)
-            done += now
-            if not now:
-                break
+        done = _apply(editor, rules)
+        if done and editor.fills_memory():  # rules look at memory one by one; together they may need more than each thought
+            module.graph = as_it_came
+            editor = Editor(
+                module, profile, frozenset(same_node[node] for node in compressible if node in same_node), sparing=True
+            )
+            done = _apply(editor, rules)
         if done:
-            separate_outputs(editor, outputs)
             module.graph.lint()
             module.recompile()
         applied += [
@@ -56,6 +58,20 @@ def simplify(gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile
             for rule, did in done
         ]  # fmt: skip
     return tuple(applied)
+
+
+def _apply(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Done]]:
+    """Sweeps over a graph until no rule fits any more."""
+    outputs = output_memory(editor.graph)
+    done = _sweep(editor, [rule for rule in rules if rule.name in EARLY])
+    for _ in range(SWEEPS - 1):
+        now = _sweep(editor, rules)
+        done += now
+        if not now:
+            break
+    if done:
+        separate_outputs(editor, outputs)
+    return done
 
 
 def _sweep(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Done]]:

@@ -56,6 +56,7 @@ class Editor:
     living: Liveness | None = None
     calls: dict[fx.Node, tuple[Any, Any, Call | None]] = field(default_factory=dict)
     group_of: dict[str, str] = field(default_factory=dict)
+    sparing: bool = False
 
     def look(self) -> None:
         """Looks at the whole graph, at the start of a sweep: which values are equal, and how much lives where."""
@@ -129,7 +130,14 @@ class Editor:
 
     def hold(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
         """Whether memory allows so many bytes more from one node to another, by the tensor ``merged`` in return."""
+        if self.sparing and nbytes > 0:
+            return False
         return self.living is None or self.living.hold(first, last, nbytes, merged)
+
+    def fills_memory(self) -> bool:
+        """Whether the graph's peak has risen by more than the largest tensor that was merged."""
+        now = liveness(self.graph, memory(self.graph)).peak
+        return self.living is not None and now > self.living.peak + self.living.largest
 
     def last_user(self, node: fx.Node) -> fx.Node:
         """The last node that takes a node, or itself."""
