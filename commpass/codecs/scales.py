@@ -129,7 +129,10 @@ def round_nearest(number: Tensor, stored: str) -> Tensor:
 def settled(number: Tensor, stored: str) -> Tensor:
     """The same number. On a CPU Inductor would compute it anew for every vector of its block; by way of its bytes, once. On a
     GPU it stays part of the one kernel."""
-    return number if number.device.type != "cpu" else load(store(number, stored), stored, number.dtype)
+    if number.device.type != "cpu":
+        return number
+    # Without its last dimension of size 1, whose stride may be anything: a view of bytes wants a stride of 1.
+    return load(store(number.squeeze(-1), stored), stored, number.dtype).unsqueeze(-1)
 
 
 def store(numbers: Tensor, stored: str) -> Tensor:
