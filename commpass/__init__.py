@@ -8,17 +8,18 @@ from importlib.metadata import version as _version
 from commpass.annotate import apply_policy, compress, keep
 from commpass.backend import backend, rewrite
 from commpass.codecs import codec
-from commpass.collectives import all_gather, all_reduce, reduce_scatter
+from commpass.collectives import Handle, all_gather, all_reduce, all_to_all, reduce_scatter
 from commpass.costmodel import Link, Profile, ethernet
 from commpass.errors import CommpassError, DumpError, PlanMismatch, PolicyError, ScopeError, VerifyError
 from commpass.plan import Plan
 from commpass.policy import Policy, Rule
 from commpass.runtime.record import plans
+from commpass.runtime.state import load_state_dict, state_dict
 
 __version__ = _version("commpass")
 
 __all__ = [
-    "CommpassError", "DumpError", "Link", "Plan", "PlanMismatch", "Policy", "PolicyError", "Profile", "Rule", "ScopeError",
-    "VerifyError", "all_gather", "all_reduce", "apply_policy", "backend", "codec", "compress", "ethernet", "keep", "plans",
-    "reduce_scatter", "rewrite",
+    "CommpassError", "DumpError", "Handle", "Link", "Plan", "PlanMismatch", "Policy", "PolicyError", "Profile", "Rule",
+    "ScopeError", "VerifyError", "all_gather", "all_reduce", "all_to_all", "apply_policy", "backend", "codec", "compress",
+    "ethernet", "keep", "load_state_dict", "plans", "reduce_scatter", "rewrite", "state_dict",
 ]  # fmt: skip

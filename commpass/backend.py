@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import CompileContext
 
 from commpass.annotate import open_scopes
 from commpass.costmodel import Profile, default_profile
@@ -27,7 +28,7 @@ from commpass.passes.collective import parse
 from commpass.passes.discover import describe_group, graph_modules
 from commpass.plan import Plan
 from commpass.policy import Policy, policy_named
-from commpass.runtime import agreement, record
+from commpass.runtime import agreement, record, state
 from commpass.runtime.summary import Summary
 
 INNER = ("inductor", "eager", "aot_eager")
@@ -125,13 +126,14 @@ class Backend:
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
 
         def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-            def compile_graph(gm: fx.GraphModule) -> Any:
+            def compile_graph(gm: fx.GraphModule, more: Sequence[Any]) -> Any:
                 if self.inner == "eager":
                     return _boxed(gm.forward)
-                return compile_fx_inner(gm, example_inputs, **kwargs)
+                return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
 
             direction = "backward" if kwargs.get("is_backward") else "forward"
-            return self.compile(gm, number, direction, compile_graph, kwargs.get("get_decomp_fn"))
+            inference = bool(kwargs.get("is_inference"))
+            return self.compile(gm, number, direction, inference, compile_graph, kwargs.get("get_decomp_fn"))
 
         return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches or None)
 
@@ -139,28 +141,31 @@ class Backend:
         from functorch.compile import min_cut_rematerialization_partition
         from torch._dynamo.backends.common import aot_autograd
 
-        def compiler(direction: str) -> Compiler:
+        def compiler(direction: str, inference: bool = False) -> Compiler:
             def compile_aot(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-                def run_inner(gm: fx.GraphModule) -> Any:
-                    return _boxed(self.inner(gm, example_inputs) if callable(self.inner) else gm.forward)
+                def run_inner(gm: fx.GraphModule, more: Sequence[Any]) -> Any:
+                    return _boxed(self.inner(gm, [*example_inputs, *more]) if callable(self.inner) else gm.forward)
 
-                return self.compile(gm, number, direction, run_inner, None)
+                return self.compile(gm, number, direction, inference, run_inner, None)
 
             return compile_aot
 
         return aot_autograd(
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
-            inference_compiler=compiler("forward"),
+            inference_compiler=compiler("forward", inference=True),
             partition_fn=min_cut_rematerialization_partition,
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
 
-    def compile(self, gm: fx.GraphModule, number: str, direction: str, compile_graph: Compiler,
+    def compile(self, gm: fx.GraphModule, number: str, direction: str, inference: bool, compile_graph: Compiler,
                 decompositions: Callable[[], Any] | None) -> Any:  # fmt: skip
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and compiles it."""
         profile = self.profile or default_profile(_device(gm))
-        road = Road(gm=gm, direction=direction, policy=self.policy, profile=profile, decompositions=decompositions)
+        frame = CompileContext.current_compile_id()
+        stateless = INFERENCE if inference and (frame is None or frame.compiled_autograd_id is None) else None
+        road = Road(gm=gm, direction=direction, policy=self.policy, profile=profile, decompositions=decompositions,
+                    stateless=stateless)  # fmt: skip
         record.trace_graph(gm, f"{direction}_before")
         outcome = run_passes(road, number)
         mismatch = self._agree(gm, outcome)
@@ -176,9 +181,17 @@ class Backend:
             record.write_dump(self.dump, self.run, outcome, before, after, self.policy, profile)
         if mismatch is not None:
             return _raises(mismatch)
+        if isinstance(outcome.error, PolicyError):
+            return _raises(outcome.error)
         if outcome.error is not None and self.strict:
             raise outcome.error
-        return _before_each_call(compile_graph(gm), functools.partial(self._check, number + direction))
+        try:
+            owner = (id(self), number) if frame is None else (frame.compiled_autograd_id, frame.frame_id)
+            residuals = [state.residual(kept, owner) for kept in outcome.kept]
+        except PolicyError as error:
+            return _raises(error)
+        compiled = compile_graph(gm, [kept.fake for kept in outcome.kept])
+        return _before_each_call(compiled, functools.partial(self._check, number + direction), residuals)
 
     def _agree(self, gm: fx.GraphModule, outcome: Outcome) -> PlanMismatch | None:
         """Compares the plan with the other ranks'. One rank's failure makes all compile the untouched graph (law 7)."""
@@ -208,6 +221,10 @@ class Backend:
         self.summary.called(graph)
 
 
+INFERENCE = "inference has no next step to make up in: give the rule direction='backward', or this model a codec without state"
+"""Why no state is kept in a graph that will have no backward."""
+
+
 def _groups(gm: fx.GraphModule, plan: Plan) -> set[str]:
     """The groups of a graph's collectives; read off the graph itself where a pass failed before there were sites."""
     if plan.sites or not plan.fallback:
@@ -216,18 +233,20 @@ def _groups(gm: fx.GraphModule, plan: Plan) -> set[str]:
     return {describe_group(call)[0] for call in calls if call is not None}
 
 
-def _before_each_call(compiled: Any, hook: Callable[[], None]) -> Any:
-    """The compiled function, with ``hook`` before each call. Inductor's object stays itself: torch asks for its type."""
+def _before_each_call(compiled: Any, hook: Callable[[], None], more: Sequence[Any]) -> Any:
+    """The compiled function, with ``hook`` before each call and ``more`` last inputs. Inductor's object stays itself: torch
+    asks for its type."""
     if getattr(compiled, "current_callable", None) is not None:
-        compiled.current_callable = _hooked(compiled.current_callable, hook)
+        compiled.current_callable = _hooked(compiled.current_callable, hook, more)
         return compiled
-    return _hooked(compiled, hook)
+    return _hooked(compiled, hook, more)
 
 
-def _hooked(function: Compiler, hook: Callable[[], None]) -> Compiler:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _hooked(function: Compiler, hook: Callable[[], None], more: Sequence[Any]) -> Compiler:
+    def run(inputs: list[Any]) -> Any:
         hook()
-        return function(*args, **kwargs)
+        inputs.extend(more)
+        return function(inputs)
 
     run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]
     return run

@@ -23,6 +23,12 @@ def group_named(name: str) -> dist.ProcessGroup | None:
         return None
 
 
+def rank_in(name: str) -> int | None:
+    """The number of this process among the ranks of a group, or None where it is not one of them."""
+    group = group_named(name)
+    return group.rank() if group is not None and group.rank() >= 0 else None
+
+
 def label(group: dist.ProcessGroup) -> str:
     """The mesh dimension that a group belongs to, such as ``tp``; ``world`` for the group of all ranks, which a mesh of one
     dimension shares; "" for a group that is of no mesh."""

@@ -17,12 +17,28 @@ NONE = "none"
 """Codec (and algorithm) name of a site that is left alone."""
 
 
+ROWS = 1024
+"""Entries of the first dimension that each rank is taken to send to each where ranks may hold different numbers: what all ranks
+know, so that they decide alike."""
+
+
+NOBODY = "nobody keeps it here: use commpass.backend"
+"""Why no state is kept for a site, where nothing else is said."""
+
+
+PAIRWISE = ("send", "recv")
+"""Kinds that are one end of what goes between two ranks: these agree on it with each other, not with their group."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Site:
     """One collective of a graph with all that matters about it.
 
     ``shape`` is the input of one rank; a symbolic size stands there as text ("s0") and ``bytes`` is then what the size
-    hints say (-1 where there is no hint). ``word`` is the nearest enclosing ``compress``/``keep``, as JSON text.
+    hints say (-1 where there is no hint); ``width`` are the values of one entry of the first dimension. ``stateless`` says why
+    no state can be kept for it between calls, if none can. ``splits`` are what an all-to-all sends to and receives from each
+    rank, in entries of the first dimension. ``peer`` is the number of the rank at the other end of a send or recv, and ``tag``
+    tells apart what goes between the two. ``word`` is the nearest enclosing ``compress``/``keep``, as JSON text.
     """
 
     name: str
@@ -34,6 +50,11 @@ class Site:
     dtype: str
     shape: tuple[int | str, ...]
     bytes: int
+    width: int = 1
+    splits: tuple[tuple[int | str, ...], tuple[int | str, ...]] | None = None
+    peer: int | None = None
+    tag: int = 0
+    stateless: str | None = NOBODY
     device: str = "cpu"
     module: str = ""
     direction: str = "forward"
@@ -46,16 +67,43 @@ class Site:
     def dynamic(self) -> bool:
         return any(isinstance(size, str) for size in self.shape)
 
+    @property
+    def pairwise(self) -> bool:
+        """Whether it is one end of what goes between two ranks, which the others of the group know nothing of."""
+        return self.kind in PAIRWISE
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks may hold tensors of different sizes."""
+        return self.splits is not None and (
+            len({*self.splits[0], *self.splits[1]}) > 1 or not isinstance(self.splits[0][0], int)
+        )
+
+    @property
+    def common_bytes(self) -> int:
+        """``bytes``, or where ranks may hold different sizes those that all ranks take for theirs."""
+        itemsize = {"float64": 8, "float32": 4}.get(self.dtype, 2)
+        return ROWS * self.group_size * self.width * itemsize if self.uneven else self.bytes
+
+    @property
+    def common_shape(self) -> tuple[int | str, ...]:
+        """The part of the shape that all ranks share."""
+        return self.shape[1:] if self.splits is not None else self.shape
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSite(Site):
-    """A site and its chosen candidate. ``wire_bytes`` is what one rank hands to the collectives afterwards."""
+    """A site and its chosen candidate. ``wire_bytes`` is what one rank hands to the collectives afterwards (-1 where it is not
+    known); of those, the number of ``dynamic_bytes`` depends on the values, and is what a Gaussian needs. ``domain`` is where
+    sums are made, "" for the values themselves: they leave it once, at the end."""
 
     codec: str = NONE
     algorithm: str = NONE
     chunks: int = 1
     fused: bool = False
     wire_bytes: int = 0
+    dynamic_bytes: int = 0
+    domain: str = ""
     plain_us: float = 0.0
     predicted_us: float = 0.0
     error: float = 0.0
@@ -73,7 +121,7 @@ def left_alone(site: Site, reason: str, plain_us: float = 0.0) -> PlannedSite:
 
 
 AGREED_FIELDS = (
-    "kind", "reduce_op", "group_size", "dtype", "shape", "module", "direction", "codec", "algorithm", "chunks", "fused",
+    "kind", "reduce_op", "group_size", "dtype", "common_shape", "module", "direction", "codec", "algorithm", "chunks", "fused",
 )  # fmt: skip
 """The fields that every rank of a group must hold alike. Times may differ: links and clocks do."""
 
@@ -120,9 +168,13 @@ class Plan:
         sites = tuple(site for site in self.sites if site.group == group)
         return dataclasses.replace(self, sites=sites, simplified=tuple(s for s in self.simplified if s.group == group))
 
+    def common(self) -> Plan:
+        """The part of the plan that all ranks hold alike: without what goes between two of them."""
+        return dataclasses.replace(self, sites=tuple(site for site in self.sites if not site.pairwise))
+
     def digest(self) -> str:
-        """A digest of every decision; equal on two ranks if and only if they will do the same."""
-        rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.sites]
+        """A digest of every common decision; equal on two ranks if and only if they will do the same."""
+        rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.common()]
         facts = [self.direction, rows, self.rules(), bool(self.fallback)]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 

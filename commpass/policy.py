@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from commpass.codecs import codec as codec_named
-from commpass.collectives import ALGORITHM_NAMES
+from commpass.collectives import DEFAULTS, check_name
 from commpass.costmodel import KINDS
 from commpass.errors import PolicyError, nearest
 from commpass.plan import Site
@@ -71,7 +71,7 @@ class Terms:
     """What may be done to a site. No codecs means: leave it alone. ``source`` says who said so."""
 
     codecs: tuple[str, ...] = ()
-    algorithms: tuple[str, ...] = ALGORITHM_NAMES
+    algorithms: tuple[str, ...] = DEFAULTS
     max_error: float | None = None
     force: bool = False
     source: str = "policy"
@@ -98,8 +98,7 @@ class Word(_Named):
         for spec in self.codec or ():
             codec_named(spec)
         for name in self.algorithm or ():
-            if name not in ALGORITHM_NAMES:
-                raise PolicyError(f"unknown algorithm {name!r}{nearest(name, ALGORITHM_NAMES)}")
+            check_name(name)
         if self.max_error is not None and not self.max_error >= 0:
             raise PolicyError(f"max_error={self.max_error!r}: must be a share such as 0.01 for one percent")
         if self.keep and (self.codec or self.algorithm or self.force):
@@ -151,7 +150,7 @@ class Rule(Word):
             and self.kind in (None, site.kind)
             and self.direction in (None, site.direction)
             and (self.group is None or any(covers(self.group, text) for text in (site.group_label, site.group)))
-            and site.bytes >= self.min_bytes
+            and site.common_bytes >= self.min_bytes
         )
 
     def __str__(self) -> str:
@@ -169,7 +168,7 @@ class Policy(_Named):
 
     name: str = "custom"
     codecs: tuple[str, ...] = ()
-    algorithms: tuple[str, ...] = ALGORITHM_NAMES
+    algorithms: tuple[str, ...] = DEFAULTS
     rules: tuple[Rule, ...] = ()
     max_error: float | None = None
     reassociate: bool = True
@@ -207,6 +206,7 @@ PRESETS: dict[str, Policy] = {
     "off": Policy(name="off", off=True),
     "lossless": Policy(name="lossless"),
     "balanced": Policy(name="balanced", codecs=("rotated", "int8"), max_error=0.02),
+    "zipccl": Policy(name="zipccl", codecs=("exponent", "exponent(planes=3)")),
     "aggressive": Policy(name="aggressive", codecs=("rotated(bits=4)", "int4", "rotated", "int8"), max_error=0.25),
 }
 """Policies by name. ``lossless`` is the default and cannot change a loss curve; the lossy ones are opted into."""

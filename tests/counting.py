@@ -14,6 +14,8 @@ class CountingGroup(dist.ProcessGroup):
     def __init__(self, gloo: dist.ProcessGroup):
         super().__init__(gloo.rank(), gloo.size())
         self.gloo = gloo
+        cpu = torch.device("cpu")  # a batch of sends and receives asks for a backend, and then calls the group
+        self._register_backend(cpu, dist.ProcessGroup.BackendType.CUSTOM, gloo._get_backend(cpu))
         self.seen: list[tuple[str, torch.dtype, int]] = []
 
     def _note(self, kind: str, tensors: Any) -> None:
@@ -58,6 +60,14 @@ class CountingGroup(dist.ProcessGroup):
     def alltoall_base(self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None) -> Any:
         self._note("all_to_all", tensor)
         return self.gloo.alltoall_base(output, tensor, output_splits, input_splits, opts or dist.AllToAllOptions())
+
+    def send(self, tensors: Any, peer: int, tag: int) -> Any:
+        self._note("send", tensors)
+        return self.gloo.send(tensors, peer, tag)
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> Any:
+        self._note("recv", tensors)
+        return self.gloo.recv(tensors, peer, tag)
 
     def barrier(self, opts: Any = None) -> Any:
         return self.gloo.barrier(opts or dist.BarrierOptions())

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -96,3 +102,43 @@ def test_a_policy_change_by_decorator_alone_is_not_served_from_the_cache(tmp_pat
     errors = [error for _, error in rows]
     assert errors[0] == errors[4] == 0
     assert 0 < errors[1] == errors[3] < errors[2]
+
+
+ONE_RANK = """
+import sys
+import torch
+import torch.distributed as dist
+import commpass
+
+assert commpass.__file__.startswith(sys.argv[1]), commpass.__file__
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+x = torch.randn(300, generator=torch.Generator().manual_seed(0))
+function = lambda x: commpass.all_reduce(x * 2, codec="int4", algorithm="one_shot")
+compiled, eager = torch.compile(function, fullgraph=True)(x), function(x)
+from torch._dynamo.utils import counters
+hits = counters["aot_autograd"]["autograd_cache_hit"]
+print(bool(torch.equal(compiled, eager)), hits, float(eager.abs().sum()))
+"""
+
+
+def test_what_another_commpass_compiled_is_not_served_from_the_cache(tmp_path):
+    shutil.copytree(Path(commpass.__file__).parent, tmp_path / "commpass", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+                   "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}  # fmt: skip
+
+    def run() -> list[str]:
+        done = subprocess.run([sys.executable, "-c", ONE_RANK, str(tmp_path)], env=environment, cwd=tmp_path,
+                              capture_output=True, text=True, timeout=150, check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    first, again = run(), run()
+    assert first[:2] == ["True", "0"]
+    assert again == ["True", "1", first[2]]  # the same commpass is served from the cache
+    grids = tmp_path / "commpass" / "codecs" / "grids.py"
+    text = grids.read_text()
+    assert "largest = 2 ** (bits - 1) - 1\n" in text
+    grids.write_text(text.replace("largest = 2 ** (bits - 1) - 1\n", "largest = 2 ** (bits - 1) - 2\n"))
+    other = run()
+    assert other[:2] == ["True", "0"]
+    assert other[2] != first[2]  # and the other one does compute something else

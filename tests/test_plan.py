@@ -18,7 +18,7 @@ from commpass import dump as dumps
 from commpass.costmodel import KINDS
 from commpass.dump import Dump, GraphNode
 from commpass.errors import DumpError
-from commpass.plan import AGREED_FIELDS, NONE, Difference, Plan, PlannedSite, Simplification, Site, diff
+from commpass.plan import AGREED_FIELDS, NONE, ROWS, Difference, Plan, PlannedSite, Simplification, Site, diff
 
 examples = settings(max_examples=80, deadline=None)
 
@@ -41,6 +41,7 @@ def plan(*sites: PlannedSite, **changes) -> Plan:
 
 TEXTS = st.text(max_size=12)
 TIMES = st.floats(0, 1e12)
+SPLITS = st.lists(st.integers(0, 1 << 40) | st.sampled_from(["u0", "u0 + u1", "64"]), min_size=1, max_size=4).map(tuple)
 SITES = st.builds(
     PlannedSite, name=TEXTS, kind=st.sampled_from(KINDS), reduce_op=st.none() | TEXTS, group=TEXTS, group_label=TEXTS,
     group_size=st.integers(0, 1 << 20), dtype=st.sampled_from(["float32", "bfloat16", "unknown"]),
@@ -48,7 +49,8 @@ SITES = st.builds(
     bytes=st.integers(-1, 1 << 50), device=st.sampled_from(["cpu", "cuda"]), module=TEXTS,
     direction=st.sampled_from(["forward", "backward"]), producer=st.none() | TEXTS,
     consumers=st.lists(TEXTS, max_size=3).map(tuple), word=st.none() | TEXTS, obstacle=st.none() | TEXTS,
-    codec=st.sampled_from([NONE, "int8", "fp8(form=e5m2)"]), algorithm=TEXTS,
+    width=st.integers(0, 1 << 40), splits=st.none() | st.tuples(SPLITS, SPLITS), stateless=st.none() | TEXTS, domain=TEXTS,
+    dynamic_bytes=st.integers(0, 1 << 50), codec=st.sampled_from([NONE, "int8", "fp8(form=e5m2)"]), algorithm=TEXTS,
     chunks=st.integers(1, 64), fused=st.booleans(), wire_bytes=st.integers(-1, 1 << 50), plain_us=TIMES, predicted_us=TIMES,
     error=st.floats(0, 10), reason=TEXTS,
 )  # fmt: skip
@@ -60,6 +62,11 @@ PLANS = st.builds(
     ).map(tuple),
 )  # fmt: skip
 
+
+def sizes(site: PlannedSite) -> tuple[int | str, ...]:
+    return (*site.shape, *(site.splits[0] + site.splits[1] if site.splits else ()))
+
+
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
@@ -70,7 +77,7 @@ def test_a_plan_comes_back_from_json_as_it_was(one):
     assert back == one
     assert back.digest() == one.digest()
     assert all(
-        type(size) is type(was) for a, b in zip(back, one, strict=True) for size, was in zip(a.shape, b.shape, strict=True)
+        type(size) is type(was) for a, b in zip(back, one, strict=True) for size, was in zip(sizes(a), sizes(b), strict=True)
     )
     assert diff(one, back, [field.name for field in dataclasses.fields(PlannedSite)]) == []
 
@@ -114,23 +121,77 @@ OTHER = {
     "direction": "backward", "codec": "int4", "algorithm": "one_shot", "chunks": 2, "fused": True,
 }  # fmt: skip
 FREE = {
-    "name": "other", "group": "9", "group_label": "dp", "bytes": 7, "device": "cuda", "producer": "mm", "consumers": ("add",),
-    "word": "{}", "obstacle": "some", "wire_bytes": 7, "plain_us": 7.0, "predicted_us": 7.0, "error": 0.5, "reason": "another",
+    "name": "other", "group": "9", "peer": 1, "tag": 7,
+    "group_label": "dp", "bytes": 7, "device": "cuda", "producer": "mm", "consumers": ("add",),
+    "word": "{}", "obstacle": "some", "width": 7, "stateless": None, "wire_bytes": 7, "dynamic_bytes": 7, "domain": "hadamard",
+    "plain_us": 7.0, "predicted_us": 7.0, "error": 0.5, "reason": "another",
 }  # fmt: skip
 """Facts in which ranks may differ, or that follow from the others."""
+AGREED_AS = {"shape": "common_shape"}
+"""Facts of which a part is agreed, and that part. Which part depends on ``splits``, which is neither agreed nor free."""
 
 
 def test_each_field_of_a_site_is_agreed_or_free():
-    assert set(OTHER) == set(AGREED_FIELDS)
-    assert set(OTHER) | set(FREE) == {field.name for field in dataclasses.fields(PlannedSite)}
+    assert {AGREED_AS.get(field, field) for field in OTHER} == set(AGREED_FIELDS)
+    assert set(OTHER) | set(FREE) | {"splits"} == {field.name for field in dataclasses.fields(PlannedSite)}
     assert not set(OTHER) & set(FREE)
 
 
-@pytest.mark.parametrize("field", AGREED_FIELDS)
+@pytest.mark.parametrize("field", OTHER)
 def test_a_digest_differs_if_an_agreed_field_does(field):
-    one, other = plan(planned("a"), planned("b")), plan(planned("a"), planned("b", **{field: OTHER[field]}))
+    changed, agreed = planned("b", **{field: OTHER[field]}), AGREED_AS.get(field, field)
+    one, other = plan(planned("a"), planned("b")), plan(planned("a"), changed)
     assert one.digest() != other.digest()
-    assert diff(one, other) == [Difference("b", field, getattr(planned(), field), OTHER[field])]
+    assert diff(one, other) == [Difference("b", agreed, getattr(planned(), agreed), getattr(changed, agreed))]
+
+
+def exchanged(entries: int | str, width: int = 4096, splits=((3, 4), (5, 2)), **changes) -> PlannedSite:
+    """An all-to-all among two ranks."""
+    facts = {"kind": "all_to_all", "reduce_op": None, "group_size": 2, "algorithm": "direct"}
+    return planned(**facts | {"shape": (entries, width), "splits": splits} | changes)
+
+
+def test_first_dimensions_may_differ_between_ranks_in_an_all_to_all_with_splits_and_nowhere_else():
+    assert exchanged(7).common_shape == exchanged("u0").common_shape == (4096,)
+    mine, theirs = exchanged(7), exchanged(9, splits=((5, 4), (4, 4)))
+    unknown = exchanged("u0 + u1", splits=(("u0", "u1"), ("u2", "u3")))
+    assert plan(mine).digest() == plan(theirs).digest() == plan(unknown).digest()
+    assert diff(plan(mine), plan(theirs)) == diff(plan(mine), plan(unknown)) == []
+    for facts in ({}, {"kind": "all_gather"}, {"kind": "all_reduce", "reduce_op": "sum"}, {"kind": "broadcast"}):
+        left, right = (exchanged(entries, splits=None, **facts) for entries in (7, 9))
+        assert left.common_shape == (7, 4096)
+        assert plan(left).digest() != plan(right).digest()
+        assert diff(plan(left), plan(right)) == [Difference("all_reduce", "common_shape", (7, 4096), (9, 4096))]
+
+
+def test_the_other_dimensions_are_agreed_in_an_all_to_all_with_splits_too():
+    assert plan(exchanged(7)).digest() != plan(exchanged(7, 4095)).digest()
+    assert plan(exchanged(7)).digest() != plan(exchanged(7, splits=None)).digest()
+    assert diff(plan(exchanged(7)), plan(exchanged(9, 4095))) == [Difference("all_reduce", "common_shape", (4096,), (4095,))]
+    assert exchanged(7, shape=(7,)).common_shape == ()
+
+
+@pytest.mark.parametrize(
+    ("splits", "uneven"),
+    [
+        (None, False), (((3, 3), (3, 3)), False), (((3, 4), (3, 3)), True), (((3, 3), (3, 4)), True), (((3, 3), (4, 4)), True),
+        ((("u0", "u0"), ("u0", "u0")), True), (((3, "u0"), (3, 3)), True), (((3, 3), ("u0", "u1")), True),
+    ],
+)  # fmt: skip
+def test_sizes_that_differ_or_are_not_known_are_uneven(splits, uneven):
+    assert exchanged(6, splits=splits).uneven is uneven
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float64", 8), ("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_ranks_take_an_uneven_exchange_for_one_of_1024_entries_from_each_to_each(dtype, itemsize):
+    assert ROWS == 1024
+    of_forty = dataclasses.replace(exchanged(7, 40), dtype=dtype, width=40, bytes=7 * 40 * itemsize)
+    for splits in (((3, 4), (5, 2)), ((0, 7), (9000, 0)), (("u0", "u1"), ("u2", "u3"))):
+        site = dataclasses.replace(of_forty, splits=splits)
+        assert site.common_bytes == 1024 * 2 * 40 * itemsize
+        assert dataclasses.replace(site, group_size=64).common_bytes == 1024 * 64 * 40 * itemsize
+    for splits in (None, ((3, 3), (3, 3))):
+        assert dataclasses.replace(of_forty, splits=splits).common_bytes == 7 * 40 * itemsize
 
 
 @pytest.mark.parametrize("field", FREE)
@@ -175,7 +236,8 @@ def test_plans_have_one_digest_if_and_only_if_they_decide_the_same(one, data):
         for index, site in enumerate(one)
     ]
     other = dataclasses.replace(one, sites=tuple(sites), policy="another")
-    same = all(getattr(a, field) == getattr(b, field) for a, b in zip(one, other, strict=True) for field in AGREED_FIELDS)
+    common = [[[getattr(site, field) for field in AGREED_FIELDS] for site in plan.common()] for plan in (one, other)]
+    same = common[0] == common[1]
     assert (one.digest() == other.digest()) == same
 
 
@@ -199,7 +261,7 @@ def test_a_difference_lists_every_field_of_every_site_that_differs_and_no_other(
     assert diff(left, right) == [
         Difference("a", "codec", "int8", "int4"),
         Difference("a", "chunks", 1, 2),
-        Difference("c", "shape", ("s0", 4096), ("s1", 4096)),
+        Difference("c", "common_shape", ("s0", 4096), ("s1", 4096)),
     ]
     assert diff(left, right, ["reason"]) == [Difference("b", "reason", "faster", "x")]
     assert diff(left, right, []) == []

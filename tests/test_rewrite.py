@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from graphs import code, collectives, ops, trace
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import commpass
 from commpass.errors import VerifyError
@@ -17,40 +21,186 @@ from commpass.policy import Policy, Rule
 wait = ops.wait_tensor
 SLOW = commpass.ethernet(0.01)
 """A link so slow that every codec pays."""
+STAGES = ("", "(stage=ag)", "(stage=rs)")
+HOPS = ["ring", "semi_ring"]
 CASES = {
-    "all_reduce": (lambda ranks: lambda x: wait(ops.all_reduce(x * 2, "sum", "0")) + 1, ["one_shot", "two_shot"]),
-    "all_gather": (lambda ranks: lambda x: wait(ops.all_gather_into_tensor(x * 2, ranks, "0")) + 1, ["direct"]),
-    "reduce_scatter": (lambda ranks: lambda x: wait(ops.reduce_scatter_tensor(x * 2, "avg", ranks, "0")) + 1, ["direct"]),
-}
+    "all_reduce": (
+        lambda ranks: lambda x: wait(ops.all_reduce(x * 2, "sum", "0")) + 1,
+        [
+            "one_shot", "one_shot(shards=3)", "two_shot(shards=2)",
+            *(name + stage for name in ("two_shot", *HOPS) for stage in STAGES), "hierarchical(node=4)",
+            "hierarchical(node=4, stage=ag)", "hierarchical(node=4, stage=rs)", "hierarchical(between=int4, node=4)",
+        ],
+    ),
+    "all_gather": (
+        lambda ranks: lambda x: wait(ops.all_gather_into_tensor(x * 2, ranks, "0")) + 1,
+        ["direct", "direct(shards=2)"],
+    ),
+    "reduce_scatter": (
+        lambda ranks: lambda x: wait(ops.reduce_scatter_tensor(x * 2, "avg", ranks, "0")) + 1,
+        ["direct", *HOPS, "hierarchical(node=4)", "hierarchical(between=int4, node=4)"],
+    ),
+    "all_to_all": (lambda ranks: lambda x: exchange(x * 2, [3] * ranks, [3] * ranks) + 1, ["direct", "direct(shards=2)"]),
+    "broadcast": (lambda ranks: lambda x: wait(ops.broadcast(x * 2, 1, "0")) + 1, ["direct", "direct(shards=2)"]),
+}  # fmt: skip
+
+
+def exchange(x, sent, received):
+    return wait(ops.all_to_all_single(x, received, sent, "0"))
 
 
 def forced(codec="int8", **more):
     return Policy(rules=[Rule(codec=codec, force=True, **more)])
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64, 1024])
-@pytest.mark.parametrize(("kind", "algorithm"), [(kind, name) for kind, (_, names) in CASES.items() for name in names])
+def fits(algorithm, ranks):
+    """Hierarchies need several nodes; rings are refused above 64 hops."""
+    name = algorithm.partition("(")[0]
+    return ranks > 4 if name == "hierarchical" else ranks <= 64 if name in HOPS else True
+
+
+def hops_of(kind, algorithm, ranks):
+    """The exchanges of a graph, in order."""
+    name = algorithm.partition("(")[0]
+    if kind == "all_to_all":  # with splits, entries of 40 values go by parts, which have no shards
+        return [kind]
+    if "shards" in algorithm:  # side data, then each shard's codes
+        shards = int(algorithm[-2])
+        return [hop for hop in hops_of(kind, name, ranks) for _ in range(1 + shards)]
+    if name == "direct":
+        return ["all_to_all" if kind == "reduce_scatter" else kind]
+    if name == "one_shot":
+        return ["all_gather"]
+    hops = {"two_shot": 1, "ring": ranks - 1, "semi_ring": ranks // 2, "hierarchical": 2}[name]
+    return ["all_to_all"] * hops + ["all_gather"] * (kind == "all_reduce")
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm", "ranks"),
+    [(kind, name, n) for kind, (_, names) in CASES.items() for name in names for n in (2, 8, 64, 1024) if fits(name, n)],
+)
 def test_wire_dtype_and_bytes_are_the_plans_at_any_number_of_ranks(kind, algorithm, ranks, fake_group):
     fake_group(ranks)
     gm = trace(CASES[kind][0](ranks), torch.ones(ranks * 3, 40))
+    shape = value(gm)
     plan = commpass.rewrite(gm, [], forced(algorithm=algorithm), strict=True)
     (site,) = plan.sites
     assert (site.codec, site.algorithm) == ("int8", algorithm)
     sent = collectives(gm)
     assert {dtype for _, dtype, _ in sent} == {torch.uint8}
     assert sum(size for _, _, size in sent) == site.wire_bytes
-    assert [kind for kind, _, _ in sent] == {
-        "one_shot": ["all_gather"],
-        "two_shot": ["all_to_all", "all_gather"],
-        "direct": ["all_gather"] if kind == "all_gather" else ["all_to_all"],
-    }[algorithm]
+    assert site.dynamic_bytes == 0
+    assert [kind for kind, _, _ in sent] == hops_of(kind, algorithm, ranks)
+    assert value(gm) == shape
+
+
+def value(gm):
+    """(shape, dtype) of a graph's result."""
+    out = gm.graph.output_node().args[0].meta["val"]
+    return tuple(out.shape), out.dtype
+
+
+SPLITS = {
+    "even": (lambda ranks: [3] * ranks, lambda ranks: [3] * ranks),
+    "sent unevenly": (lambda ranks: [2, 4] * (ranks // 2), lambda ranks: [3] * ranks),
+    "received unevenly": (lambda ranks: [3] * ranks, lambda ranks: [1 + rank % 5 for rank in range(ranks)]),
+    "less sent than received": (lambda ranks: [3] * ranks, lambda ranks: [4] * ranks),
+    "nothing from some": (lambda ranks: [6, 0] * (ranks // 2), lambda ranks: [0, 5] * (ranks // 2)),
+    "nothing received": (lambda ranks: [3] * ranks, lambda ranks: [0] * ranks),
+}
+
+
+# With uneven splits each rank's part is encoded on its own where entries are short: 1024 of them take half a minute to trace.
+@pytest.mark.parametrize("ranks", [2, 16])
+@pytest.mark.parametrize("width", [None, 1, 40, 4096], ids=["numbers", "width 1", "short entries", "long entries"])
+@pytest.mark.parametrize("splits", SPLITS)
+def test_wire_bytes_of_an_all_to_all_are_the_plans_whatever_its_splits(splits, width, ranks, fake_group):
+    fake_group(ranks)
+    sent, received = (make(ranks) for make in SPLITS[splits])
+    x = torch.ones(ranks * 3) if width is None else torch.ones(ranks * 3, width)
+    gm = trace(lambda x: exchange(x * 2, sent, received) + 1, x)
+    shape = value(gm)
+    (site,) = commpass.rewrite(gm, [], forced(), strict=True).sites
+    assert (site.codec, site.algorithm, site.splits) == ("int8", "direct", (tuple(sent), tuple(received)))
+    assert site.shape == tuple(x.shape)
+    assert site.common_shape == tuple(x.shape[1:])
+    hops = collectives(gm)
+    assert [kind for kind, _, _ in hops] == ["all_to_all"]
+    assert sum(size for _, _, size in hops) == site.wire_bytes
+    assert value(gm) == shape == ((sum(received), *x.shape[1:]), torch.float32)
+
+
+def test_long_entries_of_any_splits_are_rewritten_at_1024_ranks(fake_group):
+    fake_group(1024)
+    sent, received = [2, 4] * 512, [4, 2] * 512
+    gm = trace(lambda x: exchange((x * 2).expand(3072, 4096), sent, received) + 1, torch.ones(3072, 1))
+    (site,) = commpass.rewrite(gm, [], forced(), strict=True).sites
+    assert [size for _, _, size in collectives(gm)] == [site.wire_bytes] == [3072 * (4096 + 128)]
+
+
+@pytest.mark.parametrize("algorithm", ["direct(shards=2)", "direct(shards=3)"])
+def test_long_entries_go_in_micro_shards(algorithm, fake_group):
+    fake_group(4)
+    gm = trace(lambda x: exchange(x * 2, [1, 5, 0, 2], [3] * 4) + 1, torch.ones(8, 4096))
+    (site,) = commpass.rewrite(gm, [], forced(algorithm=algorithm), strict=True).sites
+    shards = int(algorithm[-2])
+    codes = -(-4096 // shards // 256) * 256  # whole blocks, and up to 128 bytes of scales
+    assert [(kind, size) for kind, _, size in collectives(gm)] == [
+        ("all_to_all", 8 * shards * 128),
+        *[("all_to_all", 8 * codes)] * shards,
+    ]
+    assert site.wire_bytes == 8 * shards * (codes + 128)
+
+
+@pytest.mark.parametrize("algorithm", [name + stage for name in HOPS for stage in STAGES])
+def test_a_ring_of_too_many_hops_leaves_the_graph_as_it_was(algorithm, fake_group):
+    fake_group(1024)
+    gm = trace(CASES["all_reduce"][0](1024), torch.ones(3072, 40))
+    before = code(gm)
+    (site,) = commpass.rewrite(gm, [], forced(algorithm=algorithm), strict=True).sites
+    assert code(gm) == before
+    assert site.codec == NONE
+    assert f"{512 if 'semi' in algorithm else 1023} hops" in site.reason
+
+
+def trace_with_sizes(function, x):
+    """As ``trace``, for codecs with sizes that depend on values."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        return make_fx(function, decomposition_table=select_decomp_table())(mode.from_tensor(x, static_shapes=True))
+
+
+LOSSLESS = {
+    "even": ([3, 3], [3, 3]),
+    "received unevenly": ([3, 3], [2, 3]),
+    "sent unevenly": ([1, 5], [3, 3]),
+    "nothing to the first": ([0, 6], [3, 3]),
+    "nothing to the last": ([6, 0], [3, 3]),
+}
+
+
+@pytest.mark.parametrize("first", ["static", "sizes"])
+@pytest.mark.parametrize("splits", LOSSLESS)
+def test_a_lossless_code_of_parts_is_two_exchanges_whatever_the_splits(splits, first, fake_group):
+    fake_group(2)
+    sent, received = LOSSLESS[splits]
+    gm = trace_with_sizes(lambda x: exchange(x * 2, sent, received) + 1, torch.ones(6, 40))
+    algorithm = "direct" if first == "static" else "direct(first=sizes)"
+    (site,) = commpass.rewrite(gm, [], forced("exponent", algorithm=algorithm), strict=True).sites
+    assert (site.codec, site.algorithm) == ("exponent", algorithm)
+    fixed, depends = [size for _, _, size in collectives(gm)]
+    static = sum(commpass.codec("exponent").parts(entries * 40, torch.float32)[0] for entries in sent)
+    assert fixed == site.wire_bytes - site.dynamic_bytes == (static if first == "static" else 2 * 8)
+    assert not isinstance(depends, int)
+    assert value(gm) == ((sum(received), 40), torch.float32)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "fp8(form=e5m2)", "rotated", "rotated(bits=4)"])
 def test_every_codec_is_traced_without_captured_tensors_and_shrinks_the_wire(codec, fake_group):
     fake_group(8)
     gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 1024))
-    (site,) = commpass.rewrite(gm, [], forced(codec), strict=True).sites
+    # The fastest may send more bytes: a codec that computes long gains by two_shot(stage=ag), which codes half of the way.
+    (site,) = commpass.rewrite(gm, [], forced(codec, algorithm="two_shot"), strict=True).sites
     bits = 4.4 if "4" in codec else 8.3
     assert site.wire_bytes * 8 < site.bytes / 4 * bits * (1 + 1 / 8)
     assert not gm.graph.find_nodes(op="get_attr")
@@ -189,7 +339,6 @@ MUST_NOT = {
     "integers": lambda x: wait(ops.all_reduce(x.int(), "sum", "0")),
     "bools": lambda x: wait(ops.all_gather_into_tensor(x > 0, 8, "0")),
     "complex": lambda x: wait(ops.all_reduce(x.to(torch.complex64), "sum", "0")),
-    "broadcast": lambda x: wait(ops.broadcast(x * 2, 0, "0")),
     "not waited for": lambda x: ops.all_reduce(x * 2, "sum", "0"),
     "empty": lambda x: wait(ops.all_reduce(x[:0], "sum", "0")),
 }

@@ -1,7 +1,13 @@
 """Encode and decode: the parts, their composition, and codecs by name."""
 
 from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
+from commpass.codecs.domain import VALUES, Domain
 from commpass.codecs.names import NAMES, codec
-from commpass.codecs.packing import cut, cut_apart, pad
+from commpass.codecs.packing import ALIGNMENT, cut, cut_apart, pad
+from commpass.codecs.raw import RawCodec
+from commpass.codecs.sparse import SparseCodec, sum_by_index
 
-__all__ = ["FLOATS", "NAMES", "Codec", "Wire", "accumulation_dtype", "codec", "cut", "cut_apart", "pad"]
+__all__ = [
+    "ALIGNMENT", "FLOATS", "NAMES", "VALUES", "Codec", "Domain", "RawCodec", "SparseCodec", "Wire",
+    "accumulation_dtype", "codec", "cut", "cut_apart", "pad", "sum_by_index",
+]  # fmt: skip

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from commpass.codecs import scales
 from commpass.codecs.codec import Codec, accumulation_dtype
+from commpass.codecs.domain import VALUES, Domain, domain_of
 from commpass.codecs.grids import Grid
-from commpass.codecs.layouts import Layout
+from commpass.codecs.layouts import Flat, Layout
 from commpass.codecs.noise import uniform
 from commpass.codecs.packing import aligned, cut_apart, pack, pad, unpack
 from commpass.codecs.scales import Scale
@@ -25,16 +27,12 @@ class BlockCodec(Codec):
     ``seed`` rounds stochastically; None to the nearest. The last block of a row is filled with zeros.
     """
 
-    name: str
+    spec: str
     layout: Layout
     grid: Grid
     scale: Scale = field(default_factory=Scale)
     transform: Transform = NO_TRANSFORM
     seed: int | None = None
-
-    @property
-    def spec(self) -> str:
-        return self.name
 
     @property
     def block(self) -> int:
@@ -73,8 +71,20 @@ class BlockCodec(Codec):
         steps = 2 * self._half if self.grid.has_zero else self.grid.largest + self._half
         return float(torch.finfo(accumulation_dtype(dtype)).tiny) * steps * width
 
+    @property
+    def domain(self) -> Domain:
+        return domain_of(self.transform) if isinstance(self.layout, Flat) else VALUES
+
+    @property
+    def within(self) -> Codec:
+        return self if self.domain is VALUES else replace(self, transform=NO_TRANSFORM)
+
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return sum(aligned(size) for size in self._regions(numel, dtype))
+
+    def parts(self, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
+        codes, *side = (aligned(size) for size in self._regions(numel, dtype))
+        return codes, sum(side)
 
     def _regions(self, numel: int, dtype: torch.dtype) -> list[int]:
         """Bytes of codes, of each stored number, and of the transform's side data."""
@@ -84,6 +94,14 @@ class BlockCodec(Codec):
         return [codes, *[number] * self.scale.numbers, *([blocks] if self.transform.side else [])]
 
     def encode_rows(self, rows: Tensor) -> Tensor:
+        return torch.cat(self._encoded(rows), dim=1)
+
+    def encode_parts(self, rows: Tensor) -> tuple[Tensor, ...]:
+        codes, *side = self._encoded(rows)
+        return codes, torch.cat(side, dim=1) if side else codes.new_empty((codes.shape[0], 0))
+
+    def _encoded(self, rows: Tensor) -> list[Tensor]:
+        """The regions of the wire: codes, then stored numbers, then the transform's side data."""
         dtype = accumulation_dtype(rows.dtype)
         blocks, side = self.transform.forward(self.layout.split(rows).to(dtype))
         stored = []
@@ -99,7 +117,7 @@ class BlockCodec(Codec):
         regions = [pack(codes, self.grid.bits).flatten(1)]
         regions += [scales.store(number.squeeze(-1), self.scale.stored) for number in stored]
         regions += [side.squeeze(-1)] if side is not None else []
-        return torch.cat([pad(region, aligned(region.shape[1])) for region in regions], dim=1)
+        return [pad(region, aligned(region.shape[1])) for region in regions]
 
     def _codes(self, blocks: Tensor, numbers: list[Tensor]) -> Tensor:
         if self.scale.rule == "static":
@@ -114,17 +132,23 @@ class BlockCodec(Codec):
         return self.grid.encode(values, None if self.seed is None else uniform(blocks, numbers[-1], self.seed))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        count, blocks, size = wire.shape[0], self.layout.blocks(numel), self.layout.size(numel)
+        codes, side = self.parts(numel, dtype)
+        return self.decode_parts((wire.narrow(1, 0, codes), wire.narrow(1, codes, side)), numel, dtype)
+
+    def decode_parts(self, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
+        raw, rest = parts
+        count, blocks, size = raw.shape[0], self.layout.blocks(numel), self.layout.size(numel)
         work = accumulation_dtype(dtype)
         if isinstance(numel, int) and numel == 0:  # no strides by which bytes could be seen as numbers
-            return wire.new_empty((count, 0), dtype=work)
-        parts, start = [], 0
-        for length in self._regions(numel, dtype):
-            parts.append(wire.narrow(1, start, length))
+            return raw.new_empty((count, 0), dtype=work)
+        length, *lengths = self._regions(numel, dtype)
+        codes = unpack(raw.narrow(1, 0, length).reshape(count, blocks, size * self.grid.bits // 8), self.grid.bits)
+        regions, start = [], 0
+        for length in lengths:
+            regions.append(rest.narrow(1, start, length))
             start += aligned(length)
-        codes = unpack(parts.pop(0).reshape(count, blocks, size * self.grid.bits // 8), self.grid.bits)
-        side = parts.pop().unsqueeze(-1) if self.transform.side else None
-        numbers = [scales.load(part, self.scale.stored, work).unsqueeze(-1) for part in parts]
+        side = regions.pop().unsqueeze(-1) if self.transform.side else None
+        numbers = [scales.load(region, self.scale.stored, work).unsqueeze(-1) for region in regions]
         sums = self.transform.sums
         if sums > 1:  # here and not later: of one number a block, and the sums of the largest finite values stay finite
             numbers = [number / sums if place != 1 or self.scale.offset else number for place, number in enumerate(numbers)]

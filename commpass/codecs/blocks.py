@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from commpass.codecs.block import BlockCodec
 from commpass.codecs.codec import Codec
 from commpass.codecs.grids import (
@@ -23,28 +25,28 @@ from commpass.errors import PolicyError, nearest
 NEAREST, STOCHASTIC = "nearest", "stochastic"
 
 
-def int8(spec: str, *, block: int = 256, scale: str = "absmax", stored: str = "fp32", static: float = 0.0,
-         rounding: str = NEAREST, seed: int = 0) -> Codec:  # fmt: skip
-    """Symmetric 8-bit integers, one absmax scale a block (EQuARX, section III)."""
-    return _integers(spec, 8, block, scale, stored, static, rounding, seed)
+def _integers(bits: int, block: int, doc: str) -> Callable[..., Codec]:
+    """The builder of symmetric integers of so many bits, in blocks of ``block`` unless it is told otherwise."""
+
+    def build(spec: str, *, block: int = block, scale: str = "absmax", stored: str = "fp32", static: float = 0.0,
+              rounding: str = NEAREST, seed: int = 0) -> Codec:  # fmt: skip
+        rule = _scale(scale, stored, static)
+        grid = marking(int_grid(bits)) if rule.rule == "static" else int_grid(bits)
+        stochastic = _one_of("rounding", rounding, (NEAREST, STOCHASTIC)) == STOCHASTIC
+        if seed and not stochastic:
+            raise PolicyError(f"seed={seed}: is for rounding={STOCHASTIC!r}")
+        if stochastic and rule.rule == "lsq":
+            raise PolicyError("scale='lsq' fits the scale to codes rounded to the nearest; leave out rounding='stochastic'")
+        return BlockCodec(spec, Flat(_block(block)), grid, rule, seed=seed if stochastic else None)
+
+    build.__doc__ = doc
+    return build
 
 
-def int6(spec: str, *, block: int = 128, scale: str = "absmax", stored: str = "fp32", static: float = 0.0,
-         rounding: str = NEAREST, seed: int = 0) -> Codec:  # fmt: skip
-    """Symmetric 6-bit integers, four in three bytes."""
-    return _integers(spec, 6, block, scale, stored, static, rounding, seed)
-
-
-def int4(spec: str, *, block: int = 128, scale: str = "absmax", stored: str = "fp32", static: float = 0.0,
-         rounding: str = NEAREST, seed: int = 0) -> Codec:  # fmt: skip
-    """Symmetric 4-bit integers, two in a byte (low-bit TP inference, section 3)."""
-    return _integers(spec, 4, block, scale, stored, static, rounding, seed)
-
-
-def int2(spec: str, *, block: int = 64, scale: str = "absmax", stored: str = "fp32", static: float = 0.0,
-         rounding: str = NEAREST, seed: int = 0) -> Codec:  # fmt: skip
-    """Minus one, zero and one, four in a byte."""
-    return _integers(spec, 2, block, scale, stored, static, rounding, seed)
+int8 = _integers(8, 256, "Symmetric 8-bit integers, one absmax scale a block (EQuARX, section III).")
+int6 = _integers(6, 128, "Symmetric 6-bit integers, four in three bytes.")
+int4 = _integers(4, 128, "Symmetric 4-bit integers, two in a byte (low-bit TP inference, section 3).")
+int2 = _integers(2, 64, "Minus one, zero and one, four in a byte.")
 
 
 def fp8(spec: str, *, form: str = "e4m3", block: int = 256, scale: str = "absmax", stored: str = "fp32",
@@ -117,17 +119,6 @@ def tahquant(spec: str, *, bits: int = 4, block: int = 128, stored: str = "bf16"
         raise PolicyError(f"block={block}: must be at most 128")
     rule = Scale(stored=_one_of("stored", stored, ("fp32", "bf16")), offset=True)
     return BlockCodec(spec, Flat(block), level_grid(bits), rule, hadamard(block, pivot=True))
-
-
-def _integers(spec: str, bits: int, block: int, scale: str, stored: str, static: float, rounding: str, seed: int) -> Codec:
-    rule = _scale(scale, stored, static)
-    grid = marking(int_grid(bits)) if rule.rule == "static" else int_grid(bits)
-    stochastic = _one_of("rounding", rounding, (NEAREST, STOCHASTIC)) == STOCHASTIC
-    if seed and not stochastic:
-        raise PolicyError(f"seed={seed}: is for rounding={STOCHASTIC!r}")
-    if stochastic and rule.rule == "lsq":
-        raise PolicyError("scale='lsq' fits the scale to codes rounded to the nearest; leave out rounding='stochastic'")
-    return BlockCodec(spec, Flat(_block(block)), grid, rule, seed=seed if stochastic else None)
 
 
 def _grid(form: str, bits: int, block: int) -> Grid:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from commpass.codecs.domain import VALUES, Domain
 from commpass.errors import PolicyError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -37,20 +39,19 @@ class Codec(ABC):
     decoded on its own, on any rank.
     """
 
+    spec: str
+    """The text that ``commpass.codec`` turns into an equal codec, such as ``int8(block=128)``."""
     lossless: bool = False
     state: str | None = None
     """What the caller must keep between calls, in words; None for nothing."""
+    dynamic: bool = False
+    """Whether the last part of the wire has room for more bytes than most values need: see ``used_bytes``."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and self.spec == other.spec
 
     def __hash__(self) -> int:
         return hash(self.spec)
-
-    @property
-    @abstractmethod
-    def spec(self) -> str:
-        """The text that ``commpass.codec`` turns into an equal codec, such as ``int8(block=128)``."""
 
     @property
     @abstractmethod
@@ -64,6 +65,30 @@ class Codec(ABC):
     @abstractmethod
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes of one encoded row of ``numel`` values; exact, side data and alignment included."""
+
+    def parts(self, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """Bytes of what a row consists of, in order: codes, then their side data (scales); or what has a fixed size, then what
+        has not. They can travel apart: see ``decode_parts``."""
+        return (self.wire_bytes(numel, dtype),)
+
+    def used_bytes(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """How many bytes from its start each row needs, int64 ``[rows]``; if ``dynamic``, read off the first part."""
+        return torch.full((wire.shape[0],), self.wire_bytes(numel, dtype), dtype=torch.int64, device=wire.device)
+
+    def carried(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which sums are handed to this codec on their way: as they are, but for a lossless one in the dtype of
+        the result, since more would be sent for nothing."""
+        return dtype if self.lossless else accumulation_dtype(dtype)
+
+    @property
+    def domain(self) -> Domain:
+        """Where what was coded may be summed."""
+        return VALUES
+
+    @property
+    def within(self) -> Codec:
+        """The codec of values that have entered the domain: its decode does not leave it."""
+        return self
 
     @property
     @abstractmethod
@@ -86,10 +111,19 @@ class Codec(ABC):
 
     @abstractmethod
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """uint8 ``[rows, wire_bytes(numel, dtype)]`` to ``[rows, numel]`` in the accumulation dtype of ``dtype``.
+        """uint8 ``[rows, wire_bytes(numel, dtype)]`` to ``[rows, numel]`` in the accumulation dtype of ``dtype``; of a
+        lossless codec in ``dtype`` itself, since a wider one would not keep the payloads of NaNs.
 
         ``dtype`` is what was encoded. A finite value is never decoded to one that overflows in it.
         """
+
+    def encode_parts(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """As ``encode_rows``, the parts apart: ``[rows, parts(n, dtype)[i]]`` each."""
+        return self.encode_rows(rows).split(list(self.parts(rows.shape[1], rows.dtype)), dim=1)
+
+    def decode_parts(self, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
+        """As ``decode_rows``, of parts ``[rows, parts(numel, dtype)[i]]`` that came apart."""
+        return self.decode_rows(torch.cat(list(parts), dim=1), numel, dtype)
 
     def encode(self, x: Tensor) -> Wire:
         """Any float tensor to its wire."""
@@ -120,13 +154,36 @@ class Codec(ABC):
         """Root mean square error over root mean square value, on a fixed Gaussian sample; what error budgets count."""
         return 0.0 if self.lossless else _gaussian_error(self)
 
+    def expected_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes that a row of ``numel`` Gaussian values needs: ``wire_bytes`` but for a dynamic codec."""
+        if not self.dynamic:
+            return self.wire_bytes(numel, dtype)
+        static = self.parts(numel, dtype)[0]
+        return static + round((self.wire_bytes(numel, dtype) - static) * _gaussian_share(self, dtype))
+
+
+def _sample() -> Tensor:
+    return torch.randn(1 << 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@lru_cache(maxsize=256)
+def _gaussian_share(codec: Codec, dtype: torch.dtype) -> float:
+    """The share of the dynamic part that a fixed Gaussian sample needs."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.no_grad():
+        sample = _sample().to(dtype).reshape(1, -1)
+        static, room = codec.parts(sample.numel(), dtype)
+        used = int(codec.used_bytes(codec.encode_rows(sample), sample.numel(), dtype))
+        return (used - static) / room if room else 0.0
+
 
 @lru_cache(maxsize=256)
 def _gaussian_error(codec: Codec) -> float:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily(), torch.no_grad():
-        sample = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        sample = _sample()
         error = codec.decode(codec.encode(sample)) - sample
         # Rounded, so that ranks whose processors sum in another order still compare the same number with the budget.
         return round(float(error.square().mean().sqrt() / sample.square().mean().sqrt()), 6)

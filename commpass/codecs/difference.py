@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.codec import Codec, Wire, accumulation_dtype
-from commpass.codecs.sparse import inner_bytes, inner_codec, inner_decode, inner_encode
+from commpass.codecs.inner import inner_codec
 from commpass.errors import PolicyError
 
 
@@ -24,15 +24,11 @@ class DifferenceCodec(Codec):
     ``[rows, n]``: one's own shard to encode it, the shards of all ranks to decode them.
     """
 
-    name: str
+    spec: str
     inner: Codec
     reference: Tensor | None = None
 
     state = "reference"
-
-    @property
-    def spec(self) -> str:
-        return self.name
 
     @property
     def block(self) -> int:
@@ -51,7 +47,7 @@ class DifferenceCodec(Codec):
         return self.inner.relative_error()
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return inner_bytes(self.inner, numel, accumulation_dtype(dtype))
+        return self.inner.wire_bytes(numel, accumulation_dtype(dtype))
 
     def against(self, reference: Tensor) -> DifferenceCodec:
         """The same codec with what the receivers hold."""
@@ -71,12 +67,12 @@ class DifferenceCodec(Codec):
         work = accumulation_dtype(rows.dtype)
         held = self._held(tuple(rows.shape)).to(work)
         wide = rows.to(work)
-        return inner_encode(self.inner, _cut(wide - held, wide, held, work))
+        return self.inner.encode_rows(_cut(wide - held, wide, held, work))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         work = accumulation_dtype(dtype)
         held = self._held((wire.shape[0], numel)).to(work)
-        change = inner_decode(self.inner, wire, numel, work)
+        change = self.inner.decode_rows(wire, numel, work)
         return _cut(held + change, held, change, dtype)
 
     def _held(self, shape: tuple[int, ...]) -> Tensor:
@@ -99,7 +95,4 @@ def _cut(values: Tensor, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tens
 
 def difference(spec: str, *, inner: str = "int4(block=2048)") -> Codec:
     """What receivers hold, and 4 bits of the difference in groups of 2048 (SDP4Bit, weights). The reference is the caller's."""
-    coder = inner_codec(inner)
-    if coder.state is not None:
-        raise PolicyError(f"inner={inner!r}: it needs {coder.state} of its own; take a codec without state, such as 'int4'")
-    return DifferenceCodec(spec, coder)
+    return DifferenceCodec(spec, inner_codec("inner", inner))

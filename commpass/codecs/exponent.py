@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,14 +44,11 @@ class ExponentCodec(Codec):
     The window of a chunk follows from its mean exponent, as that of a Gaussian with the same mean would; zeros don't count.
     """
 
-    name: str
+    spec: str
     ladder: Ladder
 
     lossless = True
-
-    @property
-    def spec(self) -> str:
-        return self.name
+    dynamic = True
 
     @property
     def block(self) -> int:
@@ -71,6 +69,10 @@ class ExponentCodec(Codec):
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes of a row whatever its values are: the static part, and room for a byte of each value in the dynamic part."""
         return self.static_bytes(numel, dtype) + (_chunks(numel) * CHUNK if dtype in FORMS else 0)
+
+    def parts(self, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
+        static = self.static_bytes(numel, dtype)
+        return static, self.wire_bytes(numel, dtype) - static
 
     def used_bytes(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """How many bytes from its start each row needs, int64 ``[rows]``, a multiple of 128; reads the static part only."""
@@ -118,6 +120,12 @@ class ExponentCodec(Codec):
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """uint8 ``[rows, wire_bytes(numel, dtype)]`` to ``[rows, numel]`` in ``dtype`` itself, not in an accumulation dtype:
         a wider one would not keep the payloads of NaNs."""
+        static, room = self.parts(numel, dtype)
+        return self.decode_parts((wire.narrow(1, 0, static), wire.narrow(1, static, room)), numel, dtype)
+
+    def decode_parts(self, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
+        """The static and the dynamic part; of the latter, all the room that a row has for it."""
+        wire, rest_of_wire = parts
         count = wire.shape[0]
         if numel == 0:
             return torch.zeros((count, 0), dtype=dtype, device=wire.device)
@@ -130,7 +138,7 @@ class ExponentCodec(Codec):
         rest, planes = static[: form.rest_words], static[form.rest_words :]
         at = self._static_words(form) * chunks * LANES
         start, many, wild = _windows(words.narrow(1, at + LANES, _header_words(numel) - LANES), chunks)
-        dynamic = words.narrow(1, at + _header_words(numel), chunks * CHUNK // 4)
+        dynamic = _words(rest_of_wire, rest_of_wire.shape[1])
 
         here = ~any_of(planes)
         tame = _columns((~wild).to(torch.int32))

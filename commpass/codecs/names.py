@@ -13,6 +13,7 @@ from commpass.codecs.codec import Codec
 from commpass.codecs.difference import difference
 from commpass.codecs.exponent import exponent
 from commpass.codecs.outlier import outlier
+from commpass.codecs.raw import raw
 from commpass.errors import PolicyError, nearest
 
 NAMES: dict[str, Callable[..., Codec]] = {
@@ -28,7 +29,7 @@ NAMES: dict[str, Callable[..., Codec]] = {
     "sdp4bit": blocks.sdp4bit,
     "tahquant": blocks.tahquant,
     "exponent": exponent,
-    "raw": sparse.raw,
+    "raw": raw,
     "outlier": outlier,
     "difference": difference,
     "topk": sparse.topk,
@@ -49,36 +50,45 @@ def codec(name: str | Codec, **parameters: Any) -> Codec:
         return name
     if not isinstance(name, str):
         raise PolicyError(f"{name!r} is no codec: give a name such as 'int8', or one with parameters such as 'int8(block=128)'")
-    word, given = _parse(name)
+    word, given = parse(name)
     if word not in NAMES:
         raise PolicyError(f"unknown codec {word!r}{nearest(word, NAMES)}")
-    known = parameters_of(word)
-    given |= parameters
+    return _build(word, changed(f"codec {word!r}", NAMES[word], given | parameters))
+
+
+def changed(what: str, builder: Callable[..., Any], given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The parameters that are given and are not the defaults, in order. Raises PolicyError for an unknown one, or a type of
+    value that it cannot have."""
+    known = parameters_of(builder)
     for key, value in given.items():
         if key not in known:
-            raise PolicyError(f"codec {word!r} has no parameter {key!r}{nearest(key, known)}")
+            raise PolicyError(f"{what} has no parameter {key!r}{nearest(key, known)}")
         if type(value) is not type(known[key]):
-            raise PolicyError(f"codec {word!r}: {key}={value!r} should be like {key}={known[key]!r}")
-    return _build(word, tuple((key, value) for key, value in sorted(given.items()) if value != known[key]))
+            raise PolicyError(f"{what}: {key}={value!r} should be like {key}={known[key]!r}")
+    return tuple((key, value) for key, value in sorted(given.items()) if value != known[key])
 
 
-def parameters_of(word: str) -> dict[str, Any]:
-    """The parameters of a codec with their defaults."""
-    parameters = inspect.signature(NAMES[word]).parameters.values()
+def spelled(name: str, parameters: tuple[tuple[str, Any], ...]) -> str:
+    """A name with its parameters, as ``parse`` reads it."""
+    return f"{name}({', '.join(f'{key}={value}' for key, value in parameters)})" if parameters else name
+
+
+def parameters_of(builder: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters of a codec (or whatever is built by name) with their defaults."""
+    parameters = inspect.signature(builder).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 @lru_cache(maxsize=256)
-def _build(word: str, changed: tuple[tuple[str, Any], ...]) -> Codec:
+def _build(word: str, parameters: tuple[tuple[str, Any], ...]) -> Codec:
     """A codec from its parameters other than the defaults."""
-    spec = f"{word}({', '.join(f'{key}={value}' for key, value in changed)})" if changed else word
     try:
-        return NAMES[word](spec, **dict(changed))
+        return NAMES[word](spelled(word, parameters), **dict(parameters))
     except PolicyError as error:
         raise PolicyError(f"codec {word!r}: {error}") from None
 
 
-def _parse(text: str) -> tuple[str, dict[str, Any]]:
+def parse(text: str) -> tuple[str, dict[str, Any]]:
     """``"int8(block=128, form=e4m3)"`` to its name and parameters; values are numbers or words."""
     word, bracket, rest = text.strip().partition("(")
     if not bracket:

@@ -23,20 +23,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from commpass.codecs.codec import Codec, accumulation_dtype
-from commpass.codecs.packing import ceil_to, cut, pad
-from commpass.codecs.sparse import (
-    as_bytes,
-    from_raw,
-    inner_bytes,
-    inner_codec,
-    inner_decode,
-    inner_encode,
-    settled,
-    whole_blocks,
-)
+from commpass.codecs.inner import inner_codec
+from commpass.codecs.packing import aligned, cut_apart, from_bytes, pad, to_bytes
 from commpass.errors import PolicyError
 
-ALIGNMENT = 128
 KEPT = {
     torch.float32: torch.bfloat16,
     torch.bfloat16: torch.bfloat16,
@@ -220,17 +210,13 @@ class OutlierCodec(Codec):
     inputs, ``with_tables``: otherwise each of their numbers becomes a constant of its own in it, which takes long to compile.
     """
 
-    name: str
+    spec: str
     channels: Channels
     inner: Codec
     largest: int = 0
     rank: int | None = None
     tables: Tables | None = None
     made: dict[torch.device, Tables] = field(default_factory=dict, repr=False)
-
-    @property
-    def spec(self) -> str:
-        return self.name
 
     @property
     def block(self) -> int:
@@ -276,13 +262,13 @@ class OutlierCodec(Codec):
         return (numel + self.channels.width - 1) // self.channels.width
 
     def _kept_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return ceil_to(self._tokens(numel) * len(self.channels.kept) * KEPT[dtype].itemsize, ALIGNMENT)
+        return aligned(self._tokens(numel) * len(self.channels.kept) * KEPT[dtype].itemsize)
 
     def _others(self, numel: int) -> int:
         return self._tokens(numel) * (self.channels.width - len(self.channels.kept))
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return self._kept_bytes(numel, dtype) + inner_bytes(self.inner, self._others(numel), self._inner_dtype(dtype))
+        return self._kept_bytes(numel, dtype) + self.inner.wire_bytes(self._others(numel), self._inner_dtype(dtype))
 
     def _inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulation_dtype(dtype) if self.largest else dtype
@@ -298,30 +284,29 @@ class OutlierCodec(Codec):
             work = accumulation_dtype(rows.dtype)
             others = _finite_stays(others.to(work) / self._scale(tables.scales, count, encode=True).to(work), others, work)
         narrow = _finite_stays(kept, kept, KEPT[rows.dtype]).to(KEPT[rows.dtype])
-        first = as_bytes(narrow.reshape(count, tokens * split))
-        second = inner_encode(self.inner, self._flat(others, count, self._others(numel)))
+        first = to_bytes(narrow.reshape(count, tokens * split))
+        second = self.inner.encode_rows(self._flat(others, count, self._others(numel)))
         return torch.cat([pad(first, self._kept_bytes(numel, rows.dtype)), second], dim=1)
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         count, tokens, split = wire.shape[0], self._tokens(numel), len(self.channels.kept)
         tables, work = self._tables(wire), accumulation_dtype(dtype)
         raw = wire.narrow(1, 0, tokens * split * KEPT[dtype].itemsize)
-        kept = from_raw(raw, tokens * split, KEPT[dtype]).to(work).reshape(count, tokens, split)
+        kept = from_bytes(raw, KEPT[dtype]).to(work).reshape(count, tokens, split)
         start = self._kept_bytes(numel, dtype)
         second = wire.narrow(1, start, wire.shape[1] - start)
-        others = inner_decode(self.inner, second, self._others(numel), self._inner_dtype(dtype))
+        others = self.inner.decode_rows(second, self._others(numel), self._inner_dtype(dtype)).to(work)
         others = others.reshape(count, tokens, self.channels.width - split)
         if tables.scales is not None:
             others = _finite_stays(others * self._scale(tables.scales, count, encode=False).to(work), others, dtype)
         rows = torch.cat([kept, others], dim=2).index_select(2, tables.back)
-        return cut(rows.reshape(count, tokens * self.channels.width), numel)
+        return cut_apart(rows.reshape(count, tokens * self.channels.width), numel)
 
     def _flat(self, others: Tensor, count: int, numel: int) -> Tensor:
-        """``[rows, numel]``; for a static grid filled up to whole blocks and settled: nothing else in it, as a peak would be,
-        makes a compiler compute the scaled values once."""
+        """``[rows, numel]``; for a static grid cut apart from something longer: nothing else in it, as a peak would be, makes a
+        compiler compute the scaled values once."""
         flat = others.reshape(count, numel)
-        whole = whole_blocks(self.inner, numel)
-        return settled(pad(flat, whole + 1), whole) if self.largest else flat
+        return cut_apart(pad(flat, numel + 1), numel) if self.largest else flat
 
     def _scale(self, scales: Tensor, count: int, *, encode: bool) -> Tensor:
         """The scales for so many rows: ``[1 or rows, 1, others]``."""
@@ -362,8 +347,5 @@ def outlier(spec: str, *, statistics: str = "", bits: int = 4, inner: str = "", 
     if bits not in (2, 4, 6, 8):
         raise PolicyError(f"bits={bits}: must be 2, 4, 6 or 8")
     if inner or not channels.ranges:
-        coder = inner_codec(inner or f"int{bits}")
-        if coder.state is not None:
-            raise PolicyError(f"inner={inner!r}: it needs {coder.state} of its own; take a codec without state, such as 'int4'")
-        return OutlierCodec(spec, channels, coder)
-    return OutlierCodec(spec, channels, inner_codec(f"int{bits}(static=1.0)"), 2 ** (bits - 1) - 1)
+        return OutlierCodec(spec, channels, inner_codec("inner", inner or f"int{bits}"))
+    return OutlierCodec(spec, channels, inner_codec("bits", f"int{bits}(static=1.0)"), 2 ** (bits - 1) - 1)

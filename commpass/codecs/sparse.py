@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from commpass.codecs import select
-from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
+from commpass.codecs.codec import Codec, Wire, accumulation_dtype
 from commpass.codecs.indices import IndexCode, index_code
+from commpass.codecs.inner import inner_codec
 from commpass.codecs.packing import ceil_to, cut, pad
 from commpass.codecs.select import Density, Selector, density_of
 from commpass.errors import PolicyError
@@ -34,7 +35,7 @@ class SparseCodec(Codec):
     nothing for the others. What is left out is lost unless the caller adds it to the next row: see ``residual``.
     """
 
-    name: str
+    spec: str
     selector: Selector
     density: Density
     inner: Codec
@@ -42,10 +43,6 @@ class SparseCodec(Codec):
     kept: float
 
     state = "error feedback"
-
-    @property
-    def spec(self) -> str:
-        return self.name
 
     @property
     def block(self) -> int:
@@ -66,7 +63,7 @@ class SparseCodec(Codec):
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         chosen = self.slots(numel)
-        return ceil_to(inner_bytes(self.inner, chosen, dtype) + self.index.nbytes(numel, chosen), ALIGNMENT)
+        return ceil_to(self.inner.wire_bytes(chosen, dtype) + self.index.nbytes(numel, chosen), ALIGNMENT)
 
     def encode_rows(self, rows: Tensor) -> Tensor:
         count, numel = rows.shape
@@ -76,7 +73,7 @@ class SparseCodec(Codec):
         indices = torch.where(selection.lost.unsqueeze(-1), numel, selection.indices)
         values = torch.where(indices < numel, rows.gather(1, indices.clamp(max=numel - 1)), 0)
         values = torch.where(selection.lost.unsqueeze(-1), math.nan, values)
-        raw = torch.cat([inner_encode(self.inner, values), self.index.encode(indices, numel)], dim=1)
+        raw = torch.cat([self.inner.encode_rows(values), self.index.encode(indices, numel)], dim=1)
         return pad(raw, self.wire_bytes(numel, rows.dtype))
 
     def decode_sparse(self, wire: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -86,8 +83,8 @@ class SparseCodec(Codec):
         indices, and NaN for values: ``dense`` and ``sum_by_index`` know what that means.
         """
         chosen = self.slots(numel)
-        split = inner_bytes(self.inner, chosen, dtype)
-        values = inner_decode(self.inner, wire.narrow(1, 0, split), chosen, dtype)
+        split = self.inner.wire_bytes(chosen, dtype)
+        values = self.inner.decode_rows(wire.narrow(1, 0, split), chosen, dtype).to(accumulation_dtype(dtype))
         indices = self.index.decode(wire.narrow(1, split, self.index.nbytes(numel, chosen)), numel, chosen)
         unused = torch.where(_poisoned(indices, values, numel), math.nan, 0.0)
         return indices, torch.where(indices < numel, values, unused.to(values.dtype))
@@ -163,116 +160,7 @@ def sidco(spec: str, *, density: float = 0.01, values: str = "raw", indices: str
     return _sparse(spec, select.sidco, density, values, indices)
 
 
-def raw(spec: str) -> Codec:
-    """The values as they are, in their own dtype: what sparse codecs send by default."""
-    return RawCodec(spec)
-
-
 def _sparse(spec: str, selector: Selector, density: float, values: str, indices: str, kept: float = 0.0) -> Codec:
     chosen = density_of(density)
-    inner = inner_codec(values)
-    if inner.state is not None:
-        raise PolicyError(f"values={values!r}: it needs {inner.state} of its own; take a codec without state, such as 'int8'")
+    inner = inner_codec("values", values)
     return SparseCodec(spec, selector, chosen, inner, index_code(Fraction(chosen.over, chosen.under), indices), kept)
-
-
-# --- a codec inside another -------------------------------------------------------------------------------------------
-
-
-def inner_codec(text: str) -> Codec:
-    """The codec that another one holds inside it, by name."""
-    from commpass.codecs.names import NAMES, codec
-
-    return codec(text) if text != "raw" or "raw" in NAMES else RawCodec("raw")
-
-
-def inner_bytes(inner: Codec, numel: int, dtype: torch.dtype) -> int:
-    """Bytes of ``numel`` values by an inner codec, filled up to whole blocks."""
-    return inner.wire_bytes(whole_blocks(inner, numel), dtype)
-
-
-def inner_encode(inner: Codec, rows: Tensor) -> Tensor:
-    """Rows by an inner codec, filled up to whole blocks with zeros."""
-    return inner.encode_rows(pad(rows, whole_blocks(inner, rows.shape[1])))
-
-
-def inner_decode(inner: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of ``inner_encode``, in the accumulation dtype.
-
-    Whole blocks are decoded, settled, and then cut. On a CPU, Inductor (2.13) splits a loop over ``numel`` values that loads
-    one scale a block into ``numel // block`` blocks, and leaves the tail unwritten, if anything elementwise follows the cut.
-    """
-    whole = whole_blocks(inner, numel)
-    rows = inner.decode_rows(wire, whole, dtype)
-    return rows if inner.block == 1 or (isinstance(numel, int) and numel == whole) else settled(rows, numel)
-
-
-def settled(rows: Tensor, length: int) -> Tensor:
-    """The first ``length`` columns, which must not be all. On a CPU they are cut as bytes: a view of another size is a buffer
-    of its own, in which Inductor neither computes each value again for every use nor splits loops."""
-    if rows.device.type != "cpu":
-        return cut(rows, length)
-    return cut(rows.contiguous().view(torch.uint8), length * rows.dtype.itemsize).view(rows.dtype)
-
-
-def whole_blocks(inner: Codec, numel: int) -> int:
-    """``numel`` rounded up to whole blocks of a codec."""
-    return numel if inner.block == 1 else ceil_to(numel, inner.block)  # the same number, not a symbol like it
-
-
-# --- values as they are -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class RawCodec(Codec):
-    """The bytes of the values, least first; no side data. Lossless: ``decode`` gives NaN payloads back, too."""
-
-    name: str
-
-    lossless = True
-
-    @property
-    def spec(self) -> str:
-        return self.name
-
-    @property
-    def block(self) -> int:
-        return 1
-
-    @property
-    def bound(self) -> float:
-        return 0.0
-
-    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return numel * dtype.itemsize
-
-    def encode_rows(self, rows: Tensor) -> Tensor:
-        return as_bytes(rows)
-
-    def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        return from_raw(wire, numel, dtype).to(accumulation_dtype(dtype))
-
-    def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
-        super().decode(wire, like)  # for its checks; a narrow NaN loses its payload on the way through float32
-        numel = math.prod(wire.shape)
-        return from_raw(wire.payload.reshape(1, -1), numel, wire.dtype).reshape(wire.shape)
-
-
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def as_bytes(rows: Tensor) -> Tensor:
-    """``[rows, n]`` to uint8 ``[rows, n * itemsize]``, by shifts: a view of another size would be a kernel of its own."""
-    size = rows.dtype.itemsize
-    whole = rows.view(_WHOLE[size]).unsqueeze(-1)
-    shifts = 8 * torch.arange(size, dtype=whole.dtype, device=rows.device)
-    return ((whole >> shifts) & 255).to(torch.uint8).reshape(rows.shape[0], rows.shape[1] * size)
-
-
-def from_raw(wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of ``as_bytes``."""
-    assert dtype in FLOATS
-    whole = _WHOLE[dtype.itemsize]
-    parts = wire.reshape(wire.shape[0], numel, dtype.itemsize).to(whole)
-    shifts = 8 * torch.arange(dtype.itemsize, dtype=whole, device=wire.device)
-    return (parts << shifts).sum(-1, dtype=whole).view(dtype)  # no two parts share a bit

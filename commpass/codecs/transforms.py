@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Transform:
 NO_TRANSFORM = Transform("none", lambda blocks: (blocks, None), lambda blocks, _: blocks)
 
 
+@cache  # two codecs that rotate alike hold the same transform
 def hadamard(width: int, *, signed: bool = False, pivot: bool = False) -> Transform:
     """Walsh-Hadamard rotation of each ``width`` values (TACO, section 3): spreads an outlier over its whole block.
 

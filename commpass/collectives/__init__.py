@@ -1,25 +1,14 @@
 """The algorithms that carry out a collective with a codec, and the collectives to call by hand."""
 
-from commpass.collectives.algorithms import (
-    ALGORITHM_NAMES,
-    REDUCE_OPS,
-    Algorithm,
-    Work,
-    algorithm_named,
-    algorithms_of,
-)
-from commpass.collectives.exchange import UNROLLED_RANKS
-from commpass.collectives.public import all_gather, all_reduce, reduce_scatter
+from commpass.collectives.algorithm import Algorithm
+from commpass.collectives.handle import Handle
+from commpass.collectives.names import ALGORITHM_NAMES, DEFAULTS, REDUCE_OPS, algorithm, algorithms_of, check_name
+from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
+from commpass.collectives.request import UNROLLED_RANKS, Request
+from commpass.collectives.steps import run
+from commpass.collectives.work import Hop, Payload, Work
 
 __all__ = [
-    "ALGORITHM_NAMES",
-    "REDUCE_OPS",
-    "UNROLLED_RANKS",
-    "Algorithm",
-    "Work",
-    "algorithm_named",
-    "algorithms_of",
-    "all_gather",
-    "all_reduce",
-    "reduce_scatter",
+    "ALGORITHM_NAMES", "DEFAULTS", "REDUCE_OPS", "UNROLLED_RANKS", "Algorithm", "Handle", "Hop", "Payload", "Request", "Work",
+    "algorithm", "algorithms_of", "all_gather", "all_reduce", "all_to_all", "check_name", "reduce_scatter", "run",
 ]  # fmt: skip

@@ -1,71 +1,150 @@
 """``commpass.all_reduce`` and its kin: compressed collectives to call by hand, eagerly or inside a compiled function.
 
 Gradients pass straight through the rounding: the backward of each is the compressed collective that torch's own
-functional collective has there (all_reduce for all_reduce; all_gather and reduce_scatter for each other).
+functional collective has there (all_reduce for all_reduce; all_gather and reduce_scatter for each other; all_to_all with the
+splits exchanged).
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from commpass.codecs import FLOATS, Codec
+from commpass.codecs import FLOATS, Codec, SparseCodec, accumulation_dtype
 from commpass.codecs import codec as codec_named
-from commpass.collectives.algorithms import REDUCE_OPS, algorithm_named, algorithms_of
+from commpass.collectives.algorithm import Algorithm
+from commpass.collectives.data_sized import sizes_of_data
+from commpass.collectives.handle import Handle
+from commpass.collectives.names import REDUCE_OPS, algorithm
+from commpass.collectives.request import Request
+from commpass.collectives.steps import run
 from commpass.errors import PolicyError, nearest
 
+_named = algorithm
 
-def all_reduce(x: Tensor, op: str = "sum", group: Any = None, *, codec: str | Codec = "int8",
-               algorithm: str = "two_shot") -> Tensor:  # fmt: skip
+
+def all_reduce(x: Tensor, op: str = "sum", group: Any = None, *, codec: str | Codec = "int8", algorithm: str | None = None,
+               async_op: bool = False, residual: Tensor | None = None) -> Any:  # fmt: skip
     """The sum (or ``op="avg"``) of ``x`` over the ranks of ``group``, with the same bits on every rank.
 
     ``x`` is a float tensor of any shape; ``group`` as in torch's functional collectives, the default group if None;
-    ``algorithm`` is ``one_shot`` or ``two_shot``. Raises PolicyError for a codec, algorithm, op or dtype that cannot be.
+    ``algorithm`` is ``two_shot`` if None, or ``one_shot``, ``ring``, ``semi_ring``, ``hierarchical(node=8)``, each with
+    parameters such as ``two_shot(stage=ag)``. A codec that selects (``topk``) goes by ``sparse`` and needs a ``residual``:
+    zeros of the shape of ``x`` in the accumulation dtype at first, kept by the caller and changed in place (error feedback).
+    With ``async_op`` a ``Handle`` comes back whose ``wait()`` gives the result; it has no gradient. Raises PolicyError for
+    what cannot be.
     """
-    return _run("all_reduce", x, op, group, codec, algorithm)
+    spec = _spec(codec)
+    if residual is not None or _selects(spec):
+        return _sparse(x, op, group, spec, algorithm or "sparse", async_op, residual)
+    return _collective("all_reduce", x, op, group, spec, algorithm or "two_shot", async_op)
 
 
-def all_gather(x: Tensor, group: Any = None, *, codec: str | Codec = "int8") -> Tensor:
+def all_gather(x: Tensor, group: Any = None, *, codec: str | Codec = "int8", algorithm: str | None = None,
+               async_op: bool = False) -> Any:  # fmt: skip
     """``[n, ...]`` of every rank, joined along the first dimension in rank order: ``[ranks * n, ...]`` on each."""
-    return _run("all_gather", x, "sum", group, codec, "direct")
+    return _collective("all_gather", x, "sum", group, _spec(codec), algorithm or "direct", async_op)
 
 
-def reduce_scatter(x: Tensor, op: str = "sum", group: Any = None, *, codec: str | Codec = "int8") -> Tensor:
+def reduce_scatter(x: Tensor, op: str = "sum", group: Any = None, *, codec: str | Codec = "int8",
+                   algorithm: str | None = None, async_op: bool = False) -> Any:  # fmt: skip
     """The sum (or mean) over the ranks of ``[ranks * n, ...]``, of which rank r gets part r: ``[n, ...]``."""
-    return _run("reduce_scatter", x, op, group, codec, "direct")
+    return _collective("reduce_scatter", x, op, group, _spec(codec), algorithm or "direct", async_op)
 
 
-def _run(kind: str, x: Tensor, op: str, group: Any, codec: str | Codec, algorithm: str) -> Tensor:
+def all_to_all(x: Tensor, output_split_sizes: Sequence[int] | None = None, input_split_sizes: Sequence[int] | None = None,
+               group: Any = None, *, codec: str | Codec = "int8", algorithm: str | None = None,
+               async_op: bool = False) -> Any:  # fmt: skip
+    """Parts of ``[n, ...]`` along the first dimension to all ranks, and theirs joined in rank order.
+
+    ``input_split_sizes`` are the lengths of the parts, ``output_split_sizes`` those of what comes from each rank; even if None.
+    """
+    splits = (output_split_sizes, input_split_sizes)
+    return _collective("all_to_all", x, "sum", group, _spec(codec), algorithm or "direct", async_op, splits)
+
+
+def _collective(kind: str, x: Tensor, op: str, group: Any, codec: str, name: str, async_op: bool,
+                splits: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None)) -> Any:  # fmt: skip
+    where = _name(group)
+    ranks, rank = _place(where)
+    received, sent = (None if some is None else list(some) for some in splits)
+    _check(kind, x, op, ranks, sent is None and received is None)
+    _check_splits(x, sent, received, ranks)
+    spec = _checked(kind, codec, name, ranks)
+    if not async_op:
+        return torch.ops.commpass.collective(x, kind, op, where, ranks, rank, sent, received, codec, spec, SOURCES)
+    if torch.compiler.is_compiling():
+        raise PolicyError("async_op=True: a compiled function needs none, the compiler orders exchanges; leave it out")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise PolicyError("async_op=True has no gradient: give x.detach(), or leave async_op out")
+    return Handle(_named(kind, spec).run(x, _request(op, where, ranks, rank, sent, received), codec_named(codec)))
+
+
+def _sparse(x: Tensor, op: str, group: Any, codec: str, name: str, async_op: bool, residual: Tensor | None) -> Tensor:
+    where = _name(group)
+    ranks, rank = _place(where)
+    _check("all_reduce", x, op, ranks)
+    if residual is None:
+        raise PolicyError(
+            f"codec {codec!r} needs error feedback: give residual=torch.zeros_like(x), and the same tensor in every call"
+        )
+    if residual.shape != x.shape or residual.dtype != accumulation_dtype(x.dtype):
+        raise PolicyError(
+            f"residual is {list(residual.shape)} of {residual.dtype}, but for x, {list(x.shape)} of {x.dtype}, it must be "
+            f"{list(x.shape)} of {accumulation_dtype(x.dtype)}"
+        )
+    if async_op:
+        raise PolicyError("async_op=True: an all_reduce with a residual has no handle; leave it out")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise PolicyError(f"codec {codec!r} is for gradients and has none itself: give x.detach()")
+    spec = _checked("all_reduce", codec, name, ranks)
+    result, left = torch.ops.commpass.sparse_all_reduce(x, residual, op, where, ranks, rank, codec, spec, SOURCES)
+    residual.copy_(left)
+    return result
+
+
+def _name(group: Any) -> str:
     resolve: Any = functional._resolve_group_name
-    name = resolve(dist.group.WORLD if group is None else group)
-    ranks = _size(name)
-    _check(kind, x, op, ranks, algorithm)
-    return torch.ops.commpass.collective(x, kind, op, ranks, name, _spec(codec), algorithm)
+    return resolve(dist.group.WORLD if group is None else group)
 
 
-# Dynamo takes the results of these two as constants: neither the size of a group nor a codec's name ever changes.
+# Dynamo takes the results of these as constants: a group, a codec and an algorithm never change.
 @torch.compiler.assume_constant_result
-def _size(name: str) -> int:
+def _place(name: str) -> tuple[int, int]:
     resolve: Any = dist.distributed_c10d._resolve_process_group
-    return resolve(name).size()
+    group = resolve(name)
+    return group.size(), group.rank()
 
 
 @torch.compiler.assume_constant_result
 def _spec(codec: str | Codec) -> str:
-    coder = codec_named(codec)
-    if coder.state is not None:
-        raise PolicyError(f"codec {coder.spec!r} needs {coder.state}, which a call by hand does not keep")
-    return coder.spec
+    return codec_named(codec).spec
 
 
-def _check(kind: str, x: Tensor, op: str, ranks: int, algorithm: str) -> None:
-    names = [a.name for a in algorithms_of(kind)]
-    if algorithm not in names:
-        raise PolicyError(f"{kind} has no algorithm {algorithm!r}{nearest(algorithm, names)}")
+@torch.compiler.assume_constant_result
+def _selects(spec: str) -> bool:
+    return isinstance(codec_named(spec), SparseCodec)
+
+
+@torch.compiler.assume_constant_result
+def _checked(kind: str, codec: str, name: str, ranks: int) -> str:
+    """The algorithm's full name. Raises PolicyError if it cannot carry out this kind with this codec on so many ranks."""
+    chosen = _named(kind, name)
+    if obstacle := chosen.obstacle(codec_named(codec), ranks):
+        raise PolicyError(f"{kind} by {chosen.spec}: {obstacle}")
+    return chosen.spec
+
+
+def _check(kind: str, x: Tensor, op: str, ranks: int, even: bool = True) -> None:
     if op not in REDUCE_OPS:
         raise PolicyError(f"{kind}: op {op!r} cannot be compressed{nearest(op, REDUCE_OPS)}")
     if x.dtype not in FLOATS:
@@ -74,31 +153,94 @@ def _check(kind: str, x: Tensor, op: str, ranks: int, algorithm: str) -> None:
         raise PolicyError(f"{kind}: a scalar has no first dimension; use x.reshape(1)")
     if kind == "reduce_scatter" and x.shape[0] % ranks:
         raise PolicyError(f"reduce_scatter: the first dimension, {x.shape[0]}, must be a multiple of {ranks} ranks")
+    if kind == "all_to_all" and even and x.shape[0] % ranks:
+        raise PolicyError(
+            f"all_to_all: the first dimension, {x.shape[0]}, is no multiple of {ranks} ranks: give input_split_sizes and "
+            "output_split_sizes"
+        )
 
 
-MIRROR = {"all_reduce": "all_reduce", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
-"""The collective that carries the gradient of each."""
+def _check_splits(x: Tensor, sent: list[int] | None, received: list[int] | None, ranks: int) -> None:
+    if sent is None and received is None:
+        return
+    if sent is None or received is None:
+        raise PolicyError("all_to_all: give both input_split_sizes and output_split_sizes, or neither for even parts")
+    for what, sizes in (("input_split_sizes", sent), ("output_split_sizes", received)):
+        if len(sizes) != ranks:
+            raise PolicyError(f"all_to_all: {what} has {len(sizes)} numbers for {ranks} ranks")
+        if all(isinstance(size, int) for size in sizes) and min(sizes) < 0:
+            raise PolicyError(f"all_to_all: {what} {sizes} has a negative number")
+    if all(isinstance(size, int) for size in (*sent, x.shape[0])) and sum(sent) != x.shape[0]:
+        raise PolicyError(
+            f"all_to_all: input_split_sizes {sent} add up to {sum(sent)}, but the first dimension of x is {x.shape[0]}"
+        )
+
+
+def _request(op: str, group: str, ranks: int, rank: int, sent: Any = None, received: Any = None) -> Request:
+    sent, received = (None if sizes is None else tuple(sizes) for sizes in (sent, received))
+    return Request(group, ranks, rank, op, sent=sent, received=received)
+
+
+def _sources() -> str:
+    """A hash of the version and of the files that say what a collective computes."""
+    package = Path(__file__).parent.parent
+    files = sorted(file for part in ("codecs", "collectives") for file in (package / part).rglob("*.py"))
+    return hashlib.sha256(b"".join([version("commpass").encode(), *(file.read_bytes() for file in files)])).hexdigest()[:16]
+
+
+SOURCES = _sources()
+"""An argument of every call: AOTAutograd's cache knows a graph by its operators and their arguments alone, and would else
+serve, from disk, what an older commpass made of the same call."""
 
 
 class _Straight(torch.autograd.Function):
     """The collective with the gradient of the exact one: rounding is taken for the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, op: str, ranks: int, group: str, codec: str, algorithm: str) -> Tensor:
-        ctx.call = (kind, op, ranks, group, codec, algorithm)
-        return algorithm_named(kind, algorithm).run(x, op, ranks, group, codec_named(codec))
+    def forward(ctx: Any, x: Tensor, kind: str, op: str, group: str, ranks: int, rank: int, sent: Any, received: Any,
+                codec: str, name: str, sources: str) -> Tensor:  # fmt: skip
+        ctx.call = (kind, op, group, ranks, rank, sent, received, codec, name)
+        return _run(_named(kind, name), x, _request(op, group, ranks, rank, sent, received), codec)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kind, op, ranks, group, codec, algorithm = ctx.call
-        mirror = algorithm_named(MIRROR[kind], algorithm)
-        gradient = mirror.run(gradients[0].contiguous(), op, ranks, group, codec_named(codec))
+        kind, op, group, ranks, rank, sent, received, codec, name = ctx.call
+        request = _request(op, group, ranks, rank, received, sent)
+        mirror = _mirror(kind, name)
+        gradient = _run(mirror, gradients[0].contiguous(), request, codec)
         if kind == "reduce_scatter" and op == "avg":
             gradient = gradient / ranks
-        return gradient, None, None, None, None, None, None
+        return gradient, *[None] * 10
+
+
+def _run(chosen: Algorithm, x: Tensor, request: Request, codec: str) -> Tensor:
+    coder = codec_named(codec)
+    with sizes_of_data(coder, x, traced=get_proxy_mode() is not None):
+        return run(chosen.run(x, request, coder))
+
+
+def _mirror(kind: str, name: str) -> Algorithm:
+    """The algorithm that carries the gradient."""
+    if kind == "reduce_scatter":
+        return _named("all_gather", name if name.startswith("direct") else "direct")
+    return _named("reduce_scatter" if kind == "all_gather" else kind, name)
+
+
+def _sparse_run(x: Tensor, residual: Tensor, op: str, group: str, ranks: int, rank: int, codec: str,
+                name: str, sources: str) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return run(_named("all_reduce", name).run(x, _request(op, group, ranks, rank), codec_named(codec), residual))
 
 
 # One operator for all: Dynamo keeps it as it is, AOTAutograd traces through it to plain operators and functional collectives.
 _library = torch.library.Library("commpass", "DEF")
-_library.define("collective(Tensor x, str kind, str op, int ranks, str group, str codec, str algorithm) -> Tensor")
+_library.define(
+    "collective(Tensor x, str kind, str op, str group, int ranks, int rank, SymInt[]? sent, SymInt[]? received, str codec, "
+    "str algorithm, str sources) -> Tensor"
+)
 _library.impl("collective", _Straight.apply, "CompositeImplicitAutograd")
+_library.define(
+    "sparse_all_reduce(Tensor x, Tensor residual, str op, str group, int ranks, int rank, str codec, str algorithm, "
+    "str sources) "
+    "-> (Tensor, Tensor)"
+)
+_library.impl("sparse_all_reduce", _sparse_run, "CompositeImplicitAutograd")

@@ -36,6 +36,7 @@ CPU = Kernels(
         "int4": KernelRate(0.66, 0.35),
         "fp8": KernelRate(0.85, 0.60),
         "rotated": KernelRate(2.60, 2.40),
+        "exponent": KernelRate(1.40, 0.90),
     },
 )
 """One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, rounded up."""

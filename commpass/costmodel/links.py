@@ -22,11 +22,12 @@ class Link:
     gbytes_per_s: float
     factor: Mapping[str, float] = field(default_factory=dict)
 
-    def us(self, kind: str, nbytes: float, ranks: int) -> float:
-        """Microseconds of one collective of ``kind`` in which each of ``ranks`` ranks hands over ``nbytes``."""
+    def us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
+        """Microseconds of one collective of ``kind`` in which each of ``ranks`` ranks hands over ``nbytes``; with ``peers``,
+        of one in which each talks to so many others alone."""
         if ranks <= 1:
             return 0.0
-        messages, sent = _STEPS[kind](ranks, nbytes)
+        messages, sent = _STEPS[kind](ranks, nbytes) if peers is None else (peers, nbytes)
         return messages * self.alpha_us + sent / (self.gbytes_per_s * 1e3) * self.factor.get(kind, 1.0)
 
 

@@ -17,7 +17,9 @@ GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
 class Profile:
     """Links and kernels. ``links`` maps a glob over group labels (such as ``tp``) to a link; the first that fits counts.
 
-    ``margin`` is how unsure the model is, as a share of the plain time: a site is compressed only if it gains more (law 10).
+    ``node`` is the number of ranks of a group that follow one another on one host (0: not known), and ``inside`` the link
+    between them: algorithm ``hierarchical`` is then a choice. ``margin`` is how unsure the model is, as a share of the plain
+    time: a site is compressed only if it gains more (law 10).
     """
 
     name: str
@@ -25,6 +27,8 @@ class Profile:
     links: Mapping[str, Link] = field(default_factory=dict)
     kernels: Kernels = CPU
     margin: float = 0.1
+    node: int = 0
+    inside: Link | None = None
 
     def link_of(self, group_label: str) -> Link:
         """The link between the ranks of a group with this label."""

@@ -30,8 +30,18 @@ WAITS = ("wait_tensor", "wait_tensors")
 
 
 @dataclass(frozen=True)
+class End:
+    """One end of what goes between two ranks: ``send`` to, or ``recv`` from, rank ``peer`` of the group."""
+
+    kind: str
+    peer: int
+    tag: int
+
+
+@dataclass(frozen=True)
 class Call:
-    """A collective node, taken apart. ``form`` is plain, coalesced, in-place, out, autograd, legacy or view."""
+    """A collective node, taken apart. ``form`` is plain, coalesced, batch, in-place, out, autograd, legacy or view. ``ends``
+    has one for each input of a point-to-point operator; a received tensor is written into the input of its position."""
 
     node: fx.Node
     kind: str
@@ -41,6 +51,17 @@ class Call:
     group: Any
     group_size: int | None
     out: fx.Node | None
+    splits: tuple[tuple[Any, ...], tuple[Any, ...]] | None
+    root: int
+    ends: tuple[End, ...] = ()
+
+    def kind_at(self, position: int) -> str:
+        """The kind of what happens to one input."""
+        return self.ends[position].kind if self.ends else self.kind
+
+    def written(self) -> tuple[fx.Node, ...]:
+        """The inputs into which something is received, though the operator's schema does not say so."""
+        return tuple(source for source, end in zip(self.inputs, self.ends, strict=False) if end.kind == "recv")
 
 
 def parse(node: fx.Node) -> Call | None:
@@ -65,7 +86,25 @@ def parse(node: fx.Node) -> Call | None:
         group=arguments.get("group_name", arguments.get("ranks")),
         group_size=arguments.get("group_size") if isinstance(arguments.get("group_size"), int) else None,
         out=arguments.get("out"),
+        splits=_splits(arguments),
+        root=arguments.get("src", 0) if KINDS[base] == "broadcast" else 0,
+        ends=_ends(base, arguments),
     )
+
+
+def _ends(base: str, arguments: dict[str, Any]) -> tuple[End, ...]:
+    if base == "batch_p2p_ops":
+        rows = zip(arguments["op_list"], arguments["peer_list"], arguments["tag_list"], strict=True)
+        return tuple(End(KINDS[op], peer, tag) for op, peer, tag in rows)
+    peer = {"isend": "dst", "irecv": "src"}.get(base)
+    return (End(KINDS[base], arguments[peer], arguments["tag"]),) if peer else ()
+
+
+def _splits(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """What an all-to-all sends to and receives from each rank, as numbers or nodes."""
+    if "input_split_sizes" not in arguments:
+        return None
+    return tuple(arguments["input_split_sizes"]), tuple(arguments["output_split_sizes"])
 
 
 _INPUT_NAMES = ("inputs", "input", "tensors", "tensor", "self", "shard")
@@ -80,7 +119,9 @@ def _form(namespace: str, name: str) -> str:
         return "view"
     if name.endswith("_coalesced_"):
         return "in-place coalesced"
-    if name.endswith("_coalesced") or name == "batch_p2p_ops":
+    if name == "batch_p2p_ops":
+        return "batch"
+    if name.endswith("_coalesced"):
         return "coalesced"
     if name.endswith("_out"):
         return "out"
@@ -105,9 +146,14 @@ def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 def value_of(call: Call, position: int) -> fx.Node | None:
     """The node that stands for result ``position`` of a collective, before any wait; None if nobody takes it."""
-    if "coalesced" not in call.form:
+    if "coalesced" not in call.form and call.form != "batch":
         return call.node
     return next((node for index, node in items(call.node) if index == position), None)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node asks for a size alone, which is known before any wait."""
+    return node.op == "call_function" and node.target is torch.ops.aten.sym_size.int
 
 
 def waited(value: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -115,6 +161,8 @@ def waited(value: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     held: list[fx.Node] = []
     early: list[fx.Node] = []
     for user in value.users:
+        if is_size(user):
+            continue
         if not is_wait(user):
             early.append(user)
         elif isinstance(user.args[0], fx.Node):

@@ -8,34 +8,39 @@ changes: nothing. A pure function: same inputs, same plan, on every rank.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 
 import torch
 
-from commpass.codecs import FLOATS, codec
-from commpass.collectives import REDUCE_OPS, Algorithm, algorithms_of
+from commpass.codecs import FLOATS, Codec, codec
+from commpass.collectives import REDUCE_OPS, Algorithm, Hop, Payload, Request, algorithm, algorithms_of
 from commpass.costmodel import KINDS, Profile
-from commpass.plan import PlannedSite, Site, left_alone
+from commpass.errors import PolicyError
+from commpass.plan import ROWS, PlannedSite, Site, left_alone
 from commpass.policy import Policy, Terms
 
 
 def decide(sites: Iterable[Site], policy: Policy, profile: Profile) -> tuple[PlannedSite, ...]:
     """The chosen candidate of every site."""
-    return tuple(_decide(site, policy.terms(site)[0], profile) for site in sites)
+    return tuple(_decide(site, policy.terms(site)[0], profile, policy.reassociate) for site in sites)
 
 
-def _decide(site: Site, terms: Terms, profile: Profile) -> PlannedSite:
+def _decide(site: Site, terms: Terms, profile: Profile, reassociate: bool) -> PlannedSite:
     plain = _leave(site, profile)
-    obstacle = site.obstacle or _obstacle(site, terms)
+    obstacle = _alone(site) or site.obstacle or _obstacle(site, terms)
     if obstacle:
         return dataclasses.replace(plain, reason=obstacle)
-    candidates, refused = _candidates(site, terms, profile, plain)
+    candidates, refused = _candidates(site, terms, profile, plain, reassociate)
     if not candidates:
+        lacking = [why for why in refused if site.stateless and site.stateless in why]
+        if terms.force and lacking:
+            where = site.module or "the root module"
+            raise PolicyError(f"{terms.source} forces a codec on {site.kind} {site.name} of {where}: {lacking[0]}")
         return dataclasses.replace(plain, reason="; ".join(refused))
     best = min(candidates, key=lambda c: (c.predicted_us, c.wire_bytes, c.codec, c.algorithm))
-    what = f"{best.codec} by {best.algorithm}"
+    what = f"{best.codec} by {best.algorithm}" + (f", sums in the {best.domain} domain" if best.domain else "")
     times = f"{best.predicted_us:,.0f} us instead of {plain.plain_us:,.0f} us on {profile.name}"
+    times += f" for {ROWS:,} entries from each rank to each, since ranks may hold different numbers" if site.uneven else ""
     if terms.force:
         return dataclasses.replace(best, reason=f"{terms.source} forces {what}: {times}")
     gain = plain.plain_us - best.predicted_us
@@ -47,15 +52,19 @@ def _decide(site: Site, terms: Terms, profile: Profile) -> PlannedSite:
 
 def _leave(site: Site, profile: Profile) -> PlannedSite:
     """*Leave it alone*, with its time."""
-    size = max(site.bytes, 0)
+    known = getattr(torch, site.dtype, None) in FLOATS
+    payload = _scored(site)[0] if site.uneven and known else None
+    size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
     us = profile.link_of(site.group_label).us(site.kind, size, site.group_size) if site.kind in KINDS else 0.0
     return left_alone(site, "", round(us, 3))
 
 
+def _alone(site: Site) -> str | None:
+    return "the group has one rank: nothing is sent" if site.group_size == 1 else None
+
+
 def _obstacle(site: Site, terms: Terms) -> str | None:
     """Why a site cannot, or may not, be compressed."""
-    if site.group_size == 1:
-        return "the group has one rank: nothing is sent"
     if not algorithms_of(site.kind):
         return f"no algorithm carries out {site.kind} with a codec"
     if site.reduce_op is not None and site.reduce_op not in REDUCE_OPS:
@@ -64,44 +73,92 @@ def _obstacle(site: Site, terms: Terms) -> str | None:
         return f"{site.dtype} values must arrive exactly"
     if not terms.codecs:
         return f"{terms.source} allows no codec here"
-    if site.bytes == 0:
+    if site.bytes == 0 and not site.uneven:
         return "it has no elements"
-    if site.bytes < 0:
+    if site.bytes < 0 and not site.uneven:
         return "its size is not known before it runs"
     return None
 
 
-def _candidates(site: Site, terms: Terms, profile: Profile, plain: PlannedSite) -> tuple[list[PlannedSite], list[str]]:
+def _candidates(site: Site, terms: Terms, profile: Profile, plain: PlannedSite,
+                reassociate: bool) -> tuple[list[PlannedSite], list[str]]:  # fmt: skip
     """Every (codec, algorithm) that the terms allow, scored; and why others are out."""
     found: list[PlannedSite] = []
     refused: list[str] = []
-    dtype = getattr(torch, site.dtype)
-    numel = site.bytes // dtype.itemsize
-    link = profile.link_of(site.group_label)
     for spec in terms.codecs:
         coder = codec(spec)
-        if coder.state is not None:
-            refused.append(f"{coder.spec} needs {coder.state}, which no algorithm keeps")
-            continue
-        for algorithm in _allowed(site.kind, terms):
-            error = round(coder.relative_error() * math.sqrt(algorithm.encodes), 6)
+        for chosen in _allowed(site.kind, terms, profile):
+            if obstacle := _misfit(site, coder, chosen, reassociate):
+                refused.append(obstacle)
+                continue
+            error = round(chosen.error(coder, site.group_size), 6)
             if terms.max_error is not None and error > terms.max_error:
                 budget = f"the budget of {terms.max_error:.3%} ({terms.source})"
-                refused.append(f"{coder.spec} by {algorithm.name}: error {error:.3%} is above {budget}")
+                refused.append(f"{coder.spec} by {chosen.spec}: error {error:.3%} is above {budget}")
                 continue
-            work = algorithm.work(coder, numel, dtype, site.group_size)
-            us = sum(link.us(kind, size, site.group_size) for kind, size in work.exchanges)
-            us += profile.kernels.us(coder.spec, work.encoded, work.decoded, kernels=2 * algorithm.encodes)
+            work = chosen.work(coder, *_scored(site))
+            us = sum(_hop_us(hop, site, profile) for hop in work.hops)
+            us += profile.kernels.us(coder.spec, work.encoded, work.decoded, kernels=work.kernels)
+            real = chosen.work(coder, _payload(site), request(site)) if site.bytes >= 0 else None
             found.append(
                 dataclasses.replace(
-                    plain, codec=coder.spec, algorithm=algorithm.name, wire_bytes=work.wire_bytes,
+                    plain, codec=coder.spec, algorithm=chosen.spec, wire_bytes=real.wire_bytes if real else -1,
+                    dynamic_bytes=real.dynamic_bytes if real else 0, domain=chosen.domain(coder),
                     predicted_us=round(us, 3), error=error,
                 )
             )  # fmt: skip
-    return found, refused
+    return found, list(dict.fromkeys(refused))
 
 
-def _allowed(kind: str, terms: Terms) -> list[Algorithm]:
+def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> str | None:
+    """Why an algorithm cannot, or may not, carry out a site with a codec."""
+    if obstacle := chosen.obstacle(coder, site.group_size):
+        return obstacle
+    if chosen.stateful and site.stateless:
+        return f"{coder.spec} needs {coder.state}, but {site.stateless}"
+    if site.reduce_op is not None and coder.lossless and not reassociate:
+        return f"{coder.spec} by {chosen.spec} sums in another order, which reassociate=False forbids"
+    return None
+
+
+def request(site: Site) -> Request:
+    """What a site asks for, as seen by any of its ranks."""
+    sent, received = site.splits or (None, None)
+    return Request(
+        site.group, site.group_size, 0, site.reduce_op or "sum", 0, sent, received, peer=site.peer or 0, tag=site.tag
+    )
+
+
+def _payload(site: Site) -> Payload:
+    dtype = getattr(torch, site.dtype)
+    return Payload(max(site.bytes, 0) // dtype.itemsize, site.width, dtype)
+
+
+def _scored(site: Site) -> tuple[Payload, Request]:
+    """What times are predicted for: the site itself, or where ranks may hold different sizes one that all ranks know."""
+    if not site.uneven:
+        return _payload(site), request(site)
+    dtype = getattr(torch, site.dtype)
+    rows = (ROWS,) * site.group_size
+    unknown = not all(isinstance(size, int) for some in site.splits or () for size in some)
+    asked = dataclasses.replace(request(site), sent=rows, received=rows, unknown=unknown, alike=False)
+    return Payload(ROWS * site.group_size * site.width, site.width, dtype), asked
+
+
+def _hop_us(hop: Hop, site: Site, profile: Profile) -> float:
+    link = profile.inside if hop.inside and profile.inside else profile.link_of(site.group_label)
+    return link.us(hop.kind, hop.leaving, site.group_size, hop.peers)
+
+
+def _allowed(kind: str, terms: Terms, profile: Profile) -> list[Algorithm]:
     """The named algorithms that this kind has; where none of them is one of its kind, the naming was not about it."""
-    have = algorithms_of(kind)
-    return [a for a in have if a.name in terms.algorithms] or list(have)
+    found = []
+    for spec in terms.algorithms:
+        try:
+            chosen = algorithm(kind, spec)
+        except PolicyError:  # it was checked when it was named: then it is another kind's
+            continue
+        if chosen.name == "hierarchical" and "node=" not in spec and profile.node > 1:
+            chosen = algorithm(kind, spec, node=profile.node)
+        found.append(chosen)
+    return found or list(algorithms_of(kind))

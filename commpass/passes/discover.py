@@ -18,8 +18,8 @@ from torch import fx
 from commpass import groups
 from commpass.annotate import KEY
 from commpass.passes import meta
-from commpass.passes.collective import Call, parse, value_of, waited
-from commpass.plan import Site
+from commpass.passes.collective import Call, items, parse, value_of, waited
+from commpass.plan import NOBODY, Site
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm", "_int_mm", "convolution")
 SEE_THROUGH = (
@@ -28,6 +28,9 @@ SEE_THROUGH = (
     "split_with_sizes", "wait_tensor", "wait_tensors",
 )  # fmt: skip
 """Operators between a collective and the matmul that feeds it, or what consumes it, that change no value (but its dtype)."""
+
+
+SYMBOLIC = "its size is symbolic: compile with dynamic=False"
 
 
 @dataclass(frozen=True)
@@ -52,15 +55,17 @@ class Found:
         return call
 
 
-def discover(gm: fx.GraphModule, direction: str = "forward") -> list[Found]:
-    """Every site of a graph and its sub-graphs, whatever form its collective takes."""
+def discover(gm: fx.GraphModule, direction: str = "forward", stateless: str | None = NOBODY) -> list[Found]:
+    """Every site of a graph and its sub-graphs, whatever form its collective takes. ``stateless`` says why no state can be
+    kept."""
     found: list[Found] = []
     for prefix, module in graph_modules(gm):
         order = {node: index for index, node in enumerate(module.graph.nodes)}
         for node in module.graph.nodes:
             call = parse(node)
             if call is not None:
-                found += [_found(module, prefix, call, i, order, direction) for i in range(len(call.inputs))]
+                why = "it is in a region that may run several times" if prefix else stateless
+                found += [_found(module, prefix, call, i, order, direction, why) for i in range(len(call.inputs))]
     return found
 
 
@@ -77,15 +82,20 @@ def graph_modules(gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, f
 
 
 def _found(module: fx.GraphModule, prefix: str, call: Call, position: int, order: dict[fx.Node, int],
-           direction: str) -> Found:  # fmt: skip
+           direction: str, stateless: str | None) -> Found:  # fmt: skip
     source, value = call.inputs[position], value_of(call, position)
     held, early = waited(value) if value is not None else ([], [])
+    if held and call.kind_at(position) == "recv":  # its buffer, which who comes after the wait may take as well
+        early = [user for user in early if order[user] < min(map(order.__getitem__, held))]
+    if call.form == "batch":
+        early += [node for index, node in items(call.node) if index == position and node is not value]
     fake = meta.tensor(source) if isinstance(source, fx.Node) else None
+    end = call.ends[position] if call.ends else None
     name, label, size = describe_group(call)
     many = len(call.inputs) > 1
     site = Site(
         name=f"{prefix}{call.node.name}" + (f".{position}" if many else ""),
-        kind=call.kind,
+        kind=call.kind_at(position),
         reduce_op=call.reduce_op,
         group=name,
         group_label=label,
@@ -93,6 +103,11 @@ def _found(module: fx.GraphModule, prefix: str, call: Call, position: int, order
         dtype=meta.dtype_name(fake.dtype) if fake is not None else "unknown",
         shape=meta.shape(fake) if fake is not None else (),
         bytes=meta.nbytes(fake) if fake is not None else -1,
+        width=meta.width(fake) if fake is not None else 1,
+        splits=_splits(call),
+        peer=end.peer if end else None,
+        tag=end.tag if end else 0,
+        stateless=stateless or (SYMBOLIC if fake is not None and not all(isinstance(n, int) for n in fake.shape) else None),
         device=fake.device.type if fake is not None else "cpu",
         module=meta.module_path(call.node),
         direction=direction,
@@ -102,6 +117,14 @@ def _found(module: fx.GraphModule, prefix: str, call: Call, position: int, order
         obstacle=_obstacle(call, fake, size, held, early),
     )
     return Found(site, module, call, position, tuple(sorted(held, key=order.__getitem__)))
+
+
+def _splits(call: Call) -> tuple[tuple[int | str, ...], tuple[int | str, ...]] | None:
+    """An all-to-all's splits with symbolic ones as text."""
+    if call.splits is None:
+        return None
+    sent, received = (tuple(n if isinstance(n, int) else str(n.meta["val"]) for n in some) for some in call.splits)
+    return sent, received
 
 
 def _obstacle(call: Call, fake: torch.Tensor | None, size: int, held: list[fx.Node], early: list[fx.Node]) -> str | None:
@@ -116,7 +139,9 @@ def _obstacle(call: Call, fake: torch.Tensor | None, size: int, held: list[fx.No
         return f"the size of group {call.group!r} is not known here: initialise torch.distributed first"
     if fake is None:
         return "its shape is not known: the graph has no fake values"
-    if early and call.form in ("plain", "coalesced"):
+    if call.ends and fake is not None and not all(isinstance(n, int) for n in fake.shape):
+        return SYMBOLIC
+    if early and call.form in ("plain", "coalesced", "batch"):
         return f"{early[0].name} takes its result before it is waited for"
     if not held and "in-place" not in call.form and call.form != "out":
         return "nobody waits for its result"

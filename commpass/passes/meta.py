@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -39,6 +40,11 @@ def nbytes(value: torch.Tensor) -> int:
             return -1
         total *= known
     return total
+
+
+def width(value: torch.Tensor) -> int:
+    """Values of one entry of the first dimension, by hints where sizes are symbolic; 1 where there is no hint."""
+    return math.prod(hint(size) or 1 for size in value.shape[1:])
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -18,10 +18,10 @@ from commpass.costmodel import Profile
 from commpass.errors import PolicyError, nearest
 from commpass.passes.decide import decide
 from commpass.passes.discover import Found, discover, graph_modules
-from commpass.passes.rewrite import Decompositions, rewrite
+from commpass.passes.rewrite import Decompositions, Kept, rewrite
 from commpass.passes.simplify import simplify
 from commpass.passes.verify import verify
-from commpass.plan import Plan, PlannedSite, Simplification, Site, left_alone
+from commpass.plan import NOBODY, Plan, PlannedSite, Simplification, Site, left_alone
 from commpass.policy import Policy
 
 
@@ -37,6 +37,8 @@ class Road:
     found: tuple[Found, ...] = ()
     simplified: tuple[Simplification, ...] = ()
     sites: tuple[PlannedSite, ...] | None = None
+    stateless: str | None = NOBODY
+    kept: tuple[Kept, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Pass:
 
 
 def _discover(road: Road) -> Road:
-    return dataclasses.replace(road, found=tuple(discover(road.gm, road.direction)))
+    return dataclasses.replace(road, found=tuple(discover(road.gm, road.direction, road.stateless)))
 
 
 def _simplify(road: Road) -> Road:
@@ -70,8 +72,7 @@ def _decide(road: Road) -> Road:
 
 
 def _rewrite(road: Road) -> Road:
-    rewrite(road.found, road.sites or (), road.decompositions)
-    return road
+    return dataclasses.replace(road, kept=rewrite(road.found, road.sites or (), road.decompositions))
 
 
 def _verify(road: Road) -> Road:
@@ -90,7 +91,8 @@ PASSES: tuple[Pass, ...] = (
 
 @dataclass
 class Outcome:
-    """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched one, and says why."""
+    """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched one, and says why. ``kept`` is
+    the state that it takes as its last inputs."""
 
     plan: Plan
     found: tuple[Found, ...] = ()
@@ -98,6 +100,7 @@ class Outcome:
     error: Exception | None = None
     untouched: dict[fx.GraphModule, fx.Graph] = field(default_factory=dict)
     first: tuple[Site, ...] = ()
+    kept: tuple[Kept, ...] = ()
 
     def restore(self, why: str) -> None:
         """Puts the untouched graph back (law 7), because of ``why``."""
@@ -105,6 +108,7 @@ class Outcome:
             module.graph = graph
             module.recompile()
         self.untouched = {}
+        self.kept = ()
         sites = tuple(left_alone(site, why) for site in self.first)
         self.plan = dataclasses.replace(self.plan, sites=sites, simplified=(), fallback=why)
 
@@ -133,11 +137,13 @@ def run(road: Road, graph: str, passes: tuple[Pass, ...] | None = None) -> Outco
             road = step.run(road)
         except Exception as error:
             outcome.error = error
-            outcome.restore(f"pass {step.name!r} failed: {type(error).__name__}: {error}")
+            said = str(error).strip().partition("\n")[0]  # torch goes on with hints and addresses
+            outcome.restore(f"pass {step.name!r} failed: {type(error).__name__}: {said}")
             return outcome
         finally:
             outcome.times_ms[step.name] = (time.perf_counter() - start) * 1e3
             outcome.found = road.found
+        outcome.kept = road.kept
         outcome.first = outcome.first or tuple(found.site for found in road.found)
         outcome.plan = dataclasses.replace(outcome.plan, sites=road.sites or (), simplified=road.simplified)
     return outcome

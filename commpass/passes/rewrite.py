@@ -8,6 +8,7 @@ changes: numerics, as the chosen codecs do. Sites that are left alone are not to
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,16 +17,21 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from commpass.codecs import codec
-from commpass.collectives import algorithm_named
+from commpass import groups
+from commpass.codecs import accumulation_dtype, codec
+from commpass.collectives import Algorithm, Request, algorithm
+from commpass.collectives import run as run_steps
+from commpass.collectives.data_sized import sizes_of_data
 from commpass.errors import VerifyError
 from commpass.passes import meta
-from commpass.passes.collective import is_wait, items, value_of
+from commpass.passes.collective import is_size, is_wait, items, parse, value_of
 from commpass.passes.discover import Found
 from commpass.plan import PlannedSite
 
 MARK = "commpass"
 """Key in ``node.meta`` of every inserted node: the name of the site that it was inserted for."""
+PARTS = "commpass_parts"
+"""Key in ``node.meta`` of a batch, of which positions now carry bytes: each of those, to the name of its site."""
 
 Decompositions = Callable[[], dict[Any, Callable[..., Any]]]
 
@@ -41,17 +47,39 @@ class Templates:
         fake = _fake(found.input)
         key = (
             planned.kind, planned.codec, planned.algorithm, planned.reduce_op, planned.group, planned.group_size,
+            str(planned.splits), planned.peer, planned.tag, found.now.root,
             fake.dtype, fake.device, str(tuple(fake.shape)), str(fake.stride()),
         )  # fmt: skip
         if key not in self.traced:
-            self.traced[key] = _trace(planned, fake, self.decompositions)
+            template = _trace(planned, found, self.decompositions)
+            if any("unbacked_bindings" in node.meta for node in template.graph.nodes):
+                return template  # its sizes are its own
+            self.traced[key] = template
         return self.traced[key]
 
 
-def rewrite(found: Sequence[Found], plan: Sequence[PlannedSite], decompositions: Decompositions | None = None) -> None:
-    """Replaces every compressed site in place. On an error the graph is half done: the caller holds the copy to go back to."""
+@dataclass(frozen=True)
+class Kept:
+    """State that a site keeps between calls: a new last input of its graph. ``site`` names it for good: where in the model,
+    which direction, kind and shape, and which of several such."""
+
+    site: str
+    op: str
+    group: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    fake: Tensor
+
+
+def rewrite(
+    found: Sequence[Found], plan: Sequence[PlannedSite], decompositions: Decompositions | None = None
+) -> tuple[Kept, ...]:
+    """Replaces every compressed site in place; returns the state that the graph now takes as its last inputs, in order. On an
+    error the graph is half done: the caller holds the copy to go back to."""
     templates = Templates(decompositions or _inductor_decompositions)
     tops: dict[fx.Graph, Top] = {}
+    kept: list[Kept] = []
     chosen = [(site, planned) for site, planned in zip(found, plan, strict=True) if planned.compressed]
     mode = _mode(chosen[0][0].input) if chosen else contextlib.nullcontext()
     with torch.no_grad(), torch._C._DisableAutocast(), mode:
@@ -59,28 +87,96 @@ def rewrite(found: Sequence[Found], plan: Sequence[PlannedSite], decompositions:
             graph = site.module.graph
             if graph not in tops:
                 tops[graph] = Top(next(node for node in graph.nodes if node.op != "placeholder"))
-            result = splice(site, planned.name, templates.of(site, planned), tops[graph])
-            _replace(site, result)
+            how = algorithm(planned.kind, planned.algorithm)
+            if how.stateful:
+                kept.append(_keep(site, planned, kept))
+            results = splice(site, planned.name, templates.of(site, planned), _inputs(site, how), tops[graph])
+            if len(results) > 1:
+                _update(site, results[1])
+            _replace(site, results[0])
     gone: dict[fx.Node, list[Found]] = {}
-    for site, _ in chosen:
-        gone.setdefault(site.call.node, []).append(site)
+    for site, planned in chosen:
+        if site.call.form == "batch":
+            _join(site, planned.name)
+        else:
+            gone.setdefault(site.call.node, []).append(site)
     for node, sites in gone.items():
         _drop(node, sites)
     for module in {site.module: None for site, _ in chosen}:
         module.recompile()
+    return tuple(kept)
 
 
-def _trace(planned: PlannedSite, fake: Tensor, decompositions: Decompositions) -> fx.GraphModule:
-    """The algorithm of a site as a graph of one input, traced under the fake mode of the site's input."""
-    algorithm, coder = algorithm_named(planned.kind, planned.algorithm), codec(planned.codec)
+STATE = "commpass_state"
+"""The beginning of the names of inputs that hold state."""
 
-    def run(x: Tensor) -> Tensor:
-        return algorithm.run(x, planned.reduce_op or "sum", planned.group_size, planned.group, coder)
 
-    traced = make_fx(run, decomposition_table=decompositions())(fake)
+def _keep(found: Found, planned: PlannedSite, before: Sequence[Kept]) -> Kept:
+    """Adds an input for the state of a site: of its shape, in the dtype in which sums are made."""
+    fake, graph = _fake(found.input), found.module.graph
+    shape = "x".join(str(size) for size in planned.shape)
+    place = f"{planned.module or 'root'}/{planned.direction}/{planned.kind}/{planned.dtype}[{shape}]"
+    site = f"{place}/{sum(state.site.startswith(place + '/') for state in before)}"
+    placeholders = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before():
+        node = graph.placeholder(f"{STATE}_{len(before)}")
+    value = torch.zeros(fake.shape, dtype=accumulation_dtype(fake.dtype), device=fake.device)
+    node.meta["val"] = value
+    return Kept(site, planned.reduce_op or "sum", planned.group, tuple(fake.shape), value.dtype, fake.device, value)
+
+
+def _state(found: Found) -> fx.Node:
+    """The input that was added last."""
+    return found.module.graph.find_nodes(op="placeholder")[-1]
+
+
+def _update(found: Found, new: fx.Node) -> None:
+    """Writes the new state into the input that holds it, once all have read the old one."""
+    graph, state = found.module.graph, _state(found)
+    with graph.inserting_before(graph.output_node()):
+        copied = graph.call_function(torch.ops.aten.copy_.default, (state, new))
+    copied.meta = {**new.meta, "val": state.meta["val"]}
+
+
+def _trace(planned: PlannedSite, found: Found, decompositions: Decompositions) -> fx.GraphModule:
+    """The algorithm of a site as a graph of its inputs, traced under the fake mode of the graph."""
+    chosen, coder = algorithm(planned.kind, planned.algorithm), codec(planned.codec)
+    values = [_value(node, found) for node in _inputs(found, chosen)]
+    sizes = dict(zip(_sizes(found), range(1, len(values)), strict=False))
+
+    def run(*inputs: Any) -> Any:
+        def split(size: Any) -> Any:
+            return inputs[sizes[size]] if isinstance(size, fx.Node) else size
+
+        sent, received = (tuple(map(split, some)) for some in found.now.splits) if found.now.splits else (None, None)
+        request = Request(
+            planned.group, planned.group_size, _rank(planned), planned.reduce_op or "sum", found.now.root, sent, received,
+            peer=planned.peer or 0, tag=planned.tag,
+        )  # fmt: skip
+        return run_steps(chosen.run(inputs[0], request, coder, *inputs[len(values) - chosen.stateful :]))
+
+    with sizes_of_data(coder, values[0], traced=True):
+        traced = make_fx(run, decomposition_table=decompositions())(*values)
     if captured := [node.name for node in traced.graph.nodes if node.op == "get_attr"]:
         raise VerifyError(f"{planned.codec} by {planned.algorithm} captured tensors while it was traced: {captured}")
     return traced
+
+
+def _inputs(found: Found, chosen: Algorithm) -> list[fx.Node]:
+    """What an algorithm takes from the graph: its tensor, the symbolic lengths of an all-to-all, and the state that it
+    keeps."""
+    return [found.input, *_sizes(found), *([_state(found)] if chosen.stateful else [])]
+
+
+def _sizes(found: Found) -> list[fx.Node]:
+    return list(dict.fromkeys(size for some in found.now.splits or () for size in some if isinstance(size, fx.Node)))
+
+
+def _rank(planned: PlannedSite) -> int:
+    rank = groups.rank_in(planned.group)
+    if rank is None:
+        raise VerifyError(f"{planned.name}: group {planned.group!r} is not here, so this rank's number in it is not known")
+    return rank
 
 
 @dataclass
@@ -92,8 +188,12 @@ class Top:
     nodes: set[fx.Node] = field(default_factory=set)
 
 
-def splice(found: Found, mark: str, template: fx.GraphModule, top: Top) -> fx.Node:
-    """Copies a traced algorithm into the graph of a site; returns the node of its result.
+EMPTY = torch.ops.aten.empty.memory_format
+"""What makes a buffer into which something is written: no two sites share one."""
+
+
+def splice(found: Found, mark: str, template: fx.GraphModule, inputs: Sequence[fx.Node], top: Top) -> list[fx.Node]:
+    """Copies a traced algorithm into the graph of a site; returns the nodes of its result, and of its new state if it has one.
 
     What does not depend on a wait goes where the collective stands, the rest where its result is first waited for: what the
     graph computes in between still overlaps with the first exchange. What depends on no input at all (a table of a codec)
@@ -101,16 +201,19 @@ def splice(found: Found, mark: str, template: fx.GraphModule, top: Top) -> fx.No
     """
     graph, collective = found.module.graph, found.call.node
     anchor = _anchor(found)
+    given = iter(inputs)
     copies: dict[fx.Node, Any] = {}
     late: set[fx.Node] = set()
+    own = any("unbacked_bindings" in node.meta for node in template.graph.nodes)
     for node in template.graph.nodes:
         if node.op == "placeholder":
-            copies[node] = found.input
+            copies[node] = next(given)
             continue
         if node.op == "output":
-            return copies[node.args[0]]
+            results = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
+            return [copies[result] for result in results]
         place, key = collective, None
-        if all(copies[source] in top.nodes for source in node.all_input_nodes):
+        if node.target is not EMPTY and all(copies[source] in top.nodes for source in node.all_input_nodes):
             place, key = top.anchor, (node.target, _frozen((node.args, node.kwargs), copies))
             if key in top.tables:
                 copies[node] = top.tables[key]
@@ -120,7 +223,7 @@ def splice(found: Found, mark: str, template: fx.GraphModule, top: Top) -> fx.No
             late.add(node)
         with graph.inserting_before(place):
             copy = graph.node_copy(node, lambda old: copies[old])
-        _describe(copy, found, mark)
+        _describe(copy, found, mark, node if own else None)
         copies[node] = copy
         if key is not None:
             top.tables[key] = copy
@@ -147,17 +250,23 @@ def _anchor(found: Found) -> fx.Node:
     return first if is_wait(first) else first.all_input_nodes[0]
 
 
-def _describe(copy: fx.Node, found: Found, mark: str) -> None:
-    """Metadata of an inserted node: from its site, and a fake value of its own, since storages tell aliases apart."""
+def _describe(copy: fx.Node, found: Found, mark: str, traced: fx.Node | None) -> None:
+    """Metadata of an inserted node: from its site, and a fake value of its own, since storages tell aliases apart. That is the
+    ``traced`` one where nobody else has it."""
     copy.meta = {MARK: mark}
     meta.carry(found.call.node, copy)
+    if traced is not None:
+        copy.meta |= {key: traced.meta[key] for key in ("val", "unbacked_bindings") if key in traced.meta}
     if isinstance(found.call.group, fx.Node):  # traced with the group's name
         copy.args = tuple(found.call.group if arg == found.site.group else arg for arg in copy.args)
+    if traced is not None:
+        return
     args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda node: _value(node, found))
     copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _value(node: fx.Node, found: Found) -> Any:
+    """The fake value, or symbolic number, of a node."""
     if node is found.call.group:
         return found.site.group
     return node.meta["val"] if "val" in node.meta else node.meta["example_value"]
@@ -178,7 +287,8 @@ def _fake(node: fx.Node) -> Tensor:
 def _replace(found: Found, result: fx.Node) -> None:
     """Lets everything that took the collective's waited result take the new one."""
     call, graph = found.now, found.module.graph
-    target = call.out or (found.input if "in-place" in call.form else None)
+    received = call.kind_at(found.position) == "recv"
+    target = call.out or (found.input if "in-place" in call.form or received else None)
     if target is not None:  # an in-place form: what others see of that tensor must change as well
         with graph.inserting_after(result):
             copied = graph.call_function(torch.ops.aten.copy_.default, (target, result))
@@ -189,6 +299,9 @@ def _replace(found: Found, result: fx.Node) -> None:
             chained.replace_all_uses_with(result)
             graph.erase_node(chained)
         held.replace_all_uses_with(result)
+    value = value_of(call, found.position)
+    if received and value is not None:
+        value.replace_all_uses_with(result, delete_user_cb=lambda user: not is_wait(user))
     if target is not None and call.form in ("in-place", "out"):
         call.node.replace_all_uses_with(result, delete_user_cb=lambda user: not is_wait(user))
 
@@ -199,15 +312,63 @@ def _drop(node: fx.Node, gone: list[Found]) -> None:
     positions = {found.position for found in gone}
     coalesced = "coalesced" in gone[0].call.form
     removed = {value for position in positions if (value := value_of(gone[0].call, position)) is not None}
-    for wait in {user: None for value in removed for user in value.users if is_wait(user)}:
-        if isinstance(wait.args[0], fx.Node):
-            graph.erase_node(wait)
-        else:
-            _shrink(wait, [index for index, value in enumerate(wait.args[0]) if value not in removed])  # type: ignore[arg-type]
+    _drop_waits(removed)
     for value in removed:
+        for size in [user for user in value.users if is_size(user)]:
+            _resize(size, gone[0])
         graph.erase_node(value)
     if coalesced:
         _shrink(node, [index for index in range(len(gone[0].call.inputs)) if index not in positions])
+
+
+def _resize(size: fx.Node, found: Found) -> None:
+    """Lets what asked for the size of a collective's result ask its input, or an all-to-all's splits."""
+    dim, kind, ranks = size.args[1], found.site.kind, found.site.group_size
+    size.args = (found.input, dim)
+    if dim != 0 or kind not in ("all_gather", "reduce_scatter", "all_to_all"):
+        return
+    graph, splits = size.graph, found.now.splits
+    with graph.inserting_after(size):
+        if splits is not None:
+            total = graph.call_function(torch.sym_sum, (tuple(splits[1]),))
+        elif kind == "all_to_all":
+            return
+        else:
+            total = graph.call_function(operator.mul if kind == "all_gather" else operator.floordiv, (size, ranks))
+    total.meta = dict(size.meta)
+    size.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+    if not size.users:
+        graph.erase_node(size)
+
+
+def _drop_waits(values: set[fx.Node]) -> None:
+    """Erases the waits for values; of a wait for several, only the parts for those."""
+    for wait in {user: None for value in values for user in value.users if is_wait(user)}:
+        if isinstance(wait.args[0], fx.Node):
+            wait.graph.erase_node(wait)
+        else:
+            _shrink(wait, [i for i, each in enumerate(wait.args[0]) if each not in values])  # type: ignore[arg-type]
+
+
+def _join(found: Found, mark: str) -> None:
+    """Lets a position of a batch carry the bytes of the exchange that was inserted for it before the batch: batches exist so
+    that nothing deadlocks, and stay whole."""
+    call, position = found.now, found.position
+    value, graph = value_of(call, position), call.node.graph
+    assert value is not None
+    _drop_waits({value})
+    held = call.node.meta.get("val")
+    own = next(node for node in graph.nodes if node.meta.get(MARK) == mark and parse(node) is not None)
+    tensors = [own.all_input_nodes[0] if index == position else each for index, each in enumerate(call.inputs)]
+    call.node.args = (*call.node.args[:3], tensors, *call.node.args[4:])
+    call.node.meta[PARTS] = {**call.node.meta.get(PARTS, {}), position: mark}
+    received = call.kind_at(position) == "recv"  # a buffer is its own result
+    fake = (own.all_input_nodes[0] if received else own).meta["val"]
+    value.meta |= {MARK: mark, "val": fake}
+    if isinstance(held, (list, tuple)):
+        call.node.meta["val"] = [fake if index == position else each for index, each in enumerate(held)]
+    own.replace_all_uses_with(value)
+    graph.erase_node(own)
 
 
 def _shrink(node: fx.Node, kept: list[int]) -> None:

@@ -17,7 +17,7 @@ from commpass.errors import VerifyError
 from commpass.passes import meta
 from commpass.passes.collective import parse, value_of, waited
 from commpass.passes.discover import graph_modules
-from commpass.passes.rewrite import MARK
+from commpass.passes.rewrite import MARK, PARTS
 from commpass.plan import PlannedSite
 
 
@@ -25,37 +25,48 @@ def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
     """Checks order and use of all nodes, metadata of the inserted ones, waits, and dtype and bytes on the wire (law 9)."""
     sent: Counter[str] = Counter()
     marked: set[str] = set()
+    unknown: set[str] = set()
     for _, module in graph_modules(gm):
         module.graph.lint()
         for node in module.graph.nodes:
+            for position, part in node.meta.get(PARTS, {}).items():
+                sent[part] += _sent(node, part, position)[0]
             mark = node.meta.get(MARK)
             if mark is None:
                 continue
             marked.add(mark)
             if "val" not in node.meta:
                 raise VerifyError(f"{mark}: inserted node {node.name} has no fake value")
-            sent[mark] += _sent(node, mark)
+            for size in _sent(node, mark):
+                sent[mark] += max(size, 0)
+                unknown |= {mark} if size < 0 else set()
     for site in plan:
         if site.compressed and site.name not in marked:
             raise VerifyError(f"{site.name}: planned as {site.codec} by {site.algorithm}, but nothing was inserted for it")
         if not site.compressed and site.name in marked:
             raise VerifyError(f"{site.name}: planned to be left alone, but nodes were inserted for it")
-        if site.compressed and sent[site.name] != site.wire_bytes:
-            raise VerifyError(f"{site.name}: the plan says {site.wire_bytes} bytes on the wire, the graph {sent[site.name]}")
+        fixed = site.wire_bytes - site.dynamic_bytes
+        if site.compressed and site.wire_bytes >= 0 and sent[site.name] != fixed:
+            raise VerifyError(f"{site.name}: the plan says {fixed} bytes on the wire, the graph {sent[site.name]}")
+        if site.name in unknown and site.wire_bytes >= 0 and not site.dynamic_bytes:
+            raise VerifyError(
+                f"{site.name}: the plan says {fixed} bytes on the wire, but the graph sends what depends on the values"
+            )
 
 
-def _sent(node: fx.Node, mark: str) -> int:
-    """Bytes that an inserted node hands to the process group; 0 for a node that is no collective."""
+def _sent(node: fx.Node, mark: str, position: int | None = None) -> list[int]:
+    """Bytes that an inserted node, or one position of a batch, hands to the process group, -1 where they depend on values; none
+    for a node that is no collective."""
     call = parse(node)
     if call is None:
-        return 0
-    value = value_of(call, 0)
+        return []
+    value = value_of(call, position or 0)
     if value is None or not waited(value)[0]:
         raise VerifyError(f"{mark}: nobody waits for inserted collective {node.name}")
-    total = 0
-    for source in call.inputs:
+    sizes = []
+    for source in call.inputs if position is None else (call.inputs[position],):
         fake = meta.tensor(source)
         if fake is None or fake.dtype != torch.uint8:
             raise VerifyError(f"{mark}: {node.name} sends {fake.dtype if fake is not None else 'an unknown dtype'}, not bytes")
-        total += meta.nbytes(fake)
-    return total
+        sizes.append(meta.nbytes(fake))
+    return sizes

@@ -4,11 +4,12 @@ For every group that a graph uses, each rank publishes the digest of the part of
 rank of the group compares them and publishes the verdict, so that the store sees a few messages a rank, not their square.
 A digest that a group has agreed on before is not compared again: a rank may recompile alone as long as it decides the same.
 (If a pass then fails on that rank, which did not fail before, the others do not come to meet it: it raises after the time-out.)
+
+What goes between two ranks is agreed on by those two: ``pairs``.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ import torch.distributed as dist
 from commpass.errors import PlanMismatch
 from commpass.groups import group_named
 from commpass.plan import Plan, diff
+from commpass.runtime.pairs import Pairs
+from commpass.runtime.waiting import appear
 
 GRACE_S = 5.0
 """How much longer than the time-out the others wait for the verdict of a group's first rank."""
@@ -57,7 +60,9 @@ def agree(plan: Plan, groups: Iterable[str], timeout_s: float) -> dict[int, str]
     Returns the ranks that could not carry out their plan, with the reason: then nobody may. Raises PlanMismatch, within the
     time-out, if a rank planned something else or did not answer.
     """
-    meetings = [_Meeting(group, plan) for name in sorted(set(groups)) if (group := _talking(name)) is not None]
+    talking = [group for name in sorted(set(groups)) if (group := _talking(name)) is not None]
+    meetings: list[_Meeting | Pairs] = [_Meeting(group, plan) for group in talking if _common(plan, str(group.group_name))]
+    meetings += [Pairs(group, plan) for group in talking]
     open_meetings = [meeting for meeting in meetings if not meeting.settled]
     for meeting in open_meetings:  # everybody speaks before anybody waits
         meeting.publish()
@@ -73,6 +78,12 @@ def _talking(name: str) -> dist.ProcessGroup | None:
     return group if group is not None and group.size() > 1 and "fake" not in dist.get_backend(group) else None
 
 
+def _common(plan: Plan, group: str) -> bool:
+    """Whether all ranks of a group have a part in a plan, and not two by two alone."""
+    part = plan.of_group(group)
+    return not part.sites or bool(part.common().sites or part.simplified)
+
+
 class _Meeting:
     """One comparison of one group's part of a plan."""
 
@@ -81,7 +92,7 @@ class _Meeting:
         self.ranks = dist.get_process_group_ranks(group)
         self.rank = dist.get_rank()
         self.store: Any = dist.distributed_c10d._get_process_group_store(group)
-        self.plan = plan.of_group(name)
+        self.plan = plan.of_group(name).common()
         self.digest = self.plan.digest()
         past = _meetings.get(name)
         if past is None or past.group is not group:
@@ -99,7 +110,7 @@ class _Meeting:
         if self.rank == self.ranks[0]:
             verdict = self._judge(timeout_s)
             self.store.set(f"{self.prefix}/verdict", msgspec.json.encode(verdict))
-        elif self._wait([f"{self.prefix}/verdict"], timeout_s + GRACE_S):
+        elif appear(self.store, [f"{self.prefix}/verdict"], timeout_s + GRACE_S):
             verdict = msgspec.json.decode(self.store.get(f"{self.prefix}/verdict"), type=Verdict)
         else:
             verdict = Verdict(missing=[self.ranks[0]])
@@ -114,7 +125,7 @@ class _Meeting:
 
     def _judge(self, timeout_s: float) -> Verdict:
         keys = {rank: f"{self.prefix}/word/{rank}" for rank in self.ranks}
-        if not self._wait(list(keys.values()), timeout_s):
+        if not appear(self.store, list(keys.values()), timeout_s):
             return Verdict(missing=[rank for rank, key in keys.items() if not self.store.check([key])])
         verdict = Verdict()
         for rank, raw in zip(self.ranks, self.store.multi_get(list(keys.values())), strict=True):
@@ -123,16 +134,6 @@ class _Meeting:
             if word.failure:
                 verdict.failures[rank] = word.failure
         return verdict
-
-    def _wait(self, keys: list[str], timeout_s: float) -> bool:
-        """Whether all keys are there in time. Asks again and again: the stores' own wait warns when it takes long."""
-        deadline, pause = time.monotonic() + timeout_s, 0.001
-        while not self.store.check(keys):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, 0.25)
-        return True
 
     def _silence(self, missing: list[int], timeout_s: float) -> str:
         return (
@@ -151,7 +152,7 @@ class _Meeting:
         key = f"{self.prefix}/plan/{others[0]}"
         sides = "; ".join(f"rank {_spans(ranks)}: plan {digest}" for digest, ranks in sorted(verdict.ranks.items()))
         head = f"the ranks of group {self.name!r} planned differently for this {self.plan.direction} graph ({sides}).\n"
-        if not self._wait([key], timeout_s):
+        if not appear(self.store, [key], timeout_s):
             return f"{head}Rank {others[0]} did not show its plan."
         theirs = Plan.from_json(self.store.get(key))
         rows = [str(d).replace("the first", f"rank {self.rank}").replace("the second", f"rank {others[0]}")

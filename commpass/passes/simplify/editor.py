@@ -202,10 +202,16 @@ class Editor:
 
 def _pure(node: fx.Node) -> bool:
     if is_wait(node) or node.target is operator.getitem:
-        return True
+        return not any(_needed(source) for source in node.all_input_nodes)
     if (call := parse(node)) is not None:
-        return call.form == "plain"
+        return call.form == "plain" and not call.ends
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and not node.is_impure()
+
+
+def _needed(node: fx.Node) -> bool:
+    """Whether a node is a collective, or one of its results, that others see the effect of: it must be waited for."""
+    call = parse(node.all_input_nodes[0] if node.target is operator.getitem else node)
+    return call is not None and bool(call.ends or "in-place" in call.form or call.form == "out")
 
 
 def fake(node: fx.Node) -> torch.Tensor:

@@ -59,7 +59,8 @@ def _shares(node: fx.Node, known: dict[Any, bool]) -> bool:
     target = node.target
     if target not in known:
         schema = getattr(target, "_schema", None)
-        known[target] = target is operator.getitem or is_wait(node) or (
+        call = parse(node)
+        known[target] = target is operator.getitem or is_wait(node) or (call is not None and call.kind == "recv") or (
             schema is not None and any(r.alias_info is not None for r in schema.returns)
         )  # fmt: skip
     return known[target]
@@ -69,6 +70,8 @@ def _writes(node: fx.Node) -> list[fx.Node]:
     """The arguments that a call changes."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
+        if (call := parse(node)) is not None and call.ends:
+            return [node, *call.written()]
         if not target._schema.is_mutable:
             return []
         given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | node.kwargs

@@ -1,0 +1,37 @@
+"""The values as they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.codec import Codec
+
+
+@dataclass(frozen=True, eq=False)
+class RawCodec(Codec):
+    """The bytes of the values, as views: nothing is computed. No side data. Lossless."""
+
+    spec: str
+
+    lossless = True
+    block = 1
+    bound = 0.0
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return numel * dtype.itemsize
+
+    def encode_rows(self, rows: Tensor) -> Tensor:
+        return rows.contiguous().view(torch.uint8)
+
+    def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        if isinstance(numel, int) and numel == 0:
+            return wire.new_empty((wire.shape[0], 0), dtype=dtype)
+        return wire.reshape(-1).view(dtype).reshape(wire.shape[0], numel)  # rows may lie at any distance
+
+
+def raw(spec: str) -> Codec:
+    """The values as they are, in their own dtype: what sparse codecs send by default."""
+    return RawCodec(spec)

@@ -1,0 +1,46 @@
+"""What an algorithm is to those who choose and run it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from commpass.codecs import Codec
+from commpass.collectives.request import Request
+from commpass.collectives.steps import Steps
+from commpass.collectives.work import Payload, Work
+
+Encodes = tuple[tuple[Codec, float], ...]
+
+
+def _fits_all(codec: Codec, ranks: int) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """An algorithm of one kind of collective, by name with its parameters (``spec``).
+
+    ``run(x, request, codec)`` are its steps; of a ``stateful`` one ``run(x, request, codec, state)``, which end in the result
+    and the new state. ``encodes(codec, ranks)`` are the codecs that a value meets on its way, each with the share of the
+    result's variance that is then in it (for ranks whose values are independent). ``obstacle`` says why it cannot work with a
+    codec on so many ranks. ``domain`` names the domain in which it sums, "" for the values themselves.
+    """
+
+    spec: str
+    kind: str
+    run: Callable[..., Steps]
+    work: Callable[[Codec, Payload, Request], Work]
+    encodes: Callable[[Codec, int], Encodes] = lambda codec, ranks: ((codec, 1.0),)
+    obstacle: Callable[[Codec, int], str | None] = _fits_all
+    domain: Callable[[Codec], str] = lambda codec: ""
+    stateful: bool = False
+
+    def error(self, codec: Codec, ranks: int) -> float:
+        """Expected relative error of a result: the errors of all encodes, added as variances."""
+        return math.sqrt(sum(share * coder.relative_error() ** 2 for coder, share in self.encodes(codec, ranks)))
+
+    @property
+    def name(self) -> str:
+        return self.spec.partition("(")[0]

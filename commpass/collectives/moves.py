@@ -1,0 +1,134 @@
+"""all_gather, all_to_all, broadcast, send and recv: values only move, so one encode and one decode."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commpass.codecs import Codec, cut_apart
+from commpass.collectives.algorithm import Algorithm
+from commpass.collectives.reductions import check_shards, no_sparse, sizes_first
+from commpass.collectives.request import Broadcast, Gather, Request, Rows, ops, scatter
+from commpass.collectives.steps import Coding, Steps, hop, parts_hop
+from commpass.collectives.work import Hop, Payload, Work, one_hop, wire_sizes
+
+LONG = 1.05
+"""A row is long for a codec if it takes at most so many times the bytes that its values take of a large tensor."""
+
+
+def all_gather_steps(x: Tensor, request: Request, coder: Codec, shards: int, first: bool) -> Steps:
+    """``[n, ...]`` of every rank to ``[ranks * n, ...]``: encode once, gather, decode all."""
+    rows = yield from hop(x.reshape(1, -1), Coding(coder, x.dtype, shards, first), Gather(request))
+    return cut_apart(rows.to(x.dtype), x.numel()).reshape(request.ranks * x.shape[0], *x.shape[1:])
+
+
+def broadcast_steps(x: Tensor, request: Request, coder: Codec, shards: int, first: bool) -> Steps:
+    """The root's ``x`` on all ranks, the root's own included: decoded there as well."""
+    rows = yield from hop(x.reshape(1, -1), Coding(coder, x.dtype, shards, first), Broadcast(request))
+    return cut_apart(rows.to(x.dtype), x.numel()).reshape(x.shape)
+
+
+def all_to_all_steps(x: Tensor, request: Request, coder: Codec, shards: int, first: bool) -> Steps:
+    """Parts of ``[n, ...]`` to all ranks, theirs joined: with even splits a row a rank; else each entry of the first dimension
+    is a row of its own (mixture of experts: a token), or where those are short for the codec, each rank's part."""
+    coding = Coding(coder, x.dtype, shards, first)
+    if request.sent is None or request.received is None:
+        rows = yield from hop(x.reshape(request.ranks, -1), coding, scatter(request))
+        return cut_apart(rows.to(x.dtype), x.numel() // request.ranks).reshape(x.shape)
+    width, arriving = _width(x), sum(request.received)
+    if by_entries(coder, width, x.dtype, request):
+        move = Rows(request, request.sent, request.received)
+        rows = yield from hop(x.reshape(x.shape[0], width), coding, move)
+        return cut_apart(rows.to(x.dtype), width).reshape(arriving, *x.shape[1:])
+    coding = coding.whole()  # ranks whose parts are even must do as those whose parts are not
+    if _even(request):
+        part = request.sent[0] * width
+        rows = yield from hop(x.reshape(request.ranks, part), coding, scatter(request))
+        return cut_apart(rows.to(x.dtype), part).reshape(x.shape)
+    numels = [entries * width for entries in request.received]
+    parts = x.reshape(-1).split([entries * width for entries in request.sent])
+    rows = yield from parts_hop(parts, numels, coding, request)
+    whole = [cut_apart(row.to(x.dtype), numel) for row, numel in zip(rows, numels, strict=True) if numel]
+    return (torch.cat(whole, dim=1) if whole else x.new_empty(0)).reshape(arriving, *x.shape[1:])
+
+
+def _width(x: Tensor) -> int:
+    width = 1
+    for size in x.shape[1:]:
+        width = width * size
+    return width
+
+
+def by_entries(coder: Codec, width: int, dtype: torch.dtype, request: Request) -> bool:
+    """Whether entries are coded one by one. Every rank finds the same: the splits differ between them, their form does not."""
+    if request.sent is None or request.received is None:
+        return False
+    if request.unknown or not all(isinstance(size, int) for size in (*request.sent, *request.received)):
+        return True
+    large = 1 << 16
+    return coder.expected_bytes(width, dtype) * large <= LONG * coder.expected_bytes(large, dtype) * width
+
+
+def _even(request: Request) -> bool:
+    return request.alike and len({*(request.sent or ()), *(request.received or ())}) == 1
+
+
+def send_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
+    """``x`` as bytes to the peer. What torch gives for a tensor that was sent, and so this, has no elements."""
+    wire = coder.encode_rows(x.reshape(1, -1).to(coder.carried(x.dtype)))
+    sent = yield ops.isend(wire, request.peer, request.tag, request.group)
+    return sent.to(x.dtype)
+
+
+def recv_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
+    """What the peer sent as bytes, in shape and dtype of the buffer ``x``, of which nothing else is used."""
+    wire = x.new_empty((1, coder.wire_bytes(x.numel(), coder.carried(x.dtype))), dtype=torch.uint8)
+    arrived = yield ops.irecv(wire, request.peer, request.tag, request.group)
+    rows = coder.decode_rows(arrived, coder.whole(x.numel()), x.dtype)
+    return cut_apart(rows.to(x.dtype), x.numel()).reshape(x.shape)
+
+
+def _pairwise_work(kind: str, coder: Codec, payload: Payload, request: Request) -> Work:
+    """Both ends count encode and decode: they must decide alike."""
+    return one_hop(kind, 1, payload.numel, Coding(coder, payload.dtype))
+
+
+def _pairwise_obstacle(coder: Codec, ranks: int) -> str | None:
+    if coder.dynamic:
+        return f"{coder.spec} sends a number of bytes that depends on the values, which the receiver does not know"
+    return no_sparse(coder, ranks)
+
+
+def pairwise(kind: str, spec: str) -> Algorithm:
+    """One message as the plain operator has it, of codes."""
+    steps = send_steps if kind == "send" else recv_steps
+    return Algorithm(spec, kind, steps, partial(_pairwise_work, kind), obstacle=_pairwise_obstacle)
+
+
+def _moved_work(kind: str, coder: Codec, payload: Payload, request: Request, shards: int, first: bool) -> Work:
+    arriving = request.ranks if kind == "all_gather" else 1
+    return one_hop(kind, 1, payload.numel, Coding(coder, payload.dtype, shards, first), arriving)
+
+
+def _all_to_all_work(coder: Codec, payload: Payload, request: Request, shards: int, first: bool) -> Work:
+    coding, width = Coding(coder, payload.dtype, shards, first), max(payload.width, 1)
+    if by_entries(coder, width, payload.dtype, request):
+        return one_hop("all_to_all", payload.numel // width, width, coding)
+    if request.sent is None or request.received is None:
+        return one_hop("all_to_all", request.ranks, payload.numel // request.ranks, coding)
+    sizes = [wire_sizes(entries * width, coding.whole()) for entries in request.sent]
+    hops = tuple(Hop("all_to_all", sum(part[step][0] for part in sizes), sizes[0][step][1]) for step in range(len(sizes[0])))
+    return Work(hops, payload.numel, payload.numel, kernels=2 if _even(request) else 2 * request.ranks)
+
+
+def direct(kind: str, spec: str, *, shards: int = 1, first: str = "static") -> Algorithm:
+    """One exchange as the plain collective has it, of codes. ``first`` is for a lossless codec: ``static``, its static part
+    goes first, and has the sizes of the rest in it; ``sizes``, sizes go first, then all together (ZipCCL, designs 2 and 1)."""
+    how: dict[str, Any] = {"shards": check_shards(shards), "first": sizes_first(first)}
+    if kind == "all_to_all":
+        return Algorithm(spec, kind, partial(all_to_all_steps, **how), partial(_all_to_all_work, **how), obstacle=no_sparse)
+    steps = all_gather_steps if kind == "all_gather" else broadcast_steps
+    return Algorithm(spec, kind, partial(steps, **how), partial(_moved_work, kind, **how), obstacle=no_sparse)

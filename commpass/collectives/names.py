@@ -1,0 +1,78 @@
+"""Algorithms by kind and name, with parameters: ``algorithm("all_reduce", "ring(stage=ag)")``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from commpass.codecs.names import changed, parse, spelled
+from commpass.collectives import moves, reductions
+from commpass.collectives.algorithm import Algorithm
+from commpass.errors import PolicyError, nearest
+
+KINDS: dict[str, dict[str, Callable[..., Algorithm]]] = {
+    "all_reduce": {
+        "one_shot": reductions.one_shot,
+        "two_shot": reductions.two_shot,
+        "ring": reductions.ring,
+        "semi_ring": reductions.semi_ring,
+        "hierarchical": reductions.hierarchical,
+        "sparse": reductions.sparse,
+    },
+    "reduce_scatter": {
+        "direct": reductions.two_shot,
+        "ring": reductions.ring,
+        "semi_ring": reductions.semi_ring,
+        "hierarchical": reductions.hierarchical,
+    },
+    "all_gather": {"direct": moves.direct},
+    "all_to_all": {"direct": moves.direct},
+    "broadcast": {"direct": moves.direct},
+    "send": {"direct": moves.pairwise},
+    "recv": {"direct": moves.pairwise},
+}
+"""Kind of a collective to the algorithms that carry it out, the simplest first."""
+
+ALGORITHM_NAMES = tuple(dict.fromkeys(name for names in KINDS.values() for name in names))
+DEFAULTS = (*ALGORITHM_NAMES, "two_shot(stage=ag)", "two_shot(stage=rs)")
+"""What the cost model chooses from where nobody names an algorithm."""
+REDUCE_OPS = ("sum", "avg")
+
+
+def algorithms_of(kind: str) -> tuple[Algorithm, ...]:
+    """The algorithms that carry out collectives of this kind with their usual parameters."""
+    return tuple(algorithm(kind, name) for name in KINDS.get(kind, ()))
+
+
+def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
+    """The algorithm of this kind by name. ``spec`` may hold parameters, ``"ring(stage=ag)"``; keywords win over those.
+
+    Raises PolicyError for an unknown name, parameter or value, with the nearest valid one.
+    """
+    name, given = parse(spec)
+    have = KINDS.get(kind, {})
+    if name not in have:
+        raise PolicyError(f"{kind} has no algorithm {name!r}{nearest(name, have)}")
+    return _build(kind, name, changed(f"algorithm {name!r} of {kind}", have[name], given | parameters))
+
+
+@lru_cache(maxsize=1024)
+def _build(kind: str, name: str, parameters: tuple[tuple[str, Any], ...]) -> Algorithm:
+    return KINDS[kind][name](kind, spelled(name, parameters), **dict(parameters))
+
+
+def check_name(spec: str) -> None:
+    """Raises PolicyError if no kind has an algorithm of this name and parameters."""
+    name, _ = parse(spec)
+    kinds = [kind for kind, have in KINDS.items() if name in have]
+    if not kinds:
+        raise PolicyError(f"unknown algorithm {name!r}{nearest(name, ALGORITHM_NAMES)}")
+    errors = []
+    for kind in kinds:
+        try:
+            algorithm(kind, spec)
+        except PolicyError as error:
+            errors.append(error)
+    if len(errors) == len(kinds):
+        raise errors[0]

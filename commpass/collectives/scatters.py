@@ -1,0 +1,135 @@
+"""Reduce-scatters: rows ``[ranks, n]`` of every rank to the sum of one's own row, by hops in which values are coded.
+
+n is a multiple of the codecs' blocks. Sums are made in float32 (float64 for float64), in the domain of the codec; each function
+ends in the sum ``[1, n]`` and the domain that it is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import Tensor
+
+from commpass.codecs import VALUES, Codec, Domain, accumulation_dtype
+from commpass.collectives.request import Request, pass_on, scatter, sum_rows
+from commpass.collectives.steps import Coding, hop
+from commpass.collectives.work import Work, one_hop
+
+Summed = Generator[Tensor, Tensor, tuple[Tensor, Domain]]
+
+
+def convert(rows: Tensor, here: Domain, there: Domain) -> Tensor:
+    """Rows from one domain in another; values are entered in the dtype in which sums are made."""
+    if here == there:
+        return rows
+    rows = here.leave(rows)
+    return rows if there == VALUES else there.enter(rows.to(accumulation_dtype(rows.dtype)))
+
+
+def direct(rows: Tensor, request: Request, coding: Coding) -> Summed:
+    """Row r to rank r in one all-to-all, summed there in rank order (TACO, section 3; ZipCCL, section 4)."""
+    domain, coding = coding.codec.domain, coding.inside()
+    arrived = yield from hop(convert(rows, VALUES, domain), coding, scatter(request))
+    return sum_rows(_wide(arrived)), domain
+
+
+def ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
+    """ranks - 1 hops: a partial sum goes round, is decoded, added to and encoded again at each rank (EQuARX, figure 7)."""
+    domain, coding, ranks, rank = coding.codec.domain, coding.inside(), request.ranks, request.rank
+    rows = convert(rows, VALUES, domain)
+    move = pass_on(request, [(rank + 1) % ranks], [(rank - 1) % ranks])
+    partial = _row(rows, rank - 1)
+    for step in range(ranks - 1):
+        arrived = yield from hop(partial, coding, move)
+        partial = _wide(arrived) + _row(rows, rank - 2 - step)
+    return partial, domain
+
+
+def semi_ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
+    """Partial sums come from both sides, each over half of the ranks: half the hops, and half as many errors (EQuARX, figure
+    7)."""
+    domain, coding, ranks, rank = coding.codec.domain, coding.inside(), request.ranks, request.rank
+    rows = convert(rows, VALUES, domain)
+    up, down = ranks // 2, (ranks - 1) // 2
+    above, below = (rank + 1) % ranks, (rank - 1) % ranks
+    rising, falling, total = _row(rows, rank + up), _row(rows, rank - down), _row(rows, rank)
+    for step in range(up):
+        both = step < down
+        going = [(above, rising), (below, falling)] if both else [(above, rising)]
+        going.sort(key=lambda pair: pair[0])
+        coming = sorted([below, above] if both else [below])
+        move = pass_on(request, [to for to, _ in going], coming)
+        arrived = _wide((yield from hop(torch.cat([row for _, row in going]), coding, move)))
+        rising = _row(arrived, coming.index(below))
+        if step + 1 == up:
+            total = total + rising
+        else:
+            rising = rising + _row(rows, rank + up - 1 - step)
+        if both:
+            falling = _row(arrived, coming.index(above))
+            if step + 1 == down:
+                total = total + falling
+            else:
+                falling = falling + _row(rows, rank - down + 1 + step)
+    return total, domain
+
+
+def hierarchical(rows: Tensor, request: Request, coding: Coding, *, node: int, between: Codec) -> Summed:
+    """First among the ``node`` ranks of each node, then among ranks of the same place in their nodes, by another codec.
+
+    Ranks of a node follow one another. Where both codecs have one domain, it is not left between the hops (SDP4Bit).
+    """
+    inner, outer = coding.codec.domain, between.domain
+    nodes, length = request.ranks // node, rows.shape[1]
+    home, place = divmod(request.rank, node)
+    mates, likes = range(home * node, (home + 1) * node), range(place, request.ranks, node)
+    # Row p: what the ranks of place p are to own, node by node.
+    rows = rows.reshape(nodes, node, length).transpose(0, 1).reshape(node, nodes * length)
+    arrived = yield from hop(convert(rows, VALUES, inner), coding.inside(), pass_on(request, mates, mates))
+    summed = convert(sum_rows(_wide(arrived)).reshape(nodes, length), inner, outer)
+    arrived = yield from hop(summed, coding.by(between).inside(), pass_on(request, likes, likes))
+    return sum_rows(_wide(arrived)), outer
+
+
+def _row(rows: Tensor, index: int) -> Tensor:
+    return rows.narrow(0, index % rows.shape[0], 1)
+
+
+def _wide(rows: Tensor) -> Tensor:
+    return rows.to(accumulation_dtype(rows.dtype))
+
+
+# --- what they cost ---------------------------------------------------------------------------------------------------
+
+
+def direct_work(numel: int, request: Request, coding: Coding) -> Work:
+    return one_hop("all_to_all", request.ranks, numel, coding)
+
+
+def ring_work(numel: int, request: Request, coding: Coding) -> Work:
+    work = one_hop("all_to_all", 1, numel, coding, peers=1)
+    return sum([work] * (request.ranks - 2), work)
+
+
+def semi_ring_work(numel: int, request: Request, coding: Coding) -> Work:
+    both = one_hop("all_to_all", 2, numel, coding, peers=2)
+    one = one_hop("all_to_all", 1, numel, coding, peers=1)
+    up, down = request.ranks // 2, (request.ranks - 1) // 2
+    return sum([both] * down + [one] * (up - down), Work((), 0, 0, 0))
+
+
+def hierarchical_work(numel: int, request: Request, coding: Coding, *, node: int, between: Codec) -> Work:
+    nodes = request.ranks // node
+    inside = one_hop("all_to_all", node, nodes * numel, coding, peers=node - 1, inside=True)
+    return inside + one_hop("all_to_all", nodes, numel, coding.by(between), peers=nodes - 1)
+
+
+def ring_encodes(ranks: int) -> float:
+    """A partial sum of k of the ranks has k shares of the variance, and is encoded with k = 1, 2, ..., ranks - 1."""
+    return (ranks - 1) / 2
+
+
+def semi_ring_encodes(ranks: int) -> float:
+    up, down = ranks // 2, (ranks - 1) // 2
+    return (up * (up + 1) + down * (down + 1)) / (2 * ranks)

@@ -1,0 +1,327 @@
+"""Error feedback on real ranks: nothing is lost between steps, between runs, or when the number of ranks changes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import commpass
+from commpass.codecs import codec
+from commpass.errors import PolicyError
+from commpass.runtime import state
+from commpass.runtime.state import Name
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+ops = torch.ops._c10d_functional
+POLICY = commpass.Policy(rules=[commpass.Rule(codec="topk(density=0.1)", direction="backward", force=True)])
+STEPS = 6
+
+
+def sum_gradients(gradient, op):
+    return ops.wait_tensor(ops.all_reduce(gradient, op, dist.group.WORLD.group_name))
+
+
+class Summed(torch.autograd.Function):
+    """The identity, whose gradient is summed over the ranks: what data parallelism makes of a parameter."""
+
+    @staticmethod
+    def forward(ctx, x, op):
+        ctx.op = op
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return sum_gradients(gradient, ctx.op), None
+
+
+def fresh() -> None:
+    """As in a process that has just begun."""
+    for kept in (state._residuals, state._waiting, state._frames):
+        kept.clear()
+    torch._dynamo.reset()
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def everybodys(x):
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, x)
+    return found
+
+
+def train(steps: range, op: str = "sum", scale: float = 1.0):
+    """(sum of what the ranks were given, sum of the exact gradients of all ranks) in float64."""
+    weight = torch.ones(64, 32, requires_grad=True)
+    step = torch.compile(lambda w, x: (x @ Summed.apply(w, op)).square().sum() * scale, fullgraph=True,
+                         backend=commpass.backend(POLICY, strict=True))  # fmt: skip
+    given, own = torch.zeros(64, 32, dtype=torch.float64), torch.zeros(64, 32, dtype=torch.float64)
+    for number in steps:
+        x = batch(dist.get_rank(), number)
+        weight.grad = None
+        step(weight, x).backward()
+        given += weight.grad.double()
+        own += (2 * x.double().t() @ (x.double() @ torch.ones(64, 32, dtype=torch.float64))) * scale
+    assert commpass.plans()[-1].sites[0].algorithm == "sparse"
+    return given, sum(everybodys(own)) / (dist.get_world_size() if op == "avg" else 1)
+
+
+def all_residuals() -> torch.Tensor:
+    return sum(sum(t.double() for t in theirs.values()) for theirs in everybodys(commpass.state_dict()))
+
+
+def check_sum(op: str) -> None:
+    fresh()
+    given, exact = train(range(STEPS), op)
+    (kept,) = commpass.state_dict().values()
+    assert (kept.shape, kept.dtype) == ((64, 32), torch.float32)
+    assert kept.abs().max() > 0.1 * exact.abs().max() / dist.get_world_size()  # much is held back, or nothing would be tested
+    left = all_residuals() / (dist.get_world_size() if op == "avg" else 1)
+    assert (given + left - exact).abs().max() <= 1e-5 * exact.abs().max()
+    assert (given - exact).abs().max() > 0.01 * exact.abs().max()
+    assert len({t.numpy().tobytes() for t in everybodys(given)}) == 1  # law 1
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_what_was_sent_and_the_residuals_are_the_sum_of_all_gradients(op, ranks3):
+    ranks3.run(check_sum, op)
+
+
+def save(folder: str, op: str):
+    fresh()
+    given, exact = train(range(STEPS), op)
+    dcp.save({"commpass": commpass.state_dict(), "other": {"x": torch.ones(2)}}, checkpoint_id=folder)
+    return given, exact, all_residuals() / (dist.get_world_size() if op == "avg" else 1)
+
+
+def resume(folder: str, op: str, compiled_first: bool):
+    fresh()
+    if compiled_first:  # then the state is written over what there is
+        train(range(1), op, scale=3.0)
+    saved = commpass.state_dict(of=folder)
+    dcp.load({"commpass": saved}, checkpoint_id=folder)
+    commpass.load_state_dict(saved)
+    carried = all_residuals() / (dist.get_world_size() if op == "avg" else 1)
+    torch._dynamo.reset()
+    if compiled_first:
+        return carried, None, None, None
+    given, exact = train(range(STEPS), op)
+    return carried, given, exact, all_residuals() / (dist.get_world_size() if op == "avg" else 1)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (3, 3), (2, 3)])
+def test_a_checkpoint_of_some_ranks_is_carried_on_by_others(before, after, op, tmp_path, request):
+    folder = str(tmp_path / "checkpoint")
+    _, _, left = request.getfixturevalue(f"ranks{before}").run(save, folder, op)[0]
+    ranks = request.getfixturevalue(f"ranks{after}")
+    for _, given, exact, still in ranks.run(resume, folder, op, False):
+        assert (given + still - exact - left).abs().max() <= 1e-5 * exact.abs().max()
+    for carried, *_ in ranks.run(resume, folder, op, True):
+        assert (carried - left).abs().max() <= 1e-5 * left.abs().max()
+
+
+def check_recompiled() -> None:
+    """Another batch size compiles anew: the residual of the gradient, whose shape is the same, goes on."""
+    fresh()
+    weight = torch.ones(64, 32, requires_grad=True)
+    step = torch.compile(lambda w, x: (x @ Summed.apply(w, "sum")).square().sum(), dynamic=False,
+                         backend=commpass.backend(POLICY, strict=True))  # fmt: skip
+    seen = len(commpass.plans())
+    for rows in (8, 5, 8):
+        step(weight, batch(dist.get_rank(), 0)[:rows]).backward()
+    assert len([plan for plan in commpass.plans()[seen:] if plan.direction == "backward"]) == 2
+    assert len(commpass.state_dict()) == 1
+    commpass.load_state_dict({})
+    assert all((kept == 0).all() for kept in commpass.state_dict().values())
+
+
+def test_a_function_that_is_compiled_again_keeps_its_residuals(ranks2):
+    ranks2.run(check_recompiled)
+
+
+def check_two_functions() -> None:
+    """Two functions whose sites have the same place and shape keep residuals of their own."""
+    fresh()
+    weight = torch.ones(64, 32, requires_grad=True)
+    backend = commpass.backend(POLICY, strict=True)
+    one = torch.compile(lambda w, x: (x @ Summed.apply(w, "sum")).square().sum(), backend=backend)
+    two = torch.compile(lambda w, x: (x @ Summed.apply(w, "sum")).square().sum() * 2, backend=backend)
+    for function in (one, two, one):
+        function(weight, batch(dist.get_rank(), 0)).backward()
+    first, second = commpass.state_dict().items()
+    assert "/0/sum/" in first[0]
+    assert "/0#2/sum/" in second[0]
+    assert not torch.equal(first[1], second[1])
+
+
+def test_two_functions_keep_residuals_of_their_own(ranks2):
+    ranks2.run(check_two_functions)
+
+
+def test_residuals_by_hand(ranks3):
+    ranks3.run(check_by_hand)
+
+
+def check_by_hand() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for spec in ("topk(density=0.05)", "dgc", "randomk(density=0.3)", "topk(density=0.2, values=int8)", "topk(density=0.9)"):
+        for dtype in (torch.float32, torch.bfloat16):
+            residual = torch.zeros(500, 3, dtype=torch.float32)
+            sent, given = torch.zeros(500, 3, dtype=torch.float64), torch.zeros(500, 3, dtype=torch.float64)
+            for step in range(5):
+                x = torch.randn(500, 3, generator=torch.Generator().manual_seed(10 * rank + step)).to(dtype)
+                result = commpass.all_reduce(x, codec=spec, residual=residual)
+                assert (result.dtype, result.shape) == (dtype, x.shape)
+                sent, given = sent + result.double(), given + x.double()
+            total, left = sum(everybodys(given)), sum(everybodys(residual.double()))
+            rounding = 5 * size * 2**-8 if dtype == torch.bfloat16 else 1e-5
+            assert (sent + left - total).abs().max() <= rounding * total.abs().max(), (spec, dtype)
+            assert residual.abs().max() > 0, (spec, dtype)
+    bad = torch.full((64,), 1.0)
+    bad[3] = float("nan") if rank == 0 else 1.0
+    residual = torch.zeros(64)
+    assert not commpass.all_reduce(bad, codec="topk(density=0.1)", residual=residual)[3].isfinite()
+    assert residual.isfinite().all()  # or every later step would be lost as well
+
+
+def check_compiled_by_hand() -> None:
+    x = torch.randn(300, generator=torch.Generator().manual_seed(dist.get_rank()))
+    left, other = torch.zeros(300), torch.zeros(300)
+    function = torch.compile(lambda x, r: commpass.all_reduce(x, codec="topk(density=0.1)", residual=r), fullgraph=True)
+    for _ in range(3):
+        assert torch.equal(function(x, left), commpass.all_reduce(x, codec="topk(density=0.1)", residual=other))
+        assert torch.equal(left, other)
+
+
+def test_residuals_by_hand_compiled(ranks2):
+    ranks2.run(check_compiled_by_hand)
+
+
+def check_refused() -> list[str]:
+    x, said = torch.ones(6, 2), []
+    for attempt in (
+        lambda: commpass.all_reduce(x, codec="topk"),
+        lambda: commpass.all_reduce(x, codec="topk", residual=torch.zeros(6)),
+        lambda: commpass.all_reduce(x, codec="topk", residual=torch.zeros(6, 2, dtype=torch.bfloat16)),
+        lambda: commpass.all_reduce(x, codec="int8", residual=torch.zeros(6, 2)),
+        lambda: commpass.all_reduce(x, codec="topk", algorithm="two_shot", residual=torch.zeros(6, 2)),
+        lambda: commpass.all_gather(x, codec="topk"),
+    ):
+        with pytest.raises(PolicyError) as error:
+            attempt()
+        said.append(str(error.value))
+    return said
+
+
+def test_what_cannot_be_is_refused_by_hand(ranks2):
+    said = ranks2.run(check_refused)[0]
+    parts = [
+        "residual=torch.zeros_like",
+        "[6] of torch.float32",
+        "torch.bfloat16",
+        "selects no indices",
+        "'sparse'",
+        "'sparse'",
+    ]
+    for text, part in zip(said, parts, strict=True):
+        assert part in text
+
+
+def check_inference() -> list[str]:
+    fresh()
+    said = []
+    for force in (False, True):
+        policy = commpass.Policy(rules=[commpass.Rule(codec="topk", force=force)])
+        function = torch.compile(lambda x: sum_gradients(x * 2, "sum"), backend=commpass.backend(policy))
+        x = torch.randn(64, 64)
+        with torch.no_grad():
+            if not force:
+                assert torch.equal(function(x), sum_gradients(x * 2, "sum"))
+                said.append(commpass.plans()[-1].sites[0].reason)
+                continue
+            with pytest.raises(PolicyError) as error:
+                function(x)
+            said.append(str(error.value))
+    return said
+
+
+def test_inference_keeps_no_state(ranks2):
+    left_alone, refused = ranks2.run(check_inference)[0]
+    assert "topk needs error feedback, but inference has no next step" in left_alone
+    assert "forces a codec on all_reduce" in refused
+    assert "direction='backward'" in refused
+
+
+# --- names and errors, without ranks ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(fake_group):
+    fake_group(2)
+    fresh()
+    name = Name("layers.0.mlp/backward/all_reduce/float32[4]/0", "sum", "world", 0, 2)
+    state._residuals[name] = torch.arange(4.0)
+    yield name
+    fresh()
+
+
+def test_names_go_out_and_come_back(kept):
+    assert state._parse(str(kept)) == kept
+    (key,) = commpass.state_dict()
+    assert key == "commpass.v1/layers.0.mlp/backward/all_reduce/float32[4]/0/sum/world/0of2"
+
+
+def other(name: Name, **changes) -> str:
+    import dataclasses
+
+    return str(dataclasses.replace(name, **changes))
+
+
+FOREIGN = {
+    "no state of ours": (lambda n: {"weight": torch.ones(4)}, ["'weight'", "commpass.v1/"]),
+    "newer": (lambda n: {str(n).replace("v1", "v2"): torch.ones(4)}, ["version 2", "up to 1", "update commpass"]),
+    "no tensor": (lambda n: {str(n): 3}, ["int", "tensors"]),
+    "another model": (lambda n: {other(n, site="layers.0.mpl/backward/all_reduce/float32[4]/0"): torch.ones(4)},
+                      ["another model", "layers.0.mlp", "layers.0.mpl", "did you mean"]),
+    "another shape": (lambda n: {str(n): torch.ones(5), other(n, rank=1): torch.ones(5)}, ["[5]", "[4]", "layers.0.mlp"]),
+    "another dtype": (lambda n: {str(n): torch.ones(4).double()}, ["float64", "float32"]),
+    "another op": (lambda n: {other(n, op="avg"): torch.ones(4)}, ["avg", "sum"]),
+    "a rank is missing": (lambda n: {other(n, ranks=4): torch.ones(4)}, ["rank 2"]),
+    "one site too many": (lambda n: {str(n): torch.ones(4), other(n, site="b"): torch.ones(4)}, ["another model", "b"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_foreign_state_is_refused_and_nothing_is_changed(what, kept):
+    make, parts = FOREIGN[what]
+    with pytest.raises(PolicyError) as error:
+        commpass.load_state_dict(make(kept))
+    for part in parts:
+        assert part in str(error.value)
+    assert torch.equal(state._residuals[kept], torch.arange(4.0))
+    assert not state._waiting
+
+
+def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
+    fake_group(2)
+    fresh()
+    given = {str(Name("b/backward/all_reduce/float32[4]/0", "sum", "world", 0, 2)): torch.ones(4)}
+    commpass.load_state_dict(given)
+    assert list(commpass.state_dict()) == list(given)
+    fresh()
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(PolicyError, match="no checkpoint"):
+        commpass.state_dict(of=os.fspath(tmp_path))
+
+
+def test_selectors_need_what_sparse_keeps():
+    assert codec("topk").state == "error feedback"
