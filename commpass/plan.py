@@ -172,9 +172,13 @@ class Plan:
         """The part of the plan that all ranks hold alike: without what goes between two of them."""
         return dataclasses.replace(self, sites=tuple(site for site in self.sites if not site.pairwise))
 
-    def digest(self) -> str:
-        """A digest of every common decision; equal on two ranks if and only if they will do the same."""
-        rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.common()]
+    def digest(self, whatever_sizes: bool = False) -> str:
+        """A digest of every common decision; equal on two ranks if and only if they will do the same.
+
+        ``whatever_sizes`` leaves out what is decided of an all-to-all with splits, which a rank may decide by its own.
+        """
+        decisions = [left_alone(site, "") if whatever_sizes and site.splits is not None else site for site in self.common()]
+        rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in decisions]
         facts = [self.direction, rows, self.rules(), bool(self.fallback)]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 

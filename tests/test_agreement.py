@@ -207,6 +207,59 @@ def test_groups_agree_each_on_their_own(ranks4):
     ranks4.run(groups_agree_on_their_own)
 
 
+EVEN_TO_ONE = [[0, 0, 0], [0, 2000, 10], [0, 10, 2000]]
+"""Entries from rank i to rank j: to rank 0 they look even."""
+UNEVEN = [[1, 2, 3], [4, 2000, 10], [5, 10, 2000]]
+
+
+def exchanges(matrix: list[list[int]], codec: str, strict: bool = False) -> tuple[bool, str]:
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    sent, received = matrix[rank], [row[rank] for row in matrix]
+
+    def exchange(x):
+        return ops.wait_tensor(ops.all_to_all_single(x * 2, received, sent, group)) + 1
+
+    torch._dynamo.reset()
+    link = commpass.ethernet(0.05)  # an exchange of nothing pays by no codec, one of 1,024 entries does
+    backend = commpass.backend(Policy(codecs=codec), profile=link, inner="eager", timeout=20, strict=strict)
+    x = torch.randn(sum(sent), 64, generator=torch.Generator().manual_seed(rank))
+    result = torch.compile(exchange, backend=backend)(x)
+    return torch.equal(result, exchange(x)), commpass.plans()[-1].fallback
+
+
+def test_where_splits_look_even_to_one_rank_alone_nobody_compresses_and_all_say_why(ranks3):
+    for exact, fallback in ranks3.run(exchanges, EVEN_TO_ONE, "int8"):
+        assert exact
+        assert "look alike on some ranks and not on others" in fallback
+        assert "rank 0" in fallback
+
+
+def strictly_even_to_one() -> None:
+    with pytest.raises(Exception, match="look alike on some ranks"):
+        exchanges(EVEN_TO_ONE, "int8", strict=True)
+
+
+def test_where_splits_look_even_to_one_rank_alone_strict_raises(ranks3):
+    ranks3.run(strictly_even_to_one)
+
+
+def uneven_and_differ() -> None:
+    with pytest.raises(PlanMismatch, match="codec is"):
+        exchanges(UNEVEN, ["int8", "int8", "fp8"][dist.get_rank()])
+
+
+def test_other_policies_for_uneven_splits_are_a_mismatch_like_any_other(ranks3):
+    ranks3.run(uneven_and_differ)
+
+
+def uneven_and_alike() -> None:
+    assert exchanges(UNEVEN, "int8") == (False, "")
+
+
+def test_uneven_splits_that_all_ranks_see_are_compressed(ranks3):
+    ranks3.run(uneven_and_alike)
+
+
 def scaled_by_rank(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     group = dist.group.WORLD.group_name
     first, second = (ops.wait_tensor(ops.all_reduce(value * 2, "sum", group)) for value in (x, y))

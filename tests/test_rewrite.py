@@ -170,6 +170,40 @@ def trace_with_sizes(function, x):
         return make_fx(function, decomposition_table=select_decomp_table())(mode.from_tensor(x, static_shapes=True))
 
 
+SIZED = {
+    "all_reduce": lambda x: wait(ops.all_reduce(x * 2, "sum", "0")),
+    "all_gather": lambda x: wait(ops.all_gather_into_tensor(x * 2, 8, "0")),
+    "reduce_scatter": lambda x: wait(ops.reduce_scatter_tensor(x * 2, "sum", 8, "0")),
+    "all_to_all": lambda x: exchange(x * 2, [x.shape[0] // 8] * 8, [x.shape[0] // 8] * 8),
+    "broadcast": lambda x: wait(ops.broadcast(x * 2, 1, "0")),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("kind", SIZED)
+def test_sizes_that_were_asked_of_a_result_stay_known_when_it_is_gone(kind, dim, fake_group):
+    fake_group(8)
+    gm = make_fx(SIZED[kind], decomposition_table=select_decomp_table(), tracing_mode="symbolic")(torch.ones(64, 41))
+    gone = next(node for node in gm.graph.nodes if is_wait(node)).args[0]
+    with gm.graph.inserting_after(gone):  # as AOTAutograd does where a backward needs the size
+        size = gm.graph.call_function(torch.ops.aten.sym_size.int, (gone, dim))
+    size.meta["val"] = asked = gone.meta["val"].shape[dim]
+    out = gm.graph.output_node()
+    out.args = ((out.args[0], size),)
+    gm.recompile()
+    (site,) = commpass.rewrite(gm, [], forced(), strict=True).sites
+    assert site.compressed
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt):
+            args = torch.fx.map_arg(node.args, lambda arg: arg.meta["val"])
+            assert node.target(*args) == node.meta["val"], node.format_node()
+    assert gm.graph.output_node().args[0][1].meta["val"] == asked
+    for rows in (8, 24):
+        assert (
+            gm(torch.ones(rows, 5))[1] == [rows * {"all_gather": 8}.get(kind, 1) // {"reduce_scatter": 8}.get(kind, 1), 5][dim]
+        )
+
+
 LOSSLESS = {
     "even": ([3, 3], [3, 3]),
     "received unevenly": ([3, 3], [2, 3]),

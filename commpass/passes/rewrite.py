@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass import groups
@@ -82,7 +83,7 @@ def rewrite(
     kept: list[Kept] = []
     chosen = [(site, planned) for site, planned in zip(found, plan, strict=True) if planned.compressed]
     mode = _mode(chosen[0][0].input) if chosen else contextlib.nullcontext()
-    with torch.no_grad(), torch._C._DisableAutocast(), mode:
+    with torch.no_grad(), torch._C._DisableAutocast(), enable_python_dispatcher(), mode:  # the dispatcher: for symbolic sizes
         for site, planned in chosen:
             graph = site.module.graph
             if graph not in tops:
@@ -324,7 +325,9 @@ def _drop(node: fx.Node, gone: list[Found]) -> None:
 def _resize(size: fx.Node, found: Found) -> None:
     """Lets what asked for the size of a collective's result ask its input, or an all-to-all's splits."""
     dim, kind, ranks = size.args[1], found.site.kind, found.site.group_size
+    asked = size.meta["val"]
     size.args = (found.input, dim)
+    size.meta["val"] = _fake(found.input).shape[dim]  # type: ignore[index]
     if dim != 0 or kind not in ("all_gather", "reduce_scatter", "all_to_all"):
         return
     graph, splits = size.graph, found.now.splits
@@ -335,7 +338,7 @@ def _resize(size: fx.Node, found: Found) -> None:
             return
         else:
             total = graph.call_function(operator.mul if kind == "all_gather" else operator.floordiv, (size, ranks))
-    total.meta = dict(size.meta)
+    total.meta = {**size.meta, "val": asked}
     size.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
     if not size.users:
         graph.erase_node(size)

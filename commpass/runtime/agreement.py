@@ -26,6 +26,9 @@ from commpass.runtime.waiting import appear
 GRACE_S = 5.0
 """How much longer than the time-out the others wait for the verdict of a group's first rank."""
 
+SIZES = "ranks decided differently on an all_to_all whose splits look alike on some ranks and not on others"
+"""Why nobody may carry out a plan, where the ranks cannot know that they hold different sizes."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -38,7 +41,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _Word:
+    """What a rank says of its plan. ``outline`` is its digest without what the rank may have decided by sizes of its own, and
+    ``uneven`` says of each all-to-all with splits whether they look uneven from there."""
+
     digest: str
+    outline: str
+    uneven: tuple[bool, ...]
     failure: str
 
 
@@ -103,7 +111,9 @@ class _Meeting:
     def publish(self) -> None:
         self.past.count += 1
         self.prefix = f"commpass/{self.past.count}"
-        self.store.set(f"{self.prefix}/word/{self.rank}", msgspec.json.encode(_Word(self.digest, self.plan.fallback)))
+        uneven = tuple(site.uneven for site in self.plan if site.splits is not None)
+        word = _Word(self.digest, self.plan.digest(whatever_sizes=True), uneven, self.plan.fallback)
+        self.store.set(f"{self.prefix}/word/{self.rank}", msgspec.json.encode(word))
 
     def verdict(self, timeout_s: float) -> dict[int, str]:
         """Waits for the verdict. Returns failures; raises PlanMismatch."""
@@ -127,12 +137,16 @@ class _Meeting:
         keys = {rank: f"{self.prefix}/word/{rank}" for rank in self.ranks}
         if not appear(self.store, list(keys.values()), timeout_s):
             return Verdict(missing=[rank for rank, key in keys.items() if not self.store.check([key])])
-        verdict = Verdict()
+        verdict, outlines, seen = Verdict(), set(), set()
         for rank, raw in zip(self.ranks, self.store.multi_get(list(keys.values())), strict=True):
             word = msgspec.json.decode(raw, type=_Word)
             verdict.ranks.setdefault(word.digest, []).append(rank)
+            outlines.add(word.outline)
+            seen.add(word.uneven)
             if word.failure:
                 verdict.failures[rank] = word.failure
+        if len(verdict.ranks) > 1 and len(outlines) == 1 and len(seen) > 1 and not verdict.failures:
+            verdict.failures.update({ranks[0]: SIZES for ranks in verdict.ranks.values()})
         return verdict
 
     def _silence(self, missing: list[int], timeout_s: float) -> str:
