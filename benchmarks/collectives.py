@@ -1,14 +1,18 @@
 """What a collective costs with a codec: bytes and time, against torch's plain collective in the same run and the bare exchange.
 
     python benchmarks/collectives.py [--ranks 2] [--kinds KIND ...] [--algorithms SPEC ... | all] [--codecs CODEC ...]
-                                     [--kib 64 1024 16384] [--dtype bfloat16] [--eager] [--repeats 11] [--graph] [--json FILE]
+                                     [--kib 64 1024 16384] [--dtype bfloat16] [--link GBIT] [--eager] [--repeats 11] [--graph]
+                                     [--json FILE]
 
 Ranks are processes of this machine, one thread each, with gloo between them: where cores are fewer, ranks take turns at coding,
-and the exchange is a copy through this machine's memory, faster than a network. A row is one call on a tensor of so many KiB a
-rank. The plain collective, the call and the bare exchange take turns in one loop, each behind a barrier; a time is the median
-over the repetitions, [lower and upper quartile], of the slowest rank's. `bare` hands the same bytes over in the same exchanges
-and does nothing else: the least that the algorithm can take here. Codec `plain` is the plain collective against itself, which
-shows the noise; `raw` an algorithm without a codec. A rank hands over `wire_bytes` by `Work`, and `handed` in fact.
+and the exchange is a copy through this machine's memory, faster than a network. `--link 1` gives each rank a network of its
+own with 1 Gbit/s each way (root, Linux); `limit` is then what the bytes that a rank sends to others take there.
+
+A row is one call on a tensor of so many KiB a rank. The plain collective, the call and the bare exchange take turns in one
+loop, each behind a barrier; a time is the median over the repetitions, [lower and upper quartile], of the slowest rank's.
+`bare` hands the same bytes over in the same exchanges and does nothing else: the least that the algorithm can take here.
+Codec `plain` is the plain collective against itself, which shows the noise; `raw` an algorithm without a codec. A rank hands
+over `wire_bytes` by `Work`, and `handed` in fact.
 
 Compiled, `encode` and `decode` are the compiled codec alone on one rank, for as many values as the algorithm codes, while the
 others wait. With `--eager` they are what the algorithm computes before its first exchange and after its last one, `between` is
@@ -40,6 +44,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import hosts
 import torch
 import torch.distributed as dist
 from ranks import Ranks
@@ -50,6 +55,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import commpass
 from commpass.codecs import codec
 from commpass.collectives import Payload, Request, algorithm, run
+from commpass.collectives.work import Hop
+from commpass.costmodel import Link
 from commpass.errors import PolicyError
 from commpass.survey import DTYPES
 
@@ -179,13 +186,15 @@ def alone(code: str, kib: int, dtype: str, repeats: int) -> Times:
 
 def measured(options: argparse.Namespace) -> list[Row]:
     os.environ.update(HEAP)  # of the ranks, which begin after this
-    members, dtype, made, coding = Ranks(options.ranks), DTYPES[options.dtype], [], {}
+    members = Ranks(options.ranks, hosts.shaped(options.ranks, options.link) if options.link else None, workers=2)
+    dtype, made, coding = DTYPES[options.dtype], [], {}
     for (kind, spec, code), kib in itertools.product(cases(options, options.ranks), options.kib):
         found = members.run(measure, kind, spec, code, kib, options.dtype, options.eager, options.repeats, timeout=1800)
         slowest = {name: zip(*(times[name] for _, times in found), strict=True) for name in found[0][1]}
         ms = {name: quartiles([max(times) for times in some]) for name, some in slowest.items()}
         row = {"kind": kind, "algorithm": spec, "codec": code, "KiB": kib, "wire_bytes": kib * 1024, "handed": found[0][0]}
         row |= ms | {f"of_{base}": ms["call"][1] / ms[base][1] for base in ("plain", "bare")}
+        work = None
         if code != "plain":
             payload = Payload(kib * 1024 // dtype.itemsize, 1, dtype)
             work = algorithm(kind, spec).work(codec(code), payload, Request("0", options.ranks))
@@ -196,6 +205,10 @@ def measured(options: argparse.Namespace) -> list[Row]:
             for name, times in coding.get((code, kib), {}).items():
                 share = {"encode": work.encoded, "decode": work.decoded}[name] / payload.numel
                 row[name] = [share * took for took in quartiles(times)]
+        if options.link:
+            hops = (Hop(kind, row["handed"]),) if work is None else work.hops
+            link = Link(0.0, options.link / 8)
+            row["limit"] = sum(link.us(hop.kind, hop.leaving, options.ranks, hop.peers) for hop in hops) / 1e3
         made.append(row)
         print(f"{kind} {spec} {code} {kib} KiB: {row['call'][1]:.3f} ms, plain {row['plain'][1]:.3f} ms", flush=True)
     members.stop()
@@ -278,17 +291,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--graph", action="store_true", help="list kernels, buffers and copies instead of measuring")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--link", type=float, metavar="GBIT", help="a network with links of so many Gbit/s between the ranks")
     options = parser.parse_args()
+    if options.link:
+        hosts.stand_apart()
     options.algorithms = options.algorithms or (("all",) if options.graph else USUAL)
     options.codecs = options.codecs or (("int8", "rotated", "raw") if options.graph else CODECS)
     if not list(cases(options, GRAPH_RANKS if options.graph else options.ranks)):
         parser.error("none of these algorithms carries out one of these kinds with one of these codecs on so many ranks")
     rows = graphs(options) if options.graph else measured(options)
     cores, how = len(os.sched_getaffinity(0)), "eager" if options.eager else "compiled"
-    title = f"{options.ranks} ranks share {cores} cores of this machine; {options.dtype}, {how}; times in ms"
+    link = f" and are linked by {options.link:g} Gbit/s" if options.link else ""
+    title = f"{options.ranks} ranks share {cores} cores of this machine{link}; {options.dtype}, {how}; times in ms"
     show(f"Inductor, CPU, {GRAPH_RANKS} ranks, {GRAPH_KIB} KiB of {options.dtype}" if options.graph else title, rows)
     facts = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "cores": cores}
-    facts |= {"ranks": GRAPH_RANKS if options.graph else options.ranks, "dtype": options.dtype, "eager": options.eager}
+    facts |= {
+        "ranks": GRAPH_RANKS if options.graph else options.ranks,
+        "dtype": options.dtype,
+        "eager": options.eager,
+        "link": options.link,
+    }
     path = options.json or Path(f"benchmarks/out/collectives{'_graph' if options.graph else ''}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**facts, "repeats": options.repeats, "rows": rows}, indent=1) + "\n")

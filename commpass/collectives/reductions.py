@@ -144,7 +144,7 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
     row = wanted.to(x.dtype).reshape(1, -1)
     wire = coder.encode_rows(row)
     own = coder.decode_rows(wire, numel, x.dtype).to(dtype).reshape(x.shape)
-    left = torch.where(own.isfinite(), wanted - own, 0)  # what is not finite was seen by all, and must not come back
+    left = torch.where(own.isfinite() & wanted.isfinite(), wanted - own, 0)  # what is not finite must not come back
     wires = yield Gather(request).start(wire)
     if coder.slots(numel) * request.ranks >= numel:
         total = sum_rows(coder.decode_rows(wires, numel, x.dtype).to(dtype))
