@@ -15,8 +15,8 @@ RANKS = [5, 6, 7, 16]
 STAGED = [f"{name}{stage}" for name in ("two_shot", "ring", "semi_ring") for stage in ("", "(stage=ag)", "(stage=rs)")]
 SUMS = [("all_reduce", name) for name in ("one_shot", "one_shot(shards=3)", *STAGED, "ring(shards=2)", "semi_ring(shards=2)")]
 SUMS += [("reduce_scatter", name) for name in ("direct", "ring", "semi_ring", "semi_ring(shards=2)")]
-NODES = [("all_reduce", "hierarchical(node=4)"), ("all_reduce", "hierarchical(between=int4, node=2)"),
-         ("all_reduce", "hierarchical(node=8, stage=rs)"), ("reduce_scatter", "hierarchical(between=int4, node=4)")]  # fmt: skip
+BY_NODES = ("hierarchical(node=4)", "hierarchical(between=int4, node=2)", "hierarchical(node=8, stage=rs)")
+NODES = [("all_reduce", name) for name in BY_NODES] + [("reduce_scatter", BY_NODES[1])]
 CASES = [(*case, ranks) for case in SUMS for ranks in RANKS] + [(*case, 16) for case in NODES]
 
 
