@@ -243,6 +243,24 @@ def test_where_splits_look_even_to_one_rank_alone_strict_raises(ranks3):
     ranks3.run(strictly_even_to_one)
 
 
+def even_to_one_and_another_sum() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    sent, received = EVEN_TO_ONE[rank], [row[rank] for row in EVEN_TO_ONE]
+
+    def both(x, y):
+        return ops.wait_tensor(ops.all_to_all_single(x * 2, received, sent, group)) + 1, model(y)
+
+    torch._dynamo.reset()
+    rules = [Rule(kind="all_reduce", codec="fp8" if rank == 2 else "int8", force=True), Rule(codec="int8")]
+    backend = commpass.backend(Policy(rules=rules), profile=commpass.ethernet(0.05), inner="eager", timeout=20)
+    with pytest.raises(PlanMismatch, match="codec is"):
+        torch.compile(both, backend=backend)(torch.ones(sum(sent), 64), torch.ones(500))
+
+
+def test_splits_that_look_even_excuse_no_other_difference(ranks3):
+    ranks3.run(even_to_one_and_another_sum)
+
+
 def uneven_and_differ() -> None:
     with pytest.raises(PlanMismatch, match="codec is"):
         exchanges(UNEVEN, ["int8", "int8", "fp8"][dist.get_rank()])

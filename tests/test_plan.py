@@ -218,6 +218,16 @@ def test_a_fallback_is_part_of_a_digest_but_its_words_are_not():
     assert failed.digest() == otherwise.digest()
 
 
+def test_a_digest_is_of_what_algebra_did_and_moved_but_not_of_where():
+    done = {"rule": "sum of sums", "site": "all_reduce_1", "into": "all_reduce", "saved_bytes": 256, "group": "3"}
+    one, other, scaled, elsewhere = (
+        plan(planned(), simplified=(Simplification(**done | changes),))
+        for changes in ({}, {"rule": "same"}, {"moved": ("mul 2.0",)}, {"site": "all_reduce_2", "saved_bytes": 512})
+    )
+    assert len({each.digest() for each in (plan(planned()), one, other, scaled)}) == 4
+    assert one.digest() == elsewhere.digest()
+
+
 def test_digests_tell_a_number_from_a_name_and_one_site_from_two():
     plans = [
         plan(planned(shape=(64,))), plan(planned(shape=("64",))), plan(planned(shape=(6, 4))), plan(planned(reduce_op=None)),
