@@ -306,6 +306,7 @@ def test_random_k_depends_on_seed_and_data_and_on_nothing_else():
 # --- compiled, and refused --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(600)
 def test_eager_and_compiled_selectors_agree_bit_for_bit():
     x = torch.from_numpy(np.stack([data(kind, 9001) for kind in ("gaussian", "laplace", "shifted", "heavy")])).float()
     x[2, 100], x[3, ::2] = math.nan, 0.0

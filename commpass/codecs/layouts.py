@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from commpass.codecs.packing import pad
+from commpass.codecs.packing import larger, pad
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,8 @@ class Lanes:
         """Groups of chunks, and chunks in each; none for a row of no values."""
         chunks = (numel + LANES - 1) // LANES
         groups = (chunks + self.depth - 1) // self.depth
-        some = torch.sym_max(groups, 1)
-        return groups, torch.sym_max((chunks + some - 1) // some, 1)
+        some = larger(groups, 1)
+        return groups, larger((chunks + some - 1) // some, 1)
 
     def size(self, numel: int) -> int:
         return self._groups(numel)[1]

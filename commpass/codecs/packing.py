@@ -108,6 +108,14 @@ def cut_apart(rows: Tensor, length: int) -> Tensor:
     return rows.contiguous().view(torch.uint8).narrow(-1, 0, length * rows.dtype.itemsize).view(rows.dtype)
 
 
+def as_bytes(numbers: Tensor) -> Tensor:
+    """``[..., n]`` numbers to their bytes ``[..., n * itemsize]``."""
+    if isinstance(numbers.shape[-1], int) and numbers.shape[-1] == 1:
+        # Inductor of torch 2.11 may give a last dimension of size 1 any stride, and a view of bytes wants a stride of 1.
+        return torch.cat([numbers, numbers], dim=-1).view(torch.uint8).narrow(-1, 0, numbers.itemsize)
+    return numbers.view(torch.uint8)
+
+
 def aligned(number: int) -> int:
     """The least multiple of ``ALIGNMENT`` that is not below ``number``."""
     return ceil_to(number, ALIGNMENT)
@@ -116,6 +124,16 @@ def aligned(number: int) -> int:
 def ceil_to(number: int, step: int) -> int:
     """The least multiple of ``step`` that is not below ``number`` (which may be symbolic)."""
     return (number + step - 1) // step * step
+
+
+def larger(a: int, b: int) -> int:
+    """The larger of two numbers, of which either may be symbolic. Dynamo of torch 2.11 takes no ``sym_max`` of plain ones."""
+    return max(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_max(a, b)
+
+
+def smaller(a: int, b: int) -> int:
+    """The smaller of two numbers; as ``larger``."""
+    return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
 
 
 def is_power_of_two(number: int) -> bool:

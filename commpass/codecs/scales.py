@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.grids import Grid
+from commpass.codecs.packing import as_bytes
 
 RULES = ("absmax", "rms", "lsq", "dual", "static")
 STORED = {"fp32": 4, "bf16": 2, "pow2": 1}
@@ -131,16 +132,15 @@ def settled(number: Tensor, stored: str) -> Tensor:
     GPU it stays part of the one kernel."""
     if number.device.type != "cpu":
         return number
-    # Without its last dimension of size 1, whose stride may be anything: a view of bytes wants a stride of 1.
     return load(store(number.squeeze(-1), stored), stored, number.dtype).unsqueeze(-1)
 
 
 def store(numbers: Tensor, stored: str) -> Tensor:
     """``[..., n]`` numbers of the stored form to bytes ``[..., n * itemsize]``."""
     if stored == "fp32" or numbers.dtype == torch.float64:
-        return numbers.view(torch.uint8)
+        return as_bytes(numbers)
     if stored == "bf16":
-        return numbers.to(torch.bfloat16).view(torch.uint8)
+        return as_bytes(numbers.to(torch.bfloat16))
     return ((numbers.view(torch.int32) >> 23) & 255).to(torch.uint8)
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from commpass.codecs.codec import accumulation_dtype
 from commpass.codecs.indices import ranks_up_to
-from commpass.codecs.packing import cut
+from commpass.codecs.packing import cut, larger, smaller
 from commpass.errors import PolicyError
 
 
@@ -103,9 +103,7 @@ def dgc(rows: Tensor, density: Density) -> Selection:
     """
     bits = magnitude_bits(rows)
     entries, k, peak = rows.shape[1], density.slots(rows.shape[1]), _peak(bits)
-    sample = torch.sym_min(
-        entries, torch.sym_max((entries + 99) // 100, (2 * density.under + density.over - 1) // density.over)
-    )
+    sample = smaller(entries, larger((entries + 99) // 100, (2 * density.under + density.over - 1) // density.over))
     places = _one_of_each_stretch(entries, sample, torch.zeros_like(peak, dtype=torch.int64))
     sampled = torch.minimum(bits.gather(1, places.expand(bits.shape[0], -1)), peak)
     smallest = sampled.topk(density.slots(sample), dim=-1).values.amin(-1, keepdim=True)
