@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from refusals import refusals
 
 import commpass
 from commpass.codecs import codec
@@ -205,19 +206,15 @@ def test_residuals_by_hand_compiled(ranks2):
 
 
 def check_refused() -> list[str]:
-    x, said = torch.ones(6, 2), []
-    for attempt in (
+    x = torch.ones(6, 2)
+    return refusals(
         lambda: commpass.all_reduce(x, codec="topk"),
         lambda: commpass.all_reduce(x, codec="topk", residual=torch.zeros(6)),
         lambda: commpass.all_reduce(x, codec="topk", residual=torch.zeros(6, 2, dtype=torch.bfloat16)),
         lambda: commpass.all_reduce(x, codec="int8", residual=torch.zeros(6, 2)),
         lambda: commpass.all_reduce(x, codec="topk", algorithm="two_shot", residual=torch.zeros(6, 2)),
         lambda: commpass.all_gather(x, codec="topk"),
-    ):
-        with pytest.raises(PolicyError) as error:
-            attempt()
-        said.append(str(error.value))
-    return said
+    )
 
 
 def test_what_cannot_be_is_refused_by_hand(ranks2):

@@ -1,0 +1,20 @@
+"""What calls are refused with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from commpass.errors import PolicyError
+
+
+def refusals(*attempts: Callable[[], Any]) -> list[str]:
+    """The message of the PolicyError that each attempt must raise."""
+    said = []
+    for attempt in attempts:
+        with pytest.raises(PolicyError) as error:
+            attempt()
+        said.append(str(error.value))
+    return said
