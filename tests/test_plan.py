@@ -19,6 +19,8 @@ from commpass.costmodel import KINDS
 from commpass.dump import Dump, GraphNode
 from commpass.errors import DumpError
 from commpass.plan import AGREED_FIELDS, NONE, ROWS, Difference, Plan, PlannedSite, Simplification, Site, diff
+from commpass.policy import Policy
+from commpass.runtime.summary import Summary
 
 examples = settings(max_examples=80, deadline=None)
 
@@ -112,6 +114,13 @@ def test_a_size_as_text_is_dynamic():
     assert planned().dynamic
     assert not planned(shape=(3, 4096)).dynamic
     assert not planned(shape=()).dynamic
+
+
+def test_the_summary_of_a_model_says_what_it_could_not_count():
+    summary = Summary(Policy())
+    summary.add(plan(planned(), planned(bytes=-1, wire_bytes=-1)))
+    assert "2 sites, 2 compressed, 1,048,576 bytes -> 524,288 a step" in summary.line()
+    assert summary.line().endswith(", 1 sites of unknown size not counted")
 
 
 # --- digest -----------------------------------------------------------------------------------------------------------

@@ -52,9 +52,11 @@ class Summary:
         predicted = sum(site.plain_us if plan.fallback else site.predicted_us for plan, site in sites)
         compressed = sum(len(plan.compressed) for plan in self.plans)
         fallbacks = sum(bool(plan.fallback) for plan in self.plans)
+        unknown = sum(site.bytes < 0 for _, site in sites)
         return (
             f"policy {self.policy.name!r}: {len(self.plans)} graphs, {len(sites)} sites, {compressed} compressed, "
             f"{before:,} bytes -> {after:,} a step, predicted {plain:,.0f} us -> {predicted:,.0f} us"
+            + (f", {unknown} sites of unknown size not counted" if unknown else "")
             + (f", {fallbacks} graphs untouched" if fallbacks else "")
         )
 
