@@ -16,6 +16,7 @@ class CountingGroup(dist.ProcessGroup):
         self.gloo = gloo
         cpu = torch.device("cpu")  # a batch of sends and receives asks for a backend, and then calls the group
         self._register_backend(cpu, dist.ProcessGroup.BackendType.CUSTOM, gloo._get_backend(cpu))
+        self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # torch 2.15 asks for one
         self.seen: list[tuple[str, torch.dtype, int]] = []
 
     def _note(self, kind: str, tensors: Any) -> None:

@@ -123,8 +123,10 @@ def _gloo_with(workers: int) -> type:
 
     class Gloo(dist.ProcessGroupGloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: Any, **_: Any):
+            interface = os.environ.get("GLOO_SOCKET_IFNAME")
+            device = self.create_device(interface=interface) if interface else self.create_default_device()
             options = self._Options()
-            options._devices, options._threads, options._timeout = [self.create_default_device()], workers, timeout
+            options._devices, options._threads, options._timeout = [device], workers, timeout
             super().__init__(store, rank, size, options)
 
     return Gloo
