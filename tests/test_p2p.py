@@ -115,6 +115,24 @@ def test_positions_of_a_batch_are_compressed_within_it(fake_group):
     assert values(gm) == before
 
 
+def test_a_send_that_is_waited_for_with_others_needs_nobody_who_takes_its_result(fake_group):
+    if not hasattr(ops, "wait_tensors"):
+        pytest.skip("this torch has no wait for several tensors")
+    fake_group(4)
+
+    def exchange(x):
+        started = ops.batch_p2p_ops(["isend", "irecv"], [1, 3], [5, 5], [x * 2, torch.empty_like(x)], "0")
+        return ops.wait_tensors(started)[1] * 1.0
+
+    gm = trace(exchange, X)
+    gm.graph.eliminate_dead_code()
+    before = values(gm)
+    plan = commpass.rewrite(gm, [], forced(), strict=True)
+    assert [site.codec for site in plan] == ["int8", "int8"]
+    assert [(dtype, size) for _, dtype, size in collectives(gm)] == [(torch.uint8, plan.sites[0].wire_bytes)] * 2
+    assert values(gm) == before
+
+
 def test_equal_receives_have_buffers_of_their_own(fake_group):
     fake_group(4)
     gm = trace(lambda x: (receives(x), receives(x)), X)

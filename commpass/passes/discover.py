@@ -18,7 +18,7 @@ from torch import fx
 from commpass import groups
 from commpass.annotate import KEY
 from commpass.passes import meta
-from commpass.passes.collective import Call, items, parse, value_of, waited
+from commpass.passes.collective import Call, is_wait, items, parse, value_of, waited
 from commpass.plan import NOBODY, Site
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm", "_int_mm", "convolution")
@@ -114,7 +114,7 @@ def _found(module: fx.GraphModule, prefix: str, call: Call, position: int, order
         producer=_producer(source) if isinstance(source, fx.Node) else None,
         consumers=tuple(_consumers(held)),
         word=meta.word(call.node, KEY),
-        obstacle=_obstacle(call, fake, size, held, early),
+        obstacle=_obstacle(call, position, fake, size, held, early),
     )
     return Found(site, module, call, position, tuple(sorted(held, key=order.__getitem__)))
 
@@ -127,7 +127,9 @@ def _splits(call: Call) -> tuple[tuple[int | str, ...], tuple[int | str, ...]] |
     return sent, received
 
 
-def _obstacle(call: Call, fake: torch.Tensor | None, size: int, held: list[fx.Node], early: list[fx.Node]) -> str | None:
+def _obstacle(
+    call: Call, position: int, fake: torch.Tensor | None, size: int, held: list[fx.Node], early: list[fx.Node]
+) -> str | None:
     """Why the form of a collective keeps it from being rewritten, whatever the policy says."""
     if call.form == "autograd":
         return "its gradient would be lost: rewrite the graphs that AOTAutograd makes of it"
@@ -143,9 +145,15 @@ def _obstacle(call: Call, fake: torch.Tensor | None, size: int, held: list[fx.No
         return SYMBOLIC
     if early and call.form in ("plain", "coalesced", "batch"):
         return f"{early[0].name} takes its result before it is waited for"
-    if not held and "in-place" not in call.form and call.form != "out":
+    if not held and "in-place" not in call.form and call.form != "out" and not _sends_and_waits(call, position):
         return "nobody waits for its result"
     return None
+
+
+def _sends_and_waits(call: Call, position: int) -> bool:
+    """Whether a send is waited for, though nobody takes what a wait for several tensors gives for it (torch 2.15)."""
+    value = value_of(call, position)
+    return call.kind_at(position) == "send" and value is not None and any(is_wait(user) for user in value.users)
 
 
 def describe_group(call: Call) -> tuple[str, str, int]:

@@ -246,7 +246,8 @@ def _frozen(value: Any, copies: dict[fx.Node, Any]) -> Any:
 def _anchor(found: Found) -> fx.Node:
     """The node before which the rest of an algorithm goes: the first wait, or right behind a collective without one."""
     if not found.outputs:
-        return found.call.node.next
+        value = value_of(found.call, found.position)
+        return next((user for user in (value.users if value else ()) if is_wait(user)), found.call.node.next)
     first = found.outputs[0]
     return first if is_wait(first) else first.all_input_nodes[0]
 
