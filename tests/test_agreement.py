@@ -34,11 +34,11 @@ def compiled(policy, timeout: float = 20.0, **more):
 def different_policies(inner: str) -> str:
     torch._dynamo.reset()
     policy = forced(["int8", "fp8"][dist.get_rank() % 2])
-    function = torch.compile(model, backend=commpass.backend(policy, inner=inner, timeout=120))
+    function = torch.compile(model, backend=commpass.backend(policy, inner=inner, timeout=20))
     start = time.monotonic()
     with pytest.raises(PlanMismatch) as error:
         function(torch.ones(500))
-    assert time.monotonic() - start < 120, "the error must not wait for the time-out"
+    assert time.monotonic() - start < 20, "the error must not wait for the time-out"
     with pytest.raises(PlanMismatch):  # and it stays an error
         function(torch.ones(500))
     return str(error.value)
@@ -80,7 +80,7 @@ def one_stays_away() -> str:
     start = time.monotonic()
     with pytest.raises(PlanMismatch) as error:
         compiled(forced("int8"), timeout=2)(torch.ones(500))
-    assert 1.5 < time.monotonic() - start < 90  # gloo itself would wait for half an hour
+    assert 1.5 < time.monotonic() - start < 10
     return str(error.value)
 
 
