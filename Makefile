@@ -1,18 +1,31 @@
-# make demo | make test [TORCH=2.15.0] | make format | make clean
+# make demo | make test [TORCH=2.15.0] | make test-all | make scenarios | make fuzz [MINUTES=30] | make format | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
 READY := $(VENV)/ready
 WORKERS ?= 2
+MINUTES ?= 30
 
-.PHONY: demo test check format clean setup
+.PHONY: demo test test-all scenarios fuzz check format clean setup
 
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
 
 test: check
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup
+
+# With every combination that `make test` only samples.
+test-all: check
+	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --every
+
+# Every scenario under every policy; `make test` tries each under two.
+scenarios: $(READY)
+	$(VENV)/bin/pytest tests/scenarios --every
+
+# Other random programs each time; what fails is kept in tests/fuzz/found/ and is part of `make test` from then on.
+fuzz: $(READY)
+	PYTHONPATH=tests $(VENV)/bin/python -m fuzz --minutes $(MINUTES)
 
 # Types are checked against the pinned torch alone: torch's own annotations differ between versions.
 check: $(READY)

@@ -14,12 +14,12 @@ from commpass.errors import CommpassError, DumpError, PlanMismatch, PolicyError,
 from commpass.plan import Plan
 from commpass.policy import Policy, Rule
 from commpass.runtime.record import plans
-from commpass.runtime.state import load_state_dict, state_dict
+from commpass.runtime.state import load_state_dict, reset_state, state_dict
 
 __version__ = _version("commpass")
 
 __all__ = [
     "CommpassError", "DumpError", "Handle", "Link", "Plan", "PlanMismatch", "Policy", "PolicyError", "Profile", "Rule",
     "ScopeError", "VerifyError", "all_gather", "all_reduce", "all_to_all", "apply_policy", "backend", "codec", "compress",
-    "ethernet", "keep", "load_state_dict", "plans", "reduce_scatter", "rewrite", "state_dict",
+    "ethernet", "keep", "load_state_dict", "plans", "reduce_scatter", "reset_state", "rewrite", "state_dict",
 ]  # fmt: skip

@@ -17,7 +17,8 @@ from torch import nn
 from torch.fx.traceback import annotate
 
 from commpass.errors import PolicyError, nearest
-from commpass.policy import Word, covers
+from commpass.paths import clean, names, remember, star
+from commpass.policy import Rule, Word, covers
 
 KEY = "commpass"
 """The key in ``node.meta["custom"]`` under which the word of the nearest enclosing scope stands."""
@@ -89,14 +90,25 @@ def _callable(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def compress(*, codec: Any = None, algorithm: Any = None, max_error: float | None = None, force: bool = False) -> Any:
+def compress(
+    target: Any = None,
+    /,
+    *,
+    codec: Any = None,
+    algorithm: Any = None,
+    max_error: float | None = None,
+    force: bool = False,
+) -> Any:
     """Says how the collectives of a part of the model may be compressed; what is left out is the policy's.
 
     ``@commpass.compress(codec="int8")`` on a module class or function, ``with commpass.compress(...):`` inside the
     compiled code, or ``commpass.compress(...)(module)`` on one module. The nearest enclosing word wins. ``codec`` and
     ``algorithm`` are one name or several; ``max_error`` is a relative error; ``force`` compresses even where the cost
-    model sees no gain. Raises PolicyError for unknown names.
+    model sees no gain. Raises PolicyError for unknown names, and for anything given without its
+    name (``compress("int8")``, or ``@compress`` without brackets).
     """
+    if target is not None:
+        _refuse_unnamed(target)
     if torch.compiler.is_dynamo_compiling():
         return annotate({KEY: _compress_json(codec, algorithm, max_error, force)})
     return Scope(Word(codec=codec, algorithm=algorithm, max_error=max_error, force=force))
@@ -108,6 +120,18 @@ def keep(target: Any = None) -> Any:
         return annotate({KEY: KEEP})
     scope = Scope(Word(keep=True))
     return scope if target is None else scope(target)
+
+
+@torch.compiler.assume_constant_result
+def _refuse_unnamed(given: Any) -> None:
+    if isinstance(given, str) or not (callable(given) or isinstance(given, nn.Module)):
+        write = f"compress(codec={given!r})" if isinstance(given, str) else 'compress(codec="int8")'
+        raise PolicyError(f"compress({given!r}): arguments need their names, write {write}")
+    name = getattr(given, "__name__", type(given).__name__)
+    raise PolicyError(
+        f"compress on {name} does not say how to compress: write the arguments in brackets first, "
+        'e.g. @commpass.compress(codec="int8") or commpass.compress(codec="int8")(module)'
+    )
 
 
 KEEP = Word(keep=True).to_json()
@@ -149,25 +173,37 @@ def _eagerly(word: str) -> Iterator[None]:
 
 
 def apply_policy(model: nn.Module, words: Mapping[str, Any]) -> nn.Module:
-    """Puts words on the submodules that globs name, without touching the model's source; returns the model.
+    """Puts words on the submodules that globs name, without touching the model's source; returns
+    the model.
 
-    ``commpass.apply_policy(model, {"layers.*.mlp": "int8", "layers.0": commpass.keep()})``: a value is a codec, several
-    codecs, a dict of ``compress`` arguments, or a scope. Of several patterns that name one module the first counts; a word
-    in the module's source is nearer than any of them. Raises PolicyError for a pattern that names no module, with the
-    nearest module that exists, and for a module that was given a word before; nothing is changed then.
+    ``commpass.apply_policy(model, {"layers.0.mlp": commpass.keep(), "layers.*.mlp": "int8"})``: a
+    value is a codec, several codecs, a dict of ``compress`` arguments, or a scope. Names are those
+    of ``named_modules`` without what wrappers put into them (torch.compile, checkpoint_wrapper,
+    DDP, FSDP), as rules see them; a module that is tied has several, and a word on one is on all.
+    Of several patterns that name one module the first counts; a word in the module's source is
+    nearer than any of them. Raises PolicyError for a pattern that names no module, with the nearest
+    module that exists, for a value that is no word, and for a module that was given a word before;
+    nothing is changed then.
     """
-    names = {name: module for name, module in model.named_modules() if name}
-    chosen: dict[str, Scope] = {}
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"apply_policy(model={model!r}): must be a module, torch.nn.Module")
+    if not isinstance(words, Mapping):
+        write = '{"layers.*.mlp": "int8"}'
+        raise PolicyError(f"apply_policy(words={words!r}): must map patterns to words: {write}")
+    known = {name: module for name, module in names(model) if name}  # a wrapper's name is that of what it wraps
+    chosen: dict[nn.Module, tuple[str, Scope]] = {}
     for pattern, word in words.items():
-        found = [name for name in names if _is(pattern, name)]
+        scope = _scope(pattern, word)
+        found = [name for name in known if _is(pattern, name)]
         if not found:
-            raise PolicyError(f"pattern {pattern!r} names no module of {type(model).__name__}{_near(pattern, names)}")
-        scope = _scope(word)
+            raise PolicyError(f"pattern {pattern!r} names no module of {type(model).__name__}{_near(pattern, known)}")
         for name in found:
-            _refuse_if_taken(names[name], name)
-            chosen.setdefault(name, scope)
-    for name in sorted(chosen, key=lambda name: -name.count(".")):  # who is put on last is further out
-        chosen[name]._put_on(names[name])
+            _refuse_if_taken(known[name], name)
+            chosen.setdefault(known[name], (name, scope))
+    remember(model)
+    inner_first = sorted(chosen.items(), key=lambda item: -item[1][0].count("."))
+    for module, (_, scope) in inner_first:  # who is put on last is further out
+        scope._put_on(module)
     return model
 
 
@@ -177,19 +213,36 @@ def _is(pattern: str, name: str) -> bool:
     return covers(pattern, name) and not (parent and covers(pattern, parent))
 
 
-def _near(pattern: str, names: Mapping[str, nn.Module]) -> str:
+def _near(pattern: str, known: Mapping[str, nn.Module]) -> str:
     # Indices are alike in every layer: compare the pattern with the modules' names in which they are stars as well.
-    starred = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names}
-    return nearest(pattern, starred if "*" in pattern else names)
+    return nearest(clean(pattern), {star(name) for name in known} if "*" in pattern else known)
 
 
-def _scope(word: Any) -> Scope:
+def _scope(pattern: Any, word: Any) -> Scope:
+    """The scope that ``apply_policy`` was given for a pattern, however it was written."""
+    if not isinstance(pattern, str):
+        raise PolicyError(f"apply_policy: pattern {pattern!r} must be a text, e.g. 'layers.*.mlp'")
     if isinstance(word, Scope):
         return word
-    if isinstance(word, Word):
-        return Scope(word)
-    if isinstance(word, Mapping):
-        return Scope(Word(**word))
-    if isinstance(word, (str, tuple, list)):
-        return Scope(Word(codec=word))
-    raise PolicyError(f"{word!r} is no word: give a codec, several, a dict of compress(...) arguments or a scope")
+    where = f"apply_policy: the word for {pattern!r}"
+    if isinstance(word, Rule):
+        raise PolicyError(
+            f"{where} is {word}, whose module, kind, direction, group and min_bytes would be "
+            "ignored here: put a rule into Policy(rules=[...]), or give a codec's name or "
+            "commpass.compress(...) here"
+        )
+    if word is keep or (isinstance(word, str) and word == "keep"):
+        raise PolicyError(f"{where} is {word!r}: write commpass.keep()")
+    if word is compress:
+        raise PolicyError(f'{where} is {word!r}: write commpass.compress(codec="int8")')
+    if not isinstance(word, (Word, Mapping, str, tuple, list)):
+        raise PolicyError(
+            f"{where} is {word!r}: must be a codec, a list of codecs, a dict of compress(...) "
+            "arguments, commpass.compress(...) or commpass.keep()"
+        )
+    try:
+        if isinstance(word, Word):
+            return Scope(word)
+        return Scope(Word(**word) if isinstance(word, Mapping) else Word(codec=word))
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error}") from error

@@ -7,28 +7,37 @@ rewritten. AOTAutograd's cache would skip that step on a hit and is off for our 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 from torch._guards import CompileContext
 
 from commpass.annotate import open_scopes
-from commpass.costmodel import Profile, default_profile
+from commpass.costmodel import Profile, default_profile, profile_named
 from commpass.errors import CommpassError, PlanMismatch, PolicyError, ScopeError, nearest
 from commpass.groups import is_first_rank
 from commpass.passes import Outcome, Road, check_skip, meta
 from commpass.passes import run as run_passes
 from commpass.passes.collective import parse
+from commpass.passes.direction import keep_metadata
 from commpass.passes.discover import describe_group, graph_modules
+from commpass.passes.rewrite import Kept
+from commpass.paths import Places
 from commpass.plan import Plan
 from commpass.policy import Policy, policy_named
 from commpass.runtime import agreement, record, state
+from commpass.runtime.board import greet
+from commpass.runtime.owners import INFERENCE, Calls, part_of
 from commpass.runtime.summary import Summary
 
 INNER = ("inductor", "eager", "aot_eager")
@@ -39,10 +48,10 @@ def backend(
     policy: str | Path | Policy = "lossless",
     *,
     inner: str | Compiler = "inductor",
-    profile: Profile | None = None,
+    profile: str | Profile | None = None,
     strict: bool = False,
     dump: str | os.PathLike[str] | None = None,
-    timeout: float = 60.0,
+    timeout: float | None = None,
 ) -> Backend:
     """A backend for ``torch.compile(model, backend=commpass.backend("balanced"))``.
 
@@ -50,11 +59,13 @@ def backend(
     inner: what compiles the rewritten graphs. ``"inductor"``; ``"eager"``, the very graphs that Inductor would get, run
         operator by operator; ``"aot_eager"``, AOTAutograd's graphs without Inductor's decompositions, likewise; or a
         function ``(graph_module, example_inputs) -> callable`` that is given each of the latter.
-    profile: what the cost model knows about links and kernels; a default for the device if None.
+    profile: what the cost model knows about links and kernels: a Profile, or one by name (``"nvlink"``, ``"ethernet-25g"``); a
+        default for the device if None.
     strict: raise when a pass fails, instead of compiling the untouched graph with a warning.
     dump: a folder into which rank 0 writes plan and graphs, for ``commpass explain`` and its kin; the environment variable
         COMMPASS_DUMP if None.
-    timeout: seconds that ranks wait for each other's plans.
+    timeout: seconds that ranks wait for each other's plans; the process groups' own time-out if None. After 30 s a line says
+        who is waited for.
 
     Raises PolicyError for anything that is not known, with the nearest name that is.
     """
@@ -62,10 +73,63 @@ def backend(
     check_skip(chosen)
     if not callable(inner) and inner not in INNER:
         raise PolicyError(f"unknown inner compiler {inner!r}{nearest(str(inner), INNER)} Or give a function.")
-    if not timeout > 0:
-        raise PolicyError(f"timeout={timeout!r}: must be a number of seconds above 0")
+    seconds = isinstance(timeout, Real) and not isinstance(timeout, bool) and timeout > 0
+    if timeout is not None and not seconds:
+        expected = "seconds as a number above 0, e.g. timeout=30"
+        raise PolicyError(f"timeout={timeout!r}: must be {expected}")
+    if not isinstance(strict, bool):
+        raise PolicyError(f"strict={strict!r}: must be strict=True or strict=False")
+    if dump is not None and not isinstance(dump, (str, os.PathLike)):
+        raise PolicyError(f'dump={dump!r}: must be the path of a folder, e.g. dump="dumps"')
     folder = dump if dump is not None else os.environ.get("COMMPASS_DUMP")
-    return Backend(chosen, inner, profile, strict, Path(folder) if folder else None, timeout)
+    return Backend(chosen, inner, profile_named(profile), strict, Path(folder) if folder else None, timeout)
+
+
+OPTIONS = ("policy", "inner", "profile", "strict", "dump", "timeout")
+_by_options: list[tuple[dict[str, Any], Backend]] = []
+
+
+def by_name(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """What ``torch.compile(model, backend="commpass", options={"policy": "balanced"})`` calls for
+    each graph of Dynamo's.
+
+    ``options`` are the arguments of ``commpass.backend``, and beside them those of Inductor. The same
+    ones give the same Backend. Raises PolicyError for an option that neither knows.
+    """
+    own = {key: value for key, value in (options or {}).items() if key in OPTIONS}
+    others = {key: value for key, value in (options or {}).items() if key not in OPTIONS}
+    found = next((each for given, each in _by_options if given == own), None)
+    if found is None:
+        found = backend(**own)
+        _by_options.append((own, found))
+    return found(gm, example_inputs, mode=mode, options=others)
+
+
+def _reset_by_name() -> None:
+    for _, each in _by_options:
+        each.reset()
+
+
+by_name.reset = _reset_by_name  # type: ignore[attr-defined]
+
+
+def _inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict[str, Any]:
+    """Options by the names of Inductor's config. Raises PolicyError for those that the inner
+    compiler does not have."""
+    from torch._inductor import config
+
+    known = list(config.get_config_copy()) if inner == "inductor" else []
+    found = {name.replace("-", "_"): value for name, value in options.items()}
+    for name in found:
+        if name not in known:
+            raise PolicyError(f"unknown option {name!r}{nearest(name, [*OPTIONS, *known])}")
+    return found
 
 
 def rewrite(
@@ -73,7 +137,7 @@ def rewrite(
     example_inputs: Sequence[Any],
     policy: str | Path | Policy = "lossless",
     *,
-    profile: Profile | None = None,
+    profile: str | Profile | None = None,
     direction: str = "forward",
     strict: bool = False,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
@@ -87,7 +151,7 @@ def rewrite(
     check_skip(chosen)
     _fake_values(gm, example_inputs)
     table = (lambda: dict(decompositions)) if decompositions is not None else None
-    road = Road(gm=gm, direction=direction, policy=chosen, profile=profile or default_profile(_device(gm)),
+    road = Road(gm=gm, direction=direction, policy=chosen, profile=profile_named(profile) or default_profile(_device(gm)),
                 decompositions=table)  # fmt: skip
     outcome = run_passes(road, graph="0")
     if outcome.error is not None and strict:
@@ -100,26 +164,41 @@ class Backend:
     """A configured backend: call it as torch.compile does. Holds what its graphs have in common, and nothing else."""
 
     def __init__(self, policy: Policy, inner: str | Compiler, profile: Profile | None, strict: bool, dump: Path | None,
-                 timeout: float):  # fmt: skip
+                 timeout: float | None):  # fmt: skip
         self.__name__ = "commpass"
         self.policy, self.inner, self.profile = policy, inner, profile
         self.strict, self.dump, self.timeout = strict, dump, timeout
         self.run = uuid.uuid4().hex[:8]
-        self.graphs = 0
+        self.graphs = self.resets = 0
         self.summary = Summary(policy)
         weakref.finalize(self, self.summary.report)
+        greet()
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None = None,
+                 options: Mapping[str, Any] | None = None) -> Any:  # fmt: skip
         """Compiles one graph of Dynamo's. ``mode`` and ``options`` of torch.compile go to Inductor."""
+        greet()
+        options = _inductor_options(options or {}, self.inner)
         number = str(self.graphs)
         self.graphs += 1
+        places = Places()
+        for _, module in graph_modules(gm):
+            meta.place(module, places)
+        calls = Calls(gm, example_inputs, _is_compiled_autograd())
+        calls.last = _is_last_compile()
+        if calls.autograd:
+            keep_metadata(gm)
         with torch._functorch.config.patch(enable_autograd_cache=False):
             if self.inner in ("inductor", "eager"):
-                return self._with_inductor(gm, example_inputs, number, **kwargs)
-            return self._with_aot(gm, example_inputs, number)
+                return calls.around(self._with_inductor(gm, example_inputs, number, calls, mode, options))
+            return calls.around(self._with_aot(gm, example_inputs, number, calls))
 
-    def _with_inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: str, mode: str | None = None,
-                       options: Mapping[str, Any] | None = None) -> Any:  # fmt: skip
+    def reset(self) -> None:
+        """torch._dynamo.reset calls this: all will be compiled, and compared, anew."""
+        self.resets += 1
+
+    def _with_inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: str, calls: Calls,
+                       mode: str | None, options: Mapping[str, Any] | None) -> Any:  # fmt: skip
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -131,22 +210,28 @@ class Backend:
                     return _boxed(gm.forward)
                 return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
 
-            direction = "backward" if kwargs.get("is_backward") else "forward"
-            inference = bool(kwargs.get("is_inference"))
-            return self.compile(gm, number, direction, inference, compile_graph, kwargs.get("get_decomp_fn"))
+            direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"
+            stateless = calls.stateless(direction, bool(kwargs.get("is_inference")))
+            wrapped = kwargs.get("cpp_wrapper") or torch._inductor.config.cpp_wrapper
+            obstacle = CPP_WRAPPER if wrapped and self.inner == "inductor" else None
+            table = kwargs.get("get_decomp_fn")
+            return self.compile(gm, number, direction, calls, stateless, compile_graph, table, obstacle)
 
         return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches or None)
 
-    def _with_aot(self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: str) -> Any:
+    def _with_aot(self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: str, calls: Calls) -> Any:
         from functorch.compile import min_cut_rematerialization_partition
         from torch._dynamo.backends.common import aot_autograd
 
         def compiler(direction: str, inference: bool = False) -> Compiler:
+            direction = "backward" if calls.autograd else direction
+
             def compile_aot(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
                 def run_inner(gm: fx.GraphModule, more: Sequence[Any]) -> Any:
                     return _boxed(self.inner(gm, [*example_inputs, *more]) if callable(self.inner) else gm.forward)
 
-                return self.compile(gm, number, direction, inference, run_inner, None)
+                stateless = calls.stateless(direction, inference)
+                return self.compile(gm, number, direction, calls, stateless, run_inner, None)
 
             return compile_aot
 
@@ -158,53 +243,64 @@ class Backend:
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
 
-    def compile(self, gm: fx.GraphModule, number: str, direction: str, inference: bool, compile_graph: Compiler,
-                decompositions: Callable[[], Any] | None) -> Any:  # fmt: skip
-        """Takes one forward or backward graph along the road, lets the ranks agree on it, and compiles it."""
+    def compile(self, gm: fx.GraphModule, number: str, direction: str, calls: Calls, stateless: str | None,
+                compile_graph: Compiler, decompositions: Callable[[], Any] | None,
+                obstacle: str | None = None) -> Any:  # fmt: skip
+        """Takes one forward or backward graph along the road, lets the ranks agree on it, and
+        compiles it. ``obstacle`` says why nothing of it may be changed."""
         profile = self.profile or default_profile(_device(gm))
-        frame = CompileContext.current_compile_id()
-        stateless = INFERENCE if inference and (frame is None or frame.compiled_autograd_id is None) else None
         road = Road(gm=gm, direction=direction, policy=self.policy, profile=profile, decompositions=decompositions,
-                    stateless=stateless)  # fmt: skip
+                    stateless=stateless, obstacle=obstacle)  # fmt: skip
         record.trace_graph(gm, f"{direction}_before")
         outcome = run_passes(road, number)
-        mismatch = self._agree(gm, outcome)
+        mismatch = self._agree(gm, outcome, profile)
         if outcome.error is not None:
             record.log.warning("%s graph %s compiled untouched: %s", direction, number, outcome.plan.fallback)
         before = record.nodes_before(outcome, gm) if self._writes() else ()
         record.record(outcome)
         record.trace_graph(gm, f"{direction}_after")
-        self.summary.add(outcome.plan)
+        self.summary.add(outcome.plan, trained=stateless != INFERENCE)
+        if calls.last and (outcome.plan.compressed or outcome.plan.simplified):
+            calls.last = False
+            record.log.warning(LAST, calls.code.name, torch._dynamo.config.recompile_limit)
         if self._writes():
             assert self.dump is not None
             after = record.nodes_after(outcome, gm)
-            record.write_dump(self.dump, self.run, outcome, before, after, self.policy, profile)
+            try:
+                record.write_dump(self.dump, self.run, outcome, before, after, self.policy, profile)
+            except OSError as error:  # a full disk ends no job: the others go on with what was agreed on
+                record.log.warning("%s: the dump of graph %s was not written: %s", self.dump, number, error.strerror)
         if mismatch is not None:
             return _raises(mismatch)
         if isinstance(outcome.error, PolicyError):
             return _raises(outcome.error)
         if outcome.error is not None and self.strict:
             raise outcome.error
-        try:
-            owner = (id(self), number) if frame is None else (frame.compiled_autograd_id, frame.frame_id)
-            residuals = [state.residual(kept, owner) for kept in outcome.kept]
-        except PolicyError as error:
-            return _raises(error)
+        if direction == "backward":
+            calls.keeps = bool(outcome.kept)
         compiled = compile_graph(gm, [kept.fake for kept in outcome.kept])
+        residuals = functools.partial(_residuals, _of_whom(outcome.kept, gm, calls), calls)
         return _before_each_call(compiled, functools.partial(self._check, number + direction), residuals)
 
-    def _agree(self, gm: fx.GraphModule, outcome: Outcome) -> PlanMismatch | None:
-        """Compares the plan with the other ranks'. One rank's failure makes all compile the untouched graph (law 7)."""
+    def _agree(self, gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> PlanMismatch | None:
+        """Compares the plan with the other ranks'. Where one cannot carry out the same, all compile the untouched graph (law
+        7)."""
+        plan = outcome.plan
         try:
-            failures = agreement.agree(outcome.plan, _groups(gm, outcome.plan), self.timeout)
+            why = agreement.agree(plan, outcome.first, _ends(gm, outcome), self._speaker(profile), self.timeout)
         except PlanMismatch as mismatch:
             outcome.restore(f"the ranks planned differently: {mismatch}")
             return mismatch
-        if failures and outcome.error is None and not outcome.plan.fallback:
-            said = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(failures.items()))
-            outcome.restore(said)
-            outcome.error = CommpassError(said)
+        if why and not plan.fallback:
+            outcome.restore(why)
+            outcome.error = CommpassError(why)
         return None
+
+    def _speaker(self, profile: Profile) -> agreement.Speaker:
+        """Policy and profile by what they say, and not by their names."""
+        said = [{**msgspec.to_builtins(each), "name": ""} for each in (self.policy, profile)]
+        digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
+        return agreement.Speaker(digest, self.policy.name, f"{self.run}/{self.resets}")
 
     def _writes(self) -> bool:
         return self.dump is not None and is_first_rank()
@@ -221,31 +317,88 @@ class Backend:
         self.summary.called(graph)
 
 
-INFERENCE = "inference has no next step to make up in: give the rule direction='backward', or this model a codec without state"
-"""Why no state is kept in a graph that will have no backward."""
+CPP_WRAPPER = "cpp_wrapper is on: torch's C++ wrapper cannot call the collectives that carry codes"
+"""Why a graph is left as it is with ``torch._inductor.config.cpp_wrapper``. There torch (2.13) can
+call all_reduce and its wait; an all_gather ends in NotImplementedError without us as well."""
 
 
-def _groups(gm: fx.GraphModule, plan: Plan) -> set[str]:
-    """The groups of a graph's collectives; read off the graph itself where a pass failed before there were sites."""
-    if plan.sites or not plan.fallback:
-        return {site.group for site in plan.sites} | {step.group for step in plan.simplified}
+LAST = (
+    "%s is compiled for the last time here (torch._dynamo.config.recompile_limit is %d). A call that needs another graph is "
+    "then run as it was written, by this rank alone, while other ranks go on with the changed collectives: they wait for each "
+    "other, or sum up what does not belong together. Mark sizes that change with torch._dynamo.mark_dynamic, raise the limit, "
+    "or set torch._dynamo.config.fail_on_recompile_limit_hit, which makes it an error"
+)
+
+
+def _is_last_compile() -> bool:
+    """Whether Dynamo gives up after this compile of a piece of code."""
+    frame = CompileContext.current_compile_id()
+    count = getattr(frame, "frame_compile_id", None)
+    return count is not None and count + 1 >= torch._dynamo.config.recompile_limit
+
+
+def _is_compiled_autograd() -> bool:
+    """Whether Dynamo is compiling what compiled autograd made of a backward pass. A function that wants
+    gradients is the user's, called from there: a checkpoint that runs its forward again, say."""
+    frame = CompileContext.current_compile_id()
+    return frame is not None and frame.compiled_autograd_id is not None and not torch.is_grad_enabled()
+
+
+@dataclass(frozen=True)
+class OfParameters:
+    """State that a site keeps, the numbers of the parameters whose gradients it serves (() if that is
+    not known), and which one of its place it is among those that serve the same."""
+
+    kept: Kept
+    parameters: tuple[int, ...]
+    number: int
+
+
+def _of_whom(kept: Sequence[Kept], gm: fx.GraphModule, calls: Calls) -> list[OfParameters]:
+    outputs: Any = gm.graph.output_node().args[0]
+    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    found: list[OfParameters] = []
+    for one in kept:
+        parameters = calls.parameters(outputs, one.reaches)
+        like = [each for each in found if (each.kept.place, each.parameters) == (one.place, parameters)]
+        found.append(OfParameters(one, parameters, len(like)))
+    return found
+
+
+def _residuals(kept: Sequence[OfParameters], calls: Calls) -> list[torch.Tensor]:
+    """The state that a graph is called with: that of the instance whose call it is."""
+    if not kept:
+        return []
+    owner = calls.owner()
+    return [state.residual(one.kept, one.number, calls.code, part_of(owner, one.parameters)) for one in kept]
+
+
+def _ends(gm: fx.GraphModule, outcome: Outcome) -> set[tuple[str, int | None]]:
+    """(group, peer) of a graph's collectives, where a pass failed before there were sites."""
+    if outcome.first or not outcome.plan.fallback:
+        return set()
     calls = (parse(node) for _, module in graph_modules(gm) for node in module.graph.nodes)
-    return {describe_group(call)[0] for call in calls if call is not None}
+    return {
+        (describe_group(call)[0], end.peer if end else None)
+        for call in calls
+        if call is not None
+        for end in call.ends or (None,)
+    }
 
 
-def _before_each_call(compiled: Any, hook: Callable[[], None], more: Sequence[Any]) -> Any:
-    """The compiled function, with ``hook`` before each call and ``more`` last inputs. Inductor's object stays itself: torch
-    asks for its type."""
+def _before_each_call(compiled: Any, hook: Callable[[], None], more: Callable[[], list[Any]]) -> Any:
+    """The compiled function, with ``hook`` before each call and its last inputs from ``more``.
+    Inductor's object stays itself: torch asks for its type."""
     if getattr(compiled, "current_callable", None) is not None:
         compiled.current_callable = _hooked(compiled.current_callable, hook, more)
         return compiled
     return _hooked(compiled, hook, more)
 
 
-def _hooked(function: Compiler, hook: Callable[[], None], more: Sequence[Any]) -> Compiler:
+def _hooked(function: Compiler, hook: Callable[[], None], more: Callable[[], list[Any]]) -> Compiler:
     def run(inputs: list[Any]) -> Any:
         hook()
-        inputs.extend(more)
+        inputs.extend(more())
         return function(inputs)
 
     run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]

@@ -100,6 +100,13 @@ def graph(
         raise typer.BadParameter("choose one of them", param_hint="--before/--after")
     if around not in (None, "all") and not around.isdecimal():
         raise typer.BadParameter(f"{around!r} is neither a number of edges nor 'all'", param_hint="--around")
+    ending = ".svg" if svg else ".dot" if dot else ""
+    if ending and output is not None and output.suffix.lower() != ending:
+        what = "a drawing in SVG" if svg else "Graphviz source"
+        raise typer.BadParameter(
+            f"--{ending[1:]} writes {what}: {str(output)!r} must end in {ending}",
+            param_hint="--output",
+        )
     dumps = load(path, run)
     if number is not None or dot or svg:
         dumps = [pick(dumps, number)]

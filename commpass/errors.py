@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
+from numbers import Real
+from typing import Any
 
 
 class CommpassError(Exception):
@@ -35,4 +38,20 @@ def nearest(word: str, known: Iterable[str]) -> str:
     names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
-    return f"{hint} Known: {', '.join(names)}." if names else "."
+    more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
+    return f"{hint} Known: {', '.join(name or repr(name) for name in names[:MOST])}{more}." if names else "."
+
+
+MOST = 40
+"""How many names a message lists."""
+
+
+def check_number(where: str, value: Any, least: float = 0.0, *, above: bool = False, most: float = math.inf) -> None:
+    """Raises PolicyError unless a value is a finite number from ``least`` (or ``above`` it) to
+    ``most``."""
+    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not least <= value <= most or (above and value == least):
+        low = f"above {least:g}" if above else f"of at least {least:g}"
+        high = "" if most == math.inf else f" and at most {most:g}"
+        end = ")" * (where.count("(") - where.count(")"))
+        raise PolicyError(f"{where}={value!r}{end}: must be a number {low}{high}")

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def ready() -> bool:
@@ -29,11 +34,58 @@ def rank_in(name: str) -> int | None:
     return group.rank() if group is not None and group.rank() >= 0 else None
 
 
-def label(group: dist.ProcessGroup) -> str:
-    """The mesh dimension that a group belongs to, such as ``tp``; ``world`` for the group of all ranks, which a mesh of one
-    dimension shares; "" for a group that is of no mesh."""
-    text = (group.group_desc or "").removeprefix("mesh_")
-    return {"undefined": "", "default_pg": "world", "default": "world"}.get(text, text)
+def ranks_of(name: str) -> tuple[int, ...]:
+    """The global ranks of a group, in its own order; () where there is no such group here."""
+    group = group_named(name)
+    return tuple(dist.get_process_group_ranks(group)) if group is not None else ()
+
+
+def labels_of(name: str) -> tuple[str, ...]:
+    """The labels of a group by name; () where there is no such group here."""
+    group = group_named(name)
+    return labels(group) if group is not None else ()
+
+
+def labels(group: dist.ProcessGroup) -> tuple[str, ...]:
+    """What users call a group: the dimensions of meshes that it belongs to, such as ``tp``; last
+    ``world`` if all ranks are in it. Several where several meshes share a group, as those of one
+    dimension do with the group of all ranks."""
+    own = (group.group_desc or "").removeprefix("mesh_")
+    found = [] if own in ("", "undefined", "default_pg", "default") else [own]
+    found += sorted(name for mesh in meshes() for name in _dimensions(mesh, group))
+    found += ["world"] if group.size() == dist.get_world_size() else []
+    return tuple(dict.fromkeys(found))
+
+
+def _dimensions(mesh: DeviceMesh, group: dist.ProcessGroup) -> Iterator[str]:
+    """The names of a mesh's dimensions whose group this is."""
+    registry = getattr(getattr(mesh, "_root_mesh", None) or mesh, "_pg_registry", {})
+    rows = zip(mesh.mesh_dim_names or (), getattr(mesh, "_dim_group_names", ()), strict=False)
+    for dimension, (name, held) in enumerate(rows):
+        # A mesh of before init_process_group was called again holds another group of this name.
+        if held == group.group_name and mesh.size(dimension) == group.size() and registry.get(held, group) is group:
+            yield name
+
+
+class _Meshes:
+    """Every mesh of this process. torch keeps no list of them, and a mesh of one dimension leaves
+    no other trace: it shares the group of all ranks. So they are found as what refers to their
+    class, and again only when that count has changed."""
+
+    def __init__(self) -> None:
+        self.seen: list[weakref.ref[DeviceMesh]] = []
+        self.references = 0
+
+    def all(self) -> list[DeviceMesh]:
+        alive = [mesh for reference in self.seen if (mesh := reference()) is not None]
+        if len(alive) != len(self.seen) or sys.getrefcount(DeviceMesh) != self.references:
+            alive = [found for found in gc.get_referrers(DeviceMesh) if type(found) is DeviceMesh]
+            self.seen = [weakref.ref(mesh) for mesh in alive]
+            self.references = sys.getrefcount(DeviceMesh)
+        return alive
+
+
+meshes = _Meshes().all
 
 
 def is_first_rank() -> bool:

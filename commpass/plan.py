@@ -34,11 +34,15 @@ PAIRWISE = ("send", "recv")
 class Site:
     """One collective of a graph with all that matters about it.
 
-    ``shape`` is the input of one rank; a symbolic size stands there as text ("s0") and ``bytes`` is then what the size
-    hints say (-1 where there is no hint); ``width`` are the values of one entry of the first dimension. ``stateless`` says why
-    no state can be kept for it between calls, if none can. ``splits`` are what an all-to-all sends to and receives from each
-    rank, in entries of the first dimension. ``peer`` is the number of the rank at the other end of a send or recv, and ``tag``
-    tells apart what goes between the two. ``word`` is the nearest enclosing ``compress``/``keep``, as JSON text.
+    ``group_labels`` are what users may call its group (mesh dimensions, ``world``), of which
+    ``group_label`` is the first, and ``members`` the global numbers of its ranks (0, 1, ... if that
+    is not known). ``shape`` is the input of one rank; a symbolic size stands there as text ("s0")
+    and ``bytes`` is then what the size hints say (-1 where there is no hint); ``width`` are the
+    values of one entry of the first dimension. ``stateless`` says why no state can be kept for it
+    between calls, if none can. ``splits`` are what an all-to-all sends to and receives from each
+    rank, in entries of the first dimension. ``peer`` is the number of the rank at the other end of
+    a send or recv, and ``tag`` tells apart what goes between the two. ``word`` is the nearest
+    enclosing ``compress``/``keep``, as JSON text.
     """
 
     name: str
@@ -46,7 +50,9 @@ class Site:
     reduce_op: str | None = None
     group: str
     group_label: str = ""
+    group_labels: tuple[str, ...] = ()
     group_size: int
+    members: tuple[int, ...] = ()
     dtype: str
     shape: tuple[int | str, ...]
     bytes: int
@@ -64,6 +70,16 @@ class Site:
     obstacle: str | None = None
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """Everything by which a rule or a profile may mean its group."""
+        return tuple(dict.fromkeys(text for text in (self.group_label, *self.group_labels, self.group) if text))
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The global numbers of its group's ranks, as far as known."""
+        return self.members or tuple(range(self.group_size))
+
+    @property
     def dynamic(self) -> bool:
         return any(isinstance(size, str) for size in self.shape)
 
@@ -74,10 +90,10 @@ class Site:
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks may hold tensors of different sizes."""
-        return self.splits is not None and (
-            len({*self.splits[0], *self.splits[1]}) > 1 or not isinstance(self.splits[0][0], int)
-        )
+        """Whether ranks may hold tensors of different sizes. A rank without any entries knows
+        nothing of the others."""
+        lengths = {length for some in self.splits or () for length in some}
+        return len(lengths) > 1 or lengths == {0} or any(isinstance(n, str) for n in lengths)
 
     @property
     def common_bytes(self) -> int:
@@ -146,6 +162,7 @@ class Plan:
     """The chosen candidate of every site of one graph, in graph order; the sites are those that are left once it is simplified.
 
     ``fallback`` is empty when the plan was carried out, and otherwise says why the untouched graph was compiled.
+    ``matched`` are the numbers of the policy's rules, from 0, that match a site as it was found.
     """
 
     graph: str
@@ -155,6 +172,7 @@ class Plan:
     sites: tuple[PlannedSite, ...] = ()
     simplified: tuple[Simplification, ...] = ()
     fallback: str = ""
+    matched: tuple[int, ...] = ()
 
     def __iter__(self) -> Iterator[PlannedSite]:
         return iter(self.sites)
@@ -172,13 +190,9 @@ class Plan:
         """The part of the plan that all ranks hold alike: without what goes between two of them."""
         return dataclasses.replace(self, sites=tuple(site for site in self.sites if not site.pairwise))
 
-    def digest(self, whatever_sizes: bool = False) -> str:
-        """A digest of every common decision; equal on two ranks if and only if they will do the same.
-
-        ``whatever_sizes`` leaves out what is decided of an all-to-all with splits, which a rank may decide by its own.
-        """
-        decisions = [left_alone(site, "") if whatever_sizes and site.splits is not None else site for site in self.common()]
-        rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in decisions]
+    def digest(self) -> str:
+        """A digest of every common decision; equal on two ranks if and only if they will do the same."""
+        rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.common()]
         facts = [self.direction, rows, self.rules(), bool(self.fallback)]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 
 from commpass.codecs import codec as codec_named
-from commpass.collectives import DEFAULTS, check_name
+from commpass.collectives import DEFAULTS, algorithm, check_name, own
 from commpass.costmodel import KINDS
 from commpass.errors import PolicyError, nearest
+from commpass.paths import star
 from commpass.plan import Site
 
 DIRECTIONS = ("forward", "backward")
@@ -68,13 +69,23 @@ class _Named:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What may be done to a site. No codecs means: leave it alone. ``source`` says who said so."""
+    """What may be done to a site. No codecs means: leave it alone. ``named`` says that the nearest
+    word named the algorithms, and not the policy for all sites alike; ``source`` says who said
+    so, ``budget`` who said the largest error."""
 
     codecs: tuple[str, ...] = ()
     algorithms: tuple[str, ...] = DEFAULTS
+    named: bool = False
     max_error: float | None = None
     force: bool = False
     source: str = "policy"
+    budget: str = "max_error of the policy"
+
+    def allow_like(self, other: Terms) -> bool:
+        """Whether both allow the same, whoever says so."""
+        if not self.codecs and not other.codecs:
+            return True
+        return dataclasses.replace(self, source=other.source, budget=other.budget) == other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +110,8 @@ class Word(_Named):
             codec_named(spec)
         for name in self.algorithm or ():
             check_name(name)
-        if self.max_error is not None and not self.max_error >= 0:
-            raise PolicyError(f"max_error={self.max_error!r}: must be a share such as 0.01 for one percent")
+        if self.max_error is not None and not 0 <= self.max_error <= 1:
+            raise PolicyError(f"max_error={self.max_error!r}: must be a share such as 0.01 for one percent, and at most 1")
         if self.keep and (self.codec or self.algorithm or self.force):
             raise PolicyError("keep=True says never to compress: leave codec, algorithm and force out")
 
@@ -108,12 +119,17 @@ class Word(_Named):
         """The terms of a site that this word covers; what it leaves open is the policy's."""
         if self.keep:
             return Terms(source=source)
+        budget = f"max_error of {source}"
+        if self.max_error is None and source != policy.label:
+            budget = f"max_error of {policy.label}, since {source} says none"
         return Terms(
             codecs=tuple(self.codec) if self.codec is not None else policy.codecs,
             algorithms=tuple(self.algorithm) if self.algorithm is not None else policy.algorithms,
+            named=self.algorithm is not None,
             max_error=self.max_error if self.max_error is not None else policy.max_error,
             force=self.force,
             source=source,
+            budget=budget,
         )
 
     def to_json(self) -> str:
@@ -143,15 +159,32 @@ class Rule(Word):
             raise PolicyError(f"unknown kind {self.kind!r}{nearest(self.kind, KINDS)}")
         if self.direction is not None and self.direction not in DIRECTIONS:
             raise PolicyError(f"unknown direction {self.direction!r}{nearest(self.direction, DIRECTIONS)}")
+        if self.min_bytes < 0:
+            raise PolicyError(f"Rule(min_bytes={self.min_bytes}): must be at least 0")
+        if self.kind is not None and self.algorithm and not any(own(self.kind, spec) for spec in self.algorithm):
+            algorithm(self.kind, self.algorithm[0])  # raises, with the nearest that this kind has
 
     def matches(self, site: Site) -> bool:
         return (
-            covers(self.module, site.module)
+            self._is_about(site.module)
             and self.kind in (None, site.kind)
             and self.direction in (None, site.direction)
-            and (self.group is None or any(covers(self.group, text) for text in (site.group_label, site.group)))
+            and (self.group is None or any(covers(self.group, text) for text in site.labels))
             and site.common_bytes >= self.min_bytes
         )
+
+    def _is_about(self, path: str) -> bool:
+        """Whether the module glob covers a path. In a graph that serves several blocks
+        (``layers.*``), what is kept for one of them is kept for all."""
+        return covers(self.module, path) or (self.keep and "*" in path and covers(star(self.module), path))
+
+    @property
+    def about(self) -> str:
+        """What it covers, as it was written, and ``keep``: ``group='tp', keep=True``."""
+        fields = ("module", "kind", "direction", "group", "min_bytes")
+        said = [(name, getattr(self, name)) for name in fields]
+        shown = [f"{name}={value!r}" for name, value in said if value != getattr(Rule, name)]
+        return ", ".join([*(shown or ["module='**'"]), *(["keep=True"] if self.keep else [])])
 
     def __str__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
@@ -193,8 +226,13 @@ class Policy(_Named):
             return word.terms(self, "keep" if word.keep else "compress(...) in the model"), None
         for index, rule in enumerate(self.rules):
             if rule.matches(site):
-                return rule.terms(self, f"rule {index + 1} (module={rule.module!r})"), index
-        return Word().terms(self, f"policy {self.name!r}"), None
+                return rule.terms(self, f"rule {index + 1} ({rule.about})"), index
+        return Word().terms(self, self.label), None
+
+    @property
+    def label(self) -> str:
+        """What reasons call it."""
+        return f"policy {self.name!r}"
 
     @staticmethod
     def from_toml(path: str | Path) -> Policy:
@@ -311,8 +349,3 @@ def _line(text: str, rule: int | None, key: str | None) -> int:
         if key == "rule" and rule is None and re.match(r"\s*\[?\s*rule\b", line):
             return number
     return start
-
-
-def unmatched(policy: Policy, matched: Iterable[int]) -> list[Rule]:
-    """The rules that matched no site."""
-    return [rule for index, rule in enumerate(policy.rules) if index not in set(matched)]

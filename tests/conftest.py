@@ -10,6 +10,17 @@ import torch.distributed as dist
 from ranks import Ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every", action="store_true", help="also what is sampled else: all scenarios")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--every"):
+        kept = [item for item in items if not item.get_closest_marker("every")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+
+
 @pytest.fixture
 def fake_group() -> Iterator[Callable[[int], dist.ProcessGroup]]:
     """``fake_group(64)`` makes this process rank 0 of 64, alone: collectives trace and compile, send nothing."""
@@ -25,6 +36,18 @@ def fake_group() -> Iterator[Callable[[int], dist.ProcessGroup]]:
     yield start
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def wait_tensors() -> Iterator[Callable[..., list[torch.Tensor]]]:
+    """The wait for several tensors at once, which torch has from 2.15 on: before, an operator that can only be traced."""
+    if hasattr(torch.ops._c10d_functional, "wait_tensors"):
+        yield torch.ops._c10d_functional.wait_tensors
+        return
+    with torch.library._scoped_library("_c10d_functional", "FRAGMENT") as library:
+        library.define("wait_tensors(Tensor[] tensors) -> Tensor[]")
+        library.impl("wait_tensors", lambda tensors: [torch.empty_like(tensor) for tensor in tensors], "Meta")
+        yield torch.ops._c10d_functional.wait_tensors
 
 
 def _ranks(size: int) -> Iterator[Ranks]:

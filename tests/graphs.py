@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,3 +41,17 @@ def collectives(gm: fx.GraphModule) -> list[tuple[str, torch.dtype, int]]:
 def code(gm: fx.GraphModule) -> str:
     """The graph as text, to tell whether two are the same."""
     return str(gm.graph)
+
+
+@contextmanager
+def as_rank(rank: int, size: int) -> Iterator[None]:
+    """This process is one rank of many, alone, until the end: collectives trace, send nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

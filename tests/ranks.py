@@ -96,6 +96,8 @@ def _member(rank: int, size: int, workers: int, folder: str, pipe: Connection, e
     import torch
     import torch.distributed as dist
 
+    from commpass.runtime.board import begin
+
     torch.set_num_threads(1)
     dist.distributed_c10d.ProcessGroupGloo = _gloo_with(workers)
     try:
@@ -112,6 +114,8 @@ def _member(rank: int, size: int, workers: int, folder: str, pipe: Connection, e
         torch._dynamo.reset()
         torch.manual_seed(0)
         try:
+            begin()
+            dist.barrier()  # what the last function agreed on counts for nobody any more
             pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

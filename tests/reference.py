@@ -493,16 +493,28 @@ def _number(raw: np.ndarray, stored: str, roundoff: float) -> np.ndarray:
     return np.where(raw == 0, 0.0, np.ldexp(1.0, raw.astype(np.int64) - 127))
 
 
-def noise(shape: tuple[int, int], scale: np.ndarray, seed: int) -> np.ndarray:
-    """``[blocks, size]`` in [0, 1): a hash of place, scale (as float32) and seed, in whole numbers modulo 2^32."""
-    whole = 2**32
-    place = np.arange(shape[0] * shape[1], dtype=object).reshape(shape)
-    bits = scale.astype(np.float32).view(np.uint32).astype(object)[:, None]
-    mixed = (place * 0x2C1B3C6D + bits * 0x297A2D39 + seed * 0x9E3779B1) % whole
-    mixed = (mixed ^ (mixed // 2**16)) * 0x7FEB352D % whole
-    mixed = (mixed ^ (mixed // 2**15)) * 0x846CA68B % whole
-    mixed = mixed ^ (mixed // 2**16)
-    return (mixed // 2**8).astype(np.float64) / 2**24
+def noise(blocks: np.ndarray, seed: int, salt: tuple[int, ...] = ()) -> np.ndarray:
+    """In [0, 1) for ``[blocks, size]``: a hash of seed, salt, place and the bfloat16 bits of the
+    block's values, in whole numbers modulo 2^32."""
+    whole, key = 2**32, 0
+    for number in (seed, seed // whole, *salt):
+        key = int(_lowbias32(np.array((key + number * 0x9E3779B1 + 1) % whole, dtype=object)))
+    with np.errstate(over="ignore"):
+        bits = blocks.astype(np.float32).view(np.uint32).astype(object)
+    bits = (bits + 0x7FFF + bits // 2**16 % 2) % whole // 2**16
+    bits = bits - (bits >= 2**15) * 2**16
+    inside = np.arange(blocks.shape[1], dtype=object)
+    terms = bits + (inside + 1) * 0x9E3779B1
+    digest = (terms * (2 * terms + 1)).sum(axis=1)
+    start = digest + np.arange(len(blocks), dtype=object) * 0x2C1B3C6D + key
+    number = _lowbias32((start[:, None] + inside * 0x85EBCA6B) % whole)
+    return (number // 2**8).astype(np.float64) / 2**24
+
+
+def _lowbias32(number: np.ndarray) -> np.ndarray:
+    number = (number ^ (number // 2**16)) * 0x7FEB352D % 2**32
+    number = (number ^ (number // 2**15)) * 0x846CA68B % 2**32
+    return number ^ (number // 2**16)
 
 
 def verify(x: np.ndarray, wire: np.ndarray, decoded: np.ndarray, setting: Setting, roundoff: float, limit: float) -> None:
@@ -596,8 +608,7 @@ def _codes_fit(t: np.ndarray, ranks: np.ndarray, low: np.ndarray, high: np.ndarr
     least, most = ratios.min(axis=0) - slack, ratios.max(axis=0) + slack
     if setting.seed is not None:
         whole = grid.levels[ranks]
-        by = blocks[:, 0] if setting.scale == "static" else high
-        added = noise(blocks.shape, by, setting.seed)[some]
+        added = noise(blocks, setting.seed)[some]
         bottom, top = (np.clip(np.floor(edge + added), -grid.largest, grid.largest) for edge in (least, most))
         assert ((bottom <= whole) & (whole <= top)).all(), "stochastic codes"
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import pytest
@@ -12,6 +13,8 @@ import commpass
 from commpass.errors import PlanMismatch
 from commpass.passes import pipeline
 from commpass.policy import Policy, Rule
+from commpass.runtime import agreement
+from commpass.runtime.parts import parts
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
@@ -26,7 +29,7 @@ def forced(codec: str) -> Policy:
     return Policy(name=codec, rules=[Rule(codec=codec, force=True)])
 
 
-def compiled(policy, timeout: float = 20.0, **more):
+def compiled(policy, timeout: float = 120.0, **more):
     torch._dynamo.reset()
     return torch.compile(model, backend=commpass.backend(policy, inner="eager", timeout=timeout, **more))
 
@@ -34,11 +37,11 @@ def compiled(policy, timeout: float = 20.0, **more):
 def different_policies(inner: str) -> str:
     torch._dynamo.reset()
     policy = forced(["int8", "fp8"][dist.get_rank() % 2])
-    function = torch.compile(model, backend=commpass.backend(policy, inner=inner, timeout=20))
+    function = torch.compile(model, backend=commpass.backend(policy, inner=inner, timeout=120))
     start = time.monotonic()
     with pytest.raises(PlanMismatch) as error:
         function(torch.ones(500))
-    assert time.monotonic() - start < 20, "the error must not wait for the time-out"
+    assert time.monotonic() - start < 110, "the error must not wait for the time-out"
     with pytest.raises(PlanMismatch):  # and it stays an error
         function(torch.ones(500))
     return str(error.value)
@@ -64,13 +67,19 @@ def test_one_rank_of_three_that_differs_is_named(ranks3):
         assert "rank 2: plan" in text
 
 
-def off_on_one_rank() -> None:
-    with pytest.raises(PlanMismatch):
-        compiled("off" if dist.get_rank() else forced("int8"))(torch.ones(500))
+def off_on_one_rank() -> tuple[bool, str]:
+    x = torch.ones(500) / 3
+    got = compiled("off" if dist.get_rank() else forced("int8"))(x)
+    return torch.equal(got, model(x)), commpass.plans()[-1].fallback
 
 
-def test_a_rank_that_has_it_off_is_a_mismatch_too(ranks2):
-    ranks2.run(off_on_one_rank)
+def test_where_one_rank_has_it_off_nobody_changes_anything_and_those_who_would_say_why(ranks2):
+    (exact, why), (other, nothing) = ranks2.run(off_on_one_rank)
+    assert exact
+    assert other
+    assert "rank 1 changes nothing of group" in why
+    assert "its policy is 'off', here it is 'int8'" in why
+    assert nothing == ""
 
 
 def one_stays_away() -> str:
@@ -80,7 +89,7 @@ def one_stays_away() -> str:
     start = time.monotonic()
     with pytest.raises(PlanMismatch) as error:
         compiled(forced("int8"), timeout=2)(torch.ones(500))
-    assert 1.5 < time.monotonic() - start < 10
+    assert 1.5 < time.monotonic() - start < 60
     return str(error.value)
 
 
@@ -89,7 +98,6 @@ def test_a_rank_that_does_not_answer_is_an_error_within_the_time_out(ranks2):
     assert "rank 1 of group" in text
     assert "within 2 s" in text
     assert "timeout=" in text
-    ranks2.stop()  # rank 1 never met rank 0: their counts differ from here on
 
 
 def first_stays_away() -> str:
@@ -103,7 +111,53 @@ def first_stays_away() -> str:
 
 def test_the_first_rank_may_be_the_silent_one(ranks2):
     assert "rank 0 of group" in ranks2.run(first_stays_away)[1]
-    ranks2.stop()
+
+
+def too_late() -> str:
+    """Rank 1 comes when rank 0 has given up: it is told so at once, and the next meeting is another one."""
+    if dist.get_rank() == 1:
+        time.sleep(4)
+    start = time.monotonic()
+    with pytest.raises(PlanMismatch) as error:
+        compiled(forced("int8"), timeout=2 if dist.get_rank() == 0 else 60)(torch.ones(490))
+    assert time.monotonic() - start < 50
+    dist.barrier()
+    got = compiled(forced("int8"), timeout=120)(torch.ones(480))
+    assert commpass.plans()[-1].sites[0].codec == "int8"
+    assert torch.allclose(got, torch.full((480,), 5.0), atol=0.05)
+    return str(error.value)
+
+
+def test_who_comes_too_late_is_told_and_the_next_meeting_is_not_mixed_up_with_it(ranks2):
+    silent, late = ranks2.run(too_late)
+    assert "rank 1 of group" in silent
+    assert "rank 0 of group" in late
+    assert "gave up" in late
+
+
+def waits_with_a_line() -> tuple[list[str], float]:
+    agreement.PATIENCE_S = 0.5
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: lines.append(entry.getMessage())
+    logging.getLogger("commpass").addHandler(handler)
+    try:
+        if dist.get_rank() == 1:
+            time.sleep(3)
+        compiled(forced("int8"), timeout=None)(torch.ones(470))
+    finally:
+        logging.getLogger("commpass").removeHandler(handler)
+        agreement.PATIENCE_S = 30.0
+    (part,) = parts(commpass.plans()[-1], commpass.plans()[-1].sites, ())
+    return [line for line in lines if "waited" in line], agreement._timeout([part])
+
+
+def test_a_rank_that_waits_long_says_for_whom_and_waits_as_long_as_its_group_would(ranks2):
+    (line, timeout), (none, _) = ranks2.run(waits_with_a_line)
+    assert "for the plans of rank 1 of group" in line[0]
+    assert len(line) == 1
+    assert none == []
+    assert timeout == 1800  # torch's own for gloo: an ordinary skew of a minute is no error
 
 
 def a_late_rank() -> None:
@@ -119,10 +173,11 @@ def test_a_late_rank_is_waited_for(ranks2):
 def recompiles_alone() -> None:
     """A rank that compiles the same decision again need not meet the others."""
     x = torch.ones(500)
-    function = compiled(forced("int8"), timeout=5)
+    backend = commpass.backend(forced("int8"), inner="eager", timeout=5)
+    function = torch.compile(model, backend=backend)
     expected = function(x)
     if dist.get_rank() == 0:
-        function = compiled(forced("int8"), timeout=5)
+        function = torch.compile(lambda x: model(x) + 0, backend=backend)
     assert torch.equal(function(x), expected)
 
 
@@ -142,8 +197,6 @@ def breaks_on_one_rank(strict: bool) -> tuple[bool, str, str]:
     kept = pipeline.PASSES
     pipeline.PASSES = tuple(pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in kept)
     messages: list[str] = []
-    import logging
-
     handler = logging.Handler()
     handler.emit = lambda entry: messages.append(entry.getMessage())
     logging.getLogger("commpass").addHandler(handler)
@@ -198,7 +251,7 @@ def groups_agree_on_their_own() -> None:
     mine = dist.get_rank() // 2
     codec = ["int8", "fp8"][mine]
     torch._dynamo.reset()
-    function = torch.compile(model, backend=commpass.backend(forced(codec), inner="eager", timeout=20))
+    function = torch.compile(model, backend=commpass.backend(forced(codec), inner="eager", timeout=120))
     got = function(torch.ones(500), groups[mine].group_name)
     assert torch.allclose(got, torch.full((500,), 5.0), atol=0.1)
 
@@ -207,7 +260,7 @@ def test_groups_agree_each_on_their_own(ranks4):
     ranks4.run(groups_agree_on_their_own)
 
 
-EVEN_TO_ONE = [[0, 0, 0], [0, 2000, 10], [0, 10, 2000]]
+EVEN_TO_ONE = [[1, 1, 1], [1, 2000, 10], [1, 10, 2000]]
 """Entries from rank i to rank j: to rank 0 they look even."""
 UNEVEN = [[1, 2, 3], [4, 2000, 10], [5, 10, 2000]]
 
@@ -221,25 +274,33 @@ def exchanges(matrix: list[list[int]], codec: str, strict: bool = False) -> tupl
 
     torch._dynamo.reset()
     link = commpass.ethernet(0.05)  # an exchange of nothing pays by no codec, one of 1,024 entries does
-    backend = commpass.backend(Policy(codecs=codec), profile=link, inner="eager", timeout=20, strict=strict)
+    backend = commpass.backend(Policy(codecs=codec), profile=link, inner="eager", timeout=120, strict=strict)
     x = torch.randn(sum(sent), 64, generator=torch.Generator().manual_seed(rank))
     result = torch.compile(exchange, backend=backend)(x)
     return torch.equal(result, exchange(x)), commpass.plans()[-1].fallback
 
 
-def test_where_splits_look_even_to_one_rank_alone_nobody_compresses_and_all_say_why(ranks3):
-    for exact, fallback in ranks3.run(exchanges, EVEN_TO_ONE, "int8"):
+def test_where_splits_look_even_to_one_rank_alone_nobody_compresses_and_those_who_would_say_why(ranks3):
+    (first, _), *others = ranks3.run(exchanges, EVEN_TO_ONE, "int8")
+    assert first
+    for exact, fallback in others:
         assert exact
-        assert "look alike on some ranks and not on others" in fallback
-        assert "rank 0" in fallback
+        assert "rank 0 changes nothing" in fallback
 
 
 def strictly_even_to_one() -> None:
-    with pytest.raises(Exception, match="look alike on some ranks"):
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    if rank == 0:
+        assert exchanges(EVEN_TO_ONE, "int8", strict=True)[0]
+        return
+    with pytest.raises(Exception, match="rank 0 changes nothing"):
         exchanges(EVEN_TO_ONE, "int8", strict=True)
+    sent, received = EVEN_TO_ONE[rank], [row[rank] for row in EVEN_TO_ONE]
+    for _ in range(2):  # rank 0 goes on, and waits for what was not sent
+        ops.wait_tensor(ops.all_to_all_single(torch.ones(sum(sent), 64), received, sent, group))
 
 
-def test_where_splits_look_even_to_one_rank_alone_strict_raises(ranks3):
+def test_where_splits_look_even_to_one_rank_alone_strict_raises_on_the_others(ranks3):
     ranks3.run(strictly_even_to_one)
 
 
@@ -252,7 +313,7 @@ def even_to_one_and_another_sum() -> None:
 
     torch._dynamo.reset()
     rules = [Rule(kind="all_reduce", codec="fp8" if rank == 2 else "int8", force=True), Rule(codec="int8")]
-    backend = commpass.backend(Policy(rules=rules), profile=commpass.ethernet(0.05), inner="eager", timeout=20)
+    backend = commpass.backend(Policy(rules=rules), profile=commpass.ethernet(0.05), inner="eager", timeout=120)
     with pytest.raises(PlanMismatch, match="codec is"):
         torch.compile(both, backend=backend)(torch.ones(sum(sent), 64), torch.ones(500))
 
@@ -284,20 +345,21 @@ def scaled_by_rank(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return first * (dist.get_rank() + 2.0) + second
 
 
-def numbers_that_differ() -> tuple[str, bool]:
-    """A sum of sums would move the rank's own number across the collective: an error, and right where that is forbidden."""
-    torch._dynamo.reset()
+def numbers_that_differ() -> tuple[str, bool, bool]:
+    """A sum of sums would move the rank's own number across the collective: then nobody does."""
     x, y = torch.ones(500) * (dist.get_rank() + 1), torch.ones(500)
-    with pytest.raises(PlanMismatch) as error:
-        torch.compile(scaled_by_rank, backend=commpass.backend("lossless", inner="eager", timeout=20))(x, y)
-    torch._dynamo.reset()
-    apart = torch.compile(scaled_by_rank, backend=commpass.backend(Policy(reassociate=False), inner="eager", timeout=20))
-    return str(error.value), torch.equal(apart(x, y), scaled_by_rank(x, y))
+    exact = []
+    for policy in ("lossless", Policy(reassociate=False)):
+        torch._dynamo.reset()
+        function = torch.compile(scaled_by_rank, backend=commpass.backend(policy, inner="eager", timeout=120))
+        exact.append(torch.equal(function(x, y), scaled_by_rank(x, y)))
+    return commpass.plans()[-2].fallback, *exact
 
 
-def test_numbers_moved_across_a_collective_must_be_alike_on_all_ranks(ranks2):
-    for text, right in ranks2.run(numbers_that_differ):
-        assert "simplified is" in text
-        assert "times 3.0" in text
-        assert "times 2.0" in text
-        assert right
+def test_numbers_that_differ_between_ranks_are_not_moved_across_a_collective(ranks2):
+    for why, exact, apart in ranks2.run(numbers_that_differ):
+        assert "simplified is" in why
+        assert "times 3.0" in why
+        assert "times 2.0" in why
+        assert exact
+        assert apart

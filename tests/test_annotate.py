@@ -484,10 +484,13 @@ def test_a_pattern_that_names_no_module_is_refused_with_the_nearest_and_nothing_
         ({"codec": "int9"}, "did you mean 'int8'?"),
         ({"kodec": "int8"}, "did you mean 'codec'?"),
         ({"keep": True, "codec": "int8"}, "keep=True"),
-        (3, "3 is no word"),
-        (None, "None is no word"),
+        (3, "the word for 'layers.0' is 3: must be a codec"),
+        (None, "the word for 'layers.0' is None: must be a codec"),
+        ("keep", "write commpass.keep()"),
+        (commpass.keep, "write commpass.keep()"),
+        (commpass.compress, 'write commpass.compress(codec="int8")'),
+        (Rule(codec="int8", direction="backward"), "put a rule into Policy(rules=[...])"),
     ],
-    ids=str,
 )
 def test_a_word_that_cannot_be_meant_is_refused_and_nothing_is_changed(word, part):
     model = Net()
@@ -495,6 +498,48 @@ def test_a_word_that_cannot_be_meant_is_refused_and_nothing_is_changed(word, par
         commpass.apply_policy(model, {"head": "int8", "layers.0": word})
     assert part in str(error.value)
     assert forward_words(model) == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "parts"),
+    [
+        (Net, ["int8"], ["words=['int8']", '{"layers.*.mlp": "int8"}']),
+        (Net, "int8", ["words='int8'", '{"layers.*.mlp": "int8"}']),
+        (Net, {"": 5}, ["the word for ''", "is 5"]),
+        (Net, {3: "int8"}, ["pattern 3", "text"]),
+        (lambda: 5, {"head": "int8"}, ["model=5", "must be a module"]),
+    ],
+)
+def test_apply_policy_says_which_argument_cannot_be_meant(model, words, parts):
+    with pytest.raises(PolicyError) as error:
+        commpass.apply_policy(model(), words)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ("int8", "write compress(codec='int8')"),
+        (["int8"], 'write compress(codec="int8")'),
+        (Leaf, "on Leaf does not say how to compress: write the arguments in brackets"),
+        (gather, "on gather does not say how"),
+    ],
+)
+def test_compress_without_names_or_brackets_says_what_to_write(given, part):
+    with pytest.raises(PolicyError) as error:
+        commpass.compress(given)
+    assert part in str(error.value)
+
+
+def test_compress_with_an_unnamed_codec_inside_compiled_code_says_what_to_write():
+    def function(x):
+        with commpass.compress("int8"):
+            return gather(x)
+
+    with pytest.raises(Exception, match="PolicyError") as wrapped:
+        compiled(function)(torch.ones(4, 3))
+    assert "write compress(codec='int8')" in str(wrapped.value)
 
 
 def test_words_put_on_after_a_first_call_count_from_the_next_one_on():
@@ -665,3 +710,10 @@ def test_a_second_word_that_would_do_nothing_is_refused_and_nothing_is_changed(a
 def test_of_two_patterns_that_name_one_module_the_first_counts():
     model = commpass.apply_policy(Net(), {"layers.0": "int4", "layers.*": "int8"})
     assert forward_words(model)[:4] == ["int4", "int4", "int8", "int8"]
+
+
+def test_keep_for_the_part_of_one_layer_before_a_word_for_that_part_of_all():
+    model = commpass.apply_policy(Net(), {"layers.0.mlp": commpass.keep(), "layers.*.mlp": "int8"})
+    assert forward_words(model) == [None, "keep", None, "int8", None]
+    further_out = commpass.apply_policy(Net(), {"layers.*.mlp": "int8", "layers.0": commpass.keep()})
+    assert forward_words(further_out) == ["keep", "int8", None, "int8", None]

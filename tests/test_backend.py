@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import gc
 import json
 import logging
@@ -69,7 +70,12 @@ def test_a_model_compiles_for_any_number_of_ranks(ranks, fake_group):
         ({"policy": "balance"}, "'balanced'"),
         ({"inner": "inducter"}, "'inductor'"),
         ({"policy": Policy(skip="rewrit")}, "'rewrite'"),
-        ({"timeout": 0}, "above 0"),
+        ({"timeout": 0}, "timeout=0: must be seconds as a number above 0, e.g. timeout=30"),
+        ({"timeout": "30"}, "timeout='30': must be seconds as a number"),
+        ({"timeout": True}, "timeout=True: must be seconds as a number"),
+        ({"timeout": datetime.timedelta(seconds=30)}, "must be seconds as a number above 0, e.g. timeout=30"),
+        ({"strict": "no"}, "strict='no': must be strict=True or strict=False"),
+        ({"dump": 5}, "dump=5: must be the path of a folder"),
         ({"policy": "missing.toml"}, "missing.toml"),
     ],
 )
@@ -243,3 +249,67 @@ def test_a_failing_pass_compiles_the_untouched_graph_with_a_warning(fake_group, 
     assert any("injected" in entry.getMessage() for entry in caplog.records)
     with pytest.raises(Exception, match="injected"):
         compile_and_run(strict=True)
+
+
+# --- by name ----------------------------------------------------------------------------------------------------------
+
+
+def by_name(**options):
+    torch._dynamo.reset()
+    seen = len(commpass.plans())
+    function = torch.compile(Net(), backend="commpass", options=options)
+    with torch.no_grad():
+        function(X)
+    return commpass.plans()[seen:]
+
+
+def test_torch_finds_the_backend_by_its_name_with_the_arguments_as_options(fake_group):
+    fake_group(8)
+    assert "commpass" in torch.compiler.list_backends()
+    first = by_name(policy=FORCED, inner="eager", strict=True)
+    assert [site.codec for site in first[0]] == ["int8", "int8"]
+    assert [site.codec for site in by_name(inner="eager")[0]] == ["none", "none"]
+    again = by_name(policy=FORCED, inner="eager", strict=True)
+    assert again[0].graph != first[0].graph  # of the same backend, which numbers its graphs
+
+
+def test_options_of_inductor_may_stand_beside_them(fake_group):
+    fake_group(2)
+    assert [site.codec for site in by_name(policy=FORCED, max_autotune=False)[0]] == ["int8", "int8"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"polcy": "off"}, "unknown option 'polcy'; did you mean 'policy'?"),
+        ({"policy": "balancd"}, "did you mean 'balanced'?"),
+        ({"inner": "eager", "max_autotune": True}, "unknown option 'max_autotune'"),
+    ],
+)
+def test_options_that_nobody_knows_are_refused(options, said, fake_group):
+    fake_group(2)
+    with pytest.raises(Exception, match="PolicyError") as error:
+        by_name(**options)
+    assert said in str(error.value)
+
+
+def test_options_of_inductor_are_written_with_either_sign_and_checked(fake_group):
+    fake_group(2)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(Net(), backend=commpass.backend("off"), options={"max-autotune": False})(X)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="unknown option 'max_autotun'; did you mean 'max_autotune'"):
+            torch.compile(Net(), backend=commpass.backend("off"), options={"max_autotun": False})(X)
+
+
+@pytest.mark.parametrize(("policy", "warned"), [(FORCED, True), ("off", False)])
+def test_the_last_compile_before_torch_gives_up_is_told_where_anything_was_changed(policy, warned, fake_group, caplog):
+    fake_group(2)
+    torch._dynamo.reset()
+    function = torch.compile(Net(), backend=commpass.backend(policy, inner="eager"), dynamic=False)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=3), caplog.at_level(logging.WARNING, "commpass"):
+        for rows in range(1, 4):
+            assert not any("for the last time" in line for line in caplog.messages)
+            function(X[:rows])
+    assert any("for the last time" in line for line in caplog.messages) is warned

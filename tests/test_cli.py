@@ -317,6 +317,15 @@ def test_flags_that_exclude_each_other_and_values_that_cannot_be(folder: Path, f
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(("flag", "name"), [("--svg", "x.png"), ("--svg", "x"), ("--dot", "x.svg"), ("--dot", "x.gv")])
+def test_a_graph_is_written_under_no_other_ending(folder: Path, tmp_path: Path, flag: str, name: str):
+    result = run("graph", folder, "--graph", 0, flag, "-o", tmp_path / name, width=400)
+    assert result.exit_code == 2
+    for part in ("--output", f"{flag} writes ", name, f"must end in .{flag[2:]}"):
+        assert part in result.stderr
+    assert not (tmp_path / name).exists()
+
+
 def test_svg_without_the_libraries_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "networkx", None)
     fails(run("graph", folder, "--graph", 0, "--svg"), "pip install 'commpass[graph]'")

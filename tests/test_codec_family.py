@@ -383,17 +383,20 @@ def test_no_value_is_further_than_one_step(text):
     assert (errors > 0.5 * scale).mean() > 0.1  # nearest rounding would have none
 
 
-def test_noise_is_that_of_the_reference():
-    scale = gaussian(3, 7, 1).abs()
-    found = noise.uniform(torch.zeros(3, 7, 40), scale, 12345)
-    want = reference.noise((21, 40), scale.reshape(-1).numpy(), 12345)
-    assert wide(found).tolist() == want.reshape(-1).tolist()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_that_of_the_reference(dtype):
+    blocks = gaussian(3, 7, 40, dtype=dtype)
+    blocks[1, 2, :3] = torch.tensor([math.inf, -0.0, 3.3e38])
+    for seed, salt in ((12345, ()), (2**40 + 3, (5, 1 << 16, 2))):
+        found = noise.uniform(blocks, noise.key_of(seed, salt))
+        want = reference.noise(wide(blocks).reshape(21, 40), seed, salt)
+        assert wide(found).tolist() == want.reshape(-1).tolist()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 2**31 + 5, 10**12])
 def test_noise_is_uniform_and_neighbours_know_nothing_of_each_other(seed):
     """Chi-square over 256 cells of one, and over 16 x 16 of neighbouring pairs: 255 degrees of freedom, within 6 deviations."""
-    found = wide(noise.uniform(torch.zeros(4, 64, 256), torch.rand(4, 64, 1, generator=torch.Generator().manual_seed(1)), seed))
+    found = wide(noise.uniform(gaussian(4, 64, 256), noise.key_of(seed, ())))
     assert 0 <= found.min() < 1e-3
     assert 1 - 1e-3 < found.max() < 1
     cells = (found * 256).astype(int)
@@ -406,12 +409,30 @@ def test_noise_is_uniform_and_neighbours_know_nothing_of_each_other(seed):
     assert abs(statistics.fmean(found) - 0.5) < 5 * math.sqrt(1 / 12 / len(found))
 
 
-def test_other_seeds_and_other_scales_make_other_noise():
-    blocks, scale = torch.zeros(1, 4, 256), torch.full((1, 4, 1), 0.25)
-    first = noise.uniform(blocks, scale, 1)
-    for other in (noise.uniform(blocks, scale, 2), noise.uniform(blocks, scale * 1.001, 1)):
-        correlation = np.corrcoef(wide(first), wide(other))[0, 1]
-        assert abs(correlation) < 5 / math.sqrt(1024)
+def test_another_seed_salt_value_or_place_makes_other_noise():
+    blocks = gaussian(1, 1, 1024)
+    first = wide(noise.uniform(blocks, noise.key_of(1, (0, 0))))
+    changed = blocks.clone()
+    changed[0, 0, 17] *= 1 + 2**-7  # the next bfloat16, of one value alone
+    swapped = blocks[..., [1, 0, *range(2, 1024)]]
+    others = [noise.uniform(blocks, noise.key_of(2, (0, 0)))]
+    salts = ((1, 0), (0, 1), (0,), (1 << 16, 0))
+    others += [noise.uniform(blocks, noise.key_of(1, salt)) for salt in salts]
+    others += [noise.uniform(other, noise.key_of(1, (0, 0))) for other in (changed, swapped)]
+    others += [noise.uniform(torch.cat([blocks, blocks], dim=1), noise.key_of(1, (0, 0)))[:, 1:]]
+    for other in others:
+        assert abs(np.corrcoef(first, wide(other))[0, 1]) < 5 / math.sqrt(1024)
+
+
+def test_noise_is_the_same_where_values_differ_by_less_than_bfloat16_tells():
+    """What a compiler hands over before it rounds to bfloat16, and the last bits of float32."""
+    x = gaussian(2, 3, 256)
+    rounded = x.to(torch.bfloat16)
+    key = noise.key_of(3, (1, 2))
+    assert torch.equal(noise.uniform(x, key), noise.uniform(rounded.float(), key))
+
+
+def test_other_seeds_make_other_wires():
     x = gaussian(300)
     wires = {bits(codec("int4", rounding="stochastic", seed=seed).encode(x).payload) for seed in range(20)}
     assert len(wires) == 20

@@ -42,6 +42,16 @@ CORE = [
 ]  # fmt: skip
 """Of all settings some that have every part in them, for the tests that try each."""
 
+EACH = 5
+"""Of the settings that differ from others by numbers alone, one in so many is tried without ``--every``."""
+each_of_the_family = pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(text, marks=() if text in CORE or number % EACH == 0 else pytest.mark.every, id=text)
+        for number, text in enumerate(FAMILY)
+    ],
+)
+
 examples = settings(max_examples=150, deadline=None)
 
 
@@ -166,7 +176,7 @@ def test_the_stated_error_bound_is_never_exceeded(named, x):
     assert (errors <= coder.bound * norms + math.sqrt(size) * coder.floor(x.dtype) / peak + arithmetic).all()
 
 
-@pytest.mark.parametrize("text", FAMILY)
+@each_of_the_family
 def test_the_bound_and_the_floor_are_numbers_that_mean_something(text):
     coder, setting = build(text)
     assert 0 < coder.bound < 17
@@ -234,7 +244,7 @@ def test_static_scales_far_from_the_values_lose_them_but_make_nothing_infinite(n
     assert (back.abs() <= x.abs() + coder.floor(x.dtype)).all()
 
 
-@pytest.mark.parametrize("text", FAMILY)
+@each_of_the_family
 def test_zeros_decode_to_zeros_and_the_smallest_numbers_to_small_ones(text):
     coder, setting = build(text, 16)
     for dtype in FLOATS:
@@ -248,7 +258,7 @@ def test_zeros_decode_to_zeros_and_the_smallest_numbers_to_small_ones(text):
             assert (coder.decode(coder.encode(x)).double().abs() <= most).all(), (dtype, value)
 
 
-@pytest.mark.parametrize("text", FAMILY)
+@each_of_the_family
 def test_a_block_of_zeros_among_others_is_zeros(text):
     coder, setting = build(text, 64)
     if setting.layout == "lanes":
@@ -261,7 +271,7 @@ def test_a_block_of_zeros_among_others_is_zeros(text):
     assert (coder.decode(coder.encode(x))[lost[lost >= 0]] == 0).all()
 
 
-@pytest.mark.parametrize("text", FAMILY)
+@each_of_the_family
 def test_the_largest_finite_numbers_stay_finite_and_large(text):
     coder, setting = build(text)
     for dtype in FLOATS:
@@ -282,7 +292,7 @@ def test_the_largest_finite_numbers_stay_finite_and_large(text):
                 assert off.square().mean().sqrt() <= coder.bound * 1.00001, dtype
 
 
-@pytest.mark.parametrize("text", FAMILY)
+@each_of_the_family
 def test_one_value_and_nothing_at_all(text):
     coder, _ = build(text)
     wire = coder.encode(torch.empty(3, 0))
@@ -334,7 +344,7 @@ def test_bits_per_value_are_codes_and_side_data(text):
     assert codec(text).bits_per_value(1 << 21, torch.bfloat16) == SIDE_BITS[text]
 
 
-@pytest.mark.parametrize("text", FAMILY)
+@each_of_the_family
 def test_each_row_is_encoded_and_decoded_on_its_own(text):
     """Noise is another for each place, so of another for each row: stochastic codes of a row depend on where it stands."""
     coder, setting = build(text, 64)
@@ -373,7 +383,7 @@ def test_strides_do_not_matter(text):
     assert bits(codec(text).encode(x[:, ::2]).payload) == bits(codec(text).encode(x[:, ::2].clone()).payload)
 
 
-@pytest.mark.parametrize("text", FAMILY)
+@each_of_the_family
 def test_other_data_makes_another_wire(text):
     assert bits(codec(text).encode(gaussian(300)).payload) != bits(codec(text).encode(gaussian(300, seed=1)).payload)
 
@@ -502,7 +512,7 @@ def test_eager_and_compiled_sums_and_roots_differ_by_rounding_alone(compiled, dy
 # --- what they say of themselves --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", FAMILY)
+@each_of_the_family
 def test_lossy_codecs_without_state_say_so(text):
     coder = codec(text)
     assert not coder.lossless
@@ -682,3 +692,19 @@ def test_a_wire_of_another_size_is_refused_and_both_sizes_are_named():
             coder.decode(other)
         for part in (other.payload.numel(), coder.wire_bytes(math.prod(other.shape), torch.float32), "'int8'"):
             assert str(part) in str(error.value)
+
+
+WHOLE = [*CORE, "outlier(width=8, inner=int8)", "outlier(width=64, inner=rotated)", "exponent", "raw"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("text", WHOLE)
+def test_what_a_collective_encodes_in_the_dtype_carried_is_decoded_as_the_tensors(text, dtype):
+    """A sum is handed over in ``carried(dtype)`` and decoded by ranks that know ``dtype`` alone."""
+    coder, x = codec(text), gaussian(2, 640, dtype=dtype)
+    wire = coder.encode_rows(x.to(coder.carried(dtype)))
+    assert wire.shape[1] == coder.wire_bytes(640, dtype)
+    own = coder.decode_rows(coder.encode_rows(x), 640, dtype).double()
+    found = coder.decode_rows(wire, 640, dtype).double()
+    lost, more = ((each - x.double()).square().mean().sqrt() for each in (own, found))
+    assert more <= 1.2 * lost + 1e-6  # stochastic rounding, and bfloat16 of a float16, differ a little

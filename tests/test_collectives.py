@@ -334,3 +334,38 @@ def check_uneven_gradients() -> None:
 
 def test_gradients_of_uneven_all_to_all(ranks3):
     ranks3.run(check_uneven_gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_ranks_it_is_said_what_to_call_first(kind):
+    assert not dist.is_initialized()
+    (said,) = refusals(lambda: call(kind, None, torch.ones(4), "int8"))
+    assert "call torch.distributed.init_process_group before a collective" in said
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="init_process_group before a collective"):
+        torch.compile(lambda x: call(kind, None, x, "int8"), backend="eager")(torch.ones(4))
+
+
+def test_a_group_that_is_none_is_refused_with_what_to_give(fake_group):
+    fake_group(8)
+    mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    x, others = torch.ones(8), dist.new_group([1, 2])
+    parts = {
+        "tp": "give the group itself, e.g. mesh.get_group('tp')",
+        "9": "group='9': no process group has this name",
+        5: "group=5 is no process group: give a group, a mesh of one dimension",
+        mesh: "(mesh, number of the dimension)",
+        (mesh, 7): "is no process group",
+        others: "this rank is not in it",
+    }
+    for group, part in parts.items():
+        (said,) = refusals(lambda group=group: commpass.all_reduce(x, group=group))
+        assert part in said
+    for group in (mesh["tp"], (mesh, 1), mesh.get_group("tp"), mesh.get_group("tp").group_name):
+        assert commpass.all_gather(x, group=group).shape == (32,)
+
+
+def test_a_group_may_be_named_in_compiled_code(fake_group):
+    fake_group(4)
+    function = torch.compile(lambda x: commpass.all_gather(x, group="0"), fullgraph=True, backend="eager")
+    assert function(torch.ones(8)).shape == (32,)

@@ -9,16 +9,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from graphs import trace
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import commpass
 from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, Payload, Request, algorithm, algorithms_of
 from commpass.collectives.work import Work
-from commpass.costmodel import KINDS, KernelRate, Kernels, Link, Profile, default_profile, ethernet
+from commpass.costmodel import KINDS, KernelRate, Kernels, Link, Profile, default_profile, ethernet, profile_named
+from commpass.errors import PolicyError
 from commpass.passes.decide import decide
 from commpass.plan import NONE, Plan, PlannedSite, Site
 from commpass.policy import PRESETS, Policy, Rule, Word
+from commpass.runtime.parts import Part
 
 COMPRESSIBLE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SHARED_OUT = ("reduce_scatter", "all_to_all")
@@ -631,14 +634,42 @@ def test_no_algorithm_above_the_budget_is_chosen_at_any_number_of_ranks(a_site, 
 
 @pytest.mark.parametrize("kind", COMPRESSIBLE)
 @pytest.mark.parametrize("name", ALGORITHM_NAMES)
-def test_an_algorithm_named_for_another_kind_leaves_this_kind_its_own(kind, name):
-    own = choices(kind)
-    for policy in (Policy(codecs="int8", algorithms=name), Policy(rules=[Rule(codec="int8", algorithm=name)])):
-        planned = one(site(kind, ranks=2), policy, profile())
-        if name in ("hierarchical", "sparse") and name in [a.name for a in algorithms_of(kind)]:  # not for this group and codec
+def test_an_algorithm_named_for_another_kind_leaves_this_kind_its_own_or_the_site_alone(kind, name):
+    """What a policy names is for all kinds at once; what a rule or a word names is for the sites
+    that it covers."""
+    own, mine = choices(kind), name in [a.name for a in algorithms_of(kind)]
+    word = Policy(), site(kind, ranks=2, word=Word(codec="int8", algorithm=name).to_json())
+    rule = Policy(rules=[Rule(codec="int8", algorithm=name)]), site(kind, ranks=2)
+    for policy, a_site in ((Policy(codecs="int8", algorithms=name), site(kind, ranks=2)), rule, word):
+        planned = one(a_site, policy, profile())
+        if mine and name in ("hierarchical", "sparse"):  # not for this group and codec
             assert not planned.compressed
+        elif mine or policy.algorithms == (name,):
+            assert planned.algorithm in ([name] if mine else own)
         else:
-            assert planned.algorithm in ([name] if name in own else own)
+            assert not planned.compressed
+            assert planned.reason == f"{planned.reason.partition(' names ')[0]} names {name}, but {kind} has only " + ", ".join(
+                a.name for a in algorithms_of(kind)
+            )
+            assert planned.reason.startswith(("rule 1", "compress(...)"))
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_of_named_algorithms_those_of_the_kind_count(force):
+    several = Policy(rules=[Rule(codec="int8", algorithm=["direct", "two_shot"], force=force)])
+    assert one(site(ranks=8), several, profile()).algorithm == "two_shot"
+    assert one(site("all_gather", ranks=8), several, profile()).algorithm == "direct"
+    alone = one(site(ranks=8), Policy(rules=[Rule(codec="int8", algorithm="direct", force=force)]), profile())
+    assert (alone.codec, alone.wire_bytes) == (NONE, alone.bytes)
+    assert "two_shot" in alone.reason
+
+
+def test_an_algorithm_that_the_kind_of_a_rule_has_not_is_refused_at_once():
+    with pytest.raises(PolicyError) as error:
+        Rule(kind="all_reduce", codec="int8", algorithm="direct")
+    assert "all_reduce has no algorithm 'direct'" in str(error.value)
+    assert "two_shot" in str(error.value)
+    assert Rule(kind="all_reduce", codec="int8", algorithm=["direct", "ring(stage=ag)"]).algorithm
 
 
 def test_of_several_algorithms_the_fastest_is_taken():
@@ -799,19 +830,25 @@ def test_ranks_that_know_no_sizes_decide_alike_whatever_their_sizes_are_called(w
     assert len({plan.digest() for plan in plans}) == 1
 
 
-@pytest.mark.parametrize("matrix", [[[0, 0, 0], [0, 2000, 10], [0, 10, 2000]], [[1, 1, 1], [1, 2000, 10], [1, 10, 2000]]])
-def test_a_rank_whose_own_lengths_are_alike_may_decide_otherwise_which_its_plans_outline_tells(matrix):
+def test_a_rank_that_has_no_entries_at_all_decides_as_the_others_do():
+    matrix = [[0, 0, 0], [0, 2000, 10], [0, 10, 2000]]
+    for policy in (Policy(codecs="int8"), forced("int8")):
+        plans = decided(exchanges(matrix, 64), policy, profile(Link(5.0, 1.0)))
+        assert len({plan.digest() for plan in plans}) == 1
+
+
+def test_a_rank_whose_own_lengths_are_alike_may_decide_otherwise_which_its_plans_outline_tells():
     """It cannot know better: the ranks find out when they compare their plans (test_agreement)."""
+    matrix = [[1, 1, 1], [1, 2000, 10], [1, 10, 2000]]
     plans = decided(exchanges(matrix, 64), Policy(codecs="int8"), profile(Link(5.0, 1.0)))
     assert len({plan.digest() for plan in plans}) == 2
-    assert len({plan.digest(whatever_sizes=True) for plan in plans}) == 1
-    others = decided(exchanges(matrix, 64, "bfloat16"), Policy(codecs="int8"), profile(Link(5.0, 1.0)))
-    assert plans[0].digest(whatever_sizes=True) != others[0].digest(whatever_sizes=True)
-    gathers = [
-        Plan(graph="0", direction="forward", policy="", profile="", sites=decide([site()], policy, profile()))
-        for policy in (forced("int8"), forced("fp8"))
-    ]
-    assert len({plan.digest(whatever_sizes=True) for plan in gathers}) == 2
+    outlines = {outline(one_site, plan) for one_site, plan in zip(exchanges(matrix, 64), plans, strict=True)}
+    assert len(outlines) == 1
+    assert outline(exchanges(matrix, 64, "bfloat16")[0], plans[0]) not in outlines
+
+
+def outline(one_site: Site, plan: Plan) -> str:
+    return Part("", "", None, (), False, (one_site,), plan).outline
 
 
 @pytest.mark.parametrize(("above", "covered"), [(0, True), (1, False)])
@@ -1113,3 +1150,153 @@ def test_sums_are_made_in_the_codecs_domain_where_coded_values_are_summed(codec,
 def test_where_nothing_is_summed_there_is_no_domain(kind):
     assert one(site(kind), forced("rotated"), profile()).domain == ""
     assert one(site("reduce_scatter"), forced("rotated"), profile()).domain == "hadamard"
+
+
+# --- hosts ------------------------------------------------------------------------------------------------------------
+
+
+INSIDE = Link(5.0, 200.0)
+ON_HOSTS = Profile("test", Link(50.0, 0.5), links={"named": Link(20.0, 1.0)}, kernels=KERNELS, node=4, inside=INSIDE)
+PLACED = {
+    "one host": ((4, 5, 6, 7), 5.0),
+    "a part of one": ((4, 6), 5.0),
+    "one rank a host": ((1, 5, 9, 13), 50.0),
+    "two hosts, whole": ((0, 1, 2, 3, 4, 5, 6, 7), 50.0),
+    "two hosts, three and one": ((1, 2, 3, 4), 50.0),
+    "two hosts, one rank first": ((3, 4), 50.0),
+}
+
+
+@pytest.mark.parametrize("where", PLACED)
+def test_the_link_of_a_group_is_the_inner_one_only_if_all_its_ranks_are_on_one_host(where):
+    ranks, alpha = PLACED[where]
+    planned = one(site(ranks=len(ranks), members=ranks), Policy(), ON_HOSTS)
+    link = INSIDE if alpha == 5.0 else ON_HOSTS.link
+    expected = exchange_us("all_reduce", planned.bytes, len(ranks), alpha, link.gbytes_per_s)
+    assert planned.plain_us == pytest.approx(expected, abs=1e-3)
+    named = one(site(ranks=len(ranks), members=ranks, group_label="named"), Policy(), ON_HOSTS)
+    assert named.plain_us == pytest.approx(exchange_us("all_reduce", named.bytes, len(ranks), 20.0, 1.0), abs=1e-3)
+
+
+HIERARCHIES = {
+    "whole hosts": (range(16), 4),
+    "every second rank": (range(0, 16, 2), 2),
+    "one rank a host": (range(1, 32, 4), 0),
+    "one host": (range(4), 0),
+    "as many on each, but not in a row": ((0, 4, 1, 5, 2, 6, 3, 7), 0),
+    "hosts of different numbers": ((0, 1, 2, 4, 8, 9, 10, 12), 0),
+    "hosts that come twice": ((0, 1, 4, 5, 2, 3, 6, 7), 0),
+}
+
+
+@pytest.mark.parametrize("where", HIERARCHIES)
+def test_a_hierarchy_follows_the_hosts_that_a_groups_ranks_are_on(where):
+    ranks, node = HIERARCHIES[where]
+    a_site = site(numel=1 << 20, ranks=len(ranks), members=tuple(ranks))
+    planned = one(a_site, forced("int8", "hierarchical"), ON_HOSTS)
+    assert planned.algorithm == (f"hierarchical(node={node})" if node else NONE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node", "alpha"), [(range(16), 4, 5.0), (range(16), 2, 5.0), (range(0, 64, 4), 4, 50.0), (range(16), 8, 50.0)]
+)
+def test_inner_hops_of_a_hierarchy_that_someone_named_take_the_inner_link_only_on_one_host(ranks, node, alpha):
+    numel, link = 1 << 20, INSIDE if alpha == 5.0 else ON_HOSTS.link
+    a_site = site(numel=numel, ranks=len(ranks), members=tuple(ranks))
+    planned = one(a_site, forced("int8", f"hierarchical(node={node})"), ON_HOSTS)
+    hops, encoded, decoded, kernels = work(f"hierarchical(node={node})", "all_reduce", numel, 16, 256, 8, "float32")
+    expected = kernels * KERNELS.launch_us
+    expected += (encoded * KERNELS.rates["int8"].encode_ns + decoded * KERNELS.rates["int8"].decode_ns) / 1000
+    for (name, _, size, peers), used in zip(hops, [link, ON_HOSTS.link, ON_HOSTS.link], strict=False):
+        expected += exchange_us(name, size, 16, used.alpha_us, used.gbytes_per_s, 1.0, peers)
+    assert planned.predicted_us == pytest.approx(expected, abs=1e-3)
+
+
+# --- what a profile may be --------------------------------------------------------------------------------------------
+
+
+NO_NUMBERS = (-1, math.nan, math.inf, -math.inf, "fast", None, True)
+
+
+@pytest.mark.parametrize("value", [*NO_NUMBERS, 0])
+def test_a_speed_that_cannot_be_is_refused(value):
+    for attempt in (lambda: ethernet(value), lambda: Link(1.0, value), lambda: Link(1.0, 1.0, {"all_reduce": value})):
+        with pytest.raises(PolicyError, match="must be a number above 0") as error:
+            attempt()
+        assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS)
+def test_a_time_or_a_share_that_cannot_be_is_refused(value):
+    rate, link = KernelRate(1.0, 1.0), Link(1.0, 1.0)
+    for attempt in (
+        lambda: Link(value, 1.0),
+        lambda: ethernet(1, value),
+        lambda: KernelRate(value, 1.0),
+        lambda: KernelRate(1.0, value),
+        lambda: Kernels(value, rate),
+        lambda: Profile("p", link, margin=value),
+    ):
+        with pytest.raises(PolicyError, match="must be a number of at least 0") as error:
+            attempt()
+        assert repr(value) in str(error.value)
+
+
+def test_numbers_at_the_edge_are_taken():
+    assert Link(0, 1e-9).us("all_reduce", 0, 2) == 0.0
+    assert Kernels(0, KernelRate(0, 0)).us("int8", 1, 1, 1) == 0.0
+    assert Profile("p", Link(1, 1), margin=0, node=0).on_each_host((0, 1)) == 0
+
+
+WRONG = {
+    "link": (lambda: Profile("p", 3.0), "Link(alpha_us, gbytes_per_s)"),
+    "links": (lambda: Profile("p", SLOW, links=[SLOW]), "globs over group labels"),
+    "a link of links": (lambda: Profile("p", SLOW, links={"tp": 3}), "tp is 3"),
+    "inside": (lambda: Profile("p", SLOW, inside="nvlink"), "inside is 'nvlink'"),
+    "kernels": (lambda: Profile("p", SLOW, kernels={}), "Kernels(launch_us"),
+    "a rate": (lambda: Kernels(1.0, KernelRate(1.0, 1.0), {"int8": 2.0}), "int8 is 2.0"),
+    "rates": (lambda: Kernels(1.0, KernelRate(1.0, 1.0), [1]), "names of codecs"),
+    "node": (lambda: Profile("p", SLOW, node=-1), "node=-1"),
+    "half a node": (lambda: Profile("p", SLOW, node=1.5), "node=1.5"),
+    "name": (lambda: Profile(SLOW, SLOW), "must be a text"),
+    "factor": (lambda: Link(1.0, 1.0, {"allreduce": 2.0}), "did you mean 'all_reduce'?"),
+    "no mapping of factors": (lambda: Link(1.0, 1.0, 2.0), "kinds of collectives"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_field_of_another_type_is_refused_with_what_belongs_there(what):
+    attempt, part = WRONG[what]
+    with pytest.raises(PolicyError) as error:
+        attempt()
+    assert part in str(error.value)
+
+
+def test_profiles_have_names():
+    assert profile_named("nvlink").link.gbytes_per_s == 200.0
+    assert profile_named("ethernet-2.5g") == ethernet(2.5)
+    assert profile_named(NODES) is NODES
+    assert profile_named(None) is None
+    for wrong, part in (
+        ("nvlnk", "did you mean 'nvlink'?"),
+        ("ethernet-10", "did you mean 'ethernet-10g'?"),
+        ("ethernet-0g", "above 0"),
+        (10, "commpass.Profile(...)"),
+    ):
+        for attempt in (
+            lambda wrong=wrong: profile_named(wrong),
+            lambda wrong=wrong: commpass.backend(profile=wrong),
+            lambda wrong=wrong: commpass.rewrite(trace(lambda x: x + 1, torch.ones(2)), [], profile=wrong),
+        ):
+            with pytest.raises(PolicyError) as error:
+                attempt()
+            assert part in str(error.value)
+    assert commpass.backend(profile="nvlink").profile.name == "nvlink"
+
+
+@pytest.mark.parametrize("value", [2, 1.01, math.inf, math.nan, -0.1])
+def test_an_error_budget_above_the_whole_is_refused(value):
+    for attempt in (lambda: Rule(max_error=value), lambda: Policy(max_error=value), lambda: commpass.compress(max_error=value)):
+        with pytest.raises(PolicyError, match="must be a share such as"):
+            attempt()
+    assert Policy(max_error=1).max_error == 1

@@ -82,7 +82,7 @@ def same_on_all_ranks(tensors) -> bool:
     return True
 
 
-ALL_REDUCE = ("all_reduce", "float32", "world")
+ALL_REDUCE = ("all_reduce", "float32", "x")
 
 
 def tensor_form(layers, inductor):
@@ -104,8 +104,8 @@ def test_tensor_parallel_with_inductor(ranks2):
     ranks2.run(tensor_form, 1, True)
 
 
-GATHER = ("all_gather", "float32", "world")
-SCATTER = ("reduce_scatter", "float32", "world")
+GATHER = ("all_gather", "float32", "x")
+SCATTER = ("reduce_scatter", "float32", "x")
 FORWARD = {SCATTER: 3, GATHER: 4}
 """Of sequence parallelism: into and out of each block; the embedding's scatter; the gathers of the head's input and output."""
 
@@ -134,11 +134,11 @@ def sharded_form():
     before, after, rules, sizes, _ = simplified("sharded", exact_too=True, tied=True)
     weights = 11
     assert before == {"forward": {GATHER: weights}, "backward": {SCATTER: weights + 1}}
-    assert after["forward"] == {("all_gather", "bfloat16", "world"): weights}
+    assert after["forward"] == {("all_gather", "bfloat16", "x"): weights}
     assert rules["gather then narrow"] == weights
     assert rules["sum of sums"] + rules["widen then reduce"] > 0
     # Which gradients are exchanged in bfloat16 and summed in float32 is for the cost model to say.
-    narrow = after["backward"][("all_to_all", "bfloat16", "world")]
+    narrow = after["backward"][("all_to_all", "bfloat16", "x")]
     assert narrow == rules["widen then reduce"]
     assert after["backward"][SCATTER] == weights + 1 - narrow - rules["sum of sums"]
     assert sizes[1] < 0.75 * sizes[0]

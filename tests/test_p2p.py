@@ -115,14 +115,13 @@ def test_positions_of_a_batch_are_compressed_within_it(fake_group):
     assert values(gm) == before
 
 
-def test_a_send_that_is_waited_for_with_others_needs_nobody_who_takes_its_result(fake_group):
-    if not hasattr(ops, "wait_tensors"):
-        pytest.skip("this torch has no wait for several tensors")
+@pytest.mark.parametrize("taken", [0, 1])
+def test_an_end_that_is_waited_for_with_others_needs_nobody_who_takes_its_result(taken, fake_group, wait_tensors):
     fake_group(4)
 
     def exchange(x):
         started = ops.batch_p2p_ops(["isend", "irecv"], [1, 3], [5, 5], [x * 2, torch.empty_like(x)], "0")
-        return ops.wait_tensors(started)[1] * 1.0
+        return wait_tensors(started)[taken] * 1.0
 
     gm = trace(exchange, X)
     gm.graph.eliminate_dead_code()
@@ -386,23 +385,48 @@ def test_gradients_do_not_go_through_messages_and_are_what_they_are_without_comm
 
 def run_mismatch(inner, function, policies):
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend=commpass.backend(policies[dist.get_rank()], inner=inner, timeout=20))
+    compiled = torch.compile(function, backend=commpass.backend(policies[dist.get_rank()], inner=inner, timeout=120))
     start = time.monotonic()
     with pytest.raises(PlanMismatch) as error:
         compiled(inputs(0)[: 20 + len(inner)], dist.group.WORLD.group_name)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 110
     return str(error.value)
 
 
 @pytest.mark.parametrize("function", [pipeline, exchange])
-@pytest.mark.parametrize(("inner", "other"), [("eager", "off"), ("inductor", "int4"), ("aot_eager", "lossless")])
-def test_ends_that_decide_differently_raise_on_both_ranks(function, inner, other, ranks2):
-    policies = (forced(), forced(other) if other == "int4" else other)
-    for text in ranks2.run(run_mismatch, inner, function, policies):
+@pytest.mark.parametrize("inner", ["eager", "inductor", "aot_eager"])
+def test_ends_that_decide_differently_raise_on_both_ranks(function, inner, ranks2):
+    for text in ranks2.run(run_mismatch, inner, function, (forced(), forced("int4"))):
         assert "from rank 0 to rank 1" in text
-        assert f"codec is 'int8' at the sender and '{'int4' if other == 'int4' else NONE}' at the receiver" in text
+        assert "codec is 'int8' at the sender and 'int4' at the receiver" in text
         assert "rank 0 sends" in text
         assert "rank 1 receives" in text
+
+
+def run_one_end(function, policies, own_rules):
+    torch._dynamo.reset()
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    policy = Policy(rules=[Rule(kind="send", codec="int8", force=True)]) if own_rules else policies[rank]
+    x = inputs(rank)[: 21 + own_rules]
+    got = torch.compile(function, backend=commpass.backend(policy, inner="eager", timeout=120))(x, group)
+    plan = commpass.plans()[-1]
+    first = got[0] if isinstance(got, tuple) else got
+    expected = 2 * inputs(rank if function is pipeline and rank == 0 else 1 - rank)[: 21 + own_rules]
+    return torch.equal(first, expected), plan.fallback, len(plan.compressed)
+
+
+@pytest.mark.parametrize("function", [pipeline, exchange])
+@pytest.mark.parametrize("other", ["off", "lossless"])
+def test_where_one_end_changes_nothing_both_leave_it_alone(function, other, ranks2):
+    (one, why, _), (two, nothing, _) = ranks2.run(run_one_end, function, (forced(), other), False)
+    assert (one, two, nothing) == (True, True, "")
+    assert "rank 1 changes nothing of what is sent and received" in why
+    assert f"its policy is {other!r}" in why
+
+
+def test_a_rule_that_matches_at_one_end_alone_compresses_nothing(ranks2):
+    rows = ranks2.run(run_one_end, pipeline, None, True)
+    assert [(exact, compressed) for exact, _, compressed in rows] == [(True, 0)] * 2
 
 
 def run_third():
@@ -410,7 +434,7 @@ def run_third():
     torch._dynamo.reset()
     policy = forced() if dist.get_rank() else forced("int4")
     with pytest.raises(PlanMismatch) as error:
-        torch.compile(exchange, backend=commpass.backend(policy, inner="eager", timeout=20))(
+        torch.compile(exchange, backend=commpass.backend(policy, inner="eager", timeout=120))(
             inputs(0)[:19], dist.group.WORLD.group_name
         )
     return str(error.value)
@@ -432,7 +456,6 @@ def run_alone(policy):
 
 def test_the_other_end_may_be_eager_where_nothing_is_compressed(ranks2):
     assert ranks2.run(run_alone, "lossless") == [True, True]
-    ranks2.stop()  # rank 1 never met rank 0: their counts differ from here on
 
 
 def breaks_on_one_rank():
@@ -449,7 +472,7 @@ def breaks_on_one_rank():
     passes.PASSES = tuple(passes.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in kept)
     try:
         x = inputs(dist.get_rank())[:17]
-        got = torch.compile(pipeline, backend=commpass.backend(forced(), inner="eager", timeout=20))(
+        got = torch.compile(pipeline, backend=commpass.backend(forced(), inner="eager", timeout=120))(
             x, dist.group.WORLD.group_name
         )
         return torch.equal(got, 2 * inputs(0)[:17]), commpass.plans()[-1].fallback

@@ -118,8 +118,8 @@ def test_a_size_as_text_is_dynamic():
 
 def test_the_summary_of_a_model_says_what_it_could_not_count():
     summary = Summary(Policy())
-    summary.add(plan(planned(), planned(bytes=-1, wire_bytes=-1)))
-    assert "2 sites, 2 compressed, 1,048,576 bytes -> 524,288 a step" in summary.line()
+    summary.add(plan(planned(), planned(bytes=-1, wire_bytes=-1)), trained=True)
+    assert "2 sites, 2 compressed; each graph run once: 1,048,576 bytes -> 524,288" in summary.line()
     assert summary.line().endswith(", 1 sites of unknown size not counted")
 
 
@@ -131,7 +131,8 @@ OTHER = {
 }  # fmt: skip
 FREE = {
     "name": "other", "group": "9", "peer": 1, "tag": 7,
-    "group_label": "dp", "bytes": 7, "device": "cuda", "producer": "mm", "consumers": ("add",),
+    "group_label": "dp", "group_labels": ("dp",), "members": (4, 5),
+    "bytes": 7, "device": "cuda", "producer": "mm", "consumers": ("add",),
     "word": "{}", "obstacle": "some", "width": 7, "stateless": None, "wire_bytes": 7, "dynamic_bytes": 7, "domain": "hadamard",
     "plain_us": 7.0, "predicted_us": 7.0, "error": 0.5, "reason": "another",
 }  # fmt: skip

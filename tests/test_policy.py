@@ -19,7 +19,7 @@ from commpass.costmodel import KINDS, KernelRate, Kernels, Link, Profile
 from commpass.errors import PolicyError
 from commpass.passes.decide import decide
 from commpass.plan import Site
-from commpass.policy import PRESETS, Policy, Rule, Word, covers, policy_named, unmatched
+from commpass.policy import PRESETS, Policy, Rule, Word, covers, policy_named
 
 examples = settings(max_examples=80, deadline=None)
 
@@ -165,6 +165,48 @@ def test_the_first_rule_that_matches_counts_and_is_named():
         assert policy.rules[index].module in found.source
 
 
+@pytest.mark.parametrize(
+    ("rule", "source"),
+    [
+        (Rule(), "rule 1 (module='**')"),
+        (Rule(group="tp", keep=True), "rule 1 (group='tp', keep=True)"),
+        (Rule(kind="all_reduce", min_bytes=1), "rule 1 (kind='all_reduce', min_bytes=1)"),
+        (Rule(module="layers.*", direction="forward"), "rule 1 (module='layers.*', direction='forward')"),
+    ],
+)
+def test_a_reason_shows_what_the_rule_is_about(rule, source):
+    assert terms(Policy(rules=[rule])).source == source
+
+
+OVER = [
+    (Policy(name="mine", codecs="int4", max_error=0.02), None, "(max_error of policy 'mine')"),
+    (Policy(rules=[Rule(group="tp", codec="int4", max_error=0.02)]), None, "(max_error of rule 1 (group='tp'))"),
+    (
+        Policy(name="mine", max_error=0.02, rules=[Rule(group="tp", codec="int4")]), None,
+        "(max_error of policy 'mine', since rule 1 (group='tp') says none)",
+    ),
+    (
+        Policy(name="mine", max_error=0.02), Word(codec="int4"),
+        "(max_error of policy 'mine', since compress(...) in the model says none)",
+    ),
+    (Policy(), Word(codec="int4", max_error=0.02), "(max_error of compress(...) in the model)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy", "word", "who"), OVER)
+def test_a_codec_above_the_budget_has_the_reason_whose_budget_that_is(policy, word, who):
+    (planned,) = decide([dataclasses.replace(site(word=word), reduce_op="sum")], policy, Profile("p", Link(1, 1)))
+    assert not planned.compressed
+    assert f"is above the budget of 2.000% {who}" in planned.reason
+
+
+def test_who_says_so_does_not_make_sites_differ():
+    policy = Policy(max_error=0.2, rules=[Rule(kind="all_gather", codec="int8", max_error=0.2), Rule(codec="int8")])
+    one, other = terms(policy, kind="all_gather"), terms(policy)
+    assert one != other
+    assert one.allow_like(other)
+
+
 def test_a_site_that_no_rule_covers_is_the_policys():
     policy = Policy(name="mine", codecs="int8", max_error=0.1, algorithms="two_shot", rules=[Rule(module="head", keep=True)])
     found, which = policy.terms(site())
@@ -222,12 +264,6 @@ def test_off_ignores_words_and_rules():
         assert "off" in found.source
 
 
-def test_rules_that_matched_nothing_are_told():
-    policy = Policy(rules=[Rule(module="a"), Rule(module="b"), Rule(module="c")])
-    assert [rule.module for rule in unmatched(policy, [1, 1])] == ["a", "c"]
-    assert unmatched(policy, [0, 1, 2]) == []
-
-
 def test_a_rule_as_text_shows_what_was_said_and_no_more():
     assert str(Rule(module="layers.*", codec="int8", min_bytes=3)) == "Rule(codec=('int8',), module='layers.*', min_bytes=3)"
     assert str(Rule()) == "Rule()"
@@ -242,7 +278,7 @@ WORDS = st.one_of(
         Word,
         codec=st.one_of(st.none(), st.just("fp8"), st.lists(st.sampled_from(["int8", "int4(block=64)", "rotated"]))),
         algorithm=st.one_of(st.none(), st.just("direct"), st.lists(st.sampled_from(SPECS))),
-        max_error=st.one_of(st.none(), st.floats(0, 10)),
+        max_error=st.one_of(st.none(), st.floats(0, 1)),
         force=st.booleans(),
     ),
 )
@@ -551,6 +587,8 @@ def test_text_beyond_ascii_is_read_as_utf_8(toml):
         (lambda: Policy(rules=[{"codec": "int8"}]), "commpass.Rule(...)"),
         (lambda: Policy(rules=3), "commpass.Rule(...)"),
         (lambda: Rule(min_bytes="3"), "min_bytes='3'"),
+        (lambda: Rule(min_bytes=-1), "Rule(min_bytes=-1): must be at least 0"),
+        (lambda: Profile("p", Link(1, 1), margin=10), "Profile(margin=10): must be a share of the plain time"),
         (lambda: Rule(module=None), "module=None"),
         (lambda: commpass.codec(8), "8 is no codec"),
         (lambda: commpass.backend(3), "3 is no policy"),

@@ -332,16 +332,12 @@ def test_of_a_coalesced_collective_only_the_chosen_parts_are_taken_out(kept, fak
     assert shapes == [(64, 64), (64, 64), (128, 64)]
 
 
-def test_waits_for_several_tensors_at_once_lose_only_the_parts_that_were_replaced(fake_group):
-    if not hasattr(ops, "wait_tensors"):
-        ops_wait = None  # torch before 2.15 has no such operator: the form cannot arise
-        assert ops_wait is None
-        return
+def test_waits_for_several_tensors_at_once_lose_only_the_parts_that_were_replaced(fake_group, wait_tensors):
     fake_group(8)
 
     def function(x):
         started = ops.all_reduce_coalesced([x, x.repeat(2, 1)], "sum", "0")
-        first, second = ops.wait_tensors(started)
+        first, second = wait_tensors(started)
         return first * 2, second * 3
 
     gm = trace(function, torch.ones(64, 64))

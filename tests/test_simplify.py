@@ -185,6 +185,14 @@ MUST_NOT = {
     "widening where more would be sent": lambda x: ar(x.bfloat16().float()) + 1,
     "widening for a maximum": lambda x: rs(x.bfloat16().float(), "max") + 1,
     "narrowing before": lambda x: ag(x.bfloat16()) + 1,
+    "narrowed to what gloo does not carry, float8": lambda x: ag(x * 2).to(torch.float8_e4m3fn),
+    "narrowed to what gloo does not carry, int16": lambda x: ag(x * 2).to(torch.int16) + 1,
+    "narrowed to what gloo does not carry, uint16": lambda x: a2a(x * 2).to(torch.uint16),
+    "a copy laid out for four dimensions": lambda x: (
+        ag(x * 2).view(8, 16, 16, 8).clone(memory_format=torch.channels_last).bfloat16().sin()
+    ),
+    "a part that is then read by address": lambda x: ag(x)[:64].as_strided((64, 16), (32, 2)) + 1,
+    "a sum that is then read by address": lambda x: (ar(x) + ar(-x)).as_strided((32,), (64,)) + 1,
     "integers to floats": lambda x: ag(x.to(torch.int64).double()) + 1,
     "a gather narrowed behind a view that is used elsewhere": lambda x: (lambda y: (y.bfloat16(), y.sin()))(ag(x * 2).view(-1)),
     "a gather scaled by a tensor, then narrowed": lambda x: (ag(x[:8] * 2) * x).bfloat16() + 1,
@@ -212,8 +220,12 @@ def test_must_not(name, fake_group):
     assert code(gm) == before
 
 
+MESHES = []
+"""As a model keeps them. A group alone does not say which groups the other ranks have."""
+
+
 def mesh_names():
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    MESHES[:] = [mesh] = [init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))]
     return [mesh.get_group(name).group_name for name in ("dp", "tp")]
 
 

@@ -12,11 +12,11 @@ from commpass.policy import Policy
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
+wait = ops.wait_tensor
 
 
 def cases(size: int, rank: int, group: str):
     """rule -> function of a tensor with ``size * 6`` rows."""
-    wait = ops.wait_tensor
 
     def ar(x, op="sum"):
         return wait(ops.all_reduce(x, op, group))
@@ -90,6 +90,37 @@ def compare() -> set[str]:
             else:  # one rounding of a sum of at most 3 * size addends below 32
                 assert (plain - simple).abs().max() <= 3 * size * 32 * torch.finfo(torch.float32).eps, name
     return met
+
+
+def uneven() -> list[str]:
+    """Tokens sent narrow to where they are needed, rank 0 having none, and a parameter gathered
+    twice around a batch of the rank's own."""
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    sends = [[0, 0], [3000, 2]]
+
+    def function(x, shard):
+        back = [row[rank] for row in sends]
+        tokens = wait(ops.all_to_all_single((x * 2).float(), back, sends[rank], group))
+        weight = wait(ops.all_gather_into_tensor(shard * 1, 2, group))
+        hidden = (tokens @ weight).relu()
+        return hidden @ wait(ops.all_gather_into_tensor(shard * 1, 2, group)).t()
+
+    x = torch.randn(sum(sends[rank]), 64, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    shard = torch.randn(32, 16, generator=torch.Generator().manual_seed(9 + rank))
+    results = []
+    for policy in ("off", "lossless"):
+        torch._dynamo.reset()
+        profile = commpass.ethernet(10)
+        backend = commpass.backend(policy, inner="eager", profile=profile, strict=True)
+        with torch.no_grad():
+            results.append(torch.compile(function, backend=backend, fullgraph=True)(x, shard))
+    assert torch.equal(*results)
+    return [step.rule for step in commpass.plans()[-1].simplified]
+
+
+def test_ranks_with_unequal_batches_and_no_tokens_simplify_alike(ranks2):
+    first, second = ranks2.run(uneven)
+    assert first == second == ["same", "widen then gather"]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -14,7 +14,7 @@ from commpass.codecs.codec import Codec, accumulation_dtype
 from commpass.codecs.domain import VALUES, Domain, domain_of
 from commpass.codecs.grids import Grid
 from commpass.codecs.layouts import Flat, Layout
-from commpass.codecs.noise import uniform
+from commpass.codecs.noise import key_of, uniform
 from commpass.codecs.packing import aligned, cut_apart, pack, pad, unpack
 from commpass.codecs.scales import Scale
 from commpass.codecs.transforms import NO_TRANSFORM, Transform
@@ -24,7 +24,8 @@ from commpass.codecs.transforms import NO_TRANSFORM, Transform
 class BlockCodec(Codec):
     """``q = grid(transform(x) / scale)`` for each block; a row is all codes, then all scales, then what transforms need.
 
-    ``seed`` rounds stochastically; None to the nearest. The last block of a row is filled with zeros.
+    ``seed`` rounds stochastically, with noise of its own for each ``salt`` (see ``salted``); None
+    to the nearest. The last block of a row is filled with zeros.
     """
 
     spec: str
@@ -33,6 +34,10 @@ class BlockCodec(Codec):
     scale: Scale = field(default_factory=Scale)
     transform: Transform = NO_TRANSFORM
     seed: int | None = None
+    salt: tuple[int, ...] = ()
+
+    def salted(self, *salt: int) -> Codec:
+        return self if self.seed is None else replace(self, salt=salt)
 
     @property
     def block(self) -> int:
@@ -120,8 +125,8 @@ class BlockCodec(Codec):
         return [pad(region, aligned(region.shape[1])) for region in regions]
 
     def _codes(self, blocks: Tensor, numbers: list[Tensor]) -> Tensor:
+        noise = None if self.seed is None else uniform(blocks, key_of(self.seed, self.salt))
         if self.scale.rule == "static":
-            noise = None if self.seed is None else uniform(blocks, blocks[..., :1], self.seed)
             values, far = blocks / self.scale.value, 2 * self.grid.largest
             # A finite value that the division makes infinite is a large one: only what was not finite is marked so.
             return self.grid.encode(torch.where(blocks.isfinite(), values.clamp(-far, far), values), noise)
@@ -129,7 +134,7 @@ class BlockCodec(Codec):
         values = blocks
         for number in numbers:  # one division a block, and a product a value
             values = values * (1 / (number if self.grid.has_zero else torch.where(number == 0, tiny, number)))
-        return self.grid.encode(values, None if self.seed is None else uniform(blocks, numbers[-1], self.seed))
+        return self.grid.encode(values, noise)
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         codes, side = self.parts(numel, dtype)

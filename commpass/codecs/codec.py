@@ -90,6 +90,11 @@ class Codec(ABC):
         """The codec of values that have entered the domain: its decode does not leave it."""
         return self
 
+    def salted(self, *salt: int) -> Codec:
+        """The same codec for one who encodes: ``salt`` says who and where (the rank, the hop of the
+        algorithm, the piece); random numbers are others for each. Any of them decodes a wire."""
+        return self
+
     @property
     @abstractmethod
     def bound(self) -> float:

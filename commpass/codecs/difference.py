@@ -55,6 +55,9 @@ class DifferenceCodec(Codec):
             raise PolicyError(f"a reference of {reference.dtype}: must be of a float dtype, as what is encoded is")
         return replace(self, reference=reference)
 
+    def salted(self, *salt: int) -> DifferenceCodec:
+        return replace(self, inner=self.inner.salted(*salt))
+
     def encode(self, x: Tensor) -> Wire:
         reference = self._held(tuple(x.shape)).reshape(1, -1)
         return Codec.encode(self.against(reference), x)

@@ -1,28 +1,69 @@
-"""Noise for stochastic rounding, from a counter: the same on every rank and each time it is computed."""
+"""Noise for stochastic rounding, from a counter: the same each time it is computed, and another for
+each rank, hop and step."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+MASK = 2**32 - 1
 
-def uniform(blocks: Tensor, scale: Tensor, seed: int) -> Tensor:
-    """Numbers in [0, 1) for blocks ``[rows, blocks, block]``: a hash of the seed, the place and the bits of the block's scale.
 
-    The scale makes the noise of one step differ from that of the next, though nobody counts the steps; the same values get
-    the same noise, so a recomputation in backward gives the same bits (law 4). The hash is two rounds of multiply and
-    shift of 32 bits ("lowbias32").
+def key_of(seed: int, salt: tuple[int, ...]) -> int:
+    """32 bits for a seed and who draws: the rank, the hop of the algorithm, the piece sent.
+
+    Ranks whose errors are summed must not draw the same: the sum of n equal errors is n times one
+    of them, that of n independent ones sqrt(n) times.
     """
-    shape = blocks.shape
-    places = torch.arange(shape[0] * shape[1] * shape[2], device=blocks.device, dtype=torch.int32).reshape(shape)
-    mixed = places * 0x2C1B3C6D + scale.to(torch.float32).view(torch.int32) * 0x297A2D39 + _signed(seed * 0x9E3779B1)
-    mixed = _shifted(mixed, 16) * 0x7FEB352D
-    mixed = _shifted(mixed, 15) * _signed(0x846CA68B)
-    mixed = _shifted(mixed, 16)
-    return ((mixed >> 8) & 0xFFFFFF).to(blocks.dtype) * 2.0**-24
+    key = 0
+    for number in (seed, seed >> 32, *salt):
+        key = _mixed((key + number * 0x9E3779B1 + 1) & MASK)
+    return key
 
 
-def _shifted(number: Tensor, by: int) -> Tensor:
+def uniform(blocks: Tensor, key: int) -> Tensor:
+    """Numbers in [0, 1) for blocks ``[rows, blocks, block]``, of their shape and dtype: a hash of
+    the key, the place, and the values of the block.
+
+    The values make the noise of one step differ from that of the next, though nobody counts the
+    steps: it is another as soon as one value of the block is. The same values get the same noise,
+    so a recomputation in backward gives the same bits (law 4). They are read as bfloat16: a
+    compiler may hand over what a 16-bit tensor was before it was rounded, or differ in the last
+    bit between forward and recomputation.
+    """
+    rows, count, size = blocks.shape
+    inside = torch.arange(size, device=blocks.device, dtype=torch.int32)
+    # t (2 t + 1) is one to one modulo 2^32 (as in RC6), and not linear: two changes do not cancel.
+    terms = _bfloat16_bits(blocks) + (inside + 1) * _signed(0x9E3779B1)
+    digest = (terms * (2 * terms + 1)).sum(dim=-1, keepdim=True, dtype=torch.int32)
+    place = torch.arange(rows * count, device=blocks.device, dtype=torch.int32)
+    start = digest + place.reshape(rows, count, 1) * 0x2C1B3C6D + _signed(key)
+    number = _mixed(start + inside * _signed(0x85EBCA6B))
+    return ((number >> 8) & 0xFFFFFF).to(blocks.dtype) * 2.0**-24
+
+
+def _bfloat16_bits(values: Tensor) -> Tensor:
+    """The bits of the nearest bfloat16, ties to even, as a signed number. By whole numbers alone:
+    what a cast makes of a NaN differs between kernels."""
+    bits = values.to(torch.float32).view(torch.int32)
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+
+def _mixed(number: Any) -> Any:
+    """Two rounds of multiply and shift of 32 bits ("lowbias32"): of int32, or of a plain number
+    from 0 to 2^32 - 1."""
+    number = _product(_shifted(number, 16), 0x7FEB352D)
+    number = _product(_shifted(number, 15), 0x846CA68B)
+    return _shifted(number, 16)
+
+
+def _product(number: Any, by: int) -> Any:
+    return number * _signed(by) if isinstance(number, Tensor) else number * by & MASK
+
+
+def _shifted(number: Any, by: int) -> Any:
     """``n ^ (n >> by)`` with zeros shifted in."""
     return number ^ ((number >> by) & (2 ** (32 - by) - 1))
 

@@ -236,6 +236,13 @@ class OutlierCodec(Codec):
             raise PolicyError(f"rank {rank}: the statistics are of {len(self.channels.ranges)} ranks")
         return replace(self, rank=rank)
 
+    def carried(self, dtype: torch.dtype) -> torch.dtype:
+        # Kept channels of float16 travel in float16: as float32 they would be encoded as bfloat16.
+        return dtype if dtype == torch.float16 else accumulation_dtype(dtype)
+
+    def salted(self, *salt: int) -> OutlierCodec:
+        return replace(self, inner=self.inner.salted(*salt))
+
     def with_tables(self, tables: Tables) -> OutlierCodec:
         return replace(self, tables=tables)
 

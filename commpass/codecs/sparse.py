@@ -8,7 +8,7 @@ is decoded to NaN throughout (law 2).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 
@@ -43,6 +43,9 @@ class SparseCodec(Codec):
     kept: float
 
     state = "error feedback"
+
+    def salted(self, *salt: int) -> SparseCodec:
+        return replace(self, inner=self.inner.salted(*salt))
 
     @property
     def block(self) -> int:

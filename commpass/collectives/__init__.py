@@ -2,7 +2,7 @@
 
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.handle import Handle
-from commpass.collectives.names import ALGORITHM_NAMES, DEFAULTS, REDUCE_OPS, algorithm, algorithms_of, check_name
+from commpass.collectives.names import ALGORITHM_NAMES, DEFAULTS, REDUCE_OPS, algorithm, algorithms_of, check_name, own
 from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
 from commpass.collectives.request import UNROLLED_RANKS, Request
 from commpass.collectives.steps import run
@@ -10,5 +10,5 @@ from commpass.collectives.work import Hop, Payload, Work
 
 __all__ = [
     "ALGORITHM_NAMES", "DEFAULTS", "REDUCE_OPS", "UNROLLED_RANKS", "Algorithm", "Handle", "Hop", "Payload", "Request", "Work",
-    "algorithm", "algorithms_of", "all_gather", "all_reduce", "all_to_all", "check_name", "reduce_scatter", "run",
+    "algorithm", "algorithms_of", "all_gather", "all_reduce", "all_to_all", "check_name", "own", "reduce_scatter", "run",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from commpass.codecs import Codec
+from commpass.codecs import Codec, RawCodec
 from commpass.collectives.request import Request
 from commpass.collectives.steps import Steps
 from commpass.collectives.work import Payload, Work
@@ -26,6 +26,7 @@ class Algorithm:
     and the new state. ``encodes(codec, ranks)`` are the codecs that a value meets on its way, each with the share of the
     result's variance that is then in it (for ranks whose values are independent). ``obstacle`` says why it cannot work with a
     codec on so many ranks. ``domain`` names the domain in which it sums, "" for the values themselves.
+    ``keeps`` says whether it, or an exchange in the air, still reads the input once it has started.
     """
 
     spec: str
@@ -36,6 +37,7 @@ class Algorithm:
     obstacle: Callable[[Codec, int], str | None] = _fits_all
     domain: Callable[[Codec], str] = lambda codec: ""
     stateful: bool = False
+    keeps: Callable[[Codec], bool] = lambda codec: isinstance(codec, RawCodec)
 
     def error(self, codec: Codec, ranks: int) -> float:
         """Expected relative error of a result: the errors of all encodes, added as variances."""

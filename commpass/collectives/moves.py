@@ -78,7 +78,7 @@ def _even(request: Request) -> bool:
 
 def send_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
     """``x`` as bytes to the peer. What torch gives for a tensor that was sent, and so this, has no elements."""
-    wire = coder.encode_rows(x.reshape(1, -1).to(coder.carried(x.dtype)))
+    wire = coder.salted(request.rank).encode_rows(x.reshape(1, -1).to(coder.carried(x.dtype)))
     sent = yield ops.isend(wire, request.peer, request.tag, request.group)
     return sent.to(x.dtype)
 

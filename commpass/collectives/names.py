@@ -57,6 +57,14 @@ def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
     return _build(kind, name, changed(f"algorithm {name!r} of {kind}", have[name], given | parameters))
 
 
+def own(kind: str, spec: str) -> Algorithm | None:
+    """The algorithm of this kind by name; None for what is one of another kind."""
+    try:
+        return algorithm(kind, spec)
+    except PolicyError:
+        return None
+
+
 @lru_cache(maxsize=1024)
 def _build(kind: str, name: str, parameters: tuple[tuple[str, Any], ...]) -> Algorithm:
     return KINDS[kind][name](kind, spelled(name, parameters), **dict(parameters))

@@ -28,6 +28,7 @@ from commpass.collectives.names import REDUCE_OPS, algorithm
 from commpass.collectives.request import Request
 from commpass.collectives.steps import run
 from commpass.errors import PolicyError, nearest
+from commpass.groups import group_named, ready
 
 _named = algorithm
 
@@ -40,8 +41,9 @@ def all_reduce(x: Tensor, op: str = "sum", group: Any = None, *, codec: str | Co
     ``algorithm`` is ``two_shot`` if None, or ``one_shot``, ``ring``, ``semi_ring``, ``hierarchical(node=8)``, each with
     parameters such as ``two_shot(stage=ag)``. A codec that selects (``topk``) goes by ``sparse`` and needs a ``residual``:
     zeros of the shape of ``x`` in the accumulation dtype at first, kept by the caller and changed in place (error feedback).
-    With ``async_op`` a ``Handle`` comes back whose ``wait()`` gives the result; it has no gradient. Raises PolicyError for
-    what cannot be.
+    With ``async_op`` a ``Handle`` comes back whose ``wait()`` gives the result; it has no gradient.
+    ``x`` may be changed at once: where it is still read, a copy is. Raises PolicyError for what
+    cannot be.
     """
     spec = _spec(codec)
     if residual is not None or _selects(spec):
@@ -86,7 +88,9 @@ def _collective(kind: str, x: Tensor, op: str, group: Any, codec: str, name: str
         raise PolicyError("async_op=True: a compiled function needs none, the compiler orders exchanges; leave it out")
     if x.requires_grad and torch.is_grad_enabled():
         raise PolicyError("async_op=True has no gradient: give x.detach(), or leave async_op out")
-    return Handle(_named(kind, spec).run(x, _request(op, where, ranks, rank, sent, received), codec_named(codec)))
+    chosen, coder = _named(kind, spec), codec_named(codec)
+    own = x.clone() if chosen.keeps(coder) else x
+    return Handle(chosen.run(own, _request(op, where, ranks, rank, sent, received), coder))
 
 
 def _sparse(x: Tensor, op: str, group: Any, codec: str, name: str, async_op: bool, residual: Tensor | None) -> Tensor:
@@ -94,9 +98,12 @@ def _sparse(x: Tensor, op: str, group: Any, codec: str, name: str, async_op: boo
     ranks, rank = _place(where)
     _check("all_reduce", x, op, ranks)
     if residual is None:
-        raise PolicyError(
-            f"codec {codec!r} needs error feedback: give residual=torch.zeros_like(x), and the same tensor in every call"
-        )
+        wide = accumulation_dtype(x.dtype)
+        zeros = f"torch.zeros(x.shape, dtype={wide}, device=x.device)"
+        if wide == x.dtype:
+            zeros = "torch.zeros_like(x)"
+        why = f"codec {codec!r} needs error feedback"
+        raise PolicyError(f"{why}: give residual={zeros}, and the same tensor in every call")
     if residual.shape != x.shape or residual.dtype != accumulation_dtype(x.dtype):
         raise PolicyError(
             f"residual is {list(residual.shape)} of {residual.dtype}, but for x, {list(x.shape)} of {x.dtype}, it must be "
@@ -113,15 +120,44 @@ def _sparse(x: Tensor, op: str, group: Any, codec: str, name: str, async_op: boo
 
 
 def _name(group: Any) -> str:
+    _check_ready()
+    if isinstance(group, str):
+        return group
     resolve: Any = functional._resolve_group_name
-    return resolve(dist.group.WORLD if group is None else group)
+    try:
+        return resolve(dist.group.WORLD if group is None else group)
+    except (ValueError, IndexError, AssertionError) as error:
+        raise PolicyError(_no_group(group, error)) from error
+
+
+def _no_group(group: Any, error: Exception) -> str:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return (
+            "group: this rank is not in it (torch.distributed.new_group gives such ranks none); "
+            "make this call on the ranks of the group alone"
+        )
+    return (
+        f"group={group!r} is no process group: give a group, a mesh of one dimension or "
+        f"(mesh, number of the dimension); torch says: {error}"
+    )
 
 
 # Dynamo takes the results of these as constants: a group, a codec and an algorithm never change.
 @torch.compiler.assume_constant_result
+def _check_ready() -> None:
+    if not ready():
+        write = "call torch.distributed.init_process_group before a collective"
+        raise PolicyError(f"there are no ranks yet: {write}")
+
+
+@torch.compiler.assume_constant_result
 def _place(name: str) -> tuple[int, int]:
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    group = resolve(name)
+    group = group_named(name)
+    if group is None:
+        raise PolicyError(
+            f"group={name!r}: no process group has this name, which is torch's own and not that "
+            f"of a mesh's dimension; give the group itself, e.g. mesh.get_group({name!r})"
+        )
     return group.size(), group.rank()
 
 

@@ -26,27 +26,39 @@ from commpass.collectives.work import RAW, Hop, Payload, Work, one_hop
 from commpass.errors import PolicyError, nearest
 
 STAGES = ("both", "rs", "ag")
+LAST = 1 << 16
+"""The number of the last hop of an all_reduce, which follows on any number of others."""
 
 
 @dataclass(frozen=True)
 class Scatter:
     """One of the functions of ``scatters`` with what it costs. ``encodes`` as in ``Algorithm``; ``between`` is the codec of the
-    last hop if it is another one; ``hops`` whether partial sums travel, and not only values."""
+    last hop if it is another one; ``hops`` whether partial sums travel, and not only values;
+    ``keeps`` whether later hops read the values again."""
 
     run: Callable[[Tensor, Request, Coding], Summed]
     work: Callable[[int, Request, Coding], Work]
     encodes: Callable[[Codec, int], Encodes]
     between: Callable[[Codec], Codec] = lambda codec: codec
     hops: bool = True
+    keeps: bool = False
 
     def unit(self, codec: Codec) -> int:
         return math.lcm(codec.block, self.between(codec).block)
 
 
 DIRECT = Scatter(scatters.direct, scatters.direct_work, lambda codec, ranks: ((codec, 1.0),), hops=False)
-RING = Scatter(scatters.ring, scatters.ring_work, lambda codec, ranks: ((codec, scatters.ring_encodes(ranks)),))
+RING = Scatter(
+    scatters.ring,
+    scatters.ring_work,
+    lambda codec, ranks: ((codec, scatters.ring_encodes(ranks)),),
+    keeps=True,
+)
 SEMI_RING = Scatter(
-    scatters.semi_ring, scatters.semi_ring_work, lambda codec, ranks: ((codec, scatters.semi_ring_encodes(ranks)),)
+    scatters.semi_ring,
+    scatters.semi_ring_work,
+    lambda codec, ranks: ((codec, scatters.semi_ring_encodes(ranks)),),
+    keeps=True,
 )
 
 
@@ -64,7 +76,7 @@ class Staged:
         partial = accumulation_dtype(dtype) if self.scatter.hops else dtype
         first = Coding(RAW if self.stage == "ag" else coder, partial, self.shards, self.sizes_first)
         second = RAW if self.stage == "rs" else self.scatter.between(coder)
-        return first, Coding(second, second.carried(dtype), self.shards, self.sizes_first)
+        return first, Coding(second, second.carried(dtype), self.shards, self.sizes_first, LAST)
 
     def encodes(self, coder: Codec, ranks: int) -> Encodes:
         scattered = self.scatter.encodes(coder, ranks) if self.stage != "ag" else ()
@@ -75,6 +87,9 @@ class Staged:
 
     def domain(self, coder: Codec) -> str:
         return coder.domain.name if self.stage != "ag" else ""
+
+    def keeps(self, coder: Codec) -> bool:
+        return self.scatter.keeps or self.stage == "ag" or isinstance(coder, RawCodec)
 
     def all_reduce(self, x: Tensor, request: Request, coder: Codec) -> Steps:
         first, second = self.codings(coder, x.dtype)
@@ -97,6 +112,8 @@ class Staged:
         rows = x.reshape(request.ranks, -1)
         summed, here = yield from self.scatter.run(pad(rows, self._whole(rows.shape[1], coder)), request, first)
         result = convert(_mean(summed, request), here, VALUES).to(x.dtype)
+        if request.ranks == 1:  # nothing was sent: it may be a view of x
+            result = result.clone()
         return cut_apart(result, rows.shape[1]).reshape(x.shape[0] // request.ranks, *x.shape[1:])
 
     def reduce_scatter_work(self, coder: Codec, payload: Payload, request: Request) -> Work:
@@ -142,7 +159,7 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
     numel, dtype = x.numel(), accumulation_dtype(x.dtype)
     wanted = x.to(dtype) + residual
     row = wanted.to(x.dtype).reshape(1, -1)
-    wire = coder.encode_rows(row)
+    wire = coder.salted(request.rank).encode_rows(row)
     own = coder.decode_rows(wire, numel, x.dtype).to(dtype).reshape(x.shape)
     left = torch.where(own.isfinite() & wanted.isfinite(), wanted - own, 0)  # what is not finite must not come back
     wires = yield Gather(request).start(wire)
@@ -186,11 +203,17 @@ def _staged(kind: str, spec: str, scatter: Scatter, stage: str, shards: int, fir
     if kind == "reduce_scatter" and stage != "both":
         raise PolicyError(f"stage={stage!r}: a reduce_scatter has one stage; leave it out")
     staged = Staged(scatter, stage, check_shards(shards), sizes_first(first))
-    if kind == "reduce_scatter":
-        return Algorithm(
-            spec, kind, staged.reduce_scatter, staged.reduce_scatter_work, scatter.encodes, no_sparse, staged.domain
-        )
-    return Algorithm(spec, kind, staged.all_reduce, staged.all_reduce_work, staged.encodes, no_sparse, staged.domain)
+    by_stage = kind == "all_reduce"
+    return Algorithm(
+        spec,
+        kind,
+        run=staged.all_reduce if by_stage else staged.reduce_scatter,
+        work=staged.all_reduce_work if by_stage else staged.reduce_scatter_work,
+        encodes=staged.encodes if by_stage else scatter.encodes,
+        obstacle=no_sparse,
+        domain=staged.domain,
+        keeps=staged.keeps,
+    )
 
 
 MOST_HOPS = 64

@@ -94,7 +94,8 @@ UNROLLED_RANKS = 16
 
 
 def sum_rows(rows: Tensor) -> Tensor:
-    """``[ranks, n]`` to ``[1, n]``: the sum in rank order, in the dtype of ``rows`` (law 4)."""
+    """``[ranks, n]`` to ``[1, n]``: the sum in the dtype of ``rows``, in rank order; of more than
+    ``UNROLLED_RANKS`` in the order of torch's own sum, which is that of the shape (law 4)."""
     if rows.shape[0] > UNROLLED_RANKS:
         return rows.sum(dim=0, keepdim=True)
     total = rows[:1]

@@ -41,7 +41,7 @@ def ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
     move = pass_on(request, [(rank + 1) % ranks], [(rank - 1) % ranks])
     partial = _row(rows, rank - 1)
     for step in range(ranks - 1):
-        arrived = yield from hop(partial, coding, move)
+        arrived = yield from hop(partial, coding.nth(step), move)
         partial = _wide(arrived) + _row(rows, rank - 2 - step)
     return partial, domain
 
@@ -60,7 +60,8 @@ def semi_ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
         going.sort(key=lambda pair: pair[0])
         coming = sorted([below, above] if both else [below])
         move = pass_on(request, [to for to, _ in going], coming)
-        arrived = _wide((yield from hop(torch.cat([row for _, row in going]), coding, move)))
+        sent = torch.cat([row for _, row in going])
+        arrived = _wide((yield from hop(sent, coding.nth(step), move)))
         rising = _row(arrived, coming.index(below))
         if step + 1 == up:
             total = total + rising
@@ -88,7 +89,8 @@ def hierarchical(rows: Tensor, request: Request, coding: Coding, *, node: int, b
     rows = rows.reshape(nodes, node, length).transpose(0, 1).reshape(node, nodes * length)
     arrived = yield from hop(convert(rows, VALUES, inner), coding.inside(), pass_on(request, mates, mates))
     summed = convert(sum_rows(_wide(arrived)).reshape(nodes, length), inner, outer)
-    arrived = yield from hop(summed, coding.by(between).inside(), pass_on(request, likes, likes))
+    coding = coding.by(between).inside().nth(1)
+    arrived = yield from hop(summed, coding, pass_on(request, likes, likes))
     return sum_rows(_wide(arrived)), outer
 
 

@@ -37,6 +37,7 @@ def finish(steps: Steps, started: Tensor | None) -> Any:
 @dataclass(frozen=True)
 class Coding:
     """How values travel: by which codec, in how many micro-shards; ``dtype`` is what decoded values are cast to in the end.
+    It is the ``number``-th hop of its algorithm.
 
     ``sizes_first`` matters for a dynamic codec alone: whether sizes are exchanged before all data (ZipCCL's design 1), or are
     read off the static part, which goes first (design 2).
@@ -46,6 +47,11 @@ class Coding:
     dtype: torch.dtype
     shards: int = 1
     sizes_first: bool = False
+    number: int = 0
+
+    def nth(self, number: int) -> Coding:
+        """The same for another hop, whose random choices are others."""
+        return replace(self, number=number)
 
     def by(self, codec: Codec) -> Coding:
         """The same with another codec."""
@@ -62,7 +68,7 @@ class Coding:
 
 def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
     """``[r, n]`` encoded, moved and decoded: the rows that arrive, ``[r', whole(n)]``, as ``Codec.decode_rows`` gives them."""
-    codec, numel = coding.codec, rows.shape[1]
+    codec, numel = coding.codec.salted(move.request.rank, coding.number), rows.shape[1]
     rows = rows.to(codec.carried(coding.dtype))
     if data_sized.varies(codec, rows.dtype):
         return (yield from data_sized.hop(codec, rows, move, coding.sizes_first))
@@ -77,7 +83,9 @@ def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
     codec, dtype, shards = coding.codec, coding.dtype, coding.shards
     length = shard_length(rows.shape[1], shards, codec.block)
     rows = pad(rows, length * shards)
-    wires = [codec.encode_parts(rows.narrow(1, shard * length, length)) for shard in range(shards)]
+    coders = [codec.salted(move.request.rank, coding.number, shard) for shard in range(shards)]
+    pieces = [rows.narrow(1, shard * length, length) for shard in range(shards)]
+    wires = [coder.encode_parts(piece) for coder, piece in zip(coders, pieces, strict=True)]
     side = codec.parts(length, dtype)[1:]
     first = [move.start(torch.cat([wire[1] for wire in wires], dim=1))] if side else []
     started = [move.start(wire[0].contiguous()) for wire in wires]
@@ -98,7 +106,9 @@ def parts_hop(parts: Sequence[Tensor], arriving: Sequence[int], coding: Coding, 
     use that instead.
     """
     codec, dtype = coding.codec, coding.dtype
-    wires = [codec.encode_rows(part.reshape(1, -1).to(codec.carried(dtype))) for part in parts]
+    coders = [codec.salted(request.rank, coding.number, to) for to in range(len(parts))]
+    rows = [part.reshape(1, -1).to(codec.carried(dtype)) for part in parts]
+    wires = [coder.encode_rows(row) for coder, row in zip(coders, rows, strict=True)]
     if data_sized.varies(codec, dtype):
         lengths = [part.numel() for part in parts]
         return (yield from data_sized.parts_hop(codec, wires, lengths, arriving, dtype, request, coding.sizes_first))

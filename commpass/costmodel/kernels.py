@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from commpass.errors import PolicyError, check_number
+
 
 @dataclass(frozen=True)
 class KernelRate:
@@ -12,6 +14,10 @@ class KernelRate:
 
     encode_ns: float
     decode_ns: float
+
+    def __post_init__(self) -> None:
+        check_number("KernelRate(encode_ns", self.encode_ns)
+        check_number("KernelRate(decode_ns", self.decode_ns)
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,14 @@ class Kernels:
     launch_us: float
     other: KernelRate
     rates: Mapping[str, KernelRate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_number("Kernels(launch_us", self.launch_us)
+        if not isinstance(self.rates, Mapping):
+            raise PolicyError(f"Kernels(rates={self.rates!r}): must map names of codecs to KernelRate(...)")
+        for name, rate in (("other", self.other), *self.rates.items()):
+            if not isinstance(rate, KernelRate):
+                raise PolicyError(f"Kernels: {name} is {rate!r}, but must be a KernelRate(encode_ns, decode_ns)")
 
     def us(self, codec: str, encoded: float, decoded: float, kernels: int) -> float:
         """Microseconds to encode and decode that many values in that many kernels."""

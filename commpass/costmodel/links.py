@@ -10,17 +10,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from commpass.errors import PolicyError, check_number, nearest
+
 
 @dataclass(frozen=True)
 class Link:
-    """A link between the ranks of a group: start-up time ``alpha_us`` and bandwidth in each direction ``gbytes_per_s``.
+    """A link between the ranks of a group: start-up time ``alpha_us`` and bandwidth in each
+    direction ``gbytes_per_s``.
 
-    ``factor`` says how many times slower than the formula a library carries out a kind of collective.
+    ``factor`` says how many times slower than the formula a library carries out a kind of
+    collective. Raises PolicyError for what is no finite number, a negative time, no bandwidth, or a
+    kind that does not exist.
     """
 
     alpha_us: float
     gbytes_per_s: float
     factor: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_number("Link(alpha_us", self.alpha_us)
+        check_number("Link(gbytes_per_s", self.gbytes_per_s, above=True)
+        if not isinstance(self.factor, Mapping):
+            raise PolicyError(f"Link(factor={self.factor!r}): must map kinds of collectives to numbers")
+        for kind, times in self.factor.items():
+            if kind not in _STEPS:
+                raise PolicyError(f"Link(factor=...): no kind {kind!r}{nearest(str(kind), _STEPS)}")
+            check_number(f"Link(factor=...): {kind}", times, above=True)
 
     def us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
         """Microseconds of one collective of ``kind`` in which each of ``ranks`` ranks hands over ``nbytes``; with ``peers``,

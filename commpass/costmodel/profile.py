@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import groupby
 
 from commpass.costmodel.kernels import CPU, GPU, Kernels
 from commpass.costmodel.links import Link
+from commpass.errors import PolicyError, check_number, nearest
 
 GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
 """gloo's reduce_scatter sends twice the necessary bytes; its all_to_all of large messages is half duplex."""
@@ -15,11 +18,16 @@ GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
 
 @dataclass(frozen=True)
 class Profile:
-    """Links and kernels. ``links`` maps a glob over group labels (such as ``tp``) to a link; the first that fits counts.
+    """Links and kernels. ``links`` maps a glob over group labels (such as ``tp``) to a link; the
+    first that fits counts.
 
-    ``node`` is the number of ranks of a group that follow one another on one host (0: not known), and ``inside`` the link
-    between them: algorithm ``hierarchical`` is then a choice. ``margin`` is how unsure the model is, as a share of the plain
-    time: a site is compressed only if it gains more (law 10).
+    ``node`` is the number of global ranks that follow one another on one host (0: not known): rank
+    r is on host ``r // node``. ``inside`` is the link between ranks of one host. It is that of a
+    group all of whose ranks are on one host, if no entry of ``links`` fits, and that of the inner
+    hops of algorithm ``hierarchical``, which is a choice for groups with as many ranks on each of
+    several hosts. ``margin`` is how unsure the model is, as a share of the plain time: a site is
+    compressed only if it gains more (law 10). Raises PolicyError for a field of another type or a
+    number that cannot be.
     """
 
     name: str
@@ -30,18 +38,51 @@ class Profile:
     node: int = 0
     inside: Link | None = None
 
-    def link_of(self, group_label: str) -> Link:
-        """The link between the ranks of a group with this label."""
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise PolicyError(f"Profile(name={self.name!r}): must be a text")
+        if not isinstance(self.links, Mapping):
+            raise PolicyError(f"Profile(links={self.links!r}): must map globs over group labels to Link(...)")
+        for what, link in (("link", self.link), ("inside", self.inside), *self.links.items()):
+            if not isinstance(link, Link) and not (what == "inside" and link is None):
+                raise PolicyError(f"Profile: {what} is {link!r}, but must be a Link(alpha_us, gbytes_per_s)")
+        if not isinstance(self.kernels, Kernels):
+            raise PolicyError(f"Profile(kernels={self.kernels!r}): must be Kernels(launch_us, other, rates)")
+        check_number("Profile(margin", self.margin)
+        if self.margin > 1:
+            raise PolicyError(
+                f"Profile(margin={self.margin!r}): must be a share of the plain time, such as 0.1 "
+                "for ten percent, and at most 1"
+            )
+        if not isinstance(self.node, int) or isinstance(self.node, bool) or self.node < 0:
+            raise PolicyError(f"Profile(node={self.node!r}): must be a number of ranks on a host, or 0 if it is not known")
+
+    def link_of(self, *labels: str, ranks: Sequence[int] = ()) -> Link:
+        """The link between the ranks of a group with these labels; ``ranks`` are their global
+        numbers, if known."""
         for pattern, link in self.links.items():
-            if fnmatchcase(group_label, pattern):
+            if any(fnmatchcase(label, pattern) for label in labels):
                 return link
+        if self.inside is not None and ranks and self.on_each_host(ranks) == len(ranks):
+            return self.inside
         return self.link
+
+    def on_each_host(self, ranks: Sequence[int]) -> int:
+        """How many of a group's ranks are on each of its hosts, where it is the same number, they
+        follow one another in the group, and hosts are known; otherwise 0."""
+        if not self.node:
+            return 0
+        runs = [(host, len(list(run))) for host, run in groupby(rank // self.node for rank in ranks)]
+        hosts, sizes = {host for host, _ in runs}, {size for _, size in runs}
+        return sizes.pop() if len(hosts) == len(runs) and len(sizes) == 1 else 0
 
 
 def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
-    """Ranks on CPU hosts over gloo and Ethernet of this speed."""
-    link = Link(alpha_us, gbit_per_s / 8, GLOO_FACTORS)
-    return Profile(f"ethernet-{gbit_per_s:g}g", link)
+    """Ranks on CPU hosts over gloo and Ethernet of this speed. Raises PolicyError unless it is a
+    number above 0."""
+    check_number("ethernet(gbit_per_s", gbit_per_s, above=True)
+    check_number("ethernet(alpha_us", alpha_us)
+    return Profile(f"ethernet-{gbit_per_s:g}g", Link(alpha_us, gbit_per_s / 8, GLOO_FACTORS))
 
 
 NVLINK = Profile("nvlink", Link(8.0, 200.0), kernels=GPU)
@@ -54,3 +95,24 @@ DEFAULT_CPU = ethernet(10)
 def default_profile(device: str) -> Profile:
     """The profile for a device type when the user gives none."""
     return DEFAULT_CPU if device == "cpu" else NVLINK
+
+
+def profile_named(profile: str | Profile | None) -> Profile | None:
+    """A profile by name, ``"nvlink"`` or ``"ethernet-25g"`` (of any speed in Gbit/s), or the
+    profile itself.
+
+    Raises PolicyError for anything else, with the nearest name.
+    """
+    if profile is None or isinstance(profile, Profile):
+        return profile
+    if not isinstance(profile, str):
+        raise PolicyError(f"profile={profile!r}: must be a commpass.Profile(...) or one of {', '.join(NAMES)}")
+    if profile == NVLINK.name:
+        return NVLINK
+    if speed := re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)g", profile):
+        return ethernet(float(speed.group(1)))
+    raise PolicyError(f"unknown profile {profile!r}{nearest(profile, NAMES)} Or give a commpass.Profile(...).")
+
+
+NAMES = (NVLINK.name, "ethernet-1g", "ethernet-10g", "ethernet-25g", "ethernet-100g")
+"""What a message shows of the names; Ethernet may have any speed."""

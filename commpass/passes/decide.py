@@ -8,21 +8,27 @@ changes: nothing. A pure function: same inputs, same plan, on every rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from commpass.codecs import FLOATS, Codec, codec
-from commpass.collectives import REDUCE_OPS, Algorithm, Hop, Payload, Request, algorithm, algorithms_of
-from commpass.costmodel import KINDS, Profile
+from commpass.collectives import REDUCE_OPS, Algorithm, Hop, Payload, Request, algorithm, algorithms_of, own
+from commpass.costmodel import KINDS, Link, Profile
 from commpass.errors import PolicyError
 from commpass.plan import ROWS, PlannedSite, Site, left_alone
 from commpass.policy import Policy, Terms
 
 
-def decide(sites: Iterable[Site], policy: Policy, profile: Profile) -> tuple[PlannedSite, ...]:
-    """The chosen candidate of every site."""
-    return tuple(_decide(site, policy.terms(site)[0], profile, policy.reassociate) for site in sites)
+def decide(
+    sites: Iterable[Site], policy: Policy, profile: Profile, terms: Sequence[Terms] | None = None
+) -> tuple[PlannedSite, ...]:
+    """The chosen candidate of every site; ``terms`` are what each is allowed, if not what the
+    policy says of it."""
+    sites = tuple(sites)
+    allowed = [policy.terms(site)[0] for site in sites] if terms is None else terms
+    both = zip(sites, allowed, strict=True)
+    return tuple(_decide(site, its, profile, policy.reassociate) for site, its in both)
 
 
 def _decide(site: Site, terms: Terms, profile: Profile, reassociate: bool) -> PlannedSite:
@@ -55,7 +61,7 @@ def _leave(site: Site, profile: Profile) -> PlannedSite:
     known = getattr(torch, site.dtype, None) in FLOATS
     payload = _scored(site)[0] if site.uneven and known else None
     size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
-    us = profile.link_of(site.group_label).us(site.kind, size, site.group_size) if site.kind in KINDS else 0.0
+    us = _link(site, profile).us(site.kind, size, site.group_size) if site.kind in KINDS else 0.0
     return left_alone(site, "", round(us, 3))
 
 
@@ -73,7 +79,10 @@ def _obstacle(site: Site, terms: Terms) -> str | None:
         return f"{site.dtype} values must arrive exactly"
     if not terms.codecs:
         return f"{terms.source} allows no codec here"
-    if site.bytes == 0 and not site.uneven:
+    if terms.named and not any(own(site.kind, spec) for spec in terms.algorithms):
+        have = ", ".join(each.name for each in algorithms_of(site.kind))
+        return f"{terms.source} names {', '.join(terms.algorithms)}, but {site.kind} has only {have}"
+    if site.width == 0 or (site.bytes == 0 and not site.uneven):
         return "it has no elements"
     if site.bytes < 0 and not site.uneven:
         return "its size is not known before it runs"
@@ -85,15 +94,16 @@ def _candidates(site: Site, terms: Terms, profile: Profile, plain: PlannedSite,
     """Every (codec, algorithm) that the terms allow, scored; and why others are out."""
     found: list[PlannedSite] = []
     refused: list[str] = []
+    allowed = _allowed(site, terms, profile)
     for spec in terms.codecs:
         coder = codec(spec)
-        for chosen in _allowed(site.kind, terms, profile):
+        for chosen in allowed:
             if obstacle := _misfit(site, coder, chosen, reassociate):
                 refused.append(obstacle)
                 continue
             error = round(chosen.error(coder, site.group_size), 6)
             if terms.max_error is not None and error > terms.max_error:
-                budget = f"the budget of {terms.max_error:.3%} ({terms.source})"
+                budget = f"the budget of {terms.max_error:.3%} ({terms.budget})"
                 refused.append(f"{coder.spec} by {chosen.spec}: error {error:.3%} is above {budget}")
                 continue
             work = chosen.work(coder, *_scored(site))
@@ -145,20 +155,31 @@ def _scored(site: Site) -> tuple[Payload, Request]:
     return Payload(ROWS * site.group_size * site.width, site.width, dtype), asked
 
 
+def _link(site: Site, profile: Profile) -> Link:
+    return profile.link_of(site.group_label, *site.group_labels, ranks=site.global_ranks)
+
+
 def _hop_us(hop: Hop, site: Site, profile: Profile) -> float:
-    link = profile.inside if hop.inside and profile.inside else profile.link_of(site.group_label)
+    link = _link(site, profile)
+    if hop.inside and profile.inside is not None and _on_one_host((hop.peers or 0) + 1, site, profile):
+        link = profile.inside
     return link.us(hop.kind, hop.leaving, site.group_size, hop.peers)
 
 
-def _allowed(kind: str, terms: Terms, profile: Profile) -> list[Algorithm]:
-    """The named algorithms that this kind has; where none of them is one of its kind, the naming was not about it."""
+def _on_one_host(many: int, site: Site, profile: Profile) -> bool:
+    """Whether each so many ranks that follow one another in a group are on one host; as the
+    algorithm says, if the profile does not know."""
+    return not profile.node or profile.on_each_host(site.global_ranks) % many == 0 < profile.on_each_host(site.global_ranks)
+
+
+def _allowed(site: Site, terms: Terms, profile: Profile) -> list[Algorithm]:
+    """The named algorithms that this kind has. Where none is one of its kind: all of its kind, if
+    the policy named them for every site alike; none, if the nearest word did."""
     found = []
     for spec in terms.algorithms:
-        try:
-            chosen = algorithm(kind, spec)
-        except PolicyError:  # it was checked when it was named: then it is another kind's
+        if (chosen := own(site.kind, spec)) is None:
             continue
         if chosen.name == "hierarchical" and "node=" not in spec and profile.node > 1:
-            chosen = algorithm(kind, spec, node=profile.node)
+            chosen = algorithm(site.kind, spec, node=profile.on_each_host(site.global_ranks) or 1)
         found.append(chosen)
-    return found or list(algorithms_of(kind))
+    return found if found or terms.named else list(algorithms_of(site.kind))

@@ -19,6 +19,7 @@ from commpass import groups
 from commpass.annotate import KEY
 from commpass.passes import meta
 from commpass.passes.collective import Call, is_wait, items, parse, value_of, waited
+from commpass.passes.direction import gradients, recomputed
 from commpass.plan import NOBODY, Site
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm", "_int_mm", "convolution")
@@ -31,6 +32,8 @@ SEE_THROUGH = (
 
 
 SYMBOLIC = "its size is symbolic: compile with dynamic=False"
+AGAIN = "it runs again what forward sent, and must send the same"
+"""Why a collective that backward recomputes keeps no state."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,19 @@ class Found:
 
 def discover(gm: fx.GraphModule, direction: str = "forward", stateless: str | None = NOBODY) -> list[Found]:
     """Every site of a graph and its sub-graphs, whatever form its collective takes. ``stateless`` says why no state can be
-    kept."""
+    kept. A collective that a backward graph recomputes is a forward site."""
     found: list[Found] = []
     for prefix, module in graph_modules(gm):
         order = {node: index for index, node in enumerate(module.graph.nodes)}
+        reached = gradients(module.graph) if direction == "backward" else set()
         for node in module.graph.nodes:
             call = parse(node)
-            if call is not None:
-                why = "it is in a region that may run several times" if prefix else stateless
-                found += [_found(module, prefix, call, i, order, direction, why) for i in range(len(call.inputs))]
+            if call is None:
+                continue
+            again = direction == "backward" and recomputed(node, reached)
+            why = "it is in a region that may run several times" if prefix else AGAIN if again else stateless
+            towards = "forward" if again else direction
+            found += [_found(module, prefix, call, i, order, towards, why) for i in range(len(call.inputs))]
     return found
 
 
@@ -99,6 +106,8 @@ def _found(module: fx.GraphModule, prefix: str, call: Call, position: int, order
         reduce_op=call.reduce_op,
         group=name,
         group_label=label,
+        group_labels=groups.labels_of(name),
+        members=groups.ranks_of(name),
         group_size=size,
         dtype=meta.dtype_name(fake.dtype) if fake is not None else "unknown",
         shape=meta.shape(fake) if fake is not None else (),
@@ -145,15 +154,16 @@ def _obstacle(
         return SYMBOLIC
     if early and call.form in ("plain", "coalesced", "batch"):
         return f"{early[0].name} takes its result before it is waited for"
-    if not held and "in-place" not in call.form and call.form != "out" and not _sends_and_waits(call, position):
+    if not held and "in-place" not in call.form and call.form != "out" and not _end_is_waited_for(call, position):
         return "nobody waits for its result"
     return None
 
 
-def _sends_and_waits(call: Call, position: int) -> bool:
-    """Whether a send is waited for, though nobody takes what a wait for several tensors gives for it (torch 2.15)."""
+def _end_is_waited_for(call: Call, position: int) -> bool:
+    """Whether a send or recv is waited for, though nobody takes what a wait for several tensors gives for it (torch 2.15): the
+    rank at its other end knows nothing of that."""
     value = value_of(call, position)
-    return call.kind_at(position) == "send" and value is not None and any(is_wait(user) for user in value.users)
+    return bool(call.ends) and value is not None and any(is_wait(user) for user in value.users)
 
 
 def describe_group(call: Call) -> tuple[str, str, int]:
@@ -165,7 +175,7 @@ def describe_group(call: Call) -> tuple[str, str, int]:
     if isinstance(group, str):
         group = groups.group_named(group)
     if isinstance(group, dist.ProcessGroup):
-        return group.group_name, groups.label(group), group.size()
+        return group.group_name, next(iter(groups.labels(group)), ""), group.size()
     return str(call.group), "", call.group_size or 0
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
+
+from commpass.paths import Places, clean, is_parallel
 
 
 def tensor(node: fx.Node) -> torch.Tensor | None:
@@ -44,39 +46,47 @@ def nbytes(value: torch.Tensor) -> int:
 
 def width(value: torch.Tensor) -> int:
     """Values of one entry of the first dimension, by hints where sizes are symbolic; 1 where there is no hint."""
-    return math.prod(hint(size) or 1 for size in value.shape[1:])
+    known = (hint(size) for size in value.shape[1:])
+    return math.prod(1 if size is None else size for size in known)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+PLACE = "commpass_module"
+"""The key in ``node.meta["custom"]`` of a module path that the node's own module stack does not
+tell."""
+STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+"""Forward nodes have the first; backward nodes that autograd's formulas made have the second, and
+those of an autograd.Function or of a recomputation the first."""
+
+
 def module_path(node: fx.Node) -> str:
-    """The path of the module that a node comes from, in forward and in backward; "" for the root module.
-
-    Forward nodes have ``nn_module_stack``; backward nodes that autograd's formulas made have ``fwd_nn_module_stack``, and
-    those of an autograd.Function or of a recomputation ``nn_module_stack``.
-    """
-    for key in ("nn_module_stack", "fwd_nn_module_stack"):
-        stack = node.meta.get(key)
-        if stack:
-            return _clean(next(reversed(stack.values()))[0])
-    return ""
+    """The path in the root model of the module that a node comes from, in forward and in backward;
+    "" for the root itself, or where it is not known."""
+    placed = word(node, PLACE)
+    return _own_path(node) if placed is None else placed
 
 
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_modules")
+def place(gm: fx.GraphModule, places: Places) -> None:
+    """Writes the module's path on each node of a graph of Dynamo's whose own module stack would
+    tell another one. From there it comes into the graphs that AOTAutograd makes."""
+    for node in gm.graph.nodes:
+        if node.op.startswith("call_"):
+            path = places.path(_stack(node))
+            if path is not None and path != _own_path(node):
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), PLACE: path}
 
 
-def _clean(path: str) -> str:
-    """``L['self'].layers.0.mlp`` and its relatives to ``layers.0.mlp``."""
-    path = re.sub(r"getattr\((.*?), '?\"?(\w+)'?\"?\)", r"\1.\2", path)
-    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
-    parts = [part for part in path.split(".") if part and part not in _WRAPPERS]
-    if parts and parts[0] in ("L", "G"):
-        parts = parts[2:]
-    elif parts and parts[0] in ("self", "L__self__"):
-        parts = parts[1:]
-    return ".".join(parts)
+def _stack(node: fx.Node) -> Mapping[str, tuple[str, Any]]:
+    return next((node.meta[key] for key in STACKS if node.meta.get(key)), {})
+
+
+def _own_path(node: fx.Node) -> str:
+    """The path as the node's own module stack has it: from where the compiled code starts."""
+    rows = list(_stack(node).values())
+    return clean(rows[-1][0], [path for path, kind in rows if is_parallel(kind)]) if rows else ""
 
 
 def word(node: fx.Node, key: str) -> str | None:
@@ -86,7 +96,10 @@ def word(node: fx.Node, key: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-CARRIED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "source_fn_stack")
+CARRIED = (
+    "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "source_fn_stack", "recompute",
+    "partitioner_tag",
+)  # fmt: skip
 """The metadata that a node inserted for a site takes over from the site's collective."""
 
 

@@ -20,14 +20,16 @@ from commpass.passes.decide import decide
 from commpass.passes.discover import Found, discover, graph_modules
 from commpass.passes.rewrite import Decompositions, Kept, rewrite
 from commpass.passes.simplify import simplify
+from commpass.passes.terms import forget, matched, terms_of
 from commpass.passes.verify import verify
 from commpass.plan import NOBODY, Plan, PlannedSite, Simplification, Site, left_alone
-from commpass.policy import Policy
+from commpass.policy import Policy, Terms
 
 
 @dataclass(frozen=True, kw_only=True)
 class Road:
-    """A graph on its way: what goes in, and what the passes have found and decided so far."""
+    """A graph on its way: what goes in, and what the passes have found and decided so far.
+    ``obstacle`` says why none of its collectives may be changed, whatever the policy says."""
 
     gm: fx.GraphModule
     direction: str
@@ -35,9 +37,12 @@ class Road:
     profile: Profile
     decompositions: Decompositions | None = None
     found: tuple[Found, ...] = ()
+    terms: tuple[Terms, ...] = ()
+    matched: tuple[int, ...] = ()
     simplified: tuple[Simplification, ...] = ()
     sites: tuple[PlannedSite, ...] | None = None
     stateless: str | None = NOBODY
+    obstacle: str | None = None
     kept: tuple[Kept, ...] = ()
 
 
@@ -53,21 +58,25 @@ class Pass:
 
 
 def _discover(road: Road) -> Road:
-    return dataclasses.replace(road, found=tuple(discover(road.gm, road.direction, road.stateless)))
+    found = tuple(discover(road.gm, road.direction, road.stateless))
+    if (why := road.obstacle) is not None:
+        found = tuple(dataclasses.replace(f, site=dataclasses.replace(f.site, obstacle=why)) for f in found)
+    forget(found)
+    terms, rules = terms_of(found, road.policy), matched(found, road.policy)
+    return dataclasses.replace(road, found=found, terms=terms, matched=rules)
 
 
 def _simplify(road: Road) -> Road:
-    graphs = [module.graph for _, module in graph_modules(road.gm)]
+    if not road.found or road.policy.off or road.obstacle is not None:
+        return road
     applied = simplify(road.gm, road.found, road.policy, road.profile)
-    road = dataclasses.replace(road, simplified=applied)
-    changed = applied or any(
-        module.graph is not graph for (_, module), graph in zip(graph_modules(road.gm), graphs, strict=True)
-    )
-    return _discover(road) if changed else road
+    found = tuple(discover(road.gm, road.direction, road.stateless))
+    terms = terms_of(found, road.policy)
+    return dataclasses.replace(road, simplified=applied, found=found, terms=terms)
 
 
 def _decide(road: Road) -> Road:
-    sites = decide((found.site for found in road.found), road.policy, road.profile)
+    sites = decide((found.site for found in road.found), road.policy, road.profile, road.terms)
     return dataclasses.replace(road, sites=sites)
 
 
@@ -145,7 +154,9 @@ def run(road: Road, graph: str, passes: tuple[Pass, ...] | None = None) -> Outco
             outcome.found = road.found
         outcome.kept = road.kept
         outcome.first = outcome.first or tuple(found.site for found in road.found)
-        outcome.plan = dataclasses.replace(outcome.plan, sites=road.sites or (), simplified=road.simplified)
+        outcome.plan = dataclasses.replace(
+            outcome.plan, sites=road.sites or (), simplified=road.simplified, matched=road.matched
+        )
     return outcome
 
 

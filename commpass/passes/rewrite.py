@@ -61,10 +61,13 @@ class Templates:
 
 @dataclass(frozen=True)
 class Kept:
-    """State that a site keeps between calls: a new last input of its graph. ``site`` names it for good: where in the model,
-    which direction, kind and shape, and which of several such."""
+    """State that a site keeps between calls: a new last input of its graph. ``place`` names it for good: where in the model,
+    which direction, kind and shape; ``number`` which of several such in its graph. ``reaches`` are the numbers of those
+    outputs of the graph that depend on the site."""
 
-    site: str
+    place: str
+    number: int
+    reaches: tuple[int, ...]
     op: str
     group: str
     shape: tuple[int, ...]
@@ -117,13 +120,27 @@ def _keep(found: Found, planned: PlannedSite, before: Sequence[Kept]) -> Kept:
     fake, graph = _fake(found.input), found.module.graph
     shape = "x".join(str(size) for size in planned.shape)
     place = f"{planned.module or 'root'}/{planned.direction}/{planned.kind}/{planned.dtype}[{shape}]"
-    site = f"{place}/{sum(state.site.startswith(place + '/') for state in before)}"
+    number = sum(state.place == place for state in before)
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before():
         node = graph.placeholder(f"{STATE}_{len(before)}")
     value = torch.zeros(fake.shape, dtype=accumulation_dtype(fake.dtype), device=fake.device)
     node.meta["val"] = value
-    return Kept(site, planned.reduce_op or "sum", planned.group, tuple(fake.shape), value.dtype, fake.device, value)
+    reaches = reached_outputs(found.outputs)
+    op = planned.reduce_op or "sum"
+    return Kept(place, number, reaches, op, planned.group, tuple(fake.shape), value.dtype, fake.device, value)
+
+
+def reached_outputs(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
+    """The numbers of a graph's outputs that depend on one of some nodes."""
+    reached, left = set(nodes), list(nodes)
+    while left:
+        new = [user for user in left.pop().users if user not in reached]
+        reached.update(new)
+        left += new
+    outputs = nodes[0].graph.output_node().args[0] if nodes else ()
+    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    return tuple(number for number, output in enumerate(outputs) if output in reached)
 
 
 def _state(found: Found) -> fx.Node:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from commpass.codecs import codec
 from commpass.errors import VerifyError
 from commpass.passes import meta
 from commpass.passes.collective import parse, value_of, waited
@@ -48,7 +49,7 @@ def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
         fixed = site.wire_bytes - site.dynamic_bytes
         if site.compressed and site.wire_bytes >= 0 and sent[site.name] != fixed:
             raise VerifyError(f"{site.name}: the plan says {fixed} bytes on the wire, the graph {sent[site.name]}")
-        if site.name in unknown and site.wire_bytes >= 0 and not site.dynamic_bytes:
+        if site.name in unknown and site.wire_bytes >= 0 and not codec(site.codec).dynamic:
             raise VerifyError(
                 f"{site.name}: the plan says {fixed} bytes on the wire, but the graph sends what depends on the values"
             )

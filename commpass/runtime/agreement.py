@@ -1,193 +1,213 @@
-"""All ranks decide alike, and prove it: plan digests are compared through the store before a compiled graph runs (law 5).
+"""All ranks decide alike, and prove it, before a compiled graph runs (law 5).
 
-For every group that a graph uses, each rank publishes the digest of the part of its plan that the group shares; the first
-rank of the group compares them and publishes the verdict, so that the store sees a few messages a rank, not their square.
-A digest that a group has agreed on before is not compared again: a rank may recompile alone as long as it decides the same.
-(If a pass then fails on that rank, which did not fail before, the others do not come to meet it: it raises after the time-out.)
+A rank whose graph changes something of a group says so on the board, with a digest, and waits for
+what all other ranks of that group say, and of all groups that those change in the same graph, and so
+on: all who hang together read the same words and come to the same verdict.
 
-What goes between two ranks is agreed on by those two: ``pairs``.
+* All change the same: it is carried out.
+* One changes nothing, or compiles another graph: nobody can change anything. All compile the graph
+  untouched and say why. Ranks whose graphs differ then leave their group apart: whose n-th graph is
+  whose is not known any more, and nothing more of it is changed.
+* They change it differently, under different policies: PlanMismatch on all of them.
+
+A rank that changes nothing says that and goes on: there is nothing to wait for. So does one that
+compiles again, alone, what was agreed on before, site by site.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
 
-import msgspec
-import torch.distributed as dist
+import torch
 
 from commpass.errors import PlanMismatch
-from commpass.groups import group_named
-from commpass.plan import Plan, diff
-from commpass.runtime.pairs import Pairs
-from commpass.runtime.waiting import appear
+from commpass.plan import NONE, Plan, Site, left_alone
+from commpass.runtime import differences
+from commpass.runtime.board import Board, History, Note, Speaker, Word, board
+from commpass.runtime.meeting import Meeting
+from commpass.runtime.parts import SEVERAL, Part, keys_of, parts
 
-GRACE_S = 5.0
-"""How much longer than the time-out the others wait for the verdict of a group's first rank."""
+log = logging.getLogger("commpass")
 
-SIZES = "ranks decided differently on an all_to_all whose splits look alike on some ranks and not on others"
-"""Why nobody may carry out a plan, where the ranks cannot know that they hold different sizes."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What the ranks of a group said: ranks by digest, ranks that could not carry out their plan, ranks that kept silent."""
-
-    ranks: dict[str, list[int]] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
-    missing: list[int] = field(default_factory=list)
+PATIENCE_S = 30.0
+"""After so long a line says who is waited for."""
+LONGEST_PAUSE_S = 0.25
+DEFAULT_TIMEOUT_S = 1800.0
+"""Where a group does not say what its own time-out is: that of torch's groups."""
 
 
-@dataclass(frozen=True)
-class _Word:
-    """What a rank says of its plan. ``outline`` is its digest without what the rank may have decided by sizes of its own, and
-    ``uneven`` says of each all-to-all with splits whether they look uneven from there."""
+def agree(plan: Plan, first: Iterable[Site], ends: Iterable[tuple[str, int | None]],
+          speaker: Speaker, timeout_s: float | None = None) -> str:  # fmt: skip
+    """Compares a plan with those of all ranks that it hangs together with.
 
-    digest: str
-    outline: str
-    uneven: tuple[bool, ...]
-    failure: str
-
-
-@dataclass
-class _Meetings:
-    """How often a group has met, and what it agreed on."""
-
-    group: dist.ProcessGroup
-    count: int = 0
-    agreed: set[str] = field(default_factory=set)
-
-
-_meetings: dict[str, _Meetings] = {}
-
-
-def agree(plan: Plan, groups: Iterable[str], timeout_s: float) -> dict[int, str]:
-    """Compares a plan with those of all other ranks of its groups.
-
-    Returns the ranks that could not carry out their plan, with the reason: then nobody may. Raises PlanMismatch, within the
-    time-out, if a rank planned something else or did not answer.
+    ``first`` are the graph's sites before anything was changed, ``ends`` the (group, peer) of its
+    collectives. ``timeout_s``: seconds to wait for the others; None for the groups' own time-out.
+    Returns "" where the plan is to be carried out, else why nobody may. Raises PlanMismatch, on all
+    of them, where ranks changed the same graph differently, or one did not answer in time.
     """
-    talking = [group for name in sorted(set(groups)) if (group := _talking(name)) is not None]
-    meetings: list[_Meeting | Pairs] = [_Meeting(group, plan) for group in talking if _common(plan, str(group.group_name))]
-    meetings += [Pairs(group, plan) for group in talking]
-    open_meetings = [meeting for meeting in meetings if not meeting.settled]
-    for meeting in open_meetings:  # everybody speaks before anybody waits
-        meeting.publish()
-    failures: dict[int, str] = {}
-    for meeting in open_meetings:
-        failures |= meeting.verdict(timeout_s)
-    return failures
-
-
-def _talking(name: str) -> dist.ProcessGroup | None:
-    """A group whose ranks can talk: it exists here, has more than one rank, and is no fake one."""
-    group = group_named(name)
-    return group if group is not None and group.size() > 1 and "fake" not in dist.get_backend(group) else None
-
-
-def _common(plan: Plan, group: str) -> bool:
-    """Whether all ranks of a group have a part in a plan, and not two by two alone."""
-    part = plan.of_group(group)
-    return not part.sites or bool(part.common().sites or part.simplified)
-
-
-class _Meeting:
-    """One comparison of one group's part of a plan."""
-
-    def __init__(self, group: dist.ProcessGroup, plan: Plan):
-        self.name = name = str(group.group_name)
-        self.ranks = dist.get_process_group_ranks(group)
-        self.rank = dist.get_rank()
-        self.store: Any = dist.distributed_c10d._get_process_group_store(group)
-        self.plan = plan.of_group(name).common()
-        self.digest = self.plan.digest()
-        past = _meetings.get(name)
-        if past is None or past.group is not group:
-            past = _meetings[name] = _Meetings(group)
-        self.past = past
-        self.settled = not plan.fallback and self.digest in past.agreed
-
-    def publish(self) -> None:
-        self.past.count += 1
-        self.prefix = f"commpass/{self.past.count}"
-        uneven = tuple(site.uneven for site in self.plan if site.splits is not None)
-        word = _Word(self.digest, self.plan.digest(whatever_sizes=True), uneven, self.plan.fallback)
-        self.store.set(f"{self.prefix}/word/{self.rank}", msgspec.json.encode(word))
-
-    def verdict(self, timeout_s: float) -> dict[int, str]:
-        """Waits for the verdict. Returns failures; raises PlanMismatch."""
-        if self.rank == self.ranks[0]:
-            verdict = self._judge(timeout_s)
-            self.store.set(f"{self.prefix}/verdict", msgspec.json.encode(verdict))
-        elif appear(self.store, [f"{self.prefix}/verdict"], timeout_s + GRACE_S):
-            verdict = msgspec.json.decode(self.store.get(f"{self.prefix}/verdict"), type=Verdict)
-        else:
-            verdict = Verdict(missing=[self.ranks[0]])
-        if verdict.missing:
-            raise PlanMismatch(self._silence(verdict.missing, timeout_s))
-        if verdict.failures:
-            return verdict.failures
-        if len(verdict.ranks) > 1:
-            raise PlanMismatch(self._difference(verdict, timeout_s))
-        self.past.agreed.add(self.digest)
-        return {}
-
-    def _judge(self, timeout_s: float) -> Verdict:
-        keys = {rank: f"{self.prefix}/word/{rank}" for rank in self.ranks}
-        if not appear(self.store, list(keys.values()), timeout_s):
-            return Verdict(missing=[rank for rank, key in keys.items() if not self.store.check([key])])
-        verdict, outlines, seen = Verdict(), set(), set()
-        for rank, raw in zip(self.ranks, self.store.multi_get(list(keys.values())), strict=True):
-            word = msgspec.json.decode(raw, type=_Word)
-            verdict.ranks.setdefault(word.digest, []).append(rank)
-            outlines.add(word.outline)
-            seen.add(word.uneven)
-            if word.failure:
-                verdict.failures[rank] = word.failure
-        if len(verdict.ranks) > 1 and len(outlines) == 1 and len(seen) > 1 and not verdict.failures:
-            verdict.failures.update({ranks[0]: SIZES for ranks in verdict.ranks.values()})
-        return verdict
-
-    def _silence(self, missing: list[int], timeout_s: float) -> str:
-        return (
-            f"rank {', '.join(map(str, missing))} of group {self.name!r} (ranks {_spans(self.ranks)}) published no plan for "
-            f"this {self.plan.direction} graph within {timeout_s:g} s, but rank {self.rank} did. It compiled another graph, "
-            "stopped, or needs longer: raise the time-out with commpass.backend(..., timeout=seconds). "
-            f"Here the plan is:\n{_outline(self.plan)}"
+    first, ends = tuple(first), tuple(ends)
+    mine = parts(plan, first, ends, speaker.digest)
+    if not mine:
+        return ""
+    here = board()
+    for part in mine:
+        here.spoken.setdefault(part.where, set()).add(speaker.digest)
+    pasts = {part.key: here.history(part.key, part.group) for part in mine}
+    settled = [part for part in mine if part.changed and _settled(part, pasts[part.key], speaker)]
+    fresh = [part for part in mine if part.changed and part not in settled]
+    if why := next((pasts[part.key].apart for part in fresh if pasts[part.key].apart), ""):
+        sites = tuple(left_alone(site, why) for site in plan.sites)
+        plan = dataclasses.replace(plan, sites=sites, simplified=(), fallback=why)
+        mine, settled, fresh = parts(plan, first, ends, speaker.digest), [], []
+    waiting = [part for part in mine if part in fresh or _contrary(part, pasts[part.key], speaker)]
+    for part in mine:
+        if part not in waiting and part not in settled:
+            _say_nothing(here, part, pasts[part.key], plan, speaker)
+    if not waiting:
+        return why
+    meeting = Meeting(here, waiting, pasts, plan, speaker, timeout_s or _timeout(waiting))
+    try:
+        verdict = _verdict(meeting)
+    finally:
+        _count(meeting)
+    if verdict and settled:
+        raise PlanMismatch(
+            f"{verdict}\nSo this {plan.direction} graph cannot be carried out as planned, but what "
+            f"was agreed on before with the ranks of {_names(settled)} goes on there. Compile on all "
+            "ranks alike."
         )
-
-    def _difference(self, verdict: Verdict, timeout_s: float) -> str:
-        """Each side shows its plan to the other; the message tells what differs."""
-        mine = next(ranks for ranks in verdict.ranks.values() if self.rank in ranks)
-        others = next(ranks for ranks in verdict.ranks.values() if self.rank not in ranks)
-        if self.rank == mine[0]:
-            self.store.set(f"{self.prefix}/plan/{self.rank}", self.plan.to_json())
-        key = f"{self.prefix}/plan/{others[0]}"
-        sides = "; ".join(f"rank {_spans(ranks)}: plan {digest}" for digest, ranks in sorted(verdict.ranks.items()))
-        head = f"the ranks of group {self.name!r} planned differently for this {self.plan.direction} graph ({sides}).\n"
-        if not appear(self.store, [key], timeout_s):
-            return f"{head}Rank {others[0]} did not show its plan."
-        theirs = Plan.from_json(self.store.get(key))
-        rows = [str(d).replace("the first", f"rank {self.rank}").replace("the second", f"rank {others[0]}")
-                for d in diff(self.plan, theirs)]  # fmt: skip
-        policies = f"policy {self.plan.policy!r} on rank {self.rank}, {theirs.policy!r} on rank {others[0]}"
-        more = [f"... and {len(rows) - 10} more"] if len(rows) > 10 else []
-        return head + "\n".join([*(f"  {row}" for row in rows[:10]), *more, f"  ({policies}; profile {self.plan.profile!r} and "
-                                 f"{theirs.profile!r})", "Give every rank the same policy, profile and model."])  # fmt: skip
+    return verdict or why
 
 
-def _spans(ranks: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
+def _settled(part: Part, past: History, speaker: Speaker) -> bool:
+    """Whether all of it was agreed on before: then this rank may go on alone."""
+    if part.digest in past.agreed[speaker.backend]:
+        return True
+    known, wanted = past.known[speaker.backend], part.decisions()
+    for site in part.first:
+        key = next((key for key in keys_of(site) if key in known), "")
+        if not key or not known[key] == wanted[key] != SEVERAL:
+            return False
+    return not part.plan.simplified
+
+
+def _contrary(part: Part, past: History, speaker: Speaker) -> bool:
+    """Whether it leaves alone what was agreed to be changed: the others must know."""
+    known = past.known[speaker.backend]
+    return not part.changed and any(_known(known, site) != NONE for site in part.first)
+
+
+def _known(known: dict[str, str], site: Site) -> str:
+    return next((known[key] for key in keys_of(site) if key in known), NONE)
+
+
+def _say_nothing(here: Board, part: Part, past: History, plan: Plan, speaker: Speaker) -> None:
+    """Says that nothing is changed, and goes on."""
+    if past.apart:
+        return
+    note = Note(0, part.outline, part.sites, speaker.digest, speaker.name, plan.fallback)
+    try:
+        here.note(part.where, part.key, past, note)
+    except RuntimeError as error:  # the store is gone: nobody can hear it, and nobody need
+        log.debug("commpass could not reach the store: %s", error)
+
+
+def _timeout(waiting: Iterable[Part]) -> float:
+    """The longest time-out of some groups, in seconds."""
+    found = []
+    for part in waiting:
+        for device in part.group._device_types:
+            options = getattr(part.group._get_backend(torch.device(device)), "options", None)
+            given = getattr(options, "_timeout", None)
+            found.append(given.total_seconds() if isinstance(given, timedelta) else 0.0)
+    return max(found, default=0.0) or DEFAULT_TIMEOUT_S
+
+
+def _names(some: Iterable[Part]) -> str:
+    return ", ".join(f"group {part.group.group_name!r}" for part in some)
+
+
+def _count(meeting: Meeting) -> None:
+    """Who only noted a graph has not counted its meeting: nor do those who heeded the note."""
+    for key in meeting.parts:
+        past = meeting.pasts[key]
+        if meeting.alone[key]:
+            past.count -= 1
+            like = (note for note in meeting.alone[key].values() if note.policy == meeting.speaker.digest)
+            past.noted |= {note.outline: note.times for note in like}
         else:
-            spans.append([rank, rank])
-    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in spans)
+            past.noted.clear()
+            past.notes.clear()
 
 
-def _outline(plan: Plan, most: int = 5) -> str:
-    rows = [f"  {s.name}: {s.kind} {s.dtype}{list(s.shape)} {s.codec} by {s.algorithm}" for s in plan.sites[:most]]
-    return "\n".join(rows + ([f"  ... and {len(plan.sites) - most} more"] if len(plan.sites) > most else []))
+def _verdict(meeting: Meeting) -> str:
+    """Waits for the words of all. Returns why the graph must stay untouched, or ""."""
+    try:
+        _wait(meeting)
+        return _judge(meeting)
+    except RuntimeError as error:
+        if isinstance(error, PlanMismatch):
+            raise
+        raise PlanMismatch(
+            f"the ranks could not compare their plans for this {meeting.plan.direction} graph: the "
+            f"store of torch.distributed does not answer ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def _wait(meeting: Meeting) -> None:
+    start, told, pause = time.monotonic(), False, 0.001
+    while True:
+        meeting.speak()
+        meeting.listen()
+        meeting.speak()  # what was heard may change it, and it must stand there when this rank goes
+        if meeting.decided():
+            return
+        waited = time.monotonic() - start
+        if waited > meeting.timeout_s:
+            for key, (number, _) in meeting.mine.items():
+                meeting.here.say(key, number, Word(gave_up=True))
+            raise PlanMismatch(differences.silence(meeting))
+        if waited > PATIENCE_S and not told:
+            told = True
+            log.warning("%s", differences.patience(meeting, waited))
+        time.sleep(pause)
+        many = sum(len(ranks) for _, ranks in meeting.halls.values())
+        pause = min(2 * pause, LONGEST_PAUSE_S * (1 + many / 256))
+
+
+def _judge(meeting: Meeting) -> str:
+    words = [(key, rank, word) for key in meeting.halls for rank, word in meeting.heard[key].items()]
+    if found := [(key, rank) for key, rank, word in words if word.gave_up]:
+        raise PlanMismatch(differences.gave_up(meeting, *found[0]))
+    apart = {key for key in meeting.parts if key in meeting.conflicts or meeting.other_graph(key)}
+    apart |= {key for key in meeting.parts if meeting.other_policy(key)}
+    if meeting.nobody():
+        why = differences.nobody(meeting)
+    elif differing := meeting.differing():
+        why = differences.text(meeting, differing)
+        if len({word.policy for _, _, word in words}) > 1:
+            raise PlanMismatch(why)
+        why = "; ".join([*(differences.apart(meeting, key) for key in sorted(apart)), why])
+    else:
+        for key, part in meeting.parts.items():
+            meeting.pasts[key].agreed[meeting.speaker.backend].add(part.digest)
+            meeting.pasts[key].known[meeting.speaker.backend].update(part.decisions())
+        return ""
+    if meeting.contrary and meeting.without():
+        raise PlanMismatch(f"{why}\nBut other ranks go on with what was agreed on before. Compile on all ranks alike.")
+    silent = any(meeting.missing(hall) for hall in meeting.halls)
+    for key, part in meeting.parts.items():
+        if silent or meeting.without():  # not all can see from what was said that nobody can
+            follows = Word(outline=part.outline, policy=meeting.speaker.digest, failure=why,
+                           policy_name=meeting.speaker.name, follows=True)  # fmt: skip
+            meeting.here.say(key, meeting.mine[key][0], follows)
+    for part in meeting.contrary:
+        meeting.pasts[part.key].known[meeting.speaker.backend].update(dict.fromkeys(part.decisions(), NONE))
+    for key in apart:
+        meeting.pasts[key].apart = differences.apart(meeting, key)
+        meeting.here.leave(key, meeting.pasts[key].apart)
+    return why if any(part.changed for part in meeting.parts.values()) else ""

@@ -1,48 +1,85 @@
-"""One line a model, and rules that matched nothing: said once, when a backend's graphs have all been seen."""
+"""One line a model, and rules that matched nothing: said when what a backend compiles has come to
+rest."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections.abc import Callable, Iterable
 
 from commpass.errors import nearest
 from commpass.groups import is_first_rank
-from commpass.plan import Plan
-from commpass.policy import Policy, unmatched
+from commpass.plan import Plan, PlannedSite
+from commpass.policy import Policy, Rule, covers
 
 log = logging.getLogger("commpass")
 
 
 class Summary:
-    """What the graphs of one backend have in common. Reports when a graph runs a second time: then a whole step, forward
-    and backward, has been compiled; at the latest when the backend goes."""
+    """What the graphs of one backend have in common.
+
+    A *round* goes from one call of a forward graph to the next one of the same, with no graph
+    compiled between the two and no backward still to come of a graph that has one: a step, an
+    evaluation, a part of a batch. After one round all is said in a line, and again after a round
+    behind graphs that were compiled later (training after an evaluation, a second model). After two
+    rounds, of which a backward was part, rules that matched nothing are said: each once. What was
+    not said until then is said when the backend goes, or the process.
+    """
 
     def __init__(self, policy: Policy):
         self.policy = policy
         self.plans: list[Plan] = []
-        self.calls: Counter[str] = Counter()
-        self.reported = False
+        self.trained: set[str] = set()
+        self.round: set[str] = set()
+        self.rounds = 0
+        self.said = 0
+        self.warned: set[int] = set()
         self.speaks = True
 
-    def add(self, plan: Plan) -> None:
+    def add(self, plan: Plan, *, trained: bool) -> None:
+        """Takes a graph's plan. ``trained`` says whether there is a backward of it, which may be
+        compiled only when it runs."""
         self.plans.append(plan)
+        if trained:
+            self.trained.add(plan.graph)
+        self.round &= {f"{plan.graph}forward"} if plan.direction == "backward" else set()
+        self.rounds = 0
         self.speaks = is_first_rank()  # asked now: when the backend goes, the process group may have gone already
 
     def called(self, graph: str) -> None:
-        if not self.reported:
-            self.calls[graph] += 1
-            if self.calls[graph] > 1:
-                self.report()
+        """Before each call of a graph, which is its number and direction."""
+        if self.rounds > 1:  # all that can be known before another graph is compiled is said
+            return
+        if graph in self.round and graph.endswith("forward") and not self._backward_to_come():
+            self.round.clear()
+            self.rounds += 1
+            self.say_line()
+            if self.rounds > 1 and any(plan.direction == "backward" for plan in self.plans):
+                self.say_unmatched()
+        self.round.add(graph)
+
+    def _backward_to_come(self) -> bool:
+        forward, backward = (
+            {graph.removesuffix(end) for graph in self.round if graph.endswith(end)} for end in ("forward", "backward")
+        )
+        known = {plan.graph for plan in self.plans if plan.direction == "forward"}
+        return backward <= known and bool(forward & self.trained - backward)  # compiled autograd's is that of all graphs
 
     def report(self) -> None:
-        if self.reported or not self.plans:
-            return
-        self.reported = True
-        if not self.speaks:
-            return
-        log.info("%s", self.line())
-        for warning in self.unmatched_rules():
-            log.warning("%s", warning)
+        """Says what was not said: at the end."""
+        self.say_line()
+        self.say_unmatched()
+
+    def say_line(self) -> None:
+        if self.speaks and len(self.plans) > self.said:
+            self.said = len(self.plans)
+            log.info("%s", self.line())
+
+    def say_unmatched(self) -> None:
+        if self.speaks and self.plans:
+            for number, sentence in self.unmatched_rules().items():
+                if number not in self.warned:
+                    self.warned.add(number)
+                    log.warning("%s", sentence)
 
     def line(self) -> str:
         sites = [(plan, site) for plan in self.plans for site in plan.sites]
@@ -54,19 +91,56 @@ class Summary:
         fallbacks = sum(bool(plan.fallback) for plan in self.plans)
         unknown = sum(site.bytes < 0 for _, site in sites)
         return (
-            f"policy {self.policy.name!r}: {len(self.plans)} graphs, {len(sites)} sites, {compressed} compressed, "
-            f"{before:,} bytes -> {after:,} a step, predicted {plain:,.0f} us -> {predicted:,.0f} us"
+            f"policy {self.policy.name!r}: {len(self.plans)} graphs, {len(sites)} sites, {compressed} compressed; "
+            f"each graph run once: {before:,} bytes -> {after:,}, predicted {plain:,.0f} us -> {predicted:,.0f} us"
             + (f", {unknown} sites of unknown size not counted" if unknown else "")
             + (f", {fallbacks} graphs untouched" if fallbacks else "")
         )
 
-    def unmatched_rules(self) -> list[str]:
-        """A sentence for each rule that matched no site of any graph."""
+    def unmatched_rules(self) -> dict[int, str]:
+        """A sentence for each rule, by number from 0, that matched no site of any graph."""
         sites = [site for plan in self.plans for site in plan.sites]
-        matched = {index for site in sites for index, rule in enumerate(self.policy.rules) if rule.matches(site)}
-        modules = {site.module for site in sites if site.module}
-        return [
-            f"{rule} matched no collective of the whole model"
-            + (nearest(rule.module, modules) if rule.module != "**" and modules else ".")
-            for rule in unmatched(self.policy, matched)
-        ]
+        matched = {number for plan in self.plans for number in plan.matched}
+        return {
+            number: f"{rule} matched no collective of the {len(self.plans)} graphs so far{_instead(rule, sites)}"
+            for number, rule in enumerate(self.policy.rules)
+            if number not in matched
+        }
+
+
+def _instead(rule: Rule, sites: list[PlannedSite]) -> str:
+    """What there is in place of what a rule asks for: of each of its conditions that no site
+    meets."""
+    if not sites:
+        return ": they have none."
+    said = []
+    for name, wanted, met, known in _conditions(rule, sites):
+        if wanted is not None and not any(map(met, sites)):
+            said.append(f" {name}={wanted!r}: there is none{nearest(wanted, known)}{_why(name, known)}")
+    if rule.min_bytes and not any(site.common_bytes >= rule.min_bytes for site in sites):
+        said.append(f" min_bytes={rule.min_bytes}: the largest has {max(site.common_bytes for site in sites):,}.")
+    return ":" + "".join(said) if said else ": each of its conditions holds somewhere, but nowhere all of them."
+
+
+def _conditions(
+    rule: Rule, sites: list[PlannedSite]
+) -> Iterable[tuple[str, str | None, Callable[[PlannedSite], bool], set[str]]]:
+    """(field, what the rule says there or None, whether a site meets it, what there is) of a
+    rule."""
+    module = None if rule.module == "**" else rule.module
+    yield "module", module, lambda site: covers(rule.module, site.module), {site.module for site in sites}
+    yield "kind", rule.kind, lambda site: site.kind == rule.kind, {site.kind for site in sites}
+    yield "direction", rule.direction, lambda site: site.direction == rule.direction, {s.direction for s in sites}
+    groups = {label for site in sites for label in site.group_labels or (site.group_label or site.group,)}
+    yield "group", rule.group, lambda site: any(covers(rule.group or "", label) for label in site.labels), groups
+
+
+def _why(name: str, known: set[str]) -> str:
+    """What else a user must know about module paths."""
+    if name != "module":
+        return ""
+    shared = any("*" in path.split(".") for path in known)
+    return (
+        (" A collective of the model itself, or of code outside of it, has the path ''." if "" in known else "")
+        + (" Blocks that are compiled one by one share a graph, whose path has * for their numbers." if shared else "")
+    )  # fmt: skip

@@ -8,7 +8,6 @@ changes: nothing with the bit-exact rules; the others round a float sum differen
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from commpass.passes.discover import Found, graph_modules
 from commpass.passes.simplify.editor import Editor
 from commpass.passes.simplify.outputs import output_memory, separate_outputs
 from commpass.passes.simplify.rules import RULES, Done, Rule
+from commpass.passes.terms import terms_of
 from commpass.plan import Simplification
 from commpass.policy import Policy
 
@@ -27,6 +27,9 @@ SWEEPS = 8
 """A rule may make room for another; what is not found after so many sweeps is left."""
 EARLY = ("waits", "same")
 """The rules of the first sweep: equal collectives are one before anything makes them look different."""
+LATE = ("alone",)
+"""The rules of the last sweep: other ranks' groups may have more than one rank, and what only one
+rank takes away must not make room for rules that it then applies alone."""
 
 
 def simplify(gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile: Profile) -> tuple[Simplification, ...]:
@@ -34,21 +37,14 @@ def simplify(gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile
     if policy.off:
         return ()
     applied: list[Simplification] = []
-    compressible = frozenset(each.call.node for each in found if policy.terms(each.site)[0].codecs)
+    allowed = zip(found, terms_of(found, policy), strict=True)
+    terms = {each.call.node: its for each, its in allowed}
     rules = [rule for rule in RULES if rule.exact or policy.reassociate]
     for prefix, module in graph_modules(gm):
         if not any(parse(node) is not None for node in module.graph.nodes):
             continue
-        as_it_came = copy.deepcopy(module.graph)
-        same_node = dict(zip(module.graph.nodes, as_it_came.nodes, strict=True))
-        editor = Editor(module, profile, compressible)
+        editor = Editor(module, profile, terms)
         done = _apply(editor, rules)
-        if done and editor.fills_memory():  # rules look at memory one by one; together they may need more than each thought
-            module.graph = as_it_came
-            editor = Editor(
-                module, profile, frozenset(same_node[node] for node in compressible if node in same_node), sparing=True
-            )
-            done = _apply(editor, rules)
         if done:
             module.graph.lint()
             module.recompile()
@@ -65,10 +61,11 @@ def _apply(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Done]]:
     outputs = output_memory(editor.graph)
     done = _sweep(editor, [rule for rule in rules if rule.name in EARLY])
     for _ in range(SWEEPS - 1):
-        now = _sweep(editor, rules)
+        now = _sweep(editor, [rule for rule in rules if rule.name not in LATE])
         done += now
         if not now:
             break
+    done += _sweep(editor, [rule for rule in rules if rule.name in LATE])
     if done:
         separate_outputs(editor, outputs)
     return done

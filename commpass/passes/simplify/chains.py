@@ -22,6 +22,14 @@ VIEWS = (*RESHAPES, aten.permute.default, aten.transpose.int, aten.t.default, at
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+WIDE = (torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes of which values may be added or scaled before a sum over ranks instead of after it. In
+float16, which ends at 65,504 and 2^-24, a sum of two may be Inf where their sums over all ranks are
+not, and a scaled value 0 where the scaled sum is not."""
+FARTHEST = 32
+"""Powers of two by which the scales of a chain may move values before a sum. These dtypes end at
+2^127 and 2^-126: so values between 2^-60 and 2^60 stay in range, over up to 2^30 ranks."""
+PLAIN_LAYOUTS = (None, torch.contiguous_format, torch.preserve_format)
 LONGEST = 16
 """Links of a chain that are looked at: so every walk is short, and the pass linear."""
 
@@ -37,12 +45,38 @@ def is_scaling(node: fx.Node) -> bool:
     return isinstance(node.args[0], fx.Node) and fake(node).dtype == fake(node.args[0]).dtype
 
 
+def keeps_range(chain: Sequence[fx.Node], *numbers: Any) -> bool:
+    """Whether the scalings of a chain, and by these numbers, may move to the other side of a sum
+    over ranks without a value leaving the range of its dtype."""
+    links = [link for link in chain if is_scaling(link)]
+    given = [number for link in links for number in link.args[1:]] + list(numbers)
+    if not all(isinstance(number, (int, float)) and number for number in given):
+        return False
+    in_range = all(fake(link).dtype in WIDE for link in links)
+    return in_range and sum(abs(math.log2(abs(number))) for number in given) <= FARTHEST
+
+
 def is_cast(node: fx.Node) -> bool:
-    return node.target in CASTS and fake(node).device == fake(node.args[0]).device  # type: ignore[arg-type]
+    return (
+        node.target in CASTS
+        and fake(node).device == fake(node.args[0]).device  # type: ignore[arg-type]
+        and node.kwargs.get("memory_format") in PLAIN_LAYOUTS
+    )
+
+
+def is_copy(node: fx.Node) -> bool:
+    """A clone that any tensor can have. Others, such as channels_last, are for a number of
+    dimensions, and are no links."""
+    return node.target is aten.clone.default and node.kwargs.get("memory_format") in PLAIN_LAYOUTS
+
+
+def maps_values(node: fx.Node) -> bool:
+    """Whether a node maps every value on its own, and leaves it where it is."""
+    return is_cast(node) or is_scaling(node)
 
 
 def is_one_to_one(node: fx.Node) -> bool:
-    return node.target is aten.clone.default or is_cast(node) or is_scaling(node)
+    return is_copy(node) or maps_values(node)
 
 
 def before_clone(node: fx.Node) -> fx.Node:
@@ -110,7 +144,7 @@ class Part:
 
 def _part_of(node: fx.Node, kind: str, editor: Editor) -> Part | None:
     """The own part that a node takes of a collective's result, if it is one."""
-    whole = _divided(node)
+    whole = _divided(node) if node not in editor.changing else None
     walked = walk_back(whole, _may_divide, lambda n: editor.exchange(n, (kind,)))
     if walked is None or whole is None:
         return None

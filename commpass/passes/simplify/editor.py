@@ -13,13 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from commpass import groups
-from commpass.costmodel import Profile
+from commpass import groups, meshes
+from commpass.costmodel import Link, Profile
 from commpass.passes import meta
 from commpass.passes.collective import Call, is_wait, parse
 from commpass.passes.discover import describe_group
-from commpass.passes.simplify.liveness import Liveness, liveness
+from commpass.passes.simplify.held import Held, nothing_held
 from commpass.passes.simplify.values import memory, value_numbers
+from commpass.passes.terms import TERMS
+from commpass.plan import ROWS
+from commpass.policy import Terms
 
 aten = torch.ops.aten
 ops = torch.ops._c10d_functional
@@ -47,27 +50,30 @@ class Editor:
 
     module: fx.GraphModule
     profile: Profile
-    compressible: frozenset[fx.Node] = frozenset()
+    terms: dict[fx.Node, Terms] = field(default_factory=dict)
     gone: set[fx.Node] = field(default_factory=set)
-    first: dict[int, Exchange] = field(default_factory=dict)
+    equal: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    sweeps: int = 0
     changing: set[fx.Node] = field(default_factory=set)
-    until: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    numbers: dict[fx.Node, int] = field(default_factory=dict)
-    living: Liveness | None = None
     calls: dict[fx.Node, tuple[Any, Any, Call | None]] = field(default_factory=dict)
     group_of: dict[str, str] = field(default_factory=dict)
-    sparing: bool = False
+    unions: dict[tuple[str, str], Any] = field(default_factory=dict)
+    links: dict[str, Link] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Looks at the whole graph, at the start of a sweep: which values are equal, and how much lives where."""
-        self.first.clear()
-        self.until.clear()
-        found = memory(self.graph)
-        self.changing = {node for node, root in found[0].items() if root in found[1]} if found[1] else set()
-        self.numbers = value_numbers(self.graph, found)
-        before, self.living = self.living, liveness(self.graph, found)
-        if before is not None:  # the peak that counts is that of the graph as it came
-            self.living.peak, self.living.largest = before.peak, before.largest
+        """Looks at the whole graph, at the start of a sweep: which values are equal, and which must
+        stay where they are in memory, since something writes to them or reads them by address."""
+        found = roots, written = memory(self.graph)
+        readers = [node for node in self.graph.nodes if node.target in BY_ADDRESS]
+        fixed = written | {roots[node.all_input_nodes[0]] for node in readers}
+        self.changing = {node for node, root in roots.items() if root in fixed} if fixed else set()
+        self.sweeps += 1
+        self.equal = {}
+        last: dict[int, fx.Node] = {}
+        for node, number in value_numbers(self.graph, found).items():
+            if number in last:
+                self.equal[node] = last[number]
+            last[number] = node
 
     @property
     def graph(self) -> fx.Graph:
@@ -75,6 +81,11 @@ class Editor:
 
     def lives(self, node: fx.Node) -> bool:
         return node not in self.gone
+
+    @cached_property
+    def held(self) -> Held:
+        """What the rules keep for longer, by the places of the graph as it came."""
+        return nothing_held(self.graph)
 
     @cached_property
     def mode(self) -> Any:
@@ -107,8 +118,24 @@ class Editor:
         return Exchange(call, node)
 
     def may_compress(self, node: fx.Node) -> bool:
-        """Whether the policy allows a codec for a collective that was there from the start."""
-        return node in self.compressible
+        """Whether the policy allows a codec for a collective."""
+        return node in self.terms and bool(self.terms[node].codecs)
+
+    def allowed_alike(self, a: Call, b: Call) -> bool:
+        """Whether the policy allows the same for two collectives: else they stay two."""
+        one, other = self.terms.get(a.node), self.terms.get(b.node)
+        return one is other or (one is not None and other is not None and one.allow_like(other))
+
+    def union(self, first: Call, second: Call) -> tuple[str, int] | None:
+        """(name, size) of the group over which one reduction does what these do one after the other, if it is proved
+        to be one."""
+        if not isinstance(first.group, str) or not isinstance(second.group, str):
+            return None
+        pair = (first.group, second.group)
+        if pair not in self.unions:
+            self.unions[pair] = meshes.joined(*pair)
+        group = self.unions[pair]
+        return None if group is None else (group.group_name, group.size())
 
     def size(self, call: Call) -> int:
         return describe_group(call)[2]
@@ -119,8 +146,15 @@ class Editor:
         return None if group is None else dist.get_group_rank(group, dist.get_rank())
 
     def us(self, kind: str, nbytes: float, call: Call) -> float:
-        _, label, size = describe_group(call)
-        return self.profile.link_of(label).us(kind, nbytes, size)
+        name, _, size = describe_group(call)
+        return self.link(name).us(kind, nbytes, size)
+
+    def link(self, group: str) -> Link:
+        """The link between the ranks of a group."""
+        if group not in self.links:
+            labels = groups.labels_of(group) or ("",)
+            self.links[group] = self.profile.link_of(*labels, ranks=groups.ranks_of(group))
+        return self.links[group]
 
     def kernels_us(self, kernels: int, values: float = 0) -> float:
         """Microseconds of so many local operators that copy so many values: a launch each, and the time of the
@@ -129,15 +163,9 @@ class Editor:
         return kernels * self.profile.kernels.launch_us + values * min(rate.encode_ns for rate in rates) / 1e3
 
     def hold(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
-        """Whether memory allows so many bytes more from one node to another, by the tensor ``merged`` in return."""
-        if self.sparing and nbytes > 0:
-            return False
-        return self.living is None or self.living.hold(first, last, nbytes, merged)
-
-    def fills_memory(self) -> bool:
-        """Whether the graph's peak has risen by more than the largest tensor that was merged."""
-        now = liveness(self.graph, memory(self.graph)).peak
-        return self.living is not None and now > self.living.peak + self.living.largest
+        """Whether so many bytes more may be kept from one node up to another, for the tensor
+        ``merged``. The sizes must be those that all ranks know."""
+        return self.held.hold(first, last, nbytes, merged)
 
     def last_user(self, node: fx.Node) -> fx.Node:
         """The last node that takes a node, or itself."""
@@ -161,16 +189,17 @@ class Editor:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
         meta.carry(source, node)
-        if self.living is not None and before in self.living.place:
-            self.living.place[node] = self.living.place[before]
+        self.held.place[node] = self.held.place[before]
         node.meta[RULE] = rule
+        if source in self.terms and self.call(node) is not None:
+            self.terms[node] = node.meta[TERMS] = self.terms[source]
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with torch.no_grad(), self.mode:
             node.meta["val"] = target(*values, **named)
         return node
 
     def collective(self, before: fx.Node, rule: str, like: Call, value: fx.Node, **changed: Any) -> fx.Node:
-        """The same collective of another value, and its wait."""
+        """The same collective of another value, and its wait; the policy allows it the same."""
         value = self.contiguous(before, rule, value)
         names = [a.name for a in like.node.target._schema.arguments]  # type: ignore[union-attr]
         given = {**dict(zip(names, like.node.args, strict=False)), **like.node.kwargs, "input": value, **changed}
@@ -186,8 +215,23 @@ class Editor:
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Lets everything that took ``old`` take ``new``, and erases what nobody takes any more."""
-        old.replace_all_uses_with(new)
+        old.replace_all_uses_with(self.laid_out_as(old, new))
         self.prune(old)
+
+    def laid_out_as(self, old: fx.Node, new: fx.Node) -> fx.Node:
+        """The values of ``new``, such that what was a view of ``old`` is one of them: dimensions in
+        the same order in memory."""
+        given, made = _lengths_and_steps(fake(new)), _lengths_and_steps(fake(old))
+        if given is None or made is None or given == made:
+            return new
+        order = sorted(range(len(made)), key=lambda dim: -made[dim][1])
+        if _dense([given[dim] for dim in order]):
+            return new
+        rule, back = new.meta.get(RULE, "same"), [order.index(dim) for dim in range(len(order))]
+        turned = self.emit(old, rule, new, aten.permute.default, new, order)
+        plain = torch.contiguous_format
+        copied = self.emit(old, rule, new, aten.clone.default, turned, memory_format=plain)
+        return self.emit(old, rule, new, aten.permute.default, copied, back)
 
     def prune(self, node: fx.Node) -> None:
         stack = [node]
@@ -214,6 +258,32 @@ def _needed(node: fx.Node) -> bool:
     return call is not None and bool(call.ends or "in-place" in call.form or call.form == "out")
 
 
+BY_ADDRESS = (aten.as_strided.default,)
+"""Operators that read a place in memory, whatever tensor it was."""
+
+
+def _lengths_and_steps(value: torch.Tensor) -> list[tuple[int, int]] | None:
+    """(length, stride) of each dimension, by hints; None where there is no hint. The stride of one
+    entry is 0: it says nothing."""
+    found = []
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        length, step = meta.hint(size), meta.hint(stride)
+        if length is None or step is None:
+            return None
+        found.append((length, step if length != 1 else 0))
+    return found
+
+
+def _dense(dims: Sequence[tuple[int, int]]) -> bool:
+    """Whether dimensions, in this order, lie in memory without gaps, the last one closest."""
+    expected = 1
+    for length, step in reversed(dims):
+        if length != 1 and step != expected:
+            return False
+        expected *= length
+    return True
+
+
 def fake(node: fx.Node) -> torch.Tensor:
     value = meta.tensor(node)
     assert value is not None
@@ -227,3 +297,12 @@ def same_shape(a: fx.Node, b: fx.Node) -> bool:
 
 def nbytes(node: fx.Node) -> int:
     return max(meta.nbytes(fake(node)), 0)
+
+
+def common_nbytes(call: Call, size: int) -> int:
+    """Bytes that all ranks take for those of a collective's input. Each has its own number of
+    entries in an all_to_all: then as many as for ROWS from each rank to each."""
+    if call.splits is None:
+        return nbytes(call.inputs[0])
+    value = fake(call.inputs[0])
+    return ROWS * size * meta.width(value) * value.dtype.itemsize

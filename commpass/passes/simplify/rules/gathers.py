@@ -9,8 +9,17 @@ import torch
 from torch import fx
 
 from commpass.passes import meta
-from commpass.passes.simplify.chains import before_clone, is_cast, is_one_to_one, is_view, repeat, scales, walk_back
-from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes
+from commpass.passes.simplify.chains import (
+    before_clone,
+    is_cast,
+    is_copy,
+    is_view,
+    maps_values,
+    repeat,
+    scales,
+    walk_back,
+)
+from commpass.passes.simplify.editor import Editor, Exchange, aten, common_nbytes, fake, nbytes
 from commpass.passes.simplify.rules.rule import GATHERS, Done
 
 EXACT_WIDENINGS = {
@@ -18,28 +27,44 @@ EXACT_WIDENINGS = {
     (torch.float16, torch.float64), (torch.float32, torch.float64), (torch.int8, torch.int32), (torch.uint8, torch.int32),
     (torch.int8, torch.int64), (torch.uint8, torch.int64), (torch.int32, torch.int64),
 }  # fmt: skip
+SENT_EVERYWHERE = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+"""The dtypes that gloo carries, and others too. Not float8, nor the 16-bit integers: those are
+narrowed where they arrive."""
 convert = torch.ops.prims.convert_element_type.default
 
 
 def gather_then_narrow(node: fx.Node, editor: Editor) -> Done | None:
-    """to(narrow, gather(x)) = gather(to(narrow, x)): a gather moves values, a cast maps each on its own. Likewise behind views,
-    which stay behind the gather, and scales, which move in front of it with the cast."""
-    if not is_cast(node):
+    """to(narrow, gather(x)) = gather(to(narrow, x)): a gather moves values, a cast maps each on its
+    own. Likewise behind views and copies, which stay behind the gather, and scales, which move in
+    front of it with the cast, in their order."""
+    if not is_cast(node) or node in editor.changing:
         return None
-    between = walk_back(node.args[0], lambda n: is_view(n) or is_one_to_one(n), lambda n: editor.exchange(n, GATHERS), node)
+    between = walk_back(node.args[0], _is_link, lambda n: editor.exchange(n, GATHERS), node)
     if between is None:
         return None
     exchange, chain = between
+    maps, rest = [n for n in chain if maps_values(n)], [n for n in chain if _lays_out(n)]
     wide, narrow = fake(exchange.wait).dtype, fake(node).dtype
-    if narrow.itemsize >= wide.itemsize:
+    if narrow.itemsize >= wide.itemsize or narrow not in SENT_EVERYWHERE:
         return None
     place, rule = exchange.call.node, "gather then narrow"
-    value = repeat([link for link in chain if is_one_to_one(link)], exchange.input, place, rule, editor)
+    value = repeat(maps, exchange.input, place, rule, editor)
     value = editor.emit(place, rule, node, convert, value, narrow)
     saved, name = nbytes(exchange.input) - nbytes(value), place.name
     gathered = editor.collective(place, rule, exchange.call, value)
-    editor.replace(node, repeat([link for link in chain if is_view(link)], gathered, node, rule, editor))
+    editor.replace(node, repeat(rest, gathered, node, rule, editor))
     return Done(name, f"{gathered.args[0].name} of {meta.dtype_name(narrow)}", saved, scales(chain))  # type: ignore[union-attr]
+
+
+def _is_link(node: fx.Node) -> bool:
+    return _lays_out(node) or maps_values(node)
+
+
+def _lays_out(node: fx.Node) -> bool:
+    return is_view(node) or is_copy(node)
 
 
 def widened(exchange: Exchange) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
@@ -59,11 +84,15 @@ def widen_then_gather(node: fx.Node, editor: Editor) -> Done | None:
     if exchange is None or found is None:
         return None
     source, cast, views = found
-    place, rule, name, size = exchange.call.node, "widen then gather", exchange.call.node.name, nbytes(exchange.input)
-    saved = size * (1 - fake(source).dtype.itemsize / fake(cast).dtype.itemsize)
-    kind = exchange.call.kind
-    if editor.us(kind, size, exchange.call) - editor.us(kind, size - saved, exchange.call) < editor.kernels_us(1):
+    place, rule, name = exchange.call.node, "widen then gather", exchange.call.node.name
+    less = 1 - fake(source).dtype.itemsize / fake(cast).dtype.itemsize
+    call, saved = exchange.call, nbytes(exchange.input) * less
+    size = common_nbytes(call, editor.size(call))
+    sent = size - round(size * less)
+    if editor.us(call.kind, size, call) - editor.us(call.kind, sent, call) < editor.kernels_us(1):
         return None  # the cast may have been hidden behind another exchange: here it comes after this one
+    if len(cast.users) > 1 and not editor.hold(cast, place, sent, size):
+        return None
     narrow = editor.collective(place, rule, exchange.call, repeat(views, source, place, rule, editor))
     wide = editor.emit(node, rule, cast, convert, narrow, fake(cast).dtype)
     into = f"{narrow.args[0].name} of {meta.dtype_name(fake(source).dtype)}"  # type: ignore[union-attr]

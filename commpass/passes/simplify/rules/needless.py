@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from commpass.passes.collective import is_wait, parse
-from commpass.passes.simplify.chains import is_cast
+from commpass.passes.simplify.chains import LONGEST, is_cast
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.rule import GATHERS, REDUCTIONS, Done
 
@@ -31,28 +31,44 @@ def waits(node: fx.Node, editor: Editor) -> Done | None:
 def _merge_casts(value: fx.Node, editor: Editor) -> None:
     """Equal casts of a value that several had, each after its own wait, are one: rules look for the only user of a result."""
     known: dict[Any, fx.Node] = {}
-    for user in sorted(user for user in value.users if is_cast(user)):
+    casts = [user for user in value.users if is_cast(user) and user not in editor.changing]
+    for user in sorted(casts):
         cast = known.setdefault((user.target, user.args, tuple(user.kwargs.items())), user)
         if cast is not user:
             editor.replace(user, cast)
 
 
 def same(node: fx.Node, editor: Editor) -> Done | None:
-    """Two collectives of equal values over one group are one: a function of equal arguments."""
-    exchange = editor.exchange(node, (*REDUCTIONS, *GATHERS, "broadcast"))
-    number = editor.numbers.get(node)
-    if exchange is None or number is None:
+    """Two collectives of equal values over one group are one: a function of equal arguments. Not an
+    all_to_all: the numbers of its entries are a rank's own, and may be equal there by chance."""
+    kinds = (*REDUCTIONS, "all_gather", "broadcast")
+    exchange, equal = editor.exchange(node, kinds), editor.equal.get(node)
+    if exchange is None or equal is None or not editor.lives(equal):
         return None
-    first = editor.first.setdefault(number, exchange)
-    if first.wait is node or not (editor.lives(first.wait) and first.wait < node):
+    if editor.sweeps == 1 and _only_for_equal_exchanges(node, editor):
+        return None  # it goes by itself, and need not be kept for longer, once those are one
+    first = editor.exchange(equal, kinds)
+    if first is None or not editor.allowed_alike(first.call, exchange.call):
         return None
-    until = editor.until.get(first.wait) or editor.last_user(first.wait)
+    until = editor.last_user(first.wait)
     if until < node and not editor.hold(until, node, nbytes(node), nbytes(node)):
         return None
-    editor.until[first.wait] = max(until, editor.last_user(node))
     name, size = exchange.call.node.name, nbytes(exchange.input)
     editor.replace(node, first.wait)
     return Done(name, f"{first.call.node.name}, which sends the same", size)
+
+
+def _only_for_equal_exchanges(node: fx.Node, editor: Editor) -> bool:
+    """Whether all that is made of a value goes into exchanges that have an equal one before them."""
+    stack = [node]
+    for _ in range(LONGEST):
+        if not stack:
+            return True
+        users = stack.pop().users
+        if not users or not all(user in editor.equal for user in users):
+            return False
+        stack += [user for user in users if editor.call(user) is None]
+    return False
 
 
 def alone(node: fx.Node, editor: Editor) -> Done | None:

@@ -78,6 +78,8 @@ def gather_of_scatter(node: fx.Node, editor: Editor) -> Done | None:
         return None
     if inner.call.group != gathered.call.group or inner.call.reduce_op not in ("sum", "avg"):
         return None
+    if not editor.allowed_alike(inner.call, gathered.call):
+        return None
     size, call = nbytes(inner.input), inner.call
     before = editor.us("reduce_scatter", size, call) + editor.us("all_gather", nbytes(gathered.input), call)
     if editor.us("all_reduce", size, call) > before or not editor.next_to(call.node, gathered.call.node):

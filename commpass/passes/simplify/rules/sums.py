@@ -6,15 +6,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
-from commpass import groups
 from commpass.collectives import UNROLLED_RANKS
 from commpass.passes import meta
-from commpass.passes.collective import Call
 from commpass.passes.discover import describe_group
-from commpass.passes.simplify.chains import RESHAPES, before_clone, dim_before, is_scaling, is_view, repeat, scales, walk_back
+from commpass.passes.simplify.chains import (
+    RESHAPES,
+    WIDE,
+    before_clone,
+    dim_before,
+    is_scaling,
+    is_view,
+    keeps_range,
+    repeat,
+    scales,
+    walk_back,
+)
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.gathers import convert, widened
 from commpass.passes.simplify.rules.rule import REDUCTIONS, Done
@@ -32,7 +40,7 @@ class Term:
 
 def sum_of_sums(node: fx.Node, editor: Editor) -> Done | None:
     """ar(a) + k ar(b) = ar(a + k b): sums are linear. The merged collective starts when the later one did and is as long."""
-    merge = _terms(node, editor)
+    merge = _terms(node, editor) if node not in editor.changing else None
     if merge is None:
         return None
     left, right = merge
@@ -63,9 +71,13 @@ def _terms(node: fx.Node, editor: Editor) -> tuple[Term, Term] | None:
         return None
     if not (same_shape(node.args[0], node.args[1]) and same_shape(node, node.args[0])):  # type: ignore[arg-type]
         return None
-    if not fake(node).dtype.is_floating_point or fake(left.exchange.wait).dtype != fake(right.exchange.wait).dtype:
+    if fake(node).dtype not in WIDE:
         return None
-    return left, right
+    if fake(left.exchange.wait).dtype != fake(right.exchange.wait).dtype:
+        return None
+    if not keeps_range(left.chain) or not keeps_range(right.chain, *node.kwargs.values()):
+        return None
+    return (left, right) if editor.allowed_alike(a, b) else None
 
 
 def _linear(node: fx.Node) -> bool:
@@ -106,7 +118,7 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Done | None:
     found = widened(exchange) if exchange is not None else None
     if exchange is None or found is None or editor.may_compress(exchange.call.node):
         return None
-    call, place, (source, cast, _) = exchange.call, exchange.call.node, found
+    call, place, (source, cast, views) = exchange.call, exchange.call.node, found
     ranks, dtypes = editor.size(call), (fake(source).dtype, fake(cast).dtype)
     if not dtypes[0].is_floating_point or call.reduce_op not in ("sum", "avg"):
         return None
@@ -117,7 +129,9 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Done | None:
     before, after = editor.us(call.kind, wide, call), editor.us(instead, size, call) + editor.kernels_us(2)
     if before - after <= editor.profile.margin * before or _better_merged(node, before, after, editor):
         return None
-    more = (size if scatter else size * ranks) + nbytes(node) - wide - (size if len(source.users) == 1 else 0)
+    more = (size if scatter else size * ranks) + nbytes(node)
+    if all(len(each.users) == 1 for each in (cast, *views)):  # else the wide values stay for others
+        more -= wide + (size if len(source.users) == 1 else 0)
     if not editor.hold(place, node, more, wide):
         return None
     rule = "widen then reduce"
@@ -178,8 +192,9 @@ def expanded(node: fx.Node, editor: Editor) -> Done | None:
 
 
 def nested_groups(node: fx.Node, editor: Editor) -> Done | None:
-    """Sums over one dimension of a mesh, then over the other, are the sum over both, where those are all ranks. Of a sum and a
-    mean it is that sum, divided by the size of the group that is averaged. Scales and views between go behind."""
+    """Sums over one dimension of a mesh, then over another, are the sum over both, where there is a
+    group of those ranks. Of a sum and a mean it is that sum, divided by the size of the group that
+    is averaged. Scales and views between go behind."""
     outer = editor.exchange(node, ("all_reduce",))
     if outer is None:
         return None
@@ -191,28 +206,28 @@ def nested_groups(node: fx.Node, editor: Editor) -> Done | None:
     op = ops[0] if ops[0] == ops[1] else "sum" if set(ops) == {"sum", "avg"} else None
     if op not in ("sum", "avg", "max", "min") or (op in ("max", "min") and any(is_scaling(link) for link in chain)):
         return None
-    if ops[0] != ops[1] and fake(node).dtype not in (torch.bfloat16, torch.float32, torch.float64):
-        return None  # a sum may be too large for float16 where the mean is not
+    if op in ("sum", "avg") and (fake(node).dtype not in WIDE or not keeps_range(chain)):
+        return None  # in float16 the sum of some ranks may be Inf where that of all is not
     size = nbytes(inner.input)
-    if not _rows_and_columns(inner.call, outer.call) or not editor.next_to(inner.call.node, outer.call.node):
+    if not editor.next_to(inner.call.node, outer.call.node):
         return None
+    if not editor.allowed_alike(inner.call, outer.call):
+        return None
+    union = editor.union(inner.call, outer.call)
+    if union is None:
+        return None
+    group, ranks = union
     (_, _, first), (_, _, second) = describe_group(inner.call), describe_group(outer.call)
     apart = editor.us("all_reduce", size, inner.call) + editor.us("all_reduce", size, outer.call)
-    together = editor.profile.link_of("world").us("all_reduce", size, first * second)
+    together = editor.link(group).us("all_reduce", size, ranks)
     if together + (editor.kernels_us(1) if ops[0] != ops[1] else 0) > apart:
         return None
-    rule, place, name, world = "nested groups", inner.call.node, inner.call.node.name, dist.group.WORLD.group_name  # type: ignore[union-attr]
-    merged = editor.collective(place, rule, inner.call, inner.input, reduce_op=op, group_name=world)
-    into = f"{merged.args[0].name} over all ranks, with {outer.call.node.name}"  # type: ignore[union-attr]
+    rule, place, name = "nested groups", inner.call.node, inner.call.node.name
+    merged = editor.collective(place, rule, inner.call, inner.input, reduce_op=op, group_name=group)
+    start: Any = merged.args[0]
+    into = f"{start.name} over the {ranks} ranks of both, with {outer.call.node.name}"
     value = repeat(chain, merged, node, rule, editor)
     if ops[0] != ops[1]:
         value = editor.emit(node, rule, place, aten.div.Tensor, value, first if ops[0] == "avg" else second)
     editor.replace(node, editor.contiguous(node, rule, value))
     return Done(name, into, size, scales(chain))
-
-
-def _rows_and_columns(a: Call, b: Call) -> bool:
-    """Whether the groups of two collectives are the rows and the columns of a mesh over all ranks."""
-    (_, first, ranks), (_, second, others) = describe_group(a), describe_group(b)
-    mesh = first and second and first != second and "world" not in (first, second)
-    return bool(mesh) and groups.ready() and ranks * others == dist.get_world_size()

@@ -1,0 +1,278 @@
+"""What ranks say to each other through the store: words that are there at once, and that no other run is mistaken for.
+
+Torch's store outlives ``destroy_process_group``, and group names are used again. So every rank that
+has begun anew says *hello* with a number that nobody had before, and all that it writes stands under
+that number. Its *epoch* is what a rank knows of the others' hellos: a word that was written for an
+older run has another one, and is waited for rather than read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import uuid
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from commpass.groups import ready
+
+log = logging.getLogger("commpass")
+
+ROOT = "commpass"
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """Under which policy and profile a rank decides: a digest that equal ones share, and a name.
+    ``backend`` tells backends of this process apart, and what was compiled before a reset of Dynamo."""
+
+    digest: str
+    name: str
+    backend: str = ""
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank says at a meeting of its part of a graph, in which it changes something.
+
+    ``digest`` is that of what it changes, "" for nothing (where something was agreed on before);
+    ``outline`` that of the collectives as they came; ``policy`` that of policy and profile.
+    ``failure`` says why nothing is changed, where that was not the policy's wish. ``meets`` are the
+    number and the ranks of each meeting that the same graph waits for. ``follows``: it leaves alone
+    what it had to change, since others do. ``gave_up``: it waited in vain, and raised.
+    ``elsewhere`` are the meetings, of another policy, at which it has heard other ranks.
+    """
+
+    digest: str = ""
+    outline: str = ""
+    policy: str = ""
+    policy_name: str = ""
+    epoch: str = ""
+    failure: str = ""
+    meets: dict[str, tuple[int, str]] = field(default_factory=dict)
+    follows: bool = False
+    gave_up: bool = False
+    elsewhere: dict[int, tuple[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank that changes nothing of a graph leaves on the board before it goes on: the outline
+    of its part, which sites those are (ANY if that is not known), policy, and why if it failed.
+    ``times`` is how often it has noted this outline since its last meeting."""
+
+    times: int
+    outline: str
+    sites: tuple[str, ...]
+    policy: str
+    policy_name: str
+    failure: str
+
+
+@dataclass(frozen=True)
+class Notes:
+    """The notes of a rank since its meeting number ``count`` in a group."""
+
+    count: int
+    notes: tuple[Note, ...]
+
+
+@dataclass(frozen=True)
+class Now:
+    """What a rank has said last in a group, under whichever policy: a note, or a word and where."""
+
+    note: Note | None = None
+    word: Word | None = None
+    place: tuple[str, int] = ("", 0)
+
+    @property
+    def policy(self) -> str:
+        """The digest of policy and profile."""
+        said = self.note or self.word
+        return said.policy if said is not None else ""
+
+
+ANY = "*"
+
+
+@dataclass
+class History:
+    """What one group, or pair of ranks, has agreed on, as one of its ranks knows it.
+
+    ``count`` is the number of its meetings; ``noted`` how often each outline was noted since the
+    last, by this rank or by one that it heeded; ``notes`` are this rank's.
+    ``agreed`` and ``known`` are the digests and what was decided of each site, by backend, so that a
+    rank which compiles again alone knows what the others go on with. ``apart`` says why its ranks
+    change nothing any more.
+    """
+
+    group: weakref.ref[Any]
+    count: int = 0
+    noted: dict[str, int] = field(default_factory=dict)
+    agreed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    known: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
+    notes: dict[str, Note] = field(default_factory=dict)
+    apart: str = ""
+
+
+@dataclass
+class Board:
+    """The store, as one rank of one run writes and reads it. ``older`` are hellos of older runs,
+    ``spoken`` the policies under which this rank has said anything in a group."""
+
+    world: weakref.ref[Any]
+    rank: int
+    nonce: str
+    older: frozenset[str] = frozenset()
+    histories: dict[str, History] = field(default_factory=dict)
+    read_nonces: set[str] = field(default_factory=set)
+    plans: set[str] = field(default_factory=set)
+    spoken: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def store(self) -> Any:
+        """Asked for each time: who keeps torch's store keeps a server alive, with what is on it."""
+        return dist.distributed_c10d._get_default_store()
+
+    def history(self, key: str, group: Any) -> History:
+        """Of a group, or a pair of ranks in it, by a name that all its ranks have for it."""
+        found = self.histories.get(key)
+        if found is None or found.group() is not group:
+            # A group of the same name and ranks goes on counting: its old words are still there.
+            before = (found.count, found.noted) if found else ()
+            found = self.histories[key] = History(weakref.ref(group), *before)
+        return found
+
+    # --- writing ---
+
+    def say(self, key: str, number: int, word: Word) -> None:
+        self.store.set(_place(self.nonce, key, number), msgspec.json.encode(word))
+
+    def now(self, where: str, said: Now) -> None:
+        """Says under which policy this rank has got where."""
+        self.store.set(_place(self.nonce, where, "now"), msgspec.json.encode(said))
+
+    def note(self, where: str, key: str, past: History, note: Note) -> None:
+        """Says that nothing is changed of a graph."""
+        past.noted[note.outline] = times = past.noted.get(note.outline, 0) + 1
+        past.notes[note.outline] = dataclasses.replace(note, times=times)
+        notes = Notes(past.count, tuple(past.notes.values()))
+        self.store.set(_place(self.nonce, key, "notes"), msgspec.json.encode(notes))
+        self.now(where, Now(note=past.notes[note.outline]))
+
+    def leave(self, key: str, why: str) -> None:
+        """Says that this rank changes nothing any more in a group."""
+        self.store.set(_place(self.nonce, key, "apart"), why)
+
+    def show(self, key: str, number: int, plan: str) -> None:
+        """Shows a plan to those who planned something else."""
+        place = _place(self.nonce, key, f"{number}/plan")
+        if place not in self.plans:
+            self.plans.add(place)
+            self.store.set(place, plan)
+
+    # --- reading ---
+
+    def nonces(self, ranks: Sequence[int]) -> dict[int, str]:
+        """The hellos of those ranks that have said one, and not in an older run alone."""
+        read = self.read({rank: f"{ROOT}/hello/{rank}" for rank in ranks})
+        found = {rank: raw.decode() for rank, raw in read.items()}
+        self.read_nonces.update(set(found.values()) - self.older)
+        return {rank: nonce for rank, nonce in found.items() if nonce not in self.older}
+
+    def words(self, places: dict[int, str], key: str, number: int) -> dict[int, Word]:
+        """What ranks have said at a meeting, by their nonces: those that have."""
+        read = self.read({rank: _place(nonce, key, number) for rank, nonce in places.items()})
+        return {rank: msgspec.json.decode(raw, type=Word) for rank, raw in read.items()}
+
+    def notes(self, places: dict[int, str], key: str) -> dict[int, Notes]:
+        """The notes of ranks, by their nonces: of those that have any."""
+        read = self.read({rank: _place(nonce, key, "notes") for rank, nonce in places.items()})
+        return {rank: msgspec.json.decode(raw, type=Notes) for rank, raw in read.items()}
+
+    def last(self, places: dict[int, str], where: str) -> dict[int, Now]:
+        """What ranks have said last in a group, by their nonces."""
+        read = self.read({rank: _place(nonce, where, "now") for rank, nonce in places.items()})
+        return {rank: msgspec.json.decode(raw, type=Now) for rank, raw in read.items()}
+
+    def apart(self, places: dict[int, str], key: str) -> dict[int, str]:
+        """The ranks that have left a group, with what they said."""
+        read = self.read({rank: _place(nonce, key, "apart") for rank, nonce in places.items()})
+        return {rank: raw.decode() for rank, raw in read.items()}
+
+    def plan(self, nonce: str, key: str, number: int) -> bytes | None:
+        place = _place(nonce, key, f"{number}/plan")
+        return self.store.get(place) if self.store.check([place]) else None
+
+    def read(self, keys: dict[int, str]) -> dict[int, bytes]:
+        """What stands under those keys that are there. One question if all are; else by halves."""
+        if not keys:
+            return {}
+        store, found = self.store, list(keys.values())
+        if store.check(found):
+            return dict(zip(keys, store.multi_get(found), strict=True))
+        if len(keys) == 1:
+            return {}
+        rows, half = list(keys.items()), len(keys) // 2
+        return self.read(dict(rows[:half])) | self.read(dict(rows[half:]))
+
+
+_boards: list[Board] = []
+
+
+def board() -> Board:
+    """The board of the process groups that there are now; a fresh one where they were made anew."""
+    if not _boards or _boards[-1].world() is not dist.group.WORLD:
+        begin()
+    return _boards[-1]
+
+
+def begin() -> None:
+    """Says hello, as a new process does: nothing that was said or agreed on before counts."""
+    world = dist.group.WORLD
+    assert world is not None
+    older = frozenset().union(*(board.older | board.read_nonces for board in _boards))
+    _boards[:] = [Board(weakref.ref(world), dist.get_rank(), uuid.uuid4().hex[:12], older)]
+    _boards[-1].store.set(f"{ROOT}/hello/{_boards[-1].rank}", _boards[-1].nonce)
+
+
+def epoch(nonces: Iterable[str]) -> str:
+    """One text for the hellos of all ranks of a group, in rank order."""
+    return hashlib.sha256("/".join(nonces).encode()).hexdigest()[:16]
+
+
+def _place(nonce: str, key: str, what: int | str) -> str:
+    return f"{ROOT}/{nonce}/{key}/{what}"
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][1] + 1:
+            found[-1][1] = rank
+        else:
+            found.append([rank, rank])
+    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in found)
+
+
+def from_spans(text: str) -> tuple[int, ...]:
+    """The inverse of ``spans``."""
+    ends = [[int(end) for end in span.split("-")] for span in text.split(", ")]
+    return tuple(rank for first, *last in ends for rank in range(first, (last or [first])[0] + 1))
+
+
+def greet() -> None:
+    """Says hello, where there are process groups: early, so that nobody reads an older one."""
+    if ready() and "fake" not in dist.get_backend(dist.group.WORLD):
+        try:
+            board()
+        except RuntimeError as error:  # whoever has to compare plans will say so
+            log.debug("commpass could not reach the store: %s", error)

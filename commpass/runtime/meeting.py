@@ -1,0 +1,197 @@
+"""One comparison of a graph's plan: what its ranks say, read from the board until enough is said."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from commpass.plan import Plan
+from commpass.runtime.board import (
+    ANY,
+    Board,
+    History,
+    Note,
+    Notes,
+    Now,
+    Speaker,
+    Word,
+    epoch,
+    from_spans,
+    spans,
+)
+from commpass.runtime.parts import Part
+
+
+class Meeting:
+    """One comparison of a graph's plan by all ranks that hang together in it.
+
+    ``halls`` are the meetings of groups that belong to it, also of groups that this rank is not in:
+    the number of each and its ranks.
+    """
+
+    def __init__(self, here: Board, waiting: list[Part], pasts: dict[str, History], plan: Plan,
+                 speaker: Speaker, timeout_s: float):  # fmt: skip
+        self.here, self.plan, self.speaker, self.timeout_s = here, plan, speaker, timeout_s
+        self.parts = {part.key: part for part in waiting}
+        self.pasts = pasts
+        self.contrary = [part for part in waiting if not part.changed]
+        for part in waiting:
+            pasts[part.key].count += 1
+        self.halls = {part.key: (pasts[part.key].count, part.ranks) for part in waiting}
+        self.mine = dict(self.halls)
+        self.nonces: dict[int, str] = {here.rank: here.nonce}
+        self.heard: dict[str, dict[int, Word]] = {key: {} for key in self.halls}
+        self.alone: dict[str, dict[int, Note]] = {key: {} for key in self.halls}
+        self.left: dict[str, dict[int, str]] = {key: {} for key in self.halls}
+        self.conflicts: set[str] = set()
+        self.said: dict[str, str] = {}
+
+    def speak(self) -> None:
+        """Says what this rank has planned; again where it has come to know of other hellos."""
+        meets = {key: (number, spans(ranks)) for key, (number, ranks) in self.mine.items()}
+        for key, part in self.parts.items():
+            now = self._epoch(key)
+            if self.said.get(key) == now:
+                continue
+            if self.said.get(key):  # those who were heard may have spoken in an older run
+                self.heard[key].clear()
+            self.said[key] = now
+            said = self.heard[key].get(self.here.rank, Word())
+            word = Word(part.digest, part.outline, self.speaker.digest, self.speaker.name, now,
+                        self.plan.fallback, meets, elsewhere=said.elsewhere)  # fmt: skip
+            self.here.say(key, self.mine[key][0], word)
+            self.here.now(part.where, Now(word=word, place=(key, self.mine[key][0])))
+            self.heard[key][self.here.rank] = word
+
+    def _epoch(self, key: str) -> str:
+        ranks = self.halls[key][1]
+        known = [self.nonces[rank] for rank in ranks if rank in self.nonces]
+        return epoch(known) if len(known) == len(ranks) else ""
+
+    def listen(self) -> None:
+        """Reads what there is to read; who speaks of other meetings leads there."""
+        for key in list(self.halls):
+            number = self.halls[key][0]
+            missing = self.missing(key)
+            if not missing:
+                continue
+            self.nonces |= self.here.nonces([rank for rank in missing if rank != self.here.rank])
+            now = self._epoch(key)
+            places = {rank: self.nonces[rank] for rank in missing if rank in self.nonces}
+            others = self._others(key, places)  # before the rest: who goes on has left a word or a note there
+            if key in self.parts:
+                for rank, notes in self.here.notes(places, key).items():
+                    for note in self._about(key, notes):
+                        self.alone[key][rank] = note
+            for rank, word in self.here.words(places, key, number).items():
+                if word.meets and (not now or word.epoch != now):
+                    continue  # from an older run, or by one who has not heard all hellos
+                self.heard[key][rank] = word
+                for other, (count, members) in word.meets.items():
+                    known = self.halls.setdefault(other, (count, from_spans(members)))
+                    self.heard.setdefault(other, {})
+                    self.left.setdefault(other, {})
+                    self.alone.setdefault(other, {})
+                    self.conflicts |= {other} if known[0] != count else set()
+            silent = {rank: places[rank] for rank in self.missing(key) if rank in places}
+            self.left[key] |= self.here.apart(silent, key)
+            self._hear(key, others, now)
+        self._ask_again()
+
+    def _others(self, key: str, places: dict[int, str]) -> dict[int, Now]:
+        """What those ranks said last under a policy that this rank never had there: it is not to come.
+        Or that they have compared with what this one says now."""
+        if key not in self.parts:
+            return {}
+        where = self.parts[key].where
+        known = self.here.spoken[where]
+        said = self.here.last(places, where)
+        mine = (key, self.mine[key][0])
+        return {
+            rank: now
+            for rank, now in said.items()
+            if now.policy not in known or (now.word and now.word.elsewhere.get(self.here.rank) == mine)
+        }
+
+    def _hear(self, key: str, others: dict[int, Now], epoch: str) -> None:
+        """Takes what was said under another policy, and tells those who cannot find it."""
+        elsewhere = {}
+        for rank, now in others.items():
+            if rank not in self.missing(key):
+                continue
+            if now.note is not None:
+                self.alone[key][rank] = now.note
+            elif now.word is not None and epoch and now.word.epoch == epoch:
+                self.heard[key][rank] = now.word
+                elsewhere[rank] = now.place
+        if elsewhere:
+            mine = self.heard[key][self.here.rank]
+            mine = dataclasses.replace(mine, elsewhere=mine.elsewhere | elsewhere)
+            self.heard[key][self.here.rank] = mine
+            self.here.say(key, self.mine[key][0], mine)
+            self.here.now(self.parts[key].where, Now(word=mine, place=(key, self.mine[key][0])))
+
+    def _ask_again(self) -> None:
+        """Reads once more what they said who led to a meeting that is not this rank's, as long as
+        words are missing there: they may know by now that they need not wait for those."""
+        open_ones = {key for key in self.halls if key not in self.parts and self.missing(key)}
+        for key, heard in self.heard.items():
+            led = [rank for rank, word in heard.items() if open_ones & set(word.meets)]
+            places = {rank: self.nonces[rank] for rank in led}
+            heard.update(self.here.words(places, key, self.halls[key][0]))
+            for word in list(heard.values()):
+                for rank in word.elsewhere.keys() & set(self.missing(key)):
+                    self.nonces |= self.here.nonces([rank])
+                    heard.update(self.here.words({rank: self.nonces[rank]}, *word.elsewhere[rank]))
+
+    def _about(self, key: str, notes: Notes) -> list[Note]:
+        """Those notes, since the last meeting, that are about sites of this rank's graph. (Not of one
+        of which this rank has noted the same: that was another graph.)"""
+        own = {*self.parts[key].sites, ANY}
+        return [
+            note
+            for note in notes.notes
+            if notes.count == self.halls[key][0] - 1
+            and note.times > self.pasts[key].noted.get(note.outline, 0)
+            and own & {*note.sites}
+        ]
+
+    def missing(self, key: str) -> list[int]:
+        """The ranks of a meeting that have said nothing yet."""
+        there = self.heard[key].keys() | self.left[key].keys() | self.alone[key].keys()
+        return [rank for rank in self.halls[key][1] if rank not in there]
+
+    def decided(self) -> bool:
+        """Whether all have spoken, or enough: one who changes nothing keeps all from it. (But who
+        would leave alone what was agreed on before must know that all others do.)"""
+        words = [word for heard in self.heard.values() for word in heard.values()]
+        if any(word.gave_up for word in words):
+            return True
+        if self.nobody() and not self.contrary:
+            return True
+        return not any(self.missing(key) for key in self.halls)
+
+    def without(self) -> bool:
+        """Whether a rank changes nothing, and has not waited for the others."""
+        return any(self.left.values()) or any(self.alone.values())
+
+    def nobody(self) -> bool:
+        """Whether nobody can change anything, whatever the others may still say."""
+        words = [word for heard in self.heard.values() for word in heard.values()]
+        return bool(self.conflicts) or self.without() or any(not word.digest for word in words)
+
+    def other_graph(self, key: str) -> bool:
+        """Whether the ranks of a group, as far as they said, compile different graphs."""
+        said = {word.outline for word in self.heard[key].values() if not word.failure}
+        said |= {note.outline for note in self.alone[key].values() if not note.failure}
+        return bool(self.left[key]) or len(said | {self.parts[key].outline}) > 1
+
+    def other_policy(self, key: str) -> bool:
+        """Whether a rank of a group changes nothing under another policy: it will not come here."""
+        return any(note.policy != self.speaker.digest for note in self.alone[key].values())
+
+    def differing(self) -> str:
+        """The first meeting whose ranks change something differently; "" if there is none."""
+        for key in sorted(self.halls, key=lambda key: (key not in self.parts and "/pair/" not in key, key)):
+            if len({word.digest for word in self.heard[key].values()}) > 1:
+                return key
+        return ""

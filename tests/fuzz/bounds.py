@@ -1,0 +1,225 @@
+"""What a program computes, in float64 and from the definitions, and how far rounding may take a run
+of it from that.
+
+A bound of the error goes with every value (running error analysis): each operator adds its own
+rounding to what its arguments have. Where ranks add, the terms are those of any order of addition,
+and of any order of adding and scaling.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fuzz.program import COLLECTIVES, Case, Step, Where, aten, convert, instead, local
+from torch import Tensor
+
+ROUNDINGS = 8
+"""Roundings that a value may meet around a collective, beside one for each addend: scales and sums
+that were moved past it."""
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """``value`` in float64 (int64 for integers) and the most by which a run may differ from it;
+    ``dtype`` is that of the run."""
+
+    value: Tensor
+    error: Tensor
+    dtype: torch.dtype
+
+    @property
+    def exact(self) -> bool:
+        return not self.dtype.is_floating_point
+
+
+def rounded(
+    value: Tensor, error: Tensor, dtype: torch.dtype, times: float = 1, of: Tensor | None = None
+) -> Bounded:
+    """A result that was rounded so many ``times`` at the size ``of`` (its own, if None)."""
+    if not dtype.is_floating_point:
+        return Bounded(value, torch.zeros_like(value, dtype=torch.float64), dtype)
+    info = torch.finfo(dtype)
+    size = (value.abs() if of is None else of) + error
+    error = error + times * (info.eps / 2 * size + info.smallest_normal * info.eps)
+    # Where an overflow hangs on rounding or order, anything may come.
+    return Bounded(value, torch.where(size + error > info.max, torch.inf, error), dtype)
+
+
+def given(x: Tensor) -> Bounded:
+    """An input as it is."""
+    value = x.double() if x.dtype.is_floating_point else x
+    return Bounded(value, torch.zeros(x.shape, dtype=torch.float64), x.dtype)
+
+
+MOVES = {
+    aten.view.default: aten.reshape.default, aten.reshape.default: aten.reshape.default,
+    aten.permute.default: aten.permute.default, aten.unsqueeze.default: aten.unsqueeze.default,
+    aten.squeeze.dim: aten.squeeze.dim, aten.expand.default: aten.expand.default,
+    aten.slice.Tensor: aten.slice.Tensor,
+}  # fmt: skip
+"""Operators that move values, with what does the same to any tensor, however it lies in memory."""
+LIPSCHITZ = {aten.relu.default: 0, aten.abs.default: 0, aten.neg.default: 0, aten.tanh.default: 8}
+"""Functions whose results are no further apart than their arguments, with the roundings that they
+take."""
+
+
+class Bounds:
+    """Carries out operators on bounded values."""
+
+    def contiguous(self, x: Bounded) -> bool:
+        return False
+
+    def shape(self, x: Bounded) -> Sequence[int]:
+        return x.value.shape
+
+    def dtype(self, x: Bounded) -> torch.dtype:
+        return x.dtype
+
+    def note(self, *args: Any) -> None:
+        pass
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        x = args[0]
+        if target in MOVES:
+            move = MOVES[target]
+            return Bounded(move(x.value, *args[1:]), move(x.error, *args[1:]), x.dtype)
+        if target is aten.clone.default:
+            return x
+        if target is aten.split.Tensor:
+            pairs = zip(x.value.split(*args[1:]), x.error.split(*args[1:]), strict=True)
+            return [Bounded(value, error, x.dtype) for value, error in pairs]
+        if target is operator.getitem:
+            return x[args[1]]
+        if target is aten.cat.default:
+            dim = args[1] if len(args) > 1 else 0
+            return _joined(x, x[0].dtype, dim)
+        if target is aten.full.default:
+            dtype = kwargs["dtype"]
+            number = torch.full(x, args[1], dtype=dtype)
+            return given(number)
+        if target in LIPSCHITZ:
+            value = target(x.value)
+            return rounded(value, x.error, x.dtype, LIPSCHITZ[target])
+        if target is convert:
+            return _cast(x, args[1])
+        if target is aten.sum.dim_IntList:
+            return self._sum(x, *args[1:])
+        return {
+            aten.mul.Tensor: self._mul, aten.div.Tensor: self._div, aten.add.Tensor: self._add,
+            aten.sub.Tensor: self._sub, aten.mm.default: self._mm,
+        }[target](*args, **kwargs)  # fmt: skip
+
+    def _sum(self, x: Bounded, dims: list[int], keep: bool) -> Bounded:
+        count = 1
+        for dim in dims:
+            count *= x.value.shape[dim]
+        error, size = x.error.sum(dims, keep), x.value.abs().sum(dims, keep)
+        return rounded(x.value.sum(dims, keep), error, x.dtype, count + 1, size)
+
+    def _mul(self, x: Bounded, y: Any) -> Bounded:
+        if not isinstance(y, Bounded):
+            return rounded(x.value * y, _known(x.error * abs(y), x.value), x.dtype, 2)
+        if x.exact:
+            return rounded(x.value * y.value, x.error, x.dtype)
+        error = x.error * y.value.abs() + x.value.abs() * y.error + x.error * y.error
+        return rounded(x.value * y.value, _known(error, x.value * y.value), x.dtype)
+
+    def _div(self, x: Bounded, y: float) -> Bounded:
+        return rounded(x.value / y, x.error / abs(y), x.dtype, 2)
+
+    def _add(self, x: Bounded, y: Bounded, alpha: float = 1) -> Bounded:
+        if x.exact:
+            return rounded(x.value + y.value * int(alpha), x.error, x.dtype)
+        size = x.value.abs() + abs(alpha) * y.value.abs()
+        error = _known(x.error + abs(alpha) * y.error, size)
+        return rounded(x.value + alpha * y.value, error, x.dtype, 2, size)
+
+    def _sub(self, x: Bounded, y: Bounded, alpha: float = 1) -> Bounded:
+        return self._add(x, y, -alpha)
+
+    def _mm(self, x: Bounded, y: Bounded) -> Bounded:
+        a, b = x.value.abs(), y.value.abs()
+        value = x.value @ y.value
+        error = _known(x.error @ b + a @ y.error + x.error @ y.error, value)
+        return rounded(value, error, x.dtype, x.value.shape[1] + 2, a @ b)
+
+
+def _known(error: Tensor, value: Tensor) -> Tensor:
+    """No number for an error (infinity times nothing) is any error, where the value is a number."""
+    return torch.where(error.isnan() & value.isfinite(), torch.inf, error)
+
+
+def _cast(x: Bounded, dtype: torch.dtype) -> Bounded:
+    if not dtype.is_floating_point:
+        assert x.exact, "numbers that were rounded become integers by chance"
+        return x
+    value, error = x.value.double(), x.error
+    if dtype is torch.float8_e4m3fn:  # has no infinity: it becomes NaN or the largest number
+        error = torch.where(value.isinf(), torch.inf, error)
+        value = torch.where(value.isinf(), 0.0, value)
+    wider = x.exact or torch.finfo(dtype).eps < torch.finfo(x.dtype).eps
+    narrow = torch.finfo(dtype).max < torch.finfo(x.dtype).max if not x.exact else True
+    return rounded(value, error, dtype, 0 if wider and not narrow else 1)
+
+
+def computed(case: Case, inputs: Sequence[Sequence[Tensor]]) -> list[list[Bounded]]:
+    """The outputs of each rank."""
+    on = Bounds()
+    env = [[given(x) for x in inputs[rank]] for rank in range(case.world)]
+    for step in case.steps:
+        taken = [[env[rank][number] for number in step.of] for rank in range(case.world)]
+        for rank in range(case.world):
+            where = Where(case, rank)
+            if step.op not in COLLECTIVES:
+                env[rank].append(local(on, step, taken[rank], where))
+                continue
+            ranks = case.dims[step.how["group"]].of(rank)
+            for position in range(len(step.of)):
+                if ranks is None:
+                    env[rank].append(instead(on, step, taken[rank][position], where))
+                else:
+                    all_of_it = [taken[each][position] for each in ranks]
+                    env[rank].append(_together(step, all_of_it, ranks, rank, case.world))
+    return [[values[number] for number in case.outputs] for values in env]
+
+
+def _together(
+    step: Step, given: Sequence[Bounded], ranks: Sequence[int], rank: int, world: int
+) -> Bounded:
+    """What one rank of a group gets from a collective of all."""
+    dtype, mine, size = given[0].dtype, ranks.index(rank), len(given)
+    if step.op == "broadcast":
+        return given[step.how["root"]]
+    if step.op == "all_gather":
+        return _joined(given, dtype)
+    if step.op == "all_to_all":
+        splits = step.how["splits"]
+        parts = []
+        for sender, x in zip(ranks, given, strict=True):
+            even = [x.value.shape[0] // size] * size
+            rows = [splits[sender][to] for to in ranks] if splits else even
+            value, error = x.value.split(rows), x.error.split(rows)
+            parts.append(Bounded(value[mine], error[mine], dtype))
+        return _joined(parts, dtype)
+    values, errors = torch.stack([x.value for x in given]), torch.stack([x.error for x in given])
+    op = step.how["reduce"]
+    if op in ("max", "min"):
+        whole = Bounded(values.amax(0) if op == "max" else values.amin(0), errors.amax(0), dtype)
+    else:
+        total = rounded(values.sum(0), errors.sum(0), dtype, world + ROUNDINGS, values.abs().sum(0))
+        by = size if op == "avg" else 1
+        whole = Bounded(total.value / by if by > 1 else total.value, total.error / by, dtype)
+    if step.op == "all_reduce":
+        return whole
+    rows = whole.value.shape[0] // size
+    part = slice(mine * rows, (mine + 1) * rows)
+    return Bounded(whole.value[part], whole.error[part], dtype)
+
+
+def _joined(parts: Sequence[Bounded], dtype: torch.dtype, dim: int = 0) -> Bounded:
+    value, error = [x.value for x in parts], [x.error for x in parts]
+    return Bounded(torch.cat(value, dim), torch.cat(error, dim), dtype)

@@ -1,0 +1,33 @@
+"""Random programs for several ranks, the same ones each time; and every case that failed once.
+
+``make fuzz MINUTES=30`` tries others.
+"""
+
+from __future__ import annotations
+
+import pytest
+from fuzz.check import Tried, check
+from fuzz.found import FOLDER, Found
+from fuzz.program import Case
+from fuzz.strategies import cases
+from hypothesis import HealthCheck, given, settings
+
+tried = Tried()
+
+
+@settings(
+    max_examples=80,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(cases())
+def test_random_programs(case: Case) -> None:
+    assert Case.from_json(case.to_json()) == case
+    check(case, tried)
+
+
+@pytest.mark.parametrize("place", sorted(FOLDER.glob("*.json")), ids=lambda place: place.stem)
+def test_found(place) -> None:
+    check(Found.from_json(place.read_text()).case)

@@ -1,0 +1,67 @@
+"""Every scenario under every policy, against plain torch: nothing changes that must not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+
+import commpass
+from scenarios.compare import POLICIES, outcome
+from scenarios.control import other_policies
+from scenarios.everything import ALL
+from scenarios.scenario import Scenario
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+PATIENCE_S = 120
+"""Far more than any scenario takes: what needs longer is a wait that plain torch does not have."""
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+OTHERS = [policy for policy in POLICIES if policy != "int8"]
+
+
+def cases() -> Iterator[ParameterSet]:
+    """All of them; ``every`` marks those that run with ``--every`` alone. The others are each
+    scenario under int8, and under one of the other policies in turn."""
+    for number, scenario in enumerate(ALL):
+        for inner in ("aot_eager", "inductor") if scenario.inductor else ("aot_eager",):
+            for policy in POLICIES:
+                sampled = policy in ("int8", OTHERS[number % len(OTHERS)])
+                marks = () if sampled else (pytest.mark.every,)
+                name = f"{scenario.name}-{policy}-{inner}"
+                yield pytest.param(scenario, policy, inner, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("scenario", "policy", "inner"), cases())
+def test_a_scenario_trains_as_in_plain_torch(scenario: Scenario, policy: str, inner: str, request):
+    if scenario.torch > VERSION:
+        pytest.skip(f"needs torch {scenario.torch}")
+    ranks = request.getfixturevalue(f"ranks{scenario.ranks}")
+    outcomes = ranks.run(outcome, scenario.name, policy, inner, timeout=PATIENCE_S)
+    wrong = [f"rank {rank}: {text}" for rank, found in enumerate(outcomes) for text in found.wrong]
+    assert not wrong, "\n".join(wrong)
+    for key in outcomes[0].digests:
+        assert len({found.digests[key] for found in outcomes}) == 1, f"{key} differs by rank"
+    compressed = [found.compressed for found in outcomes]
+    few = min(scenario.sites, scenario.pays)
+    least = {"int8": scenario.sites, "balanced": few, "topk": scenario.gradients}.get(policy, 0)
+    if not scenario.differ:
+        assert min(compressed) >= least, f"{compressed} sites were compressed, too few of {least}"
+        assert least or policy == "balanced" or not any(compressed), f"compressed: {compressed}"
+
+
+def test_new_groups_may_have_another_policy(ranks2):
+    assert all(0.01 < error < 0.05 for error in ranks2.run(other_policies, ["fp8", "fp8"]))
+
+
+def test_ranks_of_new_groups_whose_policies_differ_are_told(ranks2):
+    for rank, said in enumerate(ranks2.run(told_of_other_policies)):
+        assert f"codec is '{['int8', 'fp8'][rank]}' in rank {rank}" in said
+
+
+def told_of_other_policies() -> str:
+    with pytest.raises(commpass.PlanMismatch) as error:
+        other_policies(["int8", "fp8"])
+    return str(error.value)

@@ -1,0 +1,94 @@
+"""simplify and memory layout: what took a view of a value still can, and outputs lie as they
+did."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from everywhere import SLOW, everywhere, same
+from graphs import as_rank, ops
+from lockstep import run_in_lockstep
+
+import commpass
+
+wait = ops.wait_tensor
+clone, keep = torch.ops.aten.clone.default, torch.preserve_format
+
+
+def ar(x):
+    return wait(ops.all_reduce(x, "sum", "0"))
+
+
+def ag(x):
+    return wait(ops.all_gather_into_tensor(x, 2, "0"))
+
+
+def copied(x):
+    return clone(x, memory_format=torch.contiguous_format)
+
+
+CASES = {
+    "a copy behind a gather, then a view": (
+        lambda x: copied(ag(x * 2).t()).bfloat16().view(-1).sin(),
+        "gather then narrow",
+    ),
+    "a copy that leaves values where they are": (
+        lambda x: clone(ag(x * 2).t(), memory_format=keep).bfloat16().t().view(-1).sin(),
+        "gather then narrow",
+    ),
+    "copies and scales in turn": (
+        lambda x: copied((copied(ag(x).t()) * 3).view(4, 3, 4).transpose(0, 2)).half().view(-1),
+        "gather then narrow",
+    ),
+    "turned sums, turned back": (
+        lambda x: (ar(x.sin()).t() + ar(x.cos()).t()).t().view(-1).exp(),
+        "sum of sums",
+    ),
+    "a turned sum and a straight one": (
+        lambda x: (ar(x.sin()).t() + ar(x.t().cos())).t().reshape(-1).exp(),
+        "sum of sums",
+    ),
+    "sums of three dimensions": (
+        lambda x: (ar(x).view(2, 2, 6).permute(2, 0, 1) + ar(x.cos().view(6, 2, 2)) * 2).sin(),
+        "sum of sums",
+    ),
+    "a cast laid out for four dimensions": (
+        lambda x: ag(x).view(4, 2, 2, 3).to(torch.half, memory_format=torch.channels_last).sin(),
+        "gather then narrow",
+    ),
+    "a part laid out for four dimensions": (
+        lambda x: clone(ag(x * 2).view(4, 2, 2, 3), memory_format=torch.channels_last)[:2].sin(),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_computed_and_how_it_lies(name):
+    function, rule = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [[torch.randn(4, 6, generator=generator)] for _ in range(2)]
+    ranks = everywhere(lambda rank: function, inputs)
+    assert ranks.rules == ([rule] if rule else [])
+    assert same(ranks, exact=rule != "sum of sums")
+    assert all(a.stride() == b.stride() for a, b in ranks.pairs)
+
+
+def test_sizes_that_are_symbolic():
+    """A graph of dynamic shapes is laid out by hints, and computes the same for others."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def function(x):
+        return (ar(x.sin()).t() + ar(x.t().cos())).t().reshape(-1).exp()
+
+    with as_rank(0, 2):
+        gm = make_fx(function, tracing_mode="symbolic")(torch.randn(4, 6))
+        plain = copy.deepcopy(gm)
+        plan = commpass.rewrite(gm, [], profile=SLOW, strict=True)
+    assert [step.rule for step in plan.simplified] == ["sum of sums"]
+    inputs = [[torch.randn(8, 10)] for _ in range(2)]
+    world = {"0": [0, 1]}.__getitem__
+    expected, got = (run_in_lockstep([each] * 2, inputs, world) for each in (plain, gm))
+    assert torch.allclose(got[1], expected[1], rtol=1e-5)

@@ -1,0 +1,366 @@
+"""What is said of a backend's graphs: when, how often, and what instead of a rule that matched
+nothing."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from graphs import ops
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import commpass
+from commpass.plan import Plan, PlannedSite
+from commpass.policy import Policy, Rule
+from commpass.runtime.summary import Summary
+
+LAYERS = 2
+
+
+def planned(**changes) -> PlannedSite:
+    facts = {
+        "name": "all_reduce", "kind": "all_reduce", "reduce_op": "sum", "group": "7", "group_label": "tp", "group_size": 8,
+        "group_labels": ("tp", "world"), "dtype": "float32", "shape": (256,), "bytes": 1024, "wire_bytes": 1024,
+        "module": "layers.0.mlp",
+    }  # fmt: skip
+    return PlannedSite(**(facts | changes))
+
+
+def plan(graph: str, direction: str, *sites: PlannedSite, rules=()) -> Plan:
+    """A plan of these sites, and which of the rules match one of them."""
+    matched = tuple(n for n, rule in enumerate(rules) if any(map(rule.matches, sites)))
+    facts = {"policy": "p", "profile": "p", "sites": sites, "matched": matched}
+    return Plan(graph=graph, direction=direction, **facts)
+
+
+class Log:
+    """What a summary says, call by call."""
+
+    def __init__(self, caplog, *rules: Rule):
+        self.caplog, self.seen = caplog, 0
+        caplog.set_level(logging.INFO, "commpass")
+        gc.collect()  # the backends of other tests report when they go
+        caplog.clear()
+        self.summary = Summary(Policy(rules=rules))
+
+    def add(self, number: int, direction: str, trained: bool = False) -> None:
+        site, rules = planned(direction=direction), self.summary.policy.rules
+        self.summary.add(plan(str(number), direction, site, rules=rules), trained=trained)
+
+    def call(self, *graphs: str) -> str:
+        """``F0``, ``B0``: forward or backward of graph 0. What was said meanwhile: L a line, W a
+        warning."""
+        for graph in graphs:
+            self.summary.called(graph[1:] + {"F": "forward", "B": "backward"}[graph[0]])
+        return self.said()
+
+    def said(self) -> str:
+        new = self.caplog.records[self.seen :]
+        self.seen += len(new)
+        return "".join("W" if entry.levelno == logging.WARNING else "L" for entry in new)
+
+
+MISSING = Rule(module="nowhere")
+
+
+def train(log: Log, number: int) -> None:
+    log.add(number, "forward", trained=True)
+    log.add(number, "backward")
+
+
+def test_a_step_is_told_after_it_and_a_rule_that_matched_nothing_after_two(caplog):
+    log = Log(caplog, MISSING)
+    train(log, 0)
+    assert [log.call("F0", "B0") for _ in range(6)] == ["", "L", "W", "", "", ""]
+    log.summary.report()
+    assert log.said() == ""
+
+
+def test_an_evaluation_first_is_told_and_then_training_with_no_warning_before(caplog):
+    log = Log(caplog, MISSING, Rule(direction="backward"))
+    log.add(0, "forward")
+    assert log.call(*["F0"] * 5) == "L"
+    train(log, 1)
+    assert [log.call("F1", "B1") for _ in range(4)] == ["", "L", "W", ""]
+    assert "nowhere" in caplog.records[-1].getMessage()
+    assert log.call("F0", "F0", "F1", "B1") == ""
+    assert [entry.getMessage().count("3 graphs") for entry in caplog.records] == [0, 1, 1]
+
+
+def test_a_backward_that_is_compiled_when_it_is_first_needed_is_waited_for(caplog):
+    log = Log(caplog, MISSING, Rule(direction="backward"))
+    log.add(0, "forward", trained=True)
+    assert log.call("F0", "F0", "F0") == ""
+    log.add(0, "backward")
+    assert [log.call("B0"), *(log.call("F0", "B0") for _ in range(3))] == ["", "L", "W", ""]
+
+
+def test_compiled_autograd_runs_one_backward_for_all_graphs(caplog):
+    log = Log(caplog, MISSING, Rule(direction="backward"))
+    log.add(0, "forward", trained=True)
+    log.add(1, "forward", trained=True)
+    assert log.call("F0", "F1") == ""
+    log.add(2, "backward")
+    assert [log.call("B2"), *(log.call("F0", "F1", "B2") for _ in range(4))] == ["", "", "L", "W", ""]
+
+
+def test_blocks_that_share_a_graph_are_no_rounds(caplog):
+    log = Log(caplog, MISSING)
+    train(log, 0)
+    assert log.call(*["F0"] * 8) == ""
+    train(log, 1)
+    steps = [log.call("F1", "B1", *["B0"] * 8)]
+    steps += [log.call(*["F0"] * 8, "F1", "B1", *["B0"] * 8) for _ in range(4)]
+    assert steps == ["", "L", "W", "", ""]
+
+
+def test_blocks_that_are_compiled_one_by_one_are_told_together(caplog):
+    log = Log(caplog, MISSING)
+    for number in range(4):
+        train(log, number)
+        log.call(f"F{number}")
+    backward = [f"B{number}" for number in reversed(range(4))]
+    forward = [f"F{number}" for number in range(4)]
+    steps = [log.call(*backward)] + [log.call(*forward, *backward) for _ in range(4)]
+    assert "".join(steps) == "LW"
+    assert "4 graphs" not in caplog.records[0].getMessage()
+    assert "8 graphs, 8 sites" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("order", [("F0", "B0") * 2, ("F0", "F0", "B0", "B0")], ids=["in turns", "pipelined"])
+def test_parts_of_a_batch_are_told_once(order, caplog):
+    log = Log(caplog, MISSING)
+    train(log, 0)
+    assert "".join(log.call(*order) for _ in range(4)) == "LW"
+
+
+def test_a_second_model_of_the_backend_is_told_too_and_each_warning_stays_one(caplog):
+    log = Log(caplog, MISSING)
+    train(log, 0)
+    assert "".join(log.call("F0", "B0") for _ in range(4)) == "LW"
+    train(log, 1)
+    assert "".join(log.call("F1", "B1") for _ in range(4)) == "L"
+    assert "4 graphs" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize(("calls", "before", "at_the_end"), [(0, "", "LW"), (1, "", "LW"), (4, "L", "W")])
+def test_what_was_not_said_is_said_at_the_end(calls, before, at_the_end, caplog):
+    log = Log(caplog, MISSING)
+    log.add(0, "forward")
+    assert log.call(*["F0"] * calls) == before
+    log.summary.report()
+    log.summary.report()
+    assert log.said() == at_the_end
+
+
+def test_nothing_is_said_where_nothing_was_compiled(caplog):
+    log = Log(caplog, MISSING)
+    log.summary.report()
+    assert log.said() == ""
+
+
+# --- what there is instead --------------------------------------------------------------------------------------------
+
+SITES = (
+    planned(),
+    planned(module="layers.1.attn", direction="backward", bytes=4096),
+    planned(module="head", kind="all_gather", group="9", group_label="dp", group_labels=("dp",)),
+    planned(module="", group="11", group_label="", group_labels=()),
+)
+INSTEAD = {
+    "a group": (Rule(group="tpp"), ["group='tpp'", "did you mean 'tp'?", "Known: 11, dp, tp, world."]),
+    "a module": (Rule(module="layers.*.mpl"), ["module='layers.*.mpl'", "did you mean 'layers.0.mlp'?", "head", "path ''"]),
+    "a kind": (Rule(kind="broadcast"), ["kind='broadcast'", "Known: all_gather, all_reduce."]),
+    "bytes": (Rule(min_bytes=10**6), ["min_bytes=1000000: the largest has 4,096."]),
+    "two of them": (Rule(group="ep", kind="broadcast"), ["group='ep'", "kind='broadcast'"]),
+    "none alone": (Rule(group="dp", direction="backward"), ["each of its conditions holds somewhere, but nowhere all"]),
+}
+
+
+@pytest.mark.parametrize("what", INSTEAD)
+def test_a_rule_that_matched_nothing_is_told_with_what_there_is(what):
+    rule, parts = INSTEAD[what]
+    summary = Summary(Policy(rules=[Rule(module="head"), rule]))
+    summary.add(plan("0", "forward", *SITES, rules=summary.policy.rules), trained=True)
+    ((number, sentence),) = summary.unmatched_rules().items()
+    assert number == 1
+    for part in (str(rule), "matched no collective", *parts):
+        assert part in sentence
+
+
+def test_a_rule_for_one_of_the_blocks_that_share_a_graph_is_told_why():
+    summary = Summary(Policy(rules=[Rule(module="layers.3", codec="int8")]))
+    summary.add(plan("0", "forward", planned(module="layers.*.mlp")), trained=True)
+    (sentence,) = summary.unmatched_rules().values()
+    assert "layers.*.mlp" in sentence
+    assert "compiled one by one share a graph" in sentence
+    summary.plans = [plan("0", "forward", planned())]
+    assert "share a graph" not in "".join(summary.unmatched_rules().values())
+
+
+def test_a_rule_is_told_that_there_are_no_collectives_at_all():
+    summary = Summary(Policy(rules=[MISSING]))
+    summary.add(plan("0", "forward"), trained=True)
+    assert "they have none" in summary.unmatched_rules()[0]
+
+
+def test_a_message_lists_no_more_names_than_one_can_read():
+    summary = Summary(Policy(rules=[MISSING]))
+    summary.add(plan("0", "forward", *(planned(module=f"layers.{number}.mlp") for number in range(500))), trained=True)
+    sentence = summary.unmatched_rules()[0]
+    assert "and 460 more" in sentence
+    assert len(sentence) < 1500
+
+
+# --- in real runs -----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return ops.wait_tensor(ops.all_reduce(self.linear(x), "sum", "0"))
+
+
+def stack() -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(LAYERS)))
+
+
+def steps(model, count: int) -> None:
+    for _ in range(count):
+        model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+
+
+def said(caplog) -> list[tuple[str, str]]:
+    return [(entry.levelname, entry.getMessage()) for entry in caplog.records if entry.name == "commpass"]
+
+
+def by_itself(model, chosen):
+    return torch.compile(model, backend=chosen)
+
+
+def block_by_block(model, chosen):
+    for block in model:
+        block.compile(backend=chosen)
+    return model
+
+
+@pytest.mark.parametrize("how", [by_itself, block_by_block])
+def test_evaluation_then_training_is_said_right_and_warns_of_nothing_that_matches(how, fake_group, caplog):
+    fake_group(2)
+    gc.collect()
+    caplog.set_level(logging.INFO, "commpass")
+    caplog.clear()
+    rules = [Rule(direction="backward", codec="int8"), Rule(module="lyers", codec="int8")]
+    run = how(stack(), commpass.backend(Policy(rules=rules), inner="aot_eager", strict=True))
+    with torch.no_grad():
+        for _ in range(3):
+            run(torch.ones(4, 8))
+    assert not [level for level, _ in said(caplog) if level == "WARNING"]
+    steps(run, 5)
+    warnings = [message for level, message in said(caplog) if level == "WARNING"]
+    lines = [message for level, message in said(caplog) if level == "INFO"]
+    assert len(warnings) == 1
+    assert "lyers" in warnings[0]
+    assert len(lines) == 2
+    made = commpass.plans()
+    assert f"{int(lines[1].partition(' graphs')[0].rpartition(' ')[2])} graphs" in lines[1]
+    assert any(plan.direction == "backward" for plan in made[-4:])
+
+
+def test_a_process_that_ends_early_says_at_its_end_what_it_did():
+    code = """
+import logging, torch, commpass
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+policy = commpass.Policy(rules=[commpass.Rule(module="nowhere")])
+torch.compile(lambda x: x + 1, backend=commpass.backend(policy, inner="aot_eager"))(torch.ones(2))
+print("the end", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    assert "INFO policy 'custom': 1 graphs, 0 sites" in done.stderr
+    assert done.stderr.count("WARNING Rule(module='nowhere') matched no collective") == 1
+
+
+# --- labels -----------------------------------------------------------------------------------------------------------
+
+
+def plan_of(policy: Policy, **options) -> Plan:
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(stack(), backend=commpass.backend(policy, inner="aot_eager", strict=True, **options))(torch.ones(4, 8))
+    return commpass.plans()[-1]
+
+
+FORCED = Policy(rules=[Rule(group="tp", codec="int8", force=True)])
+
+
+@pytest.mark.parametrize("group", ["tp", "t*", "world", "0"])
+def test_a_mesh_of_one_dimension_gives_the_group_of_all_ranks_its_name(group, fake_group):
+    fake_group(4)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    found = plan_of(Policy(rules=[Rule(group=group, codec="int8", force=True)]))
+    assert {site.group_label for site in found} == {"tp"}
+    assert {site.group_labels for site in found} == {("tp", "world")}
+    assert {site.members for site in found} == {(0, 1, 2, 3)}
+    assert len(found.compressed) == len(found.sites) == LAYERS
+    assert mesh.size() == 4
+
+
+def test_a_link_by_the_meshs_name_is_that_of_its_group(fake_group):
+    fake_group(4)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    slow, fast = commpass.Link(1000.0, 0.001), commpass.Link(1.0, 100.0)
+    times = [
+        plan_of(Policy(), profile=commpass.Profile("p", fast, links={label: slow})).sites[0].plain_us
+        for label in ("tp", "world", "dp")
+    ]
+    assert times[0] == times[1] > 100 * times[2]
+    assert mesh.size() == 4
+
+
+def test_without_such_a_mesh_there_is_no_such_label(fake_group):
+    fake_group(4)
+    found = plan_of(FORCED)
+    assert {site.group_labels for site in found} == {("world",)}
+    assert not found.compressed
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    assert {site.group_labels for site in plan_of(FORCED)} == {("world",)}
+    assert mesh.size() == 4
+
+
+def test_names_come_from_every_mesh_in_an_order_of_their_own(fake_group):
+    fake_group(4)
+    meshes = [init_device_mesh("cpu", (4,), mesh_dim_names=(name,)) for name in ("tp", "dp")]
+    meshes.append(init_device_mesh("cpu", (1, 4), mesh_dim_names=("pp", "cp")))
+    meshes.append(init_device_mesh("cpu", (4,)))
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    meshes.append(two._flatten("ab"))
+    assert {site.group_labels for site in plan_of(FORCED)} == {("ab", "cp", "dp", "tp", "world")}
+    assert len(meshes) == 5
+
+
+def test_a_mesh_of_before_the_ranks_were_set_up_again_counts_no_more(fake_group):
+    fake_group(4)
+    before = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    fake_group(8)
+    assert {site.group_labels for site in plan_of(FORCED)} == {("world",)}
+    fake_group(4)
+    assert {site.group_labels for site in plan_of(FORCED)} == {("world",)}
+    assert before.mesh_dim_names == ("tp",)
+
+
+def test_a_mesh_that_is_made_between_two_graphs_is_seen(fake_group):
+    fake_group(4)
+    assert not plan_of(FORCED).compressed
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    assert plan_of(FORCED).compressed
+    del mesh
+    gc.collect()
+    assert not plan_of(FORCED).compressed
