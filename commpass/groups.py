@@ -70,19 +70,32 @@ def _dimensions(mesh: DeviceMesh, group: dist.ProcessGroup) -> Iterator[str]:
 class _Meshes:
     """Every mesh of this process. torch keeps no list of them, and a mesh of one dimension leaves
     no other trace: it shares the group of all ranks. So they are found as what refers to their
-    class, and again only when that count has changed."""
+    class (30 ms): again when that count has changed, or when what has been made since may be old."""
 
     def __init__(self) -> None:
         self.seen: list[weakref.ref[DeviceMesh]] = []
-        self.references = 0
+        self.signs: tuple[int, ...] = ()
 
     def all(self) -> list[DeviceMesh]:
         alive = [mesh for reference in self.seen if (mesh := reference()) is not None]
-        if len(alive) != len(self.seen) or sys.getrefcount(DeviceMesh) != self.references:
+        if len(alive) != len(self.seen) or self.signs != _signs() or _young() - set(map(id, alive)):
             alive = [found for found in gc.get_referrers(DeviceMesh) if type(found) is DeviceMesh]
             self.seen = [weakref.ref(mesh) for mesh in alive]
-            self.references = sys.getrefcount(DeviceMesh)
+            self.signs = _signs()
         return alive
+
+
+def _signs() -> tuple[int, ...]:
+    """What changes when a mesh is made, or may have left the two young generations of objects."""
+    _, middle, old = gc.get_stats()
+    return sys.getrefcount(DeviceMesh), middle["collections"], old["collections"]
+
+
+def _young() -> set[int]:
+    """The meshes among the objects made lately. A reference to the class that went as one was made
+    would leave the count as it was."""
+    lately = (*gc.get_objects(generation=0), *gc.get_objects(generation=1))
+    return {id(found) for found in lately if type(found) is DeviceMesh}
 
 
 meshes = _Meshes().all

@@ -56,7 +56,8 @@ def test_every_site_is_left_alone_with_the_reason(function, fake_group, caplog):
 def test_graphs_that_inductor_does_not_compile_have_no_wrapper(fake_group, caplog):
     fake_group(4)
     backend = commpass.backend(FORCED, strict=True, inner="eager")
-    assert planned(summed, backend, caplog, options={"cpp_wrapper": True})[0].codec == "int8"
+    with torch._inductor.config.patch(cpp_wrapper=True):
+        assert planned(summed, backend, caplog)[0].codec == "int8"
 
 
 def test_backward_as_well(fake_group):

@@ -12,9 +12,10 @@ import pytest
 import torch
 from graphs import ops
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import commpass
+from commpass.groups import meshes
 from commpass.plan import Plan, PlannedSite
 from commpass.policy import Policy, Rule
 from commpass.runtime.summary import Summary
@@ -311,6 +312,17 @@ def test_a_mesh_of_one_dimension_gives_the_group_of_all_ranks_its_name(group, fa
     assert {site.members for site in found} == {(0, 1, 2, 3)}
     assert len(found.compressed) == len(found.sites) == LAYERS
     assert mesh.size() == 4
+
+
+def test_a_mesh_is_found_though_as_many_refer_to_its_class_as_before(fake_group):
+    fake_group(4)
+    others = [DeviceMesh] * 100
+    meshes()
+    before = sys.getrefcount(DeviceMesh)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    while sys.getrefcount(DeviceMesh) > before:
+        others.pop()
+    assert any(found is mesh for found in meshes())
 
 
 def test_a_link_by_the_meshs_name_is_that_of_its_group(fake_group):
