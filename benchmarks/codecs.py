@@ -1,12 +1,16 @@
-"""How fast codecs encode and decode, compiled and eager, against a copy of the same bytes in the same run.
+"""How fast codecs encode and decode, compiled and eager, against a copy of the same bytes in the
+same run.
 
-    python benchmarks/codecs.py [CODEC ...] [--dtype bfloat16] [--threads 1 2] [--mib 32] [--json FILE]
+    python benchmarks/codecs.py [CODEC ...] [--dtype bfloat16] [--threads 1 2] [--mib 32] [--json
+    FILE]
 
-GB/s are of input. `of a copy` is the ratio to `torch.Tensor.copy_` of the input, which reads and writes every byte once; the
-targets are for one core: int8 0.6, fp8 0.35, int4 0.3, exponent 0.25, rotated 0.1. `kernels` is the number of kernels that
-Inductor made. With `pip install 'commpass[bench]'` lossless codecs are compared with ZipNN and zstd.
-Every count of threads runs in a process of its own, since compiled code is made for one count, and with a heap that keeps its
-pages: else a result of 32 MiB and more costs more in page faults than in anything else, for a copy as for a codec.
+GB/s are of input. `of a copy` is the ratio to `torch.Tensor.copy_` of the input, which reads and
+writes every byte once; the targets are for one core: int8 0.6, fp8 0.35, int4 0.3, exponent 0.25,
+rotated 0.1. `kernels` is the number of kernels that Inductor made. With `pip install
+'commpass[bench]'` lossless codecs are compared with ZipNN and zstd. Every count of threads runs in
+a process of its own, since compiled code is made for one count, and with a heap that keeps its
+pages: else a result of 32 MiB and more costs more in page faults than in anything else, for a copy
+as for a codec.
 """
 
 from __future__ import annotations
@@ -31,10 +35,30 @@ from commpass.codecs import codec
 from commpass.survey import DATA, DTYPES
 
 TARGETS = {"int8": 0.6, "fp8": 0.35, "int4": 0.3, "exponent": 0.25, "rotated": 0.1}
-CODECS = ("int8", "int8(stored=bf16)", "int6", "int4", "int2", "fp8", "fp8(form=e5m2)", "rotated", "rotated(bits=4)",
-          "rotated(form=int)", "table(bits=4)", "taco", "equarx", "sdp4bit", "tahquant", "exponent")  # fmt: skip
+CODECS = (
+    "int8",
+    "int8(stored=bf16)",
+    "int6",
+    "int4",
+    "int2",
+    "fp8",
+    "fp8(form=e5m2)",
+    "rotated",
+    "rotated(bits=4)",
+    "rotated(form=int)",
+    "table(bits=4)",
+    "taco",
+    "equarx",
+    "sdp4bit",
+    "tahquant",
+    "exponent",
+)
 REPEATS = 9
-HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(1 << 28)}
+HEAP = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 33),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+}
 
 
 def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> tuple[float, float]:
@@ -47,11 +71,17 @@ def seconds(run: Callable[[], Any], repeats: int = REPEATS) -> tuple[float, floa
     return median(times[2:]), max(times[2:]) - min(times[2:])
 
 
-def row(name: str, size: int, copy: float, runs: dict[str, Callable[[], Any]], **more: Any) -> dict[str, Any]:
+def row(
+    name: str, size: int, copy: float, runs: dict[str, Callable[[], Any]], **more: Any
+) -> dict[str, Any]:
     made: dict[str, Any] = {"codec": name, **more}
     for what, run in runs.items():
         middle, spread = seconds(run, 3 if what.startswith("eager") else REPEATS)
-        made |= {f"{what}_gbs": size / middle / 1e9, f"{what}_spread": spread / middle, f"{what}_of_copy": copy / middle}
+        made |= {
+            f"{what}_gbs": size / middle / 1e9,
+            f"{what}_spread": spread / middle,
+            f"{what}_of_copy": copy / middle,
+        }
     return made
 
 
@@ -63,7 +93,10 @@ def measure(spec: str, x: torch.Tensor, copy: float) -> dict[str, Any]:
     kernels = {}
     compiled: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
     takes = {"encode": rows, "decode": coder.encode_rows(rows)}
-    eager = {"encode": coder.encode_rows, "decode": lambda wire: coder.decode_rows(wire, numel, dtype).to(dtype)}
+    eager = {
+        "encode": coder.encode_rows,
+        "decode": lambda wire: coder.decode_rows(wire, numel, dtype).to(dtype),
+    }
     for what, function in eager.items():
         torch._dynamo.reset()
         metrics.reset()
@@ -90,7 +123,9 @@ def others(x: torch.Tensor, copy: float) -> list[dict[str, Any]]:
     raw = x.view(torch.uint8).numpy().tobytes()
     made = []
     names = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-    nn = zipnn.ZipNN(bytearray_dtype=names[x.dtype], input_format="byte", threads=torch.get_num_threads())
+    nn = zipnn.ZipNN(
+        bytearray_dtype=names[x.dtype], input_format="byte", threads=torch.get_num_threads()
+    )
     packed = bytes(nn.compress(bytearray(raw)))
     runs = {"encode": lambda: nn.compress(bytearray(raw)), "decode": lambda: nn.decompress(packed)}
     assert bytes(nn.decompress(packed)) == raw
@@ -98,7 +133,10 @@ def others(x: torch.Tensor, copy: float) -> list[dict[str, Any]]:
     for level in (1, 3):
         press, unpress = zstandard.ZstdCompressor(level=level), zstandard.ZstdDecompressor()
         squeezed = press.compress(raw)
-        runs = {"encode": lambda p=press: p.compress(raw), "decode": lambda u=unpress, s=squeezed: u.decompress(s)}
+        runs = {
+            "encode": lambda p=press: p.compress(raw),
+            "decode": lambda u=unpress, s=squeezed: u.decompress(s),
+        }
         made.append(row(f"zstd -{level}", len(raw), copy, runs, bits=8 * len(squeezed) / x.numel()))
     return made
 
@@ -107,29 +145,63 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.worker)
     dtype = DTYPES[options.dtype]
     generator = torch.Generator().manual_seed(0)
-    x = torch.cat([DATA["gaussian"](generator) for _ in range(options.mib * 2**20 // (2**20 * dtype.itemsize))]).to(dtype)
+    x = torch.cat(
+        [
+            DATA["gaussian"](generator)
+            for _ in range(options.mib * 2**20 // (2**20 * dtype.itemsize))
+        ]
+    ).to(dtype)
     target = torch.empty_like(x)
     copy, spread = seconds(lambda: target.copy_(x))
     rows = [measure(spec, x, copy) for spec in options.codecs or CODECS]
-    return {"threads": options.worker, "copy_gbs": x.nbytes / copy / 1e9, "copy_spread": spread / copy,
-            "rows": rows + others(x, copy)}  # fmt: skip
+    return {
+        "threads": options.worker,
+        "copy_gbs": x.nbytes / copy / 1e9,
+        "copy_spread": spread / copy,
+        "rows": rows + others(x, copy),
+    }
 
 
 def show(part: dict[str, Any], dtype: str) -> None:
     table = Table(title=f"{dtype}, {part['threads']} thread(s), copy {part['copy_gbs']:.1f} GB/s")
-    for name in ("codec", "bits", "encode GB/s", "of a copy", "target", "decode GB/s", "of a copy", "kernels", "eager GB/s"):
-        table.add_column(name, justify="left" if name == "codec" else "right", no_wrap=name == "codec")
+    for name in (
+        "codec",
+        "bits",
+        "encode GB/s",
+        "of a copy",
+        "target",
+        "decode GB/s",
+        "of a copy",
+        "kernels",
+        "eager GB/s",
+    ):
+        table.add_column(
+            name, justify="left" if name == "codec" else "right", no_wrap=name == "codec"
+        )
     for r in part["rows"]:
         target = TARGETS.get(r["codec"].partition("(")[0], "")
-        eager = f"{r['eager_encode_gbs']:.2f} / {r['eager_decode_gbs']:.2f}" if "eager_encode_gbs" in r else ""
+        eager = (
+            f"{r['eager_encode_gbs']:.2f} / {r['eager_decode_gbs']:.2f}"
+            if "eager_encode_gbs" in r
+            else ""
+        )
         kernels = f"{r['kernels']['encode']} / {r['kernels']['decode']}" if "kernels" in r else ""
-        table.add_row(r["codec"], f"{r['bits']:.2f}", f"{r['encode_gbs']:.2f}", f"{r['encode_of_copy']:.2f}", str(target),
-                      f"{r['decode_gbs']:.2f}", f"{r['decode_of_copy']:.2f}", kernels, eager)  # fmt: skip
+        table.add_row(
+            r["codec"],
+            f"{r['bits']:.2f}",
+            f"{r['encode_gbs']:.2f}",
+            f"{r['encode_of_copy']:.2f}",
+            str(target),
+            f"{r['decode_gbs']:.2f}",
+            f"{r['decode_of_copy']:.2f}",
+            kernels,
+            eager,
+        )
     Console().print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("codecs", nargs="*")
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -142,16 +214,32 @@ def main() -> None:
         return
     parts = []
     for threads in options.threads:
-        command = [sys.executable, "-W", "ignore", __file__, *options.codecs, "--dtype", options.dtype]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            __file__,
+            *options.codecs,
+            "--dtype",
+            options.dtype,
+        ]
         command += ["--mib", str(options.mib), "--worker", str(threads)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | HEAP)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=False, env=os.environ | HEAP
+        )
         if done.returncode:
             sys.exit(done.returncode)
         parts.append(json.loads(done.stdout.splitlines()[-1]))
         show(parts[-1], options.dtype)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
-    options.json.write_text(json.dumps({**facts, "dtype": options.dtype, "parts": parts}, indent=1) + "\n")
+    facts = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    options.json.write_text(
+        json.dumps({**facts, "dtype": options.dtype, "parts": parts}, indent=1) + "\n"
+    )
     print(f"written to {options.json}")
 
 

@@ -1,25 +1,32 @@
-"""What a collective costs with a codec: bytes and time, against torch's plain collective in the same run and the bare exchange.
+"""What a collective costs with a codec: bytes and time, against torch's plain collective in the
+same run and the bare exchange.
 
-    python benchmarks/collectives.py [--ranks 2] [--kinds KIND ...] [--algorithms SPEC ... | all] [--codecs CODEC ...]
-                                     [--kib 64 1024 16384] [--dtype bfloat16] [--link GBIT] [--eager] [--repeats 11] [--graph]
+    python benchmarks/collectives.py [--ranks 2] [--kinds KIND ...] [--algorithms SPEC ... | all]
+    [--codecs CODEC ...]
+                                     [--kib 64 1024 16384] [--dtype bfloat16] [--link GBIT]
+                                     [--eager] [--repeats 11] [--graph]
                                      [--json FILE]
 
-Ranks are processes of this machine, one thread each, with gloo between them: where cores are fewer, ranks take turns at coding,
-and the exchange is a copy through this machine's memory, faster than a network. `--link 1` gives each rank a network of its
-own with 1 Gbit/s each way (root, Linux); `limit` is then what the bytes that a rank sends to others take there.
+Ranks are processes of this machine, one thread each, with gloo between them: where cores are fewer,
+ranks take turns at coding, and the exchange is a copy through this machine's memory, faster than a
+network. `--link 1` gives each rank a network of its own with 1 Gbit/s each way (root, Linux);
+`limit` is then what the bytes that a rank sends to others take there.
 
-A row is one call on a tensor of so many KiB a rank. The plain collective, the call and the bare exchange take turns in one
-loop, each behind a barrier; a time is the median over the repetitions, [lower and upper quartile], of the slowest rank's.
-`bare` hands the same bytes over in the same exchanges and does nothing else: the least that the algorithm can take here.
-Codec `plain` is the plain collective against itself, which shows the noise; `raw` an algorithm without a codec. A rank hands
-over `wire_bytes` by `Work`, and `handed` in fact.
+A row is one call on a tensor of so many KiB a rank. The plain collective, the call and the bare
+exchange take turns in one loop, each behind a barrier; a time is the median over the repetitions,
+[lower and upper quartile], of the slowest rank's. `bare` hands the same bytes over in the same
+exchanges and does nothing else: the least that the algorithm can take here. Codec `plain` is the
+plain collective against itself, which shows the noise; `raw` an algorithm without a codec. A rank
+hands over `wire_bytes` by `Work`, and `handed` in fact.
 
-Compiled, `encode` and `decode` are the compiled codec alone on one rank, for as many values as the algorithm codes, while the
-others wait. With `--eager` they are what the algorithm computes before its first exchange and after its last one, `between` is
-what it computes between, and `waits` how long it waits: measured in a run of its own, `steps`. `exponent` goes by both orders
-of its exchanges, and takes a minute to compile on a CPU: it must be asked for.
-`--graph` measures nothing: it lists what Inductor makes of each algorithm on 4 ranks of the fake process group. `copies` are
-the loops that only load and store; `copied` are the bytes that those, `cat` and `clone` write, `allocated` those of `buffers`.
+Compiled, `encode` and `decode` are the compiled codec alone on one rank, for as many values as the
+algorithm codes, while the others wait. With `--eager` they are what the algorithm computes before
+its first exchange and after its last one, `between` is what it computes between, and `waits` how
+long it waits: measured in a run of its own, `steps`. `exponent` goes by both orders of its
+exchanges, and takes a minute to compile on a CPU: it must be asked for. `--graph` measures nothing:
+it lists what Inductor makes of each algorithm on 4 ranks of the fake process group. `copies` are
+the loops that only load and store; `copied` are the bytes that those, `cat` and `clone` write,
+`allocated` those of `buffers`.
 """
 
 from __future__ import annotations
@@ -61,14 +68,27 @@ from commpass.errors import PolicyError
 from commpass.survey import DTYPES
 
 ALGORITHMS = {
-    "all_reduce": ["one_shot", "two_shot", "two_shot(stage=ag)", "two_shot(shards=4)", "ring", "semi_ring",
-                   "hierarchical(node=2)"],
-    "reduce_scatter": ["direct", "ring", "semi_ring"], "all_gather": ["direct"], "all_to_all": ["direct"],
-}  # fmt: skip
+    "all_reduce": [
+        "one_shot",
+        "two_shot",
+        "two_shot(stage=ag)",
+        "two_shot(shards=4)",
+        "ring",
+        "semi_ring",
+        "hierarchical(node=2)",
+    ],
+    "reduce_scatter": ["direct", "ring", "semi_ring"],
+    "all_gather": ["direct"],
+    "all_to_all": ["direct"],
+}
 USUAL, CODECS = ("one_shot", "two_shot", "direct"), ("plain", "int8", "rotated", "rotated(bits=4)")
 GRAPH_RANKS, GRAPH_KIB, WARM_UP = 4, 1024, 3
-HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 33), "MALLOC_TRIM_THRESHOLD_": str(1 << 34), "MALLOC_TOP_PAD_": str(1 << 28),
-        "PYTHONWARNINGS": "ignore"}  # fmt: skip
+HEAP = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 33),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+    "PYTHONWARNINGS": "ignore",
+}
 ops = torch.ops._c10d_functional
 WAIT = ops.wait_tensor.default
 quartiles = partial(quantiles, n=4, method="inclusive")
@@ -83,7 +103,9 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[tuple[str, str, s
             yield kind, "torch", code
             continue
         wanted = ALGORITHMS[kind] if "all" in options.algorithms else options.algorithms
-        for name, first in itertools.product(wanted, ("static", "sizes") if codec(code).dynamic else ("static",)):
+        for name, first in itertools.product(
+            wanted, ("static", "sizes") if codec(code).dynamic else ("static",)
+        ):
             with suppress(PolicyError):  # this kind has no such algorithm
                 chosen = algorithm(kind, name, first=first)
                 if chosen.obstacle(codec(code), ranks) is None:
@@ -93,18 +115,27 @@ def cases(options: argparse.Namespace, ranks: int) -> Iterator[tuple[str, str, s
 def plain(kind: str, x: torch.Tensor) -> torch.Tensor:
     ranks = dist.get_world_size()
     even = [x.shape[0] // ranks] * ranks
-    known = {"all_reduce": (ops.all_reduce, "sum"), "reduce_scatter": (ops.reduce_scatter_tensor, "sum", ranks),
-             "all_gather": (ops.all_gather_into_tensor, ranks), "all_to_all": (ops.all_to_all_single, even, even)}  # fmt: skip
+    known = {
+        "all_reduce": (ops.all_reduce, "sum"),
+        "reduce_scatter": (ops.reduce_scatter_tensor, "sum", ranks),
+        "all_gather": (ops.all_gather_into_tensor, ranks),
+        "all_to_all": (ops.all_to_all_single, even, even),
+    }
     exchange, *how = known[kind]
     return ops.wait_tensor(exchange(x, *how, "0"))
 
 
 def call(kind: str, spec: str, code: str, x: torch.Tensor) -> torch.Tensor:
-    return plain(kind, x) if code == "plain" else getattr(commpass, kind)(x, codec=code, algorithm=spec)
+    return (
+        plain(kind, x)
+        if code == "plain"
+        else getattr(commpass, kind)(x, codec=code, algorithm=spec)
+    )
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the exchanges and waits of an algorithm, so that they can be done again without anything else."""
+    """Notes the exchanges and waits of an algorithm, so that they can be done again without
+    anything else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,8 +165,16 @@ def stages(steps: Any) -> dict[str, float]:
             marks.append(time.perf_counter())
             arrived = ops.wait_tensor(started)
             marks.append(time.perf_counter())
-    took = [1e3 * (after - before) for before, after in itertools.pairwise([*marks, time.perf_counter()])]
-    return {"encode": took[0], "between": sum(took[2:-1:2]), "decode": took[-1], "waits": sum(took[1::2])}
+    took = [
+        1e3 * (after - before)
+        for before, after in itertools.pairwise([*marks, time.perf_counter()])
+    ]
+    return {
+        "encode": took[0],
+        "between": sum(took[2:-1:2]),
+        "decode": took[-1],
+        "waits": sum(took[1::2]),
+    }
 
 
 def tensor(kib: int, dtype: str) -> torch.Tensor:
@@ -143,7 +182,9 @@ def tensor(kib: int, dtype: str) -> torch.Tensor:
     return torch.randn(kib * 1024 // DTYPES[dtype].itemsize, generator=generator).to(DTYPES[dtype])
 
 
-def timed(functions: dict[str, Callable[[], Any]], repeats: int, before: Callable[[], Any] = lambda: None) -> Times:
+def timed(
+    functions: dict[str, Callable[[], Any]], repeats: int, before: Callable[[], Any] = lambda: None
+) -> Times:
     """Milliseconds of each repetition of functions that take turns."""
     times: Times = {name: [] for name in functions}
     for number in range(WARM_UP + repeats):
@@ -155,29 +196,43 @@ def timed(functions: dict[str, Callable[[], Any]], repeats: int, before: Callabl
     return {name: some[WARM_UP:] for name, some in times.items()}
 
 
-def measure(kind: str, spec: str, code: str, kib: int, dtype: str, eager: bool, repeats: int) -> tuple[int, Times]:
+def measure(
+    kind: str, spec: str, code: str, kib: int, dtype: str, eager: bool, repeats: int
+) -> tuple[int, Times]:
     """The bytes that this rank handed over, and milliseconds of each repetition of each run."""
     x, recorder, parts = tensor(kib, dtype), Recorder(), []
     request = Request("0", dist.get_world_size(), dist.get_rank())
     with recorder:
-        plain(kind, x) if code == "plain" else run(algorithm(kind, spec).run(x, request, codec(code)))
+        (
+            plain(kind, x)
+            if code == "plain"
+            else run(algorithm(kind, spec).run(x, request, codec(code)))
+        )
     keep = (lambda some: some) if eager else partial(torch.compile, dynamic=False, fullgraph=True)
     exact, ours = keep(lambda x: plain(kind, x)), keep(lambda x: call(kind, spec, code, x))
     functions = {"plain": lambda: exact(x), "call": lambda: ours(x), "bare": recorder.again}
     if eager and code != "plain":
-        functions["steps"] = lambda: parts.append(stages(algorithm(kind, spec).run(x, request, codec(code))))
+        functions["steps"] = lambda: parts.append(
+            stages(algorithm(kind, spec).run(x, request, codec(code)))
+        )
     times = timed(functions, repeats, dist.barrier)
-    times |= {name: [part[name] for part in parts[WARM_UP:]] for name in (parts[0] if parts else ())}
+    times |= {
+        name: [part[name] for part in parts[WARM_UP:]] for name in (parts[0] if parts else ())
+    }
     return sum(args[0].nbytes for func, args, _ in recorder.seen if func is not WAIT), times
 
 
 def alone(code: str, kib: int, dtype: str, repeats: int) -> Times:
-    """Milliseconds of compiled encode and decode of a tensor, a row for each rank, on rank 0 while the others wait."""
+    """Milliseconds of compiled encode and decode of a tensor, a row for each rank, on rank 0 while
+    the others wait."""
     times = {}
     if dist.get_rank() == 0:
         rows, coder = tensor(kib, dtype).reshape(dist.get_world_size(), -1), codec(code)
         encode = torch.compile(coder.encode_rows, dynamic=False)
-        decode = torch.compile(lambda wire: coder.decode_rows(wire, rows.shape[1], rows.dtype).to(rows.dtype), dynamic=False)
+        decode = torch.compile(
+            lambda wire: coder.decode_rows(wire, rows.shape[1], rows.dtype).to(rows.dtype),
+            dynamic=False,
+        )
         wire = encode(rows)
         times = timed({"encode": lambda: encode(rows), "decode": lambda: decode(wire)}, repeats)
     dist.barrier()
@@ -186,13 +241,36 @@ def alone(code: str, kib: int, dtype: str, repeats: int) -> Times:
 
 def measured(options: argparse.Namespace) -> list[Row]:
     os.environ.update(HEAP)  # of the ranks, which begin after this
-    members = Ranks(options.ranks, hosts.shaped(options.ranks, options.link) if options.link else None, workers=2)
+    members = Ranks(
+        options.ranks,
+        hosts.shaped(options.ranks, options.link) if options.link else None,
+        workers=2,
+    )
     dtype, made, coding = DTYPES[options.dtype], [], {}
     for (kind, spec, code), kib in itertools.product(cases(options, options.ranks), options.kib):
-        found = members.run(measure, kind, spec, code, kib, options.dtype, options.eager, options.repeats, timeout=1800)
-        slowest = {name: zip(*(times[name] for _, times in found), strict=True) for name in found[0][1]}
+        found = members.run(
+            measure,
+            kind,
+            spec,
+            code,
+            kib,
+            options.dtype,
+            options.eager,
+            options.repeats,
+            timeout=1800,
+        )
+        slowest = {
+            name: zip(*(times[name] for _, times in found), strict=True) for name in found[0][1]
+        }
         ms = {name: quartiles([max(times) for times in some]) for name, some in slowest.items()}
-        row = {"kind": kind, "algorithm": spec, "codec": code, "KiB": kib, "wire_bytes": kib * 1024, "handed": found[0][0]}
+        row = {
+            "kind": kind,
+            "algorithm": spec,
+            "codec": code,
+            "KiB": kib,
+            "wire_bytes": kib * 1024,
+            "handed": found[0][0],
+        }
         row |= ms | {f"of_{base}": ms["call"][1] / ms[base][1] for base in ("plain", "bare")}
         work = None
         if code != "plain":
@@ -201,27 +279,47 @@ def measured(options: argparse.Namespace) -> list[Row]:
             assert codec(code).dynamic or work.wire_bytes == row["handed"], (row, work)
             row["wire_bytes"] = work.wire_bytes
             if not options.eager and (code, kib) not in coding:
-                coding[code, kib] = members.run(alone, code, kib, options.dtype, options.repeats, timeout=1800)[0]
+                coding[code, kib] = members.run(
+                    alone, code, kib, options.dtype, options.repeats, timeout=1800
+                )[0]
             for name, times in coding.get((code, kib), {}).items():
                 share = {"encode": work.encoded, "decode": work.decoded}[name] / payload.numel
                 row[name] = [share * took for took in quartiles(times)]
         if options.link:
             hops = (Hop(kind, row["handed"]),) if work is None else work.hops
             link = Link(0.0, options.link / 8)
-            row["limit"] = sum(link.us(hop.kind, hop.leaving, options.ranks, hop.peers) for hop in hops) / 1e3
+            row["limit"] = (
+                sum(link.us(hop.kind, hop.leaving, options.ranks, hop.peers) for hop in hops) / 1e3
+            )
         made.append(row)
-        print(f"{kind} {spec} {code} {kib} KiB: {row['call'][1]:.3f} ms, plain {row['plain'][1]:.3f} ms", flush=True)
+        print(
+            f"{kind} {spec} {code} {kib} KiB: {row['call'][1]:.3f} ms, plain"
+            f" {row['plain'][1]:.3f} ms",
+            flush=True,
+        )
     members.stop()
     return made
 
 
-BYTES = {"uint8_t": 1, "int8_t": 1, "bool": 1, "at::BFloat16": 2, "at::Half": 2, "int16_t": 2, "float": 4, "int32_t": 4}
+BYTES = {
+    "uint8_t": 1,
+    "int8_t": 1,
+    "bool": 1,
+    "at::BFloat16": 2,
+    "at::Half": 2,
+    "int16_t": 2,
+    "float": 4,
+    "int32_t": 4,
+}
 MOVED = re.compile(r"assert_size_stride\(\w+, (\(.*?\)), .*?'torch\.ops\.aten\.(?:cat|clone)\.")
-KERNEL = re.compile(r"^(\w+) = async_compile\.cpp_pybinding\(.*?r'''\n(.*?)^'''\)", re.DOTALL | re.MULTILINE)
+KERNEL = re.compile(
+    r"^(\w+) = async_compile\.cpp_pybinding\(.*?r'''\n(.*?)^'''\)", re.DOTALL | re.MULTILINE
+)
 
 
 def nests(kernel: str) -> list[int]:
-    """For each loop nest of a kernel the bytes that it writes if it only loads and stores, else 0."""
+    """For each loop nest of a kernel the bytes that it writes if it only loads and stores, else
+    0."""
     types = {name: kind for kind, name in re.findall(r"([\w:]+)\* (\w*out_ptr\d+)", kernel)}
     found = []
     for nest in re.findall(r"^    \{\n(.*?for\(.*?)^    \}", kernel, re.DOTALL | re.MULTILINE):
@@ -240,12 +338,27 @@ def listed(source: str) -> Row:
     loops = [nest for name in called for nest in nests(kernels[name])]
     others = Counter(re.findall(r"[( ](?:torch\.ops\.aten|extern_kernels)\.(\w+)", body))
     buffers = re.findall(r"empty_strided_cpu\((\(.*?\)), \(.*?\), torch\.(\w+)\)", body)
-    moved = [(shape, "uint8") for shape in re.findall(MOVED, body)]  # Inductor leaves no cat to torch but that of bytes
-    allocated, copied = (sum(math.prod(map(int, re.findall(r"\b\d+", shape))) * getattr(torch, dtype).itemsize
-                             for shape, dtype in some) for some in (buffers, moved))  # fmt: skip
+    moved = [
+        (shape, "uint8") for shape in re.findall(MOVED, body)
+    ]  # Inductor leaves no cat to torch but that of bytes
+    allocated, copied = (
+        sum(
+            math.prod(map(int, re.findall(r"\b\d+", shape))) * getattr(torch, dtype).itemsize
+            for shape, dtype in some
+        )
+        for some in (buffers, moved)
+    )
     exchanges = len(re.findall(r"torch\.ops\._c10d_functional\.(?!wait)\w+\.default\(", body))
-    made = {"exchanges": exchanges, "kernels": len(called), "loops": len(loops), "copies": sum(nest > 0 for nest in loops)}
-    made |= {"calls": ", ".join(f"{count} {name}" for name, count in others.items()), "buffers": len(buffers)}
+    made = {
+        "exchanges": exchanges,
+        "kernels": len(called),
+        "loops": len(loops),
+        "copies": sum(nest > 0 for nest in loops),
+    }
+    made |= {
+        "calls": ", ".join(f"{count} {name}" for name, count in others.items()),
+        "buffers": len(buffers),
+    }
     return made | {"allocated": allocated, "copied": sum(loops) + copied}
 
 
@@ -267,7 +380,9 @@ def graphs(options: argparse.Namespace) -> list[Row]:
 def show(title: str, rows: list[Row]) -> None:
     table = Table(title=title)
     for name, value in rows[-1].items():
-        table.add_column(name, justify="left" if isinstance(value, str) else "right", no_wrap=name != "calls")
+        table.add_column(
+            name, justify="left" if isinstance(value, str) else "right", no_wrap=name != "calls"
+        )
     for r in rows:
         table.add_row(*(shown(r.get(name, ""), name in ("plain", "call")) for name in rows[-1]))
     Console(width=210).print(table)
@@ -276,44 +391,87 @@ def show(title: str, rows: list[Row]) -> None:
 def shown(value: Any, spread: bool) -> str:
     if isinstance(value, list):
         return f"{value[1]:.3g} \\[{value[0]:.3g} {value[2]:.3g}]" if spread else f"{value[1]:.3g}"
-    return f"{value:.2f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+    return (
+        f"{value:.2f}"
+        if isinstance(value, float)
+        else f"{value:,}"
+        if isinstance(value, int)
+        else value
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kinds", nargs="+", default=list(ALGORITHMS), choices=list(ALGORITHMS))
-    parser.add_argument("--algorithms", nargs="+", help=f"names with parameters, or all; {' '.join(USUAL)} if left out")
-    parser.add_argument("--codecs", nargs="+", help=f"{' '.join(CODECS)} if left out; raw: the algorithm without a codec")
+    parser.add_argument(
+        "--algorithms",
+        nargs="+",
+        help=f"names with parameters, or all; {' '.join(USUAL)} if left out",
+    )
+    parser.add_argument(
+        "--codecs",
+        nargs="+",
+        help=f"{' '.join(CODECS)} if left out; raw: the algorithm without a codec",
+    )
     parser.add_argument("--kib", type=int, nargs="+", default=[64, 1024, 16384])
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--graph", action="store_true", help="list kernels, buffers and copies instead of measuring")
+    parser.add_argument(
+        "--graph", action="store_true", help="list kernels, buffers and copies instead of measuring"
+    )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--link", type=float, metavar="GBIT", help="a network with links of so many Gbit/s between the ranks")
+    parser.add_argument(
+        "--link",
+        type=float,
+        metavar="GBIT",
+        help="a network with links of so many Gbit/s between the ranks",
+    )
     options = parser.parse_args()
     if options.link:
         hosts.stand_apart()
     options.algorithms = options.algorithms or (("all",) if options.graph else USUAL)
     options.codecs = options.codecs or (("int8", "rotated", "raw") if options.graph else CODECS)
     if not list(cases(options, GRAPH_RANKS if options.graph else options.ranks)):
-        parser.error("none of these algorithms carries out one of these kinds with one of these codecs on so many ranks")
+        parser.error(
+            "none of these algorithms carries out one of these kinds with one of these codecs on so"
+            " many ranks"
+        )
     rows = graphs(options) if options.graph else measured(options)
     cores, how = len(os.sched_getaffinity(0)), "eager" if options.eager else "compiled"
     link = f" and are linked by {options.link:g} Gbit/s" if options.link else ""
-    title = f"{options.ranks} ranks share {cores} cores of this machine{link}; {options.dtype}, {how}; times in ms"
-    show(f"Inductor, CPU, {GRAPH_RANKS} ranks, {GRAPH_KIB} KiB of {options.dtype}" if options.graph else title, rows)
-    facts = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "cores": cores}
+    title = (
+        f"{options.ranks} ranks share {cores} cores of this machine{link}; {options.dtype}, {how};"
+        " times in ms"
+    )
+    show(
+        (
+            f"Inductor, CPU, {GRAPH_RANKS} ranks, {GRAPH_KIB} KiB of {options.dtype}"
+            if options.graph
+            else title
+        ),
+        rows,
+    )
+    facts = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "cores": cores,
+    }
     facts |= {
         "ranks": GRAPH_RANKS if options.graph else options.ranks,
         "dtype": options.dtype,
         "eager": options.eager,
         "link": options.link,
     }
-    path = options.json or Path(f"benchmarks/out/collectives{'_graph' if options.graph else ''}.json")
+    path = options.json or Path(
+        f"benchmarks/out/collectives{'_graph' if options.graph else ''}.json"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**facts, "repeats": options.repeats, "rows": rows}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({**facts, "repeats": options.repeats, "rows": rows}, indent=1) + "\n"
+    )
     print(f"written to {path}")
 
 

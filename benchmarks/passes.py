@@ -2,8 +2,9 @@
 
     python benchmarks/passes.py [--sizes 10 100 1000] [--repeats 3] [--codec int8] [--json FILE]
 
-A graph of n collectives (a matmul, a relu and an all_reduce each, every one compressed) is compiled for rank 0 of 8 on the
-fake process group, with Inductor's caches off. Expected: linear in n, and at most 5 % of the compile.
+A graph of n collectives (a matmul, a relu and an all_reduce each, every one compressed) is compiled
+for rank 0 of 8 on the fake process group, with Inductor's caches off. Expected: linear in n, and at
+most 5 % of the compile.
 """
 
 from __future__ import annotations
@@ -44,11 +45,17 @@ def compile_once(collectives: int, codec: str) -> dict[str, float]:
 
     torch._dynamo.reset()
     counters.clear()
-    policy = Policy(rules=[Rule(codec=codec, force=True)]) if codec != "none" else Policy(off=True, name="off")
+    policy = (
+        Policy(rules=[Rule(codec=codec, force=True)])
+        if codec != "none"
+        else Policy(off=True, name="off")
+    )
     weights = [torch.randn(WIDTH, WIDTH) for _ in range(collectives)]
     start = time.perf_counter()
     with torch.no_grad():
-        torch.compile(model, backend=commpass.backend(policy, strict=True))(torch.randn(64, WIDTH), weights)
+        torch.compile(model, backend=commpass.backend(policy, strict=True))(
+            torch.randn(64, WIDTH), weights
+        )
     whole = time.perf_counter() - start
     assert counters["commpass"]["compressed"] == (collectives if codec != "none" else 0)
     return {"whole_s": whole, "passes_s": counters["commpass"]["passes_us"] / 1e6}
@@ -71,9 +78,11 @@ def measure(collectives: int, codec: str, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--repeats", type=int, default=3, help="of each size up to 100; larger ones run once")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="of each size up to 100; larger ones run once"
+    )
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/passes.json"))
     options = parser.parse_args()
@@ -88,12 +97,22 @@ def main() -> None:
         row = measure(size, options.codec, options.repeats if size <= 100 else 1)
         rows.append(row)
         table.add_row(
-            str(size), f"{row['passes_s']:.3f}", f"{row['passes_spread_s']:.3f}", f"{row['whole_s']:.1f}",
-            f"{row['whole_spread_s']:.1f}", f"{row['share']:.1%}", f"{row['ms_per_collective']:.2f}",
-        )  # fmt: skip
+            str(size),
+            f"{row['passes_s']:.3f}",
+            f"{row['passes_spread_s']:.3f}",
+            f"{row['whole_s']:.1f}",
+            f"{row['whole_spread_s']:.1f}",
+            f"{row['share']:.1%}",
+            f"{row['ms_per_collective']:.2f}",
+        )
     Console().print(table)
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    facts = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"), "rows": rows}
+    facts = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": rows,
+    }
     options.json.write_text(json.dumps(facts, indent=1) + "\n")
     print(f"written to {options.json}")
 

@@ -1,13 +1,16 @@
-"""What simplify saves in a training step of a tensor-parallel Llama, and how long the pass itself takes.
+"""What simplify saves in a training step of a tensor-parallel Llama, and how long the pass itself
+takes.
 
-    python benchmarks/simplify.py [--steps 20] [--ranks 4] [--inner eager] [--only pass] [--sizes 100 1000 ...] [--json FILE]
+    python benchmarks/simplify.py [--steps 20] [--ranks 4] [--inner eager] [--only pass] [--sizes
+    100 1000 ...] [--json FILE]
 
-The step: a Llama of width 256 and 4 layers, split over the ranks by DTensor, all ranks on this machine's CPU with gloo. Two
-compiled copies, without and with simplify, take turns in one run; a step is forward and backward, between two barriers.
+The step: a Llama of width 256 and 4 layers, split over the ranks by DTensor, all ranks on this
+machine's CPU with gloo. Two compiled copies, without and with simplify, take turns in one run; a
+step is forward and backward, between two barriers.
 Expected: 7 all_reduces a layer become 4, so 43 % fewer bytes.
 
-The pass: graphs of n nodes for rank 0 of 8 on the fake process group, of four shapes, all of which the rules change. Expected:
-linear in n, so the time for a node is the same in all sizes.
+The pass: graphs of n nodes for rank 0 of 8 on the fake process group, of four shapes, all of which
+the rules change. Expected: linear in n, so the time for a node is the same in all sizes.
 """
 
 from __future__ import annotations
@@ -65,7 +68,9 @@ def train(steps: int, inner: str) -> list[dict[str, Any]]:
     compiled, plans = {}, {}
     for name, policy in POLICIES.items():
         seen = len(commpass.plans())
-        compiled[name] = torch.compile(model, backend=commpass.backend(policy, inner=inner, strict=True), fullgraph=True)
+        compiled[name] = torch.compile(
+            model, backend=commpass.backend(policy, inner=inner, strict=True), fullgraph=True
+        )
         step(compiled[name], model, batch)
         plans[name] = commpass.plans()[seen:]
     times: dict[str, list[float]] = {name: [] for name in POLICIES}
@@ -77,7 +82,9 @@ def train(steps: int, inner: str) -> list[dict[str, Any]]:
             dist.barrier()
             if number >= WARM_UP:
                 times[name].append((time.perf_counter() - start) * 1e3)
-    assert len(commpass.plans()) == sum(len(found) for found in plans.values()), "nothing was compiled while measuring"
+    assert len(commpass.plans()) == sum(len(found) for found in plans.values()), (
+        "nothing was compiled while measuring"
+    )
     return [summary(name, plans[name], times[name]) for name in POLICIES]
 
 
@@ -102,7 +109,9 @@ def measure_step(options: argparse.Namespace) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     arguments = (options, tempfile.mkdtemp(prefix="ranks"), results)
-    ranks = [context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(options.ranks)]
+    ranks = [
+        context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(options.ranks)
+    ]
     for process in ranks:
         process.daemon = True
         process.start()
@@ -137,7 +146,8 @@ def long_sum(x: torch.Tensor, nodes: int) -> torch.Tensor:
 
 
 def late_sum(x: torch.Tensor, nodes: int) -> torch.Tensor:
-    """The same, but every all_reduce comes before the first addition, and the last is added first."""
+    """The same, but every all_reduce comes before the first addition, and the last is added
+    first."""
     parts = [reduced(x * (number + 2)) for number in range(nodes // 4)]
     total = parts.pop()
     while parts:
@@ -155,7 +165,9 @@ def gathers(x: torch.Tensor, nodes: int) -> torch.Tensor:
     return total
 
 
-def sized(shape: Callable[[torch.Tensor, int], torch.Tensor], nodes: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def sized(
+    shape: Callable[[torch.Tensor, int], torch.Tensor], nodes: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: shape(x, nodes)
 
 
@@ -163,12 +175,15 @@ SHAPES = (layers, long_sum, late_sum, gathers)
 
 
 def timed(gm: fx.GraphModule) -> tuple[float, int]:
-    """Milliseconds of processor time of the pass on a graph, which it changes, and how many rules were applied."""
+    """Milliseconds of processor time of the pass on a graph, which it changes, and how many rules
+    were applied."""
     from commpass.passes.pipeline import PASSES, Road
 
     passes = {step.name: step.run for step in PASSES}
     profile = commpass.ethernet(0.001)
-    road = passes["discover"](Road(gm=gm, direction="forward", policy=POLICIES["on"], profile=profile))
+    road = passes["discover"](
+        Road(gm=gm, direction="forward", policy=POLICIES["on"], profile=profile)
+    )
     start = time.process_time()
     road = passes["simplify"](road)
     return (time.process_time() - start) * 1e3, len(road.simplified)
@@ -189,8 +204,19 @@ def measure_pass(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
                 took, applied = timed(fx.GraphModule(gm, copy.deepcopy(gm.graph)))
                 times.append(took)
             nodes = len(gm.graph.nodes)
-            facts = {"shape": shape.__name__, "nodes": nodes, "applied": applied, "median_ms": median(times)}
-            rows.append({**facts, "spread_ms": max(times) - min(times), "ms_per_node": median(times) / nodes})
+            facts = {
+                "shape": shape.__name__,
+                "nodes": nodes,
+                "applied": applied,
+                "median_ms": median(times),
+            }
+            rows.append(
+                {
+                    **facts,
+                    "spread_ms": max(times) - min(times),
+                    "ms_per_node": median(times) / nodes,
+                }
+            )
     dist.destroy_process_group()
     return rows
 
@@ -200,19 +226,39 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
     for name in rows[0]:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*(f"{v:,}" if isinstance(v, int) else f"{v:.4g}" if isinstance(v, float) else v for v in row.values()))
+        table.add_row(
+            *(
+                f"{v:,}" if isinstance(v, int) else f"{v:.4g}" if isinstance(v, float) else v
+                for v in row.values()
+            )
+        )
     Console(width=140).print(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--only", choices=("step", "pass"), help="measure only the training step, or only the pass itself")
-    parser.add_argument("--steps", type=int, default=20, help="measured steps of each kind, at least 10")
-    parser.add_argument("--ranks", type=int, default=4, help="1, 2 or 4: the model has four heads of keys")
-    parser.add_argument("--inner", default="eager", help="the compiler behind the passes: eager, aot_eager or inductor")
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument(
+        "--only",
+        choices=("step", "pass"),
+        help="measure only the training step, or only the pass itself",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=20, help="measured steps of each kind, at least 10"
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=4, help="1, 2 or 4: the model has four heads of keys"
+    )
+    parser.add_argument(
+        "--inner",
+        default="eager",
+        help="the compiler behind the passes: eager, aot_eager or inductor",
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=[100, 1000, 3000, 10_000])
     parser.add_argument(
-        "--repeats", type=int, default=3, help="of the pass on each graph of up to 1000 nodes; larger ones are measured once"
+        "--repeats",
+        type=int,
+        default=3,
+        help="of the pass on each graph of up to 1000 nodes; larger ones are measured once",
     )
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/simplify.json"))
     options = parser.parse_args()
@@ -224,10 +270,23 @@ def main() -> None:
     passes = measure_pass(options.sizes, options.repeats) if options.only != "step" else []
     if passes:
         show("the pass itself", passes)
-    facts = {"torch": torch.__version__, "python": platform.python_version(), "date": time.strftime("%Y-%m-%d")}
-    model = {"layers": LAYERS, "width": WIDTH, "batch": BATCH, "length": LENGTH, "ranks": options.ranks, "inner": options.inner}
+    facts = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    model = {
+        "layers": LAYERS,
+        "width": WIDTH,
+        "batch": BATCH,
+        "length": LENGTH,
+        "ranks": options.ranks,
+        "inner": options.inner,
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({**facts, "model": model, "step": steps, "pass": passes}, indent=1) + "\n")
+    options.json.write_text(
+        json.dumps({**facts, "model": model, "step": steps, "pass": passes}, indent=1) + "\n"
+    )
     print(f"written to {options.json}")
 
 

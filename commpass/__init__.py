@@ -10,7 +10,14 @@ from commpass.backend import backend, rewrite
 from commpass.codecs import codec
 from commpass.collectives import Handle, all_gather, all_reduce, all_to_all, reduce_scatter
 from commpass.costmodel import Link, Profile, ethernet
-from commpass.errors import CommpassError, DumpError, PlanMismatch, PolicyError, ScopeError, VerifyError
+from commpass.errors import (
+    CommpassError,
+    DumpError,
+    PlanMismatch,
+    PolicyError,
+    ScopeError,
+    VerifyError,
+)
 from commpass.plan import Plan
 from commpass.policy import Policy, Rule
 from commpass.runtime.record import plans
@@ -19,7 +26,31 @@ from commpass.runtime.state import load_state_dict, reset_state, state_dict
 __version__ = _version("commpass")
 
 __all__ = [
-    "CommpassError", "DumpError", "Handle", "Link", "Plan", "PlanMismatch", "Policy", "PolicyError", "Profile", "Rule",
-    "ScopeError", "VerifyError", "all_gather", "all_reduce", "all_to_all", "apply_policy", "backend", "codec", "compress",
-    "ethernet", "keep", "load_state_dict", "plans", "reduce_scatter", "reset_state", "rewrite", "state_dict",
-]  # fmt: skip
+    "CommpassError",
+    "DumpError",
+    "Handle",
+    "Link",
+    "Plan",
+    "PlanMismatch",
+    "Policy",
+    "PolicyError",
+    "Profile",
+    "Rule",
+    "ScopeError",
+    "VerifyError",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "apply_policy",
+    "backend",
+    "codec",
+    "compress",
+    "ethernet",
+    "keep",
+    "load_state_dict",
+    "plans",
+    "reduce_scatter",
+    "reset_state",
+    "rewrite",
+    "state_dict",
+]

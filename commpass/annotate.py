@@ -1,7 +1,9 @@
-"""``compress`` and ``keep``: the user's word about a part of the model, carried into the graph by torch's annotations.
+"""``compress`` and ``keep``: the user's word about a part of the model, carried into the graph by
+torch's annotations.
 
-Inside a compiled call the word becomes ``node.meta["custom"]["commpass"]`` of every node made under it, forward and backward.
-Outside one there is no graph for it to enter; the runtime then asks ``open_scopes`` and refuses rather than ignore it.
+Inside a compiled call the word becomes ``node.meta["custom"]["commpass"]`` of every node made under
+it, forward and backward. Outside one there is no graph for it to enter; the runtime then asks
+``open_scopes`` and refuses rather than ignore it.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ _open: ContextVar[tuple[str, ...]] = ContextVar("commpass_open_scopes", default=
 
 
 def open_scopes() -> tuple[str, ...]:
-    """The words of the scopes that are open around the caller, outside any compiled call; the nearest last."""
+    """The words of the scopes that are open around the caller, outside any compiled call; the
+    nearest last."""
     return _open.get()
 
 
 class Scope:
-    """A word to put on a part of a model: decorator of a module class, a module or a function, or context manager."""
+    """A word to put on a part of a model: decorator of a module class, a module or a function, or
+    context manager."""
 
     def __init__(self, word: Word):
         self.word = word
@@ -48,13 +52,18 @@ class Scope:
             return target
         if callable(target):
             return _under(self.word.to_json(), target)
-        raise PolicyError(f"compress and keep go on a module class, a module or a function, not on {target!r}")
+        raise PolicyError(
+            f"compress and keep go on a module class, a module or a function, not on {target!r}"
+        )
 
     def _put_on(self, target: nn.Module) -> None:
         for module in _callable(target):
             if _word_of(module) is None:  # else that is the nearer word
-                # No closure: a copy of the module, pickled or not, then has a forward and a word of its own.
-                under = functools.partial(_forward_under, self.word.to_json(), module, module.__dict__.get("forward"))
+                # No closure: a copy of the module, pickled or not, then has a forward and a word of
+                # its own.
+                under = functools.partial(
+                    _forward_under, self.word.to_json(), module, module.__dict__.get("forward")
+                )
                 module.forward = functools.update_wrapper(under, module.forward, updated=())
 
     def __enter__(self) -> Scope:
@@ -68,16 +77,21 @@ class Scope:
 def _word_of(module: nn.Module) -> str | None:
     """The word that was put on this one module, not on its class."""
     forward = module.__dict__.get("forward")
-    return str(forward.args[0]) if isinstance(forward, functools.partial) and forward.func is _forward_under else None
+    return (
+        str(forward.args[0])
+        if isinstance(forward, functools.partial) and forward.func is _forward_under
+        else None
+    )
 
 
 def _refuse_if_taken(module: nn.Module, name: str) -> None:
-    """Raises PolicyError where a word on this module would reach nothing, since words were put on all of it before."""
+    """Raises PolicyError where a word on this module would reach nothing, since words were put on
+    all of it before."""
     words = [_word_of(part) for part in _callable(module)]
     if words and None not in words:
         raise PolicyError(
-            f"{name} already has the word {words[0]}, and a second one would do nothing: put one word on a module, and all "
-            "words of a model into one apply_policy"
+            f"{name} already has the word {words[0]}, and a second one would do nothing: put one"
+            " word on a module, and all words of a model into one apply_policy"
         )
 
 
@@ -99,13 +113,15 @@ def compress(
     max_error: float | None = None,
     force: bool = False,
 ) -> Any:
-    """Says how the collectives of a part of the model may be compressed; what is left out is the policy's.
+    """Says how the collectives of a part of the model may be compressed; what is left out is the
+    policy's.
 
-    ``@commpass.compress(codec="int8")`` on a module class or function, ``with commpass.compress(...):`` inside the
-    compiled code, or ``commpass.compress(...)(module)`` on one module. The nearest enclosing word wins. ``codec`` and
-    ``algorithm`` are one name or several; ``max_error`` is a relative error; ``force`` compresses even where the cost
-    model sees no gain. Raises PolicyError for unknown names, and for anything given without its
-    name (``compress("int8")``, or ``@compress`` without brackets).
+    ``@commpass.compress(codec="int8")`` on a module class or function, ``with
+    commpass.compress(...):`` inside the compiled code, or ``commpass.compress(...)(module)`` on one
+    module. The nearest enclosing word wins. ``codec`` and ``algorithm`` are one name or several;
+    ``max_error`` is a relative error; ``force`` compresses even where the cost model sees no gain.
+    Raises PolicyError for unknown names, and for anything given without its name
+    (``compress("int8")``, or ``@compress`` without brackets).
     """
     if target is not None:
         _refuse_unnamed(target)
@@ -115,7 +131,8 @@ def compress(
 
 
 def keep(target: Any = None) -> Any:
-    """Says never to compress in here: ``@commpass.keep``, ``with commpass.keep():`` or ``commpass.keep(module)``."""
+    """Says never to compress in here: ``@commpass.keep``, ``with commpass.keep():`` or
+    ``commpass.keep(module)``."""
     if torch.compiler.is_dynamo_compiling():
         return annotate({KEY: KEEP})
     scope = Scope(Word(keep=True))
@@ -154,13 +171,23 @@ def _under(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-def _forward_under(word: str, module: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+def _forward_under(
+    word: str, module: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any
+) -> Any:
     """What one module does under a word: ``forward``, or what its class says."""
     if torch.compiler.is_compiling():
         with annotate({KEY: word}):
-            return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+            return (
+                type(module).forward(module, *args, **kwargs)
+                if forward is None
+                else forward(*args, **kwargs)
+            )
     with _eagerly(word):
-        return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+        return (
+            type(module).forward(module, *args, **kwargs)
+            if forward is None
+            else forward(*args, **kwargs)
+        )
 
 
 @contextmanager
@@ -190,13 +217,18 @@ def apply_policy(model: nn.Module, words: Mapping[str, Any]) -> nn.Module:
     if not isinstance(words, Mapping):
         write = '{"layers.*.mlp": "int8"}'
         raise PolicyError(f"apply_policy(words={words!r}): must map patterns to words: {write}")
-    known = {name: module for name, module in names(model) if name}  # a wrapper's name is that of what it wraps
+    known = {
+        name: module for name, module in names(model) if name
+    }  # a wrapper's name is that of what it wraps
     chosen: dict[nn.Module, tuple[str, Scope]] = {}
     for pattern, word in words.items():
         scope = _scope(pattern, word)
         found = [name for name in known if _is(pattern, name)]
         if not found:
-            raise PolicyError(f"pattern {pattern!r} names no module of {type(model).__name__}{_near(pattern, known)}")
+            raise PolicyError(
+                f"pattern {pattern!r} names no module of"
+                f" {type(model).__name__}{_near(pattern, known)}"
+            )
         for name in found:
             _refuse_if_taken(known[name], name)
             chosen.setdefault(known[name], (name, scope))
@@ -214,7 +246,8 @@ def _is(pattern: str, name: str) -> bool:
 
 
 def _near(pattern: str, known: Mapping[str, nn.Module]) -> str:
-    # Indices are alike in every layer: compare the pattern with the modules' names in which they are stars as well.
+    # Indices are alike in every layer: compare the pattern with the modules' names in which they
+    # are stars as well.
     return nearest(clean(pattern), {star(name) for name in known} if "*" in pattern else known)
 
 

@@ -1,7 +1,9 @@
-"""The entry for torch.compile: AOTAutograd's forward and backward graphs take the road of the passes, then are compiled.
+"""The entry for torch.compile: AOTAutograd's forward and backward graphs take the road of the
+passes, then are compiled.
 
-Graphs are rewritten in ``inner_compile``, before Inductor's own compile: its graph cache then keys on what was really
-rewritten. AOTAutograd's cache would skip that step on a hit and is off for our compiles (and for ours alone).
+Graphs are rewritten in ``inner_compile``, before Inductor's own compile: its graph cache then keys
+on what was really rewritten. AOTAutograd's cache would skip that step on a hit and is off for our
+compiles (and for ours alone).
 """
 
 from __future__ import annotations
@@ -56,15 +58,20 @@ def backend(
     """A backend for ``torch.compile(model, backend=commpass.backend("balanced"))``.
 
     policy: a preset by name, the path of a TOML file, or a Policy.
-    inner: what compiles the rewritten graphs. ``"inductor"``; ``"eager"``, the very graphs that Inductor would get, run
-        operator by operator; ``"aot_eager"``, AOTAutograd's graphs without Inductor's decompositions, likewise; or a
+    inner: what compiles the rewritten graphs. ``"inductor"``; ``"eager"``, the very graphs that
+    Inductor would get, run
+        operator by operator; ``"aot_eager"``, AOTAutograd's graphs without Inductor's
+        decompositions, likewise; or a
         function ``(graph_module, example_inputs) -> callable`` that is given each of the latter.
-    profile: what the cost model knows about links and kernels: a Profile, or one by name (``"nvlink"``, ``"ethernet-25g"``); a
+    profile: what the cost model knows about links and kernels: a Profile, or one by name
+    (``"nvlink"``, ``"ethernet-25g"``); a
         default for the device if None.
     strict: raise when a pass fails, instead of compiling the untouched graph with a warning.
-    dump: a folder into which rank 0 writes plan and graphs, for ``commpass explain`` and its kin; the environment variable
+    dump: a folder into which rank 0 writes plan and graphs, for ``commpass explain`` and its kin;
+    the environment variable
         COMMPASS_DUMP if None.
-    timeout: seconds that ranks wait for each other's plans; the process groups' own time-out if None. After 30 s a line says
+    timeout: seconds that ranks wait for each other's plans; the process groups' own time-out if
+    None. After 30 s a line says
         who is waited for.
 
     Raises PolicyError for anything that is not known, with the nearest name that is.
@@ -72,7 +79,9 @@ def backend(
     chosen = policy_named(policy)
     check_skip(chosen)
     if not callable(inner) and inner not in INNER:
-        raise PolicyError(f"unknown inner compiler {inner!r}{nearest(str(inner), INNER)} Or give a function.")
+        raise PolicyError(
+            f"unknown inner compiler {inner!r}{nearest(str(inner), INNER)} Or give a function."
+        )
     seconds = isinstance(timeout, Real) and not isinstance(timeout, bool) and timeout > 0
     if timeout is not None and not seconds:
         expected = "seconds as a number above 0, e.g. timeout=30"
@@ -82,7 +91,9 @@ def backend(
     if dump is not None and not isinstance(dump, (str, os.PathLike)):
         raise PolicyError(f'dump={dump!r}: must be the path of a folder, e.g. dump="dumps"')
     folder = dump if dump is not None else os.environ.get("COMMPASS_DUMP")
-    return Backend(chosen, inner, profile_named(profile), strict, Path(folder) if folder else None, timeout)
+    return Backend(
+        chosen, inner, profile_named(profile), strict, Path(folder) if folder else None, timeout
+    )
 
 
 OPTIONS = ("policy", "inner", "profile", "strict", "dump", "timeout")
@@ -99,8 +110,8 @@ def by_name(
     """What ``torch.compile(model, backend="commpass", options={"policy": "balanced"})`` calls for
     each graph of Dynamo's.
 
-    ``options`` are the arguments of ``commpass.backend``, and beside them those of Inductor. The same
-    ones give the same Backend. Raises PolicyError for an option that neither knows.
+    ``options`` are the arguments of ``commpass.backend``, and beside them those of Inductor. The
+    same ones give the same Backend. Raises PolicyError for an option that neither knows.
     """
     own = {key: value for key, value in (options or {}).items() if key in OPTIONS}
     others = {key: value for key, value in (options or {}).items() if key not in OPTIONS}
@@ -142,17 +153,24 @@ def rewrite(
     strict: bool = False,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Plan:
-    """The passes alone, for other compile stacks: rewrites a graph of aten operators in place and returns its plan.
+    """The passes alone, for other compile stacks: rewrites a graph of aten operators in place and
+    returns its plan.
 
-    ``example_inputs`` give the graph fake values where its nodes have none in ``meta["val"]``. No ranks are asked: call it on
-    all of them alike. If a pass fails the graph is left as it was and the plan's ``fallback`` says why; ``strict`` raises.
+    ``example_inputs`` give the graph fake values where its nodes have none in ``meta["val"]``. No
+    ranks are asked: call it on all of them alike. If a pass fails the graph is left as it was and
+    the plan's ``fallback`` says why; ``strict`` raises.
     """
     chosen = policy_named(policy)
     check_skip(chosen)
     _fake_values(gm, example_inputs)
     table = (lambda: dict(decompositions)) if decompositions is not None else None
-    road = Road(gm=gm, direction=direction, policy=chosen, profile=profile_named(profile) or default_profile(_device(gm)),
-                decompositions=table)  # fmt: skip
+    road = Road(
+        gm=gm,
+        direction=direction,
+        policy=chosen,
+        profile=profile_named(profile) or default_profile(_device(gm)),
+        decompositions=table,
+    )
     outcome = run_passes(road, graph="0")
     if outcome.error is not None and strict:
         raise outcome.error
@@ -161,10 +179,18 @@ def rewrite(
 
 
 class Backend:
-    """A configured backend: call it as torch.compile does. Holds what its graphs have in common, and nothing else."""
+    """A configured backend: call it as torch.compile does. Holds what its graphs have in common,
+    and nothing else."""
 
-    def __init__(self, policy: Policy, inner: str | Compiler, profile: Profile | None, strict: bool, dump: Path | None,
-                 timeout: float | None):  # fmt: skip
+    def __init__(
+        self,
+        policy: Policy,
+        inner: str | Compiler,
+        profile: Profile | None,
+        strict: bool,
+        dump: Path | None,
+        timeout: float | None,
+    ):
         self.__name__ = "commpass"
         self.policy, self.inner, self.profile = policy, inner, profile
         self.strict, self.dump, self.timeout = strict, dump, timeout
@@ -174,9 +200,15 @@ class Backend:
         weakref.finalize(self, self.summary.report)
         greet()
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], mode: str | None = None,
-                 options: Mapping[str, Any] | None = None) -> Any:  # fmt: skip
-        """Compiles one graph of Dynamo's. ``mode`` and ``options`` of torch.compile go to Inductor."""
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compiles one graph of Dynamo's. ``mode`` and ``options`` of torch.compile go to
+        Inductor."""
         greet()
         options = _inductor_options(options or {}, self.inner)
         number = str(self.graphs)
@@ -190,15 +222,24 @@ class Backend:
             keep_metadata(gm)
         with torch._functorch.config.patch(enable_autograd_cache=False):
             if self.inner in ("inductor", "eager"):
-                return calls.around(self._with_inductor(gm, example_inputs, number, calls, mode, options))
+                return calls.around(
+                    self._with_inductor(gm, example_inputs, number, calls, mode, options)
+                )
             return calls.around(self._with_aot(gm, example_inputs, number, calls))
 
     def reset(self) -> None:
         """torch._dynamo.reset calls this: all will be compiled, and compared, anew."""
         self.resets += 1
 
-    def _with_inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: str, calls: Calls,
-                       mode: str | None, options: Mapping[str, Any] | None) -> Any:  # fmt: skip
+    def _with_inductor(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        number: str,
+        calls: Calls,
+        mode: str | None,
+        options: Mapping[str, Any] | None,
+    ) -> Any:
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -215,11 +256,17 @@ class Backend:
             wrapped = kwargs.get("cpp_wrapper") or torch._inductor.config.cpp_wrapper
             obstacle = CPP_WRAPPER if wrapped and self.inner == "inductor" else None
             table = kwargs.get("get_decomp_fn")
-            return self.compile(gm, number, direction, calls, stateless, compile_graph, table, obstacle)
+            return self.compile(
+                gm, number, direction, calls, stateless, compile_graph, table, obstacle
+            )
 
-        return compile_fx(gm, example_inputs, inner_compile=inner_compile, config_patches=patches or None)
+        return compile_fx(
+            gm, example_inputs, inner_compile=inner_compile, config_patches=patches or None
+        )
 
-    def _with_aot(self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: str, calls: Calls) -> Any:
+    def _with_aot(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: str, calls: Calls
+    ) -> Any:
         from functorch.compile import min_cut_rematerialization_partition
         from torch._dynamo.backends.common import aot_autograd
 
@@ -228,7 +275,11 @@ class Backend:
 
             def compile_aot(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
                 def run_inner(gm: fx.GraphModule, more: Sequence[Any]) -> Any:
-                    return _boxed(self.inner(gm, [*example_inputs, *more]) if callable(self.inner) else gm.forward)
+                    return _boxed(
+                        self.inner(gm, [*example_inputs, *more])
+                        if callable(self.inner)
+                        else gm.forward
+                    )
 
                 stateless = calls.stateless(direction, inference)
                 return self.compile(gm, number, direction, calls, stateless, run_inner, None)
@@ -243,19 +294,36 @@ class Backend:
             keep_inference_input_mutations=True,
         )(gm, example_inputs)
 
-    def compile(self, gm: fx.GraphModule, number: str, direction: str, calls: Calls, stateless: str | None,
-                compile_graph: Compiler, decompositions: Callable[[], Any] | None,
-                obstacle: str | None = None) -> Any:  # fmt: skip
+    def compile(
+        self,
+        gm: fx.GraphModule,
+        number: str,
+        direction: str,
+        calls: Calls,
+        stateless: str | None,
+        compile_graph: Compiler,
+        decompositions: Callable[[], Any] | None,
+        obstacle: str | None = None,
+    ) -> Any:
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and
         compiles it. ``obstacle`` says why nothing of it may be changed."""
         profile = self.profile or default_profile(_device(gm))
-        road = Road(gm=gm, direction=direction, policy=self.policy, profile=profile, decompositions=decompositions,
-                    stateless=stateless, obstacle=obstacle)  # fmt: skip
+        road = Road(
+            gm=gm,
+            direction=direction,
+            policy=self.policy,
+            profile=profile,
+            decompositions=decompositions,
+            stateless=stateless,
+            obstacle=obstacle,
+        )
         record.trace_graph(gm, f"{direction}_before")
         outcome = run_passes(road, number)
         mismatch = self._agree(gm, outcome, profile)
         if outcome.error is not None:
-            record.log.warning("%s graph %s compiled untouched: %s", direction, number, outcome.plan.fallback)
+            record.log.warning(
+                "%s graph %s compiled untouched: %s", direction, number, outcome.plan.fallback
+            )
         before = record.nodes_before(outcome, gm) if self._writes() else ()
         record.record(outcome)
         record.trace_graph(gm, f"{direction}_after")
@@ -268,8 +336,15 @@ class Backend:
             after = record.nodes_after(outcome, gm)
             try:
                 record.write_dump(self.dump, self.run, outcome, before, after, self.policy, profile)
-            except OSError as error:  # a full disk ends no job: the others go on with what was agreed on
-                record.log.warning("%s: the dump of graph %s was not written: %s", self.dump, number, error.strerror)
+            except (
+                OSError
+            ) as error:  # a full disk ends no job: the others go on with what was agreed on
+                record.log.warning(
+                    "%s: the dump of graph %s was not written: %s",
+                    self.dump,
+                    number,
+                    error.strerror,
+                )
         if mismatch is not None:
             return _raises(mismatch)
         if isinstance(outcome.error, PolicyError):
@@ -280,14 +355,18 @@ class Backend:
             calls.keeps = bool(outcome.kept)
         compiled = compile_graph(gm, [kept.fake for kept in outcome.kept])
         residuals = functools.partial(_residuals, _of_whom(outcome.kept, gm, calls), calls)
-        return _before_each_call(compiled, functools.partial(self._check, number + direction), residuals)
+        return _before_each_call(
+            compiled, functools.partial(self._check, number + direction), residuals
+        )
 
     def _agree(self, gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> PlanMismatch | None:
-        """Compares the plan with the other ranks'. Where one cannot carry out the same, all compile the untouched graph (law
-        7)."""
+        """Compares the plan with the other ranks'. Where one cannot carry out the same, all compile
+        the untouched graph (law 7)."""
         plan = outcome.plan
         try:
-            why = agreement.agree(plan, outcome.first, _ends(gm, outcome), self._speaker(profile), self.timeout)
+            why = agreement.agree(
+                plan, outcome.first, _ends(gm, outcome), self._speaker(profile), self.timeout
+            )
         except PlanMismatch as mismatch:
             outcome.restore(f"the ranks planned differently: {mismatch}")
             return mismatch
@@ -309,10 +388,11 @@ class Backend:
         """Before each call of a compiled graph."""
         if scopes := open_scopes():
             raise ScopeError(
-                f"compress or keep ({scopes[-1]}) is open around a compiled call, from where it cannot reach the compiled "
-                "graph. Write it inside the compiled code (on the module's class, or `with commpass.compress(...)` in its "
-                "forward), or use commpass.apply_policy(model, {...}) before torch.compile; if a graph break separates the "
-                "two, remove the break or move the word to the inner module."
+                f"compress or keep ({scopes[-1]}) is open around a compiled call, from where it"
+                " cannot reach the compiled graph. Write it inside the compiled code (on the"
+                " module's class, or `with commpass.compress(...)` in its forward), or use"
+                " commpass.apply_policy(model, {...}) before torch.compile; if a graph break"
+                " separates the two, remove the break or move the word to the inner module."
             )
         self.summary.called(graph)
 
@@ -323,10 +403,11 @@ call all_reduce and its wait; an all_gather ends in NotImplementedError without 
 
 
 LAST = (
-    "%s is compiled for the last time here (torch._dynamo.config.recompile_limit is %d). A call that needs another graph is "
-    "then run as it was written, by this rank alone, while other ranks go on with the changed collectives: they wait for each "
-    "other, or sum up what does not belong together. Mark sizes that change with torch._dynamo.mark_dynamic, raise the limit, "
-    "or set torch._dynamo.config.fail_on_recompile_limit_hit, which makes it an error"
+    "%s is compiled for the last time here (torch._dynamo.config.recompile_limit is %d). A call"
+    " that needs another graph is then run as it was written, by this rank alone, while other ranks"
+    " go on with the changed collectives: they wait for each other, or sum up what does not belong"
+    " together. Mark sizes that change with torch._dynamo.mark_dynamic, raise the limit, or set"
+    " torch._dynamo.config.fail_on_recompile_limit_hit, which makes it an error"
 )
 
 
@@ -338,16 +419,19 @@ def _is_last_compile() -> bool:
 
 
 def _is_compiled_autograd() -> bool:
-    """Whether Dynamo is compiling what compiled autograd made of a backward pass. A function that wants
-    gradients is the user's, called from there: a checkpoint that runs its forward again, say."""
+    """Whether Dynamo is compiling what compiled autograd made of a backward pass. A function that
+    wants gradients is the user's, called from there: a checkpoint that runs its forward again,
+    say."""
     frame = CompileContext.current_compile_id()
-    return frame is not None and frame.compiled_autograd_id is not None and not torch.is_grad_enabled()
+    return (
+        frame is not None and frame.compiled_autograd_id is not None and not torch.is_grad_enabled()
+    )
 
 
 @dataclass(frozen=True)
 class OfParameters:
-    """State that a site keeps, the numbers of the parameters whose gradients it serves (() if that is
-    not known), and which one of its place it is among those that serve the same."""
+    """State that a site keeps, the numbers of the parameters whose gradients it serves (() if that
+    is not known), and which one of its place it is among those that serve the same."""
 
     kept: Kept
     parameters: tuple[int, ...]
@@ -360,7 +444,9 @@ def _of_whom(kept: Sequence[Kept], gm: fx.GraphModule, calls: Calls) -> list[OfP
     found: list[OfParameters] = []
     for one in kept:
         parameters = calls.parameters(outputs, one.reaches)
-        like = [each for each in found if (each.kept.place, each.parameters) == (one.place, parameters)]
+        like = [
+            each for each in found if (each.kept.place, each.parameters) == (one.place, parameters)
+        ]
         found.append(OfParameters(one, parameters, len(like)))
     return found
 
@@ -370,7 +456,10 @@ def _residuals(kept: Sequence[OfParameters], calls: Calls) -> list[torch.Tensor]
     if not kept:
         return []
     owner = calls.owner()
-    return [state.residual(one.kept, one.number, calls.code, part_of(owner, one.parameters)) for one in kept]
+    return [
+        state.residual(one.kept, one.number, calls.code, part_of(owner, one.parameters))
+        for one in kept
+    ]
 
 
 def _ends(gm: fx.GraphModule, outcome: Outcome) -> set[tuple[str, int | None]]:
@@ -386,7 +475,9 @@ def _ends(gm: fx.GraphModule, outcome: Outcome) -> set[tuple[str, int | None]]:
     }
 
 
-def _before_each_call(compiled: Any, hook: Callable[[], None], more: Callable[[], list[Any]]) -> Any:
+def _before_each_call(
+    compiled: Any, hook: Callable[[], None], more: Callable[[], list[Any]]
+) -> Any:
     """The compiled function, with ``hook`` before each call and its last inputs from ``more``.
     Inductor's object stays itself: torch asks for its type."""
     if getattr(compiled, "current_callable", None) is not None:
@@ -395,7 +486,9 @@ def _before_each_call(compiled: Any, hook: Callable[[], None], more: Callable[[]
     return _hooked(compiled, hook, more)
 
 
-def _hooked(function: Compiler, hook: Callable[[], None], more: Callable[[], list[Any]]) -> Compiler:
+def _hooked(
+    function: Compiler, hook: Callable[[], None], more: Callable[[], list[Any]]
+) -> Compiler:
     def run(inputs: list[Any]) -> Any:
         hook()
         inputs.extend(more())
@@ -413,7 +506,8 @@ def _boxed(function: Compiler) -> Compiler:
 
 
 def _raises(error: Exception) -> Compiler:
-    """A compiled function that raises: errors then reach the user as they are, from the call, and not out of a compiler."""
+    """A compiled function that raises: errors then reach the user as they are, from the call, and
+    not out of a compiler."""
 
     def run(*args: Any) -> Any:
         raise error
@@ -423,7 +517,9 @@ def _raises(error: Exception) -> Compiler:
 
 def _device(gm: fx.GraphModule) -> str:
     """The device type that a graph computes on."""
-    types = {value.device.type for node in gm.graph.nodes if (value := meta.tensor(node)) is not None}
+    types = {
+        value.device.type for node in gm.graph.nodes if (value := meta.tensor(node)) is not None
+    }
     return next(iter(sorted(types - {"cpu", "meta"})), "cpu")
 
 

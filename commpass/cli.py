@@ -1,4 +1,5 @@
-"""The command line: reads arguments, hands the work on. Results go to stdout, errors as one line to stderr."""
+"""The command line: reads arguments, hands the work on. Results go to stdout, errors as one line to
+stderr."""
 
 from __future__ import annotations
 
@@ -37,8 +38,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-DumpPath = Annotated[Path, typer.Argument(metavar="DUMP", help="A dump folder, or one file of it.", show_default=False)]
-RunName = Annotated[str | None, typer.Option("--run", metavar="ID", help="Which run of the folder (default: newest).")]
+DumpPath = Annotated[
+    Path,
+    typer.Argument(metavar="DUMP", help="A dump folder, or one file of it.", show_default=False),
+]
+RunName = Annotated[
+    str | None,
+    typer.Option("--run", metavar="ID", help="Which run of the folder (default: newest)."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -51,12 +58,16 @@ def print_version(wanted: bool) -> None:
 @app.callback()
 def commpass(
     version: Annotated[
-        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and leave.")
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="Print the version and leave."
+        ),
     ] = False,
 ) -> None:
     """Says what commpass did to the collectives of a compiled model, and why.
 
-    Dumps are written by backend(..., dump="folder"), or with COMMPASS_DUMP=folder, and can be read anywhere.
+    Dumps are written by backend(..., dump="folder"), or with COMMPASS_DUMP=folder, and can be read
+    anywhere.
     """
 
 
@@ -77,20 +88,29 @@ def explain(path: DumpPath, run: RunName = None, json: Json = False) -> None:
 def graph(
     path: DumpPath,
     *,
-    number: Annotated[int | None, typer.Option("--graph", metavar="N", help="Which graph, by its number.")] = None,
+    number: Annotated[
+        int | None, typer.Option("--graph", metavar="N", help="Which graph, by its number.")
+    ] = None,
     text: Annotated[bool, typer.Option("--text", help="One line a node (default).")] = False,
     dot: Annotated[bool, typer.Option("--dot", help="Graphviz source.")] = False,
     svg: Annotated[bool, typer.Option("--svg", help="A drawing; always a file.")] = False,
     before: Annotated[bool, typer.Option("--before", help="The graph as it was found.")] = False,
-    after: Annotated[bool, typer.Option("--after", help="The graph as it was compiled (default).")] = False,
+    after: Annotated[
+        bool, typer.Option("--after", help="The graph as it was compiled (default).")
+    ] = False,
     around: Annotated[
         str | None,
         typer.Option(
             metavar="K|all",
-            help=f"Only nodes within K edges of a site (default: all; {draw.NEAR} in an SVG of more than {draw.SMALL} nodes).",
+            help=(
+                f"Only nodes within K edges of a site (default: all; {draw.NEAR} in an SVG of more"
+                f" than {draw.SMALL} nodes)."
+            ),
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file.")
+    ] = None,
     run: RunName = None,
 ) -> None:
     """Show a graph before or after; collectives and what was inserted for them are marked."""
@@ -99,7 +119,9 @@ def graph(
     if before and after:
         raise typer.BadParameter("choose one of them", param_hint="--before/--after")
     if around not in (None, "all") and not around.isdecimal():
-        raise typer.BadParameter(f"{around!r} is neither a number of edges nor 'all'", param_hint="--around")
+        raise typer.BadParameter(
+            f"{around!r} is neither a number of edges nor 'all'", param_hint="--around"
+        )
     ending = ".svg" if svg else ".dot" if dot else ""
     if ending and output is not None and output.suffix.lower() != ending:
         what = "a drawing in SVG" if svg else "Graphviz source"
@@ -113,7 +135,13 @@ def graph(
     views = []
     for one in dumps:
         big = svg and len(one.before if before else one.after) > draw.SMALL
-        edges = (draw.NEAR if big else None) if around is None else None if around == "all" else int(around)
+        edges = (
+            (draw.NEAR if big else None)
+            if around is None
+            else None
+            if around == "all"
+            else int(around)
+        )
         views.append(draw.view(one, before=before, around=edges))
     side = "before" if before else "after"
     if svg and output is None:
@@ -134,17 +162,28 @@ def graph(
 
 @app.command()
 def diff(
-    left: Annotated[Path, typer.Argument(metavar="DUMP_A", help="A dump folder, or one file of it.")],
+    left: Annotated[
+        Path, typer.Argument(metavar="DUMP_A", help="A dump folder, or one file of it.")
+    ],
     right: Annotated[Path, typer.Argument(metavar="DUMP_B", help="The one to compare it with.")],
-    left_run: Annotated[str | None, typer.Option("--run-a", metavar="ID", help="Which run of DUMP_A.")] = None,
-    right_run: Annotated[str | None, typer.Option("--run-b", metavar="ID", help="Which run of DUMP_B.")] = None,
+    left_run: Annotated[
+        str | None, typer.Option("--run-a", metavar="ID", help="Which run of DUMP_A.")
+    ] = None,
+    right_run: Annotated[
+        str | None, typer.Option("--run-b", metavar="ID", help="Which run of DUMP_B.")
+    ] = None,
 ) -> None:
-    """Show what two plans say differently. Leaves with 0 if nothing, 1 if something, 2 on an error."""
+    """Show what two plans say differently. Leaves with 0 if nothing, 1 if something, 2 on an
+    error."""
     a, b = load(left, left_run), load(right, right_run)
     console = Console()
     for name, path, dumps in (("A", left, a), ("B", right, b)):
         plan = dumps[0].plan
-        console.print(Text(f"{name}: {path}, run {dumps[0].run}, policy {plan.policy}, profile {plan.profile}"))
+        console.print(
+            Text(
+                f"{name}: {path}, run {dumps[0].run}, policy {plan.policy}, profile {plan.profile}"
+            )
+        )
     found = render.differences(a, b)
     for name, shown, count in found:
         console.print(Text(f"\n{name}: {count} difference{'s' * (count != 1)}", style="bold"))
@@ -156,13 +195,27 @@ def diff(
 
 @app.command()
 def codecs(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[CODEC]...", help="Which (default: all named ones).")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CODEC]...", help="Which (default: all named ones)."),
+    ] = None,
     data: Annotated[
-        str, typer.Option(metavar="FILE.safetensors|gaussian|laplace|student|outliers|gradients", help="What to encode.")
+        str,
+        typer.Option(
+            metavar="FILE.safetensors|gaussian|laplace|student|outliers|gradients",
+            help="What to encode.",
+        ),
     ] = "gaussian",
     dtype: Annotated[str, typer.Option(help="Dtype of the data; a file has its own.")] = "float32",
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw error against bits.")] = None,
-    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Compile and time each codec (takes seconds each).")] = True,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw error against bits.")
+    ] = None,
+    speed: Annotated[
+        bool,
+        typer.Option(
+            "--speed/--no-speed", help="Compile and time each codec (takes seconds each)."
+        ),
+    ] = True,
     json: Json = False,
 ) -> None:
     """Measure codecs: bits, error, distance to the bound 2^-b, speed on this machine."""
@@ -199,13 +252,18 @@ def doctor(json: Json = False) -> None:
 
 
 def load(path: Path, run: str | None) -> list[Dump]:
-    """One run of a dump. Where the folder has others and none was asked for, that is said on stderr."""
+    """One run of a dump. Where the folder has others and none was asked for, that is said on
+    stderr."""
     dumps = dump.read_run(path, run)
     if run is None and path.is_dir():
         runs = list(dict.fromkeys(dump.read(file).run for file in dump.files(path)))
         if len(runs) > 1:
             others = ", ".join(runs[:-1])
-            typer.echo(f"{path} has {len(runs)} runs; this is the newest, {runs[-1]}. --run picks: {others}", err=True)
+            typer.echo(
+                f"{path} has {len(runs)} runs; this is the newest, {runs[-1]}. --run picks:"
+                f" {others}",
+                err=True,
+            )
     return dumps
 
 

@@ -23,7 +23,8 @@ COLOURS = {"site": "#ffcf8a", "inserted": "#b5dcff", "plain": "#f4f4f4"}
 
 @dataclass(frozen=True)
 class View:
-    """The part of a graph that is to be shown. ``edge`` holds the nodes with neighbours that are not shown."""
+    """The part of a graph that is to be shown. ``edge`` holds the nodes with neighbours that are
+    not shown."""
 
     title: str
     nodes: tuple[GraphNode, ...]
@@ -31,7 +32,12 @@ class View:
 
     def edges(self) -> list[tuple[str, str]]:
         names = {node.name for node in self.nodes}
-        return [(source, node.name) for node in self.nodes for source in dict.fromkeys(node.inputs) if source in names]
+        return [
+            (source, node.name)
+            for node in self.nodes
+            for source in dict.fromkeys(node.inputs)
+            if source in names
+        ]
 
 
 def kind(node: GraphNode) -> str:
@@ -39,7 +45,8 @@ def kind(node: GraphNode) -> str:
 
 
 def clean(text: str) -> str:
-    """One line without control characters: a name must not break a line, a terminal or an XML file."""
+    """One line without control characters: a name must not break a line, a terminal or an XML
+    file."""
     return "".join(char if char.isprintable() else " " for char in text)
 
 
@@ -52,14 +59,19 @@ def view(dump: Dump, *, before: bool, around: int | None) -> View:
     counts = f"{len(nodes)} nodes, {sites} site{'s' * (sites != 1)}"
     if not before:
         counts += f" left alone, {rewritten} rewritten with {inserted} inserted nodes"
-    title = f"graph {dump.number}: {dump.plan.direction}, {'before' if before else 'after'} ({counts})"
+    title = (
+        f"graph {dump.number}: {dump.plan.direction}, {'before' if before else 'after'} ({counts})"
+    )
     if dump.plan.fallback:
         title += ", FALLBACK: the untouched graph was compiled"
     if around is None:
         return View(clean(title), nodes)
     near = {node.name for node in nodes if kind(node) != "plain"}
     if nodes and not near:
-        raise CommpassError(f"graph {dump.number} has no site to draw the surroundings of: draw it with --around all")
+        raise CommpassError(
+            f"graph {dump.number} has no site to draw the surroundings of: draw it with"
+            " --around all"
+        )
     neighbours: dict[str, set[str]] = {node.name: set() for node in nodes}
     for source, user in View("", nodes).edges():
         neighbours[source].add(user)
@@ -75,14 +87,20 @@ def view(dump: Dump, *, before: bool, around: int | None) -> View:
 def text(shown: View) -> str:
     """One line a node, in graph order."""
     calls = [call(node) for node in shown.nodes]
-    lines = [shown.title, "  ".join(f"{MARKS[kind]} {LEGEND[kind]}" for kind in ("site", "inserted")), ""]
+    lines = [
+        shown.title,
+        "  ".join(f"{MARKS[kind]} {LEGEND[kind]}" for kind in ("site", "inserted")),
+        "",
+    ]
     names = max((min(len(node.name), 32) for node in shown.nodes), default=0)
     width = max((min(len(call), 64) for call in calls), default=0)
     values = max((min(len(node.value), 24) for node in shown.nodes), default=0)
     for node, written in zip(shown.nodes, calls, strict=True):
         about = (node.module, f"for {node.site}" if node.inserted and node.site else "")
         head = f"{MARKS[kind(node)]} {node.name:{names}} = {written:{width}}"
-        lines.append(clean("  ".join((head, f"{node.value:{values}}", *filter(None, about)))).rstrip())
+        lines.append(
+            clean("  ".join((head, f"{node.value:{values}}", *filter(None, about)))).rstrip()
+        )
     if not shown.nodes:
         lines.append("no nodes were recorded")
     return "\n".join(lines)
@@ -96,21 +114,32 @@ def call(node: GraphNode) -> str:
 
 def quoted(*lines: str) -> str:
     """A DOT string: backslash and quote escaped, so that any name is one."""
-    return '"' + "\\n".join(clean(line).replace("\\", "\\\\").replace('"', '\\"') for line in lines) + '"'
+    return (
+        '"'
+        + "\\n".join(clean(line).replace("\\", "\\\\").replace('"', '\\"') for line in lines)
+        + '"'
+    )
 
 
 def labels(node: GraphNode) -> list[str]:
     """What stands in the box of a node: name, what it calls, its value, the site it serves."""
     called = node.target if node.op.startswith("call") else node.op
     served = f"for {node.site}" if node.inserted and node.site else ""
-    return [line for line in (node.name, called if called != node.name else "", node.value, served) if line]
+    return [
+        line
+        for line in (node.name, called if called != node.name else "", node.value, served)
+        if line
+    ]
 
 
 def dot(shown: View) -> str:
     """Graphviz source, with the inserted nodes of a site in one cluster."""
     lines = [
         f"digraph {quoted(shown.title)} {{",
-        f"  label={quoted(shown.title, 'orange: site, blue: inserted for a site')}; labelloc=t; fontname=monospace;",
+        (
+            f"  label={quoted(shown.title, 'orange: site, blue: inserted for a site')}; labelloc=t;"
+            " fontname=monospace;"
+        ),
         '  node [shape=box, style="rounded,filled", fontname=monospace, fontsize=10];',
     ]
     clusters: dict[str, list[GraphNode]] = {}
@@ -125,15 +154,18 @@ def dot(shown: View) -> str:
         for node in nodes:
             dashed = ', style="rounded,filled,dashed"' if node.name in shown.edge else ""
             fill = quoted(COLOURS[kind(node)])
-            lines.append(f"  {quoted(node.name)} [label={quoted(*labels(node))}, fillcolor={fill}{dashed}];")
+            lines.append(
+                f"  {quoted(node.name)} [label={quoted(*labels(node))}, fillcolor={fill}{dashed}];"
+            )
         if site:
             lines.append("  }")
     lines += [f"  {quoted(source)} -> {quoted(user)};" for source, user in shown.edges()]
     return "\n".join([*lines, "}"])
 
 
-# The SVG has layers from top to bottom; all lengths are inches. A long edge passes the layers between its ends as a
-# narrow stand-in, so that it never runs below a box. Each connected part is laid out alone, and the parts fill rows.
+# The SVG has layers from top to bottom; all lengths are inches. A long edge passes the layers
+# between its ends as a narrow stand-in, so that it never runs below a box. Each connected part is
+# laid out alone, and the parts fill rows.
 
 FONT = 7.0  # points
 CHAR, LINE = 0.61 * FONT / 72, 1.3 * FONT / 72
@@ -152,7 +184,8 @@ def cut(line: str) -> str:
 
 
 def lay_out(graph: Any, widths: Mapping[Name, float]) -> tuple[Places, list[list[Name]]]:
-    """The middle of every node and stand-in of a connected graph, from the top left, and the way of each edge."""
+    """The middle of every node and stand-in of a connected graph, from the top left, and the way of
+    each edge."""
     import networkx
 
     try:
@@ -160,7 +193,9 @@ def lay_out(graph: Any, widths: Mapping[Name, float]) -> tuple[Places, list[list
     except networkx.NetworkXUnfeasible as error:
         raise CommpassError("the nodes of this graph form a circle: the dump is damaged") from error
     depth = {name: level for level, names in enumerate(generations) for name in names}
-    for name in generations[0]:  # an input stands right above its first user, not in one endless row at the top
+    for name in generations[
+        0
+    ]:  # an input stands right above its first user, not in one endless row at the top
         depth[name] = min((depth[user] for user in graph.successors(name)), default=1) - 1
     layers: list[list[Name]] = [[] for _ in generations]
     for name in graph:
@@ -168,7 +203,11 @@ def lay_out(graph: Any, widths: Mapping[Name, float]) -> tuple[Places, list[list
     near: dict[Name, set[Name]] = {name: set() for name in graph}
     roads = []
     for source, user in graph.edges:
-        road: list[Name] = [source, *((source, user, level) for level in range(depth[source] + 1, depth[user])), user]
+        road: list[Name] = [
+            source,
+            *((source, user, level) for level in range(depth[source] + 1, depth[user])),
+            user,
+        ]
         for level, name in enumerate(road[1:-1], depth[source] + 1):
             layers[level].append(name)
         for one, other in pairwise(road):
@@ -179,7 +218,11 @@ def lay_out(graph: Any, widths: Mapping[Name, float]) -> tuple[Places, list[list
     wide = {name: widths.get(name, 0.06) for name in near}
     x = spread(layers, near, wide)
     left = min(x[name] - wide[name] / 2 for name in x)
-    return {name: (x[name] - left, row * LAYER + BOX / 2) for row, layer in enumerate(layers) for name in layer}, roads
+    return {
+        name: (x[name] - left, row * LAYER + BOX / 2)
+        for row, layer in enumerate(layers)
+        for name in layer
+    }, roads
 
 
 def mean(values: Sequence[float], otherwise: float) -> float:
@@ -187,22 +230,32 @@ def mean(values: Sequence[float], otherwise: float) -> float:
 
 
 def untangle(layers: Sequence[list[Name]], near: Mapping[Name, set[Name]]) -> None:
-    """Sorts each layer by where its neighbours stand in the layer above, then in the one below, a few times."""
+    """Sorts each layer by where its neighbours stand in the layer above, then in the one below, a
+    few times."""
     for sweep in range(10):
         for beside, layer in pairwise(reversed(layers) if sweep % 2 else layers):
             at = {name: float(index) for index, name in enumerate(beside)}
-            want = {name: mean([at[n] for n in near[name] if n in at], index) for index, name in enumerate(layer)}
+            want = {
+                name: mean([at[n] for n in near[name] if n in at], index)
+                for index, name in enumerate(layer)
+            }
             layer.sort(key=want.__getitem__)
 
 
-def spread(layers: Sequence[list[Name]], near: Mapping[Name, set[Name]], wide: Mapping[Name, float]) -> dict[Name, float]:
-    """Moves each node as near to the middle of its neighbours as its layer allows; no two overlap, order is kept."""
+def spread(
+    layers: Sequence[list[Name]], near: Mapping[Name, set[Name]], wide: Mapping[Name, float]
+) -> dict[Name, float]:
+    """Moves each node as near to the middle of its neighbours as its layer allows; no two overlap,
+    order is kept."""
     x = dict.fromkeys(near, 0.0)
     for sweep in range(60):
         for layer in reversed(layers) if sweep % 2 else layers:
             want = [mean([x[other] for other in near[name]], x[name]) for name in layer]
             apart = [(wide[one] + wide[other]) / 2 + GAP for one, other in pairwise(layer)]
-            right, left = want[:], want[:]  # each at its wish or pushed to the right, or to the left: take the middle
+            right, left = (
+                want[:],
+                want[:],
+            )  # each at its wish or pushed to the right, or to the left: take the middle
             for index, distance in enumerate(apart):
                 right[index + 1] = max(want[index + 1], right[index] + distance)
             for index, distance in reversed(list(enumerate(apart))):
@@ -211,15 +264,29 @@ def spread(layers: Sequence[list[Name]], near: Mapping[Name, set[Name]], wide: M
     return x
 
 
-def box(axes: Any, x: float, y: float, lines: Sequence[str], *, width: float, what: str, dashed: bool) -> None:
+def box(
+    axes: Any, x: float, y: float, lines: Sequence[str], *, width: float, what: str, dashed: bool
+) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     tall = len(lines) * LINE + 0.1
     style = "round,pad=0,rounding_size=0.05"
     corner = (x - width / 2, y - tall / 2)
     fill, line = COLOURS[what], (0, (3, 2)) if dashed else "-"
-    axes.add_patch(FancyBboxPatch(corner, width, tall, style, fc=fill, ec="#555555", lw=0.7, ls=line, zorder=3))
-    axes.text(x, y, "\n".join(lines), size=FONT, family="monospace", ha="center", va="center", zorder=4, parse_math=False)
+    axes.add_patch(
+        FancyBboxPatch(corner, width, tall, style, fc=fill, ec="#555555", lw=0.7, ls=line, zorder=3)
+    )
+    axes.text(
+        x,
+        y,
+        "\n".join(lines),
+        size=FONT,
+        family="monospace",
+        ha="center",
+        va="center",
+        zorder=4,
+        parse_math=False,
+    )
 
 
 def figure(shown: View) -> Any:
@@ -230,15 +297,21 @@ def figure(shown: View) -> Any:
         from matplotlib.patches import FancyArrowPatch
         from matplotlib.path import Path as Curve
     except ImportError as error:
-        raise CommpassError(f"an SVG needs networkx and matplotlib ({error}): pip install 'commpass[graph]'") from error
+        raise CommpassError(
+            f"an SVG needs networkx and matplotlib ({error}): pip install 'commpass[graph]'"
+        ) from error
     lines = {node.name: [cut(line) for line in labels(node)] for node in shown.nodes}
-    widths: dict[Name, float] = {name: max(map(len, label)) * CHAR + 0.2 for name, label in lines.items()}
+    widths: dict[Name, float] = {
+        name: max(map(len, label)) * CHAR + 0.2 for name, label in lines.items()
+    }
     half: dict[Name, float] = {name: (len(label) * LINE + 0.1) / 2 for name, label in lines.items()}
     whole = networkx.DiGraph()
     whole.add_nodes_from(lines)
     whole.add_edges_from(shown.edges())
     parts = []
-    for names in sorted(networkx.weakly_connected_components(whole), key=lambda names: len(names) == 1):
+    for names in sorted(
+        networkx.weakly_connected_components(whole), key=lambda names: len(names) == 1
+    ):
         part = networkx.DiGraph()
         part.add_nodes_from(name for name in lines if name in names)
         part.add_edges_from(whole.edges(names))
@@ -248,9 +321,20 @@ def figure(shown: View) -> Any:
     row = 1.3 * sum(width * height for _, _, width, height in parts) ** 0.5
     drawing = Figure()
     axes = drawing.add_axes((0, 0, 1, 1))
-    axes.text(0, 0.2 - HEAD, shown.title, size=9, family="monospace", weight="bold", va="center", parse_math=False)
+    axes.text(
+        0,
+        0.2 - HEAD,
+        shown.title,
+        size=9,
+        family="monospace",
+        weight="bold",
+        va="center",
+        parse_math=False,
+    )
     dashes = [("plain", "has neighbours not shown", True)] if shown.edge else []
-    for index, (what, meaning, dashed) in enumerate([*((*entry, False) for entry in LEGEND.items()), *dashes]):
+    for index, (what, meaning, dashed) in enumerate(
+        [*((*entry, False) for entry in LEGEND.items()), *dashes]
+    ):
         box(axes, 0.9 + 1.85 * index, 0.48 - HEAD, [meaning], width=1.75, what=what, dashed=dashed)
     left = top = bottom = 0.0
     right = max(7.4, len(shown.title) * 0.078)
@@ -269,12 +353,24 @@ def figure(shown: View) -> Any:
                 points += [(x0, middle), (x, middle), (x, y - PORT), (x, y - half.get(name, -PORT))]
                 codes += [Curve.CURVE4, Curve.CURVE4, Curve.CURVE4, Curve.LINETO]
             path = Curve(points, codes)
-            axes.add_patch(FancyArrowPatch(path=path, arrowstyle="-|>", mutation_scale=6, lw=0.6, color="#777777"))
+            axes.add_patch(
+                FancyArrowPatch(
+                    path=path, arrowstyle="-|>", mutation_scale=6, lw=0.6, color="#777777"
+                )
+            )
         for node in shown.nodes:
             if node.name in at:
                 x, y = at[node.name]
                 dashed = node.name in shown.edge
-                box(axes, x, y, lines[node.name], width=widths[node.name], what=kind(node), dashed=dashed)
+                box(
+                    axes,
+                    x,
+                    y,
+                    lines[node.name],
+                    width=widths[node.name],
+                    what=kind(node),
+                    dashed=dashed,
+                )
     axes.set(xlim=(-GAP, right + GAP), ylim=(bottom + GAP, -HEAD))
     axes.axis("off")
     drawing.set_size_inches(right + 2 * GAP, bottom + HEAD + GAP)
@@ -285,5 +381,7 @@ def svg(shown: View, path: Path) -> None:
     drawing = figure(shown)
     from matplotlib import rc_context
 
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "commpass"}):  # text stays text; the same bytes each time
+    with rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "commpass"}
+    ):  # text stays text; the same bytes each time
         drawing.savefig(path, format="svg", metadata={"Date": None})

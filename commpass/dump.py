@@ -1,7 +1,8 @@
 """Dumps: one JSON file a compiled graph, readable on any machine, without ranks and without torch.
 
-``backend(..., dump="dir")`` (or ``COMMPASS_DUMP=dir``) makes rank 0 write ``dir/0000-forward.json`` and so on; the number is
-the next free one, so that no earlier dump is lost. A file holds the plan, and the graph before and after.
+``backend(..., dump="dir")`` (or ``COMMPASS_DUMP=dir``) makes rank 0 write ``dir/0000-forward.json``
+and so on; the number is the next free one, so that no earlier dump is lost. A file holds the plan,
+and the graph before and after.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class GraphNode:
-    """One node of a graph. ``site`` names the site that it is (before) or was inserted for (after)."""
+    """One node of a graph. ``site`` names the site that it is (before) or was inserted for
+    (after)."""
 
     name: str
     op: str
@@ -40,7 +42,8 @@ class GraphNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """Everything about one compiled graph. ``run`` is the same for all graphs of one backend object."""
+    """Everything about one compiled graph. ``run`` is the same for all graphs of one backend
+    object."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -67,7 +70,11 @@ def write(folder: Path, dump: Dump) -> Path:
         number = 1 + max(map(_number, files(folder)), default=-1)
         path = folder / f"{number:04d}-{dump.plan.direction}.json"
         try:
-            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(dataclasses.replace(dump, number=number)), indent=1))
+            temporary.write_bytes(
+                msgspec.json.format(
+                    msgspec.json.encode(dataclasses.replace(dump, number=number)), indent=1
+                )
+            )
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -87,7 +94,10 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def files(folder: Path) -> list[Path]:
     """The dump files of a folder, in the order in which they were written."""
-    return sorted((path for path in folder.glob("*-*.json") if path.name.partition("-")[0].isdigit()), key=_number)
+    return sorted(
+        (path for path in folder.glob("*-*.json") if path.name.partition("-")[0].isdigit()),
+        key=_number,
+    )
 
 
 def _number(path: Path) -> int:
@@ -104,14 +114,16 @@ def read(path: Path) -> Dump:
         head = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         cut = "it is cut short" if "truncated" in str(error) else f"it is not JSON ({error})"
-        raise DumpError(f"{path}: {cut}; write the dump again with backend(..., dump=...)") from error
+        raise DumpError(
+            f"{path}: {cut}; write the dump again with backend(..., dump=...)"
+        ) from error
     if not isinstance(head, dict) or head.get("format") != FORMAT:
         raise DumpError(f'{path}: this is not a commpass dump (no "format": "{FORMAT}" in it)')
     version = head.get("version")
     if not isinstance(version, int) or version > VERSION:
         raise DumpError(
-            f"{path}: dump version {version!r} was written by commpass {head.get('commpass', '?')}; this one reads up to "
-            f"version {VERSION}: install a newer commpass"
+            f"{path}: dump version {version!r} was written by commpass {head.get('commpass', '?')};"
+            f" this one reads up to version {VERSION}: install a newer commpass"
         )
     try:
         return msgspec.convert(head, Dump)
@@ -120,7 +132,8 @@ def read(path: Path) -> Dump:
 
 
 def read_run(path: Path, run: str | None = None) -> list[Dump]:
-    """The graphs of one run: of the newest in a folder, of the one named ``run``, or the one file that ``path`` is."""
+    """The graphs of one run: of the newest in a folder, of the one named ``run``, or the one file
+    that ``path`` is."""
     if path.is_file():
         return [read(path)]
     if not path.is_dir():

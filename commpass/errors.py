@@ -18,7 +18,8 @@ class PolicyError(CommpassError, ValueError):
 
 
 class ScopeError(CommpassError, RuntimeError):
-    """A ``compress`` or ``keep`` around a compiled call, from where it cannot reach the compiled graph."""
+    """A ``compress`` or ``keep`` around a compiled call, from where it cannot reach the compiled
+    graph."""
 
 
 class PlanMismatch(CommpassError, RuntimeError):
@@ -39,14 +40,20 @@ def nearest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
-    return f"{hint} Known: {', '.join(name or repr(name) for name in names[:MOST])}{more}." if names else "."
+    return (
+        f"{hint} Known: {', '.join(name or repr(name) for name in names[:MOST])}{more}."
+        if names
+        else "."
+    )
 
 
 MOST = 40
 """How many names a message lists."""
 
 
-def check_number(where: str, value: Any, least: float = 0.0, *, above: bool = False, most: float = math.inf) -> None:
+def check_number(
+    where: str, value: Any, least: float = 0.0, *, above: bool = False, most: float = math.inf
+) -> None:
     """Raises PolicyError unless a value is a finite number from ``least`` (or ``above`` it) to
     ``most``."""
     number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,4 +1,5 @@
-"""Process groups by name. The names in graphs are torch's own; these are the few questions that we ask about them."""
+"""Process groups by name. The names in graphs are torch's own; these are the few questions that we
+ask about them."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 
 
 def rank_in(name: str) -> int | None:
-    """The number of this process among the ranks of a group, or None where it is not one of them."""
+    """The number of this process among the ranks of a group, or None where it is not one of
+    them."""
     group = group_named(name)
     return group.rank() if group is not None and group.rank() >= 0 else None
 
@@ -63,14 +65,19 @@ def _dimensions(mesh: DeviceMesh, group: dist.ProcessGroup) -> Iterator[str]:
     rows = zip(mesh.mesh_dim_names or (), getattr(mesh, "_dim_group_names", ()), strict=False)
     for dimension, (name, held) in enumerate(rows):
         # A mesh of before init_process_group was called again holds another group of this name.
-        if held == group.group_name and mesh.size(dimension) == group.size() and registry.get(held, group) is group:
+        if (
+            held == group.group_name
+            and mesh.size(dimension) == group.size()
+            and registry.get(held, group) is group
+        ):
             yield name
 
 
 class _Meshes:
     """Every mesh of this process. torch keeps no list of them, and a mesh of one dimension leaves
     no other trace: it shares the group of all ranks. So they are found as what refers to their
-    class (30 ms): again when that count has changed, or when what has been made since may be old."""
+    class (30 ms): again when that count has changed, or when what has been made since may be
+    old."""
 
     def __init__(self) -> None:
         self.seen: list[weakref.ref[DeviceMesh]] = []

@@ -78,7 +78,7 @@ def remember(model: nn.Module) -> None:
         _known.setdefault(module, path)
 
 
-# --- where a graph of Dynamo's stands in the model around it ------------------------------------------------------------------
+# --- where a graph of Dynamo's stands in the model around it --------------------------------------
 
 
 class Places:
@@ -136,7 +136,11 @@ class Places:
     def _follow(self, source: str) -> tuple[nn.Module | None, str]:
         """The first module on the way that a source names, and the rest of the way."""
         parts = _parts(source)
-        value = self.scope[parts[0]].get(parts[1]) if len(parts) > 1 and parts[0] in self.scope else None
+        value = (
+            self.scope[parts[0]].get(parts[1])
+            if len(parts) > 1 and parts[0] in self.scope
+            else None
+        )
         rest = parts[2:]
         while rest and not isinstance(value, nn.Module):
             value, rest = _entry(value, rest[0]), rest[1:]

@@ -1,6 +1,7 @@
 """Sites, plans and their JSON: what was found in a graph and what was decided about it.
 
-A plan is data. It goes out as JSON, comes back as the same plan, and has a digest that all ranks of a group share.
+A plan is data. It goes out as JSON, comes back as the same plan, and has a digest that all ranks of
+a group share.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ NONE = "none"
 
 
 ROWS = 1024
-"""Entries of the first dimension that each rank is taken to send to each where ranks may hold different numbers: what all ranks
-know, so that they decide alike."""
+"""Entries of the first dimension that each rank is taken to send to each where ranks may hold
+different numbers: what all ranks know, so that they decide alike."""
 
 
 NOBODY = "nobody keeps it here: use commpass.backend"
@@ -27,7 +28,8 @@ NOBODY = "nobody keeps it here: use commpass.backend"
 
 
 PAIRWISE = ("send", "recv")
-"""Kinds that are one end of what goes between two ranks: these agree on it with each other, not with their group."""
+"""Kinds that are one end of what goes between two ranks: these agree on it with each other, not
+with their group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,11 @@ class Site:
     @property
     def labels(self) -> tuple[str, ...]:
         """Everything by which a rule or a profile may mean its group."""
-        return tuple(dict.fromkeys(text for text in (self.group_label, *self.group_labels, self.group) if text))
+        return tuple(
+            dict.fromkeys(
+                text for text in (self.group_label, *self.group_labels, self.group) if text
+            )
+        )
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
@@ -85,7 +91,8 @@ class Site:
 
     @property
     def pairwise(self) -> bool:
-        """Whether it is one end of what goes between two ranks, which the others of the group know nothing of."""
+        """Whether it is one end of what goes between two ranks, which the others of the group know
+        nothing of."""
         return self.kind in PAIRWISE
 
     @property
@@ -97,7 +104,8 @@ class Site:
 
     @property
     def common_bytes(self) -> int:
-        """``bytes``, or where ranks may hold different sizes those that all ranks take for theirs."""
+        """``bytes``, or where ranks may hold different sizes those that all ranks take for
+        theirs."""
         itemsize = {"float64": 8, "float32": 4}.get(self.dtype, 2)
         return ROWS * self.group_size * self.width * itemsize if self.uneven else self.bytes
 
@@ -109,9 +117,10 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSite(Site):
-    """A site and its chosen candidate. ``wire_bytes`` is what one rank hands to the collectives afterwards (-1 where it is not
-    known); of those, the number of ``dynamic_bytes`` depends on the values, and is what a Gaussian needs. ``domain`` is where
-    sums are made, "" for the values themselves: they leave it once, at the end."""
+    """A site and its chosen candidate. ``wire_bytes`` is what one rank hands to the collectives
+    afterwards (-1 where it is not known); of those, the number of ``dynamic_bytes`` depends on the
+    values, and is what a Gaussian needs. ``domain`` is where sums are made, "" for the values
+    themselves: they leave it once, at the end."""
 
     codec: str = NONE
     algorithm: str = NONE
@@ -133,20 +142,34 @@ class PlannedSite(Site):
 def left_alone(site: Site, reason: str, plain_us: float = 0.0) -> PlannedSite:
     """A site with the candidate that every site has: *leave it alone*."""
     facts = {field.name: getattr(site, field.name) for field in dataclasses.fields(Site)}
-    return PlannedSite(**facts, wire_bytes=site.bytes, plain_us=plain_us, predicted_us=plain_us, reason=reason)
+    return PlannedSite(
+        **facts, wire_bytes=site.bytes, plain_us=plain_us, predicted_us=plain_us, reason=reason
+    )
 
 
 AGREED_FIELDS = (
-    "kind", "reduce_op", "group_size", "dtype", "common_shape", "module", "direction", "codec", "algorithm", "chunks", "fused",
-)  # fmt: skip
+    "kind",
+    "reduce_op",
+    "group_size",
+    "dtype",
+    "common_shape",
+    "module",
+    "direction",
+    "codec",
+    "algorithm",
+    "chunks",
+    "fused",
+)
 """The fields that every rank of a group must hold alike. Times may differ: links and clocks do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simplification:
-    """A collective that algebra made smaller or needless: by which rule, into what, and the bytes one rank need not send.
+    """A collective that algebra made smaller or needless: by which rule, into what, and the bytes
+    one rank need not send.
 
-    ``moved`` holds the numbers by which a result was scaled and now an input is: they must be alike on all ranks.
+    ``moved`` holds the numbers by which a result was scaled and now an input is: they must be alike
+    on all ranks.
     """
 
     rule: str
@@ -159,10 +182,12 @@ class Simplification:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The chosen candidate of every site of one graph, in graph order; the sites are those that are left once it is simplified.
+    """The chosen candidate of every site of one graph, in graph order; the sites are those that are
+    left once it is simplified.
 
-    ``fallback`` is empty when the plan was carried out, and otherwise says why the untouched graph was compiled.
-    ``matched`` are the numbers of the policy's rules, from 0, that match a site as it was found.
+    ``fallback`` is empty when the plan was carried out, and otherwise says why the untouched graph
+    was compiled. ``matched`` are the numbers of the policy's rules, from 0, that match a site as it
+    was found.
     """
 
     graph: str
@@ -184,14 +209,19 @@ class Plan:
     def of_group(self, group: str) -> Plan:
         """The part of the plan that the ranks of one group share."""
         sites = tuple(site for site in self.sites if site.group == group)
-        return dataclasses.replace(self, sites=sites, simplified=tuple(s for s in self.simplified if s.group == group))
+        return dataclasses.replace(
+            self, sites=sites, simplified=tuple(s for s in self.simplified if s.group == group)
+        )
 
     def common(self) -> Plan:
         """The part of the plan that all ranks hold alike: without what goes between two of them."""
-        return dataclasses.replace(self, sites=tuple(site for site in self.sites if not site.pairwise))
+        return dataclasses.replace(
+            self, sites=tuple(site for site in self.sites if not site.pairwise)
+        )
 
     def digest(self) -> str:
-        """A digest of every common decision; equal on two ranks if and only if they will do the same."""
+        """A digest of every common decision; equal on two ranks if and only if they will do the
+        same."""
         rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.common()]
         facts = [self.direction, rows, self.rules(), bool(self.fallback)]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
@@ -205,13 +235,15 @@ class Plan:
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """The plan that ``to_json`` wrote. Raises ``msgspec.ValidationError`` or ``DecodeError`` for anything else."""
+        """The plan that ``to_json`` wrote. Raises ``msgspec.ValidationError`` or ``DecodeError``
+        for anything else."""
         return msgspec.json.decode(text, type=Plan)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that two plans say differently about a site (or a site that only one of them has)."""
+    """One thing that two plans say differently about a site (or a site that only one of them
+    has)."""
 
     site: str
     field: str
@@ -220,8 +252,13 @@ class Difference:
 
     def __str__(self) -> str:
         if self.field == "site":
-            return f"{self.site}: {'only in the second' if self.left is None else 'only in the first'}"
-        return f"{self.site}: {self.field} is {self.left!r} in the first and {self.right!r} in the second"
+            return (
+                f"{self.site}: {'only in the second' if self.left is None else 'only in the first'}"
+            )
+        return (
+            f"{self.site}: {self.field} is {self.left!r} in the first and {self.right!r} in the"
+            " second"
+        )
 
 
 def diff(left: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list[Difference]:
@@ -244,7 +281,9 @@ def diff(left: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list
     if not found and [*lefts] != [*rights]:
         found.append(Difference("(graph)", "order", ", ".join(lefts), ", ".join(rights)))
     if left.rules() != right.rules():
-        found.append(Difference("(graph)", "simplified", "; ".join(left.rules()), "; ".join(right.rules())))
+        found.append(
+            Difference("(graph)", "simplified", "; ".join(left.rules()), "; ".join(right.rules()))
+        )
     if bool(left.fallback) != bool(right.fallback):
         found.append(Difference("(graph)", "fallback", left.fallback, right.fallback))
     return found

@@ -1,7 +1,9 @@
-"""What the user allows: rules by module, kind, direction and group; codecs; an error budget. Presets and TOML.
+"""What the user allows: rules by module, kind, direction and group; codecs; an error budget.
+Presets and TOML.
 
-For one site, the nearest word counts: a ``compress`` or ``keep`` around it in the model, else the first rule that matches,
-else the policy itself. What the nearer word leaves open, the policy fills in.
+For one site, the nearest word counts: a ``compress`` or ``keep`` around it in the model, else the
+first rule that matches, else the policy itself. What the nearer word leaves open, the policy fills
+in.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ class _Named:
                 msgspec.convert(value, expected)
             except msgspec.ValidationError as error:
                 reason = str(error)[0].lower() + str(error)[1:]
-                raise PolicyError(f"{type(self).__name__}({field.name}={value!r}): {reason}") from None
+                raise PolicyError(
+                    f"{type(self).__name__}({field.name}={value!r}): {reason}"
+                ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +94,12 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Word(_Named):
-    """What a rule or an annotation says about the sites it covers. None leaves the question to the policy.
+    """What a rule or an annotation says about the sites it covers. None leaves the question to the
+    policy.
 
-    ``codec`` and ``algorithm`` are one name or several, of which the cost model takes the fastest. ``max_error`` is the
-    allowed relative error. ``force`` compresses even where the cost model sees no gain. ``keep`` never compresses.
+    ``codec`` and ``algorithm`` are one name or several, of which the cost model takes the fastest.
+    ``max_error`` is the allowed relative error. ``force`` compresses even where the cost model sees
+    no gain. ``keep`` never compresses.
     """
 
     codec: Words = None
@@ -111,9 +117,14 @@ class Word(_Named):
         for name in self.algorithm or ():
             check_name(name)
         if self.max_error is not None and not 0 <= self.max_error <= 1:
-            raise PolicyError(f"max_error={self.max_error!r}: must be a share such as 0.01 for one percent, and at most 1")
+            raise PolicyError(
+                f"max_error={self.max_error!r}: must be a share such as 0.01 for one percent, and"
+                " at most 1"
+            )
         if self.keep and (self.codec or self.algorithm or self.force):
-            raise PolicyError("keep=True says never to compress: leave codec, algorithm and force out")
+            raise PolicyError(
+                "keep=True says never to compress: leave codec, algorithm and force out"
+            )
 
     def terms(self, policy: Policy, source: str) -> Terms:
         """The terms of a site that this word covers; what it leaves open is the policy's."""
@@ -133,7 +144,11 @@ class Word(_Named):
         )
 
     def to_json(self) -> str:
-        said = {f.name: getattr(self, f.name) for f in dataclasses.fields(Word) if getattr(self, f.name) != f.default}
+        said = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(Word)
+            if getattr(self, f.name) != f.default
+        }
         return msgspec.json.encode(said, order="deterministic").decode()
 
     @staticmethod
@@ -144,8 +159,9 @@ class Word(_Named):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(Word):
-    """A word for the sites that match: ``module`` is a glob over module paths (``layers.*.mlp`` covers all that is inside;
-    ``**`` crosses dots), ``group`` a glob over group labels or names, ``min_bytes`` the least size of a site in bytes."""
+    """A word for the sites that match: ``module`` is a glob over module paths (``layers.*.mlp``
+    covers all that is inside; ``**`` crosses dots), ``group`` a glob over group labels or names,
+    ``min_bytes`` the least size of a site in bytes."""
 
     module: str = "**"
     kind: str | None = None
@@ -158,10 +174,16 @@ class Rule(Word):
         if self.kind is not None and self.kind not in KINDS:
             raise PolicyError(f"unknown kind {self.kind!r}{nearest(self.kind, KINDS)}")
         if self.direction is not None and self.direction not in DIRECTIONS:
-            raise PolicyError(f"unknown direction {self.direction!r}{nearest(self.direction, DIRECTIONS)}")
+            raise PolicyError(
+                f"unknown direction {self.direction!r}{nearest(self.direction, DIRECTIONS)}"
+            )
         if self.min_bytes < 0:
             raise PolicyError(f"Rule(min_bytes={self.min_bytes}): must be at least 0")
-        if self.kind is not None and self.algorithm and not any(own(self.kind, spec) for spec in self.algorithm):
+        if (
+            self.kind is not None
+            and self.algorithm
+            and not any(own(self.kind, spec) for spec in self.algorithm)
+        ):
             algorithm(self.kind, self.algorithm[0])  # raises, with the nearest that this kind has
 
     def matches(self, site: Site) -> bool:
@@ -176,7 +198,9 @@ class Rule(Word):
     def _is_about(self, path: str) -> bool:
         """Whether the module glob covers a path. In a graph that serves several blocks
         (``layers.*``), what is kept for one of them is kept for all."""
-        return covers(self.module, path) or (self.keep and "*" in path and covers(star(self.module), path))
+        return covers(self.module, path) or (
+            self.keep and "*" in path and covers(star(self.module), path)
+        )
 
     @property
     def about(self) -> str:
@@ -187,16 +211,22 @@ class Rule(Word):
         return ", ".join([*(shown or ["module='**'"]), *(["keep=True"] if self.keep else [])])
 
     def __str__(self) -> str:
-        said = [f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        said = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
         return f"Rule({', '.join(said)})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(_Named):
-    """What is allowed. ``codecs`` are the choices for every site that no rule covers; none means: leave alone.
+    """What is allowed. ``codecs`` are the choices for every site that no rule covers; none means:
+    leave alone.
 
-    ``max_error`` is the largest allowed relative error of a compressed result; ``reassociate=False`` forbids even changes
-    that only round a sum differently; ``skip`` names passes to leave out.
+    ``max_error`` is the largest allowed relative error of a compressed result;
+    ``reassociate=False`` forbids even changes that only round a sum differently; ``skip`` names
+    passes to leave out.
     """
 
     name: str = "custom"
@@ -210,8 +240,12 @@ class Policy(_Named):
 
     def __post_init__(self) -> None:
         self._check_types()
-        if not isinstance(self.rules, (list, tuple)) or not all(isinstance(rule, Rule) for rule in self.rules):
-            raise PolicyError(f"Policy(rules={self.rules!r}): expected a list of commpass.Rule(...)")
+        if not isinstance(self.rules, (list, tuple)) or not all(
+            isinstance(rule, Rule) for rule in self.rules
+        ):
+            raise PolicyError(
+                f"Policy(rules={self.rules!r}): expected a list of commpass.Rule(...)"
+            )
         for field in ("codecs", "algorithms", "skip"):
             object.__setattr__(self, field, _names(getattr(self, field)) or ())
         object.__setattr__(self, "rules", tuple(self.rules))
@@ -245,9 +279,12 @@ PRESETS: dict[str, Policy] = {
     "lossless": Policy(name="lossless"),
     "balanced": Policy(name="balanced", codecs=("rotated", "int8"), max_error=0.02),
     "zipccl": Policy(name="zipccl", codecs=("exponent", "exponent(planes=3)")),
-    "aggressive": Policy(name="aggressive", codecs=("rotated(bits=4)", "int4", "rotated", "int8"), max_error=0.25),
+    "aggressive": Policy(
+        name="aggressive", codecs=("rotated(bits=4)", "int4", "rotated", "int8"), max_error=0.25
+    ),
 }
-"""Policies by name. ``lossless`` is the default and cannot change a loss curve; the lossy ones are opted into."""
+"""Policies by name. ``lossless`` is the default and cannot change a loss curve; the lossy ones are
+opted into."""
 
 
 def policy_named(policy: str | Path | Policy) -> Policy:
@@ -257,27 +294,35 @@ def policy_named(policy: str | Path | Policy) -> Policy:
     if isinstance(policy, Path):
         return Policy.from_toml(policy)
     if not isinstance(policy, str):
-        raise PolicyError(f"{policy!r} is no policy: give one of {', '.join(PRESETS)}, a .toml file or a Policy(...)")
+        raise PolicyError(
+            f"{policy!r} is no policy: give one of {', '.join(PRESETS)}, a .toml file or a"
+            " Policy(...)"
+        )
     if policy in PRESETS:
         return PRESETS[policy]
     if policy.endswith(".toml"):
         return Policy.from_toml(policy)
-    raise PolicyError(f"unknown policy {policy!r}{nearest(policy, PRESETS)} A path must end in .toml.")
+    raise PolicyError(
+        f"unknown policy {policy!r}{nearest(policy, PRESETS)} A path must end in .toml."
+    )
 
 
 @lru_cache(maxsize=4096)
 def _pattern(glob: str) -> re.Pattern[str]:
     parts = re.split(r"(\*\*|\*|\?)", glob)
-    body = "".join({"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(part, re.escape(part)) for part in parts)
+    body = "".join(
+        {"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(part, re.escape(part)) for part in parts
+    )
     return re.compile(body + r"(\..*)?")
 
 
 def covers(glob: str, path: str) -> bool:
-    """Whether a module glob matches a path or one of the modules around it: ``layers.*`` covers ``layers.3.mlp``."""
+    """Whether a module glob matches a path or one of the modules around it: ``layers.*`` covers
+    ``layers.3.mlp``."""
     return glob == "" or _pattern(glob).fullmatch(path) is not None
 
 
-# --- TOML -------------------------------------------------------------------------------------------------------------
+# --- TOML -----------------------------------------------------------------------------------------
 
 
 def _from_toml(path: Path) -> Policy:
@@ -294,18 +339,33 @@ def _from_toml(path: Path) -> Policy:
         raise PolicyError(f"{path}:{line}: not TOML: {error}") from error
     rules = table.pop("rule", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
-        raise PolicyError(f"{path}:{_line(text, None, 'rule')}: rules are written as [[rule]], each with its fields below")
+        raise PolicyError(
+            f"{path}:{_line(text, None, 'rule')}: rules are written as [[rule]], each with its"
+            " fields below"
+        )
     preset = table.pop("preset", None)
     if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
         line = _line(text, None, "preset")
-        raise PolicyError(f"{path}:{line}: unknown preset {preset!r}{nearest(str(preset), PRESETS)}")
+        raise PolicyError(
+            f"{path}:{line}: unknown preset {preset!r}{nearest(str(preset), PRESETS)}"
+        )
     base = PRESETS[preset] if preset else Policy(name=path.stem)
     made = tuple(_build(path, text, number, rule, Rule, {}) for number, rule in enumerate(rules))
-    fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(Policy)} | {"name": path.stem, "rules": made}
+    fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(Policy)} | {
+        "name": path.stem,
+        "rules": made,
+    }
     return _build(path, text, None, table, Policy, fields)
 
 
-def _build(path: Path, text: str, rule: int | None, table: Mapping[str, Any], kind: type, base: dict[str, Any]) -> Any:
+def _build(
+    path: Path,
+    text: str,
+    rule: int | None,
+    table: Mapping[str, Any],
+    kind: type,
+    base: dict[str, Any],
+) -> Any:
     """A Rule or Policy from a table; each field on its own, so that an error knows its line."""
     hidden = {"rules", "off"} if kind is Policy else set()
     known = {f.name for f in dataclasses.fields(kind)} - hidden
@@ -330,21 +390,33 @@ def _build(path: Path, text: str, rule: int | None, table: Mapping[str, Any], ki
 
 
 def _line(text: str, rule: int | None, key: str | None) -> int:
-    """The line of a key: of the n-th [[rule]] if ``rule`` is given (or ``rule = [{...}]``), else above all tables; of the
-    table if ``key`` is None."""
+    """The line of a key: of the n-th [[rule]] if ``rule`` is given (or ``rule = [{...}]``), else
+    above all tables; of the table if ``key`` is None."""
     if rule is not None and (inline := re.search(r"^\s*rule\s*=", text, re.M)):
-        table = [brace.start() for brace in re.finditer(r"\{", text) if brace.start() > inline.end()][rule]
-        place = re.compile(rf"[{{,\s][\"']?{re.escape(key)}[\"']?\s*=").search(text, table) if key else None
+        table = [
+            brace.start() for brace in re.finditer(r"\{", text) if brace.start() > inline.end()
+        ][rule]
+        place = (
+            re.compile(rf"[{{,\s][\"']?{re.escape(key)}[\"']?\s*=").search(text, table)
+            if key
+            else None
+        )
         return text.count("\n", 0, place.end() if place else table) + 1
     seen, start = -1, 1
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line):
             parts = [part.strip(" \"'") for part in header.group(1).split(".")]
-            if (parts == [key] and rule is None) or (rule is not None and seen == rule and parts[1:] == [key]):
+            if (parts == [key] and rule is None) or (
+                rule is not None and seen == rule and parts[1:] == [key]
+            ):
                 return number
             seen += parts == ["rule"]
             start = number if seen == rule and parts == ["rule"] else start
-        if seen == (-1 if rule is None else rule) and key and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line):
+        if (
+            seen == (-1 if rule is None else rule)
+            and key
+            and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line)
+        ):
             return number
         if key == "rule" and rule is None and re.match(r"\s*\[?\s*rule\b", line):
             return number

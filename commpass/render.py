@@ -1,4 +1,5 @@
-"""What the command line shows: plans, their differences and the doctor's report, as rich renderables."""
+"""What the command line shows: plans, their differences and the doctor's report, as rich
+renderables."""
 
 from __future__ import annotations
 
@@ -34,11 +35,13 @@ COLUMNS = (
     ("codec", "algorithm", "chunks"),
     ("plain us", "predicted us", "error"),
 )
-"""One table column each on a wide terminal; on a narrow one each group is a column of three lines."""
+"""One table column each on a wide terminal; on a narrow one each group is a column of three
+lines."""
 
 
 def size(count: float) -> str:
-    """Bytes for people; a negative count is one that nobody knows (a dynamic shape without a hint)."""
+    """Bytes for people; a negative count is one that nobody knows (a dynamic shape without a
+    hint)."""
     if count < 0:
         return "?"
     if count < 1024:
@@ -49,7 +52,11 @@ def size(count: float) -> str:
 
 def micros(value: float, beside: float | None = None) -> str:
     """A time in the unit that fits it, or the number that it stands ``beside``."""
-    return f"{value:,.1f} us" if (value if beside is None else beside) < 10_000 else f"{value / 1000:,.1f} ms"
+    return (
+        f"{value:,.1f} us"
+        if (value if beside is None else beside) < 10_000
+        else f"{value / 1000:,.1f} ms"
+    )
 
 
 def ratio(after: float, before: float) -> str:
@@ -65,7 +72,10 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
         yield Text(f"policy {plan.policy}, profile {plan.profile}{passes}")
         if plan.fallback:
             yield Panel(
-                Text.assemble("The untouched graph was compiled, nothing below was carried out:\n", plan.fallback),
+                Text.assemble(
+                    "The untouched graph was compiled, nothing below was carried out:\n",
+                    plan.fallback,
+                ),
                 title="FALLBACK",
                 style="bold red",
             )
@@ -79,13 +89,18 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
         elif plan.simplified:
             yield Text("no collective is left in this graph")
         else:
-            yield Text("no collective in this graph, so there was nothing to decide (backward graphs often have none)")
+            yield Text(
+                "no collective in this graph, so there was nothing to decide (backward graphs often"
+                " have none)"
+            )
         if plan.simplified:
             yield Text()
             yield simplified(plan.simplified)
         yield Text()
     if len(dumps) > 1:
-        yield Text(f"all {len(dumps)} graphs: {totals([dump.plan for dump in dumps])}", style="bold")
+        yield Text(
+            f"all {len(dumps)} graphs: {totals([dump.plan for dump in dumps])}", style="bold"
+        )
     last = dumps[-1]
     yield Text(
         f"run {last.run}, written {last.written} by rank {last.rank} of {last.world_size}, "
@@ -98,10 +113,16 @@ def sites_table(sites: Sequence[PlannedSite], *, wide: bool) -> Table:
     table.leading = 0 if wide else 1
     for group, columns in enumerate(COLUMNS):
         for header in columns if wide else ["\n".join(columns)]:
-            table.add_column(header, justify="right" if group in (2, 4) else "left", overflow="fold")
+            table.add_column(
+                header, justify="right" if group in (2, 4) else "left", overflow="fold"
+            )
     for number, site in enumerate(sites, 1):
         groups = cells(site)
-        texts = [cell for group in groups for cell in group] if wide else ["\n".join(group) for group in groups]
+        texts = (
+            [cell for group in groups for cell in group]
+            if wide
+            else ["\n".join(group) for group in groups]
+        )
         table.add_row(*map(Text, (str(number), *texts)), style="green" if site.compressed else "")
     return table
 
@@ -121,7 +142,8 @@ def cells(site: PlannedSite) -> tuple[tuple[str, ...], ...]:
 
 
 def reasons(sites: Sequence[PlannedSite]) -> Table:
-    """Every reason in full, below the table where it has room; sites that share one share a line."""
+    """Every reason in full, below the table where it has room; sites that share one share a
+    line."""
     numbers: dict[str, list[int]] = {}
     for number, site in enumerate(sites, 1):
         numbers.setdefault(site.reason or "(no reason was recorded)", []).append(number)
@@ -138,7 +160,9 @@ def simplified(steps: Sequence[Simplification]) -> Table:
     saved = sum(step.saved_bytes for step in steps)
     table = plain_table(f"{len(steps)} simplified", "into", f"{size(saved)} less")
     for step in steps:
-        table.add_row(Text(f"{step.site} ({step.rule})"), Text(step.into), Text(size(step.saved_bytes)))
+        table.add_row(
+            Text(f"{step.site} ({step.rule})"), Text(step.into), Text(size(step.saved_bytes))
+        )
     return table
 
 
@@ -156,21 +180,30 @@ def spans(numbers: Sequence[int]) -> str:
 def totals(plans: Sequence[Plan]) -> str:
     """A graph that fell back sends and takes what it did before, whatever its plan says."""
     sites = [(site, not plan.fallback) for plan in plans for site in plan.sites]
-    known = [(site, done) for site, done in sites if site.bytes >= 0 and (site.wire_bytes >= 0 or not done)]
+    known = [
+        (site, done)
+        for site, done in sites
+        if site.bytes >= 0 and (site.wire_bytes >= 0 or not done)
+    ]
     before = sum(site.bytes for site, _ in known)
     after = sum(site.wire_bytes if done else site.bytes for site, done in known)
     plain = sum(site.plain_us for site, _ in sites)
     predicted = sum(site.predicted_us if done else site.plain_us for site, done in sites)
-    unknown = f" ({len(sites) - len(known)} of unknown size not counted)" if len(known) < len(sites) else ""
+    unknown = (
+        f" ({len(sites) - len(known)} of unknown size not counted)"
+        if len(known) < len(sites)
+        else ""
+    )
     return (
-        f"{len(sites)} site{'s' * (len(sites) != 1)}, {sum(len(plan.compressed) for plan in plans)} compressed; "
-        f"{size(before)} -> {size(after)} ({ratio(after, before)}){unknown}; "
-        f"predicted {micros(plain, plain)} -> {micros(predicted, plain)}"
+        f"{len(sites)} site{'s' * (len(sites) != 1)}, {sum(len(plan.compressed) for plan in plans)}"
+        f" compressed; {size(before)} -> {size(after)} ({ratio(after, before)}){unknown}; predicted"
+        f" {micros(plain, plain)} -> {micros(predicted, plain)}"
     )
 
 
 def named(dumps: Sequence[Dump]) -> dict[str, Dump]:
-    """The graphs by place and direction ("forward 1"): what two runs of one model have in common."""
+    """The graphs by place and direction ("forward 1"): what two runs of one model have in
+    common."""
     seen = Counter[str]()
     found = {}
     for dump in dumps:
@@ -179,7 +212,9 @@ def named(dumps: Sequence[Dump]) -> dict[str, Dump]:
     return found
 
 
-def differences(left: Sequence[Dump], right: Sequence[Dump]) -> list[tuple[str, RenderableType, int]]:
+def differences(
+    left: Sequence[Dump], right: Sequence[Dump]
+) -> list[tuple[str, RenderableType, int]]:
     """For every graph that differs: its name, what to show, and how many differences that are."""
     found: list[tuple[str, RenderableType, int]] = []
     lefts, rights = named(left), named(right)
@@ -196,7 +231,13 @@ def diff_table(rows: Sequence[Difference], left: Plan, right: Plan) -> Table:
     modules = {site.name: site.module for plan in (right, left) for site in plan.sites}
     table = plain_table("site", "module", "field", "A", "B")
     for row in rows:
-        texts = (row.site, modules.get(row.site) or "-", row.field, shown(row, row.left), shown(row, row.right))
+        texts = (
+            row.site,
+            modules.get(row.site) or "-",
+            row.field,
+            shown(row, row.left),
+            shown(row, row.right),
+        )
         table.add_row(*map(Text, texts))
     return table
 
@@ -206,7 +247,10 @@ def codecs(rows: Sequence[Measured]) -> Table:
     timed = any(row.encode_gbs is not None for row in rows)
     speed_headers = ("encode GB/s", "decode GB/s") if timed else ()
     table = plain_table("codec", "bits", "error", "cosine", "bound", "above", *speed_headers)
-    table.caption = "above: bits above 2^-b, the least for a Gaussian (lossless: above the entropy of the exponents)"
+    table.caption = (
+        "above: bits above 2^-b, the least for a Gaussian (lossless: above the entropy of the"
+        " exponents)"
+    )
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
@@ -214,7 +258,15 @@ def codecs(rows: Sequence[Measured]) -> Table:
         speeds = [f"{speed:.2f}" for speed in (row.encode_gbs, row.decode_gbs) if speed is not None]
         error = "lossless" if row.lossless else f"{row.error:.3%}"
         bound = "" if row.lossless else f"{row.bound:.2f}"
-        table.add_row(row.codec, f"{row.bits:.3f}", error, f"{row.cosine:.6f}", bound, f"{row.distance:.2f}", *speeds)
+        table.add_row(
+            row.codec,
+            f"{row.bits:.3f}",
+            error,
+            f"{row.cosine:.6f}",
+            bound,
+            f"{row.distance:.2f}",
+            *speeds,
+        )
     return table
 
 
@@ -235,7 +287,8 @@ def shown(row: Difference, value: Any) -> str:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that an installation has or lacks. Without a ``needed`` one commpass cannot work at all."""
+    """One thing that an installation has or lacks. Without a ``needed`` one commpass cannot work at
+    all."""
 
     what: str
     state: str
@@ -268,7 +321,9 @@ def distributed(part: str = "") -> tuple[str, bool]:
     """Whether torch.distributed, or one backend of it, was built in."""
     import torch.distributed
 
-    has = torch.distributed.is_available() and (not part or getattr(torch.distributed, f"is_{part}_available")())
+    has = torch.distributed.is_available() and (
+        not part or getattr(torch.distributed, f"is_{part}_available")()
+    )
     return "yes" if has else "no", has
 
 
@@ -279,7 +334,10 @@ def gpus() -> tuple[str, bool]:
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         capability = torch.cuda.get_device_capability(index)
         fp8 = "" if torch.version.hip else ", fp8" if capability >= (8, 9) else ", no fp8"
-        kind = f"{torch.cuda.get_device_name(index)} (capability {'.'.join(map(str, capability))}{fp8})"
+        kind = (
+            f"{torch.cuda.get_device_name(index)} (capability"
+            f" {'.'.join(map(str, capability))}{fp8})"
+        )
         kinds[kind] = kinds.get(kind, 0) + 1
     return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none", bool(kinds)
 
@@ -306,28 +364,78 @@ def graph_cache() -> tuple[str, bool]:
 
 
 def drawing() -> tuple[str, bool]:
-    return ", ".join(f"{name} {metadata.version(name)}" for name in ("networkx", "matplotlib")), True
+    return (
+        ", ".join(f"{name} {metadata.version(name)}" for name in ("networkx", "matplotlib")),
+        True,
+    )
 
 
 def needed_torch() -> str:
     """The versions of torch that this package was made for, as its metadata say."""
-    return next(line for line in metadata.requires("commpass") or () if line.startswith(("torch<", "torch>")))
+    return next(
+        line
+        for line in metadata.requires("commpass") or ()
+        if line.startswith(("torch<", "torch>"))
+    )
 
 
 PROBES = (
     ("python", lambda: (platform.python_version(), True), "", "", True),
-    ("commpass", lambda: (metadata.version("commpass"), True), "", "not installed: pip install commpass", False),
+    (
+        "commpass",
+        lambda: (metadata.version("commpass"), True),
+        "",
+        "not installed: pip install commpass",
+        False,
+    ),
     ("torch", torch_version, "supported", f"needed: pip install '{needed_torch()}'", True),
-    ("distributed", distributed, "torch has collectives", "needed: install a torch that was built with it", True),
-    ("gloo", lambda: distributed("gloo"), "collectives on the CPU", "no collectives on the CPU", False),
-    ("NCCL", lambda: distributed("nccl"), "collectives on the GPU", "needed on a GPU: a torch for CUDA or ROCm", False),
+    (
+        "distributed",
+        distributed,
+        "torch has collectives",
+        "needed: install a torch that was built with it",
+        True,
+    ),
+    (
+        "gloo",
+        lambda: distributed("gloo"),
+        "collectives on the CPU",
+        "no collectives on the CPU",
+        False,
+    ),
+    (
+        "NCCL",
+        lambda: distributed("nccl"),
+        "collectives on the GPU",
+        "needed on a GPU: a torch for CUDA or ROCm",
+        False,
+    ),
     ("GPU", gpus, "", "only the CPU can be used; a GPU needs its driver and a torch for it", False),
-    ("triton", triton, "Inductor compiles for the GPU", "needed on a GPU: pip install triton", False),
-    ("C++ compiler", compiler, "Inductor compiles for the CPU", "needed on the CPU: g++ and Python headers", False),
-    ("Inductor FX-graph cache", graph_cache, "a warm start compiles nothing", "every process compiles anew", False),
+    (
+        "triton",
+        triton,
+        "Inductor compiles for the GPU",
+        "needed on a GPU: pip install triton",
+        False,
+    ),
+    (
+        "C++ compiler",
+        compiler,
+        "Inductor compiles for the CPU",
+        "needed on the CPU: g++ and Python headers",
+        False,
+    ),
+    (
+        "Inductor FX-graph cache",
+        graph_cache,
+        "a warm start compiles nothing",
+        "every process compiles anew",
+        False,
+    ),
     ("graph --svg", drawing, "", "pip install 'commpass[graph]'", False),
 )
-"""What, how to find out, what it means to have it, what it means to lack it, and whether nothing works without it."""
+"""What, how to find out, what it means to have it, what it means to lack it, and whether nothing
+works without it."""
 
 
 def doctor(found: Sequence[Check]) -> Table:

@@ -1,4 +1,5 @@
-"""Codecs measured: bits, error and speed on data of one's own or of known distributions. ``commpass codecs`` shows it."""
+"""Codecs measured: bits, error and speed on data of one's own or of known distributions. ``commpass
+codecs`` shows it."""
 
 from __future__ import annotations
 
@@ -17,11 +18,32 @@ from commpass.codecs import FLOATS, Codec, codec
 from commpass.errors import PolicyError, nearest
 
 STANDARD = (
-    "int8", "int6", "int4", "int2", "fp8", "fp8(form=e5m2)", *(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated",
-    *(f"table(bits={bits})" for bits in (2, 3, 4, 5, 6)), "taco", "taco(scale=absmax)", "equarx", "sdp4bit", "sdp4bit(bits=8)",
-    "sdp4bit(part=weight)", "tahquant(bits=3)", "tahquant", "exponent(planes=3)", "exponent", "topk", "randomk", "dgc",
-    "gaussiank", "redsync", "sidco",
-)  # fmt: skip
+    "int8",
+    "int6",
+    "int4",
+    "int2",
+    "fp8",
+    "fp8(form=e5m2)",
+    *(f"rotated(bits={bits})" for bits in range(2, 8)),
+    "rotated",
+    *(f"table(bits={bits})" for bits in (2, 3, 4, 5, 6)),
+    "taco",
+    "taco(scale=absmax)",
+    "equarx",
+    "sdp4bit",
+    "sdp4bit(bits=8)",
+    "sdp4bit(part=weight)",
+    "tahquant(bits=3)",
+    "tahquant",
+    "exponent(planes=3)",
+    "exponent",
+    "topk",
+    "randomk",
+    "dgc",
+    "gaussiank",
+    "redsync",
+    "sidco",
+)
 """What is measured where nobody says what."""
 
 VALUES = 1 << 20
@@ -51,7 +73,8 @@ def outliers(generator: torch.Generator) -> Tensor:
 
 
 def gradients(generator: torch.Generator) -> Tensor:
-    """Small and heavy-tailed, 30 times as large in one channel of 64: below the range of a plain 8-bit float."""
+    """Small and heavy-tailed, 30 times as large in one channel of 64: below the range of a plain
+    8-bit float."""
     x = student(generator).reshape(VALUES // 1024, 1024) * 1e-4
     x[:, 11::64] *= 30
     return x
@@ -68,9 +91,10 @@ DATA: dict[str, Callable[[torch.Generator], Tensor]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A codec on some data. ``bits`` a value, side data included; ``error`` and ``cosine`` relative to the data; ``distance``
-    bits above what the same error takes at least: of a Gaussian ``-log2(error)`` (lossy), the entropy of the exponents and
-    all other bits (lossless). GB/s of input; None where it was not timed."""
+    """A codec on some data. ``bits`` a value, side data included; ``error`` and ``cosine`` relative
+    to the data; ``distance`` bits above what the same error takes at least: of a Gaussian
+    ``-log2(error)`` (lossy), the entropy of the exponents and all other bits (lossless). GB/s of
+    input; None where it was not timed."""
 
     codec: str
     bits: float
@@ -84,14 +108,17 @@ class Measured:
 
 
 def tensors(source: str, dtype: str) -> list[Tensor]:
-    """Data by name, or the float tensors of a safetensors file. Raises PolicyError if there are none."""
+    """Data by name, or the float tensors of a safetensors file. Raises PolicyError if there are
+    none."""
     if dtype not in DTYPES:
         raise PolicyError(f"unknown dtype {dtype!r}{nearest(dtype, DTYPES)}")
     if source in DATA:
         return [DATA[source](torch.Generator().manual_seed(0)).to(DTYPES[dtype])]
     path = Path(source)
     if path.suffix != ".safetensors":
-        raise PolicyError(f"unknown data {source!r}{nearest(source, DATA)} A file must end in .safetensors.")
+        raise PolicyError(
+            f"unknown data {source!r}{nearest(source, DATA)} A file must end in .safetensors."
+        )
     return list(_read(path))
 
 
@@ -99,7 +126,9 @@ def _read(path: Path) -> Iterator[Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise PolicyError("reading a safetensors file needs: pip install 'commpass[data]'") from error
+        raise PolicyError(
+            "reading a safetensors file needs: pip install 'commpass[data]'"
+        ) from error
     found = False
     try:
         with safe_open(path, framework="pt") as file:
@@ -130,18 +159,25 @@ def measure(spec: str, data: Sequence[Tensor], *, timed: bool = False) -> Measur
         dot += float((back * exact).sum())
         floor += exponent_bits(x) * x.numel() if coder.lossless else 0.0
     bits, error = 8 * wire / values, math.sqrt(off / size) if size else 0.0
-    distance = bits - floor / values if coder.lossless else bits + math.log2(error) if error else 0.0
+    distance = (
+        bits - floor / values if coder.lossless else bits + math.log2(error) if error else 0.0
+    )
     cosine = dot / math.sqrt(size * other) if size * other else 1.0
     encode, decode = speeds(coder, max(data, key=Tensor.numel)) if timed else (None, None)
-    return Measured(coder.spec, bits, error, cosine, coder.bound, distance, coder.lossless, encode, decode)
+    return Measured(
+        coder.spec, bits, error, cosine, coder.bound, distance, coder.lossless, encode, decode
+    )
 
 
 def exponent_bits(x: Tensor) -> float:
-    """Bits a value needs at least if only its exponent is coded: the entropy of the exponents, and all other bits."""
+    """Bits a value needs at least if only its exponent is coded: the entropy of the exponents, and
+    all other bits."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     mantissa = round(-math.log2(torch.finfo(x.dtype).eps))
     exponents = 8 * x.element_size() - 1 - mantissa
-    counts = torch.bincount(((x.reshape(-1).view(whole) >> mantissa) & (2**exponents - 1)).long()).double()
+    counts = torch.bincount(
+        ((x.reshape(-1).view(whole) >> mantissa) & (2**exponents - 1)).long()
+    ).double()
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * shares.log2()).sum()) + 1 + mantissa
 
@@ -151,10 +187,14 @@ def speeds(coder: Codec, x: Tensor, *, repeats: int = 7) -> tuple[float, float]:
     rows, dtype = x.reshape(1, -1), x.dtype
     numel = rows.shape[1]
     encode = torch.compile(coder.encode_rows, dynamic=False)
-    decode = torch.compile(lambda wire: coder.decode_rows(wire, numel, dtype).to(dtype), dynamic=False)
+    decode = torch.compile(
+        lambda wire: coder.decode_rows(wire, numel, dtype).to(dtype), dynamic=False
+    )
     wire = encode(rows)
     size = rows.numel() * rows.element_size()
-    return size / seconds(lambda: encode(rows), repeats) / 1e9, size / seconds(lambda: decode(wire), repeats) / 1e9
+    return size / seconds(lambda: encode(rows), repeats) / 1e9, size / seconds(
+        lambda: decode(wire), repeats
+    ) / 1e9
 
 
 def seconds(run: Callable[[], Any], repeats: int) -> float:
@@ -170,7 +210,8 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
 
 
 def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
-    """Error against bits, one point a codec, with the rate-distortion bound of a Gaussian, ``2^-bits``, as a line."""
+    """Error against bits, one point a codec, with the rate-distortion bound of a Gaussian,
+    ``2^-bits``, as a line."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -183,16 +224,32 @@ def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
     ends = [0.0, max((row.bits for row in lossy), default=8.0) + 0.7]
     axes.plot(ends, [2.0**-bits for bits in ends], color="black", linewidth=1)
     middle = ends[1] * 0.55
-    axes.annotate("bound $2^{-b}$", (middle, 2.0**-middle), (-8, -14), textcoords="offset points", ha="right")
+    axes.annotate(
+        "bound $2^{-b}$", (middle, 2.0**-middle), (-8, -14), textcoords="offset points", ha="right"
+    )
     families = list(dict.fromkeys(row.codec.partition("(")[0] for row in lossy))
     for index, family in enumerate(families):
-        points = sorted((row.bits, row.error) for row in lossy if row.codec.partition("(")[0] == family)
+        points = sorted(
+            (row.bits, row.error) for row in lossy if row.codec.partition("(")[0] == family
+        )
         bits, errors = zip(*points, strict=True)
         colour, mark = f"C{index % 10}", "osD^vPX*<>dph"[index % 13]
         axes.plot(
-            bits, errors, linestyle=":" if len(points) > 1 else "", linewidth=0.8, color=colour, marker=mark, label=family
+            bits,
+            errors,
+            linestyle=":" if len(points) > 1 else "",
+            linewidth=0.8,
+            color=colour,
+            marker=mark,
+            label=family,
         )
-    axes.set(yscale="log", xlabel="bits a value, side data included", ylabel="relative error", title=title, xlim=ends)
+    axes.set(
+        yscale="log",
+        xlabel="bits a value, side data included",
+        ylabel="relative error",
+        title=title,
+        xlim=ends,
+    )
     axes.grid(alpha=0.3)
     axes.legend(loc="lower left", ncols=2, fontsize=8)
     try:

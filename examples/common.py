@@ -1,4 +1,5 @@
-"""What the examples share: a small language model, text to train it on, and two trainings of it, compared.
+"""What the examples share: a small language model, text to train it on, and two trainings of it,
+compared.
 
 All that is particular to commpass is its backend, two lines in ``train``.
 """
@@ -44,8 +45,12 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        # q, k and v may be divided by columns: each rank then has some of the heads, and these whole
-        q, k, v = (linear(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for linear in (self.q, self.k, self.v))
+        # q, k and v may be divided by columns: each rank then has some of the heads, and these
+        # whole
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+            for linear in (self.q, self.k, self.v)
+        )
         heads = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(heads.transpose(1, 2).flatten(2))
 
@@ -87,10 +92,13 @@ class Transformer(nn.Module):
 
 
 def read_texts(most: int = 4_000_000) -> tuple[Tensor, ...]:
-    """Bytes to train on and bytes held out: the sources of Python's standard library, in the same order everywhere."""
+    """Bytes to train on and bytes held out: the sources of Python's standard library, in the same
+    order everywhere."""
     root = Path(get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = sorted(path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))
+    files = sorted(
+        path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts)
+    )
     text = bytearray(b"".join(map(Path.read_bytes, files))[:most])
     return torch.frombuffer(text, dtype=torch.uint8).tensor_split([len(text) // 10 * 9])
 
@@ -99,18 +107,23 @@ def batches(text: Tensor, count: int, seed: int) -> Iterator[Tensor]:
     """Random windows of the text ``[BATCH, CONTEXT + 1]``: the same ones for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     windows = text.unfold(0, CONTEXT + 1, 1)
-    return (windows[torch.randint(len(windows), (BATCH,), generator=generator)].long() for _ in range(count))
+    return (
+        windows[torch.randint(len(windows), (BATCH,), generator=generator)].long()
+        for _ in range(count)
+    )
 
 
 @dataclass(frozen=True)
 class Example:
-    """What is particular to an example: the whole model, how it is divided over the ranks, and what is to be done with the
-    gradients after backward."""
+    """What is particular to an example: the whole model, how it is divided over the ranks, and what
+    is to be done with the gradients after backward."""
 
     build: Callable[[Namespace], nn.Module]
     divide: Callable[[Any, DeviceMesh], None]
     finish_gradients: Callable[[nn.Module], None] = lambda model: None
-    data_parallel: bool = False  # whether each rank has batches of its own; else heads are divided over the ranks
+    data_parallel: bool = (
+        False  # whether each rank has batches of its own; else heads are divided over the ranks
+    )
     sequence_parallel: bool = False  # whether positions are divided over the ranks
     steps: int = 150
     layers: int = 4
@@ -118,8 +131,9 @@ class Example:
 
 @dataclass(frozen=True)
 class Run:
-    """What one training gave: the loss of every step and on held-out text (means over ranks), milliseconds a step, the plans,
-    and what one rank sent in a step (a mean), measured where the plans cannot tell."""
+    """What one training gave: the loss of every step and on held-out text (means over ranks),
+    milliseconds a step, the plans, and what one rank sent in a step (a mean), measured where the
+    plans cannot tell."""
 
     losses: list[float]
     held_out: float
@@ -128,8 +142,16 @@ class Run:
     sent: float | None
 
 
-def train(name: str, policy: str, example: Example, options: Namespace, mesh: DeviceMesh, texts: tuple[Tensor, ...]) -> Run:
-    """Trains a new model, from the same seed and on the same batches, with its collectives under ``policy``."""
+def train(
+    name: str,
+    policy: str,
+    example: Example,
+    options: Namespace,
+    mesh: DeviceMesh,
+    texts: tuple[Tensor, ...],
+) -> Run:
+    """Trains a new model, from the same seed and on the same batches, with its collectives under
+    ``policy``."""
     torch._dynamo.reset()
     torch.manual_seed(options.seed)
     model = example.build(options)
@@ -142,7 +164,13 @@ def train(name: str, policy: str, example: Example, options: Namespace, mesh: De
     loss_of = torch.compile(model, backend=backend, fullgraph=True)
     losses, ends = list[float](), list[float]()
     seed = options.seed + (RANK << 32 if example.data_parallel else 0)
-    for batch in track(batches(texts[0], options.steps, seed), f"{name:3}", options.steps, console=console, disable=RANK > 0):
+    for batch in track(
+        batches(texts[0], options.steps, seed),
+        f"{name:3}",
+        options.steps,
+        console=console,
+        disable=RANK > 0,
+    ):
         loss = loss_of(batch)
         loss.backward()
         example.finish_gradients(model)
@@ -150,12 +178,15 @@ def train(name: str, policy: str, example: Example, options: Namespace, mesh: De
         optimizer.zero_grad()
         losses.append(loss.item())
         ends.append(time.perf_counter())
-    # not under no_grad: that would compile another graph, and it is the one of the training that is to be judged
+    # not under no_grad: that would compile another graph, and it is the one of the training that is
+    # to be judged
     held_out = fmean(loss_of(batch).item() for batch in batches(texts[1], 16, seed))
     plans = commpass.plans()[earlier:]
     unknown = any(site.bytes < 0 for plan in plans for site in plan)
     sent = mean(bytes_sent(lambda: loss_of(batch).backward())) if unknown else None
-    step_ms = 1e3 * median([end - start for start, end in pairwise(ends)] or [nan])  # the first step compiles: left out
+    step_ms = 1e3 * median(
+        [end - start for start, end in pairwise(ends)] or [nan]
+    )  # the first step compiles: left out
     return Run([mean(loss) for loss in losses], mean(held_out), step_ms, plans, sent)
 
 
@@ -167,17 +198,29 @@ def mean(value: float) -> float:
 
 
 def bytes_sent(step: Callable[[], Any]) -> int:
-    """The bytes that this rank hands to the collectives of compiled graphs in a step, as the profiler sees them."""
+    """The bytes that this rank hands to the collectives of compiled graphs in a step, as the
+    profiler sees them."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # nothing on the console
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
         step()
     sizes = {"unsigned char": 1, "float": 4, "long int": 8}
-    calls = [event for event in profile.profiler.kineto_results.events() if event.name().startswith("_c10d_functional::")]
-    return sum(prod(call.shapes()[0]) * sizes[call.dtypes()[0]] for call in calls if "wait_tensor" not in call.name())
+    calls = [
+        event
+        for event in profile.profiler.kineto_results.events()
+        if event.name().startswith("_c10d_functional::")
+    ]
+    return sum(
+        prod(call.shapes()[0]) * sizes[call.dtypes()[0]]
+        for call in calls
+        if "wait_tensor" not in call.name()
+    )
 
 
 def report(off: Run, on: Run, options: Namespace) -> None:
-    """Prints losses and step times, every collective with its reason, the bytes, and how to see more."""
+    """Prints losses and step times, every collective with its reason, the bytes, and how to see
+    more."""
     from commpass import render
 
     table = render.plain_table("step", "loss, off", f"loss, {options.policy}", "difference")
@@ -186,11 +229,18 @@ def report(off: Run, on: Run, options: Namespace) -> None:
     for step, left, right in [*rows, ("held out", off.held_out, on.held_out)]:
         table.add_row(step, f"{left:.4f}", f"{right:.4f}", f"{right - left:+.4f}")
     console.print("", table)
-    console.print(f"median step here: {off.step_ms:.0f} ms off, {on.step_ms:.0f} ms {options.policy}")
+    console.print(
+        f"median step here: {off.step_ms:.0f} ms off, {on.step_ms:.0f} ms {options.policy}"
+    )
 
-    console.print("\nThe collectives of one rank in one step, and why each is sent as it is:", style="bold")
+    console.print(
+        "\nThe collectives of one rank in one step, and why each is sent as it is:", style="bold"
+    )
     for plan in on.plans:
-        console.print(plan.direction + (f", compiled UNTOUCHED: {plan.fallback}" if plan.fallback else ""), style="bold")
+        console.print(
+            plan.direction + (f", compiled UNTOUCHED: {plan.fallback}" if plan.fallback else ""),
+            style="bold",
+        )
         table = render.plain_table("#", "module", "kind", "bytes", "wire", "codec", "algorithm")
         for number, site in enumerate(plan, 1):
             sizes = render.size(site.bytes), render.size(site.wire_bytes)
@@ -199,29 +249,54 @@ def report(off: Run, on: Run, options: Namespace) -> None:
     console.print(f"All of a step: {render.totals(on.plans)}", style="bold")
     if off.sent is not None and on.sent is not None:
         share = render.ratio(on.sent, off.sent)
-        console.print("Sizes shown as ? depend on the data. Measured in one step, the mean over ranks, all sites: "
-                      f"{render.size(off.sent)} -> {render.size(on.sent)} ({share})", style="bold")  # fmt: skip
-    console.print(f"\nPlans and graphs are in {options.out}/off and {options.out}/on. To read them:")
+        console.print(
+            "Sizes shown as ? depend on the data. Measured in one step, the mean over ranks, all"
+            f" sites: {render.size(off.sent)} -> {render.size(on.sent)} ({share})",
+            style="bold",
+        )
+    console.print(
+        f"\nPlans and graphs are in {options.out}/off and {options.out}/on. To read them:"
+    )
     for command in ("explain {0}/on", "graph {0}/on --text --around 1", "diff {0}/off {0}/on"):
-        console.print(f"  commpass {command.format(quote(str(options.out)))}", style="bold", soft_wrap=True)
+        console.print(
+            f"  commpass {command.format(quote(str(options.out)))}", style="bold", soft_wrap=True
+        )
 
 
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Leaves with 2 after one line of rank 0. The others let it go first: torchrun ends all ranks when one leaves."""
+        """Leaves with 2 after one line of rank 0. The others let it go first: torchrun ends all
+        ranks when one leaves."""
         if RANK > 0:
             time.sleep(5)
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n" if RANK == 0 else None)
 
 
 def read_options(example: Example) -> Namespace:
-    parser = Parser(description="Train without and with compressed collectives.", formatter_class=ArgumentDefaultsHelpFormatter)
+    parser = Parser(
+        description="Train without and with compressed collectives.",
+        formatter_class=ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--policy", default="balanced", help="a preset by name, or a .toml file")
-    parser.add_argument("--ranks", type=int, default=RANKS, help="processes to start, where torchrun has not done so")
-    parser.add_argument("--steps", type=int, default=example.steps, help="training steps of each run")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=RANKS,
+        help="processes to start, where torchrun has not done so",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=example.steps, help="training steps of each run"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
-    parser.add_argument("--link-gbit", type=float, default=1.0, help="the network to decide for, in Gbit/s")
-    parser.add_argument("--out", type=Path, default="demo-out", help="folder for plans and graphs; earlier ones are replaced")
+    parser.add_argument(
+        "--link-gbit", type=float, default=1.0, help="the network to decide for, in Gbit/s"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default="demo-out",
+        help="folder for plans and graphs; earlier ones are replaced",
+    )
     parser.add_argument("--layers", type=int, default=example.layers, help="blocks of the model")
     parser.add_argument("--width", type=int, default=256, help="features of the model")
     options = parser.parse_args()
@@ -229,7 +304,10 @@ def read_options(example: Example) -> Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
     if dist.is_torchelastic_launched() and options.ranks != RANKS:
-        parser.error(f"--ranks {options.ranks}: torchrun started {RANKS}; leave it out, or start with python instead")
+        parser.error(
+            f"--ranks {options.ranks}: torchrun started {RANKS}; leave it out, or start with python"
+            " instead"
+        )
     sharing = 1 if example.data_parallel else options.ranks
     if options.width % (unit := HEAD * sharing):
         which = f"heads of {HEAD}" if sharing == 1 else f"{sharing} ranks, heads of {HEAD}"
@@ -252,16 +330,23 @@ def main(file: str, example: Example) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         torchrun(["--standalone", f"--nproc-per-node={options.ranks}", file, *sys.argv[1:]])
         return
-    handler = RichHandler(console=console if RANK == 0 else Console(stderr=True), show_time=False, show_path=False)
+    handler = RichHandler(
+        console=console if RANK == 0 else Console(stderr=True), show_time=False, show_path=False
+    )
     logging.basicConfig(format=f"rank {RANK}: %(message)s", handlers=[handler])
     logging.getLogger("commpass").setLevel(logging.INFO if RANK == 0 else logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("ranks",))
     millions = sum(weight.numel() for weight in example.build(options).parameters()) / 1e6
-    console.print(f"{millions:.1f} million parameters on {options.ranks} ranks, policy {options.policy}", style="bold")
-    console.print(f"Decisions are made for a link of {options.link_gbit:g} Gbit/s. Ranks on one host talk over loopback, not "
-                  "over that link: the step times below do not show what is gained.")  # fmt: skip
+    console.print(
+        f"{millions:.1f} million parameters on {options.ranks} ranks, policy {options.policy}",
+        style="bold",
+    )
+    console.print(
+        f"Decisions are made for a link of {options.link_gbit:g} Gbit/s. Ranks on one host talk"
+        " over loopback, not over that link: the step times below do not show what is gained."
+    )
     texts = read_texts()
     off = train("off", "off", example, options, mesh, texts)
     on = train("on", options.policy, example, options, mesh, texts)

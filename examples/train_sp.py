@@ -1,14 +1,16 @@
-"""Trains one small language model twice, without and with compressed collectives, and compares the two: sequence parallelism.
+"""Trains one small language model twice, without and with compressed collectives, and compares the
+two: sequence parallelism.
 
     torchrun --nproc-per-node 2 examples/train_sp.py
     python examples/train_sp.py --ranks 2 --policy aggressive --link-gbit 0.1
 
-As in train_tp.py, attention and MLP are divided over the ranks; here, what lies between them is divided too, by the sequence:
-each rank has some of the positions. So each layer gathers the whole sequence before ``attn`` and before ``mlp`` (all_gather)
-and sums and divides it afterwards (reduce_scatter); in backward it is the other way round.
+As in train_tp.py, attention and MLP are divided over the ranks; here, what lies between them is
+divided too, by the sequence: each rank has some of the positions. So each layer gathers the whole
+sequence before ``attn`` and before ``mlp`` (all_gather) and sums and divides it afterwards
+(reduce_scatter); in backward it is the other way round.
 
-You see the losses of both runs side by side, every collective with what was decided about it and why, the bytes of a step
-before and after, and commands that show more.
+You see the losses of both runs side by side, every collective with what was decided about it and
+why, the bytes of a step before and after, and commands that show more.
 """
 
 from __future__ import annotations
@@ -38,22 +40,40 @@ def divide(model: Transformer, mesh: DeviceMesh) -> None:
     """Divides the blocks over the ranks, and between them the sequence."""
     gathered = PrepareModuleInput(input_layouts=(DIVIDED,), desired_input_layouts=(WHOLE,))
     summed = RowwiseParallel(output_layouts=DIVIDED)
-    attn = {"norm1": SequenceParallel(), "attn": gathered, "attn.[qkv]": ColwiseParallel(), "attn.o": summed}
-    mlp = {"norm2": SequenceParallel(), "mlp": gathered, "mlp.gate": ColwiseParallel(), "mlp.up": ColwiseParallel()}
+    attn = {
+        "norm1": SequenceParallel(),
+        "attn": gathered,
+        "attn.[qkv]": ColwiseParallel(),
+        "attn.o": summed,
+    }
+    mlp = {
+        "norm2": SequenceParallel(),
+        "mlp": gathered,
+        "mlp.gate": ColwiseParallel(),
+        "mlp.up": ColwiseParallel(),
+    }
     for block in model.blocks:
         parallelize_module(block, mesh, attn | mlp | {"mlp.down": summed})
     # at both ends, the embeddings are whole on every rank, and so is what the head sees
-    cut = PrepareModuleInput(input_layouts=(WHOLE,), desired_input_layouts=(DIVIDED,), use_local_output=True)
-    joined = PrepareModuleInput(input_layouts=(DIVIDED,), desired_input_layouts=(WHOLE,), use_local_output=True)
+    cut = PrepareModuleInput(
+        input_layouts=(WHOLE,), desired_input_layouts=(DIVIDED,), use_local_output=True
+    )
+    joined = PrepareModuleInput(
+        input_layouts=(DIVIDED,), desired_input_layouts=(WHOLE,), use_local_output=True
+    )
     parallelize_module(model, mesh, {"blocks.0": cut, "norm": SequenceParallel(), "head": joined})
 
 
 def sum_norm_gradients(model: nn.Module) -> None:
-    """A norm has seen this rank's positions alone: its weight's gradient is a sum over ranks that is still to be made."""
+    """A norm has seen this rank's positions alone: its weight's gradient is a sum over ranks that
+    is still to be made."""
     for weight in model.parameters():
         if isinstance(weight.grad, DTensor) and weight.grad.placements[0].is_partial():
             weight.grad = weight.grad.redistribute(placements=(WHOLE,))
 
 
 if __name__ == "__main__":
-    main(__file__, Example(build, divide, sum_norm_gradients, sequence_parallel=True, steps=100, layers=2))
+    main(
+        __file__,
+        Example(build, divide, sum_norm_gradients, sequence_parallel=True, steps=100, layers=2),
+    )

@@ -11,7 +11,9 @@ from ranks import Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every", action="store_true", help="also what is sampled else: all scenarios")
+    parser.addoption(
+        "--every", action="store_true", help="also what is sampled else: all scenarios"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -23,7 +25,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def fake_group() -> Iterator[Callable[[int], dist.ProcessGroup]]:
-    """``fake_group(64)`` makes this process rank 0 of 64, alone: collectives trace and compile, send nothing."""
+    """``fake_group(64)`` makes this process rank 0 of 64, alone: collectives trace and compile,
+    send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def start(size: int) -> dist.ProcessGroup:
@@ -40,13 +43,16 @@ def fake_group() -> Iterator[Callable[[int], dist.ProcessGroup]]:
 
 @pytest.fixture
 def wait_tensors() -> Iterator[Callable[..., list[torch.Tensor]]]:
-    """The wait for several tensors at once, which torch has from 2.15 on: before, an operator that can only be traced."""
+    """The wait for several tensors at once, which torch has from 2.15 on: before, an operator that
+    can only be traced."""
     if hasattr(torch.ops._c10d_functional, "wait_tensors"):
         yield torch.ops._c10d_functional.wait_tensors
         return
     with torch.library._scoped_library("_c10d_functional", "FRAGMENT") as library:
         library.define("wait_tensors(Tensor[] tensors) -> Tensor[]")
-        library.impl("wait_tensors", lambda tensors: [torch.empty_like(tensor) for tensor in tensors], "Meta")
+        library.impl(
+            "wait_tensors", lambda tensors: [torch.empty_like(tensor) for tensor in tensors], "Meta"
+        )
         yield torch.ops._c10d_functional.wait_tensors
 
 

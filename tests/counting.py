@@ -1,4 +1,5 @@
-"""A process group that counts what is handed to it: kind, dtype and bytes of every collective, as it really happens."""
+"""A process group that counts what is handed to it: kind, dtype and bytes of every collective, as
+it really happens."""
 
 from __future__ import annotations
 
@@ -9,12 +10,15 @@ import torch.distributed as dist
 
 
 class CountingGroup(dist.ProcessGroup):
-    """Passes every collective on to a gloo group and notes (kind, dtype, bytes of one rank's input)."""
+    """Passes every collective on to a gloo group and notes (kind, dtype, bytes of one rank's
+    input)."""
 
     def __init__(self, gloo: dist.ProcessGroup):
         super().__init__(gloo.rank(), gloo.size())
         self.gloo = gloo
-        cpu = torch.device("cpu")  # a batch of sends and receives asks for a backend, and then calls the group
+        cpu = torch.device(
+            "cpu"
+        )  # a batch of sends and receives asks for a backend, and then calls the group
         self._register_backend(cpu, dist.ProcessGroup.BackendType.CUSTOM, gloo._get_backend(cpu))
         self._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # torch 2.15 asks for one
         self.seen: list[tuple[str, torch.dtype, int]] = []
@@ -48,7 +52,9 @@ class CountingGroup(dist.ProcessGroup):
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         self._note("all_gather", inputs)
-        return self.gloo.allgather_into_tensor_coalesced(outputs, inputs, opts or dist.AllgatherOptions())
+        return self.gloo.allgather_into_tensor_coalesced(
+            outputs, inputs, opts or dist.AllgatherOptions()
+        )
 
     def _reduce_scatter_base(self, output: Any, tensor: Any, opts: Any = None) -> Any:
         self._note("reduce_scatter", tensor)
@@ -56,11 +62,17 @@ class CountingGroup(dist.ProcessGroup):
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         self._note("reduce_scatter", inputs)
-        return self.gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts or dist.ReduceScatterOptions())
+        return self.gloo.reduce_scatter_tensor_coalesced(
+            outputs, inputs, opts or dist.ReduceScatterOptions()
+        )
 
-    def alltoall_base(self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None) -> Any:
+    def alltoall_base(
+        self, output: Any, tensor: Any, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Any:
         self._note("all_to_all", tensor)
-        return self.gloo.alltoall_base(output, tensor, output_splits, input_splits, opts or dist.AllToAllOptions())
+        return self.gloo.alltoall_base(
+            output, tensor, output_splits, input_splits, opts or dist.AllToAllOptions()
+        )
 
     def send(self, tensors: Any, peer: int, tag: int) -> Any:
         self._note("send", tensors)

@@ -1,4 +1,5 @@
-"""Any number of ranks in one process: algorithms run in lockstep, and what they start is carried out between them here."""
+"""Any number of ranks in one process: algorithms run in lockstep, and what they start is carried
+out between them here."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class Started:
 
 
 class Fabric:
-    """Stands in for torch's functional collectives. ``started[r]`` are the exchanges of rank r, in order."""
+    """Stands in for torch's functional collectives. ``started[r]`` are the exchanges of rank r, in
+    order."""
 
     def __init__(self, ranks: int):
         self.started: list[list[Started]] = [[] for _ in range(ranks)]
@@ -32,7 +34,9 @@ class Fabric:
     def all_gather_into_tensor(self, wire: Tensor, ranks: int, group: str) -> Started:
         return self._start("all_gather", wire)
 
-    def all_to_all_single(self, wire: Tensor, received: list[int], sent: list[int], group: str) -> Started:
+    def all_to_all_single(
+        self, wire: Tensor, received: list[int], sent: list[int], group: str
+    ) -> Started:
         return self._start("all_to_all", wire, sent, received)
 
     def broadcast(self, wire: Tensor, root: int, group: str) -> Started:
@@ -52,7 +56,9 @@ class Fabric:
         if exchange.kind == "broadcast":
             return all_of_it[exchange.how[0]].wire
         parts = [each.wire.split(each.how[0])[rank] for each in all_of_it]
-        assert [part.shape[0] for part in parts] == exchange.how[1], "what is sent is not what is waited for"
+        assert [part.shape[0] for part in parts] == exchange.how[1], (
+            "what is sent is not what is waited for"
+        )
         return torch.cat(parts)
 
 
@@ -60,7 +66,11 @@ def lockstep(steps: Callable[[int], Any], ranks: int, monkeypatch: Any) -> tuple
     """The results of ``steps(rank)`` on all ranks, and what they sent."""
     fabric = Fabric(ranks)
     monkeypatch.setattr(request, "ops", fabric)
-    running, replies, results = [steps(rank) for rank in range(ranks)], [None] * ranks, [None] * ranks
+    running, replies, results = (
+        [steps(rank) for rank in range(ranks)],
+        [None] * ranks,
+        [None] * ranks,
+    )
     while True:
         waiting: list[Started] = []
         for rank, generator in enumerate(running):

@@ -1,9 +1,12 @@
-"""A Llama built from its configuration, with no weights to load, distributed in the four usual forms.
+"""A Llama built from its configuration, with no weights to load, distributed in the four usual
+forms.
 
 - ``tensor``: projections column- and row-parallel by DTensor, activations whole on every rank.
 - ``sequence``: the same, and between the projections the activations are split along the sequence.
-- ``sharded``: every parameter is split over the ranks and gathered where it is used, then cast to bfloat16.
-- ``mesh``: ``tensor`` over one dimension of a mesh, and over the other the batch is split and gradients are averaged.
+- ``sharded``: every parameter is split over the ranks and gathered where it is used, then cast to
+  bfloat16.
+- ``mesh``: ``tensor`` over one dimension of a mesh, and over the other the batch is split and
+  gradients are averaged.
 """
 
 from __future__ import annotations
@@ -46,21 +49,30 @@ def llama(layers: int = 2, width: int = 64, heads: int = 4, tied: bool = False) 
 
 
 def tensor(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Column-parallel q, k, v, gate and up; row-parallel o and down: two all_reduces forward in a layer."""
+    """Column-parallel q, k, v, gate and up; row-parallel o and down: two all_reduces forward in a
+    layer."""
     plan: dict = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
     plan |= {f"model.layers.*.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
-    plan |= {f"model.layers.*.{name}_proj": RowwiseParallel() for name in ("self_attn.o", "mlp.down")}
+    plan |= {
+        f"model.layers.*.{name}_proj": RowwiseParallel() for name in ("self_attn.o", "mlp.down")
+    }
     return parallelize_module(model, mesh, plan)
 
 
 def sequence(model: nn.Module, mesh: DeviceMesh, gather: str = "once") -> nn.Module:
-    """Norms and residuals on a part of the sequence each. ``gather``: a module's input is gathered ``once``, before it and for
-    all its projections; or as a local tensor (``local``); or by ``each`` projection for itself.
+    """Norms and residuals on a part of the sequence each. ``gather``: a module's input is gathered
+    ``once``, before it and for all its projections; or as a local tensor (``local``); or by
+    ``each`` projection for itself.
     """
     split = {"input_layouts": Shard(1)} if gather == "each" else {}
-    column, row = ColwiseParallel(**split), RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    column, row = (
+        ColwiseParallel(**split),
+        RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    )
     plan: dict = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False),
+        "model.embed_tokens": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+        ),
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         "model.layers.*.input_layernorm": SequenceParallel(),
@@ -77,27 +89,35 @@ def sequence(model: nn.Module, mesh: DeviceMesh, gather: str = "once") -> nn.Mod
             use_local_output=gather == "local",
         )
         plan["model.layers.*.mlp"] = PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=gather == "local"
+            input_layouts=(Shard(1),),
+            desired_input_layouts=(Replicate(),),
+            use_local_output=gather == "local",
         )
     return parallelize_module(model, mesh, plan)
 
 
 def seen_as(model: nn.Module, change: Callable[[nn.Parameter], torch.Tensor]) -> nn.Module:
-    """Lets modules see ``change(parameter)`` instead of each parameter, traced wherever they take it (as SimpleFSDP does)."""
+    """Lets modules see ``change(parameter)`` instead of each parameter, traced wherever they take
+    it (as SimpleFSDP does)."""
 
     def seen(name: str) -> property:
         return property(lambda module: change(module._parameters[name]))
 
     for module in list(model.modules()):
-        if names := [name for name, parameter in module._parameters.items() if parameter is not None]:
+        if names := [
+            name for name, parameter in module._parameters.items() if parameter is not None
+        ]:
             kind = type(module)
-            module.__class__ = type(f"Seen{kind.__name__}", (kind,), {name: seen(name) for name in names})
+            module.__class__ = type(
+                f"Seen{kind.__name__}", (kind,), {name: seen(name) for name in names}
+            )
     return model
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh, cast: str = "after") -> nn.Module:
-    """Parameters split along their first dimension, gathered where they are used; computing is in bfloat16, gradients are
-    averaged in float32. ``cast``: ``after`` gathering, as autocast does it, or ``before``, as FSDP's own mixed precision does.
+    """Parameters split along their first dimension, gathered where they are used; computing is in
+    bfloat16, gradients are averaged in float32. ``cast``: ``after`` gathering, as autocast does it,
+    or ``before``, as FSDP's own mixed precision does.
     """
     dtype = torch.bfloat16
     parts: dict[nn.Parameter, nn.Parameter] = {}
@@ -106,12 +126,16 @@ def sharded(model: nn.Module, mesh: DeviceMesh, cast: str = "after") -> nn.Modul
             if parameter is None:
                 continue
             if parameter not in parts:
-                parts[parameter] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+                parts[parameter] = nn.Parameter(
+                    distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+                )
             module._parameters[name] = parts[parameter]
 
     def whole(parameter: nn.Parameter) -> torch.Tensor:
         assert isinstance(parameter, DTensor)
-        first = {"forward_dtype": dtype, "backward_dtype": torch.float32} if cast == "before" else {}
+        first = (
+            {"forward_dtype": dtype, "backward_dtype": torch.float32} if cast == "before" else {}
+        )
         gathered = parameter.redistribute(placements=[Replicate()], **first)
         return gathered.to_local(grad_placements=[Partial("avg")]).to(dtype)
 
@@ -119,7 +143,8 @@ def sharded(model: nn.Module, mesh: DeviceMesh, cast: str = "after") -> nn.Modul
 
 
 def mesh(model: nn.Module, mesh: DeviceMesh, inner: str = "tensor") -> nn.Module:
-    """``tensor`` (or ``sequence``) over the dimension ``tp``; gradients are averaged over ``dp``."""
+    """``tensor`` (or ``sequence``) over the dimension ``tp``; gradients are averaged over
+    ``dp``."""
     model = {"tensor": tensor, "sequence": sequence}[inner](model, mesh["tp"])
     dp = mesh["dp"]
 
@@ -129,30 +154,49 @@ def mesh(model: nn.Module, mesh: DeviceMesh, inner: str = "tensor") -> nn.Module
         mine = copy.to_local(grad_placements=[Partial("avg")])
         if not isinstance(parameter, DTensor):
             return mine
-        return DTensor.from_local(mine, parameter.device_mesh, parameter.placements, run_check=False)
+        return DTensor.from_local(
+            mine, parameter.device_mesh, parameter.placements, run_check=False
+        )
 
     return seen_as(model, averaged)
 
 
-def build(form: str, ranks: int, layers: int = 2, width: int = 64, heads: int = 4, tied: bool = False, **how: str) -> nn.Module:
+def build(
+    form: str,
+    ranks: int,
+    layers: int = 2,
+    width: int = 64,
+    heads: int = 4,
+    tied: bool = False,
+    **how: str,
+) -> nn.Module:
     """A Llama in one of FORMS over all ranks; a mesh has two ranks in its dimension ``tp``."""
     model = llama(layers, width, heads, tied)
     if form == "mesh":
-        return mesh(model, init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp")), **how)
+        return mesh(
+            model, init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp")), **how
+        )
     line = init_device_mesh("cpu", (ranks,), mesh_dim_names=("x",))
     return {"tensor": tensor, "sequence": sequence, "sharded": sharded}[form](model, line, **how)
 
 
 def tokens(form: str, rank: int, batch: int = 2, length: int = 32) -> torch.Tensor:
-    """What a rank trains on: the same on all ranks of a model that is split, its own where the batch is."""
+    """What a rank trains on: the same on all ranks of a model that is split, its own where the
+    batch is."""
     own = {"sharded": rank, "mesh": rank // 2}.get(form, 0)
-    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(own))
+    return torch.randint(
+        0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(own)
+    )
 
 
-def step(compiled: Callable, model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def step(
+    compiled: Callable, model: nn.Module, batch: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and this rank's gradients of one training step."""
     model.zero_grad()
     loss = compiled(input_ids=batch, labels=batch).loss
     loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return loss.detach(), {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+    return loss.detach(), {
+        name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in grads.items()
+    }

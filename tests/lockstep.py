@@ -213,9 +213,14 @@ def _collective(target: Any) -> tuple[str, str] | None:
 
 
 def _start(
-    rank: int, node: fx.Node, name: str, form: str, known: dict[fx.Node, Any], network: Network,
+    rank: int,
+    node: fx.Node,
+    name: str,
+    form: str,
+    known: dict[fx.Node, Any],
+    network: Network,
     ranks_of: Callable[[str], Sequence[int]],
-) -> Any:  # fmt: skip
+) -> Any:
     names = [argument.name for argument in _schema(node.target).arguments]
     args, kwargs = _taken(node, known)
     given = {**dict(zip(names, args, strict=False)), **kwargs}

@@ -1,7 +1,9 @@
-"""Real ranks for tests: processes that stay, run one function at a time on gloo, and show every rank's error.
+"""Real ranks for tests: processes that stay, run one function at a time on gloo, and show every
+rank's error.
 
-A test calls ``ranks.run(function, *args)``: each rank runs ``function(*args)`` and the list of results comes back. If a rank
-raises, or the time is up, the test fails with what each rank said, and the next test gets new ranks.
+A test calls ``ranks.run(function, *args)``: each rank runs ``function(*args)`` and the list of
+results comes back. If a rank raises, or the time is up, the test fails with what each rank said,
+and the next test gets new ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ class RanksFailed(AssertionError):
 class Ranks:
     """``size`` processes with a process group of their own.
 
-    ``workers`` is how many exchanges of a group gloo carries out at once; torch's own number is 2. With 2, and small exchanges
-    in the air, gloo now and then corrupts the memory of a rank, also without commpass (docs/collectives.md): hence 1.
+    ``workers`` is how many exchanges of a group gloo carries out at once; torch's own number is 2.
+    With 2, and small exchanges in the air, gloo now and then corrupts the memory of a rank, also
+    without commpass (docs/collectives.md): hence 1.
     """
 
     def __init__(self, size: int, environment: dict[str, str] | None = None, workers: int = 1):
@@ -69,7 +72,9 @@ class Ranks:
         deadline = start + timeout
         replies: dict[int, tuple[bool, Any]] = {}
         open_pipes = {pipe: rank for rank, (_, pipe) in enumerate(self.members)}
-        while open_pipes and (ready := wait(list(open_pipes), max(0.0, deadline - time.monotonic()))):
+        while open_pipes and (
+            ready := wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+        ):
             for pipe in ready:
                 rank = open_pipes.pop(pipe)
                 try:
@@ -78,19 +83,28 @@ class Ranks:
                     process = self.members[rank][0]
                     process.join(5)
                     replies[rank] = (False, f"the process died with exit code {process.exitcode}")
-                if not replies[rank][0]:  # the others may wait for this one in vain: a moment for their own errors
+                if not replies[rank][
+                    0
+                ]:  # the others may wait for this one in vain: a moment for their own errors
                     deadline = min(deadline, time.monotonic() + PATIENCE_S)
         if all(good for good, _ in replies.values()) and not open_pipes:
             return [replies[rank][1] for rank in range(self.size)]
         self.stop()
         silence = (False, f"no answer within {time.monotonic() - start:.0f} s")
         answers = [replies.get(rank, silence) for rank in range(self.size)]
-        said = [f"--- rank {rank}: {'done' if good else reply}" for rank, (good, reply) in enumerate(answers)]
+        said = [
+            f"--- rank {rank}: {'done' if good else reply}"
+            for rank, (good, reply) in enumerate(answers)
+        ]
         raise RanksFailed(f"{what} on {self.size} ranks:\n" + "\n".join(said))
 
 
-def _member(rank: int, size: int, workers: int, folder: str, pipe: Connection, environment: dict[str, str]) -> None:
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **environment})
+def _member(
+    rank: int, size: int, workers: int, folder: str, pipe: Connection, environment: dict[str, str]
+) -> None:
+    os.environ.update(
+        {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **environment}
+    )
     if host := environment.get("RANKS_HOST"):
         _enter(f"{host}{rank}")
     import torch
@@ -101,7 +115,12 @@ def _member(rank: int, size: int, workers: int, folder: str, pipe: Connection, e
     torch.set_num_threads(1)
     dist.distributed_c10d.ProcessGroupGloo = _gloo_with(workers)
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(os.path.join(folder, "store"), size), rank=rank, world_size=size)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(os.path.join(folder, "store"), size),
+            rank=rank,
+            world_size=size,
+        )
         pipe.send((True, None))
     except Exception:
         pipe.send((False, traceback.format_exc()))
@@ -128,7 +147,11 @@ def _gloo_with(workers: int) -> type:
     class Gloo(dist.ProcessGroupGloo):
         def __init__(self, store: Any, rank: int, size: int, timeout: Any, **_: Any):
             interface = os.environ.get("GLOO_SOCKET_IFNAME")
-            device = self.create_device(interface=interface) if interface else self.create_default_device()
+            device = (
+                self.create_device(interface=interface)
+                if interface
+                else self.create_default_device()
+            )
             options = self._Options()
             options._devices, options._threads, options._timeout = [device], workers, timeout
             super().__init__(store, rank, size, options)

@@ -1,8 +1,10 @@
-"""The block codecs a second time, from their formulas, in float64 and NumPy: what the tests compare the package with.
+"""The block codecs a second time, from their formulas, in float64 and NumPy: what the tests compare
+the package with.
 
-Nothing here uses commpass, torch or an 8-bit float of anybody's. ``encode`` and ``decode`` are the codec itself;
-``verify`` reads a wire that the package made and checks each number and each code of it on its own: a code must stand for
-the cell that its value lies in, give or take what the arithmetic rounds, so that no error hides behind another.
+Nothing here uses commpass, torch or an 8-bit float of anybody's. ``encode`` and ``decode`` are the
+codec itself; ``verify`` reads a wire that the package made and checks each number and each code of
+it on its own: a code must stand for the cell that its value lies in, give or take what the
+arithmetic rounds, so that no error hides behind another.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ SMALLEST = {SINGLE: (2.0**-126, 2.0**-149), DOUBLE: (2.0**-1022, 2.0**-1074)}
 
 @dataclass(frozen=True)
 class Setting:
-    """A block codec in words. ``rotation`` is "", "plain", "signed" or "pivot", of ``width`` values (0: of a block);
-    ``layout`` is "flat", "lanes" (``block`` is the depth) or "tiles" (of a matrix with ``columns``)."""
+    """A block codec in words. ``rotation`` is "", "plain", "signed" or "pivot", of ``width`` values
+    (0: of a block); ``layout`` is "flat", "lanes" (``block`` is the depth) or "tiles" (of a matrix
+    with ``columns``)."""
 
     grid: str
     scale: str = "absmax"
@@ -39,11 +42,12 @@ class Setting:
     seed: int | None = None
 
 
-# --- the names --------------------------------------------------------------------------------------------------------
+# --- the names ------------------------------------------------------------------------------------
 
 
 def _family() -> dict[str, Setting]:
-    """Every setting of every block codec that changes more than the block, as text, and what it means."""
+    """Every setting of every block codec that changes more than the block, as text, and what it
+    means."""
     scales, forms = ("absmax", "rms", "lsq"), ("fp32", "bf16", "pow2")
     found: dict[str, Setting] = {}
 
@@ -52,7 +56,10 @@ def _family() -> dict[str, Setting]:
         found[f"{name}({text})" if text else name] = setting
 
     for bits in (8, 6, 4, 2):
-        name, plain = f"int{bits}", Setting(f"int{bits}", block={8: 256, 6: 128, 4: 128, 2: 64}[bits])
+        name, plain = (
+            f"int{bits}",
+            Setting(f"int{bits}", block={8: 256, 6: 128, 4: 128, 2: 64}[bits]),
+        )
         add(name, plain)
         for scale, stored in itertools.product(scales, forms):
             if (scale, stored) != ("absmax", "fp32"):
@@ -62,28 +69,62 @@ def _family() -> dict[str, Setting]:
                 add(name, rounded, scale=scale, stored=stored, rounding="stochastic", seed=7)
         add(name, replace(plain, seed=0), rounding="stochastic")
         add(name, replace(plain, scale="static", static=0.05), static=0.05)
-        add(name, replace(plain, scale="static", static=0.5, seed=3), scale="static", static=0.5, rounding="stochastic", seed=3)
+        add(
+            name,
+            replace(plain, scale="static", static=0.5, seed=3),
+            scale="static",
+            static=0.5,
+            rounding="stochastic",
+            seed=3,
+        )
     for form in ("e4m3", "e5m2"):
         add("fp8", Setting(form), form=form)
         for scale, stored in itertools.product(scales, forms):
             add("fp8", Setting(form, scale, stored), form=form, scale=scale, stored=stored)
         add("fp8", Setting(form, "static", static=1.0), form=form, static=1.0)
     add("fp8", Setting("e4m3"))
-    widths = {"companded": range(2, 9), "int": range(2, 9), "table": range(2, 7), "e4m3": (8,), "e5m2": (8,)}
+    widths = {
+        "companded": range(2, 9),
+        "int": range(2, 9),
+        "table": range(2, 7),
+        "e4m3": (8,),
+        "e5m2": (8,),
+    }
     for form, bits in ((form, bits) for form, every in widths.items() for bits in every):
         grid = form if form in ("e4m3", "e5m2") else f"{form}{bits}"
         rotated = Setting(grid, "lsq" if form == "table" else "absmax", "bf16", "signed")
         add("rotated", rotated, form=form, bits=bits)
         for scale, stored in itertools.product(scales, forms):
-            add("rotated", replace(rotated, scale=scale, stored=stored), form=form, bits=bits, scale=scale, stored=stored)
+            add(
+                "rotated",
+                replace(rotated, scale=scale, stored=stored),
+                form=form,
+                bits=bits,
+                scale=scale,
+                stored=stored,
+            )
     add("rotated", Setting("companded8", "absmax", "bf16", "signed"))
     for bits in range(2, 7):
         for scale, stored in itertools.product(("rms", "lsq"), forms):
-            add("table", Setting(f"table{bits}", scale, stored, "signed"), bits=bits, scale=scale, stored=stored)
+            add(
+                "table",
+                Setting(f"table{bits}", scale, stored, "signed"),
+                bits=bits,
+                scale=scale,
+                stored=stored,
+            )
     add("table", Setting("table4", "rms", "bf16", "signed"))
     add("taco", Setting("e4m3", "dual", rotation="plain"))
-    for form, scale, rotate in itertools.product(("e4m3", "e5m2", "int8"), ("dual", "absmax"), (True, False)):
-        add("taco", Setting(form, scale, rotation="plain" if rotate else ""), form=form, scale=scale, rotate=rotate)
+    for form, scale, rotate in itertools.product(
+        ("e4m3", "e5m2", "int8"), ("dual", "absmax"), (True, False)
+    ):
+        add(
+            "taco",
+            Setting(form, scale, rotation="plain" if rotate else ""),
+            form=form,
+            scale=scale,
+            rotate=rotate,
+        )
     add("equarx", Setting("int8", layout="lanes"))
     for columns in (1, 96, 128, 300):
         add("equarx", Setting("int8", layout="tiles", columns=columns), width=columns)
@@ -110,16 +151,21 @@ def blocks_for(text: str) -> list[int]:
     if setting.width:
         return [size for size in sizes if size % setting.width == 0]
     power = setting.rotation or text.startswith("taco")
-    return [size for size in sizes if (not power or size & (size - 1) == 0) and not (setting.offset and size > 128)]
+    return [
+        size
+        for size in sizes
+        if (not power or size & (size - 1) == 0) and not (setting.offset and size > 128)
+    ]
 
 
-# --- grids ------------------------------------------------------------------------------------------------------------
+# --- grids ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Grid:
-    """``levels`` from the least to the largest; ``edges`` between each two; ``codes`` of the levels, ``rank`` the level of
-    each code (-1 for none). A number on an edge goes to the even code if ``ties_to_even``, else up."""
+    """``levels`` from the least to the largest; ``edges`` between each two; ``codes`` of the
+    levels, ``rank`` the level of each code (-1 for none). A number on an edge goes to the even code
+    if ``ties_to_even``, else up."""
 
     bits: int
     levels: np.ndarray
@@ -146,19 +192,24 @@ class Grid:
 
 
 LOAD = {2: 1.2, 3: 1.9, 4: 2.5, 5: 2.9, 6: 3.2, 7: 3.6, 8: 3.9}
-"""Deviations of a Gaussian at the largest of ``2^b - 1`` even levels, where the scale is made from the root mean square."""
+"""Deviations of a Gaussian at the largest of ``2^b - 1`` even levels, where the scale is made from
+the root mean square."""
 
 
 def _even(levels: np.ndarray, first_code: int, bits: int) -> Grid:
     codes = np.arange(len(levels)) + first_code
     largest = float(levels[-1])
-    return Grid(bits, levels, (levels[1:] + levels[:-1]) / 2, codes, largest, largest / LOAD[bits], True)
+    return Grid(
+        bits, levels, (levels[1:] + levels[:-1]) / 2, codes, largest, largest / LOAD[bits], True
+    )
 
 
 def small_floats(exponent_bits: int, mantissa_bits: int, *, infinities: bool) -> np.ndarray:
-    """All finite values of an 8-bit float from zero up: ``m / 2^M 2^(1-bias)`` if e = 0, else ``(1 + m / 2^M) 2^(e-bias)``.
+    """All finite values of an 8-bit float from zero up: ``m / 2^M 2^(1-bias)`` if e = 0, else ``(1
+    + m / 2^M) 2^(e-bias)``.
 
-    With ``infinities`` (e5m2) the whole last exponent is Inf and NaN, without (e4m3fn) only its last mantissa is NaN.
+    With ``infinities`` (e5m2) the whole last exponent is Inf and NaN, without (e4m3fn) only its
+    last mantissa is NaN.
     """
     bias = 2 ** (exponent_bits - 1) - 1
     steps, last = 2**mantissa_bits, 2**exponent_bits - 1
@@ -174,7 +225,16 @@ def small_floats(exponent_bits: int, mantissa_bits: int, *, infinities: bool) ->
 def _floats(positive: np.ndarray) -> Grid:
     levels = np.concatenate([-positive[:0:-1], positive])
     codes = np.concatenate([0x80 + np.arange(len(positive) - 1, 0, -1), np.arange(len(positive))])
-    return Grid(8, levels, (levels[1:] + levels[:-1]) / 2, codes, positive[-1], positive[-1] / 8, True, SINGLE)
+    return Grid(
+        8,
+        levels,
+        (levels[1:] + levels[:-1]) / 2,
+        codes,
+        positive[-1],
+        positive[-1] / 8,
+        True,
+        SINGLE,
+    )
 
 
 COMPANDED_PEAK = 8.0
@@ -182,8 +242,9 @@ COMPANDED_PEAK = 8.0
 
 
 def _companded(bits: int, block: int) -> Grid:
-    """Cells of equal width in ``c(z) = z sqrt(1 + k) / sqrt(1 + k z^2)``, ``k = 2 ln(block) / 9``, and for each the number
-    whose ``c`` is its middle; inverted by bisection. The peak of a block, ``z = 1``, is 8."""
+    """Cells of equal width in ``c(z) = z sqrt(1 + k) / sqrt(1 + k z^2)``, ``k = 2 ln(block) / 9``,
+    and for each the number whose ``c`` is its middle; inverted by bisection. The peak of a block,
+    ``z = 1``, is 8."""
     k = 2 * math.log(block) / 9
 
     def inverse(target: np.ndarray) -> np.ndarray:
@@ -202,7 +263,8 @@ def _companded(bits: int, block: int) -> Grid:
 
 @functools.cache
 def lloyd_max(bits: int) -> np.ndarray:
-    """The positive levels of least square error for a Gaussian: Newton's method on ``level = mean of its cell``."""
+    """The positive levels of least square error for a Gaussian: Newton's method on ``level = mean
+    of its cell``."""
     erfc, count = np.vectorize(math.erfc), 2 ** (bits - 1)
 
     def off(levels: np.ndarray) -> np.ndarray:
@@ -211,10 +273,15 @@ def lloyd_max(bits: int) -> np.ndarray:
         tail = erfc(edges / math.sqrt(2))
         return levels - (density[:-1] - density[1:]) / (tail[:-1] - tail[1:])
 
-    normal = statistics.NormalDist(sigma=math.sqrt(3))  # the best density of levels is that of a Gaussian, cubed root
+    normal = statistics.NormalDist(
+        sigma=math.sqrt(3)
+    )  # the best density of levels is that of a Gaussian, cubed root
     levels = np.array([normal.inv_cdf(0.5 + (i + 0.5) / (2 * count)) for i in range(count)])
     for _ in range(60):
-        slope = np.stack([(off(levels + step) - off(levels - step)) / 2e-5 for step in 1e-5 * np.eye(count)], axis=1)
+        slope = np.stack(
+            [(off(levels + step) - off(levels - step)) / 2e-5 for step in 1e-5 * np.eye(count)],
+            axis=1,
+        )
         levels = np.sort(np.abs(levels - 0.7 * np.linalg.solve(slope, off(levels))))
     for _ in range(4):
         levels = levels - np.linalg.solve(slope, off(levels))
@@ -225,7 +292,16 @@ def lloyd_max(bits: int) -> np.ndarray:
 def _table(bits: int) -> Grid:
     positive = lloyd_max(bits)
     levels = np.concatenate([-positive[::-1], positive])
-    return Grid(bits, levels, (levels[1:] + levels[:-1]) / 2, np.arange(2**bits), positive[-1], 1.0, False, 1e-11)
+    return Grid(
+        bits,
+        levels,
+        (levels[1:] + levels[:-1]) / 2,
+        np.arange(2**bits),
+        positive[-1],
+        1.0,
+        False,
+        1e-11,
+    )
 
 
 @functools.cache
@@ -243,11 +319,12 @@ def grid_of(name: str, block: int) -> Grid:
     return {"companded": lambda: _companded(bits, block), "table": lambda: _table(bits)}[kind]()
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------------
+# --- layouts --------------------------------------------------------------------------------------
 
 
 def places(numel: int, setting: Setting) -> np.ndarray:
-    """``[blocks, size]``: which value of a row of ``numel`` stands at each place of each block; -1 for a filling zero."""
+    """``[blocks, size]``: which value of a row of ``numel`` stands at each place of each block; -1
+    for a filling zero."""
     if setting.layout == "flat":
         found = np.arange(-(-numel // setting.block) * setting.block).reshape(-1, setting.block)
     elif setting.layout == "lanes":
@@ -258,7 +335,9 @@ def places(numel: int, setting: Setting) -> np.ndarray:
         found = ((group * depth + chunk) * 1024 + lane).reshape(groups * 1024, depth)
     else:
         lines = -(-numel // setting.columns)
-        down, along, line, column = np.ogrid[: -(-lines // 8), : -(-setting.columns // 128), :8, :128]
+        down, along, line, column = np.ogrid[
+            : -(-lines // 8), : -(-setting.columns // 128), :8, :128
+        ]
         at = along * 128 + column
         found = np.where(at < setting.columns, (down * 8 + line) * setting.columns + at, -1)
         found = found.reshape(found.shape[0] * found.shape[1], 1024)
@@ -279,12 +358,13 @@ def row_of(blocks: np.ndarray, numel: int, setting: Setting) -> np.ndarray:
     return row
 
 
-# --- transforms -------------------------------------------------------------------------------------------------------
+# --- transforms -----------------------------------------------------------------------------------
 
 
 @functools.cache
 def hadamard(width: int, signed: bool = False) -> np.ndarray:
-    """Sylvester's construction: ``H(1) = 1``, ``H(2n) = [[H(n), H(n)], [H(n), -H(n)]]``; ``signed`` times the signs."""
+    """Sylvester's construction: ``H(1) = 1``, ``H(2n) = [[H(n), H(n)], [H(n), -H(n)]]``; ``signed``
+    times the signs."""
     matrix = np.ones((1, 1))
     while len(matrix) < width:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -292,8 +372,9 @@ def hadamard(width: int, signed: bool = False) -> np.ndarray:
 
 
 def signs(width: int) -> np.ndarray:
-    """A bent function of each of the two halves of the bits of a place: ``(-1)^(i0 i1 + i2 i3 + ...)``, an odd last bit
-    of a half alone. Of an odd number of bits one more is in the upper half."""
+    """A bent function of each of the two halves of the bits of a place: ``(-1)^(i0 i1 + i2 i3 +
+    ...)``, an odd last bit of a half alone. Of an odd number of bits one more is in the upper
+    half."""
     bits = int(width).bit_length() - 1
     low = bits // 2
     found = []
@@ -314,7 +395,8 @@ def swapped(blocks: np.ndarray, pivots: np.ndarray) -> np.ndarray:
 
 
 def pivots_of(blocks: np.ndarray) -> np.ndarray:
-    """The place of the value that is more than twice as large as all others of its block; 0 for none."""
+    """The place of the value that is more than twice as large as all others of its block; 0 for
+    none."""
     size = np.sort(np.abs(blocks), axis=1)
     return np.where(size[:, -1] > 2 * size[:, -2], np.abs(blocks).argmax(axis=1), 0)
 
@@ -340,21 +422,29 @@ def backward(values: np.ndarray, pivots: np.ndarray | None, setting: Setting) ->
     return found if pivots is None else swapped(found, pivots)
 
 
-# --- scales -----------------------------------------------------------------------------------------------------------
+# --- scales ---------------------------------------------------------------------------------------
 
 
 def stored_up(number: np.ndarray, stored: str, roundoff: float) -> np.ndarray:
-    """The least number of the stored form that is not below a number (which is 0 or normal); the form's largest at most."""
+    """The least number of the stored form that is not below a number (which is 0 or normal); the
+    form's largest at most."""
     if roundoff == DOUBLE or stored == "fp32":
         return number
     mantissa, exponent = np.frexp(number)  # in [1/2, 1)
     if stored == "bf16":
-        return np.minimum(np.ldexp(np.ceil(mantissa * 256) / 256, exponent), np.ldexp(255.0 / 256, 128))
-    return np.where(number == 0, 0.0, np.minimum(np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent)), 2.0**127))
+        return np.minimum(
+            np.ldexp(np.ceil(mantissa * 256) / 256, exponent), np.ldexp(255.0 / 256, 128)
+        )
+    return np.where(
+        number == 0,
+        0.0,
+        np.minimum(np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent)), 2.0**127),
+    )
 
 
 def stored_nearest(number: np.ndarray, stored: str, roundoff: float) -> np.ndarray:
-    """The nearest number of the stored form; of two, the even one (of powers of two, the larger)."""
+    """The nearest number of the stored form; of two, the even one (of powers of two, the
+    larger)."""
     if roundoff == DOUBLE or stored == "fp32":
         return number
     smallest = SMALLEST[SINGLE][0]
@@ -370,7 +460,8 @@ def stored_nearest(number: np.ndarray, stored: str, roundoff: float) -> np.ndarr
 
 @dataclass(frozen=True)
 class Coded:
-    """Codes ``[blocks, size]``, the numbers of each block ``[blocks]`` in the order in which they travel, and the pivots."""
+    """Codes ``[blocks, size]``, the numbers of each block ``[blocks]`` in the order in which they
+    travel, and the pivots."""
 
     codes: np.ndarray
     numbers: list[np.ndarray]
@@ -380,14 +471,23 @@ class Coded:
 def root_mean_square(t: np.ndarray, roundoff: float) -> np.ndarray:
     """Of each block; of values divided by the peak, whose squares cannot overflow."""
     peak = np.abs(t).max(axis=1, initial=0.0)
-    return np.sqrt(np.mean((t / np.maximum(peak, SMALLEST[roundoff][0])[:, None]) ** 2, axis=1)) * peak
+    return (
+        np.sqrt(np.mean((t / np.maximum(peak, SMALLEST[roundoff][0])[:, None]) ** 2, axis=1)) * peak
+    )
 
 
-def _first_scale(t: np.ndarray, setting: Setting, grid: Grid, roundoff: float, *, shift: np.ndarray | float = 0.0,
-                 more: float = 0.0) -> np.ndarray:  # fmt: skip
-    """The scale by absmax or by the root mean square, as it is stored; of a block whose peak is larger by ``shift`` and
-    ``more`` times itself. A grid without a zero has scale 0 for a block whose scale would be below the smallest
-    normal number, every other at least that."""
+def _first_scale(
+    t: np.ndarray,
+    setting: Setting,
+    grid: Grid,
+    roundoff: float,
+    *,
+    shift: np.ndarray | float = 0.0,
+    more: float = 0.0,
+) -> np.ndarray:
+    """The scale by absmax or by the root mean square, as it is stored; of a block whose peak is
+    larger by ``shift`` and ``more`` times itself. A grid without a zero has scale 0 for a block
+    whose scale would be below the smallest normal number, every other at least that."""
     smallest = SMALLEST[roundoff][0]
     peak = np.abs(t).max(axis=1, initial=0.0)
     if setting.scale == "rms" or (setting.scale == "lsq" and grid.sigma == 1.0):
@@ -396,7 +496,11 @@ def _first_scale(t: np.ndarray, setting: Setting, grid: Grid, roundoff: float, *
         made = peak / grid.largest * (1 + more) + shift / grid.largest
     found = stored_up(np.maximum(made, smallest), setting.stored, roundoff)
     has_zero = 0.0 in grid.levels
-    return found if has_zero else np.where(peak * (1 + more) + shift < grid.largest * smallest, 0.0, found)
+    return (
+        found
+        if has_zero
+        else np.where(peak * (1 + more) + shift < grid.largest * smallest, 0.0, found)
+    )
 
 
 def encode(x: np.ndarray, setting: Setting, roundoff: float) -> Coded:
@@ -405,7 +509,9 @@ def encode(x: np.ndarray, setting: Setting, roundoff: float) -> Coded:
     t, pivots = forward(blocks_of(x, setting), setting)
     numbers = []
     if setting.offset:
-        numbers.append(stored_nearest(t.min(axis=1) / 2 + t.max(axis=1) / 2, setting.stored, roundoff))
+        numbers.append(
+            stored_nearest(t.min(axis=1) / 2 + t.max(axis=1) / 2, setting.stored, roundoff)
+        )
         t = t - numbers[0][:, None]
     if setting.scale == "static":
         return Coded(grid.codes[grid.nearest(t / setting.static)], [], pivots)
@@ -442,10 +548,11 @@ def _scaled(coded: Coded, setting: Setting, grid: Grid) -> np.ndarray:
     return values + middle
 
 
-# --- the wire ---------------------------------------------------------------------------------------------------------
+# --- the wire -------------------------------------------------------------------------------------
 
 WIDTHS = {1: [1], 2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 7: [4, 2, 1], 8: [8]}
-"""How codes of each number of bits are cut, low bits first; part p of a block's codes stands at the p-th bits of the bytes."""
+"""How codes of each number of bits are cut, low bits first; part p of a block's codes stands at the
+p-th bits of the bytes."""
 
 
 def unpacked(raw: np.ndarray, size: int, bits: int) -> np.ndarray:
@@ -517,12 +624,20 @@ def _lowbias32(number: np.ndarray) -> np.ndarray:
     return number ^ (number // 2**16)
 
 
-def verify(x: np.ndarray, wire: np.ndarray, decoded: np.ndarray, setting: Setting, roundoff: float, limit: float) -> None:
+def verify(
+    x: np.ndarray,
+    wire: np.ndarray,
+    decoded: np.ndarray,
+    setting: Setting,
+    roundoff: float,
+    limit: float,
+) -> None:
     """Asserts that a wire and what is decoded from it are right for a flat row of finite values.
 
-    Each number of a block is compared with the one made from the block (and from the numbers and codes before it on
-    the wire); each code with the cell of its value divided by those numbers; each decoded value with the level of its
-    code. ``roundoff`` is that of the arithmetic; ``limit`` the largest number of the tensor's dtype, where values are cut.
+    Each number of a block is compared with the one made from the block (and from the numbers and
+    codes before it on the wire); each code with the cell of its value divided by those numbers;
+    each decoded value with the level of its code. ``roundoff`` is that of the arithmetic; ``limit``
+    the largest number of the tensor's dtype, where values are cut.
     """
     grid = grid_of(setting.grid, setting.block)
     smallest_normal, smallest = SMALLEST[roundoff]
@@ -536,12 +651,17 @@ def verify(x: np.ndarray, wire: np.ndarray, decoded: np.ndarray, setting: Settin
     if pivots is not None:
         assert (got.pivots == pivots).all(), "pivots"
     # Two sums of about sqrt(width) numbers each, generously counted.
-    blur = (8 * math.sqrt(width) * roundoff * np.abs(blocks).max(axis=1) + width * smallest) * (width > 1) + 2 * smallest
+    blur = (8 * math.sqrt(width) * roundoff * np.abs(blocks).max(axis=1) + width * smallest) * (
+        width > 1
+    ) + 2 * smallest
     eps = (32 + 2 * math.sqrt(size)) * roundoff + 2 * grid.precision
     numbers = list(got.numbers)
     if setting.offset:
         middle = t.min(axis=1) / 2 + t.max(axis=1) / 2
-        low, high = (stored_nearest(middle + by * (blur + eps * np.abs(middle)), setting.stored, roundoff) for by in (-1, 1))
+        low, high = (
+            stored_nearest(middle + by * (blur + eps * np.abs(middle)), setting.stored, roundoff)
+            for by in (-1, 1)
+        )
         actual = numbers.pop(0)
         assert ((low <= actual) & (actual <= high)).all(), "middle"
         t = t - actual[:, None]
@@ -550,13 +670,22 @@ def verify(x: np.ndarray, wire: np.ndarray, decoded: np.ndarray, setting: Settin
         low = high = np.full(len(t), setting.static)
     elif setting.scale == "dual":
         rms = [root_mean_square(t, roundoff) * (1 + by * eps) + by * blur for by in (-1, 1)]
-        assert (np.maximum(rms[0], smallest_normal) <= numbers[0]).all(), "root mean square too small"
-        assert (numbers[0] <= np.maximum(rms[1], smallest_normal)).all(), "root mean square too large"
+        assert (np.maximum(rms[0], smallest_normal) <= numbers[0]).all(), (
+            "root mean square too small"
+        )
+        assert (numbers[0] <= np.maximum(rms[1], smallest_normal)).all(), (
+            "root mean square too large"
+        )
         t, blur = t / numbers[0][:, None], blur / numbers[0]
     if setting.scale != "static":
-        low, high = (_first_scale(t, replace_dual(setting), grid, roundoff, shift=by * blur, more=by * eps) for by in (-1, 1))
+        low, high = (
+            _first_scale(t, replace_dual(setting), grid, roundoff, shift=by * blur, more=by * eps)
+            for by in (-1, 1)
+        )
         if setting.scale != "lsq":
-            assert ((low <= numbers[-1]) & (numbers[-1] <= high)).all(), f"scale {numbers[-1]} not in {low} ... {high}"
+            assert ((low <= numbers[-1]) & (numbers[-1] <= high)).all(), (
+                f"scale {numbers[-1]} not in {low} ... {high}"
+            )
             low = high = numbers[-1]
     ranks = grid.rank[got.codes]
     assert (ranks >= 0).all(), "codes without a level"
@@ -565,14 +694,22 @@ def verify(x: np.ndarray, wire: np.ndarray, decoded: np.ndarray, setting: Settin
         q = grid.levels[ranks]
         norm = np.maximum((q * q).sum(axis=1), 1e-300)
         part = q / norm[:, None]  # so that no sum of the largest float64 values overflows
-        off = np.abs(t * part).sum(axis=1) * 2 * eps + np.abs(part).sum(axis=1) * blur + 4 * smallest
+        off = (
+            np.abs(t * part).sum(axis=1) * 2 * eps + np.abs(part).sum(axis=1) * blur + 4 * smallest
+        )
         best = (t * part).sum(axis=1)
         flat = (q * q).sum(axis=1) == 0
         low, high = (
-            stored_nearest(np.where(flat, edge, np.clip(best + by * off, 0, 2 * edge * (1 + eps))), setting.stored, roundoff)
+            stored_nearest(
+                np.where(flat, edge, np.clip(best + by * off, 0, 2 * edge * (1 + eps))),
+                setting.stored,
+                roundoff,
+            )
             for by, edge in ((-1, low), (1, high))
         )
-        assert ((low <= numbers[-1]) & (numbers[-1] <= high)).all(), f"least squares: {numbers[-1]} not in {low} ... {high}"
+        assert ((low <= numbers[-1]) & (numbers[-1] <= high)).all(), (
+            f"least squares: {numbers[-1]} not in {low} ... {high}"
+        )
     with np.errstate(over="ignore"):
         values = _scaled(got, setting, grid)
         want = backward(values, pivots, setting)
@@ -580,25 +717,51 @@ def verify(x: np.ndarray, wire: np.ndarray, decoded: np.ndarray, setting: Settin
         if setting.offset:
             rounding = rounding + 4 * roundoff * np.abs(got.numbers[0])[:, None]
         if width > 1:
-            summed = np.abs(values).reshape(len(values), -1, width).sum(axis=2) * 8 * math.sqrt(width) * roundoff
-            # The sums are of numbers divided by their count: each loses up to a subnormal, and is multiplied again.
-            rounding = rounding.reshape(len(values), -1, width).sum(axis=2) + summed + 4 * width * width * smallest
+            summed = (
+                np.abs(values).reshape(len(values), -1, width).sum(axis=2)
+                * 8
+                * math.sqrt(width)
+                * roundoff
+            )
+            # The sums are of numbers divided by their count: each loses up to a subnormal, and is
+            # multiplied again.
+            rounding = (
+                rounding.reshape(len(values), -1, width).sum(axis=2)
+                + summed
+                + 4 * width * width * smallest
+            )
             rounding = np.repeat(rounding, width, axis=1)
-        if pivots is not None:  # a value and the bound of its error change places; all get the largest
+        if (
+            pivots is not None
+        ):  # a value and the bound of its error change places; all get the largest
             rounding = np.broadcast_to(rounding.max(axis=1, keepdims=True), rounding.shape)
         want, rounding = row_of(want, len(x), setting), row_of(rounding, len(x), setting)
     off = np.abs(decoded - np.clip(want, -limit, limit))
-    assert (off <= rounding + 4 * roundoff * np.abs(want)).all(), f"a value off by {off.max()} at {off.argmax()}"
+    assert (off <= rounding + 4 * roundoff * np.abs(want)).all(), (
+        f"a value off by {off.max()} at {off.argmax()}"
+    )
 
 
 def replace_dual(setting: Setting) -> Setting:
     """The second of two scales is an absmax one."""
-    return Setting(setting.grid, "absmax", block=setting.block) if setting.scale == "dual" else setting
+    return (
+        Setting(setting.grid, "absmax", block=setting.block) if setting.scale == "dual" else setting
+    )
 
 
-def _codes_fit(t: np.ndarray, ranks: np.ndarray, low: np.ndarray, high: np.ndarray, blur: np.ndarray, eps: float,
-               setting: Setting, grid: Grid, blocks: np.ndarray) -> None:  # fmt: skip
-    """Each value divided by a scale between ``low`` and ``high`` lies in the cell of its code, but for rounding."""
+def _codes_fit(
+    t: np.ndarray,
+    ranks: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    blur: np.ndarray,
+    eps: float,
+    setting: Setting,
+    grid: Grid,
+    blocks: np.ndarray,
+) -> None:
+    """Each value divided by a scale between ``low`` and ``high`` lies in the cell of its code, but
+    for rounding."""
     some = high > 0
     t, ranks, blur = t[some], ranks[some], blur[some]
     divisor = np.stack([np.maximum(low[some], high[some] * 1e-9), high[some]])[:, :, None]
@@ -609,23 +772,29 @@ def _codes_fit(t: np.ndarray, ranks: np.ndarray, low: np.ndarray, high: np.ndarr
     if setting.seed is not None:
         whole = grid.levels[ranks]
         added = noise(blocks, setting.seed)[some]
-        bottom, top = (np.clip(np.floor(edge + added), -grid.largest, grid.largest) for edge in (least, most))
+        bottom, top = (
+            np.clip(np.floor(edge + added), -grid.largest, grid.largest) for edge in (least, most)
+        )
         assert ((bottom <= whole) & (whole <= top)).all(), "stochastic codes"
         return
     fences = np.concatenate([[-np.inf], grid.edges, [np.inf]])
     slip = grid.precision * np.abs(grid.levels[ranks])
     wrong = (most < fences[ranks] - slip) | (least > fences[ranks + 1] + slip)
-    assert not wrong.any(), f"{wrong.sum()} codes of values outside their cells, such as {np.argwhere(wrong)[0]}"
+    assert not wrong.any(), (
+        f"{wrong.sum()} codes of values outside their cells, such as {np.argwhere(wrong)[0]}"
+    )
 
 
-# --- theory -----------------------------------------------------------------------------------------------------------
+# --- theory ---------------------------------------------------------------------------------------
 
 
 def gaussian_error(grid: Grid, block: int, points: int = 200) -> float:
-    """Root mean square error of a unit Gaussian, coded with absmax scales: ``sqrt(E[step^2] / 12)``, by numeric integration.
+    """Root mean square error of a unit Gaussian, coded with absmax scales: ``sqrt(E[step^2] /
+    12)``, by numeric integration.
 
-    ``P(max|x| < m) = (2 Phi(m) - 1)^block`` gives the scales; an error is uniform within the cell of its code; the largest
-    value of a block has none. A Hadamard transform of a Gaussian is one again, so that this holds for rotated codecs as well.
+    ``P(max|x| < m) = (2 Phi(m) - 1)^block`` gives the scales; an error is uniform within the cell
+    of its code; the largest value of a block has none. A Hadamard transform of a Gaussian is one
+    again, so that this holds for rotated codecs as well.
     """
     normal = statistics.NormalDist()
     shares = (np.arange(points) + 0.5) / points

@@ -1,4 +1,5 @@
-"""Law 5: all ranks decide alike, and prove it. Law 7: if one rank cannot carry out its plan, nobody does."""
+"""Law 5: all ranks decide alike, and prove it. Law 7: if one rank cannot carry out its plan, nobody
+does."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def forced(codec: str) -> Policy:
 
 def compiled(policy, timeout: float = 120.0, **more):
     torch._dynamo.reset()
-    return torch.compile(model, backend=commpass.backend(policy, inner="eager", timeout=timeout, **more))
+    return torch.compile(
+        model, backend=commpass.backend(policy, inner="eager", timeout=timeout, **more)
+    )
 
 
 def different_policies(inner: str) -> str:
@@ -114,7 +117,8 @@ def test_the_first_rank_may_be_the_silent_one(ranks2):
 
 
 def too_late() -> str:
-    """Rank 1 comes when rank 0 has given up: it is told so at once, and the next meeting is another one."""
+    """Rank 1 comes when rank 0 has given up: it is told so at once, and the next meeting is another
+    one."""
     if dist.get_rank() == 1:
         time.sleep(4)
     start = time.monotonic()
@@ -163,7 +167,9 @@ def test_a_rank_that_waits_long_says_for_whom_and_waits_as_long_as_its_group_wou
 def a_late_rank() -> None:
     if dist.get_rank() == 1:
         time.sleep(3)
-    assert torch.allclose(compiled(forced("int8"), timeout=30)(torch.ones(500)), torch.full((500,), 5.0), atol=0.05)
+    assert torch.allclose(
+        compiled(forced("int8"), timeout=30)(torch.ones(500)), torch.full((500,), 5.0), atol=0.05
+    )
 
 
 def test_a_late_rank_is_waited_for(ranks2):
@@ -195,7 +201,9 @@ def breaks_on_one_rank(strict: bool) -> tuple[bool, str, str]:
         return road
 
     kept = pipeline.PASSES
-    pipeline.PASSES = tuple(pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in kept)
+    pipeline.PASSES = tuple(
+        pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in kept
+    )
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: messages.append(entry.getMessage())
@@ -246,12 +254,15 @@ def test_even_a_rank_that_found_no_sites_takes_the_others_along(ranks2):
 
 
 def groups_agree_on_their_own() -> None:
-    """Ranks of different groups may compile different models: only those that share a group must agree."""
+    """Ranks of different groups may compile different models: only those that share a group must
+    agree."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = dist.get_rank() // 2
     codec = ["int8", "fp8"][mine]
     torch._dynamo.reset()
-    function = torch.compile(model, backend=commpass.backend(forced(codec), inner="eager", timeout=120))
+    function = torch.compile(
+        model, backend=commpass.backend(forced(codec), inner="eager", timeout=120)
+    )
     got = function(torch.ones(500), groups[mine].group_name)
     assert torch.allclose(got, torch.full((500,), 5.0), atol=0.1)
 
@@ -273,14 +284,20 @@ def exchanges(matrix: list[list[int]], codec: str, strict: bool = False) -> tupl
         return ops.wait_tensor(ops.all_to_all_single(x * 2, received, sent, group)) + 1
 
     torch._dynamo.reset()
-    link = commpass.ethernet(0.05)  # an exchange of nothing pays by no codec, one of 1,024 entries does
-    backend = commpass.backend(Policy(codecs=codec), profile=link, inner="eager", timeout=120, strict=strict)
+    link = commpass.ethernet(
+        0.05
+    )  # an exchange of nothing pays by no codec, one of 1,024 entries does
+    backend = commpass.backend(
+        Policy(codecs=codec), profile=link, inner="eager", timeout=120, strict=strict
+    )
     x = torch.randn(sum(sent), 64, generator=torch.Generator().manual_seed(rank))
     result = torch.compile(exchange, backend=backend)(x)
     return torch.equal(result, exchange(x)), commpass.plans()[-1].fallback
 
 
-def test_where_splits_look_even_to_one_rank_alone_nobody_compresses_and_those_who_would_say_why(ranks3):
+def test_where_splits_look_even_to_one_rank_alone_nobody_compresses_and_those_who_would_say_why(
+    ranks3,
+):
     (first, _), *others = ranks3.run(exchanges, EVEN_TO_ONE, "int8")
     assert first
     for exact, fallback in others:
@@ -312,8 +329,13 @@ def even_to_one_and_another_sum() -> None:
         return ops.wait_tensor(ops.all_to_all_single(x * 2, received, sent, group)) + 1, model(y)
 
     torch._dynamo.reset()
-    rules = [Rule(kind="all_reduce", codec="fp8" if rank == 2 else "int8", force=True), Rule(codec="int8")]
-    backend = commpass.backend(Policy(rules=rules), profile=commpass.ethernet(0.05), inner="eager", timeout=120)
+    rules = [
+        Rule(kind="all_reduce", codec="fp8" if rank == 2 else "int8", force=True),
+        Rule(codec="int8"),
+    ]
+    backend = commpass.backend(
+        Policy(rules=rules), profile=commpass.ethernet(0.05), inner="eager", timeout=120
+    )
     with pytest.raises(PlanMismatch, match="codec is"):
         torch.compile(both, backend=backend)(torch.ones(sum(sent), 64), torch.ones(500))
 
@@ -351,7 +373,9 @@ def numbers_that_differ() -> tuple[str, bool, bool]:
     exact = []
     for policy in ("lossless", Policy(reassociate=False)):
         torch._dynamo.reset()
-        function = torch.compile(scaled_by_rank, backend=commpass.backend(policy, inner="eager", timeout=120))
+        function = torch.compile(
+            scaled_by_rank, backend=commpass.backend(policy, inner="eager", timeout=120)
+        )
         exact.append(torch.equal(function(x, y), scaled_by_rank(x, y)))
     return commpass.plans()[-2].fallback, *exact
 

@@ -1,5 +1,5 @@
-"""Ranks that hang together through several groups come to one verdict; who changes nothing waits for nobody; no run is taken
-for an older one."""
+"""Ranks that hang together through several groups come to one verdict; who changes nothing waits
+for nobody; no run is taken for an older one."""
 
 from __future__ import annotations
 
@@ -28,20 +28,26 @@ def forced(codec: str) -> Policy:
 
 def compiled(function, policy, timeout: float | None = 120.0, **more):
     torch._dynamo.reset()
-    return torch.compile(function, backend=commpass.backend(policy, inner="eager", timeout=timeout, **more))
+    return torch.compile(
+        function, backend=commpass.backend(policy, inner="eager", timeout=timeout, **more)
+    )
 
 
 def summed(x, group):
     return ops.wait_tensor(ops.all_reduce(x * 2, "sum", group))
 
 
-# --- a chain of groups: {0, 1} and {1, 2} -----------------------------------------------------------------------------
+# --- a chain of groups: {0, 1} and {1, 2} ---------------------------------------------------------
 
 
 def chain():
     """A function that sums over both groups of which this rank is, and the exact result of ones."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
-    mine = [group.group_name for group in groups if dist.get_rank() in dist.get_process_group_ranks(group)]
+    mine = [
+        group.group_name
+        for group in groups
+        if dist.get_rank() in dist.get_process_group_ranks(group)
+    ]
 
     def function(x):
         return [summed(x, name) + 1 for name in mine]
@@ -58,7 +64,9 @@ def a_pass_fails_on_rank(broken: int):
 
     function, _ = chain()
     kept = pipeline.PASSES
-    pipeline.PASSES = tuple(pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in kept)
+    pipeline.PASSES = tuple(
+        pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in kept
+    )
     try:
         x = torch.rand(600, generator=torch.Generator().manual_seed(dist.get_rank()))
         got = compiled(function, forced("int8"))(x)
@@ -106,7 +114,8 @@ def test_a_chain_of_groups_that_agrees_is_compressed(ranks3):
 
 
 def the_last_group_changes_nothing():
-    """The sum over {1, 2} is of whole numbers: rank 0 has to do with {0, 1} alone, and rank 2 with nothing."""
+    """The sum over {1, 2} is of whole numbers: rank 0 has to do with {0, 1} alone, and rank 2 with
+    nothing."""
     groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     rank = dist.get_rank()
 
@@ -127,7 +136,7 @@ def test_a_group_in_which_nothing_is_changed_ties_nobody(ranks3):
     assert ranks3.run(the_last_group_changes_nothing) == [["int8"], ["int8", "none"], ["none"]]
 
 
-# --- ranks whose graphs differ ----------------------------------------------------------------------------------------
+# --- ranks whose graphs differ --------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -177,7 +186,11 @@ def test_a_rank_that_breaks_its_graph_later_goes_on_with_what_was_agreed_on_site
 def one_is_not_compiled(policy):
     """Rank 1 runs eagerly: as in torch, where nothing is changed."""
     group = dist.new_group().group_name
-    function = (lambda x: summed(x, group)) if dist.get_rank() else compiled(lambda x: summed(x, group), policy)
+    function = (
+        (lambda x: summed(x, group))
+        if dist.get_rank()
+        else compiled(lambda x: summed(x, group), policy)
+    )
     return torch.equal(function(torch.ones(50)), torch.full((50,), 4.0))
 
 
@@ -186,7 +199,7 @@ def test_an_eager_rank_is_not_waited_for_where_nothing_is_changed(policy, ranks2
     assert ranks2.run(one_is_not_compiled, policy) == [True, True]
 
 
-# --- the store --------------------------------------------------------------------------------------------------------
+# --- the store ------------------------------------------------------------------------------------
 
 
 class Gone:
@@ -231,7 +244,9 @@ def begins_again(store, run: int) -> None:
                 store.delete_key(key)  # else gloo may connect to who is no more
     store.set(f"ready/{run}/{rank}", "")
     store.wait([f"ready/{run}/{other}" for other in range(size)])
-    dist.init_process_group("gloo", store=dist.PrefixStore("run", store), rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("run", store), rank=rank, world_size=size
+    )
 
 
 def several_runs(port: int):
@@ -249,7 +264,12 @@ def several_runs(port: int):
             time.sleep(0.5)
         try:
             got = function(x)
-            rows.append((commpass.plans()[-1].sites[0].codec, bool(torch.allclose(got, x * 2 * size, rtol=0.1))))
+            rows.append(
+                (
+                    commpass.plans()[-1].sites[0].codec,
+                    bool(torch.allclose(got, x * 2 * size, rtol=0.1)),
+                )
+            )
         except PlanMismatch as error:
             rows.append("planned differently" in str(error))
     return rows
@@ -267,7 +287,7 @@ def test_process_groups_made_anew_in_one_launch_agree_anew(ranks2):
         ranks2.stop()  # their groups are others than those that they began with
 
 
-# --- what is said -----------------------------------------------------------------------------------------------------
+# --- what is said ---------------------------------------------------------------------------------
 
 
 def leaves_apart():
@@ -297,11 +317,12 @@ def test_ranks_whose_graphs_differ_leave_their_group_alone_from_then_on_and_say_
         assert sum("compiled untouched" in line for line in lines) == 2
 
 
-# --- one process, several policies ------------------------------------------------------------------------------------
+# --- one process, several policies ----------------------------------------------------------------
 
 
 def one_policy_after_another(names: list[str]) -> list[tuple[float, str]]:
-    """Rank 0 breaks its graph under each policy; then all compile the same model without a break."""
+    """Rank 0 breaks its graph under each policy; then all compile the same model without a
+    break."""
     group = dist.new_group().group_name
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
     found = []
@@ -398,7 +419,10 @@ def like_sites_treated_differently() -> list[float]:
     function = compiled(model, policy, timeout=20)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        found = [((function(x, step) - model(x, step)).norm() / model(x, step).norm()).item() for step in range(4)]
+        found = [
+            ((function(x, step) - model(x, step)).norm() / model(x, step).norm()).item()
+            for step in range(4)
+        ]
     return found
 
 

@@ -1,4 +1,5 @@
-"""compress, keep and apply_policy: whose word a site carries, in forward and backward, and where a word cannot reach."""
+"""compress, keep and apply_policy: whose word a site carries, in forward and backward, and where a
+word cannot reach."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ class Net(nn.Module):
 
 def compiled(function, policy=NOTHING, **more):
     torch._dynamo.reset()
-    return torch.compile(function, backend=commpass.backend(policy, inner="aot_eager", strict=True, **more))
+    return torch.compile(
+        function, backend=commpass.backend(policy, inner="aot_eager", strict=True, **more)
+    )
 
 
 def plans_of(function, policy=NOTHING, *, train: bool = True):
@@ -89,7 +92,13 @@ def words(plan) -> list:
 
     def said(text):
         word = json.loads(text)
-        return "keep" if word == {"keep": True} else word["codec"][0] if set(word) == {"codec"} else word
+        return (
+            "keep"
+            if word == {"keep": True}
+            else word["codec"][0]
+            if set(word) == {"codec"}
+            else word
+        )
 
     return [site.word and said(site.word) for site in plan]
 
@@ -99,7 +108,7 @@ def forward_words(function) -> list:
     return words(plan)
 
 
-# --- decorators and context managers ----------------------------------------------------------------------------------
+# --- decorators and context managers --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,7 +125,9 @@ def forward_words(function) -> list:
     ids=["compress", "keep()", "keep", "all that can be said"],
 )
 @pytest.mark.parametrize("target", ["class", "module", "function", "method"])
-def test_a_decorator_puts_its_word_on_all_that_is_inside_in_forward_and_backward(scope, word, target):
+def test_a_decorator_puts_its_word_on_all_that_is_inside_in_forward_and_backward(
+    scope, word, target
+):
     if target == "class":
         decorated = scope(type("Mine", (Leaf,), {}))()
     elif target == "module":
@@ -153,10 +164,14 @@ def test_a_context_manager_in_forward_covers_its_lines_alone():
 
 def test_a_context_manager_in_forward_takes_all_that_compress_takes():
     def function(x):
-        with commpass.compress(codec=("int8", "fp8"), algorithm=["direct"], max_error=0.5, force=True):
+        with commpass.compress(
+            codec=("int8", "fp8"), algorithm=["direct"], max_error=0.5, force=True
+        ):
             return gather(x)
 
-    assert forward_words(function) == [{"codec": ["int8", "fp8"], "algorithm": ["direct"], "max_error": 0.5, "force": True}]
+    assert forward_words(function) == [
+        {"codec": ["int8", "fp8"], "algorithm": ["direct"], "max_error": 0.5, "force": True}
+    ]
 
 
 def test_a_codec_that_is_an_attribute_may_change():
@@ -229,7 +244,11 @@ def test_an_inherited_forward_gets_the_word_of_the_class_that_has_it_and_parents
     class Grandchild(Child):
         pass
 
-    assert [forward_words(kind()) for kind in (Parent, Child, Grandchild)] == [[None], ["int8"], ["int8"]]
+    assert [forward_words(kind()) for kind in (Parent, Child, Grandchild)] == [
+        [None],
+        ["int8"],
+        ["int8"],
+    ]
 
 
 def test_a_word_on_one_module_is_not_on_another_of_its_class():
@@ -253,13 +272,19 @@ def test_a_decorator_keeps_what_it_decorates_and_its_name_and_docstring():
         assert (Mine.forward.__name__, Mine.forward.__doc__) == ("forward", "Of forward.")
         assert Mine.forward.__annotations__ == {"x": "int", "scale": "float"}
         wrapped = scope(function)
-        assert (wrapped.__name__, wrapped.__doc__, wrapped.__module__) == ("function", "Of the function.", __name__)
+        assert (wrapped.__name__, wrapped.__doc__, wrapped.__module__) == (
+            "function",
+            "Of the function.",
+            __name__,
+        )
         module = Leaf()
         assert scope(module) is module
         assert module.forward.__doc__ == "Gathers."
 
 
-@pytest.mark.parametrize("scope", [commpass.keep, commpass.compress(codec="int8")], ids=["keep", "compress"])
+@pytest.mark.parametrize(
+    "scope", [commpass.keep, commpass.compress(codec="int8")], ids=["keep", "compress"]
+)
 @pytest.mark.parametrize("target", [3, "layers.0"])
 def test_what_has_no_inside_cannot_be_decorated(scope, target):
     with pytest.raises(PolicyError, match="module class, a module or a function") as error:
@@ -291,7 +316,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_outside_and_inside_compiled
     assert part in str(wrapped.value)
 
 
-# --- what a word does -------------------------------------------------------------------------------------------------
+# --- what a word does -----------------------------------------------------------------------------
 
 
 def forced(codec):
@@ -353,7 +378,13 @@ def test_a_decorator_alone_makes_another_plan_of_the_same_code():
     def code(x):
         return gather(x).sin()
 
-    variants = [code, forced("int8")(code), forced("int4")(code), commpass.keep(code), forced("int8")(code)]
+    variants = [
+        code,
+        forced("int8")(code),
+        forced("int4")(code),
+        commpass.keep(code),
+        forced("int8")(code),
+    ]
     forwards = [plans_of(variant)[0] for variant in variants]
     assert [plan.sites[0].codec for plan in forwards] == [NONE, "int8", "int4", NONE, "int8"]
     digests = [plan.digest() for plan in forwards]
@@ -371,7 +402,9 @@ def test_a_decorated_module_that_nobody_compiles_computes_what_it_did():
     model.zero_grad()
     seen = []
     model[1].register_forward_hook(lambda *_: seen.append(open_scopes()))
-    commpass.apply_policy(model, {"0": "int8", "1": commpass.keep(), "2": {"codec": "fp8", "force": True}})
+    commpass.apply_policy(
+        model, {"0": "int8", "1": commpass.keep(), "2": {"codec": "fp8", "force": True}}
+    )
     commpass.keep(model)
     result = model(x)
     result.sum().backward()
@@ -396,7 +429,7 @@ def test_a_scope_ends_when_an_exception_leaves_it():
     assert open_scopes() == ()
 
 
-# --- apply_policy -----------------------------------------------------------------------------------------------------
+# --- apply_policy ---------------------------------------------------------------------------------
 
 
 def test_words_are_put_on_modules_by_glob_without_their_source():
@@ -412,14 +445,24 @@ def test_words_are_put_on_modules_by_glob_without_their_source():
     )
     assert same is model
     forward, backward = plans_of(model)
-    expected = [{"codec": ["int8", "fp8"]}, "int8", {"codec": ["int4"], "force": True}, "int8", "keep"]
+    expected = [
+        {"codec": ["int8", "fp8"]},
+        "int8",
+        {"codec": ["int4"], "force": True},
+        "int8",
+        "keep",
+    ]
     raw = [json.loads(site.word) for site in forward]
     assert raw[0] == expected[0]
     assert words(forward)[1:] == expected[1:]
     assert [json.loads(site.word) for site in backward] == raw[::-1]
     assert [site.module for site in forward] == [
-        "layers.0.attention", "layers.0.mlp", "layers.1.attention", "layers.1.mlp", "head",
-    ]  # fmt: skip
+        "layers.0.attention",
+        "layers.0.mlp",
+        "layers.1.attention",
+        "layers.1.mlp",
+        "head",
+    ]
     assert (forward.sites[2].codec, forward.sites[4].codec) == ("int4", NONE)
     assert forward_words(Net()) == [None] * 5, "other models of the same classes are as they were"
 
@@ -448,7 +491,10 @@ def test_a_glob_names_modules_and_covers_what_is_inside(pattern, covered):
     [
         ({"layers.0": "int4", "layers.0.mlp": "int8"}, ["int4", "int8", None, None, None]),
         ({"layers": "int4", "layers.0": "int8"}, ["int8", "int8", "int4", "int4", None]),
-        ({"**": "fp8", "layers.*.mlp": "int8", "layers.1": "int4"}, ["fp8", "int8", "int4", "int8", "fp8"]),
+        (
+            {"**": "fp8", "layers.*.mlp": "int8", "layers.1": "int4"},
+            ["fp8", "int8", "int4", "int8", "fp8"],
+        ),
     ],
 )
 def test_the_word_of_the_module_inside_counts_whatever_the_order(said, expected):
@@ -562,11 +608,17 @@ class Weighted(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+    "twin_of",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+    ids=["deepcopy", "pickle"],
 )
 @pytest.mark.parametrize(
     "put",
-    [lambda m: commpass.apply_policy(m, {"0": commpass.keep()}), lambda m: commpass.keep(m[0]), commpass.keep],
+    [
+        lambda m: commpass.apply_policy(m, {"0": commpass.keep()}),
+        lambda m: commpass.keep(m[0]),
+        commpass.keep,
+    ],
     ids=["apply_policy", "a module inside", "the module itself"],
 )
 def test_a_copy_of_a_model_has_weights_of_its_own_and_the_words(put, twin_of):
@@ -584,7 +636,7 @@ def test_a_copy_of_a_model_has_weights_of_its_own_and_the_words(put, twin_of):
     assert forward_words(twin) == ["keep"]
 
 
-# --- where a word cannot reach ----------------------------------------------------------------------------------------
+# --- where a word cannot reach --------------------------------------------------------------------
 
 
 def refused(function, word) -> None:
@@ -601,7 +653,9 @@ def refused(function, word) -> None:
     [(lambda: commpass.compress(codec="int8"), "int8"), (commpass.keep, "keep")],
     ids=["compress", "keep"],
 )
-def test_a_scope_around_a_compiled_call_is_refused_and_the_call_works_behind_it(scope, word, called_before):
+def test_a_scope_around_a_compiled_call_is_refused_and_the_call_works_behind_it(
+    scope, word, called_before
+):
     run, x = compiled(gather), torch.ones(4, 3)
     if called_before:
         run(x)
@@ -715,5 +769,7 @@ def test_of_two_patterns_that_name_one_module_the_first_counts():
 def test_keep_for_the_part_of_one_layer_before_a_word_for_that_part_of_all():
     model = commpass.apply_policy(Net(), {"layers.0.mlp": commpass.keep(), "layers.*.mlp": "int8"})
     assert forward_words(model) == [None, "keep", None, "int8", None]
-    further_out = commpass.apply_policy(Net(), {"layers.*.mlp": "int8", "layers.0": commpass.keep()})
+    further_out = commpass.apply_policy(
+        Net(), {"layers.*.mlp": "int8", "layers.0": commpass.keep()}
+    )
     assert forward_words(further_out) == ["keep", "int8", None, "int8", None]

@@ -1,4 +1,5 @@
-"""The backend on the fake process group: what it refuses, what it leaves as it found it, what it says."""
+"""The backend on the fake process group: what it refuses, what it leaves as it found it, what it
+says."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def compile_and_run(policy=FORCED, model=None, times=1, grad=False, **options):
     """Compiles and runs a small model; returns the plans that were made."""
     torch._dynamo.reset()
     seen = len(commpass.plans())
-    function = torch.compile(model or Net(), backend=commpass.backend(policy, **{"inner": "eager", "strict": True} | options))
+    function = torch.compile(
+        model or Net(),
+        backend=commpass.backend(policy, **{"inner": "eager", "strict": True} | options),
+    )
     for _ in range(times):
         if grad:
             function(X.clone().requires_grad_()).sum().backward()
@@ -73,7 +77,10 @@ def test_a_model_compiles_for_any_number_of_ranks(ranks, fake_group):
         ({"timeout": 0}, "timeout=0: must be seconds as a number above 0, e.g. timeout=30"),
         ({"timeout": "30"}, "timeout='30': must be seconds as a number"),
         ({"timeout": True}, "timeout=True: must be seconds as a number"),
-        ({"timeout": datetime.timedelta(seconds=30)}, "must be seconds as a number above 0, e.g. timeout=30"),
+        (
+            {"timeout": datetime.timedelta(seconds=30)},
+            "must be seconds as a number above 0, e.g. timeout=30",
+        ),
         ({"strict": "no"}, "strict='no': must be strict=True or strict=False"),
         ({"dump": 5}, "dump=5: must be the path of a folder"),
         ({"policy": "missing.toml"}, "missing.toml"),
@@ -91,11 +98,19 @@ def test_no_global_state_is_changed(fake_group):
     fake_group(8)
     configs = (torch._inductor.config, torch._functorch.config, torch._dynamo.config)
     before = [copy.deepcopy(config.get_config_copy()) for config in configs]
-    modes = (torch.is_grad_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+    modes = (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
     compile_and_run(grad=True, inner="inductor", times=2)
     compile_and_run("balanced", grad=True, inner="aot_eager")
     assert [config.get_config_copy() for config in configs] == before
-    assert modes == (torch.is_grad_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled())
+    assert modes == (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def test_other_peoples_passes_still_run_and_see_the_rewritten_graph(fake_group):
@@ -167,7 +182,9 @@ def test_it_works_without_torch_distributed():
     assert torch.equal(compiled(X), X * 2)
 
 
-def test_every_site_has_a_reason_and_a_rule_that_matched_nothing_is_reported_once(fake_group, caplog):
+def test_every_site_has_a_reason_and_a_rule_that_matched_nothing_is_reported_once(
+    fake_group, caplog
+):
     fake_group(8)
     rules = [Rule(module="layers.0", codec="int8", force=True), Rule(module="layer.*", keep=True)]
     torch._dynamo.reset()
@@ -187,7 +204,9 @@ def test_every_site_has_a_reason_and_a_rule_that_matched_nothing_is_reported_onc
 def test_a_rule_that_only_backward_meets_is_not_reported(fake_group, caplog):
     fake_group(8)
     with caplog.at_level(logging.INFO, "commpass"):
-        compile_and_run(Policy(rules=[Rule(direction="backward", codec="int8", force=True)]), grad=True, times=2)
+        compile_and_run(
+            Policy(rules=[Rule(direction="backward", codec="int8", force=True)]), grad=True, times=2
+        )
     assert not [entry for entry in caplog.records if entry.levelno == logging.WARNING]
 
 
@@ -206,12 +225,29 @@ def test_counters_and_artifacts(fake_group, tmp_path):
     finally:
         trace_log.removeHandler(handler)
     gained = {key: counters["commpass"][key] - before.get(key, 0) for key in counters["commpass"]}
-    assert (gained["graphs"], gained["sites"], gained["compressed"], gained["fallbacks"]) == (2, 4, 4, 0)
-    assert gained["wire_bytes"] == sum(site.wire_bytes for plan in plans for site in plan) < gained["bytes"]
-    names = [entry.metadata["artifact"]["name"] for entry in entries if "artifact" in getattr(entry, "metadata", {})]
-    assert {"commpass_plan_forward", "commpass_forward_before", "commpass_backward_after"} <= set(names)
+    assert (gained["graphs"], gained["sites"], gained["compressed"], gained["fallbacks"]) == (
+        2,
+        4,
+        4,
+        0,
+    )
+    assert (
+        gained["wire_bytes"]
+        == sum(site.wire_bytes for plan in plans for site in plan)
+        < gained["bytes"]
+    )
+    names = [
+        entry.metadata["artifact"]["name"]
+        for entry in entries
+        if "artifact" in getattr(entry, "metadata", {})
+    ]
+    assert {"commpass_plan_forward", "commpass_forward_before", "commpass_backward_after"} <= set(
+        names
+    )
     payloads = [
-        e.payload for e in entries if getattr(e, "metadata", {}).get("artifact", {}).get("name") == "commpass_plan_forward"
+        e.payload
+        for e in entries
+        if getattr(e, "metadata", {}).get("artifact", {}).get("name") == "commpass_plan_forward"
     ]
     plan = json.loads(payloads[0])["plan"]
     assert [site["codec"] for site in plan["sites"]] == ["int8", "int8"]
@@ -226,13 +262,19 @@ def test_a_dump_holds_plan_and_graphs(how, fake_group, tmp_path, monkeypatch):
     forward, backward = dumps.read_run(tmp_path)
     assert [forward.plan, backward.plan] == plans
     assert (forward.world_size, forward.rank, forward.torch) == (8, 0, torch.__version__)
-    assert [node.site for node in forward.before if node.site] == [site.name for site in forward.plan]
+    assert [node.site for node in forward.before if node.site] == [
+        site.name for site in forward.plan
+    ]
     assert not any(node.inserted for node in forward.before)
-    assert {node.site for node in forward.after if node.inserted} == {site.name for site in forward.plan}
+    assert {node.site for node in forward.after if node.inserted} == {
+        site.name for site in forward.plan
+    }
     assert not any("all_reduce" in node.target for node in forward.after)
 
 
-def test_a_failing_pass_compiles_the_untouched_graph_with_a_warning(fake_group, monkeypatch, caplog):
+def test_a_failing_pass_compiles_the_untouched_graph_with_a_warning(
+    fake_group, monkeypatch, caplog
+):
     from commpass.passes import pipeline
 
     def fail(road):
@@ -241,7 +283,11 @@ def test_a_failing_pass_compiles_the_untouched_graph_with_a_warning(fake_group, 
 
     fake_group(8)
     monkeypatch.setattr(
-        pipeline, "PASSES", tuple(pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in pipeline.PASSES)
+        pipeline,
+        "PASSES",
+        tuple(
+            pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in pipeline.PASSES
+        ),
     )
     with caplog.at_level(logging.WARNING, "commpass"):
         (plan,) = compile_and_run(strict=False)
@@ -251,7 +297,7 @@ def test_a_failing_pass_compiles_the_untouched_graph_with_a_warning(fake_group, 
         compile_and_run(strict=True)
 
 
-# --- by name ----------------------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 
 def by_name(**options):
@@ -275,7 +321,10 @@ def test_torch_finds_the_backend_by_its_name_with_the_arguments_as_options(fake_
 
 def test_options_of_inductor_may_stand_beside_them(fake_group):
     fake_group(2)
-    assert [site.codec for site in by_name(policy=FORCED, max_autotune=False)[0]] == ["int8", "int8"]
+    assert [site.codec for site in by_name(policy=FORCED, max_autotune=False)[0]] == [
+        "int8",
+        "int8",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -299,16 +348,24 @@ def test_options_of_inductor_are_written_with_either_sign_and_checked(fake_group
     with torch.no_grad():
         torch.compile(Net(), backend=commpass.backend("off"), options={"max-autotune": False})(X)
         torch._dynamo.reset()
-        with pytest.raises(Exception, match="unknown option 'max_autotun'; did you mean 'max_autotune'"):
+        with pytest.raises(
+            Exception, match="unknown option 'max_autotun'; did you mean 'max_autotune'"
+        ):
             torch.compile(Net(), backend=commpass.backend("off"), options={"max_autotun": False})(X)
 
 
 @pytest.mark.parametrize(("policy", "warned"), [(FORCED, True), ("off", False)])
-def test_the_last_compile_before_torch_gives_up_is_told_where_anything_was_changed(policy, warned, fake_group, caplog):
+def test_the_last_compile_before_torch_gives_up_is_told_where_anything_was_changed(
+    policy, warned, fake_group, caplog
+):
     fake_group(2)
     torch._dynamo.reset()
     function = torch.compile(Net(), backend=commpass.backend(policy, inner="eager"), dynamic=False)
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=3), caplog.at_level(logging.WARNING, "commpass"):
+    with (
+        torch.no_grad(),
+        torch._dynamo.config.patch(recompile_limit=3),
+        caplog.at_level(logging.WARNING, "commpass"),
+    ):
         for rows in range(1, 4):
             assert not any("for the last time" in line for line in caplog.messages)
             function(X[:rows])

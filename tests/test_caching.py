@@ -1,4 +1,5 @@
-"""Inductor's caches and policies: a warm cache never applies yesterday's policy, and still saves the compile."""
+"""Inductor's caches and policies: a warm cache never applies yesterday's policy, and still saves
+the compile."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class Layer(torch.nn.Module):
 
 
 def run_policies(order: str) -> list[tuple[str, str, bool, int, int]]:
-    """For each policy in turn: what was planned, whether the numbers are that codec's, cache hits and misses."""
+    """For each policy in turn: what was planned, whether the numbers are that codec's, cache hits
+    and misses."""
     from torch._dynamo.utils import counters
 
     x = torch.randn(3000, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -44,14 +46,29 @@ def run_policies(order: str) -> list[tuple[str, str, bool, int, int]]:
         got.sum().backward()
         expected = commpass.all_reduce(x * 3, codec=codec).sin()
         plan = commpass.plans()[-1]
-        right = torch.equal(got.detach(), expected) or bool((got.detach() - expected).abs().max() < 1e-6)
+        right = torch.equal(got.detach(), expected) or bool(
+            (got.detach() - expected).abs().max() < 1e-6
+        )
         hits = counters["inductor"]
-        rows.append((name, plan.sites[0].codec, right, hits["fxgraph_cache_hit"], hits["fxgraph_cache_miss"]))
+        rows.append(
+            (
+                name,
+                plan.sites[0].codec,
+                right,
+                hits["fxgraph_cache_hit"],
+                hits["fxgraph_cache_miss"],
+            )
+        )
     return rows
 
 
-def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_two_processes(tmp_path):
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_two_processes(
+    tmp_path,
+):
+    environment = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+    }
     ranks = Ranks(2, environment)
     try:
         first = ranks.run(run_policies, "ABAB")
@@ -59,9 +76,15 @@ def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_tw
         ranks.stop()
     for rows in first:
         assert [(name, codec, right) for name, codec, right, _, _ in rows] == [
-            ("A", "int8", True), ("B", "int4", True), ("A", "int8", True), ("B", "int4", True),
-        ]  # fmt: skip
-        assert [hits for *_, hits, _ in rows][2:] == [2, 2]  # forward and backward, from the second time on
+            ("A", "int8", True),
+            ("B", "int4", True),
+            ("A", "int8", True),
+            ("B", "int4", True),
+        ]
+        assert [hits for *_, hits, _ in rows][2:] == [
+            2,
+            2,
+        ]  # forward and backward, from the second time on
         assert [misses for *_, misses in rows][2:] == [0, 0]
     ranks = Ranks(2, environment)
     try:
@@ -69,7 +92,10 @@ def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_tw
     finally:
         ranks.stop()
     for rows in second:
-        assert [(name, codec, right) for name, codec, right, _, _ in rows] == [("B", "int4", True), ("A", "int8", True)]
+        assert [(name, codec, right) for name, codec, right, _, _ in rows] == [
+            ("B", "int4", True),
+            ("A", "int8", True),
+        ]
         assert [(hits, misses) for *_, hits, misses in rows] == [(2, 0), (2, 0)]
 
 
@@ -82,18 +108,24 @@ def decorator_alone() -> list[tuple[str, float]]:
 
         class Inner(torch.nn.Module):
             def forward(self, x):
-                return ops.wait_tensor(ops.all_reduce(x * 3, "sum", dist.group.WORLD.group_name)).sin()
+                return ops.wait_tensor(
+                    ops.all_reduce(x * 3, "sum", dist.group.WORLD.group_name)
+                ).sin()
 
         if word is not None:
             Inner = commpass.compress(codec=word, force=True)(Inner)
         with torch.no_grad():
             got = torch.compile(Inner(), backend=commpass.backend("lossless", strict=True))(x)
-        rows.append((commpass.plans()[-1].sites[0].codec, round((got - Layer()(x)).norm().item(), 4)))
+        rows.append(
+            (commpass.plans()[-1].sites[0].codec, round((got - Layer()(x)).norm().item(), 4))
+        )
     return rows
 
 
 def test_a_policy_change_by_decorator_alone_is_not_served_from_the_cache(tmp_path):
-    ranks = Ranks(2, {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"})
+    ranks = Ranks(
+        2, {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    )
     try:
         rows = ranks.run(decorator_alone)[0]
     finally:
@@ -122,13 +154,29 @@ print(bool(torch.equal(compiled, eager)), hits, float(eager.abs().sum()))
 
 
 def test_what_another_commpass_compiled_is_not_served_from_the_cache(tmp_path):
-    shutil.copytree(Path(commpass.__file__).parent, tmp_path / "commpass", ignore=shutil.ignore_patterns("__pycache__"))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-                   "TORCHINDUCTOR_FX_GRAPH_CACHE": "1", "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}  # fmt: skip
+    shutil.copytree(
+        Path(commpass.__file__).parent,
+        tmp_path / "commpass",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
+    }
 
     def run() -> list[str]:
-        done = subprocess.run([sys.executable, "-c", ONE_RANK, str(tmp_path)], env=environment, cwd=tmp_path,
-                              capture_output=True, text=True, timeout=150, check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", ONE_RANK, str(tmp_path)],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
@@ -138,7 +186,9 @@ def test_what_another_commpass_compiled_is_not_served_from_the_cache(tmp_path):
     grids = tmp_path / "commpass" / "codecs" / "grids.py"
     text = grids.read_text()
     assert "largest = 2 ** (bits - 1) - 1\n" in text
-    grids.write_text(text.replace("largest = 2 ** (bits - 1) - 1\n", "largest = 2 ** (bits - 1) - 2\n"))
+    grids.write_text(
+        text.replace("largest = 2 ** (bits - 1) - 1\n", "largest = 2 ** (bits - 1) - 2\n")
+    )
     other = run()
     assert other[:2] == ["True", "0"]
     assert other[2] != first[2]  # and the other one does compute something else

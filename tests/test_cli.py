@@ -1,4 +1,5 @@
-"""The command line, on dumps made by hand: what it prints, what it leaves with, and what it says about bad input."""
+"""The command line, on dumps made by hand: what it prints, what it leaves with, and what it says
+about bad input."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from typer.testing import CliRunner
 from commpass import dump, plan, render
 from commpass.cli import app
 
-LONG = "left alone: the rule for 'layers.*.attn' says keep, and the link is " + "very " * 30 + "fast in truth"
+LONG = (
+    "left alone: the rule for 'layers.*.attn' says keep, and the link is "
+    + "very " * 30
+    + "fast in truth"
+)
 ODD = "L['self'].layers[0].\"mlp\"\\x"
 
 
@@ -27,10 +32,21 @@ def run(*args: object, width: int = 120):
 
 def site(name: str, **changes: object) -> plan.PlannedSite:
     fields = {
-        "name": name, "kind": "all_reduce", "reduce_op": "sum", "group": "7", "group_label": "tp", "group_size": 8,
-        "dtype": "torch.bfloat16", "shape": (4096, "s0"), "bytes": 8 << 20, "module": ODD, "wire_bytes": 8 << 20,
-        "plain_us": 100.0, "predicted_us": 100.0, "reason": LONG,
-    }  # fmt: skip
+        "name": name,
+        "kind": "all_reduce",
+        "reduce_op": "sum",
+        "group": "7",
+        "group_label": "tp",
+        "group_size": 8,
+        "dtype": "torch.bfloat16",
+        "shape": (4096, "s0"),
+        "bytes": 8 << 20,
+        "module": ODD,
+        "wire_bytes": 8 << 20,
+        "plain_us": 100.0,
+        "predicted_us": 100.0,
+        "reason": LONG,
+    }
     return plan.PlannedSite(**(fields | changes))
 
 
@@ -47,7 +63,15 @@ SITES = (site("all_reduce"), site("all_reduce_1", **SMALL, reason="saves 60 us [
 
 def node(name: str, target: str, *inputs: str, **changes: object) -> dump.GraphNode:
     op = "placeholder" if target == name else "call_function"
-    return dump.GraphNode(name=name, op=op, target=target, inputs=inputs, value="bf16[4096, s0]", module=ODD, **changes)
+    return dump.GraphNode(
+        name=name,
+        op=op,
+        target=target,
+        inputs=inputs,
+        value="bf16[4096, s0]",
+        module=ODD,
+        **changes,
+    )
 
 
 def chain(length: int) -> tuple[dump.GraphNode, ...]:
@@ -57,7 +81,13 @@ def chain(length: int) -> tuple[dump.GraphNode, ...]:
         node(ODD, ODD),
         node("mm", "aten.mm.default", "x", ODD),
         node("encode", "commpass.encode.default", "mm", site="all_reduce_1", inserted=True),
-        node("gather", "_c10d_functional.all_gather_into_tensor.default", "encode", site="all_reduce_1", inserted=True),
+        node(
+            "gather",
+            "_c10d_functional.all_gather_into_tensor.default",
+            "encode",
+            site="all_reduce_1",
+            inserted=True,
+        ),
         node("decode", "aten.view.default", "gather", site="all_reduce_1", inserted=True),
         node("all_reduce", "_c10d_functional.all_reduce.default", "decode", site="all_reduce"),
     ]
@@ -66,15 +96,30 @@ def chain(length: int) -> tuple[dump.GraphNode, ...]:
     return tuple(nodes)
 
 
-def make(direction: str = "forward", sites=SITES, *, name: str = "run-1", nodes=None, fallback: str = "") -> dump.Dump:
+def make(
+    direction: str = "forward", sites=SITES, *, name: str = "run-1", nodes=None, fallback: str = ""
+) -> dump.Dump:
     return dump.Dump(
-        run=name, commpass="0.1.0", torch="2.13.0", rank=0, world_size=8, written="2026-01-01T10:00:00Z",
+        run=name,
+        commpass="0.1.0",
+        torch="2.13.0",
+        rank=0,
+        world_size=8,
+        written="2026-01-01T10:00:00Z",
         plan=plan.Plan(
-            graph="g", direction=direction, policy="balanced", profile="h100", sites=tuple(sites), fallback=fallback
+            graph="g",
+            direction=direction,
+            policy="balanced",
+            profile="h100",
+            sites=tuple(sites),
+            fallback=fallback,
         ),
-        before=(node("x", "x"), node("all_reduce", "_c10d_functional.all_reduce.default", "x", site="all_reduce")),
+        before=(
+            node("x", "x"),
+            node("all_reduce", "_c10d_functional.all_reduce.default", "x", site="all_reduce"),
+        ),
         after=chain(3) if nodes is None else nodes,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -112,11 +157,27 @@ def test_explain_loses_nothing_at_any_width(folder: Path, width: int):
     if width < 80:
         return  # cells are folded there
     shown = words(result.stdout)
-    for part in ("all_reduce_1", "all_reduce(sum)", "tp/8", "bfloat16[4096, s0]", "8.0 MiB", "2.0 MiB", "25%", "int8"):
+    for part in (
+        "all_reduce_1",
+        "all_reduce(sum)",
+        "tp/8",
+        "bfloat16[4096, s0]",
+        "8.0 MiB",
+        "2.0 MiB",
+        "25%",
+        "int8",
+    ):
         assert part in shown
     for part in ("two-shot", "3 chunks", "100.0", "40.0", "0.8%", "forward"):
         assert part in shown
-    assert re.sub(r"\s", "", "2 sites, 1 compressed; 16.0 MiB -> 10.0 MiB (62%); predicted 200.0 us -> 140.0 us") in dense
+    assert (
+        re.sub(
+            r"\s",
+            "",
+            "2 sites, 1 compressed; 16.0 MiB -> 10.0 MiB (62%); predicted 200.0 us -> 140.0 us",
+        )
+        in dense
+    )
     for part in (
         "policy balanced, profile h100",
         "commpass 0.1.0, torch 2.13.0",
@@ -127,11 +188,29 @@ def test_explain_loses_nothing_at_any_width(folder: Path, width: int):
 
 
 def test_one_line_a_site_where_there_is_room(folder: Path):
-    [row] = [line for line in run("explain", folder, width=240).stdout.splitlines() if line.startswith("2  all_reduce_1")]
+    [row] = [
+        line
+        for line in run("explain", folder, width=240).stdout.splitlines()
+        if line.startswith("2  all_reduce_1")
+    ]
     assert re.split(r"\s{2,}", row.strip()) == [
-        "2", "all_reduce_1", ODD, "forward", "all_reduce(sum)", "tp/8", "bfloat16[4096, s0]", "8.0 MiB", "2.0 MiB",
-        "25%", "int8", "two-shot", "3 chunks", "100.0", "40.0", "0.8%",
-    ]  # fmt: skip
+        "2",
+        "all_reduce_1",
+        ODD,
+        "forward",
+        "all_reduce(sum)",
+        "tp/8",
+        "bfloat16[4096, s0]",
+        "8.0 MiB",
+        "2.0 MiB",
+        "25%",
+        "int8",
+        "two-shot",
+        "3 chunks",
+        "100.0",
+        "40.0",
+        "0.8%",
+    ]
 
 
 def test_explain_says_that_a_graph_has_no_sites(folder: Path):
@@ -144,7 +223,9 @@ def test_explain_shouts_a_fallback_and_counts_nothing_as_saved(tmp_path: Path):
     result = run("explain", dump.write(tmp_path, make(fallback="pass fuse failed: KeyError")))
     assert "FALLBACK" in result.stdout
     assert "pass fuse failed: KeyError" in result.stdout
-    assert "0 compressed; 16.0 MiB -> 16.0 MiB (100%); predicted 200.0 us -> 200.0 us" in words(result.stdout)
+    assert "0 compressed; 16.0 MiB -> 16.0 MiB (100%); predicted 200.0 us -> 200.0 us" in words(
+        result.stdout
+    )
 
 
 def test_sites_with_one_reason_share_a_line_and_unknown_bytes_are_not_added(tmp_path: Path):
@@ -178,9 +259,15 @@ def test_runs(folder: Path):
 
 def test_text_has_one_marked_line_a_node(folder: Path):
     lines = run("graph", folder, "--graph", 0, width=60).stdout.splitlines()
-    assert lines[0] == "graph 0: forward, after (10 nodes, 1 site left alone, 1 rewritten with 3 inserted nodes)"
+    assert (
+        lines[0]
+        == "graph 0: forward, after (10 nodes, 1 site left alone, 1 rewritten with 3 inserted"
+        " nodes)"
+    )
     assert [line[0] for line in lines[3:]] == [*"   +++*   "]
-    assert re.fullmatch(r"  mm +=" + re.escape(f" aten.mm.default(x, {ODD})") + r" +bf16\[4096, s0\] +.*", lines[5])
+    assert re.fullmatch(
+        r"  mm +=" + re.escape(f" aten.mm.default(x, {ODD})") + r" +bf16\[4096, s0\] +.*", lines[5]
+    )
     assert lines[6].endswith("for all_reduce_1")
     before = run("graph", folder, "--graph", 0, "--before").stdout.splitlines()
     assert [line[0] for line in before[3:]] == [*" *"]
@@ -197,20 +284,29 @@ def test_text_prints_all_graphs_and_writes_a_file(folder: Path, tmp_path: Path):
 def test_around_hides_what_is_far_and_says_so(tmp_path: Path):
     path = dump.write(tmp_path, make(nodes=chain(30)))
     shown = run("graph", path, "--around", 1).stdout
-    assert "31 nodes farther than 1 from a site hidden" in shown  # of 37: six are the site, its nodes, mm and add_0
+    assert (
+        "31 nodes farther than 1 from a site hidden" in shown
+    )  # of 37: six are the site, its nodes, mm and add_0
     assert "add_0 " in shown
     assert "add_1 " not in shown
     assert "hidden" not in run("graph", path, "--around", "all").stdout
     drawn = parse_dot(run("graph", path, "--around", 1, "--dot").stdout)
-    assert ["dashed" in drawn.nodes[name].get("style", "") for name in ('"add_0"', '"decode"')] == [True, False]
-    fails(run("graph", dump.write(tmp_path, make(nodes=(node("x", "x"),))), "--around", 1), "--around all")
+    assert ["dashed" in drawn.nodes[name].get("style", "") for name in ('"add_0"', '"decode"')] == [
+        True,
+        False,
+    ]
+    fails(
+        run("graph", dump.write(tmp_path, make(nodes=(node("x", "x"),))), "--around", 1),
+        "--around all",
+    )
 
 
 Graph = namedtuple("Graph", "nodes edges clusters")
 
 
 def parse_dot(text: str) -> Graph:
-    """Reads the part of DOT that is written here, by its real rules for strings; anything else is an error."""
+    """Reads the part of DOT that is written here, by its real rules for strings; anything else is
+    an error."""
     string = r'"(?:[^"\\\n]|\\.)*"'
     token = rf"{string}|[\w#]+|->|[{{}}\[\];=,]"
     assert re.sub(rf"{token}|\s", "", text) == ""
@@ -237,11 +333,17 @@ def parse_dot(text: str) -> Graph:
 def test_dot_is_valid_whatever_the_names(folder: Path, tmp_path: Path):
     result = run("graph", folder, "--graph", 0, "--dot")
     drawn = parse_dot(result.stdout)
-    names = {name: name.replace("\\", "\\\\").replace('"', '\\"') for name in (n.name for n in chain(3))}
+    names = {
+        name: name.replace("\\", "\\\\").replace('"', '\\"') for name in (n.name for n in chain(3))
+    }
     assert set(drawn.nodes) == {f'"{name}"' for name in names.values()}
-    assert set(drawn.edges) == {(f'"{names[i]}"', f'"{names[n.name]}"') for n in chain(3) for i in n.inputs}
+    assert set(drawn.edges) == {
+        (f'"{names[i]}"', f'"{names[n.name]}"') for n in chain(3) for i in n.inputs
+    }
     assert drawn.clusters == [['"encode"', '"gather"', '"decode"'], None]
-    fills = [drawn.nodes[f'"{name}"']["fillcolor"] for name in ("mm", "all_reduce", "encode", "gather")]
+    fills = [
+        drawn.nodes[f'"{name}"']["fillcolor"] for name in ("mm", "all_reduce", "encode", "gather")
+    ]
     assert len(set(fills)) == 3
     assert fills[2] == fills[3]
     assert "bf16[4096, s0]" in drawn.nodes['"mm"']["label"]
@@ -255,7 +357,9 @@ def test_svg_is_xml_with_every_label(folder: Path, tmp_path: Path, monkeypatch: 
     assert result.stdout == "wrote graph-0000-forward-after.svg\n"
     root = ElementTree.parse("graph-0000-forward-after.svg").getroot()
     assert root.tag.endswith("}svg")
-    texts = {words("".join(found.itertext())) for found in root.iter("{http://www.w3.org/2000/svg}text")}
+    texts = {
+        words("".join(found.itertext())) for found in root.iter("{http://www.w3.org/2000/svg}text")
+    }
     assert {"mm", "aten.mm", "encode", "for all_reduce_1", ODD, "inserted for a site"} <= texts
     run("graph", folder, "--graph", 0, "--svg", "--before", "-o", "b.svg")
     assert "encode" not in Path("b.svg").read_text()
@@ -284,13 +388,17 @@ def test_no_two_boxes_overlap_and_labels_fit_their_box():
     drawing.set_dpi(100)
     canvas = agg.FigureCanvasAgg(drawing)
     axes = drawing.axes[0]
-    boxes = [patch.get_window_extent() for patch in axes.patches if isinstance(patch, FancyBboxPatch)]
+    boxes = [
+        patch.get_window_extent() for patch in axes.patches if isinstance(patch, FancyBboxPatch)
+    ]
     labels = [text.get_window_extent(canvas.get_renderer()) for text in axes.texts]
     title, *labels = labels
     assert len(boxes) == len(labels) == len(nodes) + 3
     top = {text.get_text().split("\n")[0]: text.get_position()[1] for text in axes.texts}
     assert top["add_38"] < top["late"] < top["last"]  # an input is next to its user
-    assert "$w_3$" in {text.get_text().split("\n")[0] for text in axes.texts if not text.get_parse_math()}
+    assert "$w_3$" in {
+        text.get_text().split("\n")[0] for text in axes.texts if not text.get_parse_math()
+    }
     for index, (box, label) in enumerate(zip(boxes, labels, strict=True)):
         assert box.x0 <= label.x0
         assert label.x1 <= box.x1
@@ -302,14 +410,25 @@ def test_graph_asks_which_and_knows_what_there_is(folder: Path):
     for kind in ("--dot", "--svg"):
         fails(run("graph", folder, kind), "--graph", "0 (forward), 1 (backward)")
     fails(run("graph", folder, "--graph", 7), "no graph 7", "0 (forward), 1 (backward)")
-    fails(run("graph", folder, "--dot", "--graph", 0, "-o", folder / "no" / "x.dot"), "cannot be written")
+    fails(
+        run("graph", folder, "--dot", "--graph", 0, "-o", folder / "no" / "x.dot"),
+        "cannot be written",
+    )
 
 
 @pytest.mark.parametrize(
     "flags",
-    [("--svg", "--dot"), ("--dot", "--text"), ("--before", "--after"), ("--around", "-1"), ("--around", "near")],
+    [
+        ("--svg", "--dot"),
+        ("--dot", "--text"),
+        ("--before", "--after"),
+        ("--around", "-1"),
+        ("--around", "near"),
+    ],
 )
-def test_flags_that_exclude_each_other_and_values_that_cannot_be(folder: Path, flags: tuple[str, ...]):
+def test_flags_that_exclude_each_other_and_values_that_cannot_be(
+    folder: Path, flags: tuple[str, ...]
+):
     result = run("graph", folder, "--graph", 0, *flags)
     assert result.exit_code == 2
     assert result.stdout == ""
@@ -317,8 +436,12 @@ def test_flags_that_exclude_each_other_and_values_that_cannot_be(folder: Path, f
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize(("flag", "name"), [("--svg", "x.png"), ("--svg", "x"), ("--dot", "x.svg"), ("--dot", "x.gv")])
-def test_a_graph_is_written_under_no_other_ending(folder: Path, tmp_path: Path, flag: str, name: str):
+@pytest.mark.parametrize(
+    ("flag", "name"), [("--svg", "x.png"), ("--svg", "x"), ("--dot", "x.svg"), ("--dot", "x.gv")]
+)
+def test_a_graph_is_written_under_no_other_ending(
+    folder: Path, tmp_path: Path, flag: str, name: str
+):
     result = run("graph", folder, "--graph", 0, flag, "-o", tmp_path / name, width=400)
     assert result.exit_code == 2
     for part in ("--output", f"{flag} writes ", name, f"must end in .{flag[2:]}"):
@@ -326,12 +449,16 @@ def test_a_graph_is_written_under_no_other_ending(folder: Path, tmp_path: Path, 
     assert not (tmp_path / name).exists()
 
 
-def test_svg_without_the_libraries_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_svg_without_the_libraries_says_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setitem(sys.modules, "networkx", None)
     fails(run("graph", folder, "--graph", 0, "--svg"), "pip install 'commpass[graph]'")
 
 
-def test_reading_dumps_needs_neither_torch_nor_the_drawing_libraries(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_reading_dumps_needs_neither_torch_nor_the_drawing_libraries(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name in ("torch", "networkx", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
     for args in (
@@ -350,7 +477,10 @@ def test_diff_of_the_same_and_of_different_plans(folder: Path, tmp_path: Path):
     same = run("diff", folder, folder)
     assert same.exit_code == 0
     assert "no differences" in same.stdout
-    changed = (SITES[0], dataclasses.replace(SITES[1], codec="taco", wire_bytes=1 << 20, reason="rotated is enough"))
+    changed = (
+        SITES[0],
+        dataclasses.replace(SITES[1], codec="taco", wire_bytes=1 << 20, reason="rotated is enough"),
+    )
     dump.write(tmp_path / "other", make(sites=(*changed, site("new"))))
     for path in (folder, tmp_path / "other"):
         dump.write(path, make(sites=(site("second"),)))
@@ -388,7 +518,10 @@ def newer(head: dict) -> str:
         (lambda text: "model = x", "not JSON"),
         (lambda text: text[:-300], "cut short"),
         (lambda text: newer(json.loads(text)), "install a newer commpass"),
-        (lambda text: text.replace('"sites"', '"sights"').replace('"graph"', '"graf"'), "damaged dump"),
+        (
+            lambda text: text.replace('"sites"', '"sights"').replace('"graph"', '"graf"'),
+            "damaged dump",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["explain", "graph", "diff"])
@@ -406,7 +539,10 @@ def test_no_file_and_no_dump_in_the_folder(folder: Path, tmp_path: Path):
 
 def test_a_circle_in_a_damaged_graph(tmp_path: Path):
     nodes = (node("a", "aten.neg.default", "b"), node("b", "aten.neg.default", "a"))
-    fails(run("graph", dump.write(tmp_path, make(nodes=nodes)), "--svg", "-o", tmp_path / "x.svg"), "circle")
+    fails(
+        run("graph", dump.write(tmp_path, make(nodes=nodes)), "--svg", "-o", tmp_path / "x.svg"),
+        "circle",
+    )
 
 
 # doctor
@@ -425,15 +561,20 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "code"), [("2.11.0a0+git1", 0), ("2.15.1+cu130", 0), ("2.10.2", 1), ("2.16.0", 1), ("3.1", 1)]
+    ("version", "code"),
+    [("2.11.0a0+git1", 0), ("2.15.1+cu130", 0), ("2.10.2", 1), ("2.16.0", 1), ("3.1", 1)],
 )
-def test_doctor_knows_which_torch_is_supported(monkeypatch: pytest.MonkeyPatch, version: str, code: int):
+def test_doctor_knows_which_torch_is_supported(
+    monkeypatch: pytest.MonkeyPatch, version: str, code: int
+):
     import torch
 
     monkeypatch.setattr(torch, "__version__", version)
     result = run("doctor", "--json")
     assert result.exit_code == code
-    assert [row["state"] for row in json.loads(result.stdout) if row["what"] == "torch"] == [version]
+    assert [row["state"] for row in json.loads(result.stdout) if row["what"] == "torch"] == [
+        version
+    ]
 
 
 def test_doctor_without_torch_or_distributed(monkeypatch: pytest.MonkeyPatch):
@@ -454,7 +595,9 @@ def test_doctor_tells_the_kinds_of_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0) if index else (8, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda index: (9, 0) if index else (8, 0)
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H" if index else "A")
     assert render.gpus() == ("1 x A (capability 8.0, no fp8), 2 x H (capability 9.0, fp8)", True)
 
@@ -473,7 +616,15 @@ def test_version_and_help():
 def test_the_console_script_starts():
     import subprocess
 
-    script = shutil.which("commpass", path=str(Path(sys.executable).parent)) or pytest.skip("not installed")
-    done = subprocess.run([script, "explain", "no-such-dump"], capture_output=True, text=True, timeout=120, check=False)
+    script = shutil.which("commpass", path=str(Path(sys.executable).parent)) or pytest.skip(
+        "not installed"
+    )
+    done = subprocess.run(
+        [script, "explain", "no-such-dump"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "commpass: no-such-dump: no such file or folder\n"

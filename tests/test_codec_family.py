@@ -1,5 +1,5 @@
-"""What each part of a block codec computes, and what the whole makes of it, against references written from the formulas:
-transforms, scales, grids, stored forms, packing, stochastic rounding."""
+"""What each part of a block codec computes, and what the whole makes of it, against references
+written from the formulas: transforms, scales, grids, stored forms, packing, stochastic rounding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commpass.codecs import FLOATS, codec, grids, noise, packing, scales, transf
 
 __all__ = ["one_thread"]  # a fixture, used by its presence
 
-# --- the whole --------------------------------------------------------------------------------------------------------
+# --- the whole ------------------------------------------------------------------------------------
 
 
 def verify(text_or_named, x: torch.Tensor) -> None:
@@ -62,7 +62,8 @@ def test_rectangles_at_the_edges_of_a_matrix(columns, numel):
 
 @pytest.mark.parametrize("text", [text for text, setting in FAMILY.items() if setting.seed is None])
 def test_float64_values_are_the_reference_to_nine_digits(text):
-    """Of values near a tie rounding decides, in the package and in the reference: they may differ, and must be rare."""
+    """Of values near a tie rounding decides, in the package and in the reference: they may differ,
+    and must be rare."""
     coder, setting = build(text, 64)
     x = gaussian(3000, dtype=torch.float64)
     x[::97] *= 20
@@ -74,13 +75,26 @@ def test_float64_values_are_the_reference_to_nine_digits(text):
     assert same.mean() > 0.99
 
 
-EVEN = ["int8", "int6", "int4", "fp8", "fp8(form=e5m2)", "rotated(form=int, bits=8)", "rotated(form=int, bits=4)",
-        "rotated(form=e4m3, bits=8)", "taco"]  # fmt: skip
+EVEN = [
+    "int8",
+    "int6",
+    "int4",
+    "fp8",
+    "fp8(form=e5m2)",
+    "rotated(form=int, bits=8)",
+    "rotated(form=int, bits=4)",
+    "rotated(form=e4m3, bits=8)",
+    "taco",
+]
 COMPANDED = ["rotated", "rotated(form=companded, bits=6)", "rotated(form=companded, bits=5)"]
 
 
 @pytest.mark.parametrize(
-    ("text", "block"), [*((text, block) for text in EVEN for block in (16, 256)), *((text, 256) for text in COMPANDED)]
+    ("text", "block"),
+    [
+        *((text, block) for text in EVEN for block in (16, 256)),
+        *((text, 256) for text in COMPANDED),
+    ],
 )
 def test_the_relative_error_is_that_of_theory_on_a_gaussian(text, block):
     """For companded grids, whose outermost level is not the peak, in large blocks only."""
@@ -89,13 +103,15 @@ def test_the_relative_error_is_that_of_theory_on_a_gaussian(text, block):
     assert coder.relative_error() == pytest.approx(theory, rel=0.05)
 
 
-# --- grids ------------------------------------------------------------------------------------------------------------
+# --- grids ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int2"])
 def test_integers_round_half_to_even(name):
     largest = {"int8": 127, "int4": 7, "int2": 1}[name]
-    halves = torch.arange(-largest, largest) + 0.5  # with a peak of `largest` the scale is 1: every value is a tie
+    halves = (
+        torch.arange(-largest, largest) + 0.5
+    )  # with a peak of `largest` the scale is 1: every value is a tie
     x = torch.cat([halves, torch.tensor([float(largest)])])
     x = torch.nn.functional.pad(x, (0, -x.numel() % 8))
     coder = codec(name, block=x.numel())
@@ -112,7 +128,9 @@ def test_8_bit_floats_keep_every_value_of_their_grid_and_round_ties_to_even(text
     ties = (levels[1:] + levels[:-1]) / 2  # exact in float32
     even = np.where(np.arange(len(ties)) % 2 == 0, levels[:-1], levels[1:])
     x = torch.tensor(np.concatenate([levels, -levels, ties, -ties]), dtype=dtype)
-    coder = codec(text, block=math.ceil(x.numel() / 8) * 8)  # one block, whose peak is the largest level: scale 1
+    coder = codec(
+        text, block=math.ceil(x.numel() / 8) * 8
+    )  # one block, whose peak is the largest level: scale 1
     assert decoded(coder, x).tolist() == np.concatenate([levels, -levels, even, -even]).tolist()
 
 
@@ -120,7 +138,10 @@ GRIDS = {
     **{f"int{bits}": lambda bits=bits: grids.int_grid(bits) for bits in range(2, 9)},
     **{f"level{bits}": lambda bits=bits: grids.level_grid(bits) for bits in (3, 4)},
     **{form: lambda form=form: grids.fp8_grid(form) for form in ("e4m3", "e5m2")},
-    **{f"companded{bits}": lambda bits=bits: grids.companded_grid(bits, 256) for bits in range(2, 9)},
+    **{
+        f"companded{bits}": lambda bits=bits: grids.companded_grid(bits, 256)
+        for bits in range(2, 9)
+    },
     **{f"table{bits}": lambda bits=bits: grids.table_grid(bits) for bits in range(2, 7)},
 }
 
@@ -131,13 +152,17 @@ def test_a_grid_has_the_levels_and_the_numbers_of_the_reference(name):
     assert (grid.bits, grid.has_zero) == (want.bits, 0.0 in want.levels)
     assert (grid.largest, grid.sigma) == pytest.approx((want.largest, want.sigma), rel=1e-12)
     codes = torch.from_numpy(want.codes.astype(np.uint8))
-    assert wide(grid.decode(codes, torch.float64)) == pytest.approx(want.levels, abs=1e-11 * want.largest)
+    assert wide(grid.decode(codes, torch.float64)) == pytest.approx(
+        want.levels, abs=1e-11 * want.largest
+    )
     # Each level, and what is a little to both sides of each edge, has its code.
     low, high = want.edges - 1e-6 * want.largest, want.edges + 1e-6 * want.largest
     if not name.startswith("e"):  # whose gaps near zero are narrower than that
         assert grid.encode(torch.from_numpy(low), None).tolist() == want.codes[:-1].tolist()
         assert grid.encode(torch.from_numpy(high), None).tolist() == want.codes[1:].tolist()
-    assert grid.decode(grid.encode(torch.from_numpy(want.levels), None), torch.float64).tolist() == pytest.approx(want.levels)
+    assert grid.decode(
+        grid.encode(torch.from_numpy(want.levels), None), torch.float64
+    ).tolist() == pytest.approx(want.levels)
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -148,7 +173,9 @@ def test_half_is_the_largest_error_up_to_the_largest_number(name):
     assert 0.95 * grid.half <= error <= grid.half * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in GRIDS if name.startswith(("int", "level", "table", "companded"))])
+@pytest.mark.parametrize(
+    "name", [name for name in GRIDS if name.startswith(("int", "level", "table", "companded"))]
+)
 def test_codes_never_fall_as_values_rise_and_what_is_above_the_largest_is_cut(name):
     grid = GRIDS[name]()
     values = torch.linspace(-3 * grid.largest, 3 * grid.largest, 10_001)
@@ -162,10 +189,28 @@ MAX_1960 = {
     2: [0.4528, 1.510],
     3: [0.2451, 0.7560, 1.344, 2.152],
     4: [0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733],
-    5: [0.06590, 0.1981, 0.3314, 0.4668, 0.6050, 0.7473, 0.8947, 1.049, 1.212, 1.387, 1.577, 1.788, 2.029, 2.319, 2.692, 3.263],
+    5: [
+        0.06590,
+        0.1981,
+        0.3314,
+        0.4668,
+        0.6050,
+        0.7473,
+        0.8947,
+        1.049,
+        1.212,
+        1.387,
+        1.577,
+        1.788,
+        2.029,
+        2.319,
+        2.692,
+        3.263,
+    ],
 }
 DISTORTION = {2: 0.1175, 3: 0.03454, 4: 0.009497, 5: 0.002499}
-"""Quantizing for minimum distortion, IRE Transactions on Information Theory 6, table I: positive levels, least square error."""
+"""Quantizing for minimum distortion, IRE Transactions on Information Theory 6, table I: positive
+levels, least square error."""
 
 
 @pytest.mark.parametrize("bits_", MAX_1960)
@@ -175,7 +220,8 @@ def test_the_levels_of_least_error_are_the_published_ones(bits_):
 
 @pytest.mark.parametrize("bits_", range(2, 7))
 def test_the_levels_of_least_error_are_means_of_their_cells_and_edges_lie_midway(bits_):
-    """Both conditions of Lloyd and Max, by integration on a grid of points; and the error that they promise."""
+    """Both conditions of Lloyd and Max, by integration on a grid of points; and the error that they
+    promise."""
     grid = grids.table_grid(bits_)
     x = np.linspace(-12, 12, 1_200_001)
     density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
@@ -187,7 +233,9 @@ def test_the_levels_of_least_error_are_means_of_their_cells_and_edges_lie_midway
     assert (nearest == codes[::500]).mean() > 0.999
     distortion = (density * (x - levels[codes]) ** 2).sum()
     if bits_ in DISTORTION:
-        assert distortion == pytest.approx(DISTORTION[bits_], rel=2.5e-3)  # his of 5 bits is 0.2 % low
+        assert distortion == pytest.approx(
+            DISTORTION[bits_], rel=2.5e-3
+        )  # his of 5 bits is 0.2 % low
 
 
 @pytest.mark.parametrize("bits_", range(2, 9))
@@ -198,7 +246,9 @@ def test_the_load_of_even_levels_is_near_the_best_one(bits_):
 
     def error(load: float) -> float:
         scale = load / largest
-        return float((density * (x - np.clip(np.rint(x / scale), -largest, largest) * scale) ** 2).sum())
+        return float(
+            (density * (x - np.clip(np.rint(x / scale), -largest, largest) * scale) ** 2).sum()
+        )
 
     best = min(error(load) for load in np.arange(0.8, 6.0, 0.05))
     assert error(grids.LOAD[bits_]) <= 1.03 * best
@@ -206,10 +256,13 @@ def test_the_load_of_even_levels_is_near_the_best_one(bits_):
 
 @pytest.mark.parametrize("bits_", range(2, 9))
 def test_companded_levels_lose_less_than_even_ones_on_a_gaussian(bits_):
-    assert codec("rotated", bits=bits_).relative_error() < codec("rotated", bits=bits_, form="int").relative_error()
+    assert (
+        codec("rotated", bits=bits_).relative_error()
+        < codec("rotated", bits=bits_, form="int").relative_error()
+    )
 
 
-# --- transforms -------------------------------------------------------------------------------------------------------
+# --- transforms -----------------------------------------------------------------------------------
 
 WIDTHS = [8, 16, 32, 64, 128, 256, 512]
 
@@ -221,15 +274,18 @@ def test_a_rotation_is_the_matrix_of_the_reference_and_its_inverse_undoes_it(wid
     x = gaussian(3, 5, width, dtype=torch.float64)
     turned, side = rotation.forward(x)
     assert side is None
-    assert turned.numpy() == pytest.approx(x.numpy() @ reference.hadamard(width, signed).T / width, abs=1e-14)
+    assert turned.numpy() == pytest.approx(
+        x.numpy() @ reference.hadamard(width, signed).T / width, abs=1e-14
+    )
     back = rotation.inverse(turned / rotation.sums, None) * rotation.sums
     assert back.numpy() == pytest.approx(x.numpy(), abs=1e-13)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_signs_spread_every_row_of_the_matrix(width):
-    """A bent function of an even number of bits has a flat spectrum: then a block that is a row of the matrix, such as a
-    constant, has all its rotated values alike. An odd number leaves one bit of a half: then half of them, and larger."""
+    """A bent function of an even number of bits has a flat spectrum: then a block that is a row of
+    the matrix, such as a constant, has all its rotated values alike. An odd number leaves one bit
+    of a half: then half of them, and larger."""
     rows = torch.from_numpy(reference.hadamard(width))
     turned, _ = transforms.hadamard(width, signed=True).forward(rows)
     plain, _ = transforms.hadamard(width).forward(rows)
@@ -243,7 +299,9 @@ def test_the_signs_spread_every_row_of_the_matrix(width):
 def test_groups_may_be_wider_than_the_rotation():
     x = gaussian(4, 128, dtype=torch.float64)
     turned, _ = transforms.hadamard(32).forward(x)
-    assert turned.numpy() == pytest.approx((x.numpy().reshape(-1, 32) @ reference.hadamard(32) / 32).reshape(4, 128), abs=1e-14)
+    assert turned.numpy() == pytest.approx(
+        (x.numpy().reshape(-1, 32) @ reference.hadamard(32) / 32).reshape(4, 128), abs=1e-14
+    )
 
 
 def test_a_pivot_is_what_is_twice_as_large_as_all_others():
@@ -254,7 +312,9 @@ def test_a_pivot_is_what_is_twice_as_large_as_all_others():
     transform = transforms.hadamard(16, pivot=True)
     turned, side = transform.forward(x)
     assert side.flatten().tolist() == reference.pivots_of(x.numpy()).tolist() == [5, 9, 0, 0, 0, 0]
-    want, pivots = reference.forward(x.numpy(), reference.Setting("level4", rotation="pivot", block=16))
+    want, pivots = reference.forward(
+        x.numpy(), reference.Setting("level4", rotation="pivot", block=16)
+    )
     assert turned.numpy() == pytest.approx(want, abs=1e-14)
     back = transform.inverse(turned / transform.sums, side) * transform.sums
     assert back.numpy() == pytest.approx(x.numpy(), abs=1e-13)
@@ -266,23 +326,34 @@ def test_a_rotation_helps_the_values_beside_an_outlier(text):
     x = gaussian(4096)
     x[::256] = 50.0
     rotated, setting = build(text, 256)
-    errors = [(coder.decode(coder.encode(x)) - x).square().mean().sqrt() for coder in (codec(setting.grid, block=256), rotated)]
+    errors = [
+        (coder.decode(coder.encode(x)) - x).square().mean().sqrt()
+        for coder in (codec(setting.grid, block=256), rotated)
+    ]
     assert errors[1] < 0.7 * errors[0]
 
 
-# --- scales -----------------------------------------------------------------------------------------------------------
+# --- scales ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stored", ["bf16", "pow2"])
 def test_stored_scales_are_the_least_not_below_and_the_nearest(stored):
     rng = np.random.default_rng(0)
     powers, most = 2.0 ** np.arange(-126, 127), float(np.finfo(np.float32).max)
-    numbers = np.concatenate([10.0 ** rng.uniform(-37.8, 38.4, 5000), powers, 1.5 * powers, [2.0**127, 3.3e38, most]])
+    numbers = np.concatenate(
+        [10.0 ** rng.uniform(-37.8, 38.4, 5000), powers, 1.5 * powers, [2.0**127, 3.3e38, most]]
+    )
     numbers = numbers.astype(np.float32)
     x = torch.from_numpy(numbers)
-    for made, wanted in ((scales.round_up, reference.stored_up), (scales.round_nearest, reference.stored_nearest)):
+    for made, wanted in (
+        (scales.round_up, reference.stored_up),
+        (scales.round_nearest, reference.stored_nearest),
+    ):
         found = made(x, stored)
-        assert wide(found).tolist() == wanted(numbers.astype(np.float64), stored, reference.SINGLE).tolist()
+        assert (
+            wide(found).tolist()
+            == wanted(numbers.astype(np.float64), stored, reference.SINGLE).tolist()
+        )
         raw = scales.store(found, stored)
         assert raw.numel() == len(numbers) * scales.STORED[stored]
         assert bits(scales.load(raw, stored, torch.float32)) == bits(found)
@@ -295,7 +366,10 @@ def test_stored_scales_are_the_least_not_below_and_the_nearest(stored):
 
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "pow2"])
 def test_stored_scales_keep_what_is_not_finite(stored):
-    raw = torch.tensor([0x7FC00000, 0x7FFFFFFF, -0x400000, -1, 0x7F800001, 0x7F800000, -0x800000], dtype=torch.int32)
+    raw = torch.tensor(
+        [0x7FC00000, 0x7FFFFFFF, -0x400000, -1, 0x7F800001, 0x7F800000, -0x800000],
+        dtype=torch.int32,
+    )
     for made in (scales.round_up, scales.round_nearest):
         found = made(raw.view(torch.float32), stored)
         assert not scales.load(scales.store(found, stored), stored, torch.float32).isfinite().any()
@@ -304,16 +378,25 @@ def test_stored_scales_keep_what_is_not_finite(stored):
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "pow2"])
 def test_float64_scales_travel_whole(stored):
     x = torch.tensor([1e-300, math.pi, 1e300], dtype=torch.float64)
-    assert scales.round_up(x, stored).tolist() == scales.round_nearest(x, stored).tolist() == x.tolist()
+    assert (
+        scales.round_up(x, stored).tolist()
+        == scales.round_nearest(x, stored).tolist()
+        == x.tolist()
+    )
     assert scales.load(scales.store(x, stored), stored, torch.float64).tolist() == x.tolist()
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.sampled_from(["int8", "int4", "fp8", "rotated(form=table, bits=3)", "rotated(form=companded, bits=4)"]),
-       st.sampled_from(["fp32", "bf16", "pow2"]), st.integers(0, 10**6))  # fmt: skip
+@given(
+    st.sampled_from(
+        ["int8", "int4", "fp8", "rotated(form=table, bits=3)", "rotated(form=companded, bits=4)"]
+    ),
+    st.sampled_from(["fp32", "bf16", "pow2"]),
+    st.integers(0, 10**6),
+)
 def test_least_squares_never_loses_to_the_scale_it_starts_from(text, stored, seed):
-    """The first scale is of the stored form itself, and the error is a parabola in the scale: the nearest number to its least
-    point is at least as good."""
+    """The first scale is of the stored form itself, and the error is a parabola in the scale: the
+    nearest number to its least point is at least as good."""
     name, _, rest = text.partition("(")
     given_ = dict(part.split("=") for part in rest.rstrip(")").split(", ")) if rest else {}
     parameters = {key: int(value) if value.isdigit() else value for key, value in given_.items()}
@@ -326,13 +409,15 @@ def test_least_squares_never_loses_to_the_scale_it_starts_from(text, stored, see
     assert errors[1] <= errors[0] * (1 + 1e-5)
 
 
-# --- packing ----------------------------------------------------------------------------------------------------------
+# --- packing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits_", range(1, 9))
 @pytest.mark.parametrize("block", [8, 24, 64, 256])
 def test_codes_of_every_width_are_packed_without_waste(bits_, block):
-    codes = torch.from_numpy(np.random.default_rng(bits_).integers(0, 2**bits_, (3, 5, block)).astype(np.uint8))
+    codes = torch.from_numpy(
+        np.random.default_rng(bits_).integers(0, 2**bits_, (3, 5, block)).astype(np.uint8)
+    )
     packed = packing.pack(codes, bits_)
     assert packed.dtype == torch.uint8
     assert packed.shape == (3, 5, block * bits_ // 8)
@@ -343,22 +428,28 @@ def test_codes_of_every_width_are_packed_without_waste(bits_, block):
 
 @pytest.mark.parametrize("bits_", range(1, 9))
 def test_every_byte_is_the_pack_of_its_codes(bits_):
-    packed = torch.from_numpy(np.random.default_rng(bits_).integers(0, 256, (9, 8 * bits_)).astype(np.uint8))
+    packed = torch.from_numpy(
+        np.random.default_rng(bits_).integers(0, 256, (9, 8 * bits_)).astype(np.uint8)
+    )
     assert packing.pack(packing.unpack(packed, bits_), bits_).tolist() == packed.tolist()
 
 
-# --- stochastic rounding ----------------------------------------------------------------------------------------------
+# --- stochastic rounding --------------------------------------------------------------------------
 
 SEEDS = range(400)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int2"])
 def test_the_mean_over_many_seeds_is_the_value(name):
-    """Within four standard errors of each value's own rounding, but for the few of so many that chance puts further off."""
+    """Within four standard errors of each value's own rounding, but for the few of so many that
+    chance puts further off."""
     x = gaussian(1024)
     coders = [codec(name, block=64, rounding="stochastic", seed=seed) for seed in SEEDS]
     all_ = torch.stack([coder.decode(coder.encode(x)) for coder in coders]).double()
-    scale = x.double().reshape(-1, 64).abs().amax(dim=1).repeat_interleave(64) / {"int8": 127, "int4": 7, "int2": 1}[name]
+    scale = (
+        x.double().reshape(-1, 64).abs().amax(dim=1).repeat_interleave(64)
+        / {"int8": 127, "int4": 7, "int2": 1}[name]
+    )
     part = (x.double() / scale).remainder(1)
     deviation = (part * (1 - part)).sqrt() * scale / math.sqrt(len(SEEDS))
     off = (all_.mean(dim=0) - x.double()).abs()
@@ -370,15 +461,24 @@ def test_the_mean_over_many_seeds_is_the_value(name):
 
 
 @pytest.mark.parametrize(
-    "text", [text for text, setting in FAMILY.items() if setting.seed is not None and setting.scale == "absmax"]
+    "text",
+    [
+        text
+        for text, setting in FAMILY.items()
+        if setting.seed is not None and setting.scale == "absmax"
+    ],
 )
 def test_no_value_is_further_than_one_step(text):
     coder, setting = build(text, 64)
     x = gaussian(5000)
     largest = reference.grid_of(setting.grid, 64).largest
     peak = np.abs(reference.blocks_of(wide(x), setting)).max(axis=1)
-    scale = reference.stored_up(peak / largest * (1 + 1e-7), setting.stored, reference.SINGLE)[:, None]
-    errors = np.abs(reference.blocks_of(decoded(coder, x), setting) - reference.blocks_of(wide(x), setting))
+    scale = reference.stored_up(peak / largest * (1 + 1e-7), setting.stored, reference.SINGLE)[
+        :, None
+    ]
+    errors = np.abs(
+        reference.blocks_of(decoded(coder, x), setting) - reference.blocks_of(wide(x), setting)
+    )
     assert (errors <= scale * (1 + 1e-5)).all()
     assert (errors > 0.5 * scale).mean() > 0.1  # nearest rounding would have none
 
@@ -395,7 +495,8 @@ def test_noise_is_that_of_the_reference(dtype):
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 2**31 + 5, 10**12])
 def test_noise_is_uniform_and_neighbours_know_nothing_of_each_other(seed):
-    """Chi-square over 256 cells of one, and over 16 x 16 of neighbouring pairs: 255 degrees of freedom, within 6 deviations."""
+    """Chi-square over 256 cells of one, and over 16 x 16 of neighbouring pairs: 255 degrees of
+    freedom, within 6 deviations."""
     found = wide(noise.uniform(gaussian(4, 64, 256), noise.key_of(seed, ())))
     assert 0 <= found.min() < 1e-3
     assert 1 - 1e-3 < found.max() < 1
@@ -434,18 +535,23 @@ def test_noise_is_the_same_where_values_differ_by_less_than_bfloat16_tells():
 
 def test_other_seeds_make_other_wires():
     x = gaussian(300)
-    wires = {bits(codec("int4", rounding="stochastic", seed=seed).encode(x).payload) for seed in range(20)}
+    wires = {
+        bits(codec("int4", rounding="stochastic", seed=seed).encode(x).payload)
+        for seed in range(20)
+    }
     assert len(wires) == 20
 
 
 def test_the_same_seed_makes_the_same_bits_in_another_process():
     program = (
-        "import torch, hashlib; from commpass.codecs import codec\n"
-        "x = torch.arange(1000, dtype=torch.float32).sin()\n"
-        "print(hashlib.sha256(codec('int4(rounding=stochastic, seed=11)').encode(x).payload.numpy().tobytes()).hexdigest())"
+        "import torch, hashlib; from commpass.codecs import codec\nx = torch.arange(1000,"
+        " dtype=torch.float32).sin()\nprint(hashlib.sha256(codec('int4(rounding=stochastic,"
+        " seed=11)').encode(x).payload.numpy().tobytes()).hexdigest())"
     )
     x = torch.arange(1000, dtype=torch.float32).sin()
     here = codec("int4(rounding=stochastic, seed=11)").encode(x).payload.numpy().tobytes()
-    there = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    there = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert there.strip() == hashlib.sha256(here).hexdigest()
     assert codec("int4(rounding=stochastic, seed=11)").encode(x).payload.numpy().tobytes() == here

@@ -1,5 +1,5 @@
-"""What the block codecs are worth: their errors against the bound of rate and distortion, against each other, and TACO's
-ablation as numbers."""
+"""What the block codecs are worth: their errors against the bound of rate and distortion, against
+each other, and TACO's ablation as numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def distance(coder: Codec, x: torch.Tensor) -> float:
     return coder.bits_per_value(x.numel(), torch.bfloat16) + math.log2(relative_error(coder, x))
 
 
-# --- rotated, our own -------------------------------------------------------------------------------------------------
+# --- rotated, our own -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
@@ -60,11 +60,16 @@ def test_rotated_is_within_three_quarters_of_a_bit_of_the_bound(bits, data):
 
 @pytest.mark.parametrize("bits", range(2, 7))
 def test_tables_are_nearer_to_the_bound_with_fewer_bits_and_least_squares(bits):
-    """Of 3 bits and less they are better than companded levels; of 6 they miss 0.75 bit by a hundredth."""
+    """Of 3 bits and less they are better than companded levels; of 6 they miss 0.75 bit by a
+    hundredth."""
     x = DATA["gaussian"]
     rms, lsq, companded = (
         distance(coder, x)
-        for coder in (codec("table", bits=bits), codec("rotated", bits=bits, form="table"), codec("rotated", bits=bits))
+        for coder in (
+            codec("table", bits=bits),
+            codec("rotated", bits=bits, form="table"),
+            codec("rotated", bits=bits),
+        )
     )
     assert lsq < rms <= (0.75 if bits < 6 else 0.76)
     assert (lsq < companded) == (bits <= 3)
@@ -73,16 +78,22 @@ def test_tables_are_nearer_to_the_bound_with_fewer_bits_and_least_squares(bits):
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_rotated_loses_at_most_twice_as_much_of_a_tensor_far_from_zero(bits):
     coder = codec("rotated", bits=bits)
-    assert relative_error(coder, DATA["far from zero"]) <= 2 * relative_error(coder, DATA["gaussian"])
+    assert relative_error(coder, DATA["far from zero"]) <= 2 * relative_error(
+        coder, DATA["gaussian"]
+    )
 
 
 @pytest.mark.parametrize("bits", range(3, 9))
 def test_each_bit_more_about_halves_the_error(bits):
-    less, more = (relative_error(codec("rotated", bits=bits - by), DATA["gaussian"]) for by in (1, 0))
+    less, more = (
+        relative_error(codec("rotated", bits=bits - by), DATA["gaussian"]) for by in (1, 0)
+    )
     assert 1.6 < less / more < 2.2
 
 
-@pytest.mark.parametrize("data", ["gaussian", "outlier channels", "one outlier in a thousand", "laplace", "small"])
+@pytest.mark.parametrize(
+    "data", ["gaussian", "outlier channels", "one outlier in a thousand", "laplace", "small"]
+)
 def test_rotated_beats_taco_at_fewer_bits(data):
     x = DATA[data]
     published = relative_error(codec("taco"), x)
@@ -91,23 +102,29 @@ def test_rotated_beats_taco_at_fewer_bits(data):
     eight, six = codec("rotated", form="int"), codec("rotated", bits=6)
     assert eight.bits_per_value(COUNT, torch.bfloat16) == 8.0625
     assert relative_error(eight, x) < 0.0075
-    # But where one value of a block is all of it: its rotated values have one magnitude, which even levels hit.
-    assert (relative_error(codec("rotated"), x) < relative_error(eight, x)) == (data != "one outlier in a thousand")
+    # But where one value of a block is all of it: its rotated values have one magnitude, which even
+    # levels hit.
+    assert (relative_error(codec("rotated"), x) < relative_error(eight, x)) == (
+        data != "one outlier in a thousand"
+    )
     assert six.bits_per_value(COUNT, torch.bfloat16) == 6.0625
     assert relative_error(six, x) <= published
 
 
-# --- TACO ------------------------------------------------------------------------------------------------------------------
+# --- TACO -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", [32, 64, 128, 256, 512])
 @pytest.mark.parametrize("form", ["e4m3", "e5m2", "int8"])
 def test_alpha_cancels_in_taco(form, block):
-    """What is coded is ``z / max|z|``: the first scale, by which both are divided, is not in it. So one scale gives the same
-    values, to the rounding of float64, but where a value is so near a tie that this rounding decides."""
+    """What is coded is ``z / max|z|``: the first scale, by which both are divided, is not in it. So
+    one scale gives the same values, to the rounding of float64, but where a value is so near a tie
+    that this rounding decides."""
     x = gaussian(1 << 15, dtype=torch.float64)
     x[::131] *= 40
-    dual, single = (codec("taco", form=form, block=block, scale=scale) for scale in ("dual", "absmax"))
+    dual, single = (
+        codec("taco", form=form, block=block, scale=scale) for scale in ("dual", "absmax")
+    )
     values = [coder.decode(coder.encode(x)).reshape(-1, block) for coder in (dual, single)]
     off = (values[0] - values[1]).norm(dim=1) / values[1].norm(dim=1)
     assert (off <= 2e-15).float().mean() > 0.995
@@ -124,11 +141,14 @@ def ablation(x: torch.Tensor) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(("magnitude", "direct"), [(1e-6, 0.999), (1e-4, 0.15), (1.0, 0.025), (3e3, 0.99)])
+@pytest.mark.parametrize(
+    ("magnitude", "direct"), [(1e-6, 0.999), (1e-4, 0.15), (1.0, 0.025), (3e3, 0.99)]
+)
 def test_the_ablation_of_taco(magnitude, direct):
-    """A plain cast loses what is below half of the least 8-bit float, 2^-10, and cuts what is above 448; any scale cures that.
-    On values beside outliers floats need no rotation: their steps are relative, and the dual scale alone (1.94 %) loses
-    less than with it (2.61 %). The rotated forms are alike, since alpha cancels."""
+    """A plain cast loses what is below half of the least 8-bit float, 2^-10, and cuts what is above
+    448; any scale cures that. On values beside outliers floats need no rotation: their steps are
+    relative, and the dual scale alone (1.94 %) loses less than with it (2.61 %). The rotated forms
+    are alike, since alpha cancels."""
     error = ablation(outliers() * magnitude)
     assert direct < error["direct"] <= 1.0
     assert error["direct"] > error["all"] > error["dual scale"]
@@ -138,7 +158,8 @@ def test_the_ablation_of_taco(magnitude, direct):
 
 
 def test_what_the_rotation_is_for():
-    """The small values beside a large one: with integers the scale of a block with an outlier rounds them to zero."""
+    """The small values beside a large one: with integers the scale of a block with an outlier
+    rounds them to zero."""
     x = outliers()
     quiet = torch.ones(1024, dtype=torch.bool)
     quiet[::37] = False
@@ -146,33 +167,42 @@ def test_what_the_rotation_is_for():
     def of_quiet(coder: Codec) -> float:
         return float((coder.decode(coder.encode(x)) - x)[:, quiet].norm() / x[:, quiet].norm())
 
-    plain, turned = (of_quiet(codec("taco", form="int8", rotate=rotate)) for rotate in (False, True))
+    plain, turned = (
+        of_quiet(codec("taco", form="int8", rotate=rotate)) for rotate in (False, True)
+    )
     assert turned < 0.5 * plain
 
 
 def test_the_forms_of_taco_in_order():
     for data in ("gaussian", "outlier channels"):
         x = DATA[data]
-        error = {form: relative_error(codec("taco", form=form), x) for form in ("e4m3", "e5m2", "int8")}
+        error = {
+            form: relative_error(codec("taco", form=form), x) for form in ("e4m3", "e5m2", "int8")
+        }
         assert error["int8"] < 0.01 < 0.02 < error["e4m3"] < 0.03 < 0.045 < error["e5m2"] < 0.06
         assert error["e5m2"] == pytest.approx(2 * error["e4m3"], rel=0.05)
 
 
 @pytest.mark.parametrize("form", ["e4m3", "int8"])
 def test_blocks_of_taco_from_32_to_512(form):
-    """An 8-bit float has the same relative steps under any scale; even steps grow with the peak of a larger block."""
+    """An 8-bit float has the same relative steps under any scale; even steps grow with the peak of
+    a larger block."""
     x = DATA["gaussian"]
-    errors = [relative_error(codec("taco", form=form, block=block), x) for block in (32, 64, 128, 256, 512)]
+    errors = [
+        relative_error(codec("taco", form=form, block=block), x)
+        for block in (32, 64, 128, 256, 512)
+    ]
     assert errors == sorted(errors)
     assert errors[-1] / errors[0] < (1.1 if form == "e4m3" else 2)
     assert form == "e4m3" or errors[-1] / errors[0] > 1.3
 
 
-# --- the other papers -------------------------------------------------------------------------------------------------
+# --- the other papers -----------------------------------------------------------------------------
 
 
 def test_eight_bit_blocks_against_plain_floats():
-    """EQuARX, table of its section IV: on N(0, 1) the square error of blockwise int8 is far below that of naive fp8."""
+    """EQuARX, table of its section IV: on N(0, 1) the square error of blockwise int8 is far below
+    that of naive fp8."""
     x = DATA["gaussian"]
     int8, fp8 = (relative_error(codec(text), x) for text in ("int8", "fp8(static=1.0)"))
     assert int8 < 0.01
@@ -196,8 +226,8 @@ def test_sdp4bit_and_tahquant_at_their_widths():
 
 
 def test_what_a_pivot_is_for():
-    """Beside one large value a block, which the swap turns into an offset, TahQuant keeps the others as well as without it;
-    a rotation alone spreads its error over them."""
+    """Beside one large value a block, which the swap turns into an offset, TahQuant keeps the
+    others as well as without it; a rotation alone spreads its error over them."""
     x = DATA["gaussian"].clone()
     x[5::128] = 100.0
     quiet = torch.arange(COUNT) % 128 != 5
@@ -212,8 +242,11 @@ def test_what_a_pivot_is_for():
 
 
 def test_what_the_signs_are_for():
-    """A mean that all values share is gathered in one by a plain rotation, as an outlier of its block."""
+    """A mean that all values share is gathered in one by a plain rotation, as an outlier of its
+    block."""
     x = DATA["far from zero"]
     signed = relative_error(codec("rotated", bits=4), x)
     assert relative_error(codec("tahquant"), x) > 3 * signed
-    assert relative_error(codec("taco", form="int8"), x) > 5 * relative_error(codec("rotated", form="int"), x)
+    assert relative_error(codec("taco", form="int8"), x) > 5 * relative_error(
+        codec("rotated", form="int"), x
+    )

@@ -1,6 +1,8 @@
-"""The codecs by name, all settings: what holds for each of them. Laws 2 and 4, error bounds, exact sizes, shapes, bad input.
+"""The codecs by name, all settings: what holds for each of them. Laws 2 and 4, error bounds, exact
+sizes, shapes, bad input.
 
-What the values are is compared with references in test_codec_family.py, what they are worth in test_codec_theory.py.
+What the values are is compared with references in test_codec_family.py, what they are worth in
+test_codec_theory.py.
 """
 
 from __future__ import annotations
@@ -23,31 +25,74 @@ import commpass
 from commpass.codecs import FLOATS, NAMES, Codec, accumulation_dtype, codec
 from commpass.errors import PolicyError
 
-BLOCK_CODECS = ["int8", "int6", "int4", "int2", "fp8", "rotated", "table", "taco", "equarx", "sdp4bit", "tahquant"]
+BLOCK_CODECS = [
+    "int8",
+    "int6",
+    "int4",
+    "int2",
+    "fp8",
+    "rotated",
+    "table",
+    "taco",
+    "equarx",
+    "sdp4bit",
+    "tahquant",
+]
 CORE = [
-    "int8", "int6", "int4", "int2", "int8(scale=rms, stored=bf16)", "int6(scale=lsq, stored=pow2)",
-    "int4(scale=rms, stored=pow2)", "int4(scale=lsq, stored=bf16)", "int2(scale=lsq, stored=fp32)",
-    "int8(static=0.05)", "int2(static=0.05)",
-    "int4(scale=absmax, stored=bf16, rounding=stochastic, seed=7)", "int8(rounding=stochastic)",
-    "int6(scale=static, static=0.5, rounding=stochastic, seed=3)", "fp8", "fp8(form=e5m2)",
-    "fp8(form=e4m3, scale=lsq, stored=pow2)", "fp8(form=e4m3, static=1.0)", "fp8(form=e5m2, static=1.0)", "rotated",
+    "int8",
+    "int6",
+    "int4",
+    "int2",
+    "int8(scale=rms, stored=bf16)",
+    "int6(scale=lsq, stored=pow2)",
+    "int4(scale=rms, stored=pow2)",
+    "int4(scale=lsq, stored=bf16)",
+    "int2(scale=lsq, stored=fp32)",
+    "int8(static=0.05)",
+    "int2(static=0.05)",
+    "int4(scale=absmax, stored=bf16, rounding=stochastic, seed=7)",
+    "int8(rounding=stochastic)",
+    "int6(scale=static, static=0.5, rounding=stochastic, seed=3)",
+    "fp8",
+    "fp8(form=e5m2)",
+    "fp8(form=e4m3, scale=lsq, stored=pow2)",
+    "fp8(form=e4m3, static=1.0)",
+    "fp8(form=e5m2, static=1.0)",
+    "rotated",
     *(f"rotated(form=companded, bits={bits})" for bits in range(2, 8)),
-    "rotated(form=int, bits=8)", "rotated(form=int, bits=3)",
-    "rotated(form=table, bits=5)", "rotated(form=table, bits=2, scale=absmax, stored=pow2)", "rotated(form=e4m3, bits=8)",
-    "rotated(form=e5m2, bits=8)", "rotated(form=companded, bits=4, scale=lsq, stored=fp32)",
-    *(f"table(bits={bits}, scale=rms, stored=bf16)" for bits in (2, 3, 5, 6)), "table", "table(bits=6, scale=lsq, stored=pow2)",
-    "taco", "taco(form=e5m2, scale=absmax, rotate=True)", "taco(form=int8, scale=dual, rotate=False)",
-    "equarx", "equarx(width=96)", "equarx(width=300)",
-    "sdp4bit", "sdp4bit(bits=8)", "sdp4bit(part=weight)", "tahquant", "tahquant(bits=3, stored=fp32)",
-]  # fmt: skip
+    "rotated(form=int, bits=8)",
+    "rotated(form=int, bits=3)",
+    "rotated(form=table, bits=5)",
+    "rotated(form=table, bits=2, scale=absmax, stored=pow2)",
+    "rotated(form=e4m3, bits=8)",
+    "rotated(form=e5m2, bits=8)",
+    "rotated(form=companded, bits=4, scale=lsq, stored=fp32)",
+    *(f"table(bits={bits}, scale=rms, stored=bf16)" for bits in (2, 3, 5, 6)),
+    "table",
+    "table(bits=6, scale=lsq, stored=pow2)",
+    "taco",
+    "taco(form=e5m2, scale=absmax, rotate=True)",
+    "taco(form=int8, scale=dual, rotate=False)",
+    "equarx",
+    "equarx(width=96)",
+    "equarx(width=300)",
+    "sdp4bit",
+    "sdp4bit(bits=8)",
+    "sdp4bit(part=weight)",
+    "tahquant",
+    "tahquant(bits=3, stored=fp32)",
+]
 """Of all settings some that have every part in them, for the tests that try each."""
 
 EACH = 5
-"""Of the settings that differ from others by numbers alone, one in so many is tried without ``--every``."""
+"""Of the settings that differ from others by numbers alone, one in so many is tried without
+``--every``."""
 each_of_the_family = pytest.mark.parametrize(
     "text",
     [
-        pytest.param(text, marks=() if text in CORE or number % EACH == 0 else pytest.mark.every, id=text)
+        pytest.param(
+            text, marks=() if text in CORE or number % EACH == 0 else pytest.mark.every, id=text
+        )
         for number, text in enumerate(FAMILY)
     ],
 )
@@ -63,7 +108,14 @@ def build(text: str, block: int | None = None) -> tuple[Codec, Setting]:
 
 
 def bits(x: torch.Tensor) -> bytes:
-    return x.detach().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+    return (
+        x.detach()
+        .reshape(-1)
+        .clone(memory_format=torch.contiguous_format)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
 
 
 def wide(x: torch.Tensor) -> np.ndarray:
@@ -82,19 +134,22 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Blocks this small are computed sooner by one thread than several find each other, above all on busy machines."""
+    """Blocks this small are computed sooner by one thread than several find each other, above all
+    on busy machines."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-# --- strategies -------------------------------------------------------------------------------------------------------
+# --- strategies -----------------------------------------------------------------------------------
 
 SHAPES = st.one_of(
     st.just(()),
@@ -118,8 +173,12 @@ CONTENTS = {
     "many magnitudes": lambda rng, n: rng.standard_normal(n) * 10.0 ** rng.uniform(-30, 0, n),
     "few levels": lambda rng, n: rng.integers(-8, 9, n) / 2.0,
     # The rotation gathers such a block in one value: as large as a coded value can be.
-    "row of a rotation": lambda rng, n: np.resize(reference.hadamard(w := 2 ** rng.integers(3, 10), True)[rng.integers(w)], n),
-    "row of Hadamard": lambda rng, n: np.resize(reference.hadamard(w := 2 ** rng.integers(3, 10))[rng.integers(w)], n),
+    "row of a rotation": lambda rng, n: np.resize(
+        reference.hadamard(w := 2 ** rng.integers(3, 10), True)[rng.integers(w)], n
+    ),
+    "row of Hadamard": lambda rng, n: np.resize(
+        reference.hadamard(w := 2 ** rng.integers(3, 10))[rng.integers(w)], n
+    ),
 }
 MAGNITUDES = [0, 0, 0, -45, -40, -38, -37, -20, -5, 4, 20, 37, 38]
 
@@ -131,10 +190,16 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     content = CONTENTS[draw(st.sampled_from(sorted(CONTENTS)))]
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     limit = torch.finfo(dtype).max
-    magnitude = draw(st.sampled_from([*MAGNITUDES, *([-315, -308, 307, 308] if dtype == torch.float64 else [])]))
+    magnitude = draw(
+        st.sampled_from([*MAGNITUDES, *([-315, -308, 307, 308] if dtype == torch.float64 else [])])
+    )
     with np.errstate(over="ignore"):
         values = content(rng, math.prod(shape)) * 10.0**magnitude
-    return torch.from_numpy(np.clip(values, -limit, limit).reshape(shape)).to(dtype).clamp(-limit, limit)
+    return (
+        torch.from_numpy(np.clip(values, -limit, limit).reshape(shape))
+        .to(dtype)
+        .clamp(-limit, limit)
+    )
 
 
 @st.composite
@@ -150,14 +215,21 @@ def test_every_block_codec_and_every_part_of_one_is_covered_here():
     assert set(CORE) <= set(FAMILY)
     for field in ("grid", "scale", "stored", "rotation", "layout", "offset"):
         everywhere = {getattr(setting, field) for setting in FAMILY.values()}
-        assert {getattr(FAMILY[text], field) for text in CORE} >= everywhere - {"table3", "int5", "int7"}
+        assert {getattr(FAMILY[text], field) for text in CORE} >= everywhere - {
+            "table3",
+            "int5",
+            "int7",
+        }
 
 
-# --- errors and laws --------------------------------------------------------------------------------------------------
+# --- errors and laws ------------------------------------------------------------------------------
 
 
-def relative_norms(x: torch.Tensor, back: np.ndarray, setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """2-norms of error and of values of each block, over the largest magnitude of the block; and that magnitude."""
+def relative_norms(
+    x: torch.Tensor, back: np.ndarray, setting: Setting
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """2-norms of error and of values of each block, over the largest magnitude of the block; and
+    that magnitude."""
     values = reference.blocks_of(wide(x), setting)
     errors = reference.blocks_of(back, setting) - values
     peak = np.abs(values).max(axis=1, initial=0.0, keepdims=True)
@@ -173,7 +245,9 @@ def test_the_stated_error_bound_is_never_exceeded(named, x):
     errors, norms, peak = relative_norms(x, decoded(coder, x), setting)
     size = reference.places(x.numel(), setting).shape[1]
     arithmetic = 1e-5 * (coder.bound + 1) * norms
-    assert (errors <= coder.bound * norms + math.sqrt(size) * coder.floor(x.dtype) / peak + arithmetic).all()
+    assert (
+        errors <= coder.bound * norms + math.sqrt(size) * coder.floor(x.dtype) / peak + arithmetic
+    ).all()
 
 
 @each_of_the_family
@@ -225,7 +299,9 @@ def test_what_is_not_finite_stays_so_at_its_place_and_leaves_other_blocks_alone(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("text", [text for text, setting in FAMILY.items() if setting.scale == "static"])
+@pytest.mark.parametrize(
+    "text", [text for text, setting in FAMILY.items() if setting.scale == "static"]
+)
 def test_static_scales_mark_only_what_is_not_finite(text, bad):
     coder, _ = build(text)
     x = gaussian(300)
@@ -254,7 +330,9 @@ def test_zeros_decode_to_zeros_and_the_smallest_numbers_to_small_ones(text):
             assert (coder.decode(coder.encode(x)) == 0).all(), dtype
         for value in (work.smallest_subnormal, -work.smallest_subnormal, work.tiny / 3):
             x = torch.full((19,), value, dtype=dtype)
-            most = coder.floor(dtype) * math.sqrt(reference.places(19, setting).shape[1]) + (1 + coder.bound) * abs(value)
+            most = coder.floor(dtype) * math.sqrt(reference.places(19, setting).shape[1]) + (
+                1 + coder.bound
+            ) * abs(value)
             assert (coder.decode(coder.encode(x)).double().abs() <= most).all(), (dtype, value)
 
 
@@ -277,7 +355,9 @@ def test_the_largest_finite_numbers_stay_finite_and_large(text):
     for dtype in FLOATS:
         limit = torch.finfo(dtype).max
         signs = torch.where(gaussian(2100) > 0, 1.0, -1.0).to(dtype)
-        worst = torch.from_numpy(reference.hadamard(setting.width or setting.block, setting.rotation == "signed")[5])
+        worst = torch.from_numpy(
+            reference.hadamard(setting.width or setting.block, setting.rotation == "signed")[5]
+        )
         gathered = worst.repeat(2100 // len(worst)).to(dtype) if setting.rotation else signs
         for x in (
             torch.full((300,), limit, dtype=dtype),
@@ -304,7 +384,7 @@ def test_one_value_and_nothing_at_all(text):
     assert abs(back + 2.5) <= 2.5 * min(1.0, coder.bound) + coder.floor(torch.float32)
 
 
-# --- the wire ---------------------------------------------------------------------------------------------------------
+# --- the wire -------------------------------------------------------------------------------------
 
 
 @examples
@@ -318,7 +398,9 @@ def test_the_payload_is_bytes_of_exactly_the_stated_number_and_the_same_each_tim
     assert wire.payload.numel() == coder.wire_bytes(x.numel(), x.dtype)
     assert (wire.codec, wire.shape, wire.dtype) == (coder.spec, tuple(x.shape), x.dtype)
     assert bits(coder.encode(x.clone()).payload) == bits(wire.payload)
-    assert bits(coder.decode(wire)) == bits(coder.decode(dataclasses.replace(wire, payload=wire.payload.clone())))
+    assert bits(coder.decode(wire)) == bits(
+        coder.decode(dataclasses.replace(wire, payload=wire.payload.clone()))
+    )
     assert bits(x) == before, "encode changed its input"
 
 
@@ -327,16 +409,31 @@ def test_the_payload_is_bytes_of_exactly_the_stated_number_and_the_same_each_tim
 def test_the_wire_holds_codes_and_numbers_each_region_padded_to_128_bytes(named, numel, dtype):
     coder, setting = named
     regions = reference.regions(numel, setting, roundoff(dtype))
-    assert coder.wire_bytes(numel, dtype) == sum(math.ceil(region / 128) * 128 for region in regions)
+    assert coder.wire_bytes(numel, dtype) == sum(
+        math.ceil(region / 128) * 128 for region in regions
+    )
 
 
 SIDE_BITS = {
-    "int8": 8 + 32 / 256, "int6": 6 + 32 / 128, "int4": 4 + 32 / 128, "int2": 2 + 32 / 64, "int8(static=0.05)": 8, "fp8": 8.125,
-    "fp8(form=e4m3, static=1.0)": 8, "rotated": 8 + 16 / 256, "rotated(form=companded, bits=5)": 5.0625, "table": 4.0625,
-    "table(bits=6, scale=lsq, stored=pow2)": 6 + 8 / 256, "taco": 8 + 64 / 256, "equarx": 8 + 32 / 256,
-    "taco(form=e4m3, scale=absmax, rotate=True)": 8 + 32 / 256, "sdp4bit": 4 + 32 / 128, "sdp4bit(part=weight)": 4 + 32 / 2048,
-    "tahquant": 4 + (16 + 16 + 8) / 128, "tahquant(bits=3, stored=fp32)": 3 + (32 + 32 + 8) / 128,
-}  # fmt: skip
+    "int8": 8 + 32 / 256,
+    "int6": 6 + 32 / 128,
+    "int4": 4 + 32 / 128,
+    "int2": 2 + 32 / 64,
+    "int8(static=0.05)": 8,
+    "fp8": 8.125,
+    "fp8(form=e4m3, static=1.0)": 8,
+    "rotated": 8 + 16 / 256,
+    "rotated(form=companded, bits=5)": 5.0625,
+    "table": 4.0625,
+    "table(bits=6, scale=lsq, stored=pow2)": 6 + 8 / 256,
+    "taco": 8 + 64 / 256,
+    "equarx": 8 + 32 / 256,
+    "taco(form=e4m3, scale=absmax, rotate=True)": 8 + 32 / 256,
+    "sdp4bit": 4 + 32 / 128,
+    "sdp4bit(part=weight)": 4 + 32 / 2048,
+    "tahquant": 4 + (16 + 16 + 8) / 128,
+    "tahquant(bits=3, stored=fp32)": 3 + (32 + 32 + 8) / 128,
+}
 
 
 @pytest.mark.parametrize("text", SIDE_BITS)
@@ -346,7 +443,8 @@ def test_bits_per_value_are_codes_and_side_data(text):
 
 @each_of_the_family
 def test_each_row_is_encoded_and_decoded_on_its_own(text):
-    """Noise is another for each place, so of another for each row: stochastic codes of a row depend on where it stands."""
+    """Noise is another for each place, so of another for each row: stochastic codes of a row depend
+    on where it stands."""
     coder, setting = build(text, 64)
     rows = gaussian(5, 333)
     rows[2, 7] = math.nan  # of one row, which must not reach another
@@ -354,8 +452,12 @@ def test_each_row_is_encoded_and_decoded_on_its_own(text):
     values = coder.decode_rows(wires, 333, torch.float32)
     assert values[[0, 1, 3, 4]].isfinite().all()
     for row in (0, 1, 3, 4):
-        assert setting.seed is not None or bits(coder.encode_rows(rows[row : row + 1])) == bits(wires[row])
-        assert bits(coder.decode_rows(wires[row : row + 1], 333, torch.float32)) == bits(values[row])
+        assert setting.seed is not None or bits(coder.encode_rows(rows[row : row + 1])) == bits(
+            wires[row]
+        )
+        assert bits(coder.decode_rows(wires[row : row + 1], 333, torch.float32)) == bits(
+            values[row]
+        )
 
 
 @pytest.mark.parametrize("text", CORE)
@@ -370,7 +472,10 @@ def test_blocks_do_not_depend_on_what_follows_them(text):
     if setting.seed is None and last:
         assert (decoded(coder, x[:last]) == whole[:last]).all()
         assert (
-            decoded(coder, torch.nn.functional.pad(x[last:], (0, setting.block - (150 - last))))[: 150 - last] == whole[last:]
+            decoded(coder, torch.nn.functional.pad(x[last:], (0, setting.block - (150 - last))))[
+                : 150 - last
+            ]
+            == whole[last:]
         ).all()
     padded = torch.nn.functional.pad(x, (0, -150 % setting.block))
     assert (decoded(coder, padded)[:150] == whole).all()
@@ -379,16 +484,22 @@ def test_blocks_do_not_depend_on_what_follows_them(text):
 @pytest.mark.parametrize("text", CORE)
 def test_strides_do_not_matter(text):
     x = gaussian(40, 30)
-    assert bits(codec(text).encode(x.t()).payload) == bits(codec(text).encode(x.t().contiguous()).payload)
-    assert bits(codec(text).encode(x[:, ::2]).payload) == bits(codec(text).encode(x[:, ::2].clone()).payload)
+    assert bits(codec(text).encode(x.t()).payload) == bits(
+        codec(text).encode(x.t().contiguous()).payload
+    )
+    assert bits(codec(text).encode(x[:, ::2]).payload) == bits(
+        codec(text).encode(x[:, ::2].clone()).payload
+    )
 
 
 @each_of_the_family
 def test_other_data_makes_another_wire(text):
-    assert bits(codec(text).encode(gaussian(300)).payload) != bits(codec(text).encode(gaussian(300, seed=1)).payload)
+    assert bits(codec(text).encode(gaussian(300)).payload) != bits(
+        codec(text).encode(gaussian(300, seed=1)).payload
+    )
 
 
-# --- traced and compiled ----------------------------------------------------------------------------------------------
+# --- traced and compiled --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", CORE)
@@ -414,20 +525,35 @@ def round_trip(coder: Codec):
 
 
 SYMBOLIC = [
-    "int8", "int6(scale=lsq, stored=pow2)", "int4(scale=rms, stored=pow2)", "int8(static=0.05)", "int8(rounding=stochastic)",
-    "fp8(form=e5m2)", "fp8(form=e4m3, static=1.0)", "rotated(form=companded, bits=7)", "rotated(form=int, bits=3)",
-    "table(bits=2, scale=rms, stored=bf16)", "rotated(form=e4m3, bits=8)", "taco", "equarx", "equarx(width=300)",
-    "sdp4bit", "tahquant",
-]  # fmt: skip
+    "int8",
+    "int6(scale=lsq, stored=pow2)",
+    "int4(scale=rms, stored=pow2)",
+    "int8(static=0.05)",
+    "int8(rounding=stochastic)",
+    "fp8(form=e5m2)",
+    "fp8(form=e4m3, static=1.0)",
+    "rotated(form=companded, bits=7)",
+    "rotated(form=int, bits=3)",
+    "table(bits=2, scale=rms, stored=bf16)",
+    "rotated(form=e4m3, bits=8)",
+    "taco",
+    "equarx",
+    "equarx(width=300)",
+    "sdp4bit",
+    "tahquant",
+]
 
 
 @pytest.mark.parametrize("text", SYMBOLIC)
 def test_a_graph_of_symbolic_sizes_gives_the_bits_of_real_ones(text):
     coder, setting = build(text, 64)
     run = round_trip(coder)
-    # A graph holds where what was found true in tracing is: of sizes of one chunk or tile, that there is one.
+    # A graph holds where what was found true in tracing is: of sizes of one chunk or tile, that
+    # there is one.
     first, others = (
-        ((3, 300), [(2, 517), (4, 64), (2, 3000)]) if setting.layout == "flat" else ((3, 5000), [(2, 3100), (1, 9001)])
+        ((3, 300), [(2, 517), (4, 64), (2, 3000)])
+        if setting.layout == "flat"
+        else ((3, 5000), [(2, 3100), (1, 9001)])
     )
     graph = make_fx(run, tracing_mode="symbolic")(gaussian(*first))
     for shape in (first, *others):
@@ -438,18 +564,27 @@ def test_a_graph_of_symbolic_sizes_gives_the_bits_of_real_ones(text):
 
 
 STOCHASTIC = "int4(scale=absmax, stored=bf16, rounding=stochastic, seed=7)"
-COMPILED = ["int6", STOCHASTIC, "int8(static=0.05)", "fp8(form=e5m2)", "equarx(width=96)", "tahquant"]
+COMPILED = [
+    "int6",
+    STOCHASTIC,
+    "int8(static=0.05)",
+    "fp8(form=e5m2)",
+    "equarx(width=96)",
+    "tahquant",
+]
 ROUNDED = ["rotated(form=companded, bits=3)", "int8(scale=lsq, stored=fp32)", "taco"]
 """Settings with square roots, or whose scales are made of sums over a block."""
 DYNAMIC = [STOCHASTIC, "equarx", "int8(scale=lsq, stored=fp32)"]
-"""Those compiled for symbolic sizes; each costs the compiler seconds, and the graphs of all are run above."""
+"""Those compiled for symbolic sizes; each costs the compiler seconds, and the graphs of all are run
+above."""
 WAYS = [(False, text) for text in COMPILED + ROUNDED] + [(True, text) for text in DYNAMIC]
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """``compiled(texts, dynamic)``: what the eager and the compiled form of each codec make of some rows. One graph for all:
-    each start of the compiler costs more. A dynamic graph was compiled for other sizes."""
+    """``compiled(texts, dynamic)``: what the eager and the compiled form of each codec make of some
+    rows. One graph for all: each start of the compiler costs more. A dynamic graph was compiled for
+    other sizes."""
     found: dict[bool, dict] = {}
     x = gaussian(4, 2200)
     x[1] = 0.0
@@ -493,13 +628,16 @@ def test_eager_and_compiled_calls_agree_bit_for_bit(compiled, dynamic, text):
 
 @pytest.mark.parametrize(("dynamic", "text"), [way for way in WAYS if way[1] in ROUNDED])
 def test_eager_and_compiled_sums_and_roots_differ_by_rounding_alone(compiled, dynamic, text):
-    """A root mean square and a least-squares factor are sums of many products. A compiled loop adds them in the order of its
-    vectors, so that a scale may differ in its last bits, and with it a value at the edge of two cells. And torch's eager
-    square root is off by one in the last bit for some numbers: the companded levels have one, and so has the mean square."""
+    """A root mean square and a least-squares factor are sums of many products. A compiled loop adds
+    them in the order of its vectors, so that a scale may differ in its last bits, and with it a
+    value at the edge of two cells. And torch's eager square root is off by one in the last bit for
+    some numbers: the companded levels have one, and so has the mean square."""
     x, made = compiled(dynamic)
     (_, values), (_, compiled_values) = made[text]
     coder, setting = build(text, 64)
-    eager, other = (reference.blocks_of(wide(part[2]), setting) for part in (values, compiled_values))
+    eager, other = (
+        reference.blocks_of(wide(part[2]), setting) for part in (values, compiled_values)
+    )
     assert (values[1] == 0).all()
     assert (compiled_values[1] == 0).all()
     peak = np.abs(reference.blocks_of(wide(x[2]), setting)).max(axis=1, keepdims=True)
@@ -509,7 +647,7 @@ def test_eager_and_compiled_sums_and_roots_differ_by_rounding_alone(compiled, dy
     assert values[3].isfinite().tolist() == compiled_values[3].isfinite().tolist()
 
 
-# --- what they say of themselves --------------------------------------------------------------------------------------
+# --- what they say of themselves ------------------------------------------------------------------
 
 
 @each_of_the_family
@@ -517,7 +655,9 @@ def test_lossy_codecs_without_state_say_so(text):
     coder = codec(text)
     assert not coder.lossless
     assert coder.state is None
-    assert coder.block == {"lanes": 1024, "tiles": 8 * FAMILY[text].columns}.get(FAMILY[text].layout, FAMILY[text].block)
+    assert coder.block == {"lanes": 1024, "tiles": 8 * FAMILY[text].columns}.get(
+        FAMILY[text].layout, FAMILY[text].block
+    )
 
 
 def test_the_relative_error_is_measured_for_real_under_fake_tensors():
@@ -538,10 +678,20 @@ def test_the_spec_of_a_codec_makes_an_equal_one(named):
 
 @pytest.mark.parametrize(
     "text",
-    ["int8(block=256)", "int4(block=128)", "fp8(form=e4m3)", "rotated(bits=8)", " int8 ()", "taco(rotate=True)",
-     "sdp4bit(block=0)", "int2(rounding=nearest, scale=absmax, static=0.0)", "table(scale=rms)",
-     "tahquant(stored=bf16)", "equarx(width=0)"],
-)  # fmt: skip
+    [
+        "int8(block=256)",
+        "int4(block=128)",
+        "fp8(form=e4m3)",
+        "rotated(bits=8)",
+        " int8 ()",
+        "taco(rotate=True)",
+        "sdp4bit(block=0)",
+        "int2(rounding=nearest, scale=absmax, static=0.0)",
+        "table(scale=rms)",
+        "tahquant(stored=bf16)",
+        "equarx(width=0)",
+    ],
+)
 def test_parameters_that_are_the_defaults_make_an_equal_codec(text):
     coder = codec(text)
     assert coder.spec == text.partition("(")[0].strip()
@@ -571,7 +721,7 @@ def test_parameters_may_be_text_or_keywords_and_keywords_win():
     assert commpass.codec(codec("fp8")) is codec("fp8")
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 REFUSED = {
     "int9": ["unknown codec 'int9'", "did you mean 'int8'?", "rotated"],
@@ -630,10 +780,23 @@ REFUSED = {
     "tahquant(stored=pow2)": ["tahquant", "stored='pow2'", "bf16, fp32"],
 }
 MALFORMED = [
-    "int8(", "int8(128)", "int8(block=)", "int8(block)", "int8(block=64", "int8(block=64))", "int8(block=64)x",
-    "int8(block==64)", "int8(block=64 form=e4m3)", "int8(block=f(64))", "int8(block=1/0)", "int8(block=64)(block=128)",
-    "int8(block=64).x()", "int8(block=64, block=128)", "int8(**block)", "int8(block=64\0)",
-]  # fmt: skip
+    "int8(",
+    "int8(128)",
+    "int8(block=)",
+    "int8(block)",
+    "int8(block=64",
+    "int8(block=64))",
+    "int8(block=64)x",
+    "int8(block==64)",
+    "int8(block=64 form=e4m3)",
+    "int8(block=f(64))",
+    "int8(block=1/0)",
+    "int8(block=64)(block=128)",
+    "int8(block=64).x()",
+    "int8(block=64, block=128)",
+    "int8(**block)",
+    "int8(block=64\0)",
+]
 
 
 @pytest.mark.parametrize("text", REFUSED)
@@ -658,7 +821,9 @@ def test_keywords_of_the_wrong_type_are_refused(value):
         codec("int8", block=value)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str
+)
 def test_what_is_no_float_is_refused(dtype):
     with pytest.raises(PolicyError) as error:
         codec("int8").encode(torch.ones(8, dtype=dtype))
@@ -674,7 +839,9 @@ def test_a_wire_is_decoded_by_its_own_codec_only():
         assert repr(other) in str(error.value)
 
 
-@pytest.mark.parametrize("like", [torch.ones(7), torch.ones(2, 4), torch.ones(8, 1), torch.ones(8).bfloat16()])
+@pytest.mark.parametrize(
+    "like", [torch.ones(7), torch.ones(2, 4), torch.ones(8, 1), torch.ones(8).bfloat16()]
+)
 def test_a_wire_is_decoded_into_its_own_shape_and_dtype_only(like):
     wire = codec("int8").encode(torch.ones(8))
     with pytest.raises(PolicyError) as error:
@@ -686,15 +853,30 @@ def test_a_wire_is_decoded_into_its_own_shape_and_dtype_only(like):
 def test_a_wire_of_another_size_is_refused_and_both_sizes_are_named():
     coder = codec("int8")
     wire = coder.encode(torch.ones(300))
-    for changes in ({"payload": wire.payload[:-1]}, {"payload": wire.payload.repeat(2)}, {"shape": (1000,)}, {"shape": (3,)}):
+    for changes in (
+        {"payload": wire.payload[:-1]},
+        {"payload": wire.payload.repeat(2)},
+        {"shape": (1000,)},
+        {"shape": (3,)},
+    ):
         other = dataclasses.replace(wire, **changes)
         with pytest.raises(PolicyError) as error:
             coder.decode(other)
-        for part in (other.payload.numel(), coder.wire_bytes(math.prod(other.shape), torch.float32), "'int8'"):
+        for part in (
+            other.payload.numel(),
+            coder.wire_bytes(math.prod(other.shape), torch.float32),
+            "'int8'",
+        ):
             assert str(part) in str(error.value)
 
 
-WHOLE = [*CORE, "outlier(width=8, inner=int8)", "outlier(width=64, inner=rotated)", "exponent", "raw"]
+WHOLE = [
+    *CORE,
+    "outlier(width=8, inner=int8)",
+    "outlier(width=64, inner=rotated)",
+    "exponent",
+    "raw",
+]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -707,4 +889,6 @@ def test_what_a_collective_encodes_in_the_dtype_carried_is_decoded_as_the_tensor
     own = coder.decode_rows(coder.encode_rows(x), 640, dtype).double()
     found = coder.decode_rows(wire, 640, dtype).double()
     lost, more = ((each - x.double()).square().mean().sqrt() for each in (own, found))
-    assert more <= 1.2 * lost + 1e-6  # stochastic rounding, and bfloat16 of a float16, differ a little
+    assert (
+        more <= 1.2 * lost + 1e-6
+    )  # stochastic rounding, and bfloat16 of a float16, differ a little

@@ -1,4 +1,5 @@
-"""The algorithms on real ranks: against exact sums in float64, and laws 1, 2, 4 and 9 on what they return and send."""
+"""The algorithms on real ranks: against exact sums in float64, and laws 1, 2, 4 and 9 on what they
+return and send."""
 
 from __future__ import annotations
 
@@ -17,26 +18,50 @@ from commpass.collectives import Payload, Request, algorithm, algorithms_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-CODECS = ["int8", "int4", "fp8", "fp8(form=e5m2)", "rotated", "rotated(bits=4)", "rotated(form=e4m3, block=64)"]
+CODECS = [
+    "int8",
+    "int4",
+    "fp8",
+    "fp8(form=e5m2)",
+    "rotated",
+    "rotated(bits=4)",
+    "rotated(form=e4m3, block=64)",
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 SHAPES = [(1,), (3, 5), (257,), (2, 3, 129), (1030,)]
 
 
-def call(kind: str, name: str, x: torch.Tensor, codec: str, op: str = "sum", group: object = None, **more) -> torch.Tensor:
+def call(
+    kind: str, name: str, x: torch.Tensor, codec: str, op: str = "sum", group: object = None, **more
+) -> torch.Tensor:
     how = {"codec": codec, "algorithm": name, **more}
     if kind == "all_reduce":
         return commpass.all_reduce(x, op, group, **how)
     if kind == "reduce_scatter":
         return commpass.reduce_scatter(x, op, group, **how)
-    return {"all_gather": commpass.all_gather, "all_to_all": commpass.all_to_all}[kind](x, group=group, **how)
+    return {"all_gather": commpass.all_gather, "all_to_all": commpass.all_to_all}[kind](
+        x, group=group, **how
+    )
 
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-CASES = [(kind, a.spec) for kind in KINDS for a in algorithms_of(kind) if a.name not in ("hierarchical", "sparse")]
-STAGES = [("all_reduce", f"{name}(stage={stage})") for name in ("two_shot", "ring", "semi_ring") for stage in ("rs", "ag")]
+CASES = [
+    (kind, a.spec)
+    for kind in KINDS
+    for a in algorithms_of(kind)
+    if a.name not in ("hierarchical", "sparse")
+]
+STAGES = [
+    ("all_reduce", f"{name}(stage={stage})")
+    for name in ("two_shot", "ring", "semi_ring")
+    for stage in ("rs", "ag")
+]
 SHARDS = [(kind, f"{name}(shards=3)") for kind, name in CASES]
-NODES = [(kind, f"hierarchical({given})") for kind in ("all_reduce", "reduce_scatter")
-         for given in ("node=2", "node=2, between=int4", "node=2, shards=2")]  # fmt: skip
+NODES = [
+    (kind, f"hierarchical({given})")
+    for kind in ("all_reduce", "reduce_scatter")
+    for given in ("node=2", "node=2, between=int4", "node=2, shards=2")
+]
 NODES += [("all_reduce", f"hierarchical(node=2, stage={stage})") for stage in ("rs", "ag")]
 ALL = [*CASES, *STAGES, *SHARDS]
 
@@ -59,7 +84,8 @@ def everybodys(x: Any) -> list[Any]:
 
 
 def check_values() -> int:
-    """Every kind x algorithm x codec x dtype x odd shape: near the exact result, and the same bits on every rank."""
+    """Every kind x algorithm x codec x dtype x odd shape: near the exact result, and the same bits
+    on every rank."""
     rank, size, digests = dist.get_rank(), dist.get_world_size(), []
     cases = [*itertools.product(CASES, CODECS, DTYPES, SHAPES)] if size == 3 else []
     more = STAGES + SHARDS + (NODES if size == 4 else []) + (CASES if size != 3 else [])
@@ -67,18 +93,22 @@ def check_values() -> int:
     cases += itertools.product(more, ["int8"], DTYPES, SHAPES)
     for (kind, name), codec, dtype, shape in cases:
         full = (shape[0] * size, *shape[1:]) if kind in ("reduce_scatter", "all_to_all") else shape
-        inputs = [torch.randn(full, generator=torch.Generator().manual_seed(each)).to(dtype) for each in range(size)]
+        inputs = [
+            torch.randn(full, generator=torch.Generator().manual_seed(each)).to(dtype)
+            for each in range(size)
+        ]
         for op in ("sum", "avg"):
             result = call(kind, name, inputs[rank], codec, op)
             where = f"{kind} {name} {codec} {dtype} {full} {op}"
             expected = exact(kind, inputs, rank, op)
             assert result.dtype == dtype, where
             assert result.shape == expected.shape, where
-            # Largest error of a code of the smallest grid used here (int4: half a step of 1/7 of the peak; rotated blocks
-            # add up to sqrt(block) of them in the worst case, but 4 standard deviations in practice), for each encode.
-            step = (1 / 7 if "int4" in name else 0) + {"int8": 1 / 254, "fp8": 1 / 16}.get(codec, 1 / 14) * (
-                2 if "rotated" in codec else 1
-            )
+            # Largest error of a code of the smallest grid used here (int4: half a step of 1/7 of
+            # the peak; rotated blocks add up to sqrt(block) of them in the worst case, but 4
+            # standard deviations in practice), for each encode.
+            step = (1 / 7 if "int4" in name else 0) + {"int8": 1 / 254, "fp8": 1 / 16}.get(
+                codec, 1 / 14
+            ) * (2 if "rotated" in codec else 1)
             peak = max(t.abs().max().item() for t in inputs)
             addends = (
                 size * (2 if "ring" in name or "hier" in name else 1)
@@ -107,7 +137,9 @@ def test_every_algorithm_is_near_the_exact_result_and_replicas_hold_the_same_bit
 def check_not_finite() -> None:
     """Law 2: one bad element of one rank is not finite at every receiver, and stays where it is."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    for (kind, name), codec, bad in itertools.product(ALL, CODECS, [float("nan"), float("inf"), -float("inf")]):
+    for (kind, name), codec, bad in itertools.product(
+        ALL, CODECS, [float("nan"), float("inf"), -float("inf")]
+    ):
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(size * 301, generator=torch.Generator().manual_seed(rank)).to(dtype)
             place = size * 300 + 1
@@ -120,7 +152,11 @@ def check_not_finite() -> None:
             elif kind == "all_reduce":
                 assert not result[place].isfinite(), (kind, name, codec, bad)
             elif kind == "all_to_all" and rank == size - 1:
-                assert not result[(size - 1) * 301 + place - rank * 301].isfinite(), (kind, codec, bad)
+                assert not result[(size - 1) * 301 + place - rank * 301].isfinite(), (
+                    kind,
+                    codec,
+                    bad,
+                )
                 assert result[: (size - 1) * 301].isfinite().all(), (kind, codec, bad)
             elif rank == size - 1:
                 assert not result[place - rank * 301].isfinite(), (kind, codec, bad)
@@ -154,9 +190,11 @@ def test_edges(ranks2):
 
 
 def check_order() -> None:
-    """Law 4: sums are made in float32 in rank order, with one rounding at the end; two runs give the same bits."""
+    """Law 4: sums are made in float32 in rank order, with one rounding at the end; two runs give
+    the same bits."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    # Codes that decode exactly (the peak of each block is 127 * 4**rank): then the sum's own rounding is all that is left.
+    # Codes that decode exactly (the peak of each block is 127 * 4**rank): then the sum's own
+    # rounding is all that is left.
     codes = torch.randint(-127, 128, (512,), generator=torch.Generator().manual_seed(rank))
     codes[::256] = 127
     x = (codes * 4**rank).to(torch.bfloat16)
@@ -168,7 +206,9 @@ def check_order() -> None:
         assert not torch.equal(result, sum(low[1:], low[0]))
     values = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
     for codec in CODECS:
-        assert torch.equal(commpass.all_reduce(values, codec=codec), commpass.all_reduce(values, codec=codec))
+        assert torch.equal(
+            commpass.all_reduce(values, codec=codec), commpass.all_reduce(values, codec=codec)
+        )
 
 
 def test_sums_are_float32_in_rank_order_and_deterministic(ranks3):
@@ -176,19 +216,26 @@ def test_sums_are_float32_in_rank_order_and_deterministic(ranks3):
 
 
 def check_wire() -> None:
-    """Law 9: dtype and bytes handed to the process group are what the algorithm says that it sends."""
+    """Law 9: dtype and bytes handed to the process group are what the algorithm says that it
+    sends."""
     group = counting_group()
     size = dist.get_world_size()
     codecs, dtypes = (CODECS, DTYPES) if size < 4 else (["int8", "rotated(bits=4)"], DTYPES[:2])
     cases = ALL + (NODES if size == 4 else [])
-    for (kind, name), codec, dtype, numel in itertools.product(cases, codecs, dtypes, [1, 300, 5000]):
+    for (kind, name), codec, dtype, numel in itertools.product(
+        cases, codecs, dtypes, [1, 300, 5000]
+    ):
         x = torch.ones(numel * size, dtype=dtype)
         group.seen.clear()
         call(kind, name, x, codec, group=group)
         request = Request(group.group_name, size, dist.get_rank())
-        work = algorithm(kind, name).work(commpass.codec(codec), Payload(x.numel(), 1, dtype), request)
+        work = algorithm(kind, name).work(
+            commpass.codec(codec), Payload(x.numel(), 1, dtype), request
+        )
         where = (kind, name, codec, dtype, numel)
-        assert [(kind, sent) for kind, _, sent in group.seen] == [(hop.kind, hop.nbytes) for hop in work.hops], where
+        assert [(kind, sent) for kind, _, sent in group.seen] == [
+            (hop.kind, hop.nbytes) for hop in work.hops
+        ], where
         assert {dtype for _, dtype, _ in group.seen} == {torch.uint8}, where
 
 
@@ -198,10 +245,13 @@ def test_dtype_and_bytes_on_the_wire_are_as_stated(size, request):
 
 
 def check_gradients() -> None:
-    """Gradients are those of the exact collective, up to the codec's error in the backward exchange."""
+    """Gradients are those of the exact collective, up to the codec's error in the backward
+    exchange."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for (kind, name), op in itertools.product(ALL, ("sum", "avg")):
-        x = torch.randn(size * 40, 3, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+        x = torch.randn(
+            size * 40, 3, generator=torch.Generator().manual_seed(rank), requires_grad=True
+        )
         result = call(kind, name, x, "int8", op)
         weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(100 + rank))
         (result * weight).sum().backward()
@@ -225,13 +275,22 @@ def test_gradients(ranks2):
 def check_compiled() -> None:
     """Eager and compiled calls give the same bits, also where one graph serves several sizes."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    cases = [(*case, "int8") for case in CASES] + [("all_reduce", name, "rotated") for name in ("two_shot", "ring")]
+    cases = [(*case, "int8") for case in CASES] + [
+        ("all_reduce", name, "rotated") for name in ("two_shot", "ring")
+    ]
     for kind, name, codec in cases:
         torch._dynamo.reset()
-        compiled = torch.compile(lambda x, k=kind, a=name, c=codec: call(k, a, x * 2, c), fullgraph=True, dynamic=True)
+        compiled = torch.compile(
+            lambda x, k=kind, a=name, c=codec: call(k, a, x * 2, c), fullgraph=True, dynamic=True
+        )
         for rows in (200, 256, 300):
             x = torch.randn(size * rows, 3, generator=torch.Generator().manual_seed(rank))
-            assert torch.equal(compiled(x), call(kind, name, x * 2, codec)), (kind, name, codec, rows)
+            assert torch.equal(compiled(x), call(kind, name, x * 2, codec)), (
+                kind,
+                name,
+                codec,
+                rows,
+            )
 
 
 @pytest.mark.timeout(600)
@@ -252,19 +311,28 @@ def check_bad_input() -> list[str]:
 
 def test_bad_input_is_refused_before_anything_is_sent(ranks2):
     said = ranks2.run(check_bad_input)[0]
-    for text, part in zip(said, ["'int8'", "'two_shot'", "sum", "int32", "multiple of 2", "reshape(1)"], strict=True):
+    for text, part in zip(
+        said, ["'int8'", "'two_shot'", "sum", "int32", "multiple of 2", "reshape(1)"], strict=True
+    ):
         assert part in text
 
 
 def check_compiled_tails() -> None:
-    """Compiled, with something elementwise after it, at sizes that end within a block: Inductor must not lose the tail."""
-    cases = list(itertools.product(CASES, ["int8", "rotated(bits=6)"])) + [(case, "int8") for case in SHARDS[1:3]]
+    """Compiled, with something elementwise after it, at sizes that end within a block: Inductor
+    must not lose the tail."""
+    cases = list(itertools.product(CASES, ["int8", "rotated(bits=6)"])) + [
+        (case, "int8") for case in SHARDS[1:3]
+    ]
 
     def all_of_them(x):
         return [call(kind, name, x, codec) * 2 + 1 for (kind, name), codec in cases]
 
-    x = torch.randn((6, 227), generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
-    made = torch.compile(all_of_them, dynamic=False)(x)  # one graph: starting the compiler is what takes time
+    x = torch.randn((6, 227), generator=torch.Generator().manual_seed(dist.get_rank())).to(
+        torch.bfloat16
+    )
+    made = torch.compile(all_of_them, dynamic=False)(
+        x
+    )  # one graph: starting the compiler is what takes time
     for case, eager, compiled in zip(cases, all_of_them(x), made, strict=True):
         assert torch.equal(eager, compiled), (case, (eager != compiled).sum())
 
@@ -275,15 +343,24 @@ def test_compiled_results_are_whole_at_sizes_that_end_within_a_block(ranks2):
 
 
 def check_decoded() -> None:
-    """Where values are coded once, the result is the float64 sum of what the ranks really decode, rounded."""
+    """Where values are coded once, the result is the float64 sum of what the ranks really decode,
+    rounded."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    for codec, dtype, numel in itertools.product(["int8", "int4", "fp8", "sdp4bit", "raw"], DTYPES, [1, 257, 1030]):
+    for codec, dtype, numel in itertools.product(
+        ["int8", "int4", "fp8", "sdp4bit", "raw"], DTYPES, [1, 257, 1030]
+    ):
         coder = commpass.codec(codec)
         x = torch.randn(numel * size, generator=torch.Generator().manual_seed(rank)).to(dtype)
         others = everybodys(x)
-        whole = [coder.decode_rows(coder.encode_rows(t.reshape(1, -1)), t.numel(), dtype).double().flatten() for t in others]
+        whole = [
+            coder.decode_rows(coder.encode_rows(t.reshape(1, -1)), t.numel(), dtype)
+            .double()
+            .flatten()
+            for t in others
+        ]
         parts = [
-            coder.decode_rows(coder.encode_rows(t.reshape(size, -1)), numel, dtype).double() for t in others
+            coder.decode_rows(coder.encode_rows(t.reshape(size, -1)), numel, dtype).double()
+            for t in others
         ]  # a row for each rank
         expected = {
             ("all_reduce", "one_shot"): sum(whole),
@@ -322,13 +399,19 @@ def check_uneven_gradients() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     matrix = [[(2 * a + 3 * b) % 5 for b in range(size)] for a in range(size)]
     sent, received = matrix[rank], [row[rank] for row in matrix]
-    x = torch.randn(sum(sent), 130, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    x = torch.randn(
+        sum(sent), 130, generator=torch.Generator().manual_seed(rank), requires_grad=True
+    )
     result = commpass.all_to_all(x, received, sent, codec="int8")
     weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(100 + rank))
     (result * weight).sum().backward()
     weights = everybodys(weight)
-    starts = [[sum(matrix[a][to] for a in range(rank)) for to in range(size)] for rank in range(size + 1)]
-    expected = torch.cat([weights[to][starts[rank][to] : starts[rank + 1][to]] for to in range(size)])
+    starts = [
+        [sum(matrix[a][to] for a in range(rank)) for to in range(size)] for rank in range(size + 1)
+    ]
+    expected = torch.cat(
+        [weights[to][starts[rank][to] : starts[rank + 1][to]] for to in range(size)]
+    )
     assert (x.grad - expected).abs().max() <= 0.05
 
 
@@ -367,5 +450,7 @@ def test_a_group_that_is_none_is_refused_with_what_to_give(fake_group):
 
 def test_a_group_may_be_named_in_compiled_code(fake_group):
     fake_group(4)
-    function = torch.compile(lambda x: commpass.all_gather(x, group="0"), fullgraph=True, backend="eager")
+    function = torch.compile(
+        lambda x: commpass.all_gather(x, group="0"), fullgraph=True, backend="eager"
+    )
     assert function(torch.ones(8)).shape == (32,)

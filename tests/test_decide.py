@@ -1,4 +1,5 @@
-"""decide as a pure function, its numbers worked out a second time from the formulas, and when it compresses or does not."""
+"""decide as a pure function, its numbers worked out a second time from the formulas, and when it
+compresses or does not."""
 
 from __future__ import annotations
 
@@ -14,9 +15,25 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import commpass
-from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, Payload, Request, algorithm, algorithms_of
+from commpass.collectives import (
+    ALGORITHM_NAMES,
+    DEFAULTS,
+    Payload,
+    Request,
+    algorithm,
+    algorithms_of,
+)
 from commpass.collectives.work import Work
-from commpass.costmodel import KINDS, KernelRate, Kernels, Link, Profile, default_profile, ethernet, profile_named
+from commpass.costmodel import (
+    KINDS,
+    KernelRate,
+    Kernels,
+    Link,
+    Profile,
+    default_profile,
+    ethernet,
+    profile_named,
+)
 from commpass.errors import PolicyError
 from commpass.passes.decide import decide
 from commpass.plan import NONE, Plan, PlannedSite, Site
@@ -41,16 +58,31 @@ FAST, SLOW = Link(5.0, 500.0), Link(50.0, 0.05)
 examples = settings(max_examples=80, deadline=None)
 
 
-def profile(link: Link = SLOW, margin: float = 0.0, kernels: Kernels = KERNELS, **changes) -> Profile:
+def profile(
+    link: Link = SLOW, margin: float = 0.0, kernels: Kernels = KERNELS, **changes
+) -> Profile:
     return Profile("test", link, kernels=kernels, margin=margin, **changes)
 
 
-def site(kind: str = "all_reduce", numel: int = 1 << 20, ranks: int = 8, dtype: str = "float32", **changes) -> Site:
+def site(
+    kind: str = "all_reduce",
+    numel: int = 1 << 20,
+    ranks: int = 8,
+    dtype: str = "float32",
+    **changes,
+) -> Site:
     reduces = {"all_reduce": "sum", "reduce_scatter": "avg"}
     facts = {
-        "name": "site", "kind": kind, "reduce_op": reduces.get(kind), "group": "0", "group_label": "tp", "group_size": ranks,
-        "dtype": dtype, "shape": (numel,), "bytes": numel * ITEM.get(dtype, 1),
-    }  # fmt: skip
+        "name": "site",
+        "kind": kind,
+        "reduce_op": reduces.get(kind),
+        "group": "0",
+        "group_label": "tp",
+        "group_size": ranks,
+        "dtype": dtype,
+        "shape": (numel,),
+        "bytes": numel * ITEM.get(dtype, 1),
+    }
     return Site(**(facts | changes))
 
 
@@ -64,19 +96,33 @@ def one(a_site: Site, policy: Policy, a_profile: Profile) -> PlannedSite:
 
 
 SITES = st.builds(
-    lambda kind, numel, ranks, dtype: site(kind, numel * (ranks if kind in SHARED_OUT else 1), ranks, dtype),
-    st.sampled_from(COMPRESSIBLE), st.integers(1, 1 << 22) | st.integers(1, 300), st.integers(2, 1024),
+    lambda kind, numel, ranks, dtype: site(
+        kind, numel * (ranks if kind in SHARED_OUT else 1), ranks, dtype
+    ),
+    st.sampled_from(COMPRESSIBLE),
+    st.integers(1, 1 << 22) | st.integers(1, 300),
+    st.integers(2, 1024),
     st.sampled_from(list(ITEM)),
-)  # fmt: skip
+)
 ANY_SITES = st.builds(
     lambda kind, op, numel, ranks, dtype, obstacle, module: site(
-        kind, max(numel, 0), ranks, dtype, reduce_op=op, obstacle=obstacle, module=module,
+        kind,
+        max(numel, 0),
+        ranks,
+        dtype,
+        reduce_op=op,
+        obstacle=obstacle,
+        module=module,
         **({"bytes": -1, "shape": ("u0",)} if numel < 0 else {}),
     ),
-    st.sampled_from([*KINDS, "permute_tensor"]), st.sampled_from([None, "sum", "avg", "max"]), st.integers(-1, 5000),
-    st.integers(1, 64), st.sampled_from([*ITEM, "int32", "complex64", "float8_e4m3fn", "unknown"]),
-    st.sampled_from([None, None, "nobody waits for its result"]), st.sampled_from(["", "layers.0.mlp", "head"]),
-)  # fmt: skip
+    st.sampled_from([*KINDS, "permute_tensor"]),
+    st.sampled_from([None, "sum", "avg", "max"]),
+    st.integers(-1, 5000),
+    st.integers(1, 64),
+    st.sampled_from([*ITEM, "int32", "complex64", "float8_e4m3fn", "unknown"]),
+    st.sampled_from([None, None, "nobody waits for its result"]),
+    st.sampled_from(["", "layers.0.mlp", "head"]),
+)
 LINKS = st.builds(
     Link,
     st.floats(0, 500),
@@ -86,24 +132,39 @@ LINKS = st.builds(
 POLICIES = st.builds(
     Policy,
     codecs=st.lists(st.sampled_from(CODECS), max_size=3),
-    algorithms=st.lists(st.sampled_from([*DEFAULTS, "ring(stage=ag)", "hierarchical(node=4)"]), min_size=1, unique=True),
+    algorithms=st.lists(
+        st.sampled_from([*DEFAULTS, "ring(stage=ag)", "hierarchical(node=4)"]),
+        min_size=1,
+        unique=True,
+    ),
     max_error=st.sampled_from([None, 0.0, 0.01, 1.0]),
     rules=st.lists(
         st.sampled_from(
-            [Rule(module="layers.*", keep=True), Rule(module="head", codec="fp8", force=True), Rule(min_bytes=999)]
+            [
+                Rule(module="layers.*", keep=True),
+                Rule(module="head", codec="fp8", force=True),
+                Rule(min_bytes=999),
+            ]
         ),
         max_size=2,
     ),
 )
 
 
-# --- the formulas, a second time --------------------------------------------------------------------------------------
+# --- the formulas, a second time ------------------------------------------------------------------
 
 
-def exchange_us(kind: str, nbytes: float, ranks: int, alpha: float, gbytes: float, factor: float = 1.0,
-                peers: int | None = None) -> float:  # fmt: skip
-    """alpha-beta: ``messages * alpha + bytes sent / bandwidth``; 1 GB/s are 1000 bytes a microsecond. With ``peers``, one
-    message to each of those and to nobody else."""
+def exchange_us(
+    kind: str,
+    nbytes: float,
+    ranks: int,
+    alpha: float,
+    gbytes: float,
+    factor: float = 1.0,
+    peers: int | None = None,
+) -> float:
+    """alpha-beta: ``messages * alpha + bytes sent / bandwidth``; 1 GB/s are 1000 bytes a
+    microsecond. With ``peers``, one message to each of those and to nobody else."""
     beta = factor / (gbytes * 1000)
     p = ranks
     if peers is not None:
@@ -129,9 +190,9 @@ def parameters(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def work(spec: str, kind: str, numel: int, ranks: int, block: int, bits: int, dtype: str):
-    """(exchanges as (kind, bytes handed over, bytes that leave, peers), values encoded, values decoded, kernels) of one rank.
-    The codec has no scales and codes nothing if ``bits`` is 0. Where ``peers`` is None, the plain collective's formula has what
-    leaves."""
+    """(exchanges as (kind, bytes handed over, bytes that leave, peers), values encoded, values
+    decoded, kernels) of one rank. The codec has no scales and codes nothing if ``bits`` is 0. Where
+    ``peers`` is None, the plain collective's formula has what leaves."""
     wide, plain = 8 if dtype == "float64" else 4, ITEM[dtype]  # wide: a scale, and a partial sum
     name, given = parameters(spec)
     stage, shards, node = given.get("stage"), int(given.get("shards", 1)), int(given.get("node", 1))
@@ -140,7 +201,8 @@ def work(spec: str, kind: str, numel: int, ranks: int, block: int, bits: int, dt
         return math.ceil(values / (block * shards)) * block * shards
 
     def sizes(values: int, item: int) -> list[int]:
-        """Of a row, its bytes in each exchange: one, or its shards' scales together and then the codes of each."""
+        """Of a row, its bytes in each exchange: one, or its shards' scales together and then the
+        codes of each."""
         if item:
             return [math.ceil(values / shards) * item] * shards
         if shards == 1:
@@ -149,7 +211,8 @@ def work(spec: str, kind: str, numel: int, ranks: int, block: int, bits: int, dt
         codes = wire_bytes(of_one, block, bits, 0)
         return [shards * (wire_bytes(of_one, block, bits, wide) - codes), *[codes] * shards]
 
-    # (kind, rows, values of each, rows for other ranks if only some get one, bytes of a value if not coded, rows that arrive)
+    # (kind, rows, values of each, rows for other ranks if only some get one, bytes of a value if
+    # not coded, rows that arrive)
     if kind in ("all_gather", "broadcast"):
         hops = [(kind, 1, numel, None, 0 if bits else plain, ranks if kind == "all_gather" else 1)]
     elif kind == "all_to_all":
@@ -163,42 +226,78 @@ def work(spec: str, kind: str, numel: int, ranks: int, block: int, bits: int, dt
             "direct": [(ranks, shard, None)],
             "ring": [(1, shard, 1)] * (ranks - 1),
             "semi_ring": [(2, shard, 2)] * ((ranks - 1) // 2) + [(1, shard, 1)] * (1 - ranks % 2),
-            "hierarchical": [(node, nodes * shard, node - 1), (nodes, shard, nodes - 1)],  # one stays here
+            "hierarchical": [
+                (node, nodes * shard, node - 1),
+                (nodes, shard, nodes - 1),
+            ],  # one stays here
         }[name]
-        sums = plain if name in ("two_shot", "direct") else wide  # sums on their way are not rounded, values are as they came
+        sums = (
+            plain if name in ("two_shot", "direct") else wide
+        )  # sums on their way are not rounded, values are as they came
         item = sums if stage == "ag" or not bits else 0
         hops = [("all_to_all", rows, values, away, item, rows) for rows, values, away in scattered]
         if kind == "all_reduce":
-            hops.append(("all_gather", 1, shard, None, plain if stage == "rs" or not bits else 0, ranks))
+            hops.append(
+                ("all_gather", 1, shard, None, plain if stage == "rs" or not bits else 0, ranks)
+            )
     exchanges = [
         (kind, rows * size, rows * size if away is None else away * size, away)
         for kind, rows, values, away, item, _ in hops
         for size in sizes(values, item)
     ]
-    coded = [(rows * values, arriving * values) for _, rows, values, _, item, arriving in hops if not item]
+    coded = [
+        (rows * values, arriving * values)
+        for _, rows, values, _, item, arriving in hops
+        if not item
+    ]
     encoded, decoded = (sum(pair[side] for pair in coded) for side in (0, 1))
-    return exchanges, encoded, decoded, 2 * shards * len(coded)  # each shard is encoded and decoded by a kernel of its own
+    return (
+        exchanges,
+        encoded,
+        decoded,
+        2 * shards * len(coded),
+    )  # each shard is encoded and decoded by a kernel of its own
 
 
 STAGES = ("", "stage=ag", "stage=rs")
 SPECS = {
     "all_reduce": [
         "one_shot",
-        *(f"{name}({stage})" if stage else name for name in ("two_shot", "ring", "semi_ring") for stage in STAGES),
-        *(f"hierarchical(node=4{', ' * bool(stage)}{stage})" for stage in STAGES), "hierarchical(node=2)",
+        *(
+            f"{name}({stage})" if stage else name
+            for name in ("two_shot", "ring", "semi_ring")
+            for stage in STAGES
+        ),
+        *(f"hierarchical(node=4{', ' * bool(stage)}{stage})" for stage in STAGES),
+        "hierarchical(node=2)",
     ],
-    "reduce_scatter": ["direct", "ring", "semi_ring", "hierarchical(node=4)", "hierarchical(node=2)"],
-    "all_gather": ["direct"], "all_to_all": ["direct"], "broadcast": ["direct"],
-}  # fmt: skip
+    "reduce_scatter": [
+        "direct",
+        "ring",
+        "semi_ring",
+        "hierarchical(node=4)",
+        "hierarchical(node=2)",
+    ],
+    "all_gather": ["direct"],
+    "all_to_all": ["direct"],
+    "broadcast": ["direct"],
+}
 """Every algorithm and stage."""
 SHARDED = {
     "all_reduce": [
-        "one_shot(shards=2)", "two_shot(shards=4)", "two_shot(shards=3, stage=ag)", "two_shot(shards=2, stage=rs)",
-        "ring(shards=2)", "semi_ring(shards=2, stage=ag)", "hierarchical(node=4, shards=2)",
+        "one_shot(shards=2)",
+        "two_shot(shards=4)",
+        "two_shot(shards=3, stage=ag)",
+        "two_shot(shards=2, stage=rs)",
+        "ring(shards=2)",
+        "semi_ring(shards=2, stage=ag)",
+        "hierarchical(node=4, shards=2)",
     ],
     "reduce_scatter": ["direct(shards=2)", "semi_ring(shards=3)", "hierarchical(node=2, shards=2)"],
-    "all_gather": ["direct(shards=2)"], "all_to_all": ["direct(shards=3)"], "broadcast": ["direct(shards=64)"],
-}  # fmt: skip
+    "all_gather": ["direct(shards=2)"],
+    "all_to_all": ["direct(shards=3)"],
+    "broadcast": ["direct(shards=64)"],
+}
 
 
 def ring_hops(spec: str, ranks: int) -> int:
@@ -208,7 +307,9 @@ def ring_hops(spec: str, ranks: int) -> int:
 
 def fits(spec: str, ranks: int) -> bool:
     node = int(parameters(spec)[1].get("node", 1))
-    return ring_hops(spec, ranks) <= MOST_HOPS and (node == 1 or (ranks % node == 0 and ranks > node))
+    return ring_hops(spec, ranks) <= MOST_HOPS and (
+        node == 1 or (ranks % node == 0 and ranks > node)
+    )
 
 
 CASES = [(kind, spec) for kind, specs in SPECS.items() for spec in specs]
@@ -217,7 +318,9 @@ CASES = [(kind, spec) for kind, specs in SPECS.items() for spec in specs]
 def test_every_algorithm_has_a_second_formula():
     """But ``sparse``, which has a test of its own."""
     for kind in COMPRESSIBLE:
-        assert {parameters(spec)[0] for spec in SPECS[kind]} == {a.name for a in algorithms_of(kind)} - {"sparse"}
+        assert {parameters(spec)[0] for spec in SPECS[kind]} == {
+            a.name for a in algorithms_of(kind)
+        } - {"sparse"}
 
 
 def check_formulas(kind: str, spec: str, ranks: int, dtype: str) -> None:
@@ -230,8 +333,14 @@ def check_formulas(kind: str, spec: str, ranks: int, dtype: str) -> None:
         planned = one(site(kind, numel, ranks, dtype), forced(codec, spec), a_profile)
         exchanges, encoded, decoded, kernels = work(spec, kind, numel, ranks, block, bits, dtype)
         rate = KERNELS.rates.get(codec.partition("(")[0], KERNELS.other)
-        expected = sum(exchange_us(k, size, ranks, alpha, gbytes, factors.get(k, 1.0), to) for k, _, size, to in exchanges)
-        expected += kernels * KERNELS.launch_us + (encoded * rate.encode_ns + decoded * rate.decode_ns) / 1000
+        expected = sum(
+            exchange_us(k, size, ranks, alpha, gbytes, factors.get(k, 1.0), to)
+            for k, _, size, to in exchanges
+        )
+        expected += (
+            kernels * KERNELS.launch_us
+            + (encoded * rate.encode_ns + decoded * rate.decode_ns) / 1000
+        )
         plain = exchange_us(kind, numel * ITEM[dtype], ranks, alpha, gbytes, factors.get(kind, 1.0))
         assert (planned.codec, planned.algorithm) == (codec, spec)
         assert planned.predicted_us == pytest.approx(expected, rel=1e-9, abs=1e-3)
@@ -243,7 +352,8 @@ def check_formulas(kind: str, spec: str, ranks: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ITEM)
 @pytest.mark.parametrize(
-    ("kind", "spec", "ranks"), [(*case, ranks) for case in CASES for ranks in RANKS if fits(case[1], ranks)]
+    ("kind", "spec", "ranks"),
+    [(*case, ranks) for case in CASES for ranks in RANKS if fits(case[1], ranks)],
 )
 def test_predicted_times_and_bytes_are_those_of_the_formulas(kind, spec, ranks, dtype):
     check_formulas(kind, spec, ranks, dtype)
@@ -252,7 +362,13 @@ def test_predicted_times_and_bytes_are_those_of_the_formulas(kind, spec, ranks, 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("kind", "spec", "ranks"),
-    [(kind, spec, n) for kind, specs in SHARDED.items() for spec in specs for n in (2, 3, 8, 48, 1024) if fits(spec, n)],
+    [
+        (kind, spec, n)
+        for kind, specs in SHARDED.items()
+        for spec in specs
+        for n in (2, 3, 8, 48, 1024)
+        if fits(spec, n)
+    ],
 )
 def test_micro_shards_are_exchanges_and_kernels_of_their_own(kind, spec, ranks, dtype):
     check_formulas(kind, spec, ranks, dtype)
@@ -260,24 +376,40 @@ def test_micro_shards_are_exchanges_and_kernels_of_their_own(kind, spec, ranks, 
 
 @pytest.mark.parametrize("kind", COMPRESSIBLE)
 def test_values_that_are_not_coded_cost_no_kernels(kind):
-    """Whatever kernels cost, a wire of values as they are costs the same; a stage of them, the kernels of the other one."""
+    """Whatever kernels cost, a wire of values as they are costs the same; a stage of them, the
+    kernels of the other one."""
     free, dear = (
         Profile("test", SLOW, kernels=Kernels(launch, KernelRate(ns, ns)), margin=0.0)
         for launch, ns in ((0.0, 0.0), (1e6, 1e3))
     )
     for spec in [*SPECS[kind], *SHARDED[kind]]:
         if fits(spec, 8):
-            least, most = (one(site(kind), forced("raw", spec), a_profile) for a_profile in (free, dear))
+            least, most = (
+                one(site(kind), forced("raw", spec), a_profile) for a_profile in (free, dear)
+            )
             assert least.compressed
             assert least.predicted_us == most.predicted_us
     if kind == "all_reduce":
         for stage, kernels in (("ag", 2), ("rs", 14)):
-            least, most = (one(site(kind), forced("int8", f"ring(stage={stage})"), a_profile) for a_profile in (free, dear))
-            encoded, decoded = ((1 << 20) // 8 * (kernels // 2), (1 << 20 if stage == "ag" else (1 << 20) // 8 * 7))
-            assert most.predicted_us - least.predicted_us == pytest.approx(kernels * 1e6 + encoded + decoded)
+            least, most = (
+                one(site(kind), forced("int8", f"ring(stage={stage})"), a_profile)
+                for a_profile in (free, dear)
+            )
+            encoded, decoded = (
+                (1 << 20) // 8 * (kernels // 2),
+                (1 << 20 if stage == "ag" else (1 << 20) // 8 * 7),
+            )
+            assert most.predicted_us - least.predicted_us == pytest.approx(
+                kernels * 1e6 + encoded + decoded
+            )
 
 
-RINGS = [(kind, spec) for kind in SHARED_OUT[:1] + COMPRESSIBLE[:1] for spec in SPECS[kind] if ring_hops(spec, 8)]
+RINGS = [
+    (kind, spec)
+    for kind in SHARED_OUT[:1] + COMPRESSIBLE[:1]
+    for spec in SPECS[kind]
+    if ring_hops(spec, 8)
+]
 
 
 @pytest.mark.parametrize("ranks", [1000, 1024])
@@ -287,9 +419,16 @@ def test_a_ring_of_too_many_hops_is_refused_with_their_number(kind, spec, force,
     policy = Policy(codecs="int8", algorithms=spec, rules=[Rule(force=force)])
     planned = one(site(kind, 1 << 24, ranks), policy, profile())
     assert not planned.compressed
-    for part in (spec, f"{ranks} ranks", f"{ring_hops(spec, ranks)} hops", f"more than {MOST_HOPS}"):
+    for part in (
+        spec,
+        f"{ranks} ranks",
+        f"{ring_hops(spec, ranks)} hops",
+        f"more than {MOST_HOPS}",
+    ):
         assert part in planned.reason
-    assert one(site(kind, 1 << 24, ranks), Policy(codecs="int8"), profile(Link(0.0, 0.001))).compressed  # by another algorithm
+    assert one(
+        site(kind, 1 << 24, ranks), Policy(codecs="int8"), profile(Link(0.0, 0.001))
+    ).compressed  # by another algorithm
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
@@ -297,7 +436,10 @@ def test_a_ring_of_too_many_hops_is_refused_with_their_number(kind, spec, force,
 def test_rings_end_at_64_hops(name, most, kind):
     assert ring_hops(name, most) == MOST_HOPS < ring_hops(name, most + 1)
     for ranks, compressed in ((most - 1, True), (most, True), (most + 1, False)):
-        assert one(site(kind, 1 << 16, ranks), forced("int8", name), profile()).compressed is compressed
+        assert (
+            one(site(kind, 1 << 16, ranks), forced("int8", name), profile()).compressed
+            is compressed
+        )
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
@@ -306,37 +448,65 @@ def test_between_nodes_another_codec_may_count_and_its_blocks_too(kind, ranks):
     numel, node = 40_000 * ranks, 4
     shard = math.ceil(40_000 / 256) * 256  # whole blocks of both codecs
     inner, outer = (256, 8, 4), (64, 4, 4)
-    expected = node * wire_bytes(ranks // node * shard, *inner) + ranks // node * wire_bytes(shard, *outer)
+    expected = node * wire_bytes(ranks // node * shard, *inner) + ranks // node * wire_bytes(
+        shard, *outer
+    )
     expected += wire_bytes(shard, *outer) if kind == "all_reduce" else 0
-    planned = one(site(kind, numel, ranks), forced("int8", "hierarchical(node=4, between=int4(block=64))"), profile())
+    planned = one(
+        site(kind, numel, ranks),
+        forced("int8", "hierarchical(node=4, between=int4(block=64))"),
+        profile(),
+    )
     assert planned.wire_bytes == expected
-    errors = [commpass.codec("int8").relative_error(), *[commpass.codec("int4(block=64)").relative_error()] * 2]
-    assert planned.error == pytest.approx(math.hypot(*errors[: 3 if kind == "all_reduce" else 2]), abs=1e-6)
+    errors = [
+        commpass.codec("int8").relative_error(),
+        *[commpass.codec("int4(block=64)").relative_error()] * 2,
+    ]
+    assert planned.error == pytest.approx(
+        math.hypot(*errors[: 3 if kind == "all_reduce" else 2]), abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_sparse_hands_over_one_row_and_decodes_what_all_selected(ranks):
     numel, density = 1_000_000, 0.01
     coder = commpass.codec(f"topk(density={density})")
-    planned = one(site(numel=numel, ranks=ranks, stateless=None), forced(coder.spec), profile(Link(7.0, 1.25)))
+    planned = one(
+        site(numel=numel, ranks=ranks, stateless=None), forced(coder.spec), profile(Link(7.0, 1.25))
+    )
     wire = coder.wire_bytes(numel, torch.float32)
     expected = exchange_us("all_gather", wire, ranks, 7.0, 1.25) + 2 * KERNELS.launch_us
-    expected += (numel * KERNELS.other.encode_ns + (density * numel * ranks + numel) * KERNELS.other.decode_ns) / 1000
+    expected += (
+        numel * KERNELS.other.encode_ns
+        + (density * numel * ranks + numel) * KERNELS.other.decode_ns
+    ) / 1000
     assert (planned.algorithm, planned.wire_bytes) == ("sparse", wire)
     assert density * numel * 4 < wire < density * numel * 8.5
     assert planned.predicted_us == pytest.approx(expected, abs=1e-2)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+@pytest.mark.parametrize(
+    "kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+)
 def test_a_link_costs_start_ups_and_bytes(kind, ranks):
-    for alpha, gbytes, factor, nbytes in ((0.0, 1.0, 1.0, 10**6), (60.0, 1.25, 2.0, 10**6), (60.0, 1.25, 2.0, 0)):
+    for alpha, gbytes, factor, nbytes in (
+        (0.0, 1.0, 1.0, 10**6),
+        (60.0, 1.25, 2.0, 10**6),
+        (60.0, 1.25, 2.0, 0),
+    ):
         expected = exchange_us(kind, nbytes, ranks, alpha, gbytes, factor)
-        assert Link(alpha, gbytes, {kind: factor}).us(kind, nbytes, ranks) == pytest.approx(expected)
-        assert Link(alpha, gbytes).us(kind, nbytes, ranks) == pytest.approx(exchange_us(kind, nbytes, ranks, alpha, gbytes))
+        assert Link(alpha, gbytes, {kind: factor}).us(kind, nbytes, ranks) == pytest.approx(
+            expected
+        )
+        assert Link(alpha, gbytes).us(kind, nbytes, ranks) == pytest.approx(
+            exchange_us(kind, nbytes, ranks, alpha, gbytes)
+        )
         for peers in (1, 2, ranks - 1):
             few = exchange_us(kind, nbytes, ranks, alpha, gbytes, factor, peers)
-            assert Link(alpha, gbytes, {kind: factor}).us(kind, nbytes, ranks, peers) == pytest.approx(few)
+            assert Link(alpha, gbytes, {kind: factor}).us(
+                kind, nbytes, ranks, peers
+            ) == pytest.approx(few)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -346,17 +516,27 @@ def test_one_rank_alone_sends_nothing(kind):
 
 
 def test_ethernet_is_gloo_over_that_many_bits():
-    """gloo's reduce_scatter sends everything twice and its all_to_all is half duplex; its all_reduce is at the formula."""
+    """gloo's reduce_scatter sends everything twice and its all_to_all is half duplex; its
+    all_reduce is at the formula."""
     link = ethernet(10, alpha_us=60.0).link_of("any")
-    for kind, factor in (("all_reduce", 1), ("all_gather", 1), ("reduce_scatter", 2), ("all_to_all", 2)):
-        assert link.us(kind, 1 << 24, 8) == pytest.approx(exchange_us(kind, 1 << 24, 8, 60.0, 1.25, factor))
+    for kind, factor in (
+        ("all_reduce", 1),
+        ("all_gather", 1),
+        ("reduce_scatter", 2),
+        ("all_to_all", 2),
+    ):
+        assert link.us(kind, 1 << 24, 8) == pytest.approx(
+            exchange_us(kind, 1 << 24, 8, 60.0, 1.25, factor)
+        )
     assert default_profile("cpu").link == ethernet(10).link
     assert default_profile("cuda").link.gbytes_per_s > link.gbytes_per_s
 
 
 def test_a_kernel_costs_its_launch_and_its_values():
     assert KERNELS.us("int8", 1000, 2000, kernels=2) == pytest.approx(6.0 + 0.125 + 0.125)
-    assert KERNELS.us("int8(block=64)", 1000, 2000, kernels=2) == KERNELS.us("int8", 1000, 2000, kernels=2)
+    assert KERNELS.us("int8(block=64)", 1000, 2000, kernels=2) == KERNELS.us(
+        "int8", 1000, 2000, kernels=2
+    )
     assert KERNELS.us("rotated", 1000, 2000, kernels=1) == pytest.approx(3.0 + 0.5 + 0.5)
 
 
@@ -375,12 +555,16 @@ def test_the_first_link_whose_glob_fits_the_groups_label_counts(label):
     a_profile = profile(Link(4.0, 1.0), links=links)
     assert a_profile.link_of(label).alpha_us == LABELS[label]
     planned = one(site(group_label=label, ranks=2), Policy(), a_profile)
-    assert planned.plain_us == pytest.approx(exchange_us("all_reduce", planned.bytes, 2, LABELS[label], 1.0), abs=1e-3)
+    assert planned.plain_us == pytest.approx(
+        exchange_us("all_reduce", planned.bytes, 2, LABELS[label], 1.0), abs=1e-3
+    )
 
 
 def test_groups_on_links_of_their_own_are_decided_on_their_own():
     a_profile = profile(FAST, links={"dp": SLOW})
-    tp, dp = decide([site(group_label="tp"), site(group_label="dp")], Policy(codecs="int8"), a_profile)
+    tp, dp = decide(
+        [site(group_label="tp"), site(group_label="dp")], Policy(codecs="int8"), a_profile
+    )
     assert (tp.codec, dp.codec) == (NONE, "int8")
 
 
@@ -389,12 +573,14 @@ def choices(kind: str) -> list[str]:
     return [spec for spec in DEFAULTS if spec in SPECS[kind]]
 
 
-# --- a pure function, and one that never loses ------------------------------------------------------------------------
+# --- a pure function, and one that never loses ----------------------------------------------------
 
 
 @examples
 @given(st.lists(ANY_SITES, max_size=5), POLICIES, LINKS)
-def test_the_same_inputs_give_the_same_plan_and_sites_do_not_depend_on_each_other(sites, policy, link):
+def test_the_same_inputs_give_the_same_plan_and_sites_do_not_depend_on_each_other(
+    sites, policy, link
+):
     planned = decide(sites, policy, profile(link))
     assert decide(list(sites), dataclasses.replace(policy), profile(link)) == planned
     assert tuple(one(a_site, policy, profile(link)) for a_site in sites) == planned
@@ -420,13 +606,28 @@ def test_every_site_keeps_its_facts_and_has_a_reason(a_site, policy, link, margi
 
 
 @examples
-@given(SITES, LINKS, st.sampled_from([0.0, 0.1, 0.5]), st.lists(st.sampled_from(CODECS), min_size=1, unique=True))
-def test_the_chosen_candidate_is_the_fastest_and_never_slower_than_leaving_alone(a_site, link, margin, codecs):
+@given(
+    SITES,
+    LINKS,
+    st.sampled_from([0.0, 0.1, 0.5]),
+    st.lists(st.sampled_from(CODECS), min_size=1, unique=True),
+)
+def test_the_chosen_candidate_is_the_fastest_and_never_slower_than_leaving_alone(
+    a_site, link, margin, codecs
+):
     """Law 10. Each candidate is forced by itself to learn its time."""
     a_profile = profile(link, margin)
     chosen = one(a_site, Policy(codecs=codecs), a_profile)
-    alone = [one(a_site, forced(codec, spec), a_profile) for codec in codecs for spec in choices(a_site.kind)]
-    times = {(planned.codec, planned.algorithm): planned.predicted_us for planned in alone if planned.compressed}
+    alone = [
+        one(a_site, forced(codec, spec), a_profile)
+        for codec in codecs
+        for spec in choices(a_site.kind)
+    ]
+    times = {
+        (planned.codec, planned.algorithm): planned.predicted_us
+        for planned in alone
+        if planned.compressed
+    }
     best = min(times.values())
     gains = chosen.plain_us - best > margin * chosen.plain_us
     assert chosen.compressed == gains
@@ -479,11 +680,23 @@ def test_a_gain_has_to_be_above_the_margin_and_the_reason_says_so():
 
 def test_a_gain_of_exactly_the_margin_is_not_enough():
     link, free = Link(0.0, 0.001), Kernels(0.0, KernelRate(0.0, 0.0))
-    a_site = site("all_gather", 128 * 64, 2)  # float32: 32768 bytes; int8 with blocks of 256: 8192 + 128 bytes
+    a_site = site(
+        "all_gather", 128 * 64, 2
+    )  # float32: 32768 bytes; int8 with blocks of 256: 8192 + 128 bytes
     planned = one(a_site, Policy(codecs="int8"), Profile("test", link, kernels=free, margin=0.0))
-    assert (planned.bytes, planned.wire_bytes, planned.plain_us, planned.predicted_us) == (32768, 8320, 32768.0, 8320.0)
+    assert (planned.bytes, planned.wire_bytes, planned.plain_us, planned.predicted_us) == (
+        32768,
+        8320,
+        32768.0,
+        8320.0,
+    )
     for margin, compressed in ((24448 / 32768, False), (24447 / 32768, True)):
-        assert one(a_site, Policy(codecs="int8"), Profile("test", link, kernels=free, margin=margin)).compressed is compressed
+        assert (
+            one(
+                a_site, Policy(codecs="int8"), Profile("test", link, kernels=free, margin=margin)
+            ).compressed
+            is compressed
+        )
 
 
 def test_profiles_have_a_margin_of_their_own():
@@ -502,11 +715,12 @@ def test_force_compresses_whatever_the_times_and_says_so(a_site, link):
     assert one(word, Policy(), profile(link, 0.5)).codec == "fp8"
 
 
-# --- what is allowed --------------------------------------------------------------------------------------------------
+# --- what is allowed ------------------------------------------------------------------------------
 
 
 def shares(kind: str, spec: str, ranks: int) -> list[float]:
-    """Of the variance of a result, the share in what is encoded, for each time that something is. Values of ranks are
+    """Of the variance of a result, the share in what is encoded, for each time that something is.
+    Values of ranks are
     independent: a partial sum of k of them has k shares of ``ranks``."""
     name, given = parameters(spec)
     up, down = ranks // 2, (ranks - 1) // 2
@@ -521,12 +735,15 @@ def shares(kind: str, spec: str, ranks: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "spec", "ranks"), [(*case, ranks) for case in CASES for ranks in [*RANKS, 129] if fits(case[1], ranks)]
+    ("kind", "spec", "ranks"),
+    [(*case, ranks) for case in CASES for ranks in [*RANKS, 129] if fits(case[1], ranks)],
 )
 def test_the_error_of_a_plan_is_the_codecs_once_for_each_encode(kind, spec, ranks):
     planned = one(site(kind, 64 * ranks, ranks), forced("int4", spec), profile())
     once = commpass.codec("int4").relative_error()
-    assert planned.error == pytest.approx(once * math.sqrt(sum(shares(kind, spec, ranks))), abs=2e-6)
+    assert planned.error == pytest.approx(
+        once * math.sqrt(sum(shares(kind, spec, ranks))), abs=2e-6
+    )
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -567,7 +784,9 @@ def simulated(spec: str, ranks: int, error: float = 0.05, numel: int = 20_000) -
         total = chain(x[:up]) + x[up] + chain(x[up + 1 :])
     elif name == "hierarchical":
         node = int(given["node"])
-        total = sum(send(sum(send(row) for row in rows)) for rows in x.reshape(ranks // node, node, numel))
+        total = sum(
+            send(sum(send(row) for row in rows)) for rows in x.reshape(ranks // node, node, numel)
+        )
     else:
         total = sum(send(row) for row in x)
     if stage != "rs" and name != "one_shot":
@@ -588,9 +807,15 @@ def test_predicted_errors_are_those_of_a_simulation(spec, ranks):
 @pytest.mark.parametrize("force", [False, True])
 def test_a_candidate_above_the_error_budget_is_out_and_the_reason_gives_error_and_budget(force):
     error = commpass.codec("int4").relative_error()
-    for budget, allowed in ((error * 1.001, {"one_shot"}), (error * 1.5, {"one_shot", "two_shot"}), (error * 0.999, set())):
+    for budget, allowed in (
+        (error * 1.001, {"one_shot"}),
+        (error * 1.5, {"one_shot", "two_shot"}),
+        (error * 0.999, set()),
+    ):
         for name in ("one_shot", "two_shot"):
-            policy = Policy(codecs="int4", algorithms=name, max_error=budget, rules=[Rule(force=force)])
+            policy = Policy(
+                codecs="int4", algorithms=name, max_error=budget, rules=[Rule(force=force)]
+            )
             planned = one(site(), policy, profile())
             assert planned.compressed is (name in allowed), (budget, name)
             assert planned.error <= budget
@@ -615,20 +840,35 @@ def test_one_stage_coded_is_within_a_budget_that_two_are_not(stage):
     once = commpass.codec("int4").relative_error()
     policy = Policy(codecs="int4", algorithms=["two_shot", f"two_shot(stage={stage})"])
     assert one(site(), policy, profile()).algorithm == "two_shot"  # fewer bytes
-    assert one(site(), dataclasses.replace(policy, max_error=once * 1.1), profile()).algorithm == f"two_shot(stage={stage})"
+    assert (
+        one(site(), dataclasses.replace(policy, max_error=once * 1.1), profile()).algorithm
+        == f"two_shot(stage={stage})"
+    )
 
 
 @examples
-@given(SITES, st.sampled_from(CODECS), st.floats(0, 0.5), st.sampled_from([0, 2, 4, 8]), st.booleans())
-def test_no_algorithm_above_the_budget_is_chosen_at_any_number_of_ranks(a_site, codec, budget, node, force):
+@given(
+    SITES, st.sampled_from(CODECS), st.floats(0, 0.5), st.sampled_from([0, 2, 4, 8]), st.booleans()
+)
+def test_no_algorithm_above_the_budget_is_chosen_at_any_number_of_ranks(
+    a_site, codec, budget, node, force
+):
     """Rings encode again at each hop: the more ranks, the larger their error."""
     a_profile = profile(Link(0.0, 0.01), node=node)
-    planned = one(a_site, Policy(codecs=codec, max_error=budget, rules=[Rule(force=force)]), a_profile)
+    planned = one(
+        a_site, Policy(codecs=codec, max_error=budget, rules=[Rule(force=force)]), a_profile
+    )
     once = commpass.codec(codec).relative_error()
     if planned.compressed:
-        assert once * math.sqrt(sum(shares(planned.kind, planned.algorithm, planned.group_size))) <= budget + 1e-6
+        assert (
+            once * math.sqrt(sum(shares(planned.kind, planned.algorithm, planned.group_size)))
+            <= budget + 1e-6
+        )
     if force:
-        least = min(math.sqrt(sum(shares(planned.kind, spec, planned.group_size))) for spec in choices(planned.kind))
+        least = min(
+            math.sqrt(sum(shares(planned.kind, spec, planned.group_size)))
+            for spec in choices(planned.kind)
+        )
         assert planned.compressed or once * least > budget - 1e-6
 
 
@@ -640,7 +880,11 @@ def test_an_algorithm_named_for_another_kind_leaves_this_kind_its_own_or_the_sit
     own, mine = choices(kind), name in [a.name for a in algorithms_of(kind)]
     word = Policy(), site(kind, ranks=2, word=Word(codec="int8", algorithm=name).to_json())
     rule = Policy(rules=[Rule(codec="int8", algorithm=name)]), site(kind, ranks=2)
-    for policy, a_site in ((Policy(codecs="int8", algorithms=name), site(kind, ranks=2)), rule, word):
+    for policy, a_site in (
+        (Policy(codecs="int8", algorithms=name), site(kind, ranks=2)),
+        rule,
+        word,
+    ):
         planned = one(a_site, policy, profile())
         if mine and name in ("hierarchical", "sparse"):  # not for this group and codec
             assert not planned.compressed
@@ -648,8 +892,10 @@ def test_an_algorithm_named_for_another_kind_leaves_this_kind_its_own_or_the_sit
             assert planned.algorithm in ([name] if mine else own)
         else:
             assert not planned.compressed
-            assert planned.reason == f"{planned.reason.partition(' names ')[0]} names {name}, but {kind} has only " + ", ".join(
-                a.name for a in algorithms_of(kind)
+            assert (
+                planned.reason
+                == f"{planned.reason.partition(' names ')[0]} names {name}, but {kind} has only "
+                + ", ".join(a.name for a in algorithms_of(kind))
             )
             assert planned.reason.startswith(("rule 1", "compress(...)"))
 
@@ -659,7 +905,11 @@ def test_of_named_algorithms_those_of_the_kind_count(force):
     several = Policy(rules=[Rule(codec="int8", algorithm=["direct", "two_shot"], force=force)])
     assert one(site(ranks=8), several, profile()).algorithm == "two_shot"
     assert one(site("all_gather", ranks=8), several, profile()).algorithm == "direct"
-    alone = one(site(ranks=8), Policy(rules=[Rule(codec="int8", algorithm="direct", force=force)]), profile())
+    alone = one(
+        site(ranks=8),
+        Policy(rules=[Rule(codec="int8", algorithm="direct", force=force)]),
+        profile(),
+    )
     assert (alone.codec, alone.wire_bytes) == (NONE, alone.bytes)
     assert "two_shot" in alone.reason
 
@@ -682,7 +932,10 @@ def test_of_several_algorithms_the_fastest_is_taken():
 
 FORCED = Policy(codecs="int8", rules=[Rule(codec="int8", force=True)])
 OBSTACLES = {
-    "the form of the collective": (site(obstacle="nobody waits for its result"), "nobody waits for its result"),
+    "the form of the collective": (
+        site(obstacle="nobody waits for its result"),
+        "nobody waits for its result",
+    ),
     "one rank": (site(ranks=1), "one rank"),
     "a kind that is not known": (site("permute_tensor"), "permute_tensor"),
     "max": (site(reduce_op="max"), "'max'"),
@@ -710,7 +963,9 @@ def test_an_obstacle_leaves_a_site_alone_even_if_forced_and_is_its_reason(what, 
 def test_without_the_obstacle_those_sites_would_be_compressed():
     assert one(site(), Policy(codecs="int8"), profile()).compressed
     assert one(site("reduce_scatter"), FORCED, profile()).compressed
-    assert one(site(shape=("s0", 4)), Policy(codecs="int8"), profile()).compressed  # symbolic, but with a hint
+    assert one(
+        site(shape=("s0", 4)), Policy(codecs="int8"), profile()
+    ).compressed  # symbolic, but with a hint
 
 
 @pytest.mark.parametrize(
@@ -739,7 +994,9 @@ def test_a_word_in_the_model_is_decided_by_and_named():
     assert off.codec == NONE
 
 
-@pytest.mark.parametrize(("name", "state"), [("topk", "error feedback"), ("difference", "reference")])
+@pytest.mark.parametrize(
+    ("name", "state"), [("topk", "error feedback"), ("difference", "reference")]
+)
 def test_a_codec_that_needs_state_is_refused_with_what_it_needs(name, state):
     planned = one(site(), Policy(codecs=(name,)), profile())
     assert not planned.compressed
@@ -766,7 +1023,7 @@ def test_a_codec_that_needs_no_state_is_not_refused_for_lack_of_it(policy, part)
     assert part in planned.reason
 
 
-# --- all-to-all whose ranks hold different sizes ----------------------------------------------------------------------
+# --- all-to-all whose ranks hold different sizes --------------------------------------------------
 
 SCORED = 1024
 """Entries a rank pair that times are predicted for."""
@@ -781,9 +1038,11 @@ def exchanges(matrix, width: int | None = 4096, dtype: str = "float32", **change
         known = all(isinstance(n, int) for n in sent)
         entries = sum(sent) if known else " + ".join(map(str, sent))
         facts = {
-            "shape": (entries,) if width is None else (entries, width), "width": of_one, "splits": (sent, received),
+            "shape": (entries,) if width is None else (entries, width),
+            "width": of_one,
+            "splits": (sent, received),
             "bytes": entries * of_one * ITEM[dtype] if known else -1,
-        }  # fmt: skip
+        }
         found.append(site("all_to_all", 0, ranks, dtype, **facts | changes))
     return found
 
@@ -792,7 +1051,11 @@ def decided(sites: list[Site], policy: Policy, a_profile: Profile) -> list[Plan]
     """Each rank's plan, made of nothing but its own site."""
     return [
         Plan(
-            graph=str(rank), direction="forward", policy=policy.name, profile="test", sites=decide([a_site], policy, a_profile)
+            graph=str(rank),
+            direction="forward",
+            policy=policy.name,
+            profile="test",
+            sites=decide([a_site], policy, a_profile),
         )
         for rank, a_site in enumerate(sites)
     ]
@@ -800,7 +1063,9 @@ def decided(sites: list[Site], policy: Policy, a_profile: Profile) -> list[Plan]
 
 LENGTHS = st.integers(0, 3) | st.integers(0, 5000)
 MATRICES = st.integers(2, 6).flatmap(
-    lambda ranks: st.lists(st.lists(LENGTHS, min_size=ranks, max_size=ranks), min_size=ranks, max_size=ranks)
+    lambda ranks: st.lists(
+        st.lists(LENGTHS, min_size=ranks, max_size=ranks), min_size=ranks, max_size=ranks
+    )
 )
 WIDTHS = st.sampled_from([None, 1, 7, 512, 4096])
 
@@ -812,7 +1077,9 @@ WIDTHS = st.sampled_from([None, 1, 7, 512, 4096])
 def test_ranks_that_hold_different_sizes_decide_alike(codec, matrix, width, dtype, link, margin):
     """Law 5, where no rank knows what another holds."""
     sites = exchanges(matrix, width, dtype)
-    assume(len({a_site.uneven for a_site in sites}) == 1)  # but see test_a_rank_whose_own_lengths_are_alike
+    assume(
+        len({a_site.uneven for a_site in sites}) == 1
+    )  # but see test_a_rank_whose_own_lengths_are_alike
     plans = decided(sites, Policy(codecs=codec), profile(link, margin))
     assert len({(plan.sites[0].codec, plan.sites[0].algorithm) for plan in plans}) == 1
     assert len({plan.digest() for plan in plans}) == 1
@@ -842,7 +1109,9 @@ def test_a_rank_whose_own_lengths_are_alike_may_decide_otherwise_which_its_plans
     matrix = [[1, 1, 1], [1, 2000, 10], [1, 10, 2000]]
     plans = decided(exchanges(matrix, 64), Policy(codecs="int8"), profile(Link(5.0, 1.0)))
     assert len({plan.digest() for plan in plans}) == 2
-    outlines = {outline(one_site, plan) for one_site, plan in zip(exchanges(matrix, 64), plans, strict=True)}
+    outlines = {
+        outline(one_site, plan) for one_site, plan in zip(exchanges(matrix, 64), plans, strict=True)
+    }
     assert len(outlines) == 1
     assert outline(exchanges(matrix, 64, "bfloat16")[0], plans[0]) not in outlines
 
@@ -856,7 +1125,11 @@ def test_a_rule_for_large_sites_covers_an_uneven_exchange_on_all_ranks_or_on_non
     """By the bytes of so many rows for each rank, whatever this one has."""
     for matrix in ([[9, 9], [1, 2]], [[0, 5000], [1, 0]], [["u0", "u1"], ["u2", "u3"]]):
         least = SCORED * 2 * 4096 * 4 + above
-        plans = decided(exchanges(matrix), Policy(rules=[Rule(codec="int8", min_bytes=least, force=True)]), profile())
+        plans = decided(
+            exchanges(matrix),
+            Policy(rules=[Rule(codec="int8", min_bytes=least, force=True)]),
+            profile(),
+        )
         assert [plan.sites[0].compressed for plan in plans] == [covered] * 2
         assert len({plan.digest() for plan in plans}) == 1
 
@@ -864,7 +1137,8 @@ def test_a_rule_for_large_sites_covers_an_uneven_exchange_on_all_ranks_or_on_non
 SAID = "for 1,024 entries from each rank to each, since ranks may hold different numbers"
 INT8 = KERNELS.rates["int8"]
 WHETHER_LONG = [(None, False), (40, False), (512, False), (4096, True), (5000, True)]
-"""Widths, and whether an entry is encoded on its own: where it takes at most a twentieth more bytes than in a large tensor."""
+"""Widths, and whether an entry is encoded on its own: where it takes at most a twentieth more bytes
+than in a large tensor."""
 
 
 def one_way(rows: list[int]) -> int:
@@ -873,9 +1147,11 @@ def one_way(rows: list[int]) -> int:
 
 @pytest.mark.parametrize("ranks", [2, 8, 1024])
 @pytest.mark.parametrize(("width", "by_entries"), WHETHER_LONG)
-def test_uneven_exchanges_are_scored_for_so_many_rows_a_rank_and_the_reason_says_so(width, by_entries, ranks):
+def test_uneven_exchanges_are_scored_for_so_many_rows_a_rank_and_the_reason_says_so(
+    width, by_entries, ranks
+):
     sent = [2, 6] * (ranks // 2)
-    (a_site, *_) = exchanges([sent, *[[4] * ranks] * (ranks - 1)], width)
+    a_site, *_ = exchanges([sent, *[[4] * ranks] * (ranks - 1)], width)
     of_one = width or 1
     launch = KERNELS.launch_us if by_entries else 0.0  # kernels of parts: below
     a_profile = profile(Link(7.0, 1.25), kernels=dataclasses.replace(KERNELS, launch_us=launch))
@@ -885,8 +1161,12 @@ def test_uneven_exchanges_are_scored_for_so_many_rows_a_rank_and_the_reason_says
     expected = exchange_us("all_to_all", wire, ranks, 7.0, 1.25) + 2 * launch
     expected += numel * (INT8.encode_ns + INT8.decode_ns) / 1000
     assert planned.predicted_us == pytest.approx(expected, rel=1e-9, abs=1e-3)
-    assert planned.plain_us == pytest.approx(exchange_us("all_to_all", 4 * numel, ranks, 7.0, 1.25), rel=1e-9, abs=1e-3)
-    assert planned.wire_bytes == one_way([of_one] * sum(sent) if by_entries else [entries * of_one for entries in sent])
+    assert planned.plain_us == pytest.approx(
+        exchange_us("all_to_all", 4 * numel, ranks, 7.0, 1.25), rel=1e-9, abs=1e-3
+    )
+    assert planned.wire_bytes == one_way(
+        [of_one] * sum(sent) if by_entries else [entries * of_one for entries in sent]
+    )
     assert SAID in planned.reason
     left = one(a_site, Policy(codecs="int8"), profile(FAST, 0.9))
     assert not left.compressed
@@ -896,24 +1176,40 @@ def test_uneven_exchanges_are_scored_for_so_many_rows_a_rank_and_the_reason_says
 
 @pytest.mark.parametrize("ranks", [2, 8, 1024])
 def test_an_uneven_exchange_of_parts_is_charged_two_kernels_for_each(ranks):
-    (a_site, *_) = exchanges([[2, 6] * (ranks // 2), *[[4] * ranks] * (ranks - 1)], 512)
+    a_site, *_ = exchanges([[2, 6] * (ranks // 2), *[[4] * ranks] * (ranks - 1)], 512)
     free, dear = (
-        one(a_site, forced("int8"), profile(SLOW, kernels=dataclasses.replace(KERNELS, launch_us=launch))) for launch in (0, 5)
+        one(
+            a_site,
+            forced("int8"),
+            profile(SLOW, kernels=dataclasses.replace(KERNELS, launch_us=launch)),
+        )
+        for launch in (0, 5)
     )
     assert dear.predicted_us - free.predicted_us == pytest.approx(2 * ranks * 5, abs=0.01)
 
 
-def exchange_work(spec: str, codec: str, sent: tuple, received: tuple, width: int, **changes) -> Work:
+def exchange_work(
+    spec: str, codec: str, sent: tuple, received: tuple, width: int, **changes
+) -> Work:
     request = Request("0", len(sent), sent=sent, received=received, **changes)
-    return algorithm("all_to_all", spec).work(commpass.codec(codec), Payload(sum(sent) * width, width, torch.float32), request)
+    return algorithm("all_to_all", spec).work(
+        commpass.codec(codec), Payload(sum(sent) * width, width, torch.float32), request
+    )
 
 
 @pytest.mark.parametrize("spec", ["direct", "direct(shards=2)"])
 @pytest.mark.parametrize(
     ("sent", "received", "kernels"),
-    [((3, 3, 3), (3, 3, 3), 2), ((3, 3, 3), (3, 3, 4), 6), ((1, 2, 6), (3, 3, 3), 6), ((0, 9, 0), (0, 1, 0), 6)],
+    [
+        ((3, 3, 3), (3, 3, 3), 2),
+        ((3, 3, 3), (3, 3, 4), 6),
+        ((1, 2, 6), (3, 3, 3), 6),
+        ((0, 9, 0), (0, 1, 0), 6),
+    ],
 )
-def test_short_entries_go_by_parts_each_a_row_of_its_own_and_never_in_micro_shards(sent, received, kernels, spec):
+def test_short_entries_go_by_parts_each_a_row_of_its_own_and_never_in_micro_shards(
+    sent, received, kernels, spec
+):
     for width in (1, 40, 512):
         found = exchange_work(spec, "int8", sent, received, width)
         assert [(hop.kind, hop.nbytes, hop.dynamic, hop.peers) for hop in found.hops] == [
@@ -923,12 +1219,16 @@ def test_short_entries_go_by_parts_each_a_row_of_its_own_and_never_in_micro_shar
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
-@pytest.mark.parametrize(("sent", "unknown", "width"), [((3, 3), False, 4096), ((1, 5), False, 4096), ((3, 3), True, 40)])
+@pytest.mark.parametrize(
+    ("sent", "unknown", "width"), [((3, 3), False, 4096), ((1, 5), False, 4096), ((3, 3), True, 40)]
+)
 def test_entries_that_are_rows_go_in_micro_shards(sent, unknown, width, shards):
     found = exchange_work(f"direct(shards={shards})", "int8", sent, sent, width, unknown=unknown)
     length = math.ceil(width / shards / 256) * 256
     codes, scales = length, math.ceil(length // 256 * 4 / 128) * 128
-    expected = [6 * shards * scales, *[6 * codes] * shards] if shards > 1 else [6 * (codes + scales)]
+    expected = (
+        [6 * shards * scales, *[6 * codes] * shards] if shards > 1 else [6 * (codes + scales)]
+    )
     assert [hop.nbytes for hop in found.hops] == expected
     assert (found.encoded, found.decoded, found.kernels) == (6 * width, 6 * width, 2 * shards)
 
@@ -953,7 +1253,9 @@ def test_a_lossless_code_of_parts_of_which_the_last_is_empty():
 
 
 def test_a_lossless_code_of_parts_of_which_the_first_is_empty():
-    full, first_empty = (exchange_work("direct", "exponent", sent, (1, 1), 40) for sent in ((1, 1), (0, 1)))
+    full, first_empty = (
+        exchange_work("direct", "exponent", sent, (1, 1), 40) for sent in ((1, 1), (0, 1))
+    )
     assert len(first_empty.hops) == 2
     assert 2 * first_empty.wire_bytes == full.wire_bytes
     assert 2 * first_empty.dynamic_bytes == full.dynamic_bytes
@@ -977,10 +1279,13 @@ def test_even_exchanges_are_scored_as_they_are(width, splits):
 @pytest.mark.parametrize("width", [None, 1, 40, 512, 4096])
 def test_exchanges_of_unknown_sizes_are_scored_entry_by_entry_as_they_run(width, ranks):
     """Nobody knows how long parts are: each entry is a row, be it short or long."""
-    (a_site, *_) = exchanges([[f"u{n}" for n in range(ranks)]] * ranks, width)
+    a_site, *_ = exchanges([[f"u{n}" for n in range(ranks)]] * ranks, width)
     planned = one(a_site, forced("int8"), profile(Link(7.0, 1.25)))
     of_one, entries = width or 1, SCORED * ranks
-    expected = exchange_us("all_to_all", entries * one_way([of_one]), ranks, 7.0, 1.25) + 2 * KERNELS.launch_us
+    expected = (
+        exchange_us("all_to_all", entries * one_way([of_one]), ranks, 7.0, 1.25)
+        + 2 * KERNELS.launch_us
+    )
     expected += entries * of_one * (INT8.encode_ns + INT8.decode_ns) / 1000
     assert planned.predicted_us == pytest.approx(expected, rel=1e-9, abs=1e-3)
     plain = exchange_us("all_to_all", entries * of_one * 4, ranks, 7.0, 1.25)
@@ -989,12 +1294,19 @@ def test_exchanges_of_unknown_sizes_are_scored_entry_by_entry_as_they_run(width,
 
 
 def test_bytes_of_an_unknown_size_are_not_known_but_it_is_decided():
-    (a_site, *_) = exchanges([["u0", "u1"], ["u2", "u3"]], 4096)
+    a_site, *_ = exchanges([["u0", "u1"], ["u2", "u3"]], 4096)
     planned = one(a_site, Policy(codecs="int8"), profile())
-    assert (planned.codec, planned.algorithm, planned.bytes, planned.wire_bytes) == ("int8", "direct", -1, -1)
+    assert (planned.codec, planned.algorithm, planned.bytes, planned.wire_bytes) == (
+        "int8",
+        "direct",
+        -1,
+        -1,
+    )
     assert planned.dynamic_bytes == 0
     assert SAID in planned.reason
-    hinted = one(dataclasses.replace(a_site, bytes=100 * 4096 * 4), Policy(codecs="int8"), profile())
+    hinted = one(
+        dataclasses.replace(a_site, bytes=100 * 4096 * 4), Policy(codecs="int8"), profile()
+    )
     assert hinted.wire_bytes == 100 * wire_bytes(4096, 256, 8, 4)
     assert hinted.predicted_us == planned.predicted_us
     even = one(site("all_to_all", bytes=-1, shape=("s0",)), Policy(codecs="int8"), profile())
@@ -1004,7 +1316,7 @@ def test_bytes_of_an_unknown_size_are_not_known_but_it_is_decided():
 @pytest.mark.parametrize("width", [None, 8, 40])
 def test_short_entries_of_unknown_splits_are_not_sent_at_more_bytes_than_they_have(width):
     """Law 10: each is padded to a block of its own."""
-    (a_site, *_) = exchanges([["u0", "u1"], ["u2", "u3"]], width)
+    a_site, *_ = exchanges([["u0", "u1"], ["u2", "u3"]], width)
     a_site = dataclasses.replace(a_site, bytes=4096 * 4 * (width or 1))
     planned = one(a_site, Policy(codecs="int8"), profile())
     assert not planned.compressed
@@ -1013,7 +1325,7 @@ def test_short_entries_of_unknown_splits_are_not_sent_at_more_bytes_than_they_ha
     assert anyway.wire_bytes == 4096 * wire_bytes(width or 1, 256, 8, 4) > anyway.bytes
 
 
-# --- hierarchies ------------------------------------------------------------------------------------------------------
+# --- hierarchies ----------------------------------------------------------------------------------
 
 
 NODES = profile(Link(50.0, 0.5), node=8, inside=Link(5.0, 200.0))
@@ -1029,9 +1341,13 @@ def test_a_hierarchy_is_a_choice_only_where_the_ranks_of_a_node_are_known(kind):
     for spec, a_profile in (("hierarchical(node=8)", profile()), ("hierarchical", profile(node=8))):
         planned = one(a_site, dataclasses.replace(named, algorithms=spec), a_profile)
         assert (planned.codec, planned.algorithm) == ("int8", "hierarchical(node=8)")
-    said = one(a_site, dataclasses.replace(named, algorithms="hierarchical(node=4)"), profile(node=8))
+    said = one(
+        a_site, dataclasses.replace(named, algorithms="hierarchical(node=4)"), profile(node=8)
+    )
     assert said.algorithm == "hierarchical(node=4)"  # the nearer word
-    staged = one(a_site, Policy(codecs="int8", algorithms="hierarchical(between=int4)"), profile(node=8))
+    staged = one(
+        a_site, Policy(codecs="int8", algorithms="hierarchical(between=int4)"), profile(node=8)
+    )
     assert staged.algorithm == "hierarchical(between=int4, node=8)"
 
 
@@ -1041,18 +1357,29 @@ def test_a_hierarchy_wins_where_the_link_inside_is_fast_and_the_one_between_slow
     policy = Policy(codecs="int8")
     assert one(a_site, policy, NODES).algorithm == "hierarchical(node=8)"
     for changes in ({"node": 0}, {"inside": Link(500.0, 0.05)}, {"node": 7}, {"node": 64}):
-        assert "hierarchical" not in one(a_site, policy, dataclasses.replace(NODES, **changes)).algorithm
+        assert (
+            "hierarchical"
+            not in one(a_site, policy, dataclasses.replace(NODES, **changes)).algorithm
+        )
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("node", [2, 4, 8, 16, 32])
 def test_a_hierarchy_on_one_link_sends_as_many_bytes_in_fewer_messages(node, kind):
-    """(node - 1) * nodes + nodes - 1 rows leave a rank, as many as it has others; but it talks to node + nodes - 2 of them."""
+    """(node - 1) * nodes + nodes - 1 rows leave a rank, as many as it has others; but it talks to
+    node + nodes - 2 of them."""
     a_site, ranks, free = site(kind, 1 << 24, 64), 64, Kernels(0.0, KernelRate(0.0, 0.0))
     for alpha in (0.0, 50.0):
         flat, high = (
-            one(a_site, forced("int8", spec), Profile("test", Link(alpha, 0.5), kernels=free, margin=0.0))
-            for spec in ("two_shot" if kind == "all_reduce" else "direct", f"hierarchical(node={node})")
+            one(
+                a_site,
+                forced("int8", spec),
+                Profile("test", Link(alpha, 0.5), kernels=free, margin=0.0),
+            )
+            for spec in (
+                "two_shot" if kind == "all_reduce" else "direct",
+                f"hierarchical(node={node})",
+            )
         )
         messages = (ranks - 1) - (node - 1 + ranks // node - 1)
         assert flat.predicted_us - high.predicted_us == pytest.approx(alpha * messages, abs=0.01)
@@ -1065,11 +1392,17 @@ def test_a_hierarchy_on_one_link_sends_as_many_bytes_in_fewer_messages(node, kin
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 def test_hops_inside_a_node_take_the_link_inside_and_the_others_the_groups(kind):
     outer, inner, ranks, node, numel = Link(50.0, 0.5), Link(5.0, 200.0), 64, 8, 1 << 20
-    a_profile = Profile("test", Link(9.0, 9.0), links={"tp": outer}, kernels=KERNELS, node=node, inside=inner)
+    a_profile = Profile(
+        "test", Link(9.0, 9.0), links={"tp": outer}, kernels=KERNELS, node=node, inside=inner
+    )
     planned = one(site(kind, numel, ranks), forced("int8", "hierarchical"), a_profile)
-    hops, encoded, decoded, kernels = work("hierarchical(node=8)", kind, numel, ranks, 256, 8, "float32")
+    hops, encoded, decoded, kernels = work(
+        "hierarchical(node=8)", kind, numel, ranks, 256, 8, "float32"
+    )
     expected = kernels * KERNELS.launch_us
-    expected += (encoded * KERNELS.rates["int8"].encode_ns + decoded * KERNELS.rates["int8"].decode_ns) / 1000
+    expected += (
+        encoded * KERNELS.rates["int8"].encode_ns + decoded * KERNELS.rates["int8"].decode_ns
+    ) / 1000
     for (name, _, size, peers), link in zip(hops, [inner, outer, outer], strict=False):
         expected += exchange_us(name, size, ranks, link.alpha_us, link.gbytes_per_s, 1.0, peers)
     assert planned.predicted_us == pytest.approx(expected, abs=1e-3)
@@ -1080,10 +1413,12 @@ def test_a_node_that_does_not_divide_the_ranks_is_refused_by_number(ranks, node)
     planned = one(site(ranks=ranks), forced("int8", f"hierarchical(node={node})"), profile())
     assert not planned.compressed
     assert f"{ranks} ranks are not several nodes of {node}" in planned.reason
-    assert one(site(ranks=ranks), Policy(codecs="int8"), profile(node=node)).compressed  # by another algorithm
+    assert one(
+        site(ranks=ranks), Policy(codecs="int8"), profile(node=node)
+    ).compressed  # by another algorithm
 
 
-# --- codecs that lose nothing, and domains ----------------------------------------------------------------------------
+# --- codecs that lose nothing, and domains --------------------------------------------------------
 
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
@@ -1094,7 +1429,9 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 def test_bytes_depend_on_the_values_with_a_lossless_code_alone(codec, kind, dtype):
     planned = one(site(kind, 1 << 20, 8, dtype), forced(codec), profile())
     assert planned.codec == codec
-    assert (planned.dynamic_bytes > 0) == (codec == "exponent" and dtype != "float64")  # whose exponents are sent as they are
+    assert (planned.dynamic_bytes > 0) == (
+        codec == "exponent" and dtype != "float64"
+    )  # whose exponents are sent as they are
     assert planned.dynamic_bytes < planned.wire_bytes
     if codec in ("exponent", "raw"):
         assert planned.error == 0
@@ -1104,12 +1441,18 @@ def test_bytes_depend_on_the_values_with_a_lossless_code_alone(codec, kind, dtyp
 def test_a_lossless_code_is_expected_to_need_what_a_gaussian_does(dtype):
     numel = 1 << 20
     planned = one(site("all_gather", numel, 8, dtype), forced("exponent"), profile())
-    sample = torch.randn(numel, generator=torch.Generator().manual_seed(1)).to(getattr(torch, dtype)).reshape(1, -1)
+    sample = (
+        torch.randn(numel, generator=torch.Generator().manual_seed(1))
+        .to(getattr(torch, dtype))
+        .reshape(1, -1)
+    )
     coder = commpass.codec("exponent")
     used = int(coder.used_bytes(coder.encode_rows(sample), numel, sample.dtype))
     assert planned.wire_bytes == pytest.approx(used, rel=0.02)
     assert planned.wire_bytes < planned.bytes
-    sizes = one(site("all_gather", numel, 8, dtype), forced("exponent", "direct(first=sizes)"), profile())
+    sizes = one(
+        site("all_gather", numel, 8, dtype), forced("exponent", "direct(first=sizes)"), profile()
+    )
     assert sizes.wire_bytes == planned.wire_bytes + 8
     assert sizes.dynamic_bytes == planned.wire_bytes  # the static part then travels with the rest
 
@@ -1123,21 +1466,35 @@ def test_codecs_that_lose_nothing_still_sum_in_another_order_which_may_be_forbid
     assert strict.compressed is (kind not in REDUCTIONS)
     if kind in REDUCTIONS:
         for spec in choices(kind):
-            assert f"{codec} by {spec} sums in another order, which reassociate=False forbids" in strict.reason
-    assert one(a_site, forced("int8", reassociate=False), profile()).codec == "int8"  # an opted-in error is another matter
+            assert (
+                f"{codec} by {spec} sums in another order, which reassociate=False forbids"
+                in strict.reason
+            )
+    assert (
+        one(a_site, forced("int8", reassociate=False), profile()).codec == "int8"
+    )  # an opted-in error is another matter
 
 
 DOMAINS = {
-    "rotated": {"one_shot": "hadamard", "two_shot": "hadamard", "two_shot(stage=rs)": "hadamard", "two_shot(stage=ag)": "",
-                "ring": "hadamard", "ring(stage=rs)": "hadamard", "ring(stage=ag)": "", "semi_ring": "hadamard",
-                "hierarchical(node=4)": "hadamard"},
+    "rotated": {
+        "one_shot": "hadamard",
+        "two_shot": "hadamard",
+        "two_shot(stage=rs)": "hadamard",
+        "two_shot(stage=ag)": "",
+        "ring": "hadamard",
+        "ring(stage=rs)": "hadamard",
+        "ring(stage=ag)": "",
+        "semi_ring": "hadamard",
+        "hierarchical(node=4)": "hadamard",
+    },
     "int8": dict.fromkeys(SPECS["all_reduce"], ""),
     "raw": dict.fromkeys(SPECS["all_reduce"], ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
-    ("codec", "spec", "domain"), [(c, spec, name) for c, of in DOMAINS.items() for spec, name in of.items()]
+    ("codec", "spec", "domain"),
+    [(c, spec, name) for c, of in DOMAINS.items() for spec, name in of.items()],
 )
 def test_sums_are_made_in_the_codecs_domain_where_coded_values_are_summed(codec, spec, domain):
     planned = one(site(), forced(codec, spec), profile())
@@ -1152,11 +1509,18 @@ def test_where_nothing_is_summed_there_is_no_domain(kind):
     assert one(site("reduce_scatter"), forced("rotated"), profile()).domain == "hadamard"
 
 
-# --- hosts ------------------------------------------------------------------------------------------------------------
+# --- hosts ----------------------------------------------------------------------------------------
 
 
 INSIDE = Link(5.0, 200.0)
-ON_HOSTS = Profile("test", Link(50.0, 0.5), links={"named": Link(20.0, 1.0)}, kernels=KERNELS, node=4, inside=INSIDE)
+ON_HOSTS = Profile(
+    "test",
+    Link(50.0, 0.5),
+    links={"named": Link(20.0, 1.0)},
+    kernels=KERNELS,
+    node=4,
+    inside=INSIDE,
+)
 PLACED = {
     "one host": ((4, 5, 6, 7), 5.0),
     "a part of one": ((4, 6), 5.0),
@@ -1175,7 +1539,9 @@ def test_the_link_of_a_group_is_the_inner_one_only_if_all_its_ranks_are_on_one_h
     expected = exchange_us("all_reduce", planned.bytes, len(ranks), alpha, link.gbytes_per_s)
     assert planned.plain_us == pytest.approx(expected, abs=1e-3)
     named = one(site(ranks=len(ranks), members=ranks, group_label="named"), Policy(), ON_HOSTS)
-    assert named.plain_us == pytest.approx(exchange_us("all_reduce", named.bytes, len(ranks), 20.0, 1.0), abs=1e-3)
+    assert named.plain_us == pytest.approx(
+        exchange_us("all_reduce", named.bytes, len(ranks), 20.0, 1.0), abs=1e-3
+    )
 
 
 HIERARCHIES = {
@@ -1198,21 +1564,30 @@ def test_a_hierarchy_follows_the_hosts_that_a_groups_ranks_are_on(where):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "node", "alpha"), [(range(16), 4, 5.0), (range(16), 2, 5.0), (range(0, 64, 4), 4, 50.0), (range(16), 8, 50.0)]
+    ("ranks", "node", "alpha"),
+    [(range(16), 4, 5.0), (range(16), 2, 5.0), (range(0, 64, 4), 4, 50.0), (range(16), 8, 50.0)],
 )
-def test_inner_hops_of_a_hierarchy_that_someone_named_take_the_inner_link_only_on_one_host(ranks, node, alpha):
+def test_inner_hops_of_a_hierarchy_that_someone_named_take_the_inner_link_only_on_one_host(
+    ranks, node, alpha
+):
     numel, link = 1 << 20, INSIDE if alpha == 5.0 else ON_HOSTS.link
     a_site = site(numel=numel, ranks=len(ranks), members=tuple(ranks))
     planned = one(a_site, forced("int8", f"hierarchical(node={node})"), ON_HOSTS)
-    hops, encoded, decoded, kernels = work(f"hierarchical(node={node})", "all_reduce", numel, 16, 256, 8, "float32")
+    hops, encoded, decoded, kernels = work(
+        f"hierarchical(node={node})", "all_reduce", numel, 16, 256, 8, "float32"
+    )
     expected = kernels * KERNELS.launch_us
-    expected += (encoded * KERNELS.rates["int8"].encode_ns + decoded * KERNELS.rates["int8"].decode_ns) / 1000
-    for (name, _, size, peers), used in zip(hops, [link, ON_HOSTS.link, ON_HOSTS.link], strict=False):
+    expected += (
+        encoded * KERNELS.rates["int8"].encode_ns + decoded * KERNELS.rates["int8"].decode_ns
+    ) / 1000
+    for (name, _, size, peers), used in zip(
+        hops, [link, ON_HOSTS.link, ON_HOSTS.link], strict=False
+    ):
         expected += exchange_us(name, size, 16, used.alpha_us, used.gbytes_per_s, 1.0, peers)
     assert planned.predicted_us == pytest.approx(expected, abs=1e-3)
 
 
-# --- what a profile may be --------------------------------------------------------------------------------------------
+# --- what a profile may be ------------------------------------------------------------------------
 
 
 NO_NUMBERS = (-1, math.nan, math.inf, -math.inf, "fast", None, True)
@@ -1220,7 +1595,11 @@ NO_NUMBERS = (-1, math.nan, math.inf, -math.inf, "fast", None, True)
 
 @pytest.mark.parametrize("value", [*NO_NUMBERS, 0])
 def test_a_speed_that_cannot_be_is_refused(value):
-    for attempt in (lambda: ethernet(value), lambda: Link(1.0, value), lambda: Link(1.0, 1.0, {"all_reduce": value})):
+    for attempt in (
+        lambda: ethernet(value),
+        lambda: Link(1.0, value),
+        lambda: Link(1.0, 1.0, {"all_reduce": value}),
+    ):
         with pytest.raises(PolicyError, match="must be a number above 0") as error:
             attempt()
         assert repr(value) in str(error.value)
@@ -1286,7 +1665,9 @@ def test_profiles_have_names():
         for attempt in (
             lambda wrong=wrong: profile_named(wrong),
             lambda wrong=wrong: commpass.backend(profile=wrong),
-            lambda wrong=wrong: commpass.rewrite(trace(lambda x: x + 1, torch.ones(2)), [], profile=wrong),
+            lambda wrong=wrong: commpass.rewrite(
+                trace(lambda x: x + 1, torch.ones(2)), [], profile=wrong
+            ),
         ):
             with pytest.raises(PolicyError) as error:
                 attempt()
@@ -1296,7 +1677,11 @@ def test_profiles_have_names():
 
 @pytest.mark.parametrize("value", [2, 1.01, math.inf, math.nan, -0.1])
 def test_an_error_budget_above_the_whole_is_refused(value):
-    for attempt in (lambda: Rule(max_error=value), lambda: Policy(max_error=value), lambda: commpass.compress(max_error=value)):
+    for attempt in (
+        lambda: Rule(max_error=value),
+        lambda: Policy(max_error=value),
+        lambda: commpass.compress(max_error=value),
+    ):
         with pytest.raises(PolicyError, match="must be a share such as"):
             attempt()
     assert Policy(max_error=1).max_error == 1

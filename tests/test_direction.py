@@ -98,8 +98,13 @@ def batch() -> torch.Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def step(how: str, policy: Policy | str, inner: str = "aot_eager", enters: bool = False,
-         autograd: bool = False):  # fmt: skip
+def step(
+    how: str,
+    policy: Policy | str,
+    inner: str = "aot_eager",
+    enters: bool = False,
+    autograd: bool = False,
+):
     """(gradients, plans) of one compiled training step."""
     torch._dynamo.reset()
     seen = len(commpass.plans())
@@ -226,8 +231,9 @@ def check_kept_words() -> None:
 
     HOW["kept"] = kept
     for autograd in (False, True):
-        _, plans = step("kept", Policy(rules=[Rule(codec="int8", force=True)]), enters=True,
-                        autograd=autograd)  # fmt: skip
+        _, plans = step(
+            "kept", Policy(rules=[Rule(codec="int8", force=True)]), enters=True, autograd=autograd
+        )
         sites = [site for plan in plans for site in plan.sites]
         assert len(sites) > 3
         assert not [site for site in sites if site.compressed]
@@ -258,7 +264,8 @@ def check_ddp(direction: str) -> None:
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
             compiled(batch()).square().mean().backward()
     worst = max(
-        ((p.grad.double() - e).abs().max() / e.abs().max()).item() for p, e in zip(net.parameters(), expected, strict=True)
+        ((p.grad.double() - e).abs().max() / e.abs().max()).item()
+        for p, e in zip(net.parameters(), expected, strict=True)
     )
     codecs = {site.codec for plan in commpass.plans()[seen:] for site in plan.sites}
     assert codecs == {"int8" if direction == "backward" else "none"}
@@ -274,7 +281,7 @@ def test_the_gradients_of_ddp_are_backward(direction, ranks2):
     ranks2.stop()  # DDP leaves hooks in the process group
 
 
-# --- graphs, without ranks --------------------------------------------------------------------------------------------------
+# --- graphs, without ranks ------------------------------------------------------------------------
 
 
 def backward_graph(tag: dict, takes_gradient: bool) -> torch.fx.GraphModule:
@@ -284,7 +291,9 @@ def backward_graph(tag: dict, takes_gradient: bool) -> torch.fx.GraphModule:
     with mode:
         fake = torch.empty(4, 4)
     saved, tangent = graph.placeholder("primals_1"), graph.placeholder("tangents_1")
-    source = graph.call_function(torch.ops.aten.mul.Tensor, (saved, tangent if takes_gradient else saved))
+    source = graph.call_function(
+        torch.ops.aten.mul.Tensor, (saved, tangent if takes_gradient else saved)
+    )
     started = graph.call_function(ops.all_reduce.default, (source, "sum", "0"))
     done = graph.call_function(ops.wait_tensor.default, (started,))
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (done, tangent)),))

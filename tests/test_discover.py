@@ -33,9 +33,23 @@ PLAIN = {
 def test_plain_forms(kind, fake_group):
     fake_group(8)
     (site,) = sites(PLAIN[kind])
-    assert (site.kind, site.group, site.group_size, site.dtype, site.shape, site.bytes, site.obstacle) == (
-        kind, "0", 8, "float32", (8, 16), 512, None,
-    )  # fmt: skip
+    assert (
+        site.kind,
+        site.group,
+        site.group_size,
+        site.dtype,
+        site.shape,
+        site.bytes,
+        site.obstacle,
+    ) == (
+        kind,
+        "0",
+        8,
+        "float32",
+        (8, 16),
+        512,
+        None,
+    )
     assert site.reduce_op == {"all_reduce": "sum", "reduce_scatter": "avg"}.get(kind)
 
 
@@ -50,7 +64,10 @@ def test_plain_forms(kind, fake_group):
 def test_coalesced_forms_are_a_site_for_each_tensor(collective, fake_group):
     fake_group(8)
     found = sites(lambda x: [wait(y) for y in collective([x * 2, (x + 1).bfloat16()])])
-    assert [(site.dtype, site.bytes, site.obstacle) for site in found] == [("float32", 512, None), ("bfloat16", 256, None)]
+    assert [(site.dtype, site.bytes, site.obstacle) for site in found] == [
+        ("float32", 512, None),
+        ("bfloat16", 256, None),
+    ]
     assert len({site.name for site in found}) == 2
 
 
@@ -62,7 +79,10 @@ def test_in_place_and_out_forms(fake_group):
         return y, wait(ops.all_gather_into_tensor_out(x, 8, "0", out=out))
 
     found = sites(function, X, torch.ones(64, 16))
-    assert [(site.kind, site.obstacle) for site in found] == [("all_reduce", None), ("all_gather", None)]
+    assert [(site.kind, site.obstacle) for site in found] == [
+        ("all_reduce", None),
+        ("all_gather", None),
+    ]
 
 
 def test_several_waits_and_waits_on_waits(fake_group):
@@ -90,8 +110,12 @@ def test_autograd_and_deprecated_forms_are_seen_and_left_alone(fake_group):
     fake_group(8)
     graph = fx.Graph()
     x = graph.placeholder("x")
-    autograd = graph.call_function(torch.ops._c10d_functional_autograd.all_gather_into_tensor.default, (x, 8, "0"))
-    legacy = graph.call_function(torch.ops.c10d_functional.all_reduce.default, (x, "sum", "", list(range(8)), 8))
+    autograd = graph.call_function(
+        torch.ops._c10d_functional_autograd.all_gather_into_tensor.default, (x, 8, "0")
+    )
+    legacy = graph.call_function(
+        torch.ops.c10d_functional.all_reduce.default, (x, "sum", "", list(range(8)), 8)
+    )
     graph.output((autograd, legacy))
     found = discover(fx.GraphModule({}, graph))
     assert "gradient would be lost" in found[0].site.obstacle
@@ -115,7 +139,11 @@ def test_the_matmul_before_and_the_consumers_after_are_seen_through_views_and_ca
 def test_mesh_dimension_is_the_label_of_a_group(fake_group):
     fake_group(8)
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-    found = sites(lambda x: [wait(ops.all_reduce(x, "sum", mesh.get_group(name).group_name)) for name in ("dp", "tp")])
+    found = sites(
+        lambda x: [
+            wait(ops.all_reduce(x, "sum", mesh.get_group(name).group_name)) for name in ("dp", "tp")
+        ]
+    )
     assert [(site.group_label, site.group_size) for site in found] == [("dp", 2), ("tp", 4)]
 
 
@@ -141,7 +169,9 @@ class Checkpointed(nn.Module):
         self.inner = Inner()
 
     def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(lambda x: self.inner(x).sin().cos(), x, use_reentrant=False)
+        return torch.utils.checkpoint.checkpoint(
+            lambda x: self.inner(x).sin().cos(), x, use_reentrant=False
+        )
 
 
 class Model(nn.Module):
@@ -163,7 +193,12 @@ def test_module_paths_in_forward_backward_and_recomputation(fake_group):
     ).sum().backward()
     forward, backward = commpass.plans()[seen:]
     assert [site.module for site in forward] == ["layers.0", "layers.1.inner", ""]
-    assert sorted(site.module for site in backward) == ["", "layers.0", "layers.1.inner", "layers.1.inner"]  # one again
+    assert sorted(site.module for site in backward) == [
+        "",
+        "layers.0",
+        "layers.1.inner",
+        "layers.1.inner",
+    ]  # one again
     assert {site.direction for site in forward} == {"forward"}
     again = [site for site in backward if site.direction == "forward"]
     assert [site.module for site in again] == ["layers.1.inner"]
@@ -179,14 +214,20 @@ def test_nested_compile_regions_are_searched(fake_group):
 
     seen = len(commpass.plans())
     with torch.no_grad():
-        torch.compile(lambda x: region(region(x)), backend=commpass.backend("off", strict=True), fullgraph=True)(X)
+        torch.compile(
+            lambda x: region(region(x)),
+            backend=commpass.backend("off", strict=True),
+            fullgraph=True,
+        )(X)
     assert [site.kind for site in commpass.plans()[seen]] == ["all_reduce"]
 
 
 def test_symbolic_sizes_stand_as_text_with_the_bytes_of_their_hints(fake_group):
     fake_group(8)
     seen = len(commpass.plans())
-    compiled = torch.compile(PLAIN["all_reduce"], backend=commpass.backend("off", strict=True), dynamic=True)
+    compiled = torch.compile(
+        PLAIN["all_reduce"], backend=commpass.backend("off", strict=True), dynamic=True
+    )
     compiled(X)
     (site,) = commpass.plans()[seen].sites
     assert site.dynamic
@@ -204,4 +245,8 @@ def test_a_group_given_as_an_object(fake_group):
     started = graph.call_function(ops.all_reduce.default, (x, "sum", name))
     graph.output(graph.call_function(ops.wait_tensor.default, (started,)))
     (found,) = discover(fx.GraphModule({}, graph))
-    assert (found.site.group, found.site.group_size, found.site.obstacle) == (group.group_name, 8, None)
+    assert (found.site.group, found.site.group_size, found.site.obstacle) == (
+        group.group_name,
+        8,
+        None,
+    )

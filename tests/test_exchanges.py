@@ -1,4 +1,5 @@
-"""All-to-all with any splits, wires whose size depends on the data, and collectives in the air, on real ranks."""
+"""All-to-all with any splits, wires whose size depends on the data, and collectives in the air, on
+real ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def matrices(size: int) -> dict[str, list[list[int]]]:
         "even": [[4] * size] * size,
         "uneven": [[(3 * rank + 5 * to) % 7 for to in range(size)] for rank in range(size)],
         "all the load on one rank": [[0] * (size - 1) + [11 + rank] for rank in range(size)],
-        "one rank without data": [[0] * size] + [[0] + [5 + to for to in range(1, size)]] * (size - 1),
+        "one rank without data": (
+            [[0] * size] + [[0] + [5 + to for to in range(1, size)]] * (size - 1)
+        ),
         "nobody has any": [[0] * size] * size,
         "long": [[40 + 300 * (rank == to) for to in range(size)] for rank in range(size)],
     }
@@ -52,25 +55,39 @@ def any_bits(shape, dtype, seed: int) -> torch.Tensor:
     """Random bit patterns: NaNs with payloads, infinities, subnormals and -0.0 among them."""
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     limits = torch.iinfo(whole)
-    return torch.randint(limits.min, limits.max, shape, dtype=whole, generator=torch.Generator().manual_seed(seed)).view(dtype)
+    return torch.randint(
+        limits.min, limits.max, shape, dtype=whole, generator=torch.Generator().manual_seed(seed)
+    ).view(dtype)
 
 
 def some(shape, dtype, kind: str) -> torch.Tensor:
     rank = dist.get_rank()
-    if kind == "any bits":  # nothing of it is compressible: the dynamic part is as large as it can be
+    if (
+        kind == "any bits"
+    ):  # nothing of it is compressible: the dynamic part is as large as it can be
         return any_bits(shape, dtype, rank)
     normal = torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    return normal if kind == "normal" or rank else any_bits(shape, dtype, rank)  # else: only one rank's dynamic part is large
+    return (
+        normal if kind == "normal" or rank else any_bits(shape, dtype, rank)
+    )  # else: only one rank's dynamic part is large
 
 
 def check_uneven() -> int:
     rank, size, checked = dist.get_rank(), dist.get_world_size(), 0
-    for (name, matrix), width in itertools.product(matrices(size).items(), [(), (3,), (2, 130), (1024,)]):
+    for (name, matrix), width in itertools.product(
+        matrices(size).items(), [(), (3,), (2, 130), (1024,)]
+    ):
         received, sent = splits(matrix)
-        for codec, dtype in itertools.product(["int8", "rotated(bits=4)", "raw", "exponent"], DTYPES[:2]):
-            x = torch.randn((sum(sent), *width), generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for codec, dtype in itertools.product(
+            ["int8", "rotated(bits=4)", "raw", "exponent"], DTYPES[:2]
+        ):
+            x = torch.randn((sum(sent), *width), generator=torch.Generator().manual_seed(rank)).to(
+                dtype
+            )
             result = commpass.all_to_all(x, received, sent, codec=codec)
-            parts = [theirs.split(matrix[number])[rank] for number, theirs in enumerate(everybodys(x))]
+            parts = [
+                theirs.split(matrix[number])[rank] for number, theirs in enumerate(everybodys(x))
+            ]
             expected = torch.cat(parts)
             where = (name, width, codec, dtype)
             assert (result.shape, result.dtype) == (expected.shape, dtype), where
@@ -78,7 +95,9 @@ def check_uneven() -> int:
                 assert torch.equal(bits(result), bits(expected)), where
             elif expected.numel():
                 step = 1 / 127 if codec == "int8" else 1 / 3
-                assert (result.double() - expected.double()).abs().max() <= step * expected.double().abs().max() + 1e-2, where
+                assert (
+                    result.double() - expected.double()
+                ).abs().max() <= step * expected.double().abs().max() + 1e-2, where
             checked += 1
     return checked
 
@@ -88,8 +107,12 @@ def test_all_to_all_with_any_splits(size, request):
     assert request.getfixturevalue(f"ranks{size}").run(check_uneven) == [6 * 4 * 8] * size
 
 
-LOSSLESS = [("all_gather", "direct"), ("all_gather", "direct(first=sizes)"), ("all_to_all", "direct"),
-            ("all_to_all", "direct(first=sizes)")]  # fmt: skip
+LOSSLESS = [
+    ("all_gather", "direct"),
+    ("all_gather", "direct(first=sizes)"),
+    ("all_to_all", "direct"),
+    ("all_to_all", "direct(first=sizes)"),
+]
 
 
 def move(kind: str, how: str, x: torch.Tensor, codec: str = "exponent", group=None) -> torch.Tensor:
@@ -99,11 +122,14 @@ def move(kind: str, how: str, x: torch.Tensor, codec: str = "exponent", group=No
 
 
 def moved(kind: str, inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
-    return torch.cat(inputs if kind == "all_gather" else [x.chunk(len(inputs))[rank] for x in inputs])
+    return torch.cat(
+        inputs if kind == "all_gather" else [x.chunk(len(inputs))[rank] for x in inputs]
+    )
 
 
 def check_lossless() -> None:
-    """Law 3, whatever the bits are; and the dynamic part never overflows, since there is room for the worst case."""
+    """Law 3, whatever the bits are; and the dynamic part never overflows, since there is room for
+    the worst case."""
     rank, size = dist.get_rank(), dist.get_world_size()
     kinds = ("normal", "any bits", "one of them")
     for (kind, how), dtype, what in itertools.product(LOSSLESS, DTYPES, kinds):
@@ -112,7 +138,14 @@ def check_lossless() -> None:
             expected = moved(kind, everybodys(x), rank)
             for codec in ("exponent", "exponent(planes=3)", "raw"):
                 result = move(kind, how, x, codec)
-                assert torch.equal(bits(result), bits(expected)), (kind, how, dtype, what, rows, codec)
+                assert torch.equal(bits(result), bits(expected)), (
+                    kind,
+                    how,
+                    dtype,
+                    what,
+                    rows,
+                    codec,
+                )
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -123,11 +156,16 @@ def test_lossless_moves_are_bit_exact_whatever_the_bits_are(size, request):
 def check_lossless_sums() -> None:
     """A lossless all_reduce is the float32 sum in rank order, rounded once."""
     rank = dist.get_rank()
-    for dtype, how in itertools.product(DTYPES[:3], ["one_shot", "two_shot", "two_shot(first=sizes)"]):
+    for dtype, how in itertools.product(
+        DTYPES[:3], ["one_shot", "two_shot", "two_shot(first=sizes)"]
+    ):
         x = torch.randn(2500, generator=torch.Generator().manual_seed(rank)).to(dtype)
         inputs = [t.float() for t in everybodys(x)]
         expected = sum(inputs[1:], inputs[0]).to(dtype)
-        assert torch.equal(commpass.all_reduce(x, codec="exponent", algorithm=how), expected), (dtype, how)
+        assert torch.equal(commpass.all_reduce(x, codec="exponent", algorithm=how), expected), (
+            dtype,
+            how,
+        )
         y = commpass.reduce_scatter(x[:2400], codec="exponent")
         assert torch.equal(y, expected[:2400].chunk(dist.get_world_size())[rank])
 
@@ -137,7 +175,8 @@ def test_lossless_sums(ranks3):
 
 
 def check_lossless_bytes() -> None:
-    """Law 9 for wires whose size depends on the data: what is handed over is what the values need, no more."""
+    """Law 9 for wires whose size depends on the data: what is handed over is what the values need,
+    no more."""
     group, size, rank = counting_group(), dist.get_world_size(), dist.get_rank()
     coder = commpass.codec("exponent")
     for (kind, how), dtype, what in itertools.product(LOSSLESS, DTYPES[:3], ("normal", "any bits")):
@@ -148,7 +187,11 @@ def check_lossless_bytes() -> None:
         numel = rows.shape[1]
         used = coder.used_bytes(coder.encode_rows(rows), numel, dtype)
         static = coder.parts(numel, dtype)[0]
-        tails = used - static if kind == "all_to_all" else max(t.max() for t in everybodys(used)) - static
+        tails = (
+            used - static
+            if kind == "all_to_all"
+            else max(t.max() for t in everybodys(used)) - static
+        )
         sent = [size for _, _, size in group.seen]
         assert {found for found, _, _ in group.seen} == {kind}
         assert {found for _, found, _ in group.seen} == {torch.uint8}
@@ -156,7 +199,9 @@ def check_lossless_bytes() -> None:
             assert sent == [8 * len(rows), int((tails + static).sum())], (kind, how, dtype, what)
         else:
             assert sent == [static * len(rows), int(tails.sum())], (kind, how, dtype, what)
-        work = algorithm(kind, how).work(coder, Payload(x.numel(), 1, dtype), Request("0", size, rank))
+        work = algorithm(kind, how).work(
+            coder, Payload(x.numel(), 1, dtype), Request("0", size, rank)
+        )
         assert sum(hop.nbytes for hop in work.hops if not hop.dynamic) <= sum(sent)
         if what == "normal":  # what the plan says that values like these need
             assert abs(work.wire_bytes - sum(sent)) <= 0.02 * sum(sent), (kind, how, dtype)
@@ -181,7 +226,9 @@ def check_late_rank() -> None:
         start = time.monotonic()
         result = commpass.all_reduce(x, codec=codec, algorithm=name)
         if rank != late:
-            assert time.monotonic() - start > 0.05  # the result holds what the late rank gave: nobody can have it before
+            assert (
+                time.monotonic() - start > 0.05
+            )  # the result holds what the late rank gave: nobody can have it before
         total = sum(t.double() for t in everybodys(x))
         assert (result.double() - total).abs().max() <= 0.1
 
@@ -233,32 +280,50 @@ def check_bad_splits() -> list[str]:
 
 def test_bad_splits_and_algorithms_are_refused_before_anything_is_sent(ranks2):
     parts = [
-        ["[3, 4] add up to 7", "is 6"], ["input_split_sizes has 1 numbers for 2 ranks"], ["give both"], ["negative"],
-        ["no multiple of 2 ranks"], ["Known: direct"], ["'sizes'"], ["hierarchical(node=8)"],
-        ["2 ranks are not several nodes of 2"], ["'shards'"],
-    ]  # fmt: skip
+        ["[3, 4] add up to 7", "is 6"],
+        ["input_split_sizes has 1 numbers for 2 ranks"],
+        ["give both"],
+        ["negative"],
+        ["no multiple of 2 ranks"],
+        ["Known: direct"],
+        ["'sizes'"],
+        ["hierarchical(node=8)"],
+        ["2 ranks are not several nodes of 2"],
+        ["'shards'"],
+    ]
     for text, expected in zip(ranks2.run(check_bad_splits)[0], parts, strict=True):
         for part in expected:
             assert part in text
 
 
-# --- the flavours of EQuARX's figure 7 --------------------------------------------------------------------------------
+# --- the flavours of EQuARX's figure 7 ------------------------------------------------------------
 
-FLAVOURS = [f"{loop}{stage}" for loop in ("ring", "semi_ring") for stage in ("", "(stage=rs)", "(stage=ag)")]
+FLAVOURS = [
+    f"{loop}{stage}" for loop in ("ring", "semi_ring") for stage in ("", "(stage=rs)", "(stage=ag)")
+]
 
 
 def errors() -> dict[str, float]:
-    x = torch.randn(1 << 16, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64).float()
+    x = torch.randn(
+        1 << 16, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64
+    ).float()
     total = sum(t.double() for t in everybodys(x))
     return {
-        name: ((commpass.all_reduce(x, codec="int8", algorithm=name).double() - total).square().mean()).item()
+        name: (
+            (
+                (commpass.all_reduce(x, codec="int8", algorithm=name).double() - total)
+                .square()
+                .mean()
+            ).item()
+        )
         for name in FLAVOURS
     }
 
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_errors_of_ring_and_semi_ring_come_in_the_published_order(size, request):
-    """Semi-loop below full loop, and coding the all-gather alone least (EQuARX, figure 7); as the plan predicts."""
+    """Semi-loop below full loop, and coding the all-gather alone least (EQuARX, figure 7); as the
+    plan predicts."""
     found = request.getfixturevalue(f"ranks{size}").run(errors)[0]
     assert found["semi_ring"] < found["ring"]
     assert found["semi_ring(stage=rs)"] < found["ring(stage=rs)"]
@@ -267,11 +332,13 @@ def test_errors_of_ring_and_semi_ring_come_in_the_published_order(size, request)
         assert found[f"{loop}(stage=rs)"] < found[loop]
     coder = commpass.codec("int8")
     for name, error in found.items():
-        predicted = algorithm("all_reduce", name).error(coder, size) ** 2 * size  # the variance of a sum of unit Gaussians
+        predicted = (
+            algorithm("all_reduce", name).error(coder, size) ** 2 * size
+        )  # the variance of a sum of unit Gaussians
         assert abs(error - predicted) <= 0.1 * predicted, (name, error, predicted)
 
 
-# --- in graphs --------------------------------------------------------------------------------------------------------
+# --- in graphs ------------------------------------------------------------------------------------
 
 
 def check_graphs() -> list[tuple]:
@@ -281,9 +348,15 @@ def check_graphs() -> list[tuple]:
     received, sent = splits(matrix)
     x = torch.randn(64, 2048, generator=torch.Generator().manual_seed(rank)).bfloat16()
     calls = {
-        "all_to_all, uneven": lambda x: ops.wait_tensor(ops.all_to_all_single(x * 2, received, sent, group)) + 1,
-        "all_to_all": lambda x: ops.wait_tensor(ops.all_to_all_single(x * 2, [32, 32], [32, 32], group)) + 1,
-        "all_to_all, short": lambda x: ops.wait_tensor(ops.all_to_all_single((x * 2)[:, 0].clone(), received, sent, group)) + 1,
+        "all_to_all, uneven": lambda x: (
+            ops.wait_tensor(ops.all_to_all_single(x * 2, received, sent, group)) + 1
+        ),
+        "all_to_all": lambda x: (
+            ops.wait_tensor(ops.all_to_all_single(x * 2, [32, 32], [32, 32], group)) + 1
+        ),
+        "all_to_all, short": lambda x: (
+            ops.wait_tensor(ops.all_to_all_single((x * 2)[:, 0].clone(), received, sent, group)) + 1
+        ),
         "all_gather": lambda x: ops.wait_tensor(ops.all_gather_into_tensor(x * 2, size, group)) + 1,
         "broadcast": lambda x: ops.wait_tensor(ops.broadcast(x * 2, 1, group)) + 1,
     }
@@ -291,8 +364,11 @@ def check_graphs() -> list[tuple]:
     for (name, function), codec in itertools.product(calls.items(), ["exponent", "int8"]):
         torch._dynamo.reset()
         policy = commpass.Policy(rules=[commpass.Rule(codec=codec, force=True)])
-        # Inductor takes minutes for codec exponent on two cores: its graphs run operator by operator here.
-        backend = commpass.backend(policy, strict=True, inner="eager" if codec == "exponent" else "inductor")
+        # Inductor takes minutes for codec exponent on two cores: its graphs run operator by
+        # operator here.
+        backend = commpass.backend(
+            policy, strict=True, inner="eager" if codec == "exponent" else "inductor"
+        )
         result, expected = torch.compile(function, backend=backend, fullgraph=True)(x), function(x)
         site = commpass.plans()[-1].sites[0]
         assert site.codec == codec, (name, site.reason)
@@ -300,7 +376,9 @@ def check_graphs() -> list[tuple]:
         if codec == "exponent":
             assert torch.equal(result, expected), name
         else:
-            assert (result.double() - expected.double()).abs().max() <= 0.02 * expected.double().abs().max(), name
+            assert (
+                result.double() - expected.double()
+            ).abs().max() <= 0.02 * expected.double().abs().max(), name
         rows.append((name, codec, site.bytes, site.wire_bytes))
     return rows
 
@@ -327,7 +405,9 @@ def check_unknown_splits() -> None:
         for codec in ("int8", "exponent"):
             torch._dynamo.reset()
             policy = commpass.Policy(rules=[commpass.Rule(codec=codec, force=True)])
-            backend = commpass.backend(policy, strict=True, inner="eager" if codec == "exponent" else "inductor")
+            backend = commpass.backend(
+                policy, strict=True, inner="eager" if codec == "exponent" else "inductor"
+            )
             seen = len(commpass.plans())
             compiled = torch.compile(dispatch, backend=backend, fullgraph=True)
             for matrix in ([[10, 54], [30, 34]], [[0, 64], [64, 0]], [[64, 0], [1, 63]]):
@@ -364,7 +444,8 @@ def test_compiled_moves_of_raw_values_are_bit_exact(ranks2):
 
 
 def check_autograd_forms() -> None:
-    """The differentiable forms, in training: forward and backward are compressed, whose splits are only known when they run."""
+    """The differentiable forms, in training: forward and backward are compressed, whose splits are
+    only known when they run."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 
     rank = dist.get_rank()
@@ -380,22 +461,32 @@ def check_autograd_forms() -> None:
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         for codec in ("int8", "exponent"):
             torch._dynamo.reset()
-            policy = commpass.Policy(rules=[commpass.Rule(kind="all_to_all", codec=codec, force=True)])
-            backend = commpass.backend(policy, strict=True, inner="eager" if codec == "exponent" else "inductor")
+            policy = commpass.Policy(
+                rules=[commpass.Rule(kind="all_to_all", codec=codec, force=True)]
+            )
+            backend = commpass.backend(
+                policy, strict=True, inner="eager" if codec == "exponent" else "inductor"
+            )
             seen = len(commpass.plans())
             compiled = torch.compile(dispatch, backend=backend, fullgraph=True)
             for matrix in ([[10, 54], [30, 34]], [[64, 0], [1, 63]]):
                 received, sent = splits(matrix)
                 sizes = torch.tensor([received, sent])
-                x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+                x = torch.randn(
+                    64, 256, generator=torch.Generator().manual_seed(rank), requires_grad=True
+                )
                 plain = x.detach().clone().requires_grad_()
                 loss, expected = compiled(x, sizes), dispatch(plain, sizes)
                 loss.backward()
                 expected.backward()
                 exact = codec == "exponent"
                 assert abs(loss - expected) <= (1e-5 if exact else 0.02) * expected
-                assert (x.grad - plain.grad).abs().max() <= (1e-5 if exact else 0.03) * plain.grad.abs().max()
-            found = [(plan.direction, site.codec) for plan in commpass.plans()[seen:] for site in plan]
+                assert (x.grad - plain.grad).abs().max() <= (
+                    1e-5 if exact else 0.03
+                ) * plain.grad.abs().max()
+            found = [
+                (plan.direction, site.codec) for plan in commpass.plans()[seen:] for site in plan
+            ]
             assert found == [("forward", codec), ("backward", codec)], found
 
 

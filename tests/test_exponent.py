@@ -1,4 +1,5 @@
-"""The lossless codec: every bit pattern comes back, sizes are exact, and what is on the wire is what the theory says."""
+"""The lossless codec: every bit pattern comes back, sizes are exact, and what is on the wire is
+what the theory says."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def coder_of(planes: int) -> ExponentCodec:
 
 
 def bits(x: torch.Tensor) -> bytes:
-    return x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+    return (
+        x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if x.numel()
+        else b""
+    )
 
 
 def patterns(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -52,7 +57,7 @@ def survives(coder: ExponentCodec, x: torch.Tensor) -> bool:
     return back.dtype == x.dtype and back.shape == x.shape and bits(back) == bits(x)
 
 
-# --- the format a second time, in NumPy: only what sizes follow from -----------------------------------------------------
+# --- the format a second time, in NumPy: only what sizes follow from ------------------------------
 
 STEPS = {2: [(2, 0, 3), (2, -2, 4), (3, -7, 5)], 3: [(3, 0, 7)]}
 """Bits of the fields and the exponents named so far, from the start of the first window on."""
@@ -73,9 +78,12 @@ def expected_sizes(x: torch.Tensor, planes: int) -> tuple[int, int]:
     static = chunks * 1024 * (rest + planes) // 8 + 128 + math.ceil(chunks / 64) * 128
     padded = np.zeros(chunks * 1024, dtype=np.int64)
     padded[: x.numel()] = exponents_of(x)
-    # A column has 32 values: those in the same place of each of the row's 32-bit words, of 16 or 32 equal parts of the row.
+    # A column has 32 values: those in the same place of each of the row's 32-bit words, of 16 or 32
+    # equal parts of the row.
     inside = 1 if x.dtype == torch.float32 else 2
-    every = padded.reshape(32 // inside, chunks * 32, inside).transpose(1, 0, 2).reshape(chunks, 32, 32)
+    every = (
+        padded.reshape(32 // inside, chunks * 32, inside).transpose(1, 0, 2).reshape(chunks, 32, 32)
+    )
     wild, stream = 0, 0
     for columns in every:
         present = columns[columns > 0]
@@ -91,7 +99,8 @@ def expected_sizes(x: torch.Tensor, planes: int) -> tuple[int, int]:
             if number:
                 lengths.append(left.sum(axis=1) * field)
             named = (columns >= start + low) & (columns < start + high)
-            # Where zeros are many they take the place of the highest exponent of a step, in which that moves to theirs.
+            # Where zeros are many they take the place of the highest exponent of a step, in which
+            # that moves to theirs.
             if zeros is not None and (planes, number) in ((2, 1), (3, 0)):
                 named = (named & (columns != start + high - 1)) | zeros
             if planes == 2 and number == 2 and zeros is None:
@@ -105,7 +114,7 @@ def expected_sizes(x: torch.Tensor, planes: int) -> tuple[int, int]:
     return static, static + wild * 1024 + math.ceil(stream / 8 / 256) * 256
 
 
-# --- every bit comes back -------------------------------------------------------------------------------------------------
+# --- every bit comes back -------------------------------------------------------------------------
 
 
 @both
@@ -117,7 +126,10 @@ def test_all_patterns_of_16_bits_survive(planes, dtype):
     few = torch.zeros(65536 * 12, dtype=dtype)
     few[torch.randperm(few.numel(), generator=torch.Generator().manual_seed(1))[:65536]] = whole
     coder = coder_of(planes)
-    assert coder.encode(few).payload.numel() < coder.static_bytes(few.numel(), dtype) + 0.7 * few.numel()
+    assert (
+        coder.encode(few).payload.numel()
+        < coder.static_bytes(few.numel(), dtype) + 0.7 * few.numel()
+    )
     for x in (whole, shuffled, few):
         assert survives(coder, x)
 
@@ -128,7 +140,11 @@ def test_random_patterns_of_wider_floats_survive(planes, dtype):
     x = patterns(200_000, dtype)
     assert torch.isnan(x).any()
     assert survives(coder_of(planes), x)
-    mixed = torch.where(torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.05, x, gaussian(x.numel(), dtype))
+    mixed = torch.where(
+        torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.05,
+        x,
+        gaussian(x.numel(), dtype),
+    )
     assert survives(coder_of(planes), mixed)
 
 
@@ -157,14 +173,20 @@ CONTENTS = {
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    shape = draw(st.one_of(st.tuples(st.integers(0, 5000)), st.tuples(st.integers(0, 5), st.integers(0, 1500)), st.just(())))
+    shape = draw(
+        st.one_of(
+            st.tuples(st.integers(0, 5000)),
+            st.tuples(st.integers(0, 5), st.integers(0, 1500)),
+            st.just(()),
+        )
+    )
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     content = CONTENTS[draw(st.sampled_from(sorted(CONTENTS)))]
     scale = 10.0 ** draw(st.sampled_from([0, 0, -45, -40, -38, -30, -7, -5, 4, 30, 38]))
     with np.errstate(over="ignore", invalid="ignore"):
-        return torch.from_numpy(np.asarray(content(rng, math.prod(shape)) * scale).reshape(shape)).to(
-            draw(st.sampled_from(DTYPES))
-        )
+        return torch.from_numpy(
+            np.asarray(content(rng, math.prod(shape)) * scale).reshape(shape)
+        ).to(draw(st.sampled_from(DTYPES)))
 
 
 @examples
@@ -191,12 +213,14 @@ def test_where_everything_escapes_the_capacity_suffices(planes):
 @pytest.mark.parametrize("share", [0.02, 0.15, 0.3, 0.6])
 def test_chunks_with_many_escapes_but_not_wild_ones_survive(share):
     rng = np.random.default_rng(0)
-    x = torch.from_numpy(np.where(rng.random(300_000) < share, 2.0 ** rng.uniform(-100, 100, 300_000), 1.0)).bfloat16()
+    x = torch.from_numpy(
+        np.where(rng.random(300_000) < share, 2.0 ** rng.uniform(-100, 100, 300_000), 1.0)
+    ).bfloat16()
     for planes in (2, 3):
         assert survives(coder_of(planes), x)
 
 
-# --- rows -----------------------------------------------------------------------------------------------------------------
+# --- rows -----------------------------------------------------------------------------------------
 
 
 @both
@@ -205,7 +229,12 @@ def test_rows_are_coded_each_on_its_own(planes, dtype):
     coder = coder_of(planes)
     numel = 3000
     rows = torch.stack(
-        [gaussian(numel, dtype), patterns(numel, dtype), torch.zeros(numel, dtype=dtype), gaussian(numel, dtype, 1e-3)]
+        [
+            gaussian(numel, dtype),
+            patterns(numel, dtype),
+            torch.zeros(numel, dtype=dtype),
+            gaussian(numel, dtype, 1e-3),
+        ]
     )
     wire = coder.encode_rows(rows)
     assert wire.shape == (4, coder.wire_bytes(numel, dtype))
@@ -217,7 +246,11 @@ def test_rows_are_coded_each_on_its_own(planes, dtype):
     assert used.dtype == torch.int64
     for number in range(4):
         assert bits(wire[number]) == bits(coder.encode_rows(rows[number : number + 1]))
-        assert used[number] == coder.encode(rows[number]).payload.numel() == expected_sizes(rows[number], planes)[1]
+        assert (
+            used[number]
+            == coder.encode(rows[number]).payload.numel()
+            == expected_sizes(rows[number], planes)[1]
+        )
 
 
 @both
@@ -249,7 +282,9 @@ def test_rows_that_lie_crooked_in_memory_survive(dtype):
     ):
         coder = coder_of(2)
         wire = coder.encode_rows(rows)
-        assert bits(wire) == bits(coder.encode_rows(rows.clone(memory_format=torch.contiguous_format)))
+        assert bits(wire) == bits(
+            coder.encode_rows(rows.clone(memory_format=torch.contiguous_format))
+        )
         shifted = torch.cat([torch.zeros(wire.shape[0], 1, dtype=torch.uint8), wire], 1)[:, 1:]
         assert bits(coder.decode_rows(shifted, rows.shape[1], dtype)) == bits(rows)
 
@@ -259,18 +294,24 @@ def test_nonsense_on_the_wire_reads_nothing_outside(planes):
     """Decoding bytes that no encoder made gives some values, not a crash."""
     coder = coder_of(planes)
     for dtype in DTYPES:
-        wire = patterns(3 * coder.wire_bytes(4000, dtype), torch.float16).view(torch.uint8)[: 3 * coder.wire_bytes(4000, dtype)]
+        wire = patterns(3 * coder.wire_bytes(4000, dtype), torch.float16).view(torch.uint8)[
+            : 3 * coder.wire_bytes(4000, dtype)
+        ]
         assert coder.decode_rows(wire.reshape(3, -1), 4000, dtype).shape == (3, 4000)
 
 
-# --- wires that are refused -----------------------------------------------------------------------------------------------
+# --- wires that are refused -----------------------------------------------------------------------
 
 
 def test_cut_and_foreign_wires_are_refused_and_both_sides_are_named():
     coder = coder_of(2)
     wire = coder.encode(gaussian(5000, torch.bfloat16))
     have = wire.payload.numel()
-    for payload in (wire.payload[:-1], wire.payload[:-128], torch.cat([wire.payload, wire.payload[:128]])):
+    for payload in (
+        wire.payload[:-1],
+        wire.payload[:-128],
+        torch.cat([wire.payload, wire.payload[:128]]),
+    ):
         with pytest.raises(PolicyError, match="header") as error:
             coder.decode(dataclasses.replace(wire, payload=payload))
         assert str(have) in str(error.value)
@@ -291,7 +332,9 @@ def test_cut_and_foreign_wires_are_refused_and_both_sides_are_named():
             coder.decode(dataclasses.replace(wire, dtype=dtype))
     with pytest.raises(PolicyError, match="like"):
         coder.decode(wire, like=torch.zeros(4999, dtype=torch.bfloat16))
-    garbage = dataclasses.replace(wire, payload=patterns(have, torch.float16).view(torch.uint8)[:have])
+    garbage = dataclasses.replace(
+        wire, payload=patterns(have, torch.float16).view(torch.uint8)[:have]
+    )
     with pytest.raises(PolicyError):
         coder.decode(garbage)
 
@@ -303,10 +346,12 @@ def test_planes_out_of_range_and_other_dtypes_are_refused():
         coder_of(2).encode(torch.ones(8, dtype=torch.int32))
 
 
-# --- traced and compiled --------------------------------------------------------------------------------------------------
+# --- traced and compiled --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("planes", "dtype"), [(2, torch.bfloat16), (2, torch.float32), (3, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("planes", "dtype"), [(2, torch.bfloat16), (2, torch.float32), (3, torch.float16)], ids=str
+)
 def test_a_graph_traced_once_with_symbolic_sizes_serves_all_sizes(planes, dtype):
     coder = coder_of(planes)
 
@@ -320,7 +365,9 @@ def test_a_graph_traced_once_with_symbolic_sizes_serves_all_sizes(planes, dtype)
     encoder = make_fx(encode, tracing_mode="symbolic")(rows)
     decoder = make_fx(decode, tracing_mode="symbolic")(coder.encode_rows(rows), rows)
     for count, numel in ((2, 3100), (3, 5000), (2, 9216), (2, 140_000)):
-        rows = torch.cat([gaussian((count - 1) * numel, dtype), patterns(numel, dtype)]).reshape(count, numel)
+        rows = torch.cat([gaussian((count - 1) * numel, dtype), patterns(numel, dtype)]).reshape(
+            count, numel
+        )
         wire = coder.encode_rows(rows)
         assert bits(encoder(rows)) == bits(wire)
         assert bits(decoder(wire, rows)) == bits(rows)
@@ -332,7 +379,10 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(dtype):
     with FakeTensorMode(shape_env=ShapeEnv()):
         for numel in (0, 1, 3000, 4096):
             wire = coder.encode_rows(torch.empty(2, numel, dtype=dtype))
-            assert (tuple(wire.shape), wire.dtype) == ((2, coder.wire_bytes(numel, dtype)), torch.uint8)
+            assert (tuple(wire.shape), wire.dtype) == (
+                (2, coder.wire_bytes(numel, dtype)),
+                torch.uint8,
+            )
             back = coder.decode_rows(wire, numel, dtype)
             assert (tuple(back.shape), back.dtype) == ((2, numel), dtype)
 
@@ -341,7 +391,9 @@ def test_compiled_and_eager_agree_bit_for_bit():
     coder = coder_of(2)
     numel = 4000
     encode = torch.compile(coder.encode_rows, fullgraph=True, dynamic=False)
-    decode = torch.compile(lambda wire: coder.decode_rows(wire, numel, torch.bfloat16), fullgraph=True, dynamic=False)
+    decode = torch.compile(
+        lambda wire: coder.decode_rows(wire, numel, torch.bfloat16), fullgraph=True, dynamic=False
+    )
     for kind in (gaussian, patterns):
         rows = kind(2 * numel, torch.bfloat16).reshape(2, numel)
         wire = coder.encode_rows(rows)
@@ -349,19 +401,22 @@ def test_compiled_and_eager_agree_bit_for_bit():
         assert bits(decode(wire)) == bits(rows)
 
 
-# --- theory ---------------------------------------------------------------------------------------------------------------
+# --- theory ---------------------------------------------------------------------------------------
 
 
 def share(low: float, width: int, sigma: float) -> float:
     """How much of a Gaussian has ``2^low <= |x| < 2^(low + width)``."""
-    return math.erf(2.0 ** (low + width) / sigma / math.sqrt(2)) - math.erf(2.0**low / sigma / math.sqrt(2))
+    return math.erf(2.0 ** (low + width) / sigma / math.sqrt(2)) - math.erf(
+        2.0**low / sigma / math.sqrt(2)
+    )
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 6, 7, 12])
 def test_the_window_formula_is_the_best_of_a_brute_force_search(width):
     starts = np.arange(-16, 4, 1e-3)
     best = max(starts, key=lambda low: share(low, width, 1.0))
-    # So flat at the top that the search is no finer than this; ZipCCL's equation 5 is the case of 7.
+    # So flat at the top that the search is no finer than this; ZipCCL's equation 5 is the case of
+    # 7.
     assert best_start(width) == pytest.approx(best, abs=2e-3)
     if width == 7:
         assert best_start(7) == pytest.approx(math.log2(14 * math.log(2) / 16383) / 2)
@@ -387,7 +442,10 @@ def entropy(x: torch.Tensor) -> float:
 def test_the_distance_to_the_entropy_is_less_than_half_of_three_planes(dtype, scale):
     x = gaussian(1 << 18, dtype, scale)
     raw = x.dtype.itemsize * 8 - EXPONENT_BITS[dtype]
-    spent = {planes: coder_of(planes).encode(x).payload.numel() * 8 / x.numel() - raw - entropy(x) for planes in (2, 3)}
+    spent = {
+        planes: coder_of(planes).encode(x).payload.numel() * 8 / x.numel() - raw - entropy(x)
+        for planes in (2, 3)
+    }
     assert 0 < spent[2] < 0.2
     assert spent[2] < spent[3] / 2
 
@@ -398,12 +456,15 @@ def test_zeros_are_cheap_where_they_are_many(dtype, share):
     """Four bits instead of seven, and no wild chunks."""
     x = gaussian(1 << 18, dtype)
     x[torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < share] = 0
-    spent = coder_of(2).encode(x).payload.numel() * 8 / x.numel() - (x.dtype.itemsize * 8 - EXPONENT_BITS[dtype])
+    spent = coder_of(2).encode(x).payload.numel() * 8 / x.numel() - (
+        x.dtype.itemsize * 8 - EXPONENT_BITS[dtype]
+    )
     assert spent < 4 * share + 2.9 * (1 - share) + 0.05
 
 
 def test_outliers_move_no_window():
-    """Sigma comes from the mean exponent: a thousand values a million times as large cost their escapes of 15 bits alone."""
+    """Sigma comes from the mean exponent: a thousand values a million times as large cost their
+    escapes of 15 bits alone."""
     x = gaussian(1 << 18, torch.bfloat16)
     coder = coder_of(2)
     before = coder.encode(x).payload.numel()

@@ -1,4 +1,5 @@
-"""What front ends of torch put into graphs is found and compressed: sequence parallelism, sharded parameters, DDP, in-place."""
+"""What front ends of torch put into graphs is found and compressed: sequence parallelism, sharded
+parameters, DDP, in-place."""
 
 from __future__ import annotations
 
@@ -17,14 +18,21 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 
 def run_plain_and_compressed(model: nn.Module, x: torch.Tensor, inner: str = "eager"):
-    """Outputs and gradients of one step, plain and compressed, and the kinds of sites in forward and backward."""
+    """Outputs and gradients of one step, plain and compressed, and the kinds of sites in forward
+    and backward."""
     results = []
     seen = len(commpass.plans())
-    for function in (model, torch.compile(model, backend=commpass.backend(FORCED, inner=inner, strict=True))):
+    for function in (
+        model,
+        torch.compile(model, backend=commpass.backend(FORCED, inner=inner, strict=True)),
+    ):
         model.zero_grad()
         out = function(x)
         out.square().mean().backward()
-        grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone() for p in model.parameters()]
+        grads = [
+            p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad.clone()
+            for p in model.parameters()
+        ]
         results.append((out.full_tensor() if isinstance(out, DTensor) else out.detach(), grads))
     kinds = [[site.kind for site in plan.compressed] for plan in commpass.plans()[seen:]]
     (out, grads), (got, got_grads) = results
@@ -43,7 +51,9 @@ def sequence_parallel() -> list[list[str]]:
         "layers.*.down": RowwiseParallel(output_layouts=Shard(0)),
     }
     parallelize_module(model, mesh, plan)
-    x = torch.randn(8, 48, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
+    x = torch.randn(
+        8, 48, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True
+    )
     return run_plain_and_compressed(model, x)
 
 
@@ -63,7 +73,9 @@ class Sharded(nn.Module):
 
     def forward(self, x):
         gathered = self.weight.redistribute(placements=[Replicate()])
-        return torch.tanh(x @ gathered.to_local(grad_placements=[torch.distributed.tensor.Partial()]).t())
+        return torch.tanh(
+            x @ gathered.to_local(grad_placements=[torch.distributed.tensor.Partial()]).t()
+        )
 
 
 def sharded_parameters() -> list[list[str]]:
@@ -77,7 +89,8 @@ def test_sharded_parameters_are_gathered_and_their_gradients_scattered(ranks2):
 
 
 def data_parallel() -> list[str]:
-    """DDP's python reducer under compiled autograd: one bucketed all_reduce in the backward graph."""
+    """DDP's python reducer under compiled autograd: one bucketed all_reduce in the backward
+    graph."""
     from torch.nn.parallel import DistributedDataParallel
 
     torch.manual_seed(0)
@@ -93,7 +106,9 @@ def data_parallel() -> list[str]:
     backend = commpass.backend(FORCED, inner="eager", strict=True)
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         compiled = torch.compile(DistributedDataParallel(model), backend=backend)
-        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=False)):
+        with torch._dynamo.compiled_autograd._enable(
+            torch.compile(backend=backend, fullgraph=False)
+        ):
             compiled(x).square().mean().backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert close(parameter.grad, gradient, 0.05)
@@ -119,7 +134,9 @@ def in_place_calls() -> list[str]:
 
     x = torch.randn(8, 48, generator=torch.Generator().manual_seed(dist.get_rank()))
     with torch.no_grad():
-        got = torch.compile(function, backend=commpass.backend(FORCED, inner="eager", strict=True), fullgraph=True)(x)
+        got = torch.compile(
+            function, backend=commpass.backend(FORCED, inner="eager", strict=True), fullgraph=True
+        )(x)
         assert close(got, function(x), 0.03)
     return [site.kind for site in commpass.plans()[-1].compressed]
 

@@ -1,4 +1,5 @@
-"""A whole Llama on real ranks, in the four forms it is usually distributed in: what simplify finds, and the numbers.
+"""A whole Llama on real ranks, in the four forms it is usually distributed in: what simplify finds,
+and the numbers.
 
 The model comes from the library that the test extra installs; without it these tests fail.
 """
@@ -20,27 +21,34 @@ pytestmark = pytest.mark.xdist_group("ranks")
 PLAIN = Policy(skip="simplify")
 EXACT = Policy(reassociate=False)
 ROUNDING = 1e-5
-"""Of a gradient's norm. A reassociated float32 sum differs by a rounding of 6e-8 relative to its addends; a gradient has passed
-through at most a few dozen such sums, and what cancels in them may make it tens of times smaller than its addends."""
+"""Of a gradient's norm. A reassociated float32 sum differs by a rounding of 6e-8 relative to its
+addends; a gradient has passed through at most a few dozen such sums, and what cancels in them may
+make it tens of times smaller than its addends."""
 
 
 def train(form, model, policy, inner):
-    """Loss and gradients of a compiled step, and per direction how many collectives of which (kind, dtype, group);
-    the rules applied; bytes sent and saved."""
+    """Loss and gradients of a compiled step, and per direction how many collectives of which (kind,
+    dtype, group); the rules applied; bytes sent and saved."""
     from llama import step, tokens
 
     torch._dynamo.reset()
     seen = len(commpass.plans())
-    compiled = torch.compile(model, backend=commpass.backend(policy, inner=inner, strict=True), fullgraph=True)
+    compiled = torch.compile(
+        model, backend=commpass.backend(policy, inner=inner, strict=True), fullgraph=True
+    )
     loss, grads = step(compiled, model, tokens(form, dist.get_rank()))
     plans = commpass.plans()[seen:]
     assert [plan.direction for plan in plans] == ["forward", "backward"]
     assert not any(plan.fallback for plan in plans)
-    counts = {plan.direction: Counter((s.kind, s.dtype, s.group_label) for s in plan) for plan in plans}
+    counts = {
+        plan.direction: Counter((s.kind, s.dtype, s.group_label) for s in plan) for plan in plans
+    }
     rules = Counter(step.rule for plan in plans for step in plan.simplified)
     size = sum(site.bytes for plan in plans for site in plan)
     # A reduce_scatter sends half of what an all_reduce does, but is handed as much.
-    saved = sum(step.saved_bytes for plan in plans for step in plan.simplified if step.rule != "scattered")
+    saved = sum(
+        step.saved_bytes for plan in plans for step in plan.simplified if step.rule != "scattered"
+    )
     return loss, grads, counts, rules, (size, saved)
 
 
@@ -49,7 +57,8 @@ def bits_equal(a, b) -> bool:
 
 
 def simplified(form, layers=1, inductor=False, exact_too=False, **how):
-    """A form plain, with the exact rules and with all: numbers compared, and what the plans say of plain and all."""
+    """A form plain, with the exact rules and with all: numbers compared, and what the plans say of
+    plain and all."""
     from llama import build
 
     model = build(form, dist.get_world_size(), layers, **how)
@@ -62,7 +71,9 @@ def simplified(form, layers=1, inductor=False, exact_too=False, **how):
         assert bits_equal(exact_loss, loss)
         for name, grad in exact_grads.items():
             assert bits_equal(grad, grads[name]), name
-    again, again_grads, after, rules, (size, saved) = train(form, model, "lossless", "inductor" if inductor else "eager")
+    again, again_grads, after, rules, (size, saved) = train(
+        form, model, "lossless", "inductor" if inductor else "eager"
+    )
     assert abs(again - loss) <= ROUNDING * abs(loss)
     for name, grad in again_grads.items():
         assert grads[name].norm() > 0, name
@@ -107,7 +118,8 @@ def test_tensor_parallel_with_inductor(ranks2):
 GATHER = ("all_gather", "float32", "x")
 SCATTER = ("reduce_scatter", "float32", "x")
 FORWARD = {SCATTER: 3, GATHER: 4}
-"""Of sequence parallelism: into and out of each block; the embedding's scatter; the gathers of the head's input and output."""
+"""Of sequence parallelism: into and out of each block; the embedding's scatter; the gathers of the
+head's input and output."""
 
 
 def sequence_form(gather, before, after, applied):
@@ -120,7 +132,11 @@ def sequence_form(gather, before, after, applied):
 SEQUENCE = {
     "once": ({SCATTER: 3, GATHER: 3}, {SCATTER: 3, GATHER: 3}, {}),
     "each": ({SCATTER: 6, GATHER: 3}, {SCATTER: 3, GATHER: 3}, {"sum of sums": 3}),
-    "local": ({ALL_REDUCE: 5, SCATTER: 1, GATHER: 3}, {SCATTER: 3, GATHER: 3}, {"sum of sums": 3, "scattered": 2}),
+    "local": (
+        {ALL_REDUCE: 5, SCATTER: 1, GATHER: 3},
+        {SCATTER: 3, GATHER: 3},
+        {"sum of sums": 3, "scattered": 2},
+    ),
 }
 
 
@@ -130,7 +146,8 @@ def test_sequence_parallel(gather, ranks2):
 
 
 def sharded_form():
-    """The embedding is also the head, so one gather serves both, and two gradients are scattered: merged, or narrow each."""
+    """The embedding is also the head, so one gather serves both, and two gradients are scattered:
+    merged, or narrow each."""
     before, after, rules, sizes, _ = simplified("sharded", exact_too=True, tied=True)
     weights = 11
     assert before == {"forward": {GATHER: weights}, "backward": {SCATTER: weights + 1}}

@@ -1,4 +1,5 @@
-"""Algorithms on more ranks than a machine can start: the right sums, errors as predicted, the same bits, bytes as stated."""
+"""Algorithms on more ranks than a machine can start: the right sums, errors as predicted, the same
+bits, bytes as stated."""
 
 from __future__ import annotations
 
@@ -12,16 +13,34 @@ import commpass
 from commpass.collectives import Payload, Request, algorithm
 
 RANKS = [5, 6, 7, 16]
-STAGED = [f"{name}{stage}" for name in ("two_shot", "ring", "semi_ring") for stage in ("", "(stage=ag)", "(stage=rs)")]
-SUMS = [("all_reduce", name) for name in ("one_shot", "one_shot(shards=3)", *STAGED, "ring(shards=2)", "semi_ring(shards=2)")]
-SUMS += [("reduce_scatter", name) for name in ("direct", "ring", "semi_ring", "semi_ring(shards=2)")]
-BY_NODES = ("hierarchical(node=4)", "hierarchical(between=int4, node=2)", "hierarchical(node=8, stage=rs)")
+STAGED = [
+    f"{name}{stage}"
+    for name in ("two_shot", "ring", "semi_ring")
+    for stage in ("", "(stage=ag)", "(stage=rs)")
+]
+SUMS = [
+    ("all_reduce", name)
+    for name in ("one_shot", "one_shot(shards=3)", *STAGED, "ring(shards=2)", "semi_ring(shards=2)")
+]
+SUMS += [
+    ("reduce_scatter", name) for name in ("direct", "ring", "semi_ring", "semi_ring(shards=2)")
+]
+BY_NODES = (
+    "hierarchical(node=4)",
+    "hierarchical(between=int4, node=2)",
+    "hierarchical(node=8, stage=rs)",
+)
 NODES = [("all_reduce", name) for name in BY_NODES] + [("reduce_scatter", BY_NODES[1])]
 CASES = [(*case, ranks) for case in SUMS for ranks in RANKS] + [(*case, 16) for case in NODES]
 
 
-def inputs(ranks: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(ranks)]
+def inputs(
+    ranks: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    return [
+        torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        for rank in range(ranks)
+    ]
 
 
 def carried_out(kind, name, codec, values, monkeypatch, op="sum"):
@@ -29,9 +48,15 @@ def carried_out(kind, name, codec, values, monkeypatch, op="sum"):
     run = lambda rank: chosen.run(values[rank], Request("0", ranks, rank, op), coder)  # noqa: E731
     results, fabric = lockstep(run, ranks, monkeypatch)
     for rank, sent in enumerate(fabric.started):
-        work = chosen.work(coder, Payload(values[rank].numel(), 1, values[rank].dtype), Request("0", ranks, rank, op))
+        work = chosen.work(
+            coder,
+            Payload(values[rank].numel(), 1, values[rank].dtype),
+            Request("0", ranks, rank, op),
+        )
         if not coder.dynamic:
-            assert [(each.kind, each.wire.nbytes) for each in sent] == [(hop.kind, hop.nbytes) for hop in work.hops]
+            assert [(each.kind, each.wire.nbytes) for each in sent] == [
+                (hop.kind, hop.nbytes) for hop in work.hops
+            ]
     return results
 
 
@@ -42,30 +67,44 @@ def exact(kind, values, rank):
 
 @pytest.mark.parametrize("codec", ["int8", "rotated"])
 @pytest.mark.parametrize(("kind", "name", "ranks"), CASES)
-def test_sums_have_the_predicted_error_and_replicas_the_same_bits(kind, name, ranks, codec, monkeypatch):
+def test_sums_have_the_predicted_error_and_replicas_the_same_bits(
+    kind, name, ranks, codec, monkeypatch
+):
     values = inputs(ranks, (ranks * 2, 512))
     results = carried_out(kind, name, codec, values, monkeypatch)
-    lost = sum((result.double() - exact(kind, values, rank)).square().mean().item() for rank, result in enumerate(results))
+    lost = sum(
+        (result.double() - exact(kind, values, rank)).square().mean().item()
+        for rank, result in enumerate(results)
+    )
     predicted = algorithm(kind, name).error(commpass.codec(codec), ranks)
-    assert 0.85 * predicted <= math.sqrt(lost / ranks / ranks) <= 1.15 * predicted  # the sum's variance is the number of ranks
+    assert (
+        0.85 * predicted <= math.sqrt(lost / ranks / ranks) <= 1.15 * predicted
+    )  # the sum's variance is the number of ranks
     if kind == "all_reduce":
         assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize(("kind", "name", "ranks"), CASES)
-def test_odd_shapes_of_bfloat16_by_a_lossless_codec_lose_no_more_than_one_rounding(kind, name, ranks, op, monkeypatch):
+def test_odd_shapes_of_bfloat16_by_a_lossless_codec_lose_no_more_than_one_rounding(
+    kind, name, ranks, op, monkeypatch
+):
     values = inputs(ranks, (ranks * 3, 43), torch.bfloat16)
     results = carried_out(kind, name.replace("between=int4, ", ""), "raw", values, monkeypatch, op)
     for rank, result in enumerate(results):
         expected = exact(kind, values, rank) / (ranks if op == "avg" else 1)
         assert result.dtype == torch.bfloat16
-        twice = 2 if kind == "all_reduce" and "one_shot" not in name else 1  # a stage that carries bfloat16 rounds to it
+        twice = (
+            2 if kind == "all_reduce" and "one_shot" not in name else 1
+        )  # a stage that carries bfloat16 rounds to it
         assert ((result.double() - expected).abs() <= twice * 2**-8 * expected.abs() + 1e-5).all()
 
 
 @pytest.mark.parametrize("name", ["one_shot", "two_shot", "ring", "semi_ring"])
 def test_exponent_sums_are_exact_in_float32_order(name, monkeypatch):
-    values = [torch.randint(-99, 99, (6, 500), generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(6)]
+    values = [
+        torch.randint(-99, 99, (6, 500), generator=torch.Generator().manual_seed(rank)).bfloat16()
+        for rank in range(6)
+    ]
     results = carried_out("all_reduce", name, "exponent", values, monkeypatch)
     assert all(torch.equal(result, exact("all_reduce", values, 0).bfloat16()) for result in results)

@@ -1,4 +1,5 @@
-"""Whole models on real ranks, through torch.compile: training and inference, meshes, dynamic shapes, checkpointing."""
+"""Whole models on real ranks, through torch.compile: training and inference, meshes, dynamic
+shapes, checkpointing."""
 
 from __future__ import annotations
 
@@ -55,12 +56,16 @@ def step(model, x) -> tuple[torch.Tensor, list[torch.Tensor]]:
     x = x.clone().requires_grad_()
     out = model(x)
     out.square().mean().backward()
-    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    local = [
+        p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
+    ]
     return out.detach(), [x.grad, *local]
 
 
 def digest(tensors) -> str:
-    return hashlib.sha256(b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+    return hashlib.sha256(
+        b"".join(t.detach().contiguous().numpy().tobytes() for t in tensors)
+    ).hexdigest()
 
 
 def same_everywhere(value) -> bool:
@@ -79,7 +84,12 @@ def train(inner) -> list[str]:
     x = torch.randn(6, 48, generator=torch.Generator().manual_seed(1))
     plain_out, plain_grads = step(model, x)
     seen = len(commpass.plans())
-    out, grads = step(torch.compile(model, backend=commpass.backend(FORCED, inner=inner, strict=True), fullgraph=True), x)
+    out, grads = step(
+        torch.compile(
+            model, backend=commpass.backend(FORCED, inner=inner, strict=True), fullgraph=True
+        ),
+        x,
+    )
     forward, backward = commpass.plans()[seen:]
     assert [site.codec for site in (*forward, *backward)] == ["int8"] * 4
     assert [site.module for site in forward] == ["layers.0.down", "layers.1.down"]
@@ -125,11 +135,15 @@ def infer_with_one_dynamic_graph() -> None:
     for codec in ("rotated",):
         torch._dynamo.reset()
         policy = Policy(rules=[Rule(codec=codec, force=True)])
-        compiled = torch.compile(function, backend=commpass.backend(policy, strict=True), dynamic=True, fullgraph=True)
+        compiled = torch.compile(
+            function, backend=commpass.backend(policy, strict=True), dynamic=True, fullgraph=True
+        )
         seen = len(commpass.plans())
         with torch.no_grad():
             for number, rows in enumerate((40, 57, 257, 32, 40, 6)):
-                if number == 5:  # fewer values than a block: torch specialises sizes of 1, blocks included
+                if (
+                    number == 5
+                ):  # fewer values than a block: torch specialises sizes of 1, blocks included
                     assert len(commpass.plans()) == seen + 1, "one graph serves all sizes"
                 x = torch.randn(rows, 20, generator=torch.Generator().manual_seed(dist.get_rank()))
                 got, expected = compiled(x), function(x)
@@ -146,7 +160,9 @@ def test_one_dynamic_graph_is_right_at_every_size(ranks2):
 class Checkpointed(Net):
     def forward(self, x):
         for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(lambda x, layer=layer: layer(x).sin(), x, use_reentrant=False)
+            x = torch.utils.checkpoint.checkpoint(
+                lambda x, layer=layer: layer(x).sin(), x, use_reentrant=False
+            )
         return x
 
 
@@ -190,10 +206,21 @@ def mesh_of_two_dimensions() -> None:
     averaged = Averaged()
     with torch.no_grad():
         plain = averaged(x)
-        policy = Policy(rules=[Rule(group="tp", codec="int8", force=True), Rule(group="dp", codec="fp8", force=True)])
+        policy = Policy(
+            rules=[
+                Rule(group="tp", codec="int8", force=True),
+                Rule(group="dp", codec="fp8", force=True),
+            ]
+        )
         seen = len(commpass.plans())
-        got = torch.compile(averaged, backend=commpass.backend(policy, inner="eager", strict=True))(x)
-    assert [(s.group_label, s.codec) for s in commpass.plans()[seen]] == [("tp", "int8"), ("tp", "int8"), ("dp", "fp8")]
+        got = torch.compile(averaged, backend=commpass.backend(policy, inner="eager", strict=True))(
+            x
+        )
+    assert [(s.group_label, s.codec) for s in commpass.plans()[seen]] == [
+        ("tp", "int8"),
+        ("tp", "int8"),
+        ("dp", "fp8"),
+    ]
     assert close(got, plain, 0.05)
     assert same_everywhere(digest([got]))
 
@@ -225,9 +252,13 @@ def test_two_backends_live_in_one_process(ranks2):
 
 
 FORMS = {
-    "coalesced": lambda x, g, w: [ops.wait_tensor(y) * 2 for y in ops.all_reduce_coalesced([x, x + 1], "sum", g)],
+    "coalesced": lambda x, g, w: [
+        ops.wait_tensor(y) * 2 for y in ops.all_reduce_coalesced([x, x + 1], "sum", g)
+    ],
     "several waits": lambda x, g, w: _several_waits(ops.all_reduce(x * 3, "sum", g)),
-    "transposed": lambda x, g, w: [ops.wait_tensor(ops.all_reduce((x * 2).t(), "sum", g)).reshape(-1) + 1],
+    "transposed": lambda x, g, w: [
+        ops.wait_tensor(ops.all_reduce((x * 2).t(), "sum", g)).reshape(-1) + 1
+    ],
     "in place": lambda x, g, w: [_in_place(x)],
     "avg of scatter": lambda x, g, w: [ops.wait_tensor(ops.reduce_scatter_tensor(x, "avg", w, g))],
     "scaled": lambda x, g, w: [ops.wait_tensor(ops.all_reduce(x / w, "sum", g)) / w],
@@ -249,7 +280,9 @@ def forms() -> None:
     x = torch.randn(size * 8, 40, generator=torch.Generator().manual_seed(dist.get_rank()))
     for (name, function), inner in itertools.product(FORMS.items(), ("inductor", "eager")):
         torch._dynamo.reset()
-        compiled = torch.compile(function, backend=commpass.backend(FORCED, inner=inner, strict=True), fullgraph=True)
+        compiled = torch.compile(
+            function, backend=commpass.backend(FORCED, inner=inner, strict=True), fullgraph=True
+        )
         with torch.no_grad():
             got, expected = compiled(x, group, size), function(x, group, size)
         assert commpass.plans()[-1].compressed, name
@@ -268,7 +301,12 @@ def on_the_wire() -> None:
 
     group = counting_group()
     size, name = dist.get_world_size(), group.group_name
-    mixed = Policy(rules=[Rule(codec="int8", kind="all_reduce", force=True), Rule(codec="fp8", kind="all_gather", force=True)])
+    mixed = Policy(
+        rules=[
+            Rule(codec="int8", kind="all_reduce", force=True),
+            Rule(codec="fp8", kind="all_gather", force=True),
+        ]
+    )
 
     def function(x):
         y = ops.wait_tensor(ops.all_reduce(x * 2, "sum", name))
@@ -276,7 +314,9 @@ def on_the_wire() -> None:
         return ops.wait_tensor(ops.reduce_scatter_tensor(z.float(), "sum", size, name))
 
     with torch.no_grad():
-        compiled = torch.compile(function, backend=commpass.backend(mixed, strict=True), fullgraph=True)
+        compiled = torch.compile(
+            function, backend=commpass.backend(mixed, strict=True), fullgraph=True
+        )
         compiled(torch.ones(33, 50))
         group.seen.clear()
         compiled(torch.ones(33, 50))
@@ -285,7 +325,9 @@ def on_the_wire() -> None:
     assert sum(size for _, _, size in group.seen) == sum(site.wire_bytes for site in plan)
     compressed = [size for _, dtype, size in group.seen if dtype == torch.uint8]
     assert sum(compressed) == sum(site.wire_bytes for site in plan.compressed)
-    assert [(dtype, size) for _, dtype, size in group.seen if dtype != torch.uint8] == [(torch.float32, plan.sites[2].bytes)]
+    assert [(dtype, size) for _, dtype, size in group.seen if dtype != torch.uint8] == [
+        (torch.float32, plan.sites[2].bytes)
+    ]
 
 
 def test_what_a_compiled_model_sends_is_what_its_plan_says(ranks2):
@@ -293,7 +335,8 @@ def test_what_a_compiled_model_sends_is_what_its_plan_says(ranks2):
 
 
 def lossless() -> None:
-    """Law 3: under the default policy every bit is that of the plain model, NaN payloads and -0.0 included."""
+    """Law 3: under the default policy every bit is that of the plain model, NaN payloads and -0.0
+    included."""
     group = dist.group.WORLD.group_name
     size = dist.get_world_size()
 
@@ -301,10 +344,16 @@ def lossless() -> None:
         return ops.wait_tensor(ops.all_gather_into_tensor(x.clone(), size, group))
 
     bits = torch.randint(-(2**31), 2**31 - 1, (4096,), dtype=torch.int32)
-    bits[:3] = torch.tensor([0x7F800001, -0x80000000, 0x7FC12345 - 2**31], dtype=torch.int64).to(torch.int32)
+    bits[:3] = torch.tensor([0x7F800001, -0x80000000, 0x7FC12345 - 2**31], dtype=torch.int64).to(
+        torch.int32
+    )
     with torch.no_grad():
-        got = torch.compile(function, backend=commpass.backend(strict=True))(bits.view(torch.float32))
-        assert torch.equal(got.view(torch.int32), function(bits.view(torch.float32)).view(torch.int32))
+        got = torch.compile(function, backend=commpass.backend(strict=True))(
+            bits.view(torch.float32)
+        )
+        assert torch.equal(
+            got.view(torch.int32), function(bits.view(torch.float32)).view(torch.int32)
+        )
 
 
 def test_the_default_policy_is_bit_exact(ranks2):

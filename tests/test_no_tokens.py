@@ -93,7 +93,7 @@ def test_splits_that_are_not_known_before_the_graph_runs(codec, entries, fake_gr
     assert (plan.fallback, plan.sites[0].codec) == ("", codec)
 
 
-# --- on real ranks ------------------------------------------------------------------------------
+# --- on real ranks --------------------------------------------------------------------------------
 
 
 def check_dispatch(codec: str, known: bool) -> int:

@@ -96,7 +96,8 @@ def test_one_value_that_stays_while_the_others_of_its_block_change_is_right_on_a
 
 @pytest.mark.parametrize("stored", STORED)
 def test_the_mean_error_over_ranks_is_none(stored, monkeypatch):
-    """Unbiased: each value's mean over 256 ranks that hold the same, within five standard errors."""
+    """Unbiased: each value's mean over 256 ranks that hold the same, within five standard
+    errors."""
     ranks, x = 256, values(0, (2048,))
     codec = coder(stored)
     each = [codec.salted(rank, 0) for rank in range(ranks)]
@@ -115,7 +116,7 @@ def test_what_is_computed_again_has_the_same_bits(monkeypatch):
         assert all(torch.equal(each, first[0]) for each in first)  # law 1
 
 
-# --- on real ranks, in graphs -------------------------------------------------------------------
+# --- on real ranks, in graphs ---------------------------------------------------------------------
 
 
 def check_recomputed(inner: str) -> None:
@@ -165,7 +166,8 @@ def test_a_sum_that_is_computed_again_in_backward_has_the_same_noise(inner, rank
 
 
 def check_eager_and_compiled() -> None:
-    """The noise of a compiled call is that of an eager one; equal values get another on each rank."""
+    """The noise of a compiled call is that of an eager one; equal values get another on each
+    rank."""
     x, codec = values(dist.get_rank(), (3000,)), coder("pow2").spec
     call = lambda x: commpass.all_reduce(x * 2, codec=codec)  # noqa: E731
     assert torch.equal(torch.compile(call, fullgraph=True)(x), call(x))

@@ -1,5 +1,5 @@
-"""Faults from outside: a rank that is killed, that raises in its own code, a full disk. The others get an error in time,
-and the next run works."""
+"""Faults from outside: a rank that is killed, that raises in its own code, a full disk. The others
+get an error in time, and the next run works."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def model(x):
 
 def compiled(timeout: float = 5.0, **more):
     torch._dynamo.reset()
-    return torch.compile(model, backend=commpass.backend(INT8, inner="eager", timeout=timeout, **more))
+    return torch.compile(
+        model, backend=commpass.backend(INT8, inner="eager", timeout=timeout, **more)
+    )
 
 
 def killed(where: str) -> str:
@@ -42,7 +44,9 @@ def killed(where: str) -> str:
     function, x = compiled(), torch.ones(300)
     doomed = dist.get_rank() == 1
     if doomed and where == "compile":
-        pipeline.PASSES = tuple(pipeline.Pass(p.name, lambda road: die(), True) for p in pipeline.PASSES)
+        pipeline.PASSES = tuple(
+            pipeline.Pass(p.name, lambda road: die(), True) for p in pipeline.PASSES
+        )
     if doomed and where == "agreement":
         Meeting.speak = lambda self: die()
     if doomed and where == "agreement, once it has spoken":
@@ -97,7 +101,9 @@ def raises_between_graphs() -> str:
     """Rank 1 fails in its own code between two graphs, and says so; it then goes on."""
     function, other = (
         compiled(),
-        torch.compile(lambda x: model(x.sin()), backend=commpass.backend(INT8, inner="eager", timeout=2)),
+        torch.compile(
+            lambda x: model(x.sin()), backend=commpass.backend(INT8, inner="eager", timeout=2)
+        ),
     )
     x = torch.ones(310)
     function(x)

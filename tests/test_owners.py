@@ -247,7 +247,9 @@ def resume(saved: list[tuple[dict, dict]], order: tuple[int, ...]) -> None:
         if ran_before:
             train(model, range(50, 51), order)
         commpass.load_state_dict(state, model)
-        assert {n: t.tolist() for n, t in commpass.state_dict(model).items()} == {n: t.tolist() for n, t in state.items()}
+        assert {n: t.tolist() for n, t in commpass.state_dict(model).items()} == {
+            n: t.tolist() for n, t in state.items()
+        }
         given = train(model, range(STEPS), order)
         check_nothing_is_lost(model, given, range(STEPS), before)
     fresh()
@@ -316,7 +318,7 @@ def test_parameters_that_are_loaded_keep_their_residuals(ranks2):
     ranks2.run(check_weights_are_loaded)
 
 
-# --- forward, and graphs that are nobody's ----------------------------------------------------------------------------------
+# --- forward, and graphs that are nobody's --------------------------------------------------------
 
 
 class SummedForward(torch.autograd.Function):
@@ -392,7 +394,9 @@ def test_weights_that_are_new_in_every_step_are_said(fake_group, caplog):
     fake_group(2)
     fresh()
     owners._short[0] = 0
-    function = torch.compile(lambda w: Summed.apply(w).sin().sum(), backend=commpass.backend(POLICY, inner="eager"))
+    function = torch.compile(
+        lambda w: Summed.apply(w).sin().sum(), backend=commpass.backend(POLICY, inner="eager")
+    )
     for _ in range(5):
         function(torch.ones(WIDTH, WIDTH, requires_grad=True)).backward()
         gc.collect()
@@ -411,7 +415,8 @@ def test_names_of_parameters_are_those_without_wrappers():
 
 
 class Branches(nn.Module):
-    """Two weights of one shape, whose gradients are sums over the ranks; one of them may be left out."""
+    """Two weights of one shape, whose gradients are sums over the ranks; one of them may be left
+    out."""
 
     sums_second = uses_second = True
 
@@ -454,7 +459,10 @@ def leave_out(what: str) -> dict[str, tuple[float, float]]:
         if left_out:
             assert torch.allclose(came["first"], lacks["first"], atol=1e-5)
             assert len(commpass.state_dict(model)) == 2
-    return {name: (lacks[name].norm().item(), (came[name] - lacks[name]).norm().item()) for name in lacks}
+    return {
+        name: (lacks[name].norm().item(), (came[name] - lacks[name]).norm().item())
+        for name in lacks
+    }
 
 
 HALF = Policy(rules=[Rule(codec="topk(density=0.25)", direction="backward", force=True)])

@@ -20,7 +20,9 @@ from commpass.runtime.pairs import ends, mismatches
 
 pytestmark = [
     pytest.mark.xdist_group("ranks"),
-    pytest.mark.skipif(not hasattr(ops, "batch_p2p_ops"), reason="this torch has no point-to-point operators"),
+    pytest.mark.skipif(
+        not hasattr(ops, "batch_p2p_ops"), reason="this torch has no point-to-point operators"
+    ),
 ]
 wait = ops.wait_tensor
 X = torch.ones(30, 40)
@@ -53,7 +55,11 @@ def into_an_input(x):
 def batch(x):
     buffer, exact = torch.empty_like(x), torch.empty_like(x, dtype=torch.int32)
     started = ops.batch_p2p_ops(
-        ["isend", "irecv", "isend", "irecv"], [1, 3, 1, 3], [5, 5, 6, 6], [x * 2, buffer, (x * 3).int(), exact], "0"
+        ["isend", "irecv", "isend", "irecv"],
+        [1, 3, 1, 3],
+        [5, 5, 6, 6],
+        [x * 2, buffer, (x * 3).int(), exact],
+        "0",
     )
     sent, received, other, whole = (wait(value) for value in started)
     return sent, received + 1, other, whole + 1, buffer - 1
@@ -67,16 +73,23 @@ def test_ends_are_sites_with_peer_and_tag(fake_group):
     fake_group(4)
     (send,), (recv,) = found(sends), found(receives)
     assert [(s.kind, s.peer, s.tag, s.shape, s.dtype, s.obstacle) for s in (send, recv)] == [
-        ("send", 3, 7, (30, 40), "float32", None), ("recv", 3, 7, (30, 40), "float32", None),
-    ]  # fmt: skip
+        ("send", 3, 7, (30, 40), "float32", None),
+        ("recv", 3, 7, (30, 40), "float32", None),
+    ]
     assert [(s.kind, s.peer, s.tag, s.dtype) for s in found(batch)] == [
-        ("send", 1, 5, "float32"), ("recv", 3, 5, "float32"), ("send", 1, 6, "int32"), ("recv", 3, 6, "int32"),
-    ]  # fmt: skip
+        ("send", 1, 5, "float32"),
+        ("recv", 3, 5, "float32"),
+        ("send", 1, 6, "int32"),
+        ("recv", 3, 6, "int32"),
+    ]
 
 
 def values(gm):
     out = gm.graph.output_node().args[0]
-    return [(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in (out if isinstance(out, (list, tuple)) else [out])]
+    return [
+        (tuple(n.meta["val"].shape), n.meta["val"].dtype)
+        for n in (out if isinstance(out, (list, tuple)) else [out])
+    ]
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "rotated"])
@@ -87,16 +100,29 @@ def test_wire_is_the_plans_and_results_keep_shape_and_dtype(function, codec, fak
     before = values(gm)
     (site,) = commpass.rewrite(gm, [], forced(codec), strict=True).sites
     assert (site.codec.partition("(")[0], site.algorithm) == (codec.partition("(")[0], "direct")
-    assert collectives(gm) == [("send" if function is sends else "recv", torch.uint8, site.wire_bytes)]
+    assert collectives(gm) == [
+        ("send" if function is sends else "recv", torch.uint8, site.wire_bytes)
+    ]
     assert site.wire_bytes < site.bytes / 3
     assert values(gm) == before
 
 
 def test_both_ends_of_a_message_are_decided_alike(fake_group):
     fake_group(4)
-    for policy in (forced(), Policy(codecs=("int8", "int4"), max_error=0.2), "balanced", "aggressive"):
-        plans = [commpass.rewrite(trace(f, X), [], policy, profile=commpass.ethernet(0.01)).sites[0] for f in (sends, receives)]
-        assert len({(p.codec, p.algorithm, p.wire_bytes, p.predicted_us, p.plain_us) for p in plans}) == 1
+    for policy in (
+        forced(),
+        Policy(codecs=("int8", "int4"), max_error=0.2),
+        "balanced",
+        "aggressive",
+    ):
+        plans = [
+            commpass.rewrite(trace(f, X), [], policy, profile=commpass.ethernet(0.01)).sites[0]
+            for f in (sends, receives)
+        ]
+        assert (
+            len({(p.codec, p.algorithm, p.wire_bytes, p.predicted_us, p.plain_us) for p in plans})
+            == 1
+        )
         assert plans[0].compressed
 
 
@@ -109,18 +135,24 @@ def test_positions_of_a_batch_are_compressed_within_it(fake_group):
     (node,) = (node for node in gm.graph.nodes if "p2p" in str(node.target))
     assert node.args[:3] == (["isend", "irecv", "isend", "irecv"], [1, 3, 1, 3], [5, 5, 6, 6])
     assert [(dtype, size) for _, dtype, size in collectives(gm)] == [
-        (torch.uint8, plan.sites[0].wire_bytes), (torch.uint8, plan.sites[0].wire_bytes), (torch.int32, 4800),
+        (torch.uint8, plan.sites[0].wire_bytes),
+        (torch.uint8, plan.sites[0].wire_bytes),
         (torch.int32, 4800),
-    ]  # fmt: skip
+        (torch.int32, 4800),
+    ]
     assert values(gm) == before
 
 
 @pytest.mark.parametrize("taken", [0, 1])
-def test_an_end_that_is_waited_for_with_others_needs_nobody_who_takes_its_result(taken, fake_group, wait_tensors):
+def test_an_end_that_is_waited_for_with_others_needs_nobody_who_takes_its_result(
+    taken, fake_group, wait_tensors
+):
     fake_group(4)
 
     def exchange(x):
-        started = ops.batch_p2p_ops(["isend", "irecv"], [1, 3], [5, 5], [x * 2, torch.empty_like(x)], "0")
+        started = ops.batch_p2p_ops(
+            ["isend", "irecv"], [1, 3], [5, 5], [x * 2, torch.empty_like(x)], "0"
+        )
         return wait_tensors(started)[taken] * 1.0
 
     gm = trace(exchange, X)
@@ -128,7 +160,9 @@ def test_an_end_that_is_waited_for_with_others_needs_nobody_who_takes_its_result
     before = values(gm)
     plan = commpass.rewrite(gm, [], forced(), strict=True)
     assert [site.codec for site in plan] == ["int8", "int8"]
-    assert [(dtype, size) for _, dtype, size in collectives(gm)] == [(torch.uint8, plan.sites[0].wire_bytes)] * 2
+    assert [(dtype, size) for _, dtype, size in collectives(gm)] == [
+        (torch.uint8, plan.sites[0].wire_bytes)
+    ] * 2
     assert values(gm) == before
 
 
@@ -168,7 +202,10 @@ def test_must_not_rewrite(name, fake_group):
     assert why in site.reason
 
 
-@pytest.mark.parametrize(("codec", "why"), [("exponent", "depends on the values"), ("topk", "which only algorithm 'sparse'")])
+@pytest.mark.parametrize(
+    ("codec", "why"),
+    [("exponent", "depends on the values"), ("topk", "which only algorithm 'sparse'")],
+)
 @pytest.mark.parametrize("function", [sends, receives])
 def test_codecs_with_state_or_sizes_of_their_own_are_refused(function, codec, why, fake_group):
     fake_group(4)
@@ -182,7 +219,9 @@ def test_codecs_with_state_or_sizes_of_their_own_are_refused(function, codec, wh
 def test_symbolic_sizes_are_left_alone(fake_group):
     fake_group(4)
     seen = len(commpass.plans())
-    torch.compile(receives, backend=commpass.backend(forced(), inner="eager", timeout=1), dynamic=True)(X)
+    torch.compile(
+        receives, backend=commpass.backend(forced(), inner="eager", timeout=1), dynamic=True
+    )(X)
     (site,) = commpass.plans()[seen].sites
     assert site.codec == NONE
     assert "symbolic" in site.reason
@@ -202,7 +241,12 @@ def test_a_message_stays_and_is_waited_for_though_nobody_takes_the_waits_result(
     fake_group(4)
     gm = trace(into_its_buffer, X)
     commpass.rewrite(gm, [], "lossless", strict=True)
-    assert [node.name for node in gm.graph.nodes if node.op == "call_function"] == ["empty", "irecv", "wait_tensor", "add"]
+    assert [node.name for node in gm.graph.nodes if node.op == "call_function"] == [
+        "empty",
+        "irecv",
+        "wait_tensor",
+        "add",
+    ]
 
 
 def test_what_is_received_into_equal_buffers_is_not_taken_for_equal(fake_group):
@@ -212,19 +256,31 @@ def test_what_is_received_into_equal_buffers_is_not_taken_for_equal(fake_group):
         one, other = torch.zeros_like(x), torch.zeros_like(x)
         for peer, buffer in ((1, one), (2, other)):
             wait(ops.irecv(buffer, peer, 7, "0"))
-        return wait(ops.all_gather_into_tensor(one, 4, "0")), wait(ops.all_gather_into_tensor(other, 4, "0"))
+        return wait(ops.all_gather_into_tensor(one, 4, "0")), wait(
+            ops.all_gather_into_tensor(other, 4, "0")
+        )
 
     gm = trace(function, X)
     commpass.rewrite(gm, [], "lossless", strict=True)
     assert [kind for kind, _, _ in collectives(gm)] == ["recv", "recv", "all_gather", "all_gather"]
 
 
-# --- what two ends agree on -------------------------------------------------------------------------------------------
+# --- what two ends agree on -----------------------------------------------------------------------
 
 
 def end(kind, rank, peer, codec="int8", **more):
-    facts = {"name": kind, "kind": kind, "group": "0", "group_size": 4, "dtype": "float32", "shape": (30, 40), "bytes": 4800}
-    (made,) = ends([PlannedSite(**facts | {"peer": peer, "codec": codec, "algorithm": "direct"} | more)], rank)
+    facts = {
+        "name": kind,
+        "kind": kind,
+        "group": "0",
+        "group_size": 4,
+        "dtype": "float32",
+        "shape": (30, 40),
+        "bytes": 4800,
+    }
+    (made,) = ends(
+        [PlannedSite(**facts | {"peer": peer, "codec": codec, "algorithm": "direct"} | more)], rank
+    )
     return made
 
 
@@ -238,10 +294,19 @@ def end(kind, rank, peer, codec="int8", **more):
         (([end("send", 0, 1)], []), ("rank 1 receives nothing",)),
         (([], [end("recv", 1, 0)]), ("rank 0 sends nothing",)),
         (([end("send", 0, 1)], [end("recv", 1, 0, tag=1)]), ("with tag 0", "with tag 1")),
-        (([end("send", 0, 1)], [end("recv", 1, 0, NONE, reason="rule 3")]), ("codec is 'int8' at the sender", "rule 3")),
+        (
+            ([end("send", 0, 1)], [end("recv", 1, 0, NONE, reason="rule 3")]),
+            ("codec is 'int8' at the sender", "rule 3"),
+        ),
         (([end("send", 0, 1)], [end("recv", 1, 0, shape=(30, 41))]), ("number of values is 1200",)),
         (([end("send", 0, 1)], [end("recv", 1, 0, dtype="bfloat16")]), ("dtype is 'float32'",)),
-        (([end("send", 0, 1), end("send", 0, 1, "int4")], [end("recv", 1, 0, "int4"), end("recv", 1, 0)]), ("codec is",)),
+        (
+            (
+                [end("send", 0, 1), end("send", 0, 1, "int4")],
+                [end("recv", 1, 0, "int4"), end("recv", 1, 0)],
+            ),
+            ("codec is",),
+        ),
     ],
 )
 def test_mismatches(words, said):
@@ -250,7 +315,7 @@ def test_mismatches(words, said):
     assert all(part in "\n".join(text) for part in said)
 
 
-# --- real ranks -------------------------------------------------------------------------------------------------------
+# --- real ranks -----------------------------------------------------------------------------------
 
 
 def pipeline(x, group):
@@ -298,8 +363,11 @@ def run_all(inner):
     for policy in ("lossless", forced()):
         for function in (pipeline, exchange, torchs_own):
             torch._dynamo.reset()
-            compiled = torch.compile(function, backend=commpass.backend(policy, inner=inner, timeout=30, strict=True),
-                                     fullgraph=True)  # fmt: skip
+            compiled = torch.compile(
+                function,
+                backend=commpass.backend(policy, inner=inner, timeout=30, strict=True),
+                fullgraph=True,
+            )
             for _ in range(2):
                 got = compiled(inputs(rank), group)
             codes = {site.codec for site in commpass.plans()[-1] if site.dtype == "float32"}
@@ -321,9 +389,15 @@ def run_exchange():
     torch._dynamo.reset()
     rank, x = dist.get_rank(), inputs(dist.get_rank())
     x[0, 0], x[7, 7] = float("nan"), float("inf")
-    got, _ = torch.compile(exchange, backend=commpass.backend(forced(), timeout=30))(x, dist.group.WORLD.group_name)
+    got, _ = torch.compile(exchange, backend=commpass.backend(forced(), timeout=30))(
+        x, dist.group.WORLD.group_name
+    )
     other = inputs(1 - rank) * 2
-    return bool(got[0, 0].isfinite()), bool(got[7, 7].isfinite()), close(got[got.isfinite()], other[got.isfinite()])
+    return (
+        bool(got[0, 0].isfinite()),
+        bool(got[7, 7].isfinite()),
+        close(got[got.isfinite()], other[got.isfinite()]),
+    )
 
 
 def test_what_is_not_finite_stays_not_finite(ranks2):
@@ -352,9 +426,13 @@ def run_counting():
         torch._dynamo.reset()
         group.seen.clear()
         with torch.no_grad():
-            torch.compile(function, backend=commpass.backend(forced(), timeout=30))(inputs(dist.get_rank()), group.group_name)
+            torch.compile(function, backend=commpass.backend(forced(), timeout=30))(
+                inputs(dist.get_rank()), group.group_name
+            )
         plan = commpass.plans()[-1]
-        rows.append((group.seen[:], [(s.kind, s.wire_bytes) for s in plan], [s.compressed for s in plan]))
+        rows.append(
+            (group.seen[:], [(s.kind, s.wire_bytes) for s in plan], [s.compressed for s in plan])
+        )
     return rows
 
 
@@ -373,7 +451,9 @@ def run_gradient():
     rows = []
     for policy in ("lossless", forced()):
         torch._dynamo.reset()
-        got, _ = torch.compile(lambda x: (exchange(x, group)[0] + x, 0), backend=commpass.backend(policy, timeout=30))(x)
+        got, _ = torch.compile(
+            lambda x: (exchange(x, group)[0] + x, 0), backend=commpass.backend(policy, timeout=30)
+        )(x)
         (grad,) = torch.autograd.grad(got.sum(), x)
         rows.append(bool((grad == 1).all()))
     return rows
@@ -385,7 +465,9 @@ def test_gradients_do_not_go_through_messages_and_are_what_they_are_without_comm
 
 def run_mismatch(inner, function, policies):
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend=commpass.backend(policies[dist.get_rank()], inner=inner, timeout=120))
+    compiled = torch.compile(
+        function, backend=commpass.backend(policies[dist.get_rank()], inner=inner, timeout=120)
+    )
     start = time.monotonic()
     with pytest.raises(PlanMismatch) as error:
         compiled(inputs(0)[: 20 + len(inner)], dist.group.WORLD.group_name)
@@ -406,12 +488,18 @@ def test_ends_that_decide_differently_raise_on_both_ranks(function, inner, ranks
 def run_one_end(function, policies, own_rules):
     torch._dynamo.reset()
     rank, group = dist.get_rank(), dist.group.WORLD.group_name
-    policy = Policy(rules=[Rule(kind="send", codec="int8", force=True)]) if own_rules else policies[rank]
+    policy = (
+        Policy(rules=[Rule(kind="send", codec="int8", force=True)]) if own_rules else policies[rank]
+    )
     x = inputs(rank)[: 21 + own_rules]
-    got = torch.compile(function, backend=commpass.backend(policy, inner="eager", timeout=120))(x, group)
+    got = torch.compile(function, backend=commpass.backend(policy, inner="eager", timeout=120))(
+        x, group
+    )
     plan = commpass.plans()[-1]
     first = got[0] if isinstance(got, tuple) else got
-    expected = 2 * inputs(rank if function is pipeline and rank == 0 else 1 - rank)[: 21 + own_rules]
+    expected = (
+        2 * inputs(rank if function is pipeline and rank == 0 else 1 - rank)[: 21 + own_rules]
+    )
     return torch.equal(first, expected), plan.fallback, len(plan.compressed)
 
 
@@ -469,12 +557,14 @@ def breaks_on_one_rank():
 
     torch._dynamo.reset()
     kept = passes.PASSES
-    passes.PASSES = tuple(passes.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in kept)
+    passes.PASSES = tuple(
+        passes.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in kept
+    )
     try:
         x = inputs(dist.get_rank())[:17]
-        got = torch.compile(pipeline, backend=commpass.backend(forced(), inner="eager", timeout=120))(
-            x, dist.group.WORLD.group_name
-        )
+        got = torch.compile(
+            pipeline, backend=commpass.backend(forced(), inner="eager", timeout=120)
+        )(x, dist.group.WORLD.group_name)
         return torch.equal(got, 2 * inputs(0)[:17]), commpass.plans()[-1].fallback
     finally:
         passes.PASSES = kept
@@ -494,14 +584,19 @@ def run_cached():
     for codec in ("int8", "int4", "int8"):
         torch._dynamo.reset()
         counters.clear()
-        got, _ = torch.compile(exchange, backend=commpass.backend(forced(codec), timeout=30))(inputs(rank), group)
+        got, _ = torch.compile(exchange, backend=commpass.backend(forced(codec), timeout=30))(
+            inputs(rank), group
+        )
         error = (got - 2 * inputs(1 - rank)).norm() / inputs(1 - rank).norm() / 2
         rows.append((counters["inductor"]["fxgraph_cache_hit"], float(error)))
     return rows
 
 
 def test_a_warm_cache_gives_each_policy_its_own_graph(tmp_path):
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
+    environment = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+    }
     for warm in (False, True):
         ranks = Ranks(2, environment)
         try:

@@ -179,7 +179,13 @@ MODELS = {
     "a break in a layer": (lambda: compiled(Net(Broken)), BLOCKS),
     "adapters": (
         lambda: compiled(in_adapters(Net())),
-        ["layers.0.attn", "layers.0.mlp.base_layer", "layers.1.attn", "layers.1.mlp.base_layer", "head"],
+        [
+            "layers.0.attn",
+            "layers.0.mlp.base_layer",
+            "layers.1.attn",
+            "layers.1.mlp.base_layer",
+            "head",
+        ],
     ),
     "adapters, block by block": (
         lambda: by_method(in_adapters(Net())),
@@ -194,7 +200,9 @@ def step(model):
     """The plans of a training step, in order."""
     torch._dynamo.reset()
     seen = len(commpass.plans())
-    with getattr(model, "no_sync", contextlib.nullcontext)():  # DDP's own hooks cannot work on a fake group
+    with getattr(
+        model, "no_sync", contextlib.nullcontext
+    )():  # DDP's own hooks cannot work on a fake group
         model(torch.ones(4, 3)).sum().backward()
     return commpass.plans()[seen:]
 
@@ -204,7 +212,13 @@ def test_paths_are_those_of_the_model_without_what_wraps_it_in_forward_and_backw
     make, expected = MODELS[what]
     plans = step(make())
     forward = [site.module for plan in plans if plan.direction == "forward" for site in plan]
-    backward = [site.module for plan in plans if plan.direction == "backward" for site in plan if site.kind == "reduce_scatter"]
+    backward = [
+        site.module
+        for plan in plans
+        if plan.direction == "backward"
+        for site in plan
+        if site.kind == "reduce_scatter"
+    ]
     assert list(dict.fromkeys(forward)) == expected
     assert set(backward) == set(expected)
 
@@ -212,10 +226,10 @@ def test_paths_are_those_of_the_model_without_what_wraps_it_in_forward_and_backw
 def test_a_block_that_is_compiled_and_called_by_itself_has_the_path_that_apply_policy_saw():
     model = Net()
     run = compiled(model.layers[1])
-    (forward, *_) = step(run)
+    forward, *_ = step(run)
     assert [site.module for site in forward] == ["attn", "mlp"]  # nothing tells where it belongs
     model = commpass.apply_policy(Net(), {"head": "int8"})
-    (forward, *_) = step(compiled(model.layers[1]))
+    forward, *_ = step(compiled(model.layers[1]))
     assert [site.module for site in forward] == ["layers.1.attn", "layers.1.mlp"]
 
 
@@ -245,14 +259,20 @@ def test_keep_for_one_of_the_blocks_that_share_a_graph_keeps_it_for_all(which):
     [
         ("L['self'].layers.0.mlp", "layers.0.mlp"),
         ("L['self']._modules['layers']._modules['0']._orig_mod.mlp", "layers.0.mlp"),
-        ("L['self'].layers.0.__dict__['_modules']['_checkpoint_wrapped_module'].mlp", "layers.0.mlp"),
+        (
+            "L['self'].layers.0.__dict__['_modules']['_checkpoint_wrapped_module'].mlp",
+            "layers.0.mlp",
+        ),
         ("L['self'].layers.0.forward.args[1].attn.o", "layers.0.attn.o"),
         ("L['self'].forward.args[1].layers[0]", "layers.0"),
         ("getattr(L['self'].layers, '3').mlp", "layers.3.mlp"),
         ("_orig_mod._fsdp_wrapped_module.layers.1", "layers.1"),
         ("L['self'].forward_args.args.1", "forward_args.args.1"),
         ("L['self'].module.layers", "module.layers"),
-        ("base_model.model.layers.0.q_proj.base_layer", "base_model.model.layers.0.q_proj.base_layer"),
+        (
+            "base_model.model.layers.0.q_proj.base_layer",
+            "base_model.model.layers.0.q_proj.base_layer",
+        ),
         ("G['model']", ""),
         ("", ""),
     ],
@@ -270,7 +290,7 @@ def test_only_what_a_wrapper_of_torch_calls_module_is_left_out():
     assert clean("L['self'].net.module.head", ["L['self'].nets"]) == "net.module.head"
 
 
-# --- apply_policy sees the names that rules see -----------------------------------------------------------------------
+# --- apply_policy sees the names that rules see ---------------------------------------------------
 
 
 WRAPPED = {
@@ -291,7 +311,9 @@ def test_words_go_on_modules_by_the_names_that_rules_see(wrapper):
     model = WRAPPED[wrapper](Net())
     commpass.apply_policy(model, {"layers.0.mlp": "int8", "layers.1": commpass.keep()})
     run = model if wrapper == "compile" else compiled(model)
-    sites = {site.module: site.word for plan in step(run) if plan.direction == "forward" for site in plan}
+    sites = {
+        site.module: site.word for plan in step(run) if plan.direction == "forward" for site in plan
+    }
     if wrapper == "FSDP2":
         assert set(sites) == set(WHOLE)
     assert sites["layers.0.attn"] is sites["head"] is None
@@ -320,18 +342,24 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_a_tied_module_takes_a_word_under_each_of_its_names(name):
-    (forward, backward) = step(compiled(commpass.apply_policy(Tied(), {name: "int8"})))
+    forward, backward = step(compiled(commpass.apply_policy(Tied(), {name: "int8"})))
     assert all("int8" in site.word for plan in (forward, backward) for site in plan)
     assert len(forward.sites) == 2
     model = commpass.apply_policy(Tied(), {"second": "int8", "first": "int4"})
-    (forward, _) = step(compiled(model))
-    assert all("int8" in site.word for site in forward)  # of two patterns for one module the first counts
+    forward, _ = step(compiled(model))
+    assert all(
+        "int8" in site.word for site in forward
+    )  # of two patterns for one module the first counts
 
 
 def test_words_tell_blocks_apart_that_are_compiled_one_by_one():
     model = commpass.apply_policy(Net(), {"layers.0.mlp": commpass.keep(), "layers.1.mlp": "int8"})
     plans = step(by_method(model))
-    words = [[site.word for site in plan] for plan in plans if plan.direction == "forward" and len(plan.sites) == 2]
+    words = [
+        [site.word for site in plan]
+        for plan in plans
+        if plan.direction == "forward" and len(plan.sites) == 2
+    ]
     assert [row[0] for row in words] == [None, None]
     assert ["keep" in row[1] for row in words] == [True, False]
     assert "int8" in words[1][1]

@@ -1,4 +1,5 @@
-"""Plans as data: JSON there and back, digests, differences; and dumps, which are written whole under a number of their own."""
+"""Plans as data: JSON there and back, digests, differences; and dumps, which are written whole
+under a number of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +19,17 @@ from commpass import dump as dumps
 from commpass.costmodel import KINDS
 from commpass.dump import Dump, GraphNode
 from commpass.errors import DumpError
-from commpass.plan import AGREED_FIELDS, NONE, ROWS, Difference, Plan, PlannedSite, Simplification, Site, diff
+from commpass.plan import (
+    AGREED_FIELDS,
+    NONE,
+    ROWS,
+    Difference,
+    Plan,
+    PlannedSite,
+    Simplification,
+    Site,
+    diff,
+)
 from commpass.policy import Policy
 from commpass.runtime.summary import Summary
 
@@ -27,49 +38,104 @@ examples = settings(max_examples=80, deadline=None)
 
 def planned(name="all_reduce", **changes) -> PlannedSite:
     facts = {
-        "name": name, "kind": "all_reduce", "reduce_op": "sum", "group": "3", "group_label": "tp", "group_size": 8,
-        "dtype": "bfloat16", "shape": ("s0", 4096), "bytes": 1 << 20, "module": "layers.0.mlp", "codec": "int8",
-        "algorithm": "two_shot", "wire_bytes": 1 << 19, "plain_us": 100.0, "predicted_us": 60.0, "error": 0.01,
+        "name": name,
+        "kind": "all_reduce",
+        "reduce_op": "sum",
+        "group": "3",
+        "group_label": "tp",
+        "group_size": 8,
+        "dtype": "bfloat16",
+        "shape": ("s0", 4096),
+        "bytes": 1 << 20,
+        "module": "layers.0.mlp",
+        "codec": "int8",
+        "algorithm": "two_shot",
+        "wire_bytes": 1 << 19,
+        "plain_us": 100.0,
+        "predicted_us": 60.0,
+        "error": 0.01,
         "reason": "faster",
-    }  # fmt: skip
+    }
     return PlannedSite(**(facts | changes))
 
 
 def plan(*sites: PlannedSite, **changes) -> Plan:
     return Plan(
-        **({"graph": "0", "direction": "forward", "policy": "custom", "profile": "ethernet-10g", "sites": sites} | changes)
+        **(
+            {
+                "graph": "0",
+                "direction": "forward",
+                "policy": "custom",
+                "profile": "ethernet-10g",
+                "sites": sites,
+            }
+            | changes
+        )
     )
 
 
 TEXTS = st.text(max_size=12)
 TIMES = st.floats(0, 1e12)
-SPLITS = st.lists(st.integers(0, 1 << 40) | st.sampled_from(["u0", "u0 + u1", "64"]), min_size=1, max_size=4).map(tuple)
+SPLITS = st.lists(
+    st.integers(0, 1 << 40) | st.sampled_from(["u0", "u0 + u1", "64"]), min_size=1, max_size=4
+).map(tuple)
 SITES = st.builds(
-    PlannedSite, name=TEXTS, kind=st.sampled_from(KINDS), reduce_op=st.none() | TEXTS, group=TEXTS, group_label=TEXTS,
-    group_size=st.integers(0, 1 << 20), dtype=st.sampled_from(["float32", "bfloat16", "unknown"]),
-    shape=st.lists(st.integers(0, 1 << 40) | st.sampled_from(["s0", "2*s1 + 3", "u0", "64"]), max_size=4).map(tuple),
-    bytes=st.integers(-1, 1 << 50), device=st.sampled_from(["cpu", "cuda"]), module=TEXTS,
-    direction=st.sampled_from(["forward", "backward"]), producer=st.none() | TEXTS,
-    consumers=st.lists(TEXTS, max_size=3).map(tuple), word=st.none() | TEXTS, obstacle=st.none() | TEXTS,
-    width=st.integers(0, 1 << 40), splits=st.none() | st.tuples(SPLITS, SPLITS), stateless=st.none() | TEXTS, domain=TEXTS,
-    dynamic_bytes=st.integers(0, 1 << 50), codec=st.sampled_from([NONE, "int8", "fp8(form=e5m2)"]), algorithm=TEXTS,
-    chunks=st.integers(1, 64), fused=st.booleans(), wire_bytes=st.integers(-1, 1 << 50), plain_us=TIMES, predicted_us=TIMES,
-    error=st.floats(0, 10), reason=TEXTS,
-)  # fmt: skip
-PLANS = st.builds(
-    Plan, graph=TEXTS, direction=st.sampled_from(["forward", "backward"]), policy=TEXTS, profile=TEXTS,
-    sites=st.lists(SITES, max_size=4).map(tuple), fallback=TEXTS,
-    simplified=st.lists(
-        st.builds(Simplification, rule=TEXTS, site=TEXTS, into=TEXTS, saved_bytes=st.integers(-1, 1 << 50)), max_size=2
+    PlannedSite,
+    name=TEXTS,
+    kind=st.sampled_from(KINDS),
+    reduce_op=st.none() | TEXTS,
+    group=TEXTS,
+    group_label=TEXTS,
+    group_size=st.integers(0, 1 << 20),
+    dtype=st.sampled_from(["float32", "bfloat16", "unknown"]),
+    shape=st.lists(
+        st.integers(0, 1 << 40) | st.sampled_from(["s0", "2*s1 + 3", "u0", "64"]), max_size=4
     ).map(tuple),
-)  # fmt: skip
+    bytes=st.integers(-1, 1 << 50),
+    device=st.sampled_from(["cpu", "cuda"]),
+    module=TEXTS,
+    direction=st.sampled_from(["forward", "backward"]),
+    producer=st.none() | TEXTS,
+    consumers=st.lists(TEXTS, max_size=3).map(tuple),
+    word=st.none() | TEXTS,
+    obstacle=st.none() | TEXTS,
+    width=st.integers(0, 1 << 40),
+    splits=st.none() | st.tuples(SPLITS, SPLITS),
+    stateless=st.none() | TEXTS,
+    domain=TEXTS,
+    dynamic_bytes=st.integers(0, 1 << 50),
+    codec=st.sampled_from([NONE, "int8", "fp8(form=e5m2)"]),
+    algorithm=TEXTS,
+    chunks=st.integers(1, 64),
+    fused=st.booleans(),
+    wire_bytes=st.integers(-1, 1 << 50),
+    plain_us=TIMES,
+    predicted_us=TIMES,
+    error=st.floats(0, 10),
+    reason=TEXTS,
+)
+PLANS = st.builds(
+    Plan,
+    graph=TEXTS,
+    direction=st.sampled_from(["forward", "backward"]),
+    policy=TEXTS,
+    profile=TEXTS,
+    sites=st.lists(SITES, max_size=4).map(tuple),
+    fallback=TEXTS,
+    simplified=st.lists(
+        st.builds(
+            Simplification, rule=TEXTS, site=TEXTS, into=TEXTS, saved_bytes=st.integers(-1, 1 << 50)
+        ),
+        max_size=2,
+    ).map(tuple),
+)
 
 
 def sizes(site: PlannedSite) -> tuple[int | str, ...]:
     return (*site.shape, *(site.splits[0] + site.splits[1] if site.splits else ()))
 
 
-# --- JSON -------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 @examples
@@ -79,15 +145,17 @@ def test_a_plan_comes_back_from_json_as_it_was(one):
     assert back == one
     assert back.digest() == one.digest()
     assert all(
-        type(size) is type(was) for a, b in zip(back, one, strict=True) for size, was in zip(sizes(a), sizes(b), strict=True)
+        type(size) is type(was)
+        for a, b in zip(back, one, strict=True)
+        for size, was in zip(sizes(a), sizes(b), strict=True)
     )
     assert diff(one, back, [field.name for field in dataclasses.fields(PlannedSite)]) == []
 
 
 def test_the_json_of_a_plan_names_what_the_design_names():
     (site,) = json.loads(plan(planned()).to_json())["sites"]
-    named = """name kind reduce_op group_size dtype shape bytes module direction codec algorithm chunks fused wire_bytes
-    plain_us predicted_us reason"""
+    named = """name kind reduce_op group_size dtype shape bytes module direction codec algorithm
+    chunks fused wire_bytes plain_us predicted_us reason"""
     assert set(named.split()) <= set(site)
     assert site["shape"] == ["s0", 4096]
 
@@ -119,31 +187,62 @@ def test_a_size_as_text_is_dynamic():
 def test_the_summary_of_a_model_says_what_it_could_not_count():
     summary = Summary(Policy())
     summary.add(plan(planned(), planned(bytes=-1, wire_bytes=-1)), trained=True)
-    assert "2 sites, 2 compressed; each graph run once: 1,048,576 bytes -> 524,288" in summary.line()
+    assert (
+        "2 sites, 2 compressed; each graph run once: 1,048,576 bytes -> 524,288" in summary.line()
+    )
     assert summary.line().endswith(", 1 sites of unknown size not counted")
 
 
-# --- digest -----------------------------------------------------------------------------------------------------------
+# --- digest ---------------------------------------------------------------------------------------
 
 OTHER = {
-    "kind": "all_gather", "reduce_op": "avg", "group_size": 4, "dtype": "float32", "shape": (7, 4096), "module": "layers.1.mlp",
-    "direction": "backward", "codec": "int4", "algorithm": "one_shot", "chunks": 2, "fused": True,
-}  # fmt: skip
+    "kind": "all_gather",
+    "reduce_op": "avg",
+    "group_size": 4,
+    "dtype": "float32",
+    "shape": (7, 4096),
+    "module": "layers.1.mlp",
+    "direction": "backward",
+    "codec": "int4",
+    "algorithm": "one_shot",
+    "chunks": 2,
+    "fused": True,
+}
 FREE = {
-    "name": "other", "group": "9", "peer": 1, "tag": 7,
-    "group_label": "dp", "group_labels": ("dp",), "members": (4, 5),
-    "bytes": 7, "device": "cuda", "producer": "mm", "consumers": ("add",),
-    "word": "{}", "obstacle": "some", "width": 7, "stateless": None, "wire_bytes": 7, "dynamic_bytes": 7, "domain": "hadamard",
-    "plain_us": 7.0, "predicted_us": 7.0, "error": 0.5, "reason": "another",
-}  # fmt: skip
+    "name": "other",
+    "group": "9",
+    "peer": 1,
+    "tag": 7,
+    "group_label": "dp",
+    "group_labels": ("dp",),
+    "members": (4, 5),
+    "bytes": 7,
+    "device": "cuda",
+    "producer": "mm",
+    "consumers": ("add",),
+    "word": "{}",
+    "obstacle": "some",
+    "width": 7,
+    "stateless": None,
+    "wire_bytes": 7,
+    "dynamic_bytes": 7,
+    "domain": "hadamard",
+    "plain_us": 7.0,
+    "predicted_us": 7.0,
+    "error": 0.5,
+    "reason": "another",
+}
 """Facts in which ranks may differ, or that follow from the others."""
 AGREED_AS = {"shape": "common_shape"}
-"""Facts of which a part is agreed, and that part. Which part depends on ``splits``, which is neither agreed nor free."""
+"""Facts of which a part is agreed, and that part. Which part depends on ``splits``, which is
+neither agreed nor free."""
 
 
 def test_each_field_of_a_site_is_agreed_or_free():
     assert {AGREED_AS.get(field, field) for field in OTHER} == set(AGREED_FIELDS)
-    assert set(OTHER) | set(FREE) | {"splits"} == {field.name for field in dataclasses.fields(PlannedSite)}
+    assert set(OTHER) | set(FREE) | {"splits"} == {
+        field.name for field in dataclasses.fields(PlannedSite)
+    }
     assert not set(OTHER) & set(FREE)
 
 
@@ -152,10 +251,14 @@ def test_a_digest_differs_if_an_agreed_field_does(field):
     changed, agreed = planned("b", **{field: OTHER[field]}), AGREED_AS.get(field, field)
     one, other = plan(planned("a"), planned("b")), plan(planned("a"), changed)
     assert one.digest() != other.digest()
-    assert diff(one, other) == [Difference("b", agreed, getattr(planned(), agreed), getattr(changed, agreed))]
+    assert diff(one, other) == [
+        Difference("b", agreed, getattr(planned(), agreed), getattr(changed, agreed))
+    ]
 
 
-def exchanged(entries: int | str, width: int = 4096, splits=((3, 4), (5, 2)), **changes) -> PlannedSite:
+def exchanged(
+    entries: int | str, width: int = 4096, splits=((3, 4), (5, 2)), **changes
+) -> PlannedSite:
     """An all-to-all among two ranks."""
     facts = {"kind": "all_to_all", "reduce_op": None, "group_size": 2, "algorithm": "direct"}
     return planned(**facts | {"shape": (entries, width), "splits": splits} | changes)
@@ -167,32 +270,49 @@ def test_first_dimensions_may_differ_between_ranks_in_an_all_to_all_with_splits_
     unknown = exchanged("u0 + u1", splits=(("u0", "u1"), ("u2", "u3")))
     assert plan(mine).digest() == plan(theirs).digest() == plan(unknown).digest()
     assert diff(plan(mine), plan(theirs)) == diff(plan(mine), plan(unknown)) == []
-    for facts in ({}, {"kind": "all_gather"}, {"kind": "all_reduce", "reduce_op": "sum"}, {"kind": "broadcast"}):
+    for facts in (
+        {},
+        {"kind": "all_gather"},
+        {"kind": "all_reduce", "reduce_op": "sum"},
+        {"kind": "broadcast"},
+    ):
         left, right = (exchanged(entries, splits=None, **facts) for entries in (7, 9))
         assert left.common_shape == (7, 4096)
         assert plan(left).digest() != plan(right).digest()
-        assert diff(plan(left), plan(right)) == [Difference("all_reduce", "common_shape", (7, 4096), (9, 4096))]
+        assert diff(plan(left), plan(right)) == [
+            Difference("all_reduce", "common_shape", (7, 4096), (9, 4096))
+        ]
 
 
 def test_the_other_dimensions_are_agreed_in_an_all_to_all_with_splits_too():
     assert plan(exchanged(7)).digest() != plan(exchanged(7, 4095)).digest()
     assert plan(exchanged(7)).digest() != plan(exchanged(7, splits=None)).digest()
-    assert diff(plan(exchanged(7)), plan(exchanged(9, 4095))) == [Difference("all_reduce", "common_shape", (4096,), (4095,))]
+    assert diff(plan(exchanged(7)), plan(exchanged(9, 4095))) == [
+        Difference("all_reduce", "common_shape", (4096,), (4095,))
+    ]
     assert exchanged(7, shape=(7,)).common_shape == ()
 
 
 @pytest.mark.parametrize(
     ("splits", "uneven"),
     [
-        (None, False), (((3, 3), (3, 3)), False), (((3, 4), (3, 3)), True), (((3, 3), (3, 4)), True), (((3, 3), (4, 4)), True),
-        ((("u0", "u0"), ("u0", "u0")), True), (((3, "u0"), (3, 3)), True), (((3, 3), ("u0", "u1")), True),
+        (None, False),
+        (((3, 3), (3, 3)), False),
+        (((3, 4), (3, 3)), True),
+        (((3, 3), (3, 4)), True),
+        (((3, 3), (4, 4)), True),
+        ((("u0", "u0"), ("u0", "u0")), True),
+        (((3, "u0"), (3, 3)), True),
+        (((3, 3), ("u0", "u1")), True),
     ],
-)  # fmt: skip
+)
 def test_sizes_that_differ_or_are_not_known_are_uneven(splits, uneven):
     assert exchanged(6, splits=splits).uneven is uneven
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [("float64", 8), ("float32", 4), ("bfloat16", 2), ("float16", 2)])
+@pytest.mark.parametrize(
+    ("dtype", "itemsize"), [("float64", 8), ("float32", 4), ("bfloat16", 2), ("float16", 2)]
+)
 def test_ranks_take_an_uneven_exchange_for_one_of_1024_entries_from_each_to_each(dtype, itemsize):
     assert ROWS == 1024
     of_forty = dataclasses.replace(exchanged(7, 40), dtype=dtype, width=40, bytes=7 * 40 * itemsize)
@@ -229,10 +349,21 @@ def test_a_fallback_is_part_of_a_digest_but_its_words_are_not():
 
 
 def test_a_digest_is_of_what_algebra_did_and_moved_but_not_of_where():
-    done = {"rule": "sum of sums", "site": "all_reduce_1", "into": "all_reduce", "saved_bytes": 256, "group": "3"}
+    done = {
+        "rule": "sum of sums",
+        "site": "all_reduce_1",
+        "into": "all_reduce",
+        "saved_bytes": 256,
+        "group": "3",
+    }
     one, other, scaled, elsewhere = (
         plan(planned(), simplified=(Simplification(**done | changes),))
-        for changes in ({}, {"rule": "same"}, {"moved": ("mul 2.0",)}, {"site": "all_reduce_2", "saved_bytes": 512})
+        for changes in (
+            {},
+            {"rule": "same"},
+            {"moved": ("mul 2.0",)},
+            {"site": "all_reduce_2", "saved_bytes": 512},
+        )
     )
     assert len({each.digest() for each in (plan(planned()), one, other, scaled)}) == 4
     assert one.digest() == elsewhere.digest()
@@ -240,9 +371,15 @@ def test_a_digest_is_of_what_algebra_did_and_moved_but_not_of_where():
 
 def test_digests_tell_a_number_from_a_name_and_one_site_from_two():
     plans = [
-        plan(planned(shape=(64,))), plan(planned(shape=("64",))), plan(planned(shape=(6, 4))), plan(planned(reduce_op=None)),
-        plan(planned(reduce_op="None")), plan(planned(), planned()), plan(planned()), plan(),
-    ]  # fmt: skip
+        plan(planned(shape=(64,))),
+        plan(planned(shape=("64",))),
+        plan(planned(shape=(6, 4))),
+        plan(planned(reduce_op=None)),
+        plan(planned(reduce_op="None")),
+        plan(planned(), planned()),
+        plan(planned()),
+        plan(),
+    ]
     assert len({one.digest() for one in plans}) == len(plans)
 
 
@@ -252,11 +389,18 @@ def test_plans_have_one_digest_if_and_only_if_they_decide_the_same(one, data):
     changes = data.draw(st.lists(st.sampled_from(sorted(OTHER | FREE)), max_size=3, unique=True))
     which = data.draw(st.integers(0, max(len(one.sites) - 1, 0)))
     sites = [
-        dataclasses.replace(site, **{field: (OTHER | FREE)[field] for field in changes}) if index == which else site
+        (
+            dataclasses.replace(site, **{field: (OTHER | FREE)[field] for field in changes})
+            if index == which
+            else site
+        )
         for index, site in enumerate(one)
     ]
     other = dataclasses.replace(one, sites=tuple(sites), policy="another")
-    common = [[[getattr(site, field) for field in AGREED_FIELDS] for site in plan.common()] for plan in (one, other)]
+    common = [
+        [[getattr(site, field) for field in AGREED_FIELDS] for site in plan.common()]
+        for plan in (one, other)
+    ]
     same = common[0] == common[1]
     assert (one.digest() == other.digest()) == same
 
@@ -265,7 +409,7 @@ def test_a_digest_is_16_hexadecimal_digits():
     assert re.fullmatch("[0-9a-f]{16}", plan(planned()).digest())
 
 
-# --- difference -------------------------------------------------------------------------------------------------------
+# --- difference -----------------------------------------------------------------------------------
 
 
 def test_equal_plans_have_no_difference():
@@ -276,7 +420,9 @@ def test_equal_plans_have_no_difference():
 def test_a_difference_lists_every_field_of_every_site_that_differs_and_no_other():
     left = plan(planned("a"), planned("b"), planned("c"))
     right = plan(
-        planned("a", codec="int4", chunks=2), planned("b", reason="x", predicted_us=1.0), planned("c", shape=("s1", 4096))
+        planned("a", codec="int4", chunks=2),
+        planned("b", reason="x", predicted_us=1.0),
+        planned("c", shape=("s1", 4096)),
     )
     assert diff(left, right) == [
         Difference("a", "codec", "int8", "int4"),
@@ -288,12 +434,18 @@ def test_a_difference_lists_every_field_of_every_site_that_differs_and_no_other(
 
 
 def test_a_site_that_only_one_plan_has_is_one_difference():
-    left, right = plan(planned("a"), planned("b")), plan(planned("b"), planned("c", kind="all_gather"))
+    left, right = (
+        plan(planned("a"), planned("b")),
+        plan(planned("b"), planned("c", kind="all_gather")),
+    )
     assert diff(left, right) == [
         Difference("a", "site", "all_reduce", None),
         Difference("c", "site", None, "all_gather"),
     ]
-    assert [str(one) for one in diff(left, right)] == ["a: only in the first", "c: only in the second"]
+    assert [str(one) for one in diff(left, right)] == [
+        "a: only in the first",
+        "c: only in the second",
+    ]
 
 
 def test_a_fallback_on_one_side_is_a_difference():
@@ -303,7 +455,10 @@ def test_a_fallback_on_one_side_is_a_difference():
 
 
 def test_a_difference_says_what_both_sides_say():
-    assert str(Difference("a", "codec", "int8", "int4")) == "a: codec is 'int8' in the first and 'int4' in the second"
+    assert (
+        str(Difference("a", "codec", "int8", "int4"))
+        == "a: codec is 'int8' in the first and 'int4' in the second"
+    )
 
 
 UNLIKE = {
@@ -311,7 +466,10 @@ UNLIKE = {
     "fallback": (plan(planned("a")), plan(planned("a"), fallback="failed")),
     "direction of the graph": (plan(planned("a")), plan(planned("a"), direction="backward")),
     "direction of an empty graph": (plan(), plan(direction="backward")),
-    "order of the sites": (plan(planned("a"), planned("b", codec="int4")), plan(planned("b", codec="int4"), planned("a"))),
+    "order of the sites": (
+        plan(planned("a"), planned("b", codec="int4")),
+        plan(planned("b", codec="int4"), planned("a")),
+    ),
 }
 
 
@@ -324,7 +482,9 @@ def test_plans_with_different_digests_have_a_difference_to_show(what):
 
 
 def test_the_part_of_a_group_has_its_sites_in_order_and_all_else():
-    whole = plan(planned("a", group="1"), planned("b", group="2"), planned("c", group="1"), fallback="failed")
+    whole = plan(
+        planned("a", group="1"), planned("b", group="2"), planned("c", group="1"), fallback="failed"
+    )
     part = whole.of_group("1")
     assert [site.name for site in part] == ["a", "c"]
     assert dataclasses.replace(part, sites=whole.sites) == whole
@@ -336,39 +496,74 @@ def test_only_what_was_carried_out_counts_as_compressed():
     sites = planned("a"), planned("b", codec=NONE)
     assert [site.name for site in plan(*sites).compressed] == ["a"]
     assert plan(*sites, fallback="failed").compressed == ()
-    assert Site(**{field.name: getattr(sites[0], field.name) for field in dataclasses.fields(Site)}).name == "a"
+    assert (
+        Site(
+            **{field.name: getattr(sites[0], field.name) for field in dataclasses.fields(Site)}
+        ).name
+        == "a"
+    )
 
 
-# --- dumps ------------------------------------------------------------------------------------------------------------
+# --- dumps ----------------------------------------------------------------------------------------
 
 
 def dump(run: str = "one", direction: str = "forward", **changes) -> Dump:
     return Dump(
-        run=run, commpass="0.1.0", torch="2.13.0", rank=0, world_size=8, written="2026-01-01T00:00:00+00:00",
-        plan=plan(planned(), direction=direction), **changes,
-    )  # fmt: skip
+        run=run,
+        commpass="0.1.0",
+        torch="2.13.0",
+        rank=0,
+        world_size=8,
+        written="2026-01-01T00:00:00+00:00",
+        plan=plan(planned(), direction=direction),
+        **changes,
+    )
 
 
 def test_a_dump_is_read_as_it_was_written(tmp_path):
     one = dump(
-        policy={"name": "custom", "codecs": ["int8"]}, profile={"margin": 0.1}, passes_ms={"decide": 0.5},
+        policy={"name": "custom", "codecs": ["int8"]},
+        profile={"margin": 0.1},
+        passes_ms={"decide": 0.5},
         before=(GraphNode(name="x", op="placeholder", target="x", value="float32[s0, 4]"),),
-        after=(GraphNode(name="y", op="call_function", target="aten.mul", inputs=("x",), site="all_reduce", inserted=True),),
-    )  # fmt: skip
+        after=(
+            GraphNode(
+                name="y",
+                op="call_function",
+                target="aten.mul",
+                inputs=("x",),
+                site="all_reduce",
+                inserted=True,
+            ),
+        ),
+    )
     path = dumps.write(tmp_path / "deep" / "folder", one)
     assert path == tmp_path / "deep" / "folder" / "0000-forward.json"
     assert dumps.read(path) == one
 
 
 def test_each_dump_takes_the_next_number_whatever_its_direction(tmp_path):
-    paths = [dumps.write(tmp_path, dump(direction=direction)) for direction in ("forward", "backward", "forward")]
-    assert [path.name for path in paths] == ["0000-forward.json", "0001-backward.json", "0002-forward.json"]
+    paths = [
+        dumps.write(tmp_path, dump(direction=direction))
+        for direction in ("forward", "backward", "forward")
+    ]
+    assert [path.name for path in paths] == [
+        "0000-forward.json",
+        "0001-backward.json",
+        "0002-forward.json",
+    ]
     assert [dumps.read(path).number for path in paths] == [0, 1, 2]
     assert dumps.files(tmp_path) == paths
 
 
 def test_the_next_number_is_one_above_the_largest_there_is(tmp_path):
-    for name in ("0041-forward.json", "0007-backward.json", "notes-forward.json", "0099-forward.txt", "9999.json"):
+    for name in (
+        "0041-forward.json",
+        "0007-backward.json",
+        "notes-forward.json",
+        "0099-forward.txt",
+        "9999.json",
+    ):
         (tmp_path / name).write_text("mine")
     assert dumps.write(tmp_path, dump()).name == "0042-forward.json"
     assert (tmp_path / "0041-forward.json").read_text() == "mine"
@@ -377,7 +572,11 @@ def test_the_next_number_is_one_above_the_largest_there_is(tmp_path):
 def test_numbers_of_five_digits_come_behind_those_of_four(tmp_path):
     (tmp_path / "9999-forward.json").write_text("{}")
     paths = [dumps.write(tmp_path, dump()) for _ in range(2)]
-    assert [path.name for path in dumps.files(tmp_path)] == ["9999-forward.json", "10000-forward.json", "10001-forward.json"]
+    assert [path.name for path in dumps.files(tmp_path)] == [
+        "9999-forward.json",
+        "10000-forward.json",
+        "10001-forward.json",
+    ]
     assert [dumps.read(path).number for path in paths] == [10000, 10001]
 
 
@@ -400,8 +599,14 @@ def together(functions) -> None:
         raise errors[0]
 
 
-@pytest.mark.parametrize("directions", [["forward"] * 8, ["forward", "backward"] * 4], ids=["one direction", "both directions"])
-def test_writers_at_the_same_time_take_different_numbers_and_lose_nothing(directions, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "directions",
+    [["forward"] * 8, ["forward", "backward"] * 4],
+    ids=["one direction", "both directions"],
+)
+def test_writers_at_the_same_time_take_different_numbers_and_lose_nothing(
+    directions, tmp_path, monkeypatch
+):
     barrier = threading.Barrier(len(directions), timeout=20)
     real = dumps.files
 
@@ -417,19 +622,27 @@ def test_writers_at_the_same_time_take_different_numbers_and_lose_nothing(direct
         for turn in range(3):
             dumps.write(tmp_path, dump(f"{writer}.{turn}", direction))
 
-    together([lambda w=writer, d=direction: write(w, d) for writer, direction in enumerate(directions)])
+    together(
+        [lambda w=writer, d=direction: write(w, d) for writer, direction in enumerate(directions)]
+    )
     paths = real(tmp_path)
     written = [dumps.read(path) for path in paths]
-    assert sorted(one.run for one in written) == sorted(f"{w}.{turn}" for w in range(len(directions)) for turn in range(3))
+    assert sorted(one.run for one in written) == sorted(
+        f"{w}.{turn}" for w in range(len(directions)) for turn in range(3)
+    )
     assert [one.number for one in written] == list(range(3 * len(directions)))
-    assert [path.name for path in paths] == [f"{one.number:04d}-{one.plan.direction}.json" for one in written]
+    assert [path.name for path in paths] == [
+        f"{one.number:04d}-{one.plan.direction}.json" for one in written
+    ]
     assert sorted(tmp_path.iterdir()) == sorted(paths)
 
 
 def test_a_dump_that_does_not_fit_leaves_nothing_behind(tmp_path):
     dumps.write(tmp_path, dump())
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))  # bytes a file may have: the disk is as good as full
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (200, limits[1])
+    )  # bytes a file may have: the disk is as good as full
     try:
         with pytest.raises(OSError, match="too large"):
             dumps.write(tmp_path, dump())
@@ -449,7 +662,11 @@ def test_the_newest_run_of_a_folder_is_read_unless_another_is_named(tmp_path):
     ):
         dumps.write(tmp_path, dump(run, direction))
     assert [(one.run, one.number) for one in dumps.read_run(tmp_path)] == [("new", 2), ("new", 4)]
-    assert [(one.run, one.number) for one in dumps.read_run(tmp_path, "old")] == [("old", 0), ("old", 1), ("old", 3)]
+    assert [(one.run, one.number) for one in dumps.read_run(tmp_path, "old")] == [
+        ("old", 0),
+        ("old", 1),
+        ("old", 3),
+    ]
     assert [one.number for one in dumps.read_run(tmp_path / "0003-forward.json")] == [3]
 
 
@@ -457,7 +674,10 @@ def test_a_run_that_is_not_there_is_refused_with_those_that_are(tmp_path):
     dumps.write(tmp_path, dump("3f2a90b1"))
     with pytest.raises(DumpError, match=r"3f2a90b2.*did you mean '3f2a90b1'"):
         dumps.read_run(tmp_path, "3f2a90b2")
-    for path, said in ((tmp_path / "none", "no such file"), (tmp_path / "empty", "no dump in this folder")):
+    for path, said in (
+        (tmp_path / "none", "no such file"),
+        (tmp_path / "empty", "no dump in this folder"),
+    ):
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(DumpError, match=said) as error:
             dumps.read_run(path)
@@ -469,8 +689,14 @@ SPOILT = {
     "empty": (lambda text: "", "cut short"),
     "no JSON": (lambda text: "dump", "not JSON"),
     "another's": (lambda text: '{"a": 1}', "not a commpass dump"),
-    "newer": (lambda text: text.replace('"version": 1', '"version": 2'), "version 2.*newer commpass"),
-    "damaged": (lambda text: text.replace('"world_size": 8', '"world_size": "8"'), r"damaged.*world_size"),
+    "newer": (
+        lambda text: text.replace('"version": 1', '"version": 2'),
+        "version 2.*newer commpass",
+    ),
+    "damaged": (
+        lambda text: text.replace('"world_size": 8', '"world_size": "8"'),
+        r"damaged.*world_size",
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""Policies: presets, which rule is a site's, what a word leaves open, and errors that name file, line and what to write."""
+"""Policies: presets, which rule is a site's, what a word leaves open, and errors that name file,
+line and what to write."""
 
 from __future__ import annotations
 
@@ -24,18 +25,34 @@ from commpass.policy import PRESETS, Policy, Rule, Word, covers, policy_named
 examples = settings(max_examples=80, deadline=None)
 
 
-def site(module="layers.3.mlp.down", kind="all_reduce", direction="forward", group_label="tp", nbytes=4096, word=None) -> Site:
+def site(
+    module="layers.3.mlp.down",
+    kind="all_reduce",
+    direction="forward",
+    group_label="tp",
+    nbytes=4096,
+    word=None,
+) -> Site:
     return Site(
-        name="s", kind=kind, group="17", group_label=group_label, group_size=8, dtype="float32", shape=(nbytes // 4,),
-        bytes=nbytes, module=module, direction=direction, word=word.to_json() if isinstance(word, Word) else word,
-    )  # fmt: skip
+        name="s",
+        kind=kind,
+        group="17",
+        group_label=group_label,
+        group_size=8,
+        dtype="float32",
+        shape=(nbytes // 4,),
+        bytes=nbytes,
+        module=module,
+        direction=direction,
+        word=word.to_json() if isinstance(word, Word) else word,
+    )
 
 
 def terms(policy: Policy, **facts):
     return policy.terms(site(**facts))[0]
 
 
-# --- globs ------------------------------------------------------------------------------------------------------------
+# --- globs ----------------------------------------------------------------------------------------
 
 COVERED = [
     ("layers.3.mlp", "layers.3.mlp", True),
@@ -89,12 +106,14 @@ NAMES = st.lists(st.text("abc0_", min_size=1, max_size=3), min_size=1, max_size=
 @given(NAMES, st.data())
 def test_every_prefix_of_a_path_covers_it_whatever_parts_are_stars(parts, data):
     prefix = parts[: data.draw(st.integers(1, len(parts)))]
-    starred = [data.draw(st.sampled_from([part, "*", part[0] + "*", "?" * len(part)])) for part in prefix]
+    starred = [
+        data.draw(st.sampled_from([part, "*", part[0] + "*", "?" * len(part)])) for part in prefix
+    ]
     assert covers(".".join(starred), ".".join(parts))
     assert not covers(".".join([*starred, *parts[len(prefix) :], "more"]), ".".join(parts))
 
 
-# --- rules ------------------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 MATCHED = [
     (Rule(), True),
@@ -112,19 +131,32 @@ MATCHED = [
     (Rule(group="1"), False),
     (Rule(min_bytes=4096), True),
     (Rule(min_bytes=4097), False),
-    (Rule(module="layers.*.mlp", kind="all_reduce", direction="forward", group="tp", min_bytes=1), True),
-    (Rule(module="layers.*.mlp", kind="all_reduce", direction="backward", group="tp", min_bytes=1), False),
+    (
+        Rule(
+            module="layers.*.mlp", kind="all_reduce", direction="forward", group="tp", min_bytes=1
+        ),
+        True,
+    ),
+    (
+        Rule(
+            module="layers.*.mlp", kind="all_reduce", direction="backward", group="tp", min_bytes=1
+        ),
+        False,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("rule", "matched"), MATCHED, ids=str)
 def test_a_rule_matches_by_module_kind_direction_group_and_size_together(rule, matched):
     assert rule.matches(site()) is matched
-    assert terms(Policy(rules=[dataclasses.replace(rule, codec="int8")])).codecs == (("int8",) if matched else ())
+    assert terms(Policy(rules=[dataclasses.replace(rule, codec="int8")])).codecs == (
+        ("int8",) if matched else ()
+    )
 
 
 ROWS = 1024
-"""Entries for each rank that stand for those of an all-to-all where ranks may hold different numbers."""
+"""Entries for each rank that stand for those of an all-to-all where ranks may hold different
+numbers."""
 UNEVEN = {
     "less than they": ((1, 2), (3, 4)),
     "far more than they": ((90_000, 0), (1, 1)),
@@ -140,7 +172,14 @@ def test_a_least_size_is_compared_with_what_all_ranks_take_an_uneven_exchange_fo
     splits, width = UNEVEN[what], 24
     known = isinstance(splits[0][0], int)
     nbytes = sum(splits[0]) * width * getattr(torch, dtype).itemsize if known else -1
-    facts = {"kind": "all_to_all", "dtype": dtype, "width": width, "splits": splits, "bytes": nbytes, "group_size": 2}
+    facts = {
+        "kind": "all_to_all",
+        "dtype": dtype,
+        "width": width,
+        "splits": splits,
+        "bytes": nbytes,
+        "group_size": 2,
+    }
     a_site = dataclasses.replace(site(), **facts)
     common = 2 * ROWS * width * getattr(torch, dtype).itemsize
     assert Rule(min_bytes=common).matches(a_site)
@@ -157,8 +196,18 @@ def test_a_group_without_a_label_is_matched_by_its_name():
 
 
 def test_the_first_rule_that_matches_counts_and_is_named():
-    policy = Policy(rules=[Rule(module="layers.0", codec="fp8"), Rule(module="layers.*", codec="int8"), Rule(codec="int4")])
-    for module, index, name in (("layers.0.mlp", 0, "fp8"), ("layers.1.mlp", 1, "int8"), ("head", 2, "int4")):
+    policy = Policy(
+        rules=[
+            Rule(module="layers.0", codec="fp8"),
+            Rule(module="layers.*", codec="int8"),
+            Rule(codec="int4"),
+        ]
+    )
+    for module, index, name in (
+        ("layers.0.mlp", 0, "fp8"),
+        ("layers.1.mlp", 1, "int8"),
+        ("head", 2, "int4"),
+    ):
         found, which = policy.terms(site(module))
         assert (found.codecs, which) == ((name,), index)
         assert f"rule {index + 1}" in found.source
@@ -171,7 +220,10 @@ def test_the_first_rule_that_matches_counts_and_is_named():
         (Rule(), "rule 1 (module='**')"),
         (Rule(group="tp", keep=True), "rule 1 (group='tp', keep=True)"),
         (Rule(kind="all_reduce", min_bytes=1), "rule 1 (kind='all_reduce', min_bytes=1)"),
-        (Rule(module="layers.*", direction="forward"), "rule 1 (module='layers.*', direction='forward')"),
+        (
+            Rule(module="layers.*", direction="forward"),
+            "rule 1 (module='layers.*', direction='forward')",
+        ),
     ],
 )
 def test_a_reason_shows_what_the_rule_is_about(rule, source):
@@ -180,37 +232,59 @@ def test_a_reason_shows_what_the_rule_is_about(rule, source):
 
 OVER = [
     (Policy(name="mine", codecs="int4", max_error=0.02), None, "(max_error of policy 'mine')"),
-    (Policy(rules=[Rule(group="tp", codec="int4", max_error=0.02)]), None, "(max_error of rule 1 (group='tp'))"),
     (
-        Policy(name="mine", max_error=0.02, rules=[Rule(group="tp", codec="int4")]), None,
+        Policy(rules=[Rule(group="tp", codec="int4", max_error=0.02)]),
+        None,
+        "(max_error of rule 1 (group='tp'))",
+    ),
+    (
+        Policy(name="mine", max_error=0.02, rules=[Rule(group="tp", codec="int4")]),
+        None,
         "(max_error of policy 'mine', since rule 1 (group='tp') says none)",
     ),
     (
-        Policy(name="mine", max_error=0.02), Word(codec="int4"),
+        Policy(name="mine", max_error=0.02),
+        Word(codec="int4"),
         "(max_error of policy 'mine', since compress(...) in the model says none)",
     ),
     (Policy(), Word(codec="int4", max_error=0.02), "(max_error of compress(...) in the model)"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("policy", "word", "who"), OVER)
 def test_a_codec_above_the_budget_has_the_reason_whose_budget_that_is(policy, word, who):
-    (planned,) = decide([dataclasses.replace(site(word=word), reduce_op="sum")], policy, Profile("p", Link(1, 1)))
+    (planned,) = decide(
+        [dataclasses.replace(site(word=word), reduce_op="sum")], policy, Profile("p", Link(1, 1))
+    )
     assert not planned.compressed
     assert f"is above the budget of 2.000% {who}" in planned.reason
 
 
 def test_who_says_so_does_not_make_sites_differ():
-    policy = Policy(max_error=0.2, rules=[Rule(kind="all_gather", codec="int8", max_error=0.2), Rule(codec="int8")])
+    policy = Policy(
+        max_error=0.2,
+        rules=[Rule(kind="all_gather", codec="int8", max_error=0.2), Rule(codec="int8")],
+    )
     one, other = terms(policy, kind="all_gather"), terms(policy)
     assert one != other
     assert one.allow_like(other)
 
 
 def test_a_site_that_no_rule_covers_is_the_policys():
-    policy = Policy(name="mine", codecs="int8", max_error=0.1, algorithms="two_shot", rules=[Rule(module="head", keep=True)])
+    policy = Policy(
+        name="mine",
+        codecs="int8",
+        max_error=0.1,
+        algorithms="two_shot",
+        rules=[Rule(module="head", keep=True)],
+    )
     found, which = policy.terms(site())
-    assert (found.codecs, found.algorithms, found.max_error, found.force) == (("int8",), ("two_shot",), 0.1, False)
+    assert (found.codecs, found.algorithms, found.max_error, found.force) == (
+        ("int8",),
+        ("two_shot",),
+        0.1,
+        False,
+    )
     assert which is None
     assert "mine" in found.source
 
@@ -231,7 +305,12 @@ OPEN = [
 
 @pytest.mark.parametrize(("said", "changed"), OPEN, ids=str)
 def test_what_a_word_or_a_rule_leaves_open_the_policy_fills_in(said, changed):
-    expected = {"codecs": ("fp8", "int8"), "algorithms": ("one_shot",), "max_error": 0.05, "force": False} | changed
+    expected = {
+        "codecs": ("fp8", "int8"),
+        "algorithms": ("one_shot",),
+        "max_error": 0.05,
+        "force": False,
+    } | changed
     by_word = terms(WHOLE, word=Word(**said))
     by_rule = terms(dataclasses.replace(WHOLE, rules=[Rule(**said)]))
     for found in (by_word, by_rule):
@@ -239,16 +318,24 @@ def test_what_a_word_or_a_rule_leaves_open_the_policy_fills_in(said, changed):
 
 
 def test_a_word_in_the_model_beats_every_rule():
-    policy = Policy(codecs="fp8", rules=[Rule(codec="int8", force=True, max_error=0.5), Rule(keep=True)])
+    policy = Policy(
+        codecs="fp8", rules=[Rule(codec="int8", force=True, max_error=0.5), Rule(keep=True)]
+    )
     found, which = policy.terms(site(word=Word(codec="int4")))
-    assert (found.codecs, found.force, found.max_error) == (("int4",), False, None)  # open: the policy's, not the rule's
+    assert (found.codecs, found.force, found.max_error) == (
+        ("int4",),
+        False,
+        None,
+    )  # open: the policy's, not the rule's
     assert which is None
     assert "compress" in found.source
 
 
 @pytest.mark.parametrize("forced", [True, False])
 def test_keep_allows_nothing_wherever_it_stands(forced):
-    policy = Policy(codecs="fp8", rules=[Rule(module="layers.0", keep=True), Rule(codec="int8", force=forced)])
+    policy = Policy(
+        codecs="fp8", rules=[Rule(module="layers.0", keep=True), Rule(codec="int8", force=forced)]
+    )
     assert terms(policy, module="layers.0.mlp").codecs == ()
     assert terms(policy, module="layers.0.mlp").force is False
     kept = terms(policy, module="head", word=Word(keep=True))
@@ -257,7 +344,9 @@ def test_keep_allows_nothing_wherever_it_stands(forced):
 
 
 def test_off_ignores_words_and_rules():
-    policy = dataclasses.replace(PRESETS["off"], codecs="int8", rules=[Rule(codec="int8", force=True)])
+    policy = dataclasses.replace(
+        PRESETS["off"], codecs="int8", rules=[Rule(codec="int8", force=True)]
+    )
     for word in (None, Word(codec="int4", force=True)):
         found, which = policy.terms(site(word=word))
         assert (found.codecs, found.force, which) == ((), False, None)
@@ -265,18 +354,31 @@ def test_off_ignores_words_and_rules():
 
 
 def test_a_rule_as_text_shows_what_was_said_and_no_more():
-    assert str(Rule(module="layers.*", codec="int8", min_bytes=3)) == "Rule(codec=('int8',), module='layers.*', min_bytes=3)"
+    assert (
+        str(Rule(module="layers.*", codec="int8", min_bytes=3))
+        == "Rule(codec=('int8',), module='layers.*', min_bytes=3)"
+    )
     assert str(Rule()) == "Rule()"
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- words ----------------------------------------------------------------------------------------
 
-SPECS = (*ALGORITHM_NAMES, *DEFAULTS, "ring(stage=ag)", "hierarchical(node=8, between=int4)", "direct(first=sizes)")
+SPECS = (
+    *ALGORITHM_NAMES,
+    *DEFAULTS,
+    "ring(stage=ag)",
+    "hierarchical(node=8, between=int4)",
+    "direct(first=sizes)",
+)
 WORDS = st.one_of(
     st.just(Word(keep=True)),
     st.builds(
         Word,
-        codec=st.one_of(st.none(), st.just("fp8"), st.lists(st.sampled_from(["int8", "int4(block=64)", "rotated"]))),
+        codec=st.one_of(
+            st.none(),
+            st.just("fp8"),
+            st.lists(st.sampled_from(["int8", "int4(block=64)", "rotated"])),
+        ),
         algorithm=st.one_of(st.none(), st.just("direct"), st.lists(st.sampled_from(SPECS))),
         max_error=st.one_of(st.none(), st.floats(0, 1)),
         force=st.booleans(),
@@ -304,7 +406,7 @@ def test_one_name_and_several_are_both_taken():
     )
 
 
-# --- presets ----------------------------------------------------------------------------------------------------------
+# --- presets --------------------------------------------------------------------------------------
 
 
 def test_presets_are_found_by_name_and_know_theirs():
@@ -317,14 +419,17 @@ def test_presets_are_found_by_name_and_know_theirs():
 def test_off_and_lossless_allow_no_lossy_codec_and_the_lossy_presets_keep_a_budget():
     assert PRESETS["off"].off
     assert [name for name, preset in PRESETS.items() if preset.off] == ["off"]
-    assert all(codec(spec).lossless for name in ("off", "lossless") for spec in PRESETS[name].codecs)
+    assert all(
+        codec(spec).lossless for name in ("off", "lossless") for spec in PRESETS[name].codecs
+    )
     assert 0 < PRESETS["balanced"].max_error < PRESETS["aggressive"].max_error
 
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("how", ["one_shot", "two_shot"])
 def test_every_codec_of_a_preset_is_within_its_own_error_budget_on_eight_ranks(how, name):
-    """By the algorithms that encode a value once or twice; those that code hop by hop are above it with enough ranks."""
+    """By the algorithms that encode a value once or twice; those that code hop by hop are above it
+    with enough ranks."""
     preset = PRESETS[name]
     for spec in preset.codecs:
         if codec(spec).lossless:
@@ -337,17 +442,30 @@ def test_every_codec_of_a_preset_is_within_its_own_error_budget_on_eight_ranks(h
 @given(
     st.sampled_from([name for name, preset in PRESETS.items() if preset.max_error is not None]),
     st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]),
-    st.integers(2, 100) | st.sampled_from([128, 512, 1000, 1024]), st.integers(1, 1 << 14), st.booleans(),
+    st.integers(2, 100) | st.sampled_from([128, 512, 1000, 1024]),
+    st.integers(1, 1 << 14),
+    st.booleans(),
     st.sampled_from([*DEFAULTS, *SPECS, None]),
-)  # fmt: skip
-def test_nothing_above_the_budget_of_a_preset_is_ever_chosen_whatever_the_ranks(name, kind, ranks, numel, force, only):
+)
+def test_nothing_above_the_budget_of_a_preset_is_ever_chosen_whatever_the_ranks(
+    name, kind, ranks, numel, force, only
+):
     preset = dataclasses.replace(PRESETS[name], rules=[Rule(force=force, algorithm=only)])
     link = Link(0.0, 0.001)
-    free = Profile("free", link, kernels=Kernels(0.0, KernelRate(1e-6, 1e-6)), margin=0.0, node=2 if ranks % 2 == 0 else 0)
+    free = Profile(
+        "free",
+        link,
+        kernels=Kernels(0.0, KernelRate(1e-6, 1e-6)),
+        margin=0.0,
+        node=2 if ranks % 2 == 0 else 0,
+    )
     one = dataclasses.replace(
-        site(kind=kind), reduce_op="sum" if kind.startswith("reduce") or kind == "all_reduce" else None, group_size=ranks,
-        shape=(numel * ranks,), bytes=4 * numel * ranks,
-    )  # fmt: skip
+        site(kind=kind),
+        reduce_op="sum" if kind.startswith("reduce") or kind == "all_reduce" else None,
+        group_size=ranks,
+        shape=(numel * ranks,),
+        bytes=4 * numel * ranks,
+    )
     (planned,) = decide([one], preset, free)
     assert planned.error <= preset.max_error
     if planned.compressed:
@@ -358,7 +476,9 @@ def test_nothing_above_the_budget_of_a_preset_is_ever_chosen_whatever_the_ranks(
 
 def test_a_ring_is_within_the_budget_of_a_preset_on_few_ranks_and_above_it_on_many():
     ring = algorithm("all_reduce", "ring")
-    assert ring.error(codec("int8"), 2) < PRESETS["balanced"].max_error < ring.error(codec("int8"), 64)
+    assert (
+        ring.error(codec("int8"), 2) < PRESETS["balanced"].max_error < ring.error(codec("int8"), 64)
+    )
 
 
 def test_a_policy_is_taken_as_it_is():
@@ -366,41 +486,107 @@ def test_a_policy_is_taken_as_it_is():
     assert policy_named(policy) is policy
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 REFUSED = {
-    "policy's field": (lambda: Policy(codec="int8"), ["Policy", "'codec'", "did you mean 'codecs'?", "max_error"]),
-    "rule's field": (lambda: Rule(modul="a"), ["Rule", "'modul'", "did you mean 'module'?", "min_bytes"]),
-    "word's field": (lambda: Word(algoritm="a"), ["Word", "'algoritm'", "did you mean 'algorithm'?"]),
+    "policy's field": (
+        lambda: Policy(codec="int8"),
+        ["Policy", "'codec'", "did you mean 'codecs'?", "max_error"],
+    ),
+    "rule's field": (
+        lambda: Rule(modul="a"),
+        ["Rule", "'modul'", "did you mean 'module'?", "min_bytes"],
+    ),
+    "word's field": (
+        lambda: Word(algoritm="a"),
+        ["Word", "'algoritm'", "did you mean 'algorithm'?"],
+    ),
     "word is no rule": (lambda: Word(module="a"), ["Word", "'module'", "codec"]),
     "rule's codec": (lambda: Rule(codec="int9"), ["'int9'", "did you mean 'int8'?", "rotated"]),
     "one of several": (lambda: Word(codec=["int8", "pf8"]), ["'pf8'", "did you mean 'fp8'?"]),
     "codec's parameter": (lambda: Rule(codec="int8(blok=8)"), ["'blok'", "did you mean 'block'?"]),
-    "policy's codec": (lambda: Policy(codecs=["int8", "rotatd"]), ["'rotatd'", "did you mean 'rotated'?"]),
-    "algorithm": (lambda: Rule(algorithm="two-shot"), ["'two-shot'", "did you mean 'two_shot'?", "direct"]),
-    "policy's algorithm": (lambda: Policy(algorithms="oneshot"), ["'oneshot'", "did you mean 'one_shot'?"]),
-    "algorithm with parameters": (lambda: Policy(algorithms="rin(stage=ag)"), ["'rin'", "did you mean 'ring'?"]),
-    "algorithm's parameter": (lambda: Rule(algorithm="ring(stag=ag)"), ["'ring'", "'stag'", "did you mean 'stage'?"]),
-    "policy's stage": (lambda: Policy(algorithms="ring(stage=agg)"), ["'agg'", "did you mean 'ag'?", "both", "rs"]),
-    "rule's stage": (lambda: Rule(algorithm="ring(stage=agg)"), ["'agg'", "did you mean 'ag'?", "both", "rs"]),
-    "word's stage": (lambda: Word(algorithm="ring(stage=agg)"), ["'agg'", "did you mean 'ag'?", "both", "rs"]),
-    "one of several stages": (lambda: Word(algorithm=["ring", "ring(stage=sr)"]), ["'sr'", "did you mean 'rs'?"]),
-    "value of another type": (lambda: Word(algorithm="two_shot(shards=many)"), ["'two_shot'", "shards='many'", "shards=1"]),
-    "too many shards": (lambda: Policy(algorithms="one_shot(shards=65)"), ["shards=65", "from 1 to 64"]),
-    "what goes first": (lambda: Rule(algorithm="direct(first=size)"), ["'size'", "did you mean 'sizes'?", "static"]),
-    "ranks on a host": (lambda: Rule(algorithm="hierarchical(node=-1)"), ["node=-1", "number of ranks on one host"]),
-    "codec between hosts": (lambda: Rule(algorithm="hierarchical(between=int9)"), ["'int9'", "did you mean 'int8'?"]),
-    "state between hosts": (lambda: Rule(algorithm="hierarchical(between=topk)"), ["'topk'", "error feedback", "'int4'"]),
-    "another's parameter": (lambda: Rule(algorithm="one_shot(stage=ag)"), ["'one_shot'", "'stage'", "shards"]),
+    "policy's codec": (
+        lambda: Policy(codecs=["int8", "rotatd"]),
+        ["'rotatd'", "did you mean 'rotated'?"],
+    ),
+    "algorithm": (
+        lambda: Rule(algorithm="two-shot"),
+        ["'two-shot'", "did you mean 'two_shot'?", "direct"],
+    ),
+    "policy's algorithm": (
+        lambda: Policy(algorithms="oneshot"),
+        ["'oneshot'", "did you mean 'one_shot'?"],
+    ),
+    "algorithm with parameters": (
+        lambda: Policy(algorithms="rin(stage=ag)"),
+        ["'rin'", "did you mean 'ring'?"],
+    ),
+    "algorithm's parameter": (
+        lambda: Rule(algorithm="ring(stag=ag)"),
+        ["'ring'", "'stag'", "did you mean 'stage'?"],
+    ),
+    "policy's stage": (
+        lambda: Policy(algorithms="ring(stage=agg)"),
+        ["'agg'", "did you mean 'ag'?", "both", "rs"],
+    ),
+    "rule's stage": (
+        lambda: Rule(algorithm="ring(stage=agg)"),
+        ["'agg'", "did you mean 'ag'?", "both", "rs"],
+    ),
+    "word's stage": (
+        lambda: Word(algorithm="ring(stage=agg)"),
+        ["'agg'", "did you mean 'ag'?", "both", "rs"],
+    ),
+    "one of several stages": (
+        lambda: Word(algorithm=["ring", "ring(stage=sr)"]),
+        ["'sr'", "did you mean 'rs'?"],
+    ),
+    "value of another type": (
+        lambda: Word(algorithm="two_shot(shards=many)"),
+        ["'two_shot'", "shards='many'", "shards=1"],
+    ),
+    "too many shards": (
+        lambda: Policy(algorithms="one_shot(shards=65)"),
+        ["shards=65", "from 1 to 64"],
+    ),
+    "what goes first": (
+        lambda: Rule(algorithm="direct(first=size)"),
+        ["'size'", "did you mean 'sizes'?", "static"],
+    ),
+    "ranks on a host": (
+        lambda: Rule(algorithm="hierarchical(node=-1)"),
+        ["node=-1", "number of ranks on one host"],
+    ),
+    "codec between hosts": (
+        lambda: Rule(algorithm="hierarchical(between=int9)"),
+        ["'int9'", "did you mean 'int8'?"],
+    ),
+    "state between hosts": (
+        lambda: Rule(algorithm="hierarchical(between=topk)"),
+        ["'topk'", "error feedback", "'int4'"],
+    ),
+    "another's parameter": (
+        lambda: Rule(algorithm="one_shot(stage=ag)"),
+        ["'one_shot'", "'stage'", "shards"],
+    ),
     "kind": (lambda: Rule(kind="allreduce"), ["'allreduce'", "did you mean 'all_reduce'?", *KINDS]),
-    "direction": (lambda: Rule(direction="backwards"), ["'backwards'", "did you mean 'backward'?", "forward"]),
+    "direction": (
+        lambda: Rule(direction="backwards"),
+        ["'backwards'", "did you mean 'backward'?", "forward"],
+    ),
     "negative error": (lambda: Rule(max_error=-0.1), ["max_error=-0.1", "0.01"]),
     "error that is no number": (lambda: Policy(max_error=math.nan), ["max_error=nan", "0.01"]),
     "keep with a codec": (lambda: Rule(keep=True, codec="int8"), ["keep=True", "codec"]),
     "keep with force": (lambda: Word(keep=True, force=True), ["keep=True", "force"]),
-    "keep with an algorithm": (lambda: Word(keep=True, algorithm="direct"), ["keep=True", "algorithm"]),
-    "preset": (lambda: policy_named("balnced"), ["'balnced'", "did you mean 'balanced'?", ".toml", *PRESETS]),
-}  # fmt: skip
+    "keep with an algorithm": (
+        lambda: Word(keep=True, algorithm="direct"),
+        ["keep=True", "algorithm"],
+    ),
+    "preset": (
+        lambda: policy_named("balnced"),
+        ["'balnced'", "did you mean 'balanced'?", ".toml", *PRESETS],
+    ),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -412,23 +598,34 @@ def test_what_is_unknown_is_refused_with_the_nearest_that_is_known(what):
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("spec", [*SPECS, "semi_ring(stage=rs, shards=4)", "hierarchical( node = 8 )", "direct(shards=2)"])
+@pytest.mark.parametrize(
+    "spec",
+    [*SPECS, "semi_ring(stage=rs, shards=4)", "hierarchical( node = 8 )", "direct(shards=2)"],
+)
 def test_algorithms_may_have_parameters_wherever_they_are_named(spec, tmp_path):
-    """A parameter counts as known if the algorithm of that name has it for one kind of collective."""
+    """A parameter counts as known if the algorithm of that name has it for one kind of
+    collective."""
     assert Policy(algorithms=spec).algorithms == (spec,)
     assert terms(Policy(rules=[Rule(algorithm=spec)])).algorithms == (spec,)
     assert terms(Policy(), word=Word(algorithm=spec)).algorithms == (spec,)
     path = tmp_path / "mine.toml"
     path.write_text(f'algorithms = ["{spec}"]\n[[rule]]\nalgorithm = "{spec}"\n')
-    assert Policy.from_toml(path) == Policy(name="mine", algorithms=spec, rules=[Rule(algorithm=spec)])
+    assert Policy.from_toml(path) == Policy(
+        name="mine", algorithms=spec, rules=[Rule(algorithm=spec)]
+    )
 
 
 def test_what_nobody_names_is_chosen_from_the_defaults():
-    assert Policy().algorithms == terms(Policy()).algorithms == terms(Policy(rules=[Rule(codec="int8")])).algorithms == DEFAULTS
+    assert (
+        Policy().algorithms
+        == terms(Policy()).algorithms
+        == terms(Policy(rules=[Rule(codec="int8")])).algorithms
+        == DEFAULTS
+    )
     assert set(ALGORITHM_NAMES) < set(DEFAULTS)
 
 
-# --- TOML -------------------------------------------------------------------------------------------------------------
+# --- TOML -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -466,14 +663,27 @@ force = true
 keep = true
 """)
     assert Policy.from_toml(path) == Policy(
-        name="mine", codecs=("fp8", "int8(block=64)"), algorithms=("two_shot",), max_error=0.05, reassociate=False,
+        name="mine",
+        codecs=("fp8", "int8(block=64)"),
+        algorithms=("two_shot",),
+        max_error=0.05,
+        reassociate=False,
         skip=("verify",),
         rules=(
-            Rule(module="layers.*.mlp", kind="all_reduce", direction="backward", group="tp", min_bytes=65536, codec="int4",
-                 algorithm="one_shot", max_error=1.0, force=True),
+            Rule(
+                module="layers.*.mlp",
+                kind="all_reduce",
+                direction="backward",
+                group="tp",
+                min_bytes=65536,
+                codec="int4",
+                algorithm="one_shot",
+                max_error=1.0,
+                force=True,
+            ),
             Rule(keep=True),
         ),
-    )  # fmt: skip
+    )
     assert policy_named(str(path)) == Policy.from_toml(str(path)) == Policy.from_toml(path)
 
 
@@ -484,12 +694,19 @@ def test_an_empty_file_is_a_policy_that_leaves_all_alone(toml):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_where_a_file_may_start(name, toml):
-    assert Policy.from_toml(toml(f'preset = "{name}"')) == dataclasses.replace(PRESETS[name], name="mine")
+    assert Policy.from_toml(toml(f'preset = "{name}"')) == dataclasses.replace(
+        PRESETS[name], name="mine"
+    )
 
 
 def test_what_a_file_says_wins_over_its_preset(toml):
-    path = toml('name = "ours"\nmax_error = 0.01\npreset = "balanced"\n[[rule]]\nmodule = "head"\nkeep = true\n')
-    expected = dataclasses.replace(PRESETS["balanced"], name="ours", max_error=0.01, rules=(Rule(module="head", keep=True),))
+    path = toml(
+        'name = "ours"\nmax_error = 0.01\npreset = "balanced"\n[[rule]]\nmodule = "head"\nkeep ='
+        " true\n"
+    )
+    expected = dataclasses.replace(
+        PRESETS["balanced"], name="ours", max_error=0.01, rules=(Rule(module="head", keep=True),)
+    )
     assert Policy.from_toml(path) == expected
     assert Policy.from_toml(toml('preset = "balanced"\ncodecs = "int8"')).codecs == ("int8",)
 
@@ -500,49 +717,153 @@ BAD = {
     "a key twice": ('codecs = "int8"\nmax_error = 1\ncodecs = "fp8"\n', 3, ["not TOML"]),
     "an array without an end": ('max_error = 1\ncodecs = ["int8",', 2, ["not TOML"]),
     "a text without an end": ('max_error = 1\n\ncodecs = "int8\n', 3, ["not TOML"]),
-    "unknown field": ('max_error = 1\ncodec = "int8"\n', 2, ["'codec'", "did you mean 'codecs'?", "a policy", "preset"]),
-    "a rule's field in the policy": ('# first\n\nforce = true\n', 3, ["'force'", "a policy"]),
-    "unknown field in the first rule": ('\n[[rule]]\nmodule = "a"\nkodec = "int8"\n', 4, ["'kodec'", "'codec'", "a rule"]),
+    "unknown field": (
+        'max_error = 1\ncodec = "int8"\n',
+        2,
+        ["'codec'", "did you mean 'codecs'?", "a policy", "preset"],
+    ),
+    "a rule's field in the policy": ("# first\n\nforce = true\n", 3, ["'force'", "a policy"]),
+    "unknown field in the first rule": (
+        '\n[[rule]]\nmodule = "a"\nkodec = "int8"\n',
+        4,
+        ["'kodec'", "'codec'", "a rule"],
+    ),
     "unknown field in the third rule": (
-        '[[rule]]\ncodec = "int8"\n[[rule]]\ncodec = "int8"\n\n[[rule]]\ncodec = "int8"\nmodul = "x"\n[[rule]]\nmodul = "y"\n',
-        8, ["'modul'", "did you mean 'module'?"],
+        (
+            '[[rule]]\ncodec = "int8"\n[[rule]]\ncodec = "int8"\n\n[[rule]]\ncodec = "int8"\nmodul'
+            ' = "x"\n[[rule]]\nmodul = "y"\n'
+        ),
+        8,
+        ["'modul'", "did you mean 'module'?"],
     ),
     "wrong type": ("\nmax_error = 1\nskip = 3\n", 3, ["skip", "expected", "str", "int"]),
     "wrong type of a number": ('max_error = "1%"\n', 1, ["max_error", "expected", "float", "str"]),
-    "wrong type of a switch": ('\nreassociate = "no"\n', 2, ["reassociate", "expected", "bool", "str"]),
-    "wrong type in an array": ('\n\ncodecs = ["int8", 8]\n', 3, ["codecs", "expected", "str", "int"]),
-    "wrong type in a rule": ('[[rule]]\nforce = true\n\n[[rule]]\nmin_bytes = "1k"\n', 5, ["min_bytes", "expected", "int"]),
-    "wrong type of a switch in a rule": ("[[rule]]\nforce = 1\n", 2, ["force", "expected", "bool", "int"]),
+    "wrong type of a switch": (
+        '\nreassociate = "no"\n',
+        2,
+        ["reassociate", "expected", "bool", "str"],
+    ),
+    "wrong type in an array": (
+        '\n\ncodecs = ["int8", 8]\n',
+        3,
+        ["codecs", "expected", "str", "int"],
+    ),
+    "wrong type in a rule": (
+        '[[rule]]\nforce = true\n\n[[rule]]\nmin_bytes = "1k"\n',
+        5,
+        ["min_bytes", "expected", "int"],
+    ),
+    "wrong type of a switch in a rule": (
+        "[[rule]]\nforce = 1\n",
+        2,
+        ["force", "expected", "bool", "int"],
+    ),
     "unknown codec": ('\ncodecs = ["int8", "int9"]\n', 2, ["'int9'", "did you mean 'int8'?"]),
-    "unknown codec in a rule": ('[[rule]]\ncodec = "fp8"\n[[rule]]\ncodec = "pf8"\n', 4, ["'pf8'", "did you mean 'fp8'?"]),
-    "unknown parameter": ('[[rule]]\ncodec = "int8(blok=8)"\n', 2, ["'blok'", "did you mean 'block'?"]),
-    "unknown algorithm": ('[[rule]]\n\nalgorithm = "twoshot"\n', 3, ["'twoshot'", "did you mean 'two_shot'?"]),
-    "unknown algorithm of several": ('\nalgorithms = ["ring", "rung(stage=ag)"]\n', 2, ["'rung'", "did you mean 'ring'?"]),
-    "unknown stage": ('max_error = 1\nalgorithms = "ring(stage=agg)"\n', 2, ["'agg'", "did you mean 'ag'?"]),
-    "unknown stage in a rule": ('[[rule]]\n[[rule]]\nalgorithm = ["ring(stage=agg)"]\n', 3, ["'agg'", "did you mean 'ag'?"]),
-    "unknown parameter of an algorithm": ('[[rule]]\nalgorithm = "two_shot(shard=2)"\n', 2, ["'shard'", "'shards'"]),
-    "unknown kind": ('[[rule]]\nkind = "allreduce"\n', 2, ["'allreduce'", "did you mean 'all_reduce'?"]),
-    "unknown direction": ('[[rule]]\ndirection = "back"\n', 2, ["'back'", "did you mean 'backward'?"]),
+    "unknown codec in a rule": (
+        '[[rule]]\ncodec = "fp8"\n[[rule]]\ncodec = "pf8"\n',
+        4,
+        ["'pf8'", "did you mean 'fp8'?"],
+    ),
+    "unknown parameter": (
+        '[[rule]]\ncodec = "int8(blok=8)"\n',
+        2,
+        ["'blok'", "did you mean 'block'?"],
+    ),
+    "unknown algorithm": (
+        '[[rule]]\n\nalgorithm = "twoshot"\n',
+        3,
+        ["'twoshot'", "did you mean 'two_shot'?"],
+    ),
+    "unknown algorithm of several": (
+        '\nalgorithms = ["ring", "rung(stage=ag)"]\n',
+        2,
+        ["'rung'", "did you mean 'ring'?"],
+    ),
+    "unknown stage": (
+        'max_error = 1\nalgorithms = "ring(stage=agg)"\n',
+        2,
+        ["'agg'", "did you mean 'ag'?"],
+    ),
+    "unknown stage in a rule": (
+        '[[rule]]\n[[rule]]\nalgorithm = ["ring(stage=agg)"]\n',
+        3,
+        ["'agg'", "did you mean 'ag'?"],
+    ),
+    "unknown parameter of an algorithm": (
+        '[[rule]]\nalgorithm = "two_shot(shard=2)"\n',
+        2,
+        ["'shard'", "'shards'"],
+    ),
+    "unknown kind": (
+        '[[rule]]\nkind = "allreduce"\n',
+        2,
+        ["'allreduce'", "did you mean 'all_reduce'?"],
+    ),
+    "unknown direction": (
+        '[[rule]]\ndirection = "back"\n',
+        2,
+        ["'back'", "did you mean 'backward'?"],
+    ),
     "unknown preset": ('\n\n\npreset = "balnced"\n', 4, ["'balnced'", "did you mean 'balanced'?"]),
     "preset of a wrong type": ("\npreset = 3\n", 2, ["preset", "balanced"]),
     "preset of several": ('\npreset = ["balanced"]\n', 2, ["preset", "balanced"]),
     "a negative error": ("\nmax_error = -0.5\n", 2, ["max_error=-0.5", "0.01"]),
-    "a rule that contradicts itself": ('# a\n\n[[rule]]\nkeep = true\ncodec = "int8"\n', 3, ["keep=True"]),
+    "a rule that contradicts itself": (
+        '# a\n\n[[rule]]\nkeep = true\ncodec = "int8"\n',
+        3,
+        ["keep=True"],
+    ),
     "[rule]": ('codecs = "int8"\n\n[rule]\nmodule = "a"\n', 3, ["[[rule]]"]),
     "rule =": ('codecs = "int8"\nrule = "int8"\n', 2, ["[[rule]]"]),
-    "[[rules]]": ('codecs = "int8"\n\n[[rules]]\nmodule = "a"\n', 3, ["'rules'", "did you mean 'rule'?"]),
-    "[[Rule]] behind a good one": ('[[rule]]\nmodule = "a"\n\n[[Rule]]\nmodule = "a"\n', 4, ["'Rule'", "did you mean 'rule'?"]),
+    "[[rules]]": (
+        'codecs = "int8"\n\n[[rules]]\nmodule = "a"\n',
+        3,
+        ["'rules'", "did you mean 'rule'?"],
+    ),
+    "[[Rule]] behind a good one": (
+        '[[rule]]\nmodule = "a"\n\n[[Rule]]\nmodule = "a"\n',
+        4,
+        ["'Rule'", "did you mean 'rule'?"],
+    ),
     "[policy]": ('# all of it\n[policy]\ncodecs = "int8"\n', 2, ["'policy'", "codecs"]),
-    "a table in a rule": ('[[rule]]\nmodule = "a"\n[[rule]]\nmodule = "b"\n[rule.when]\nkind = "x"\n', 5, ["'when'", "a rule"]),
-    "comments before it": ('# max_eror = 1\n  # max_eror = 1\n\nmax_eror = 1 # here\n', 4, ["'max_eror'", "'max_error'"]),
-    "comments in a rule": ('[[rule]] # one\n# kind = "y"\n\nkind = "y"\n', 4, ["'y'", "all_reduce"]),
-    "a rule commented out": ('[[rule]]\nforce = true\n#[[rule]]\n#kind = "z"\n[[rule]]\nkind = "y"\n', 6, ["'y'"]),
+    "a table in a rule": (
+        '[[rule]]\nmodule = "a"\n[[rule]]\nmodule = "b"\n[rule.when]\nkind = "x"\n',
+        5,
+        ["'when'", "a rule"],
+    ),
+    "comments before it": (
+        "# max_eror = 1\n  # max_eror = 1\n\nmax_eror = 1 # here\n",
+        4,
+        ["'max_eror'", "'max_error'"],
+    ),
+    "comments in a rule": (
+        '[[rule]] # one\n# kind = "y"\n\nkind = "y"\n',
+        4,
+        ["'y'", "all_reduce"],
+    ),
+    "a rule commented out": (
+        '[[rule]]\nforce = true\n#[[rule]]\n#kind = "z"\n[[rule]]\nkind = "y"\n',
+        6,
+        ["'y'"],
+    ),
     "a key in quotes": ('"max_error" = 1\n\'codecs\' = "int9"\n', 2, ["'int9'"]),
-    "a key in quotes in a rule": ('[[ rule ]]\n"module" = "a"\n\t"kind"="y"\n', 3, ["'y'", "all_reduce"]),
-    "an array on several lines": ('codecs = [\n  "int8",\n  "fp8",\n]\nmax_error = "x"\n', 5, ["max_error", "expected"]),
-    "the same key above and in a rule": ('max_error = 1\n[[rule]]\nmax_error = "x"\n', 3, ["max_error", "expected"]),
+    "a key in quotes in a rule": (
+        '[[ rule ]]\n"module" = "a"\n\t"kind"="y"\n',
+        3,
+        ["'y'", "all_reduce"],
+    ),
+    "an array on several lines": (
+        'codecs = [\n  "int8",\n  "fp8",\n]\nmax_error = "x"\n',
+        5,
+        ["max_error", "expected"],
+    ),
+    "the same key above and in a rule": (
+        'max_error = 1\n[[rule]]\nmax_error = "x"\n',
+        3,
+        ["max_error", "expected"],
+    ),
     "lines that end as on Windows": ('max_error = 1\r\n\r\ncodecs = "int9"\r\n', 3, ["'int9'"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -560,7 +881,10 @@ def test_an_error_in_a_file_names_the_file_the_line_and_what_was_expected(what, 
         assert part in said
 
 
-@pytest.mark.parametrize(("raw", "part"), [(b'codecs = "\xff\xfe"', "UTF-8"), ("codecs = 'ü'".encode("latin-1"), "UTF-8")])
+@pytest.mark.parametrize(
+    ("raw", "part"),
+    [(b'codecs = "\xff\xfe"', "UTF-8"), ("codecs = 'ü'".encode("latin-1"), "UTF-8")],
+)
 def test_a_file_that_is_not_utf_8_is_named(raw, part, toml):
     with pytest.raises(PolicyError, match=part) as error:
         Policy.from_toml(toml(raw))
@@ -575,7 +899,10 @@ def test_a_file_that_is_missing_or_cannot_be_read_is_named(tmp_path):
 
 
 def test_text_beyond_ascii_is_read_as_utf_8(toml):
-    assert Policy.from_toml(toml('[[rule]]\nmodule = "schichten.ä"\nkeep = true\n')).rules[0].module == "schichten.ä"
+    assert (
+        Policy.from_toml(toml('[[rule]]\nmodule = "schichten.ä"\nkeep = true\n')).rules[0].module
+        == "schichten.ä"
+    )
 
 
 @pytest.mark.parametrize(
@@ -588,7 +915,10 @@ def test_text_beyond_ascii_is_read_as_utf_8(toml):
         (lambda: Policy(rules=3), "commpass.Rule(...)"),
         (lambda: Rule(min_bytes="3"), "min_bytes='3'"),
         (lambda: Rule(min_bytes=-1), "Rule(min_bytes=-1): must be at least 0"),
-        (lambda: Profile("p", Link(1, 1), margin=10), "Profile(margin=10): must be a share of the plain time"),
+        (
+            lambda: Profile("p", Link(1, 1), margin=10),
+            "Profile(margin=10): must be a share of the plain time",
+        ),
         (lambda: Rule(module=None), "module=None"),
         (lambda: commpass.codec(8), "8 is no codec"),
         (lambda: commpass.backend(3), "3 is no policy"),
@@ -605,7 +935,13 @@ def test_values_of_a_wrong_type_are_refused_by_name(make, part):
     ("text", "line"),
     [
         ('rule = [{codec = "int8"},\n  {codec = "int9"}]\n', 2),
-        ('name = "x"\nrule = [\n  {module = "a", codec = "int8"},\n  {module = "b", kodec = "int8"},\n]\n', 4),
+        (
+            (
+                'name = "x"\nrule = [\n  {module = "a", codec = "int8"},\n  {module = "b", kodec ='
+                ' "int8"},\n]\n'
+            ),
+            4,
+        ),
     ],
 )
 def test_an_error_in_an_inline_rule_names_its_line(tmp_path, text, line):

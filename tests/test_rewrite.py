@@ -1,4 +1,5 @@
-"""rewrite and verify on traced graphs: what is spliced in, at any number of ranks, and what must not be touched."""
+"""rewrite and verify on traced graphs: what is spliced in, at any number of ranks, and what must
+not be touched."""
 
 from __future__ import annotations
 
@@ -27,9 +28,14 @@ CASES = {
     "all_reduce": (
         lambda ranks: lambda x: wait(ops.all_reduce(x * 2, "sum", "0")) + 1,
         [
-            "one_shot", "one_shot(shards=3)", "two_shot(shards=2)",
-            *(name + stage for name in ("two_shot", *HOPS) for stage in STAGES), "hierarchical(node=4)",
-            "hierarchical(node=4, stage=ag)", "hierarchical(node=4, stage=rs)", "hierarchical(between=int4, node=4)",
+            "one_shot",
+            "one_shot(shards=3)",
+            "two_shot(shards=2)",
+            *(name + stage for name in ("two_shot", *HOPS) for stage in STAGES),
+            "hierarchical(node=4)",
+            "hierarchical(node=4, stage=ag)",
+            "hierarchical(node=4, stage=rs)",
+            "hierarchical(between=int4, node=4)",
         ],
     ),
     "all_gather": (
@@ -40,9 +46,15 @@ CASES = {
         lambda ranks: lambda x: wait(ops.reduce_scatter_tensor(x * 2, "avg", ranks, "0")) + 1,
         ["direct", *HOPS, "hierarchical(node=4)", "hierarchical(between=int4, node=4)"],
     ),
-    "all_to_all": (lambda ranks: lambda x: exchange(x * 2, [3] * ranks, [3] * ranks) + 1, ["direct", "direct(shards=2)"]),
-    "broadcast": (lambda ranks: lambda x: wait(ops.broadcast(x * 2, 1, "0")) + 1, ["direct", "direct(shards=2)"]),
-}  # fmt: skip
+    "all_to_all": (
+        lambda ranks: lambda x: exchange(x * 2, [3] * ranks, [3] * ranks) + 1,
+        ["direct", "direct(shards=2)"],
+    ),
+    "broadcast": (
+        lambda ranks: lambda x: wait(ops.broadcast(x * 2, 1, "0")) + 1,
+        ["direct", "direct(shards=2)"],
+    ),
+}
 
 
 def exchange(x, sent, received):
@@ -77,9 +89,17 @@ def hops_of(kind, algorithm, ranks):
 
 @pytest.mark.parametrize(
     ("kind", "algorithm", "ranks"),
-    [(kind, name, n) for kind, (_, names) in CASES.items() for name in names for n in (2, 8, 64, 1024) if fits(name, n)],
+    [
+        (kind, name, n)
+        for kind, (_, names) in CASES.items()
+        for name in names
+        for n in (2, 8, 64, 1024)
+        if fits(name, n)
+    ],
 )
-def test_wire_dtype_and_bytes_are_the_plans_at_any_number_of_ranks(kind, algorithm, ranks, fake_group):
+def test_wire_dtype_and_bytes_are_the_plans_at_any_number_of_ranks(
+    kind, algorithm, ranks, fake_group
+):
     fake_group(ranks)
     gm = trace(CASES[kind][0](ranks), torch.ones(ranks * 3, 40))
     shape = value(gm)
@@ -103,25 +123,37 @@ def value(gm):
 SPLITS = {
     "even": (lambda ranks: [3] * ranks, lambda ranks: [3] * ranks),
     "sent unevenly": (lambda ranks: [2, 4] * (ranks // 2), lambda ranks: [3] * ranks),
-    "received unevenly": (lambda ranks: [3] * ranks, lambda ranks: [1 + rank % 5 for rank in range(ranks)]),
+    "received unevenly": (
+        lambda ranks: [3] * ranks,
+        lambda ranks: [1 + rank % 5 for rank in range(ranks)],
+    ),
     "less sent than received": (lambda ranks: [3] * ranks, lambda ranks: [4] * ranks),
     "nothing from some": (lambda ranks: [6, 0] * (ranks // 2), lambda ranks: [0, 5] * (ranks // 2)),
     "nothing received": (lambda ranks: [3] * ranks, lambda ranks: [0] * ranks),
 }
 
 
-# With uneven splits each rank's part is encoded on its own where entries are short: 1024 of them take half a minute to trace.
+# With uneven splits each rank's part is encoded on its own where entries are short: 1024 of them
+# take half a minute to trace.
 @pytest.mark.parametrize("ranks", [2, 16])
-@pytest.mark.parametrize("width", [None, 1, 40, 4096], ids=["numbers", "width 1", "short entries", "long entries"])
+@pytest.mark.parametrize(
+    "width", [None, 1, 40, 4096], ids=["numbers", "width 1", "short entries", "long entries"]
+)
 @pytest.mark.parametrize("splits", SPLITS)
-def test_wire_bytes_of_an_all_to_all_are_the_plans_whatever_its_splits(splits, width, ranks, fake_group):
+def test_wire_bytes_of_an_all_to_all_are_the_plans_whatever_its_splits(
+    splits, width, ranks, fake_group
+):
     fake_group(ranks)
     sent, received = (make(ranks) for make in SPLITS[splits])
     x = torch.ones(ranks * 3) if width is None else torch.ones(ranks * 3, width)
     gm = trace(lambda x: exchange(x * 2, sent, received) + 1, x)
     shape = value(gm)
     (site,) = commpass.rewrite(gm, [], forced(), strict=True).sites
-    assert (site.codec, site.algorithm, site.splits) == ("int8", "direct", (tuple(sent), tuple(received)))
+    assert (site.codec, site.algorithm, site.splits) == (
+        "int8",
+        "direct",
+        (tuple(sent), tuple(received)),
+    )
     assert site.shape == tuple(x.shape)
     assert site.common_shape == tuple(x.shape[1:])
     hops = collectives(gm)
@@ -133,7 +165,9 @@ def test_wire_bytes_of_an_all_to_all_are_the_plans_whatever_its_splits(splits, w
 def test_long_entries_of_any_splits_are_rewritten_at_1024_ranks(fake_group):
     fake_group(1024)
     sent, received = [2, 4] * 512, [4, 2] * 512
-    gm = trace(lambda x: exchange((x * 2).expand(3072, 4096), sent, received) + 1, torch.ones(3072, 1))
+    gm = trace(
+        lambda x: exchange((x * 2).expand(3072, 4096), sent, received) + 1, torch.ones(3072, 1)
+    )
     (site,) = commpass.rewrite(gm, [], forced(), strict=True).sites
     assert [size for _, _, size in collectives(gm)] == [site.wire_bytes] == [3072 * (4096 + 128)]
 
@@ -167,7 +201,9 @@ def trace_with_sizes(function, x):
     """As ``trace``, for codecs with sizes that depend on values."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
-        return make_fx(function, decomposition_table=select_decomp_table())(mode.from_tensor(x, static_shapes=True))
+        return make_fx(function, decomposition_table=select_decomp_table())(
+            mode.from_tensor(x, static_shapes=True)
+        )
 
 
 SIZED = {
@@ -183,7 +219,9 @@ SIZED = {
 @pytest.mark.parametrize("kind", SIZED)
 def test_sizes_that_were_asked_of_a_result_stay_known_when_it_is_gone(kind, dim, fake_group):
     fake_group(8)
-    gm = make_fx(SIZED[kind], decomposition_table=select_decomp_table(), tracing_mode="symbolic")(torch.ones(64, 41))
+    gm = make_fx(SIZED[kind], decomposition_table=select_decomp_table(), tracing_mode="symbolic")(
+        torch.ones(64, 41)
+    )
     gone = next(node for node in gm.graph.nodes if is_wait(node)).args[0]
     with gm.graph.inserting_after(gone):  # as AOTAutograd does where a backward needs the size
         size = gm.graph.call_function(torch.ops.aten.sym_size.int, (gone, dim))
@@ -200,7 +238,8 @@ def test_sizes_that_were_asked_of_a_result_stay_known_when_it_is_gone(kind, dim,
     assert gm.graph.output_node().args[0][1].meta["val"] == asked
     for rows in (8, 24):
         assert (
-            gm(torch.ones(rows, 5))[1] == [rows * {"all_gather": 8}.get(kind, 1) // {"reduce_scatter": 8}.get(kind, 1), 5][dim]
+            gm(torch.ones(rows, 5))[1]
+            == [rows * {"all_gather": 8}.get(kind, 1) // {"reduce_scatter": 8}.get(kind, 1), 5][dim]
         )
 
 
@@ -223,24 +262,31 @@ def test_a_lossless_code_of_parts_is_two_exchanges_whatever_the_splits(splits, f
     (site,) = commpass.rewrite(gm, [], forced("exponent", algorithm=algorithm), strict=True).sites
     assert (site.codec, site.algorithm) == ("exponent", algorithm)
     fixed, depends = [size for _, _, size in collectives(gm)]
-    static = sum(commpass.codec("exponent").parts(entries * 40, torch.float32)[0] for entries in sent)
+    static = sum(
+        commpass.codec("exponent").parts(entries * 40, torch.float32)[0] for entries in sent
+    )
     assert fixed == site.wire_bytes - site.dynamic_bytes == (static if first == "static" else 2 * 8)
     assert not isinstance(depends, int)
     assert value(gm) == ((sum(received), 40), torch.float32)
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "fp8(form=e5m2)", "rotated", "rotated(bits=4)"])
+@pytest.mark.parametrize(
+    "codec", ["int8", "int4", "fp8", "fp8(form=e5m2)", "rotated", "rotated(bits=4)"]
+)
 def test_every_codec_is_traced_without_captured_tensors_and_shrinks_the_wire(codec, fake_group):
     fake_group(8)
     gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 1024))
-    # The fastest may send more bytes: a codec that computes long gains by two_shot(stage=ag), which codes half of the way.
+    # The fastest may send more bytes: a codec that computes long gains by two_shot(stage=ag), which
+    # codes half of the way.
     (site,) = commpass.rewrite(gm, [], forced(codec, algorithm="two_shot"), strict=True).sites
     bits = 4.4 if "4" in codec else 8.3
     assert site.wire_bytes * 8 < site.bytes / 4 * bits * (1 + 1 / 8)
     assert not gm.graph.find_nodes(op="get_attr")
 
 
-def test_the_first_exchange_starts_where_the_collective_stood_and_the_rest_waits_where_it_was_waited_for(fake_group):
+def test_the_first_exchange_starts_where_the_collective_stood_and_the_rest_at_its_wait(
+    fake_group,
+):
     fake_group(8)
 
     def function(x, y):
@@ -317,7 +363,11 @@ def test_of_a_coalesced_collective_only_the_chosen_parts_are_taken_out(kept, fak
         return [wait(y) * 2 for y in started]
 
     gm = trace(function, torch.ones(64, 64))
-    small = [Rule(keep=True, module="**", min_bytes=size) for size in ([64 * 64 * 8, 0, 0][kept],) if kept == 0]
+    small = [
+        Rule(keep=True, module="**", min_bytes=size)
+        for size in ([64 * 64 * 8, 0, 0][kept],)
+        if kept == 0
+    ]
     policies = {
         0: Policy(rules=[*small, Rule(codec="int8", force=True)]),  # the largest stays
         1: Policy(rules=[Rule(codec="int8", force=True)]),  # none stays
@@ -332,7 +382,9 @@ def test_of_a_coalesced_collective_only_the_chosen_parts_are_taken_out(kept, fak
     assert shapes == [(64, 64), (64, 64), (128, 64)]
 
 
-def test_waits_for_several_tensors_at_once_lose_only_the_parts_that_were_replaced(fake_group, wait_tensors):
+def test_waits_for_several_tensors_at_once_lose_only_the_parts_that_were_replaced(
+    fake_group, wait_tensors
+):
     fake_group(8)
 
     def function(x):
@@ -341,7 +393,9 @@ def test_waits_for_several_tensors_at_once_lose_only_the_parts_that_were_replace
         return first * 2, second * 3
 
     gm = trace(function, torch.ones(64, 64))
-    plan = commpass.rewrite(gm, [], Policy(rules=[Rule(codec="int8", force=True, min_bytes=64 * 64 * 8)]), strict=True)
+    plan = commpass.rewrite(
+        gm, [], Policy(rules=[Rule(codec="int8", force=True, min_bytes=64 * 64 * 8)]), strict=True
+    )
     assert [site.compressed for site in plan] == [False, True]
     assert [size for _, dtype, size in collectives(gm) if dtype == torch.float32] == [64 * 64 * 4]
 
@@ -359,7 +413,9 @@ def test_in_place_and_out_forms_still_change_the_tensor_that_others_see(fake_gro
     plan = commpass.rewrite(gm, [], forced(), strict=True)
     assert [site.compressed for site in plan] == [True, True]
     assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
-    copied = [node.args[0].name for node in gm.graph.nodes if node.target is torch.ops.aten.copy_.default]
+    copied = [
+        node.args[0].name for node in gm.graph.nodes if node.target is torch.ops.aten.copy_.default
+    ]
     assert copied == ["mul", "out_1"]
 
 
@@ -412,11 +468,16 @@ def test_several_groups_of_a_mesh_take_the_rules_of_their_own(fake_group):
     names = {name: mesh.get_group(name).group_name for name in ("dp", "tp")}
 
     def function(x):
-        return wait(ops.all_reduce(x, "sum", names["dp"])) + wait(ops.all_reduce(x * 2, "sum", names["tp"]))
+        return wait(ops.all_reduce(x, "sum", names["dp"])) + wait(
+            ops.all_reduce(x * 2, "sum", names["tp"])
+        )
 
     gm = trace(function, torch.ones(64, 64))
     plan = commpass.rewrite(
-        gm, [], Policy(rules=[Rule(group="tp", codec="fp8", algorithm="two_shot", force=True)]), strict=True
+        gm,
+        [],
+        Policy(rules=[Rule(group="tp", codec="fp8", algorithm="two_shot", force=True)]),
+        strict=True,
     )
     assert [(site.group_label, site.codec) for site in plan] == [("dp", "none"), ("tp", "fp8")]
     groups = [node.args[-1] for node in gm.graph.nodes if "all_" in str(node.target)]
@@ -430,7 +491,9 @@ def test_a_failing_pass_leaves_the_graph_as_it_was_and_says_why(fake_group, monk
         pipeline._rewrite(road)
         raise RuntimeError("injected")
 
-    passes = tuple(pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in pipeline.PASSES)
+    passes = tuple(
+        pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in pipeline.PASSES
+    )
     monkeypatch.setattr(pipeline, "PASSES", passes)
     gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 64))
     before = code(gm)
@@ -448,7 +511,9 @@ def test_every_pass_can_be_left_out_by_name(name, fake_group):
     fake_group(8)
     gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 64))
     before = code(gm)
-    plan = commpass.rewrite(gm, [], Policy(rules=[Rule(codec="int8", force=True)], skip=name), strict=True)
+    plan = commpass.rewrite(
+        gm, [], Policy(rules=[Rule(codec="int8", force=True)], skip=name), strict=True
+    )
     assert (code(gm) == before) == (name != "verify")
     assert (name in plan.fallback) == (name != "verify")
 
@@ -486,7 +551,9 @@ def test_rewrite_gives_graphs_without_fake_values_their_own(fake_group):
 
     class Plain(torch.nn.Module):
         def forward(self, x):
-            return ops.wait_tensor.default(ops.all_reduce.default(torch.ops.aten.mul.Tensor(x, 2), "sum", "0"))
+            return ops.wait_tensor.default(
+                ops.all_reduce.default(torch.ops.aten.mul.Tensor(x, 2), "sum", "0")
+            )
 
     gm = fx.symbolic_trace(Plain())
     (site,) = commpass.rewrite(gm, [torch.ones(64, 64)], forced(), strict=True).sites
@@ -504,7 +571,11 @@ def test_a_codecs_tables_stand_once_in_a_graph(fake_group):
 
     gm = trace(function, torch.ones(64, 64))
     assert len(commpass.rewrite(gm, [], forced("rotated"), strict=True).compressed) == 6
-    tables = [(node.args, tuple(node.kwargs.items())) for node in gm.graph.nodes if "iota" in str(node.target)]
+    tables = [
+        (node.args, tuple(node.kwargs.items()))
+        for node in gm.graph.nodes
+        if "iota" in str(node.target)
+    ]
     assert len(tables) == len(set(tables)) > 0
 
 
@@ -513,7 +584,9 @@ def test_a_collective_of_a_collectives_result(fake_group):
 
     def function(x):
         y = wait(ops.all_reduce(x, "sum", "0"))
-        return wait(ops.reduce_scatter_tensor(wait(ops.all_gather_into_tensor(y, 8, "0")), "sum", 8, "0"))
+        return wait(
+            ops.reduce_scatter_tensor(wait(ops.all_gather_into_tensor(y, 8, "0")), "sum", 8, "0")
+        )
 
     gm = trace(function, torch.ones(64, 64))
     assert len(commpass.rewrite(gm, [], forced(), strict=True).compressed) == 3

@@ -1,4 +1,5 @@
-"""Selectors against references written from the published formulas in float64, and what holds for all of them on any row."""
+"""Selectors against references written from the published formulas in float64, and what holds for
+all of them on any row."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from commpass.codecs import FLOATS, select
 from commpass.codecs.select import Selection, density_of
 from commpass.errors import PolicyError
 
-BY_THRESHOLD = {"dgc": select.dgc, "gaussiank": select.gaussiank, "redsync": select.redsync, "sidco": select.sidco}
+BY_THRESHOLD = {
+    "dgc": select.dgc,
+    "gaussiank": select.gaussiank,
+    "redsync": select.redsync,
+    "sidco": select.sidco,
+}
 
 
 def randomk(rows, density):
@@ -49,7 +55,7 @@ def data(kind: str, n: int, seed: int = 0) -> np.ndarray:
     }[kind]()
 
 
-# --- the published thresholds, one row at a time, in float64 ----------------------------------------------------------
+# --- the published thresholds, one row at a time, in float64 --------------------------------------
 
 
 def gaussiank_threshold(x: np.ndarray, k: int, ratio: float) -> float:
@@ -88,7 +94,11 @@ def sidco_threshold(x: np.ndarray, k: int, ratio: float) -> float:
     return threshold
 
 
-THRESHOLDS = {"gaussiank": gaussiank_threshold, "redsync": redsync_threshold, "sidco": sidco_threshold}
+THRESHOLDS = {
+    "gaussiank": gaussiank_threshold,
+    "redsync": redsync_threshold,
+    "sidco": sidco_threshold,
+}
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.1, 0.01, 0.001])
@@ -98,7 +108,8 @@ def test_thresholds_are_those_of_the_published_formulas(name, kind, ratio):
     x = data(kind, 30_000)
     k = math.ceil(ratio * len(x))
     threshold = THRESHOLDS[name](x, k, ratio)
-    # Sums of 24 bits behind the point move a threshold by a few parts in a million of the largest value.
+    # Sums of 24 bits behind the point move a threshold by a few parts in a million of the largest
+    # value.
     slack = 1e-5 * np.abs(x).max()
     least, most = (np.abs(x) >= threshold + slack).sum(), (np.abs(x) >= threshold - slack).sum()
     assert min(most, k) - min(least, k) <= 3 + 0.01 * k, "the comparison would mean nothing"
@@ -107,7 +118,9 @@ def test_thresholds_are_those_of_the_published_formulas(name, kind, ratio):
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "laplace"])
-@pytest.mark.parametrize(("name", "least"), [("dgc", 0.8), ("gaussiank", 2 / 3), ("redsync", 1.0), ("sidco", 0.8)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("dgc", 0.8), ("gaussiank", 2 / 3), ("redsync", 1.0), ("sidco", 0.8)]
+)
 def test_the_number_found_is_what_the_method_promises(name, least, kind):
     for seed in range(3):
         rows = torch.from_numpy(data(kind, 50_000, seed)).float()[None]
@@ -116,7 +129,8 @@ def test_the_number_found_is_what_the_method_promises(name, least, kind):
 
 
 def test_dgc_takes_the_threshold_of_its_sample():
-    """The sample's threshold is off by a tenth or so: x0.8 of it must not be needed, nor may it be the exact one."""
+    """The sample's threshold is off by a tenth or so: x0.8 of it must not be needed, nor may it be
+    the exact one."""
     found = []
     for seed in range(8):
         x = torch.from_numpy(data("gaussian", 50_000, seed)).float()[None]
@@ -125,7 +139,7 @@ def test_dgc_takes_the_threshold_of_its_sample():
     assert min(found) < 500 <= max(found)
 
 
-# --- what holds for any row -------------------------------------------------------------------------------------------
+# --- what holds for any row -----------------------------------------------------------------------
 
 CONTENTS = {
     "gaussian": lambda rng, n: rng.standard_normal(n),
@@ -159,7 +173,10 @@ RATIOS = st.sampled_from([0.001, 0.01, 0.1, 0.25, 1 / 3, 0.7, 1.0])
 
 
 def the_same(one: Selection, other: Selection) -> bool:
-    return all(torch.equal(getattr(one, part), getattr(other, part)) for part in ("indices", "used", "lost"))
+    return all(
+        torch.equal(getattr(one, part), getattr(other, part))
+        for part in ("indices", "used", "lost")
+    )
 
 
 @examples
@@ -200,7 +217,8 @@ def test_topk_chooses_the_largest(x, ratio):
 @settings(max_examples=150, deadline=None)
 @given(rows_of(not_finite=True), RATIOS, st.sampled_from(sorted(BY_THRESHOLD)))
 def test_a_threshold_chooses_the_largest_and_of_equal_ones_the_first(x, ratio, name):
-    """Exactly, if it found no more than there are slots; else up to 1/256 of the way from the threshold to the peak."""
+    """Exactly, if it found no more than there are slots; else up to 1/256 of the way from the
+    threshold to the peak."""
     selection = BY_THRESHOLD[name](x, density_of(ratio))
     k, n = selection.indices.shape[1], x.shape[1]
     infinity = 0x7FF0000000000000 if x.dtype == torch.float64 else 0x7F800000
@@ -248,7 +266,10 @@ def test_too_many_of_one_magnitude_leave_no_larger_one_out():
     x[0, 990:] = 1.5
     for name, selector in BY_THRESHOLD.items():
         selection = selector(x, density_of(0.05))
-        assert chosen(selection, 0).tolist() == [*range(40), *range(990, 1000)] or int(selection.used[0]) == 10, name
+        assert (
+            chosen(selection, 0).tolist() == [*range(40), *range(990, 1000)]
+            or int(selection.used[0]) == 10
+        ), name
         assert set(range(990, 1000)) <= set(chosen(selection, 0).tolist()), name
 
 
@@ -259,7 +280,9 @@ def test_many_rows_are_searched_like_few(name):
     many = ALL[name](x, density_of(0.1))
     for row in range(40):
         assert the_same(
-            Selection(many.indices[row : row + 1], many.used[row : row + 1], many.lost[row : row + 1]),
+            Selection(
+                many.indices[row : row + 1], many.used[row : row + 1], many.lost[row : row + 1]
+            ),
             ALL[name](x[row : row + 1], density_of(0.1)),
         )
 
@@ -273,11 +296,12 @@ def test_magnitude_does_not_matter(name, scale):
     assert abs(one - other) <= 2
 
 
-# --- random-k ---------------------------------------------------------------------------------------------------------
+# --- random-k -------------------------------------------------------------------------------------
 
 
 def test_random_k_gives_each_entry_the_same_chance():
-    """Chi-squared of 5 000 draws of 7 from 50: stretches of 50/7 are of unequal length, so of all seeds and data."""
+    """Chi-squared of 5 000 draws of 7 from 50: stretches of 50/7 are of unequal length, so of all
+    seeds and data."""
     rows = torch.from_numpy(data("gaussian", 5000 * 50)).reshape(5000, 50).float()
     selection = select.randomk(rows, density_of(0.14), seed=0)
     count = np.bincount(selection.indices.reshape(-1).numpy(), minlength=50)
@@ -299,18 +323,25 @@ def test_random_k_depends_on_seed_and_data_and_on_nothing_else():
     assert torch.equal(select.randomk(x.clone(), density, seed=0).indices, one)
     changed = x.clone()
     changed[0, 0] += 1
-    for other in (select.randomk(x, density, seed=1).indices, select.randomk(changed, density, seed=0).indices):
+    for other in (
+        select.randomk(x, density, seed=1).indices,
+        select.randomk(changed, density, seed=0).indices,
+    ):
         assert (other == one).sum() < 10
 
 
-# --- compiled, and refused --------------------------------------------------------------------------------------------
+# --- compiled, and refused ------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(600)
 def test_eager_and_compiled_selectors_agree_bit_for_bit():
-    x = torch.from_numpy(np.stack([data(kind, 9001) for kind in ("gaussian", "laplace", "shifted", "heavy")])).float()
+    x = torch.from_numpy(
+        np.stack([data(kind, 9001) for kind in ("gaussian", "laplace", "shifted", "heavy")])
+    ).float()
     x[2, 100], x[3, ::2] = math.nan, 0.0
-    x = torch.cat([x, x * 1e-40, torch.ones(1, 9001), torch.full((1, 9001), math.inf)])  # so many rows are scanned
+    x = torch.cat(
+        [x, x * 1e-40, torch.ones(1, 9001), torch.full((1, 9001), math.inf)]
+    )  # so many rows are scanned
 
     density = density_of(0.01)
 
@@ -318,7 +349,9 @@ def test_eager_and_compiled_selectors_agree_bit_for_bit():
         made = [selector(rows, density) for selector in ALL.values()]
         return [(one.indices, one.used, one.lost) for one in made]
 
-    for eager, compiled in zip(run(x), torch.compile(run, fullgraph=True, dynamic=False)(x), strict=True):
+    for eager, compiled in zip(
+        run(x), torch.compile(run, fullgraph=True, dynamic=False)(x), strict=True
+    ):
         assert all(torch.equal(one, other) for one, other in zip(eager, compiled, strict=True))
 
 
@@ -329,7 +362,8 @@ def test_a_density_that_is_none_is_refused(density):
 
 
 @pytest.mark.parametrize(
-    ("density", "n", "k"), [(0.01, 100, 1), (0.01, 101, 2), (0.01, 1, 1), (0.01, 0, 0), (1.0, 7, 7), (0.1, 30, 3)]
+    ("density", "n", "k"),
+    [(0.01, 100, 1), (0.01, 101, 2), (0.01, 1, 1), (0.01, 0, 0), (1.0, 7, 7), (0.1, 30, 3)],
 )
 def test_slots_are_the_density_rounded_up(density, n, k):
     assert density_of(density).slots(n) == k

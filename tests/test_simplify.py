@@ -38,12 +38,20 @@ SLOW = commpass.ethernet(0.001)
 
 
 def simplified(function, *inputs, profile=SLOW, **policy):
-    with preserve_node_meta():  # as AOTAutograd does: a node knows which operator it was decomposed from
+    with (
+        preserve_node_meta()
+    ):  # as AOTAutograd does: a node knows which operator it was decomposed from
         gm = trace(function, *(inputs or (X,)))
     before = len(collectives(gm))
-    shape = [tuple(v.meta["val"].shape) for v in torch.utils._pytree.tree_leaves(gm.graph.output_node().args)]
+    shape = [
+        tuple(v.meta["val"].shape)
+        for v in torch.utils._pytree.tree_leaves(gm.graph.output_node().args)
+    ]
     plan = commpass.rewrite(gm, [], Policy(**policy), profile=profile, strict=True)
-    after = [tuple(v.meta["val"].shape) for v in torch.utils._pytree.tree_leaves(gm.graph.output_node().args)]
+    after = [
+        tuple(v.meta["val"].shape)
+        for v in torch.utils._pytree.tree_leaves(gm.graph.output_node().args)
+    ]
     assert after == shape
     return gm, [step.rule for step in plan.simplified], before, plan
 
@@ -84,7 +92,10 @@ FITS = {
         (lambda x: (ar(x * 2) * 3).bfloat16().view(-1)[:256].sin(), 1),
         (lambda x: (lambda y: y.view(-1)[:256].sin().sum() + y[:8].exp().sum())(ar(x * 2)), 1),
     ],
-    "gather of scatter": [(lambda x: ag(rs(x * 2)).sin(), 1), (lambda x: ag(ar(x * 2)[:8]).sin(), 1)],
+    "gather of scatter": [
+        (lambda x: ag(rs(x * 2)).sin(), 1),
+        (lambda x: ag(ar(x * 2)[:8]).sin(), 1),
+    ],
     "own part": [
         (lambda x: ag(x * 2)[:64].sin(), 0),
         (lambda x: (lambda y: y[:64].sin().sum() + y.split(64)[0].sum())(ag(x * 2)), 0),
@@ -94,7 +105,12 @@ FITS = {
         (lambda x: (ag(x * 2).bfloat16() * 2).view(-1)[: 64 * 32].sin(), 0),
     ],
     "gather then narrow": [
-        (lambda x: (lambda y: wait(y).bfloat16().sin() + wait(y).bfloat16())(ops.all_gather_into_tensor(x * 2, 8, "0")), 1),
+        (
+            lambda x: (lambda y: wait(y).bfloat16().sin() + wait(y).bfloat16())(
+                ops.all_gather_into_tensor(x * 2, 8, "0")
+            ),
+            1,
+        ),
         (lambda x: ag(x * 2).bfloat16() + 1, 1),
         (lambda x: a2a(x * 2).half() + 1, 1),
         (lambda x: ag(x * 2).view(8, 64, 32).permute(1, 0, 2).bfloat16() + 1, 1),
@@ -132,14 +148,23 @@ FITS = {
 }
 
 
-@pytest.mark.parametrize(("rule", "case"), [(rule, case) for rule, cases in FITS.items() for case in range(len(cases))])
+@pytest.mark.parametrize(
+    ("rule", "case"), [(rule, case) for rule, cases in FITS.items() for case in range(len(cases))]
+)
 def test_rule(rule, case, fake_group):
     fake_group(8)
     function, left = FITS[rule][case]
     gm, rules, before, plan = simplified(function)
     assert rule in rules
     assert len(collectives(gm)) == left
-    smaller = {"scattered", "gather then narrow", "widen then gather", "widen then reduce", "expand", "gather of expand"}
+    smaller = {
+        "scattered",
+        "gather then narrow",
+        "widen then gather",
+        "widen then reduce",
+        "expand",
+        "gather of expand",
+    }
     assert left < before or rule in smaller
     assert all(step.saved_bytes >= 0 and step.into for step in plan.simplified)
     assert sum(step.saved_bytes for step in plan.simplified) > 0
@@ -169,10 +194,14 @@ MUST_NOT = {
     "more than the part": lambda x: ar(x * 2)[:9] + 1,
     "more than the part of another dimension": lambda x: ar(x * 2)[:, :5] + 1,
     "every other row": lambda x: ar(x * 2)[:16:2] + 1,
-    "a part of two dimensions at once": lambda x: ar(x * 2).view(4, 16, 32).permute(1, 0, 2).reshape(64, 32)[:8] + 1,
+    "a part of two dimensions at once": lambda x: (
+        ar(x * 2).view(4, 16, 32).permute(1, 0, 2).reshape(64, 32)[:8] + 1
+    ),
     "parts of two dimensions": lambda x: (lambda y: y[:8].sin().sum() + y[:, :4].sum())(ar(x * 2)),
     "a softmax before the part": lambda x: ar(x * 2).softmax(0)[:8] + 1,
-    "the own part of a gather and the whole": lambda x: (lambda y: y[:64].sin().sum() + y.sum())(ag(x * 2)),
+    "the own part of a gather and the whole": lambda x: (lambda y: y[:64].sin().sum() + y.sum())(
+        ag(x * 2)
+    ),
     "rows of every rank": lambda x: ag(x * 2).view(8, 64, 32)[:, :8].sin(),
     "an item of a gather that is joined again": lambda x: torch.cat(ag(x * 2).chunk(8), 1).sin(),
     "another's columns of joined items": lambda x: torch.cat(ag(x * 2).chunk(8), 1)[:, 32:64].sin(),
@@ -194,7 +223,9 @@ MUST_NOT = {
     "a part that is then read by address": lambda x: ag(x)[:64].as_strided((64, 16), (32, 2)) + 1,
     "a sum that is then read by address": lambda x: (ar(x) + ar(-x)).as_strided((32,), (64,)) + 1,
     "integers to floats": lambda x: ag(x.to(torch.int64).double()) + 1,
-    "a gather narrowed behind a view that is used elsewhere": lambda x: (lambda y: (y.bfloat16(), y.sin()))(ag(x * 2).view(-1)),
+    "a gather narrowed behind a view that is used elsewhere": lambda x: (
+        lambda y: (y.bfloat16(), y.sin())
+    )(ag(x * 2).view(-1)),
     "a gather scaled by a tensor, then narrowed": lambda x: (ag(x[:8] * 2) * x).bfloat16() + 1,
     "a gather narrowed behind a sum of rows": lambda x: ag(x * 2).sum(0).bfloat16() + 1,
     "a scale between widening and gather": lambda x: ag(x.bfloat16().float() * 3) + 1,
@@ -242,7 +273,9 @@ def test_nested_groups_of_a_whole_mesh_become_one(fake_group):
     _gm, rules, _, plan = simplified(lambda x: ar(ar(x.sin(), group=tp), group=dp) + 1)
     assert rules == ["nested groups"]
     assert plan.sites[0].group_size == 8
-    fast = commpass.ethernet(100, alpha_us=100)  # where messages count, two small groups are faster than a large one
+    fast = commpass.ethernet(
+        100, alpha_us=100
+    )  # where messages count, two small groups are faster than a large one
     assert simplified(lambda x: ar(ar(x.sin(), group=tp), group=dp) + 1, profile=fast)[1] == []
     _, rules, _, _ = simplified(lambda x: ar(ar(x.sin(), group=tp), "max", group=dp) + 1)
     assert rules == []
@@ -301,7 +334,9 @@ def test_what_is_left_is_compressed_and_the_plan_says_both(fake_group):
     assert commpass.Plan.from_json(plan.to_json()) == plan
 
 
-def test_narrow_bits_are_gathered_for_an_all_reduce_of_few_ranks_and_only_where_no_codec_is_allowed(fake_group):
+def test_narrow_bits_are_gathered_for_an_all_reduce_of_few_ranks_and_only_where_no_codec_is_allowed(
+    fake_group,
+):
     fake_group(2)
     gm, rules, _, _ = simplified(lambda x: ar(x.bfloat16().float()) + 1)
     assert rules == ["widen then reduce"]
@@ -321,12 +356,17 @@ def test_a_sum_and_a_mean_of_nested_groups_are_the_sum_divided(fake_group):
 
         gm, rules, _, _ = simplified(mixed)
         assert rules == ["nested groups"]
-        assert [(node.args[1]) for node in gm.graph.nodes if node.target is torch.ops.aten.div.Tensor] == [divided_by]
-        assert [node.args[1] for node in gm.graph.nodes if "all_reduce" in str(node.target)] == ["sum"]
+        assert [
+            (node.args[1]) for node in gm.graph.nodes if node.target is torch.ops.aten.div.Tensor
+        ] == [divided_by]
+        assert [node.args[1] for node in gm.graph.nodes if "all_reduce" in str(node.target)] == [
+            "sum"
+        ]
     _, rules, _, _ = simplified(lambda x: 2 * ar(3 * ar(x.sin(), group=tp).view(-1), group=dp) + 1)
     assert rules == ["nested groups"]
     for other in ("max", "product"):
-        assert simplified(lambda x: ar(ar(x.sin(), "avg", tp), other, dp) + 1)[1] == []  # noqa: B023
+        one = simplified(lambda x: ar(ar(x.sin(), "avg", tp), other, dp) + 1)  # noqa: B023
+        assert one[1] == []
     half = X.half()  # a sum may be too large where the mean is not
     assert simplified(lambda x: ar(ar(x, "sum", tp), "avg", dp) + 1, half)[1] == []
     assert simplified(lambda x: ar(-3 * ar(x, "max", tp), "max", dp) + 1)[1] == []
@@ -345,7 +385,9 @@ def test_nested_groups_do_not_move_before_another_collective(fake_group):
     assert simplified(function)[1] == []
 
 
-def test_tied_gradients_are_merged_where_one_wide_exchange_is_no_slower_than_two_narrow_ones(fake_group):
+def test_tied_gradients_are_merged_where_one_wide_exchange_is_no_slower_than_two_narrow_ones(
+    fake_group,
+):
     fake_group(8)
 
     def tied(x):
@@ -409,7 +451,8 @@ def test_equal_gathers_far_apart_do_not_fill_the_memory(fake_group):
     fake_group(8)
 
     def gathered_twice(x):
-        """Ten weights, gathered where they are used, twice: as under sharding with recomputation."""
+        """Ten weights, gathered where they are used, twice: as under sharding with
+        recomputation."""
         weights = [x * number for number in range(10)]
         total = sum(ag(weight).sum() for weight in weights)
         return sum((total * ag(weight)).sum() for weight in weights)

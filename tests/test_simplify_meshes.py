@@ -94,9 +94,22 @@ def rows(table: Tensor, dims: tuple[int, ...]) -> Axis:
 
 
 SHAPES = [
-    (2,), (3,), (4,), (2, 2), (4, 1), (2, 3), (3, 2), (2, 4), (4, 2), (3, 3), (2, 2, 2), (2, 1, 3),
-    (2, 2, 3), (4, 4), (2, 2, 4),
-]  # fmt: skip
+    (2,),
+    (3,),
+    (4,),
+    (2, 2),
+    (4, 1),
+    (2, 3),
+    (3, 2),
+    (2, 4),
+    (4, 2),
+    (3, 3),
+    (2, 2, 2),
+    (2, 1, 3),
+    (2, 2, 3),
+    (4, 4),
+    (2, 2, 4),
+]
 ROWS, COLUMNS = 48, 2
 """Rows that 2, 3, 4, 6, 8, 12 and 16 ranks can divide."""
 
@@ -111,9 +124,11 @@ def worlds(draw) -> World:
     if draw(st.booleans()):
         meshes.append((draw(st.sampled_from(alike)), draw(order)))
     flattened = [
-        (which, dim) for which, (dims, _) in enumerate(meshes) for dim in range(len(dims) - 1)
+        (which, dim)
+        for which, (dims, _) in enumerate(meshes)
+        for dim in range(len(dims) - 1)
         if draw(st.booleans()) and torch.Size(dims).numel() > 1
-    ]  # fmt: skip
+    ]
     by_hand = []
     if draw(st.booleans()):
         ranks = draw(st.permutations(range(size)))
@@ -154,9 +169,15 @@ def programs(draw) -> tuple[World, tuple[Step, ...]]:
     world = draw(worlds())
     axes = st.integers(0, len(world.axes()) - 1)
     step = st.builds(
-        Step, st.sampled_from(NAMES), st.integers(0, 3), st.integers(0, 3), axes, axes,
-        st.sampled_from(["sum", "sum", "avg", "max"]), st.sampled_from([2.0, 0.5, -3.0]),
-    )  # fmt: skip
+        Step,
+        st.sampled_from(NAMES),
+        st.integers(0, 3),
+        st.integers(0, 3),
+        axes,
+        axes,
+        st.sampled_from(["sum", "sum", "avg", "max"]),
+        st.sampled_from([2.0, 0.5, -3.0]),
+    )
     return world, tuple(draw(st.lists(step, min_size=1, max_size=5)))
 
 

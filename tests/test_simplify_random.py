@@ -1,4 +1,5 @@
-"""Random small graphs with collectives, simplified against plain, run for all ranks of a simulated group in one process."""
+"""Random small graphs with collectives, simplified against plain, run for all ranks of a simulated
+group in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ aten = torch.ops.aten
 ROWS, COLUMNS = 12, 6  # divisible by 2 and 3 ranks
 convert = torch.ops.prims.convert_element_type.default
 OWN = "own"
-"""Key in the metadata of what is not the same on all ranks: ("slice", length) or ("item",) of the own part."""
+"""Key in the metadata of what is not the same on all ranks: ("slice", length) or ("item",) of the
+own part."""
 
 
 class Writer:
@@ -56,7 +58,9 @@ class Writer:
         return self.wait(ops.all_gather_into_tensor.default, x, ranks, "0")
 
     def full(self, x: fx.Node, number: float, made_as: Any) -> fx.Node:
-        node = self.call(aten.full.default, list(x.meta["val"].shape), number, dtype=x.meta["val"].dtype)
+        node = self.call(
+            aten.full.default, list(x.meta["val"].shape), number, dtype=x.meta["val"].dtype
+        )
         node.meta["original_aten"] = made_as
         return node
 
@@ -75,7 +79,23 @@ class Writer:
         return node
 
 
-ANY = ["scale", "negate", "sine", "relu", "add", "add", "sub", "mul", "max", "turn", "sums", "sums", "equal", "zero", "one"]
+ANY = [
+    "scale",
+    "negate",
+    "sine",
+    "relu",
+    "add",
+    "add",
+    "sub",
+    "mul",
+    "max",
+    "turn",
+    "sums",
+    "sums",
+    "equal",
+    "zero",
+    "one",
+]
 ANY += ["reduce"] * 3
 GATHERED = ["gather", "own", "own item", "turned own", "joined own", "expanded"]
 DIVIDED = ["scatter", "part", "part", "part of sum", "item of sum", "scattered sums"]
@@ -83,7 +103,8 @@ NARROW = ["widen", "narrow", "narrow behind", "widen before"]
 
 
 def write(seed: int, ranks: int, narrow: bool) -> fx.GraphModule:
-    """The graph of rank 0: the same program on all, but for the own part that each takes of some tensors."""
+    """The graph of rank 0: the same program on all, but for the own part that each takes of some
+    tensors."""
     pick = random.Random(seed)
     writer = Writer(FakeTensorMode(), torch.float32 if narrow else torch.float64)
     call = writer.call
@@ -112,7 +133,11 @@ def write(seed: int, ranks: int, narrow: bool) -> fx.GraphModule:
         elif kind == "relu":
             made = call(aten.relu.default, x)
         elif kind in ("add", "sub", "mul"):
-            made = call({"add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor}[kind], x, like(x))
+            made = call(
+                {"add": aten.add.Tensor, "sub": aten.sub.Tensor, "mul": aten.mul.Tensor}[kind],
+                x,
+                like(x),
+            )
         elif kind == "reduce":
             made = writer.reduce(x, pick.choice(["sum", "sum", "avg"]))
         elif kind == "sums":
@@ -121,7 +146,9 @@ def write(seed: int, ranks: int, narrow: bool) -> fx.GraphModule:
                 terms[0] = call(aten.mul.Tensor, terms[0], 0.5)
             made = call(aten.add.Tensor, *terms)
         elif kind == "equal":  # computed twice
-            made = call(aten.mul.Tensor, *(writer.reduce(call(aten.cos.default, x)) for _ in range(2)))
+            made = call(
+                aten.mul.Tensor, *(writer.reduce(call(aten.cos.default, x)) for _ in range(2))
+            )
         elif kind == "max":
             made = writer.reduce(x, "max")
         elif kind == "turn":
@@ -129,7 +156,9 @@ def write(seed: int, ranks: int, narrow: bool) -> fx.GraphModule:
         elif kind == "zero":
             made = writer.reduce(writer.full(x, 0.0, None))
         elif kind == "one":
-            made = writer.reduce(writer.full(x, 1.0, aten.ones_like.default), pick.choice(["sum", "avg", "max"]))
+            made = writer.reduce(
+                writer.full(x, 1.0, aten.ones_like.default), pick.choice(["sum", "avg", "max"])
+            )
         elif kind == "gather":
             made = writer.gather(x, ranks)
         elif kind == "own":
@@ -139,24 +168,41 @@ def write(seed: int, ranks: int, narrow: bool) -> fx.GraphModule:
         elif kind == "turned own":
             apart = call(aten.view.default, writer.gather(x, ranks), [ranks, rows, columns])
             turned = call(aten.clone.default, call(aten.permute.default, apart, [1, 0, 2]))
-            made = writer.part(call(aten.reshape.default, turned, [rows, ranks * columns]), 1, ranks)
+            made = writer.part(
+                call(aten.reshape.default, turned, [rows, ranks * columns]), 1, ranks
+            )
         elif kind == "joined own":
             split = call(aten.split.Tensor, writer.gather(x, ranks), rows)
-            joined = call(aten.cat.default, [call(operator.getitem, split, rank) for rank in range(ranks)], 1)
+            joined = call(
+                aten.cat.default, [call(operator.getitem, split, rank) for rank in range(ranks)], 1
+            )
             made = writer.part(joined, 1, ranks)
         elif kind == "expanded":
             row = call(aten.slice.Tensor, x, 0, 0, 1)
             made = writer.gather(call(aten.expand.default, row, [rows, columns]), ranks)
         elif kind == "scatter":
-            made = writer.wait(ops.reduce_scatter_tensor.default, x, pick.choice(["sum", "avg"]), ranks, "0")
+            made = writer.wait(
+                ops.reduce_scatter_tensor.default, x, pick.choice(["sum", "avg"]), ranks, "0"
+            )
         elif kind == "scattered sums":
-            flat = [1 if rows == ranks else 2, -1] if rows // ranks % 2 == 0 or rows == ranks else [rows // ranks, -1]
-            terms = [writer.wait(ops.reduce_scatter_tensor.default, addend, "sum", ranks, "0") for addend in (x, like(x))]
-            made = call(aten.add.Tensor, *(call(aten.reshape.default, term, flat) for term in terms))
+            flat = (
+                [1 if rows == ranks else 2, -1]
+                if rows // ranks % 2 == 0 or rows == ranks
+                else [rows // ranks, -1]
+            )
+            terms = [
+                writer.wait(ops.reduce_scatter_tensor.default, addend, "sum", ranks, "0")
+                for addend in (x, like(x))
+            ]
+            made = call(
+                aten.add.Tensor, *(call(aten.reshape.default, term, flat) for term in terms)
+            )
         elif kind == "part":
             made = writer.part(x, 0, ranks)
         elif kind == "part of sum":
-            whole = call(aten.permute.default, writer.reduce(x, pick.choice(["sum", "avg"])), [1, 0])
+            whole = call(
+                aten.permute.default, writer.reduce(x, pick.choice(["sum", "avg"])), [1, 0]
+            )
             dim = pick.choice([0, 1]) if columns % ranks == 0 else 1
             made = call(aten.clone.default, writer.part(whole, dim, ranks))
         elif kind == "item of sum":
@@ -164,7 +210,9 @@ def write(seed: int, ranks: int, narrow: bool) -> fx.GraphModule:
             made = writer.item(whole, 1 if columns % ranks == 0 else 0, ranks)
         elif kind == "narrow behind":
             made = call(aten.mul.Tensor, writer.gather(x, ranks), 2.0)
-            made = call(convert, call(aten.reshape.default, made, [ranks * rows, columns]), torch.bfloat16)
+            made = call(
+                convert, call(aten.reshape.default, made, [ranks * rows, columns]), torch.bfloat16
+            )
         elif kind == "widen before":
             wide = call(convert, call(convert, x, torch.bfloat16), torch.float32)
             made = writer.gather(call(aten.reshape.default, wide, [rows * columns, 1]), ranks)
@@ -173,7 +221,9 @@ def write(seed: int, ranks: int, narrow: bool) -> fx.GraphModule:
             made = call(convert, x, torch.bfloat16 if kind == "narrow" else torch.float32)
         if made.meta["val"].numel() <= ROWS * COLUMNS * ranks**2 and made.meta["val"].shape[0] > 0:
             pool.append(made)
-    writer.graph.output(tuple(dict.fromkeys([pool[-1], *(some() for _ in range(pick.randint(0, 2)))])))
+    writer.graph.output(
+        tuple(dict.fromkeys([pool[-1], *(some() for _ in range(pick.randint(0, 2)))]))
+    )
     return Uncompiled({}, writer.graph)
 
 
@@ -208,19 +258,28 @@ def exchange(node: fx.Node, values: list[torch.Tensor]) -> list[torch.Tensor]:
     return [total] * len(values) if call.kind == "all_reduce" else list(total.chunk(len(values)))
 
 
-def run(graphs: list[fx.GraphModule], inputs: list[list[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
+def run(
+    graphs: list[fx.GraphModule], inputs: list[list[torch.Tensor]]
+) -> list[tuple[torch.Tensor, ...]]:
     """Runs the graphs of all ranks in step: they are the same program."""
     orders = [list(gm.graph.nodes) for gm in graphs]
-    assert len({tuple(str(node.target) for node in order) for order in orders}) == 1, "ranks rewrote their graphs differently"
+    assert len({tuple(str(node.target) for node in order) for order in orders}) == 1, (
+        "ranks rewrote their graphs differently"
+    )
     known: list[dict[fx.Node, Any]] = [{} for _ in graphs]
     feeds = [iter(values) for values in inputs]
     for nodes in zip(*orders, strict=True):
         if nodes[0].op == "placeholder":
             results: list[Any] = [next(feed) for feed in feeds]
         elif nodes[0].op == "output":
-            return [fx.map_arg(node.args[0], env.__getitem__) for node, env in zip(nodes, known, strict=True)]
+            return [
+                fx.map_arg(node.args[0], env.__getitem__)
+                for node, env in zip(nodes, known, strict=True)
+            ]
         elif parse(nodes[0]) is not None:
-            results = exchange(nodes[0], [env[node.args[0]] for node, env in zip(nodes, known, strict=True)])
+            results = exchange(
+                nodes[0], [env[node.args[0]] for node, env in zip(nodes, known, strict=True)]
+            )
         elif nodes[0].target is ops.wait_tensor.default:
             results = [env[node.args[0]] for node, env in zip(nodes, known, strict=True)]
         else:
@@ -237,7 +296,8 @@ PROFILE = commpass.ethernet(0.001)
 
 
 def check(seed: int, ranks: int, exact: bool, monkeypatch) -> list[str]:
-    """One random graph: what simplify makes of it computes the same. Returns the rules that were applied."""
+    """One random graph: what simplify makes of it computes the same. Returns the rules that were
+    applied."""
     policy = Policy(reassociate=not exact)
     first = write(seed, ranks, narrow=exact)
     plain = [on_rank(first, rank) for rank in range(ranks)]
@@ -251,8 +311,13 @@ def check(seed: int, ranks: int, exact: bool, monkeypatch) -> list[str]:
         return []
     dtype = torch.float32 if exact else torch.float64
     generator = torch.Generator().manual_seed(seed)
-    inputs = [[torch.randn(ROWS, COLUMNS, generator=generator, dtype=dtype) for _ in range(2)] for _ in range(ranks)]
-    for rank, (got, expected) in enumerate(zip(run(changed, inputs), run(plain, inputs), strict=True)):
+    inputs = [
+        [torch.randn(ROWS, COLUMNS, generator=generator, dtype=dtype) for _ in range(2)]
+        for _ in range(ranks)
+    ]
+    for rank, (got, expected) in enumerate(
+        zip(run(changed, inputs), run(plain, inputs), strict=True)
+    ):
         for a, b in zip(got, expected, strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype), (seed, rank)
             same = torch.equal(a, b) if exact else torch.allclose(a, b, rtol=1e-9, atol=1e-9)

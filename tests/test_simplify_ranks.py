@@ -1,4 +1,5 @@
-"""simplify on real ranks: the numbers of the unsimplified graph, bit for bit where that is promised."""
+"""simplify on real ranks: the numbers of the unsimplified graph, bit for bit where that is
+promised."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def cases(size: int, rank: int, group: str):
 
     return {
         "same": lambda x: twice(x.sin(), ar) + x,
-        "sum of sums": lambda x: 3 * ar(x.sin()) - ar(x.cos()) / 7 + ar(x.exp()).view(-1).view(size * 6, 5) + rs(ag(x)),
+        "sum of sums": lambda x: (
+            3 * ar(x.sin()) - ar(x.cos()) / 7 + ar(x.exp()).view(-1).view(size * 6, 5) + rs(ag(x))
+        ),
         "scattered": lambda x: (
             ar(x.sin(), "avg")[rank * 6 : rank * 6 + 6] + 1,
             ar(x.cos()).t().chunk(size, 1)[rank] + 1,
@@ -61,9 +64,15 @@ def cases(size: int, rank: int, group: str):
             ag(x[:, :1].sin().expand(size * 6, 5).contiguous()) + 1,
             ag(torch.full((3, 5), float(rank))) + 1,
         ),
-        "widen then reduce": lambda x: (rs((x.bfloat16() * 2).float(), "avg") + 1, ar((x.half() * 2).float()) + 1),
+        "widen then reduce": lambda x: (
+            rs((x.bfloat16() * 2).float(), "avg") + 1,
+            ar((x.half() * 2).float()) + 1,
+        ),
         "expand": lambda x: ar(x[:1].sin().expand(7, 5)) + 1,
-        "constant": lambda x: (ar(torch.zeros(4, 5)) + x[:4], ar(torch.full((4, 5), float(rank + 1))) + x[:4]),
+        "constant": lambda x: (
+            ar(torch.zeros(4, 5)) + x[:4],
+            ar(torch.full((4, 5), float(rank + 1))) + x[:4],
+        ),
     }
 
 
@@ -76,7 +85,9 @@ def compare() -> set[str]:
         results = []
         for policy in (Policy(skip="simplify"), Policy(reassociate=not exact[name])):
             torch._dynamo.reset()
-            backend = commpass.backend(policy, inner="eager", profile=commpass.ethernet(0.001), strict=True)
+            backend = commpass.backend(
+                policy, inner="eager", profile=commpass.ethernet(0.001), strict=True
+            )
             with torch.no_grad():
                 got = torch.compile(function, backend=backend, fullgraph=True)(x)
             results.append(got if isinstance(got, tuple) else (got,))
@@ -88,7 +99,9 @@ def compare() -> set[str]:
             if exact[name]:
                 assert torch.equal(plain, simple), name
             else:  # one rounding of a sum of at most 3 * size addends below 32
-                assert (plain - simple).abs().max() <= 3 * size * 32 * torch.finfo(torch.float32).eps, name
+                assert (plain - simple).abs().max() <= 3 * size * 32 * torch.finfo(
+                    torch.float32
+                ).eps, name
     return met
 
 

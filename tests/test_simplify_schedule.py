@@ -1,7 +1,9 @@
-"""simplify neither lengthens the critical path nor raises peak memory: a timeline and a count of living bytes.
+"""simplify neither lengthens the critical path nor raises peak memory: a timeline and a count of
+living bytes.
 
-The timeline: one link and one stream of compute. Collectives run on the link in the order of their starts, each as long as the
-cost model says; every operator that computes takes the same time; a wait holds up the stream. Written apart from the pass.
+The timeline: one link and one stream of compute. Collectives run on the link in the order of their
+starts, each as long as the cost model says; every operator that computes takes the same time; a
+wait holds up the stream. Written apart from the pass.
 """
 
 from __future__ import annotations
@@ -22,13 +24,33 @@ from commpass.passes.simplify import simplify
 from commpass.passes.simplify.editor import RULE
 from commpass.policy import Policy
 
-FREE = {"view", "reshape", "_unsafe_view", "permute", "transpose", "t", "squeeze", "unsqueeze", "expand", "slice", "select",
-        "split", "split_with_sizes", "alias", "detach", "full"}  # fmt: skip
+FREE = {
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "permute",
+    "transpose",
+    "t",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "slice",
+    "select",
+    "split",
+    "split_with_sizes",
+    "alias",
+    "detach",
+    "full",
+}
 """Operators that move nothing in memory, and constants."""
 
 
 def name_of(node: fx.Node) -> str:
-    return "" if node.op != "call_function" else getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+    return (
+        ""
+        if node.op != "call_function"
+        else getattr(node.target, "_opname", getattr(node.target, "__name__", ""))
+    )
 
 
 def computes(node: fx.Node) -> bool:
@@ -49,7 +71,9 @@ def finish_us(gm: fx.GraphModule, profile: commpass.Profile, compute_us: float) 
         call = parse(node)
         if call is not None:
             ranks = dist.get_world_size(dist.distributed_c10d._resolve_process_group(call.group))
-            link = max(link, stream) + profile.link.us(call.kind, nbytes(call.inputs[0].meta["val"]), ranks)
+            link = max(link, stream) + profile.link.us(
+                call.kind, nbytes(call.inputs[0].meta["val"]), ranks
+            )
             arrival[node] = link
         elif is_wait(node):
             stream = max(stream, arrival.get(node.args[0], 0.0))
@@ -63,8 +87,14 @@ def peak_bytes(gm: fx.GraphModule) -> int:
     memory: dict[fx.Node, set[fx.Node]] = {}  # a node, and the tensors that must live while it does
     last: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
-        shows = is_wait(node) or node.target is operator.getitem or (name_of(node) in FREE and name_of(node) != "full")
-        memory[node] = set().union(*(memory[taken] for taken in node.all_input_nodes)) if shows else {node}
+        shows = (
+            is_wait(node)
+            or node.target is operator.getitem
+            or (name_of(node) in FREE and name_of(node) != "full")
+        )
+        memory[node] = (
+            set().union(*(memory[taken] for taken in node.all_input_nodes)) if shows else {node}
+        )
         for taken in (node, *node.all_input_nodes):
             last.update(dict.fromkeys(memory[taken], node))
     ends: dict[fx.Node, list[fx.Node]] = {}
@@ -80,7 +110,11 @@ def peak_bytes(gm: fx.GraphModule) -> int:
 
 def largest(gm: fx.GraphModule) -> int:
     """Bytes of the largest tensor that a collective of a graph takes or gives."""
-    return max(max(nbytes(node.meta["val"]), nbytes(node.args[0].meta["val"])) for node in gm.graph.nodes if parse(node))
+    return max(
+        max(nbytes(node.meta["val"]), nbytes(node.args[0].meta["val"]))
+        for node in gm.graph.nodes
+        if parse(node)
+    )
 
 
 def of_link(gbit_per_s: float, alpha_us: float) -> commpass.Profile:
@@ -106,14 +140,19 @@ def test_random_graphs(link, fake_group):
         rules = [step.rule for step in applied]
         # What was a part of a result and is now an input itself needs a copy where it is an output.
         copies = sum(node.meta.get(RULE) == "separate outputs" for node in after.graph.nodes)
-        assert after_us <= before_us + copies * compute_us + 1e-6, (seed, after_us - before_us, rules)
+        assert after_us <= before_us + copies * compute_us + 1e-6, (
+            seed,
+            after_us - before_us,
+            rules,
+        )
         earlier += after_us < before_us
         assert peak_bytes(after) <= peak_bytes(gm) + largest(gm), (seed, rules)
     assert earlier > 50
 
 
 def graphs_of_llama(layers: int) -> list[tuple[fx.GraphModule, fx.GraphModule]]:
-    """(plain, simplified) of the forward and the backward of a tensor-parallel Llama, as the pass gets them."""
+    """(plain, simplified) of the forward and the backward of a tensor-parallel Llama, as the pass
+    gets them."""
     from llama import build, step, tokens
 
     pairs = []
@@ -127,7 +166,9 @@ def graphs_of_llama(layers: int) -> list[tuple[fx.GraphModule, fx.GraphModule]]:
     model = build("tensor", dist.get_world_size(), layers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "simplify", keep)
-        compiled = torch.compile(model, backend=commpass.backend("lossless", inner="eager", strict=True), fullgraph=True)
+        compiled = torch.compile(
+            model, backend=commpass.backend("lossless", inner="eager", strict=True), fullgraph=True
+        )
         step(compiled, model, tokens("tensor", 0))
     assert len(pairs) == 2
     return pairs
@@ -141,6 +182,8 @@ def test_llama(fake_group):
                 before_us, after_us = (finish_us(gm, profile, compute_us) for gm in (plain, after))
                 assert after_us <= before_us, (link, compute_us)
         assert peak_bytes(after) <= peak_bytes(plain) + largest(plain)
-    plain, after = (sum(parse(node) is not None for node in gm.graph.nodes) for gm in (plain, after))
+    plain, after = (
+        sum(parse(node) is not None for node in gm.graph.nodes) for gm in (plain, after)
+    )
     assert (plain, after) == (10, 4)
     assert after_us < before_us

@@ -1,4 +1,5 @@
-"""3,000 steps on real ranks: memory does not grow, replicas stay the same bits, nothing is lost on the way."""
+"""3,000 steps on real ranks: memory does not grow, replicas stay the same bits, nothing is lost on
+the way."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ class Net(nn.Module):
 
     def forward(self, x):
         y = (x @ Summed.apply(self.first)).tanh()
-        y = ops.wait_tensor(ops.all_reduce(y.detach(), "avg", dist.group.WORLD.group_name)) * 0.1 + y
+        y = (
+            ops.wait_tensor(ops.all_reduce(y.detach(), "avg", dist.group.WORLD.group_name)) * 0.1
+            + y
+        )
         return y @ Summed.apply(self.second)
 
 
@@ -72,18 +76,32 @@ def soak() -> tuple[float, float, int, int, str]:
         losses.append(loss.item())
         if number == WARM:
             gc.collect()
-            before, tensors = resident(), sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+            before, tensors = (
+                resident(),
+                sum(isinstance(each, torch.Tensor) for each in gc.get_objects()),
+            )
     gc.collect()
     more = sum(isinstance(each, torch.Tensor) for each in gc.get_objects()) - tensors
-    assert {site.codec for plan in commpass.plans()[seen:] for site in plan} == {"int8", "topk(density=0.1)"}
+    assert {site.codec for plan in commpass.plans()[seen:] for site in plan} == {
+        "int8",
+        "topk(density=0.1)",
+    }
     assert len(commpass.state_dict(model)) == 2
     bits = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-    return sum(losses[:50]) / 50, sum(losses[-50:]) / 50, resident() - before, more, hashlib.sha256(bits).hexdigest()
+    return (
+        sum(losses[:50]) / 50,
+        sum(losses[-50:]) / 50,
+        resident() - before,
+        more,
+        hashlib.sha256(bits).hexdigest(),
+    )
 
 
 @pytest.mark.timeout(900)
 def test_three_thousand_steps_keep_replicas_alike_and_memory_as_it_is(ranks2):
-    (first, last, grown, more, bits), (*_, other_grown, other_more, other_bits) = ranks2.run(soak, timeout=800)
+    (first, last, grown, more, bits), (*_, other_grown, other_more, other_bits) = ranks2.run(
+        soak, timeout=800
+    )
     assert bits == other_bits
     assert last < 0.8 * first  # it was trained, with what was held back made up
     assert max(grown, other_grown) < 16 * 2**20

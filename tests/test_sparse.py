@@ -1,4 +1,5 @@
-"""Index codes against a writer of bits in plain Python, and the sparse codecs: laws 2 and 4, bounds, exact sizes, residuals."""
+"""Index codes against a writer of bits in plain Python, and the sparse codecs: laws 2 and 4,
+bounds, exact sizes, residuals."""
 
 from __future__ import annotations
 
@@ -33,10 +34,12 @@ def bits(x: torch.Tensor) -> bytes:
 
 
 def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
-# --- index codes ------------------------------------------------------------------------------------------------------
+# --- index codes ----------------------------------------------------------------------------------
 
 
 def as_bytes(ones: list[int]) -> bytes:
@@ -53,7 +56,9 @@ def written(code: IndexCode, slots: list[int], n: int) -> bytes:
     if code.kind == "bitmap":
         return as_bytes([int(i in set(slots)) for i in range(n)])
     if code.kind == "blocks16":
-        ends = [sum(slot < min(n, (block + 1) << 16) for slot in slots) for block in range(-(-n >> 16))]
+        ends = [
+            sum(slot < min(n, (block + 1) << 16) for slot in slots) for block in range(-(-n >> 16))
+        ]
         return b"".join((slot & 65535).to_bytes(2, "little") for slot in slots) + b"".join(
             end.to_bytes(4, "little") for end in ends
         )
@@ -68,7 +73,13 @@ def written(code: IndexCode, slots: list[int], n: int) -> bytes:
 
 @st.composite
 def slots_of(draw: st.DrawFn) -> tuple[int, list[list[int]], IndexCode]:
-    n = draw(st.one_of(st.integers(1, 70), st.integers(1, 3000), st.sampled_from([65535, 65536, 65537, 200_000])))
+    n = draw(
+        st.one_of(
+            st.integers(1, 70),
+            st.integers(1, 3000),
+            st.sampled_from([65535, 65536, 65537, 200_000]),
+        )
+    )
     k = draw(st.integers(1, min(n, draw(st.sampled_from([3, 200, 3000])))))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     rows = []
@@ -76,9 +87,15 @@ def slots_of(draw: st.DrawFn) -> tuple[int, list[list[int]], IndexCode]:
         used = draw(st.one_of(st.just(k), st.integers(0, k)))
         span = draw(st.sampled_from([n, max(used, n // 50)]))  # spread out, or all at one end
         start = draw(st.sampled_from([0, n - span]))
-        rows.append(sorted((rng.choice(span, used, replace=False) + start).tolist()) + [n] * (k - used))
-    code = draw(st.one_of(st.builds(IndexCode, st.sampled_from(KINDS), st.integers(0, 18)), st.builds(
-        lambda k: index_code(Fraction(k, n)), st.just(k))))  # fmt: skip
+        rows.append(
+            sorted((rng.choice(span, used, replace=False) + start).tolist()) + [n] * (k - used)
+        )
+    code = draw(
+        st.one_of(
+            st.builds(IndexCode, st.sampled_from(KINDS), st.integers(0, 18)),
+            st.builds(lambda k: index_code(Fraction(k, n)), st.just(k)),
+        )
+    )
     return n, rows, code if code.kind == "elias-fano" else dataclasses.replace(code, low=0)
 
 
@@ -100,28 +117,41 @@ def test_index_codes_write_what_their_definition_says_and_read_it_back(drawn):
 def test_no_bytes_are_read_as_an_index_outside_of_the_row(drawn, seed):
     n, rows, code = drawn
     k = len(rows[0])
-    raw = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (2, code.nbytes(n, k)), dtype=np.uint8))
+    raw = torch.from_numpy(
+        np.random.default_rng(seed).integers(0, 256, (2, code.nbytes(n, k)), dtype=np.uint8)
+    )
     read = code.decode(raw, n, k)
     assert read.shape == (2, k)
     assert int(read.min()) >= 0
     assert int(read.max()) <= n
 
 
-@pytest.mark.parametrize("density", [1.0, 0.9, 0.5, 0.3, 0.25, 0.2, 0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6])
+@pytest.mark.parametrize(
+    "density", [1.0, 0.9, 0.5, 0.3, 0.25, 0.2, 0.1, 0.01, 0.001, 1e-4, 1e-5, 1e-6]
+)
 def test_the_least_code_is_chosen_for_every_density(density):
     n = 10**7
     k = math.ceil(density * n)
     code = index_code(Fraction(density).limit_denominator(10**6))
-    others = [IndexCode("bitmap"), IndexCode("blocks16"), *(IndexCode("elias-fano", low) for low in range(25))]
+    others = [
+        IndexCode("bitmap"),
+        IndexCode("blocks16"),
+        *(IndexCode("elias-fano", low) for low in range(25)),
+    ]
     assert code.nbytes(n, k) <= min(other.nbytes(n, k) for other in others) + 1
     assert code.kind == ("bitmap" if density >= 0.25 else "elias-fano")
     entropy = k * math.log2(n / k) + (n - k) * math.log2(n / (n - k)) if k < n else 0
-    assert 8 * code.nbytes(n, k) <= entropy + (0.6 if density <= 0.1 else 0.8) * k + 16 or code.kind == "bitmap"
+    assert (
+        8 * code.nbytes(n, k) <= entropy + (0.6 if density <= 0.1 else 0.8) * k + 16
+        or code.kind == "bitmap"
+    )
 
 
 def test_one_percent_takes_8_56_bits_an_index():
     """``k*l + k + n/2^l`` with l = 6; the entropy is 8.08."""
-    assert 8 * index_code(Fraction(1, 100)).nbytes(10**6, 10**4) / 10**4 == pytest.approx(8.5625, abs=1e-3)
+    assert 8 * index_code(Fraction(1, 100)).nbytes(10**6, 10**4) / 10**4 == pytest.approx(
+        8.5625, abs=1e-3
+    )
 
 
 @examples
@@ -140,7 +170,7 @@ def test_unknown_index_codes_are_refused(kind):
         made("topk", indices=kind)
 
 
-# --- the codecs -------------------------------------------------------------------------------------------------------
+# --- the codecs -----------------------------------------------------------------------------------
 
 VALUES = ["raw", "int8", "rotated"]
 
@@ -151,7 +181,12 @@ def coders(draw: st.DrawFn) -> sparse.SparseCodec:
         draw(st.sampled_from([0.001, 0.01, 0.1, 0.3, 1.0])),
         draw(st.sampled_from(["least", "bitmap", "blocks16"])),
     )
-    return made(draw(st.sampled_from(NAMES)), density=density, values=draw(st.sampled_from(VALUES)), indices=indices)
+    return made(
+        draw(st.sampled_from(NAMES)),
+        density=density,
+        values=draw(st.sampled_from(VALUES)),
+        indices=indices,
+    )
 
 
 CONTENTS = {
@@ -166,14 +201,24 @@ CONTENTS = {
 
 @st.composite
 def tensors(draw: st.DrawFn) -> torch.Tensor:
-    shape = draw(st.one_of(st.just(()), st.tuples(st.integers(0, 3)), st.tuples(st.integers(0, 1500)),
-                           st.tuples(st.integers(0, 7), st.integers(0, 90))))  # fmt: skip
+    shape = draw(
+        st.one_of(
+            st.just(()),
+            st.tuples(st.integers(0, 3)),
+            st.tuples(st.integers(0, 1500)),
+            st.tuples(st.integers(0, 7), st.integers(0, 90)),
+        )
+    )
     dtype = draw(st.sampled_from(FLOATS))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     values = CONTENTS[draw(st.sampled_from(sorted(CONTENTS)))](rng, math.prod(shape))
     values = values * 10.0 ** draw(st.sampled_from([0, 0, 0, -45, -38, -20, 20, 38]))
     limit = torch.finfo(dtype).max
-    return torch.from_numpy(np.clip(values, -limit, limit).reshape(shape)).to(dtype).clamp(-limit, limit)
+    return (
+        torch.from_numpy(np.clip(values, -limit, limit).reshape(shape))
+        .to(dtype)
+        .clamp(-limit, limit)
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -198,7 +243,9 @@ def test_chosen_entries_arrive_and_all_others_are_zero(coder, x):
     # the values are those of the inner codec, of the chosen entries with zeros behind
     inner = torch.zeros(1, coder.slots(n), dtype=x.dtype)
     inner[0, : len(used)] = x.reshape(-1)[used]
-    want = coder.inner.decode_rows(coder.inner.encode_rows(inner), coder.slots(n), x.dtype).to(values.dtype)
+    want = coder.inner.decode_rows(coder.inner.encode_rows(inner), coder.slots(n), x.dtype).to(
+        values.dtype
+    )
     assert bits(values[0, : len(used)]) == bits(want[0, : len(used)])
     if coder.inner.lossless:
         assert bits(back.reshape(-1)[used]) == bits(x.reshape(-1)[used])
@@ -208,7 +255,12 @@ def test_chosen_entries_arrive_and_all_others_are_zero(coder, x):
 @given(coders(), tensors())
 def test_the_error_is_within_the_stated_bound(coder, x):
     values = x.double().reshape(-1).numpy()
-    back = coder.decode_rows(coder.encode(x).payload[None], x.numel(), x.dtype).double().reshape(-1).numpy()
+    back = (
+        coder.decode_rows(coder.encode(x).payload[None], x.numel(), x.dtype)
+        .double()
+        .reshape(-1)
+        .numpy()
+    )
     largest = np.abs(values).max(initial=1e-300)
     error, norm = np.linalg.norm((back - values) / largest), np.linalg.norm(values / largest)
     floor = coder.floor(x.dtype) * math.sqrt(len(values)) / largest
@@ -220,11 +272,15 @@ def test_bounds_are_those_of_theory():
     assert made("topk", density=1.0).bound == 0
     assert {made(name).bound for name in NAMES[1:]} == {1.0}
     inner = codec("int8", block=64)
-    assert made("topk", values="int8").bound == pytest.approx(math.sqrt(0.99 + 0.01 * codec("int8").bound ** 2))
+    assert made("topk", values="int8").bound == pytest.approx(
+        math.sqrt(0.99 + 0.01 * codec("int8").bound ** 2)
+    )
     assert inner.bound < 1
     flat = torch.ones(10_000)  # the worst there is for top-k
     coder = made("topk", density=0.01)
-    assert float((coder.decode(coder.encode(flat)) - flat).norm() / flat.norm()) == pytest.approx(coder.bound)
+    assert float((coder.decode(coder.encode(flat)) - flat).norm() / flat.norm()) == pytest.approx(
+        coder.bound
+    )
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -239,7 +295,9 @@ def test_what_is_not_finite_stays_so(name, bad, values):
         broken[0, places] = bad
         back = coder.decode(coder.encode(broken))
         assert not back[0, places].isfinite().any(), places
-        if name != "randomk" and values == "raw" and len(places) <= 20:  # nothing else is touched, and Inf stays Inf
+        if (
+            name != "randomk" and values == "raw" and len(places) <= 20
+        ):  # nothing else is touched, and Inf stays Inf
             others = [i for i in range(2000) if i not in places]
             assert back[0, others].isfinite().all()
             assert torch.equal(back[0, places], broken[0, places]) or math.isnan(bad)
@@ -251,7 +309,9 @@ def test_a_lost_row_leaves_the_others_alone():
     rows[1, :500] = math.nan
     back = coder.decode_rows(coder.encode_rows(rows), 1000, torch.float32)
     assert back[1].isnan().all()
-    assert bits(back[[0, 2]]) == bits(coder.decode_rows(coder.encode_rows(rows[[0, 2]]), 1000, torch.float32))
+    assert bits(back[[0, 2]]) == bits(
+        coder.decode_rows(coder.encode_rows(rows[[0, 2]]), 1000, torch.float32)
+    )
     assert int((back[0] != 0).sum()) == 10
 
 
@@ -264,7 +324,9 @@ def test_wire_bytes_are_values_and_indices_and_padding_to_16(name, dtype):
         want = -(-(k * dtype.itemsize + low + high) // 16) * 16
         assert made(name).wire_bytes(n, dtype) == want
         assert made(name).encode_rows(gaussian(3, n, dtype=dtype)).shape == (3, want)
-    assert made(name).bits_per_value(10**6, torch.float32) == pytest.approx(0.01 * (32 + 8.5625), abs=1e-3)
+    assert made(name).bits_per_value(10**6, torch.float32) == pytest.approx(
+        0.01 * (32 + 8.5625), abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -275,11 +337,19 @@ def test_each_row_is_encoded_and_decoded_on_its_own(name):
     values = coder.decode_rows(wires, 700, torch.float32)
     for row in range(5):
         assert bits(coder.encode_rows(rows[row : row + 1])) == bits(wires[row])
-        assert bits(coder.decode_rows(wires[row : row + 1], 700, torch.float32)) == bits(values[row])
+        assert bits(coder.decode_rows(wires[row : row + 1], 700, torch.float32)) == bits(
+            values[row]
+        )
 
 
 @examples
-@given(st.integers(1, 6), st.integers(1, 400), st.sampled_from(FLOATS), st.sampled_from(NAMES), st.integers(0, 99))
+@given(
+    st.integers(1, 6),
+    st.integers(1, 400),
+    st.sampled_from(FLOATS),
+    st.sampled_from(NAMES),
+    st.integers(0, 99),
+)
 def test_sums_by_index_are_sums_of_rows_in_order(count, n, dtype, name, seed):
     coder = made(name, density=0.1)
     wires = coder.encode_rows(gaussian(count, n, seed=seed, dtype=dtype))
@@ -299,7 +369,7 @@ def test_a_sum_by_index_with_a_lost_row_is_nan():
     assert sparse.sum_by_index(indices, values, 50).isnan().all()
 
 
-# --- error feedback ---------------------------------------------------------------------------------------------------
+# --- error feedback -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("values", ["raw", "int8"])
@@ -318,7 +388,8 @@ def test_what_is_sent_and_what_is_left_add_up(name, values):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_feedback_everything_is_sent_in_time(name):
-    """100 steps of one gradient: what has arrived is 100 times it, up to what is still held back."""
+    """100 steps of one gradient: what has arrived is 100 times it, up to what is still held
+    back."""
     coder = made(name, density=0.05)
     x, left, arrived = gaussian(2000).abs() + 0.1, torch.zeros(2000), torch.zeros(2000)
     for _ in range(100):
@@ -336,7 +407,7 @@ def test_what_is_not_finite_does_not_stay_in_the_residual():
     assert left.isfinite().all()
 
 
-# --- values as they are -----------------------------------------------------------------------------------------------
+# --- values as they are ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -348,7 +419,9 @@ def test_raw_keeps_all_16_bit_patterns(dtype):
     assert wire.payload.numel() == 131_072 == coder.wire_bytes(65_536, dtype)
     assert bits(wire.payload) == bits(x)
     assert bits(coder.decode(wire)) == bits(x)
-    assert coder.decode_rows(wire.payload[None], 65_536, dtype).dtype == dtype  # a wider one would not keep NaNs
+    assert (
+        coder.decode_rows(wire.payload[None], 65_536, dtype).dtype == dtype
+    )  # a wider one would not keep NaNs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -366,7 +439,7 @@ def test_raw_refuses_another_wire_as_others_do():
         coder.decode(dataclasses.replace(wire, payload=wire.payload[:-1]))
 
 
-# --- compiled, fake, symbolic; refused --------------------------------------------------------------------------------
+# --- compiled, fake, symbolic; refused ------------------------------------------------------------
 
 
 def test_eager_and_compiled_calls_agree_bit_for_bit():
@@ -377,11 +450,16 @@ def test_eager_and_compiled_calls_agree_bit_for_bit():
 
     def all_of_them(rows):
         wires = [coder.encode_rows(rows) for coder in coders]
-        return [(wire, coder.decode_rows(wire, 3000, torch.float32)) for coder, wire in zip(coders, wires, strict=True)]
+        return [
+            (wire, coder.decode_rows(wire, 3000, torch.float32))
+            for coder, wire in zip(coders, wires, strict=True)
+        ]
 
     compiled = torch.compile(all_of_them, dynamic=False, fullgraph=True)(x)
     for coder, eager, other in zip(coders, all_of_them(x), compiled, strict=True):
-        rows = slice(0, 3) if coder.inner.spec == "int8" else slice(None)  # codes of what is not finite may differ
+        rows = (
+            slice(0, 3) if coder.inner.spec == "int8" else slice(None)
+        )  # codes of what is not finite may differ
         assert bits(eager[0][rows]) == bits(other[0][rows]), coder.spec
         assert bits(eager[1][rows]) == bits(other[1][rows]), coder.spec
 
@@ -395,7 +473,9 @@ def test_one_graph_with_symbolic_sizes_is_right_for_all_sizes(name, rows):
         return wire, coder.decode_rows(wire, x.shape[1], x.dtype)
 
     graph = make_fx(run, tracing_mode="symbolic")(gaussian(rows, 61_003))
-    assert not [node for node in graph.graph.nodes if node.op == "get_attr"], "a constant was captured"
+    assert not [node for node in graph.graph.nodes if node.op == "get_attr"], (
+        "a constant was captured"
+    )
     for n in (61_003, 131_072, 7001):
         x = gaussian(rows, n, seed=n)
         for eager, traced in zip(run(x), graph(x), strict=True):
@@ -418,7 +498,10 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(name, dtype):
         assert (fake_back.shape, fake_back.dtype) == (back.shape, back.dtype)
 
 
-@pytest.mark.parametrize("parameters", [{"density": 0.0}, {"density": 2.0}, {"values": "int9"}, {"values": "int8(block=7)"}])
+@pytest.mark.parametrize(
+    "parameters",
+    [{"density": 0.0}, {"density": 2.0}, {"values": "int9"}, {"values": "int8(block=7)"}],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_bad_parameters_are_refused(name, parameters):
     with pytest.raises(PolicyError):

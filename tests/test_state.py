@@ -1,4 +1,5 @@
-"""Error feedback on real ranks: nothing is lost between steps, between runs, or when the number of ranks changes."""
+"""Error feedback on real ranks: nothing is lost between steps, between runs, or when the number of
+ranks changes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from commpass.runtime.state import Name
 pytestmark = pytest.mark.xdist_group("ranks")
 
 ops = torch.ops._c10d_functional
-POLICY = commpass.Policy(rules=[commpass.Rule(codec="topk(density=0.1)", direction="backward", force=True)])
+POLICY = commpass.Policy(
+    rules=[commpass.Rule(codec="topk(density=0.1)", direction="backward", force=True)]
+)
 STEPS = 6
 held: list[torch.Tensor] = []
 """The weight that was trained last: residuals go with it."""
@@ -31,7 +34,8 @@ def sum_gradients(gradient, op):
 
 
 class Summed(torch.autograd.Function):
-    """The identity, whose gradient is summed over the ranks: what data parallelism makes of a parameter."""
+    """The identity, whose gradient is summed over the ranks: what data parallelism makes of a
+    parameter."""
 
     @staticmethod
     def forward(ctx, x, op):
@@ -64,8 +68,11 @@ def train(steps: range, op: str = "sum", scale: float = 1.0):
     """(sum of what the ranks were given, sum of the exact gradients of all ranks) in float64."""
     weight = torch.ones(64, 32, requires_grad=True)
     held[:] = [weight]
-    step = torch.compile(lambda w, x: (x @ Summed.apply(w, op)).square().sum() * scale, fullgraph=True,
-                         backend=commpass.backend(POLICY, strict=True))  # fmt: skip
+    step = torch.compile(
+        lambda w, x: (x @ Summed.apply(w, op)).square().sum() * scale,
+        fullgraph=True,
+        backend=commpass.backend(POLICY, strict=True),
+    )
     given, own = torch.zeros(64, 32, dtype=torch.float64), torch.zeros(64, 32, dtype=torch.float64)
     for number in steps:
         x = batch(dist.get_rank(), number)
@@ -78,7 +85,9 @@ def train(steps: range, op: str = "sum", scale: float = 1.0):
 
 
 def all_residuals() -> torch.Tensor:
-    return sum(sum(t.double() for t in theirs.values()) for theirs in everybodys(commpass.state_dict()))
+    return sum(
+        sum(t.double() for t in theirs.values()) for theirs in everybodys(commpass.state_dict())
+    )
 
 
 def check_sum(op: str) -> None:
@@ -86,7 +95,9 @@ def check_sum(op: str) -> None:
     given, exact = train(range(STEPS), op)
     (kept,) = commpass.state_dict().values()
     assert (kept.shape, kept.dtype) == ((64, 32), torch.float32)
-    assert kept.abs().max() > 0.1 * exact.abs().max() / dist.get_world_size()  # much is held back, or nothing would be tested
+    assert (
+        kept.abs().max() > 0.1 * exact.abs().max() / dist.get_world_size()
+    )  # much is held back, or nothing would be tested
     left = all_residuals() / (dist.get_world_size() if op == "avg" else 1)
     assert (given + left - exact).abs().max() <= 1e-5 * exact.abs().max()
     assert (given - exact).abs().max() > 0.01 * exact.abs().max()
@@ -101,7 +112,9 @@ def test_what_was_sent_and_the_residuals_are_the_sum_of_all_gradients(op, ranks3
 def save(folder: str, op: str):
     fresh()
     given, exact = train(range(STEPS), op)
-    dcp.save({"commpass": commpass.state_dict(), "other": {"x": torch.ones(2)}}, checkpoint_id=folder)
+    dcp.save(
+        {"commpass": commpass.state_dict(), "other": {"x": torch.ones(2)}}, checkpoint_id=folder
+    )
     return given, exact, all_residuals() / (dist.get_world_size() if op == "avg" else 1)
 
 
@@ -133,11 +146,15 @@ def test_a_checkpoint_of_some_ranks_is_carried_on_by_others(before, after, op, t
 
 
 def check_recompiled() -> None:
-    """Another batch size compiles anew: the residual of the gradient, whose shape is the same, goes on."""
+    """Another batch size compiles anew: the residual of the gradient, whose shape is the same, goes
+    on."""
     fresh()
     weight = torch.ones(64, 32, requires_grad=True)
-    step = torch.compile(lambda w, x: (x @ Summed.apply(w, "sum")).square().sum(), dynamic=False,
-                         backend=commpass.backend(POLICY, strict=True))  # fmt: skip
+    step = torch.compile(
+        lambda w, x: (x @ Summed.apply(w, "sum")).square().sum(),
+        dynamic=False,
+        backend=commpass.backend(POLICY, strict=True),
+    )
     seen = len(commpass.plans())
     for rows in (8, 5, 8):
         step(weight, batch(dist.get_rank(), 0)[:rows]).backward()
@@ -202,12 +219,23 @@ def test_residuals_by_hand(ranks3):
 
 def check_by_hand() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    for spec in ("topk(density=0.05)", "dgc", "randomk(density=0.3)", "topk(density=0.2, values=int8)", "topk(density=0.9)"):
+    for spec in (
+        "topk(density=0.05)",
+        "dgc",
+        "randomk(density=0.3)",
+        "topk(density=0.2, values=int8)",
+        "topk(density=0.9)",
+    ):
         for dtype in (torch.float32, torch.bfloat16):
             residual = torch.zeros(500, 3, dtype=torch.float32)
-            sent, given = torch.zeros(500, 3, dtype=torch.float64), torch.zeros(500, 3, dtype=torch.float64)
+            sent, given = (
+                torch.zeros(500, 3, dtype=torch.float64),
+                torch.zeros(500, 3, dtype=torch.float64),
+            )
             for step in range(5):
-                x = torch.randn(500, 3, generator=torch.Generator().manual_seed(10 * rank + step)).to(dtype)
+                x = torch.randn(
+                    500, 3, generator=torch.Generator().manual_seed(10 * rank + step)
+                ).to(dtype)
                 result = commpass.all_reduce(x, codec=spec, residual=residual)
                 assert (result.dtype, result.shape) == (dtype, x.shape)
                 sent, given = sent + result.double(), given + x.double()
@@ -225,9 +253,13 @@ def check_by_hand() -> None:
 def check_compiled_by_hand() -> None:
     x = torch.randn(300, generator=torch.Generator().manual_seed(dist.get_rank()))
     left, other = torch.zeros(300), torch.zeros(300)
-    function = torch.compile(lambda x, r: commpass.all_reduce(x, codec="topk(density=0.1)", residual=r), fullgraph=True)
+    function = torch.compile(
+        lambda x, r: commpass.all_reduce(x, codec="topk(density=0.1)", residual=r), fullgraph=True
+    )
     for _ in range(3):
-        assert torch.equal(function(x, left), commpass.all_reduce(x, codec="topk(density=0.1)", residual=other))
+        assert torch.equal(
+            function(x, left), commpass.all_reduce(x, codec="topk(density=0.1)", residual=other)
+        )
         assert torch.equal(left, other)
 
 
@@ -241,9 +273,13 @@ def check_refused() -> list[str]:
         lambda: commpass.all_reduce(x, codec="topk"),
         lambda: commpass.all_reduce(x.bfloat16(), codec="topk"),
         lambda: commpass.all_reduce(x, codec="topk", residual=torch.zeros(6)),
-        lambda: commpass.all_reduce(x, codec="topk", residual=torch.zeros(6, 2, dtype=torch.bfloat16)),
+        lambda: commpass.all_reduce(
+            x, codec="topk", residual=torch.zeros(6, 2, dtype=torch.bfloat16)
+        ),
         lambda: commpass.all_reduce(x, codec="int8", residual=torch.zeros(6, 2)),
-        lambda: commpass.all_reduce(x, codec="topk", algorithm="two_shot", residual=torch.zeros(6, 2)),
+        lambda: commpass.all_reduce(
+            x, codec="topk", algorithm="two_shot", residual=torch.zeros(6, 2)
+        ),
         lambda: commpass.all_gather(x, codec="topk"),
     )
 
@@ -268,7 +304,9 @@ def check_inference() -> list[str]:
     said = []
     for force in (False, True):
         policy = commpass.Policy(rules=[commpass.Rule(codec="topk", force=force)])
-        function = torch.compile(lambda x: sum_gradients(x * 2, "sum"), backend=commpass.backend(policy))
+        function = torch.compile(
+            lambda x: sum_gradients(x * 2, "sum"), backend=commpass.backend(policy)
+        )
         x = torch.randn(64, 64)
         with torch.no_grad():
             if not force:
@@ -288,7 +326,7 @@ def test_inference_keeps_no_state(ranks2):
     assert "direction='backward'" in refused
 
 
-# --- names and errors, without ranks ----------------------------------------------------------------------------------
+# --- names and errors, without ranks --------------------------------------------------------------
 
 
 @pytest.fixture
@@ -316,18 +354,33 @@ def other(name: Name, **changes) -> str:
 
 FOREIGN = {
     "no state of ours": (lambda n: {"weight": torch.ones(4)}, ["'weight'", "commpass.v2/"]),
-    "newer": (lambda n: {str(n).replace("v2", "v3"): torch.ones(4)}, ["version 3", "up to 2", "update commpass"]),
-    "older": (lambda n: {"commpass.v1/a/backward/all_reduce/float32[4]/0#2/sum/world/0of2": torch.ones(4)},
-              ["version 1", "order in which code was compiled", "Leave it out"]),
+    "newer": (
+        lambda n: {str(n).replace("v2", "v3"): torch.ones(4)},
+        ["version 3", "up to 2", "update commpass"],
+    ),
+    "older": (
+        lambda n: {
+            "commpass.v1/a/backward/all_reduce/float32[4]/0#2/sum/world/0of2": torch.ones(4)
+        },
+        ["version 1", "order in which code was compiled", "Leave it out"],
+    ),
     "no tensor": (lambda n: {str(n): 3}, ["int", "tensors"]),
-    "another model": (lambda n: {other(n, site="layers.0.mpl/backward/all_reduce/float32[4]/0"): torch.ones(4)},
-                      ["another model", "layers.0.mlp", "layers.0.mpl", "did you mean"]),
-    "another shape": (lambda n: {str(n): torch.ones(5), other(n, rank=1): torch.ones(5)}, ["[5]", "[4]", "layers.0.mlp"]),
+    "another model": (
+        lambda n: {other(n, site="layers.0.mpl/backward/all_reduce/float32[4]/0"): torch.ones(4)},
+        ["another model", "layers.0.mlp", "layers.0.mpl", "did you mean"],
+    ),
+    "another shape": (
+        lambda n: {str(n): torch.ones(5), other(n, rank=1): torch.ones(5)},
+        ["[5]", "[4]", "layers.0.mlp"],
+    ),
     "another dtype": (lambda n: {str(n): torch.ones(4).double()}, ["float64", "float32"]),
     "another op": (lambda n: {other(n, op="avg"): torch.ones(4)}, ["avg", "sum"]),
     "a rank is missing": (lambda n: {other(n, ranks=4): torch.ones(4)}, ["rank 2"]),
-    "one site too many": (lambda n: {str(n): torch.ones(4), other(n, site="b"): torch.ones(4)}, ["another model", "b"]),
-}  # fmt: skip
+    "one site too many": (
+        lambda n: {str(n): torch.ones(4), other(n, site="b"): torch.ones(4)},
+        ["another model", "b"],
+    ),
+}
 
 
 @pytest.mark.parametrize("what", FOREIGN)
@@ -345,7 +398,11 @@ def test_foreign_state_is_refused_and_nothing_is_changed(what, kept):
 def test_state_that_nobody_asked_for_yet_is_saved_again(fake_group):
     fake_group(2)
     fresh()
-    given = {str(Name("-", "f", "b/backward/all_reduce/float32[4]/0", "sum", "world", 0, 2)): torch.ones(4)}
+    given = {
+        str(Name("-", "f", "b/backward/all_reduce/float32[4]/0", "sum", "world", 0, 2)): torch.ones(
+            4
+        )
+    }
     commpass.load_state_dict(given)
     assert list(commpass.state_dict()) == list(given)
     fresh()

@@ -25,10 +25,19 @@ LAYERS = 2
 
 def planned(**changes) -> PlannedSite:
     facts = {
-        "name": "all_reduce", "kind": "all_reduce", "reduce_op": "sum", "group": "7", "group_label": "tp", "group_size": 8,
-        "group_labels": ("tp", "world"), "dtype": "float32", "shape": (256,), "bytes": 1024, "wire_bytes": 1024,
+        "name": "all_reduce",
+        "kind": "all_reduce",
+        "reduce_op": "sum",
+        "group": "7",
+        "group_label": "tp",
+        "group_size": 8,
+        "group_labels": ("tp", "world"),
+        "dtype": "float32",
+        "shape": (256,),
+        "bytes": 1024,
+        "wire_bytes": 1024,
         "module": "layers.0.mlp",
-    }  # fmt: skip
+    }
     return PlannedSite(**(facts | changes))
 
 
@@ -107,7 +116,13 @@ def test_compiled_autograd_runs_one_backward_for_all_graphs(caplog):
     log.add(1, "forward", trained=True)
     assert log.call("F0", "F1") == ""
     log.add(2, "backward")
-    assert [log.call("B2"), *(log.call("F0", "F1", "B2") for _ in range(4))] == ["", "", "L", "W", ""]
+    assert [log.call("B2"), *(log.call("F0", "F1", "B2") for _ in range(4))] == [
+        "",
+        "",
+        "L",
+        "W",
+        "",
+    ]
 
 
 def test_blocks_that_share_a_graph_are_no_rounds(caplog):
@@ -133,7 +148,9 @@ def test_blocks_that_are_compiled_one_by_one_are_told_together(caplog):
     assert "8 graphs, 8 sites" in caplog.records[0].getMessage()
 
 
-@pytest.mark.parametrize("order", [("F0", "B0") * 2, ("F0", "F0", "B0", "B0")], ids=["in turns", "pipelined"])
+@pytest.mark.parametrize(
+    "order", [("F0", "B0") * 2, ("F0", "F0", "B0", "B0")], ids=["in turns", "pipelined"]
+)
 def test_parts_of_a_batch_are_told_once(order, caplog):
     log = Log(caplog, MISSING)
     train(log, 0)
@@ -149,7 +166,9 @@ def test_a_second_model_of_the_backend_is_told_too_and_each_warning_stays_one(ca
     assert "4 graphs" in caplog.records[-1].getMessage()
 
 
-@pytest.mark.parametrize(("calls", "before", "at_the_end"), [(0, "", "LW"), (1, "", "LW"), (4, "L", "W")])
+@pytest.mark.parametrize(
+    ("calls", "before", "at_the_end"), [(0, "", "LW"), (1, "", "LW"), (4, "L", "W")]
+)
 def test_what_was_not_said_is_said_at_the_end(calls, before, at_the_end, caplog):
     log = Log(caplog, MISSING)
     log.add(0, "forward")
@@ -165,7 +184,7 @@ def test_nothing_is_said_where_nothing_was_compiled(caplog):
     assert log.said() == ""
 
 
-# --- what there is instead --------------------------------------------------------------------------------------------
+# --- what there is instead ------------------------------------------------------------------------
 
 SITES = (
     planned(),
@@ -174,12 +193,21 @@ SITES = (
     planned(module="", group="11", group_label="", group_labels=()),
 )
 INSTEAD = {
-    "a group": (Rule(group="tpp"), ["group='tpp'", "did you mean 'tp'?", "Known: 11, dp, tp, world."]),
-    "a module": (Rule(module="layers.*.mpl"), ["module='layers.*.mpl'", "did you mean 'layers.0.mlp'?", "head", "path ''"]),
+    "a group": (
+        Rule(group="tpp"),
+        ["group='tpp'", "did you mean 'tp'?", "Known: 11, dp, tp, world."],
+    ),
+    "a module": (
+        Rule(module="layers.*.mpl"),
+        ["module='layers.*.mpl'", "did you mean 'layers.0.mlp'?", "head", "path ''"],
+    ),
     "a kind": (Rule(kind="broadcast"), ["kind='broadcast'", "Known: all_gather, all_reduce."]),
     "bytes": (Rule(min_bytes=10**6), ["min_bytes=1000000: the largest has 4,096."]),
     "two of them": (Rule(group="ep", kind="broadcast"), ["group='ep'", "kind='broadcast'"]),
-    "none alone": (Rule(group="dp", direction="backward"), ["each of its conditions holds somewhere, but nowhere all"]),
+    "none alone": (
+        Rule(group="dp", direction="backward"),
+        ["each of its conditions holds somewhere, but nowhere all"],
+    ),
 }
 
 
@@ -212,13 +240,16 @@ def test_a_rule_is_told_that_there_are_no_collectives_at_all():
 
 def test_a_message_lists_no_more_names_than_one_can_read():
     summary = Summary(Policy(rules=[MISSING]))
-    summary.add(plan("0", "forward", *(planned(module=f"layers.{number}.mlp") for number in range(500))), trained=True)
+    summary.add(
+        plan("0", "forward", *(planned(module=f"layers.{number}.mlp") for number in range(500))),
+        trained=True,
+    )
     sentence = summary.unmatched_rules()[0]
     assert "and 460 more" in sentence
     assert len(sentence) < 1500
 
 
-# --- in real runs -----------------------------------------------------------------------------------------------------
+# --- in real runs ---------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -240,7 +271,11 @@ def steps(model, count: int) -> None:
 
 
 def said(caplog) -> list[tuple[str, str]]:
-    return [(entry.levelname, entry.getMessage()) for entry in caplog.records if entry.name == "commpass"]
+    return [
+        (entry.levelname, entry.getMessage())
+        for entry in caplog.records
+        if entry.name == "commpass"
+    ]
 
 
 def by_itself(model, chosen):
@@ -254,7 +289,9 @@ def block_by_block(model, chosen):
 
 
 @pytest.mark.parametrize("how", [by_itself, block_by_block])
-def test_evaluation_then_training_is_said_right_and_warns_of_nothing_that_matches(how, fake_group, caplog):
+def test_evaluation_then_training_is_said_right_and_warns_of_nothing_that_matches(
+    how, fake_group, caplog
+):
     fake_group(2)
     gc.collect()
     caplog.set_level(logging.INFO, "commpass")
@@ -284,18 +321,22 @@ policy = commpass.Policy(rules=[commpass.Rule(module="nowhere")])
 torch.compile(lambda x: x + 1, backend=commpass.backend(policy, inner="aot_eager"))(torch.ones(2))
 print("the end", flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
+    )
     assert "INFO policy 'custom': 1 graphs, 0 sites" in done.stderr
     assert done.stderr.count("WARNING Rule(module='nowhere') matched no collective") == 1
 
 
-# --- labels -----------------------------------------------------------------------------------------------------------
+# --- labels ---------------------------------------------------------------------------------------
 
 
 def plan_of(policy: Policy, **options) -> Plan:
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(stack(), backend=commpass.backend(policy, inner="aot_eager", strict=True, **options))(torch.ones(4, 8))
+        torch.compile(
+            stack(), backend=commpass.backend(policy, inner="aot_eager", strict=True, **options)
+        )(torch.ones(4, 8))
     return commpass.plans()[-1]
 
 
@@ -330,7 +371,9 @@ def test_a_link_by_the_meshs_name_is_that_of_its_group(fake_group):
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     slow, fast = commpass.Link(1000.0, 0.001), commpass.Link(1.0, 100.0)
     times = [
-        plan_of(Policy(), profile=commpass.Profile("p", fast, links={label: slow})).sites[0].plain_us
+        plan_of(Policy(), profile=commpass.Profile("p", fast, links={label: slow}))
+        .sites[0]
+        .plain_us
         for label in ("tp", "world", "dp")
     ]
     assert times[0] == times[1] > 100 * times[2]

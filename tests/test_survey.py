@@ -1,4 +1,5 @@
-"""commpass codecs: what is measured of codecs, on data by name and on files, and what is said about bad input."""
+"""commpass codecs: what is measured of codecs, on data by name and on files, and what is said about
+bad input."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_bits_errors_and_distances_are_those_of_the_data():
 
 def test_of_a_lossless_codec_the_distance_is_that_to_the_entropy_of_the_exponents():
     x = survey.laplace(torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    counts = np.unique((x.view(torch.int16).numpy().view(np.uint16) >> 7) & 255, return_counts=True)[1]
+    counts = np.unique(
+        (x.view(torch.int16).numpy().view(np.uint16) >> 7) & 255, return_counts=True
+    )[1]
     shares = counts / counts.sum()
     entropy = 8 - (shares * np.log2(shares)).sum()
     row = rows("exponent", "--data", "laplace", "--dtype", "bfloat16")["exponent"]
@@ -53,7 +56,9 @@ def test_all_float_tensors_of_a_file_count_together(tmp_path):
     parts = [torch.randn(512, generator=generator), 3 * torch.randn(2, 256, generator=generator)]
     save_file({"a": parts[0], "b": parts[1], "c": torch.arange(7)}, file)
     row = rows("int8", "--data", file)["int8"]
-    assert row["bits"] == 8 * 2 * (512 + 128) / 1024  # two tensors, each its codes and a region of 128 bytes of scales
+    assert (
+        row["bits"] == 8 * 2 * (512 + 128) / 1024
+    )  # two tensors, each its codes and a region of 128 bytes of scales
     assert 0.005 < row["error"] < 0.01
 
 

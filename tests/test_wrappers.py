@@ -1,4 +1,5 @@
-"""The wrappers ``outlier`` and ``difference``: values against float64, calibration by its formula, laws 1 and 2, bad input."""
+"""The wrappers ``outlier`` and ``difference``: values against float64, calibration by its formula,
+laws 1 and 2, bad input."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commpass.codecs import FLOATS, accumulation_dtype, codec, names, sparse
 from commpass.codecs.difference import difference
-from commpass.codecs.outlier import KEPT, Channels, OutlierCodec, Running, calibrate, outlier, random_channels
+from commpass.codecs.outlier import (
+    KEPT,
+    Channels,
+    OutlierCodec,
+    Running,
+    calibrate,
+    outlier,
+    random_channels,
+)
 from commpass.errors import PolicyError
 
 examples = settings(max_examples=60, deadline=None)
@@ -24,16 +33,20 @@ def bits(x: torch.Tensor) -> bytes:
 
 
 def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
-def features(tokens: int, width: int, seed: int = 0, wide: tuple[int, ...] = (3, 40)) -> torch.Tensor:
+def features(
+    tokens: int, width: int, seed: int = 0, wide: tuple[int, ...] = (3, 40)
+) -> torch.Tensor:
     x = gaussian(tokens, width, seed=seed)
     x[:, list(wide)] *= 60
     return x
 
 
-# --- calibration ------------------------------------------------------------------------------------------------------
+# --- calibration ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 0.99])
@@ -52,7 +65,8 @@ def test_running_ranges_follow_equations_1_and_2(gamma):
 
 
 def test_the_widest_channels_of_all_ranks_together_are_kept():
-    """Channel 7 is the widest on one rank alone; 20 and 30 are wider when the ranks are added up."""
+    """Channel 7 is the widest on one rank alone; 20 and 30 are wider when the ranks are added
+    up."""
     ranks = []
     for rank in range(4):
         x = gaussian(50, 64, seed=rank).clamp(-1, 1)
@@ -63,7 +77,9 @@ def test_the_widest_channels_of_all_ranks_together_are_kept():
     assert calibrate(ranks[:1], keep=1 / 64).kept == (7,)
     shared, each = calibrate(ranks, shared=True), calibrate(ranks)
     assert (len(shared.ranges), len(each.ranges)) == (1, 4)
-    assert shared.ranges[0] == tuple(max(row[channel] for row in each.ranges) for channel in range(64))
+    assert shared.ranges[0] == tuple(
+        max(row[channel] for row in each.ranges) for channel in range(64)
+    )
     for rank, row in zip(ranks, each.ranges, strict=True):  # rounded up to bfloat16
         assert (rank.ranges.numpy() <= row).all()
         assert (rank.ranges.numpy() * (1 + 2**-7) >= row).all()
@@ -79,13 +95,19 @@ def test_random_channels_are_those_of_their_seed_and_spread():
     assert list(one) == sorted(set(one))
     assert random_channels(4096, 1 / 64, 5) == one
     assert len(set(one) & set(random_channels(4096, 1 / 64, 6))) < 10
-    counts = np.bincount([c for seed in range(200) for c in random_channels(40, 0.25, seed)], minlength=40)
+    counts = np.bincount(
+        [c for seed in range(200) for c in random_channels(40, 0.25, seed)], minlength=40
+    )
     assert counts.min() > 25
     assert counts.max() < 80  # 50 expected, 6.1 a standard deviation
-    assert calibrate([Running.start(features(9, 64))], seed=2).kept == random_channels(64, 1 / 64, 2)
+    assert calibrate([Running.start(features(9, 64))], seed=2).kept == random_channels(
+        64, 1 / 64, 2
+    )
 
 
-@pytest.mark.parametrize("bad", [torch.tensor([[1.0, math.nan]]), torch.tensor([[math.inf, 0.0]]), torch.empty(0, 4)])
+@pytest.mark.parametrize(
+    "bad", [torch.tensor([[1.0, math.nan]]), torch.tensor([[math.inf, 0.0]]), torch.empty(0, 4)]
+)
 def test_calibration_on_nothing_or_on_what_is_not_finite_is_refused(bad):
     with pytest.raises(PolicyError, match="calibration on"):
         Running.start(bad)
@@ -102,7 +124,7 @@ def test_calibration_refuses_other_widths_and_gammas():
         calibrate([running], keep=1.0)
 
 
-# --- statistics as plain data -----------------------------------------------------------------------------------------
+# --- statistics as plain data ---------------------------------------------------------------------
 
 
 @st.composite
@@ -111,7 +133,11 @@ def statistics_of(draw: st.DrawFn) -> Channels:
     kept = draw(st.sets(st.integers(0, width - 1), max_size=width - 1))
     reach = st.one_of(st.just(0.0), st.floats(0, 2.9e38), st.floats(0, 100))
     rows = draw(st.integers(0, 3))
-    return Channels(width, tuple(sorted(kept)), tuple(tuple(draw(reach) for _ in range(width)) for _ in range(rows)))
+    return Channels(
+        width,
+        tuple(sorted(kept)),
+        tuple(tuple(draw(reach) for _ in range(width)) for _ in range(rows)),
+    )
 
 
 @examples
@@ -126,7 +152,9 @@ def test_statistics_survive_json_and_text(channels):
 
 
 def test_ranges_are_rounded_up_to_bfloat16():
-    given_ = np.abs(np.random.default_rng(0).standard_normal(500)) * 10.0 ** np.random.default_rng(1).uniform(-30, 30, 500)
+    given_ = np.abs(np.random.default_rng(0).standard_normal(500)) * 10.0 ** np.random.default_rng(
+        1
+    ).uniform(-30, 30, 500)
     row = Channels(500, (), (tuple(given_),)).ranges[0]
     stored = torch.tensor(row, dtype=torch.float64)
     assert torch.equal(stored, stored.to(torch.bfloat16).double())
@@ -148,7 +176,10 @@ WRONG = {
     "json": (lambda: Channels.from_json("{}"), "to_json"),
     "json list": (lambda: Channels.from_json("[1]"), "to_json"),
     "no json": (lambda: Channels.from_json("width"), "to_json"),
-    "json unsorted": (lambda: Channels.from_json('{"width": 8, "kept": [3, 1], "ranges": []}'), "ascend"),
+    "json unsorted": (
+        lambda: Channels.from_json('{"width": 8, "kept": [3, 1], "ranges": []}'),
+        "ascend",
+    ),
     "text": (lambda: Channels.from_text("cABC"), "to_text"),
     "empty": (lambda: Channels.from_text(""), "to_text"),
     "cut short": (lambda: Channels.from_text(Channels(8, (1,)).to_text()[:-5]), "to_text"),
@@ -163,15 +194,18 @@ def test_statistics_that_cannot_be_are_refused(case):
         make()
 
 
-# --- outlier: values --------------------------------------------------------------------------------------------------
+# --- outlier: values ------------------------------------------------------------------------------
 
 
 def built(channels: Channels, **parameters) -> OutlierCodec:
     return outlier("outlier", statistics=channels.to_text(), **parameters)
 
 
-def static_reference(x: np.ndarray, channels: Channels, row: int, bits_: int, dtype: torch.dtype) -> np.ndarray:
-    """Kept channels rounded to 16 bits, the others to ``round(x / s) * s`` with ``s = range / largest``, cut at the range."""
+def static_reference(
+    x: np.ndarray, channels: Channels, row: int, bits_: int, dtype: torch.dtype
+) -> np.ndarray:
+    """Kept channels rounded to 16 bits, the others to ``round(x / s) * s`` with ``s = range /
+    largest``, cut at the range."""
     largest = 2 ** (bits_ - 1) - 1
     reach = np.array(channels.ranges[row])
     scale = np.where(reach > 0, reach / largest, 1.0)
@@ -182,19 +216,31 @@ def static_reference(x: np.ndarray, channels: Channels, row: int, bits_: int, dt
 
 
 @examples
-@given(st.integers(1, 9), st.integers(2, 70), st.sampled_from(FLOATS), st.sampled_from([2, 4, 6, 8]), st.integers(0, 10**6))
+@given(
+    st.integers(1, 9),
+    st.integers(2, 70),
+    st.sampled_from(FLOATS),
+    st.sampled_from([2, 4, 6, 8]),
+    st.integers(0, 10**6),
+)
 def test_static_values_are_those_of_the_formula(tokens, width, dtype, bits_, seed):
     rng = np.random.default_rng(seed)
     x = torch.from_numpy(rng.standard_normal((tokens, width)) * 2).to(dtype)
     kept = tuple(sorted(rng.choice(width, rng.integers(0, width), replace=False).tolist()))
-    reach = np.where(rng.random(width) < 0.1, 0.0, np.abs(rng.standard_normal(width)) + 0.1)  # some values lie outside
+    reach = np.where(
+        rng.random(width) < 0.1, 0.0, np.abs(rng.standard_normal(width)) + 0.1
+    )  # some values lie outside
     coder = built(Channels(width, kept, (tuple(reach),)), bits=bits_)
     wide = x.double().numpy()
     want = static_reference(wide, coder.channels, 0, bits_, dtype)
     rows = coder.decode_rows(coder.encode_rows(x.reshape(1, -1)), x.numel(), dtype)
     assert rows.dtype == accumulation_dtype(dtype)
     got = rows.double().numpy().reshape(tokens, width)
-    scale = np.where(np.array(coder.channels.ranges[0]) > 0, np.array(coder.channels.ranges[0]) / (2 ** (bits_ - 1) - 1), 1.0)
+    scale = np.where(
+        np.array(coder.channels.ranges[0]) > 0,
+        np.array(coder.channels.ranges[0]) / (2 ** (bits_ - 1) - 1),
+        1.0,
+    )
     tie = np.abs(np.abs(wide / scale) % 1 - 0.5) < 1e-5
     assert (np.abs(got - want) <= np.where(tie, scale, np.abs(want) * 1e-6 + 1e-12)).all()
     assert (np.abs(got - wide) <= np.abs(wide) * (1 + 1e-6)).all(), "off by more than it was"
@@ -202,8 +248,13 @@ def test_static_values_are_those_of_the_formula(tokens, width, dtype, bits_, see
 
 def test_a_64th_of_the_channels_and_4_bits_are_4_19_bits_a_value():
     channels = Channels(4096, tuple(range(0, 4096, 64)), (tuple([1.0] * 4096),))
-    assert built(channels).bits_per_value(4096 * 2048, torch.bfloat16) == pytest.approx(4 + 12 / 64, abs=1e-3)
-    assert built(channels).wire_bytes(4096 * 3, torch.bfloat16) == 384 + math.ceil(3 * 4032 / 2 / 128) * 128
+    assert built(channels).bits_per_value(4096 * 2048, torch.bfloat16) == pytest.approx(
+        4 + 12 / 64, abs=1e-3
+    )
+    assert (
+        built(channels).wire_bytes(4096 * 3, torch.bfloat16)
+        == 384 + math.ceil(3 * 4032 / 2 / 128) * 128
+    )
 
 
 def test_kept_channels_save_the_error_and_random_ones_do_not():
@@ -237,7 +288,10 @@ def test_scales_of_each_rank_are_used_for_what_it_sent():
     got = coder.decode_rows(wires, 7 * 64, torch.float32)
     for rank, x in enumerate(sent):
         want = static_reference(x.double().numpy(), coder.channels, rank, 4, torch.float32)
-        assert np.abs(got[rank].double().numpy().reshape(7, 64) - want).max() <= 1e-4 * np.abs(want).max()
+        assert (
+            np.abs(got[rank].double().numpy().reshape(7, 64) - want).max()
+            <= 1e-4 * np.abs(want).max()
+        )
         own = coder.at(rank).decode_rows(wires[rank : rank + 1], 7 * 64, torch.float32)
         assert bits(own) == bits(got[rank])
     assert coder.at(1) == coder  # the same codec by name: ranks agree on it
@@ -250,11 +304,18 @@ def test_scales_of_each_rank_are_used_for_what_it_sent():
 
 
 @examples
-@given(st.integers(0, 200), st.sampled_from(FLOATS), st.sampled_from(["", "int4", "int8", "raw", "rotated"]), st.data())
+@given(
+    st.integers(0, 200),
+    st.sampled_from(FLOATS),
+    st.sampled_from(["", "int4", "int8", "raw", "rotated"]),
+    st.data(),
+)
 def test_any_size_comes_back_and_what_is_not_finite_stays_so(numel, dtype, inner, data):
     channels = Channels(24, (2, 17), (tuple([2.0] * 24),))
     coder = built(channels, inner=inner)
-    x = gaussian(numel, dtype=dtype) * data.draw(st.sampled_from([1, 1e-30, 1e30 if dtype != torch.float16 else 1e3]))
+    x = gaussian(numel, dtype=dtype) * data.draw(
+        st.sampled_from([1, 1e-30, 1e30 if dtype != torch.float16 else 1e3])
+    )
     x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     wire = coder.encode(x)
     assert wire.payload.numel() == coder.wire_bytes(numel, dtype)
@@ -263,7 +324,10 @@ def test_any_size_comes_back_and_what_is_not_finite_stays_so(numel, dtype, inner
     values, got = x.double().numpy(), back.double().numpy()
     largest = np.abs(values).max(initial=0) or 1.0
     floor = coder.floor(dtype) * math.sqrt(numel) / largest
-    assert np.linalg.norm((got - values) / largest) <= coder.bound * np.linalg.norm(values / largest) * 1.01 + floor
+    assert (
+        np.linalg.norm((got - values) / largest)
+        <= coder.bound * np.linalg.norm(values / largest) * 1.01 + floor
+    )
     if numel:
         place = data.draw(st.integers(0, numel - 1))
         broken = x.clone()
@@ -281,7 +345,12 @@ def test_the_largest_numbers_stay_finite(dtype):
 
 def test_a_finite_value_beyond_its_static_range_is_cut_to_it():
     coder = built(Channels(4, (1,), ((1.0, 1.0, 1.0, 0.0),)))
-    assert coder.decode(coder.encode(torch.tensor([1e30, 3.0, -5.0, 0.4]))).tolist() == [1.0, 3.0, -1.0, 0.0]
+    assert coder.decode(coder.encode(torch.tensor([1e30, 3.0, -5.0, 0.4]))).tolist() == [
+        1.0,
+        3.0,
+        -1.0,
+        0.0,
+    ]
 
 
 BAD_OUTLIERS = [
@@ -300,16 +369,24 @@ def test_bad_parameters_of_outlier_are_refused(parameters, words):
         outlier("outlier", **parameters)
 
 
-# --- difference -------------------------------------------------------------------------------------------------------
+# --- difference -----------------------------------------------------------------------------------
 
 
 @examples
-@given(st.integers(0, 5), st.integers(0, 300), st.sampled_from(FLOATS), st.sampled_from(["int4", "int8", "raw", "rotated"]),
-       st.sampled_from([1.0, 1e-30, 1e30]), st.integers(0, 10**6))  # fmt: skip
+@given(
+    st.integers(0, 5),
+    st.integers(0, 300),
+    st.sampled_from(FLOATS),
+    st.sampled_from(["int4", "int8", "raw", "rotated"]),
+    st.sampled_from([1.0, 1e-30, 1e30]),
+    st.integers(0, 10**6),
+)
 def test_receivers_get_what_they_hold_and_the_coded_difference(rows, n, dtype, inner, scale, seed):
     scale = scale if dtype != torch.float16 else 1.0
     held = (gaussian(rows, n, seed=seed) * scale).to(dtype)
-    x = (held.double() * (1 + 0.01 * gaussian(rows, n, seed=seed + 1, dtype=torch.float64))).to(dtype)
+    x = (held.double() * (1 + 0.01 * gaussian(rows, n, seed=seed + 1, dtype=torch.float64))).to(
+        dtype
+    )
     coder = difference("difference", inner=inner)
     assert coder.state == "reference"
     bound = coder.against(held)
@@ -325,7 +402,8 @@ def test_receivers_get_what_they_hold_and_the_coded_difference(rows, n, dtype, i
 
 
 def test_the_error_is_that_of_the_difference():
-    """SDP4Bit, section 3: weights that move by 1 % are 100 times nearer than if they were coded themselves."""
+    """SDP4Bit, section 3: weights that move by 1 % are 100 times nearer than if they were coded
+    themselves."""
     held = gaussian(64, 1024)
     x = held + 0.01 * gaussian(64, 1024, seed=1)
     coder = difference("difference").against(held)
@@ -345,10 +423,17 @@ def test_all_ranks_end_with_the_same_bits_and_may_go_on_from_them():
     for step in range(4):
         x = held + 0.01 * gaussian(3, 500, seed=step + 1)
         coder = difference("difference")
-        wires = torch.cat([coder.against(held[rank : rank + 1]).encode_rows(x[rank : rank + 1]) for rank in range(3)])
+        wires = torch.cat(
+            [
+                coder.against(held[rank : rank + 1]).encode_rows(x[rank : rank + 1])
+                for rank in range(3)
+            ]
+        )
         new = coder.against(held).decode_rows(wires, 500, torch.float32)
         for rank in range(3):
-            own = coder.against(held[rank : rank + 1]).decode_rows(wires[rank : rank + 1], 500, torch.float32)
+            own = coder.against(held[rank : rank + 1]).decode_rows(
+                wires[rank : rank + 1], 500, torch.float32
+            )
             assert bits(own) == bits(new[rank])
         assert float((new - x).norm() / x.norm()) < 3e-3
         held = new
@@ -407,35 +492,55 @@ def test_tables_are_made_once_for_a_device(monkeypatch):
     coder = built(Channels(64, (3, 40)))
     made = []
     monkeypatch.setattr(
-        OutlierCodec, "tables_on", lambda self, device, make=OutlierCodec.tables_on: made.append(1) or make(self, device)
+        OutlierCodec,
+        "tables_on",
+        lambda self, device, make=OutlierCodec.tables_on: made.append(1) or make(self, device),
     )
     for _ in range(3):
         coder.decode(coder.encode(gaussian(5, 64)))
     assert len(made) == 1
 
 
-# --- compiled and fake ------------------------------------------------------------------------------------------------
+# --- compiled and fake ----------------------------------------------------------------------------
 
 
 def coders() -> list:
     channels = Channels(64, (3, 40), (tuple(np.linspace(1, 3, 64)),))
     held = gaussian(3, 900, seed=4)
-    made = [built(channels), built(channels, bits=8), built(channels, inner="int8"), built(channels, inner="rotated")]
-    return [*made, difference("difference", inner="int4").against(held), difference("difference", inner="raw").against(held)]
+    made = [
+        built(channels),
+        built(channels, bits=8),
+        built(channels, inner="int8"),
+        built(channels, inner="rotated"),
+    ]
+    return [
+        *made,
+        difference("difference", inner="int4").against(held),
+        difference("difference", inner="raw").against(held),
+    ]
 
 
 def test_eager_and_compiled_calls_agree_bit_for_bit():
-    """Also where the decoded rows end within a block and something elementwise follows: see inner_decode."""
+    """Also where the decoded rows end within a block and something elementwise follows: see
+    inner_decode."""
     x = gaussian(3, 900)
     x[1] = 0.0
     x[2, 5] = math.nan
     cpu = torch.device("cpu")
-    made = [coder.with_tables(coder.tables_on(cpu)) if isinstance(coder, OutlierCodec) else coder for coder in coders()]
-    made = [coder for coder in made if coder.inner.spec not in ("rotated", "raw", "int8(static=1.0)")]
+    made = [
+        coder.with_tables(coder.tables_on(cpu)) if isinstance(coder, OutlierCodec) else coder
+        for coder in coders()
+    ]
+    made = [
+        coder for coder in made if coder.inner.spec not in ("rotated", "raw", "int8(static=1.0)")
+    ]
 
     def all_of_them(rows):
         wires = [coder.encode_rows(rows) for coder in made]
-        return [(wire, coder.decode_rows(wire, 900, torch.float32) * 2) for coder, wire in zip(made, wires, strict=True)]
+        return [
+            (wire, coder.decode_rows(wire, 900, torch.float32) * 2)
+            for coder, wire in zip(made, wires, strict=True)
+        ]
 
     compiled = torch.compile(all_of_them, dynamic=False, fullgraph=True)(x)
     for coder, eager, other in zip(made, all_of_them(x), compiled, strict=True):
@@ -459,7 +564,9 @@ def test_tables_may_be_inputs_of_the_graph():
     assert not [node for node in graph.graph.nodes if node.op == "get_attr"]
     for n in (640 * 7, 64 * 31, 64 * 100 + 5):
         x = gaussian(2, n)
-        assert bits(graph(x, *tables)) == bits(coder.decode_rows(coder.encode_rows(x), n, torch.float32))
+        assert bits(graph(x, *tables)) == bits(
+            coder.decode_rows(coder.encode_rows(x), n, torch.float32)
+        )
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -8,6 +8,19 @@ from commpass.codecs.raw import RawCodec
 from commpass.codecs.sparse import SparseCodec, sum_by_index
 
 __all__ = [
-    "ALIGNMENT", "FLOATS", "NAMES", "VALUES", "Codec", "Domain", "RawCodec", "SparseCodec", "Wire",
-    "accumulation_dtype", "codec", "cut", "cut_apart", "pad", "sum_by_index",
-]  # fmt: skip
+    "ALIGNMENT",
+    "FLOATS",
+    "NAMES",
+    "VALUES",
+    "Codec",
+    "Domain",
+    "RawCodec",
+    "SparseCodec",
+    "Wire",
+    "accumulation_dtype",
+    "codec",
+    "cut",
+    "cut_apart",
+    "pad",
+    "sum_by_index",
+]

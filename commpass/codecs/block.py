@@ -22,7 +22,8 @@ from commpass.codecs.transforms import NO_TRANSFORM, Transform
 
 @dataclass(frozen=True, eq=False)
 class BlockCodec(Codec):
-    """``q = grid(transform(x) / scale)`` for each block; a row is all codes, then all scales, then what transforms need.
+    """``q = grid(transform(x) / scale)`` for each block; a row is all codes, then all scales, then
+    what transforms need.
 
     ``seed`` rounds stochastically, with noise of its own for each ``salt`` (see ``salted``); None
     to the nearest. The last block of a row is filled with zeros.
@@ -48,7 +49,8 @@ class BlockCodec(Codec):
 
     @property
     def bound(self) -> float:
-        """Half the largest gap of the grid, if all values of a block had it: ``sqrt(block)`` times that of one.
+        """Half the largest gap of the grid, if all values of a block had it: ``sqrt(block)`` times
+        that of one.
 
         Where values above the largest are cut (rms, static), one loses no more than it was.
         """
@@ -59,20 +61,25 @@ class BlockCodec(Codec):
         if self.scale.rule == "rms" or (self.scale.rule == "lsq" and scales.rms_fits(self.grid)):
             gap = half / self.grid.sigma * self.scale.growth()
             return math.sqrt(1 + gap * gap) * (1 + 2**-8)
-        offset = 2**-8 * side if self.scale.offset else 0.0  # the stored middle may be off by so much of itself
+        offset = (
+            2**-8 * side if self.scale.offset else 0.0
+        )  # the stored middle may be off by so much of itself
         return side * half / self.grid.largest * self.scale.growth() * (1 + 2**-7) + offset
 
     @property
     def _half(self) -> float:
-        """The largest error of a number within the grid: half a gap to the nearest, a whole one at random."""
+        """The largest error of a number within the grid: half a gap to the nearest, a whole one at
+        random."""
         return self.grid.half * (1 if self.seed is None else 2)
 
     def floor(self, dtype: torch.dtype) -> float:
-        """An error that a value may have besides: from the smallest scale, or from the static one."""
+        """An error that a value may have besides: from the smallest scale, or from the static
+        one."""
         if self.scale.rule == "static":
             return self._half * self.scale.value
         width = self.layout.size(1 << 40) if self.transform is not NO_TRANSFORM else 1
-        # A block whose scale would be below the smallest normal number is zero, on a grid that has none of its own.
+        # A block whose scale would be below the smallest normal number is zero, on a grid that has
+        # none of its own.
         steps = 2 * self._half if self.grid.has_zero else self.grid.largest + self._half
         return float(torch.finfo(accumulation_dtype(dtype)).tiny) * steps * width
 
@@ -114,10 +121,15 @@ class BlockCodec(Codec):
             middle = scales.settled(scales.middle_of(blocks, self.scale.stored), self.scale.stored)
             stored.append(middle)
             blocks = blocks - middle
-        numbers = [scales.settled(number, self.scale.stored) for number in scales.measure(blocks, self.scale, self.grid)]
+        numbers = [
+            scales.settled(number, self.scale.stored)
+            for number in scales.measure(blocks, self.scale, self.grid)
+        ]
         codes = self._codes(blocks, numbers)
         if self.scale.rule == "lsq":
-            numbers = [scales.refit(blocks, self.grid.decode(codes, dtype), numbers[0], self.scale.stored)]
+            numbers = [
+                scales.refit(blocks, self.grid.decode(codes, dtype), numbers[0], self.scale.stored)
+            ]
         stored += numbers
         regions = [pack(codes, self.grid.bits).flatten(1)]
         regions += [scales.store(number.squeeze(-1), self.scale.stored) for number in stored]
@@ -128,26 +140,38 @@ class BlockCodec(Codec):
         noise = None if self.seed is None else uniform(blocks, key_of(self.seed, self.salt))
         if self.scale.rule == "static":
             values, far = blocks / self.scale.value, 2 * self.grid.largest
-            # A finite value that the division makes infinite is a large one: only what was not finite is marked so.
-            return self.grid.encode(torch.where(blocks.isfinite(), values.clamp(-far, far), values), noise)
+            # A finite value that the division makes infinite is a large one: only what was not
+            # finite is marked so.
+            return self.grid.encode(
+                torch.where(blocks.isfinite(), values.clamp(-far, far), values), noise
+            )
         tiny = torch.finfo(blocks.dtype).tiny
         values = blocks
         for number in numbers:  # one division a block, and a product a value
-            values = values * (1 / (number if self.grid.has_zero else torch.where(number == 0, tiny, number)))
+            values = values * (
+                1 / (number if self.grid.has_zero else torch.where(number == 0, tiny, number))
+            )
         return self.grid.encode(values, noise)
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         codes, side = self.parts(numel, dtype)
-        return self.decode_parts((wire.narrow(1, 0, codes), wire.narrow(1, codes, side)), numel, dtype)
+        return self.decode_parts(
+            (wire.narrow(1, 0, codes), wire.narrow(1, codes, side)), numel, dtype
+        )
 
     def decode_parts(self, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
         raw, rest = parts
         count, blocks, size = raw.shape[0], self.layout.blocks(numel), self.layout.size(numel)
         work = accumulation_dtype(dtype)
-        if isinstance(numel, int) and numel == 0:  # no strides by which bytes could be seen as numbers
+        if (
+            isinstance(numel, int) and numel == 0
+        ):  # no strides by which bytes could be seen as numbers
             return raw.new_empty((count, 0), dtype=work)
         length, *lengths = self._regions(numel, dtype)
-        codes = unpack(raw.narrow(1, 0, length).reshape(count, blocks, size * self.grid.bits // 8), self.grid.bits)
+        codes = unpack(
+            raw.narrow(1, 0, length).reshape(count, blocks, size * self.grid.bits // 8),
+            self.grid.bits,
+        )
         regions, start = [], 0
         for length in lengths:
             regions.append(rest.narrow(1, start, length))
@@ -155,8 +179,13 @@ class BlockCodec(Codec):
         side = regions.pop().unsqueeze(-1) if self.transform.side else None
         numbers = [scales.load(region, self.scale.stored, work).unsqueeze(-1) for region in regions]
         sums = self.transform.sums
-        if sums > 1:  # here and not later: of one number a block, and the sums of the largest finite values stay finite
-            numbers = [number / sums if place != 1 or self.scale.offset else number for place, number in enumerate(numbers)]
+        # Here and not later: of one number a block, and the sums of the largest finite values stay
+        # finite.
+        if sums > 1:
+            numbers = [
+                number / sums if place != 1 or self.scale.offset else number
+                for place, number in enumerate(numbers)
+            ]
         middle = numbers.pop(0) if self.scale.offset else None
         values = self.grid.decode(codes, work)
         if self.scale.rule == "static":

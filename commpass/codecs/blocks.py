@@ -26,82 +26,134 @@ NEAREST, STOCHASTIC = "nearest", "stochastic"
 
 
 def _integers(bits: int, block: int, doc: str) -> Callable[..., Codec]:
-    """The builder of symmetric integers of so many bits, in blocks of ``block`` unless it is told otherwise."""
+    """The builder of symmetric integers of so many bits, in blocks of ``block`` unless it is told
+    otherwise."""
 
-    def build(spec: str, *, block: int = block, scale: str = "absmax", stored: str = "fp32", static: float = 0.0,
-              rounding: str = NEAREST, seed: int = 0) -> Codec:  # fmt: skip
+    def build(
+        spec: str,
+        *,
+        block: int = block,
+        scale: str = "absmax",
+        stored: str = "fp32",
+        static: float = 0.0,
+        rounding: str = NEAREST,
+        seed: int = 0,
+    ) -> Codec:
         rule = _scale(scale, stored, static)
         grid = marking(int_grid(bits)) if rule.rule == "static" else int_grid(bits)
         stochastic = _one_of("rounding", rounding, (NEAREST, STOCHASTIC)) == STOCHASTIC
         if seed and not stochastic:
             raise PolicyError(f"seed={seed}: is for rounding={STOCHASTIC!r}")
         if stochastic and rule.rule == "lsq":
-            raise PolicyError("scale='lsq' fits the scale to codes rounded to the nearest; leave out rounding='stochastic'")
+            raise PolicyError(
+                "scale='lsq' fits the scale to codes rounded to the nearest; leave out"
+                " rounding='stochastic'"
+            )
         return BlockCodec(spec, Flat(_block(block)), grid, rule, seed=seed if stochastic else None)
 
     build.__doc__ = doc
     return build
 
 
-int8 = _integers(8, 256, "Symmetric 8-bit integers, one absmax scale a block (EQuARX, section III).")
+int8 = _integers(
+    8, 256, "Symmetric 8-bit integers, one absmax scale a block (EQuARX, section III)."
+)
 int6 = _integers(6, 128, "Symmetric 6-bit integers, four in three bytes.")
-int4 = _integers(4, 128, "Symmetric 4-bit integers, two in a byte (low-bit TP inference, section 3).")
+int4 = _integers(
+    4, 128, "Symmetric 4-bit integers, two in a byte (low-bit TP inference, section 3)."
+)
 int2 = _integers(2, 64, "Minus one, zero and one, four in a byte.")
 
 
-def fp8(spec: str, *, form: str = "e4m3", block: int = 256, scale: str = "absmax", stored: str = "fp32",
-        static: float = 0.0) -> Codec:  # fmt: skip
-    """8-bit floats, ``form`` e4m3 or e5m2, one absmax scale a block; travels as uint8. ``static=1.0`` is a plain cast."""
+def fp8(
+    spec: str,
+    *,
+    form: str = "e4m3",
+    block: int = 256,
+    scale: str = "absmax",
+    stored: str = "fp32",
+    static: float = 0.0,
+) -> Codec:
+    """8-bit floats, ``form`` e4m3 or e5m2, one absmax scale a block; travels as uint8.
+    ``static=1.0`` is a plain cast."""
     grid = fp8_grid(_one_of("form", form, ("e4m3", "e5m2")))
     rule = _scale(scale, stored, static)
-    return BlockCodec(spec, Flat(_block(block)), marking_fp8(grid) if rule.rule == "static" else grid, rule)
+    return BlockCodec(
+        spec, Flat(_block(block)), marking_fp8(grid) if rule.rule == "static" else grid, rule
+    )
 
 
-def rotated(spec: str, *, bits: int = 8, form: str = "companded", block: int = 256, scale: str = "",
-            stored: str = "bf16") -> Codec:  # fmt: skip
-    """Our own: a Hadamard rotation with signs, one scale, and at each width from 2 to 8 bits the grid that loses least.
+def rotated(
+    spec: str,
+    *,
+    bits: int = 8,
+    form: str = "companded",
+    block: int = 256,
+    scale: str = "",
+    stored: str = "bf16",
+) -> Codec:
+    """Our own: a Hadamard rotation with signs, one scale, and at each width from 2 to 8 bits the
+    grid that loses least.
 
-    ``form`` is the grid: companded; int; table (Lloyd-Max, up to 6 bits, scaled by least squares); or e4m3 and e5m2.
+    ``form`` is the grid: companded; int; table (Lloyd-Max, up to 6 bits, scaled by least squares);
+    or e4m3 and e5m2.
     """
     _power(_block(block), block)
     grid = _grid(_one_of("form", form, ("companded", "int", "table", "e4m3", "e5m2")), bits, block)
     rule = scale or ("lsq" if form == "table" else "absmax")
-    return BlockCodec(spec, Flat(block), grid, _scale(rule, stored, 0.0), hadamard(block, signed=True))
+    return BlockCodec(
+        spec, Flat(block), grid, _scale(rule, stored, 0.0), hadamard(block, signed=True)
+    )
 
 
-def table(spec: str, *, bits: int = 4, block: int = 256, scale: str = "rms", stored: str = "bf16") -> Codec:
-    """A Hadamard rotation, then the Lloyd-Max levels of a Gaussian at 2 to 6 bits, scaled by the root mean square."""
+def table(
+    spec: str, *, bits: int = 4, block: int = 256, scale: str = "rms", stored: str = "bf16"
+) -> Codec:
+    """A Hadamard rotation, then the Lloyd-Max levels of a Gaussian at 2 to 6 bits, scaled by the
+    root mean square."""
     _power(_block(block), block)
     rule = _scale(_one_of("scale", scale, ("rms", "lsq")), stored, 0.0)
-    return BlockCodec(spec, Flat(block), _grid("table", bits, block), rule, hadamard(block, signed=True))
+    return BlockCodec(
+        spec, Flat(block), _grid("table", bits, block), rule, hadamard(block, signed=True)
+    )
 
 
-def taco(spec: str, *, form: str = "e4m3", block: int = 256, scale: str = "dual", rotate: bool = True) -> Codec:
-    """As published (TACO, section 3): root mean square, Hadamard rotation, absmax, 8-bit floats; two fp32 numbers a block.
+def taco(
+    spec: str, *, form: str = "e4m3", block: int = 256, scale: str = "dual", rotate: bool = True
+) -> Codec:
+    """As published (TACO, section 3): root mean square, Hadamard rotation, absmax, 8-bit floats;
+    two fp32 numbers a block.
 
-    ``scale="absmax"`` is the one-scale form, which gives the same result with half the side data; ``form="int8"`` is for
-    hardware without 8-bit floats; ``rotate=False`` leaves out the rotation (both for the ablation).
+    ``scale="absmax"`` is the one-scale form, which gives the same result with half the side data;
+    ``form="int8"`` is for hardware without 8-bit floats; ``rotate=False`` leaves out the rotation
+    (both for the ablation).
     """
     _power(_block(block), block)
-    grid = int_grid(8) if _one_of("form", form, ("e4m3", "e5m2", "int8")) == "int8" else fp8_grid(form)
+    grid = (
+        int_grid(8) if _one_of("form", form, ("e4m3", "e5m2", "int8")) == "int8" else fp8_grid(form)
+    )
     rule = Scale(_one_of("scale", scale, ("dual", "absmax")))
     return BlockCodec(spec, Flat(block), grid, rule, hadamard(block) if rotate else NO_TRANSFORM)
 
 
 def equarx(spec: str, *, block: int = 256, width: int = 0) -> Codec:
-    """8-bit integers as in EQuARX, section III.B: a scale for each place of an 8 x 128 register, over up to ``block`` of them.
+    """8-bit integers as in EQuARX, section III.B: a scale for each place of an 8 x 128 register,
+    over up to ``block`` of them.
 
     With ``width``, the columns of the tensor, blocks are rectangles of 8 x 128 values instead.
     """
     if width < 0:
-        raise PolicyError(f"width={width}: must be the number of columns of the tensor, or 0 for blocks of registers")
+        raise PolicyError(
+            f"width={width}: must be the number of columns of the tensor, or 0 for blocks of"
+            " registers"
+        )
     return BlockCodec(spec, Tiles(8, 128, width) if width else Lanes(_block(block)), int_grid(8))
 
 
 def sdp4bit(spec: str, *, part: str = "gradient", bits: int = 4, block: int = 0) -> Codec:
-    """SDP4Bit as its published code has it. ``part="gradient"``: Hadamard of width 32, groups of 128, 4 bits between nodes
-    (``bits=8`` inside one). ``part="weight"``: 4 bits in groups of 2048, for the *difference* to what receivers hold
-    (the wrapper ``difference``)."""
+    """SDP4Bit as its published code has it. ``part="gradient"``: Hadamard of width 32, groups of
+    128, 4 bits between nodes (``bits=8`` inside one). ``part="weight"``: 4 bits in groups of 2048,
+    for the *difference* to what receivers hold (the wrapper ``difference``)."""
     if bits not in (4, 8):
         raise PolicyError(f"bits={bits}: must be 4 or 8")
     if _one_of("part", part, ("gradient", "weight")) == "weight":
@@ -112,7 +164,8 @@ def sdp4bit(spec: str, *, part: str = "gradient", bits: int = 4, block: int = 0)
 
 
 def tahquant(spec: str, *, bits: int = 4, block: int = 128, stored: str = "bf16") -> Codec:
-    """TahQuant: tiles of contiguous channels, pivot swap and Hadamard rotation, asymmetric 3 or 4 bits."""
+    """TahQuant: tiles of contiguous channels, pivot swap and Hadamard rotation, asymmetric 3 or 4
+    bits."""
     if bits not in (3, 4):
         raise PolicyError(f"bits={bits}: must be 3 or 4")
     if _power(_block(block), block) > 128:
@@ -124,7 +177,9 @@ def tahquant(spec: str, *, bits: int = 4, block: int = 128, stored: str = "bf16"
 def _grid(form: str, bits: int, block: int) -> Grid:
     if form in ("e4m3", "e5m2"):
         if bits != 8:
-            raise PolicyError(f"bits={bits} with form={form!r}: 8-bit floats have 8 bits; leave bits out")
+            raise PolicyError(
+                f"bits={bits} with form={form!r}: 8-bit floats have 8 bits; leave bits out"
+            )
         return fp8_grid(form)
     most = 6 if form == "table" else 8
     if not 2 <= bits <= most:
@@ -140,7 +195,9 @@ def _scale(rule: str, stored: str, static: float) -> Scale:
     if rule == "static" or static:
         if rule not in ("static", "absmax"):
             raise PolicyError(f"static={static}: is a scale itself; leave out scale={rule!r}")
-        if not 2.0**-126 <= static <= 2.0**126:  # else it is no normal number of float32, by which all values are divided
+        if (
+            not 2.0**-126 <= static <= 2.0**126
+        ):  # else it is no normal number of float32, by which all values are divided
             raise PolicyError(f"static={static}: a static scale must be from 2^-126 to 2^126")
         return Scale("static", stored, static)
     return Scale(_one_of("scale", rule, tuple(name for name in RULES if name != "static")), stored)
@@ -154,7 +211,9 @@ def _block(block: int) -> int:
 
 def _power(block: int, given: int) -> int:
     if not is_power_of_two(block):
-        raise PolicyError(f"block={given}: a Hadamard rotation needs a power of two, such as 128 or 256")
+        raise PolicyError(
+            f"block={given}: a Hadamard rotation needs a power of two, such as 128 or 256"
+        )
     return block
 
 

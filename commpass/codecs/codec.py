@@ -18,13 +18,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values are scaled and summed: float64 for float64, float32 for all narrower ones (law 4)."""
+    """The dtype in which values are scaled and summed: float64 for float64, float32 for all
+    narrower ones (law 4)."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
 class Wire:
-    """An encoded tensor: ``payload`` is what travels (uint8, one dimension); the rest says how to read it."""
+    """An encoded tensor: ``payload`` is what travels (uint8, one dimension); the rest says how to
+    read it."""
 
     payload: Tensor
     codec: str
@@ -35,8 +37,8 @@ class Wire:
 class Codec(ABC):
     """Encode and decode of a tensor.
 
-    Collectives work on *rows*: a tensor ``[rows, n]`` becomes bytes ``[rows, wire_bytes(n)]``, and each row can be
-    decoded on its own, on any rank.
+    Collectives work on *rows*: a tensor ``[rows, n]`` becomes bytes ``[rows, wire_bytes(n)]``, and
+    each row can be decoded on its own, on any rank.
     """
 
     spec: str
@@ -45,7 +47,8 @@ class Codec(ABC):
     state: str | None = None
     """What the caller must keep between calls, in words; None for nothing."""
     dynamic: bool = False
-    """Whether the last part of the wire has room for more bytes than most values need: see ``used_bytes``."""
+    """Whether the last part of the wire has room for more bytes than most values need: see
+    ``used_bytes``."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Codec) and self.spec == other.spec
@@ -59,7 +62,8 @@ class Codec(ABC):
         """How many values are encoded together: rows are padded to a multiple of it."""
 
     def whole(self, numel: int) -> int:
-        """``numel`` and what fills the last block. A row of so many values has the same wire, and decodes without a cut."""
+        """``numel`` and what fills the last block. A row of so many values has the same wire, and
+        decodes without a cut."""
         return numel
 
     @abstractmethod
@@ -67,17 +71,20 @@ class Codec(ABC):
         """Bytes of one encoded row of ``numel`` values; exact, side data and alignment included."""
 
     def parts(self, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Bytes of what a row consists of, in order: codes, then their side data (scales); or what has a fixed size, then what
-        has not. They can travel apart: see ``decode_parts``."""
+        """Bytes of what a row consists of, in order: codes, then their side data (scales); or what
+        has a fixed size, then what has not. They can travel apart: see ``decode_parts``."""
         return (self.wire_bytes(numel, dtype),)
 
     def used_bytes(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """How many bytes from its start each row needs, int64 ``[rows]``; if ``dynamic``, read off the first part."""
-        return torch.full((wire.shape[0],), self.wire_bytes(numel, dtype), dtype=torch.int64, device=wire.device)
+        """How many bytes from its start each row needs, int64 ``[rows]``; if ``dynamic``, read off
+        the first part."""
+        return torch.full(
+            (wire.shape[0],), self.wire_bytes(numel, dtype), dtype=torch.int64, device=wire.device
+        )
 
     def carried(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which sums are handed to this codec on their way: as they are, but for a lossless one in the dtype of
-        the result, since more would be sent for nothing."""
+        """The dtype in which sums are handed to this codec on their way: as they are, but for a
+        lossless one in the dtype of the result, since more would be sent for nothing."""
         return dtype if self.lossless else accumulation_dtype(dtype)
 
     @property
@@ -98,12 +105,13 @@ class Codec(ABC):
     @property
     @abstractmethod
     def bound(self) -> float:
-        """For any finite input: the 2-norm of a block's error is at most this times the 2-norm of the block (where blocks are
-        of one row; then, for each value, ``floor`` and the rounding of the arithmetic, a few parts in a million). 0 if
-        lossless."""
+        """For any finite input: the 2-norm of a block's error is at most this times the 2-norm of
+        the block (where blocks are of one row; then, for each value, ``floor`` and the rounding of
+        the arithmetic, a few parts in a million). 0 if lossless."""
 
     def floor(self, dtype: torch.dtype) -> float:
-        """An error that a value of ``dtype`` may have whatever is around it: of the order of the smallest normal one."""
+        """An error that a value of ``dtype`` may have whatever is around it: of the order of the
+        smallest normal one."""
         return 0.0
 
     def bits_per_value(self, numel: int, dtype: torch.dtype) -> float:
@@ -116,8 +124,9 @@ class Codec(ABC):
 
     @abstractmethod
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """uint8 ``[rows, wire_bytes(numel, dtype)]`` to ``[rows, numel]`` in the accumulation dtype of ``dtype``; of a
-        lossless codec in ``dtype`` itself, since a wider one would not keep the payloads of NaNs.
+        """uint8 ``[rows, wire_bytes(numel, dtype)]`` to ``[rows, numel]`` in the accumulation dtype
+        of ``dtype``; of a lossless codec in ``dtype`` itself, since a wider one would not keep the
+        payloads of NaNs.
 
         ``dtype`` is what was encoded. A finite value is never decoded to one that overflows in it.
         """
@@ -135,36 +144,45 @@ class Codec(ABC):
         if x.dtype not in FLOATS:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
             raise PolicyError(f"codec {self.spec!r} cannot carry {x.dtype}; it carries {names}")
-        return Wire(self.encode_rows(x.reshape(1, -1)).flatten(), self.spec, tuple(x.shape), x.dtype)
+        return Wire(
+            self.encode_rows(x.reshape(1, -1)).flatten(), self.spec, tuple(x.shape), x.dtype
+        )
 
     def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
-        """The tensor back, in the shape and dtype that was encoded, which ``like`` must have if it is given."""
+        """The tensor back, in the shape and dtype that was encoded, which ``like`` must have if it
+        is given."""
         if wire.codec != self.spec:
             raise PolicyError(f"a wire of codec {wire.codec!r} cannot be decoded by {self.spec!r}")
         if like is not None and (tuple(like.shape), like.dtype) != (wire.shape, wire.dtype):
             raise PolicyError(
-                f"the wire holds {list(wire.shape)} of {wire.dtype}, but `like` is {list(like.shape)} of {like.dtype}"
+                f"the wire holds {list(wire.shape)} of {wire.dtype}, but `like` is"
+                f" {list(like.shape)} of {like.dtype}"
             )
         numel = math.prod(wire.shape)
         expected = self.wire_bytes(numel, wire.dtype)
         if wire.payload.numel() != expected:
             raise PolicyError(
-                f"the wire has {wire.payload.numel()} bytes, but {self.spec!r} makes {expected} of {list(wire.shape)}"
+                f"the wire has {wire.payload.numel()} bytes, but {self.spec!r} makes {expected} of"
+                f" {list(wire.shape)}"
             )
         payload = wire.payload if wire.payload.storage_offset() % 8 == 0 else wire.payload.clone()
         rows = self.decode_rows(payload.reshape(1, -1), numel, wire.dtype)
         return rows.to(wire.dtype).reshape(wire.shape)
 
     def relative_error(self) -> float:
-        """Root mean square error over root mean square value, on a fixed Gaussian sample; what error budgets count."""
+        """Root mean square error over root mean square value, on a fixed Gaussian sample; what
+        error budgets count."""
         return 0.0 if self.lossless else _gaussian_error(self)
 
     def expected_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes that a row of ``numel`` Gaussian values needs: ``wire_bytes`` but for a dynamic codec."""
+        """Bytes that a row of ``numel`` Gaussian values needs: ``wire_bytes`` but for a dynamic
+        codec."""
         if not self.dynamic:
             return self.wire_bytes(numel, dtype)
         static = self.parts(numel, dtype)[0]
-        return static + round((self.wire_bytes(numel, dtype) - static) * _gaussian_share(self, dtype))
+        return static + round(
+            (self.wire_bytes(numel, dtype) - static) * _gaussian_share(self, dtype)
+        )
 
 
 def _sample() -> Tensor:
@@ -190,5 +208,6 @@ def _gaussian_error(codec: Codec) -> float:
     with unset_fake_temporarily(), torch.no_grad():
         sample = _sample()
         error = codec.decode(codec.encode(sample)) - sample
-        # Rounded, so that ranks whose processors sum in another order still compare the same number with the budget.
+        # Rounded, so that ranks whose processors sum in another order still compare the same number
+        # with the budget.
         return round(float(error.square().mean().sqrt() / sample.square().mean().sqrt()), 6)

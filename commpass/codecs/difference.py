@@ -1,7 +1,9 @@
-"""The difference to what receivers already hold, by an inner codec; they add it to what they hold (SDP4Bit, for weights).
+"""The difference to what receivers already hold, by an inner codec; they add it to what they hold
+(SDP4Bit, for weights).
 
-Weights change little from step to step: their difference is far smaller than they are, and so is its error. Law 1 asks that
-sender and receivers hold the same bits for a reference: that is the decoded weight of the last step, not the original.
+Weights change little from step to step: their difference is far smaller than they are, and so is
+its error. Law 1 asks that sender and receivers hold the same bits for a reference: that is the
+decoded weight of the last step, not the original.
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from commpass.errors import PolicyError
 
 @dataclass(frozen=True, eq=False)
 class DifferenceCodec(Codec):
-    """``inner`` encodes ``x - reference``; ``against(reference)`` gives the reference, in the shape of what is coded.
+    """``inner`` encodes ``x - reference``; ``against(reference)`` gives the reference, in the shape
+    of what is coded.
 
-    A reference may be of another float dtype than ``x``. For ``encode_rows`` and ``decode_rows`` it has the shape of the rows
-    ``[rows, n]``: one's own shard to encode it, the shards of all ranks to decode them.
+    A reference may be of another float dtype than ``x``. For ``encode_rows`` and ``decode_rows`` it
+    has the shape of the rows ``[rows, n]``: one's own shard to encode it, the shards of all ranks
+    to decode them.
     """
 
     spec: str
@@ -36,7 +40,8 @@ class DifferenceCodec(Codec):
 
     @property
     def bound(self) -> float:
-        """Relative to the norm of the *difference*; then the rounding of one subtraction and one sum."""
+        """Relative to the norm of the *difference*; then the rounding of one subtraction and one
+        sum."""
         return self.inner.bound
 
     def floor(self, dtype: torch.dtype) -> float:
@@ -52,7 +57,9 @@ class DifferenceCodec(Codec):
     def against(self, reference: Tensor) -> DifferenceCodec:
         """The same codec with what the receivers hold."""
         if not reference.is_floating_point():
-            raise PolicyError(f"a reference of {reference.dtype}: must be of a float dtype, as what is encoded is")
+            raise PolicyError(
+                f"a reference of {reference.dtype}: must be of a float dtype, as what is encoded is"
+            )
         return replace(self, reference=reference)
 
     def salted(self, *salt: int) -> DifferenceCodec:
@@ -81,21 +88,25 @@ class DifferenceCodec(Codec):
     def _held(self, shape: tuple[int, ...]) -> Tensor:
         if self.reference is None:
             raise PolicyError(
-                f"codec {self.spec!r} codes the difference to what receivers hold: give it with .against(reference)"
+                f"codec {self.spec!r} codes the difference to what receivers hold: give it with"
+                " .against(reference)"
             )
         if tuple(self.reference.shape) != shape:
             raise PolicyError(
-                f"codec {self.spec!r}: the reference is {list(self.reference.shape)}, but what is coded {list(shape)}"
+                f"codec {self.spec!r}: the reference is {list(self.reference.shape)}, but what is"
+                f" coded {list(shape)}"
             )
         return self.reference
 
 
 def _cut(values: Tensor, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of two finite numbers cut at the largest number of ``dtype``, so that none overflows; others as they are."""
+    """Values of two finite numbers cut at the largest number of ``dtype``, so that none overflows;
+    others as they are."""
     limit = torch.finfo(dtype).max
     return torch.where(one.isfinite() & other.isfinite(), values.clamp(-limit, limit), values)
 
 
 def difference(spec: str, *, inner: str = "int4(block=2048)") -> Codec:
-    """What receivers hold, and 4 bits of the difference in groups of 2048 (SDP4Bit, weights). The reference is the caller's."""
+    """What receivers hold, and 4 bits of the difference in groups of 2048 (SDP4Bit, weights). The
+    reference is the caller's."""
     return DifferenceCodec(spec, inner_codec("inner", inner))

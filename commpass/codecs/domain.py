@@ -1,4 +1,5 @@
-"""Domains: where values may be summed without leaving the codec's transform (SDP4Bit: "staying in the rotated domain")."""
+"""Domains: where values may be summed without leaving the codec's transform (SDP4Bit: "staying in
+the rotated domain")."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from commpass.codecs.transforms import NO_TRANSFORM, Transform
 
 @dataclass(frozen=True)
 class Domain:
-    """A linear map of rows ``[rows, n]``, n a multiple of ``width``, and its inverse. It is the same on all ranks, so the sum
-    of what entered, once it leaves, is the sum of the values."""
+    """A linear map of rows ``[rows, n]``, n a multiple of ``width``, and its inverse. It is the
+    same on all ranks, so the sum of what entered, once it leaves, is the sum of the values."""
 
     name: str
     width: int
@@ -28,7 +29,8 @@ VALUES = Domain("", 1, lambda rows: rows, lambda rows: rows)
 
 @cache
 def domain_of(transform: Transform) -> Domain:
-    """The domain of a transform; the values themselves if it is none, or depends on the values (a pivot swap)."""
+    """The domain of a transform; the values themselves if it is none, or depends on the values (a
+    pivot swap)."""
     if transform is NO_TRANSFORM or transform.side:
         return VALUES
     width = transform.sums

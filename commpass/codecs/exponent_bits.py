@@ -1,7 +1,8 @@
-"""Numbers in bit planes: bit b of 32 numbers in one int32 word, so that one operation works on 32 numbers at once.
+"""Numbers in bit planes: bit b of 32 numbers in one int32 word, so that one operation works on 32
+numbers at once.
 
-All functions are pointwise on lists of words, lowest plane first, and take any shape. int32 shifts right are arithmetic; where
-that matters the copies of the sign are masked off.
+All functions are pointwise on lists of words, lowest plane first, and take any shape. int32 shifts
+right are arithmetic; where that matters the copies of the sign are masked off.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ SWAPS = ((4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555))
 
 
 def transpose(words: Sequence[Tensor]) -> list[Tensor]:
-    """8 words of 4 bytes to 8 bit planes: bit k of byte q of plane b is bit b of byte q of word k. Its own inverse.
+    """8 words of 4 bytes to 8 bit planes: bit k of byte q of plane b is bit b of byte q of word k.
+    Its own inverse.
 
-    Three rounds of swapping what lies off the diagonal, in blocks of 4, 2 and 1 bits (Warren, Hacker's Delight, 7-3).
+    Three rounds of swapping what lies off the diagonal, in blocks of 4, 2 and 1 bits (Warren,
+    Hacker's Delight, 7-3).
     """
     planes = list(words)
     for distance, mask in SWAPS:
@@ -35,7 +38,8 @@ def spread(number: Tensor, bits: int) -> list[Tensor]:
 
 
 def subtract(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """``a - b`` in two's complement, as many planes as ``b``; ``a`` has fewer, and its missing ones are zero."""
+    """``a - b`` in two's complement, as many planes as ``b``; ``a`` has fewer, and its missing ones
+    are zero."""
     difference = []
     borrow: Tensor | None = None
     for bit, other in enumerate(b):
@@ -51,7 +55,8 @@ def subtract(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
 
 
 def add(a: Sequence[Tensor], b: Sequence[Tensor], bits: int) -> list[Tensor]:
-    """The lowest ``bits`` planes of ``a + b``; ``a`` may have fewer planes, and its missing ones are zero."""
+    """The lowest ``bits`` planes of ``a + b``; ``a`` may have fewer planes, and its missing ones
+    are zero."""
     total = []
     carry: Tensor | None = None
     for bit in range(bits):
@@ -67,10 +72,12 @@ def add(a: Sequence[Tensor], b: Sequence[Tensor], bits: int) -> list[Tensor]:
 
 
 def kept(word: Tensor) -> Tensor:
-    """The same word, and a point at which a compiler keeps the value instead of working it out anew for every use.
+    """The same word, and a point at which a compiler keeps the value instead of working it out anew
+    for every use.
 
-    Inductor joins pointwise operations by substitution: a chain of n steps that each use the one before twice would be written
-    out 2^n times. It does not substitute across ``as_strided``, and still fuses (and keeps the value in a register).
+    Inductor joins pointwise operations by substitution: a chain of n steps that each use the one
+    before twice would be written out 2^n times. It does not substitute across ``as_strided``, and
+    still fuses (and keeps the value in a register).
     """
     return word.as_strided(word.shape, word.stride())
 
@@ -85,10 +92,16 @@ def any_of(planes: Sequence[Tensor]) -> Tensor:
 def equals(planes: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
     """For each of the ``numbers`` the word that has a one where the planes hold it."""
     half = (len(planes) + 1) // 2
-    low = {number: _all_equal(planes[:half], number) for number in {number & ((1 << half) - 1) for number in numbers}}
+    low = {
+        number: _all_equal(planes[:half], number)
+        for number in {number & ((1 << half) - 1) for number in numbers}
+    }
     if half == len(planes):
         return [low[number] for number in numbers]
-    high = {number: _all_equal(planes[half:], number) for number in {number >> half for number in numbers}}
+    high = {
+        number: _all_equal(planes[half:], number)
+        for number in {number >> half for number in numbers}
+    }
     return [low[number & ((1 << half) - 1)] & high[number >> half] for number in numbers]
 
 
@@ -115,10 +128,11 @@ def _right(word: Tensor, distance: int) -> Tensor:
 
 
 def moves(mask: Tensor) -> list[Tensor]:
-    """The plan by which ``compress`` pushes the bits under ``mask`` together: which bits go 1, 2, 4, 8 and 16 places.
+    """The plan by which ``compress`` pushes the bits under ``mask`` together: which bits go 1, 2,
+    4, 8 and 16 places.
 
-    A bit has to go as far as there are zeros below it in the mask; bit i of that number is a parity of parities, found by xor
-    with shifted copies (Warren, Hacker's Delight, 7-4).
+    A bit has to go as far as there are zeros below it in the mask; bit i of that number is a parity
+    of parities, found by xor with shifted copies (Warren, Hacker's Delight, 7-4).
     """
     plan = []
     zeros = ~mask << 1
@@ -134,14 +148,16 @@ def moves(mask: Tensor) -> list[Tensor]:
 
 
 def compress(word: Tensor, plan: Sequence[Tensor]) -> Tensor:
-    """The bits of ``word`` under the mask at its low end, in order; ``word`` must be zero elsewhere."""
+    """The bits of ``word`` under the mask at its low end, in order; ``word`` must be zero
+    elsewhere."""
     for round_, going in enumerate(plan):
         word = (word & ~going) | _right(word & going, 1 << round_)
     return word
 
 
 def expand(word: Tensor, plan: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """The inverse of ``compress``; bits of ``word`` beyond the number of ones of the mask are dropped."""
+    """The inverse of ``compress``; bits of ``word`` beyond the number of ones of the mask are
+    dropped."""
     for round_ in reversed(range(len(plan))):
         word = (word & ~plan[round_]) | ((word << (1 << round_)) & plan[round_])
     return word & mask

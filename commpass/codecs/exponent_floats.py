@@ -1,9 +1,11 @@
-"""Floats as 32-bit words, taken apart into exponents and all the rest, and fields of a few bits packed into such words.
+"""Floats as 32-bit words, taken apart into exponents and all the rest, and fields of a few bits
+packed into such words.
 
-A row is one long line of 32-bit words, cut into equal parts (16, or 32 for float32); a *column* is what lies in the same place
-of all parts: 32 values. So "part i of a word comes from part i of the row", and every load and store is contiguous. The 32
-values of a column make 16 *pairs*: words with one number in each half, so that 16-bit floats are worked on two at a time, as
-they lie in memory. A *chunk* is 32 neighbouring columns: 1024 values.
+A row is one long line of 32-bit words, cut into equal parts (16, or 32 for float32); a *column* is
+what lies in the same place of all parts: 32 values. So "part i of a word comes from part i of the
+row", and every load and store is contiguous. The 32 values of a column make 16 *pairs*: words with
+one number in each half, so that 16-bit floats are worked on two at a time, as they lie in memory. A
+*chunk* is 32 neighbouring columns: 1024 values.
 """
 
 from __future__ import annotations
@@ -49,15 +51,20 @@ FORMS = {
 
 
 def split(words: Sequence[Tensor], form: FloatForm) -> tuple[list[Tensor], list[Tensor]]:
-    """The words of columns to 16 pairs of exponents and ``form.rest_words`` words of sign and mantissa."""
+    """The words of columns to 16 pairs of exponents and ``form.rest_words`` words of sign and
+    mantissa."""
     if form.dtype == torch.float32:
         low, high = words[0::2], words[1::2]
-        pairs = [((a >> 23) & 0xFF) | ((b >> 7) & 0x00FF0000) for a, b in zip(low, high, strict=True)]
+        pairs = [
+            ((a >> 23) & 0xFF) | ((b >> 7) & 0x00FF0000) for a, b in zip(low, high, strict=True)
+        ]
         rests = [(word & 0x007FFFFF) | ((word >> 8) & 0x00800000) for word in words]
         return pairs, _three_of_four(rests)
     if form.dtype == torch.bfloat16:
-        return ([(word >> 7) & 0x00FF00FF for word in words],
-                pack([(word & 0x007F007F) | ((word >> 8) & 0x00800080) for word in words], 8))  # fmt: skip
+        return (
+            [(word >> 7) & 0x00FF00FF for word in words],
+            pack([(word & 0x007F007F) | ((word >> 8) & 0x00800080) for word in words], 8),
+        )
     bytes_ = pack([word & 0x00FF00FF for word in words], 8)
     above = pack([((word >> 8) & 0x00030003) | ((word >> 13) & 0x00040004) for word in words], 3)
     return [(word >> 10) & 0x001F001F for word in words], bytes_ + above
@@ -74,22 +81,28 @@ def join(pairs: Sequence[Tensor], rest: Sequence[Tensor], form: FloatForm) -> li
         ]
     if form.dtype == torch.bfloat16:
         rests = unpack(rest, 8)
-        return [(r & 0x007F007F) | ((r & 0x00800080) << 8) | (p << 7) for r, p in zip(rests, pairs, strict=True)]
+        return [
+            (r & 0x007F007F) | ((r & 0x00800080) << 8) | (p << 7)
+            for r, p in zip(rests, pairs, strict=True)
+        ]
     bytes_, above = unpack(rest[:8], 8), unpack(rest[8:], 3)
     return [
-        b | ((a & 0x00030003) << 8) | ((a & 0x00040004) << 13) | (p << 10) for b, a, p in zip(bytes_, above, pairs, strict=True)
+        b | ((a & 0x00030003) << 8) | ((a & 0x00040004) << 13) | (p << 10)
+        for b, a, p in zip(bytes_, above, pairs, strict=True)
     ]
 
 
 def pack(pairs: Sequence[Tensor], bits: int) -> list[Tensor]:
     """16 pairs of ``bits``-bit fields, 8 or below 4, to ``bits`` words.
 
-    Each half of a word takes as many whole fields as fit; with 3 bits, which leave one bit of 16 free, the last field is
-    spread over those.
+    Each half of a word takes as many whole fields as fit; with 3 bits, which leave one bit of 16
+    free, the last field is spread over those.
     """
     each = 16 // bits
-    words = [_or([pair << (bits * place) for place, pair in enumerate(pairs[start : start + each])])
-             for start in range(0, each * bits, each)]  # fmt: skip
+    words = [
+        _or([pair << (bits * place) for place, pair in enumerate(pairs[start : start + each])])
+        for start in range(0, each * bits, each)
+    ]
     if each * bits == PAIRS:
         return words
     last = pairs[-1]
@@ -109,7 +122,9 @@ def unpack(words: Sequence[Tensor], bits: int) -> list[Tensor]:
 def _three_of_four(numbers: Sequence[Tensor]) -> list[Tensor]:
     """24-bit numbers, the fourth of each four cut into the free bytes of the three before it."""
     return [
-        numbers[start + k] | ((numbers[start + 3] >> (8 * k)) << 24) for start in range(0, len(numbers), 4) for k in range(3)
+        numbers[start + k] | ((numbers[start + 3] >> (8 * k)) << 24)
+        for start in range(0, len(numbers), 4)
+        for k in range(3)
     ]
 
 

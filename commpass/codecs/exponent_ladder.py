@@ -1,11 +1,14 @@
-"""The code of an exponent: short for the few in the middle of the window, longer the further out it lies.
+"""The code of an exponent: short for the few in the middle of the window, longer the further out it
+lies.
 
-A code is a ladder of steps. Each step has a field of a few bits; a field of zero says "not here, look at the next step", any
-other names an exponent; the last step is the exponent as it is. The first step is there for every value (the planes of the
-static part), the next ones only for those that the steps before could not name (the dynamic part).
+A code is a ladder of steps. Each step has a field of a few bits; a field of zero says "not here,
+look at the next step", any other names an exponent; the last step is the exponent as it is. The
+first step is there for every value (the planes of the static part), the next ones only for those
+that the steps before could not name (the dynamic part).
 
-The exponent zero (zeros and subnormals) is far below every window, yet common: relu and sparse gradients make half the values
-zero. Where a chunk has many, zero takes the code of the highest exponent of an early step, which moves to that of zero.
+The exponent zero (zeros and subnormals) is far below every window, yet common: relu and sparse
+gradients make half the values zero. Where a chunk has many, zero takes the code of the highest
+exponent of an early step, which moves to that of zero.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ ZERO = 15
 
 @dataclass(frozen=True)
 class Step:
-    """A field of ``bits``; ``low .. high - 1`` are the offsets from the start of the innermost window that are named so far."""
+    """A field of ``bits``; ``low .. high - 1`` are the offsets from the start of the innermost
+    window that are named so far."""
 
     bits: int
     low: int
@@ -35,9 +39,9 @@ class Step:
 class Ladder:
     """Steps whose windows enclose each other.
 
-    ``offsets``: for each step and code the offset from the start of the outermost window; code 0 is unused.
-    ``early``: the step of which the last code is for zero where zeros are many. All bits of the last codes are ones, so that
-    a zero that is in the window as well is read as zero.
+    ``offsets``: for each step and code the offset from the start of the outermost window; code 0 is
+    unused. ``early``: the step of which the last code is for zero where zeros are many. All bits of
+    the last codes are ones, so that a zero that is in the window as well is read as zero.
     """
 
     steps: tuple[Step, ...]
@@ -53,11 +57,14 @@ class Ladder:
         """Bits of the fields of the dynamic part, the last one being the whole exponent."""
         return (*(step.bits for step in self.steps[1:]), 8)
 
-    def encode(self, exponents: Sequence[Tensor], start: Tensor, many: Tensor) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Bit planes of exponents to those of the fields of each step, and for each step where it has fields.
+    def encode(
+        self, exponents: Sequence[Tensor], start: Tensor, many: Tensor
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Bit planes of exponents to those of the fields of each step, and for each step where it
+        has fields.
 
-        ``start`` is that of the outermost window, ``many`` has all bits set where zeros are many, none elsewhere. Fields are
-        zero where a step has none; the last step is the exponent itself.
+        ``start`` is that of the outermost window, ``many`` has all bits set where zeros are many,
+        none elsewhere. Fields are zero where a step has none; the last step is the exponent itself.
         """
         offset = subtract(exponents, spread(start, 9))
         near = ~any_of(offset[4:])
@@ -74,13 +81,18 @@ class Ladder:
             if ZERO in table:
                 terms.append((zero & ~many) | (moved & many))
             terms = [term & here for term in terms] if number else terms
-            planes = [any_of([term for code, term in enumerate(terms, start=1) if code >> bit & 1]) for bit in range(step.bits)]
+            planes = [
+                any_of([term for code, term in enumerate(terms, start=1) if code >> bit & 1])
+                for bit in range(step.bits)
+            ]
             steps.append(planes)
             masks.append(here)
             here = here & ~any_of(planes)
         return [*steps, [plane & here for plane in exponents]], [*masks, here]
 
-    def decode(self, steps: Sequence[Sequence[Tensor]], start: Tensor, many: Tensor, bits: int) -> list[Tensor]:
+    def decode(
+        self, steps: Sequence[Sequence[Tensor]], start: Tensor, many: Tensor, bits: int
+    ) -> list[Tensor]:
         """The inverse of ``encode``, given the planes of all steps."""
         offset: list[list[Tensor]] = [[], [], [], []]
         moved = self.offsets[self.early][-1]
@@ -101,7 +113,9 @@ class Ladder:
             named.append(any_of(planes))
         inside = any_of(named) & ~any_of(zeros)
         nothing = torch.zeros_like(inside)
-        total = add([any_of(terms) if terms else nothing for terms in offset], spread(start, bits), bits)
+        total = add(
+            [any_of(terms) if terms else nothing for terms in offset], spread(start, bits), bits
+        )
         return [(plane & inside) | whole for plane, whole in zip(total, steps[-1], strict=True)]
 
 
@@ -111,7 +125,10 @@ def ladder(*steps: Step, early: int, zero: bool) -> Ladder:
     offsets = []
     for number, step in enumerate(steps):
         inner = range(steps[number - 1].low, steps[number - 1].high) if number else range(0)
-        table = [0, *(exponent - low for exponent in range(step.low, step.high) if exponent not in inner)]
+        table = [
+            0,
+            *(exponent - low for exponent in range(step.low, step.high) if exponent not in inner),
+        ]
         if zero and step is steps[-1]:
             table.append(ZERO)
         assert len(table) <= 1 << step.bits, "more exponents than codes"
@@ -123,4 +140,5 @@ LADDERS = {
     2: ladder(Step(2, 0, 3), Step(2, -2, 4), Step(3, -7, 5), early=1, zero=True),
     3: ladder(Step(3, 0, 7), early=0, zero=False),
 }
-"""By the number of planes. 3: ZipCCL's. 2: the three likeliest exponents, then three beside them, then six further and zero."""
+"""By the number of planes. 3: ZipCCL's. 2: the three likeliest exponents, then three beside them,
+then six further and zero."""

@@ -1,4 +1,5 @@
-"""Bit strings of many columns, each at most 64 bits long, put end to end without a gap, and read again.
+"""Bit strings of many columns, each at most 64 bits long, put end to end without a gap, and read
+again.
 
 Words are int64 with 64 bits used, as if unsigned: arithmetic wraps.
 """
@@ -14,9 +15,11 @@ LONGEST = 64
 
 
 def join_fields(planes: Sequence[Tensor], count: Tensor) -> Tensor:
-    """Bit planes of ``count`` fields each, one behind the other: a string of ``len(planes) * count`` bits.
+    """Bit planes of ``count`` fields each, one behind the other: a string of ``len(planes) *
+    count`` bits.
 
-    ``count`` int32, ``[...]`` like the planes. Where the string would be longer than 64 bits it comes out wrong.
+    ``count`` int32, ``[...]`` like the planes. Where the string would be longer than 64 bits it
+    comes out wrong.
     """
     wide = [plane.to(torch.int64) & 0xFFFFFFFF for plane in planes]
     string = wide[0]
@@ -29,18 +32,24 @@ def split_fields(string: Tensor, bits: int, count: Tensor) -> list[Tensor]:
     """The planes of ``join_fields``; what follows in ``string`` is ignored."""
     mask = ~(torch.full_like(string, -1) << count.to(torch.int64))
     return [
-        ((string >> (count * place).clamp_max(63).to(torch.int64) if place else string) & mask).to(torch.int32)
+        ((string >> (count * place).clamp_max(63).to(torch.int64) if place else string) & mask).to(
+            torch.int32
+        )
         for place in range(bits)
     ]
 
 
-def concatenate(strings: Tensor, lengths: Tensor, start: Tensor, words: int) -> tuple[Tensor, Tensor]:
-    """Strings ``[rows, n]`` with int64 lengths put end to end from word ``start`` (``[rows, 1]``) on.
+def concatenate(
+    strings: Tensor, lengths: Tensor, start: Tensor, words: int
+) -> tuple[Tensor, Tensor]:
+    """Strings ``[rows, n]`` with int64 lengths put end to end from word ``start`` (``[rows, 1]``)
+    on.
 
-    Returns ``(sums [rows, words + 2], bits [rows, 1])``: word w of the result is ``sums[w + 1] - sums[w]`` where it lies
-    between the start and the end of the stream, of ``bits`` bits. So no two strings meet in one store, though several share
-    a word: their bits are disjoint, hence "or" is "plus", and a word is what a running sum (mod 2^64) gained since the word
-    before. Each boundary between words is met by exactly one string, which stores the sum up to there.
+    Returns ``(sums [rows, words + 2], bits [rows, 1])``: word w of the result is ``sums[w + 1] -
+    sums[w]`` where it lies between the start and the end of the stream, of ``bits`` bits. So no two
+    strings meet in one store, though several share a word: their bits are disjoint, hence "or" is
+    "plus", and a word is what a running sum (mod 2^64) gained since the word before. Each boundary
+    between words is met by exactly one string, which stores the sum up to there.
     """
     ends = lengths.cumsum(1)
     offsets = ends - lengths

@@ -1,13 +1,17 @@
-"""Which entries of a row were chosen, in as few bytes as possible; the size is fixed by (entries, chosen entries).
+"""Which entries of a row were chosen, in as few bytes as possible; the size is fixed by (entries,
+chosen entries).
 
-``indices`` are int64 ``[rows, k]``, ascending in each row; a slot that is not used holds ``n``, one past the last entry. Three
-codes, of which ``index_code`` takes the least for a density. Plain aten operations only: everything traces with symbolic sizes.
+``indices`` are int64 ``[rows, k]``, ascending in each row; a slot that is not used holds ``n``, one
+past the last entry. Three codes, of which ``index_code`` takes the least for a density. Plain aten
+operations only: everything traces with symbolic sizes.
 
-=========== ========================================== ============================================================
-bitmap      ``n`` bits                                 least from a density of 1/4 up
-elias-fano  ``k*l`` bits, then ``k + (n >> l)`` bits   least below (Elias 1974); up to 0.1 within 0.6 bit of the entropy
-blocks16    ``16*k`` bits, then 32 per 65,536 entries  never the least (17 bits by Elias-Fano with l = 16); no bits to sift
-=========== ========================================== ============================================================
+=========== ==========================================
+============================================================ bitmap      ``n`` bits
+least from a density of 1/4 up elias-fano  ``k*l`` bits, then ``k + (n >> l)`` bits   least below
+(Elias 1974); up to 0.1 within 0.6 bit of the entropy blocks16    ``16*k`` bits, then 32 per 65,536
+entries  never the least (17 bits by Elias-Fano with l = 16); no bits to sift ===========
+==========================================
+============================================================
 """
 
 from __future__ import annotations
@@ -60,13 +64,16 @@ class IndexCode:
         return torch.cat([pack_bits(indices, self.low), upper], dim=1) if self.low else upper
 
     def decode(self, raw: Tensor, entries: int, chosen: int) -> Tensor:
-        """The inverse of ``encode``; whatever the bytes are, no index lies outside ``0 ... entries``."""
+        """The inverse of ``encode``; whatever the bytes are, no index lies outside ``0 ...
+        entries``."""
         if self.kind == "bitmap":
             return _places_of_ones(unpack_bits(raw, entries, 1), chosen).clamp(max=entries)
         if self.kind == "blocks16":
             return self._decode_blocks(raw, entries, chosen)
         split = _bytes(chosen * self.low)
-        ones = unpack_bits(raw.narrow(1, split, raw.shape[1] - split), self._upper(entries, chosen), 1)
+        ones = unpack_bits(
+            raw.narrow(1, split, raw.shape[1] - split), self._upper(entries, chosen), 1
+        )
         high = _places_of_ones(ones, chosen) - torch.arange(chosen, device=raw.device)
         indices = high << self.low
         if self.low:
@@ -74,11 +81,14 @@ class IndexCode:
         return indices.clamp(0, entries)
 
     def _upper(self, entries: int, chosen: int) -> int:
-        """The i-th of the high parts ``h`` sets bit ``h + i``; the last place is ``(entries >> low) + chosen - 1``."""
+        """The i-th of the high parts ``h`` sets bit ``h + i``; the last place is ``(entries >> low)
+        + chosen - 1``."""
         return chosen + (entries >> self.low)
 
     def _encode_bitmap(self, indices: Tensor, entries: int) -> Tensor:
-        return pack_bits(cut(_ones_at(indices, entries + 1), entries), 1)  # the last column takes the slots not used
+        return pack_bits(
+            cut(_ones_at(indices, entries + 1), entries), 1
+        )  # the last column takes the slots not used
 
     def _encode_blocks(self, indices: Tensor, entries: int) -> Tensor:
         offsets = pack_bits(indices & (2**BLOCK_BITS - 1), BLOCK_BITS)
@@ -99,9 +109,13 @@ class IndexCode:
 def index_code(density: Fraction, kind: str = "least") -> IndexCode:
     """The code that takes the fewest bits at a density, or the one asked for.
 
-    By density alone, and not by the sizes at hand, so that a graph with symbolic sizes makes the same wire as one without.
+    By density alone, and not by the sizes at hand, so that a graph with symbolic sizes makes the
+    same wire as one without.
     """
-    fano = min((IndexCode("elias-fano", low) for low in range(32)), key=lambda code: code.bits_per_entry(density))
+    fano = min(
+        (IndexCode("elias-fano", low) for low in range(32)),
+        key=lambda code: code.bits_per_entry(density),
+    )
     codes = {"bitmap": IndexCode("bitmap"), "elias-fano": fano, "blocks16": IndexCode("blocks16")}
     if kind == "least":
         return min(codes.values(), key=lambda code: code.bits_per_entry(density))
@@ -111,15 +125,22 @@ def index_code(density: Fraction, kind: str = "least") -> IndexCode:
 
 
 def pack_bits(values: Tensor, width: int) -> Tensor:
-    """The low ``width`` bits of integers ``[rows, m]`` to uint8 ``[rows, ceil(m * width / 8)]``, least bit first, no gaps."""
+    """The low ``width`` bits of integers ``[rows, m]`` to uint8 ``[rows, ceil(m * width / 8)]``,
+    least bit first, no gaps."""
     rows, count = values.shape
     groups = (count + 7) // 8
     octets = pad(values, groups * 8).reshape(rows, groups, 8)
     if width == 1:
         ones = (octets & 1).to(torch.uint8)
     else:
-        ones = ((octets.unsqueeze(-1) >> _range(width, values)) & 1).to(torch.uint8).reshape(rows, groups * width, 8)
-    packed = (ones << torch.arange(8, dtype=torch.uint8, device=values.device)).sum(-1, dtype=torch.uint8)
+        ones = (
+            ((octets.unsqueeze(-1) >> _range(width, values)) & 1)
+            .to(torch.uint8)
+            .reshape(rows, groups * width, 8)
+        )
+    packed = (ones << torch.arange(8, dtype=torch.uint8, device=values.device)).sum(
+        -1, dtype=torch.uint8
+    )
     return cut(packed, _bytes(count * width))
 
 
@@ -142,7 +163,8 @@ def _ones_at(places: Tensor, length: int) -> Tensor:
 
 
 def _places_of_ones(ones: Tensor, count: int) -> Tensor:
-    """int64 ``[rows, count]``: where the first, second, ... one of each row lies; the length of the row where there is none."""
+    """int64 ``[rows, count]``: where the first, second, ... one of each row lies; the length of the
+    row where there is none."""
     before = ones.cumsum(-1, dtype=torch.int32)
     return torch.searchsorted(before, ranks_up_to(count, before))
 

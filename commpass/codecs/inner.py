@@ -7,10 +7,14 @@ from commpass.errors import PolicyError
 
 
 def inner_codec(field: str, text: str) -> Codec:
-    """The codec that a parameter of another one names. Raises PolicyError for one that needs state of its own."""
+    """The codec that a parameter of another one names. Raises PolicyError for one that needs state
+    of its own."""
     from commpass.codecs.names import codec
 
     inner = codec(text)
     if inner.state is not None:
-        raise PolicyError(f"{field}={text!r}: it needs {inner.state} of its own; take a codec without state, such as 'int8'")
+        raise PolicyError(
+            f"{field}={text!r}: it needs {inner.state} of its own; take a codec without state, such"
+            " as 'int8'"
+        )
     return inner

@@ -44,7 +44,8 @@ class Flat:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rectangles of ``height`` x ``across`` values of a matrix with ``width`` columns, which a row holds line by line."""
+    """Rectangles of ``height`` x ``across`` values of a matrix with ``width`` columns, which a row
+    holds line by line."""
 
     height: int
     across: int
@@ -59,7 +60,9 @@ class Tiles:
 
     def _tiles(self, numel: int) -> tuple[int, int]:
         lines = (numel + self.width - 1) // self.width
-        return (lines + self.height - 1) // self.height, (self.width + self.across - 1) // self.across
+        return (lines + self.height - 1) // self.height, (
+            self.width + self.across - 1
+        ) // self.across
 
     def blocks(self, numel: int) -> int:
         down, along = self._tiles(numel)
@@ -67,14 +70,26 @@ class Tiles:
 
     def split(self, rows: Tensor) -> Tensor:
         down, along = self._tiles(rows.shape[1])
-        matrix = pad(rows, down * self.height * self.width).reshape(rows.shape[0], down * self.height, self.width)
-        tiles = F.pad(matrix, (0, along * self.across - self.width)).unflatten(2, (along, self.across))
-        return tiles.unflatten(1, (down, self.height)).transpose(2, 3).reshape(rows.shape[0], down * along, self.size(0))
+        matrix = pad(rows, down * self.height * self.width).reshape(
+            rows.shape[0], down * self.height, self.width
+        )
+        tiles = F.pad(matrix, (0, along * self.across - self.width)).unflatten(
+            2, (along, self.across)
+        )
+        return (
+            tiles.unflatten(1, (down, self.height))
+            .transpose(2, 3)
+            .reshape(rows.shape[0], down * along, self.size(0))
+        )
 
     def join(self, blocks: Tensor, numel: int) -> Tensor:
         down, along = self._tiles(numel)
-        tiles = blocks.reshape(blocks.shape[0], down, along, self.height, self.across).transpose(2, 3)
-        matrix = tiles.reshape(blocks.shape[0], down * self.height, along * self.across).narrow(2, 0, self.width)
+        tiles = blocks.reshape(blocks.shape[0], down, along, self.height, self.across).transpose(
+            2, 3
+        )
+        matrix = tiles.reshape(blocks.shape[0], down * self.height, along * self.across).narrow(
+            2, 0, self.width
+        )
         return matrix.flatten(1)
 
     def whole(self, numel: int) -> int:
@@ -87,9 +102,9 @@ LANES = 8 * 128
 
 @dataclass(frozen=True)
 class Lanes:
-    """Values at the same place of up to ``depth`` chunks of 8 x 128 values, which follow each other: the largest of a block
-    is found by comparing whole registers, without looking across one (EQuARX, section III.B). A row is cut into as few
-    groups of chunks as that allows, all alike."""
+    """Values at the same place of up to ``depth`` chunks of 8 x 128 values, which follow each
+    other: the largest of a block is found by comparing whole registers, without looking across one
+    (EQuARX, section III.B). A row is cut into as few groups of chunks as that allows, all alike."""
 
     depth: int
 

@@ -1,4 +1,5 @@
-"""Codecs by name with parameters: ``codec("int8", block=128)`` or the same as text, ``"int8(block=128)"``."""
+"""Codecs by name with parameters: ``codec("int8", block=128)`` or the same as text,
+``"int8(block=128)"``."""
 
 from __future__ import annotations
 
@@ -42,23 +43,29 @@ NAMES: dict[str, Callable[..., Codec]] = {
 
 
 def codec(name: str | Codec, **parameters: Any) -> Codec:
-    """A codec by name. ``name`` may hold parameters, ``"int8(block=128)"``; keywords win over those.
+    """A codec by name. ``name`` may hold parameters, ``"int8(block=128)"``; keywords win over
+    those.
 
     Raises PolicyError for an unknown name, parameter or value, with the nearest valid one.
     """
     if isinstance(name, Codec):
         return name
     if not isinstance(name, str):
-        raise PolicyError(f"{name!r} is no codec: give a name such as 'int8', or one with parameters such as 'int8(block=128)'")
+        raise PolicyError(
+            f"{name!r} is no codec: give a name such as 'int8', or one with parameters such as"
+            " 'int8(block=128)'"
+        )
     word, given = parse(name)
     if word not in NAMES:
         raise PolicyError(f"unknown codec {word!r}{nearest(word, NAMES)}")
     return _build(word, changed(f"codec {word!r}", NAMES[word], given | parameters))
 
 
-def changed(what: str, builder: Callable[..., Any], given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """The parameters that are given and are not the defaults, in order. Raises PolicyError for an unknown one, or a type of
-    value that it cannot have."""
+def changed(
+    what: str, builder: Callable[..., Any], given: dict[str, Any]
+) -> tuple[tuple[str, Any], ...]:
+    """The parameters that are given and are not the defaults, in order. Raises PolicyError for an
+    unknown one, or a type of value that it cannot have."""
     known = parameters_of(builder)
     for key, value in given.items():
         if key not in known:
@@ -70,7 +77,11 @@ def changed(what: str, builder: Callable[..., Any], given: dict[str, Any]) -> tu
 
 def spelled(name: str, parameters: tuple[tuple[str, Any], ...]) -> str:
     """A name with its parameters, as ``parse`` reads it."""
-    return f"{name}({', '.join(f'{key}={value}' for key, value in parameters)})" if parameters else name
+    return (
+        f"{name}({', '.join(f'{key}={value}' for key, value in parameters)})"
+        if parameters
+        else name
+    )
 
 
 def parameters_of(builder: Callable[..., Any]) -> dict[str, Any]:
@@ -106,5 +117,6 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-    """A number or a word; a codec with parameters of its own, such as ``inner=int4(block=64)``, stays text."""
+    """A number or a word; a codec with parameters of its own, such as ``inner=int4(block=64)``,
+    stays text."""
     return ast.unparse(node) if isinstance(node, (ast.Name, ast.Call)) else ast.literal_eval(node)

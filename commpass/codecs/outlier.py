@@ -1,8 +1,10 @@
-"""Chosen channels travel in 16 bits, the others by an inner codec or a static grid (low-bit tensor-parallel inference).
+"""Chosen channels travel in 16 bits, the others by an inner codec or a static grid (low-bit
+tensor-parallel inference).
 
-The values of a row are tokens of ``width`` channels. Which channels are kept and how far each one reaches is found once, by
-``calibrate``, and is plain data (``Channels``): nothing of it is computed again or sent. On the wire a row is the kept values,
-then the inner codec's wire of the others; with 1/64 of the channels kept and 4 bits for the others, 4.19 bits a value.
+The values of a row are tokens of ``width`` channels. Which channels are kept and how far each one
+reaches is found once, by ``calibrate``, and is plain data (``Channels``): nothing of it is computed
+again or sent. On the wire a row is the kept values, then the inner codec's wire of the others; with
+1/64 of the channels kept and 4 bits for the others, 4.19 bits a value.
 """
 
 from __future__ import annotations
@@ -35,15 +37,17 @@ KEPT = {
 }
 """In what a kept value travels, by what it is."""
 
-# --- what is known of the channels ------------------------------------------------------------------------------------
+# --- what is known of the channels ----------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Channels:
-    """The kept channels of ``width``, ascending, and how far each channel reaches: ``|x| <= range`` in calibration.
+    """The kept channels of ``width``, ascending, and how far each channel reaches: ``|x| <= range``
+    in calibration.
 
-    ``ranges`` has one row of ``width`` numbers for all ranks, or one row a rank, or none at all. They are rounded up to
-    bfloat16 when this is made, so that ``to_text`` and ``to_json`` lose nothing. Raises PolicyError for what cannot be.
+    ``ranges`` has one row of ``width`` numbers for all ranks, or one row a rank, or none at all.
+    They are rounded up to bfloat16 when this is made, so that ``to_text`` and ``to_json`` lose
+    nothing. Raises PolicyError for what cannot be.
     """
 
     width: int
@@ -52,16 +56,28 @@ class Channels:
 
     def __post_init__(self) -> None:
         if type(self.width) is not int or not 1 <= self.width < 2**31:
-            raise PolicyError(f"width={self.width!r}: must be a whole number of channels, at least 1")
+            raise PolicyError(
+                f"width={self.width!r}: must be a whole number of channels, at least 1"
+            )
         if any(type(channel) is not int or not 0 <= channel < self.width for channel in self.kept):
-            raise PolicyError(f"kept channels {_few(self.kept)}: each must be a whole number from 0 to {self.width - 1}")
+            raise PolicyError(
+                f"kept channels {_few(self.kept)}: each must be a whole number from 0 to"
+                f" {self.width - 1}"
+            )
         if any(one >= other for one, other in zip(self.kept, self.kept[1:], strict=False)):
-            raise PolicyError(f"kept channels {_few(self.kept)}: must ascend, each at most once; sort them")
+            raise PolicyError(
+                f"kept channels {_few(self.kept)}: must ascend, each at most once; sort them"
+            )
         if len(self.kept) == self.width:
-            raise PolicyError(f"all {self.width} channels are kept: nothing is left for the inner codec")
+            raise PolicyError(
+                f"all {self.width} channels are kept: nothing is left for the inner codec"
+            )
         for row in self.ranges:
             if len(row) != self.width:
-                raise PolicyError(f"a row of {len(row)} ranges for width={self.width}: one for each channel is needed")
+                raise PolicyError(
+                    f"a row of {len(row)} ranges for width={self.width}: one for each channel is"
+                    " needed"
+                )
             if any(not 0 <= float(reach) < 3e38 for reach in row):
                 raise PolicyError(f"ranges {_few(row)}: each must be a finite number, 0 or more")
         object.__setattr__(self, "kept", tuple(self.kept))
@@ -83,10 +99,13 @@ class Channels:
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, PolicyError):
                 raise
-            raise PolicyError(f"channels: cannot read {text[:60]!r}; it should be what Channels.to_json makes") from None
+            raise PolicyError(
+                f"channels: cannot read {text[:60]!r}; it should be what Channels.to_json makes"
+            ) from None
 
     def to_text(self) -> str:
-        """A word of letters and digits, which may stand in a codec's name; ``from_text`` makes the same Channels of it."""
+        """A word of letters and digits, which may stand in a codec's name; ``from_text`` makes the
+        same Channels of it."""
         words = [_word(reach) for row in self.ranges for reach in row]
         numbers = (self.width, len(self.kept), len(self.ranges), *self.kept)
         raw = struct.pack(f"<{len(numbers)}I{len(words)}H", *numbers, *words)
@@ -103,9 +122,15 @@ class Channels:
             width, kept, rows = struct.unpack_from("<3I", raw)
             words = struct.unpack_from(f"<{kept}I{rows * width}H", raw, 12)
         except (ValueError, struct.error):
-            raise PolicyError(f"statistics={text[:40]!r}: not what Channels.to_text makes, or cut short") from None
+            raise PolicyError(
+                f"statistics={text[:40]!r}: not what Channels.to_text makes, or cut short"
+            ) from None
         reach = [_reach(word) for word in words[kept:]]
-        return Channels(width, words[:kept], tuple(tuple(reach[row * width : (row + 1) * width]) for row in range(rows)))
+        return Channels(
+            width,
+            words[:kept],
+            tuple(tuple(reach[row * width : (row + 1) * width]) for row in range(rows)),
+        )
 
 
 def _word(reach: float) -> int:
@@ -129,32 +154,41 @@ def _few(numbers: Sequence[Any]) -> str:
     return str(list(numbers[:6])).replace("]", ", ...]" if len(numbers) > 6 else "]")
 
 
-# --- calibration ------------------------------------------------------------------------------------------------------
+# --- calibration ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Running:
-    """Moving averages of the least and the largest value of each channel on one rank, float64 ``[width]`` (equations 1, 2)."""
+    """Moving averages of the least and the largest value of each channel on one rank, float64
+    ``[width]`` (equations 1, 2)."""
 
     low: Tensor
     high: Tensor
 
     @staticmethod
     def start(x: Tensor) -> Running:
-        """From the first sequence ``[..., width]``. Raises PolicyError for values that are not finite or not there."""
+        """From the first sequence ``[..., width]``. Raises PolicyError for values that are not
+        finite or not there."""
         tokens = x.detach().reshape(-1, x.shape[-1]).double()
         if tokens.numel() == 0 or not bool(tokens.isfinite().all()):
-            raise PolicyError(f"calibration on {list(x.shape)}: there must be values, and all of them finite")
+            raise PolicyError(
+                f"calibration on {list(x.shape)}: there must be values, and all of them finite"
+            )
         return Running(tokens.amin(0), tokens.amax(0))
 
     def update(self, x: Tensor, gamma: float = 0.99) -> Running:
-        """With one more sequence: ``m <- gamma * m + (1 - gamma) * min``, and the same for the largest."""
+        """With one more sequence: ``m <- gamma * m + (1 - gamma) * min``, and the same for the
+        largest."""
         if not 0 <= gamma < 1:
             raise PolicyError(f"gamma={gamma}: must be from 0 up to, but not, 1, such as 0.99")
         new = Running.start(x)
         if new.low.shape != self.low.shape:
-            raise PolicyError(f"calibration on {list(x.shape)}, but before on {self.low.numel()} channels")
-        return Running(gamma * self.low + (1 - gamma) * new.low, gamma * self.high + (1 - gamma) * new.high)
+            raise PolicyError(
+                f"calibration on {list(x.shape)}, but before on {self.low.numel()} channels"
+            )
+        return Running(
+            gamma * self.low + (1 - gamma) * new.low, gamma * self.high + (1 - gamma) * new.high
+        )
 
     @property
     def ranges(self) -> Tensor:
@@ -162,11 +196,14 @@ class Running:
         return torch.maximum(self.low.abs(), self.high.abs())
 
 
-def calibrate(ranks: Sequence[Running], keep: float = 1 / 64, *, shared: bool = False, seed: int | None = None) -> Channels:
-    """The channels to keep, and the ranges of all ranks (with ``shared`` one row: the largest of all ranks).
+def calibrate(
+    ranks: Sequence[Running], keep: float = 1 / 64, *, shared: bool = False, seed: int | None = None
+) -> Channels:
+    """The channels to keep, and the ranges of all ranks (with ``shared`` one row: the largest of
+    all ranks).
 
-    Kept are the ``ceil(keep * width)`` channels with the widest ranges, added up over the ranks; the same ones on all of them.
-    With a ``seed``, channels at random instead: for comparison.
+    Kept are the ``ceil(keep * width)`` channels with the widest ranges, added up over the ranks;
+    the same ones on all of them. With a ``seed``, channels at random instead: for comparison.
     """
     ranges = torch.stack([one.ranges for one in ranks])
     if seed is None:
@@ -179,8 +216,12 @@ def calibrate(ranks: Sequence[Running], keep: float = 1 / 64, *, shared: bool = 
 
 
 def random_channels(width: int, keep: float, seed: int) -> tuple[int, ...]:
-    """``ceil(keep * width)`` channels at random, ascending: the same for the same seed, everywhere."""
-    order = sorted(range(width), key=lambda channel: hashlib.blake2b(struct.pack("<qq", seed, channel)).digest())
+    """``ceil(keep * width)`` channels at random, ascending: the same for the same seed,
+    everywhere."""
+    order = sorted(
+        range(width),
+        key=lambda channel: hashlib.blake2b(struct.pack("<qq", seed, channel)).digest(),
+    )
     return tuple(sorted(order[: kept_count(width, keep)]))
 
 
@@ -190,11 +231,12 @@ def kept_count(width: int, keep: float) -> int:
     return math.ceil(Fraction(keep).limit_denominator(10**6) * width)
 
 
-# --- the codec --------------------------------------------------------------------------------------------------------
+# --- the codec ------------------------------------------------------------------------------------
 
 
 class Tables(NamedTuple):
-    """What the codec needs on a device: the channels with the kept ones first, the way back, and a scale for each other one."""
+    """What the codec needs on a device: the channels with the kept ones first, the way back, and a
+    scale for each other one."""
 
     order: Tensor
     back: Tensor
@@ -203,11 +245,13 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class OutlierCodec(Codec):
-    """Kept channels in 16 bits, the others by ``inner``; divided by their static scales first, if ``largest`` is not 0.
+    """Kept channels in 16 bits, the others by ``inner``; divided by their static scales first, if
+    ``largest`` is not 0.
 
-    ``largest`` is the inner grid's largest number: a channel's scale is ``range / largest``. Where the scales differ between
-    ranks, ``at(rank)`` says who encodes, and rows to decode are those of all ranks in order. A graph should have the tables as
-    inputs, ``with_tables``: otherwise each of their numbers becomes a constant of its own in it, which takes long to compile.
+    ``largest`` is the inner grid's largest number: a channel's scale is ``range / largest``. Where
+    the scales differ between ranks, ``at(rank)`` says who encodes, and rows to decode are those of
+    all ranks in order. A graph should have the tables as inputs, ``with_tables``: otherwise each of
+    their numbers becomes a constant of its own in it, which takes long to compile.
     """
 
     spec: str
@@ -224,16 +268,21 @@ class OutlierCodec(Codec):
 
     @property
     def bound(self) -> float:
-        """Of a row. On a static grid no value is off by more than it was: nearest to it lies 0, or what it is cut to."""
+        """Of a row. On a static grid no value is off by more than it was: nearest to it lies 0, or
+        what it is cut to."""
         return 1.0 if self.largest else max(self.inner.bound, 2.0**-8)
 
     def floor(self, dtype: torch.dtype) -> float:
-        return 0.0 if self.largest else max(self.inner.floor(dtype), torch.finfo(torch.bfloat16).tiny)
+        return (
+            0.0 if self.largest else max(self.inner.floor(dtype), torch.finfo(torch.bfloat16).tiny)
+        )
 
     def at(self, rank: int) -> OutlierCodec:
         """The same codec as rank ``rank`` of the group uses it."""
         if not 0 <= rank < len(self.channels.ranges):
-            raise PolicyError(f"rank {rank}: the statistics are of {len(self.channels.ranges)} ranks")
+            raise PolicyError(
+                f"rank {rank}: the statistics are of {len(self.channels.ranges)} ranks"
+            )
         return replace(self, rank=rank)
 
     def carried(self, dtype: torch.dtype) -> torch.dtype:
@@ -251,7 +300,11 @@ class OutlierCodec(Codec):
         kept, others = self.channels.kept, self.channels.others
         order = (*kept, *others)
         back = sorted(range(len(order)), key=lambda place: order[place])
-        scales = [[row[channel] / self.largest or 1.0 for channel in others] for row in self.channels.ranges if self.largest]
+        scales = [
+            [row[channel] / self.largest or 1.0 for channel in others]
+            for row in self.channels.ranges
+            if self.largest
+        ]
         made = torch.tensor(scales, device=device, dtype=torch.float64) if scales else None
         return Tables(torch.tensor(order, device=device), torch.tensor(back, device=device), made)
 
@@ -275,7 +328,9 @@ class OutlierCodec(Codec):
         return self._tokens(numel) * (self.channels.width - len(self.channels.kept))
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return self._kept_bytes(numel, dtype) + self.inner.wire_bytes(self._others(numel), self._inner_dtype(dtype))
+        return self._kept_bytes(numel, dtype) + self.inner.wire_bytes(
+            self._others(numel), self._inner_dtype(dtype)
+        )
 
     def _inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return accumulation_dtype(dtype) if self.largest else dtype
@@ -286,10 +341,17 @@ class OutlierCodec(Codec):
         tokens, split = self._tokens(numel), len(self.channels.kept)
         padded = pad(rows, tokens * self.channels.width).reshape(count, tokens, self.channels.width)
         ordered = padded.index_select(2, tables.order)
-        kept, others = ordered.narrow(2, 0, split), ordered.narrow(2, split, self.channels.width - split)
+        kept, others = (
+            ordered.narrow(2, 0, split),
+            ordered.narrow(2, split, self.channels.width - split),
+        )
         if tables.scales is not None:
             work = accumulation_dtype(rows.dtype)
-            others = _finite_stays(others.to(work) / self._scale(tables.scales, count, encode=True).to(work), others, work)
+            others = _finite_stays(
+                others.to(work) / self._scale(tables.scales, count, encode=True).to(work),
+                others,
+                work,
+            )
         narrow = _finite_stays(kept, kept, KEPT[rows.dtype]).to(KEPT[rows.dtype])
         first = to_bytes(narrow.reshape(count, tokens * split))
         second = self.inner.encode_rows(self._flat(others, count, self._others(numel)))
@@ -302,16 +364,20 @@ class OutlierCodec(Codec):
         kept = from_bytes(raw, KEPT[dtype]).to(work).reshape(count, tokens, split)
         start = self._kept_bytes(numel, dtype)
         second = wire.narrow(1, start, wire.shape[1] - start)
-        others = self.inner.decode_rows(second, self._others(numel), self._inner_dtype(dtype)).to(work)
+        others = self.inner.decode_rows(second, self._others(numel), self._inner_dtype(dtype)).to(
+            work
+        )
         others = others.reshape(count, tokens, self.channels.width - split)
         if tables.scales is not None:
-            others = _finite_stays(others * self._scale(tables.scales, count, encode=False).to(work), others, dtype)
+            others = _finite_stays(
+                others * self._scale(tables.scales, count, encode=False).to(work), others, dtype
+            )
         rows = torch.cat([kept, others], dim=2).index_select(2, tables.back)
         return cut_apart(rows.reshape(count, tokens * self.channels.width), numel)
 
     def _flat(self, others: Tensor, count: int, numel: int) -> Tensor:
-        """``[rows, numel]``; for a static grid cut apart from something longer: nothing else in it, as a peak would be, makes a
-        compiler compute the scaled values once."""
+        """``[rows, numel]``; for a static grid cut apart from something longer: nothing else in it,
+        as a peak would be, makes a compiler compute the scaled values once."""
         flat = others.reshape(count, numel)
         return cut_apart(pad(flat, numel + 1), numel) if self.largest else flat
 
@@ -325,34 +391,60 @@ class OutlierCodec(Codec):
         if self.rank is not None and (encode or count == 1):
             return scales[self.rank].reshape(1, 1, -1)
         if encode:
-            raise PolicyError(f"the scales of {ranks} ranks differ: use .at(rank) of the codec, or calibrate(..., shared=True)")
-        raise PolicyError(f"{count} rows to decode, but the scales are those of {ranks} ranks: rows must be theirs, in order")
+            raise PolicyError(
+                f"the scales of {ranks} ranks differ: use .at(rank) of the codec, or calibrate(...,"
+                " shared=True)"
+            )
+        raise PolicyError(
+            f"{count} rows to decode, but the scales are those of {ranks} ranks: rows must be"
+            " theirs, in order"
+        )
 
 
 def _finite_stays(values: Tensor, original: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values cut at the largest number of ``dtype`` where the originals are finite; the others as they are (law 2)."""
+    """Values cut at the largest number of ``dtype`` where the originals are finite; the others as
+    they are (law 2)."""
     limit = torch.finfo(dtype).max
     return torch.where(original.isfinite(), values.clamp(-limit, limit), values)
 
 
-# --- by name ----------------------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 
-def outlier(spec: str, *, statistics: str = "", bits: int = 4, inner: str = "", width: int = 0, keep: float = 1 / 64,
-            seed: int = 0) -> Codec:  # fmt: skip
-    """Kept channels in bf16, the others on a static grid of ``bits`` bits, all from calibration (low-bit TP inference).
+def outlier(
+    spec: str,
+    *,
+    statistics: str = "",
+    bits: int = 4,
+    inner: str = "",
+    width: int = 0,
+    keep: float = 1 / 64,
+    seed: int = 0,
+) -> Codec:
+    """Kept channels in bf16, the others on a static grid of ``bits`` bits, all from calibration
+    (low-bit TP inference).
 
-    ``statistics`` is what ``Channels.to_text`` made. An ``inner`` codec codes the other channels instead of the static grid; so
-    it does where the statistics have no ranges. Without statistics, ``width`` and ``keep`` choose channels at random by
-    ``seed``, which the paper found to be no better than keeping none: for comparison.
+    ``statistics`` is what ``Channels.to_text`` made. An ``inner`` codec codes the other channels
+    instead of the static grid; so it does where the statistics have no ranges. Without statistics,
+    ``width`` and ``keep`` choose channels at random by ``seed``, which the paper found to be no
+    better than keeping none: for comparison.
     """
     if not statistics and width < 1:
-        raise PolicyError("give statistics, as Channels.to_text makes them, or a width to choose channels at random")
-    channels = Channels.from_text(statistics) if statistics else Channels(width, random_channels(width, keep, seed))
+        raise PolicyError(
+            "give statistics, as Channels.to_text makes them, or a width to choose channels at"
+            " random"
+        )
+    channels = (
+        Channels.from_text(statistics)
+        if statistics
+        else Channels(width, random_channels(width, keep, seed))
+    )
     if width and width != channels.width:
         raise PolicyError(f"width={width}, but the statistics are of {channels.width} channels")
     if bits not in (2, 4, 6, 8):
         raise PolicyError(f"bits={bits}: must be 2, 4, 6 or 8")
     if inner or not channels.ranges:
         return OutlierCodec(spec, channels, inner_codec("inner", inner or f"int{bits}"))
-    return OutlierCodec(spec, channels, inner_codec("bits", f"int{bits}(static=1.0)"), 2 ** (bits - 1) - 1)
+    return OutlierCodec(
+        spec, channels, inner_codec("bits", f"int{bits}(static=1.0)"), 2 ** (bits - 1) - 1
+    )

@@ -13,14 +13,17 @@ ALIGNMENT = 128
 
 
 def widths(bits: int) -> list[int]:
-    """The powers of two that add up to ``bits``, largest first: codes of 6 bits travel as 4 bits and 2 bits."""
+    """The powers of two that add up to ``bits``, largest first: codes of 6 bits travel as 4 bits
+    and 2 bits."""
     return [part for part in (8, 4, 2, 1) if bits & part]
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes ``[..., block]`` to bytes ``[..., block * bits / 8]``, without waste for any ``bits`` from 1 to 8.
+    """uint8 codes ``[..., block]`` to bytes ``[..., block * bits / 8]``, without waste for any
+    ``bits`` from 1 to 8.
 
-    The low bits come first, in parts of 4, 2 and 1 bits; part i of a byte comes from part i of the block.
+    The low bits come first, in parts of 4, 2 and 1 bits; part i of a byte comes from part i of the
+    block.
     """
     if bits == 8:
         return codes
@@ -63,16 +66,23 @@ def _unpack_even(packed: Tensor, bits: int) -> Tensor:
 def to_bytes(values: Tensor) -> Tensor:
     """Numbers ``[..., n]`` to their bytes, little end first, ``[..., n * itemsize]``.
 
-    By shifts, since a view to a dtype of another size is no pointwise operation and would cost a kernel of its own.
+    By shifts, since a view to a dtype of another size is no pointwise operation and would cost a
+    kernel of its own.
     """
-    bits = values if values.dtype in (torch.int16, torch.int32, torch.int64) else values.view(_whole(values.dtype))
+    bits = (
+        values
+        if values.dtype in (torch.int16, torch.int32, torch.int64)
+        else values.view(_whole(values.dtype))
+    )
     return ((bits.unsqueeze(-1) >> _shifts(bits)) & 255).to(torch.uint8).flatten(-2)
 
 
 def from_bytes(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of ``to_bytes``; ``dtype`` is float32, float64 or an integer of their width."""
     parts = raw.unflatten(-1, (raw.shape[-1] // dtype.itemsize, dtype.itemsize)).to(_whole(dtype))
-    return (parts << _shifts(parts)).sum(dim=-1, dtype=parts.dtype).view(dtype)  # no two parts share a bit
+    return (
+        (parts << _shifts(parts)).sum(dim=-1, dtype=parts.dtype).view(dtype)
+    )  # no two parts share a bit
 
 
 def _whole(dtype: torch.dtype) -> torch.dtype:
@@ -86,33 +96,45 @@ def _shifts(whole: Tensor) -> Tensor:
 
 
 def pad(rows: Tensor, length: int) -> Tensor:
-    """Zeros behind the last dimension up to ``length``, which may be symbolic; nothing is traced where nothing is missing."""
+    """Zeros behind the last dimension up to ``length``, which may be symbolic; nothing is traced
+    where nothing is missing."""
     missing = length - rows.shape[-1]
     return rows if isinstance(missing, int) and missing == 0 else F.pad(rows, (0, missing))
 
 
 def cut(rows: Tensor, length: int) -> Tensor:
     """The first ``length`` of the last dimension; nothing is traced where that is all."""
-    return rows if isinstance(length, int) and length == rows.shape[-1] else rows.narrow(-1, 0, length)
+    return (
+        rows if isinstance(length, int) and length == rows.shape[-1] else rows.narrow(-1, 0, length)
+    )
 
 
 def cut_apart(rows: Tensor, length: int) -> Tensor:
     """As ``cut``, but what computes the rows stays apart from what takes the cut.
 
-    On a CPU, Inductor (torch 2.11 to 2.15) splits a loop over ``length`` values that loads one scale a block into
-    ``length // block`` whole blocks, and leaves the tail *unwritten*, if anything elementwise follows the cut. A cut of bytes
-    is a view of a buffer, through which it does not see.
+    On a CPU, Inductor (torch 2.11 to 2.15) splits a loop over ``length`` values that loads one
+    scale a block into ``length // block`` whole blocks, and leaves the tail *unwritten*, if
+    anything elementwise follows the cut. A cut of bytes is a view of a buffer, through which it
+    does not see.
     """
     if rows.device.type != "cpu" or (isinstance(length, int) and length == rows.shape[-1]):
         return cut(rows, length)
-    return rows.contiguous().view(torch.uint8).narrow(-1, 0, length * rows.dtype.itemsize).view(rows.dtype)
+    return (
+        rows.contiguous()
+        .view(torch.uint8)
+        .narrow(-1, 0, length * rows.dtype.itemsize)
+        .view(rows.dtype)
+    )
 
 
 def as_bytes(numbers: Tensor) -> Tensor:
     """``[..., n]`` numbers to their bytes ``[..., n * itemsize]``."""
     if isinstance(numbers.shape[-1], int) and numbers.shape[-1] == 1:
-        # Inductor of torch 2.11 may give a last dimension of size 1 any stride, and a view of bytes wants a stride of 1.
-        return torch.cat([numbers, numbers], dim=-1).view(torch.uint8).narrow(-1, 0, numbers.itemsize)
+        # Inductor of torch 2.11 may give a last dimension of size 1 any stride, and a view of bytes
+        # wants a stride of 1.
+        return (
+            torch.cat([numbers, numbers], dim=-1).view(torch.uint8).narrow(-1, 0, numbers.itemsize)
+        )
     return numbers.view(torch.uint8)
 
 
@@ -127,7 +149,8 @@ def ceil_to(number: int, step: int) -> int:
 
 
 def larger(a: int, b: int) -> int:
-    """The larger of two numbers, of which either may be symbolic. Dynamo of torch 2.11 takes no ``sym_max`` of plain ones."""
+    """The larger of two numbers, of which either may be symbolic. Dynamo of torch 2.11 takes no
+    ``sym_max`` of plain ones."""
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_max(a, b)
 
 

@@ -29,7 +29,9 @@ class RawCodec(Codec):
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         if isinstance(numel, int) and numel == 0:
             return wire.new_empty((wire.shape[0], 0), dtype=dtype)
-        return wire.reshape(-1).view(dtype).reshape(wire.shape[0], numel)  # rows may lie at any distance
+        return (
+            wire.reshape(-1).view(dtype).reshape(wire.shape[0], numel)
+        )  # rows may lie at any distance
 
 
 def raw(spec: str) -> Codec:

@@ -1,18 +1,25 @@
 """Which entries of a row are sent: exact top-k, random-k, DGC, Gaussian-k, RedSync and SIDCo.
 
-Every selector maps rows ``[rows, n]`` and a density to a Selection of exactly ``k = ceil(density * n)`` slots, in plain aten
-operations with a fixed number of passes: published loops that stop early are carried out to their end for all rows at once.
+Every selector maps rows ``[rows, n]`` and a density to a Selection of exactly ``k = ceil(density *
+n)`` slots, in plain aten operations with a fixed number of passes: published loops that stop early
+are carried out to their end for all rows at once.
 
 What all selectors share:
 
-- Magnitudes are compared as bit patterns, in which NaN > Inf > all finite numbers: what is not finite is always chosen. A row
-  that has more of it than slots (or, for random-k, outside of them) is ``lost``: its encoder must make all of it NaN.
-- Statistics are made of finite entries over the largest of them, as integers: no overflow, no underflow, and sums that do
+- Magnitudes are compared as bit patterns, in which NaN > Inf > all finite numbers: what is not
+  finite is always chosen. A row
+  that has more of it than slots (or, for random-k, outside of them) is ``lost``: its encoder must
+  make all of it NaN.
+- Statistics are made of finite entries over the largest of them, as integers: no overflow, no
+  underflow, and sums that do
   not depend on their order, so that eager and compiled runs choose alike.
-- A threshold is never above the largest magnitude, and zero is never above a threshold: a row that is not all zeros has at
+- A threshold is never above the largest magnitude, and zero is never above a threshold: a row that
+  is not all zeros has at
   least one entry chosen, a row of zeros none.
-- If more than ``k`` entries reach a threshold, the largest are kept: the threshold is raised in two passes of 16 until what
-  is kept and what is not are apart by 1/256 of the way (in bit patterns) from the threshold to the largest magnitude; within
+- If more than ``k`` entries reach a threshold, the largest are kept: the threshold is raised in two
+  passes of 16 until what
+  is kept and what is not are apart by 1/256 of the way (in bit patterns) from the threshold to the
+  largest magnitude; within
   that step the lowest indices are kept. Published code keeps the lowest indices of all.
 """
 
@@ -35,7 +42,8 @@ from commpass.errors import PolicyError
 
 @dataclass(frozen=True)
 class Selection:
-    """``indices`` int64 ``[rows, k]``, ascending, ``n`` in slots not used; ``used`` int64 and ``lost`` bool ``[rows]``."""
+    """``indices`` int64 ``[rows, k]``, ascending, ``n`` in slots not used; ``used`` int64 and
+    ``lost`` bool ``[rows]``."""
 
     indices: Tensor
     used: Tensor
@@ -44,7 +52,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class Density:
-    """Which part of the entries is chosen, ``over / under``; ``sigmas`` is how far out the rest of a Gaussian reaches."""
+    """Which part of the entries is chosen, ``over / under``; ``sigmas`` is how far out the rest of
+    a Gaussian reaches."""
 
     over: int
     under: int
@@ -52,23 +61,27 @@ class Density:
     sigmas: float
 
     def slots(self, entries: int) -> int:
-        """``ceil(entries * over / under)``: at least one where there is an entry. ``entries`` may be symbolic."""
+        """``ceil(entries * over / under)``: at least one where there is an entry. ``entries`` may
+        be symbolic."""
         return (entries * self.over + self.under - 1) // self.under
 
 
 def density_of(density: float) -> Density:
-    """A density as the nearest fraction with a denominator up to a million. Raises PolicyError outside of [1e-6, 1]."""
+    """A density as the nearest fraction with a denominator up to a million. Raises PolicyError
+    outside of [1e-6, 1]."""
     if not 1e-6 <= density <= 1:
         raise PolicyError(f"density={density}: must be from 1e-6 to 1, such as 0.01")
     fraction = Fraction(density).limit_denominator(10**6)
     ratio = float(fraction)
-    return Density(fraction.numerator, fraction.denominator, ratio, NormalDist().inv_cdf(1 - ratio / 2))
+    return Density(
+        fraction.numerator, fraction.denominator, ratio, NormalDist().inv_cdf(1 - ratio / 2)
+    )
 
 
 Selector = Callable[[Tensor, Density], Selection]
 
 
-# --- selectors --------------------------------------------------------------------------------------------------------
+# --- selectors ------------------------------------------------------------------------------------
 
 
 def topk(rows: Tensor, density: Density) -> Selection:
@@ -80,30 +93,42 @@ def topk(rows: Tensor, density: Density) -> Selection:
 
 
 def randomk(rows: Tensor, density: Density, *, seed: int) -> Selection:
-    """One entry at random of each of ``k`` stretches of equal length: each entry with the same probability, O(k) work.
+    """One entry at random of each of ``k`` stretches of equal length: each entry with the same
+    probability, O(k) work.
 
-    The counter-based generator takes its key from ``seed`` and from the row itself, so that other data gives another choice
-    without a step count to keep, and the same data the same choice. All slots are used.
+    The counter-based generator takes its key from ``seed`` and from the row itself, so that other
+    data gives another choice without a step count to keep, and the same data the same choice. All
+    slots are used.
     """
     bits = magnitude_bits(rows)
     k = density.slots(rows.shape[1])
     words = rows.to(accumulation_dtype(rows.dtype)).view(bits.dtype).to(torch.int64)
-    # Integer sums do not depend on their order; 31 bits of each word keep a sum of 2^32 of them in 64.
-    low, high = (words & 0x7FFFFFFF).sum(-1, keepdim=True), ((words >> 31) & 0x7FFFFFFF).sum(-1, keepdim=True)
+    # Integer sums do not depend on their order; 31 bits of each word keep a sum of 2^32 of them in
+    # 64.
+    low, high = (
+        (words & 0x7FFFFFFF).sum(-1, keepdim=True),
+        ((words >> 31) & 0x7FFFFFFF).sum(-1, keepdim=True),
+    )
     indices = _one_of_each_stretch(rows.shape[1], k, _mix(low & _MASK, _mix(high & _MASK, seed)))
     chosen = (bits.gather(1, indices) >= _infinity(bits)).sum(-1)
     return Selection(indices, (indices >= 0).sum(-1), _not_finite(bits) > chosen)
 
 
 def dgc(rows: Tensor, density: Density) -> Selection:
-    """Threshold of a sample, x0.8 until 0.8 k are found (Lin et al. 2018, Deep Gradient Compression, and its published code).
+    """Threshold of a sample, x0.8 until 0.8 k are found (Lin et al. 2018, Deep Gradient
+    Compression, and its published code).
 
-    Sample: 1 % of the row, but at least ``2 / density`` entries, one at random of each stretch. At most 10 rounds, all
-    counted in one pass. Too many are cut to the largest ``k``, as the published code does from 1.3 k.
+    Sample: 1 % of the row, but at least ``2 / density`` entries, one at random of each stretch. At
+    most 10 rounds, all
+    counted in one pass. Too many are cut to the largest ``k``, as the published code does from 1.3
+    k.
     """
     bits = magnitude_bits(rows)
     entries, k, peak = rows.shape[1], density.slots(rows.shape[1]), _peak(bits)
-    sample = smaller(entries, larger((entries + 99) // 100, (2 * density.under + density.over - 1) // density.over))
+    sample = smaller(
+        entries,
+        larger((entries + 99) // 100, (2 * density.under + density.over - 1) // density.over),
+    )
     places = _one_of_each_stretch(entries, sample, torch.zeros_like(peak, dtype=torch.int64))
     sampled = torch.minimum(bits.gather(1, places.expand(bits.shape[0], -1)), peak)
     smallest = sampled.topk(density.slots(sample), dim=-1).values.amin(-1, keepdim=True)
@@ -115,21 +140,27 @@ def dgc(rows: Tensor, density: Density) -> Selection:
 
 
 def gaussiank(rows: Tensor, density: Density) -> Selection:
-    """``|mu| + sigma * ppf(1 - density/2)``, x0.5 or x1.5 in up to 3 rounds while not in 2k/3 ... 4k/3 (Shi et al. 2019).
+    """``|mu| + sigma * ppf(1 - density/2)``, x0.5 or x1.5 in up to 3 rounds while not in 2k/3 ...
+    4k/3 (Shi et al. 2019).
 
-    ``|mu|`` where published code has ``mu``, which for a negative mean is below what is meant. Where no round fits, the one
-    with the fewest that are enough is taken, not the last one: with a mean far from zero that may have found nothing. The 10
-    thresholds that three rounds can reach are counted in one pass.
+    ``|mu|`` where published code has ``mu``, which for a negative mean is below what is meant.
+    Where no round fits, the one with the fewest that are enough is taken, not the last one: with a
+    mean far from zero that may have found nothing. The 10 thresholds that three rounds can reach
+    are counted in one pass.
     """
     bits = magnitude_bits(rows)
     k, peak = density.slots(rows.shape[1]), _peak(bits)
     size, count = _sizes(bits, peak), _finite(bits).sum(-1, keepdim=True).clamp(min=1).double()
     signed = torch.where(rows < 0, -size, size)
     mean = _exact_sum(signed, 24) / count
-    variance = (_exact_sum(size * size, 32) / count - mean * mean).clamp(min=0) * (count / (count - 1).clamp(min=1))
+    variance = (_exact_sum(size * size, 32) / count - mean * mean).clamp(min=0) * (
+        count / (count - 1).clamp(min=1)
+    )
     start = mean.abs() + density.sigmas * variance.sqrt()
     reach = [(half, more) for half in range(4) for more in range(4 - half)]
-    thresholds = torch.cat([_pattern(_unit(start * 0.5**a * 1.5**b) * _value(peak), bits) for a, b in reach], dim=1)
+    thresholds = torch.cat(
+        [_pattern(_unit(start * 0.5**a * 1.5**b) * _value(peak), bits) for a, b in reach], dim=1
+    )
     found = _counts(bits, thresholds)
     halved = more = torch.zeros_like(peak, dtype=torch.int64)
     tried = [_triangle(halved, more)]
@@ -139,15 +170,19 @@ def gaussiank(rows: Tensor, density: Density) -> Selection:
         tried.append(_triangle(halved, more))
     rounds = torch.cat(tried, dim=1)
     counts = found.gather(1, rounds)
-    best = torch.where(3 * counts >= 2 * k, counts, 2 * rows.shape[1] - counts).argmin(-1, keepdim=True)
+    best = torch.where(3 * counts >= 2 * k, counts, 2 * rows.shape[1] - counts).argmin(
+        -1, keepdim=True
+    )
     return _largest_above(bits, thresholds.gather(1, rounds.gather(1, best)), peak, k)
 
 
 def redsync(rows: Tensor, density: Density) -> Selection:
-    """``mean + t * (max - mean)`` with t bisected 3 times until between k and 2k are found (Fang et al. 2019).
+    """``mean + t * (max - mean)`` with t bisected 3 times until between k and 2k are found (Fang et
+    al. 2019).
 
-    Fewer than k lower the threshold; published code does so below k/2 only, and ends with too few where it finds less than k.
-    Where nothing fits, the lower end is taken, which finds too many. All thresholds are counted in one pass.
+    Fewer than k lower the threshold; published code does so below k/2 only, and ends with too few
+    where it finds less than k. Where nothing fits, the lower end is taken, which finds too many.
+    All thresholds are counted in one pass.
     """
     bits = magnitude_bits(rows)
     k, peak = density.slots(rows.shape[1]), _peak(bits)
@@ -168,16 +203,21 @@ def redsync(rows: Tensor, density: Density) -> Selection:
 
 
 def sidco(rows: Tensor, density: Density) -> Selection:
-    """``-mean * ln(ratio)`` of an exponential, then the same of what is above it, in stages (Abdelmoniem et al. 2021).
+    """``-mean * ln(ratio)`` of an exponential, then the same of what is above it, in stages
+    (Abdelmoniem et al. 2021).
 
-    Each stage keeps a quarter of the one before, the last what is left to the density: 4 stages at 1 %. One pass a stage.
+    Each stage keeps a quarter of the one before, the last what is left to the density: 4 stages at
+    1 %. One pass a stage.
     """
     bits = magnitude_bits(rows)
     k, peak = density.slots(rows.shape[1]), _peak(bits)
     size, kept, left = _sizes(bits, peak), _finite(bits), density.ratio
     threshold = torch.zeros_like(peak, dtype=torch.float64)
     while True:
-        above = _exact_sum(torch.where(kept, size, 0), 24) / kept.sum(-1, keepdim=True).clamp(min=1) - threshold
+        above = (
+            _exact_sum(torch.where(kept, size, 0), 24) / kept.sum(-1, keepdim=True).clamp(min=1)
+            - threshold
+        )
         threshold = _unit(threshold - above.clamp(min=0) * math.log(max(left, 0.25)))
         if left >= 0.25:
             break
@@ -186,11 +226,12 @@ def sidco(rows: Tensor, density: Density) -> Selection:
     return _largest_above(bits, _pattern(threshold * _value(peak), bits), peak, k)
 
 
-# --- magnitudes as bit patterns ---------------------------------------------------------------------------------------
+# --- magnitudes as bit patterns -------------------------------------------------------------------
 
 
 def magnitude_bits(rows: Tensor) -> Tensor:
-    """The bit patterns of ``|x|``, int32 (int64 for float64), ordered as the magnitudes, NaN above all."""
+    """The bit patterns of ``|x|``, int32 (int64 for float64), ordered as the magnitudes, NaN above
+    all."""
     wide = rows.to(accumulation_dtype(rows.dtype))
     whole = torch.int64 if wide.dtype == torch.float64 else torch.int32
     return wide.view(whole) & torch.iinfo(whole).max
@@ -218,8 +259,13 @@ def _value(pattern: Tensor) -> Tensor:
 
 
 def _pattern(threshold: Tensor, bits: Tensor) -> Tensor:
-    """A threshold, float64 and not above the peak, as a pattern; at least 1, so that zeros are below it."""
-    return threshold.to(torch.float64 if bits.dtype == torch.int64 else torch.float32).view(bits.dtype).clamp(min=1)
+    """A threshold, float64 and not above the peak, as a pattern; at least 1, so that zeros are
+    below it."""
+    return (
+        threshold.to(torch.float64 if bits.dtype == torch.int64 else torch.float32)
+        .view(bits.dtype)
+        .clamp(min=1)
+    )
 
 
 def _sizes(bits: Tensor, peak: Tensor) -> Tensor:
@@ -233,13 +279,19 @@ def _unit(threshold: Tensor) -> Tensor:
 
 
 def _exact_sum(values: Tensor, fraction_bits: int) -> Tensor:
-    """The sum of numbers in -1 ... 1 to so many bits behind the point, as float64 ``[rows, 1]``; in any order the same."""
-    return (values * 2.0**fraction_bits).to(torch.int64).sum(-1, keepdim=True).double() / 2.0**fraction_bits
+    """The sum of numbers in -1 ... 1 to so many bits behind the point, as float64 ``[rows, 1]``; in
+    any order the same."""
+    return (values * 2.0**fraction_bits).to(torch.int64).sum(
+        -1, keepdim=True
+    ).double() / 2.0**fraction_bits
 
 
 def _counts(bits: Tensor, thresholds: Tensor) -> Tensor:
-    """How many entries reach each of the thresholds ``[rows, m]``; one pass over the row when compiled."""
-    counts = [(bits >= one.unsqueeze(-1)).sum(-1, dtype=torch.int32) for one in thresholds.unbind(-1)]
+    """How many entries reach each of the thresholds ``[rows, m]``; one pass over the row when
+    compiled."""
+    counts = [
+        (bits >= one.unsqueeze(-1)).sum(-1, dtype=torch.int32) for one in thresholds.unbind(-1)
+    ]
     return torch.stack(counts, dim=-1).to(torch.int64)
 
 
@@ -248,15 +300,17 @@ def _triangle(half: Tensor, more: Tensor) -> Tensor:
     return half * 4 - half * (half - 1) // 2 + more
 
 
-# --- from a threshold to slots ----------------------------------------------------------------------------------------
+# --- from a threshold to slots --------------------------------------------------------------------
 
 _STEPS = 16
 FEW_ROWS = 2
-"""Up to so many rows each is searched on its own, 5 times faster on a CPU than a scan of all; more take long to compile."""
+"""Up to so many rows each is searched on its own, 5 times faster on a CPU than a scan of all; more
+take long to compile."""
 
 
 def _largest_above(bits: Tensor, threshold: Tensor, peak: Tensor, k: int) -> Selection:
-    """The entries that reach a threshold ``[rows, 1]``; where there are more than ``k``, the largest (see the module)."""
+    """The entries that reach a threshold ``[rows, 1]``; where there are more than ``k``, the
+    largest (see the module)."""
     start = torch.minimum(threshold, peak.clamp(min=1))
     low, high = start, peak + 1
     outside = _not_finite(bits).unsqueeze(-1)
@@ -264,15 +318,23 @@ def _largest_above(bits: Tensor, threshold: Tensor, peak: Tensor, k: int) -> Sel
     for narrowing in range(2):
         step = (high - low + (_STEPS - 1)) // _STEPS
         edges = [torch.minimum(low + step * i, high) for i in range(_STEPS)]
-        if narrowing == 0:  # the largest magnitude is an edge: all entries that have it are kept, or nothing else
+        if (
+            narrowing == 0
+        ):  # the largest magnitude is an edge: all entries that have it are kept, or nothing else
             edges = [torch.minimum(edge, torch.maximum(peak, start)) for edge in [*edges, high]]
         bounds = torch.cat(edges, dim=1)
         counts = _counts(bits, bounds)
         if narrowing == 0:
             found = counts[:, :1]
-        last = (counts >= k).sum(-1, keepdim=True).clamp(min=1)  # of the edges that enough entries reach
+        last = (
+            (counts >= k).sum(-1, keepdim=True).clamp(min=1)
+        )  # of the edges that enough entries reach
         bounds, counts = torch.cat([bounds, high], dim=1), torch.cat([counts, above_high], dim=1)
-        low, high, above_high = bounds.gather(1, last - 1), bounds.gather(1, last), counts.gather(1, last)
+        low, high, above_high = (
+            bounds.gather(1, last - 1),
+            bounds.gather(1, last),
+            counts.gather(1, last),
+        )
     fits = found <= k
     low, high = torch.where(fits, start, low), torch.where(fits, start, high)
     room = torch.where(fits, 0, k - above_high).clamp(min=0)
@@ -281,28 +343,35 @@ def _largest_above(bits: Tensor, threshold: Tensor, peak: Tensor, k: int) -> Sel
 
 
 def _lowest(sure: Tensor, maybe: Tensor, room: Tensor, k: int) -> Tensor:
-    """Indices ``[rows, k]``, ascending, of all that are sure and of the first ``room`` that may be; ``n`` behind them."""
-    second = torch.where(torch.arange(k, device=sure.device) < room, _first(maybe, k), sure.shape[1])
+    """Indices ``[rows, k]``, ascending, of all that are sure and of the first ``room`` that may be;
+    ``n`` behind them."""
+    second = torch.where(
+        torch.arange(k, device=sure.device) < room, _first(maybe, k), sure.shape[1]
+    )
     return cut(torch.cat([_first(sure, k), second], dim=1).sort(dim=-1).values, k)
 
 
 def _first(mask: Tensor, k: int) -> Tensor:
-    """int64 ``[rows, k]``: the lowest indices of each row at which the mask holds; ``n`` behind them."""
+    """int64 ``[rows, k]``: the lowest indices of each row at which the mask holds; ``n`` behind
+    them."""
     rows, entries = mask.shape
     if isinstance(rows, int) and rows <= FEW_ROWS:
-        found = torch.stack([torch.nonzero_static(row, size=k).squeeze(1) for row in mask.unbind(0)])
+        found = torch.stack(
+            [torch.nonzero_static(row, size=k).squeeze(1) for row in mask.unbind(0)]
+        )
         return torch.where(found < 0, entries, found)
     before = mask.cumsum(-1, dtype=torch.int32)
     return torch.searchsorted(before, ranks_up_to(k, before))
 
 
-# --- a counter-based generator ----------------------------------------------------------------------------------------
+# --- a counter-based generator --------------------------------------------------------------------
 
 _MASK = 0xFFFFFFFF
 
 
 def _mix(counter: Tensor, key: Tensor | int) -> Tensor:
-    """32 well mixed bits of a counter and a key below 2^32; products stay below 2^59, so that nothing depends on overflow."""
+    """32 well mixed bits of a counter and a key below 2^32; products stay below 2^59, so that
+    nothing depends on overflow."""
     mixed = counter ^ key
     for _ in range(2):
         mixed = ((mixed >> 16 ^ mixed) * 0x45D9F3B) & _MASK
@@ -310,7 +379,8 @@ def _mix(counter: Tensor, key: Tensor | int) -> Tensor:
 
 
 def _one_of_each_stretch(entries: int, count: int, key: Tensor) -> Tensor:
-    """int64 ``[rows, count]``, ascending: an index at random from each of ``count`` equal stretches of ``0 ... entries``.
+    """int64 ``[rows, count]``, ascending: an index at random from each of ``count`` equal stretches
+    of ``0 ... entries``.
 
     ``key`` is int64 ``[rows, 1]``.
     """

@@ -1,8 +1,9 @@
-"""A few entries of a row and where they lie: a selector, an index code, and an inner codec for the values.
+"""A few entries of a row and where they lie: a selector, an index code, and an inner codec for the
+values.
 
-A row on the wire is the inner codec's wire of the ``k`` values, then the indices, padded to 16 bytes. Slots that are not used
-hold index ``n`` and value 0. A row that would lose something that is not finite has no index at all and NaN for values: it
-is decoded to NaN throughout (law 2).
+A row on the wire is the inner codec's wire of the ``k`` values, then the indices, padded to 16
+bytes. Slots that are not used hold index ``n`` and value 0. A row that would lose something that is
+not finite has no index at all and NaN for values: it is decoded to NaN throughout (law 2).
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from commpass.codecs.select import Density, Selector, density_of
 from commpass.errors import PolicyError
 
 ALIGNMENT = 16
-"""Bytes to which a row is padded, so that each begins where vectors can be loaded; a sparse row is small."""
+"""Bytes to which a row is padded, so that each begins where vectors can be loaded; a sparse row is
+small."""
 
 
 @dataclass(frozen=True, eq=False)
 class SparseCodec(Codec):
     """``k = ceil(density * n)`` entries of a row; all others are decoded as zeros.
 
-    ``kept`` is the least part of the row's squared norm that the selector promises to choose: the density for exact top-k,
-    nothing for the others. What is left out is lost unless the caller adds it to the next row: see ``residual``.
+    ``kept`` is the least part of the row's squared norm that the selector promises to choose: the
+    density for exact top-k, nothing for the others. What is left out is lost unless the caller adds
+    it to the next row: see ``residual``.
     """
 
     spec: str
@@ -53,7 +56,8 @@ class SparseCodec(Codec):
 
     @property
     def bound(self) -> float:
-        """Of a row: what is left out, ``1 - kept`` of the squared norm at most, and the inner codec's error of the rest."""
+        """Of a row: what is left out, ``1 - kept`` of the squared norm at most, and the inner
+        codec's error of the rest."""
         kept = self.kept
         return max(self.inner.bound, math.sqrt(1 - kept + self.inner.bound**2 * kept))
 
@@ -66,7 +70,9 @@ class SparseCodec(Codec):
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         chosen = self.slots(numel)
-        return ceil_to(self.inner.wire_bytes(chosen, dtype) + self.index.nbytes(numel, chosen), ALIGNMENT)
+        return ceil_to(
+            self.inner.wire_bytes(chosen, dtype) + self.index.nbytes(numel, chosen), ALIGNMENT
+        )
 
     def encode_rows(self, rows: Tensor) -> Tensor:
         count, numel = rows.shape
@@ -80,21 +86,29 @@ class SparseCodec(Codec):
         return pad(raw, self.wire_bytes(numel, rows.dtype))
 
     def decode_sparse(self, wire: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """uint8 ``[rows, wire_bytes(numel, dtype)]`` to int64 indices and values in the accumulation dtype, each ``[rows, k]``.
+        """uint8 ``[rows, wire_bytes(numel, dtype)]`` to int64 indices and values in the
+        accumulation dtype, each ``[rows, k]``.
 
-        Indices ascend; those of unused slots are ``numel`` and their values 0. A row of NaN throughout has no other
-        indices, and NaN for values: ``dense`` and ``sum_by_index`` know what that means.
+        Indices ascend; those of unused slots are ``numel`` and their values 0. A row of NaN
+        throughout has no other indices, and NaN for values: ``dense`` and ``sum_by_index`` know
+        what that means.
         """
         chosen = self.slots(numel)
         split = self.inner.wire_bytes(chosen, dtype)
-        values = self.inner.decode_rows(wire.narrow(1, 0, split), chosen, dtype).to(accumulation_dtype(dtype))
-        indices = self.index.decode(wire.narrow(1, split, self.index.nbytes(numel, chosen)), numel, chosen)
+        values = self.inner.decode_rows(wire.narrow(1, 0, split), chosen, dtype).to(
+            accumulation_dtype(dtype)
+        )
+        indices = self.index.decode(
+            wire.narrow(1, split, self.index.nbytes(numel, chosen)), numel, chosen
+        )
         unused = torch.where(_poisoned(indices, values, numel), math.nan, 0.0)
         return indices, torch.where(indices < numel, values, unused.to(values.dtype))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         if isinstance(numel, int) and numel == 0:
-            return torch.zeros((wire.shape[0], 0), dtype=accumulation_dtype(dtype), device=wire.device)
+            return torch.zeros(
+                (wire.shape[0], 0), dtype=accumulation_dtype(dtype), device=wire.device
+            )
         return dense(*self.decode_sparse(wire, numel, dtype), numel)
 
 
@@ -106,17 +120,22 @@ def dense(indices: Tensor, values: Tensor, numel: int) -> Tensor:
 
 
 def sum_by_index(indices: Tensor, values: Tensor, numel: int) -> Tensor:
-    """The sum ``[numel]`` of all rows, row by row in order (law 4), at a cost of ``rows * k`` additions."""
+    """The sum ``[numel]`` of all rows, row by row in order (law 4), at a cost of ``rows * k``
+    additions."""
     total = torch.zeros(numel + 1, dtype=values.dtype, device=values.device)
-    for row in range(values.shape[0]):  # indices of one row differ: the order of additions is that of the rows
+    for row in range(
+        values.shape[0]
+    ):  # indices of one row differ: the order of additions is that of the rows
         total = total.scatter_add(0, indices[row], values[row])
     return torch.where(_poisoned(indices, values, numel).any(), math.nan, cut(total, numel))
 
 
 def residual(x: Tensor, coder: Codec) -> tuple[Wire, Tensor]:
-    """The wire of ``x`` and what it leaves out, in the accumulation dtype: add that to the next ``x`` (error feedback).
+    """The wire of ``x`` and what it leaves out, in the accumulation dtype: add that to the next
+    ``x`` (error feedback).
 
-    0 where what is decoded is not finite: everybody has seen it, and it must not come back in every later step.
+    0 where what is decoded is not finite: everybody has seen it, and it must not come back in every
+    later step.
     """
     wire = coder.encode(x)
     rows = coder.decode_rows(wire.payload.reshape(1, -1), x.numel(), x.dtype).reshape(x.shape)
@@ -128,15 +147,18 @@ def _poisoned(indices: Tensor, values: Tensor, numel: int) -> Tensor:
     return (indices.narrow(1, 0, 1) == numel) & ~values.narrow(1, 0, 1).isfinite()
 
 
-# --- by name ----------------------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 
 def topk(spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least") -> Codec:
-    """The ``ceil(density * n)`` entries of largest magnitude, exactly. Error feedback is the caller's."""
+    """The ``ceil(density * n)`` entries of largest magnitude, exactly. Error feedback is the
+    caller's."""
     return _sparse(spec, select.topk, density, values, indices, kept=density_of(density).ratio)
 
 
-def randomk(spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least", seed: int = 0) -> Codec:
+def randomk(
+    spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least", seed: int = 0
+) -> Codec:
     """Entries at random, unscaled: unbiased only with error feedback. For comparison."""
     if not 0 <= seed < 2**32:
         raise PolicyError(f"seed={seed}: must be from 0 to 4294967295")
@@ -148,22 +170,37 @@ def dgc(spec: str, *, density: float = 0.01, values: str = "raw", indices: str =
     return _sparse(spec, select.dgc, density, values, indices)
 
 
-def gaussiank(spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least") -> Codec:
+def gaussiank(
+    spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least"
+) -> Codec:
     """Entries above the threshold that a Gaussian would have."""
     return _sparse(spec, select.gaussiank, density, values, indices)
 
 
-def redsync(spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least") -> Codec:
+def redsync(
+    spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least"
+) -> Codec:
     """Entries above a threshold bisected between mean and maximum."""
     return _sparse(spec, select.redsync, density, values, indices)
 
 
-def sidco(spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least") -> Codec:
+def sidco(
+    spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least"
+) -> Codec:
     """Entries above the threshold that an exponential would have, in stages."""
     return _sparse(spec, select.sidco, density, values, indices)
 
 
-def _sparse(spec: str, selector: Selector, density: float, values: str, indices: str, kept: float = 0.0) -> Codec:
+def _sparse(
+    spec: str, selector: Selector, density: float, values: str, indices: str, kept: float = 0.0
+) -> Codec:
     chosen = density_of(density)
     inner = inner_codec("values", values)
-    return SparseCodec(spec, selector, chosen, inner, index_code(Fraction(chosen.over, chosen.under), indices), kept)
+    return SparseCodec(
+        spec,
+        selector,
+        chosen,
+        inner,
+        index_code(Fraction(chosen.over, chosen.under), indices),
+        kept,
+    )

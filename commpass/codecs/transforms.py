@@ -1,7 +1,7 @@
 """Transforms: invertible maps of a block that make its values easier to code.
 
-All work on blocks ``[..., block]`` in the accumulation dtype, use plain aten operations only, hold no tensor constants, and
-never look at values from Python: they trace under fake tensors.
+All work on blocks ``[..., block]`` in the accumulation dtype, use plain aten operations only, hold
+no tensor constants, and never look at values from Python: they trace under fake tensors.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Transform:
-    """A map of a block and its inverse. ``forward`` gives the values, whose largest magnitude is never above the block's,
-    and ``side`` uint8 bytes for each block that the inverse needs (None for no bytes). ``inverse`` takes the values divided
-    by ``sums`` and gives the block divided by it, so that no sum on its way overflows where the block does not."""
+    """A map of a block and its inverse. ``forward`` gives the values, whose largest magnitude is
+    never above the block's, and ``side`` uint8 bytes for each block that the inverse needs (None
+    for no bytes). ``inverse`` takes the values divided by ``sums`` and gives the block divided by
+    it, so that no sum on its way overflows where the block does not."""
 
     name: str
     forward: Callable[[Tensor], tuple[Tensor, Tensor | None]]
@@ -32,18 +33,28 @@ NO_TRANSFORM = Transform("none", lambda blocks: (blocks, None), lambda blocks, _
 
 @cache  # two codecs that rotate alike hold the same transform
 def hadamard(width: int, *, signed: bool = False, pivot: bool = False) -> Transform:
-    """Walsh-Hadamard rotation of each ``width`` values (TACO, section 3): spreads an outlier over its whole block.
+    """Walsh-Hadamard rotation of each ``width`` values (TACO, section 3): spreads an outlier over
+    its whole block.
 
-    ``signed`` multiplies the values by fixed signs before. They are a bent function of the place, whose own spectrum is flat:
-    a constant, and any other row of the Hadamard matrix, is spread as well, which the plain rotation would gather in one
-    value. ``pivot`` first swaps an element that is more than twice as large as all others to place 0, whose column is all
-    ones, so that an asymmetric grid takes it as an offset (TahQuant).
+    ``signed`` multiplies the values by fixed signs before. They are a bent function of the place,
+    whose own spectrum is flat: a constant, and any other row of the Hadamard matrix, is spread as
+    well, which the plain rotation would gather in one value. ``pivot`` first swaps an element that
+    is more than twice as large as all others to place 0, whose column is all ones, so that an
+    asymmetric grid takes it as an offset (TahQuant).
     """
-    # Scaled by 1/width (and not 1/sqrt(width)) on the way in: then |H x| <= max|x|, and a block of the largest finite
-    # numbers cannot overflow. H H' = width * I makes the transpose its inverse.
-    there, back = partial(_rotate, width=width, signed=signed), partial(_rotate_back, width=width, signed=signed)
+    # Scaled by 1/width (and not 1/sqrt(width)) on the way in: then |H x| <= max|x|, and a block of
+    # the largest finite numbers cannot overflow. H H' = width * I makes the transpose its inverse.
+    there, back = (
+        partial(_rotate, width=width, signed=signed),
+        partial(_rotate_back, width=width, signed=signed),
+    )
     if not pivot:
-        return Transform("hadamard", lambda blocks: (there(blocks), None), lambda blocks, _: back(blocks), sums=width)
+        return Transform(
+            "hadamard",
+            lambda blocks: (there(blocks), None),
+            lambda blocks, _: back(blocks),
+            sums=width,
+        )
 
     def forward(blocks: Tensor) -> tuple[Tensor, Tensor | None]:
         place = _pivot(blocks)
@@ -61,7 +72,8 @@ def _bits(number: Tensor, width: int) -> list[Tensor]:
 
 
 def _sylvester(width: int, like: Tensor, signed: bool) -> Tensor:
-    """``H[i, j] = (-1)^popcount(i & j)``, unnormalised; column j times the sign of place j if ``signed``."""
+    """``H[i, j] = (-1)^popcount(i & j)``, unnormalised; column j times the sign of place j if
+    ``signed``."""
     index = torch.arange(width, device=like.device)
     parity = torch.zeros_like(index[:, None] & index[None, :])
     for bit in _bits(index[:, None] & index[None, :], width):
@@ -74,7 +86,8 @@ def _sylvester(width: int, like: Tensor, signed: bool) -> Tensor:
 
 
 def _factors(width: int) -> tuple[int, int]:
-    """Two powers of two with this product, as alike as can be; an odd number of bits goes to the first."""
+    """Two powers of two with this product, as alike as can be; an odd number of bits goes to the
+    first."""
     left = 1 << (width.bit_length() // 2)
     return left, width // left
 
@@ -82,7 +95,10 @@ def _factors(width: int) -> tuple[int, int]:
 def _rotate(blocks: Tensor, *, width: int, signed: bool) -> Tensor:
     """``H @ block / width`` as two small matmuls: ``H(ab) = H(a) (x) H(b)``."""
     left, right = _factors(width)
-    rows, columns = _sylvester(left, blocks, signed) / left, _sylvester(right, blocks, signed) / right
+    rows, columns = (
+        _sylvester(left, blocks, signed) / left,
+        _sylvester(right, blocks, signed) / right,
+    )
     return _apply(blocks, rows, columns.t())
 
 
@@ -99,7 +115,8 @@ def _apply(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _pivot(blocks: Tensor) -> Tensor:
-    """The place of an element that is more than twice as large as all others of its block, else 0; ``[..., 1]``."""
+    """The place of an element that is more than twice as large as all others of its block, else 0;
+    ``[..., 1]``."""
     size = blocks.abs()
     place = size.argmax(dim=-1, keepdim=True)
     first = size.amax(dim=-1, keepdim=True)

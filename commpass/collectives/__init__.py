@@ -2,13 +2,38 @@
 
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.handle import Handle
-from commpass.collectives.names import ALGORITHM_NAMES, DEFAULTS, REDUCE_OPS, algorithm, algorithms_of, check_name, own
+from commpass.collectives.names import (
+    ALGORITHM_NAMES,
+    DEFAULTS,
+    REDUCE_OPS,
+    algorithm,
+    algorithms_of,
+    check_name,
+    own,
+)
 from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
 from commpass.collectives.request import UNROLLED_RANKS, Request
 from commpass.collectives.steps import run
 from commpass.collectives.work import Hop, Payload, Work
 
 __all__ = [
-    "ALGORITHM_NAMES", "DEFAULTS", "REDUCE_OPS", "UNROLLED_RANKS", "Algorithm", "Handle", "Hop", "Payload", "Request", "Work",
-    "algorithm", "algorithms_of", "all_gather", "all_reduce", "all_to_all", "check_name", "own", "reduce_scatter", "run",
-]  # fmt: skip
+    "ALGORITHM_NAMES",
+    "DEFAULTS",
+    "REDUCE_OPS",
+    "UNROLLED_RANKS",
+    "Algorithm",
+    "Handle",
+    "Hop",
+    "Payload",
+    "Request",
+    "Work",
+    "algorithm",
+    "algorithms_of",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "check_name",
+    "own",
+    "reduce_scatter",
+    "run",
+]

@@ -22,10 +22,11 @@ def _fits_all(codec: Codec, ranks: int) -> str | None:
 class Algorithm:
     """An algorithm of one kind of collective, by name with its parameters (``spec``).
 
-    ``run(x, request, codec)`` are its steps; of a ``stateful`` one ``run(x, request, codec, state)``, which end in the result
-    and the new state. ``encodes(codec, ranks)`` are the codecs that a value meets on its way, each with the share of the
-    result's variance that is then in it (for ranks whose values are independent). ``obstacle`` says why it cannot work with a
-    codec on so many ranks. ``domain`` names the domain in which it sums, "" for the values themselves.
+    ``run(x, request, codec)`` are its steps; of a ``stateful`` one ``run(x, request, codec,
+    state)``, which end in the result and the new state. ``encodes(codec, ranks)`` are the codecs
+    that a value meets on its way, each with the share of the result's variance that is then in it
+    (for ranks whose values are independent). ``obstacle`` says why it cannot work with a codec on
+    so many ranks. ``domain`` names the domain in which it sums, "" for the values themselves.
     ``keeps`` says whether it, or an exchange in the air, still reads the input once it has started.
     """
 
@@ -41,7 +42,9 @@ class Algorithm:
 
     def error(self, codec: Codec, ranks: int) -> float:
         """Expected relative error of a result: the errors of all encodes, added as variances."""
-        return math.sqrt(sum(share * coder.relative_error() ** 2 for coder, share in self.encodes(codec, ranks)))
+        return math.sqrt(
+            sum(share * coder.relative_error() ** 2 for coder, share in self.encodes(codec, ranks))
+        )
 
     @property
     def name(self) -> str:

@@ -1,8 +1,9 @@
-"""Exchanges whose size depends on the data: the wire of a lossless codec has a static part and a dynamic one
-(ZipCCL, section 4).
+"""Exchanges whose size depends on the data: the wire of a lossless codec has a static part and a
+dynamic one (ZipCCL, section 4).
 
-The buffers have room for the worst case, and only what is used travels: nothing can overflow, whatever the values are. Sizes
-are read on the host once an exchange, as numbers that a traced graph holds as unbacked symbols.
+The buffers have room for the worst case, and only what is used travels: nothing can overflow,
+whatever the values are. Sizes are read on the host once an exchange, as numbers that a traced graph
+holds as unbacked symbols.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from commpass.errors import VerifyError
 
 @contextmanager
 def sizes_of_data(codec: Codec, x: Tensor, *, traced: bool) -> Iterator[None]:
-    """Lets sizes that depend on values into a fake run of an algorithm, for a codec whose wire has such. Nobody will ask for
-    them afterwards unless the run is ``traced``. Raises VerifyError where the fake values cannot have them."""
+    """Lets sizes that depend on values into a fake run of an algorithm, for a codec whose wire has
+    such. Nobody will ask for them afterwards unless the run is ``traced``. Raises VerifyError where
+    the fake values cannot have them."""
     mode = detect_fake_mode(x)
     if not codec.dynamic or mode is None:
         yield
         return
     if mode.shape_env is None:
-        raise VerifyError(f"{codec.spec} has a wire whose size depends on the values, but the fake values have no ShapeEnv")
+        raise VerifyError(
+            f"{codec.spec} has a wire whose size depends on the values, but the fake values have no"
+            " ShapeEnv"
+        )
     before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
     try:
         with nullcontext() if traced else mode.shape_env.ignore_fresh_unbacked_symbols():
@@ -39,7 +44,8 @@ def sizes_of_data(codec: Codec, x: Tensor, *, traced: bool) -> Iterator[None]:
 
 
 def varies(codec: Codec, dtype: torch.dtype) -> bool:
-    """Whether the bytes of a wire depend on the values. Not on how many there are: ranks that have none do as the others."""
+    """Whether the bytes of a wire depend on the values. Not on how many there are: ranks that have
+    none do as the others."""
     return codec.dynamic and codec.parts(codec.block, dtype)[1] > 0
 
 
@@ -47,7 +53,9 @@ UNIT = ALIGNMENT
 """Bytes of which the dynamic part of a row is a multiple."""
 
 
-def hop(codec: Codec, rows: Tensor, move: Move, sizes_first: bool) -> Generator[Tensor, Tensor, Tensor]:
+def hop(
+    codec: Codec, rows: Tensor, move: Move, sizes_first: bool
+) -> Generator[Tensor, Tensor, Tensor]:
     """As ``steps.hop``, sending of each row only the bytes that it uses."""
     numel, dtype = rows.shape[1], rows.dtype
     static, room = codec.parts(numel, dtype)
@@ -56,7 +64,9 @@ def hop(codec: Codec, rows: Tensor, move: Move, sizes_first: bool) -> Generator[
     if sizes_first:
         sizes = yield move.start(used.unsqueeze(1).view(torch.uint8))
         arrived_units = sizes.contiguous().view(torch.int64).squeeze(1)
-        whole = yield from _send_used(wire, used + static // UNIT, arrived_units + static // UNIT, move)
+        whole = yield from _send_used(
+            wire, used + static // UNIT, arrived_units + static // UNIT, move
+        )
         return codec.decode_rows(whole, numel, dtype)
     arrived = yield move.start(wire.narrow(1, 0, static).contiguous())
     arrived_units = (codec.used_bytes(arrived, numel, dtype) - static) // UNIT
@@ -64,40 +74,67 @@ def hop(codec: Codec, rows: Tensor, move: Move, sizes_first: bool) -> Generator[
     return codec.decode_parts((arrived, tails), numel, dtype)
 
 
-def parts_hop(codec: Codec, wires: Sequence[Tensor], lengths: Sequence[int], arriving: Sequence[int], dtype: torch.dtype,
-              request: Request, sizes_first: bool) -> Generator[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """As ``steps.parts_hop``: the wire of part r, ``[1, ...]`` with room for the worst case, to rank r."""
+def parts_hop(
+    codec: Codec,
+    wires: Sequence[Tensor],
+    lengths: Sequence[int],
+    arriving: Sequence[int],
+    dtype: torch.dtype,
+    request: Request,
+    sizes_first: bool,
+) -> Generator[Tensor, Tensor, list[Tensor]]:
+    """As ``steps.parts_hop``: the wire of part r, ``[1, ...]`` with room for the worst case, to
+    rank r."""
     sent, coming = ([codec.parts(numel, dtype) for numel in some] for some in (lengths, arriving))
-    used = [codec.used_bytes(wire, numel, dtype) - part[0] for wire, numel, part in zip(wires, lengths, sent, strict=True)]
+    used = [
+        codec.used_bytes(wire, numel, dtype) - part[0]
+        for wire, numel, part in zip(wires, lengths, sent, strict=True)
+    ]
     if sizes_first:
         units = torch.cat(used).div(UNIT, rounding_mode="floor").unsqueeze(1).view(torch.uint8)
         arrived = yield scatter(request).start(units)
         units_in = arrived.contiguous().view(torch.int64).squeeze(1).unbind()
-        sizes = [_number(unit * UNIT, room) + static for unit, (static, room) in zip(units_in, coming, strict=True)]
+        sizes = [
+            _number(unit * UNIT, room) + static
+            for unit, (static, room) in zip(units_in, coming, strict=True)
+        ]
         pieces = [
             wire.narrow(1, 0, _number(u.squeeze(0), room) + static)
             for wire, u, (static, room) in zip(wires, used, sent, strict=True)
         ]
         wire = yield _flat(pieces, sizes, request)
-        whole = [_filled(piece, sum(part)) for piece, part in zip(wire.split(sizes), coming, strict=True)]
-        return [codec.decode_rows(row, numel, dtype) for row, numel in zip(whole, arriving, strict=True)]
+        whole = [
+            _filled(piece, sum(part)) for piece, part in zip(wire.split(sizes), coming, strict=True)
+        ]
+        return [
+            codec.decode_rows(row, numel, dtype) for row, numel in zip(whole, arriving, strict=True)
+        ]
     statics = [static for static, _ in coming]
-    arrived = yield _flat([wire.narrow(1, 0, static) for wire, (static, _) in zip(wires, sent, strict=True)], statics, request)
+    arrived = yield _flat(
+        [wire.narrow(1, 0, static) for wire, (static, _) in zip(wires, sent, strict=True)],
+        statics,
+        request,
+    )
     heads = [head.reshape(1, -1) for head in arrived.split(statics)]
     sizes = [
         _number((codec.used_bytes(head, numel, dtype) - static).squeeze(0), room)
         for head, numel, (static, room) in zip(heads, arriving, coming, strict=True)
     ]
     pieces = [
-        wire.narrow(1, static, _number(u.squeeze(0), room)) for wire, u, (static, room) in zip(wires, used, sent, strict=True)
+        wire.narrow(1, static, _number(u.squeeze(0), room))
+        for wire, u, (static, room) in zip(wires, used, sent, strict=True)
     ]
     wire = yield _flat(pieces, sizes, request)
     tails = [_filled(tail, room) for tail, (_, room) in zip(wire.split(sizes), coming, strict=True)]
-    return [codec.decode_parts(pair, numel, dtype) for *pair, numel in zip(heads, tails, arriving, strict=True)]
+    return [
+        codec.decode_parts(pair, numel, dtype)
+        for *pair, numel in zip(heads, tails, arriving, strict=True)
+    ]
 
 
 def _filled(piece: Tensor, length: int) -> Tensor:
-    """Bytes with zeros behind them, as a row; ``pad`` takes no lengths that are only known when a graph runs."""
+    """Bytes with zeros behind them, as a row; ``pad`` takes no lengths that are only known when a
+    graph runs."""
     zeros = torch.zeros(length - piece.shape[0], dtype=torch.uint8, device=piece.device)
     return torch.cat([piece, zeros]).reshape(1, length)
 
@@ -108,9 +145,11 @@ def _flat(pieces: Sequence[Tensor], sizes: Sequence[Any], request: Request) -> T
     return move.start(torch.cat(list(pieces), dim=1).flatten())
 
 
-def _send_used(wire: Tensor, used: Tensor, arriving: Tensor, move: Move) -> Generator[Tensor, Tensor, Tensor]:
-    """Of each row ``[r, room]`` the first ``used[i]`` units; ``arriving`` says how long those are that come. ``[r', room]``,
-    of which what lies behind that is not to be read."""
+def _send_used(
+    wire: Tensor, used: Tensor, arriving: Tensor, move: Move
+) -> Generator[Tensor, Tensor, Tensor]:
+    """Of each row ``[r, room]`` the first ``used[i]`` units; ``arriving`` says how long those are
+    that come. ``[r', room]``, of which what lies behind that is not to be read."""
     room = wire.shape[1] // UNIT
     units = wire.reshape(wire.shape[0], room, UNIT)
     if isinstance(move, Rows):
@@ -122,7 +161,9 @@ def _send_used(wire: Tensor, used: Tensor, arriving: Tensor, move: Move) -> Gene
     return torch.cat([arrived.reshape(rows, most, UNIT), missing], dim=1).flatten(1)
 
 
-def _rows(units: Tensor, used: Tensor, arriving: Tensor, move: Rows) -> Generator[Tensor, Tensor, Tensor]:
+def _rows(
+    units: Tensor, used: Tensor, arriving: Tensor, move: Rows
+) -> Generator[Tensor, Tensor, Tensor]:
     room = units.shape[1]
     sent, received = _by_rank(used, move.sent, room), _by_rank(arriving, move.received, room)
     flat = units.flatten(0, 1)[_places(used, sum(sent), room)]
@@ -136,7 +177,8 @@ def _rows(units: Tensor, used: Tensor, arriving: Tensor, move: Rows) -> Generato
 
 
 def _places(used: Tensor, total: Any, room: int) -> Tensor:
-    """The unit, of all rows' units one after the other, that lies at each place of a buffer that holds the used ones alone."""
+    """The unit, of all rows' units one after the other, that lies at each place of a buffer that
+    holds the used ones alone."""
     place = torch.arange(total, device=used.device)
     ends = used.cumsum(0)
     row = torch.searchsorted(ends, place, right=True)
@@ -149,7 +191,9 @@ def _by_rank(used: Tensor, rows: tuple[Any, ...], room: int) -> list[Any]:
     sums, end, ends = torch.cat([zero, used.cumsum(0)]), 0, []
     for count in rows:
         end = end + count
-        ends.append(torch.full_like(zero, end))  # an index on the device: a symbolic one would be compared with the size
+        ends.append(
+            torch.full_like(zero, end)
+        )  # an index on the device: a symbolic one would be compared with the size
     counts = torch.diff(sums[torch.cat(ends)], prepend=zero)
     return [_number(count, room * most) for count, most in zip(counts.unbind(), rows, strict=True)]
 

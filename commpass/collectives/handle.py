@@ -9,10 +9,12 @@ from commpass.collectives.steps import Steps, finish
 
 
 class Handle:
-    """What ``async_op=True`` returns: the first exchange has started. ``wait`` gives the result, and again when asked again.
+    """What ``async_op=True`` returns: the first exchange has started. ``wait`` gives the result,
+    and again when asked again.
 
-    Every rank must wait for its handles in the same order, since later exchanges of an algorithm start in ``wait``.
-    One that nobody waits for leaves the other ranks waiting: a warning says that it was dropped.
+    Every rank must wait for its handles in the same order, since later exchanges of an algorithm
+    start in ``wait``. One that nobody waits for leaves the other ranks waiting: a warning says that
+    it was dropped.
     """
 
     def __init__(self, steps: Steps):

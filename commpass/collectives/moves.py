@@ -1,4 +1,5 @@
-"""all_gather, all_to_all, broadcast, send and recv: values only move, so one encode and one decode."""
+"""all_gather, all_to_all, broadcast, send and recv: values only move, so one encode and one
+decode."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from commpass.collectives.steps import Coding, Steps, hop, parts_hop
 from commpass.collectives.work import Hop, Payload, Work, one_hop, wire_sizes
 
 LONG = 1.05
-"""A row is long for a codec if it takes at most so many times the bytes that its values take of a large tensor."""
+"""A row is long for a codec if it takes at most so many times the bytes that its values take of a
+large tensor."""
 
 
 def all_gather_steps(x: Tensor, request: Request, coder: Codec, shards: int, first: bool) -> Steps:
@@ -27,13 +29,16 @@ def all_gather_steps(x: Tensor, request: Request, coder: Codec, shards: int, fir
 
 def broadcast_steps(x: Tensor, request: Request, coder: Codec, shards: int, first: bool) -> Steps:
     """The root's ``x`` on all ranks, the root's own included: decoded there as well."""
-    rows = yield from hop(x.reshape(1, -1), Coding(coder, x.dtype, shards, first), Broadcast(request))
+    rows = yield from hop(
+        x.reshape(1, -1), Coding(coder, x.dtype, shards, first), Broadcast(request)
+    )
     return cut_apart(rows.to(x.dtype), x.numel()).reshape(x.shape)
 
 
 def all_to_all_steps(x: Tensor, request: Request, coder: Codec, shards: int, first: bool) -> Steps:
-    """Parts of ``[n, ...]`` to all ranks, theirs joined: with even splits a row a rank; else each entry of the first dimension
-    is a row of its own (mixture of experts: a token), or where those are short for the codec, each rank's part."""
+    """Parts of ``[n, ...]`` to all ranks, theirs joined: with even splits a row a rank; else each
+    entry of the first dimension is a row of its own (mixture of experts: a token), or where those
+    are short for the codec, each rank's part."""
     coding = Coding(coder, x.dtype, shards, first)
     if request.sent is None or request.received is None:
         rows = yield from hop(x.reshape(request.ranks, -1), coding, scatter(request))
@@ -51,7 +56,9 @@ def all_to_all_steps(x: Tensor, request: Request, coder: Codec, shards: int, fir
     numels = [entries * width for entries in request.received]
     parts = x.reshape(-1).split([entries * width for entries in request.sent])
     rows = yield from parts_hop(parts, numels, coding, request)
-    whole = [cut_apart(row.to(x.dtype), numel) for row, numel in zip(rows, numels, strict=True) if numel]
+    whole = [
+        cut_apart(row.to(x.dtype), numel) for row, numel in zip(rows, numels, strict=True) if numel
+    ]
     return (torch.cat(whole, dim=1) if whole else x.new_empty(0)).reshape(arriving, *x.shape[1:])
 
 
@@ -63,13 +70,19 @@ def _width(x: Tensor) -> int:
 
 
 def by_entries(coder: Codec, width: int, dtype: torch.dtype, request: Request) -> bool:
-    """Whether entries are coded one by one. Every rank finds the same: the splits differ between them, their form does not."""
+    """Whether entries are coded one by one. Every rank finds the same: the splits differ between
+    them, their form does not."""
     if request.sent is None or request.received is None:
         return False
-    if request.unknown or not all(isinstance(size, int) for size in (*request.sent, *request.received)):
+    if request.unknown or not all(
+        isinstance(size, int) for size in (*request.sent, *request.received)
+    ):
         return True
     large = 1 << 16
-    return coder.expected_bytes(width, dtype) * large <= LONG * coder.expected_bytes(large, dtype) * width
+    return (
+        coder.expected_bytes(width, dtype) * large
+        <= LONG * coder.expected_bytes(large, dtype) * width
+    )
 
 
 def _even(request: Request) -> bool:
@@ -77,14 +90,16 @@ def _even(request: Request) -> bool:
 
 
 def send_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
-    """``x`` as bytes to the peer. What torch gives for a tensor that was sent, and so this, has no elements."""
+    """``x`` as bytes to the peer. What torch gives for a tensor that was sent, and so this, has no
+    elements."""
     wire = coder.salted(request.rank).encode_rows(x.reshape(1, -1).to(coder.carried(x.dtype)))
     sent = yield ops.isend(wire, request.peer, request.tag, request.group)
     return sent.to(x.dtype)
 
 
 def recv_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
-    """What the peer sent as bytes, in shape and dtype of the buffer ``x``, of which nothing else is used."""
+    """What the peer sent as bytes, in shape and dtype of the buffer ``x``, of which nothing else is
+    used."""
     wire = x.new_empty((1, coder.wire_bytes(x.numel(), coder.carried(x.dtype))), dtype=torch.uint8)
     arrived = yield ops.irecv(wire, request.peer, request.tag, request.group)
     rows = coder.decode_rows(arrived, coder.whole(x.numel()), x.dtype)
@@ -98,7 +113,10 @@ def _pairwise_work(kind: str, coder: Codec, payload: Payload, request: Request) 
 
 def _pairwise_obstacle(coder: Codec, ranks: int) -> str | None:
     if coder.dynamic:
-        return f"{coder.spec} sends a number of bytes that depends on the values, which the receiver does not know"
+        return (
+            f"{coder.spec} sends a number of bytes that depends on the values, which the receiver"
+            " does not know"
+        )
     return no_sparse(coder, ranks)
 
 
@@ -108,27 +126,45 @@ def pairwise(kind: str, spec: str) -> Algorithm:
     return Algorithm(spec, kind, steps, partial(_pairwise_work, kind), obstacle=_pairwise_obstacle)
 
 
-def _moved_work(kind: str, coder: Codec, payload: Payload, request: Request, shards: int, first: bool) -> Work:
+def _moved_work(
+    kind: str, coder: Codec, payload: Payload, request: Request, shards: int, first: bool
+) -> Work:
     arriving = request.ranks if kind == "all_gather" else 1
     return one_hop(kind, 1, payload.numel, Coding(coder, payload.dtype, shards, first), arriving)
 
 
-def _all_to_all_work(coder: Codec, payload: Payload, request: Request, shards: int, first: bool) -> Work:
+def _all_to_all_work(
+    coder: Codec, payload: Payload, request: Request, shards: int, first: bool
+) -> Work:
     coding, width = Coding(coder, payload.dtype, shards, first), max(payload.width, 1)
     if by_entries(coder, width, payload.dtype, request):
         return one_hop("all_to_all", payload.numel // width, width, coding)
     if request.sent is None or request.received is None:
         return one_hop("all_to_all", request.ranks, payload.numel // request.ranks, coding)
     sizes = [wire_sizes(entries * width, coding.whole()) for entries in request.sent]
-    hops = tuple(Hop("all_to_all", sum(part[step][0] for part in sizes), sizes[0][step][1]) for step in range(len(sizes[0])))
-    return Work(hops, payload.numel, payload.numel, kernels=2 if _even(request) else 2 * request.ranks)
+    hops = tuple(
+        Hop("all_to_all", sum(part[step][0] for part in sizes), sizes[0][step][1])
+        for step in range(len(sizes[0]))
+    )
+    return Work(
+        hops, payload.numel, payload.numel, kernels=2 if _even(request) else 2 * request.ranks
+    )
 
 
 def direct(kind: str, spec: str, *, shards: int = 1, first: str = "static") -> Algorithm:
-    """One exchange as the plain collective has it, of codes. ``first`` is for a lossless codec: ``static``, its static part
-    goes first, and has the sizes of the rest in it; ``sizes``, sizes go first, then all together (ZipCCL, designs 2 and 1)."""
+    """One exchange as the plain collective has it, of codes. ``first`` is for a lossless codec:
+    ``static``, its static part goes first, and has the sizes of the rest in it; ``sizes``, sizes go
+    first, then all together (ZipCCL, designs 2 and 1)."""
     how: dict[str, Any] = {"shards": check_shards(shards), "first": sizes_first(first)}
     if kind == "all_to_all":
-        return Algorithm(spec, kind, partial(all_to_all_steps, **how), partial(_all_to_all_work, **how), obstacle=no_sparse)
+        return Algorithm(
+            spec,
+            kind,
+            partial(all_to_all_steps, **how),
+            partial(_all_to_all_work, **how),
+            obstacle=no_sparse,
+        )
     steps = all_gather_steps if kind == "all_gather" else broadcast_steps
-    return Algorithm(spec, kind, partial(steps, **how), partial(_moved_work, kind, **how), obstacle=no_sparse)
+    return Algorithm(
+        spec, kind, partial(steps, **how), partial(_moved_work, kind, **how), obstacle=no_sparse
+    )

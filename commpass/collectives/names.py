@@ -46,7 +46,8 @@ def algorithms_of(kind: str) -> tuple[Algorithm, ...]:
 
 
 def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
-    """The algorithm of this kind by name. ``spec`` may hold parameters, ``"ring(stage=ag)"``; keywords win over those.
+    """The algorithm of this kind by name. ``spec`` may hold parameters, ``"ring(stage=ag)"``;
+    keywords win over those.
 
     Raises PolicyError for an unknown name, parameter or value, with the nearest valid one.
     """
@@ -54,7 +55,9 @@ def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
     have = KINDS.get(kind, {})
     if name not in have:
         raise PolicyError(f"{kind} has no algorithm {name!r}{nearest(name, have)}")
-    return _build(kind, name, changed(f"algorithm {name!r} of {kind}", have[name], given | parameters))
+    return _build(
+        kind, name, changed(f"algorithm {name!r} of {kind}", have[name], given | parameters)
+    )
 
 
 def own(kind: str, spec: str) -> Algorithm | None:

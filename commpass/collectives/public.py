@@ -1,8 +1,9 @@
-"""``commpass.all_reduce`` and its kin: compressed collectives to call by hand, eagerly or inside a compiled function.
+"""``commpass.all_reduce`` and its kin: compressed collectives to call by hand, eagerly or inside a
+compiled function.
 
-Gradients pass straight through the rounding: the backward of each is the compressed collective that torch's own
-functional collective has there (all_reduce for all_reduce; all_gather and reduce_scatter for each other; all_to_all with the
-splits exchanged).
+Gradients pass straight through the rounding: the backward of each is the compressed collective that
+torch's own functional collective has there (all_reduce for all_reduce; all_gather and
+reduce_scatter for each other; all_to_all with the splits exchanged).
 """
 
 from __future__ import annotations
@@ -33,17 +34,27 @@ from commpass.groups import group_named, ready
 _named = algorithm
 
 
-def all_reduce(x: Tensor, op: str = "sum", group: Any = None, *, codec: str | Codec = "int8", algorithm: str | None = None,
-               async_op: bool = False, residual: Tensor | None = None) -> Any:  # fmt: skip
-    """The sum (or ``op="avg"``) of ``x`` over the ranks of ``group``, with the same bits on every rank.
+def all_reduce(
+    x: Tensor,
+    op: str = "sum",
+    group: Any = None,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: str | None = None,
+    async_op: bool = False,
+    residual: Tensor | None = None,
+) -> Any:
+    """The sum (or ``op="avg"``) of ``x`` over the ranks of ``group``, with the same bits on every
+    rank.
 
-    ``x`` is a float tensor of any shape; ``group`` as in torch's functional collectives, the default group if None;
-    ``algorithm`` is ``two_shot`` if None, or ``one_shot``, ``ring``, ``semi_ring``, ``hierarchical(node=8)``, each with
-    parameters such as ``two_shot(stage=ag)``. A codec that selects (``topk``) goes by ``sparse`` and needs a ``residual``:
-    zeros of the shape of ``x`` in the accumulation dtype at first, kept by the caller and changed in place (error feedback).
-    With ``async_op`` a ``Handle`` comes back whose ``wait()`` gives the result; it has no gradient.
-    ``x`` may be changed at once: where it is still read, a copy is. Raises PolicyError for what
-    cannot be.
+    ``x`` is a float tensor of any shape; ``group`` as in torch's functional collectives, the
+    default group if None; ``algorithm`` is ``two_shot`` if None, or ``one_shot``, ``ring``,
+    ``semi_ring``, ``hierarchical(node=8)``, each with parameters such as ``two_shot(stage=ag)``. A
+    codec that selects (``topk``) goes by ``sparse`` and needs a ``residual``: zeros of the shape of
+    ``x`` in the accumulation dtype at first, kept by the caller and changed in place (error
+    feedback). With ``async_op`` a ``Handle`` comes back whose ``wait()`` gives the result; it has
+    no gradient. ``x`` may be changed at once: where it is still read, a copy is. Raises PolicyError
+    for what cannot be.
     """
     spec = _spec(codec)
     if residual is not None or _selects(spec):
@@ -51,31 +62,67 @@ def all_reduce(x: Tensor, op: str = "sum", group: Any = None, *, codec: str | Co
     return _collective("all_reduce", x, op, group, spec, algorithm or "two_shot", async_op)
 
 
-def all_gather(x: Tensor, group: Any = None, *, codec: str | Codec = "int8", algorithm: str | None = None,
-               async_op: bool = False) -> Any:  # fmt: skip
-    """``[n, ...]`` of every rank, joined along the first dimension in rank order: ``[ranks * n, ...]`` on each."""
+def all_gather(
+    x: Tensor,
+    group: Any = None,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """``[n, ...]`` of every rank, joined along the first dimension in rank order: ``[ranks * n,
+    ...]`` on each."""
     return _collective("all_gather", x, "sum", group, _spec(codec), algorithm or "direct", async_op)
 
 
-def reduce_scatter(x: Tensor, op: str = "sum", group: Any = None, *, codec: str | Codec = "int8",
-                   algorithm: str | None = None, async_op: bool = False) -> Any:  # fmt: skip
-    """The sum (or mean) over the ranks of ``[ranks * n, ...]``, of which rank r gets part r: ``[n, ...]``."""
-    return _collective("reduce_scatter", x, op, group, _spec(codec), algorithm or "direct", async_op)
+def reduce_scatter(
+    x: Tensor,
+    op: str = "sum",
+    group: Any = None,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """The sum (or mean) over the ranks of ``[ranks * n, ...]``, of which rank r gets part r: ``[n,
+    ...]``."""
+    return _collective(
+        "reduce_scatter", x, op, group, _spec(codec), algorithm or "direct", async_op
+    )
 
 
-def all_to_all(x: Tensor, output_split_sizes: Sequence[int] | None = None, input_split_sizes: Sequence[int] | None = None,
-               group: Any = None, *, codec: str | Codec = "int8", algorithm: str | None = None,
-               async_op: bool = False) -> Any:  # fmt: skip
-    """Parts of ``[n, ...]`` along the first dimension to all ranks, and theirs joined in rank order.
+def all_to_all(
+    x: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Any = None,
+    *,
+    codec: str | Codec = "int8",
+    algorithm: str | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Parts of ``[n, ...]`` along the first dimension to all ranks, and theirs joined in rank
+    order.
 
-    ``input_split_sizes`` are the lengths of the parts, ``output_split_sizes`` those of what comes from each rank; even if None.
+    ``input_split_sizes`` are the lengths of the parts, ``output_split_sizes`` those of what comes
+    from each rank; even if None.
     """
     splits = (output_split_sizes, input_split_sizes)
-    return _collective("all_to_all", x, "sum", group, _spec(codec), algorithm or "direct", async_op, splits)
+    return _collective(
+        "all_to_all", x, "sum", group, _spec(codec), algorithm or "direct", async_op, splits
+    )
 
 
-def _collective(kind: str, x: Tensor, op: str, group: Any, codec: str, name: str, async_op: bool,
-                splits: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None)) -> Any:  # fmt: skip
+def _collective(
+    kind: str,
+    x: Tensor,
+    op: str,
+    group: Any,
+    codec: str,
+    name: str,
+    async_op: bool,
+    splits: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
+) -> Any:
     where = _name(group)
     ranks, rank = _place(where)
     received, sent = (None if some is None else list(some) for some in splits)
@@ -83,9 +130,14 @@ def _collective(kind: str, x: Tensor, op: str, group: Any, codec: str, name: str
     _check_splits(x, sent, received, ranks)
     spec = _checked(kind, codec, name, ranks)
     if not async_op:
-        return torch.ops.commpass.collective(x, kind, op, where, ranks, rank, sent, received, codec, spec, SOURCES)
+        return torch.ops.commpass.collective(
+            x, kind, op, where, ranks, rank, sent, received, codec, spec, SOURCES
+        )
     if torch.compiler.is_compiling():
-        raise PolicyError("async_op=True: a compiled function needs none, the compiler orders exchanges; leave it out")
+        raise PolicyError(
+            "async_op=True: a compiled function needs none, the compiler orders exchanges; leave"
+            " it out"
+        )
     if x.requires_grad and torch.is_grad_enabled():
         raise PolicyError("async_op=True has no gradient: give x.detach(), or leave async_op out")
     chosen, coder = _named(kind, spec), codec_named(codec)
@@ -93,7 +145,9 @@ def _collective(kind: str, x: Tensor, op: str, group: Any, codec: str, name: str
     return Handle(chosen.run(own, _request(op, where, ranks, rank, sent, received), coder))
 
 
-def _sparse(x: Tensor, op: str, group: Any, codec: str, name: str, async_op: bool, residual: Tensor | None) -> Tensor:
+def _sparse(
+    x: Tensor, op: str, group: Any, codec: str, name: str, async_op: bool, residual: Tensor | None
+) -> Tensor:
     where = _name(group)
     ranks, rank = _place(where)
     _check("all_reduce", x, op, ranks)
@@ -106,15 +160,19 @@ def _sparse(x: Tensor, op: str, group: Any, codec: str, name: str, async_op: boo
         raise PolicyError(f"{why}: give residual={zeros}, and the same tensor in every call")
     if residual.shape != x.shape or residual.dtype != accumulation_dtype(x.dtype):
         raise PolicyError(
-            f"residual is {list(residual.shape)} of {residual.dtype}, but for x, {list(x.shape)} of {x.dtype}, it must be "
-            f"{list(x.shape)} of {accumulation_dtype(x.dtype)}"
+            f"residual is {list(residual.shape)} of {residual.dtype}, but for x, {list(x.shape)} of"
+            f" {x.dtype}, it must be {list(x.shape)} of {accumulation_dtype(x.dtype)}"
         )
     if async_op:
-        raise PolicyError("async_op=True: an all_reduce with a residual has no handle; leave it out")
+        raise PolicyError(
+            "async_op=True: an all_reduce with a residual has no handle; leave it out"
+        )
     if x.requires_grad and torch.is_grad_enabled():
         raise PolicyError(f"codec {codec!r} is for gradients and has none itself: give x.detach()")
     spec = _checked("all_reduce", codec, name, ranks)
-    result, left = torch.ops.commpass.sparse_all_reduce(x, residual, op, where, ranks, rank, codec, spec, SOURCES)
+    result, left = torch.ops.commpass.sparse_all_reduce(
+        x, residual, op, where, ranks, rank, codec, spec, SOURCES
+    )
     residual.copy_(left)
     return result
 
@@ -173,7 +231,8 @@ def _selects(spec: str) -> bool:
 
 @torch.compiler.assume_constant_result
 def _checked(kind: str, codec: str, name: str, ranks: int) -> str:
-    """The algorithm's full name. Raises PolicyError if it cannot carry out this kind with this codec on so many ranks."""
+    """The algorithm's full name. Raises PolicyError if it cannot carry out this kind with this
+    codec on so many ranks."""
     chosen = _named(kind, name)
     if obstacle := chosen.obstacle(codec_named(codec), ranks):
         raise PolicyError(f"{kind} by {chosen.spec}: {obstacle}")
@@ -184,23 +243,33 @@ def _check(kind: str, x: Tensor, op: str, ranks: int, even: bool = True) -> None
     if op not in REDUCE_OPS:
         raise PolicyError(f"{kind}: op {op!r} cannot be compressed{nearest(op, REDUCE_OPS)}")
     if x.dtype not in FLOATS:
-        raise PolicyError(f"{kind}: {x.dtype} cannot be compressed; cast to float32, bfloat16 or float16 first")
+        raise PolicyError(
+            f"{kind}: {x.dtype} cannot be compressed; cast to float32, bfloat16 or float16 first"
+        )
     if kind != "all_reduce" and x.dim() == 0:
         raise PolicyError(f"{kind}: a scalar has no first dimension; use x.reshape(1)")
     if kind == "reduce_scatter" and x.shape[0] % ranks:
-        raise PolicyError(f"reduce_scatter: the first dimension, {x.shape[0]}, must be a multiple of {ranks} ranks")
+        raise PolicyError(
+            f"reduce_scatter: the first dimension, {x.shape[0]}, must be a multiple of {ranks}"
+            " ranks"
+        )
     if kind == "all_to_all" and even and x.shape[0] % ranks:
         raise PolicyError(
-            f"all_to_all: the first dimension, {x.shape[0]}, is no multiple of {ranks} ranks: give input_split_sizes and "
-            "output_split_sizes"
+            f"all_to_all: the first dimension, {x.shape[0]}, is no multiple of {ranks} ranks: give"
+            " input_split_sizes and output_split_sizes"
         )
 
 
-def _check_splits(x: Tensor, sent: list[int] | None, received: list[int] | None, ranks: int) -> None:
+def _check_splits(
+    x: Tensor, sent: list[int] | None, received: list[int] | None, ranks: int
+) -> None:
     if sent is None and received is None:
         return
     if sent is None or received is None:
-        raise PolicyError("all_to_all: give both input_split_sizes and output_split_sizes, or neither for even parts")
+        raise PolicyError(
+            "all_to_all: give both input_split_sizes and output_split_sizes, or neither for even"
+            " parts"
+        )
     for what, sizes in (("input_split_sizes", sent), ("output_split_sizes", received)):
         if len(sizes) != ranks:
             raise PolicyError(f"all_to_all: {what} has {len(sizes)} numbers for {ranks} ranks")
@@ -208,11 +277,14 @@ def _check_splits(x: Tensor, sent: list[int] | None, received: list[int] | None,
             raise PolicyError(f"all_to_all: {what} {sizes} has a negative number")
     if all(isinstance(size, int) for size in (*sent, x.shape[0])) and sum(sent) != x.shape[0]:
         raise PolicyError(
-            f"all_to_all: input_split_sizes {sent} add up to {sum(sent)}, but the first dimension of x is {x.shape[0]}"
+            f"all_to_all: input_split_sizes {sent} add up to {sum(sent)}, but the first dimension"
+            f" of x is {x.shape[0]}"
         )
 
 
-def _request(op: str, group: str, ranks: int, rank: int, sent: Any = None, received: Any = None) -> Request:
+def _request(
+    op: str, group: str, ranks: int, rank: int, sent: Any = None, received: Any = None
+) -> Request:
     sent, received = (None if sizes is None else tuple(sizes) for sizes in (sent, received))
     return Request(group, ranks, rank, op, sent=sent, received=received)
 
@@ -220,21 +292,37 @@ def _request(op: str, group: str, ranks: int, rank: int, sent: Any = None, recei
 def _sources() -> str:
     """A hash of the version and of the files that say what a collective computes."""
     package = Path(__file__).parent.parent
-    files = sorted(file for part in ("codecs", "collectives") for file in (package / part).rglob("*.py"))
-    return hashlib.sha256(b"".join([version("commpass").encode(), *(file.read_bytes() for file in files)])).hexdigest()[:16]
+    files = sorted(
+        file for part in ("codecs", "collectives") for file in (package / part).rglob("*.py")
+    )
+    return hashlib.sha256(
+        b"".join([version("commpass").encode(), *(file.read_bytes() for file in files)])
+    ).hexdigest()[:16]
 
 
 SOURCES = _sources()
-"""An argument of every call: AOTAutograd's cache knows a graph by its operators and their arguments alone, and would else
-serve, from disk, what an older commpass made of the same call."""
+"""An argument of every call: AOTAutograd's cache knows a graph by its operators and their arguments
+alone, and would else serve, from disk, what an older commpass made of the same call."""
 
 
 class _Straight(torch.autograd.Function):
     """The collective with the gradient of the exact one: rounding is taken for the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, op: str, group: str, ranks: int, rank: int, sent: Any, received: Any,
-                codec: str, name: str, sources: str) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        kind: str,
+        op: str,
+        group: str,
+        ranks: int,
+        rank: int,
+        sent: Any,
+        received: Any,
+        codec: str,
+        name: str,
+        sources: str,
+    ) -> Tensor:
         ctx.call = (kind, op, group, ranks, rank, sent, received, codec, name)
         return _run(_named(kind, name), x, _request(op, group, ranks, rank, sent, received), codec)
 
@@ -262,21 +350,34 @@ def _mirror(kind: str, name: str) -> Algorithm:
     return _named("reduce_scatter" if kind == "all_gather" else kind, name)
 
 
-def _sparse_run(x: Tensor, residual: Tensor, op: str, group: str, ranks: int, rank: int, codec: str,
-                name: str, sources: str) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return run(_named("all_reduce", name).run(x, _request(op, group, ranks, rank), codec_named(codec), residual))
+def _sparse_run(
+    x: Tensor,
+    residual: Tensor,
+    op: str,
+    group: str,
+    ranks: int,
+    rank: int,
+    codec: str,
+    name: str,
+    sources: str,
+) -> tuple[Tensor, Tensor]:
+    return run(
+        _named("all_reduce", name).run(
+            x, _request(op, group, ranks, rank), codec_named(codec), residual
+        )
+    )
 
 
-# One operator for all: Dynamo keeps it as it is, AOTAutograd traces through it to plain operators and functional collectives.
+# One operator for all: Dynamo keeps it as it is, AOTAutograd traces through it to plain operators
+# and functional collectives.
 _library = torch.library.Library("commpass", "DEF")
 _library.define(
-    "collective(Tensor x, str kind, str op, str group, int ranks, int rank, SymInt[]? sent, SymInt[]? received, str codec, "
-    "str algorithm, str sources) -> Tensor"
+    "collective(Tensor x, str kind, str op, str group, int ranks, int rank, SymInt[]? sent,"
+    " SymInt[]? received, str codec, str algorithm, str sources) -> Tensor"
 )
 _library.impl("collective", _Straight.apply, "CompositeImplicitAutograd")
 _library.define(
-    "sparse_all_reduce(Tensor x, Tensor residual, str op, str group, int ranks, int rank, str codec, str algorithm, "
-    "str sources) "
-    "-> (Tensor, Tensor)"
+    "sparse_all_reduce(Tensor x, Tensor residual, str op, str group, int ranks, int rank, str"
+    " codec, str algorithm, str sources) -> (Tensor, Tensor)"
 )
 _library.impl("sparse_all_reduce", _sparse_run, "CompositeImplicitAutograd")

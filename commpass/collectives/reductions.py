@@ -1,8 +1,9 @@
-"""all_reduce and reduce_scatter: a reduce-scatter by one of ``scatters``, and for all_reduce an all-gather of what it gave.
+"""all_reduce and reduce_scatter: a reduce-scatter by one of ``scatters``, and for all_reduce an
+all-gather of what it gave.
 
-Each stage is coded or not: ``stage`` is ``both``, ``rs`` (the reduce-scatter alone) or ``ag`` (EQuARX, section III.A). A stage
-that is not coded sends values in the collective's dtype. Every rank uses the decoded value of what it sent, its own part
-included.
+Each stage is coded or not: ``stage`` is ``both``, ``rs`` (the reduce-scatter alone) or ``ag``
+(EQuARX, section III.A). A stage that is not coded sends values in the collective's dtype. Every
+rank uses the decoded value of what it sent, its own part included.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.codecs import VALUES, Codec, RawCodec, SparseCodec, accumulation_dtype, codec, cut_apart, pad, sum_by_index
+from commpass.codecs import (
+    VALUES,
+    Codec,
+    RawCodec,
+    SparseCodec,
+    accumulation_dtype,
+    codec,
+    cut_apart,
+    pad,
+    sum_by_index,
+)
 from commpass.collectives import scatters
 from commpass.collectives.algorithm import Algorithm, Encodes
 from commpass.collectives.request import Gather, Request, sum_rows
@@ -32,9 +43,9 @@ LAST = 1 << 16
 
 @dataclass(frozen=True)
 class Scatter:
-    """One of the functions of ``scatters`` with what it costs. ``encodes`` as in ``Algorithm``; ``between`` is the codec of the
-    last hop if it is another one; ``hops`` whether partial sums travel, and not only values;
-    ``keeps`` whether later hops read the values again."""
+    """One of the functions of ``scatters`` with what it costs. ``encodes`` as in ``Algorithm``;
+    ``between`` is the codec of the last hop if it is another one; ``hops`` whether partial sums
+    travel, and not only values; ``keeps`` whether later hops read the values again."""
 
     run: Callable[[Tensor, Request, Coding], Summed]
     work: Callable[[int, Request, Coding], Work]
@@ -47,7 +58,9 @@ class Scatter:
         return math.lcm(codec.block, self.between(codec).block)
 
 
-DIRECT = Scatter(scatters.direct, scatters.direct_work, lambda codec, ranks: ((codec, 1.0),), hops=False)
+DIRECT = Scatter(
+    scatters.direct, scatters.direct_work, lambda codec, ranks: ((codec, 1.0),), hops=False
+)
 RING = Scatter(
     scatters.ring,
     scatters.ring_work,
@@ -72,7 +85,8 @@ class Staged:
     sizes_first: bool = False
 
     def codings(self, coder: Codec, dtype: torch.dtype) -> tuple[Coding, Coding]:
-        # Partial sums are not rounded to a narrower dtype on their way, even by a codec that loses nothing else (law 4).
+        # Partial sums are not rounded to a narrower dtype on their way, even by a codec that loses
+        # nothing else (law 4).
         partial = accumulation_dtype(dtype) if self.scatter.hops else dtype
         first = Coding(RAW if self.stage == "ag" else coder, partial, self.shards, self.sizes_first)
         second = RAW if self.stage == "rs" else self.scatter.between(coder)
@@ -105,12 +119,16 @@ class Staged:
     def all_reduce_work(self, coder: Codec, payload: Payload, request: Request) -> Work:
         first, second = self.codings(coder, payload.dtype)
         shard = shard_length(payload.numel, request.ranks, self.unit(coder))
-        return self.scatter.work(shard, request, first) + one_hop("all_gather", 1, shard, second, request.ranks)
+        return self.scatter.work(shard, request, first) + one_hop(
+            "all_gather", 1, shard, second, request.ranks
+        )
 
     def reduce_scatter(self, x: Tensor, request: Request, coder: Codec) -> Steps:
         first, _ = self.codings(coder, x.dtype)
         rows = x.reshape(request.ranks, -1)
-        summed, here = yield from self.scatter.run(pad(rows, self._whole(rows.shape[1], coder)), request, first)
+        summed, here = yield from self.scatter.run(
+            pad(rows, self._whole(rows.shape[1], coder)), request, first
+        )
         result = convert(_mean(summed, request), here, VALUES).to(x.dtype)
         if request.ranks == 1:  # nothing was sent: it may be a view of x
             result = result.clone()
@@ -128,11 +146,14 @@ def _mean(total: Tensor, request: Request) -> Tensor:
     return total / request.ranks if request.op == "avg" else total
 
 
-# --- one-shot ---------------------------------------------------------------------------------------------------------
+# --- one-shot -------------------------------------------------------------------------------------
 
 
-def one_shot_steps(x: Tensor, request: Request, coder: Codec, shards: int, sizes_first: bool) -> Steps:
-    """Everybody sends everything, everybody sums: one hop, one encode, ``ranks`` decodes (low-bit TP inference, section 3)."""
+def one_shot_steps(
+    x: Tensor, request: Request, coder: Codec, shards: int, sizes_first: bool
+) -> Steps:
+    """Everybody sends everything, everybody sums: one hop, one encode, ``ranks`` decodes (low-bit
+    TP inference, section 3)."""
     coding, domain = Coding(coder, x.dtype, shards, sizes_first), coder.domain
     row = pad(x.reshape(1, -1), shard_length(x.numel(), 1, coder.block * shards))
     arrived = yield from hop(convert(row, VALUES, domain), coding.inside(), Gather(request))
@@ -140,20 +161,25 @@ def one_shot_steps(x: Tensor, request: Request, coder: Codec, shards: int, sizes
     return cut_apart(convert(total, domain, VALUES).to(x.dtype), x.numel()).reshape(x.shape)
 
 
-def _one_shot_work(coder: Codec, payload: Payload, request: Request, shards: int, sizes_first: bool) -> Work:
+def _one_shot_work(
+    coder: Codec, payload: Payload, request: Request, shards: int, sizes_first: bool
+) -> Work:
     numel = shard_length(payload.numel, 1, coder.block * shards)
-    return one_hop("all_gather", 1, numel, Coding(coder, payload.dtype, shards, sizes_first), request.ranks)
+    return one_hop(
+        "all_gather", 1, numel, Coding(coder, payload.dtype, shards, sizes_first), request.ranks
+    )
 
 
-# --- sparse -----------------------------------------------------------------------------------------------------------
+# --- sparse ---------------------------------------------------------------------------------------
 
 
 def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) -> Any:
-    """Chosen values and their indices to all ranks, summed by index; what was not sent is added to the next ``x``.
+    """Chosen values and their indices to all ranks, summed by index; what was not sent is added to
+    the next ``x``.
 
-    ``residual`` has the shape of ``x``, in the accumulation dtype; the steps end in the sum and the new residual (SSFusion,
-    section 2; error feedback as in Deep Gradient Compression). Where ranks' selections together are no fewer than the values,
-    rows are summed densely instead.
+    ``residual`` has the shape of ``x``, in the accumulation dtype; the steps end in the sum and the
+    new residual (SSFusion, section 2; error feedback as in Deep Gradient Compression). Where ranks'
+    selections together are no fewer than the values, rows are summed densely instead.
     """
     assert isinstance(coder, SparseCodec)
     numel, dtype = x.numel(), accumulation_dtype(x.dtype)
@@ -161,7 +187,9 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
     row = wanted.to(x.dtype).reshape(1, -1)
     wire = coder.salted(request.rank).encode_rows(row)
     own = coder.decode_rows(wire, numel, x.dtype).to(dtype).reshape(x.shape)
-    left = torch.where(own.isfinite() & wanted.isfinite(), wanted - own, 0)  # what is not finite must not come back
+    left = torch.where(
+        own.isfinite() & wanted.isfinite(), wanted - own, 0
+    )  # what is not finite must not come back
     wires = yield Gather(request).start(wire)
     if coder.slots(numel) * request.ranks >= numel:
         total = sum_rows(coder.decode_rows(wires, numel, x.dtype).to(dtype))
@@ -172,32 +200,52 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
 
 def _sparse_work(coder: Codec, payload: Payload, request: Request) -> Work:
     numel = payload.numel
-    decoded = coder.slots(numel) * request.ranks + numel if isinstance(coder, SparseCodec) else numel * request.ranks
+    decoded = (
+        coder.slots(numel) * request.ranks + numel
+        if isinstance(coder, SparseCodec)
+        else numel * request.ranks
+    )
     return Work((Hop("all_gather", coder.wire_bytes(numel, payload.dtype)),), numel, decoded)
 
 
 def _needs_sparse(coder: Codec, ranks: int) -> str | None:
-    return None if isinstance(coder, SparseCodec) else f"sums by index, but {coder.spec} selects no indices"
+    return (
+        None
+        if isinstance(coder, SparseCodec)
+        else f"sums by index, but {coder.spec} selects no indices"
+    )
 
 
 def no_sparse(coder: Codec, ranks: int) -> str | None:
     """Why a codec cannot be summed hop by hop."""
     if isinstance(coder, SparseCodec):
         return f"{coder.spec} needs {coder.state}, which only algorithm 'sparse' keeps"
-    return f"{coder.spec} needs {coder.state}, which no algorithm keeps" if coder.state is not None else None
+    return (
+        f"{coder.spec} needs {coder.state}, which no algorithm keeps"
+        if coder.state is not None
+        else None
+    )
 
 
-# --- by name ----------------------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 
 def one_shot(kind: str, spec: str, *, shards: int = 1, first: str = "static") -> Algorithm:
     """One all-gather of everything: the fewest hops, for small tensors and few ranks."""
     how: dict[str, Any] = {"shards": check_shards(shards), "sizes_first": sizes_first(first)}
-    return Algorithm(spec, kind, partial(one_shot_steps, **how), partial(_one_shot_work, **how), obstacle=no_sparse,
-                     domain=lambda coder: coder.domain.name)  # fmt: skip
+    return Algorithm(
+        spec,
+        kind,
+        partial(one_shot_steps, **how),
+        partial(_one_shot_work, **how),
+        obstacle=no_sparse,
+        domain=lambda coder: coder.domain.name,
+    )
 
 
-def _staged(kind: str, spec: str, scatter: Scatter, stage: str, shards: int, first: str) -> Algorithm:
+def _staged(
+    kind: str, spec: str, scatter: Scatter, stage: str, shards: int, first: str
+) -> Algorithm:
     if stage not in STAGES:
         raise PolicyError(f"stage={stage!r}{nearest(stage, STAGES)}")
     if kind == "reduce_scatter" and stage != "both":
@@ -223,35 +271,56 @@ MOST_HOPS = 64
 def _few_hops(chosen: Algorithm, hops: Callable[[int], int]) -> Algorithm:
     def obstacle(coder: Codec, ranks: int) -> str | None:
         if hops(ranks) > MOST_HOPS:
-            return f"{chosen.spec} on {ranks} ranks would take {hops(ranks)} hops, each with an error: more than {MOST_HOPS}"
+            return (
+                f"{chosen.spec} on {ranks} ranks would take {hops(ranks)} hops, each with an error:"
+                f" more than {MOST_HOPS}"
+            )
         return chosen.obstacle(coder, ranks)
 
     return replace(chosen, obstacle=obstacle)
 
 
-def two_shot(kind: str, spec: str, *, stage: str = "both", shards: int = 1, first: str = "static") -> Algorithm:
+def two_shot(
+    kind: str, spec: str, *, stage: str = "both", shards: int = 1, first: str = "static"
+) -> Algorithm:
     """Each rank sums one shard, then shares it: an all-to-all and an all-gather (TACO, EQuARX)."""
     return _staged(kind, spec, DIRECT, stage, shards, first)
 
 
-def ring(kind: str, spec: str, *, stage: str = "both", shards: int = 1, first: str = "static") -> Algorithm:
+def ring(
+    kind: str, spec: str, *, stage: str = "both", shards: int = 1, first: str = "static"
+) -> Algorithm:
     """Partial sums go round, coded again at each of ranks - 1 hops (EQuARX, full loop)."""
     return _few_hops(_staged(kind, spec, RING, stage, shards, first), lambda ranks: ranks - 1)
 
 
-def semi_ring(kind: str, spec: str, *, stage: str = "both", shards: int = 1, first: str = "static") -> Algorithm:
+def semi_ring(
+    kind: str, spec: str, *, stage: str = "both", shards: int = 1, first: str = "static"
+) -> Algorithm:
     """As ``ring`` in both directions at once: ranks / 2 hops (EQuARX, semi-loop)."""
     return _few_hops(_staged(kind, spec, SEMI_RING, stage, shards, first), lambda ranks: ranks // 2)
 
 
-def hierarchical(kind: str, spec: str, *, node: int = 0, between: str = "", stage: str = "both", shards: int = 1,
-                 first: str = "static") -> Algorithm:  # fmt: skip
-    """First among the ``node`` ranks of a host, then between hosts, there by codec ``between`` (SDP4Bit: 8 and 4 bits)."""
+def hierarchical(
+    kind: str,
+    spec: str,
+    *,
+    node: int = 0,
+    between: str = "",
+    stage: str = "both",
+    shards: int = 1,
+    first: str = "static",
+) -> Algorithm:
+    """First among the ``node`` ranks of a host, then between hosts, there by codec ``between``
+    (SDP4Bit: 8 and 4 bits)."""
     if node < 0:
         raise PolicyError(f"node={node}: must be the number of ranks on one host")
     outer = codec(between) if between else None
     if outer is not None and outer.state is not None:
-        raise PolicyError(f"between={between!r}: it needs {outer.state}; take a codec without state, such as 'int4'")
+        raise PolicyError(
+            f"between={between!r}: it needs {outer.state}; take a codec without state, such as"
+            " 'int4'"
+        )
 
     def of(coder: Codec) -> Codec:
         return coder if outer is None or isinstance(coder, RawCodec) else outer
@@ -260,11 +329,16 @@ def hierarchical(kind: str, spec: str, *, node: int = 0, between: str = "", stag
         return scatters.hierarchical(rows, request, coding, node=node, between=of(coding.codec))
 
     def work(numel: int, request: Request, coding: Coding) -> Work:
-        return scatters.hierarchical_work(numel, request, coding, node=node, between=of(coding.codec))
+        return scatters.hierarchical_work(
+            numel, request, coding, node=node, between=of(coding.codec)
+        )
 
     def obstacle(coder: Codec, ranks: int) -> str | None:
         if node == 0:
-            return "hierarchical needs the number of ranks on a host: hierarchical(node=8), or Profile(node=8)"
+            return (
+                "hierarchical needs the number of ranks on a host: hierarchical(node=8), or"
+                " Profile(node=8)"
+            )
         if ranks % node or not 1 < node < ranks:
             return f"{ranks} ranks are not several nodes of {node}"
         return no_sparse(coder, ranks)
@@ -275,7 +349,8 @@ def hierarchical(kind: str, spec: str, *, node: int = 0, between: str = "", stag
 
 
 def sparse(kind: str, spec: str) -> Algorithm:
-    """An all-gather of selected values and indices, with error feedback; for codecs that select (topk, dgc, ...)."""
+    """An all-gather of selected values and indices, with error feedback; for codecs that select
+    (topk, dgc, ...)."""
     return Algorithm(spec, kind, sparse_steps, _sparse_work, obstacle=_needs_sparse, stateful=True)
 
 

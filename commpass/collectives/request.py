@@ -1,4 +1,5 @@
-"""How a collective was called, and the exchanges that every algorithm is made of: functional collectives on rows of bytes.
+"""How a collective was called, and the exchanges that every algorithm is made of: functional
+collectives on rows of bytes.
 
 An exchange is *started* here and waited for by whoever runs the algorithm: see ``steps``.
 """
@@ -20,11 +21,13 @@ ops = torch.ops._c10d_functional
 class Request:
     """What a collective is asked for beside its tensor.
 
-    ``op`` is ``sum`` or ``avg``; ``group`` a group name, of ``ranks`` ranks, in which this one has number ``rank``; ``root`` is
-    the number of the rank that broadcasts; ``sent`` and ``received`` are the lengths along the first dimension for each rank of
-    an all-to-all (numbers, maybe symbolic), None if even; ``unknown`` says that they are only known when the graph runs, though
-    numbers stand in for them here; ``alike`` is False if those of other ranks are not even, though these are. ``peer`` is
-    the number of the rank at the other end of a send or receive, ``tag`` what tells it apart from others between the two.
+    ``op`` is ``sum`` or ``avg``; ``group`` a group name, of ``ranks`` ranks, in which this one has
+    number ``rank``; ``root`` is the number of the rank that broadcasts; ``sent`` and ``received``
+    are the lengths along the first dimension for each rank of an all-to-all (numbers, maybe
+    symbolic), None if even; ``unknown`` says that they are only known when the graph runs, though
+    numbers stand in for them here; ``alike`` is False if those of other ranks are not even, though
+    these are. ``peer`` is the number of the rank at the other end of a send or receive, ``tag``
+    what tells it apart from others between the two.
     """
 
     group: str
@@ -52,8 +55,8 @@ class Gather:
 
 @dataclass(frozen=True)
 class Rows:
-    """The first ``sent[0]`` rows to rank 0, the next ``sent[1]`` to rank 1, ...: ``[sum(sent), n]`` to ``[sum(received),
-    n]``."""
+    """The first ``sent[0]`` rows to rank 0, the next ``sent[1]`` to rank 1, ...: ``[sum(sent), n]``
+    to ``[sum(received), n]``."""
 
     request: Request
     sent: tuple[Any, ...]
@@ -83,14 +86,15 @@ def scatter(request: Request) -> Rows:
 
 
 def pass_on(request: Request, to: Sequence[int], source: Sequence[int]) -> Rows:
-    """One row to each of the ranks ``to``, in ascending order, and one from each of ``source``; nothing to and from the
-    others."""
+    """One row to each of the ranks ``to``, in ascending order, and one from each of ``source``;
+    nothing to and from the others."""
     sent, received = ([int(rank in some) for rank in range(request.ranks)] for some in (to, source))
     return Rows(request, tuple(sent), tuple(received))
 
 
 UNROLLED_RANKS = 16
-"""Up to this many ranks a sum is a chain of additions that fuses into one kernel; above it, one reduction."""
+"""Up to this many ranks a sum is a chain of additions that fuses into one kernel; above it, one
+reduction."""
 
 
 def sum_rows(rows: Tensor) -> Tensor:

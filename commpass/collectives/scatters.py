@@ -1,7 +1,8 @@
-"""Reduce-scatters: rows ``[ranks, n]`` of every rank to the sum of one's own row, by hops in which values are coded.
+"""Reduce-scatters: rows ``[ranks, n]`` of every rank to the sum of one's own row, by hops in which
+values are coded.
 
-n is a multiple of the codecs' blocks. Sums are made in float32 (float64 for float64), in the domain of the codec; each function
-ends in the sum ``[1, n]`` and the domain that it is in.
+n is a multiple of the codecs' blocks. Sums are made in float32 (float64 for float64), in the domain
+of the codec; each function ends in the sum ``[1, n]`` and the domain that it is in.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ def convert(rows: Tensor, here: Domain, there: Domain) -> Tensor:
 
 
 def direct(rows: Tensor, request: Request, coding: Coding) -> Summed:
-    """Row r to rank r in one all-to-all, summed there in rank order (TACO, section 3; ZipCCL, section 4)."""
+    """Row r to rank r in one all-to-all, summed there in rank order (TACO, section 3; ZipCCL,
+    section 4)."""
     domain, coding = coding.codec.domain, coding.inside()
     arrived = yield from hop(convert(rows, VALUES, domain), coding, scatter(request))
     return sum_rows(_wide(arrived)), domain
 
 
 def ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
-    """ranks - 1 hops: a partial sum goes round, is decoded, added to and encoded again at each rank (EQuARX, figure 7)."""
+    """ranks - 1 hops: a partial sum goes round, is decoded, added to and encoded again at each rank
+    (EQuARX, figure 7)."""
     domain, coding, ranks, rank = coding.codec.domain, coding.inside(), request.ranks, request.rank
     rows = convert(rows, VALUES, domain)
     move = pass_on(request, [(rank + 1) % ranks], [(rank - 1) % ranks])
@@ -47,8 +50,8 @@ def ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
 
 
 def semi_ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
-    """Partial sums come from both sides, each over half of the ranks: half the hops, and half as many errors (EQuARX, figure
-    7)."""
+    """Partial sums come from both sides, each over half of the ranks: half the hops, and half as
+    many errors (EQuARX, figure 7)."""
     domain, coding, ranks, rank = coding.codec.domain, coding.inside(), request.ranks, request.rank
     rows = convert(rows, VALUES, domain)
     up, down = ranks // 2, (ranks - 1) // 2
@@ -76,10 +79,14 @@ def semi_ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
     return total, domain
 
 
-def hierarchical(rows: Tensor, request: Request, coding: Coding, *, node: int, between: Codec) -> Summed:
-    """First among the ``node`` ranks of each node, then among ranks of the same place in their nodes, by another codec.
+def hierarchical(
+    rows: Tensor, request: Request, coding: Coding, *, node: int, between: Codec
+) -> Summed:
+    """First among the ``node`` ranks of each node, then among ranks of the same place in their
+    nodes, by another codec.
 
-    Ranks of a node follow one another. Where both codecs have one domain, it is not left between the hops (SDP4Bit).
+    Ranks of a node follow one another. Where both codecs have one domain, it is not left between
+    the hops (SDP4Bit).
     """
     inner, outer = coding.codec.domain, between.domain
     nodes, length = request.ranks // node, rows.shape[1]
@@ -87,7 +94,9 @@ def hierarchical(rows: Tensor, request: Request, coding: Coding, *, node: int, b
     mates, likes = range(home * node, (home + 1) * node), range(place, request.ranks, node)
     # Row p: what the ranks of place p are to own, node by node.
     rows = rows.reshape(nodes, node, length).transpose(0, 1).reshape(node, nodes * length)
-    arrived = yield from hop(convert(rows, VALUES, inner), coding.inside(), pass_on(request, mates, mates))
+    arrived = yield from hop(
+        convert(rows, VALUES, inner), coding.inside(), pass_on(request, mates, mates)
+    )
     summed = convert(sum_rows(_wide(arrived)).reshape(nodes, length), inner, outer)
     coding = coding.by(between).inside().nth(1)
     arrived = yield from hop(summed, coding, pass_on(request, likes, likes))
@@ -102,7 +111,7 @@ def _wide(rows: Tensor) -> Tensor:
     return rows.to(accumulation_dtype(rows.dtype))
 
 
-# --- what they cost ---------------------------------------------------------------------------------------------------
+# --- what they cost -------------------------------------------------------------------------------
 
 
 def direct_work(numel: int, request: Request, coding: Coding) -> Work:
@@ -121,14 +130,17 @@ def semi_ring_work(numel: int, request: Request, coding: Coding) -> Work:
     return sum([both] * down + [one] * (up - down), Work((), 0, 0, 0))
 
 
-def hierarchical_work(numel: int, request: Request, coding: Coding, *, node: int, between: Codec) -> Work:
+def hierarchical_work(
+    numel: int, request: Request, coding: Coding, *, node: int, between: Codec
+) -> Work:
     nodes = request.ranks // node
     inside = one_hop("all_to_all", node, nodes * numel, coding, peers=node - 1, inside=True)
     return inside + one_hop("all_to_all", nodes, numel, coding.by(between), peers=nodes - 1)
 
 
 def ring_encodes(ranks: int) -> float:
-    """A partial sum of k of the ranks has k shares of the variance, and is encoded with k = 1, 2, ..., ranks - 1."""
+    """A partial sum of k of the ranks has k shares of the variance, and is encoded with k = 1, 2,
+    ..., ranks - 1."""
     return (ranks - 1) / 2
 
 

@@ -1,7 +1,8 @@
-"""Algorithms as steps: a generator that yields each exchange it has started and is sent what arrives.
+"""Algorithms as steps: a generator that yields each exchange it has started and is sent what
+arrives.
 
-So one text of an algorithm runs eagerly, traces, and can be left in the air between start and end (``Handle``). ``hop`` is the
-step that all are made of: encode, move, decode.
+So one text of an algorithm runs eagerly, traces, and can be left in the air between start and end
+(``Handle``). ``hop`` is the step that all are made of: encode, move, decode.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ def finish(steps: Steps, started: Tensor | None) -> Any:
     """The result of an algorithm that has started its first exchange, or (None) has not begun."""
     try:
         while True:
-            started = steps.send(None if started is None else ops.wait_tensor(started))  # type: ignore[arg-type]
+            arrived: Any = None if started is None else ops.wait_tensor(started)
+            started = steps.send(arrived)
     except StopIteration as end:
         return end.value
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How values travel: by which codec, in how many micro-shards; ``dtype`` is what decoded values are cast to in the end.
-    It is the ``number``-th hop of its algorithm.
+    """How values travel: by which codec, in how many micro-shards; ``dtype`` is what decoded values
+    are cast to in the end. It is the ``number``-th hop of its algorithm.
 
-    ``sizes_first`` matters for a dynamic codec alone: whether sizes are exchanged before all data (ZipCCL's design 1), or are
-    read off the static part, which goes first (design 2).
+    ``sizes_first`` matters for a dynamic codec alone: whether sizes are exchanged before all data
+    (ZipCCL's design 1), or are read off the static part, which goes first (design 2).
     """
 
     codec: Codec
@@ -67,7 +69,8 @@ class Coding:
 
 
 def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
-    """``[r, n]`` encoded, moved and decoded: the rows that arrive, ``[r', whole(n)]``, as ``Codec.decode_rows`` gives them."""
+    """``[r, n]`` encoded, moved and decoded: the rows that arrive, ``[r', whole(n)]``, as
+    ``Codec.decode_rows`` gives them."""
     codec, numel = coding.codec.salted(move.request.rank, coding.number), rows.shape[1]
     rows = rows.to(codec.carried(coding.dtype))
     if data_sized.varies(codec, rows.dtype):
@@ -79,7 +82,8 @@ def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
 
 
 def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
-    """Side data of all shards first, then the codes of each: while one is decoded, the next arrives (EQuARX, section III.C)."""
+    """Side data of all shards first, then the codes of each: while one is decoded, the next arrives
+    (EQuARX, section III.C)."""
     codec, dtype, shards = coding.codec, coding.dtype, coding.shards
     length = shard_length(rows.shape[1], shards, codec.block)
     rows = pad(rows, length * shards)
@@ -99,11 +103,14 @@ def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
     return torch.cat(decoded, dim=1)
 
 
-def parts_hop(parts: Sequence[Tensor], arriving: Sequence[int], coding: Coding, request: Request) -> Steps:
-    """Part r, of any length, to rank r: the rows ``[1, whole(arriving[r])]`` that arrive, one from each rank.
+def parts_hop(
+    parts: Sequence[Tensor], arriving: Sequence[int], coding: Coding, request: Request
+) -> Steps:
+    """Part r, of any length, to rank r: the rows ``[1, whole(arriving[r])]`` that arrive, one from
+    each rank.
 
-    What two ranks send each other is what ``hop`` with a row for each rank would: a rank whose parts are of one length may
-    use that instead.
+    What two ranks send each other is what ``hop`` with a row for each rank would: a rank whose
+    parts are of one length may use that instead.
     """
     codec, dtype = coding.codec, coding.dtype
     coders = [codec.salted(request.rank, coding.number, to) for to in range(len(parts))]
@@ -111,7 +118,11 @@ def parts_hop(parts: Sequence[Tensor], arriving: Sequence[int], coding: Coding, 
     wires = [coder.encode_rows(row) for coder, row in zip(coders, rows, strict=True)]
     if data_sized.varies(codec, dtype):
         lengths = [part.numel() for part in parts]
-        return (yield from data_sized.parts_hop(codec, wires, lengths, arriving, dtype, request, coding.sizes_first))
+        return (
+            yield from data_sized.parts_hop(
+                codec, wires, lengths, arriving, dtype, request, coding.sizes_first
+            )
+        )
     sizes = [codec.wire_bytes(numel, dtype) for numel in arriving]
     move = Rows(request, tuple(wire.shape[1] for wire in wires), tuple(sizes))
     arrived = yield move.start(torch.cat(wires, dim=1).flatten())

@@ -4,4 +4,13 @@ from commpass.costmodel.kernels import KernelRate, Kernels
 from commpass.costmodel.links import KINDS, Link
 from commpass.costmodel.profile import Profile, default_profile, ethernet, profile_named
 
-__all__ = ["KINDS", "KernelRate", "Kernels", "Link", "Profile", "default_profile", "ethernet", "profile_named"]
+__all__ = [
+    "KINDS",
+    "KernelRate",
+    "Kernels",
+    "Link",
+    "Profile",
+    "default_profile",
+    "ethernet",
+    "profile_named",
+]

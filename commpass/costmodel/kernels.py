@@ -22,7 +22,8 @@ class KernelRate:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Rates by codec name (the part before the bracket), what stands for a codec not listed, and the time of a launch."""
+    """Rates by codec name (the part before the bracket), what stands for a codec not listed, and
+    the time of a launch."""
 
     launch_us: float
     other: KernelRate
@@ -31,15 +32,21 @@ class Kernels:
     def __post_init__(self) -> None:
         check_number("Kernels(launch_us", self.launch_us)
         if not isinstance(self.rates, Mapping):
-            raise PolicyError(f"Kernels(rates={self.rates!r}): must map names of codecs to KernelRate(...)")
+            raise PolicyError(
+                f"Kernels(rates={self.rates!r}): must map names of codecs to KernelRate(...)"
+            )
         for name, rate in (("other", self.other), *self.rates.items()):
             if not isinstance(rate, KernelRate):
-                raise PolicyError(f"Kernels: {name} is {rate!r}, but must be a KernelRate(encode_ns, decode_ns)")
+                raise PolicyError(
+                    f"Kernels: {name} is {rate!r}, but must be a KernelRate(encode_ns, decode_ns)"
+                )
 
     def us(self, codec: str, encoded: float, decoded: float, kernels: int) -> float:
         """Microseconds to encode and decode that many values in that many kernels."""
         rate = self.rates.get(codec.partition("(")[0], self.other)
-        return kernels * self.launch_us + (encoded * rate.encode_ns + decoded * rate.decode_ns) / 1e3
+        return (
+            kernels * self.launch_us + (encoded * rate.encode_ns + decoded * rate.decode_ns) / 1e3
+        )
 
 
 CPU = Kernels(
@@ -53,7 +60,9 @@ CPU = Kernels(
         "exponent": KernelRate(1.40, 0.90),
     },
 )
-"""One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, rounded up."""
+"""One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, rounded
+up."""
 
 GPU = Kernels(launch_us=5.0, other=KernelRate(0.02, 0.02))
-"""An assumption until it is measured on the user's card: memory-bound kernels at a fraction of a recent GPU's bandwidth."""
+"""An assumption until it is measured on the user's card: memory-bound kernels at a fraction of a
+recent GPU's bandwidth."""

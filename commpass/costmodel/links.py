@@ -1,8 +1,9 @@
 """What an exchange costs: the alpha-beta model of a link.
 
-``P`` ranks; ``D`` is what one rank hands to the collective, in bytes; alpha is the time a message takes before its first
-byte arrives, in microseconds; beta is the time of one byte. The formulas are those of bandwidth-optimal algorithms on
-full-duplex links (SSFusion, section 2; ZipCCL, section 4): ring for all_reduce and all_gather, direct for the others.
+``P`` ranks; ``D`` is what one rank hands to the collective, in bytes; alpha is the time a message
+takes before its first byte arrives, in microseconds; beta is the time of one byte. The formulas are
+those of bandwidth-optimal algorithms on full-duplex links (SSFusion, section 2; ZipCCL, section 4):
+ring for all_reduce and all_gather, direct for the others.
 """
 
 from __future__ import annotations
@@ -31,19 +32,23 @@ class Link:
         check_number("Link(alpha_us", self.alpha_us)
         check_number("Link(gbytes_per_s", self.gbytes_per_s, above=True)
         if not isinstance(self.factor, Mapping):
-            raise PolicyError(f"Link(factor={self.factor!r}): must map kinds of collectives to numbers")
+            raise PolicyError(
+                f"Link(factor={self.factor!r}): must map kinds of collectives to numbers"
+            )
         for kind, times in self.factor.items():
             if kind not in _STEPS:
                 raise PolicyError(f"Link(factor=...): no kind {kind!r}{nearest(str(kind), _STEPS)}")
             check_number(f"Link(factor=...): {kind}", times, above=True)
 
     def us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
-        """Microseconds of one collective of ``kind`` in which each of ``ranks`` ranks hands over ``nbytes``; with ``peers``,
-        of one in which each talks to so many others alone."""
+        """Microseconds of one collective of ``kind`` in which each of ``ranks`` ranks hands over
+        ``nbytes``; with ``peers``, of one in which each talks to so many others alone."""
         if ranks <= 1:
             return 0.0
         messages, sent = _STEPS[kind](ranks, nbytes) if peers is None else (peers, nbytes)
-        return messages * self.alpha_us + sent / (self.gbytes_per_s * 1e3) * self.factor.get(kind, 1.0)
+        return messages * self.alpha_us + sent / (self.gbytes_per_s * 1e3) * self.factor.get(
+            kind, 1.0
+        )
 
 
 _STEPS = {

@@ -1,4 +1,5 @@
-"""What the cost model knows about a machine: its links by group, its kernels, and how far to trust both."""
+"""What the cost model knows about a machine: its links by group, its kernels, and how far to trust
+both."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from commpass.costmodel.links import Link
 from commpass.errors import PolicyError, check_number, nearest
 
 GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
-"""gloo's reduce_scatter sends twice the necessary bytes; its all_to_all of large messages is half duplex."""
+"""gloo's reduce_scatter sends twice the necessary bytes; its all_to_all of large messages is half
+duplex."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,18 @@ class Profile:
         if not isinstance(self.name, str):
             raise PolicyError(f"Profile(name={self.name!r}): must be a text")
         if not isinstance(self.links, Mapping):
-            raise PolicyError(f"Profile(links={self.links!r}): must map globs over group labels to Link(...)")
+            raise PolicyError(
+                f"Profile(links={self.links!r}): must map globs over group labels to Link(...)"
+            )
         for what, link in (("link", self.link), ("inside", self.inside), *self.links.items()):
             if not isinstance(link, Link) and not (what == "inside" and link is None):
-                raise PolicyError(f"Profile: {what} is {link!r}, but must be a Link(alpha_us, gbytes_per_s)")
+                raise PolicyError(
+                    f"Profile: {what} is {link!r}, but must be a Link(alpha_us, gbytes_per_s)"
+                )
         if not isinstance(self.kernels, Kernels):
-            raise PolicyError(f"Profile(kernels={self.kernels!r}): must be Kernels(launch_us, other, rates)")
+            raise PolicyError(
+                f"Profile(kernels={self.kernels!r}): must be Kernels(launch_us, other, rates)"
+            )
         check_number("Profile(margin", self.margin)
         if self.margin > 1:
             raise PolicyError(
@@ -55,7 +63,10 @@ class Profile:
                 "for ten percent, and at most 1"
             )
         if not isinstance(self.node, int) or isinstance(self.node, bool) or self.node < 0:
-            raise PolicyError(f"Profile(node={self.node!r}): must be a number of ranks on a host, or 0 if it is not known")
+            raise PolicyError(
+                f"Profile(node={self.node!r}): must be a number of ranks on a host, or 0 if it is"
+                " not known"
+            )
 
     def link_of(self, *labels: str, ranks: Sequence[int] = ()) -> Link:
         """The link between the ranks of a group with these labels; ``ranks`` are their global
@@ -72,7 +83,9 @@ class Profile:
         follow one another in the group, and hosts are known; otherwise 0."""
         if not self.node:
             return 0
-        runs = [(host, len(list(run))) for host, run in groupby(rank // self.node for rank in ranks)]
+        runs = [
+            (host, len(list(run))) for host, run in groupby(rank // self.node for rank in ranks)
+        ]
         hosts, sizes = {host for host, _ in runs}, {size for _, size in runs}
         return sizes.pop() if len(hosts) == len(runs) and len(sizes) == 1 else 0
 
@@ -106,12 +119,16 @@ def profile_named(profile: str | Profile | None) -> Profile | None:
     if profile is None or isinstance(profile, Profile):
         return profile
     if not isinstance(profile, str):
-        raise PolicyError(f"profile={profile!r}: must be a commpass.Profile(...) or one of {', '.join(NAMES)}")
+        raise PolicyError(
+            f"profile={profile!r}: must be a commpass.Profile(...) or one of {', '.join(NAMES)}"
+        )
     if profile == NVLINK.name:
         return NVLINK
     if speed := re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)g", profile):
         return ethernet(float(speed.group(1)))
-    raise PolicyError(f"unknown profile {profile!r}{nearest(profile, NAMES)} Or give a commpass.Profile(...).")
+    raise PolicyError(
+        f"unknown profile {profile!r}{nearest(profile, NAMES)} Or give a commpass.Profile(...)."
+    )
 
 
 NAMES = (NVLINK.name, "ethernet-1g", "ethernet-10g", "ethernet-25g", "ethernet-100g")

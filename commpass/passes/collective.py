@@ -31,7 +31,8 @@ WAITS = ("wait_tensor", "wait_tensors")
 
 @dataclass(frozen=True)
 class End:
-    """One end of what goes between two ranks: ``send`` to, or ``recv`` from, rank ``peer`` of the group."""
+    """One end of what goes between two ranks: ``send`` to, or ``recv`` from, rank ``peer`` of the
+    group."""
 
     kind: str
     peer: int
@@ -40,8 +41,9 @@ class End:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective node, taken apart. ``form`` is plain, coalesced, batch, in-place, out, autograd, legacy or view. ``ends``
-    has one for each input of a point-to-point operator; a received tensor is written into the input of its position."""
+    """A collective node, taken apart. ``form`` is plain, coalesced, batch, in-place, out, autograd,
+    legacy or view. ``ends`` has one for each input of a point-to-point operator; a received tensor
+    is written into the input of its position."""
 
     node: fx.Node
     kind: str
@@ -60,20 +62,34 @@ class Call:
         return self.ends[position].kind if self.ends else self.kind
 
     def written(self) -> tuple[fx.Node, ...]:
-        """The inputs into which something is received, though the operator's schema does not say so."""
-        return tuple(source for source, end in zip(self.inputs, self.ends, strict=False) if end.kind == "recv")
+        """The inputs into which something is received, though the operator's schema does not say
+        so."""
+        return tuple(
+            source
+            for source, end in zip(self.inputs, self.ends, strict=False)
+            if end.kind == "recv"
+        )
 
 
 def parse(node: fx.Node) -> Call | None:
     """The collective that a node is, or None."""
-    if node.op != "call_function" or not isinstance(node.target, (OpOverload, torch._ops.OpOverloadPacket)):
+    if node.op != "call_function" or not isinstance(
+        node.target, (OpOverload, torch._ops.OpOverloadPacket)
+    ):
         return None
-    overload = node.target if isinstance(node.target, OpOverload) else getattr(node.target, node.target.overloads()[0])
+    overload = (
+        node.target
+        if isinstance(node.target, OpOverload)
+        else getattr(node.target, node.target.overloads()[0])
+    )
     namespace, _, name = overload._schema.name.partition("::")
     base = re.sub(r"_(coalesced_?|out|)$", "", name)
     if namespace not in NAMESPACES or base not in KINDS:
         return None
-    arguments = dict(zip((a.name for a in overload._schema.arguments), node.args, strict=False)) | node.kwargs
+    arguments = (
+        dict(zip((a.name for a in overload._schema.arguments), node.args, strict=False))
+        | node.kwargs
+    )
     tensors = next((arguments[key] for key in _INPUT_NAMES if key in arguments), ())
     inputs = tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
     op = arguments.get("reduce_op", arguments.get("reduceOp"))
@@ -84,7 +100,9 @@ def parse(node: fx.Node) -> Call | None:
         inputs=inputs,
         reduce_op=op.lower() if isinstance(op, str) else None if op is None else str(op),
         group=arguments.get("group_name", arguments.get("ranks")),
-        group_size=arguments.get("group_size") if isinstance(arguments.get("group_size"), int) else None,
+        group_size=arguments.get("group_size")
+        if isinstance(arguments.get("group_size"), int)
+        else None,
         out=arguments.get("out"),
         splits=_splits(arguments),
         root=arguments.get("src", 0) if KINDS[base] == "broadcast" else 0,
@@ -133,7 +151,11 @@ def is_wait(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
         and isinstance(node.target, (OpOverload, torch._ops.OpOverloadPacket))
-        and str(getattr(node.target, "_schema", node.target)).partition("(")[0].split(".")[0].split("::")[-1] in WAITS
+        and str(getattr(node.target, "_schema", node.target))
+        .partition("(")[0]
+        .split(".")[0]
+        .split("::")[-1]
+        in WAITS
     )
 
 
@@ -145,7 +167,8 @@ def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
 
 
 def value_of(call: Call, position: int) -> fx.Node | None:
-    """The node that stands for result ``position`` of a collective, before any wait; None if nobody takes it."""
+    """The node that stands for result ``position`` of a collective, before any wait; None if nobody
+    takes it."""
     if "coalesced" not in call.form and call.form != "batch":
         return call.node
     return next((node for index, node in items(call.node) if index == position), None)
@@ -157,7 +180,8 @@ def is_size(node: fx.Node) -> bool:
 
 
 def waited(value: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What becomes of a collective's result: (the nodes that hold it after a wait, the users that do not wait)."""
+    """What becomes of a collective's result: (the nodes that hold it after a wait, the users that
+    do not wait)."""
     held: list[fx.Node] = []
     early: list[fx.Node] = []
     for user in value.users:

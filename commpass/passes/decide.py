@@ -1,7 +1,8 @@
 """decide: sites + policy + profile -> plan.
 
 needs: the sites of a graph.
-gives: a plan with one chosen candidate for each, *leave it alone* scored like the others, and the reason in words.
+gives: a plan with one chosen candidate for each, *leave it alone* scored like the others, and the
+reason in words.
 changes: nothing. A pure function: same inputs, same plan, on every rank.
 """
 
@@ -13,7 +14,16 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from commpass.codecs import FLOATS, Codec, codec
-from commpass.collectives import REDUCE_OPS, Algorithm, Hop, Payload, Request, algorithm, algorithms_of, own
+from commpass.collectives import (
+    REDUCE_OPS,
+    Algorithm,
+    Hop,
+    Payload,
+    Request,
+    algorithm,
+    algorithms_of,
+    own,
+)
 from commpass.costmodel import KINDS, Link, Profile
 from commpass.errors import PolicyError
 from commpass.plan import ROWS, PlannedSite, Site, left_alone
@@ -41,12 +51,20 @@ def _decide(site: Site, terms: Terms, profile: Profile, reassociate: bool) -> Pl
         lacking = [why for why in refused if site.stateless and site.stateless in why]
         if terms.force and lacking:
             where = site.module or "the root module"
-            raise PolicyError(f"{terms.source} forces a codec on {site.kind} {site.name} of {where}: {lacking[0]}")
+            raise PolicyError(
+                f"{terms.source} forces a codec on {site.kind} {site.name} of {where}: {lacking[0]}"
+            )
         return dataclasses.replace(plain, reason="; ".join(refused))
     best = min(candidates, key=lambda c: (c.predicted_us, c.wire_bytes, c.codec, c.algorithm))
-    what = f"{best.codec} by {best.algorithm}" + (f", sums in the {best.domain} domain" if best.domain else "")
+    what = f"{best.codec} by {best.algorithm}" + (
+        f", sums in the {best.domain} domain" if best.domain else ""
+    )
     times = f"{best.predicted_us:,.0f} us instead of {plain.plain_us:,.0f} us on {profile.name}"
-    times += f" for {ROWS:,} entries from each rank to each, since ranks may hold different numbers" if site.uneven else ""
+    times += (
+        f" for {ROWS:,} entries from each rank to each, since ranks may hold different numbers"
+        if site.uneven
+        else ""
+    )
     if terms.force:
         return dataclasses.replace(best, reason=f"{terms.source} forces {what}: {times}")
     gain = plain.plain_us - best.predicted_us
@@ -74,14 +92,19 @@ def _obstacle(site: Site, terms: Terms) -> str | None:
     if not algorithms_of(site.kind):
         return f"no algorithm carries out {site.kind} with a codec"
     if site.reduce_op is not None and site.reduce_op not in REDUCE_OPS:
-        return f"reduce op {site.reduce_op!r} is no sum: codes cannot be combined ({' and '.join(REDUCE_OPS)} can)"
+        return (
+            f"reduce op {site.reduce_op!r} is no sum: codes cannot be combined"
+            f" ({' and '.join(REDUCE_OPS)} can)"
+        )
     if getattr(torch, site.dtype, None) not in FLOATS:
         return f"{site.dtype} values must arrive exactly"
     if not terms.codecs:
         return f"{terms.source} allows no codec here"
     if terms.named and not any(own(site.kind, spec) for spec in terms.algorithms):
         have = ", ".join(each.name for each in algorithms_of(site.kind))
-        return f"{terms.source} names {', '.join(terms.algorithms)}, but {site.kind} has only {have}"
+        return (
+            f"{terms.source} names {', '.join(terms.algorithms)}, but {site.kind} has only {have}"
+        )
     if site.width == 0 or (site.bytes == 0 and not site.uneven):
         return "it has no elements"
     if site.bytes < 0 and not site.uneven:
@@ -89,8 +112,9 @@ def _obstacle(site: Site, terms: Terms) -> str | None:
     return None
 
 
-def _candidates(site: Site, terms: Terms, profile: Profile, plain: PlannedSite,
-                reassociate: bool) -> tuple[list[PlannedSite], list[str]]:  # fmt: skip
+def _candidates(
+    site: Site, terms: Terms, profile: Profile, plain: PlannedSite, reassociate: bool
+) -> tuple[list[PlannedSite], list[str]]:
     """Every (codec, algorithm) that the terms allow, scored; and why others are out."""
     found: list[PlannedSite] = []
     refused: list[str] = []
@@ -104,7 +128,9 @@ def _candidates(site: Site, terms: Terms, profile: Profile, plain: PlannedSite,
             error = round(chosen.error(coder, site.group_size), 6)
             if terms.max_error is not None and error > terms.max_error:
                 budget = f"the budget of {terms.max_error:.3%} ({terms.budget})"
-                refused.append(f"{coder.spec} by {chosen.spec}: error {error:.3%} is above {budget}")
+                refused.append(
+                    f"{coder.spec} by {chosen.spec}: error {error:.3%} is above {budget}"
+                )
                 continue
             work = chosen.work(coder, *_scored(site))
             us = sum(_hop_us(hop, site, profile) for hop in work.hops)
@@ -112,11 +138,16 @@ def _candidates(site: Site, terms: Terms, profile: Profile, plain: PlannedSite,
             real = chosen.work(coder, _payload(site), request(site)) if site.bytes >= 0 else None
             found.append(
                 dataclasses.replace(
-                    plain, codec=coder.spec, algorithm=chosen.spec, wire_bytes=real.wire_bytes if real else -1,
-                    dynamic_bytes=real.dynamic_bytes if real else 0, domain=chosen.domain(coder),
-                    predicted_us=round(us, 3), error=error,
+                    plain,
+                    codec=coder.spec,
+                    algorithm=chosen.spec,
+                    wire_bytes=real.wire_bytes if real else -1,
+                    dynamic_bytes=real.dynamic_bytes if real else 0,
+                    domain=chosen.domain(coder),
+                    predicted_us=round(us, 3),
+                    error=error,
                 )
-            )  # fmt: skip
+            )
     return found, list(dict.fromkeys(refused))
 
 
@@ -127,7 +158,9 @@ def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> s
     if chosen.stateful and site.stateless:
         return f"{coder.spec} needs {coder.state}, but {site.stateless}"
     if site.reduce_op is not None and coder.lossless and not reassociate:
-        return f"{coder.spec} by {chosen.spec} sums in another order, which reassociate=False forbids"
+        return (
+            f"{coder.spec} by {chosen.spec} sums in another order, which reassociate=False forbids"
+        )
     return None
 
 
@@ -135,7 +168,15 @@ def request(site: Site) -> Request:
     """What a site asks for, as seen by any of its ranks."""
     sent, received = site.splits or (None, None)
     return Request(
-        site.group, site.group_size, 0, site.reduce_op or "sum", 0, sent, received, peer=site.peer or 0, tag=site.tag
+        site.group,
+        site.group_size,
+        0,
+        site.reduce_op or "sum",
+        0,
+        sent,
+        received,
+        peer=site.peer or 0,
+        tag=site.tag,
     )
 
 
@@ -145,13 +186,16 @@ def _payload(site: Site) -> Payload:
 
 
 def _scored(site: Site) -> tuple[Payload, Request]:
-    """What times are predicted for: the site itself, or where ranks may hold different sizes one that all ranks know."""
+    """What times are predicted for: the site itself, or where ranks may hold different sizes one
+    that all ranks know."""
     if not site.uneven:
         return _payload(site), request(site)
     dtype = getattr(torch, site.dtype)
     rows = (ROWS,) * site.group_size
     unknown = not all(isinstance(size, int) for some in site.splits or () for size in some)
-    asked = dataclasses.replace(request(site), sent=rows, received=rows, unknown=unknown, alike=False)
+    asked = dataclasses.replace(
+        request(site), sent=rows, received=rows, unknown=unknown, alike=False
+    )
     return Payload(ROWS * site.group_size * site.width, site.width, dtype), asked
 
 
@@ -161,7 +205,11 @@ def _link(site: Site, profile: Profile) -> Link:
 
 def _hop_us(hop: Hop, site: Site, profile: Profile) -> float:
     link = _link(site, profile)
-    if hop.inside and profile.inside is not None and _on_one_host((hop.peers or 0) + 1, site, profile):
+    if (
+        hop.inside
+        and profile.inside is not None
+        and _on_one_host((hop.peers or 0) + 1, site, profile)
+    ):
         link = profile.inside
     return link.us(hop.kind, hop.leaving, site.group_size, hop.peers)
 
@@ -169,7 +217,9 @@ def _hop_us(hop: Hop, site: Site, profile: Profile) -> float:
 def _on_one_host(many: int, site: Site, profile: Profile) -> bool:
     """Whether each so many ranks that follow one another in a group are on one host; as the
     algorithm says, if the profile does not know."""
-    return not profile.node or profile.on_each_host(site.global_ranks) % many == 0 < profile.on_each_host(site.global_ranks)
+    return not profile.node or profile.on_each_host(
+        site.global_ranks
+    ) % many == 0 < profile.on_each_host(site.global_ranks)
 
 
 def _allowed(site: Site, terms: Terms, profile: Profile) -> list[Algorithm]:

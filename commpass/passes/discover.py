@@ -22,13 +22,44 @@ from commpass.passes.collective import Call, is_wait, items, parse, value_of, wa
 from commpass.passes.direction import gradients, recomputed
 from commpass.plan import NOBODY, Site
 
-MATMULS = ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "_scaled_mm", "_int_mm", "convolution")
+MATMULS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "matmul",
+    "linear",
+    "_scaled_mm",
+    "_int_mm",
+    "convolution",
+)
 SEE_THROUGH = (
-    "view", "reshape", "_unsafe_view", "permute", "transpose", "t", "squeeze", "unsqueeze", "expand", "slice", "select",
-    "clone", "alias", "detach", "contiguous", "_to_copy", "to", "convert_element_type", "getitem", "split",
-    "split_with_sizes", "wait_tensor", "wait_tensors",
-)  # fmt: skip
-"""Operators between a collective and the matmul that feeds it, or what consumes it, that change no value (but its dtype)."""
+    "view",
+    "reshape",
+    "_unsafe_view",
+    "permute",
+    "transpose",
+    "t",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "slice",
+    "select",
+    "clone",
+    "alias",
+    "detach",
+    "contiguous",
+    "_to_copy",
+    "to",
+    "convert_element_type",
+    "getitem",
+    "split",
+    "split_with_sizes",
+    "wait_tensor",
+    "wait_tensors",
+)
+"""Operators between a collective and the matmul that feeds it, or what consumes it, that change no
+value (but its dtype)."""
 
 
 SYMBOLIC = "its size is symbolic: compile with dynamic=False"
@@ -38,7 +69,8 @@ AGAIN = "it runs again what forward sent, and must send the same"
 
 @dataclass(frozen=True)
 class Found:
-    """A site with its place in the graph: ``outputs`` hold its result after the wait; all are replaced together."""
+    """A site with its place in the graph: ``outputs`` hold its result after the wait; all are
+    replaced together."""
 
     site: Site
     module: fx.GraphModule
@@ -48,7 +80,8 @@ class Found:
 
     @property
     def input(self) -> fx.Node:
-        """What the collective takes now: the result of another site, say, that has been replaced since it was found."""
+        """What the collective takes now: the result of another site, say, that has been replaced
+        since it was found."""
         return self.now.inputs[self.position]
 
     @property
@@ -58,9 +91,12 @@ class Found:
         return call
 
 
-def discover(gm: fx.GraphModule, direction: str = "forward", stateless: str | None = NOBODY) -> list[Found]:
-    """Every site of a graph and its sub-graphs, whatever form its collective takes. ``stateless`` says why no state can be
-    kept. A collective that a backward graph recomputes is a forward site."""
+def discover(
+    gm: fx.GraphModule, direction: str = "forward", stateless: str | None = NOBODY
+) -> list[Found]:
+    """Every site of a graph and its sub-graphs, whatever form its collective takes. ``stateless``
+    says why no state can be kept. A collective that a backward graph recomputes is a forward
+    site."""
     found: list[Found] = []
     for prefix, module in graph_modules(gm):
         order = {node: index for index, node in enumerate(module.graph.nodes)}
@@ -70,14 +106,24 @@ def discover(gm: fx.GraphModule, direction: str = "forward", stateless: str | No
             if call is None:
                 continue
             again = direction == "backward" and recomputed(node, reached)
-            why = "it is in a region that may run several times" if prefix else AGAIN if again else stateless
+            why = (
+                "it is in a region that may run several times"
+                if prefix
+                else AGAIN
+                if again
+                else stateless
+            )
             towards = "forward" if again else direction
-            found += [_found(module, prefix, call, i, order, towards, why) for i in range(len(call.inputs))]
+            found += [
+                _found(module, prefix, call, i, order, towards, why)
+                for i in range(len(call.inputs))
+            ]
     return found
 
 
 def graph_modules(gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
-    """A graph module and the sub-graphs that its higher-order operators call, each once, with a prefix for names."""
+    """A graph module and the sub-graphs that its higher-order operators call, each once, with a
+    prefix for names."""
     yield prefix, gm
     names = dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr")
     seen: set[int] = set()
@@ -88,14 +134,25 @@ def graph_modules(gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, f
             yield from graph_modules(child, f"{prefix}{name}.")
 
 
-def _found(module: fx.GraphModule, prefix: str, call: Call, position: int, order: dict[fx.Node, int],
-           direction: str, stateless: str | None) -> Found:  # fmt: skip
+def _found(
+    module: fx.GraphModule,
+    prefix: str,
+    call: Call,
+    position: int,
+    order: dict[fx.Node, int],
+    direction: str,
+    stateless: str | None,
+) -> Found:
     source, value = call.inputs[position], value_of(call, position)
     held, early = waited(value) if value is not None else ([], [])
-    if held and call.kind_at(position) == "recv":  # its buffer, which who comes after the wait may take as well
+    if (
+        held and call.kind_at(position) == "recv"
+    ):  # its buffer, which who comes after the wait may take as well
         early = [user for user in early if order[user] < min(map(order.__getitem__, held))]
     if call.form == "batch":
-        early += [node for index, node in items(call.node) if index == position and node is not value]
+        early += [
+            node for index, node in items(call.node) if index == position and node is not value
+        ]
     fake = meta.tensor(source) if isinstance(source, fx.Node) else None
     end = call.ends[position] if call.ends else None
     name, label, size = describe_group(call)
@@ -116,7 +173,12 @@ def _found(module: fx.GraphModule, prefix: str, call: Call, position: int, order
         splits=_splits(call),
         peer=end.peer if end else None,
         tag=end.tag if end else 0,
-        stateless=stateless or (SYMBOLIC if fake is not None and not all(isinstance(n, int) for n in fake.shape) else None),
+        stateless=stateless
+        or (
+            SYMBOLIC
+            if fake is not None and not all(isinstance(n, int) for n in fake.shape)
+            else None
+        ),
         device=fake.device.type if fake is not None else "cpu",
         module=meta.module_path(call.node),
         direction=direction,
@@ -132,42 +194,61 @@ def _splits(call: Call) -> tuple[tuple[int | str, ...], tuple[int | str, ...]] |
     """An all-to-all's splits with symbolic ones as text."""
     if call.splits is None:
         return None
-    sent, received = (tuple(n if isinstance(n, int) else str(n.meta["val"]) for n in some) for some in call.splits)
+    sent, received = (
+        tuple(n if isinstance(n, int) else str(n.meta["val"]) for n in some) for some in call.splits
+    )
     return sent, received
 
 
 def _obstacle(
-    call: Call, position: int, fake: torch.Tensor | None, size: int, held: list[fx.Node], early: list[fx.Node]
+    call: Call,
+    position: int,
+    fake: torch.Tensor | None,
+    size: int,
+    held: list[fx.Node],
+    early: list[fx.Node],
 ) -> str | None:
     """Why the form of a collective keeps it from being rewritten, whatever the policy says."""
     if call.form == "autograd":
         return "its gradient would be lost: rewrite the graphs that AOTAutograd makes of it"
     if call.form == "legacy":
-        return "the c10d_functional namespace is deprecated; use torch's current functional collectives"
+        return (
+            "the c10d_functional namespace is deprecated; use torch's current functional"
+            " collectives"
+        )
     if call.form == "view":
         return "shard_dim_alltoall splits along another dimension than the first"
     if size < 1:
-        return f"the size of group {call.group!r} is not known here: initialise torch.distributed first"
+        return (
+            f"the size of group {call.group!r} is not known here: initialise torch.distributed"
+            " first"
+        )
     if fake is None:
         return "its shape is not known: the graph has no fake values"
     if call.ends and fake is not None and not all(isinstance(n, int) for n in fake.shape):
         return SYMBOLIC
     if early and call.form in ("plain", "coalesced", "batch"):
         return f"{early[0].name} takes its result before it is waited for"
-    if not held and "in-place" not in call.form and call.form != "out" and not _end_is_waited_for(call, position):
+    if (
+        not held
+        and "in-place" not in call.form
+        and call.form != "out"
+        and not _end_is_waited_for(call, position)
+    ):
         return "nobody waits for its result"
     return None
 
 
 def _end_is_waited_for(call: Call, position: int) -> bool:
-    """Whether a send or recv is waited for, though nobody takes what a wait for several tensors gives for it (torch 2.15): the
-    rank at its other end knows nothing of that."""
+    """Whether a send or recv is waited for, though nobody takes what a wait for several tensors
+    gives for it (torch 2.15): the rank at its other end knows nothing of that."""
     value = value_of(call, position)
     return bool(call.ends) and value is not None and any(is_wait(user) for user in value.users)
 
 
 def describe_group(call: Call) -> tuple[str, str, int]:
-    """(name, label, size) of a collective's group; the label is its mesh dimension where it has one; size 0 if unknown."""
+    """(name, label, size) of a collective's group; the label is its mesh dimension where it has
+    one; size 0 if unknown."""
     group: Any = call.group
     if isinstance(group, fx.Node):
         held = group.meta.get("val")
@@ -183,7 +264,11 @@ def _operator(node: fx.Node) -> str:
     if node.op != "call_function":
         return node.op
     schema = getattr(node.target, "_schema", None)
-    return schema.name.split("::")[-1] if schema is not None else getattr(node.target, "__name__", str(node.target))
+    return (
+        schema.name.split("::")[-1]
+        if schema is not None
+        else getattr(node.target, "__name__", str(node.target))
+    )
 
 
 def _producer(node: fx.Node) -> str | None:
@@ -194,7 +279,8 @@ def _producer(node: fx.Node) -> str | None:
 
 
 def _consumers(values: list[fx.Node], most: int = 4) -> list[str]:
-    """The names of the first nodes that do something with a collective's result, seen through views and casts."""
+    """The names of the first nodes that do something with a collective's result, seen through views
+    and casts."""
     names: dict[str, None] = {}
     queue = list(values)
     while queue and len(names) < most:

@@ -19,7 +19,8 @@ def tensor(node: fx.Node) -> torch.Tensor | None:
 
 
 def hint(size: Any) -> int | None:
-    """The number that a size is, or for a symbolic one the number it had when the graph was traced; None if unknown."""
+    """The number that a size is, or for a symbolic one the number it had when the graph was traced;
+    None if unknown."""
     if isinstance(size, int):
         return size
     if isinstance(size, torch.SymInt):
@@ -45,7 +46,8 @@ def nbytes(value: torch.Tensor) -> int:
 
 
 def width(value: torch.Tensor) -> int:
-    """Values of one entry of the first dimension, by hints where sizes are symbolic; 1 where there is no hint."""
+    """Values of one entry of the first dimension, by hints where sizes are symbolic; 1 where there
+    is no hint."""
     known = (hint(size) for size in value.shape[1:])
     return math.prod(1 if size is None else size for size in known)
 
@@ -97,9 +99,15 @@ def word(node: fx.Node, key: str) -> str | None:
 
 
 CARRIED = (
-    "nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom", "seq_nr", "source_fn_stack", "recompute",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "stack_trace",
+    "custom",
+    "seq_nr",
+    "source_fn_stack",
+    "recompute",
     "partitioner_tag",
-)  # fmt: skip
+)
 """The metadata that a node inserted for a site takes over from the site's collective."""
 
 

@@ -1,7 +1,7 @@
 """The road of a graph: every pass, in order, in one place.
 
-A pass is a plain function from one stage of the road to the next. What it needs, gives and changes stands at the top of its
-file. Each can be left out by name with ``Policy(skip=...)``.
+A pass is a plain function from one stage of the road to the next. What it needs, gives and changes
+stands at the top of its file. Each can be left out by name with ``Policy(skip=...)``.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Road:
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass by name. ``numerics`` says whether it may change the numbers that a graph computes; the road ends where a
-    ``needed`` pass is left out."""
+    """A pass by name. ``numerics`` says whether it may change the numbers that a graph computes;
+    the road ends where a ``needed`` pass is left out."""
 
     name: str
     run: Callable[[Road], Road]
@@ -60,7 +60,9 @@ class Pass:
 def _discover(road: Road) -> Road:
     found = tuple(discover(road.gm, road.direction, road.stateless))
     if (why := road.obstacle) is not None:
-        found = tuple(dataclasses.replace(f, site=dataclasses.replace(f.site, obstacle=why)) for f in found)
+        found = tuple(
+            dataclasses.replace(f, site=dataclasses.replace(f.site, obstacle=why)) for f in found
+        )
     forget(found)
     terms, rules = terms_of(found, road.policy), matched(found, road.policy)
     return dataclasses.replace(road, found=found, terms=terms, matched=rules)
@@ -81,7 +83,9 @@ def _decide(road: Road) -> Road:
 
 
 def _rewrite(road: Road) -> Road:
-    return dataclasses.replace(road, kept=rewrite(road.found, road.sites or (), road.decompositions))
+    return dataclasses.replace(
+        road, kept=rewrite(road.found, road.sites or (), road.decompositions)
+    )
 
 
 def _verify(road: Road) -> Road:
@@ -100,8 +104,8 @@ PASSES: tuple[Pass, ...] = (
 
 @dataclass
 class Outcome:
-    """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched one, and says why. ``kept`` is
-    the state that it takes as its last inputs."""
+    """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched
+    one, and says why. ``kept`` is the state that it takes as its last inputs."""
 
     plan: Plan
     found: tuple[Found, ...] = ()
@@ -131,8 +135,16 @@ def check_skip(policy: Policy) -> None:
 
 
 def run(road: Road, graph: str, passes: tuple[Pass, ...] | None = None) -> Outcome:
-    """Takes a graph along the road, in place. All or nothing: if a pass fails, the graph is the untouched one again."""
-    outcome = Outcome(Plan(graph=graph, direction=road.direction, policy=road.policy.name, profile=road.profile.name))
+    """Takes a graph along the road, in place. All or nothing: if a pass fails, the graph is the
+    untouched one again."""
+    outcome = Outcome(
+        Plan(
+            graph=graph,
+            direction=road.direction,
+            policy=road.policy.name,
+            profile=road.profile.name,
+        )
+    )
     for step in PASSES if passes is None else passes:
         if step.name in road.policy.skip:
             if step.needed:

@@ -1,7 +1,8 @@
 """rewrite: carry out the plan by tracing each site's algorithm and splicing its nodes in.
 
 needs: the sites found in a graph, and their plan.
-gives: the same graph, in which every compressed site is replaced by the nodes of its algorithm, metadata carried over.
+gives: the same graph, in which every compressed site is replaced by the nodes of its algorithm,
+metadata carried over.
 changes: numerics, as the chosen codecs do. Sites that are left alone are not touched.
 """
 
@@ -32,7 +33,8 @@ from commpass.plan import PlannedSite
 MARK = "commpass"
 """Key in ``node.meta`` of every inserted node: the name of the site that it was inserted for."""
 PARTS = "commpass_parts"
-"""Key in ``node.meta`` of a batch, of which positions now carry bytes: each of those, to the name of its site."""
+"""Key in ``node.meta`` of a batch, of which positions now carry bytes: each of those, to the name
+of its site."""
 
 Decompositions = Callable[[], dict[Any, Callable[..., Any]]]
 
@@ -47,10 +49,21 @@ class Templates:
     def of(self, found: Found, planned: PlannedSite) -> fx.GraphModule:
         fake = _fake(found.input)
         key = (
-            planned.kind, planned.codec, planned.algorithm, planned.reduce_op, planned.group, planned.group_size,
-            str(planned.splits), planned.peer, planned.tag, found.now.root,
-            fake.dtype, fake.device, str(tuple(fake.shape)), str(fake.stride()),
-        )  # fmt: skip
+            planned.kind,
+            planned.codec,
+            planned.algorithm,
+            planned.reduce_op,
+            planned.group,
+            planned.group_size,
+            str(planned.splits),
+            planned.peer,
+            planned.tag,
+            found.now.root,
+            fake.dtype,
+            fake.device,
+            str(tuple(fake.shape)),
+            str(fake.stride()),
+        )
         if key not in self.traced:
             template = _trace(planned, found, self.decompositions)
             if any("unbacked_bindings" in node.meta for node in template.graph.nodes):
@@ -61,9 +74,9 @@ class Templates:
 
 @dataclass(frozen=True)
 class Kept:
-    """State that a site keeps between calls: a new last input of its graph. ``place`` names it for good: where in the model,
-    which direction, kind and shape; ``number`` which of several such in its graph. ``reaches`` are the numbers of those
-    outputs of the graph that depend on the site."""
+    """State that a site keeps between calls: a new last input of its graph. ``place`` names it for
+    good: where in the model, which direction, kind and shape; ``number`` which of several such in
+    its graph. ``reaches`` are the numbers of those outputs of the graph that depend on the site."""
 
     place: str
     number: int
@@ -77,16 +90,26 @@ class Kept:
 
 
 def rewrite(
-    found: Sequence[Found], plan: Sequence[PlannedSite], decompositions: Decompositions | None = None
+    found: Sequence[Found],
+    plan: Sequence[PlannedSite],
+    decompositions: Decompositions | None = None,
 ) -> tuple[Kept, ...]:
-    """Replaces every compressed site in place; returns the state that the graph now takes as its last inputs, in order. On an
-    error the graph is half done: the caller holds the copy to go back to."""
+    """Replaces every compressed site in place; returns the state that the graph now takes as its
+    last inputs, in order. On an error the graph is half done: the caller holds the copy to go back
+    to."""
     templates = Templates(decompositions or _inductor_decompositions)
     tops: dict[fx.Graph, Top] = {}
     kept: list[Kept] = []
-    chosen = [(site, planned) for site, planned in zip(found, plan, strict=True) if planned.compressed]
+    chosen = [
+        (site, planned) for site, planned in zip(found, plan, strict=True) if planned.compressed
+    ]
     mode = _mode(chosen[0][0].input) if chosen else contextlib.nullcontext()
-    with torch.no_grad(), torch._C._DisableAutocast(), enable_python_dispatcher(), mode:  # the dispatcher: for symbolic sizes
+    with (
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        enable_python_dispatcher(),
+        mode,
+    ):  # the dispatcher: for symbolic sizes
         for site, planned in chosen:
             graph = site.module.graph
             if graph not in tops:
@@ -94,7 +117,9 @@ def rewrite(
             how = algorithm(planned.kind, planned.algorithm)
             if how.stateful:
                 kept.append(_keep(site, planned, kept))
-            results = splice(site, planned.name, templates.of(site, planned), _inputs(site, how), tops[graph])
+            results = splice(
+                site, planned.name, templates.of(site, planned), _inputs(site, how), tops[graph]
+            )
             if len(results) > 1:
                 _update(site, results[1])
             _replace(site, results[0])
@@ -119,7 +144,9 @@ def _keep(found: Found, planned: PlannedSite, before: Sequence[Kept]) -> Kept:
     """Adds an input for the state of a site: of its shape, in the dtype in which sums are made."""
     fake, graph = _fake(found.input), found.module.graph
     shape = "x".join(str(size) for size in planned.shape)
-    place = f"{planned.module or 'root'}/{planned.direction}/{planned.kind}/{planned.dtype}[{shape}]"
+    place = (
+        f"{planned.module or 'root'}/{planned.direction}/{planned.kind}/{planned.dtype}[{shape}]"
+    )
     number = sum(state.place == place for state in before)
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before():
@@ -128,7 +155,17 @@ def _keep(found: Found, planned: PlannedSite, before: Sequence[Kept]) -> Kept:
     node.meta["val"] = value
     reaches = reached_outputs(found.outputs)
     op = planned.reduce_op or "sum"
-    return Kept(place, number, reaches, op, planned.group, tuple(fake.shape), value.dtype, fake.device, value)
+    return Kept(
+        place,
+        number,
+        reaches,
+        op,
+        planned.group,
+        tuple(fake.shape),
+        value.dtype,
+        fake.device,
+        value,
+    )
 
 
 def reached_outputs(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
@@ -166,40 +203,64 @@ def _trace(planned: PlannedSite, found: Found, decompositions: Decompositions) -
         def split(size: Any) -> Any:
             return inputs[sizes[size]] if isinstance(size, fx.Node) else size
 
-        sent, received = (tuple(map(split, some)) for some in found.now.splits) if found.now.splits else (None, None)
+        sent, received = (
+            (tuple(map(split, some)) for some in found.now.splits)
+            if found.now.splits
+            else (None, None)
+        )
         request = Request(
-            planned.group, planned.group_size, _rank(planned), planned.reduce_op or "sum", found.now.root, sent, received,
-            peer=planned.peer or 0, tag=planned.tag,
-        )  # fmt: skip
-        return run_steps(chosen.run(inputs[0], request, coder, *inputs[len(values) - chosen.stateful :]))
+            planned.group,
+            planned.group_size,
+            _rank(planned),
+            planned.reduce_op or "sum",
+            found.now.root,
+            sent,
+            received,
+            peer=planned.peer or 0,
+            tag=planned.tag,
+        )
+        return run_steps(
+            chosen.run(inputs[0], request, coder, *inputs[len(values) - chosen.stateful :])
+        )
 
     with sizes_of_data(coder, values[0], traced=True):
         traced = make_fx(run, decomposition_table=decompositions())(*values)
     if captured := [node.name for node in traced.graph.nodes if node.op == "get_attr"]:
-        raise VerifyError(f"{planned.codec} by {planned.algorithm} captured tensors while it was traced: {captured}")
+        raise VerifyError(
+            f"{planned.codec} by {planned.algorithm} captured tensors while it was traced:"
+            f" {captured}"
+        )
     return traced
 
 
 def _inputs(found: Found, chosen: Algorithm) -> list[fx.Node]:
-    """What an algorithm takes from the graph: its tensor, the symbolic lengths of an all-to-all, and the state that it
-    keeps."""
+    """What an algorithm takes from the graph: its tensor, the symbolic lengths of an all-to-all,
+    and the state that it keeps."""
     return [found.input, *_sizes(found), *([_state(found)] if chosen.stateful else [])]
 
 
 def _sizes(found: Found) -> list[fx.Node]:
-    return list(dict.fromkeys(size for some in found.now.splits or () for size in some if isinstance(size, fx.Node)))
+    return list(
+        dict.fromkeys(
+            size for some in found.now.splits or () for size in some if isinstance(size, fx.Node)
+        )
+    )
 
 
 def _rank(planned: PlannedSite) -> int:
     rank = groups.rank_in(planned.group)
     if rank is None:
-        raise VerifyError(f"{planned.name}: group {planned.group!r} is not here, so this rank's number in it is not known")
+        raise VerifyError(
+            f"{planned.name}: group {planned.group!r} is not here, so this rank's number in it is"
+            " not known"
+        )
     return rank
 
 
 @dataclass
 class Top:
-    """The place behind a graph's inputs where tables go, and those that are there, by what they compute."""
+    """The place behind a graph's inputs where tables go, and those that are there, by what they
+    compute."""
 
     anchor: fx.Node
     tables: dict[Any, fx.Node] = field(default_factory=dict)
@@ -210,12 +271,16 @@ EMPTY = torch.ops.aten.empty.memory_format
 """What makes a buffer into which something is written: no two sites share one."""
 
 
-def splice(found: Found, mark: str, template: fx.GraphModule, inputs: Sequence[fx.Node], top: Top) -> list[fx.Node]:
-    """Copies a traced algorithm into the graph of a site; returns the nodes of its result, and of its new state if it has one.
+def splice(
+    found: Found, mark: str, template: fx.GraphModule, inputs: Sequence[fx.Node], top: Top
+) -> list[fx.Node]:
+    """Copies a traced algorithm into the graph of a site; returns the nodes of its result, and of
+    its new state if it has one.
 
-    What does not depend on a wait goes where the collective stands, the rest where its result is first waited for: what the
-    graph computes in between still overlaps with the first exchange. What depends on no input at all (a table of a codec)
-    goes to the top of the graph, once for all sites.
+    What does not depend on a wait goes where the collective stands, the rest where its result is
+    first waited for: what the graph computes in between still overlaps with the first exchange.
+    What depends on no input at all (a table of a codec) goes to the top of the graph, once for all
+    sites.
     """
     graph, collective = found.module.graph, found.call.node
     anchor = _anchor(found)
@@ -231,7 +296,9 @@ def splice(found: Found, mark: str, template: fx.GraphModule, inputs: Sequence[f
             results = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
             return [copies[result] for result in results]
         place, key = collective, None
-        if node.target is not EMPTY and all(copies[source] in top.nodes for source in node.all_input_nodes):
+        if node.target is not EMPTY and all(
+            copies[source] in top.nodes for source in node.all_input_nodes
+        ):
             place, key = top.anchor, (node.target, _frozen((node.args, node.kwargs), copies))
             if key in top.tables:
                 copies[node] = top.tables[key]
@@ -261,21 +328,26 @@ def _frozen(value: Any, copies: dict[fx.Node, Any]) -> Any:
 
 
 def _anchor(found: Found) -> fx.Node:
-    """The node before which the rest of an algorithm goes: the first wait, or right behind a collective without one."""
+    """The node before which the rest of an algorithm goes: the first wait, or right behind a
+    collective without one."""
     if not found.outputs:
         value = value_of(found.call, found.position)
-        return next((user for user in (value.users if value else ()) if is_wait(user)), found.call.node.next)
+        return next(
+            (user for user in (value.users if value else ()) if is_wait(user)), found.call.node.next
+        )
     first = found.outputs[0]
     return first if is_wait(first) else first.all_input_nodes[0]
 
 
 def _describe(copy: fx.Node, found: Found, mark: str, traced: fx.Node | None) -> None:
-    """Metadata of an inserted node: from its site, and a fake value of its own, since storages tell aliases apart. That is the
-    ``traced`` one where nobody else has it."""
+    """Metadata of an inserted node: from its site, and a fake value of its own, since storages tell
+    aliases apart. That is the ``traced`` one where nobody else has it."""
     copy.meta = {MARK: mark}
     meta.carry(found.call.node, copy)
     if traced is not None:
-        copy.meta |= {key: traced.meta[key] for key in ("val", "unbacked_bindings") if key in traced.meta}
+        copy.meta |= {
+            key: traced.meta[key] for key in ("val", "unbacked_bindings") if key in traced.meta
+        }
     if isinstance(found.call.group, fx.Node):  # traced with the group's name
         copy.args = tuple(found.call.group if arg == found.site.group else arg for arg in copy.args)
     if traced is not None:
@@ -326,22 +398,28 @@ def _replace(found: Found, result: fx.Node) -> None:
 
 
 def _drop(node: fx.Node, gone: list[Found]) -> None:
-    """Erases a collective whose results were all replaced; of a coalesced one, only the parts that were."""
+    """Erases a collective whose results were all replaced; of a coalesced one, only the parts that
+    were."""
     graph = node.graph
     positions = {found.position for found in gone}
     coalesced = "coalesced" in gone[0].call.form
-    removed = {value for position in positions if (value := value_of(gone[0].call, position)) is not None}
+    removed = {
+        value for position in positions if (value := value_of(gone[0].call, position)) is not None
+    }
     _drop_waits(removed)
     for value in removed:
         for size in [user for user in value.users if is_size(user)]:
             _resize(size, gone[0])
         graph.erase_node(value)
     if coalesced:
-        _shrink(node, [index for index in range(len(gone[0].call.inputs)) if index not in positions])
+        _shrink(
+            node, [index for index in range(len(gone[0].call.inputs)) if index not in positions]
+        )
 
 
 def _resize(size: fx.Node, found: Found) -> None:
-    """Lets what asked for the size of a collective's result ask its input, or an all-to-all's splits."""
+    """Lets what asked for the size of a collective's result ask its input, or an all-to-all's
+    splits."""
     dim, kind, ranks = size.args[1], found.site.kind, found.site.group_size
     asked = size.meta["val"]
     size.args = (found.input, dim)
@@ -355,7 +433,9 @@ def _resize(size: fx.Node, found: Found) -> None:
         elif kind == "all_to_all":
             return
         else:
-            total = graph.call_function(operator.mul if kind == "all_gather" else operator.floordiv, (size, ranks))
+            total = graph.call_function(
+                operator.mul if kind == "all_gather" else operator.floordiv, (size, ranks)
+            )
     total.meta = {**size.meta, "val": asked}
     size.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
     if not size.users:
@@ -368,32 +448,41 @@ def _drop_waits(values: set[fx.Node]) -> None:
         if isinstance(wait.args[0], fx.Node):
             wait.graph.erase_node(wait)
         else:
-            _shrink(wait, [i for i, each in enumerate(wait.args[0]) if each not in values])  # type: ignore[arg-type]
+            waited_for: Any = wait.args[0]
+            _shrink(wait, [i for i, each in enumerate(waited_for) if each not in values])
 
 
 def _join(found: Found, mark: str) -> None:
-    """Lets a position of a batch carry the bytes of the exchange that was inserted for it before the batch: batches exist so
-    that nothing deadlocks, and stay whole."""
+    """Lets a position of a batch carry the bytes of the exchange that was inserted for it before
+    the batch: batches exist so that nothing deadlocks, and stay whole."""
     call, position = found.now, found.position
     value, graph = value_of(call, position), call.node.graph
     assert value is not None
     _drop_waits({value})
     held = call.node.meta.get("val")
-    own = next(node for node in graph.nodes if node.meta.get(MARK) == mark and parse(node) is not None)
-    tensors = [own.all_input_nodes[0] if index == position else each for index, each in enumerate(call.inputs)]
+    own = next(
+        node for node in graph.nodes if node.meta.get(MARK) == mark and parse(node) is not None
+    )
+    tensors = [
+        own.all_input_nodes[0] if index == position else each
+        for index, each in enumerate(call.inputs)
+    ]
     call.node.args = (*call.node.args[:3], tensors, *call.node.args[4:])
     call.node.meta[PARTS] = {**call.node.meta.get(PARTS, {}), position: mark}
     received = call.kind_at(position) == "recv"  # a buffer is its own result
     fake = (own.all_input_nodes[0] if received else own).meta["val"]
     value.meta |= {MARK: mark, "val": fake}
     if isinstance(held, (list, tuple)):
-        call.node.meta["val"] = [fake if index == position else each for index, each in enumerate(held)]
+        call.node.meta["val"] = [
+            fake if index == position else each for index, each in enumerate(held)
+        ]
     own.replace_all_uses_with(value)
     graph.erase_node(own)
 
 
 def _shrink(node: fx.Node, kept: list[int]) -> None:
-    """Leaves of a node over a list of tensors only those at ``kept``, and renumbers who takes its results."""
+    """Leaves of a node over a list of tensors only those at ``kept``, and renumbers who takes its
+    results."""
     for index, item in list(items(node)):
         if index in kept:
             item.args = (node, kept.index(index))

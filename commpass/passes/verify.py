@@ -23,7 +23,8 @@ from commpass.plan import PlannedSite
 
 
 def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
-    """Checks order and use of all nodes, metadata of the inserted ones, waits, and dtype and bytes on the wire (law 9)."""
+    """Checks order and use of all nodes, metadata of the inserted ones, waits, and dtype and bytes
+    on the wire (law 9)."""
     sent: Counter[str] = Counter()
     marked: set[str] = set()
     unknown: set[str] = set()
@@ -43,21 +44,29 @@ def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
                 unknown |= {mark} if size < 0 else set()
     for site in plan:
         if site.compressed and site.name not in marked:
-            raise VerifyError(f"{site.name}: planned as {site.codec} by {site.algorithm}, but nothing was inserted for it")
+            raise VerifyError(
+                f"{site.name}: planned as {site.codec} by {site.algorithm}, but nothing was"
+                " inserted for it"
+            )
         if not site.compressed and site.name in marked:
-            raise VerifyError(f"{site.name}: planned to be left alone, but nodes were inserted for it")
+            raise VerifyError(
+                f"{site.name}: planned to be left alone, but nodes were inserted for it"
+            )
         fixed = site.wire_bytes - site.dynamic_bytes
         if site.compressed and site.wire_bytes >= 0 and sent[site.name] != fixed:
-            raise VerifyError(f"{site.name}: the plan says {fixed} bytes on the wire, the graph {sent[site.name]}")
+            raise VerifyError(
+                f"{site.name}: the plan says {fixed} bytes on the wire, the graph {sent[site.name]}"
+            )
         if site.name in unknown and site.wire_bytes >= 0 and not codec(site.codec).dynamic:
             raise VerifyError(
-                f"{site.name}: the plan says {fixed} bytes on the wire, but the graph sends what depends on the values"
+                f"{site.name}: the plan says {fixed} bytes on the wire, but the graph sends what"
+                " depends on the values"
             )
 
 
 def _sent(node: fx.Node, mark: str, position: int | None = None) -> list[int]:
-    """Bytes that an inserted node, or one position of a batch, hands to the process group, -1 where they depend on values; none
-    for a node that is no collective."""
+    """Bytes that an inserted node, or one position of a batch, hands to the process group, -1 where
+    they depend on values; none for a node that is no collective."""
     call = parse(node)
     if call is None:
         return []
@@ -68,6 +77,9 @@ def _sent(node: fx.Node, mark: str, position: int | None = None) -> list[int]:
     for source in call.inputs if position is None else (call.inputs[position],):
         fake = meta.tensor(source)
         if fake is None or fake.dtype != torch.uint8:
-            raise VerifyError(f"{mark}: {node.name} sends {fake.dtype if fake is not None else 'an unknown dtype'}, not bytes")
+            raise VerifyError(
+                f"{mark}: {node.name} sends"
+                f" {fake.dtype if fake is not None else 'an unknown dtype'}, not bytes"
+            )
         sizes.append(meta.nbytes(fake))
     return sizes

@@ -1,7 +1,8 @@
 """All ranks decide alike, and prove it, before a compiled graph runs (law 5).
 
 A rank whose graph changes something of a group says so on the board, with a digest, and waits for
-what all other ranks of that group say, and of all groups that those change in the same graph, and so
+what all other ranks of that group say, and of all groups that those change in the same graph, and
+so
 on: all who hang together read the same words and come to the same verdict.
 
 * All change the same: it is carried out.
@@ -40,8 +41,13 @@ DEFAULT_TIMEOUT_S = 1800.0
 """Where a group does not say what its own time-out is: that of torch's groups."""
 
 
-def agree(plan: Plan, first: Iterable[Site], ends: Iterable[tuple[str, int | None]],
-          speaker: Speaker, timeout_s: float | None = None) -> str:  # fmt: skip
+def agree(
+    plan: Plan,
+    first: Iterable[Site],
+    ends: Iterable[tuple[str, int | None]],
+    speaker: Speaker,
+    timeout_s: float | None = None,
+) -> str:
     """Compares a plan with those of all ranks that it hangs together with.
 
     ``first`` are the graph's sites before anything was changed, ``ends`` the (group, peer) of its
@@ -76,9 +82,9 @@ def agree(plan: Plan, first: Iterable[Site], ends: Iterable[tuple[str, int | Non
         _count(meeting)
     if verdict and settled:
         raise PlanMismatch(
-            f"{verdict}\nSo this {plan.direction} graph cannot be carried out as planned, but what "
-            f"was agreed on before with the ranks of {_names(settled)} goes on there. Compile on all "
-            "ranks alike."
+            f"{verdict}\nSo this {plan.direction} graph cannot be carried out as planned, but what"
+            f" was agreed on before with the ranks of {_names(settled)} goes on there. Compile on"
+            " all ranks alike."
         )
     return verdict or why
 
@@ -137,7 +143,11 @@ def _count(meeting: Meeting) -> None:
         past = meeting.pasts[key]
         if meeting.alone[key]:
             past.count -= 1
-            like = (note for note in meeting.alone[key].values() if note.policy == meeting.speaker.digest)
+            like = (
+                note
+                for note in meeting.alone[key].values()
+                if note.policy == meeting.speaker.digest
+            )
             past.noted |= {note.outline: note.times for note in like}
         else:
             past.noted.clear()
@@ -180,7 +190,9 @@ def _wait(meeting: Meeting) -> None:
 
 
 def _judge(meeting: Meeting) -> str:
-    words = [(key, rank, word) for key in meeting.halls for rank, word in meeting.heard[key].items()]
+    words = [
+        (key, rank, word) for key in meeting.halls for rank, word in meeting.heard[key].items()
+    ]
     if found := [(key, rank) for key, rank, word in words if word.gave_up]:
         raise PlanMismatch(differences.gave_up(meeting, *found[0]))
     apart = {key for key in meeting.parts if key in meeting.conflicts or meeting.other_graph(key)}
@@ -198,15 +210,25 @@ def _judge(meeting: Meeting) -> str:
             meeting.pasts[key].known[meeting.speaker.backend].update(part.decisions())
         return ""
     if meeting.contrary and meeting.without():
-        raise PlanMismatch(f"{why}\nBut other ranks go on with what was agreed on before. Compile on all ranks alike.")
+        raise PlanMismatch(
+            f"{why}\nBut other ranks go on with what was agreed on before. Compile on all ranks"
+            " alike."
+        )
     silent = any(meeting.missing(hall) for hall in meeting.halls)
     for key, part in meeting.parts.items():
         if silent or meeting.without():  # not all can see from what was said that nobody can
-            follows = Word(outline=part.outline, policy=meeting.speaker.digest, failure=why,
-                           policy_name=meeting.speaker.name, follows=True)  # fmt: skip
+            follows = Word(
+                outline=part.outline,
+                policy=meeting.speaker.digest,
+                failure=why,
+                policy_name=meeting.speaker.name,
+                follows=True,
+            )
             meeting.here.say(key, meeting.mine[key][0], follows)
     for part in meeting.contrary:
-        meeting.pasts[part.key].known[meeting.speaker.backend].update(dict.fromkeys(part.decisions(), NONE))
+        meeting.pasts[part.key].known[meeting.speaker.backend].update(
+            dict.fromkeys(part.decisions(), NONE)
+        )
     for key in apart:
         meeting.pasts[key].apart = differences.apart(meeting, key)
         meeting.here.leave(key, meeting.pasts[key].apart)

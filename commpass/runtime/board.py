@@ -1,9 +1,10 @@
-"""What ranks say to each other through the store: words that are there at once, and that no other run is mistaken for.
+"""What ranks say to each other through the store: words that are there at once, and that no other
+run is mistaken for.
 
 Torch's store outlives ``destroy_process_group``, and group names are used again. So every rank that
-has begun anew says *hello* with a number that nobody had before, and all that it writes stands under
-that number. Its *epoch* is what a rank knows of the others' hellos: a word that was written for an
-older run has another one, and is waited for rather than read.
+has begun anew says *hello* with a number that nobody had before, and all that it writes stands
+under that number. Its *epoch* is what a rank knows of the others' hellos: a word that was written
+for an older run has another one, and is waited for rather than read.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ ROOT = "commpass"
 @dataclass(frozen=True)
 class Speaker:
     """Under which policy and profile a rank decides: a digest that equal ones share, and a name.
-    ``backend`` tells backends of this process apart, and what was compiled before a reset of Dynamo."""
+    ``backend`` tells backends of this process apart, and what was compiled before a reset of
+    Dynamo."""
 
     digest: str
     name: str
@@ -64,9 +66,9 @@ class Word:
 
 @dataclass(frozen=True)
 class Note:
-    """What a rank that changes nothing of a graph leaves on the board before it goes on: the outline
-    of its part, which sites those are (ANY if that is not known), policy, and why if it failed.
-    ``times`` is how often it has noted this outline since its last meeting."""
+    """What a rank that changes nothing of a graph leaves on the board before it goes on: the
+    outline of its part, which sites those are (ANY if that is not known), policy, and why if it
+    failed. ``times`` is how often it has noted this outline since its last meeting."""
 
     times: int
     outline: str
@@ -107,10 +109,10 @@ class History:
     """What one group, or pair of ranks, has agreed on, as one of its ranks knows it.
 
     ``count`` is the number of its meetings; ``noted`` how often each outline was noted since the
-    last, by this rank or by one that it heeded; ``notes`` are this rank's.
-    ``agreed`` and ``known`` are the digests and what was decided of each site, by backend, so that a
-    rank which compiles again alone knows what the others go on with. ``apart`` says why its ranks
-    change nothing any more.
+    last, by this rank or by one that it heeded; ``notes`` are this rank's. ``agreed`` and ``known``
+    are the digests and what was decided of each site, by backend, so that a rank which compiles
+    again alone knows what the others go on with. ``apart`` says why its ranks change nothing any
+    more.
     """
 
     group: weakref.ref[Any]

@@ -21,7 +21,9 @@ SIZES = (
 def _where(meeting: Meeting, key: str) -> str:
     name = key.partition("@")[0]
     if "/pair/" in key:
-        return f"what is sent and received in group {name!r} by ranks {spans(meeting.halls[key][1])}"
+        return (
+            f"what is sent and received in group {name!r} by ranks {spans(meeting.halls[key][1])}"
+        )
     return f"group {name!r} (ranks {spans(meeting.halls[key][1])})"
 
 
@@ -39,25 +41,26 @@ def _waited_for(meeting: Meeting) -> str:
 def patience(meeting: Meeting, waited_s: float) -> str:
     """A line for the log, while a rank waits."""
     return (
-        f"rank {meeting.here.rank} has waited {waited_s:.0f} s, of at most {meeting.timeout_s:g} s, for "
-        f"the plans of {_waited_for(meeting)} to compare this {meeting.plan.direction} graph with"
+        f"rank {meeting.here.rank} has waited {waited_s:.0f} s, of at most {meeting.timeout_s:g} s,"
+        f" for the plans of {_waited_for(meeting)} to compare this {meeting.plan.direction} graph"
+        " with"
     )
 
 
 def silence(meeting: Meeting) -> str:
     return (
-        f"{_waited_for(meeting)} published no plan for this {meeting.plan.direction} graph within "
-        f"{meeting.timeout_s:g} s, but rank {meeting.here.rank} did. It compiled another graph, stopped, "
-        "or needs longer: raise the time-out with commpass.backend(..., timeout=seconds). Here the "
-        f"plan is:\n{_outline(meeting.plan)}"
+        f"{_waited_for(meeting)} published no plan for this {meeting.plan.direction} graph within"
+        f" {meeting.timeout_s:g} s, but rank {meeting.here.rank} did. It compiled another graph,"
+        " stopped, or needs longer: raise the time-out with commpass.backend(...,"
+        f" timeout=seconds). Here the plan is:\n{_outline(meeting.plan)}"
     )
 
 
 def gave_up(meeting: Meeting, key: str, rank: int) -> str:
     return (
-        f"rank {rank} of {_where(meeting, key)} waited in vain for the plan of another rank for this "
-        f"{meeting.plan.direction} graph and gave up. Raise the time-out with "
-        f"commpass.backend(..., timeout=seconds). Here the plan is:\n{_outline(meeting.plan)}"
+        f"rank {rank} of {_where(meeting, key)} waited in vain for the plan of another rank for"
+        f" this {meeting.plan.direction} graph and gave up. Raise the time-out with"
+        f" commpass.backend(..., timeout=seconds). Here the plan is:\n{_outline(meeting.plan)}"
     )
 
 
@@ -71,7 +74,11 @@ def nobody(meeting: Meeting) -> str:
     for key, heard in meeting.heard.items():
         nothing = {rank: word for rank, word in heard.items() if not word.digest}
         for rank, word in sorted((meeting.alone[key] | nothing).items()):
-            policy = f" (its policy is {word.policy_name!r}, here it is {here.name!r})" if word.policy != here.digest else ""
+            policy = (
+                f" (its policy is {word.policy_name!r}, here it is {here.name!r})"
+                if word.policy != here.digest
+                else ""
+            )
             where = f"of {_where(meeting, key)} in this graph{policy}"
             if isinstance(word, Word) and word.follows:
                 follow.append(word.failure)
@@ -101,8 +108,13 @@ def text(meeting: Meeting, key: str) -> str:
     labels = [me if own is not None else one[0], other[0]]
     if "/pair/" in key:
         labels.sort()
-    listed = "; ".join(f"rank {spans(ranks)}: plan {digest}" for digest, ranks in sorted(sides.items()))
-    head = f"the ranks of {_where(meeting, key)} planned differently for this {meeting.plan.direction} graph ({listed}).\n"
+    listed = "; ".join(
+        f"rank {spans(ranks)}: plan {digest}" for digest, ranks in sorted(sides.items())
+    )
+    head = (
+        f"the ranks of {_where(meeting, key)} planned differently for this {meeting.plan.direction}"
+        f" graph ({listed}).\n"
+    )
     left, right = (own if rank == me and own else _shown(meeting, key, rank) for rank in labels)
     if left is None or right is None:
         return f"{head}Rank {labels[left is not None]} did not show its plan."
@@ -110,20 +122,29 @@ def text(meeting: Meeting, key: str) -> str:
         rows = _messages(key, {labels[0]: left, labels[1]: right})
     else:
         rows = [
-            str(found).replace("the first", f"rank {labels[0]}").replace("the second", f"rank {labels[1]}")
+            str(found)
+            .replace("the first", f"rank {labels[0]}")
+            .replace("the second", f"rank {labels[1]}")
             for found in diff(left, right)
         ]
     words = [meeting.heard[key][rank] for rank in labels]
-    names = [f"{word.policy_name!r} on rank {rank}" for rank, word in zip(labels, words, strict=True)]
+    names = [
+        f"{word.policy_name!r} on rank {rank}" for rank, word in zip(labels, words, strict=True)
+    ]
     more = [f"  ... and {len(rows) - MOST} more"] if len(rows) > MOST else []
     uneven = [SIZES] if any(site.splits for site in (*left.sites, *right.sites)) else []
     last = "Give every rank the same policy, profile and model."
     if words[0].policy == words[1].policy:
         last = "Their policies are the same: the model or its inputs differ between ranks."
     return head + "\n".join(
-        [*(f"  {row}" for row in rows[:MOST]), *more, *uneven,
-         f"  (policy {', '.join(names)}; profile {left.profile!r} and {right.profile!r})", last]
-    )  # fmt: skip
+        [
+            *(f"  {row}" for row in rows[:MOST]),
+            *more,
+            *uneven,
+            f"  (policy {', '.join(names)}; profile {left.profile!r} and {right.profile!r})",
+            last,
+        ]
+    )
 
 
 def _messages(key: str, plans: dict[int, Plan]) -> list[str]:
@@ -137,7 +158,9 @@ def _messages(key: str, plans: dict[int, Plan]) -> list[str]:
 def _shown(meeting: Meeting, key: str, rank: int) -> Plan | None:
     """The plan that a rank shows, waited for."""
     until = time.monotonic() + min(SHOW_S, meeting.timeout_s)
-    places = [word.elsewhere[rank] for word in meeting.heard[key].values() if rank in word.elsewhere]
+    places = [
+        word.elsewhere[rank] for word in meeting.heard[key].values() if rank in word.elsewhere
+    ]
     place = (places or [(key, meeting.halls[key][0])])[0]
     while True:
         raw = meeting.here.plan(meeting.nonces[rank], *place)
@@ -149,6 +172,9 @@ def _shown(meeting: Meeting, key: str, rank: int) -> Plan | None:
 
 
 def _outline(plan: Plan, most: int = 5) -> str:
-    rows = [f"  {s.name}: {s.kind} {s.dtype}{list(s.shape)} {s.codec} by {s.algorithm}" for s in plan.sites[:most]]
+    rows = [
+        f"  {s.name}: {s.kind} {s.dtype}{list(s.shape)} {s.codec} by {s.algorithm}"
+        for s in plan.sites[:most]
+    ]
     more = [f"  ... and {len(plan.sites) - most} more"] if len(plan.sites) > most else []
     return "\n".join(rows + more)

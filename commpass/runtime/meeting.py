@@ -1,4 +1,5 @@
-"""One comparison of a graph's plan: what its ranks say, read from the board until enough is said."""
+"""One comparison of a graph's plan: what its ranks say, read from the board until enough is
+said."""
 
 from __future__ import annotations
 
@@ -28,8 +29,15 @@ class Meeting:
     the number of each and its ranks.
     """
 
-    def __init__(self, here: Board, waiting: list[Part], pasts: dict[str, History], plan: Plan,
-                 speaker: Speaker, timeout_s: float):  # fmt: skip
+    def __init__(
+        self,
+        here: Board,
+        waiting: list[Part],
+        pasts: dict[str, History],
+        plan: Plan,
+        speaker: Speaker,
+        timeout_s: float,
+    ):
         self.here, self.plan, self.speaker, self.timeout_s = here, plan, speaker, timeout_s
         self.parts = {part.key: part for part in waiting}
         self.pasts = pasts
@@ -56,8 +64,16 @@ class Meeting:
                 self.heard[key].clear()
             self.said[key] = now
             said = self.heard[key].get(self.here.rank, Word())
-            word = Word(part.digest, part.outline, self.speaker.digest, self.speaker.name, now,
-                        self.plan.fallback, meets, elsewhere=said.elsewhere)  # fmt: skip
+            word = Word(
+                part.digest,
+                part.outline,
+                self.speaker.digest,
+                self.speaker.name,
+                now,
+                self.plan.fallback,
+                meets,
+                elsewhere=said.elsewhere,
+            )
             self.here.say(key, self.mine[key][0], word)
             self.here.now(part.where, Now(word=word, place=(key, self.mine[key][0])))
             self.heard[key][self.here.rank] = word
@@ -77,7 +93,9 @@ class Meeting:
             self.nonces |= self.here.nonces([rank for rank in missing if rank != self.here.rank])
             now = self._epoch(key)
             places = {rank: self.nonces[rank] for rank in missing if rank in self.nonces}
-            others = self._others(key, places)  # before the rest: who goes on has left a word or a note there
+            others = self._others(
+                key, places
+            )  # before the rest: who goes on has left a word or a note there
             if key in self.parts:
                 for rank, notes in self.here.notes(places, key).items():
                     for note in self._about(key, notes):
@@ -98,8 +116,8 @@ class Meeting:
         self._ask_again()
 
     def _others(self, key: str, places: dict[int, str]) -> dict[int, Now]:
-        """What those ranks said last under a policy that this rank never had there: it is not to come.
-        Or that they have compared with what this one says now."""
+        """What those ranks said last under a policy that this rank never had there: it is not to
+        come. Or that they have compared with what this one says now."""
         if key not in self.parts:
             return {}
         where = self.parts[key].where
@@ -109,7 +127,8 @@ class Meeting:
         return {
             rank: now
             for rank, now in said.items()
-            if now.policy not in known or (now.word and now.word.elsewhere.get(self.here.rank) == mine)
+            if now.policy not in known
+            or (now.word and now.word.elsewhere.get(self.here.rank) == mine)
         }
 
     def _hear(self, key: str, others: dict[int, Now], epoch: str) -> None:
@@ -144,8 +163,8 @@ class Meeting:
                     heard.update(self.here.words({rank: self.nonces[rank]}, *word.elsewhere[rank]))
 
     def _about(self, key: str, notes: Notes) -> list[Note]:
-        """Those notes, since the last meeting, that are about sites of this rank's graph. (Not of one
-        of which this rank has noted the same: that was another graph.)"""
+        """Those notes, since the last meeting, that are about sites of this rank's graph. (Not of
+        one of which this rank has noted the same: that was another graph.)"""
         own = {*self.parts[key].sites, ANY}
         return [
             note
@@ -191,7 +210,9 @@ class Meeting:
 
     def differing(self) -> str:
         """The first meeting whose ranks change something differently; "" if there is none."""
-        for key in sorted(self.halls, key=lambda key: (key not in self.parts and "/pair/" not in key, key)):
+        for key in sorted(
+            self.halls, key=lambda key: (key not in self.parts and "/pair/" not in key, key)
+        ):
             if len({word.digest for word in self.heard[key].values()}) > 1:
                 return key
         return ""

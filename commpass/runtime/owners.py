@@ -32,14 +32,18 @@ KEY = "commpass_owner"
 """Key in the metadata of an autograd node: whose it is."""
 FEW = 3
 """Owners that went after one step until we say that nothing is made up."""
-INFERENCE = "inference has no next step to make up in: give the rule direction='backward', or this model a codec without state"
+INFERENCE = (
+    "inference has no next step to make up in: give the rule direction='backward', or this model a"
+    " codec without state"
+)
 FORWARD = (
-    "what a forward collective does not send cannot be made up in the next step, which has other activations: give the rule "
-    "direction='backward', or this site a codec without state"
+    "what a forward collective does not send cannot be made up in the next step, which has other"
+    " activations: give the rule direction='backward', or this site a codec without state"
 )
 NOBODYS = (
-    "none of its graph's inputs is a parameter, so that it is not known whose state it would be: compile a module or a "
-    "function that is given the parameters, or call commpass.all_reduce(..., residual=...)"
+    "none of its graph's inputs is a parameter, so that it is not known whose state it would be:"
+    " compile a module or a function that is given the parameters, or call commpass.all_reduce(...,"
+    " residual=...)"
 )
 """Why no state is kept."""
 
@@ -94,9 +98,10 @@ def _forget(key: tuple[int, ...]) -> None:
         _short[0] += 1
         if _short[0] == FEW:
             log.warning(
-                "error feedback was dropped after one step, %d times: it belongs to parameters, and these are new tensors in "
-                "each step. Change them in place, as torch.optim does", FEW,
-            )  # fmt: skip
+                "error feedback was dropped after one step, %d times: it belongs to parameters, and"
+                " these are new tensors in each step. Change them in place, as torch.optim does",
+                FEW,
+            )
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -148,7 +153,9 @@ class Calls:
         self.fixed = tuple(gm.parameters())
         inputs = _flat(example_inputs)
         self.positions = [i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter)]
-        if not self.positions and not self.fixed:  # a function: its weights are leaves that want gradients
+        if (
+            not self.positions and not self.fixed
+        ):  # a function: its weights are leaves that want gradients
             self.positions = [i for i, value in enumerate(inputs) if _is_weight(value)]
         self.last = False
         """Whether Dynamo will compile this code no more."""
@@ -157,12 +164,15 @@ class Calls:
         self._now = threading.local()
 
     def parameters(self, outputs: Sequence[Any], reaches: Iterable[int]) -> tuple[int, ...]:
-        """The numbers, among what an owner has, of the parameters of which the outputs ``reaches`` of
-        the backward graph are the gradients. () where that cannot be told."""
+        """The numbers, among what an owner has, of the parameters of which the outputs ``reaches``
+        of the backward graph are the gradients. () where that cannot be told."""
         fixed = len(self.fixed)
         if self.autograd or len(outputs) != fixed + self.buffers + self.inputs:
             return ()
-        given = {fixed + self.buffers + position: fixed + number for number, position in enumerate(self.positions)}
+        given = {
+            fixed + self.buffers + position: fixed + number
+            for number, position in enumerate(self.positions)
+        }
         numbers = {**{number: number for number in range(fixed)}, **given}
         return tuple(sorted(numbers[output] for output in reaches if output in numbers))
 
@@ -188,7 +198,11 @@ class Calls:
                     return compiled(*inputs)
             start = torch.autograd._get_sequence_nr()
             outputs = compiled(*inputs)
-            _write([*tree_leaves(outputs), *inputs], range(start, torch.autograd._get_sequence_nr()), owner)
+            _write(
+                [*tree_leaves(outputs), *inputs],
+                range(start, torch.autograd._get_sequence_nr()),
+                owner,
+            )
             return outputs
 
         return run
@@ -203,8 +217,9 @@ class Calls:
             owner = node.metadata.get(KEY) if node is not None else None
         if owner is None:
             raise PolicyError(
-                f"error feedback in the backward graph of {self.code.name}: it is not known whose it is, since autograd does "
-                "not run it for a call of that function. Use a codec without state here"
+                f"error feedback in the backward graph of {self.code.name}: it is not known whose"
+                " it is, since autograd does not run it for a call of that function. Use a codec"
+                " without state here"
             )
         owner.used += 1
         return owner

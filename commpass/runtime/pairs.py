@@ -62,16 +62,24 @@ class End:
 def ends(sites: Iterable[PlannedSite], rank: int) -> tuple[End, ...]:
     """The ends that one rank of a group has, in graph order."""
     return tuple(
-        End(site.name, site.kind, channel_of(site, rank), site.dtype, site.shape, site.codec,
-            site.algorithm, site.reason)
+        End(
+            site.name,
+            site.kind,
+            channel_of(site, rank),
+            site.dtype,
+            site.shape,
+            site.codec,
+            site.algorithm,
+            site.reason,
+        )
         for site in sites
         if site.pairwise and site.peer is not None
-    )  # fmt: skip
+    )
 
 
 def mismatches(words: Iterable[Iterable[End]]) -> list[str]:
-    """What ends say differently that should be one message. Where nothing is compressed the two need
-    not be alike: torch lets shapes differ."""
+    """What ends say differently that should be one message. Where nothing is compressed the two
+    need not be alike: torch lets shapes differ."""
     sides: dict[Channel, tuple[list[End], list[End]]] = {}
     for word in words:
         for end in word:

@@ -29,9 +29,9 @@ SEVERAL = "several"
 class Part:
     """One group's part of a graph's plan, or that of two ranks between which something goes.
 
-    ``where`` is what all its ranks call it; ``key`` that and the policy, as each is compared with its
-    like alone. ``ranks`` are global ones. ``first`` are the collectives as they came, ``plan`` what
-    becomes of them.
+    ``where`` is what all its ranks call it; ``key`` that and the policy, as each is compared with
+    its like alone. ``ranks`` are global ones. ``first`` are the collectives as they came, ``plan``
+    what becomes of them.
     """
 
     where: str
@@ -97,8 +97,9 @@ def keys_of(site: Site) -> tuple[str, ...]:
     return (*([_digest([*facts, site.module])] if site.module else []), _digest(facts))
 
 
-def parts(plan: Plan, first: Iterable[Site], ends: Iterable[tuple[str, int | None]],
-          policy: str = "") -> list[Part]:  # fmt: skip
+def parts(
+    plan: Plan, first: Iterable[Site], ends: Iterable[tuple[str, int | None]], policy: str = ""
+) -> list[Part]:
     """The parts of a plan whose ranks can talk, under a policy of this digest.
 
     ``ends`` are the (group, peer) of all collectives of the graph, peer None where all of the group
@@ -149,8 +150,8 @@ def _numbered(sites: Sequence[Site], rank: int) -> list[tuple[tuple[int, int, in
 
 
 def _facts(site: Site) -> list[Any]:
-    """What tells a site, wherever it is compiled: not by its module, which a graph break hides. Of a
-    message what both ends say alike: its shape may be another one at the other."""
+    """What tells a site, wherever it is compiled: not by its module, which a graph break hides. Of
+    a message what both ends say alike: its shape may be another one at the other."""
     other = ("module", "kind", "common_shape") if site.pairwise else ("module",)
     names = [name for name in ALIKE if name not in other]
     return [*(getattr(site, name) for name in names), site.tag]

@@ -36,7 +36,8 @@ def plans() -> list[Plan]:
 
 
 def record(outcome: Outcome) -> None:
-    """Keeps a plan, counts it among torch's own counters (``torch._dynamo.utils.counters["commpass"]``), and traces it."""
+    """Keeps a plan, counts it among torch's own counters
+    (``torch._dynamo.utils.counters["commpass"]``), and traces it."""
     from torch._dynamo.utils import counters
     from torch._logging import trace_structured
 
@@ -67,7 +68,9 @@ def trace_graph(gm: fx.GraphModule, name: str) -> None:
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"commpass_{name}", "encoding": "string"},
-        payload_fn=lambda: gm.print_readable(print_output=False, include_stride=True, include_device=True),
+        payload_fn=lambda: gm.print_readable(
+            print_output=False, include_stride=True, include_device=True
+        ),
         expect_trace_id=False,
     )
 
@@ -79,7 +82,9 @@ def wire_bytes(plan: Plan) -> int:
 
 def nodes_before(outcome: Outcome, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
     """The graph as it was handed to us, as data."""
-    return _rows(((p, outcome.untouched.get(m, m.graph)) for p, m in graph_modules(gm)), outcome.plan)
+    return _rows(
+        ((p, outcome.untouched.get(m, m.graph)) for p, m in graph_modules(gm)), outcome.plan
+    )
 
 
 def nodes_after(outcome: Outcome, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
@@ -93,7 +98,11 @@ def _rows(graphs: Iterable[tuple[str, fx.Graph]], plan: Plan) -> tuple[dumps.Gra
     for prefix, graph in graphs:
         for node in graph.nodes:
             value = meta.tensor(node)
-            shape = "" if value is None else f"{meta.dtype_name(value.dtype)}[{', '.join(map(str, meta.shape(value)))}]"
+            shape = (
+                ""
+                if value is None
+                else f"{meta.dtype_name(value.dtype)}[{', '.join(map(str, meta.shape(value)))}]"
+            )
             mark = node.meta.get(MARK)
             rows.append(
                 dumps.GraphNode(
@@ -111,11 +120,22 @@ def _rows(graphs: Iterable[tuple[str, fx.Graph]], plan: Plan) -> tuple[dumps.Gra
 
 
 def _target(target: Any) -> str:
-    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    return (
+        str(target)
+        if isinstance(target, torch._ops.OpOverload)
+        else getattr(target, "__name__", str(target))
+    )
 
 
-def write_dump(folder: Path, run: str, outcome: Outcome, before: tuple[dumps.GraphNode, ...],
-               after: tuple[dumps.GraphNode, ...], policy: Policy, profile: Profile) -> Path:  # fmt: skip
+def write_dump(
+    folder: Path,
+    run: str,
+    outcome: Outcome,
+    before: tuple[dumps.GraphNode, ...],
+    after: tuple[dumps.GraphNode, ...],
+    policy: Policy,
+    profile: Profile,
+) -> Path:
     """Writes the dump of one graph."""
     return dumps.write(
         folder,

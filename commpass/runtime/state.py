@@ -50,12 +50,15 @@ class Name:
     own: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        return f"commpass.v{VERSION}/{self.parameter}/{self.place}/{self.op}/{self.first}/{self.rank}of{self.ranks}"
+        whose = f"commpass.v{VERSION}/{self.parameter}/{self.place}"
+        return f"{whose}/{self.op}/{self.first}/{self.rank}of{self.ranks}"
 
     @property
     def place(self) -> str:
         """Which of a model's residuals, whatever the ranks and whichever the instance."""
-        return f"{self.function}/{self.own if self.own and self.parameter != UNKNOWN else self.site}"
+        return (
+            f"{self.function}/{self.own if self.own and self.parameter != UNKNOWN else self.site}"
+        )
 
     @property
     def whose(self) -> str:
@@ -90,9 +93,9 @@ _loaded: list[Loaded] = []
 
 
 def residual(kept: Kept, number: int, code: Code, owner: Owner) -> Tensor:
-    """The residual of a site, of its place the one of that ``number`` for an owner: zeros when it is
-    first asked for, or what was loaded for it. Raises PolicyError if state was loaded that this site
-    is not part of, or of which it is not known whose it is."""
+    """The residual of a site, of its place the one of that ``number`` for an owner: zeros when it
+    is first asked for, or what was loaded for it. Raises PolicyError if state was loaded that this
+    site is not part of, or of which it is not known whose it is."""
     ranks = _ranks(kept.group)
     everybody = not ready() or len(ranks) == dist.get_world_size()
     first = "world" if everybody else str(ranks[0])
@@ -132,7 +135,10 @@ def _ranks(group: str) -> list[int]:
 
 
 def state_dict(
-    model: nn.Module | None = None, *, of: str | os.PathLike[str] | None = None, prefix: str = "commpass"
+    model: nn.Module | None = None,
+    *,
+    of: str | os.PathLike[str] | None = None,
+    prefix: str = "commpass",
 ) -> dict[str, Tensor]:
     """This rank's residuals by name: of this process, or with ``of`` empty ones to load those of a
     checkpoint into.
@@ -167,7 +173,10 @@ def _live(model: nn.Module | None) -> list[tuple[Name, Tensor]]:
     for owner in owners():
         parameter = UNKNOWN if names is None else owner.name_in(names)
         if parameter is not None:
-            found += [(dataclasses.replace(name, parameter=parameter), tensor) for name, tensor in owner.state.values()]
+            found += [
+                (dataclasses.replace(name, parameter=parameter), tensor)
+                for name, tensor in owner.state.values()
+            ]
     return found
 
 
@@ -176,7 +185,9 @@ def _loads(model: nn.Module | None) -> list[Loaded]:
     gone = [one for one in _loaded if one.model is not None and one.model() is None]
     for loaded in gone:
         _loaded.remove(loaded)
-    return [one for one in _loaded if model is None or (one.model is not None and one.model() is model)]
+    return [
+        one for one in _loaded if model is None or (one.model is not None and one.model() is model)
+    ]
 
 
 def _stored(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
@@ -186,14 +197,23 @@ def _stored(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
     try:
         stored = FileSystemReader(folder).read_metadata().state_dict_metadata
     except OSError as error:
-        raise PolicyError(f"{os.fspath(folder)}: no checkpoint of torch.distributed.checkpoint: {error.strerror}") from error
-    found = {key.removeprefix(prefix + "."): entry for key, entry in stored.items() if key.startswith(f"{prefix}.commpass.v")}
+        raise PolicyError(
+            f"{os.fspath(folder)}: no checkpoint of torch.distributed.checkpoint: {error.strerror}"
+        ) from error
+    found = {
+        key.removeprefix(prefix + "."): entry
+        for key, entry in stored.items()
+        if key.startswith(f"{prefix}.commpass.v")
+    }
     rank, world = (dist.get_rank(), dist.get_world_size()) if ready() else (0, 1)
     state = {}
     for key, entry in found.items():
         name = _parse(key)
-        # Of a group that is not the world it is not yet known who is in it now: all of them are read.
-        if isinstance(entry, TensorStorageMetadata) and (name.first != "world" or name.rank % world == rank):
+        # Of a group that is not the world it is not yet known who is in it now: all of them are
+        # read.
+        if isinstance(entry, TensorStorageMetadata) and (
+            name.first != "world" or name.rank % world == rank
+        ):
             state[key] = torch.zeros(entry.size, dtype=entry.properties.dtype)
     return state
 
@@ -211,19 +231,28 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
     given: dict[Name, Tensor] = {}
     for key, tensor in state.items():
         if not isinstance(tensor, Tensor):
-            raise PolicyError(f"{key!r} is {type(tensor).__name__}, but error feedback is kept in tensors")
+            raise PolicyError(
+                f"{key!r} is {type(tensor).__name__}, but error feedback is kept in tensors"
+            )
         given[_parse(key)] = tensor
     live = _live(model)
     if given and model is not None:
         _check_parameters(given, set(parameter_names(model).values()))
-    loaded = [(_shared(name, tensor, given) if given else torch.zeros_like(tensor)) for name, tensor in live]
+    loaded = [
+        (_shared(name, tensor, given) if given else torch.zeros_like(tensor))
+        for name, tensor in live
+    ]
     if model is None and len({name for name, _ in live}) < len(live):
         twice = next(name for name, _ in live if sum(name == other for other, _ in live) > 1)
         if given:
             raise _ambiguous(twice, "kept for")
     left = {saved for saved in given if not any(_same(name, saved) for name, _ in live)}
     if live and left and model is None:
-        raise PolicyError(_foreign({n.whose for n in left}, {n.whose for n, _ in live}, "was loaded", "this model has"))
+        raise PolicyError(
+            _foreign(
+                {n.whose for n in left}, {n.whose for n, _ in live}, "was loaded", "this model has"
+            )
+        )
     for (_, tensor), value in zip(live, loaded, strict=True):
         tensor.copy_(value)
     for old in _loads(model):
@@ -270,16 +299,20 @@ def _shared(name: Name, like: Tensor, given: Mapping[Name, Tensor]) -> Tensor:
     divided by the number of ranks)."""
     of_site = _of(name, given)
     if not of_site:
-        raise PolicyError(_foreign([name.whose], {saved.whose for saved in given}, "this model has", "was loaded"))
+        raise PolicyError(
+            _foreign([name.whose], {saved.whose for saved in given}, "this model has", "was loaded")
+        )
     total = torch.zeros_like(like)
     for saved in of_site:
         tensor = given[saved]
         if saved.op != name.op:
-            raise PolicyError(f"{name.whose}: the state is of a {saved.op}, but here it is a {name.op}")
+            raise PolicyError(
+                f"{name.whose}: the state is of a {saved.op}, but here it is a {name.op}"
+            )
         if tensor.shape != like.shape or tensor.dtype != like.dtype:
             raise PolicyError(
-                f"{name.whose}: the state is {list(tensor.shape)} of {tensor.dtype}, but here it is "
-                f"{list(like.shape)} of {like.dtype}"
+                f"{name.whose}: the state is {list(tensor.shape)} of {tensor.dtype}, but here it is"
+                f" {list(like.shape)} of {like.dtype}"
             )
         if name.takes(saved):
             scale = name.ranks / saved.ranks if name.op == "avg" else 1.0
@@ -289,22 +322,26 @@ def _shared(name: Name, like: Tensor, given: Mapping[Name, Tensor]) -> Tensor:
     missing = wanted - {saved.rank for saved in of_site if saved.first == name.first}
     if not groups or missing:
         raise PolicyError(
-            f"{name.whose}: the state lacks rank {', '.join(map(str, sorted(missing))) or name.rank} of the group that "
-            f"begins at {name.first}; give every rank what commpass.state_dict(of=...) lists"
+            f"{name.whose}: the state lacks rank"
+            f" {', '.join(map(str, sorted(missing))) or name.rank} of the group that begins at"
+            f" {name.first}; give every rank what commpass.state_dict(of=...) lists"
         )
     return total
 
 
 def _foreign(some: Iterable[str], others: Iterable[str], have: str, other: str) -> str:
     some, others = sorted(some), sorted(others)
-    return f"error feedback of another model: {have} {', '.join(some)}; {other} {', '.join(others)}" + nearest(some[0], others)
+    return (
+        f"error feedback of another model: {have} {', '.join(some)}; {other} {', '.join(others)}"
+        + nearest(some[0], others)
+    )
 
 
 def _ambiguous(name: Name, what: str) -> PolicyError:
     return PolicyError(
-        f"error feedback of {name.whose} is {what} several instances or functions of one name, so that "
-        "it is not known whose it is. Give the model, as in commpass.state_dict(model) and "
-        "commpass.load_state_dict(state, model), and functions names of their own"
+        f"error feedback of {name.whose} is {what} several instances or functions of one name, so"
+        " that it is not known whose it is. Give the model, as in commpass.state_dict(model) and"
+        " commpass.load_state_dict(state, model), and functions names of their own"
     )
 
 
@@ -312,16 +349,21 @@ def _parse(key: str) -> Name:
     versioned = _VERSION.fullmatch(key)
     version = int(versioned[1]) if versioned else VERSION
     if version > VERSION:
-        raise PolicyError(f"{key!r}: the state is of version {version}, this commpass reads up to {VERSION}: update commpass")
+        raise PolicyError(
+            f"{key!r}: the state is of version {version}, this commpass reads up to {VERSION}:"
+            " update commpass"
+        )
     if version < VERSION:
         raise PolicyError(
-            f"{key!r}: the state is of version {version}, whose names depend on the order in which code was compiled, so that "
-            "it is not known whose it is. Leave it out: the first step then begins with zeros"
+            f"{key!r}: the state is of version {version}, whose names depend on the order in which"
+            " code was compiled, so that it is not known whose it is. Leave it out: the first step"
+            " then begins with zeros"
         )
     found = _NAME.fullmatch(versioned[2]) if versioned else None
     if found is None:
         raise PolicyError(
-            f"{key!r} is no name of error feedback; those of commpass.state_dict() begin with commpass.v{VERSION}/"
+            f"{key!r} is no name of error feedback; those of commpass.state_dict() begin with"
+            f" commpass.v{VERSION}/"
         )
     parameter, function, site, op, first, rank, ranks = found.groups()
     return Name(parameter, function, site, op, first, int(rank), int(ranks))

@@ -43,7 +43,9 @@ class Summary:
             self.trained.add(plan.graph)
         self.round &= {f"{plan.graph}forward"} if plan.direction == "backward" else set()
         self.rounds = 0
-        self.speaks = is_first_rank()  # asked now: when the backend goes, the process group may have gone already
+        self.speaks = (
+            is_first_rank()
+        )  # asked now: when the backend goes, the process group may have gone already
 
     def called(self, graph: str) -> None:
         """Before each call of a graph, which is its number and direction."""
@@ -59,10 +61,13 @@ class Summary:
 
     def _backward_to_come(self) -> bool:
         forward, backward = (
-            {graph.removesuffix(end) for graph in self.round if graph.endswith(end)} for end in ("forward", "backward")
+            {graph.removesuffix(end) for graph in self.round if graph.endswith(end)}
+            for end in ("forward", "backward")
         )
         known = {plan.graph for plan in self.plans if plan.direction == "forward"}
-        return backward <= known and bool(forward & self.trained - backward)  # compiled autograd's is that of all graphs
+        return backward <= known and bool(
+            forward & self.trained - backward
+        )  # compiled autograd's is that of all graphs
 
     def report(self) -> None:
         """Says what was not said: at the end."""
@@ -84,15 +89,20 @@ class Summary:
     def line(self) -> str:
         sites = [(plan, site) for plan in self.plans for site in plan.sites]
         before = sum(max(site.bytes, 0) for _, site in sites)
-        after = sum(max(site.bytes if plan.fallback else site.wire_bytes, 0) for plan, site in sites)
+        after = sum(
+            max(site.bytes if plan.fallback else site.wire_bytes, 0) for plan, site in sites
+        )
         plain = sum(site.plain_us for _, site in sites)
-        predicted = sum(site.plain_us if plan.fallback else site.predicted_us for plan, site in sites)
+        predicted = sum(
+            site.plain_us if plan.fallback else site.predicted_us for plan, site in sites
+        )
         compressed = sum(len(plan.compressed) for plan in self.plans)
         fallbacks = sum(bool(plan.fallback) for plan in self.plans)
         unknown = sum(site.bytes < 0 for _, site in sites)
         return (
-            f"policy {self.policy.name!r}: {len(self.plans)} graphs, {len(sites)} sites, {compressed} compressed; "
-            f"each graph run once: {before:,} bytes -> {after:,}, predicted {plain:,.0f} us -> {predicted:,.0f} us"
+            f"policy {self.policy.name!r}: {len(self.plans)} graphs, {len(sites)} sites,"
+            f" {compressed} compressed; each graph run once: {before:,} bytes -> {after:,},"
+            f" predicted {plain:,.0f} us -> {predicted:,.0f} us"
             + (f", {unknown} sites of unknown size not counted" if unknown else "")
             + (f", {fallbacks} graphs untouched" if fallbacks else "")
         )
@@ -102,7 +112,10 @@ class Summary:
         sites = [site for plan in self.plans for site in plan.sites]
         matched = {number for plan in self.plans for number in plan.matched}
         return {
-            number: f"{rule} matched no collective of the {len(self.plans)} graphs so far{_instead(rule, sites)}"
+            number: (
+                f"{rule} matched no collective of the {len(self.plans)} graphs so"
+                f" far{_instead(rule, sites)}"
+            )
             for number, rule in enumerate(self.policy.rules)
             if number not in matched
         }
@@ -116,10 +129,19 @@ def _instead(rule: Rule, sites: list[PlannedSite]) -> str:
     said = []
     for name, wanted, met, known in _conditions(rule, sites):
         if wanted is not None and not any(map(met, sites)):
-            said.append(f" {name}={wanted!r}: there is none{nearest(wanted, known)}{_why(name, known)}")
+            said.append(
+                f" {name}={wanted!r}: there is none{nearest(wanted, known)}{_why(name, known)}"
+            )
     if rule.min_bytes and not any(site.common_bytes >= rule.min_bytes for site in sites):
-        said.append(f" min_bytes={rule.min_bytes}: the largest has {max(site.common_bytes for site in sites):,}.")
-    return ":" + "".join(said) if said else ": each of its conditions holds somewhere, but nowhere all of them."
+        said.append(
+            f" min_bytes={rule.min_bytes}: the largest has"
+            f" {max(site.common_bytes for site in sites):,}."
+        )
+    return (
+        ":" + "".join(said)
+        if said
+        else ": each of its conditions holds somewhere, but nowhere all of them."
+    )
 
 
 def _conditions(
@@ -128,11 +150,28 @@ def _conditions(
     """(field, what the rule says there or None, whether a site meets it, what there is) of a
     rule."""
     module = None if rule.module == "**" else rule.module
-    yield "module", module, lambda site: covers(rule.module, site.module), {site.module for site in sites}
+    yield (
+        "module",
+        module,
+        lambda site: covers(rule.module, site.module),
+        {site.module for site in sites},
+    )
     yield "kind", rule.kind, lambda site: site.kind == rule.kind, {site.kind for site in sites}
-    yield "direction", rule.direction, lambda site: site.direction == rule.direction, {s.direction for s in sites}
-    groups = {label for site in sites for label in site.group_labels or (site.group_label or site.group,)}
-    yield "group", rule.group, lambda site: any(covers(rule.group or "", label) for label in site.labels), groups
+    yield (
+        "direction",
+        rule.direction,
+        lambda site: site.direction == rule.direction,
+        {s.direction for s in sites},
+    )
+    groups = {
+        label for site in sites for label in site.group_labels or (site.group_label or site.group,)
+    }
+    yield (
+        "group",
+        rule.group,
+        lambda site: any(covers(rule.group or "", label) for label in site.labels),
+        groups,
+    )
 
 
 def _why(name: str, known: set[str]) -> str:
@@ -141,6 +180,11 @@ def _why(name: str, known: set[str]) -> str:
         return ""
     shared = any("*" in path.split(".") for path in known)
     return (
-        (" A collective of the model itself, or of code outside of it, has the path ''." if "" in known else "")
-        + (" Blocks that are compiled one by one share a graph, whose path has * for their numbers." if shared else "")
-    )  # fmt: skip
+        " A collective of the model itself, or of code outside of it, has the path ''."
+        if "" in known
+        else ""
+    ) + (
+        " Blocks that are compiled one by one share a graph, whose path has * for their numbers."
+        if shared
+        else ""
+    )

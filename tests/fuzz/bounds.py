@@ -56,11 +56,14 @@ def given(x: Tensor) -> Bounded:
 
 
 MOVES = {
-    aten.view.default: aten.reshape.default, aten.reshape.default: aten.reshape.default,
-    aten.permute.default: aten.permute.default, aten.unsqueeze.default: aten.unsqueeze.default,
-    aten.squeeze.dim: aten.squeeze.dim, aten.expand.default: aten.expand.default,
+    aten.view.default: aten.reshape.default,
+    aten.reshape.default: aten.reshape.default,
+    aten.permute.default: aten.permute.default,
+    aten.unsqueeze.default: aten.unsqueeze.default,
+    aten.squeeze.dim: aten.squeeze.dim,
+    aten.expand.default: aten.expand.default,
     aten.slice.Tensor: aten.slice.Tensor,
-}  # fmt: skip
+}
 """Operators that move values, with what does the same to any tensor, however it lies in memory."""
 LIPSCHITZ = {aten.relu.default: 0, aten.abs.default: 0, aten.neg.default: 0, aten.tanh.default: 8}
 """Functions whose results are no further apart than their arguments, with the roundings that they
@@ -109,9 +112,12 @@ class Bounds:
         if target is aten.sum.dim_IntList:
             return self._sum(x, *args[1:])
         return {
-            aten.mul.Tensor: self._mul, aten.div.Tensor: self._div, aten.add.Tensor: self._add,
-            aten.sub.Tensor: self._sub, aten.mm.default: self._mm,
-        }[target](*args, **kwargs)  # fmt: skip
+            aten.mul.Tensor: self._mul,
+            aten.div.Tensor: self._div,
+            aten.add.Tensor: self._add,
+            aten.sub.Tensor: self._sub,
+            aten.mm.default: self._mm,
+        }[target](*args, **kwargs)
 
     def _sum(self, x: Bounded, dims: list[int], keep: bool) -> Bounded:
         count = 1

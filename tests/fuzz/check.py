@@ -93,7 +93,7 @@ class Tried:
     met: Counter[str] = field(default_factory=Counter)
 
 
-# --- the graphs of a case ---------------------------------------------------------------------
+# --- the graphs of a case -------------------------------------------------------------------------
 
 
 @dataclass
@@ -169,7 +169,7 @@ def _outline(text: str) -> str:
     return " ".join(word for word in text.split() if not any(c.isdigit() for c in word))[:100]
 
 
-# --- checks -----------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def check(case: Case, tried: Tried | None = None) -> None:
@@ -423,7 +423,7 @@ def alike(case: Case) -> list[list[int]]:
     return values
 
 
-# --- what is compressed -----------------------------------------------------------------------
+# --- what is compressed ---------------------------------------------------------------------------
 
 
 @dataclass
@@ -609,7 +609,7 @@ def _rewritten(
         expected.finite(outputs, about)
 
 
-# --- what may not be compressed ---------------------------------------------------------------
+# --- what may not be compressed -------------------------------------------------------------------
 
 
 def silenced(case: Case, plain: Sequence[fx.GraphModule]) -> Case | None:

@@ -161,7 +161,7 @@ class Case:
         return policy, commpass.ethernet(self.gbit, self.alpha_us)
 
 
-# --- groups -----------------------------------------------------------------------------------
+# --- groups ---------------------------------------------------------------------------------------
 
 
 WORLD = "world"
@@ -209,7 +209,7 @@ def as_rank(case: Case, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-# --- operators --------------------------------------------------------------------------------
+# --- operators ------------------------------------------------------------------------------------
 
 On = Any
 """Who carries out operators: ``on(target, *args, **kwargs)``. Writes a graph, or computes."""
@@ -385,7 +385,7 @@ def results(step: Step) -> int:
     return len(step.of) if step.op in COLLECTIVES else 1
 
 
-# --- the graph of a rank ----------------------------------------------------------------------
+# --- the graph of a rank --------------------------------------------------------------------------
 
 
 class Uncompiled(fx.GraphModule):

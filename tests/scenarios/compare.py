@@ -120,7 +120,9 @@ def _held_back(key: str, error: float, plain: Results) -> float:
     ``error / (1 - error)`` of the largest gradient there was (a geometric series), before the step
     and after it."""
     name = key.partition("/")[2].partition("/")[2]
-    norms = [value.double().norm().item() for other, value in plain.items() if _is_grad(other, name)]
+    norms = [
+        value.double().norm().item() for other, value in plain.items() if _is_grad(other, name)
+    ]
     own = max(plain[key].double().norm().item(), 1e-30)
     return 2 * error / (1 - error) * max(norms) / own
 

@@ -80,7 +80,14 @@ SCENARIOS = (
     Scenario(name="sharded by hand", run=by_hand, sites=4, inductor=True),
     Scenario(name="sharded, tied weights", run=tied, ranks=3, sites=4, differ=True),
     Scenario(name="sharded, cast after gathering", run=cast, sites=2, rounding=2**-6),
-    Scenario(name="sharded, uneven batches", run=uneven_batches, ranks=3, sites=4, rounding=2**-6, differ=True),
+    Scenario(
+        name="sharded, uneven batches",
+        run=uneven_batches,
+        ranks=3,
+        sites=4,
+        rounding=2**-6,
+        differ=True,
+    ),
     Scenario(name="sharded, short last batch", run=short_last_batch, sites=6),
     Scenario(name="fsdp", run=fsdp, sites=0),
 )

@@ -1,8 +1,10 @@
 """simplify: what algebra says need not be sent is not sent. No codec is as cheap as that.
 
 needs: a functional graph of aten operators and collectives with fake values.
-gives: the same graph with fewer or smaller collectives, and a record of every rule that was applied.
-changes: nothing with the bit-exact rules; the others round a float sum differently, as it is when the number of ranks changes
+gives: the same graph with fewer or smaller collectives, and a record of every rule that was
+applied.
+changes: nothing with the bit-exact rules; the others round a float sum differently, as it is when
+the number of ranks changes
 (``Policy(reassociate=False)`` leaves them out; ``"off"`` leaves out all).
 """
 
@@ -26,14 +28,18 @@ from commpass.policy import Policy
 SWEEPS = 8
 """A rule may make room for another; what is not found after so many sweeps is left."""
 EARLY = ("waits", "same")
-"""The rules of the first sweep: equal collectives are one before anything makes them look different."""
+"""The rules of the first sweep: equal collectives are one before anything makes them look
+different."""
 LATE = ("alone",)
 """The rules of the last sweep: other ranks' groups may have more than one rank, and what only one
 rank takes away must not make room for rules that it then applies alone."""
 
 
-def simplify(gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile: Profile) -> tuple[Simplification, ...]:
-    """Applies the rules until none fits any more. Linear in the nodes of the graph, for each sweep."""
+def simplify(
+    gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile: Profile
+) -> tuple[Simplification, ...]:
+    """Applies the rules until none fits any more. Linear in the nodes of the graph, for each
+    sweep."""
     if policy.off:
         return ()
     applied: list[Simplification] = []
@@ -49,10 +55,16 @@ def simplify(gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile
             module.graph.lint()
             module.recompile()
         applied += [
-            Simplification(rule=rule, site=prefix + did.site, into=did.text, saved_bytes=did.saved_bytes,
-                           group=editor.group_of[did.site], moved=did.moved)
+            Simplification(
+                rule=rule,
+                site=prefix + did.site,
+                into=did.text,
+                saved_bytes=did.saved_bytes,
+                group=editor.group_of[did.site],
+                moved=did.moved,
+            )
             for rule, did in done
-        ]  # fmt: skip
+        ]
     return tuple(applied)
 
 
@@ -79,7 +91,9 @@ def _sweep(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Done]]:
     for node in list(editor.graph.nodes):
         if node.op == "call_function" and node.target not in at:
             waits = is_wait(node)
-            at[node.target] = [rule for rule in rules if (node.target in rule.at if rule.at else waits)]
+            at[node.target] = [
+                rule for rule in rules if (node.target in rule.at if rule.at else waits)
+            ]
         for rule in at[node.target] if node.op == "call_function" else ():
             if editor.lives(node) and (did := rule.apply(node, editor)) is not None:
                 done.append((rule.name, did))

@@ -1,7 +1,9 @@
-"""Chains of operators that each take one tensor: what may stand between a collective and a rule, and moves past it.
+"""Chains of operators that each take one tensor: what may stand between a collective and a rule,
+and moves past it.
 
-A *view* gives every value another place; a *one-to-one* operator maps every value on its own. Both commute with taking a part,
-as far as dimensions can be followed, and the second with a gather; a *scaling* is also linear, so it commutes with a sum.
+A *view* gives every value another place; a *one-to-one* operator maps every value on its own. Both
+commute with taking a part, as far as dimensions can be followed, and the second with a gather; a
+*scaling* is also linear, so it commutes with a sum.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from torch import fx
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake
 
 RESHAPES = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-VIEWS = (*RESHAPES, aten.permute.default, aten.transpose.int, aten.t.default, aten.squeeze.dim, aten.unsqueeze.default)
+VIEWS = (
+    *RESHAPES,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+)
 CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
@@ -80,21 +89,29 @@ def is_one_to_one(node: fx.Node) -> bool:
 
 
 def before_clone(node: fx.Node) -> fx.Node:
-    """What a copy was made of: collectives take contiguous tensors, so what is expanded has been copied before."""
+    """What a copy was made of: collectives take contiguous tensors, so what is expanded has been
+    copied before."""
     return node.args[0] if node.target is aten.clone.default else node  # type: ignore[return-value]
 
 
 def scales(chain: Sequence[fx.Node]) -> tuple[str, ...]:
     """The numbers by which a chain scales, for the plan: the ranks must agree on them."""
     links = [link for link in chain if is_scaling(link) and len(link.args) > 1]
-    return tuple(f"{'times' if link.target in SCALINGS[:2] else 'divided by'} {link.args[1]}" for link in links)
+    return tuple(
+        f"{'times' if link.target in SCALINGS[:2] else 'divided by'} {link.args[1]}"
+        for link in links
+    )
 
 
 def walk_back(
-    node: Any, allowed: Callable[[fx.Node], bool], found: Callable[[fx.Node], Any], user: fx.Node | None = None
+    node: Any,
+    allowed: Callable[[fx.Node], bool],
+    found: Callable[[fx.Node], Any],
+    user: fx.Node | None = None,
 ) -> tuple[Any, tuple[fx.Node, ...]] | None:
-    """From a node back through allowed links to the first for which ``found`` gives something: that and the links, in graph
-    order. With ``user``: only if nobody else takes the node or anything on the way."""
+    """From a node back through allowed links to the first for which ``found`` gives something: that
+    and the links, in graph order. With ``user``: only if nobody else takes the node or anything on
+    the way."""
     chain: list[fx.Node] = []
     while isinstance(node, fx.Node) and len(chain) <= LONGEST:
         if user is not None and (len(node.users) != 1 or user not in node.users):
@@ -108,16 +125,25 @@ def walk_back(
     return None
 
 
-def repeat(chain: Sequence[fx.Node], value: fx.Node, before: fx.Node, rule: str, editor: Editor,
-           dims: Sequence[int] = (), times: int = 1, part: int = 1) -> fx.Node:  # fmt: skip
-    """The operators of a chain on another value. Where ``dims`` gives a dimension for the result of each link, it is ``times``
-    as long as it was, divided by ``part``."""
+def repeat(
+    chain: Sequence[fx.Node],
+    value: fx.Node,
+    before: fx.Node,
+    rule: str,
+    editor: Editor,
+    dims: Sequence[int] = (),
+    times: int = 1,
+    part: int = 1,
+) -> fx.Node:
+    """The operators of a chain on another value. Where ``dims`` gives a dimension for the result of
+    each link, it is ``times`` as long as it was, divided by ``part``."""
     for number, link in enumerate(chain):
         target, args = link.target, link.args[1:]
         if link.target is aten.cat.default:  # a part of what is put together again is the part
             continue
         if target in RESHAPES:
-            # The value may lie otherwise in memory than what the link took: a view of it may need a copy.
+            # The value may lie otherwise in memory than what the link took: a view of it may need a
+            # copy.
             target = aten.reshape.default
             if dims:
                 shape = list(fake(link).shape)
@@ -132,8 +158,9 @@ def repeat(chain: Sequence[fx.Node], value: fx.Node, before: fx.Node, rule: str,
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's own part of a collective's result: of dimension ``dim`` of what the wait gives, through a chain of links;
-    ``dims`` says which dimension of each link's result is then divided."""
+    """A rank's own part of a collective's result: of dimension ``dim`` of what the wait gives,
+    through a chain of links; ``dims`` says which dimension of each link's result is then
+    divided."""
 
     exchange: Exchange
     node: fx.Node
@@ -222,13 +249,20 @@ def _own_dim(node: fx.Node, shape: torch.Size, ranks: int, rank: int) -> int | N
 
 
 def _joined(node: fx.Node) -> fx.Node | None:
-    """What was split into equal parts, if a node joins all of them again, maybe along another dimension: so a gather along
-    another dimension than the first looks."""
+    """What was split into equal parts, if a node joins all of them again, maybe along another
+    dimension: so a gather along another dimension than the first looks."""
     pieces: Any = node.args[0] if node.target is aten.cat.default else ()
     split: Any = pieces[0].args[0] if pieces and pieces[0].target is operator.getitem else None
-    if split is None or split.target is not aten.split.Tensor or len(pieces) != len(split.meta["val"]):
+    if (
+        split is None
+        or split.target is not aten.split.Tensor
+        or len(pieces) != len(split.meta["val"])
+    ):
         return None
-    all_of_it = all(p.target is operator.getitem and p.args == (split, number) for number, p in enumerate(pieces))
+    all_of_it = all(
+        p.target is operator.getitem and p.args == (split, number)
+        for number, p in enumerate(pieces)
+    )
     equal = len({tuple(value.shape) for value in split.meta["val"]}) == 1
     return split.args[0] if all_of_it and equal else None
 
@@ -237,12 +271,14 @@ def _may_divide(node: fx.Node) -> bool:
     if is_one_to_one(node) or _joined(node) is not None:
         return True
     if node.target in RESHAPES:
-        return all(isinstance(size, int) for size in (*fake(node).shape, *fake(node.args[0]).shape))  # type: ignore[arg-type]
+        sizes = (*fake(node).shape, *fake(node.all_input_nodes[0]).shape)
+        return all(isinstance(size, int) for size in sizes)
     return is_view(node)
 
 
 def dim_before(link: fx.Node, dim: int, ranks: int) -> int | None:
-    """The dimension of a link's argument whose equal parts are those of dimension ``dim`` of its result; None if none is."""
+    """The dimension of a link's argument whose equal parts are those of dimension ``dim`` of its
+    result; None if none is."""
     args: Any = link.args
     if is_one_to_one(link):
         return dim
@@ -255,14 +291,23 @@ def dim_before(link: fx.Node, dim: int, ranks: int) -> int | None:
     if link.target is aten.permute.default:
         return args[1][dim] % len(given)
     if link.target in (aten.transpose.int, aten.t.default):
-        a, b = (args[1] % len(given), args[2] % len(given)) if link.target is aten.transpose.int else (0, len(given) - 1)
+        a, b = (
+            (args[1] % len(given), args[2] % len(given))
+            if link.target is aten.transpose.int
+            else (0, len(given) - 1)
+        )
         return {a: b, b: a}.get(dim, dim)
     if link.target is aten.unsqueeze.default:
         new = args[1] % len(made)
         return None if dim == new else dim - (dim > new)
     if link.target is aten.squeeze.dim:
         return dim if len(given) == len(made) else dim + (dim >= args[1] % len(given))
-    # A reshape keeps the order of values: equal parts are equal where as much stands before the dimension.
+    # A reshape keeps the order of values: equal parts are equal where as much stands before the
+    # dimension.
     before = math.prod(made[:dim])
-    fits = (d for d in range(len(given)) if math.prod(given[:d]) == before and given[d] and given[d] % ranks == 0)
+    fits = (
+        d
+        for d in range(len(given))
+        if math.prod(given[:d]) == before and given[d] and given[d] % ranks == 0
+    )
     return next(fits, None) if made[dim] % ranks == 0 else None

@@ -1,4 +1,5 @@
-"""What the rules share: looking at collectives and the chains of operators around them, and changing the graph."""
+"""What the rules share: looking at collectives and the chains of operators around them, and
+changing the graph."""
 
 from __future__ import annotations
 
@@ -29,12 +30,14 @@ ops = torch.ops._c10d_functional
 RULE = "commpass_rule"
 """Key in ``node.meta`` of every node that a rule inserted: the name of the rule."""
 NEAR = 256
-"""How many nodes apart two collectives may be to be next to each other: so that looking is linear."""
+"""How many nodes apart two collectives may be to be next to each other: so that looking is
+linear."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A plain collective with the one node that waits for it: nothing else takes its result before."""
+    """A plain collective with the one node that waits for it: nothing else takes its result
+    before."""
 
     call: Call
     wait: fx.Node
@@ -91,7 +94,10 @@ class Editor:
     def mode(self) -> Any:
         """The fake mode under which the graph was traced."""
         values = (meta.tensor(node) for node in self.graph.nodes)
-        return next((getattr(v, "fake_mode", None) for v in values if hasattr(v, "fake_mode")), contextlib.nullcontext())
+        return next(
+            (getattr(v, "fake_mode", None) for v in values if hasattr(v, "fake_mode")),
+            contextlib.nullcontext(),
+        )
 
     # --- looking ---
 
@@ -111,9 +117,18 @@ class Editor:
             return None
         start = node.args[0]
         call = self.call(start)
-        if call is None or call.form != "plain" or call.kind not in kinds or list(start.users) != [node]:
+        if (
+            call is None
+            or call.form != "plain"
+            or call.kind not in kinds
+            or list(start.users) != [node]
+        ):
             return None
-        if meta.tensor(call.inputs[0]) is None or node in self.changing or call.inputs[0] in self.changing:
+        if (
+            meta.tensor(call.inputs[0]) is None
+            or node in self.changing
+            or call.inputs[0] in self.changing
+        ):
             return None  # what is written to may be another value wherever it is read
         return Exchange(call, node)
 
@@ -127,8 +142,8 @@ class Editor:
         return one is other or (one is not None and other is not None and one.allow_like(other))
 
     def union(self, first: Call, second: Call) -> tuple[str, int] | None:
-        """(name, size) of the group over which one reduction does what these do one after the other, if it is proved
-        to be one."""
+        """(name, size) of the group over which one reduction does what these do one after the
+        other, if it is proved to be one."""
         if not isinstance(first.group, str) or not isinstance(second.group, str):
             return None
         pair = (first.group, second.group)
@@ -157,10 +172,13 @@ class Editor:
         return self.links[group]
 
     def kernels_us(self, kernels: int, values: float = 0) -> float:
-        """Microseconds of so many local operators that copy so many values: a launch each, and the time of the
-        fastest encode, which a copy is no slower than."""
+        """Microseconds of so many local operators that copy so many values: a launch each, and the
+        time of the fastest encode, which a copy is no slower than."""
         rates = [*self.profile.kernels.rates.values(), self.profile.kernels.other]
-        return kernels * self.profile.kernels.launch_us + values * min(rate.encode_ns for rate in rates) / 1e3
+        return (
+            kernels * self.profile.kernels.launch_us
+            + values * min(rate.encode_ns for rate in rates) / 1e3
+        )
 
     def hold(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
         """Whether so many bytes more may be kept from one node up to another, for the tensor
@@ -172,7 +190,8 @@ class Editor:
         return max(node.users, default=node)
 
     def next_to(self, first: fx.Node, second: fx.Node) -> bool:
-        """Whether no other collective starts between two: one in their place would come in front of it, or start later."""
+        """Whether no other collective starts between two: one in their place would come in front of
+        it, or start later."""
         node = first.next
         for _ in range(NEAR):
             if node is second:
@@ -184,7 +203,9 @@ class Editor:
 
     # --- changing ---
 
-    def emit(self, before: fx.Node, rule: str, source: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def emit(
+        self, before: fx.Node, rule: str, source: fx.Node, target: Any, *args: Any, **kwargs: Any
+    ) -> fx.Node:
         """A new node with its fake value; what it is for comes from ``source``."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
@@ -198,20 +219,32 @@ class Editor:
             node.meta["val"] = target(*values, **named)
         return node
 
-    def collective(self, before: fx.Node, rule: str, like: Call, value: fx.Node, **changed: Any) -> fx.Node:
+    def collective(
+        self, before: fx.Node, rule: str, like: Call, value: fx.Node, **changed: Any
+    ) -> fx.Node:
         """The same collective of another value, and its wait; the policy allows it the same."""
         value = self.contiguous(before, rule, value)
         names = [a.name for a in like.node.target._schema.arguments]  # type: ignore[union-attr]
-        given = {**dict(zip(names, like.node.args, strict=False)), **like.node.kwargs, "input": value, **changed}
+        given = {
+            **dict(zip(names, like.node.args, strict=False)),
+            **like.node.kwargs,
+            "input": value,
+            **changed,
+        }
         args = [given[name] for name in names if name in given]
         start = self.emit(before, rule, like.node, like.node.target, *args)
         return self.emit(before, rule, like.node, ops.wait_tensor.default, start)
 
     def contiguous(self, before: fx.Node, rule: str, value: fx.Node) -> fx.Node:
         """The same values, one after the other in memory, as collectives take and give them."""
-        if any(not isinstance(size, int) for size in fake(value).shape) or fake(value).is_contiguous():
+        if (
+            any(not isinstance(size, int) for size in fake(value).shape)
+            or fake(value).is_contiguous()
+        ):
             return value
-        return self.emit(before, rule, value, aten.clone.default, value, memory_format=torch.contiguous_format)
+        return self.emit(
+            before, rule, value, aten.clone.default, value, memory_format=torch.contiguous_format
+        )
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
         """Lets everything that took ``old`` take ``new``, and erases what nobody takes any more."""
@@ -249,11 +282,16 @@ def _pure(node: fx.Node) -> bool:
         return not any(_needed(source) for source in node.all_input_nodes)
     if (call := parse(node)) is not None:
         return call.form == "plain" and not call.ends
-    return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and not node.is_impure()
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and not node.target._schema.is_mutable
+        and not node.is_impure()
+    )
 
 
 def _needed(node: fx.Node) -> bool:
-    """Whether a node is a collective, or one of its results, that others see the effect of: it must be waited for."""
+    """Whether a node is a collective, or one of its results, that others see the effect of: it must
+    be waited for."""
     call = parse(node.all_input_nodes[0] if node.target is operator.getitem else node)
     return call is not None and bool(call.ends or "in-place" in call.form or call.form == "out")
 

@@ -1,4 +1,5 @@
-"""The results of a graph stay tensors of their own: whoever writes into one does not change another."""
+"""The results of a graph stay tensors of their own: whoever writes into one does not change
+another."""
 
 from __future__ import annotations
 
@@ -15,13 +16,22 @@ def output_memory(graph: fx.Graph) -> list[fx.Node]:
 
 
 def separate_outputs(editor: Editor, before: list[fx.Node]) -> None:
-    """Copies an output that came to share its memory with another one, or with an input, where it did not ``before``."""
+    """Copies an output that came to share its memory with another one, or with an input, where it
+    did not ``before``."""
     taken: dict[fx.Node, fx.Node] = {}
     copies: list[fx.Node] = []
     last = editor.graph.output_node()
-    for node, root, old in zip(_outputs(editor.graph), output_memory(editor.graph), before, strict=True):
-        shared = taken.setdefault(root, old) is not old or (root.op == "placeholder" and root is not old)
-        copies.append(editor.emit(last, "separate outputs", node, aten.clone.default, node) if shared else node)
+    for node, root, old in zip(
+        _outputs(editor.graph), output_memory(editor.graph), before, strict=True
+    ):
+        shared = taken.setdefault(root, old) is not old or (
+            root.op == "placeholder" and root is not old
+        )
+        copies.append(
+            editor.emit(last, "separate outputs", node, aten.clone.default, node)
+            if shared
+            else node
+        )
     rest = iter(copies)
     last.args = fx.map_arg(last.args, lambda _: next(rest))
 

@@ -1,7 +1,8 @@
 """Value numbers: two nodes with one number have the same value, bit for bit.
 
-A node's number is that of its operator and of its arguments' numbers, so one walk over the graph finds all that are equal
-(value numbering). Only pure deterministic operators are compared, never what reads memory that something else writes.
+A node's number is that of its operator and of its arguments' numbers, so one walk over the graph
+finds all that are equal (value numbering). Only pure deterministic operators are compared, never
+what reads memory that something else writes.
 """
 
 from __future__ import annotations
@@ -38,18 +39,25 @@ Memory = tuple[dict[fx.Node, fx.Node], set[fx.Node]]
 
 
 def memory(graph: fx.Graph) -> Memory:
-    """Which node's memory each node may share (the first one that has it), and which of those are written to."""
+    """Which node's memory each node may share (the first one that has it), and which of those are
+    written to."""
     roots: dict[fx.Node, fx.Node] = {}
     written: set[fx.Node] = set()
     shares: dict[Any, bool] = {}
     for node in graph.nodes:
         takes: Any = node.args[0] if node.args else None
         source = takes[0] if isinstance(takes, (list, tuple)) and takes else takes
-        aliased = node.op == "call_function" and isinstance(source, fx.Node) and _shares(node, shares)
+        aliased = (
+            node.op == "call_function" and isinstance(source, fx.Node) and _shares(node, shares)
+        )
         roots[node] = roots[source] if aliased else node
         if node.op == "call_function":
             written |= {roots[n] for n in _writes(node)}
-        elif node.op not in ("placeholder", "get_attr", "output"):  # what a module does is not known
+        elif node.op not in (
+            "placeholder",
+            "get_attr",
+            "output",
+        ):  # what a module does is not known
             written |= {roots[n] for n in node.all_input_nodes}
     return roots, written
 
@@ -60,9 +68,12 @@ def _shares(node: fx.Node, known: dict[Any, bool]) -> bool:
     if target not in known:
         schema = getattr(target, "_schema", None)
         call = parse(node)
-        known[target] = target is operator.getitem or is_wait(node) or (call is not None and call.kind == "recv") or (
-            schema is not None and any(r.alias_info is not None for r in schema.returns)
-        )  # fmt: skip
+        known[target] = (
+            target is operator.getitem
+            or is_wait(node)
+            or (call is not None and call.kind == "recv")
+            or (schema is not None and any(r.alias_info is not None for r in schema.returns))
+        )
     return known[target]
 
 
@@ -74,19 +85,40 @@ def _writes(node: fx.Node) -> list[fx.Node]:
             return [node, *call.written()]
         if not target._schema.is_mutable:
             return []
-        given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | node.kwargs
-        changed = [given.get(a.name) for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        return [
-            n for value in changed for n in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(n, fx.Node)
+        given = (
+            dict(zip((a.name for a in target._schema.arguments), node.args, strict=False))
+            | node.kwargs
+        )
+        changed = [
+            given.get(a.name)
+            for a in target._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
         ]
-    plain = getattr(target, "__module__", "") in ("_operator", "builtins", "math", "torch", "torch.fx.experimental.sym_node")
+        return [
+            n
+            for value in changed
+            for n in (value if isinstance(value, (list, tuple)) else [value])
+            if isinstance(n, fx.Node)
+        ]
+    plain = getattr(target, "__module__", "") in (
+        "_operator",
+        "builtins",
+        "math",
+        "torch",
+        "torch.fx.experimental.sym_node",
+    )
     return [] if plain else node.all_input_nodes
 
 
 def _deterministic(node: fx.Node, known: dict[Any, bool]) -> bool:
     target = node.target
     if target not in known:
-        known[target] = target is operator.getitem or is_wait(node) or _plain_collective(node) or _pure_operator(target)
+        known[target] = (
+            target is operator.getitem
+            or is_wait(node)
+            or _plain_collective(node)
+            or _pure_operator(target)
+        )
     return known[target]
 
 
@@ -96,14 +128,19 @@ def _plain_collective(node: fx.Node) -> bool:
 
 
 def _pure_operator(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in NAMESPACES or target._schema.is_mutable:
+    if (
+        not isinstance(target, torch._ops.OpOverload)
+        or target.namespace not in NAMESPACES
+        or target._schema.is_mutable
+    ):
         return False
     random = any(getattr(torch.Tag, tag, None) in target.tags for tag in RANDOM)
     return not random and "empty" not in target._opname  # what was not written yet may be anything
 
 
 def _frozen(value: Any, numbers: dict[fx.Node, int]) -> Any:
-    """An argument as something to compare: numbers of other types are not the same, nor are 0.0 and -0.0."""
+    """An argument as something to compare: numbers of other types are not the same, nor are 0.0 and
+    -0.0."""
     if isinstance(value, fx.Node):
         return ("value", numbers[value])
     if isinstance(value, (list, tuple)):

@@ -2,11 +2,20 @@
 
 from commpass.passes.simplify.chains import CASTS
 from commpass.passes.simplify.editor import aten
-from commpass.passes.simplify.rules.gathers import gather_of_expand, gather_then_narrow, widen_then_gather
+from commpass.passes.simplify.rules.gathers import (
+    gather_of_expand,
+    gather_then_narrow,
+    widen_then_gather,
+)
 from commpass.passes.simplify.rules.needless import alone, constant, same, waits
 from commpass.passes.simplify.rules.parts import gather_of_scatter, own_part, scattered
 from commpass.passes.simplify.rules.rule import Done, Rule
-from commpass.passes.simplify.rules.sums import expanded, nested_groups, sum_of_sums, widen_then_reduce
+from commpass.passes.simplify.rules.sums import (
+    expanded,
+    nested_groups,
+    sum_of_sums,
+    widen_then_reduce,
+)
 
 RULES: tuple[Rule, ...] = (
     Rule("waits", waits, exact=True),

@@ -23,14 +23,28 @@ from commpass.passes.simplify.editor import Editor, Exchange, aten, common_nbyte
 from commpass.passes.simplify.rules.rule import GATHERS, Done
 
 EXACT_WIDENINGS = {
-    (torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.float64),
-    (torch.float16, torch.float64), (torch.float32, torch.float64), (torch.int8, torch.int32), (torch.uint8, torch.int32),
-    (torch.int8, torch.int64), (torch.uint8, torch.int64), (torch.int32, torch.int64),
-}  # fmt: skip
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float64),
+    (torch.float16, torch.float64),
+    (torch.float32, torch.float64),
+    (torch.int8, torch.int32),
+    (torch.uint8, torch.int32),
+    (torch.int8, torch.int64),
+    (torch.uint8, torch.int64),
+    (torch.int32, torch.int64),
+}
 SENT_EVERYWHERE = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16,
-    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 """The dtypes that gloo carries, and others too. Not float8, nor the 16-bit integers: those are
 narrowed where they arrive."""
 convert = torch.ops.prims.convert_element_type.default
@@ -56,7 +70,8 @@ def gather_then_narrow(node: fx.Node, editor: Editor) -> Done | None:
     saved, name = nbytes(exchange.input) - nbytes(value), place.name
     gathered = editor.collective(place, rule, exchange.call, value)
     editor.replace(node, repeat(rest, gathered, node, rule, editor))
-    return Done(name, f"{gathered.args[0].name} of {meta.dtype_name(narrow)}", saved, scales(chain))  # type: ignore[union-attr]
+    into = f"{gathered.all_input_nodes[0].name} of {meta.dtype_name(narrow)}"
+    return Done(name, into, saved, scales(chain))
 
 
 def _is_link(node: fx.Node) -> bool:
@@ -68,13 +83,16 @@ def _lays_out(node: fx.Node) -> bool:
 
 
 def widened(exchange: Exchange) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
-    """What a collective takes, if it was widened without loss: what was widened, as what, and the views between."""
+    """What a collective takes, if it was widened without loss: what was widened, as what, and the
+    views between."""
     walked = walk_back(exchange.input, is_view, lambda n: n if is_cast(n) else None)
     if walked is None:
         return None
     cast, views = walked
     source = cast.args[0]
-    return (source, cast, views) if (fake(source).dtype, fake(cast).dtype) in EXACT_WIDENINGS else None
+    return (
+        (source, cast, views) if (fake(source).dtype, fake(cast).dtype) in EXACT_WIDENINGS else None
+    )
 
 
 def widen_then_gather(node: fx.Node, editor: Editor) -> Done | None:
@@ -90,28 +108,40 @@ def widen_then_gather(node: fx.Node, editor: Editor) -> Done | None:
     size = common_nbytes(call, editor.size(call))
     sent = size - round(size * less)
     if editor.us(call.kind, size, call) - editor.us(call.kind, sent, call) < editor.kernels_us(1):
-        return None  # the cast may have been hidden behind another exchange: here it comes after this one
+        # The cast may have been hidden behind another exchange: here it comes after this one.
+        return None
     if len(cast.users) > 1 and not editor.hold(cast, place, sent, size):
         return None
-    narrow = editor.collective(place, rule, exchange.call, repeat(views, source, place, rule, editor))
+    narrow = editor.collective(
+        place, rule, exchange.call, repeat(views, source, place, rule, editor)
+    )
     wide = editor.emit(node, rule, cast, convert, narrow, fake(cast).dtype)
-    into = f"{narrow.args[0].name} of {meta.dtype_name(fake(source).dtype)}"  # type: ignore[union-attr]
+    into = f"{narrow.all_input_nodes[0].name} of {meta.dtype_name(fake(source).dtype)}"
     editor.replace(node, wide)
     return Done(name, into, round(saved))
 
 
 def gather_of_expand(node: fx.Node, editor: Editor) -> Done | None:
-    """all_gather(expand(x)) = expand(all_gather(x)): copies of one value need be sent once. So also for one number."""
+    """all_gather(expand(x)) = expand(all_gather(x)): copies of one value need be sent once. So also
+    for one number."""
     exchange = editor.exchange(node, ("all_gather",))
     wide = before_clone(exchange.input) if exchange is not None else None
-    if exchange is None or wide is None or wide.target not in (aten.expand.default, aten.full.default):
+    if (
+        exchange is None
+        or wide is None
+        or wide.target not in (aten.expand.default, aten.full.default)
+    ):
         return None
     shape = fake(wide).shape
     if not shape or not all(isinstance(size, int) and size > 0 for size in shape):
         return None
     rule, place, ranks = "gather of expand", exchange.call.node, editor.size(exchange.call)
     small: Any = wide.args[0] if wide.target is aten.expand.default else None
-    kept = [1] * len(shape) if small is None else [1] * (len(shape) - fake(small).dim()) + list(fake(small).shape)
+    kept = (
+        [1] * len(shape)
+        if small is None
+        else [1] * (len(shape) - fake(small).dim()) + list(fake(small).shape)
+    )
     saved = nbytes(wide) - math.prod(kept) * fake(wide).dtype.itemsize
     if editor.us("all_gather", nbytes(wide), exchange.call) <= (
         editor.us("all_gather", nbytes(wide) - saved, exchange.call) + editor.kernels_us(1)
@@ -126,6 +156,10 @@ def gather_of_expand(node: fx.Node, editor: Editor) -> Done | None:
     # Row r of what was gathered stands for all rows of rank r.
     apart = editor.emit(node, rule, wide, aten.reshape.default, gathered, [ranks, *kept])
     whole = editor.emit(node, rule, wide, aten.expand.default, apart, [ranks, *shape])
-    whole = editor.emit(node, rule, wide, aten.clone.default, whole, memory_format=torch.contiguous_format)
-    editor.replace(node, editor.emit(node, rule, wide, aten.reshape.default, whole, list(fake(node).shape)))
-    return Done(name, f"{gathered.args[0].name}, expanded afterwards", saved)  # type: ignore[union-attr]
+    whole = editor.emit(
+        node, rule, wide, aten.clone.default, whole, memory_format=torch.contiguous_format
+    )
+    editor.replace(
+        node, editor.emit(node, rule, wide, aten.reshape.default, whole, list(fake(node).shape))
+    )
+    return Done(name, f"{gathered.all_input_nodes[0].name}, expanded afterwards", saved)

@@ -18,7 +18,11 @@ def waits(node: fx.Node, editor: Editor) -> Done | None:
     if not (is_wait(node) and isinstance(node.args[0], fx.Node)):
         return None
     source = node.args[0]
-    if is_wait(source) and isinstance(source.args[0], fx.Node) and parse(source.args[0]) is not None:
+    if (
+        is_wait(source)
+        and isinstance(source.args[0], fx.Node)
+        and parse(source.args[0]) is not None
+    ):
         editor.replace(node, source)
     elif (call := editor.call(source)) is not None and call.form == "plain":
         first = min(user for user in source.users if is_wait(user))
@@ -29,7 +33,8 @@ def waits(node: fx.Node, editor: Editor) -> Done | None:
 
 
 def _merge_casts(value: fx.Node, editor: Editor) -> None:
-    """Equal casts of a value that several had, each after its own wait, are one: rules look for the only user of a result."""
+    """Equal casts of a value that several had, each after its own wait, are one: rules look for the
+    only user of a result."""
     known: dict[Any, fx.Node] = {}
     casts = [user for user in value.users if is_cast(user) and user not in editor.changing]
     for user in sorted(casts):
@@ -59,7 +64,8 @@ def same(node: fx.Node, editor: Editor) -> Done | None:
 
 
 def _only_for_equal_exchanges(node: fx.Node, editor: Editor) -> bool:
-    """Whether all that is made of a value goes into exchanges that have an equal one before them."""
+    """Whether all that is made of a value goes into exchanges that have an equal one before
+    them."""
     stack = [node]
     for _ in range(LONGEST):
         if not stack:
@@ -74,7 +80,11 @@ def _only_for_equal_exchanges(node: fx.Node, editor: Editor) -> bool:
 def alone(node: fx.Node, editor: Editor) -> Done | None:
     """A collective over a group of one rank gives what it took."""
     exchange = editor.exchange(node, (*REDUCTIONS, *GATHERS))
-    if exchange is None or editor.size(exchange.call) != 1 or exchange.call.reduce_op not in (None, "sum", "avg", "max", "min"):
+    if (
+        exchange is None
+        or editor.size(exchange.call) != 1
+        or exchange.call.reduce_op not in (None, "sum", "avg", "max", "min")
+    ):
         return None
     if not same_shape(exchange.input, node):
         return None
@@ -84,7 +94,8 @@ def alone(node: fx.Node, editor: Editor) -> Done | None:
 
 
 def constant(node: fx.Node, editor: Editor) -> Done | None:
-    """The sum of W equal constants c is W c, their mean, maximum or minimum c, and gathered they are c again."""
+    """The sum of W equal constants c is W c, their mean, maximum or minimum c, and gathered they
+    are c again."""
     exchange = editor.exchange(node, (*REDUCTIONS, *GATHERS))
     if exchange is None or exchange.input.target is not aten.full.default:
         return None
@@ -94,29 +105,51 @@ def constant(node: fx.Node, editor: Editor) -> Done | None:
     if result is None or ranks < 1 or not all(isinstance(length, int) for length in value.shape):
         return None
     name, size = exchange.call.node.name, nbytes(source)
-    editor.replace(node, editor.emit(node, "constant", source, aten.full.default, list(value.shape), result, **source.kwargs))
+    editor.replace(
+        node,
+        editor.emit(
+            node, "constant", source, aten.full.default, list(value.shape), result, **source.kwargs
+        ),
+    )
     return Done(name, f"the constant {result}, which need not be sent", size)
 
 
-NAMED = {"zero": 0, "zeros": 0, "zeros_like": 0, "new_zeros": 0, "one": 1, "ones": 1, "ones_like": 1, "new_ones": 1}
+NAMED = {
+    "zero": 0,
+    "zeros": 0,
+    "zeros_like": 0,
+    "new_zeros": 0,
+    "one": 1,
+    "ones": 1,
+    "ones_like": 1,
+    "new_ones": 1,
+}
 
 
 def _on_every_rank(full: fx.Node) -> int | None:
-    """The constant that all ranks have there: what the operator's name says. A number in the graph may be this rank's own (its
-    place in the group, how many samples it has), and only of these two is it known that it is not."""
+    """The constant that all ranks have there: what the operator's name says. A number in the graph
+    may be this rank's own (its place in the group, how many samples it has), and only of these two
+    is it known that it is not."""
     made_as: Any = full.meta.get("original_aten")
-    return NAMED.get(getattr(made_as, "_schema", made_as).name.split("::")[-1]) if made_as is not None else None
+    return (
+        NAMED.get(getattr(made_as, "_schema", made_as).name.split("::")[-1])
+        if made_as is not None
+        else None
+    )
 
 
 def _constant(exchange: Exchange, given: int | None, ranks: int) -> Any:
-    """What a collective makes of a constant, as its operator takes it; None if that is not known to the bit."""
+    """What a collective makes of a constant, as its operator takes it; None if that is not known to
+    the bit."""
     dtype, literal = fake(exchange.input).dtype, exchange.input.args[1]
     op = exchange.call.reduce_op
     if given is not None and literal != given:
         return None
     if op is None or op in ("max", "min"):
         return None if given is None else literal
-    plain_zero = literal == 0 and not str(literal).startswith("-")  # the sign of a zero is a bit as well
+    plain_zero = literal == 0 and not str(literal).startswith(
+        "-"
+    )  # the sign of a zero is a bit as well
     if op not in ("sum", "avg") or (given is None and not plain_zero):
         return None
     if plain_zero:
@@ -125,9 +158,15 @@ def _constant(exchange: Exchange, given: int | None, ranks: int) -> Any:
 
 
 def _ones(op: str, dtype: torch.dtype, ranks: int) -> int | None:
-    """The sum or mean of ones, where every partial sum is exact, in any order; and of a mean every part, as some libraries
-    divide before they add."""
-    if dtype is torch.bool or dtype.is_complex or (op == "avg" and (not dtype.is_floating_point or ranks & (ranks - 1))):
+    """The sum or mean of ones, where every partial sum is exact, in any order; and of a mean every
+    part, as some libraries divide before they add."""
+    if (
+        dtype is torch.bool
+        or dtype.is_complex
+        or (op == "avg" and (not dtype.is_floating_point or ranks & (ranks - 1)))
+    ):
         return None
-    largest = 2 / torch.finfo(dtype).eps if dtype.is_floating_point else torch.iinfo(dtype).max  # of which all below are exact
+    largest = (
+        2 / torch.finfo(dtype).eps if dtype.is_floating_point else torch.iinfo(dtype).max
+    )  # of which all below are exact
     return None if ranks > largest else 1 if op == "avg" else ranks

@@ -1,4 +1,5 @@
-"""A rank that uses only its own part of a result need not have the rest; who has all parts has the whole."""
+"""A rank that uses only its own part of a result need not have the rest; who has all parts has the
+whole."""
 
 from __future__ import annotations
 
@@ -15,12 +16,18 @@ functional = torch.ops._c10d_functional
 
 
 def own_part(node: fx.Node, editor: Editor) -> Done | None:
-    """The own part of an all_gather is what one gave to it: where nothing else is taken of it, it need not be."""
+    """The own part of an all_gather is what one gave to it: where nothing else is taken of it, it
+    need not be."""
     exchange = editor.exchange(node, ("all_gather",))
     parts = own_parts(exchange, editor) if exchange is not None else None
     if exchange is None or not parts or parts[0].dim != 0:
         return None
-    rule, name, size, ranks = "own part", exchange.call.node.name, nbytes(exchange.input), editor.size(exchange.call)
+    rule, name, size, ranks = (
+        "own part",
+        exchange.call.node.name,
+        nbytes(exchange.input),
+        editor.size(exchange.call),
+    )
     for part in parts:
         value = repeat(part.chain, exchange.input, part.node, rule, editor, part.dims, part=ranks)
         _replace(part.node, value, editor)
@@ -28,8 +35,9 @@ def own_part(node: fx.Node, editor: Editor) -> Done | None:
 
 
 def _replace(part: fx.Node, own: fx.Node, editor: Editor) -> None:
-    """Lets everything take the own value instead of a part of a result; the items of a split that nobody takes go as well."""
-    items = [*part.args[0].users] if part.target is operator.getitem else []  # type: ignore[union-attr]
+    """Lets everything take the own value instead of a part of a result; the items of a split that
+    nobody takes go as well."""
+    items = [*part.all_input_nodes[0].users] if part.target is operator.getitem else []
     editor.replace(part, own)
     for item in items:
         if editor.lives(item):
@@ -37,7 +45,8 @@ def _replace(part: fx.Node, own: fx.Node, editor: Editor) -> None:
 
 
 def scattered(node: fx.Node, editor: Editor) -> Done | None:
-    """An all_reduce of which a rank uses only its own part is a reduce_scatter, by definition of that. It scatters the first
+    """An all_reduce of which a rank uses only its own part is a reduce_scatter, by definition of
+    that. It scatters the first
     dimension: another one is turned there, where that pays."""
     exchange = editor.exchange(node, ("all_reduce",))
     if exchange is None or not node.users or exchange.call.reduce_op not in ("sum", "avg"):
@@ -52,26 +61,50 @@ def scattered(node: fx.Node, editor: Editor) -> Done | None:
         not isinstance(length, int) or length != 1 for length in fake(node).shape[:dim]
     )  # else nothing moves in memory
     values = size // fake(node).dtype.itemsize * (1 + 1 / ranks)
-    scatter_us = editor.us("reduce_scatter", size, call) + (editor.kernels_us(2, values) if copies else 0)
+    scatter_us = editor.us("reduce_scatter", size, call) + (
+        editor.kernels_us(2, values) if copies else 0
+    )
     if scatter_us > editor.us("all_reduce", size, call) or not editor.hold(
         place, node, 2 * size // ranks if copies else 0, size
     ):
         return None
     value = exchange.input
     if dim:
-        value = editor.contiguous(place, rule, editor.emit(place, rule, place, aten.permute.default, value, turn))
-    start = editor.emit(place, rule, place, functional.reduce_scatter_tensor.default, value, call.reduce_op, ranks, call.group)
+        value = editor.contiguous(
+            place, rule, editor.emit(place, rule, place, aten.permute.default, value, turn)
+        )
+    start = editor.emit(
+        place,
+        rule,
+        place,
+        functional.reduce_scatter_tensor.default,
+        value,
+        call.reduce_op,
+        ranks,
+        call.group,
+    )
     mine = editor.emit(node, rule, place, functional.wait_tensor.default, start)
     if dim:
         back = [turn.index(d) for d in range(len(turn))]
-        mine = editor.contiguous(node, rule, editor.emit(node, rule, place, aten.permute.default, mine, back))
+        mine = editor.contiguous(
+            node, rule, editor.emit(node, rule, place, aten.permute.default, mine, back)
+        )
     for part in parts:
-        _replace(part.node, repeat(part.chain, mine, part.node, rule, editor, part.dims, part=ranks), editor)
-    return Done(place.name, f"reduce_scatter {start.name}: only the own part is used", size * (ranks - 1) // ranks)
+        _replace(
+            part.node,
+            repeat(part.chain, mine, part.node, rule, editor, part.dims, part=ranks),
+            editor,
+        )
+    return Done(
+        place.name,
+        f"reduce_scatter {start.name}: only the own part is used",
+        size * (ranks - 1) // ranks,
+    )
 
 
 def gather_of_scatter(node: fx.Node, editor: Editor) -> Done | None:
-    """all_gather(reduce_scatter(x)) = all_reduce(x): all parts of the sum, in rank order, are the sum."""
+    """all_gather(reduce_scatter(x)) = all_reduce(x): all parts of the sum, in rank order, are the
+    sum."""
     gathered = editor.exchange(node, ("all_gather",))
     inner = editor.exchange(gathered.input, ("reduce_scatter",)) if gathered is not None else None
     if gathered is None or inner is None or list(inner.wait.users) != [gathered.call.node]:
@@ -81,13 +114,19 @@ def gather_of_scatter(node: fx.Node, editor: Editor) -> Done | None:
     if not editor.allowed_alike(inner.call, gathered.call):
         return None
     size, call = nbytes(inner.input), inner.call
-    before = editor.us("reduce_scatter", size, call) + editor.us("all_gather", nbytes(gathered.input), call)
-    if editor.us("all_reduce", size, call) > before or not editor.next_to(call.node, gathered.call.node):
+    before = editor.us("reduce_scatter", size, call) + editor.us(
+        "all_gather", nbytes(gathered.input), call
+    )
+    if editor.us("all_reduce", size, call) > before or not editor.next_to(
+        call.node, gathered.call.node
+    ):
         return None
     if not editor.hold(call.node, gathered.call.node, size - nbytes(gathered.input), size):
         return None
     target, place = functional.all_reduce.default, call.node
-    start = editor.emit(place, "gather of scatter", place, target, inner.input, call.reduce_op, call.group)
+    start = editor.emit(
+        place, "gather of scatter", place, target, inner.input, call.reduce_op, call.group
+    )
     whole = editor.emit(node, "gather of scatter", place, functional.wait_tensor.default, start)
     saved = nbytes(gathered.input)
     editor.replace(node, whole)

@@ -1,8 +1,9 @@
 """What a rule is: a small function from a node to what was done, with a proof in one line.
 
-A rule looks at one node, changes the graph if it fits, and says so. It must hold: no value that somebody else uses, that is an
-output or that is saved for backward is lost; group and reduce op are the same; nothing non-linear is crossed. A number by which
-a graph scales is taken to be the same on all ranks, as graphs are; where it is moved across a collective, the plan names it.
+A rule looks at one node, changes the graph if it fits, and says so. It must hold: no value that
+somebody else uses, that is an output or that is saved for backward is lost; group and reduce op are
+the same; nothing non-linear is crossed. A number by which a graph scales is taken to be the same on
+all ranks, as graphs are; where it is moved across a collective, the plan names it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ GATHERS = ("all_gather", "all_to_all")
 
 @dataclass(frozen=True)
 class Done:
-    """What a rule did: the site that it took away or made smaller, what became of it, bytes that one rank need not send, and
-    the numbers that were moved across a collective, on which the ranks must agree."""
+    """What a rule did: the site that it took away or made smaller, what became of it, bytes that
+    one rank need not send, and the numbers that were moved across a collective, on which the ranks
+    must agree."""
 
     site: str
     into: str
@@ -36,8 +38,8 @@ class Done:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule by name. ``exact``: bit-exact; the others round a float sum differently. It looks ``at`` nodes of these operators,
-    or at waits."""
+    """A rule by name. ``exact``: bit-exact; the others round a float sum differently. It looks
+    ``at`` nodes of these operators, or at waits."""
 
     name: str
     apply: Callable[[fx.Node, Editor], Done | None]

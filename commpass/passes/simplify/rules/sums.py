@@ -32,27 +32,36 @@ functional = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Term:
-    """An addend: a reduction's result, and the linear operators with one argument between it and the sum."""
+    """An addend: a reduction's result, and the linear operators with one argument between it and
+    the sum."""
 
     exchange: Exchange
     chain: tuple[fx.Node, ...]
 
 
 def sum_of_sums(node: fx.Node, editor: Editor) -> Done | None:
-    """ar(a) + k ar(b) = ar(a + k b): sums are linear. The merged collective starts when the later one did and is as long."""
+    """ar(a) + k ar(b) = ar(a + k b): sums are linear. The merged collective starts when the later
+    one did and is as long."""
     merge = _terms(node, editor) if node not in editor.changing else None
     if merge is None:
         return None
     left, right = merge
-    first, last = (left, right) if left.exchange.call.node < right.exchange.call.node else (right, left)
+    first, last = (
+        (left, right) if left.exchange.call.node < right.exchange.call.node else (right, left)
+    )
     a, b, rule = first.exchange.call, last.exchange.call, "sum of sums"
-    # What is added waits for the last addend: where a scatter takes more than it gives, that much longer.
-    if not editor.hold(a.node, b.node, nbytes(a.inputs[0]) - nbytes(first.exchange.wait), nbytes(a.inputs[0])):
+    # What is added waits for the last addend: where a scatter takes more than it gives, that much
+    # longer.
+    if not editor.hold(
+        a.node, b.node, nbytes(a.inputs[0]) - nbytes(first.exchange.wait), nbytes(a.inputs[0])
+    ):
         return None
     values = [_again(term, b.node, editor) for term in (left, right)]
     total = editor.emit(b.node, rule, node, node.target, *values, **node.kwargs)
     merged = editor.collective(b.node, rule, b, total)
-    moved = scales(left.chain + right.chain) + tuple(f"{name} {number}" for name, number in node.kwargs.items())
+    moved = scales(left.chain + right.chain) + tuple(
+        f"{name} {number}" for name, number in node.kwargs.items()
+    )
     into = f"merged into {merged.args[0].name} with {b.node.name}"  # type: ignore[union-attr]
     done = Done(a.node.name, into, nbytes(a.inputs[0]), moved)
     editor.replace(node, merged)
@@ -61,15 +70,21 @@ def sum_of_sums(node: fx.Node, editor: Editor) -> Done | None:
 
 def _terms(node: fx.Node, editor: Editor) -> tuple[Term, Term] | None:
     """The two reductions that a sum or difference adds, if they may be one."""
-    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not all(isinstance(arg, fx.Node) for arg in node.args):
+    if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not all(
+        isinstance(arg, fx.Node) for arg in node.args
+    ):
         return None
     left, right = (_term(arg, node, editor) for arg in node.args)
     if left is None or right is None or left.exchange.wait is right.exchange.wait:
         return None
     a, b = left.exchange.call, right.exchange.call
-    if (a.kind, a.reduce_op, a.group) != (b.kind, b.reduce_op, b.group) or a.reduce_op not in ("sum", "avg"):
+    if (a.kind, a.reduce_op, a.group) != (b.kind, b.reduce_op, b.group) or a.reduce_op not in (
+        "sum",
+        "avg",
+    ):
         return None
-    if not (same_shape(node.args[0], node.args[1]) and same_shape(node, node.args[0])):  # type: ignore[arg-type]
+    one, other = (arg for arg in node.args if isinstance(arg, fx.Node))
+    if not (same_shape(one, other) and same_shape(node, one)):
         return None
     if fake(node).dtype not in WIDE:
         return None
@@ -91,7 +106,9 @@ def _term(node: Any, user: fx.Node, editor: Editor) -> Term | None:
         return None
     exchange, chain = walked
     scatter = exchange.call.kind == "reduce_scatter"
-    return Term(exchange, chain) if not scatter or all(_keeps_first(link) for link in chain) else None
+    return (
+        Term(exchange, chain) if not scatter or all(_keeps_first(link) for link in chain) else None
+    )
 
 
 def _keeps_first(link: fx.Node) -> bool:
@@ -112,8 +129,8 @@ def _again(term: Term, before: fx.Node, editor: Editor) -> fx.Node:
 
 
 def widen_then_reduce(node: fx.Node, editor: Editor) -> Done | None:
-    """sum(to(float32, x)) = the float32 sum of all ranks' x: send the narrow bits, add locally. Where that is less, and where
-    no codec is allowed that would make it less still."""
+    """sum(to(float32, x)) = the float32 sum of all ranks' x: send the narrow bits, add locally.
+    Where that is less, and where no codec is allowed that would make it less still."""
     exchange = editor.exchange(node, REDUCTIONS)
     found = widened(exchange) if exchange is not None else None
     if exchange is None or found is None or editor.may_compress(exchange.call.node):
@@ -122,12 +139,19 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Done | None:
     ranks, dtypes = editor.size(call), (fake(source).dtype, fake(cast).dtype)
     if not dtypes[0].is_floating_point or call.reduce_op not in ("sum", "avg"):
         return None
-    if not 2 <= ranks <= UNROLLED_RANKS or not all(isinstance(size, int) for size in fake(node).shape):
+    if not 2 <= ranks <= UNROLLED_RANKS or not all(
+        isinstance(size, int) for size in fake(node).shape
+    ):
         return None
     scatter, size, wide = call.kind == "reduce_scatter", nbytes(source), nbytes(exchange.input)
     instead = "all_to_all" if scatter else "all_gather"
-    before, after = editor.us(call.kind, wide, call), editor.us(instead, size, call) + editor.kernels_us(2)
-    if before - after <= editor.profile.margin * before or _better_merged(node, before, after, editor):
+    before, after = (
+        editor.us(call.kind, wide, call),
+        editor.us(instead, size, call) + editor.kernels_us(2),
+    )
+    if before - after <= editor.profile.margin * before or _better_merged(
+        node, before, after, editor
+    ):
         return None
     more = (size if scatter else size * ranks) + nbytes(node)
     if all(len(each.users) == 1 for each in (cast, *views)):  # else the wide values stay for others
@@ -135,12 +159,25 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Done | None:
     if not editor.hold(place, node, more, wide):
         return None
     rule = "widen then reduce"
-    rows = editor.emit(place, rule, cast, aten.reshape.default, source, [ranks if scatter else 1, -1])
+    rows = editor.emit(
+        place, rule, cast, aten.reshape.default, source, [ranks if scatter else 1, -1]
+    )
     splits = [1] * ranks
     start = (
-        editor.emit(place, rule, place, functional.all_to_all_single.default, rows, splits, splits, call.group)
+        editor.emit(
+            place,
+            rule,
+            place,
+            functional.all_to_all_single.default,
+            rows,
+            splits,
+            splits,
+            call.group,
+        )
         if scatter
-        else editor.emit(place, rule, place, functional.all_gather_into_tensor.default, rows, ranks, call.group)
+        else editor.emit(
+            place, rule, place, functional.all_gather_into_tensor.default, rows, ranks, call.group
+        )
     )
     arrived = editor.emit(node, rule, place, functional.wait_tensor.default, start)
     total: fx.Node | None = None
@@ -155,37 +192,47 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Done | None:
     assert total is not None
     if call.reduce_op == "avg":
         total = editor.emit(node, rule, place, aten.div.Tensor, total, ranks)
-    done = Done(place.name, f"{start.name} of {meta.dtype_name(dtypes[0])}, summed here", wide - size)
-    editor.replace(node, editor.emit(node, rule, place, aten.reshape.default, total, list(fake(node).shape)))
+    done = Done(
+        place.name, f"{start.name} of {meta.dtype_name(dtypes[0])}, summed here", wide - size
+    )
+    editor.replace(
+        node, editor.emit(node, rule, place, aten.reshape.default, total, list(fake(node).shape))
+    )
     return done
 
 
 def _better_merged(node: fx.Node, wide_us: float, narrow_us: float, editor: Editor) -> bool:
-    """Whether a reduction's result is only added to that of another, and one wide exchange for both is no slower than a narrow
-    one for each."""
+    """Whether a reduction's result is only added to that of another, and one wide exchange for both
+    is no slower than a narrow one for each."""
     user = node
     while len(user.users) == 1 and (user is node or _linear(user)):
         user = next(iter(user.users))
     terms = _terms(user, editor)
-    return terms is not None and (wide_us <= 2 * narrow_us or any(widened(term.exchange) is None for term in terms))
+    return terms is not None and (
+        wide_us <= 2 * narrow_us or any(widened(term.exchange) is None for term in terms)
+    )
 
 
 def expanded(node: fx.Node, editor: Editor) -> Done | None:
-    """all_reduce(expand(x)) = expand(all_reduce(x)): equal addends have equal sums. (Not equal bits from 3 ranks on: a ring
-    adds each part of a tensor in another order of ranks.)"""
+    """all_reduce(expand(x)) = expand(all_reduce(x)): equal addends have equal sums. (Not equal bits
+    from 3 ranks on: a ring adds each part of a tensor in another order of ranks.)"""
     exchange = editor.exchange(node, ("all_reduce",))
     wide = before_clone(exchange.input) if exchange is not None else None
     if exchange is None or wide is None or wide.target is not aten.expand.default:
         return None
     call = exchange.call
     narrow: Any = wide.args[0]
-    if editor.us(call.kind, nbytes(wide), call) <= editor.us(call.kind, nbytes(narrow), call) + editor.kernels_us(1):
+    if editor.us(call.kind, nbytes(wide), call) <= editor.us(
+        call.kind, nbytes(narrow), call
+    ) + editor.kernels_us(1):
         return None
     place, saved, name = call.node, nbytes(wide) - nbytes(narrow), call.node.name
     small = editor.collective(place, "expand", call, narrow)
     again = editor.emit(node, "expand", wide, aten.expand.default, small, *wide.args[1:])
     # A new tensor, as the collective's result was: an expanded one shares its memory.
-    whole = editor.emit(node, "expand", wide, aten.clone.default, again, memory_format=torch.contiguous_format)
+    whole = editor.emit(
+        node, "expand", wide, aten.clone.default, again, memory_format=torch.contiguous_format
+    )
     into = small.args[0].name  # type: ignore[union-attr]
     editor.replace(node, whole)
     return Done(name, f"{into}, expanded afterwards", saved)
@@ -198,13 +245,17 @@ def nested_groups(node: fx.Node, editor: Editor) -> Done | None:
     outer = editor.exchange(node, ("all_reduce",))
     if outer is None:
         return None
-    walked = walk_back(outer.input, _linear, lambda n: editor.exchange(n, ("all_reduce",)), outer.call.node)
+    walked = walk_back(
+        outer.input, _linear, lambda n: editor.exchange(n, ("all_reduce",)), outer.call.node
+    )
     if walked is None:
         return None
     inner, chain = walked
     ops = (inner.call.reduce_op, outer.call.reduce_op)
     op = ops[0] if ops[0] == ops[1] else "sum" if set(ops) == {"sum", "avg"} else None
-    if op not in ("sum", "avg", "max", "min") or (op in ("max", "min") and any(is_scaling(link) for link in chain)):
+    if op not in ("sum", "avg", "max", "min") or (
+        op in ("max", "min") and any(is_scaling(link) for link in chain)
+    ):
         return None
     if op in ("sum", "avg") and (fake(node).dtype not in WIDE or not keeps_range(chain)):
         return None  # in float16 the sum of some ranks may be Inf where that of all is not
@@ -228,6 +279,8 @@ def nested_groups(node: fx.Node, editor: Editor) -> Done | None:
     into = f"{start.name} over the {ranks} ranks of both, with {outer.call.node.name}"
     value = repeat(chain, merged, node, rule, editor)
     if ops[0] != ops[1]:
-        value = editor.emit(node, rule, place, aten.div.Tensor, value, first if ops[0] == "avg" else second)
+        value = editor.emit(
+            node, rule, place, aten.div.Tensor, value, first if ops[0] == "avg" else second
+        )
     editor.replace(node, editor.contiguous(node, rule, value))
     return Done(name, into, size, scales(chain))
