@@ -318,13 +318,23 @@ class Backend:
             obstacle=obstacle,
         )
         record.trace_graph(gm, f"{direction}_before")
-        outcome = run_passes(road, number)
+        nodes: dict[str, Any] = {}
+
+        def watch(step: str, road: Road) -> None:
+            if step == "rewrite" and self._writes():
+                nodes["after"] = record.nodes_now(road.gm, road.sites or ())
+
+        outcome = run_passes(road, number, watch=watch)
         mismatch = self._agree(gm, outcome, profile)
         if outcome.error is not None:
             record.log.warning(
                 "%s graph %s compiled untouched: %s", direction, number, outcome.plan.fallback
             )
-        before = record.nodes_before(outcome, gm) if self._writes() else ()
+        if self._writes():
+            nodes["before"] = record.nodes_before(outcome, gm)
+            nodes["lowered"] = record.nodes_now(gm, outcome.plan.sites)
+            if outcome.plan.fallback:
+                nodes["after"] = nodes["lowered"]
         record.record(outcome)
         record.trace_graph(gm, f"{direction}_after")
         self.summary.add(outcome.plan, trained=stateless != INFERENCE)
@@ -333,12 +343,10 @@ class Backend:
             record.log.warning(LAST, calls.code.name, torch._dynamo.config.recompile_limit)
         if self._writes():
             assert self.dump is not None
-            after = record.nodes_after(outcome, gm)
             try:
-                record.write_dump(self.dump, self.run, outcome, before, after, self.policy, profile)
-            except (
-                OSError
-            ) as error:  # a full disk ends no job: the others go on with what was agreed on
+                record.write_dump(self.dump, self.run, outcome, nodes, self.policy, profile)
+            except OSError as error:
+                # A full disk ends no job: the others go on with what was agreed on.
                 record.log.warning(
                     "%s: the dump of graph %s was not written: %s",
                     self.dump,

@@ -96,7 +96,10 @@ def graph(
     svg: Annotated[bool, typer.Option("--svg", help="A drawing; always a file.")] = False,
     before: Annotated[bool, typer.Option("--before", help="The graph as it was found.")] = False,
     after: Annotated[
-        bool, typer.Option("--after", help="The graph as it was compiled (default).")
+        bool, typer.Option("--after", help="The graph with coded operators (default).")
+    ] = False,
+    lowered: Annotated[
+        bool, typer.Option("--lowered", help="The graph as it was compiled.")
     ] = False,
     around: Annotated[
         str | None,
@@ -113,11 +116,13 @@ def graph(
     ] = None,
     run: RunName = None,
 ) -> None:
-    """Show a graph before or after; collectives and what was inserted for them are marked."""
+    """Show a graph before, after or lowered; collectives and what was inserted for them are
+    marked."""
     if text + dot + svg > 1:
         raise typer.BadParameter("choose one of them", param_hint="--text/--dot/--svg")
-    if before and after:
-        raise typer.BadParameter("choose one of them", param_hint="--before/--after")
+    if before + after + lowered > 1:
+        raise typer.BadParameter("choose one of them", param_hint="--before/--after/--lowered")
+    side = "before" if before else "lowered" if lowered else "after"
     if around not in (None, "all") and not around.isdecimal():
         raise typer.BadParameter(
             f"{around!r} is neither a number of edges nor 'all'", param_hint="--around"
@@ -134,7 +139,7 @@ def graph(
         dumps = [pick(dumps, number)]
     views = []
     for one in dumps:
-        big = svg and len(one.before if before else one.after) > draw.SMALL
+        big = svg and len(draw.nodes_of(one, side)) > draw.SMALL
         edges = (
             (draw.NEAR if big else None)
             if around is None
@@ -142,8 +147,7 @@ def graph(
             if around == "all"
             else int(around)
         )
-        views.append(draw.view(one, before=before, around=edges))
-    side = "before" if before else "after"
+        views.append(draw.view(one, side=side, around=edges))
     if svg and output is None:
         output = Path(f"graph-{dumps[0].number:04d}-{dumps[0].plan.direction}-{side}.svg")
     drawn = "" if svg else draw.dot(views[0]) if dot else "\n\n".join(map(draw.text, views))

@@ -40,6 +40,12 @@ class View:
         ]
 
 
+def nodes_of(dump: Dump, side: str) -> tuple[GraphNode, ...]:
+    """The nodes of a graph as it was found, with coded operators, or as it was compiled."""
+    lowered = dump.lowered or dump.after  # dumps of before there were coded operators
+    return {"before": dump.before, "after": dump.after, "lowered": lowered}[side]
+
+
 def kind(node: GraphNode) -> str:
     return "inserted" if node.inserted else "site" if node.site else "plain"
 
@@ -50,18 +56,20 @@ def clean(text: str) -> str:
     return "".join(char if char.isprintable() else " " for char in text)
 
 
-def view(dump: Dump, *, before: bool, around: int | None) -> View:
-    """The nodes within ``around`` edges of a site or an inserted node; all nodes for None."""
-    nodes = dump.before if before else dump.after
+SIDES = ("before", "after", "lowered")
+
+
+def view(dump: Dump, *, side: str = "after", around: int | None) -> View:
+    """The nodes of one side within ``around`` edges of a site or an inserted node; all nodes for
+    None."""
+    nodes = nodes_of(dump, side)
     kinds = [kind(node) for node in nodes]
     sites, inserted = kinds.count("site"), kinds.count("inserted")
     rewritten = len({node.site for node in nodes if node.inserted})
     counts = f"{len(nodes)} nodes, {sites} site{'s' * (sites != 1)}"
-    if not before:
+    if side != "before":
         counts += f" left alone, {rewritten} rewritten with {inserted} inserted nodes"
-    title = (
-        f"graph {dump.number}: {dump.plan.direction}, {'before' if before else 'after'} ({counts})"
-    )
+    title = f"graph {dump.number}: {dump.plan.direction}, {side} ({counts})"
     if dump.plan.fallback:
         title += ", FALLBACK: the untouched graph was compiled"
     if around is None:
@@ -96,7 +104,7 @@ def text(shown: View) -> str:
     width = max((min(len(call), 64) for call in calls), default=0)
     values = max((min(len(node.value), 24) for node in shown.nodes), default=0)
     for node, written in zip(shown.nodes, calls, strict=True):
-        about = (node.module, f"for {node.site}" if node.inserted and node.site else "")
+        about = (node.module, _whose(node))
         head = f"{MARKS[kind(node)]} {node.name:{names}} = {written:{width}}"
         lines.append(
             clean("  ".join((head, f"{node.value:{values}}", *filter(None, about)))).rstrip()
@@ -104,6 +112,12 @@ def text(shown: View) -> str:
     if not shown.nodes:
         lines.append("no nodes were recorded")
     return "\n".join(lines)
+
+
+def _whose(node: GraphNode) -> str:
+    if not node.inserted or not node.site:
+        return ""
+    return f"for {node.site}" + (f", hop {node.hop}: {node.role}" if node.role else "")
 
 
 def call(node: GraphNode) -> str:

@@ -28,7 +28,8 @@ VERSION = 1
 @dataclass(frozen=True, kw_only=True)
 class GraphNode:
     """One node of a graph. ``site`` names the site that it is (before) or was inserted for
-    (after)."""
+    (after); ``role``, ``hop`` and ``chunk`` are what an inserted node does, and in which exchange
+    of its algorithm."""
 
     name: str
     op: str
@@ -38,12 +39,15 @@ class GraphNode:
     module: str = ""
     site: str | None = None
     inserted: bool = False
+    role: str = ""
+    hop: int = 0
+    chunk: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
     """Everything about one compiled graph. ``run`` is the same for all graphs of one backend
-    object."""
+    object. ``after`` is the graph with coded operators, ``lowered`` what was compiled."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -60,6 +64,7 @@ class Dump:
     passes_ms: dict[str, float] = field(default_factory=dict)
     before: tuple[GraphNode, ...] = ()
     after: tuple[GraphNode, ...] = ()
+    lowered: tuple[GraphNode, ...] = ()
 
 
 def write(folder: Path, dump: Dump) -> Path:

@@ -269,7 +269,14 @@ def test_a_dump_holds_plan_and_graphs(how, fake_group, tmp_path, monkeypatch):
     assert {node.site for node in forward.after if node.inserted} == {
         site.name for site in forward.plan
     }
-    assert not any("all_reduce" in node.target for node in forward.after)
+    for nodes in (forward.after, forward.lowered):
+        assert not any("all_reduce" in node.target for node in nodes)
+        roles = {node.role for node in nodes if node.inserted}
+        assert {"encode", "exchange", "wait", "decode", "sum"} <= roles
+    coded = [node for node in forward.after if node.target.startswith("commpass.")]
+    assert {node.role for node in coded} == {"encode", "decode", "sum"}
+    assert not any("commpass" in node.target for node in forward.lowered)
+    assert len(forward.after) < len(forward.lowered) / 2
 
 
 def test_a_failing_pass_compiles_the_untouched_graph_with_a_warning(

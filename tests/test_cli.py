@@ -384,7 +384,7 @@ def test_no_two_boxes_overlap_and_labels_fit_their_box():
     fan = [node(f"fan_{index}", "aten.sub.Tensor", "mm", f"$w_{7 - index}$") for index in range(8)]
     late = [node("late", "late"), node("last", "aten.add.Tensor", "add_39", "late")]
     nodes = (*chain(40), *wide, *fan, *late)
-    drawing = draw.figure(draw.view(make(nodes=nodes), before=False, around=None))
+    drawing = draw.figure(draw.view(make(nodes=nodes), around=None))
     drawing.set_dpi(100)
     canvas = agg.FigureCanvasAgg(drawing)
     axes = drawing.axes[0]

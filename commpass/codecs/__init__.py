@@ -1,5 +1,6 @@
 """Encode and decode: the parts, their composition, and codecs by name."""
 
+from commpass.codecs import operators
 from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
 from commpass.codecs.domain import VALUES, Domain
 from commpass.codecs.names import NAMES, codec
@@ -21,6 +22,7 @@ __all__ = [
     "codec",
     "cut",
     "cut_apart",
+    "operators",
     "pad",
     "sum_by_index",
 ]

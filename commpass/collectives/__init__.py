@@ -1,5 +1,6 @@
 """The algorithms that carry out a collective with a codec, and the collectives to call by hand."""
 
+from commpass.codecs.operators import UNROLLED_RANKS
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.handle import Handle
 from commpass.collectives.names import (
@@ -12,7 +13,7 @@ from commpass.collectives.names import (
     own,
 )
 from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
-from commpass.collectives.request import UNROLLED_RANKS, Request
+from commpass.collectives.request import Request
 from commpass.collectives.steps import run
 from commpass.collectives.work import Hop, Payload, Work
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from commpass.codecs import ALIGNMENT, Codec
+from commpass.codecs import ALIGNMENT, Codec, operators
 from commpass.collectives.request import Broadcast, Move, Request, Rows, scatter
 from commpass.errors import VerifyError
 
@@ -59,19 +59,19 @@ def hop(
     """As ``steps.hop``, sending of each row only the bytes that it uses."""
     numel, dtype = rows.shape[1], rows.dtype
     static, room = codec.parts(numel, dtype)
-    wire = codec.encode_rows(rows)
-    used = (codec.used_bytes(wire, numel, dtype) - static) // UNIT
+    wire = operators.encode(codec, rows)
+    used = (operators.used_bytes(codec, wire, numel, dtype) - static) // UNIT
     if sizes_first:
         sizes = yield move.start(used.unsqueeze(1).view(torch.uint8))
         arrived_units = sizes.contiguous().view(torch.int64).squeeze(1)
         whole = yield from _send_used(
             wire, used + static // UNIT, arrived_units + static // UNIT, move
         )
-        return codec.decode_rows(whole, numel, dtype)
+        return operators.decode(codec, whole, numel, dtype)
     arrived = yield move.start(wire.narrow(1, 0, static).contiguous())
-    arrived_units = (codec.used_bytes(arrived, numel, dtype) - static) // UNIT
+    arrived_units = (operators.used_bytes(codec, arrived, numel, dtype) - static) // UNIT
     tails = yield from _send_used(wire.narrow(1, static, room), used, arrived_units, move)
-    return codec.decode_parts((arrived, tails), numel, dtype)
+    return operators.decode_parts(codec, (arrived, tails), numel, dtype)
 
 
 def parts_hop(
@@ -87,7 +87,7 @@ def parts_hop(
     rank r."""
     sent, coming = ([codec.parts(numel, dtype) for numel in some] for some in (lengths, arriving))
     used = [
-        codec.used_bytes(wire, numel, dtype) - part[0]
+        operators.used_bytes(codec, wire, numel, dtype) - part[0]
         for wire, numel, part in zip(wires, lengths, sent, strict=True)
     ]
     if sizes_first:
@@ -107,7 +107,8 @@ def parts_hop(
             _filled(piece, sum(part)) for piece, part in zip(wire.split(sizes), coming, strict=True)
         ]
         return [
-            codec.decode_rows(row, numel, dtype) for row, numel in zip(whole, arriving, strict=True)
+            operators.decode(codec, row, numel, dtype)
+            for row, numel in zip(whole, arriving, strict=True)
         ]
     statics = [static for static, _ in coming]
     arrived = yield _flat(
@@ -117,7 +118,7 @@ def parts_hop(
     )
     heads = [head.reshape(1, -1) for head in arrived.split(statics)]
     sizes = [
-        _number((codec.used_bytes(head, numel, dtype) - static).squeeze(0), room)
+        _number((operators.used_bytes(codec, head, numel, dtype) - static).squeeze(0), room)
         for head, numel, (static, room) in zip(heads, arriving, coming, strict=True)
     ]
     pieces = [
@@ -127,7 +128,7 @@ def parts_hop(
     wire = yield _flat(pieces, sizes, request)
     tails = [_filled(tail, room) for tail, (_, room) in zip(wire.split(sizes), coming, strict=True)]
     return [
-        codec.decode_parts(pair, numel, dtype)
+        operators.decode_parts(codec, pair, numel, dtype)
         for *pair, numel in zip(heads, tails, arriving, strict=True)
     ]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.codecs import Codec, cut_apart
+from commpass.codecs import Codec, cut_apart, operators
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.reductions import check_shards, no_sparse, sizes_first
 from commpass.collectives.request import Broadcast, Gather, Request, Rows, ops, scatter
@@ -92,7 +92,7 @@ def _even(request: Request) -> bool:
 def send_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
     """``x`` as bytes to the peer. What torch gives for a tensor that was sent, and so this, has no
     elements."""
-    wire = coder.salted(request.rank).encode_rows(x.reshape(1, -1).to(coder.carried(x.dtype)))
+    wire = operators.encode(coder, x.reshape(1, -1).to(coder.carried(x.dtype)), (request.rank,))
     sent = yield ops.isend(wire, request.peer, request.tag, request.group)
     return sent.to(x.dtype)
 
@@ -102,7 +102,7 @@ def recv_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
     used."""
     wire = x.new_empty((1, coder.wire_bytes(x.numel(), coder.carried(x.dtype))), dtype=torch.uint8)
     arrived = yield ops.irecv(wire, request.peer, request.tag, request.group)
-    rows = coder.decode_rows(arrived, coder.whole(x.numel()), x.dtype)
+    rows = operators.decode(coder, arrived, coder.whole(x.numel()), x.dtype)
     return cut_apart(rows.to(x.dtype), x.numel()).reshape(x.shape)
 
 

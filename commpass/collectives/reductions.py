@@ -25,12 +25,13 @@ from commpass.codecs import (
     accumulation_dtype,
     codec,
     cut_apart,
+    operators,
     pad,
-    sum_by_index,
 )
+from commpass.codecs.operators import sum_rows
 from commpass.collectives import scatters
 from commpass.collectives.algorithm import Algorithm, Encodes
-from commpass.collectives.request import Gather, Request, sum_rows
+from commpass.collectives.request import Gather, Request
 from commpass.collectives.scatters import Summed, convert
 from commpass.collectives.steps import Coding, Steps, hop, shard_length
 from commpass.collectives.work import RAW, Hop, Payload, Work, one_hop
@@ -185,16 +186,16 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
     numel, dtype = x.numel(), accumulation_dtype(x.dtype)
     wanted = x.to(dtype) + residual
     row = wanted.to(x.dtype).reshape(1, -1)
-    wire = coder.salted(request.rank).encode_rows(row)
-    own = coder.decode_rows(wire, numel, x.dtype).to(dtype).reshape(x.shape)
+    wire = operators.encode(coder, row, (request.rank,))
+    own = operators.decode(coder, wire, numel, x.dtype).to(dtype).reshape(x.shape)
     left = torch.where(
         own.isfinite() & wanted.isfinite(), wanted - own, 0
     )  # what is not finite must not come back
     wires = yield Gather(request).start(wire)
     if coder.slots(numel) * request.ranks >= numel:
-        total = sum_rows(coder.decode_rows(wires, numel, x.dtype).to(dtype))
+        total = sum_rows(operators.decode(coder, wires, numel, x.dtype).to(dtype))
     else:
-        total = sum_by_index(*coder.decode_sparse(wires, numel, x.dtype), numel)
+        total = operators.decode_and_sum_by_index(coder, wires, numel, x.dtype)
     return _mean(total, request).to(x.dtype).reshape(x.shape), left
 
 

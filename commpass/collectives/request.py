@@ -90,19 +90,3 @@ def pass_on(request: Request, to: Sequence[int], source: Sequence[int]) -> Rows:
     nothing to and from the others."""
     sent, received = ([int(rank in some) for rank in range(request.ranks)] for some in (to, source))
     return Rows(request, tuple(sent), tuple(received))
-
-
-UNROLLED_RANKS = 16
-"""Up to this many ranks a sum is a chain of additions that fuses into one kernel; above it, one
-reduction."""
-
-
-def sum_rows(rows: Tensor) -> Tensor:
-    """``[ranks, n]`` to ``[1, n]``: the sum in the dtype of ``rows``, in rank order; of more than
-    ``UNROLLED_RANKS`` in the order of torch's own sum, which is that of the shape (law 4)."""
-    if rows.shape[0] > UNROLLED_RANKS:
-        return rows.sum(dim=0, keepdim=True)
-    total = rows[:1]
-    for rank in range(1, rows.shape[0]):
-        total = total + rows[rank : rank + 1]
-    return total

@@ -12,8 +12,9 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from commpass.codecs import VALUES, Codec, Domain, accumulation_dtype
-from commpass.collectives.request import Request, pass_on, scatter, sum_rows
+from commpass.codecs import VALUES, Codec, Domain, accumulation_dtype, operators
+from commpass.codecs.operators import sum_rows
+from commpass.collectives.request import Request, pass_on, scatter
 from commpass.collectives.steps import Coding, hop
 from commpass.collectives.work import Work, one_hop
 
@@ -24,8 +25,10 @@ def convert(rows: Tensor, here: Domain, there: Domain) -> Tensor:
     """Rows from one domain in another; values are entered in the dtype in which sums are made."""
     if here == there:
         return rows
-    rows = here.leave(rows)
-    return rows if there == VALUES else there.enter(rows.to(accumulation_dtype(rows.dtype)))
+    rows = operators.leave(here, rows)
+    if there == VALUES:
+        return rows
+    return operators.enter(there, rows.to(accumulation_dtype(rows.dtype)))
 
 
 def direct(rows: Tensor, request: Request, coding: Coding) -> Summed:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.codecs import Codec, pad
+from commpass.codecs import Codec, operators, pad
 from commpass.collectives import data_sized
 from commpass.collectives.request import Move, Request, Rows, ops
 
@@ -71,14 +71,14 @@ class Coding:
 def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
     """``[r, n]`` encoded, moved and decoded: the rows that arrive, ``[r', whole(n)]``, as
     ``Codec.decode_rows`` gives them."""
-    codec, numel = coding.codec.salted(move.request.rank, coding.number), rows.shape[1]
+    codec, salt, numel = coding.codec, (move.request.rank, coding.number), rows.shape[1]
     rows = rows.to(codec.carried(coding.dtype))
     if data_sized.varies(codec, rows.dtype):
         return (yield from data_sized.hop(codec, rows, move, coding.sizes_first))
     if coding.shards > 1 and not codec.dynamic:
         return (yield from _micro_shards(rows, coding, move))
-    wire = yield move.start(codec.encode_rows(rows))
-    return codec.decode_rows(wire, codec.whole(numel), coding.dtype)
+    wire = yield move.start(operators.encode(codec, rows, salt))
+    return operators.decode(codec, wire, codec.whole(numel), coding.dtype)
 
 
 def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
@@ -87,9 +87,14 @@ def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
     codec, dtype, shards = coding.codec, coding.dtype, coding.shards
     length = shard_length(rows.shape[1], shards, codec.block)
     rows = pad(rows, length * shards)
-    coders = [codec.salted(move.request.rank, coding.number, shard) for shard in range(shards)]
-    pieces = [rows.narrow(1, shard * length, length) for shard in range(shards)]
-    wires = [coder.encode_parts(piece) for coder, piece in zip(coders, pieces, strict=True)]
+    wires = [
+        operators.encode_parts(
+            codec,
+            rows.narrow(1, shard * length, length),
+            (move.request.rank, coding.number, shard),
+        )
+        for shard in range(shards)
+    ]
     side = codec.parts(length, dtype)[1:]
     first = [move.start(torch.cat([wire[1] for wire in wires], dim=1))] if side else []
     started = [move.start(wire[0].contiguous()) for wire in wires]
@@ -99,7 +104,7 @@ def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
         arrived = [(yield exchange)]
         if sides is not None:
             arrived.append(sides.narrow(1, shard * side[0], side[0]))
-        decoded.append(codec.decode_parts(arrived, length, dtype))
+        decoded.append(operators.decode_parts(codec, arrived, length, dtype))
     return torch.cat(decoded, dim=1)
 
 
@@ -113,9 +118,11 @@ def parts_hop(
     parts are of one length may use that instead.
     """
     codec, dtype = coding.codec, coding.dtype
-    coders = [codec.salted(request.rank, coding.number, to) for to in range(len(parts))]
     rows = [part.reshape(1, -1).to(codec.carried(dtype)) for part in parts]
-    wires = [coder.encode_rows(row) for coder, row in zip(coders, rows, strict=True)]
+    wires = [
+        operators.encode(codec, row, (request.rank, coding.number, to))
+        for to, row in enumerate(rows)
+    ]
     if data_sized.varies(codec, dtype):
         lengths = [part.numel() for part in parts]
         return (
@@ -127,7 +134,7 @@ def parts_hop(
     move = Rows(request, tuple(wire.shape[1] for wire in wires), tuple(sizes))
     arrived = yield move.start(torch.cat(wires, dim=1).flatten())
     return [
-        codec.decode_rows(wire.reshape(1, -1), codec.whole(numel), dtype)
+        operators.decode(codec, wire.reshape(1, -1), codec.whole(numel), dtype)
         for wire, numel in zip(arrived.split(sizes), arriving, strict=True)
     ]
 

@@ -18,8 +18,10 @@ from commpass.costmodel import Profile
 from commpass.errors import PolicyError, nearest
 from commpass.passes.decide import decide
 from commpass.passes.discover import Found, discover, graph_modules
-from commpass.passes.rewrite import Decompositions, Kept, rewrite
+from commpass.passes.lower import lower
+from commpass.passes.rewrite import Kept, rewrite
 from commpass.passes.simplify import simplify
+from commpass.passes.template import Decompositions
 from commpass.passes.terms import forget, matched, terms_of
 from commpass.passes.verify import verify
 from commpass.plan import NOBODY, Plan, PlannedSite, Simplification, Site, left_alone
@@ -88,6 +90,11 @@ def _rewrite(road: Road) -> Road:
     )
 
 
+def _lower(road: Road) -> Road:
+    lower(road.gm, road.decompositions)
+    return road
+
+
 def _verify(road: Road) -> Road:
     verify(road.gm, road.sites or ())
     return road
@@ -98,6 +105,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("simplify", _simplify, numerics=True),
     Pass("decide", _decide, needed=True),
     Pass("rewrite", _rewrite, numerics=True, needed=True),
+    Pass("lower", _lower, numerics=True, needed=True),
     Pass("verify", _verify),
 )
 
@@ -134,9 +142,14 @@ def check_skip(policy: Policy) -> None:
             raise PolicyError(f"skip: no pass {name!r}{nearest(name, names)}")
 
 
-def run(road: Road, graph: str, passes: tuple[Pass, ...] | None = None) -> Outcome:
+Watch = Callable[[str, Road], None]
+
+
+def run(
+    road: Road, graph: str, passes: tuple[Pass, ...] | None = None, watch: Watch | None = None
+) -> Outcome:
     """Takes a graph along the road, in place. All or nothing: if a pass fails, the graph is the
-    untouched one again."""
+    untouched one again. ``watch`` is called with the name of each pass that has run."""
     outcome = Outcome(
         Plan(
             graph=graph,
@@ -169,6 +182,8 @@ def run(road: Road, graph: str, passes: tuple[Pass, ...] | None = None) -> Outco
         outcome.plan = dataclasses.replace(
             outcome.plan, sites=road.sites or (), simplified=road.simplified, matched=road.matched
         )
+        if watch is not None:
+            watch(step.name, road)
     return outcome
 
 

@@ -18,7 +18,7 @@ from commpass.errors import VerifyError
 from commpass.passes import meta
 from commpass.passes.collective import parse, value_of, waited
 from commpass.passes.discover import graph_modules
-from commpass.passes.rewrite import MARK, PARTS
+from commpass.passes.marks import MARK, PARTS
 from commpass.plan import PlannedSite
 
 
@@ -33,9 +33,9 @@ def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
         for node in module.graph.nodes:
             for position, part in node.meta.get(PARTS, {}).items():
                 sent[part] += _sent(node, part, position)[0]
-            mark = node.meta.get(MARK)
-            if mark is None:
+            if MARK not in node.meta:
                 continue
+            mark = node.meta[MARK].site
             marked.add(mark)
             if "val" not in node.meta:
                 raise VerifyError(f"{mark}: inserted node {node.name} has no fake value")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -20,9 +20,9 @@ from commpass.costmodel import Profile
 from commpass.groups import ready
 from commpass.passes import Outcome, meta
 from commpass.passes.discover import graph_modules
-from commpass.passes.rewrite import MARK
+from commpass.passes.marks import MARK
 from commpass.passes.simplify.editor import RULE
-from commpass.plan import Plan
+from commpass.plan import Plan, PlannedSite
 from commpass.policy import Policy
 
 log = logging.getLogger("commpass")
@@ -83,17 +83,19 @@ def wire_bytes(plan: Plan) -> int:
 def nodes_before(outcome: Outcome, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
     """The graph as it was handed to us, as data."""
     return _rows(
-        ((p, outcome.untouched.get(m, m.graph)) for p, m in graph_modules(gm)), outcome.plan
+        ((p, outcome.untouched.get(m, m.graph)) for p, m in graph_modules(gm)), outcome.plan.sites
     )
 
 
-def nodes_after(outcome: Outcome, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
-    """The graph as it will be compiled, as data."""
-    return _rows(((p, m.graph) for p, m in graph_modules(gm)), outcome.plan)
+def nodes_now(gm: fx.GraphModule, sites: Iterable[PlannedSite]) -> tuple[dumps.GraphNode, ...]:
+    """The graph as it is, as data."""
+    return _rows(((p, m.graph) for p, m in graph_modules(gm)), sites)
 
 
-def _rows(graphs: Iterable[tuple[str, fx.Graph]], plan: Plan) -> tuple[dumps.GraphNode, ...]:
-    sites = {re.sub(r"\.\d+$", "", site.name): site.name for site in plan.sites}
+def _rows(
+    graphs: Iterable[tuple[str, fx.Graph]], planned: Iterable[PlannedSite]
+) -> tuple[dumps.GraphNode, ...]:
+    sites = {re.sub(r"\.\d+$", "", site.name): site.name for site in planned}
     rows = []
     for prefix, graph in graphs:
         for node in graph.nodes:
@@ -112,8 +114,11 @@ def _rows(graphs: Iterable[tuple[str, fx.Graph]], plan: Plan) -> tuple[dumps.Gra
                     inputs=tuple(prefix + source.name for source in node.all_input_nodes),
                     value=shape,
                     module=meta.module_path(node),
-                    site=mark or sites.get(prefix + node.name),
+                    site=mark.site if mark else sites.get(prefix + node.name),
                     inserted=mark is not None or RULE in node.meta,
+                    role=mark.role if mark else "",
+                    hop=mark.hop if mark else 0,
+                    chunk=mark.chunk if mark else 0,
                 )
             )
     return tuple(rows)
@@ -131,12 +136,11 @@ def write_dump(
     folder: Path,
     run: str,
     outcome: Outcome,
-    before: tuple[dumps.GraphNode, ...],
-    after: tuple[dumps.GraphNode, ...],
+    nodes: Mapping[str, tuple[dumps.GraphNode, ...]],
     policy: Policy,
     profile: Profile,
 ) -> Path:
-    """Writes the dump of one graph."""
+    """Writes the dump of one graph; ``nodes`` are those before, after, and lowered."""
     return dumps.write(
         folder,
         dumps.Dump(
@@ -150,7 +154,8 @@ def write_dump(
             policy=msgspec.to_builtins(policy),
             profile=msgspec.to_builtins(profile),
             passes_ms=outcome.times_ms,
-            before=before,
-            after=after,
+            before=nodes["before"],
+            after=nodes["after"],
+            lowered=nodes["lowered"],
         ),
     )

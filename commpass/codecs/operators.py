@@ -1,0 +1,256 @@
+"""Encode, decode and sum as operators: what an algorithm is made of, as long as nobody needs to
+know what they compute.
+
+While an algorithm is traced ``as_operators``, each of the functions below becomes one node that
+says what it is; ``IMPLEMENTATIONS`` has what it stands for. Elsewhere they compute at once: a
+function that somebody else compiles holds plain operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.codec import Codec, accumulation_dtype
+from commpass.codecs.domain import VALUES, Domain
+from commpass.codecs.names import codec
+from commpass.codecs.raw import RawCodec
+from commpass.codecs.sparse import SparseCodec, sum_by_index
+
+ops = torch.ops.commpass
+
+UNROLLED_RANKS = 16
+"""Up to this many ranks a sum is a chain of additions that fuses into one kernel; above it, one
+reduction."""
+
+_opaque: ContextVar[bool] = ContextVar("as_operators", default=False)
+
+
+@contextmanager
+def as_operators() -> Iterator[None]:
+    """In here, encode, decode and sums are operators of their own."""
+    before = _opaque.set(True)
+    try:
+        yield
+    finally:
+        _opaque.reset(before)
+
+
+def encode(coder: Codec, rows: Tensor, salt: Sequence[int] = ()) -> Tensor:
+    """``[rows, n]`` to their wire, uint8 ``[rows, wire_bytes(n)]``; ``salt`` as in
+    ``Codec.salted``."""
+    if _plain(coder):
+        return coder.salted(*salt).encode_rows(rows)
+    return ops.encode(rows, _name(coder), list(salt))
+
+
+def encode_parts(coder: Codec, rows: Tensor, salt: Sequence[int] = ()) -> tuple[Tensor, ...]:
+    """As ``encode``, the parts of the wire apart: uint8 ``[rows, parts(n)[i]]`` each."""
+    if _plain(coder):
+        return coder.salted(*salt).encode_parts(rows)
+    return tuple(ops.encode_parts(rows, _name(coder), list(salt)))
+
+
+def decode(coder: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """What ``encode`` made, as ``Codec.decode_rows`` gives it: ``[rows, numel]``."""
+    if _plain(coder):
+        return coder.decode_rows(wire, numel, dtype)
+    return ops.decode(wire, _name(coder), numel, dtype)
+
+
+def decode_parts(coder: Codec, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
+    """As ``decode``, of parts that came apart."""
+    if _plain(coder):
+        return coder.decode_parts(parts, numel, dtype)
+    return ops.decode_parts(list(parts), _name(coder), numel, dtype)
+
+
+def used_bytes(coder: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """As ``Codec.used_bytes``: int64 ``[rows]``."""
+    if _plain(coder):
+        return coder.used_bytes(wire, numel, dtype)
+    return ops.used_bytes(wire, _name(coder), numel, dtype)
+
+
+def enter(domain: Domain, rows: Tensor) -> Tensor:
+    """Rows of values in a domain."""
+    if domain == VALUES or not _opaque.get():
+        return domain.enter(rows)
+    return ops.enter(rows, _named(domain.name, domain))
+
+
+def leave(domain: Domain, rows: Tensor) -> Tensor:
+    """The inverse of ``enter``."""
+    if domain == VALUES or not _opaque.get():
+        return domain.leave(rows)
+    return ops.leave(rows, _named(domain.name, domain))
+
+
+def sum_rows(rows: Tensor) -> Tensor:
+    """``[ranks, n]`` to ``[1, n]``: the sum in the dtype of ``rows``, in rank order; of more than
+    ``UNROLLED_RANKS`` in the order of torch's own sum, which is that of the shape (law 4)."""
+    return ops.sum_rows(rows) if _opaque.get() else _sum_rows(rows)
+
+
+def decode_and_sum_by_index(
+    coder: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype
+) -> Tensor:
+    """Rows of chosen values to ``[numel]``: their sum, each where its index says."""
+    if not _opaque.get():
+        return sum_by_index(*coder.decode_sparse(wires, numel, dtype), numel)
+    return ops.decode_and_sum_by_index(wires, _name(coder), numel, dtype)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+_held: dict[str, Any] = {}
+"""Codecs and domains by the names that they have as arguments of operators."""
+
+
+def _plain(coder: Codec) -> bool:
+    """Whether a codec computes at once: values as they are cost nothing, and stay in sight."""
+    return isinstance(coder, RawCodec) or not _opaque.get()
+
+
+def _name(coder: Codec) -> str:
+    """What a codec is called, and whether it is that of values that have entered its domain."""
+    entered = coder.domain == VALUES and codec(coder.spec).domain != VALUES
+    return _named(f"{coder.spec}, entered" if entered else coder.spec, coder)
+
+
+def _named(name: str, what: Any) -> str:
+    _held[name] = what
+    return name
+
+
+# --- what they compute ----------------------------------------------------------------------------
+
+
+def _encode(rows: Tensor, name: str, salt: Sequence[int]) -> Tensor:
+    return _held[name].salted(*salt).encode_rows(rows).contiguous()
+
+
+def _encode_parts(rows: Tensor, name: str, salt: Sequence[int]) -> list[Tensor]:
+    return [part.contiguous() for part in _held[name].salted(*salt).encode_parts(rows)]
+
+
+def _decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    return _held[name].decode_rows(wire, numel, dtype).contiguous()
+
+
+def _decode_parts(parts: Sequence[Tensor], name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    return _held[name].decode_parts(parts, numel, dtype).contiguous()
+
+
+def _used_bytes(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    return _held[name].used_bytes(wire, numel, dtype)
+
+
+def _enter(rows: Tensor, name: str) -> Tensor:
+    return _held[name].enter(rows).contiguous()
+
+
+def _leave(rows: Tensor, name: str) -> Tensor:
+    return _held[name].leave(rows).contiguous()
+
+
+def _sum_rows(rows: Tensor) -> Tensor:
+    if rows.shape[0] > UNROLLED_RANKS:
+        return rows.sum(dim=0, keepdim=True)
+    total = rows[:1]
+    for rank in range(1, rows.shape[0]):
+        total = total + rows[rank : rank + 1]
+    return total
+
+
+def _sum_by_index(wires: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    indices, values = _held[name].decode_sparse(wires, numel, dtype)
+    return sum_by_index(indices, values, numel)
+
+
+# --- and of what shape ----------------------------------------------------------------------------
+
+
+def _shape_of_encode(rows: Tensor, name: str, salt: Sequence[int]) -> Tensor:
+    count, numel = rows.shape
+    return _bytes(rows, count, _held[name].wire_bytes(numel, rows.dtype))
+
+
+def _shapes_of_parts(rows: Tensor, name: str, salt: Sequence[int]) -> list[Tensor]:
+    count, numel = rows.shape
+    return [_bytes(rows, count, size) for size in _held[name].parts(numel, rows.dtype)]
+
+
+def _shape_of_decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    made = dtype if _held[name].lossless else accumulation_dtype(dtype)
+    return wire.new_empty((wire.shape[0], numel), dtype=made)
+
+
+def _bytes(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(shape, dtype=torch.uint8)
+
+
+Function = Callable[..., Any]
+CODEC = "str codec, SymInt numel, ScalarType dtype"
+SIGNATURES: dict[str, tuple[str, Function, Function]] = {
+    "encode": ("(Tensor rows, str codec, int[] salt) -> Tensor", _encode, _shape_of_encode),
+    "encode_parts": (
+        "(Tensor rows, str codec, int[] salt) -> Tensor[]",
+        _encode_parts,
+        _shapes_of_parts,
+    ),
+    "decode": (f"(Tensor wire, {CODEC}) -> Tensor", _decode, _shape_of_decode),
+    "decode_parts": (
+        f"(Tensor[] parts, {CODEC}) -> Tensor",
+        _decode_parts,
+        lambda parts, *how: _shape_of_decode(parts[0], *how),
+    ),
+    "used_bytes": (
+        f"(Tensor wire, {CODEC}) -> Tensor",
+        _used_bytes,
+        lambda wire, *how: wire.new_empty(wire.shape[:1], dtype=torch.int64),
+    ),
+    "enter": ("(Tensor rows, str domain) -> Tensor", _enter, lambda rows, _: _like(rows)),
+    "leave": ("(Tensor rows, str domain) -> Tensor", _leave, lambda rows, _: _like(rows)),
+    "sum_rows": (
+        "(Tensor rows) -> Tensor",
+        _sum_rows,
+        lambda rows: rows.new_empty((1, rows.shape[1])),
+    ),
+    "decode_and_sum_by_index": (
+        f"(Tensor wires, {CODEC}) -> Tensor",
+        _sum_by_index,
+        lambda wires, _, numel, dtype: wires.new_empty((numel,), dtype=accumulation_dtype(dtype)),
+    ),
+}
+
+
+def _like(rows: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape)
+
+
+_library = torch.library.Library("commpass", "FRAGMENT")
+for _operator, (_signature, _function, _shapes) in SIGNATURES.items():
+    _library.define(_operator + _signature)
+    _library.impl(_operator, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"commpass::{_operator}", _shapes, lib=_library)
+
+IMPLEMENTATIONS: dict[Any, Function] = {
+    getattr(ops, operator).default: function for operator, (_, function, _) in SIGNATURES.items()
+}
+"""What each operator stands for, by the operator."""
+ROLES = {
+    getattr(ops, operator).default: {
+        "encode_parts": "encode",
+        "decode_parts": "decode",
+        "decode_and_sum_by_index": "decode",
+        "sum_rows": "sum",
+    }.get(operator, operator)
+    for operator in SIGNATURES
+}
+"""What a node of each operator does: encode, decode, used_bytes, enter, leave or sum."""

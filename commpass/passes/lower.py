@@ -1,0 +1,162 @@
+"""lower: coded operators -> what Inductor compiles.
+
+needs: a rewritten graph.
+gives: the same graph of plain operators: each coded operator as the nodes that it stands for.
+changes: nothing that is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from commpass.codecs import operators
+from commpass.passes import meta
+from commpass.passes.collective import items
+from commpass.passes.discover import graph_modules
+from commpass.passes.marks import MARK
+from commpass.passes.template import Decompositions, inductor_decompositions, mode_of
+
+EMPTY = torch.ops.aten.empty.memory_format
+"""What makes a buffer into which something is written: no two sites share one."""
+
+
+def lower(gm: fx.GraphModule, decompositions: Decompositions | None = None) -> None:
+    """Replaces every coded operator in place."""
+    bodies = Bodies(decompositions or inductor_decompositions)
+    for _, module in graph_modules(gm):
+        coded = [node for node in module.graph.nodes if node.target in operators.IMPLEMENTATIONS]
+        if not any(MARK in node.meta for node in module.graph.nodes):
+            continue
+        if coded:
+            with (
+                torch.no_grad(),
+                torch._C._DisableAutocast(),
+                enable_python_dispatcher(),
+                mode_of(coded[0].all_input_nodes[0]),
+            ):
+                for node in coded:
+                    _inline(node, bodies.of(node))
+        _share_tables(module.graph)
+        module.recompile()
+
+
+@dataclass
+class Bodies:
+    """What operators stand for, as graphs: equal calls are traced once."""
+
+    decompositions: Decompositions
+    traced: dict[Any, fx.Graph] = field(default_factory=dict)
+
+    def of(self, node: fx.Node) -> fx.Graph:
+        """The graph of an operator, whose inputs are the nodes that it takes."""
+        values = [each.meta["val"] for each in node.all_input_nodes]
+        key = (node.target, _constants(node), tuple(map(_facts, values)))
+        if key not in self.traced:
+            self.traced[key] = self._trace(node, values)
+        return self.traced[key]
+
+    def _trace(self, node: fx.Node, values: Sequence[Any]) -> fx.Graph:
+        function, places = operators.IMPLEMENTATIONS[node.target], list(node.all_input_nodes)
+
+        def run(*given: Any) -> Any:
+            held = dict(zip(places, given, strict=True))
+            args, kwargs = fx.map_arg((node.args, node.kwargs), held.__getitem__)
+            return function(*args, **kwargs)
+
+        return make_fx(run, decomposition_table=self.decompositions())(*values).graph
+
+
+def _constants(node: fx.Node) -> str:
+    """The arguments of a node, its inputs by number."""
+    numbers = {each: number for number, each in enumerate(node.all_input_nodes)}
+    return str(fx.map_arg((node.args, node.kwargs), lambda each: f"%{numbers[each]}"))
+
+
+def _facts(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Tensor):
+        return (str(value),)
+    return value.dtype, value.device, str(tuple(value.shape)), str(value.stride())
+
+
+def _inline(node: fx.Node, body: fx.Graph) -> None:
+    """Puts the nodes of a body in the place of an operator."""
+    graph, given_nodes = node.graph, node.all_input_nodes
+    given = iter(given_nodes)
+    copies: dict[fx.Node, Any] = {}
+    for each in body.nodes:
+        if each.op == "placeholder":
+            copies[each] = next(given)
+        elif each.op == "output":
+            _take_over(node, fx.map_arg(each.args[0], copies.__getitem__), given_nodes)
+        else:
+            with graph.inserting_before(node):
+                copies[each] = _copied(each, node, copies)
+    graph.erase_node(node)
+
+
+def _copied(each: fx.Node, node: fx.Node, copies: dict[fx.Node, Any]) -> fx.Node:
+    """A node of a body in the graph, with a fake value of its own."""
+    copy = node.graph.node_copy(each, copies.__getitem__)
+    copy.meta = {MARK: node.meta[MARK]} if MARK in node.meta else {}
+    meta.carry(node, copy)
+    args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda source: source.meta["val"])
+    copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
+    return copy
+
+
+def _take_over(node: fx.Node, result: Any, given: Sequence[fx.Node]) -> None:
+    """Lets all take the result of a body in place of the operator's."""
+    pairs = [(node, result)]
+    if not isinstance(result, fx.Node):
+        pairs = [(item, result[index]) for index, item in items(node)]
+    for was, new in pairs:
+        was.replace_all_uses_with(new)
+        if new not in given:  # views of it were made of the fake value that it had
+            new.meta["val"] = was.meta["val"]
+        if was is not node:
+            node.graph.erase_node(was)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _share_tables(graph: fx.Graph) -> None:
+    """What depends on no input at all (a table of a codec) goes to the top of the graph, once for
+    all sites."""
+    top = next(node for node in graph.nodes if node.op != "placeholder")
+    tables: dict[Any, fx.Node] = {}
+    shared: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if MARK not in node.meta or node.op != "call_function" or node.target is EMPTY:
+            continue
+        if not all(source in shared for source in node.all_input_nodes):
+            continue
+        key = (node.target, _frozen((node.args, node.kwargs)))
+        if key in tables:
+            node.replace_all_uses_with(tables[key])
+            graph.erase_node(node)
+            continue
+        if node is not top:
+            top.prepend(node)
+        else:
+            top = node.next
+        tables[key] = node
+        shared.add(node)
+
+
+def _frozen(value: Any) -> Any:
+    """Arguments as something to look up by."""
+    if isinstance(value, fx.Node):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in value.items())
+    return type(value), str(value)

@@ -1,0 +1,232 @@
+"""The algorithm of a site as a graph of coded operators, and its way into the graph of the site."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from commpass import groups
+from commpass.codecs import codec, operators
+from commpass.collectives import Algorithm, Request, algorithm
+from commpass.collectives import run as run_steps
+from commpass.collectives.data_sized import sizes_of_data
+from commpass.errors import VerifyError
+from commpass.passes import meta
+from commpass.passes.collective import is_wait, value_of
+from commpass.passes.discover import Found
+from commpass.passes.marks import MARK, Mark, marks
+from commpass.plan import PlannedSite
+
+Decompositions = Callable[[], dict[Any, Callable[..., Any]]]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A traced algorithm. ``own_sizes``: it holds sizes that depend on values, so no other site can
+    have it."""
+
+    graph: fx.Graph
+    marks: dict[fx.Node, Mark]
+    own_sizes: bool
+
+
+@dataclass
+class Templates:
+    """Traced algorithms by everything that they depend on: equal sites are traced once."""
+
+    decompositions: Decompositions
+    traced: dict[tuple[Any, ...], Template] = field(default_factory=dict)
+
+    def of(self, found: Found, planned: PlannedSite, inputs: Sequence[fx.Node]) -> Template:
+        fake = fake_of(found.input)
+        key = (
+            planned.kind,
+            planned.codec,
+            planned.algorithm,
+            planned.reduce_op,
+            planned.group,
+            planned.group_size,
+            str(planned.splits),
+            planned.peer,
+            planned.tag,
+            found.now.root,
+            fake.dtype,
+            fake.device,
+            str(tuple(fake.shape)),
+            str(fake.stride()),
+        )
+        if key not in self.traced:
+            traced = trace(planned, found, inputs, self.decompositions)
+            own = any("unbacked_bindings" in node.meta for node in traced.nodes)
+            template = Template(traced, marks(traced, ""), own)
+            if own:
+                return template
+            self.traced[key] = template
+        return self.traced[key]
+
+
+def trace(
+    planned: PlannedSite, found: Found, inputs: Sequence[fx.Node], decompositions: Decompositions
+) -> fx.Graph:
+    """The algorithm of a site as a graph of its inputs, traced under the fake mode of the graph
+    with encode, decode and sums as operators of their own."""
+    chosen, coder = algorithm(planned.kind, planned.algorithm), codec(planned.codec)
+    values = [value(node, found) for node in inputs]
+    sizes = dict(zip(sizes_of(found), range(1, len(values)), strict=False))
+
+    def run(*given: Any) -> Any:
+        def split(size: Any) -> Any:
+            return given[sizes[size]] if isinstance(size, fx.Node) else size
+
+        sent, received = (
+            (tuple(map(split, some)) for some in found.now.splits)
+            if found.now.splits
+            else (None, None)
+        )
+        request = Request(
+            planned.group,
+            planned.group_size,
+            _rank(planned),
+            planned.reduce_op or "sum",
+            found.now.root,
+            sent,
+            received,
+            peer=planned.peer or 0,
+            tag=planned.tag,
+        )
+        state = given[len(values) - chosen.stateful :]
+        return run_steps(chosen.run(given[0], request, coder, *state))
+
+    with sizes_of_data(coder, values[0], traced=True), operators.as_operators():
+        traced = make_fx(run, decomposition_table=decompositions())(*values).graph
+    if captured := [node.name for node in traced.nodes if node.op == "get_attr"]:
+        raise VerifyError(
+            f"{planned.codec} by {planned.algorithm} captured tensors while it was traced:"
+            f" {captured}"
+        )
+    return traced
+
+
+def inputs_of(found: Found, chosen: Algorithm) -> list[fx.Node]:
+    """What an algorithm takes from the graph: its tensor, the symbolic lengths of an all-to-all,
+    and the state that it keeps, which is the input that was added last."""
+    state = found.module.graph.find_nodes(op="placeholder")[-1:] if chosen.stateful else []
+    return [found.input, *sizes_of(found), *state]
+
+
+def sizes_of(found: Found) -> list[fx.Node]:
+    """The nodes among an all-to-all's splits."""
+    splits = (size for some in found.now.splits or () for size in some)
+    return list(dict.fromkeys(size for size in splits if isinstance(size, fx.Node)))
+
+
+def _rank(planned: PlannedSite) -> int:
+    rank = groups.rank_in(planned.group)
+    if rank is None:
+        raise VerifyError(
+            f"{planned.name}: group {planned.group!r} is not here, so this rank's number in it is"
+            " not known"
+        )
+    return rank
+
+
+def splice(found: Found, name: str, template: Template, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """Copies a traced algorithm into the graph of a site; returns the nodes of its result, and of
+    its new state if it has one.
+
+    What does not depend on a wait goes where the collective stands, the rest where its result is
+    first waited for: what the graph computes in between still overlaps with the first exchange.
+    """
+    graph, collective = found.module.graph, found.call.node
+    anchor = _anchor(found)
+    given = iter(inputs)
+    copies: dict[fx.Node, Any] = {}
+    late: set[fx.Node] = set()
+    for node in template.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = next(given)
+            continue
+        if node.op == "output":
+            results = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
+            return [copies[result] for result in results]
+        place = collective
+        if is_wait(node) or any(source in late for source in node.all_input_nodes):
+            place = anchor
+            late.add(node)
+        with graph.inserting_before(place):
+            copy = graph.node_copy(node, lambda old: copies[old])
+        mark = replace(template.marks[node], site=name)
+        _describe(copy, found, mark, node if template.own_sizes else None)
+        copies[node] = copy
+    raise VerifyError(f"the traced algorithm of {name} has no output")
+
+
+def _anchor(found: Found) -> fx.Node:
+    """The node before which the rest of an algorithm goes: the first wait, or right behind a
+    collective without one."""
+    if not found.outputs:
+        held = value_of(found.call, found.position)
+        return next(
+            (user for user in (held.users if held else ()) if is_wait(user)),
+            found.call.node.next,
+        )
+    first = found.outputs[0]
+    return first if is_wait(first) else first.all_input_nodes[0]
+
+
+def _describe(copy: fx.Node, found: Found, mark: Mark, traced: fx.Node | None) -> None:
+    """Metadata of an inserted node: from its site, and a fake value of its own, since storages tell
+    aliases apart. That is the ``traced`` one where nobody else has it."""
+    copy.meta = {MARK: mark}
+    meta.carry(found.call.node, copy)
+    if traced is not None:
+        copy.meta |= {
+            key: traced.meta[key] for key in ("val", "unbacked_bindings") if key in traced.meta
+        }
+    if isinstance(found.call.group, fx.Node):  # traced with the group's name
+        copy.args = tuple(found.call.group if arg == found.site.group else arg for arg in copy.args)
+    if traced is not None:
+        return
+    args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda node: value(node, found))
+    copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def value(node: fx.Node, found: Found) -> Any:
+    """The fake value, or symbolic number, of a node."""
+    if node is found.call.group:
+        return found.site.group
+    return node.meta["val"] if "val" in node.meta else node.meta["example_value"]
+
+
+def mode_of(node: fx.Node) -> Any:
+    """The fake mode under which a graph was traced."""
+    return getattr(fake_of(node), "fake_mode", None) or contextlib.nullcontext()
+
+
+def fake_of(node: fx.Node) -> Tensor:
+    """The fake value of a node that is a tensor. Raises VerifyError where it has none."""
+    found = meta.tensor(node)
+    if found is None:
+        raise VerifyError(f"node {node.name} has no fake value")
+    return found
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """What Inductor takes apart before it compiles a graph."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def without_autograd() -> contextlib.AbstractContextManager[Any]:
+    """The state of torch in which graphs are traced."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(torch._C._DisableAutocast())
+    return stack
