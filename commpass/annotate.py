@@ -112,6 +112,7 @@ def compress(
     algorithm: Any = None,
     max_error: float | None = None,
     force: bool = False,
+    lowering: str | None = None,
 ) -> Any:
     """Says how the collectives of a part of the model may be compressed; what is left out is the
     policy's.
@@ -119,15 +120,18 @@ def compress(
     ``@commpass.compress(codec="int8")`` on a module class or function, ``with
     commpass.compress(...):`` inside the compiled code, or ``commpass.compress(...)(module)`` on one
     module. The nearest enclosing word wins. ``codec`` and ``algorithm`` are one name or several;
-    ``max_error`` is a relative error; ``force`` compresses even where the cost model sees no gain.
-    Raises PolicyError for unknown names, and for anything given without its name
-    (``compress("int8")``, or ``@compress`` without brackets).
+    ``max_error`` is a relative error; ``force`` compresses even where the cost model sees no gain;
+    ``lowering`` is ``inline`` or ``kernel``. Raises PolicyError for unknown names, and for anything
+    given without its name (``compress("int8")``, or ``@compress`` without brackets).
     """
     if target is not None:
         _refuse_unnamed(target)
     if torch.compiler.is_dynamo_compiling():
-        return annotate({KEY: _compress_json(codec, algorithm, max_error, force)})
-    return Scope(Word(codec=codec, algorithm=algorithm, max_error=max_error, force=force))
+        return annotate({KEY: _compress_json(codec, algorithm, max_error, force, lowering)})
+    word = Word(
+        codec=codec, algorithm=algorithm, max_error=max_error, force=force, lowering=lowering
+    )
+    return Scope(word)
 
 
 def keep(target: Any = None) -> Any:
@@ -155,8 +159,12 @@ KEEP = Word(keep=True).to_json()
 
 
 @torch.compiler.assume_constant_result
-def _compress_json(codec: Any, algorithm: Any, max_error: float | None, force: bool) -> str:
-    return Word(codec=codec, algorithm=algorithm, max_error=max_error, force=force).to_json()
+def _compress_json(
+    codec: Any, algorithm: Any, max_error: float | None, force: bool, lowering: str | None
+) -> str:
+    return Word(
+        codec=codec, algorithm=algorithm, max_error=max_error, force=force, lowering=lowering
+    ).to_json()
 
 
 def _under(word: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -120,12 +120,14 @@ class PlannedSite(Site):
     """A site and its chosen candidate. ``wire_bytes`` is what one rank hands to the collectives
     afterwards (-1 where it is not known); of those, the number of ``dynamic_bytes`` depends on the
     values, and is what a Gaussian needs. ``domain`` is where sums are made, "" for the values
-    themselves: they leave it once, at the end."""
+    themselves: they leave it once, at the end. ``lowering`` is what encode and decode become,
+    inline or kernel, and "" where nothing is coded."""
 
     codec: str = NONE
     algorithm: str = NONE
     chunks: int = 1
     fused: bool = False
+    lowering: str = ""
     wire_bytes: int = 0
     dynamic_bytes: int = 0
     domain: str = ""
@@ -159,6 +161,7 @@ AGREED_FIELDS = (
     "algorithm",
     "chunks",
     "fused",
+    "lowering",
 )
 """The fields that every rank of a group must hold alike. Times may differ: links and clocks do."""
 

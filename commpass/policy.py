@@ -27,6 +27,7 @@ from commpass.paths import star
 from commpass.plan import Site
 
 DIRECTIONS = ("forward", "backward")
+LOWERINGS = ("inline", "kernel")
 Words = str | Sequence[str] | None
 
 
@@ -84,6 +85,7 @@ class Terms:
     force: bool = False
     source: str = "policy"
     budget: str = "max_error of the policy"
+    lowering: str | None = None
 
     def allow_like(self, other: Terms) -> bool:
         """Whether both allow the same, whoever says so."""
@@ -99,7 +101,9 @@ class Word(_Named):
 
     ``codec`` and ``algorithm`` are one name or several, of which the cost model takes the fastest.
     ``max_error`` is the allowed relative error. ``force`` compresses even where the cost model sees
-    no gain. ``keep`` never compresses.
+    no gain. ``keep`` never compresses. ``lowering`` says what encode and decode become: ``inline``,
+    operators that Inductor fuses with their neighbours, or ``kernel``, functions that all sites
+    share.
     """
 
     codec: Words = None
@@ -107,6 +111,7 @@ class Word(_Named):
     max_error: float | None = None
     force: bool = False
     keep: bool = False
+    lowering: str | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -121,10 +126,12 @@ class Word(_Named):
                 f"max_error={self.max_error!r}: must be a share such as 0.01 for one percent, and"
                 " at most 1"
             )
-        if self.keep and (self.codec or self.algorithm or self.force):
+        if self.keep and (self.codec or self.algorithm or self.force or self.lowering):
             raise PolicyError(
-                "keep=True says never to compress: leave codec, algorithm and force out"
+                "keep=True says never to compress: leave codec, algorithm, lowering and force out"
             )
+        if self.lowering is not None and self.lowering not in LOWERINGS:
+            raise PolicyError(f"lowering={self.lowering!r}{nearest(self.lowering, LOWERINGS)}")
 
     def terms(self, policy: Policy, source: str) -> Terms:
         """The terms of a site that this word covers; what it leaves open is the policy's."""
@@ -141,6 +148,7 @@ class Word(_Named):
             force=self.force,
             source=source,
             budget=budget,
+            lowering=self.lowering or policy.lowering,
         )
 
     def to_json(self) -> str:
@@ -226,7 +234,7 @@ class Policy(_Named):
 
     ``max_error`` is the largest allowed relative error of a compressed result;
     ``reassociate=False`` forbids even changes that only round a sum differently; ``skip`` names
-    passes to leave out.
+    passes to leave out; ``lowering`` as in a rule.
     """
 
     name: str = "custom"
@@ -237,6 +245,7 @@ class Policy(_Named):
     reassociate: bool = True
     skip: tuple[str, ...] = ()
     off: bool = False
+    lowering: str | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -249,7 +258,12 @@ class Policy(_Named):
         for field in ("codecs", "algorithms", "skip"):
             object.__setattr__(self, field, _names(getattr(self, field)) or ())
         object.__setattr__(self, "rules", tuple(self.rules))
-        Word(codec=self.codecs, algorithm=self.algorithms, max_error=self.max_error)  # checks them
+        Word(  # checks them
+            codec=self.codecs,
+            algorithm=self.algorithms,
+            max_error=self.max_error,
+            lowering=self.lowering,
+        )
 
     def terms(self, site: Site) -> tuple[Terms, int | None]:
         """What may be done to a site, and the index of the rule that says so, if it was a rule."""

@@ -146,6 +146,7 @@ def _candidates(
                     domain=chosen.domain(coder),
                     predicted_us=round(us, 3),
                     error=error,
+                    lowering=terms.lowering or "inline",
                 )
             )
     return found, list(dict.fromkeys(refused))

@@ -1,7 +1,8 @@
 """lower: coded operators -> what Inductor compiles.
 
 needs: a rewritten graph.
-gives: the same graph of plain operators: each coded operator as the nodes that it stands for.
+gives: the same graph without coded operators: inline, each is the nodes that it stands for; else
+what a site computes between two exchanges is one call of a kernel.
 changes: nothing that is computed.
 """
 
@@ -17,23 +18,34 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import operators
+from commpass.lowering import Kernel
 from commpass.passes import meta
 from commpass.passes.collective import items
 from commpass.passes.discover import graph_modules
 from commpass.passes.marks import MARK
+from commpass.passes.regions import Region, outline, regions, trace
 from commpass.passes.template import Decompositions, inductor_decompositions, mode_of
+from commpass.plan import PlannedSite
 
 EMPTY = torch.ops.aten.empty.memory_format
 """What makes a buffer into which something is written: no two sites share one."""
 
 
-def lower(gm: fx.GraphModule, decompositions: Decompositions | None = None) -> None:
-    """Replaces every coded operator in place."""
-    bodies = Bodies(decompositions or inductor_decompositions)
+def lower(
+    gm: fx.GraphModule,
+    plan: Sequence[PlannedSite],
+    decompositions: Decompositions | None = None,
+) -> None:
+    """Replaces every coded operator in place, as the plan says of its site: by a call of a kernel,
+    or by what it stands for."""
+    by_kernel = {site.name for site in plan if site.lowering == "kernel"}
+    kernels, bodies = (
+        Kernels(decompositions or inductor_decompositions),
+        Bodies(decompositions or inductor_decompositions),
+    )
     for _, module in graph_modules(gm):
-        coded = [node for node in module.graph.nodes if node.target in operators.IMPLEMENTATIONS]
-        if not any(MARK in node.meta for node in module.graph.nodes):
-            continue
+        marked = [node for node in module.graph.nodes if MARK in node.meta]
+        coded = [node for node in marked if node.target in operators.IMPLEMENTATIONS]
         if coded:
             with (
                 torch.no_grad(),
@@ -41,10 +53,30 @@ def lower(gm: fx.GraphModule, decompositions: Decompositions | None = None) -> N
                 enable_python_dispatcher(),
                 mode_of(coded[0].all_input_nodes[0]),
             ):
-                for node in coded:
-                    _inline(node, bodies.of(node))
-        _share_tables(module.graph)
-        module.recompile()
+                for site in by_kernel:
+                    own = [node for node in marked if node.meta[MARK].site == site]
+                    for region in list(regions(own)):
+                        outline(region, kernels.of(region))
+                for node in module.graph.nodes:
+                    if node.target in operators.IMPLEMENTATIONS:
+                        _inline(node, bodies.of(node))
+        if marked:
+            _share_tables(module.graph)
+            module.recompile()
+
+
+@dataclass
+class Kernels:
+    """The kernels of regions: equal ones are traced once."""
+
+    decompositions: Decompositions
+    traced: dict[Any, Kernel] = field(default_factory=dict)
+
+    def of(self, region: Region) -> Kernel:
+        key = region.key()
+        if key not in self.traced:
+            self.traced[key] = trace(region, self.decompositions)
+        return self.traced[key]
 
 
 @dataclass

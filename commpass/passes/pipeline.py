@@ -91,7 +91,7 @@ def _rewrite(road: Road) -> Road:
 
 
 def _lower(road: Road) -> Road:
-    lower(road.gm, road.decompositions)
+    lower(road.gm, road.sites or (), road.decompositions)
     return road
 
 
