@@ -316,6 +316,7 @@ class Backend:
             decompositions=decompositions,
             stateless=stateless,
             obstacle=obstacle,
+            kernels=self.inner == "inductor",
         )
         record.trace_graph(gm, f"{direction}_before")
         nodes: dict[str, Any] = {}

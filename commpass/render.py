@@ -132,6 +132,7 @@ def cells(site: PlannedSite) -> tuple[tuple[str, ...], ...]:
     kind = site.kind + (f"({site.reduce_op})" if site.reduce_op else "")
     tensor = f"{site.dtype.removeprefix('torch.')}[{', '.join(map(str, site.shape))}]"
     algorithm = site.algorithm + (", fused" if site.fused else "")
+    algorithm += ", kernel" if site.lowering == "kernel" else ""
     return (
         (site.name, site.module or "-", site.direction),
         (kind, f"{site.group_label or site.group}/{site.group_size}", tensor),

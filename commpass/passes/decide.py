@@ -9,7 +9,9 @@ changes: nothing. A pure function: same inputs, same plan, on every rank.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -31,14 +33,51 @@ from commpass.policy import Policy, Terms
 
 
 def decide(
-    sites: Iterable[Site], policy: Policy, profile: Profile, terms: Sequence[Terms] | None = None
+    sites: Iterable[Site],
+    policy: Policy,
+    profile: Profile,
+    terms: Sequence[Terms] | None = None,
+    *,
+    kernels: bool = False,
 ) -> tuple[PlannedSite, ...]:
     """The chosen candidate of every site; ``terms`` are what each is allowed, if not what the
-    policy says of it."""
+    policy says of it. ``kernels`` says whether sites may share kernels that nobody asked for."""
     sites = tuple(sites)
     allowed = [policy.terms(site)[0] for site in sites] if terms is None else terms
-    both = zip(sites, allowed, strict=True)
-    return tuple(_decide(site, its, profile, policy.reassociate) for site, its in both)
+    both = list(zip(sites, allowed, strict=True))
+    plan = [_decide(site, its, profile, policy.reassociate) for site, its in both]
+    return _lowered(plan, [its.lowering for its in allowed], kernels)
+
+
+SHARE = 3
+"""Sites of a graph that do the same before they share kernels. One compiles no quicker with kernels
+than inline, and inline its codes fuse with what makes the values (benchmarks/compile_time.py)."""
+
+
+def _lowered(
+    plan: Sequence[PlannedSite], named: Sequence[str | None], kernels: bool
+) -> tuple[PlannedSite, ...]:
+    """The plan with what encode and decode become: as is named, else kernels where several sites
+    of fixed sizes on a CPU do the same."""
+    alike = Counter(map(_work_of, plan))
+
+    def chosen(site: PlannedSite, name: str | None) -> str:
+        if not site.compressed:
+            return ""
+        fixed = all(isinstance(size, int) for size in site.shape)
+        shared = kernels and fixed and site.device == "cpu" and alike[_work_of(site)] >= SHARE
+        return name or ("kernel" if shared else "inline")
+
+    pairs = zip(plan, named, strict=True)
+    return tuple(dataclasses.replace(site, lowering=chosen(site, name)) for site, name in pairs)
+
+
+def _work_of(site: PlannedSite) -> tuple[Any, ...]:
+    """What two sites must have in common to compute the same."""
+    return (
+        *(site.kind, site.codec, site.algorithm, site.reduce_op, site.group_size),
+        *(site.dtype, site.shape, site.splits),
+    )
 
 
 def _decide(site: Site, terms: Terms, profile: Profile, reassociate: bool) -> PlannedSite:
@@ -146,7 +185,6 @@ def _candidates(
                     domain=chosen.domain(coder),
                     predicted_us=round(us, 3),
                     error=error,
-                    lowering=terms.lowering or "inline",
                 )
             )
     return found, list(dict.fromkeys(refused))

@@ -24,7 +24,12 @@ from commpass.passes.collective import items
 from commpass.passes.discover import graph_modules
 from commpass.passes.marks import MARK
 from commpass.passes.regions import Region, outline, regions, trace
-from commpass.passes.template import Decompositions, inductor_decompositions, mode_of
+from commpass.passes.template import (
+    Decompositions,
+    inductor_decompositions,
+    mode_of,
+    without_tensors,
+)
 from commpass.plan import PlannedSite
 
 EMPTY = torch.ops.aten.empty.memory_format
@@ -55,7 +60,7 @@ def lower(
             ):
                 for site in by_kernel:
                     own = [node for node in marked if node.meta[MARK].site == site]
-                    for region in list(regions(own)):
+                    for region in regions(own):  # each once those before it are calls
                         outline(region, kernels.of(region))
                 for node in module.graph.nodes:
                     if node.target in operators.IMPLEMENTATIONS:
@@ -102,7 +107,8 @@ class Bodies:
             args, kwargs = fx.map_arg((node.args, node.kwargs), held.__getitem__)
             return function(*args, **kwargs)
 
-        return make_fx(run, decomposition_table=self.decompositions())(*values).graph
+        traced = make_fx(run, decomposition_table=self.decompositions())(*values).graph
+        return without_tensors(traced, f"{node.name} ({node.target})")
 
 
 def _constants(node: fx.Node) -> str:

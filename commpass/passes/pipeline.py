@@ -31,7 +31,8 @@ from commpass.policy import Policy, Terms
 @dataclass(frozen=True, kw_only=True)
 class Road:
     """A graph on its way: what goes in, and what the passes have found and decided so far.
-    ``obstacle`` says why none of its collectives may be changed, whatever the policy says."""
+    ``obstacle`` says why none of its collectives may be changed, whatever the policy says;
+    ``kernels`` whether Inductor compiles it, which can then compile what sites share as well."""
 
     gm: fx.GraphModule
     direction: str
@@ -45,6 +46,7 @@ class Road:
     sites: tuple[PlannedSite, ...] | None = None
     stateless: str | None = NOBODY
     obstacle: str | None = None
+    kernels: bool = False
     kept: tuple[Kept, ...] = ()
 
 
@@ -80,7 +82,13 @@ def _simplify(road: Road) -> Road:
 
 
 def _decide(road: Road) -> Road:
-    sites = decide((found.site for found in road.found), road.policy, road.profile, road.terms)
+    sites = decide(
+        (found.site for found in road.found),
+        road.policy,
+        road.profile,
+        road.terms,
+        kernels=road.kernels,
+    )
     return dataclasses.replace(road, sites=sites)
 
 

@@ -16,7 +16,7 @@ from commpass.codecs import operators
 from commpass.lowering import Kernel, kernel_of
 from commpass.passes import meta
 from commpass.passes.marks import MARK
-from commpass.passes.template import Decompositions
+from commpass.passes.template import Decompositions, without_tensors
 
 OUTSIDE = ("exchange", "wait", "state")
 """The roles of nodes that are part of no region."""
@@ -176,6 +176,7 @@ def trace(region: Region, decompositions: Decompositions) -> Kernel:
 
     values = [node.meta["val"] for node in region.inputs]
     body = make_fx(run, decomposition_table=decompositions())(*values)
+    without_tensors(body.graph, " and ".join(str(node.target) for node in region.nodes))
     made: Any = body.graph.output_node().args[0]
     return kernel_of(body, values, [node.meta["val"] for node in made])
 

@@ -105,11 +105,14 @@ def trace(
 
     with sizes_of_data(coder, values[0], traced=True), operators.as_operators():
         traced = make_fx(run, decomposition_table=decompositions())(*values).graph
+    return without_tensors(traced, f"{planned.codec} by {planned.algorithm}")
+
+
+def without_tensors(traced: fx.Graph, what: str) -> fx.Graph:
+    """A traced graph. Raises VerifyError where it holds tensors of its own, which have no place in
+    the graph that it goes to."""
     if captured := [node.name for node in traced.nodes if node.op == "get_attr"]:
-        raise VerifyError(
-            f"{planned.codec} by {planned.algorithm} captured tensors while it was traced:"
-            f" {captured}"
-        )
+        raise VerifyError(f"{what} captured tensors while it was traced: {captured}")
     return traced
 
 
