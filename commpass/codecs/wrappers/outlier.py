@@ -25,8 +25,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from commpass.codecs.codec import Codec, accumulation_dtype
-from commpass.codecs.inner import inner_codec
-from commpass.codecs.packing import aligned, cut_apart, from_bytes, pad, to_bytes
+from commpass.codecs.rows import aligned, cut_apart, from_bytes, pad, to_bytes
+from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError
 
 KEPT = {
@@ -243,7 +243,7 @@ class Tables(NamedTuple):
     scales: Tensor | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class OutlierCodec(Codec):
     """Kept channels in 16 bits, the others by ``inner``; divided by their static scales first, if
     ``largest`` is not 0.
@@ -251,16 +251,17 @@ class OutlierCodec(Codec):
     ``largest`` is the inner grid's largest number: a channel's scale is ``range / largest``. Where
     the scales differ between ranks, ``at(rank)`` says who encodes, and rows to decode are those of
     all ranks in order. A graph should have the tables as inputs, ``with_tables``: otherwise each of
-    their numbers becomes a constant of its own in it, which takes long to compile.
+    their numbers becomes a constant of its own in it, which takes long to compile. They say what
+    ``channels`` says, and are not compared.
     """
 
-    spec: str
+    spec: str = field(compare=False)
     channels: Channels
     inner: Codec
     largest: int = 0
     rank: int | None = None
-    tables: Tables | None = None
-    made: dict[torch.device, Tables] = field(default_factory=dict, repr=False)
+    tables: Tables | None = field(default=None, compare=False)
+    made: dict[torch.device, Tables] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def block(self) -> int:
@@ -412,6 +413,7 @@ def _finite_stays(values: Tensor, original: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def outlier(
+    resolve: Resolve,
     spec: str,
     *,
     statistics: str = "",
@@ -444,7 +446,7 @@ def outlier(
     if bits not in (2, 4, 6, 8):
         raise PolicyError(f"bits={bits}: must be 2, 4, 6 or 8")
     if inner or not channels.ranges:
-        return OutlierCodec(spec, channels, inner_codec("inner", inner or f"int{bits}"))
+        return OutlierCodec(spec, channels, inner_codec(resolve, "inner", inner or f"int{bits}"))
     return OutlierCodec(
-        spec, channels, inner_codec("bits", f"int{bits}(static=1.0)"), 2 ** (bits - 1) - 1
+        spec, channels, inner_codec(resolve, "bits", f"int{bits}(static=1.0)"), 2 ** (bits - 1) - 1
     )

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from commpass.codecs.codec import FLOATS, Codec, Wire
-from commpass.codecs.exponent_bits import any_of, compress, expand, kept, moves, transpose
-from commpass.codecs.exponent_bits import count as bits_set
-from commpass.codecs.exponent_floats import (
+from commpass.codecs.exponent.bits import any_of, compress, expand, kept, moves, transpose
+from commpass.codecs.exponent.bits import count as bits_set
+from commpass.codecs.exponent.floats import (
     CHUNK,
     FORMS,
     LANES,
@@ -23,10 +23,10 @@ from commpass.codecs.exponent_floats import (
     split,
     unpack,
 )
-from commpass.codecs.exponent_ladder import LADDERS, Ladder
-from commpass.codecs.exponent_strings import LONGEST, concatenate, join_fields, split_fields
-from commpass.codecs.exponent_window import window_shift
-from commpass.codecs.packing import ceil_to, cut, from_bytes, pad, to_bytes
+from commpass.codecs.exponent.ladder import LADDERS, Ladder
+from commpass.codecs.exponent.strings import LONGEST, concatenate, join_fields, split_fields
+from commpass.codecs.exponent.window import window_shift
+from commpass.codecs.rows import ceil_to, cut, from_bytes, pad, to_bytes
 from commpass.errors import PolicyError
 
 ALIGNMENT = 128
@@ -42,7 +42,7 @@ UNITS = CHUNK // ALIGNMENT
 """Units of 128 bytes that the exponents of a wild chunk take."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ExponentCodec(Codec):
     """Bit-exact for bf16, fp16 and fp32; fp64 travels as it is.
 
@@ -59,7 +59,7 @@ class ExponentCodec(Codec):
     would; zeros don't count.
     """
 
-    spec: str
+    spec: str = field(compare=False)
     ladder: Ladder
 
     lossless = True
