@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from commpass.codecs.block import presets
+from commpass.codecs.cast import cast
 from commpass.codecs.codec import Codec
 from commpass.codecs.exponent import exponent
 from commpass.codecs.raw import raw
@@ -60,6 +61,7 @@ NAMES: dict[str, Callable[..., Codec]] = {
     "tahquant": presets.tahquant,
     "exponent": exponent,
     "raw": raw,
+    "cast": cast,
     # Codecs that have another one inside are given the means to look it up.
     "outlier": partial(outlier, codec),
     "difference": partial(difference, codec),

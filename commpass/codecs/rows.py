@@ -87,6 +87,13 @@ def as_bytes(numbers: Tensor) -> Tensor:
     return numbers.view(torch.uint8)
 
 
+def finite_stays(values: Tensor, original: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values cut at the largest number of ``dtype`` where the originals are finite; the others as
+    they are (law 2)."""
+    limit = torch.finfo(dtype).max
+    return torch.where(original.isfinite(), values.clamp(-limit, limit), values)
+
+
 def aligned(number: int) -> int:
     """The least multiple of ``ALIGNMENT`` that is not below ``number``."""
     return ceil_to(number, ALIGNMENT)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from commpass.codecs.codec import Codec, accumulation_dtype
-from commpass.codecs.rows import aligned, cut_apart, from_bytes, pad, to_bytes
+from commpass.codecs.rows import aligned, cut_apart, finite_stays, from_bytes, pad, to_bytes
 from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError
 
@@ -348,12 +348,12 @@ class OutlierCodec(Codec):
         )
         if tables.scales is not None:
             work = accumulation_dtype(rows.dtype)
-            others = _finite_stays(
+            others = finite_stays(
                 others.to(work) / self._scale(tables.scales, count, encode=True).to(work),
                 others,
                 work,
             )
-        narrow = _finite_stays(kept, kept, KEPT[rows.dtype]).to(KEPT[rows.dtype])
+        narrow = finite_stays(kept, kept, KEPT[rows.dtype]).to(KEPT[rows.dtype])
         first = to_bytes(narrow.reshape(count, tokens * split))
         second = self.inner.encode_rows(self._flat(others, count, self._others(numel)))
         return torch.cat([pad(first, self._kept_bytes(numel, rows.dtype)), second], dim=1)
@@ -370,7 +370,7 @@ class OutlierCodec(Codec):
         )
         others = others.reshape(count, tokens, self.channels.width - split)
         if tables.scales is not None:
-            others = _finite_stays(
+            others = finite_stays(
                 others * self._scale(tables.scales, count, encode=False).to(work), others, dtype
             )
         rows = torch.cat([kept, others], dim=2).index_select(2, tables.back)
@@ -400,13 +400,6 @@ class OutlierCodec(Codec):
             f"{count} rows to decode, but the scales are those of {ranks} ranks: rows must be"
             " theirs, in order"
         )
-
-
-def _finite_stays(values: Tensor, original: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values cut at the largest number of ``dtype`` where the originals are finite; the others as
-    they are (law 2)."""
-    limit = torch.finfo(dtype).max
-    return torch.where(original.isfinite(), values.clamp(-limit, limit), values)
 
 
 # --- by name --------------------------------------------------------------------------------------
