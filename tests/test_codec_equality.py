@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from typing import get_args
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from test_codecs import bits, build, gaussian, one_thread
 from test_wrappers import built
 
 from commpass.codecs import NAMES, VALUES, Codec, codec
+from commpass.codecs.block import domain, grids, noise, scales, transforms
+from commpass.codecs.sparse import indices, select
 from commpass.codecs.wrappers.outlier import Channels
 
 __all__ = ["one_thread"]  # a fixture, used by its presence
@@ -148,6 +151,24 @@ def test_references_and_ranks_and_tables_count_for_what_they_do():
 def test_codecs_are_data(text):
     """No part is a function: a codec can be written down and read again."""
     assert pickle.loads(pickle.dumps(codec(text))) == codec(text)
+
+
+DISPATCHED = [
+    *((grids.Grid, each) for each in (grids.encode, grids.decode)),
+    *((scales.Scale, each) for each in (scales.divide, scales.refit, scales.multiply)),
+    *((scales.Scale, each) for each in (scales.bound, scales.floor)),
+    *((transforms.Transform, each) for each in (transforms.forward, transforms.inverse)),
+    *((transforms.Transform, each) for each in (domain.enter, domain.leave)),
+    (noise.Rounding, noise.noise_of),
+    (select.Selector, select.select),
+    *((indices.IndexCode, each) for each in (indices.nbytes, indices.encode, indices.decode)),
+]
+
+
+@pytest.mark.parametrize(("part", "function"), DISPATCHED)
+def test_every_type_of_a_part_is_registered_itself(part, function):
+    """Dynamo of torch 2.11 cannot trace the search of singledispatch through base classes."""
+    assert {*get_args(part), object} == set(function.registry)
 
 
 def test_codecs_may_be_compared_in_compiled_code():

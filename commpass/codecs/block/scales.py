@@ -2,9 +2,10 @@
 number travels.
 
 A scale is plain data; what it computes are the functions ``measure``, ``divide``, ``refit`` and
-``multiply``, dispatched on its type, and so are ``bound`` and ``floor``, what it costs. ``stored``
-is how its numbers travel: ``fp32``, ``bf16`` or ``pow2`` (an exponent alone). ``numbers`` says how
-many travel for each block.
+``multiply``, dispatched on its type, and so are ``bound`` and ``floor``, what it costs. (Every type
+is registered itself: Dynamo of torch 2.11 traces no search through base classes.) ``stored`` is how
+its numbers travel: ``fp32``, ``bf16`` or ``pow2`` (an exponent alone). ``numbers`` says how many
+travel for each block.
 """
 
 from __future__ import annotations
@@ -140,6 +141,13 @@ def start_of(scale: LeastSquares, grid: Grid) -> Rms | Absmax:
 def divide(scale: Scale, blocks: Tensor, numbers: Sequence[Tensor], grid: Grid) -> Tensor:
     """Blocks in units of the grid, by the numbers of ``measure``: one division a block, and a
     product a value."""
+    raise NotImplementedError(scale)
+
+
+@divide.register
+def _divide_by_numbers(
+    scale: Absmax | Rms | LeastSquares | Dual, blocks: Tensor, numbers: Sequence[Tensor], grid: Grid
+) -> Tensor:
     tiny = torch.finfo(blocks.dtype).tiny
     for number in numbers:
         blocks = blocks * (
@@ -161,6 +169,17 @@ def refit(
     scale: Scale, blocks: Tensor, codes: Tensor, numbers: list[Tensor], grid: Grid
 ) -> list[Tensor]:
     """The numbers that travel, once the codes are known: the same, but for least squares."""
+    raise NotImplementedError(scale)
+
+
+@refit.register
+def _as_they_are(
+    scale: Absmax | Rms | Dual | Static,
+    blocks: Tensor,
+    codes: Tensor,
+    numbers: list[Tensor],
+    grid: Grid,
+) -> list[Tensor]:
     return numbers
 
 
@@ -181,6 +200,13 @@ def _refit_least_squares(
 @singledispatch
 def multiply(scale: Scale, values: Tensor, numbers: Sequence[Tensor]) -> Tensor:
     """The inverse of ``divide``."""
+    raise NotImplementedError(scale)
+
+
+@multiply.register
+def _multiply_by_numbers(
+    scale: Absmax | Rms | LeastSquares | Dual, values: Tensor, numbers: Sequence[Tensor]
+) -> Tensor:
     for number in reversed(numbers):
         values = values * number
     return values
@@ -223,6 +249,11 @@ def rms_of(blocks: Tensor, peak: Tensor) -> Tensor:
 def bound(scale: Scale, grid: Grid, half: float, size: int) -> float:
     """What ``Codec.bound`` says, for blocks of ``size`` values of which each is off by ``half`` in
     units of the grid, if all were: ``sqrt(size)`` times that of one."""
+    raise NotImplementedError(scale)
+
+
+@bound.register
+def _bound_peak(scale: Absmax | Dual, grid: Grid, half: float, size: int) -> float:
     return math.sqrt(size) * half / grid.largest * growth(scale.stored) * (1 + 2**-7)
 
 
@@ -247,6 +278,13 @@ def _bound_static(scale: Static, grid: Grid, half: float, size: int) -> float:
 def floor(scale: Scale, grid: Grid, half: float, dtype: torch.dtype) -> float:
     """The error that a value of a block may have besides, scaled in ``dtype``: a block whose scale
     would be below the smallest normal number is zero, on a grid that has none of its own."""
+    raise NotImplementedError(scale)
+
+
+@floor.register
+def _floor_of_numbers(
+    scale: Absmax | Rms | LeastSquares | Dual, grid: Grid, half: float, dtype: torch.dtype
+) -> float:
     steps = 2 * half if grid.has_zero else grid.largest + half
     return float(torch.finfo(dtype).tiny) * steps
 
