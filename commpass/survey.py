@@ -18,6 +18,8 @@ from commpass.codecs import FLOATS, Codec, codec
 from commpass.errors import PolicyError, nearest
 
 STANDARD = (
+    "cast",
+    "cast(to=fp16)",
     "int8",
     "int6",
     "int4",

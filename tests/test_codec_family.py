@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from reference import FAMILY
 from test_codecs import bits, build, codecs, decoded, gaussian, one_thread, roundoff, tensors, wide
 
-from commpass.codecs import FLOATS, codec, grids, noise, packing, scales, transforms
+from commpass.codecs import FLOATS, codec
+from commpass.codecs.block import grids, noise, packing, scales, transforms
 
 __all__ = ["one_thread"]  # a fixture, used by its presence
 
@@ -135,14 +136,14 @@ def test_8_bit_floats_keep_every_value_of_their_grid_and_round_ties_to_even(text
 
 
 GRIDS = {
-    **{f"int{bits}": lambda bits=bits: grids.int_grid(bits) for bits in range(2, 9)},
-    **{f"level{bits}": lambda bits=bits: grids.level_grid(bits) for bits in (3, 4)},
-    **{form: lambda form=form: grids.fp8_grid(form) for form in ("e4m3", "e5m2")},
+    **{f"int{bits}": lambda bits=bits: grids.IntGrid(bits) for bits in range(2, 9)},
+    **{f"level{bits}": lambda bits=bits: grids.LevelGrid(bits) for bits in (3, 4)},
+    **{form: lambda form=form: grids.Fp8Grid(form) for form in ("e4m3", "e5m2")},
     **{
-        f"companded{bits}": lambda bits=bits: grids.companded_grid(bits, 256)
+        f"companded{bits}": lambda bits=bits: grids.CompandedGrid(bits, grids.companding(256))
         for bits in range(2, 9)
     },
-    **{f"table{bits}": lambda bits=bits: grids.table_grid(bits) for bits in range(2, 7)},
+    **{f"table{bits}": lambda bits=bits: grids.TableGrid(bits) for bits in range(2, 7)},
 }
 
 
@@ -152,16 +153,16 @@ def test_a_grid_has_the_levels_and_the_numbers_of_the_reference(name):
     assert (grid.bits, grid.has_zero) == (want.bits, 0.0 in want.levels)
     assert (grid.largest, grid.sigma) == pytest.approx((want.largest, want.sigma), rel=1e-12)
     codes = torch.from_numpy(want.codes.astype(np.uint8))
-    assert wide(grid.decode(codes, torch.float64)) == pytest.approx(
+    assert wide(grids.decode(grid, codes, torch.float64)) == pytest.approx(
         want.levels, abs=1e-11 * want.largest
     )
     # Each level, and what is a little to both sides of each edge, has its code.
     low, high = want.edges - 1e-6 * want.largest, want.edges + 1e-6 * want.largest
     if not name.startswith("e"):  # whose gaps near zero are narrower than that
-        assert grid.encode(torch.from_numpy(low), None).tolist() == want.codes[:-1].tolist()
-        assert grid.encode(torch.from_numpy(high), None).tolist() == want.codes[1:].tolist()
-    assert grid.decode(
-        grid.encode(torch.from_numpy(want.levels), None), torch.float64
+        assert grids.encode(grid, torch.from_numpy(low), None).tolist() == want.codes[:-1].tolist()
+        assert grids.encode(grid, torch.from_numpy(high), None).tolist() == want.codes[1:].tolist()
+    assert grids.decode(
+        grid, grids.encode(grid, torch.from_numpy(want.levels), None), torch.float64
     ).tolist() == pytest.approx(want.levels)
 
 
@@ -169,7 +170,12 @@ def test_a_grid_has_the_levels_and_the_numbers_of_the_reference(name):
 def test_half_is_the_largest_error_up_to_the_largest_number(name):
     grid = GRIDS[name]()
     values = torch.linspace(-grid.largest, grid.largest, 20_001, dtype=torch.float64)
-    error = (grid.decode(grid.encode(values, None), torch.float64) - values).abs().max().item()
+    error = (
+        (grids.decode(grid, grids.encode(grid, values, None), torch.float64) - values)
+        .abs()
+        .max()
+        .item()
+    )
     assert 0.95 * grid.half <= error <= grid.half * (1 + 1e-6)
 
 
@@ -179,7 +185,7 @@ def test_half_is_the_largest_error_up_to_the_largest_number(name):
 def test_codes_never_fall_as_values_rise_and_what_is_above_the_largest_is_cut(name):
     grid = GRIDS[name]()
     values = torch.linspace(-3 * grid.largest, 3 * grid.largest, 10_001)
-    codes = grid.encode(values, None).to(torch.int32)
+    codes = grids.encode(grid, values, None).to(torch.int32)
     assert (codes.diff() >= 0).all()
     assert codes[-1] == 2**grid.bits - 1
     assert codes[0] == (1 if name.startswith("int") else 0)
@@ -222,11 +228,11 @@ def test_the_levels_of_least_error_are_the_published_ones(bits_):
 def test_the_levels_of_least_error_are_means_of_their_cells_and_edges_lie_midway(bits_):
     """Both conditions of Lloyd and Max, by integration on a grid of points; and the error that they
     promise."""
-    grid = grids.table_grid(bits_)
+    grid = grids.TableGrid(bits_)
     x = np.linspace(-12, 12, 1_200_001)
     density = np.exp(-x * x / 2) / math.sqrt(2 * math.pi) * (x[1] - x[0])
-    codes = grid.encode(torch.from_numpy(x), None).numpy().astype(np.int64)
-    levels = wide(grid.decode(torch.arange(2**bits_, dtype=torch.uint8), torch.float64))
+    codes = grids.encode(grid, torch.from_numpy(x), None).numpy().astype(np.int64)
+    levels = wide(grids.decode(grid, torch.arange(2**bits_, dtype=torch.uint8), torch.float64))
     means = np.bincount(codes, density * x) / np.bincount(codes, density)
     assert means == pytest.approx(levels, abs=1e-4)
     nearest = np.abs(x[::500, None] - levels).argmin(axis=1)
@@ -270,14 +276,14 @@ WIDTHS = [8, 16, 32, 64, 128, 256, 512]
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_rotation_is_the_matrix_of_the_reference_and_its_inverse_undoes_it(width, signed):
-    rotation = transforms.hadamard(width, signed=signed)
+    rotation = transforms.Hadamard(width, signed=signed)
     x = gaussian(3, 5, width, dtype=torch.float64)
-    turned, side = rotation.forward(x)
+    turned, side = transforms.forward(rotation, x)
     assert side is None
     assert turned.numpy() == pytest.approx(
         x.numpy() @ reference.hadamard(width, signed).T / width, abs=1e-14
     )
-    back = rotation.inverse(turned / rotation.sums, None) * rotation.sums
+    back = transforms.inverse(rotation, turned / rotation.sums, None) * rotation.sums
     assert back.numpy() == pytest.approx(x.numpy(), abs=1e-13)
 
 
@@ -287,8 +293,8 @@ def test_the_signs_spread_every_row_of_the_matrix(width):
     the matrix, such as a constant, has all its rotated values alike. An odd number leaves one bit
     of a half: then half of them, and larger."""
     rows = torch.from_numpy(reference.hadamard(width))
-    turned, _ = transforms.hadamard(width, signed=True).forward(rows)
-    plain, _ = transforms.hadamard(width).forward(rows)
+    turned, _ = transforms.forward(transforms.Hadamard(width, signed=True), rows)
+    plain, _ = transforms.forward(transforms.Hadamard(width), rows)
     assert (plain.abs().amax(dim=1) == 1).all()
     left, right = width.bit_length() // 2, (width.bit_length() - 1) // 2
     odd = left % 2 + right % 2
@@ -298,7 +304,7 @@ def test_the_signs_spread_every_row_of_the_matrix(width):
 
 def test_groups_may_be_wider_than_the_rotation():
     x = gaussian(4, 128, dtype=torch.float64)
-    turned, _ = transforms.hadamard(32).forward(x)
+    turned, _ = transforms.forward(transforms.Hadamard(32), x)
     assert turned.numpy() == pytest.approx(
         (x.numpy().reshape(-1, 32) @ reference.hadamard(32) / 32).reshape(4, 128), abs=1e-14
     )
@@ -309,14 +315,14 @@ def test_a_pivot_is_what_is_twice_as_large_as_all_others():
     x[0, 5], x[1, 9], x[2, 0], x[3, 3] = 2.01, -50.0, 9.0, 1.0
     x[4, 7], x[4, 8] = 4.0, 2.0  # not more than twice
     x[5] = 0.0
-    transform = transforms.hadamard(16, pivot=True)
-    turned, side = transform.forward(x)
+    transform = transforms.Hadamard(16, pivot=True)
+    turned, side = transforms.forward(transform, x)
     assert side.flatten().tolist() == reference.pivots_of(x.numpy()).tolist() == [5, 9, 0, 0, 0, 0]
     want, pivots = reference.forward(
         x.numpy(), reference.Setting("level4", rotation="pivot", block=16)
     )
     assert turned.numpy() == pytest.approx(want, abs=1e-14)
-    back = transform.inverse(turned / transform.sums, side) * transform.sums
+    back = transforms.inverse(transform, turned / transform.sums, side) * transform.sums
     assert back.numpy() == pytest.approx(x.numpy(), abs=1e-13)
     assert pivots.tolist() == side.flatten().tolist()
 
@@ -361,7 +367,7 @@ def test_stored_scales_are_the_least_not_below_and_the_nearest(stored):
     largest = {"bf16": torch.finfo(torch.bfloat16).max, "pow2": 2.0**127}[stored]
     up = wide(scales.round_up(x, stored))
     assert (up[numbers <= largest] >= numbers[numbers <= largest]).all()
-    assert (up / numbers <= scales.Scale(stored=stored).growth()).all()
+    assert (up / numbers <= scales.growth(stored)).all()
 
 
 @pytest.mark.parametrize("stored", ["fp32", "bf16", "pow2"])

@@ -876,6 +876,8 @@ WHOLE = [
     "outlier(width=64, inner=rotated)",
     "exponent",
     "raw",
+    "cast",
+    "cast(to=fp16)",
 ]
 
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from commpass.codecs.exponent import ExponentCodec, exponent
-from commpass.codecs.exponent_window import best_start, window_shift
+from commpass.codecs.exponent.window import best_start, window_shift
 from commpass.errors import PolicyError
 
 CODERS = {planes: exponent(f"exponent(planes={planes})", planes=planes) for planes in (2, 3)}

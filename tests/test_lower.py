@@ -84,6 +84,18 @@ def test_values_that_are_summed_in_a_domain_enter_and_leave_it_once(fake_group):
     assert roles(gm)[-3:][0] == "leave" or "leave" in roles(gm)[-3:]
 
 
+def test_domains_of_the_same_kind_are_told_apart():
+    rows = torch.randn(2, 512, dtype=torch.float64)
+    domains = [codec(name).domain for name in ("rotated(block=64)", "rotated", "sdp4bit")]
+    with operators.as_operators():
+        entered = [operators.enter(domain, rows) for domain in domains]
+        traced = make_fx(lambda x: [operators.enter(domain, x) for domain in domains])(rows)
+    assert len({node.args[1] for node in traced.graph.nodes if node.target in CODED}) == 3
+    for domain, found in zip(domains, traced(rows), strict=True):
+        assert torch.equal(found, domain.enter(rows))
+    assert len({x.sum().item() for x in entered}) == 3
+
+
 def test_micro_shards_are_chunks_of_a_hop(fake_group):
     fake_group(4)
     gm = coded(summed, torch.randn(64, 64), forced("int8", algorithm="two_shot(shards=2)"))

@@ -207,6 +207,7 @@ OTHER = {
     "algorithm": "one_shot",
     "chunks": 2,
     "fused": True,
+    "lowering": "kernel",
 }
 FREE = {
     "name": "other",

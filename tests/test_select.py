@@ -3,6 +3,7 @@ all of them on any row."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import statistics
@@ -13,23 +14,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commpass.codecs import FLOATS, select
-from commpass.codecs.select import Selection, density_of
+from commpass.codecs import FLOATS
+from commpass.codecs.sparse import select
+from commpass.codecs.sparse.select import Selection, density_of
 from commpass.errors import PolicyError
 
 BY_THRESHOLD = {
-    "dgc": select.dgc,
-    "gaussiank": select.gaussiank,
-    "redsync": select.redsync,
-    "sidco": select.sidco,
+    "dgc": functools.partial(select.select, select.Dgc()),
+    "gaussiank": functools.partial(select.select, select.GaussianK()),
+    "redsync": functools.partial(select.select, select.RedSync()),
+    "sidco": functools.partial(select.select, select.Sidco()),
 }
 
 
-def randomk(rows, density):
-    return select.randomk(rows, density, seed=3)
-
-
-ALL = {"topk": select.topk, "randomk": randomk, **BY_THRESHOLD}
+ALL = {
+    "topk": functools.partial(select.select, select.TopK()),
+    "randomk": functools.partial(select.select, select.RandomK(3)),
+    **BY_THRESHOLD,
+}
 examples = settings(max_examples=60, deadline=None)
 
 
@@ -134,7 +136,7 @@ def test_dgc_takes_the_threshold_of_its_sample():
     found = []
     for seed in range(8):
         x = torch.from_numpy(data("gaussian", 50_000, seed)).float()[None]
-        found.append(int(select.dgc(x, density_of(0.01)).used[0]))
+        found.append(int(BY_THRESHOLD["dgc"](x, density_of(0.01)).used[0]))
     assert min(found) >= 400
     assert min(found) < 500 <= max(found)
 
@@ -207,7 +209,7 @@ def test_slots_are_of_fixed_number_ascending_and_say_how_many_are_used(x, ratio,
 @examples
 @given(rows_of(not_finite=True), RATIOS)
 def test_topk_chooses_the_largest(x, ratio):
-    selection = select.topk(x, density_of(ratio))
+    selection = ALL["topk"](x, density_of(ratio))
     k = selection.indices.shape[1]
     assert selection.used.tolist() == [k] * len(x)
     for row, bits in enumerate(patterns(x)):
@@ -303,7 +305,7 @@ def test_random_k_gives_each_entry_the_same_chance():
     """Chi-squared of 5 000 draws of 7 from 50: stretches of 50/7 are of unequal length, so of all
     seeds and data."""
     rows = torch.from_numpy(data("gaussian", 5000 * 50)).reshape(5000, 50).float()
-    selection = select.randomk(rows, density_of(0.14), seed=0)
+    selection = select.select(select.RandomK(0), rows, density_of(0.14))
     count = np.bincount(selection.indices.reshape(-1).numpy(), minlength=50)
     lengths = [(j + 1) * 50 // 7 - j * 50 // 7 for j in range(7)]
     expected = np.repeat([5000 / length for length in lengths], lengths)
@@ -317,15 +319,15 @@ def test_random_k_depends_on_seed_and_data_and_on_nothing_else():
     density = density_of(0.01)
     torch.manual_seed(0)
     state = torch.random.get_rng_state()
-    one = select.randomk(x, density, seed=0).indices
+    one = select.select(select.RandomK(0), x, density).indices
     assert torch.equal(torch.random.get_rng_state(), state)
     torch.manual_seed(1)
-    assert torch.equal(select.randomk(x.clone(), density, seed=0).indices, one)
+    assert torch.equal(select.select(select.RandomK(0), x.clone(), density).indices, one)
     changed = x.clone()
     changed[0, 0] += 1
     for other in (
-        select.randomk(x, density, seed=1).indices,
-        select.randomk(changed, density, seed=0).indices,
+        select.select(select.RandomK(1), x, density).indices,
+        select.select(select.RandomK(0), changed, density).indices,
     ):
         assert (other == one).sum() < 10
 

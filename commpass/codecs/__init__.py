@@ -1,11 +1,11 @@
 """Encode and decode: the parts, their composition, and codecs by name."""
 
 from commpass.codecs import operators
+from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
-from commpass.codecs.domain import VALUES, Domain
 from commpass.codecs.names import NAMES, codec
-from commpass.codecs.packing import ALIGNMENT, cut, cut_apart, pad
 from commpass.codecs.raw import RawCodec
+from commpass.codecs.rows import ALIGNMENT, cut, cut_apart, pad
 from commpass.codecs.sparse import SparseCodec, sum_by_index
 
 __all__ = [

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from commpass.codecs.domain import VALUES, Domain
+from commpass.codecs.block.domain import VALUES, Domain
 from commpass.errors import PolicyError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -39,22 +39,22 @@ class Codec(ABC):
 
     Collectives work on *rows*: a tensor ``[rows, n]`` becomes bytes ``[rows, wire_bytes(n)]``, and
     each row can be decoded on its own, on any rank.
+
+    Codecs are compared by what they are made of: two are equal if and only if they encode and
+    decode alike, whatever they are called. So ``taco(form=int8, rotate=False, scale=absmax)``
+    equals ``int8``, and ``codec("rotated").within`` does not equal ``codec("rotated")``, though
+    both are called so. Each codec is a frozen dataclass whose ``spec`` is not compared.
     """
 
     spec: str
-    """The text that ``commpass.codec`` turns into an equal codec, such as ``int8(block=128)``."""
+    """What it is called: the text that ``commpass.codec`` turns into an equal codec, such as
+    ``int8(block=128)``. What is made of a codec afterwards (``within``, ``salted``) keeps it."""
     lossless: bool = False
     state: str | None = None
     """What the caller must keep between calls, in words; None for nothing."""
     dynamic: bool = False
     """Whether the last part of the wire has room for more bytes than most values need: see
     ``used_bytes``."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Codec) and self.spec == other.spec
-
-    def __hash__(self) -> int:
-        return hash(self.spec)
 
     @property
     @abstractmethod
@@ -99,7 +99,9 @@ class Codec(ABC):
 
     def salted(self, *salt: int) -> Codec:
         """The same codec for one who encodes: ``salt`` says who and where (the rank, the hop of the
-        algorithm, the piece); random numbers are others for each. Any of them decodes a wire."""
+        algorithm, the piece); random numbers are others for each. Any of them decodes a wire; since
+        they encode differently they are not equal, and one rounded at random is put away unsalted.
+        """
         return self
 
     @property

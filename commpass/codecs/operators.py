@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.codec import Codec, accumulation_dtype
-from commpass.codecs.domain import VALUES, Domain
 from commpass.codecs.names import codec
 from commpass.codecs.raw import RawCodec
 from commpass.codecs.sparse import SparseCodec, sum_by_index
@@ -81,14 +81,14 @@ def enter(domain: Domain, rows: Tensor) -> Tensor:
     """Rows of values in a domain."""
     if domain == VALUES or not _opaque.get():
         return domain.enter(rows)
-    return ops.enter(rows, _named(domain.name, domain))
+    return ops.enter(rows, _named(str(domain.transform), domain))
 
 
 def leave(domain: Domain, rows: Tensor) -> Tensor:
     """The inverse of ``enter``."""
     if domain == VALUES or not _opaque.get():
         return domain.leave(rows)
-    return ops.leave(rows, _named(domain.name, domain))
+    return ops.leave(rows, _named(str(domain.transform), domain))
 
 
 def sum_rows(rows: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch import Tensor
 from commpass.codecs.codec import Codec
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RawCodec(Codec):
     """The bytes of the values, as views: nothing is computed. No side data. Lossless."""
 
-    spec: str
+    spec: str = field(compare=False)
 
     lossless = True
     block = 1

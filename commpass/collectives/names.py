@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from commpass.codecs.names import changed, parse, spelled
 from commpass.collectives import moves, reductions
 from commpass.collectives.algorithm import Algorithm
 from commpass.errors import PolicyError, nearest
+from commpass.spec import changed, parse, spelled
 
 KINDS: dict[str, dict[str, Callable[..., Algorithm]]] = {
     "all_reduce": {

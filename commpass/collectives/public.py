@@ -292,9 +292,8 @@ def _request(
 def _sources() -> str:
     """A hash of the version and of the files that say what a collective computes."""
     package = Path(__file__).parent.parent
-    files = sorted(
-        file for part in ("codecs", "collectives") for file in (package / part).rglob("*.py")
-    )
+    parts = [(package / part).rglob("*.py") for part in ("codecs", "collectives")]
+    files = sorted([package / "spec.py", *parts[0], *parts[1]])
     return hashlib.sha256(
         b"".join([version("commpass").encode(), *(file.read_bytes() for file in files)])
     ).hexdigest()[:16]

@@ -9,41 +9,34 @@ not finite has no index at all and NaN for values: it is decoded to NaN througho
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from commpass.codecs import select
 from commpass.codecs.codec import Codec, Wire, accumulation_dtype
-from commpass.codecs.indices import IndexCode, index_code
-from commpass.codecs.inner import inner_codec
-from commpass.codecs.packing import ceil_to, cut, pad
-from commpass.codecs.select import Density, Selector, density_of
-from commpass.errors import PolicyError
+from commpass.codecs.rows import ceil_to, cut, pad
+from commpass.codecs.sparse import indices as index_codes
+from commpass.codecs.sparse.indices import IndexCode
+from commpass.codecs.sparse.select import Density, Selector, kept, select
 
 ALIGNMENT = 16
 """Bytes to which a row is padded, so that each begins where vectors can be loaded; a sparse row is
 small."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class SparseCodec(Codec):
     """``k = ceil(density * n)`` entries of a row; all others are decoded as zeros.
 
-    ``kept`` is the least part of the row's squared norm that the selector promises to choose: the
-    density for exact top-k, nothing for the others. What is left out is lost unless the caller adds
-    it to the next row: see ``residual``.
+    What is left out is lost unless the caller adds it to the next row: see ``residual``.
     """
 
-    spec: str
+    spec: str = field(compare=False)
     selector: Selector
     density: Density
     inner: Codec
     index: IndexCode
-    kept: float
 
     state = "error feedback"
 
@@ -58,8 +51,8 @@ class SparseCodec(Codec):
     def bound(self) -> float:
         """Of a row: what is left out, ``1 - kept`` of the squared norm at most, and the inner
         codec's error of the rest."""
-        kept = self.kept
-        return max(self.inner.bound, math.sqrt(1 - kept + self.inner.bound**2 * kept))
+        part = kept(self.selector, self.density)
+        return max(self.inner.bound, math.sqrt(1 - part + self.inner.bound**2 * part))
 
     def floor(self, dtype: torch.dtype) -> float:
         return self.inner.floor(dtype)
@@ -71,18 +64,23 @@ class SparseCodec(Codec):
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         chosen = self.slots(numel)
         return ceil_to(
-            self.inner.wire_bytes(chosen, dtype) + self.index.nbytes(numel, chosen), ALIGNMENT
+            self.inner.wire_bytes(chosen, dtype) + index_codes.nbytes(self.index, numel, chosen),
+            ALIGNMENT,
         )
 
     def encode_rows(self, rows: Tensor) -> Tensor:
         count, numel = rows.shape
         if isinstance(numel, int) and numel == 0:
             return torch.zeros((count, 0), dtype=torch.uint8, device=rows.device)
-        selection = self.selector(rows, self.density)
+        selection = select(self.selector, rows, self.density)
         indices = torch.where(selection.lost.unsqueeze(-1), numel, selection.indices)
         values = torch.where(indices < numel, rows.gather(1, indices.clamp(max=numel - 1)), 0)
         values = torch.where(selection.lost.unsqueeze(-1), math.nan, values)
-        raw = torch.cat([self.inner.encode_rows(values), self.index.encode(indices, numel)], dim=1)
+        regions = [
+            self.inner.encode_rows(values),
+            index_codes.encode(self.index, indices, numel),
+        ]
+        raw = torch.cat(regions, dim=1)
         return pad(raw, self.wire_bytes(numel, rows.dtype))
 
     def decode_sparse(self, wire: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -98,9 +96,8 @@ class SparseCodec(Codec):
         values = self.inner.decode_rows(wire.narrow(1, 0, split), chosen, dtype).to(
             accumulation_dtype(dtype)
         )
-        indices = self.index.decode(
-            wire.narrow(1, split, self.index.nbytes(numel, chosen)), numel, chosen
-        )
+        coded = wire.narrow(1, split, index_codes.nbytes(self.index, numel, chosen))
+        indices = index_codes.decode(self.index, coded, numel, chosen)
         unused = torch.where(_poisoned(indices, values, numel), math.nan, 0.0)
         return indices, torch.where(indices < numel, values, unused.to(values.dtype))
 
@@ -145,62 +142,3 @@ def residual(x: Tensor, coder: Codec) -> tuple[Wire, Tensor]:
 def _poisoned(indices: Tensor, values: Tensor, numel: int) -> Tensor:
     """bool ``[rows, 1]``: no slot is used, and the value of the first is not finite."""
     return (indices.narrow(1, 0, 1) == numel) & ~values.narrow(1, 0, 1).isfinite()
-
-
-# --- by name --------------------------------------------------------------------------------------
-
-
-def topk(spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least") -> Codec:
-    """The ``ceil(density * n)`` entries of largest magnitude, exactly. Error feedback is the
-    caller's."""
-    return _sparse(spec, select.topk, density, values, indices, kept=density_of(density).ratio)
-
-
-def randomk(
-    spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least", seed: int = 0
-) -> Codec:
-    """Entries at random, unscaled: unbiased only with error feedback. For comparison."""
-    if not 0 <= seed < 2**32:
-        raise PolicyError(f"seed={seed}: must be from 0 to 4294967295")
-    return _sparse(spec, partial(select.randomk, seed=seed), density, values, indices)
-
-
-def dgc(spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least") -> Codec:
-    """Entries above the threshold of a 1 % sample (Deep Gradient Compression)."""
-    return _sparse(spec, select.dgc, density, values, indices)
-
-
-def gaussiank(
-    spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least"
-) -> Codec:
-    """Entries above the threshold that a Gaussian would have."""
-    return _sparse(spec, select.gaussiank, density, values, indices)
-
-
-def redsync(
-    spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least"
-) -> Codec:
-    """Entries above a threshold bisected between mean and maximum."""
-    return _sparse(spec, select.redsync, density, values, indices)
-
-
-def sidco(
-    spec: str, *, density: float = 0.01, values: str = "raw", indices: str = "least"
-) -> Codec:
-    """Entries above the threshold that an exponential would have, in stages."""
-    return _sparse(spec, select.sidco, density, values, indices)
-
-
-def _sparse(
-    spec: str, selector: Selector, density: float, values: str, indices: str, kept: float = 0.0
-) -> Codec:
-    chosen = density_of(density)
-    inner = inner_codec("values", values)
-    return SparseCodec(
-        spec,
-        selector,
-        chosen,
-        inner,
-        index_code(Fraction(chosen.over, chosen.under), indices),
-        kept,
-    )

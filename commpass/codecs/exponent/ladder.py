@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commpass.codecs.exponent_bits import add, any_of, equals, spread, subtract
+from commpass.codecs.exponent.bits import add, any_of, equals, spread, subtract
 
 ZERO = 15
 """Stands in the tables of offsets for the exponent zero itself, wherever the window lies."""

@@ -1,14 +1,52 @@
-"""Noise for stochastic rounding, from a counter: the same each time it is computed, and another for
-each rank, hop and step."""
+"""Rounding, and the noise of stochastic rounding, from a counter: the same each time it is
+computed, and another for each rank, hop and step."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 MASK = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """To the nearest level: off by half a gap at most."""
+
+    halves: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Stochastic:
+    """Up with the probability of the remainder: off by a whole gap at most, and right on
+    average."""
+
+    seed: int
+    halves: ClassVar[int] = 2
+
+
+Rounding = Nearest | Stochastic
+
+
+@singledispatch
+def noise_of(rounding: Rounding, blocks: Tensor, salt: tuple[int, ...]) -> Tensor | None:
+    """Numbers in [0, 1) of the shape of blocks ``[rows, blocks, block]`` and their dtype; None for
+    the nearest."""
+    raise NotImplementedError(rounding)
+
+
+@noise_of.register
+def _no_noise(rounding: Nearest, blocks: Tensor, salt: tuple[int, ...]) -> None:
+    return None
+
+
+@noise_of.register
+def _noise(rounding: Stochastic, blocks: Tensor, salt: tuple[int, ...]) -> Tensor:
+    return uniform(blocks, key_of(rounding.seed, salt))
 
 
 def key_of(seed: int, salt: tuple[int, ...]) -> int:

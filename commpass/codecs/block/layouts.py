@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from commpass.codecs.packing import larger, pad
+from commpass.codecs.rows import larger, pad
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 
 import torch
 from torch import Tensor
@@ -43,53 +44,125 @@ class FloatForm:
         return CHUNK // LANES * self.rest // 32
 
 
-FORMS = {
-    torch.bfloat16: FloatForm(torch.bfloat16, 8, 8),
-    torch.float16: FloatForm(torch.float16, 5, 11),
-    torch.float32: FloatForm(torch.float32, 8, 24),
+@dataclass(frozen=True)
+class Bfloat16(FloatForm):
+    """8 bits of exponent, 8 of the rest: two halves of 16 bits."""
+
+    dtype: torch.dtype = torch.bfloat16
+    exponent_bits: int = 8
+    rest: int = 8
+
+
+@dataclass(frozen=True)
+class Float16(FloatForm):
+    """5 bits of exponent; the rest of 11 travels as 8 and 3."""
+
+    dtype: torch.dtype = torch.float16
+    exponent_bits: int = 5
+    rest: int = 11
+
+
+@dataclass(frozen=True)
+class Float32(FloatForm):
+    """8 bits of exponent; the rest of 24 travels as three words for four."""
+
+    dtype: torch.dtype = torch.float32
+    exponent_bits: int = 8
+    rest: int = 24
+
+
+FORMS: dict[torch.dtype, FloatForm] = {
+    form.dtype: form for form in (Bfloat16(), Float16(), Float32())
 }
 
 
-def split(words: Sequence[Tensor], form: FloatForm) -> tuple[list[Tensor], list[Tensor]]:
+@singledispatch
+def split(form: FloatForm, words: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The words of columns to 16 pairs of exponents and ``form.rest_words`` words of sign and
     mantissa."""
-    if form.dtype == torch.float32:
-        low, high = words[0::2], words[1::2]
-        pairs = [
-            ((a >> 23) & 0xFF) | ((b >> 7) & 0x00FF0000) for a, b in zip(low, high, strict=True)
-        ]
-        rests = [(word & 0x007FFFFF) | ((word >> 8) & 0x00800000) for word in words]
-        return pairs, _three_of_four(rests)
-    if form.dtype == torch.bfloat16:
-        return (
-            [(word >> 7) & 0x00FF00FF for word in words],
-            pack([(word & 0x007F007F) | ((word >> 8) & 0x00800080) for word in words], 8),
-        )
+    raise NotImplementedError(form)
+
+
+@singledispatch
+def join(form: FloatForm, pairs: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of ``split``."""
+    raise NotImplementedError(form)
+
+
+@singledispatch
+def exponent_bytes(form: FloatForm, words: Tensor) -> Tensor:
+    """Column words ``[..., 8, k, 32]`` of a chunk to its exponents ``[..., 8, 32]``, as ``pack`` of
+    8 bits lays them out."""
+    raise NotImplementedError(form)
+
+
+@split.register
+def _split_float32(form: Float32, words: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    low, high = words[0::2], words[1::2]
+    pairs = [((a >> 23) & 0xFF) | ((b >> 7) & 0x00FF0000) for a, b in zip(low, high, strict=True)]
+    rests = [(word & 0x007FFFFF) | ((word >> 8) & 0x00800000) for word in words]
+    return pairs, _three_of_four(rests)
+
+
+@join.register
+def _join_float32(form: Float32, pairs: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
+    rests = _four_of_three(rest)
+    exponents = [part for pair in pairs for part in (pair & 0xFF, (pair >> 16) & 0xFF)]
+    return [
+        (rest & 0x007FFFFF) | ((rest & 0x00800000) << 8) | (exponent << 23)
+        for rest, exponent in zip(rests, exponents, strict=True)
+    ]
+
+
+@exponent_bytes.register
+def _bytes_float32(form: Float32, words: Tensor) -> Tensor:
+    exponents = [(word >> 23) & 0xFF for word in words.unbind(-2)]
+    return exponents[0] | (exponents[2] << 8) | (exponents[1] << 16) | (exponents[3] << 24)
+
+
+@split.register
+def _split_bfloat16(form: Bfloat16, words: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    return (
+        [(word >> 7) & 0x00FF00FF for word in words],
+        pack([(word & 0x007F007F) | ((word >> 8) & 0x00800080) for word in words], 8),
+    )
+
+
+@join.register
+def _join_bfloat16(form: Bfloat16, pairs: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
+    rests = unpack(rest, 8)
+    return [
+        (r & 0x007F007F) | ((r & 0x00800080) << 8) | (p << 7)
+        for r, p in zip(rests, pairs, strict=True)
+    ]
+
+
+@exponent_bytes.register
+def _bytes_bfloat16(form: Bfloat16, words: Tensor) -> Tensor:
+    low, high = words.unbind(-2)
+    return ((low >> 7) & 0x00FF00FF) | (((high >> 7) & 0x00FF00FF) << 8)
+
+
+@split.register
+def _split_float16(form: Float16, words: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     bytes_ = pack([word & 0x00FF00FF for word in words], 8)
     above = pack([((word >> 8) & 0x00030003) | ((word >> 13) & 0x00040004) for word in words], 3)
     return [(word >> 10) & 0x001F001F for word in words], bytes_ + above
 
 
-def join(pairs: Sequence[Tensor], rest: Sequence[Tensor], form: FloatForm) -> list[Tensor]:
-    """The inverse of ``split``."""
-    if form.dtype == torch.float32:
-        rests = _four_of_three(rest)
-        exponents = [part for pair in pairs for part in (pair & 0xFF, (pair >> 16) & 0xFF)]
-        return [
-            (rest & 0x007FFFFF) | ((rest & 0x00800000) << 8) | (exponent << 23)
-            for rest, exponent in zip(rests, exponents, strict=True)
-        ]
-    if form.dtype == torch.bfloat16:
-        rests = unpack(rest, 8)
-        return [
-            (r & 0x007F007F) | ((r & 0x00800080) << 8) | (p << 7)
-            for r, p in zip(rests, pairs, strict=True)
-        ]
+@join.register
+def _join_float16(form: Float16, pairs: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
     bytes_, above = unpack(rest[:8], 8), unpack(rest[8:], 3)
     return [
         b | ((a & 0x00030003) << 8) | ((a & 0x00040004) << 13) | (p << 10)
         for b, a, p in zip(bytes_, above, pairs, strict=True)
     ]
+
+
+@exponent_bytes.register
+def _bytes_float16(form: Float16, words: Tensor) -> Tensor:
+    low, high = words.unbind(-2)
+    return ((low >> 10) & 0x001F001F) | (((high >> 10) & 0x001F001F) << 8)
 
 
 def pack(pairs: Sequence[Tensor], bits: int) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Which entries of a row are sent: exact top-k, random-k, DGC, Gaussian-k, RedSync and SIDCo.
 
-Every selector maps rows ``[rows, n]`` and a density to a Selection of exactly ``k = ceil(density *
+A selector is plain data; ``select``, dispatched on its type, maps rows ``[rows, n]`` and a density
+to a Selection of exactly ``k = ceil(density *
 n)`` slots, in plain aten operations with a fixed number of passes: published loops that stop early
 are carried out to their end for all rows at once.
 
@@ -26,17 +27,17 @@ What all selectors share:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import singledispatch
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
 from commpass.codecs.codec import accumulation_dtype
-from commpass.codecs.indices import ranks_up_to
-from commpass.codecs.packing import cut, larger, smaller
+from commpass.codecs.rows import cut, larger, smaller
+from commpass.codecs.sparse.indices import ranks_up_to
 from commpass.errors import PolicyError
 
 
@@ -78,21 +79,16 @@ def density_of(density: float) -> Density:
     )
 
 
-Selector = Callable[[Tensor, Density], Selection]
-
-
 # --- selectors ------------------------------------------------------------------------------------
 
 
-def topk(rows: Tensor, density: Density) -> Selection:
+@dataclass(frozen=True)
+class TopK:
     """The ``k`` entries of largest magnitude; all slots are used."""
-    bits = magnitude_bits(rows)
-    k = density.slots(rows.shape[1])
-    indices = bits.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
-    return Selection(indices, (indices >= 0).sum(-1), _not_finite(bits) > k)
 
 
-def randomk(rows: Tensor, density: Density, *, seed: int) -> Selection:
+@dataclass(frozen=True)
+class RandomK:
     """One entry at random of each of ``k`` stretches of equal length: each entry with the same
     probability, O(k) work.
 
@@ -100,6 +96,80 @@ def randomk(rows: Tensor, density: Density, *, seed: int) -> Selection:
     data gives another choice without a step count to keep, and the same data the same choice. All
     slots are used.
     """
+
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Dgc:
+    """Threshold of a sample, x0.8 until 0.8 k are found (Lin et al. 2018, Deep Gradient
+    Compression, and its published code).
+
+    Sample: 1 % of the row, but at least ``2 / density`` entries, one at random of each stretch. At
+    most 10 rounds, all
+    counted in one pass. Too many are cut to the largest ``k``, as the published code does from 1.3
+    k.
+    """
+
+
+@dataclass(frozen=True)
+class GaussianK:
+    """``|mu| + sigma * ppf(1 - density/2)``, x0.5 or x1.5 in up to 3 rounds while not in 2k/3 ...
+    4k/3 (Shi et al. 2019).
+
+    ``|mu|`` where published code has ``mu``, which for a negative mean is below what is meant.
+    Where no round fits, the one with the fewest that are enough is taken, not the last one: with a
+    mean far from zero that may have found nothing. The 10 thresholds that three rounds can reach
+    are counted in one pass.
+    """
+
+
+@dataclass(frozen=True)
+class RedSync:
+    """``mean + t * (max - mean)`` with t bisected 3 times until between k and 2k are found (Fang et
+    al. 2019).
+
+    Fewer than k lower the threshold; published code does so below k/2 only, and ends with too few
+    where it finds less than k. Where nothing fits, the lower end is taken, which finds too many.
+    All thresholds are counted in one pass.
+    """
+
+
+@dataclass(frozen=True)
+class Sidco:
+    """``-mean * ln(ratio)`` of an exponential, then the same of what is above it, in stages
+    (Abdelmoniem et al. 2021).
+
+    Each stage keeps a quarter of the one before, the last what is left to the density: 4 stages at
+    1 %. One pass a stage.
+    """
+
+
+Selector = TopK | RandomK | Dgc | GaussianK | RedSync | Sidco
+
+
+def kept(selector: Selector, density: Density) -> float:
+    """The least part of a row's squared norm that a selector promises to choose: the density for
+    exact top-k, nothing for the others."""
+    return density.ratio if isinstance(selector, TopK) else 0.0
+
+
+@singledispatch
+def select(selector: Selector, rows: Tensor, density: Density) -> Selection:
+    """The entries of each of the rows ``[rows, n]`` that a selector chooses at a density."""
+    raise NotImplementedError(selector)
+
+
+@select.register
+def _topk(selector: TopK, rows: Tensor, density: Density) -> Selection:
+    bits = magnitude_bits(rows)
+    k = density.slots(rows.shape[1])
+    indices = bits.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
+    return Selection(indices, (indices >= 0).sum(-1), _not_finite(bits) > k)
+
+
+@select.register
+def _randomk(selector: RandomK, rows: Tensor, density: Density) -> Selection:
     bits = magnitude_bits(rows)
     k = density.slots(rows.shape[1])
     words = rows.to(accumulation_dtype(rows.dtype)).view(bits.dtype).to(torch.int64)
@@ -109,20 +179,15 @@ def randomk(rows: Tensor, density: Density, *, seed: int) -> Selection:
         (words & 0x7FFFFFFF).sum(-1, keepdim=True),
         ((words >> 31) & 0x7FFFFFFF).sum(-1, keepdim=True),
     )
-    indices = _one_of_each_stretch(rows.shape[1], k, _mix(low & _MASK, _mix(high & _MASK, seed)))
+    indices = _one_of_each_stretch(
+        rows.shape[1], k, _mix(low & _MASK, _mix(high & _MASK, selector.seed))
+    )
     chosen = (bits.gather(1, indices) >= _infinity(bits)).sum(-1)
     return Selection(indices, (indices >= 0).sum(-1), _not_finite(bits) > chosen)
 
 
-def dgc(rows: Tensor, density: Density) -> Selection:
-    """Threshold of a sample, x0.8 until 0.8 k are found (Lin et al. 2018, Deep Gradient
-    Compression, and its published code).
-
-    Sample: 1 % of the row, but at least ``2 / density`` entries, one at random of each stretch. At
-    most 10 rounds, all
-    counted in one pass. Too many are cut to the largest ``k``, as the published code does from 1.3
-    k.
-    """
+@select.register
+def _dgc(selector: Dgc, rows: Tensor, density: Density) -> Selection:
     bits = magnitude_bits(rows)
     entries, k, peak = rows.shape[1], density.slots(rows.shape[1]), _peak(bits)
     sample = smaller(
@@ -139,15 +204,8 @@ def dgc(rows: Tensor, density: Density) -> Selection:
     return _largest_above(bits, thresholds.gather(1, rounds), peak, k)
 
 
-def gaussiank(rows: Tensor, density: Density) -> Selection:
-    """``|mu| + sigma * ppf(1 - density/2)``, x0.5 or x1.5 in up to 3 rounds while not in 2k/3 ...
-    4k/3 (Shi et al. 2019).
-
-    ``|mu|`` where published code has ``mu``, which for a negative mean is below what is meant.
-    Where no round fits, the one with the fewest that are enough is taken, not the last one: with a
-    mean far from zero that may have found nothing. The 10 thresholds that three rounds can reach
-    are counted in one pass.
-    """
+@select.register
+def _gaussiank(selector: GaussianK, rows: Tensor, density: Density) -> Selection:
     bits = magnitude_bits(rows)
     k, peak = density.slots(rows.shape[1]), _peak(bits)
     size, count = _sizes(bits, peak), _finite(bits).sum(-1, keepdim=True).clamp(min=1).double()
@@ -176,14 +234,8 @@ def gaussiank(rows: Tensor, density: Density) -> Selection:
     return _largest_above(bits, thresholds.gather(1, rounds.gather(1, best)), peak, k)
 
 
-def redsync(rows: Tensor, density: Density) -> Selection:
-    """``mean + t * (max - mean)`` with t bisected 3 times until between k and 2k are found (Fang et
-    al. 2019).
-
-    Fewer than k lower the threshold; published code does so below k/2 only, and ends with too few
-    where it finds less than k. Where nothing fits, the lower end is taken, which finds too many.
-    All thresholds are counted in one pass.
-    """
+@select.register
+def _redsync(selector: RedSync, rows: Tensor, density: Density) -> Selection:
     bits = magnitude_bits(rows)
     k, peak = density.slots(rows.shape[1]), _peak(bits)
     mean = _exact_sum(_sizes(bits, peak), 24) / _finite(bits).sum(-1, keepdim=True).clamp(min=1)
@@ -202,13 +254,8 @@ def redsync(rows: Tensor, density: Density) -> Selection:
     return _largest_above(bits, thresholds.gather(1, low), peak, k)
 
 
-def sidco(rows: Tensor, density: Density) -> Selection:
-    """``-mean * ln(ratio)`` of an exponential, then the same of what is above it, in stages
-    (Abdelmoniem et al. 2021).
-
-    Each stage keeps a quarter of the one before, the last what is left to the density: 4 stages at
-    1 %. One pass a stage.
-    """
+@select.register
+def _sidco(selector: Sidco, rows: Tensor, density: Density) -> Selection:
     bits = magnitude_bits(rows)
     k, peak = density.slots(rows.shape[1]), _peak(bits)
     size, kept, left = _sizes(bits, peak), _finite(bits), density.ratio

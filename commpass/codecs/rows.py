@@ -1,4 +1,4 @@
-"""Codes and numbers as bytes; padding and cutting of rows."""
+"""Numbers as bytes; padding and cutting of rows: what all codecs are made with."""
 
 from __future__ import annotations
 
@@ -10,57 +10,6 @@ from torch import Tensor
 
 ALIGNMENT = 128
 """Bytes to which the regions of a row are padded: odd rows lose vector stores and cost a copy."""
-
-
-def widths(bits: int) -> list[int]:
-    """The powers of two that add up to ``bits``, largest first: codes of 6 bits travel as 4 bits
-    and 2 bits."""
-    return [part for part in (8, 4, 2, 1) if bits & part]
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes ``[..., block]`` to bytes ``[..., block * bits / 8]``, without waste for any
-    ``bits`` from 1 to 8.
-
-    The low bits come first, in parts of 4, 2 and 1 bits; part i of a byte comes from part i of the
-    block.
-    """
-    if bits == 8:
-        return codes
-    packed, low = [], 0
-    for width in widths(bits):
-        part = codes if width == bits else (codes >> low) & (2**width - 1)
-        packed.append(_pack_even(part, width))
-        low += width
-    return packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of ``pack``."""
-    if bits == 8:
-        return packed
-    block = packed.shape[-1] * 8 // bits
-    codes, low, start = None, 0, 0
-    for width in widths(bits):
-        length = block * width // 8
-        part = _unpack_even(packed.narrow(-1, start, length), width)
-        codes = part if codes is None else codes | (part << low)
-        low, start = low + width, start + length
-    assert codes is not None
-    return codes
-
-
-def _pack_even(codes: Tensor, bits: int) -> Tensor:
-    per_byte = 8 // bits
-    parts = codes.unflatten(-1, (per_byte, codes.shape[-1] // per_byte)).unbind(-2)
-    packed = parts[0]
-    for position, part in enumerate(parts[1:], start=1):
-        packed = packed | (part << (bits * position))
-    return packed
-
-
-def _unpack_even(packed: Tensor, bits: int) -> Tensor:
-    return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], dim=-1)
 
 
 def to_bytes(values: Tensor) -> Tensor:
@@ -136,6 +85,13 @@ def as_bytes(numbers: Tensor) -> Tensor:
             torch.cat([numbers, numbers], dim=-1).view(torch.uint8).narrow(-1, 0, numbers.itemsize)
         )
     return numbers.view(torch.uint8)
+
+
+def finite_stays(values: Tensor, original: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values cut at the largest number of ``dtype`` where the originals are finite; the others as
+    they are (law 2)."""
+    limit = torch.finfo(dtype).max
+    return torch.where(original.isfinite(), values.clamp(-limit, limit), values)
 
 
 def aligned(number: int) -> int:

@@ -4,25 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from commpass.codecs.block import BlockCodec
-from commpass.codecs.codec import Codec
-from commpass.codecs.grids import (
+from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.grids import (
+    CompandedGrid,
+    Fp8Grid,
     Grid,
-    companded_grid,
-    fp8_grid,
-    int_grid,
-    level_grid,
-    marking,
-    marking_fp8,
-    table_grid,
+    IntGrid,
+    LevelGrid,
+    TableGrid,
+    companding,
 )
-from commpass.codecs.layouts import Flat, Lanes, Tiles
-from commpass.codecs.packing import is_power_of_two
-from commpass.codecs.scales import RULES, STORED, Scale
-from commpass.codecs.transforms import NO_TRANSFORM, hadamard
+from commpass.codecs.block.layouts import Flat, Lanes, Tiles
+from commpass.codecs.block.noise import Nearest, Stochastic
+from commpass.codecs.block.scales import (
+    STORED,
+    Absmax,
+    Dual,
+    LeastSquares,
+    Midrange,
+    Rms,
+    Scale,
+    Static,
+)
+from commpass.codecs.block.transforms import Hadamard, NoTransform
+from commpass.codecs.codec import Codec
+from commpass.codecs.rows import is_power_of_two
 from commpass.errors import PolicyError, nearest
 
 NEAREST, STOCHASTIC = "nearest", "stochastic"
+SCALES: dict[str, Callable[[str], Scale]] = {
+    "absmax": Absmax,
+    "rms": Rms,
+    "lsq": LeastSquares,
+    "dual": Dual,
+}
+"""Scales by name, but for the static one."""
 
 
 def _integers(bits: int, block: int, doc: str) -> Callable[..., Codec]:
@@ -40,16 +56,22 @@ def _integers(bits: int, block: int, doc: str) -> Callable[..., Codec]:
         seed: int = 0,
     ) -> Codec:
         rule = _scale(scale, stored, static)
-        grid = marking(int_grid(bits)) if rule.rule == "static" else int_grid(bits)
+        grid = IntGrid(bits, marks=isinstance(rule, Static))
         stochastic = _one_of("rounding", rounding, (NEAREST, STOCHASTIC)) == STOCHASTIC
         if seed and not stochastic:
             raise PolicyError(f"seed={seed}: is for rounding={STOCHASTIC!r}")
-        if stochastic and rule.rule == "lsq":
+        if stochastic and isinstance(rule, LeastSquares):
             raise PolicyError(
                 "scale='lsq' fits the scale to codes rounded to the nearest; leave out"
                 " rounding='stochastic'"
             )
-        return BlockCodec(spec, Flat(_block(block)), grid, rule, seed=seed if stochastic else None)
+        return BlockCodec(
+            spec,
+            Flat(_block(block)),
+            grid,
+            rule,
+            rounding=Stochastic(seed) if stochastic else Nearest(),
+        )
 
     build.__doc__ = doc
     return build
@@ -76,11 +98,10 @@ def fp8(
 ) -> Codec:
     """8-bit floats, ``form`` e4m3 or e5m2, one absmax scale a block; travels as uint8.
     ``static=1.0`` is a plain cast."""
-    grid = fp8_grid(_one_of("form", form, ("e4m3", "e5m2")))
+    _one_of("form", form, ("e4m3", "e5m2"))
     rule = _scale(scale, stored, static)
-    return BlockCodec(
-        spec, Flat(_block(block)), marking_fp8(grid) if rule.rule == "static" else grid, rule
-    )
+    grid = Fp8Grid(form, marks=isinstance(rule, Static))
+    return BlockCodec(spec, Flat(_block(block)), grid, rule)
 
 
 def rotated(
@@ -102,7 +123,7 @@ def rotated(
     grid = _grid(_one_of("form", form, ("companded", "int", "table", "e4m3", "e5m2")), bits, block)
     rule = scale or ("lsq" if form == "table" else "absmax")
     return BlockCodec(
-        spec, Flat(block), grid, _scale(rule, stored, 0.0), hadamard(block, signed=True)
+        spec, Flat(block), grid, _scale(rule, stored, 0.0), Hadamard(block, signed=True)
     )
 
 
@@ -114,7 +135,7 @@ def table(
     _power(_block(block), block)
     rule = _scale(_one_of("scale", scale, ("rms", "lsq")), stored, 0.0)
     return BlockCodec(
-        spec, Flat(block), _grid("table", bits, block), rule, hadamard(block, signed=True)
+        spec, Flat(block), _grid("table", bits, block), rule, Hadamard(block, signed=True)
     )
 
 
@@ -130,10 +151,10 @@ def taco(
     """
     _power(_block(block), block)
     grid = (
-        int_grid(8) if _one_of("form", form, ("e4m3", "e5m2", "int8")) == "int8" else fp8_grid(form)
+        IntGrid(8) if _one_of("form", form, ("e4m3", "e5m2", "int8")) == "int8" else Fp8Grid(form)
     )
-    rule = Scale(_one_of("scale", scale, ("dual", "absmax")))
-    return BlockCodec(spec, Flat(block), grid, rule, hadamard(block) if rotate else NO_TRANSFORM)
+    rule = SCALES[_one_of("scale", scale, ("dual", "absmax"))]("fp32")
+    return BlockCodec(spec, Flat(block), grid, rule, Hadamard(block) if rotate else NoTransform())
 
 
 def equarx(spec: str, *, block: int = 256, width: int = 0) -> Codec:
@@ -147,7 +168,7 @@ def equarx(spec: str, *, block: int = 256, width: int = 0) -> Codec:
             f"width={width}: must be the number of columns of the tensor, or 0 for blocks of"
             " registers"
         )
-    return BlockCodec(spec, Tiles(8, 128, width) if width else Lanes(_block(block)), int_grid(8))
+    return BlockCodec(spec, Tiles(8, 128, width) if width else Lanes(_block(block)), IntGrid(8))
 
 
 def sdp4bit(spec: str, *, part: str = "gradient", bits: int = 4, block: int = 0) -> Codec:
@@ -157,10 +178,10 @@ def sdp4bit(spec: str, *, part: str = "gradient", bits: int = 4, block: int = 0)
     if bits not in (4, 8):
         raise PolicyError(f"bits={bits}: must be 4 or 8")
     if _one_of("part", part, ("gradient", "weight")) == "weight":
-        return BlockCodec(spec, Flat(_block(block or 2048)), int_grid(bits))
+        return BlockCodec(spec, Flat(_block(block or 2048)), IntGrid(bits))
     if _block(block or 128) % 32 != 0:
         raise PolicyError(f"block={block}: must be a multiple of 32, the width of the rotation")
-    return BlockCodec(spec, Flat(block or 128), int_grid(bits), transform=hadamard(32))
+    return BlockCodec(spec, Flat(block or 128), IntGrid(bits), transform=Hadamard(32))
 
 
 def tahquant(spec: str, *, bits: int = 4, block: int = 128, stored: str = "bf16") -> Codec:
@@ -170,8 +191,15 @@ def tahquant(spec: str, *, bits: int = 4, block: int = 128, stored: str = "bf16"
         raise PolicyError(f"bits={bits}: must be 3 or 4")
     if _power(_block(block), block) > 128:
         raise PolicyError(f"block={block}: must be at most 128")
-    rule = Scale(stored=_one_of("stored", stored, ("fp32", "bf16")), offset=True)
-    return BlockCodec(spec, Flat(block), level_grid(bits), rule, hadamard(block, pivot=True))
+    _one_of("stored", stored, ("fp32", "bf16"))
+    return BlockCodec(
+        spec,
+        Flat(block),
+        LevelGrid(bits),
+        Absmax(stored),
+        Hadamard(block, pivot=True),
+        Midrange(stored),
+    )
 
 
 def _grid(form: str, bits: int, block: int) -> Grid:
@@ -180,13 +208,13 @@ def _grid(form: str, bits: int, block: int) -> Grid:
             raise PolicyError(
                 f"bits={bits} with form={form!r}: 8-bit floats have 8 bits; leave bits out"
             )
-        return fp8_grid(form)
+        return Fp8Grid(form)
     most = 6 if form == "table" else 8
     if not 2 <= bits <= most:
         raise PolicyError(f"bits={bits}: must be from 2 to {most}")
     if form == "companded":
-        return companded_grid(bits, block)
-    return int_grid(bits) if form == "int" else table_grid(bits)
+        return CompandedGrid(bits, companding(block))
+    return IntGrid(bits) if form == "int" else TableGrid(bits)
 
 
 def _scale(rule: str, stored: str, static: float) -> Scale:
@@ -199,8 +227,8 @@ def _scale(rule: str, stored: str, static: float) -> Scale:
             not 2.0**-126 <= static <= 2.0**126
         ):  # else it is no normal number of float32, by which all values are divided
             raise PolicyError(f"static={static}: a static scale must be from 2^-126 to 2^126")
-        return Scale("static", stored, static)
-    return Scale(_one_of("scale", rule, tuple(name for name in RULES if name != "static")), stored)
+        return Static(static)
+    return SCALES[_one_of("scale", rule, tuple(SCALES))](stored)
 
 
 def _block(block: int) -> int:

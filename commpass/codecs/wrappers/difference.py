@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.codec import Codec, Wire, accumulation_dtype
-from commpass.codecs.inner import inner_codec
+from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError
 
 
@@ -25,7 +25,7 @@ class DifferenceCodec(Codec):
 
     A reference may be of another float dtype than ``x``. For ``encode_rows`` and ``decode_rows`` it
     has the shape of the rows ``[rows, n]``: one's own shard to encode it, the shards of all ranks
-    to decode them.
+    to decode them. References are compared by identity: two of equal values may not stay so.
     """
 
     spec: str
@@ -33,6 +33,16 @@ class DifferenceCodec(Codec):
     reference: Tensor | None = None
 
     state = "reference"
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, DifferenceCodec)
+            and self.inner == other.inner
+            and self.reference is other.reference
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.inner, id(self.reference)))
 
     @property
     def block(self) -> int:
@@ -106,7 +116,7 @@ def _cut(values: Tensor, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tens
     return torch.where(one.isfinite() & other.isfinite(), values.clamp(-limit, limit), values)
 
 
-def difference(spec: str, *, inner: str = "int4(block=2048)") -> Codec:
+def difference(resolve: Resolve, spec: str, *, inner: str = "int4(block=2048)") -> Codec:
     """What receivers hold, and 4 bits of the difference in groups of 2048 (SDP4Bit, weights). The
     reference is the caller's."""
-    return DifferenceCodec(spec, inner_codec("inner", inner))
+    return DifferenceCodec(spec, inner_codec(resolve, "inner", inner))

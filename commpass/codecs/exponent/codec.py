@@ -5,28 +5,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from commpass.codecs.codec import FLOATS, Codec, Wire
-from commpass.codecs.exponent_bits import any_of, compress, expand, kept, moves, transpose
-from commpass.codecs.exponent_bits import count as bits_set
-from commpass.codecs.exponent_floats import (
+from commpass.codecs.exponent.bits import any_of, compress, expand, kept, moves, transpose
+from commpass.codecs.exponent.bits import count as bits_set
+from commpass.codecs.exponent.floats import (
     CHUNK,
     FORMS,
     LANES,
     FloatForm,
+    exponent_bytes,
     join,
     pack,
     split,
     unpack,
 )
-from commpass.codecs.exponent_ladder import LADDERS, Ladder
-from commpass.codecs.exponent_strings import LONGEST, concatenate, join_fields, split_fields
-from commpass.codecs.exponent_window import window_shift
-from commpass.codecs.packing import ceil_to, cut, from_bytes, pad, to_bytes
+from commpass.codecs.exponent.ladder import LADDERS, Ladder
+from commpass.codecs.exponent.strings import LONGEST, concatenate, join_fields, split_fields
+from commpass.codecs.exponent.window import window_shift
+from commpass.codecs.rows import ceil_to, cut, from_bytes, pad, to_bytes
 from commpass.errors import PolicyError
 
 ALIGNMENT = 128
@@ -42,7 +43,7 @@ UNITS = CHUNK // ALIGNMENT
 """Units of 128 bytes that the exponents of a wild chunk take."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class ExponentCodec(Codec):
     """Bit-exact for bf16, fp16 and fp32; fp64 travels as it is.
 
@@ -59,7 +60,7 @@ class ExponentCodec(Codec):
     would; zeros don't count.
     """
 
-    spec: str
+    spec: str = field(compare=False)
     ladder: Ladder
 
     lossless = True
@@ -124,7 +125,7 @@ class ExponentCodec(Codec):
             return pad(raw, ceil_to(raw.shape[1], ALIGNMENT))
         form, ladder, chunks = FORMS[rows.dtype], self.ladder, _chunks(numel)
         words = _words(rows, chunks * CHUNK).reshape(count, form.words, chunks * LANES)
-        pairs, rest = split(words.unbind(1), form)
+        pairs, rest = split(form, words.unbind(1))
         start, many = self._window([pair.unflatten(1, (chunks, LANES)) for pair in pairs])
         steps, masks = ladder.encode(
             transpose(pack(pairs, 8))[: form.exponent_bits], _columns(start), _columns(many)
@@ -249,8 +250,8 @@ class ExponentCodec(Codec):
         taken = words.unflatten(2, (chunks, LANES)).transpose(1, 2)[
             rows, source.narrow(1, 0, chunks)
         ]
-        raw = _exponent_bytes(
-            taken.unflatten(2, (UNITS, form.words // UNITS)), form
+        raw = exponent_bytes(
+            form, taken.unflatten(2, (UNITS, form.words // UNITS))
         )  # [rows, chunks, 8, 32]
         wholes = sums.narrow(1, 1, chunks * (CHUNK // 8)) - sums.narrow(1, 0, chunks * (CHUNK // 8))
         wholes = wholes.reshape(count, chunks, UNITS // 2, 1, LANES)
@@ -285,7 +286,7 @@ class ExponentCodec(Codec):
             torch.where(wild, a, b.unflatten(1, shape)).flatten(1)
             for a, b in zip(raw, exponents, strict=True)
         ]
-        whole = torch.stack(join(unpack(exponents, 8), rest, form), dim=1).flatten(1)
+        whole = torch.stack(join(form, unpack(exponents, 8), rest), dim=1).flatten(1)
         # Cut as bytes: see _words.
         return (
             cut(whole.view(torch.uint8), numel * form.dtype.itemsize).contiguous().view(form.dtype)
@@ -396,17 +397,6 @@ def _windows(words: Tensor, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     shifts = 16 * torch.arange(2, device=words.device, dtype=torch.int32)
     marks = cut(((words.unsqueeze(2) >> shifts) & 0xFFFF).flatten(1), chunks).unsqueeze(2)
     return (marks & 0xFF) - BIAS, -((marks & MANY) >> 8), (marks & WILD) != 0
-
-
-def _exponent_bytes(words: Tensor, form: FloatForm) -> Tensor:
-    """Column words ``[..., 8, k, 32]`` of a chunk to its exponents ``[..., 8, 32]``, as ``pack`` of
-    8 bits lays them out."""
-    parts = words.unbind(-2)
-    if form.dtype == torch.float32:
-        exponents = [(word >> 23) & 0xFF for word in parts]
-        return exponents[0] | (exponents[2] << 8) | (exponents[1] << 16) | (exponents[3] << 24)
-    shift, mask = (7, 0x00FF00FF) if form.dtype == torch.bfloat16 else (10, 0x001F001F)
-    return ((parts[0] >> shift) & mask) | (((parts[1] >> shift) & mask) << 8)
 
 
 def _read(dynamic: Tensor, offsets: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from commpass.codecs.codec import Codec, accumulation_dtype
-from commpass.codecs.inner import inner_codec
-from commpass.codecs.packing import aligned, cut_apart, from_bytes, pad, to_bytes
+from commpass.codecs.rows import aligned, cut_apart, finite_stays, from_bytes, pad, to_bytes
+from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError
 
 KEPT = {
@@ -243,7 +243,7 @@ class Tables(NamedTuple):
     scales: Tensor | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class OutlierCodec(Codec):
     """Kept channels in 16 bits, the others by ``inner``; divided by their static scales first, if
     ``largest`` is not 0.
@@ -251,16 +251,17 @@ class OutlierCodec(Codec):
     ``largest`` is the inner grid's largest number: a channel's scale is ``range / largest``. Where
     the scales differ between ranks, ``at(rank)`` says who encodes, and rows to decode are those of
     all ranks in order. A graph should have the tables as inputs, ``with_tables``: otherwise each of
-    their numbers becomes a constant of its own in it, which takes long to compile.
+    their numbers becomes a constant of its own in it, which takes long to compile. They say what
+    ``channels`` says, and are not compared.
     """
 
-    spec: str
+    spec: str = field(compare=False)
     channels: Channels
     inner: Codec
     largest: int = 0
     rank: int | None = None
-    tables: Tables | None = None
-    made: dict[torch.device, Tables] = field(default_factory=dict, repr=False)
+    tables: Tables | None = field(default=None, compare=False)
+    made: dict[torch.device, Tables] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def block(self) -> int:
@@ -347,12 +348,12 @@ class OutlierCodec(Codec):
         )
         if tables.scales is not None:
             work = accumulation_dtype(rows.dtype)
-            others = _finite_stays(
+            others = finite_stays(
                 others.to(work) / self._scale(tables.scales, count, encode=True).to(work),
                 others,
                 work,
             )
-        narrow = _finite_stays(kept, kept, KEPT[rows.dtype]).to(KEPT[rows.dtype])
+        narrow = finite_stays(kept, kept, KEPT[rows.dtype]).to(KEPT[rows.dtype])
         first = to_bytes(narrow.reshape(count, tokens * split))
         second = self.inner.encode_rows(self._flat(others, count, self._others(numel)))
         return torch.cat([pad(first, self._kept_bytes(numel, rows.dtype)), second], dim=1)
@@ -369,7 +370,7 @@ class OutlierCodec(Codec):
         )
         others = others.reshape(count, tokens, self.channels.width - split)
         if tables.scales is not None:
-            others = _finite_stays(
+            others = finite_stays(
                 others * self._scale(tables.scales, count, encode=False).to(work), others, dtype
             )
         rows = torch.cat([kept, others], dim=2).index_select(2, tables.back)
@@ -401,17 +402,11 @@ class OutlierCodec(Codec):
         )
 
 
-def _finite_stays(values: Tensor, original: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values cut at the largest number of ``dtype`` where the originals are finite; the others as
-    they are (law 2)."""
-    limit = torch.finfo(dtype).max
-    return torch.where(original.isfinite(), values.clamp(-limit, limit), values)
-
-
 # --- by name --------------------------------------------------------------------------------------
 
 
 def outlier(
+    resolve: Resolve,
     spec: str,
     *,
     statistics: str = "",
@@ -444,7 +439,7 @@ def outlier(
     if bits not in (2, 4, 6, 8):
         raise PolicyError(f"bits={bits}: must be 2, 4, 6 or 8")
     if inner or not channels.ranges:
-        return OutlierCodec(spec, channels, inner_codec("inner", inner or f"int{bits}"))
+        return OutlierCodec(spec, channels, inner_codec(resolve, "inner", inner or f"int{bits}"))
     return OutlierCodec(
-        spec, channels, inner_codec("bits", f"int{bits}(static=1.0)"), 2 ** (bits - 1) - 1
+        spec, channels, inner_codec(resolve, "bits", f"int{bits}(static=1.0)"), 2 ** (bits - 1) - 1
     )

@@ -1,0 +1,1 @@
+"""The codec that most codecs are, its parts, and its settings by name."""

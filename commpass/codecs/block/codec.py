@@ -1,0 +1,178 @@
+"""The codec that most codecs are: transform -> scale -> grid -> pack over blocks of values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.block import grids, scales, transforms
+from commpass.codecs.block.domain import VALUES, Domain, domain_of
+from commpass.codecs.block.grids import Grid
+from commpass.codecs.block.layouts import Flat, Layout
+from commpass.codecs.block.noise import Nearest, Rounding, noise_of
+from commpass.codecs.block.packing import pack, unpack
+from commpass.codecs.block.scales import Absmax, Midrange, Scale
+from commpass.codecs.block.transforms import NoTransform, Transform
+from commpass.codecs.codec import Codec, accumulation_dtype
+from commpass.codecs.rows import aligned, cut_apart, pad
+
+
+@dataclass(frozen=True)
+class BlockCodec(Codec):
+    """``q = grid(transform(x) / scale)`` for each block; a row is all codes, then all scales, then
+    what transforms need.
+
+    Stochastic rounding has noise of its own for each ``salt`` (see ``salted``). The last block of a
+    row is filled with zeros.
+    """
+
+    spec: str = field(compare=False)
+    layout: Layout
+    grid: Grid
+    scale: Scale = field(default_factory=Absmax)
+    transform: Transform = field(default_factory=NoTransform)
+    offset: Midrange | None = None
+    rounding: Rounding = field(default_factory=Nearest)
+    salt: tuple[int, ...] = ()
+
+    def salted(self, *salt: int) -> Codec:
+        return self if isinstance(self.rounding, Nearest) else replace(self, salt=salt)
+
+    @property
+    def block(self) -> int:
+        return self.layout.unit
+
+    def whole(self, numel: int) -> int:
+        return self.layout.whole(numel)
+
+    @property
+    def bound(self) -> float:
+        size = self.layout.size(1 << 40)
+        bound = scales.bound(self.scale, self.grid, self._half, size)
+        # The stored middle may be off by so much of itself.
+        return bound + (2**-8 * math.sqrt(size) if self.offset else 0.0)
+
+    @property
+    def _half(self) -> float:
+        """The largest error of a number within the grid: half a gap to the nearest, a whole one at
+        random."""
+        return self.grid.half * self.rounding.halves
+
+    def floor(self, dtype: torch.dtype) -> float:
+        """An error that a value may have besides: from the smallest scale, or from the static
+        one."""
+        width = self.layout.size(1 << 40) if self.transform.sums > 1 else 1
+        return scales.floor(self.scale, self.grid, self._half, accumulation_dtype(dtype)) * width
+
+    @property
+    def domain(self) -> Domain:
+        return domain_of(self.transform) if isinstance(self.layout, Flat) else VALUES
+
+    @property
+    def within(self) -> Codec:
+        return self if self.domain == VALUES else replace(self, transform=NoTransform())
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return sum(aligned(size) for size in self._regions(numel, dtype))
+
+    def parts(self, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
+        codes, *side = (aligned(size) for size in self._regions(numel, dtype))
+        return codes, sum(side)
+
+    @property
+    def _stored(self) -> list[str]:
+        """The forms of the numbers that travel for each block: its middle, then its scales."""
+        return [
+            *([self.offset.stored] if self.offset else []),
+            *[self.scale.stored] * self.scale.numbers,
+        ]
+
+    def _regions(self, numel: int, dtype: torch.dtype) -> list[int]:
+        """Bytes of codes, of each stored number, and of the transform's side data."""
+        blocks, work = self.layout.blocks(numel), accumulation_dtype(dtype)
+        number = {
+            stored: blocks * scales.itemsize(stored, work) for stored in dict.fromkeys(self._stored)
+        }
+        codes = blocks * (self.layout.size(numel) * self.grid.bits // 8)
+        numbers = [number[stored] for stored in self._stored]
+        return [codes, *numbers, *([blocks] if self.transform.side else [])]
+
+    def encode_rows(self, rows: Tensor) -> Tensor:
+        return torch.cat(self._encoded(rows), dim=1)
+
+    def encode_parts(self, rows: Tensor) -> tuple[Tensor, ...]:
+        codes, *side = self._encoded(rows)
+        return codes, torch.cat(side, dim=1) if side else codes.new_empty((codes.shape[0], 0))
+
+    def _encoded(self, rows: Tensor) -> list[Tensor]:
+        """The regions of the wire: codes, then stored numbers, then the transform's side data."""
+        split = self.layout.split(rows).to(accumulation_dtype(rows.dtype))
+        blocks, side = transforms.forward(self.transform, split)
+        middle = []
+        if self.offset:
+            stored = self.offset.stored
+            middle.append(scales.settled(scales.middle_of(self.offset, blocks), stored))
+            blocks = blocks - middle[0]
+        numbers = [
+            scales.settled(number, self.scale.stored)
+            for number in scales.measure(self.scale, blocks, self.grid)
+        ]
+        noise = noise_of(self.rounding, blocks, self.salt)
+        codes = grids.encode(
+            self.grid, scales.divide(self.scale, blocks, numbers, self.grid), noise
+        )
+        numbers = middle + scales.refit(self.scale, blocks, codes, numbers, self.grid)
+        regions = [pack(codes, self.grid.bits).flatten(1)]
+        regions += [
+            scales.store(number.squeeze(-1), stored)
+            for number, stored in zip(numbers, self._stored, strict=True)
+        ]
+        regions += [side.squeeze(-1)] if side is not None else []
+        return [pad(region, aligned(region.shape[1])) for region in regions]
+
+    def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        codes, side = self.parts(numel, dtype)
+        return self.decode_parts(
+            (wire.narrow(1, 0, codes), wire.narrow(1, codes, side)), numel, dtype
+        )
+
+    def decode_parts(self, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
+        raw, rest = parts
+        count, blocks, size = raw.shape[0], self.layout.blocks(numel), self.layout.size(numel)
+        work = accumulation_dtype(dtype)
+        if (
+            isinstance(numel, int) and numel == 0
+        ):  # no strides by which bytes could be seen as numbers
+            return raw.new_empty((count, 0), dtype=work)
+        length, *lengths = self._regions(numel, dtype)
+        codes = unpack(
+            raw.narrow(1, 0, length).reshape(count, blocks, size * self.grid.bits // 8),
+            self.grid.bits,
+        )
+        regions, start = [], 0
+        for length in lengths:
+            regions.append(rest.narrow(1, start, length))
+            start += aligned(length)
+        side = regions.pop().unsqueeze(-1) if self.transform.side else None
+        numbers = [
+            scales.load(region, stored, work).unsqueeze(-1)
+            for region, stored in zip(regions, self._stored, strict=True)
+        ]
+        middle, numbers = (numbers[:1], numbers[1:]) if self.offset else ([], numbers)
+        sums = self.transform.sums
+        # Here and not later: of one number a block, and the sums of the largest finite values stay
+        # finite.
+        if sums > 1:
+            middle = [number / sums for number in middle]
+            numbers = [number / sums for number in numbers[:1]] + numbers[1:]
+        values = scales.multiply(self.scale, grids.decode(self.grid, codes, work), numbers)
+        if middle:
+            values = values + middle[0]
+        values = transforms.inverse(self.transform, values, side)
+        values = values * sums if sums > 1 else values
+        limit = torch.finfo(dtype).max
+        return cut_apart(self.layout.join(values.clamp(-limit, limit), numel), numel)

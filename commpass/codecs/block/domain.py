@@ -1,0 +1,81 @@
+"""Domains: where values may be summed without leaving the codec's transform (SDP4Bit: "staying in
+the rotated domain")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import singledispatch
+
+from torch import Tensor
+
+from commpass.codecs.block import transforms
+from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A linear map of rows ``[rows, n]``, n a multiple of ``width``, and its inverse: those of a
+    transform. It is the same on all ranks, so the sum of what entered, once it leaves, is the sum
+    of the values."""
+
+    transform: Transform
+
+    @property
+    def name(self) -> str:
+        """In words, for plans; nothing for the values themselves."""
+        return self.transform.name
+
+    @property
+    def width(self) -> int:
+        return self.transform.sums
+
+    def enter(self, rows: Tensor) -> Tensor:
+        """Rows of values to rows in this domain."""
+        return enter(self.transform, rows)
+
+    def leave(self, rows: Tensor) -> Tensor:
+        """The inverse of ``enter``."""
+        return leave(self.transform, rows)
+
+
+VALUES = Domain(NoTransform())
+"""The values themselves."""
+
+
+def domain_of(transform: Transform) -> Domain:
+    """The domain of a transform; the values themselves if it is none, or depends on the values (a
+    pivot swap)."""
+    return VALUES if transform.side else Domain(transform)
+
+
+@singledispatch
+def enter(transform: Transform, rows: Tensor) -> Tensor:
+    raise NotImplementedError(transform)
+
+
+@singledispatch
+def leave(transform: Transform, rows: Tensor) -> Tensor:
+    raise NotImplementedError(transform)
+
+
+@enter.register
+@leave.register
+def _stay(transform: NoTransform, rows: Tensor) -> Tensor:
+    return rows
+
+
+@enter.register
+def _rotate(transform: Hadamard, rows: Tensor) -> Tensor:
+    return transforms.forward(transform, _blocks(rows, transform.width))[0].flatten(1)
+
+
+@leave.register
+def _rotate_back(transform: Hadamard, rows: Tensor) -> Tensor:
+    # Divided before and not after: the inverse then overflows only where its result does.
+    width = transform.width
+    blocks = transforms.inverse(transform, _blocks(rows, width) * (1 / width), None)
+    return (blocks * width).flatten(1)
+
+
+def _blocks(rows: Tensor, width: int) -> Tensor:
+    return rows.reshape(rows.shape[0], rows.shape[1] // width, width)

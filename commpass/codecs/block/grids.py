@@ -1,0 +1,320 @@
+"""Grids: the values that a code can stand for, and how a number is rounded to one.
+
+A grid is plain data. Numbers that follow from it are its properties: ``largest`` is the number that
+the peak of a block is scaled to; ``sigma`` is what a standard deviation is scaled to where the
+scale is made from that; ``half`` is half the largest gap, so the largest error of a number up to
+``largest``; ``has_zero`` says whether zero is a level. What grids compute are the functions
+``encode`` and ``decode``, dispatched on its type.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache, singledispatch
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+LOAD = {2: 1.2, 3: 1.9, 4: 2.5, 5: 2.9, 6: 3.2, 7: 3.6, 8: 3.9}
+"""How many standard deviations of a Gaussian the largest of ``2^b - 1`` even levels should be, for
+the least square error; found by search (benchmarks/codecs.py shows the errors)."""
+
+
+@dataclass(frozen=True)
+class IntGrid:
+    """Symmetric integers ``-(2^(b-1)-1) ... 2^(b-1)-1``, to nearest even or stochastic. Code 0 is
+    free: with ``marks`` it stands for what is not finite, for scales that cannot tell (static
+    ones)."""
+
+    bits: int
+    marks: bool = False
+
+    half: ClassVar[float] = 0.5
+    has_zero: ClassVar[bool] = True
+
+    @property
+    def largest(self) -> float:
+        return float(2 ** (self.bits - 1) - 1)
+
+    @property
+    def sigma(self) -> float:
+        return self.largest / LOAD[self.bits]
+
+
+@dataclass(frozen=True)
+class LevelGrid:
+    """All ``2^b`` even levels ``k - (2^b - 1) / 2``; none is zero. With an offset, the asymmetric
+    integers."""
+
+    bits: int
+
+    half: ClassVar[float] = 0.5
+    has_zero: ClassVar[bool] = False
+
+    @property
+    def largest(self) -> float:
+        return (2**self.bits - 1) / 2
+
+    @property
+    def sigma(self) -> float:
+        return self.largest / LOAD[self.bits]
+
+
+@dataclass(frozen=True)
+class Fp8Grid:
+    """The 8-bit floats e4m3 (largest 448) and e5m2 (largest 57344), rounded to nearest even; NaN
+    has codes of its own. With ``marks`` an Inf becomes NaN, which else is cut to the largest
+    number: for scales that cannot tell (static ones)."""
+
+    form: str
+    marks: bool = False
+
+    bits: ClassVar[int] = 8
+    has_zero: ClassVar[bool] = True
+
+    @property
+    def largest(self) -> float:
+        return torch.finfo(FP8[self.form]).max
+
+    @property
+    def sigma(self) -> float:
+        return self.largest / 8
+
+    @property
+    def half(self) -> float:
+        """Largest numbers lie ``2^-mantissa`` of their power of two apart."""
+        return {"e4m3": 32.0, "e5m2": 8192.0}[self.form] / 2
+
+
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+"""The dtypes of the 8-bit floats."""
+
+
+@dataclass(frozen=True)
+class CompandedGrid:
+    """``2^b`` levels, close together near zero and wider apart at the peak of a block, for values
+    like a Gaussian's.
+
+    ``c(z) = z sqrt(1 + k) / sqrt(1 + k z^2)`` maps [-1, 1] onto itself and is cut into equal cells;
+    a code stands for the middle of its cell. The density of levels falls as ``(1 + k z^2)^(-3/2)``,
+    which near zero is the best one for a Gaussian of deviation s, ``exp(-z^2 / 6 s^2)`` (Panter and
+    Dite, 1951), if ``k = 1 / 9 s^2``: see ``companding``. Both ways are closed formulas, and the
+    one scale is the peak.
+    """
+
+    bits: int
+    k: float
+
+    has_zero: ClassVar[bool] = False
+
+    @property
+    def largest(self) -> float:
+        """Above 1, so that a scale that is rounded up stays finite for the largest numbers, and its
+        reciprocal a normal number."""
+        return LARGEST
+
+    @property
+    def sigma(self) -> float:
+        return LARGEST / math.sqrt(9 * self.k)
+
+    @property
+    def half(self) -> float:
+        k, cells = self.k, 2 ** (self.bits - 1)
+        outermost = 1 - (1 - 1 / cells) / math.sqrt(1 + k - k * (1 - 1 / cells) ** 2)
+        middle = 1 - (1 - 0.5 / cells) / math.sqrt(1 + k - k * (1 - 0.5 / cells) ** 2)
+        return LARGEST * max(middle, outermost - middle)
+
+
+LARGEST = 8.0
+"""What a companded peak is scaled to."""
+
+
+def companding(block: int) -> float:
+    """The k of a companded grid for blocks of so many values, whose peak is about ``sqrt(2 ln
+    block)`` deviations of a Gaussian."""
+    return 2 * math.log(block) / 9
+
+
+@dataclass(frozen=True)
+class TableGrid:
+    """The ``2^b`` levels of least square error for a Gaussian of deviation 1 (Lloyd, 1957; Max,
+    1960)."""
+
+    bits: int
+    levels: tuple[float, ...] = field(init=False, compare=False, repr=False)
+    """The positive ones, least first: what ``bits`` says, worked out once."""
+
+    sigma: ClassVar[float] = 1.0
+    has_zero: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", lloyd_max(self.bits))
+
+    @property
+    def largest(self) -> float:
+        return self.levels[-1]
+
+    @property
+    def half(self) -> float:
+        gaps = [high - low for low, high in pairwise(self.levels)]
+        return max(self.levels[0], *(gap / 2 for gap in gaps))
+
+
+Grid = IntGrid | LevelGrid | Fp8Grid | CompandedGrid | TableGrid
+
+
+# --- what they compute ----------------------------------------------------------------------------
+
+
+@singledispatch
+def encode(grid: Grid, values: Tensor, noise: Tensor | None) -> Tensor:
+    """Numbers in grid units, of any shape, to uint8 codes below ``2**bits``. ``noise`` in [0, 1)
+    rounds at random, None to the nearest."""
+    raise NotImplementedError(grid)
+
+
+@singledispatch
+def decode(grid: Grid, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """uint8 codes to the numbers in grid units that they stand for, in ``dtype``."""
+    raise NotImplementedError(grid)
+
+
+@encode.register
+def _encode_int(grid: IntGrid, values: Tensor, noise: Tensor | None) -> Tensor:
+    finite = values.isfinite() if grid.marks else None
+    if finite is not None:
+        values = torch.where(finite, values, 0.0)
+    largest, middle = 2 ** (grid.bits - 1) - 1, 2 ** (grid.bits - 1)
+    whole = values.round() if noise is None else (values + noise).floor()
+    codes = (whole.clamp(-largest, largest) + middle).to(torch.uint8)
+    return codes if finite is None else torch.where(finite, codes, 0)
+
+
+@decode.register
+def _decode_int(grid: IntGrid, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    middle = 2 ** (grid.bits - 1)
+    if grid.marks:
+        return torch.where(codes == 0, math.nan, codes.to(dtype) - middle)
+    return codes.to(dtype) - middle
+
+
+@encode.register
+def _encode_level(grid: LevelGrid, values: Tensor, noise: Tensor | None) -> Tensor:
+    shifted = values + grid.largest
+    whole = shifted.round() if noise is None else (shifted + noise).floor()
+    return whole.clamp(0, 2**grid.bits - 1).to(torch.uint8)
+
+
+@decode.register
+def _decode_level(grid: LevelGrid, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.to(dtype) - grid.largest
+
+
+@encode.register
+def _encode_fp8(grid: Fp8Grid, values: Tensor, noise: Tensor | None) -> Tensor:
+    if grid.marks:
+        values = torch.where(values.isfinite(), values, math.nan)
+    cut = values.clamp(-grid.largest, grid.largest)
+    return cut.to(torch.float32).to(FP8[grid.form]).view(torch.uint8)
+
+
+@decode.register
+def _decode_fp8(grid: Fp8Grid, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    return codes.view(FP8[grid.form]).to(dtype)
+
+
+@encode.register
+def _encode_companded(grid: CompandedGrid, values: Tensor, noise: Tensor | None) -> Tensor:
+    k, cells = grid.k, 2 ** (grid.bits - 1)
+    z = values * (1 / LARGEST)
+    c = (
+        z * (math.sqrt(1 + k) * cells) * (1 + z * z * k).rsqrt()
+    )  # sqrt differs between eager and compiled code
+    return (c.floor().clamp(-cells, cells - 1) + cells).to(torch.uint8)
+
+
+@decode.register
+def _decode_companded(grid: CompandedGrid, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    k, cells = grid.k, 2 ** (grid.bits - 1)
+    c = (codes.to(dtype) - (cells - 0.5)) * (1 / cells)
+    return c * LARGEST * (1 + k - c * c * k).rsqrt()
+
+
+@encode.register
+def _encode_table(grid: TableGrid, values: Tensor, noise: Tensor | None) -> Tensor:
+    half = 2 ** (grid.bits - 1)
+    size = values.abs()
+    rank = torch.zeros_like(values)
+    for low, high in pairwise(grid.levels):  # comparisons, not a look-up: they vectorise
+        rank = rank + (size >= (low + high) / 2).to(values.dtype)
+    return torch.where(values < 0, half - 1 - rank, half + rank).to(torch.uint8)
+
+
+@decode.register
+def _decode_table(grid: TableGrid, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    place = codes.to(dtype) - (2 ** (grid.bits - 1) - 0.5)
+    size = torch.full_like(place, grid.levels[0])
+    for rank, (low, high) in enumerate(pairwise(grid.levels), start=1):
+        size = size + (place.abs() >= rank).to(dtype) * (high - low)
+    return torch.where(place < 0, -size, size)
+
+
+# --- the levels of least square error -------------------------------------------------------------
+
+
+@lru_cache
+def lloyd_max(bits: int) -> tuple[float, ...]:
+    """The positive levels, least first: each the mean of a Gaussian within its cell, each edge
+    midway between two levels.
+
+    Solved from the innermost cell outwards: a guess of the first level determines all others;
+    bisect it until the last level is the mean of the tail.
+    """
+    count = 2 ** (bits - 1)
+    low, high = 0.0, 2.0
+    for _ in range(200):
+        first = (low + high) / 2
+        if _last_fits(_levels_from(first, count), count):
+            low = first
+        else:
+            high = first
+    levels = _levels_from(low, count)
+    assert levels is not None
+    return tuple(levels)
+
+
+def _last_fits(levels: list[float] | None, count: int) -> bool:
+    """Whether the last level lies at or below the mean of its tail; False if there was no room for
+    all levels."""
+    if levels is None:
+        return False
+    edge = (levels[-2] + levels[-1]) / 2 if count > 1 else 0.0
+    return levels[-1] <= _mean(edge, math.inf)
+
+
+def _levels_from(first: float, count: int) -> list[float] | None:
+    """The levels that the first one determines: an edge is where the mean of the cell up to it is
+    the level."""
+    levels, edge = [first], 0.0
+    for _ in range(count - 1):
+        if _mean(edge, math.inf) <= levels[-1]:
+            return None
+        low, high = levels[-1], 12.0
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if _mean(edge, middle) < levels[-1] else (low, middle)
+        edge = (low + high) / 2
+        levels.append(2 * edge - levels[-1])
+    return levels
+
+
+def _mean(low: float, high: float) -> float:
+    """The mean of a Gaussian between two numbers."""
+    density = math.exp(-low * low / 2) - (math.exp(-high * high / 2) if high < math.inf else 0.0)
+    mass = math.erfc(low / math.sqrt(2)) - (
+        math.erfc(high / math.sqrt(2)) if high < math.inf else 0.0
+    )
+    return density * math.sqrt(2 / math.pi) / mass if mass > 0 else low

@@ -1,0 +1,168 @@
+"""Transforms: invertible maps of a block that make its values easier to code.
+
+A transform is plain data; what it computes are the functions ``forward`` and ``inverse``,
+dispatched on its type. Both work on blocks ``[..., block]`` in the accumulation dtype, use plain
+aten operations only, hold no tensor constants, and never look at values from Python: they trace
+under fake tensors. ``side`` is how many bytes the inverse needs for each block besides; ``sums``
+how many values the inverse adds up for one; ``name`` what a plan calls its domain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class NoTransform:
+    """The values as they are."""
+
+    name: ClassVar[str] = ""
+    side: ClassVar[int] = 0
+    sums: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """Walsh-Hadamard rotation of each ``width`` values (TACO, section 3): spreads an outlier over
+    its whole block.
+
+    ``signed`` multiplies the values by fixed signs before. They are a bent function of the place,
+    whose own spectrum is flat: a constant, and any other row of the Hadamard matrix, is spread as
+    well, which the plain rotation would gather in one value. ``pivot`` first swaps an element that
+    is more than twice as large as all others to place 0, whose column is all ones, so that an
+    asymmetric grid takes it as an offset (TahQuant).
+    """
+
+    width: int
+    signed: bool = False
+    pivot: bool = False
+
+    name: ClassVar[str] = "hadamard"
+
+    @property
+    def side(self) -> int:
+        return int(self.pivot)
+
+    @property
+    def sums(self) -> int:
+        return self.width
+
+
+Transform = NoTransform | Hadamard
+
+
+@singledispatch
+def forward(transform: Transform, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The values of blocks ``[..., block]``, whose largest magnitude is never above the block's,
+    and ``side`` uint8 bytes for each block, ``[..., side]``; None for no bytes."""
+    raise NotImplementedError(transform)
+
+
+@singledispatch
+def inverse(transform: Transform, values: Tensor, side: Tensor | None) -> Tensor:
+    """Takes the values of ``forward`` divided by ``sums`` and gives the blocks divided by it, so
+    that no sum on its way overflows where the block does not."""
+    raise NotImplementedError(transform)
+
+
+@forward.register
+def _as_they_are(transform: NoTransform, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    return blocks, None
+
+
+@inverse.register
+def _as_they_were(transform: NoTransform, values: Tensor, side: Tensor | None) -> Tensor:
+    return values
+
+
+@forward.register
+def _rotated(transform: Hadamard, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
+    if not transform.pivot:
+        return _rotate(blocks, transform), None
+    place = _pivot(blocks)
+    return _rotate(_swap(blocks, place), transform), place.to(torch.uint8)
+
+
+@inverse.register
+def _rotated_back(transform: Hadamard, values: Tensor, side: Tensor | None) -> Tensor:
+    blocks = _rotate_back(values, transform)
+    return blocks if side is None else _swap(blocks, side.to(torch.int64))
+
+
+def _bits(number: Tensor, width: int) -> list[Tensor]:
+    return [(number >> bit) & 1 for bit in range(width.bit_length() - 1)]
+
+
+def _sylvester(width: int, like: Tensor, signed: bool) -> Tensor:
+    """``H[i, j] = (-1)^popcount(i & j)``, unnormalised; column j times the sign of place j if
+    ``signed``."""
+    index = torch.arange(width, device=like.device)
+    parity = torch.zeros_like(index[:, None] & index[None, :])
+    for bit in _bits(index[:, None] & index[None, :], width):
+        parity = parity ^ bit
+    if signed:
+        places = _bits(index, width)
+        for even, odd in zip(places[::2], places[1::2], strict=False):
+            parity = parity ^ (even & odd)
+    return (1 - 2 * parity).to(like.dtype)
+
+
+def _factors(width: int) -> tuple[int, int]:
+    """Two powers of two with this product, as alike as can be; an odd number of bits goes to the
+    first."""
+    left = 1 << (width.bit_length() // 2)
+    return left, width // left
+
+
+def _rotate(blocks: Tensor, by: Hadamard) -> Tensor:
+    """``H @ block / width`` as two small matmuls: ``H(ab) = H(a) (x) H(b)``.
+
+    Scaled by 1/width (and not 1/sqrt(width)): then |H x| <= max|x|, and a block of the largest
+    finite numbers cannot overflow. H H' = width * I makes the transpose its inverse.
+    """
+    left, right = _factors(by.width)
+    rows, columns = (
+        _sylvester(left, blocks, by.signed) / left,
+        _sylvester(right, blocks, by.signed) / right,
+    )
+    return _apply(blocks, rows, columns.t())
+
+
+def _rotate_back(blocks: Tensor, by: Hadamard) -> Tensor:
+    left, right = _factors(by.width)
+    return _apply(
+        blocks, _sylvester(left, blocks, by.signed).t(), _sylvester(right, blocks, by.signed)
+    )
+
+
+def _apply(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    left, right = rows.shape[0], columns.shape[0]
+    parts = blocks.shape[-1] // (left * right)
+    sides = (left, right) if parts == 1 else (parts, left, right)
+    return (rows @ (blocks.unflatten(-1, sides) @ columns)).flatten(-len(sides))
+
+
+def _pivot(blocks: Tensor) -> Tensor:
+    """The place of an element that is more than twice as large as all others of its block, else 0;
+    ``[..., 1]``."""
+    size = blocks.abs()
+    place = size.argmax(dim=-1, keepdim=True)
+    first = size.amax(dim=-1, keepdim=True)
+    second = torch.where(_places(blocks) == place, 0.0, size).amax(dim=-1, keepdim=True)
+    return torch.where(first > 2 * second, place, 0)
+
+
+def _swap(blocks: Tensor, place: Tensor) -> Tensor:
+    """Element 0 and the one at ``place`` of each block change places; its own inverse."""
+    here = _places(blocks)
+    chosen = torch.where(here == place, blocks, 0.0).sum(dim=-1, keepdim=True)
+    return torch.where(here == 0, chosen, torch.where(here == place, blocks[..., :1], blocks))
+
+
+def _places(blocks: Tensor) -> Tensor:
+    return torch.arange(blocks.shape[-1], device=blocks.device)

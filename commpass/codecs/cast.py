@@ -1,0 +1,73 @@
+"""Values in a 16-bit float: what every user has for nothing, as a codec to compare others with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.codec import Codec, accumulation_dtype
+from commpass.codecs.rows import aligned, as_bytes, finite_stays, pad
+from commpass.errors import PolicyError, nearest
+
+FORMS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtypes by name."""
+
+
+@dataclass(frozen=True)
+class CastCodec(Codec):
+    """Each value rounded to the nearest 16-bit float, ties to even; 2 bytes a value, no side data.
+
+    What is not finite stays as it is (law 2). A finite value that would be rounded to an Inf
+    becomes the largest number instead: above 65504 in fp16, above 3.39e38 in bf16. A value that is
+    one of the form's own is kept as it is; the codec still counts as lossy, since it knows nothing
+    of its input.
+    """
+
+    spec: str = field(compare=False)
+    form: str
+
+    block = 1
+
+    @property
+    def bound(self) -> float:
+        """Half a step of the mantissa: 2^-8 for bf16, 2^-11 for fp16; of values up to its largest
+        number, above which all of a value may be lost."""
+        return torch.finfo(FORMS[self.form]).eps / 2
+
+    def floor(self, dtype: torch.dtype) -> float:
+        """Half a step of the subnormals: 2^-134 for bf16, 2^-25 for fp16."""
+        form = torch.finfo(FORMS[self.form])
+        return float(form.tiny) * form.eps / 2
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return aligned(2 * numel)
+
+    def encode_rows(self, rows: Tensor) -> Tensor:
+        form, numel = FORMS[self.form], rows.shape[1]
+        if isinstance(numel, int) and numel == 0:
+            return rows.new_empty((rows.shape[0], 0), dtype=torch.uint8)
+        if _reach(rows.dtype) > _reach(form):  # in a dtype that has the largest number of the form
+            wide = rows.to(accumulation_dtype(rows.dtype))
+            rows = finite_stays(wide, wide, form)
+        return pad(as_bytes(rows.to(form).contiguous()), self.wire_bytes(numel, form))
+
+    def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        form, work = FORMS[self.form], accumulation_dtype(dtype)
+        if isinstance(numel, int) and numel == 0:
+            return wire.new_empty((wire.shape[0], 0), dtype=work)
+        values = wire.narrow(1, 0, 2 * numel).view(form).to(work)
+        return finite_stays(values, values, dtype) if _reach(form) > _reach(dtype) else values
+
+
+def _reach(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).max)
+
+
+def cast(spec: str, *, to: str = "bf16") -> Codec:
+    """16-bit floats: ``to`` is bf16, with the range of fp32, or fp16, with 3 bits more of
+    mantissa and nothing above 65504."""
+    if to not in FORMS:
+        raise PolicyError(f"to={to!r}{nearest(to, FORMS)}")
+    return CastCodec(spec, to)

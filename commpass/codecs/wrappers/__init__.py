@@ -1,0 +1,1 @@
+"""Codecs that prepare values for another one."""

@@ -1,0 +1,64 @@
+"""Settings as text: a name with its parameters, ``int8(block=128)``. Codecs and algorithms are
+written so in policies, plans and calls."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from commpass.errors import PolicyError, nearest
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """``"int8(block=128, form=e4m3)"`` to its name and parameters; values are numbers or words.
+    Raises PolicyError for what cannot be read."""
+    word, bracket, rest = text.strip().partition("(")
+    if not bracket:
+        return word, {}
+    try:
+        call = ast.parse(f"_({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise SyntaxError
+        given = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+        if len(given) < len(call.keywords):
+            raise SyntaxError
+        return word.strip(), given
+    except (SyntaxError, ValueError):
+        raise PolicyError(f"cannot read {text!r}; write it like 'int8(block=128)'") from None
+
+
+def _value(node: ast.expr) -> Any:
+    """A number or a word; what has parameters of its own, such as ``inner=int4(block=64)``, stays
+    text."""
+    return ast.unparse(node) if isinstance(node, (ast.Name, ast.Call)) else ast.literal_eval(node)
+
+
+def spelled(name: str, parameters: tuple[tuple[str, Any], ...]) -> str:
+    """A name with its parameters, as ``parse`` reads it."""
+    return (
+        f"{name}({', '.join(f'{key}={value}' for key, value in parameters)})"
+        if parameters
+        else name
+    )
+
+
+def parameters_of(builder: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters of what ``builder`` makes, with their defaults: its keyword-only ones."""
+    parameters = inspect.signature(builder).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def changed(
+    what: str, builder: Callable[..., Any], given: dict[str, Any]
+) -> tuple[tuple[str, Any], ...]:
+    """The parameters that are given and are not the defaults, in order. Raises PolicyError for an
+    unknown one, or a type of value that it cannot have."""
+    known = parameters_of(builder)
+    for key, value in given.items():
+        if key not in known:
+            raise PolicyError(f"{what} has no parameter {key!r}{nearest(key, known)}")
+        if type(value) is not type(known[key]):
+            raise PolicyError(f"{what}: {key}={value!r} should be like {key}={known[key]!r}")
+    return tuple((key, value) for key, value in sorted(given.items()) if value != known[key])
