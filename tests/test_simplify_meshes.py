@@ -19,6 +19,7 @@ from graphs import as_rank, ops, trace
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from lockstep import run_in_lockstep
+from tiers import rarely
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -284,10 +285,14 @@ def prove(world: World, steps: tuple[Step, ...]) -> list[str]:
 PHASES = tuple(phase for phase in Phase if phase is not Phase.explain)
 
 
-@settings(max_examples=25, deadline=None, phases=PHASES)
-@given(programs())
-def test_random_programs_on_random_meshes(drawn):
-    prove(*drawn)
+@pytest.mark.parametrize("examples", [6, rarely(25)])
+def test_random_programs_on_random_meshes(examples):
+    @settings(max_examples=examples, deadline=None, phases=PHASES)
+    @given(programs())
+    def proved(drawn):
+        prove(*drawn)
+
+    proved()
 
 
 ORDER = tuple(range(8))
@@ -312,14 +317,14 @@ def nested(axis: int, other: int, op: str = "sum") -> tuple[Step, ...]:
         (CUBE, 3, 4, "sum"),
         (CUBE, 4, 3, "avg"),
         (CUBE, 1, 5, "max"),
-        (CUBE, 5, 1, "sum"),
-        (CUBE, 2, 3, "avg"),
-        (CUBE, 1, 2, "max"),
+        rarely(CUBE, 5, 1, "sum"),
+        rarely(CUBE, 2, 3, "avg"),
+        rarely(CUBE, 1, 2, "max"),
         (TWO, 1, 2, "avg"),
-        (TWO, 4, 3, "sum"),
-        (TURNED, 1, 2, "sum"),
+        rarely(TWO, 4, 3, "sum"),
+        rarely(TURNED, 1, 2, "sum"),
         (TURNED, 4, 2, "avg"),
-        (TURNED, 1, 3, "max"),
+        rarely(TURNED, 1, 3, "max"),
     ],
 )
 def test_sums_over_groups_that_meet_in_one_rank_each_become_one(world, axis, other, op):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import crossed, rarely, sampled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -464,7 +465,9 @@ def test_eager_and_compiled_calls_agree_bit_for_bit():
         assert bits(eager[1][rows]) == bits(other[1][rows]), coder.spec
 
 
-@pytest.mark.parametrize(("name", "rows"), [("topk", 1), ("randomk", 5), ("dgc", 1), ("sidco", 5)])
+@pytest.mark.parametrize(
+    ("name", "rows"), [("topk", 1), rarely("randomk", 5), rarely("dgc", 1), ("sidco", 5)]
+)
 def test_one_graph_with_symbolic_sizes_is_right_for_all_sizes(name, rows):
     coder = made(name)
 
@@ -482,8 +485,12 @@ def test_one_graph_with_symbolic_sizes_is_right_for_all_sizes(name, rows):
             assert bits(eager) == bits(traced)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("name", [*NAMES, "raw"])
+EACH = [*NAMES, "raw"], FLOATS
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), sampled(crossed(*EACH), list(crossed(*EACH, one_in=4))), ids=str
+)
 def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(name, dtype):
     coder = raw("raw") if name == "raw" else made(name)
     for count, numel in ((1, 1), (3, 64), (2, 1000), (1, 0)):
