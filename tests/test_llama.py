@@ -163,6 +163,7 @@ def sharded_form():
     assert sizes[1] < 0.75 * sizes[0]
 
 
+@pytest.mark.every
 def test_sharded_with_mixed_precision(ranks2):
     ranks2.run(sharded_form)
 

@@ -335,18 +335,18 @@ def test_sums_over_groups_that_meet_in_one_rank_each_become_one(world, axis, oth
     ("world", "axis", "other"),
     [
         (CUBE, 4, 2),  # a flattened dimension, then one that it contains
-        (CUBE, 2, 4),
+        rarely(CUBE, 2, 4),
         (CUBE, 4, 5),  # two flattened ones that share a dimension
         (CUBE, 1, 3),  # four ranks of which there is no group
-        (CUBE, 0, 1),
-        (CUBE, 1, 1),
-        (TWO, 2, 4),  # {0,1,2,3} contains {0,1}
-        (TWO, 1, 3),  # {0,4}, then {0,2,4,6}
+        rarely(CUBE, 0, 1),
+        rarely(CUBE, 1, 1),
+        rarely(TWO, 2, 4),  # {0,1,2,3} contains {0,1}
+        rarely(TWO, 1, 3),  # {0,4}, then {0,2,4,6}
         (TURNED, 1, 4),  # the same ranks under two names
         (CROOKED, 2, 4),  # right on some ranks, wrong on others
-        (CROOKED, 4, 2),
+        rarely(CROOKED, 4, 2),
         (UNEVEN, 1, 3),
-        (UNEVEN, 2, 3),
+        rarely(UNEVEN, 2, 3),
     ],
 )
 def test_others_stay_as_they_are(world, axis, other):

@@ -179,6 +179,7 @@ def graphs_of_llama(layers: int) -> list[tuple[fx.GraphModule, fx.GraphModule]]:
     return pairs
 
 
+@pytest.mark.every
 def test_llama(fake_group):
     fake_group(2)
     for plain, after in graphs_of_llama(2):
