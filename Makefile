@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] | make test-all | make scenarios | make fuzz [MINUTES=30] | make format | make clean
+# make demo | make test [TORCH=2.15.0] [EIGHTH=text] | make test-all | make scenarios | make fuzz [MINUTES=30] | make format | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -12,14 +12,15 @@ MINUTES ?= 30
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
 
+# The quick tests; with EIGHTH=text also an eighth of the long ones, which the text chooses.
 test: check
-	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup
+	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup $(if $(EIGHTH),--eighth $(EIGHTH))
 
-# With every combination that `make test` only samples.
+# With every combination of which `make test` tries a few.
 test-all: check
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --every
 
-# Every scenario under every policy; `make test` tries each under two.
+# Every scenario under every policy; `make test` tries each under one.
 scenarios: $(READY)
 	$(VENV)/bin/pytest tests/scenarios --every
 

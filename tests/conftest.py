@@ -8,19 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from tiers import pytest_addoption, pytest_collection_modifyitems
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--every", action="store_true", help="also what is sampled else: all scenarios"
-    )
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--every"):
-        kept = [item for item in items if not item.get_closest_marker("every")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems"]
 
 
 @pytest.fixture

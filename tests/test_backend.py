@@ -12,6 +12,7 @@ import logging
 import pytest
 import torch
 from graphs import ops
+from tiers import rarely
 from torch import nn
 
 import commpass
@@ -60,7 +61,7 @@ def compile_and_run(policy=FORCED, model=None, times=1, grad=False, **options):
     return commpass.plans()[seen:]
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64, 1024])
+@pytest.mark.parametrize("ranks", [rarely(2), rarely(8), 64, rarely(1024)])
 def test_a_model_compiles_for_any_number_of_ranks(ranks, fake_group):
     fake_group(ranks)
     forward, backward = compile_and_run(grad=True, inner="inductor")

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import commpass
 from commpass.policy import Policy, Rule
@@ -21,6 +22,16 @@ pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
 
 CODECS = {"A": "int8", "B": "int4"}
+
+
+def own_cache(folder: Path) -> dict[str, str]:
+    """The environment of a process with caches of its own. Compiled headers of torch, which take
+    the compiler longer than all graphs here, are shared with other tests."""
+    headers = Path(cache_dir()) / "precompiled_headers"
+    headers.mkdir(parents=True, exist_ok=True)
+    folder.mkdir()
+    (folder / headers.name).symlink_to(headers)
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
 
 
 class Layer(torch.nn.Module):
@@ -65,10 +76,7 @@ def run_policies(order: str) -> list[tuple[str, str, bool, int, int]]:
 def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_two_processes(
     tmp_path,
 ):
-    environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-    }
+    environment = own_cache(tmp_path / "cache")
     ranks = Ranks(2, environment)
     try:
         first = ranks.run(run_policies, "ABAB")
@@ -122,10 +130,9 @@ def decorator_alone() -> list[tuple[str, float]]:
     return rows
 
 
+@pytest.mark.every
 def test_a_policy_change_by_decorator_alone_is_not_served_from_the_cache(tmp_path):
-    ranks = Ranks(
-        2, {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}
-    )
+    ranks = Ranks(2, own_cache(tmp_path / "cache"))
     try:
         rows = ranks.run(decorator_alone)[0]
     finally:
@@ -162,8 +169,7 @@ def test_what_another_commpass_compiled_is_not_served_from_the_cache(tmp_path):
     environment = {
         **os.environ,
         "PYTHONPATH": str(tmp_path),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
+        **own_cache(tmp_path / "cache"),
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
     }
 

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import sampled
 from torch.distributed.tensor import DTensor
 
 import commpass
@@ -111,6 +112,7 @@ def test_tensor_parallel_needs_four_all_reduces_a_layer(ranks2):
     ranks2.run(tensor_form, 2, False)
 
 
+@pytest.mark.every
 def test_tensor_parallel_with_inductor(ranks2):
     ranks2.run(tensor_form, 1, True)
 
@@ -140,7 +142,7 @@ SEQUENCE = {
 }
 
 
-@pytest.mark.parametrize("gather", SEQUENCE)
+@pytest.mark.parametrize("gather", sampled(SEQUENCE, ["local"]))
 def test_sequence_parallel(gather, ranks2):
     ranks2.run(sequence_form, gather, *SEQUENCE[gather])
 
@@ -161,6 +163,7 @@ def sharded_form():
     assert sizes[1] < 0.75 * sizes[0]
 
 
+@pytest.mark.every
 def test_sharded_with_mixed_precision(ranks2):
     ranks2.run(sharded_form)
 
@@ -175,5 +178,6 @@ def mesh_form():
     assert same_on_all_ranks([p.grad for p in model.parameters() if not isinstance(p, DTensor)])
 
 
+@pytest.mark.every
 def test_two_dimensional_mesh(ranks4):
     ranks4.run(mesh_form)

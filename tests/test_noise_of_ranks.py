@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fabric import lockstep
+from tiers import rarely
 from torch.utils.checkpoint import checkpoint
 
 import commpass
@@ -160,17 +161,17 @@ def check_recomputed(inner: str) -> None:
         assert (off <= (1e-5 if dtype == torch.float32 else 2**-6) * (1 + (y * slope).abs())).all()
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_a_sum_that_is_computed_again_in_backward_has_the_same_noise(inner, ranks2):
     ranks2.run(check_recomputed, inner, timeout=400)
 
 
-def check_eager_and_compiled() -> None:
+def check_eager_and_compiled(backend: str) -> None:
     """The noise of a compiled call is that of an eager one; equal values get another on each
     rank."""
     x, codec = values(dist.get_rank(), (3000,)), coder("pow2").spec
     call = lambda x: commpass.all_reduce(x * 2, codec=codec)  # noqa: E731
-    assert torch.equal(torch.compile(call, fullgraph=True)(x), call(x))
+    assert torch.equal(torch.compile(call, fullgraph=True, backend=backend)(x), call(x))
     wires = [None] * dist.get_world_size()
     peaked = torch.full((256,), 0.3).index_fill(0, torch.tensor([0]), 7.0)
     mine = commpass.all_gather(peaked, codec=codec)
@@ -180,5 +181,6 @@ def check_eager_and_compiled() -> None:
     assert not torch.equal(first, second)  # equal values, rounded by two ranks
 
 
-def test_compiled_and_eager_noise_are_one_and_ranks_draw_their_own(ranks2):
-    ranks2.run(check_eager_and_compiled, timeout=400)
+@pytest.mark.parametrize("backend", ["aot_eager", rarely("inductor")])
+def test_compiled_and_eager_noise_are_one_and_ranks_draw_their_own(backend, ranks2):
+    ranks2.run(check_eager_and_compiled, backend, timeout=400)

@@ -157,6 +157,7 @@ def check_inductor() -> None:
     check_nothing_is_lost(model, given, range(3))
 
 
+@pytest.mark.every
 def test_blocks_under_inductor(ranks2):
     ranks2.run(check_inductor, timeout=600)
 

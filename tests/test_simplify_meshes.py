@@ -19,6 +19,7 @@ from graphs import as_rank, ops, trace
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from lockstep import run_in_lockstep
+from tiers import rarely
 from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -284,10 +285,14 @@ def prove(world: World, steps: tuple[Step, ...]) -> list[str]:
 PHASES = tuple(phase for phase in Phase if phase is not Phase.explain)
 
 
-@settings(max_examples=25, deadline=None, phases=PHASES)
-@given(programs())
-def test_random_programs_on_random_meshes(drawn):
-    prove(*drawn)
+@pytest.mark.parametrize("examples", [6, rarely(25)])
+def test_random_programs_on_random_meshes(examples):
+    @settings(max_examples=examples, deadline=None, phases=PHASES)
+    @given(programs())
+    def proved(drawn):
+        prove(*drawn)
+
+    proved()
 
 
 ORDER = tuple(range(8))
@@ -312,14 +317,14 @@ def nested(axis: int, other: int, op: str = "sum") -> tuple[Step, ...]:
         (CUBE, 3, 4, "sum"),
         (CUBE, 4, 3, "avg"),
         (CUBE, 1, 5, "max"),
-        (CUBE, 5, 1, "sum"),
-        (CUBE, 2, 3, "avg"),
-        (CUBE, 1, 2, "max"),
+        rarely(CUBE, 5, 1, "sum"),
+        rarely(CUBE, 2, 3, "avg"),
+        rarely(CUBE, 1, 2, "max"),
         (TWO, 1, 2, "avg"),
-        (TWO, 4, 3, "sum"),
-        (TURNED, 1, 2, "sum"),
+        rarely(TWO, 4, 3, "sum"),
+        rarely(TURNED, 1, 2, "sum"),
         (TURNED, 4, 2, "avg"),
-        (TURNED, 1, 3, "max"),
+        rarely(TURNED, 1, 3, "max"),
     ],
 )
 def test_sums_over_groups_that_meet_in_one_rank_each_become_one(world, axis, other, op):
@@ -330,18 +335,18 @@ def test_sums_over_groups_that_meet_in_one_rank_each_become_one(world, axis, oth
     ("world", "axis", "other"),
     [
         (CUBE, 4, 2),  # a flattened dimension, then one that it contains
-        (CUBE, 2, 4),
+        rarely(CUBE, 2, 4),
         (CUBE, 4, 5),  # two flattened ones that share a dimension
         (CUBE, 1, 3),  # four ranks of which there is no group
-        (CUBE, 0, 1),
-        (CUBE, 1, 1),
-        (TWO, 2, 4),  # {0,1,2,3} contains {0,1}
-        (TWO, 1, 3),  # {0,4}, then {0,2,4,6}
+        rarely(CUBE, 0, 1),
+        rarely(CUBE, 1, 1),
+        rarely(TWO, 2, 4),  # {0,1,2,3} contains {0,1}
+        rarely(TWO, 1, 3),  # {0,4}, then {0,2,4,6}
         (TURNED, 1, 4),  # the same ranks under two names
         (CROOKED, 2, 4),  # right on some ranks, wrong on others
-        (CROOKED, 4, 2),
+        rarely(CROOKED, 4, 2),
         (UNEVEN, 1, 3),
-        (UNEVEN, 2, 3),
+        rarely(UNEVEN, 2, 3),
     ],
 )
 def test_others_stay_as_they_are(world, axis, other):

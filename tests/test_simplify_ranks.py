@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import rarely
 
 import commpass
 from commpass.passes.simplify import RULES
@@ -136,7 +137,7 @@ def test_ranks_with_unequal_batches_and_no_tokens_simplify_alike(ranks2):
     assert first == second == ["same", "widen then gather"]
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [rarely(2), 3])
 def test_every_rule_gives_the_numbers_of_the_unsimplified_graph(size, request):
     (met, *others) = request.getfixturevalue(f"ranks{size}").run(compare)
     assert all(other == met for other in others)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_simplify_random import on_rank, write
+from tiers import rarely
 from torch import fx
 
 import commpass
@@ -124,13 +125,17 @@ def of_link(gbit_per_s: float, alpha_us: float) -> commpass.Profile:
 LINKS = {"slow": of_link(0.001, 60), "usual": of_link(10, 60), "fast": of_link(400, 5)}
 
 
+@pytest.mark.parametrize("one_in", [3, rarely(1)])
 @pytest.mark.parametrize("link", LINKS)
-def test_random_graphs(link, fake_group):
+def test_random_graphs(link, one_in, fake_group):
     ranks, profile = 2, LINKS[link]
     fake_group(ranks)
     compute_us = profile.kernels.launch_us
     earlier = 0
-    for seed in [*range(250), *range(780, 800)]:  # 789: rules that fill the memory together
+    for seed in [
+        *range(0, 250, one_in),
+        *range(780, 800),
+    ]:  # 789: rules that fill the memory together
         gm = write(seed, ranks, narrow=True)
         after = on_rank(gm)
         applied = simplify(after, discover(after), Policy(), profile)
@@ -147,7 +152,7 @@ def test_random_graphs(link, fake_group):
         )
         earlier += after_us < before_us
         assert peak_bytes(after) <= peak_bytes(gm) + largest(gm), (seed, rules)
-    assert earlier > 50
+    assert earlier > 50 // one_in
 
 
 def graphs_of_llama(layers: int) -> list[tuple[fx.GraphModule, fx.GraphModule]]:
@@ -174,6 +179,7 @@ def graphs_of_llama(layers: int) -> list[tuple[fx.GraphModule, fx.GraphModule]]:
     return pairs
 
 
+@pytest.mark.every
 def test_llama(fake_group):
     fake_group(2)
     for plain, after in graphs_of_llama(2):

@@ -11,21 +11,26 @@ from fuzz.found import FOLDER, Found
 from fuzz.program import Case
 from fuzz.strategies import cases
 from hypothesis import HealthCheck, given, settings
+from tiers import rarely
 
 tried = Tried()
 
 
-@settings(
-    max_examples=80,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
-@given(cases())
-def test_random_programs(case: Case) -> None:
-    assert Case.from_json(case.to_json()) == case
-    check(case, tried)
+@pytest.mark.parametrize("programs", [40, rarely(80)])
+def test_random_programs(programs: int) -> None:
+    @settings(
+        max_examples=programs,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases())
+    def right(case: Case) -> None:
+        assert Case.from_json(case.to_json()) == case
+        check(case, tried)
+
+    right()
 
 
 @pytest.mark.parametrize("place", sorted(FOLDER.glob("*.json")), ids=lambda place: place.stem)

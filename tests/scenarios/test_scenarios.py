@@ -19,17 +19,21 @@ pytestmark = pytest.mark.xdist_group("ranks")
 PATIENCE_S = 120
 """Far more than any scenario takes: what needs longer is a wait that plain torch does not have."""
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-OTHERS = [policy for policy in POLICIES if policy != "int8"]
+TURNS = ["int8", "topk", "balanced", "int8", "topk", "lossless", "off"]
+"""Without ``--every`` each scenario is tried under one policy, these in turn."""
+COMPILED = [("data parallel", "topk"), ("checkpointed", "int8")]
+"""Those tried with Inductor even so."""
 
 
 def cases() -> Iterator[ParameterSet]:
-    """All of them; ``every`` marks those that run with ``--every`` alone. The others are each
-    scenario under int8, and under one of the other policies in turn."""
+    """All of them; ``every`` marks those that run with ``--every`` alone."""
     for number, scenario in enumerate(ALL):
         for inner in ("aot_eager", "inductor") if scenario.inductor else ("aot_eager",):
             for policy in POLICIES:
-                sampled = policy in ("int8", OTHERS[number % len(OTHERS)])
-                marks = () if sampled else (pytest.mark.every,)
+                turn = policy == TURNS[number % len(TURNS)]
+                compiled = (scenario.name, policy) in COMPILED
+                quick = compiled if inner == "inductor" else turn
+                marks = () if quick else (pytest.mark.every,)
                 name = f"{scenario.name}-{policy}-{inner}"
                 yield pytest.param(scenario, policy, inner, id=name, marks=marks)
 

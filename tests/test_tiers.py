@@ -1,0 +1,91 @@
+"""Which tests run with ``--every`` and ``--eighth``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiers import PARTS, part, sampled
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("n", range(40))
+@pytest.mark.every
+def test_long(n):
+    pass
+
+def test_quick():
+    pass
+"""
+
+
+def collected(folder: Path, *runs: list[str]) -> list[list[str]]:
+    """The tests that pytest would run with each of some options, in a process of its own, whose
+    hashes have another seed."""
+    (folder / "test_these.py").write_text(TESTS)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = every: long\n")
+    program = "import pytest, sys\nfor line in sys.stdin:\n    print('run')\n"
+    program += "    pytest.main(['-p', 'tiers', '--collect-only', '-q', *line.split()])"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        input="\n".join(" ".join(options) for options in runs) + "\n",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    made = done.stdout.split("run\n")[1:]
+    return [[line for line in text.splitlines() if "::" in line] for text in made]
+
+
+TEXTS = ["l", "d", "a", "o", "v", "g", "k", "h"]
+"""One for each part, in order."""
+
+
+def test_the_part_of_a_text_is_always_the_same():
+    assert [part(text) for text in TEXTS] == list(range(PARTS))
+
+
+def test_the_parts_are_disjoint_and_together_all_of_the_long_tests(tmp_path):
+    eighths = [["--eighth", text] for text in TEXTS]
+    grouped = ["--eighth", TEXTS[3], "-n", "0", "--dist", "loadgroup"]
+    quick, whole, again, *parts = collected(tmp_path, [], ["--every"], grouped, *eighths)
+    assert quick == ["test_these.py::test_quick"]
+    assert len(whole) == 41
+    assert all(quick[0] in some and len(some) > 1 for some in parts)
+    assert sum(len(some) - 1 for some in parts) == 40
+    assert set().union(*parts) == set(whole)
+    assert again == parts[3]
+
+
+GROUPED = """
+import os, pytest
+
+@pytest.mark.parametrize("n", range(6))
+@pytest.mark.xdist_group("ranks")
+def test_ranks(n):
+    open("workers", "a").write(os.environ["PYTEST_XDIST_WORKER"] + " ")
+"""
+
+
+def test_a_group_stays_with_one_worker(tmp_path):
+    """Ranks would be started by each worker, and share the cores."""
+    (tmp_path / "test_these.py").write_text(GROUPED)
+    command = [sys.executable, "-m", "pytest", "-p", "tiers", "-n", "2", "--dist", "loadgroup"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
+    workers = (tmp_path / "workers").read_text().split()
+    assert len(workers) == 6
+    assert len(set(workers)) == 1
+
+
+@pytest.mark.parametrize("quick", [(2,), lambda case: case == 2], ids=["listed", "asked"])
+def test_what_is_not_sampled_is_marked(quick):
+    made = list(sampled([1, 2, (3, 4)], quick))
+    assert [case.values for case in made] == [(1,), (2,), (3, 4)]
+    assert [[mark.name for mark in case.marks] for case in made] == [["every"], [], ["every"]]

@@ -1,0 +1,80 @@
+"""Which tests run: the quick ones always, those marked ``every`` with ``--every``, or an eighth of
+them with ``--eighth TEXT``."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+PARTS = 8
+
+
+def part(text: str) -> int:
+    """0 to 7, the same on every machine and in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % PARTS
+
+
+def sampled(cases: Iterable[Any], quick: Collection[Any] | Callable[[Any], bool]) -> Iterator:
+    """All cases for ``parametrize``; those that are not ``quick`` run with ``--every`` alone."""
+    for case in cases:
+        kept = quick(case) if callable(quick) else case in quick
+        marks = () if kept else pytest.mark.every
+        yield pytest.param(*case if isinstance(case, tuple) else (case,), marks=marks)
+
+
+def crossed(*choices: Iterable[Any], one_in: int = 1) -> Iterator[tuple]:
+    """The product of the choices, or one in so many of it. Each pair of values of two choices is
+    still in it where a third choice has ``one_in`` values or more."""
+    for numbered in itertools.product(*map(enumerate, choices)):
+        if sum(number for number, _ in numbered) % one_in == 0:
+            yield tuple(value for _, value in numbered)
+
+
+def rarely(*case: Any, **more: Any) -> ParameterSet:
+    """A case for ``parametrize`` that runs with ``--every`` alone."""
+    return pytest.param(*case, marks=pytest.mark.every, **more)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every", action="store_true", help="also the tests marked every: all combinations"
+    )
+    parser.addoption(
+        "--eighth",
+        metavar="TEXT",
+        default="",
+        help="also an eighth of the tests marked every; TEXT, such as a commit, says which",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        _keep_group(item)
+    if config.getoption("--every"):
+        return
+    text = config.getoption("--eighth")
+    left = [item for item in items if item.get_closest_marker("every") and not _chosen(item, text)]
+    if left:
+        out = set(left)
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in out]
+
+
+def _keep_group(item: pytest.Item) -> None:
+    """pytest-xdist 3.8 tells the group of a test by an id that pytest 9.2 no longer asks for: each
+    worker would start ranks of its own."""
+    named = vars(item).get("_nodeid", item.nodeid)
+    if named != item.nodeid:
+        item._id = type(item._id).parse(named)
+
+
+def _chosen(item: pytest.Item, text: str) -> bool:
+    """By the test's place and name: its id has the name of its group at the end under xdist."""
+    place, _, name = item.location
+    return bool(text) and part(f"{place}::{name}") == part(text)
