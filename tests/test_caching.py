@@ -189,12 +189,10 @@ def test_what_another_commpass_compiled_is_not_served_from_the_cache(tmp_path):
     first, again = run(), run()
     assert first[:2] == ["True", "0"]
     assert again == ["True", "1", first[2]]  # the same commpass is served from the cache
-    grids = tmp_path / "commpass" / "codecs" / "grids.py"
-    text = grids.read_text()
-    assert "largest = 2 ** (bits - 1) - 1\n" in text
-    grids.write_text(
-        text.replace("largest = 2 ** (bits - 1) - 1\n", "largest = 2 ** (bits - 1) - 2\n")
-    )
+    grids = tmp_path / "commpass" / "codecs" / "block" / "grids.py"
+    text, largest = grids.read_text(), "float(2 ** (self.bits - 1) - 1)"
+    assert largest in text
+    grids.write_text(text.replace(largest, "float(2 ** (self.bits - 1) - 2)"))
     other = run()
     assert other[:2] == ["True", "0"]
     assert other[2] != first[2]  # and the other one does compute something else

@@ -108,6 +108,7 @@ def test_splits_that_are_not_known_before_the_graph_runs(codec, entries, fake_gr
 def check_dispatch(codec: str, known: bool) -> int:
     """Which rank has no entries changes from call to call, and at first it is rank 0."""
     rank, size, checked = dist.get_rank(), dist.get_world_size(), 0
+    seen = len(commpass.plans())
     none_from_0 = [[0] * size, *[[3 + to for to in range(size)]] * (size - 1)]
     none_to_0 = [[0] + [2 + to for to in range(1, size)]] * size
     alone = [[0] * size, *[[0] + [4 + to for to in range(1, size)]] * (size - 1)]
@@ -132,7 +133,7 @@ def check_dispatch(codec: str, known: bool) -> int:
             elif expected.numel():
                 assert (result - expected).abs().max() <= 0.02 * expected.abs().max() + 0.02
             checked += 1
-    assert not any(plan.fallback for plan in commpass.plans())
+    assert not any(plan.fallback for plan in commpass.plans()[seen:])
     return checked
 
 

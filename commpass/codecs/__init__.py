@@ -3,6 +3,7 @@
 from commpass.codecs import operators
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
+from commpass.codecs.dispatch import settle
 from commpass.codecs.names import NAMES, codec
 from commpass.codecs.raw import RawCodec
 from commpass.codecs.rows import ALIGNMENT, cut, cut_apart, pad
@@ -26,3 +27,5 @@ __all__ = [
     "pad",
     "sum_by_index",
 ]
+
+settle()

@@ -19,6 +19,7 @@ from commpass.passes import PASSES, Outcome, Road, run
 from commpass.passes.collective import parse
 from commpass.passes.discover import discover
 from commpass.passes.simplify import RULES
+from commpass.passes.template import Template
 from commpass.plan import Plan, PlannedSite
 from fabric import lockstep
 from fuzz import bounds
@@ -108,18 +109,18 @@ class Compiled:
         return [outcome.plan for outcome in self.outcomes]
 
 
-_traced: dict[int | None, dict[Any, fx.GraphModule]] = {}
+_traced: dict[int | None, dict[Any, Template]] = {}
 
 
 class Remembered(rewriting.Templates):
     """Keeps what was traced from graph to graph: tracing takes most of the time."""
 
-    def of(self, found: Any, planned: PlannedSite) -> fx.GraphModule:
+    def of(self, found: Any, planned: PlannedSite, inputs: Sequence[fx.Node]) -> Template:
         rank = groups.rank_in(planned.group)
         if sum(map(len, _traced.values())) > 1000:
             _traced.clear()
         self.traced = _traced.setdefault(rank, {})
-        return super().of(found, planned)
+        return super().of(found, planned, inputs)
 
 
 @contextmanager

@@ -4,12 +4,12 @@ the rotated domain")."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import singledispatch
 
 from torch import Tensor
 
 from commpass.codecs.block import transforms
 from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform
+from commpass.codecs.dispatch import by_type
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ def domain_of(transform: Transform) -> Domain:
     return VALUES if transform.side else Domain(transform)
 
 
-@singledispatch
+@by_type
 def enter(transform: Transform, rows: Tensor) -> Tensor:
     raise NotImplementedError(transform)
 
 
-@singledispatch
+@by_type
 def leave(transform: Transform, rows: Tensor) -> Tensor:
     raise NotImplementedError(transform)
 

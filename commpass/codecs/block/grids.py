@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import lru_cache, singledispatch
+from functools import lru_cache
 from itertools import pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from commpass.codecs.dispatch import by_type
 
 LOAD = {2: 1.2, 3: 1.9, 4: 2.5, 5: 2.9, 6: 3.2, 7: 3.6, 8: 3.9}
 """How many standard deviations of a Gaussian the largest of ``2^b - 1`` even levels should be, for
@@ -169,14 +171,14 @@ Grid = IntGrid | LevelGrid | Fp8Grid | CompandedGrid | TableGrid
 # --- what they compute ----------------------------------------------------------------------------
 
 
-@singledispatch
+@by_type
 def encode(grid: Grid, values: Tensor, noise: Tensor | None) -> Tensor:
     """Numbers in grid units, of any shape, to uint8 codes below ``2**bits``. ``noise`` in [0, 1)
     rounds at random, None to the nearest."""
     raise NotImplementedError(grid)
 
 
-@singledispatch
+@by_type
 def decode(grid: Grid, codes: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 codes to the numbers in grid units that they stand for, in ``dtype``."""
     raise NotImplementedError(grid)

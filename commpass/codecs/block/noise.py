@@ -4,11 +4,12 @@ computed, and another for each rank, hop and step."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from commpass.codecs.dispatch import by_type
 
 MASK = 2**32 - 1
 
@@ -32,7 +33,7 @@ class Stochastic:
 Rounding = Nearest | Stochastic
 
 
-@singledispatch
+@by_type
 def noise_of(rounding: Rounding, blocks: Tensor, salt: tuple[int, ...]) -> Tensor | None:
     """Numbers in [0, 1) of the shape of blocks ``[rows, blocks, block]`` and their dtype; None for
     the nearest."""

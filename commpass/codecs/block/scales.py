@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from commpass.codecs.block.grids import Grid, decode
+from commpass.codecs.dispatch import by_type
 from commpass.codecs.rows import as_bytes
 
 STORED = {"fp32": 4, "bf16": 2, "pow2": 1}
@@ -102,7 +102,7 @@ def measure(scale: Scale, blocks: Tensor, grid: Grid) -> list[Tensor]:
     return [round_up(spoil(number, peak), scale.stored) for number in made]
 
 
-@singledispatch
+@by_type
 def _made(scale: Scale, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     """What ``measure`` gives, before it is rounded."""
     raise NotImplementedError(scale)
@@ -137,7 +137,7 @@ def start_of(scale: LeastSquares, grid: Grid) -> Rms | Absmax:
     return Rms(scale.stored) if grid.sigma == 1.0 else Absmax(scale.stored)
 
 
-@singledispatch
+@by_type
 def divide(scale: Scale, blocks: Tensor, numbers: Sequence[Tensor], grid: Grid) -> Tensor:
     """Blocks in units of the grid, by the numbers of ``measure``: one division a block, and a
     product a value."""
@@ -164,7 +164,7 @@ def _divide_static(scale: Static, blocks: Tensor, numbers: Sequence[Tensor], gri
     return torch.where(blocks.isfinite(), values.clamp(-far, far), values)
 
 
-@singledispatch
+@by_type
 def refit(
     scale: Scale, blocks: Tensor, codes: Tensor, numbers: list[Tensor], grid: Grid
 ) -> list[Tensor]:
@@ -197,7 +197,7 @@ def _refit_least_squares(
     return [round_nearest(first * factor, scale.stored)]
 
 
-@singledispatch
+@by_type
 def multiply(scale: Scale, values: Tensor, numbers: Sequence[Tensor]) -> Tensor:
     """The inverse of ``divide``."""
     raise NotImplementedError(scale)
@@ -245,7 +245,7 @@ def rms_of(blocks: Tensor, peak: Tensor) -> Tensor:
 # --- what they cost -------------------------------------------------------------------------------
 
 
-@singledispatch
+@by_type
 def bound(scale: Scale, grid: Grid, half: float, size: int) -> float:
     """What ``Codec.bound`` says, for blocks of ``size`` values of which each is off by ``half`` in
     units of the grid, if all were: ``sqrt(size)`` times that of one."""
@@ -274,7 +274,7 @@ def _bound_static(scale: Static, grid: Grid, half: float, size: int) -> float:
     return 1.0
 
 
-@singledispatch
+@by_type
 def floor(scale: Scale, grid: Grid, half: float, dtype: torch.dtype) -> float:
     """The error that a value of a block may have besides, scaled in ``dtype``: a block whose scale
     would be below the smallest normal number is zero, on a grid that has none of its own."""

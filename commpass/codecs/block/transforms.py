@@ -10,11 +10,12 @@ how many values the inverse adds up for one; ``name`` what a plan calls its doma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from commpass.codecs.dispatch import by_type
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,14 @@ class Hadamard:
 Transform = NoTransform | Hadamard
 
 
-@singledispatch
+@by_type
 def forward(transform: Transform, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
     """The values of blocks ``[..., block]``, whose largest magnitude is never above the block's,
     and ``side`` uint8 bytes for each block, ``[..., side]``; None for no bytes."""
     raise NotImplementedError(transform)
 
 
-@singledispatch
+@by_type
 def inverse(transform: Transform, values: Tensor, side: Tensor | None) -> Tensor:
     """Takes the values of ``forward`` divided by ``sums`` and gives the blocks divided by it, so
     that no sum on its way overflows where the block does not."""

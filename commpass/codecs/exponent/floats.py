@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import singledispatch
 
 import torch
 from torch import Tensor
+
+from commpass.codecs.dispatch import by_type
 
 LANES = 32
 CHUNK = 1024
@@ -76,20 +77,20 @@ FORMS: dict[torch.dtype, FloatForm] = {
 }
 
 
-@singledispatch
+@by_type
 def split(form: FloatForm, words: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The words of columns to 16 pairs of exponents and ``form.rest_words`` words of sign and
     mantissa."""
     raise NotImplementedError(form)
 
 
-@singledispatch
+@by_type
 def join(form: FloatForm, pairs: Sequence[Tensor], rest: Sequence[Tensor]) -> list[Tensor]:
     """The inverse of ``split``."""
     raise NotImplementedError(form)
 
 
-@singledispatch
+@by_type
 def exponent_bytes(form: FloatForm, words: Tensor) -> Tensor:
     """Column words ``[..., 8, k, 32]`` of a chunk to its exponents ``[..., 8, 32]``, as ``pack`` of
     8 bits lays them out."""

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import singledispatch
 
 import torch
 from torch import Tensor
 
+from commpass.codecs.dispatch import by_type
 from commpass.codecs.rows import cut, pad
 from commpass.errors import PolicyError, nearest
 
@@ -68,25 +68,25 @@ def index_code(density: Fraction, kind: str = "least") -> IndexCode:
 # --- what they compute ----------------------------------------------------------------------------
 
 
-@singledispatch
+@by_type
 def nbytes(code: IndexCode, entries: int, chosen: int) -> int:
     """Bytes for ``chosen`` of ``entries``; both may be symbolic."""
     raise NotImplementedError(code)
 
 
-@singledispatch
+@by_type
 def bits_per_entry(code: IndexCode, density: Fraction) -> Fraction:
     """Bits for each chosen entry of a long row."""
     raise NotImplementedError(code)
 
 
-@singledispatch
+@by_type
 def encode(code: IndexCode, indices: Tensor, entries: int) -> Tensor:
     """Indices ``[rows, k]`` to uint8 ``[rows, nbytes(entries, k)]``."""
     raise NotImplementedError(code)
 
 
-@singledispatch
+@by_type
 def decode(code: IndexCode, raw: Tensor, entries: int, chosen: int) -> Tensor:
     """The inverse of ``encode``; whatever the bytes are, no index lies outside ``0 ...
     entries``."""

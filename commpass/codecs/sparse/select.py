@@ -29,13 +29,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import singledispatch
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
 from commpass.codecs.codec import accumulation_dtype
+from commpass.codecs.dispatch import by_type
 from commpass.codecs.rows import cut, larger, smaller
 from commpass.codecs.sparse.indices import ranks_up_to
 from commpass.errors import PolicyError
@@ -154,7 +154,7 @@ def kept(selector: Selector, density: Density) -> float:
     return density.ratio if isinstance(selector, TopK) else 0.0
 
 
-@singledispatch
+@by_type
 def select(selector: Selector, rows: Tensor, density: Density) -> Selection:
     """The entries of each of the rows ``[rows, n]`` that a selector chooses at a density."""
     raise NotImplementedError(selector)
