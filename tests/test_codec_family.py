@@ -346,9 +346,11 @@ def test_a_rotation_helps_the_values_beside_an_outlier(text):
 def test_stored_scales_are_the_least_not_below_and_the_nearest(stored):
     rng = np.random.default_rng(0)
     powers, most = 2.0 ** np.arange(-126, 127), float(np.finfo(np.float32).max)
+    ties = [1 + 2.0**-8, 1 + 3 * 2.0**-8]  # midway between two numbers of bfloat16
     numbers = np.concatenate(
         [10.0 ** rng.uniform(-37.8, 38.4, 5000), powers, 1.5 * powers, [2.0**127, 3.3e38, most]]
     )
+    numbers = np.concatenate([numbers, ties])
     numbers = numbers.astype(np.float32)
     x = torch.from_numpy(numbers)
     for made, wanted in (

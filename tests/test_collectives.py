@@ -128,7 +128,7 @@ def check_values(one_in: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("size", "one_in"), [(2, 10), (3, 5), (4, 10), rarely(2, 1), rarely(3, 1), rarely(4, 1)]
+    ("size", "one_in"), [(2, 20), (3, 5), (4, 20), rarely(2, 1), rarely(3, 1), rarely(4, 1)]
 )
 def test_every_algorithm_is_near_the_exact_result_and_replicas_hold_the_same_bits(
     size, one_in, request
@@ -337,7 +337,6 @@ def test_bad_input_is_refused_before_anything_is_sent(ranks2):
 SOME_TAILS = [
     (("all_reduce", "two_shot"), "int8"),
     (("all_gather", "direct"), "rotated(bits=6)"),
-    (SHARDS[1], "int8"),
 ]
 ALL_TAILS = [
     *crossed(CASES, ["int8", "rotated(bits=6)"]),

@@ -61,6 +61,7 @@ def test_graphs_that_inductor_does_not_compile_have_no_wrapper(fake_group, caplo
         assert planned(summed, backend, caplog)[0].codec == "int8"
 
 
+@pytest.mark.every
 def test_backward_as_well(fake_group):
     fake_group(4)
     torch._dynamo.reset()
