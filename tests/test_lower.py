@@ -279,6 +279,19 @@ def test_sites_that_do_the_same_share_kernels(fake_group):
     assert lowerings(1, lowering="kernel") == {"kernel"}
 
 
+@pytest.mark.parametrize("lowering", [None, "kernel"])
+def test_codes_whose_size_depends_on_values_are_inline(lowering, fake_group):
+    fake_group(4)
+    torch._dynamo.reset()
+    policy = forced("exponent", algorithm="one_shot", lowering=lowering)
+    seen = len(commpass.plans())
+    with torch.no_grad():
+        torch.compile(chain(3), backend=commpass.backend(policy, strict=True))(torch.randn(64, 64))
+    (plan,) = commpass.plans()[seen:]
+    assert not plan.fallback
+    assert {(site.codec, site.lowering) for site in plan} == {("exponent", "inline")}
+
+
 def test_other_compilers_get_plain_operators(fake_group):
     fake_group(4)
     assert lowerings(3, compiled=False) == {"inline"}

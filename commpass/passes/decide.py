@@ -64,6 +64,8 @@ def _lowered(
     def chosen(site: PlannedSite, name: str | None) -> str:
         if not site.compressed:
             return ""
+        if codec(site.codec).dynamic:  # its sizes depend on values: no kernel has them fixed
+            return "inline"
         fixed = all(isinstance(size, int) for size in site.shape)
         shared = kernels and fixed and site.device == "cpu" and alike[_work_of(site)] >= SHARE
         return name or ("kernel" if shared else "inline")
