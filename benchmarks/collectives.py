@@ -17,7 +17,7 @@ exchange take turns in one loop, each behind a barrier; a time is the median ove
 [lower and upper quartile], of the slowest rank's. `bare` hands the same bytes over in the same
 exchanges and does nothing else: the least that the algorithm can take here. Codec `plain` is the
 plain collective against itself, which shows the noise; `raw` an algorithm without a codec. A rank
-hands over `wire_bytes` by `Work`, and `handed` in fact.
+hands over `wire_bytes` by its stages, and `handed` in fact.
 
 Compiled, `encode` and `decode` are the compiled codec alone on one rank, for as many values as the
 algorithm codes, while the others wait. With `--eager` they are what the algorithm computes before
@@ -61,10 +61,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import commpass
 from commpass.codecs import codec
-from commpass.collectives import Payload, Request, algorithm, run
-from commpass.collectives.work import Hop
+from commpass.collectives import Payload, Request, algorithm, read_stages, run
 from commpass.costmodel import Link
 from commpass.errors import PolicyError
+from commpass.stage import Stage
 from commpass.survey import DTYPES
 
 ALGORITHMS = {
@@ -275,7 +275,7 @@ def measured(options: argparse.Namespace) -> list[Row]:
         work = None
         if code != "plain":
             payload = Payload(kib * 1024 // dtype.itemsize, 1, dtype)
-            work = algorithm(kind, spec).work(codec(code), payload, Request("0", options.ranks))
+            work = read_stages(kind, spec, code, payload, Request("0", options.ranks))
             assert codec(code).dynamic or work.wire_bytes == row["handed"], (row, work)
             row["wire_bytes"] = work.wire_bytes
             if not options.eager and (code, kib) not in coding:
@@ -283,10 +283,11 @@ def measured(options: argparse.Namespace) -> list[Row]:
                     alone, code, kib, options.dtype, options.repeats, timeout=1800
                 )[0]
             for name, times in coding.get((code, kib), {}).items():
-                share = {"encode": work.encoded, "decode": work.decoded}[name] / payload.numel
+                share = work.values(name) / payload.numel
                 row[name] = [share * took for took in quartiles(times)]
         if options.link:
-            hops = (Hop(kind, row["handed"]),) if work is None else work.hops
+            handed = Stage(role="exchange", kind=kind, nbytes=row["handed"], leaving=row["handed"])
+            hops = (handed,) if work is None else work.exchanges
             link = Link(0.0, options.link / 8)
             row["limit"] = (
                 sum(link.us(hop.kind, hop.leaving, options.ranks, hop.peers) for hop in hops) / 1e3

@@ -177,7 +177,7 @@ SHAPES = (layers, long_sum, late_sum, gathers)
 def timed(gm: fx.GraphModule) -> tuple[float, int]:
     """Milliseconds of processor time of the pass on a graph, which it changes, and how many rules
     were applied."""
-    from commpass.passes.pipeline import PASSES, Road
+    from commpass.passes import PASSES, Road
 
     passes = {step.name: step.run for step in PASSES}
     profile = commpass.ethernet(0.001)

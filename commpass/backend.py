@@ -33,7 +33,7 @@ from commpass.passes import run as run_passes
 from commpass.passes.collective import parse
 from commpass.passes.direction import keep_metadata
 from commpass.passes.discover import describe_group, graph_modules
-from commpass.passes.rewrite import Kept
+from commpass.passes.rewrite import StateInput
 from commpass.paths import Places
 from commpass.plan import Plan
 from commpass.policy import Policy, policy_named
@@ -171,7 +171,7 @@ def rewrite(
         profile=profile_named(profile) or default_profile(_device(gm)),
         decompositions=table,
     )
-    outcome = run_passes(road, graph="0")
+    outcome = run_passes(road, graph="0", strict=strict)
     if outcome.error is not None and strict:
         raise outcome.error
     record.record(outcome)
@@ -325,7 +325,7 @@ class Backend:
             if step == "rewrite" and self._writes():
                 nodes["after"] = record.nodes_now(road.gm, road.sites or ())
 
-        outcome = run_passes(road, number, watch=watch)
+        outcome = run_passes(road, number, watch=watch, strict=self.strict)
         mismatch = self._agree(gm, outcome, profile)
         if outcome.error is not None:
             record.log.warning(
@@ -361,9 +361,9 @@ class Backend:
         if outcome.error is not None and self.strict:
             raise outcome.error
         if direction == "backward":
-            calls.keeps = bool(outcome.kept)
-        compiled = compile_graph(gm, [kept.fake for kept in outcome.kept])
-        residuals = functools.partial(_residuals, _of_whom(outcome.kept, gm, calls), calls)
+            calls.keeps = bool(outcome.state)
+        compiled = compile_graph(gm, [kept.fake for kept in outcome.state])
+        residuals = functools.partial(_residuals, _of_whom(outcome.state, gm, calls), calls)
         return _before_each_call(
             compiled, functools.partial(self._check, number + direction), residuals
         )
@@ -442,19 +442,19 @@ class OfParameters:
     """State that a site keeps, the numbers of the parameters whose gradients it serves (() if that
     is not known), and which one of its place it is among those that serve the same."""
 
-    kept: Kept
+    of: StateInput
     parameters: tuple[int, ...]
     number: int
 
 
-def _of_whom(kept: Sequence[Kept], gm: fx.GraphModule, calls: Calls) -> list[OfParameters]:
+def _of_whom(kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> list[OfParameters]:
     outputs: Any = gm.graph.output_node().args[0]
     outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
     found: list[OfParameters] = []
     for one in kept:
         parameters = calls.parameters(outputs, one.reaches)
         like = [
-            each for each in found if (each.kept.place, each.parameters) == (one.place, parameters)
+            each for each in found if (each.of.place, each.parameters) == (one.place, parameters)
         ]
         found.append(OfParameters(one, parameters, len(like)))
     return found
@@ -466,7 +466,7 @@ def _residuals(kept: Sequence[OfParameters], calls: Calls) -> list[torch.Tensor]
         return []
     owner = calls.owner()
     return [
-        state.residual(one.kept, one.number, calls.code, part_of(owner, one.parameters))
+        state.residual(one.of, one.number, calls.code, part_of(owner, one.parameters))
         for one in kept
     ]
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from commpass.stage import Stage
+
 NONE = "none"
 """Codec (and algorithm) name of a site that is left alone."""
 
@@ -116,12 +118,15 @@ class Site:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedSite(Site):
-    """A site and its chosen candidate. ``wire_bytes`` is what one rank hands to the collectives
-    afterwards (-1 where it is not known); of those, the number of ``dynamic_bytes`` depends on the
-    values, and is what a Gaussian needs. ``domain`` is where sums are made, "" for the values
-    themselves: they leave it once, at the end. ``lowering`` is what encode and decode become,
-    inline or kernel, and "" where nothing is coded."""
+class Candidate:
+    """One thing that may be done to a site; codec ``none`` is *leave it alone*. ``wire_bytes`` is
+    what one rank hands to the collectives then (-1 where it is not known); of those, the number of
+    ``dynamic_bytes`` depends on the values, and is what a Gaussian needs. ``domain`` is where sums
+    are made, "" for the values themselves: they leave it once, at the end. ``lowering`` is what
+    encode and decode become, inline or kernel, and "" where nothing is coded: it is chosen last,
+    for all sites of a graph. ``error`` is the expected relative error of the result; ``stages`` are
+    those of one rank, for the size that was scored. ``refused`` says why it cannot be chosen: then
+    it has no score."""
 
     codec: str = NONE
     algorithm: str = NONE
@@ -131,22 +136,35 @@ class PlannedSite(Site):
     wire_bytes: int = 0
     dynamic_bytes: int = 0
     domain: str = ""
-    plain_us: float = 0.0
     predicted_us: float = 0.0
     error: float = 0.0
-    reason: str = ""
+    stages: tuple[Stage, ...] = ()
+    refused: str = ""
 
     @property
     def compressed(self) -> bool:
         return self.codec != NONE
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlannedSite(Site, Candidate):
+    """A site and its chosen candidate, the reason in words, and the time of leaving it alone."""
+
+    plain_us: float = 0.0
+    reason: str = ""
+
+
+def planned(site: Site, candidate: Candidate, reason: str, plain_us: float) -> PlannedSite:
+    """A site with its chosen candidate."""
+    of_site = {field.name: getattr(site, field.name) for field in dataclasses.fields(Site)}
+    chosen = {field.name: getattr(candidate, field.name) for field in dataclasses.fields(Candidate)}
+    return PlannedSite(**of_site, **chosen, reason=reason, plain_us=plain_us)
+
+
 def left_alone(site: Site, reason: str, plain_us: float = 0.0) -> PlannedSite:
     """A site with the candidate that every site has: *leave it alone*."""
-    facts = {field.name: getattr(site, field.name) for field in dataclasses.fields(Site)}
-    return PlannedSite(
-        **facts, wire_bytes=site.bytes, plain_us=plain_us, predicted_us=plain_us, reason=reason
-    )
+    alone = Candidate(wire_bytes=site.bytes, predicted_us=plain_us)
+    return planned(site, alone, reason, plain_us)
 
 
 AGREED_FIELDS = (

@@ -73,7 +73,7 @@ class _Named:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class Allowed:
     """What may be done to a site. No codecs means: leave it alone. ``named`` says that the nearest
     word named the algorithms, and not the policy for all sites alike; ``source`` says who said
     so, ``budget`` who said the largest error."""
@@ -87,11 +87,14 @@ class Terms:
     budget: str = "max_error of the policy"
     lowering: str | None = None
 
-    def allow_like(self, other: Terms) -> bool:
+    def allow_like(self, other: Allowed) -> bool:
         """Whether both allow the same, whoever says so."""
         if not self.codecs and not other.codecs:
             return True
         return dataclasses.replace(self, source=other.source, budget=other.budget) == other
+
+
+NOTHING = Allowed()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +136,14 @@ class Word(_Named):
         if self.lowering is not None and self.lowering not in LOWERINGS:
             raise PolicyError(f"lowering={self.lowering!r}{nearest(self.lowering, LOWERINGS)}")
 
-    def terms(self, policy: Policy, source: str) -> Terms:
-        """The terms of a site that this word covers; what it leaves open is the policy's."""
+    def allowed(self, policy: Policy, source: str) -> Allowed:
+        """What is allowed to a site that this word covers; what it leaves open is the policy's."""
         if self.keep:
-            return Terms(source=source)
+            return Allowed(source=source)
         budget = f"max_error of {source}"
         if self.max_error is None and source != policy.label:
             budget = f"max_error of {policy.label}, since {source} says none"
-        return Terms(
+        return Allowed(
             codecs=tuple(self.codec) if self.codec is not None else policy.codecs,
             algorithms=tuple(self.algorithm) if self.algorithm is not None else policy.algorithms,
             named=self.algorithm is not None,
@@ -265,17 +268,17 @@ class Policy(_Named):
             lowering=self.lowering,
         )
 
-    def terms(self, site: Site) -> tuple[Terms, int | None]:
+    def allowed(self, site: Site) -> tuple[Allowed, int | None]:
         """What may be done to a site, and the index of the rule that says so, if it was a rule."""
         if self.off:
-            return Terms(source="policy 'off'"), None
+            return Allowed(source="policy 'off'"), None
         if site.word is not None:
             word = Word.from_json(site.word)
-            return word.terms(self, "keep" if word.keep else "compress(...) in the model"), None
+            return word.allowed(self, "keep" if word.keep else "compress(...) in the model"), None
         for index, rule in enumerate(self.rules):
             if rule.matches(site):
-                return rule.terms(self, f"rule {index + 1} ({rule.about})"), index
-        return Word().terms(self, self.label), None
+                return rule.allowed(self, f"rule {index + 1} ({rule.about})"), index
+        return Word().allowed(self, self.label), None
 
     @property
     def label(self) -> str:

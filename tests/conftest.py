@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from tiers import pytest_addoption, pytest_collection_modifyitems
+
+os.environ["COMMPASS_CHECK"] = "1"  # what passes promise each other is checked, on all ranks
 
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems"]
 

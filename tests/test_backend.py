@@ -4,6 +4,7 @@ says."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import datetime
 import gc
 import json
@@ -294,7 +295,7 @@ def test_a_failing_pass_compiles_the_untouched_graph_with_a_warning(
         pipeline,
         "PASSES",
         tuple(
-            pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in pipeline.PASSES
+            dataclasses.replace(p, run=fail) if p.name == "rewrite" else p for p in pipeline.PASSES
         ),
     )
     with caplog.at_level(logging.WARNING, "commpass"):

@@ -894,9 +894,9 @@ WHOLE = [
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("text", WHOLE)
 def test_what_a_collective_encodes_in_the_dtype_carried_is_decoded_as_the_tensors(text, dtype):
-    """A sum is handed over in ``carried(dtype)`` and decoded by ranks that know ``dtype`` alone."""
+    """A sum is handed over in ``hop_dtype(dtype)``; who decodes it knows ``dtype`` alone."""
     coder, x = codec(text), gaussian(2, 640, dtype=dtype)
-    wire = coder.encode_rows(x.to(coder.carried(dtype)))
+    wire = coder.encode_rows(x.to(coder.hop_dtype(dtype)))
     assert wire.shape[1] == coder.wire_bytes(640, dtype)
     own = coder.decode_rows(coder.encode_rows(x), 640, dtype).double()
     found = coder.decode_rows(wire, 640, dtype).double()

@@ -15,7 +15,7 @@ from refusals import refusals
 from tiers import crossed, rarely, sampled
 
 import commpass
-from commpass.collectives import Payload, Request, algorithm, algorithms_of
+from commpass.collectives import Payload, Request, algorithms_of, read_stages
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -235,12 +235,10 @@ def check_wire(one_in: int) -> None:
         group.seen.clear()
         call(kind, name, x, codec, group=group)
         request = Request(group.group_name, size, dist.get_rank())
-        work = algorithm(kind, name).work(
-            commpass.codec(codec), Payload(x.numel(), 1, dtype), request
-        )
+        found = read_stages(kind, name, codec, Payload(x.numel(), 1, dtype), request)
         where = (kind, name, codec, dtype, numel)
         assert [(kind, sent) for kind, _, sent in group.seen] == [
-            (hop.kind, hop.nbytes) for hop in work.hops
+            (stage.kind, stage.nbytes) for stage in found.exchanges
         ], where
         assert {dtype for _, dtype, _ in group.seen} == {torch.uint8}, where
 

@@ -10,6 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from deciding import decide
 from graphs import trace
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -20,10 +21,10 @@ from commpass.collectives import (
     DEFAULTS,
     Payload,
     Request,
-    algorithm,
+    Stages,
     algorithms_of,
+    read_stages,
 )
-from commpass.collectives.work import Work
 from commpass.costmodel import (
     KINDS,
     KernelRate,
@@ -35,7 +36,6 @@ from commpass.costmodel import (
     profile_named,
 )
 from commpass.errors import PolicyError
-from commpass.passes.decide import decide
 from commpass.plan import NONE, Plan, PlannedSite, Site
 from commpass.policy import PRESETS, Policy, Rule, Word
 from commpass.runtime.parts import Part
@@ -245,8 +245,8 @@ def work(spec: str, kind: str, numel: int, ranks: int, block: int, bits: int, dt
         for kind, rows, values, away, item, _ in hops
         for size in sizes(values, item)
     ]
-    coded = [
-        (rows * values, arriving * values)
+    coded = [  # in whole blocks
+        (rows * whole(values), arriving * whole(values))
         for _, rows, values, _, item, arriving in hops
         if not item
     ]
@@ -475,11 +475,10 @@ def test_sparse_hands_over_one_row_and_decodes_what_all_selected(ranks):
         site(numel=numel, ranks=ranks, stateless=None), forced(coder.spec), profile(Link(7.0, 1.25))
     )
     wire = coder.wire_bytes(numel, torch.float32)
-    expected = exchange_us("all_gather", wire, ranks, 7.0, 1.25) + 2 * KERNELS.launch_us
-    expected += (
-        numel * KERNELS.other.encode_ns
-        + (density * numel * ranks + numel) * KERNELS.other.decode_ns
-    ) / 1000
+    expected = exchange_us("all_gather", wire, ranks, 7.0, 1.25) + 3 * KERNELS.launch_us
+    dense = density * ranks >= 1  # rows are decoded whole, else by index; its own row always is
+    decoded = numel + numel * ranks * (1 if dense else density)
+    expected += (numel * KERNELS.other.encode_ns + decoded * KERNELS.other.decode_ns) / 1000
     assert (planned.algorithm, planned.wire_bytes) == ("sparse", wire)
     assert density * numel * 4 < wire < density * numel * 8.5
     assert planned.predicted_us == pytest.approx(expected, abs=1e-2)
@@ -533,11 +532,11 @@ def test_ethernet_is_gloo_over_that_many_bits():
 
 
 def test_a_kernel_costs_its_launch_and_its_values():
-    assert KERNELS.us("int8", 1000, 2000, kernels=2) == pytest.approx(6.0 + 0.125 + 0.125)
-    assert KERNELS.us("int8(block=64)", 1000, 2000, kernels=2) == KERNELS.us(
-        "int8", 1000, 2000, kernels=2
-    )
-    assert KERNELS.us("rotated", 1000, 2000, kernels=1) == pytest.approx(3.0 + 0.5 + 0.5)
+    assert KERNELS.us("int8", "encode", 1000) == pytest.approx(3.0 + 0.125)
+    assert KERNELS.us("int8", "decode", 2000) == pytest.approx(3.0 + 0.125)
+    assert KERNELS.us("int8(block=64)", "encode", 1000) == KERNELS.us("int8", "encode", 1000)
+    assert KERNELS.us("rotated", "encode", 1000) == pytest.approx(3.0 + 0.5)
+    assert KERNELS.us("rotated", "decode", 1000) == pytest.approx(3.0 + 0.25)
 
 
 LABELS = {"tp": 1.0, "tp_inner": 1.0, "dp": 2.0, "dp0": 3.0, "pp": 4.0, "": 4.0, "ep.1": 5.0}
@@ -1141,6 +1140,11 @@ WHETHER_LONG = [(None, False), (40, False), (512, False), (4096, True), (5000, T
 than in a large tensor."""
 
 
+def blocks(values: int) -> int:
+    """Values in whole blocks: so many are encoded and decoded."""
+    return math.ceil(values / 256) * 256
+
+
 def one_way(rows: list[int]) -> int:
     return sum(wire_bytes(row, 256, 8, 4) for row in rows)
 
@@ -1158,8 +1162,9 @@ def test_uneven_exchanges_are_scored_for_so_many_rows_a_rank_and_the_reason_says
     planned = one(a_site, forced("int8"), a_profile)
     wire = one_way([of_one] * SCORED * ranks if by_entries else [SCORED * of_one] * ranks)
     numel = SCORED * ranks * of_one
+    coded = SCORED * ranks * blocks(of_one) if by_entries else ranks * blocks(SCORED * of_one)
     expected = exchange_us("all_to_all", wire, ranks, 7.0, 1.25) + 2 * launch
-    expected += numel * (INT8.encode_ns + INT8.decode_ns) / 1000
+    expected += coded * (INT8.encode_ns + INT8.decode_ns) / 1000
     assert planned.predicted_us == pytest.approx(expected, rel=1e-9, abs=1e-3)
     assert planned.plain_us == pytest.approx(
         exchange_us("all_to_all", 4 * numel, ranks, 7.0, 1.25), rel=1e-9, abs=1e-3
@@ -1190,11 +1195,16 @@ def test_an_uneven_exchange_of_parts_is_charged_two_kernels_for_each(ranks):
 
 def exchange_work(
     spec: str, codec: str, sent: tuple, received: tuple, width: int, **changes
-) -> Work:
+) -> Stages:
     request = Request("0", len(sent), sent=sent, received=received, **changes)
-    return algorithm("all_to_all", spec).work(
-        commpass.codec(codec), Payload(sum(sent) * width, width, torch.float32), request
-    )
+    payload = Payload(sum(sent) * width, width, torch.float32)
+    return read_stages("all_to_all", spec, codec, payload, request)
+
+
+def coding(found: Stages) -> tuple[int, int, int]:
+    """Values encoded and decoded, and in how many kernels."""
+    kernels = sum(stage.role in ("encode", "decode") for stage in found)
+    return found.values("encode"), found.values("decode"), kernels
 
 
 @pytest.mark.parametrize("spec", ["direct", "direct(shards=2)"])
@@ -1212,10 +1222,11 @@ def test_short_entries_go_by_parts_each_a_row_of_its_own_and_never_in_micro_shar
 ):
     for width in (1, 40, 512):
         found = exchange_work(spec, "int8", sent, received, width)
-        assert [(hop.kind, hop.nbytes, hop.dynamic, hop.peers) for hop in found.hops] == [
-            ("all_to_all", one_way([entries * width for entries in sent]), False, None)
+        assert [(stage.kind, stage.nbytes, stage.dynamic) for stage in found.exchanges] == [
+            ("all_to_all", one_way([entries * width for entries in sent]), False)
         ]
-        assert (found.encoded, found.decoded, found.kernels) == (9 * width, 9 * width, kernels)
+        coded = [sum(blocks(entries * width) for entries in some) for some in (sent, received)]
+        assert coding(found) == (*coded, kernels)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
@@ -1229,8 +1240,8 @@ def test_entries_that_are_rows_go_in_micro_shards(sent, unknown, width, shards):
     expected = (
         [6 * shards * scales, *[6 * codes] * shards] if shards > 1 else [6 * (codes + scales)]
     )
-    assert [hop.nbytes for hop in found.hops] == expected
-    assert (found.encoded, found.decoded, found.kernels) == (6 * width, 6 * width, 2 * shards)
+    assert [stage.nbytes for stage in found.exchanges] == expected
+    assert coding(found) == (6 * length * shards, 6 * length * shards, 2 * shards)
 
 
 @pytest.mark.parametrize("sent", [(3, 3, 3), (1, 2, 6)])
@@ -1244,19 +1255,19 @@ def test_a_lossless_code_sends_two_parts_of_each_row_in_two_exchanges(sent):
         ("direct(first=sizes)", [(8 * len(sent), False), (both, True)]),
     ):
         found = exchange_work(spec, "exponent", sent, sent, width)
-        assert [(hop.nbytes, hop.dynamic) for hop in found.hops] == expected
+        assert [(stage.nbytes, stage.dynamic) for stage in found.exchanges] == expected
         assert found.dynamic_bytes == expected[1][0]
 
 
 def test_a_lossless_code_of_parts_of_which_the_last_is_empty():
-    assert len(exchange_work("direct", "exponent", (1, 0), (1, 1), 40).hops) == 2
+    assert len(exchange_work("direct", "exponent", (1, 0), (1, 1), 40).exchanges) == 2
 
 
 def test_a_lossless_code_of_parts_of_which_the_first_is_empty():
     full, first_empty = (
         exchange_work("direct", "exponent", sent, (1, 1), 40) for sent in ((1, 1), (0, 1))
     )
-    assert len(first_empty.hops) == 2
+    assert len(first_empty.exchanges) == 2
     assert 2 * first_empty.wire_bytes == full.wire_bytes
     assert 2 * first_empty.dynamic_bytes == full.dynamic_bytes
 
@@ -1269,7 +1280,8 @@ def test_even_exchanges_are_scored_as_they_are(width, splits):
     planned = one(a_site, forced("int8"), profile(Link(7.0, 1.25)))
     wire = one_way([width] * 40 if splits and width == 4096 else [5 * width] * 8)
     expected = exchange_us("all_to_all", wire, 8, 7.0, 1.25) + 2 * KERNELS.launch_us
-    expected += 40 * width * (INT8.encode_ns + INT8.decode_ns) / 1000
+    coded = 40 * width if splits and width == 4096 else 8 * blocks(5 * width)
+    expected += coded * (INT8.encode_ns + INT8.decode_ns) / 1000
     assert planned.predicted_us == pytest.approx(expected, abs=1e-3)
     assert planned.wire_bytes == wire
     assert "1,024" not in planned.reason.replace(f"{planned.plain_us:,.0f}", "")
@@ -1286,7 +1298,7 @@ def test_exchanges_of_unknown_sizes_are_scored_entry_by_entry_as_they_run(width,
         exchange_us("all_to_all", entries * one_way([of_one]), ranks, 7.0, 1.25)
         + 2 * KERNELS.launch_us
     )
-    expected += entries * of_one * (INT8.encode_ns + INT8.decode_ns) / 1000
+    expected += entries * blocks(of_one) * (INT8.encode_ns + INT8.decode_ns) / 1000
     assert planned.predicted_us == pytest.approx(expected, rel=1e-9, abs=1e-3)
     plain = exchange_us("all_to_all", entries * of_one * 4, ranks, 7.0, 1.25)
     assert planned.plain_us == pytest.approx(plain, rel=1e-9, abs=1e-3)
@@ -1623,7 +1635,7 @@ def test_a_time_or_a_share_that_cannot_be_is_refused(value):
 
 def test_numbers_at_the_edge_are_taken():
     assert Link(0, 1e-9).us("all_reduce", 0, 2) == 0.0
-    assert Kernels(0, KernelRate(0, 0)).us("int8", 1, 1, 1) == 0.0
+    assert Kernels(0, KernelRate(0, 0)).us("int8", "encode", 1) == 0.0
     assert Profile("p", Link(1, 1), margin=0, node=0).on_each_host((0, 1)) == 0
 
 

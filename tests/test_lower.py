@@ -53,7 +53,7 @@ def rewritten(function, x, policy, passes=pipeline.PASSES):
 
 def coded(function, x, policy):
     """The graph with coded operators."""
-    return rewritten(function, x, policy, pipeline.PASSES[:4])[0]
+    return rewritten(function, x, policy, pipeline.PASSES[:5])[0]
 
 
 def roles(gm) -> list[str]:
@@ -108,7 +108,7 @@ def test_micro_shards_are_chunks_of_a_hop(fake_group):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_operators_have_the_shapes_of_what_they_stand_for(name, dtype):
     coder = codec(name)
-    rows = torch.randn(3, coder.whole(300), dtype=torch.float64).to(dtype)
+    rows = torch.randn(3, coder.padded_numel(300), dtype=torch.float64).to(dtype)
     with operators.as_operators():
         wire = operators.encode(coder, rows, (1, 2))
         parts = operators.encode_parts(coder, rows, (1, 2))
@@ -162,7 +162,7 @@ def results(policy, inputs):
         with as_rank(rank, len(inputs)):
             gm, outcome = rewritten(summed, x, policy)
             graphs.append(gm)
-            states.append([torch.zeros(kept.shape, dtype=kept.dtype) for kept in outcome.kept])
+            states.append([torch.zeros(kept.shape, dtype=kept.dtype) for kept in outcome.state])
     given = [[x, *state] for x, state in zip(inputs, states, strict=True)]
     return graphs, run_in_lockstep(graphs, given, lambda group: range(len(inputs)))
 

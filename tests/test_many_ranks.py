@@ -10,7 +10,7 @@ import torch
 from fabric import lockstep
 
 import commpass
-from commpass.collectives import Payload, Request, algorithm
+from commpass.collectives import Payload, Request, algorithm, read_stages
 
 RANKS = [5, 6, 7, 16]
 STAGED = [
@@ -46,16 +46,16 @@ def inputs(
 def carried_out(kind, name, codec, values, monkeypatch, op="sum"):
     ranks, coder, chosen = len(values), commpass.codec(codec), algorithm(kind, name)
     run = lambda rank: chosen.run(values[rank], Request("0", ranks, rank, op), coder)  # noqa: E731
+    payload = Payload(values[0].numel(), 1, values[0].dtype)
+    said = [
+        read_stages(kind, name, codec, payload, Request("0", ranks, rank, op)).exchanges
+        for rank in range(ranks)
+    ]
     results, fabric = lockstep(run, ranks, monkeypatch)
-    for rank, sent in enumerate(fabric.started):
-        work = chosen.work(
-            coder,
-            Payload(values[rank].numel(), 1, values[rank].dtype),
-            Request("0", ranks, rank, op),
-        )
+    for sent, exchanges in zip(fabric.started, said, strict=True):
         if not coder.dynamic:
             assert [(each.kind, each.wire.nbytes) for each in sent] == [
-                (hop.kind, hop.nbytes) for hop in work.hops
+                (stage.kind, stage.nbytes) for stage in exchanges
             ]
     return results
 

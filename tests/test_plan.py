@@ -32,6 +32,7 @@ from commpass.plan import (
 )
 from commpass.policy import Policy
 from commpass.runtime.summary import Summary
+from commpass.stage import Stage
 
 examples = settings(max_examples=80, deadline=None)
 
@@ -231,6 +232,8 @@ FREE = {
     "plain_us": 7.0,
     "predicted_us": 7.0,
     "error": 0.5,
+    "stages": (Stage(role="encode", values=7),),
+    "refused": "some",
     "reason": "another",
 }
 """Facts in which ranks may differ, or that follow from the others."""

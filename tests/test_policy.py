@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deciding import decide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from commpass.codecs import codec
 from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, algorithm
 from commpass.costmodel import KINDS, KernelRate, Kernels, Link, Profile
 from commpass.errors import PolicyError
-from commpass.passes.decide import decide
 from commpass.plan import Site
 from commpass.policy import PRESETS, Policy, Rule, Word, covers, policy_named
 
@@ -49,7 +49,7 @@ def site(
 
 
 def terms(policy: Policy, **facts):
-    return policy.terms(site(**facts))[0]
+    return policy.allowed(site(**facts))[0]
 
 
 # --- globs ----------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_the_first_rule_that_matches_counts_and_is_named():
         ("layers.1.mlp", 1, "int8"),
         ("head", 2, "int4"),
     ):
-        found, which = policy.terms(site(module))
+        found, which = policy.allowed(site(module))
         assert (found.codecs, which) == ((name,), index)
         assert f"rule {index + 1}" in found.source
         assert policy.rules[index].module in found.source
@@ -278,7 +278,7 @@ def test_a_site_that_no_rule_covers_is_the_policys():
         algorithms="two_shot",
         rules=[Rule(module="head", keep=True)],
     )
-    found, which = policy.terms(site())
+    found, which = policy.allowed(site())
     assert (found.codecs, found.algorithms, found.max_error, found.force) == (
         ("int8",),
         ("two_shot",),
@@ -321,7 +321,7 @@ def test_a_word_in_the_model_beats_every_rule():
     policy = Policy(
         codecs="fp8", rules=[Rule(codec="int8", force=True, max_error=0.5), Rule(keep=True)]
     )
-    found, which = policy.terms(site(word=Word(codec="int4")))
+    found, which = policy.allowed(site(word=Word(codec="int4")))
     assert (found.codecs, found.force, found.max_error) == (
         ("int4",),
         False,
@@ -348,7 +348,7 @@ def test_off_ignores_words_and_rules():
         PRESETS["off"], codecs="int8", rules=[Rule(codec="int8", force=True)]
     )
     for word in (None, Word(codec="int4", force=True)):
-        found, which = policy.terms(site(word=word))
+        found, which = policy.allowed(site(word=word))
         assert (found.codecs, found.force, which) == ((), False, None)
         assert "off" in found.source
 

@@ -3,6 +3,8 @@ not be touched."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from graphs import code, collectives, ops, trace
@@ -501,7 +503,7 @@ def test_a_failing_pass_leaves_the_graph_as_it_was_and_says_why(fake_group, monk
         raise RuntimeError("injected")
 
     passes = tuple(
-        pipeline.Pass(p.name, fail, True) if p.name == "rewrite" else p for p in pipeline.PASSES
+        dataclasses.replace(p, run=fail) if p.name == "rewrite" else p for p in pipeline.PASSES
     )
     monkeypatch.setattr(pipeline, "PASSES", passes)
     gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 64))
@@ -515,7 +517,7 @@ def test_a_failing_pass_leaves_the_graph_as_it_was_and_says_why(fake_group, monk
     assert code(gm) == before
 
 
-@pytest.mark.parametrize("name", ["discover", "decide", "rewrite", "verify"])
+@pytest.mark.parametrize("name", ["discover", "candidates", "choose", "rewrite", "lower", "verify"])
 def test_every_pass_can_be_left_out_by_name(name, fake_group):
     fake_group(8)
     gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 64))
@@ -534,8 +536,6 @@ def test_verify_catches_a_graph_that_is_not_what_its_plan_says(fake_group):
     gm = trace(CASES["all_reduce"][0](8), torch.ones(64, 64))
     plan = commpass.rewrite(gm, [], forced(algorithm="two_shot"), strict=True)
     verify(gm, plan.sites)
-    import dataclasses
-
     wrong = {
         "bytes on the wire": [dataclasses.replace(plan.sites[0], wire_bytes=1)],
         "left alone": [dataclasses.replace(plan.sites[0], codec=NONE)],

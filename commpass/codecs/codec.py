@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.block.domain import VALUES, Domain
+from commpass.codecs.rows import aligned
 from commpass.errors import PolicyError
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -61,7 +62,7 @@ class Codec(ABC):
     def block(self) -> int:
         """How many values are encoded together: rows are padded to a multiple of it."""
 
-    def whole(self, numel: int) -> int:
+    def padded_numel(self, numel: int) -> int:
         """``numel`` and what fills the last block. A row of so many values has the same wire, and
         decodes without a cut."""
         return numel
@@ -82,7 +83,7 @@ class Codec(ABC):
             (wire.shape[0],), self.wire_bytes(numel, dtype), dtype=torch.int64, device=wire.device
         )
 
-    def carried(self, dtype: torch.dtype) -> torch.dtype:
+    def hop_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which sums are handed to this codec on their way: as they are, but for a
         lossless one in the dtype of the result, since more would be sent for nothing."""
         return dtype if self.lossless else accumulation_dtype(dtype)
@@ -182,9 +183,8 @@ class Codec(ABC):
         if not self.dynamic:
             return self.wire_bytes(numel, dtype)
         static = self.parts(numel, dtype)[0]
-        return static + round(
-            (self.wire_bytes(numel, dtype) - static) * _gaussian_share(self, dtype)
-        )
+        needed = (self.wire_bytes(numel, dtype) - static) * _gaussian_share(self, dtype)
+        return static + aligned(math.ceil(needed))
 
 
 def _sample() -> Tensor:

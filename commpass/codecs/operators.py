@@ -128,6 +128,11 @@ def _named(name: str, what: Any) -> str:
     return name
 
 
+def named(name: str) -> Any:
+    """The codec or domain of an operator's argument."""
+    return _held[name]
+
+
 # --- what they compute ----------------------------------------------------------------------------
 
 

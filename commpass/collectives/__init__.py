@@ -14,8 +14,8 @@ from commpass.collectives.names import (
 )
 from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
 from commpass.collectives.request import Request
+from commpass.collectives.stages import Payload, Stages, read_stages, record_stages
 from commpass.collectives.steps import run
-from commpass.collectives.work import Hop, Payload, Work
 
 __all__ = [
     "ALGORITHM_NAMES",
@@ -24,10 +24,9 @@ __all__ = [
     "UNROLLED_RANKS",
     "Algorithm",
     "Handle",
-    "Hop",
     "Payload",
     "Request",
-    "Work",
+    "Stages",
     "algorithm",
     "algorithms_of",
     "all_gather",
@@ -35,6 +34,8 @@ __all__ = [
     "all_to_all",
     "check_name",
     "own",
+    "read_stages",
+    "record_stages",
     "reduce_scatter",
     "run",
 ]

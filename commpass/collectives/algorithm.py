@@ -7,9 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from commpass.codecs import Codec, RawCodec
-from commpass.collectives.request import Request
 from commpass.collectives.steps import Steps
-from commpass.collectives.work import Payload, Work
 
 Encodes = tuple[tuple[Codec, float], ...]
 
@@ -33,7 +31,6 @@ class Algorithm:
     spec: str
     kind: str
     run: Callable[..., Steps]
-    work: Callable[[Codec, Payload, Request], Work]
     encodes: Callable[[Codec, int], Encodes] = lambda codec, ranks: ((codec, 1.0),)
     obstacle: Callable[[Codec, int], str | None] = _fits_all
     domain: Callable[[Codec], str] = lambda codec: ""

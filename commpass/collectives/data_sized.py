@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -43,6 +44,19 @@ def sizes_of_data(codec: Codec, x: Tensor, *, traced: bool) -> Iterator[None]:
         mode.allow_scalar_outputs = before
 
 
+_foreseen: ContextVar[bool | None] = ContextVar("foreseen", default=None)
+
+
+@contextmanager
+def foreseen(gaussian: bool) -> Iterator[None]:
+    """In here no sizes are read: what a Gaussian needs stands for them, or the least there is."""
+    before = _foreseen.set(gaussian)
+    try:
+        yield
+    finally:
+        _foreseen.reset(before)
+
+
 def varies(codec: Codec, dtype: torch.dtype) -> bool:
     """Whether the bytes of a wire depend on the values. Not on how many there are: ranks that have
     none do as the others."""
@@ -61,16 +75,21 @@ def hop(
     static, room = codec.parts(numel, dtype)
     wire = operators.encode(codec, rows)
     used = (operators.used_bytes(codec, wire, numel, dtype) - static) // UNIT
+    expected = _foreseen_bytes(codec, numel, dtype) // UNIT
     if sizes_first:
         sizes = yield move.start(used.unsqueeze(1).view(torch.uint8))
         arrived_units = sizes.contiguous().view(torch.int64).squeeze(1)
         whole = yield from _send_used(
-            wire, used + static // UNIT, arrived_units + static // UNIT, move
+            wire,
+            used + static // UNIT,
+            arrived_units + static // UNIT,
+            move,
+            expected + static // UNIT,
         )
         return operators.decode(codec, whole, numel, dtype)
     arrived = yield move.start(wire.narrow(1, 0, static).contiguous())
     arrived_units = (operators.used_bytes(codec, arrived, numel, dtype) - static) // UNIT
-    tails = yield from _send_used(wire.narrow(1, static, room), used, arrived_units, move)
+    tails = yield from _send_used(wire.narrow(1, static, room), used, arrived_units, move, expected)
     return operators.decode_parts(codec, (arrived, tails), numel, dtype)
 
 
@@ -86,6 +105,9 @@ def parts_hop(
     """As ``steps.parts_hop``: the wire of part r, ``[1, ...]`` with room for the worst case, to
     rank r."""
     sent, coming = ([codec.parts(numel, dtype) for numel in some] for some in (lengths, arriving))
+    expected, expected_in = (
+        [_foreseen_bytes(codec, numel, dtype) for numel in some] for some in (lengths, arriving)
+    )
     used = [
         operators.used_bytes(codec, wire, numel, dtype) - part[0]
         for wire, numel, part in zip(wires, lengths, sent, strict=True)
@@ -95,12 +117,12 @@ def parts_hop(
         arrived = yield scatter(request).start(units)
         units_in = arrived.contiguous().view(torch.int64).squeeze(1).unbind()
         sizes = [
-            _number(unit * UNIT, room) + static
-            for unit, (static, room) in zip(units_in, coming, strict=True)
+            _number(unit * UNIT, room, likely) + static
+            for unit, (static, room), likely in zip(units_in, coming, expected_in, strict=True)
         ]
         pieces = [
-            wire.narrow(1, 0, _number(u.squeeze(0), room) + static)
-            for wire, u, (static, room) in zip(wires, used, sent, strict=True)
+            wire.narrow(1, 0, _number(u.squeeze(0), room, likely) + static)
+            for wire, u, (static, room), likely in zip(wires, used, sent, expected, strict=True)
         ]
         wire = yield _flat(pieces, sizes, request)
         whole = [
@@ -118,12 +140,14 @@ def parts_hop(
     )
     heads = [head.reshape(1, -1) for head in arrived.split(statics)]
     sizes = [
-        _number((operators.used_bytes(codec, head, numel, dtype) - static).squeeze(0), room)
-        for head, numel, (static, room) in zip(heads, arriving, coming, strict=True)
+        _number((operators.used_bytes(codec, head, numel, dtype) - static).squeeze(0), room, likely)
+        for head, numel, (static, room), likely in zip(
+            heads, arriving, coming, expected_in, strict=True
+        )
     ]
     pieces = [
-        wire.narrow(1, static, _number(u.squeeze(0), room))
-        for wire, u, (static, room) in zip(wires, used, sent, strict=True)
+        wire.narrow(1, static, _number(u.squeeze(0), room, likely))
+        for wire, u, (static, room), likely in zip(wires, used, sent, expected, strict=True)
     ]
     wire = yield _flat(pieces, sizes, request)
     tails = [_filled(tail, room) for tail, (_, room) in zip(wire.split(sizes), coming, strict=True)]
@@ -146,16 +170,24 @@ def _flat(pieces: Sequence[Tensor], sizes: Sequence[Any], request: Request) -> T
     return move.start(torch.cat(list(pieces), dim=1).flatten())
 
 
+def _foreseen_bytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:
+    """Bytes of the dynamic part that stand for those of a row, if its size is not read."""
+    if not _foreseen.get():
+        return 0
+    return codec.expected_bytes(numel, dtype) - codec.parts(numel, dtype)[0]
+
+
 def _send_used(
-    wire: Tensor, used: Tensor, arriving: Tensor, move: Move
+    wire: Tensor, used: Tensor, arriving: Tensor, move: Move, expected: int
 ) -> Generator[Tensor, Tensor, Tensor]:
-    """Of each row ``[r, room]`` the first ``used[i]`` units; ``arriving`` says how long those are
-    that come. ``[r', room]``, of which what lies behind that is not to be read."""
+    """Of each row ``[r, room]`` the first ``used[i]`` units, ``expected`` where sizes are
+    foreseen; ``arriving`` says how long those are that come. ``[r', room]``, of
+    which what lies behind that is not to be read."""
     room = wire.shape[1] // UNIT
     units = wire.reshape(wire.shape[0], room, UNIT)
     if isinstance(move, Rows):
-        return (yield from _rows(units, used, arriving, move))
-    most = _number(arriving.max(), room)
+        return (yield from _rows(units, used, arriving, move, expected))
+    most = _number(arriving.max(), room, expected)
     arrived = yield move.start(units.narrow(1, 0, most).contiguous())
     rows = arrived.shape[0] if isinstance(move, Broadcast) else move.request.ranks
     missing = torch.zeros((rows, room - most, UNIT), dtype=torch.uint8, device=wire.device)
@@ -163,10 +195,11 @@ def _send_used(
 
 
 def _rows(
-    units: Tensor, used: Tensor, arriving: Tensor, move: Rows
+    units: Tensor, used: Tensor, arriving: Tensor, move: Rows, expected: int
 ) -> Generator[Tensor, Tensor, Tensor]:
     room = units.shape[1]
-    sent, received = _by_rank(used, move.sent, room), _by_rank(arriving, move.received, room)
+    sent = _by_rank(used, move.sent, room, expected)
+    received = _by_rank(arriving, move.received, room, expected)
     flat = units.flatten(0, 1)[_places(used, sum(sent), room)]
     move_units = Rows(move.request, tuple(sent), tuple(received))
     arrived = yield move_units.start(flat)
@@ -186,7 +219,7 @@ def _places(used: Tensor, total: Any, room: int) -> Tensor:
     return row * room + place - (ends - used)[row]
 
 
-def _by_rank(used: Tensor, rows: tuple[Any, ...], room: int) -> list[Any]:
+def _by_rank(used: Tensor, rows: tuple[Any, ...], room: int, expected: int) -> list[Any]:
     """Units for each rank, whose rows follow one another."""
     zero = torch.zeros(1, dtype=used.dtype, device=used.device)
     sums, end, ends = torch.cat([zero, used.cumsum(0)]), 0, []
@@ -196,11 +229,16 @@ def _by_rank(used: Tensor, rows: tuple[Any, ...], room: int) -> list[Any]:
             torch.full_like(zero, end)
         )  # an index on the device: a symbolic one would be compared with the size
     counts = torch.diff(sums[torch.cat(ends)], prepend=zero)
-    return [_number(count, room * most) for count, most in zip(counts.unbind(), rows, strict=True)]
+    return [
+        _number(count, room * many, expected * many)
+        for count, many in zip(counts.unbind(), rows, strict=True)
+    ]
 
 
-def _number(value: Tensor, most: Any) -> Any:
-    """A number of the graph's, from 0 to ``most``."""
+def _number(value: Tensor, most: Any, expected: Any) -> Any:
+    """A number of the graph's, from 0 to ``most``; where sizes are foreseen, ``expected``."""
+    if _foreseen.get() is not None:
+        return expected
     number = value.item()
     torch._check(number >= 0)
     torch._check(number <= most)

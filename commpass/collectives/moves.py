@@ -14,7 +14,6 @@ from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.reductions import check_shards, no_sparse, sizes_first
 from commpass.collectives.request import Broadcast, Gather, Request, Rows, ops, scatter
 from commpass.collectives.steps import Coding, Steps, hop, parts_hop
-from commpass.collectives.work import Hop, Payload, Work, one_hop, wire_sizes
 
 LONG = 1.05
 """A row is long for a codec if it takes at most so many times the bytes that its values take of a
@@ -48,7 +47,7 @@ def all_to_all_steps(x: Tensor, request: Request, coder: Codec, shards: int, fir
         move = Rows(request, request.sent, request.received)
         rows = yield from hop(x.reshape(x.shape[0], width), coding, move)
         return cut_apart(rows.to(x.dtype), width).reshape(arriving, *x.shape[1:])
-    coding = coding.whole()  # ranks whose parts are even must do as those whose parts are not
+    coding = coding.unsharded()  # ranks whose parts are even must do as those whose parts are not
     if _even(request):
         part = request.sent[0] * width
         rows = yield from hop(x.reshape(request.ranks, part), coding, scatter(request))
@@ -92,7 +91,7 @@ def _even(request: Request) -> bool:
 def send_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
     """``x`` as bytes to the peer. What torch gives for a tensor that was sent, and so this, has no
     elements."""
-    wire = operators.encode(coder, x.reshape(1, -1).to(coder.carried(x.dtype)), (request.rank,))
+    wire = operators.encode(coder, x.reshape(1, -1).to(coder.hop_dtype(x.dtype)), (request.rank,))
     sent = yield ops.isend(wire, request.peer, request.tag, request.group)
     return sent.to(x.dtype)
 
@@ -100,15 +99,12 @@ def send_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
 def recv_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
     """What the peer sent as bytes, in shape and dtype of the buffer ``x``, of which nothing else is
     used."""
-    wire = x.new_empty((1, coder.wire_bytes(x.numel(), coder.carried(x.dtype))), dtype=torch.uint8)
+    wire = x.new_empty(
+        (1, coder.wire_bytes(x.numel(), coder.hop_dtype(x.dtype))), dtype=torch.uint8
+    )
     arrived = yield ops.irecv(wire, request.peer, request.tag, request.group)
-    rows = operators.decode(coder, arrived, coder.whole(x.numel()), x.dtype)
+    rows = operators.decode(coder, arrived, coder.padded_numel(x.numel()), x.dtype)
     return cut_apart(rows.to(x.dtype), x.numel()).reshape(x.shape)
-
-
-def _pairwise_work(kind: str, coder: Codec, payload: Payload, request: Request) -> Work:
-    """Both ends count encode and decode: they must decide alike."""
-    return one_hop(kind, 1, payload.numel, Coding(coder, payload.dtype))
 
 
 def _pairwise_obstacle(coder: Codec, ranks: int) -> str | None:
@@ -123,32 +119,7 @@ def _pairwise_obstacle(coder: Codec, ranks: int) -> str | None:
 def pairwise(kind: str, spec: str) -> Algorithm:
     """One message as the plain operator has it, of codes."""
     steps = send_steps if kind == "send" else recv_steps
-    return Algorithm(spec, kind, steps, partial(_pairwise_work, kind), obstacle=_pairwise_obstacle)
-
-
-def _moved_work(
-    kind: str, coder: Codec, payload: Payload, request: Request, shards: int, first: bool
-) -> Work:
-    arriving = request.ranks if kind == "all_gather" else 1
-    return one_hop(kind, 1, payload.numel, Coding(coder, payload.dtype, shards, first), arriving)
-
-
-def _all_to_all_work(
-    coder: Codec, payload: Payload, request: Request, shards: int, first: bool
-) -> Work:
-    coding, width = Coding(coder, payload.dtype, shards, first), max(payload.width, 1)
-    if by_entries(coder, width, payload.dtype, request):
-        return one_hop("all_to_all", payload.numel // width, width, coding)
-    if request.sent is None or request.received is None:
-        return one_hop("all_to_all", request.ranks, payload.numel // request.ranks, coding)
-    sizes = [wire_sizes(entries * width, coding.whole()) for entries in request.sent]
-    hops = tuple(
-        Hop("all_to_all", sum(part[step][0] for part in sizes), sizes[0][step][1])
-        for step in range(len(sizes[0]))
-    )
-    return Work(
-        hops, payload.numel, payload.numel, kernels=2 if _even(request) else 2 * request.ranks
-    )
+    return Algorithm(spec, kind, steps, obstacle=_pairwise_obstacle)
 
 
 def direct(kind: str, spec: str, *, shards: int = 1, first: str = "static") -> Algorithm:
@@ -157,14 +128,7 @@ def direct(kind: str, spec: str, *, shards: int = 1, first: str = "static") -> A
     first, then all together (ZipCCL, designs 2 and 1)."""
     how: dict[str, Any] = {"shards": check_shards(shards), "first": sizes_first(first)}
     if kind == "all_to_all":
-        return Algorithm(
-            spec,
-            kind,
-            partial(all_to_all_steps, **how),
-            partial(_all_to_all_work, **how),
-            obstacle=no_sparse,
-        )
-    steps = all_gather_steps if kind == "all_gather" else broadcast_steps
-    return Algorithm(
-        spec, kind, partial(steps, **how), partial(_moved_work, kind, **how), obstacle=no_sparse
-    )
+        steps: Any = all_to_all_steps
+    else:
+        steps = all_gather_steps if kind == "all_gather" else broadcast_steps
+    return Algorithm(spec, kind, partial(steps, **how), obstacle=no_sparse)

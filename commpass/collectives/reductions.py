@@ -34,9 +34,10 @@ from commpass.collectives.algorithm import Algorithm, Encodes
 from commpass.collectives.request import Gather, Request
 from commpass.collectives.scatters import Summed, convert
 from commpass.collectives.steps import Coding, Steps, hop, shard_length
-from commpass.collectives.work import RAW, Hop, Payload, Work, one_hop
 from commpass.errors import PolicyError, nearest
 
+RAW = codec("raw")
+"""What a stage that is not coded uses: values as they are, for which nothing is computed."""
 STAGES = ("both", "rs", "ag")
 LAST = 1 << 16
 """The number of the last hop of an all_reduce, which follows on any number of others."""
@@ -44,12 +45,11 @@ LAST = 1 << 16
 
 @dataclass(frozen=True)
 class Scatter:
-    """One of the functions of ``scatters`` with what it costs. ``encodes`` as in ``Algorithm``;
+    """One of the functions of ``scatters``. ``encodes`` as in ``Algorithm``;
     ``between`` is the codec of the last hop if it is another one; ``hops`` whether partial sums
     travel, and not only values; ``keeps`` whether later hops read the values again."""
 
     run: Callable[[Tensor, Request, Coding], Summed]
-    work: Callable[[int, Request, Coding], Work]
     encodes: Callable[[Codec, int], Encodes]
     between: Callable[[Codec], Codec] = lambda codec: codec
     hops: bool = True
@@ -59,18 +59,14 @@ class Scatter:
         return math.lcm(codec.block, self.between(codec).block)
 
 
-DIRECT = Scatter(
-    scatters.direct, scatters.direct_work, lambda codec, ranks: ((codec, 1.0),), hops=False
-)
+DIRECT = Scatter(scatters.direct, lambda codec, ranks: ((codec, 1.0),), hops=False)
 RING = Scatter(
     scatters.ring,
-    scatters.ring_work,
     lambda codec, ranks: ((codec, scatters.ring_encodes(ranks)),),
     keeps=True,
 )
 SEMI_RING = Scatter(
     scatters.semi_ring,
-    scatters.semi_ring_work,
     lambda codec, ranks: ((codec, scatters.semi_ring_encodes(ranks)),),
     keeps=True,
 )
@@ -91,7 +87,7 @@ class Staged:
         partial = accumulation_dtype(dtype) if self.scatter.hops else dtype
         first = Coding(RAW if self.stage == "ag" else coder, partial, self.shards, self.sizes_first)
         second = RAW if self.stage == "rs" else self.scatter.between(coder)
-        return first, Coding(second, second.carried(dtype), self.shards, self.sizes_first, LAST)
+        return first, Coding(second, second.hop_dtype(dtype), self.shards, self.sizes_first, LAST)
 
     def encodes(self, coder: Codec, ranks: int) -> Encodes:
         scattered = self.scatter.encodes(coder, ranks) if self.stage != "ag" else ()
@@ -113,33 +109,22 @@ class Staged:
         summed, here = yield from self.scatter.run(rows, request, first)
         there = second.codec.domain
         summed = convert(_mean(summed, request), here, there)
-        arrived = yield from hop(summed, second.inside(), Gather(request))
+        arrived = yield from hop(summed, second.in_domain(), Gather(request))
         result = convert(arrived, there, VALUES).to(x.dtype).reshape(1, -1)
         return cut_apart(result, x.numel()).reshape(x.shape)
-
-    def all_reduce_work(self, coder: Codec, payload: Payload, request: Request) -> Work:
-        first, second = self.codings(coder, payload.dtype)
-        shard = shard_length(payload.numel, request.ranks, self.unit(coder))
-        return self.scatter.work(shard, request, first) + one_hop(
-            "all_gather", 1, shard, second, request.ranks
-        )
 
     def reduce_scatter(self, x: Tensor, request: Request, coder: Codec) -> Steps:
         first, _ = self.codings(coder, x.dtype)
         rows = x.reshape(request.ranks, -1)
         summed, here = yield from self.scatter.run(
-            pad(rows, self._whole(rows.shape[1], coder)), request, first
+            pad(rows, self._padded_numel(rows.shape[1], coder)), request, first
         )
         result = convert(_mean(summed, request), here, VALUES).to(x.dtype)
         if request.ranks == 1:  # nothing was sent: it may be a view of x
             result = result.clone()
         return cut_apart(result, rows.shape[1]).reshape(x.shape[0] // request.ranks, *x.shape[1:])
 
-    def reduce_scatter_work(self, coder: Codec, payload: Payload, request: Request) -> Work:
-        first, _ = self.codings(coder, payload.dtype)
-        return self.scatter.work(self._whole(payload.numel // request.ranks, coder), request, first)
-
-    def _whole(self, numel: int, coder: Codec) -> int:
+    def _padded_numel(self, numel: int, coder: Codec) -> int:
         return shard_length(numel, 1, self.unit(coder))
 
 
@@ -157,18 +142,9 @@ def one_shot_steps(
     TP inference, section 3)."""
     coding, domain = Coding(coder, x.dtype, shards, sizes_first), coder.domain
     row = pad(x.reshape(1, -1), shard_length(x.numel(), 1, coder.block * shards))
-    arrived = yield from hop(convert(row, VALUES, domain), coding.inside(), Gather(request))
+    arrived = yield from hop(convert(row, VALUES, domain), coding.in_domain(), Gather(request))
     total = _mean(sum_rows(arrived.to(accumulation_dtype(x.dtype))), request)
     return cut_apart(convert(total, domain, VALUES).to(x.dtype), x.numel()).reshape(x.shape)
-
-
-def _one_shot_work(
-    coder: Codec, payload: Payload, request: Request, shards: int, sizes_first: bool
-) -> Work:
-    numel = shard_length(payload.numel, 1, coder.block * shards)
-    return one_hop(
-        "all_gather", 1, numel, Coding(coder, payload.dtype, shards, sizes_first), request.ranks
-    )
 
 
 # --- sparse ---------------------------------------------------------------------------------------
@@ -197,16 +173,6 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
     else:
         total = operators.decode_and_sum_by_index(coder, wires, numel, x.dtype)
     return _mean(total, request).to(x.dtype).reshape(x.shape), left
-
-
-def _sparse_work(coder: Codec, payload: Payload, request: Request) -> Work:
-    numel = payload.numel
-    decoded = (
-        coder.slots(numel) * request.ranks + numel
-        if isinstance(coder, SparseCodec)
-        else numel * request.ranks
-    )
-    return Work((Hop("all_gather", coder.wire_bytes(numel, payload.dtype)),), numel, decoded)
 
 
 def _needs_sparse(coder: Codec, ranks: int) -> str | None:
@@ -238,7 +204,6 @@ def one_shot(kind: str, spec: str, *, shards: int = 1, first: str = "static") ->
         spec,
         kind,
         partial(one_shot_steps, **how),
-        partial(_one_shot_work, **how),
         obstacle=no_sparse,
         domain=lambda coder: coder.domain.name,
     )
@@ -257,7 +222,6 @@ def _staged(
         spec,
         kind,
         run=staged.all_reduce if by_stage else staged.reduce_scatter,
-        work=staged.all_reduce_work if by_stage else staged.reduce_scatter_work,
         encodes=staged.encodes if by_stage else scatter.encodes,
         obstacle=no_sparse,
         domain=staged.domain,
@@ -329,11 +293,6 @@ def hierarchical(
     def run(rows: Tensor, request: Request, coding: Coding) -> Summed:
         return scatters.hierarchical(rows, request, coding, node=node, between=of(coding.codec))
 
-    def work(numel: int, request: Request, coding: Coding) -> Work:
-        return scatters.hierarchical_work(
-            numel, request, coding, node=node, between=of(coding.codec)
-        )
-
     def obstacle(coder: Codec, ranks: int) -> str | None:
         if node == 0:
             return (
@@ -344,7 +303,7 @@ def hierarchical(
             return f"{ranks} ranks are not several nodes of {node}"
         return no_sparse(coder, ranks)
 
-    scatter = Scatter(run, work, lambda coder, ranks: ((coder, 1.0), (of(coder), 1.0)), of)
+    scatter = Scatter(run, lambda coder, ranks: ((coder, 1.0), (of(coder), 1.0)), of)
     made = _staged(kind, spec, scatter, stage, shards, first)
     return replace(made, obstacle=obstacle)
 
@@ -352,7 +311,7 @@ def hierarchical(
 def sparse(kind: str, spec: str) -> Algorithm:
     """An all-gather of selected values and indices, with error feedback; for codecs that select
     (topk, dgc, ...)."""
-    return Algorithm(spec, kind, sparse_steps, _sparse_work, obstacle=_needs_sparse, stateful=True)
+    return Algorithm(spec, kind, sparse_steps, obstacle=_needs_sparse, stateful=True)
 
 
 def check_shards(shards: int) -> int:

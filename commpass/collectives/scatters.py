@@ -16,7 +16,6 @@ from commpass.codecs import VALUES, Codec, Domain, accumulation_dtype, operators
 from commpass.codecs.operators import sum_rows
 from commpass.collectives.request import Request, pass_on, scatter
 from commpass.collectives.steps import Coding, hop
-from commpass.collectives.work import Work, one_hop
 
 Summed = Generator[Tensor, Tensor, tuple[Tensor, Domain]]
 
@@ -34,7 +33,7 @@ def convert(rows: Tensor, here: Domain, there: Domain) -> Tensor:
 def direct(rows: Tensor, request: Request, coding: Coding) -> Summed:
     """Row r to rank r in one all-to-all, summed there in rank order (TACO, section 3; ZipCCL,
     section 4)."""
-    domain, coding = coding.codec.domain, coding.inside()
+    domain, coding = coding.codec.domain, coding.in_domain()
     arrived = yield from hop(convert(rows, VALUES, domain), coding, scatter(request))
     return sum_rows(_wide(arrived)), domain
 
@@ -42,7 +41,8 @@ def direct(rows: Tensor, request: Request, coding: Coding) -> Summed:
 def ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
     """ranks - 1 hops: a partial sum goes round, is decoded, added to and encoded again at each rank
     (EQuARX, figure 7)."""
-    domain, coding, ranks, rank = coding.codec.domain, coding.inside(), request.ranks, request.rank
+    domain, coding = coding.codec.domain, coding.in_domain()
+    ranks, rank = request.ranks, request.rank
     rows = convert(rows, VALUES, domain)
     move = pass_on(request, [(rank + 1) % ranks], [(rank - 1) % ranks])
     partial = _row(rows, rank - 1)
@@ -55,7 +55,8 @@ def ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
 def semi_ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
     """Partial sums come from both sides, each over half of the ranks: half the hops, and half as
     many errors (EQuARX, figure 7)."""
-    domain, coding, ranks, rank = coding.codec.domain, coding.inside(), request.ranks, request.rank
+    domain, coding = coding.codec.domain, coding.in_domain()
+    ranks, rank = request.ranks, request.rank
     rows = convert(rows, VALUES, domain)
     up, down = ranks // 2, (ranks - 1) // 2
     above, below = (rank + 1) % ranks, (rank - 1) % ranks
@@ -98,10 +99,10 @@ def hierarchical(
     # Row p: what the ranks of place p are to own, node by node.
     rows = rows.reshape(nodes, node, length).transpose(0, 1).reshape(node, nodes * length)
     arrived = yield from hop(
-        convert(rows, VALUES, inner), coding.inside(), pass_on(request, mates, mates)
+        convert(rows, VALUES, inner), coding.in_domain(), pass_on(request, mates, mates)
     )
     summed = convert(sum_rows(_wide(arrived)).reshape(nodes, length), inner, outer)
-    coding = coding.by(between).inside().nth(1)
+    coding = coding.by(between).in_domain().nth(1)
     arrived = yield from hop(summed, coding, pass_on(request, likes, likes))
     return sum_rows(_wide(arrived)), outer
 
@@ -112,33 +113,6 @@ def _row(rows: Tensor, index: int) -> Tensor:
 
 def _wide(rows: Tensor) -> Tensor:
     return rows.to(accumulation_dtype(rows.dtype))
-
-
-# --- what they cost -------------------------------------------------------------------------------
-
-
-def direct_work(numel: int, request: Request, coding: Coding) -> Work:
-    return one_hop("all_to_all", request.ranks, numel, coding)
-
-
-def ring_work(numel: int, request: Request, coding: Coding) -> Work:
-    work = one_hop("all_to_all", 1, numel, coding, peers=1)
-    return sum([work] * (request.ranks - 2), work)
-
-
-def semi_ring_work(numel: int, request: Request, coding: Coding) -> Work:
-    both = one_hop("all_to_all", 2, numel, coding, peers=2)
-    one = one_hop("all_to_all", 1, numel, coding, peers=1)
-    up, down = request.ranks // 2, (request.ranks - 1) // 2
-    return sum([both] * down + [one] * (up - down), Work((), 0, 0, 0))
-
-
-def hierarchical_work(
-    numel: int, request: Request, coding: Coding, *, node: int, between: Codec
-) -> Work:
-    nodes = request.ranks // node
-    inside = one_hop("all_to_all", node, nodes * numel, coding, peers=node - 1, inside=True)
-    return inside + one_hop("all_to_all", nodes, numel, coding.by(between), peers=nodes - 1)
 
 
 def ring_encodes(ranks: int) -> float:

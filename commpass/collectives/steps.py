@@ -59,11 +59,11 @@ class Coding:
         """The same with another codec."""
         return replace(self, codec=codec)
 
-    def whole(self) -> Coding:
+    def unsharded(self) -> Coding:
         """Without micro-shards."""
         return replace(self, shards=1)
 
-    def inside(self) -> Coding:
+    def in_domain(self) -> Coding:
         """Of values that have entered the codec's domain."""
         return self.by(self.codec.within)
 
@@ -72,13 +72,13 @@ def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
     """``[r, n]`` encoded, moved and decoded: the rows that arrive, ``[r', whole(n)]``, as
     ``Codec.decode_rows`` gives them."""
     codec, salt, numel = coding.codec, (move.request.rank, coding.number), rows.shape[1]
-    rows = rows.to(codec.carried(coding.dtype))
+    rows = rows.to(codec.hop_dtype(coding.dtype))
     if data_sized.varies(codec, rows.dtype):
         return (yield from data_sized.hop(codec, rows, move, coding.sizes_first))
     if coding.shards > 1 and not codec.dynamic:
         return (yield from _micro_shards(rows, coding, move))
     wire = yield move.start(operators.encode(codec, rows, salt))
-    return operators.decode(codec, wire, codec.whole(numel), coding.dtype)
+    return operators.decode(codec, wire, codec.padded_numel(numel), coding.dtype)
 
 
 def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
@@ -118,7 +118,7 @@ def parts_hop(
     parts are of one length may use that instead.
     """
     codec, dtype = coding.codec, coding.dtype
-    rows = [part.reshape(1, -1).to(codec.carried(dtype)) for part in parts]
+    rows = [part.reshape(1, -1).to(codec.hop_dtype(dtype)) for part in parts]
     wires = [
         operators.encode(codec, row, (request.rank, coding.number, to))
         for to, row in enumerate(rows)
@@ -134,7 +134,7 @@ def parts_hop(
     move = Rows(request, tuple(wire.shape[1] for wire in wires), tuple(sizes))
     arrived = yield move.start(torch.cat(wires, dim=1).flatten())
     return [
-        operators.decode(codec, wire.reshape(1, -1), codec.whole(numel), dtype)
+        operators.decode(codec, wire.reshape(1, -1), codec.padded_numel(numel), dtype)
         for wire, numel in zip(arrived.split(sizes), arriving, strict=True)
     ]
 

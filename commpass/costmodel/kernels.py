@@ -41,12 +41,11 @@ class Kernels:
                     f"Kernels: {name} is {rate!r}, but must be a KernelRate(encode_ns, decode_ns)"
                 )
 
-    def us(self, codec: str, encoded: float, decoded: float, kernels: int) -> float:
-        """Microseconds to encode and decode that many values in that many kernels."""
+    def us(self, codec: str, role: str, values: float) -> float:
+        """Microseconds of one kernel that encodes or decodes (``role``) that many values."""
         rate = self.rates.get(codec.partition("(")[0], self.other)
-        return (
-            kernels * self.launch_us + (encoded * rate.encode_ns + decoded * rate.decode_ns) / 1e3
-        )
+        ns = rate.encode_ns if role == "encode" else rate.decode_ns
+        return self.launch_us + values * ns / 1e3
 
 
 CPU = Kernels(

@@ -1,7 +1,8 @@
 """discover: graph -> sites.
 
 needs: a graph of aten operators and functional collectives, with fake values in ``meta["val"]``.
-gives: a ``Found`` for every tensor that a collective carries, in graph order, sub-graphs included.
+gives: a ``GraphSite`` for every tensor that a collective carries, in graph order, sub-graphs
+included.
 changes: nothing.
 """
 
@@ -21,6 +22,7 @@ from commpass.passes import meta
 from commpass.passes.collective import Call, is_wait, items, parse, value_of, waited
 from commpass.passes.direction import gradients, recomputed
 from commpass.plan import NOBODY, Site
+from commpass.policy import NOTHING, Allowed
 
 MATMULS = (
     "mm",
@@ -68,15 +70,16 @@ AGAIN = "it runs again what forward sent, and must send the same"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A site with its place in the graph: ``outputs`` hold its result after the wait; all are
-    replaced together."""
+class GraphSite:
+    """A site with its place in the graph, and what the policy allows it: ``outputs`` hold its
+    result after the wait; all are replaced together."""
 
     site: Site
     module: fx.GraphModule
     call: Call
     position: int
     outputs: tuple[fx.Node, ...]
+    allowed: Allowed = NOTHING
 
     @property
     def input(self) -> fx.Node:
@@ -93,11 +96,11 @@ class Found:
 
 def discover(
     gm: fx.GraphModule, direction: str = "forward", stateless: str | None = NOBODY
-) -> list[Found]:
+) -> list[GraphSite]:
     """Every site of a graph and its sub-graphs, whatever form its collective takes. ``stateless``
     says why no state can be kept. A collective that a backward graph recomputes is a forward
     site."""
-    found: list[Found] = []
+    found: list[GraphSite] = []
     for prefix, module in graph_modules(gm):
         order = {node: index for index, node in enumerate(module.graph.nodes)}
         reached = gradients(module.graph) if direction == "backward" else set()
@@ -142,7 +145,7 @@ def _found(
     order: dict[fx.Node, int],
     direction: str,
     stateless: str | None,
-) -> Found:
+) -> GraphSite:
     source, value = call.inputs[position], value_of(call, position)
     held, early = waited(value) if value is not None else ([], [])
     if (
@@ -187,7 +190,7 @@ def _found(
         word=meta.word(call.node, KEY),
         obstacle=_obstacle(call, position, fake, size, held, early),
     )
-    return Found(site, module, call, position, tuple(sorted(held, key=order.__getitem__)))
+    return GraphSite(site, module, call, position, tuple(sorted(held, key=order.__getitem__)))
 
 
 def _splits(call: Call) -> tuple[tuple[int | str, ...], tuple[int | str, ...]] | None:

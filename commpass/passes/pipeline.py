@@ -1,64 +1,37 @@
 """The road of a graph: every pass, in order, in one place.
 
-A pass is a plain function from one stage of the road to the next. What it needs, gives and changes
-stands at the top of its file. Each can be left out by name with ``Policy(skip=...)``.
+A pass is a plain function from one stage of the road to the next; what it requires, provides and
+changes stands here and is checked (``contract``). Each can be left out by name with
+``Policy(skip=...)``.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from torch import fx
 
-from commpass.costmodel import Profile
 from commpass.errors import PolicyError, nearest
-from commpass.passes.decide import decide
-from commpass.passes.discover import Found, discover, graph_modules
+from commpass.passes.allowed import allow, matched, still_allowed
+from commpass.passes.candidates import candidates
+from commpass.passes.choose import choose
+from commpass.passes.contract import Contracts, Pass
+from commpass.passes.discover import discover, graph_modules
 from commpass.passes.lower import lower
-from commpass.passes.rewrite import Kept, rewrite
+from commpass.passes.rewrite import rewrite
+from commpass.passes.road import Outcome, Road
 from commpass.passes.simplify import simplify
-from commpass.passes.template import Decompositions
-from commpass.passes.terms import forget, matched, terms_of
 from commpass.passes.verify import verify
-from commpass.plan import NOBODY, Plan, PlannedSite, Simplification, Site, left_alone
-from commpass.policy import Policy, Terms
+from commpass.plan import Plan
+from commpass.policy import Policy
 
-
-@dataclass(frozen=True, kw_only=True)
-class Road:
-    """A graph on its way: what goes in, and what the passes have found and decided so far.
-    ``obstacle`` says why none of its collectives may be changed, whatever the policy says;
-    ``kernels`` whether Inductor compiles it, which can then compile what sites share as well."""
-
-    gm: fx.GraphModule
-    direction: str
-    policy: Policy
-    profile: Profile
-    decompositions: Decompositions | None = None
-    found: tuple[Found, ...] = ()
-    terms: tuple[Terms, ...] = ()
-    matched: tuple[int, ...] = ()
-    simplified: tuple[Simplification, ...] = ()
-    sites: tuple[PlannedSite, ...] | None = None
-    stateless: str | None = NOBODY
-    obstacle: str | None = None
-    kernels: bool = False
-    kept: tuple[Kept, ...] = ()
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A pass by name. ``numerics`` says whether it may change the numbers that a graph computes;
-    the road ends where a ``needed`` pass is left out."""
-
-    name: str
-    run: Callable[[Road], Road]
-    numerics: bool = False
-    needed: bool = False
+CHECK = "COMMPASS_CHECK"
+"""Environment variable: 1 checks what passes promise each other on every graph, as ``strict``
+does."""
 
 
 def _discover(road: Road) -> Road:
@@ -67,35 +40,35 @@ def _discover(road: Road) -> Road:
         found = tuple(
             dataclasses.replace(f, site=dataclasses.replace(f.site, obstacle=why)) for f in found
         )
-    forget(found)
-    terms, rules = terms_of(found, road.policy), matched(found, road.policy)
-    return dataclasses.replace(road, found=found, terms=terms, matched=rules)
+    found = allow(found, road.policy)
+    return dataclasses.replace(road, found=found, matched=matched(found, road.policy))
 
 
 def _simplify(road: Road) -> Road:
     if not road.found or road.policy.off or road.obstacle is not None:
         return road
     applied = simplify(road.gm, road.found, road.policy, road.profile)
-    found = tuple(discover(road.gm, road.direction, road.stateless))
-    terms = terms_of(found, road.policy)
-    return dataclasses.replace(road, simplified=applied, found=found, terms=terms)
+    found = still_allowed(discover(road.gm, road.direction, road.stateless), road.policy)
+    return dataclasses.replace(road, simplified=applied, found=found)
 
 
-def _decide(road: Road) -> Road:
-    sites = decide(
-        (found.site for found in road.found),
-        road.policy,
-        road.profile,
-        road.terms,
-        kernels=road.kernels,
+def _candidates(road: Road) -> Road:
+    options = tuple(
+        candidates(each.site, each.allowed, road.profile, road.policy.reassociate)
+        for each in road.found
     )
-    return dataclasses.replace(road, sites=sites)
+    return dataclasses.replace(road, options=options)
+
+
+def _choose(road: Road) -> Road:
+    sites, allowed = [f.site for f in road.found], [f.allowed for f in road.found]
+    plan = choose(sites, road.options, allowed, road.profile, kernels=road.kernels)
+    return dataclasses.replace(road, sites=plan)
 
 
 def _rewrite(road: Road) -> Road:
-    return dataclasses.replace(
-        road, kept=rewrite(road.found, road.sites or (), road.decompositions)
-    )
+    state = rewrite(road.found, road.sites or (), road.decompositions)
+    return dataclasses.replace(road, state=state)
 
 
 def _lower(road: Road) -> Road:
@@ -109,37 +82,36 @@ def _verify(road: Road) -> Road:
 
 
 PASSES: tuple[Pass, ...] = (
-    Pass("discover", _discover, needed=True),
-    Pass("simplify", _simplify, numerics=True),
-    Pass("decide", _decide, needed=True),
-    Pass("rewrite", _rewrite, numerics=True, needed=True),
-    Pass("lower", _lower, numerics=True, needed=True),
-    Pass("verify", _verify),
+    Pass(name="discover", run=_discover, provides=("sites",), needed=True),
+    Pass(name="simplify", run=_simplify, requires=("sites",), provides=("sites",), mutates=True),
+    Pass(
+        name="candidates", run=_candidates, requires=("sites",), provides=("options",), needed=True
+    ),
+    Pass(
+        name="choose",
+        run=_choose,
+        requires=("sites", "options"),
+        provides=("plan",),
+        needed=True,
+    ),
+    Pass(
+        name="rewrite",
+        run=_rewrite,
+        requires=("sites", "plan"),
+        provides=("coded",),
+        mutates=True,
+        needed=True,
+    ),
+    Pass(
+        name="lower",
+        run=_lower,
+        requires=("coded", "plan"),
+        provides=("plain",),
+        mutates=True,
+        needed=True,
+    ),
+    Pass(name="verify", run=_verify, requires=("plain", "plan")),
 )
-
-
-@dataclass
-class Outcome:
-    """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched
-    one, and says why. ``kept`` is the state that it takes as its last inputs."""
-
-    plan: Plan
-    found: tuple[Found, ...] = ()
-    times_ms: dict[str, float] = field(default_factory=dict)
-    error: Exception | None = None
-    untouched: dict[fx.GraphModule, fx.Graph] = field(default_factory=dict)
-    first: tuple[Site, ...] = ()
-    kept: tuple[Kept, ...] = ()
-
-    def restore(self, why: str) -> None:
-        """Puts the untouched graph back (law 7), because of ``why``."""
-        for module, graph in self.untouched.items():
-            module.graph = graph
-            module.recompile()
-        self.untouched = {}
-        self.kept = ()
-        sites = tuple(left_alone(site, why) for site in self.first)
-        self.plan = dataclasses.replace(self.plan, sites=sites, simplified=(), fallback=why)
 
 
 def check_skip(policy: Policy) -> None:
@@ -154,10 +126,16 @@ Watch = Callable[[str, Road], None]
 
 
 def run(
-    road: Road, graph: str, passes: tuple[Pass, ...] | None = None, watch: Watch | None = None
+    road: Road,
+    graph: str,
+    passes: tuple[Pass, ...] | None = None,
+    watch: Watch | None = None,
+    *,
+    strict: bool = False,
 ) -> Outcome:
     """Takes a graph along the road, in place. All or nothing: if a pass fails, the graph is the
-    untouched one again. ``watch`` is called with the name of each pass that has run."""
+    untouched one again. ``watch`` is called with the name of each pass that has run. ``strict``
+    checks after each pass what it promises: a promise that is not kept is a failure."""
     outcome = Outcome(
         Plan(
             graph=graph,
@@ -166,6 +144,7 @@ def run(
             profile=road.profile.name,
         )
     )
+    contracts = Contracts() if strict or os.environ.get(CHECK) == "1" else None
     for step in PASSES if passes is None else passes:
         if step.name in road.policy.skip:
             if step.needed:
@@ -173,10 +152,14 @@ def run(
                 break
             continue
         start = time.perf_counter()
-        if step.numerics and not outcome.untouched:
+        if step.mutates and not outcome.untouched:
             outcome.untouched = _copies(road)
         try:
+            if contracts is not None:
+                contracts.start(step, road)
             road = step.run(road)
+            if contracts is not None:
+                contracts.end(step, road)
         except Exception as error:
             outcome.error = error
             said = str(error).strip().partition("\n")[0]  # torch goes on with hints and addresses
@@ -185,13 +168,16 @@ def run(
         finally:
             outcome.times_ms[step.name] = (time.perf_counter() - start) * 1e3
             outcome.found = road.found
-        outcome.kept = road.kept
+        outcome.state = road.state
         outcome.first = outcome.first or tuple(found.site for found in road.found)
         outcome.plan = dataclasses.replace(
             outcome.plan, sites=road.sites or (), simplified=road.simplified, matched=road.matched
         )
         if watch is not None:
             watch(step.name, road)
+    if road.sites is not None and not outcome.plan.fallback:
+        names = [site.name for site in road.sites]
+        outcome.options = dict(zip(names, road.options, strict=True))
     return outcome
 
 

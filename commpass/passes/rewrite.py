@@ -21,7 +21,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from commpass.codecs import accumulation_dtype
 from commpass.collectives import algorithm
 from commpass.passes.collective import is_size, is_wait, items, parse, value_of
-from commpass.passes.discover import Found
+from commpass.passes.discover import GraphSite
 from commpass.passes.marks import MARK, PARTS
 from commpass.passes.template import (
     Decompositions,
@@ -36,7 +36,7 @@ from commpass.plan import PlannedSite
 
 
 @dataclass(frozen=True)
-class Kept:
+class StateInput:
     """State that a site keeps between calls: a new last input of its graph. ``place`` names it for
     good: where in the model, which direction, kind and shape; ``number`` which of several such in
     its graph. ``reaches`` are the numbers of those outputs of the graph that depend on the site."""
@@ -53,15 +53,15 @@ class Kept:
 
 
 def rewrite(
-    found: Sequence[Found],
+    found: Sequence[GraphSite],
     plan: Sequence[PlannedSite],
     decompositions: Decompositions | None = None,
-) -> tuple[Kept, ...]:
+) -> tuple[StateInput, ...]:
     """Replaces every compressed site in place; returns the state that the graph now takes as its
     last inputs, in order. On an error the graph is half done: the caller holds the copy to go back
     to."""
     templates = Templates(decompositions or inductor_decompositions)
-    kept: list[Kept] = []
+    kept: list[StateInput] = []
     chosen = [
         (site, planned) for site, planned in zip(found, plan, strict=True) if planned.compressed
     ]
@@ -81,7 +81,7 @@ def rewrite(
             if len(results) > 1:
                 _update(inputs[-1], results[1])
             _replace(site, results[0])
-    gone: dict[fx.Node, list[Found]] = {}
+    gone: dict[fx.Node, list[GraphSite]] = {}
     for site, planned in chosen:
         if site.call.form == "batch":
             _join(site, planned.name)
@@ -98,7 +98,7 @@ STATE = "commpass_state"
 """The beginning of the names of inputs that hold state."""
 
 
-def _keep(found: Found, planned: PlannedSite, before: Sequence[Kept]) -> Kept:
+def _keep(found: GraphSite, planned: PlannedSite, before: Sequence[StateInput]) -> StateInput:
     """Adds an input for the state of a site: of its shape, in the dtype in which sums are made."""
     fake, graph = fake_of(found.input), found.module.graph
     shape = "x".join(str(size) for size in planned.shape)
@@ -113,7 +113,7 @@ def _keep(found: Found, planned: PlannedSite, before: Sequence[Kept]) -> Kept:
     node.meta["val"] = value
     reaches = reached_outputs(found.outputs)
     op = planned.reduce_op or "sum"
-    return Kept(
+    return StateInput(
         place,
         number,
         reaches,
@@ -147,7 +147,7 @@ def _update(state: fx.Node, new: fx.Node) -> None:
     copied.meta = {**new.meta, MARK: mark, "val": state.meta["val"]}
 
 
-def _replace(found: Found, result: fx.Node) -> None:
+def _replace(found: GraphSite, result: fx.Node) -> None:
     """Lets everything that took the collective's waited result take the new one."""
     call, graph = found.now, found.module.graph
     received = call.kind_at(found.position) == "recv"
@@ -169,7 +169,7 @@ def _replace(found: Found, result: fx.Node) -> None:
         call.node.replace_all_uses_with(result, delete_user_cb=lambda user: not is_wait(user))
 
 
-def _drop(node: fx.Node, gone: list[Found]) -> None:
+def _drop(node: fx.Node, gone: list[GraphSite]) -> None:
     """Erases a collective whose results were all replaced; of a coalesced one, only the parts that
     were."""
     graph = node.graph
@@ -189,7 +189,7 @@ def _drop(node: fx.Node, gone: list[Found]) -> None:
         )
 
 
-def _resize(size: fx.Node, found: Found) -> None:
+def _resize(size: fx.Node, found: GraphSite) -> None:
     """Lets what asked for the size of a collective's result ask its input, or an all-to-all's
     splits."""
     dim, kind, ranks = size.args[1], found.site.kind, found.site.group_size
@@ -224,7 +224,7 @@ def _drop_waits(values: set[fx.Node]) -> None:
             _shrink(wait, [i for i, each in enumerate(waited_for) if each not in values])
 
 
-def _join(found: Found, mark: str) -> None:
+def _join(found: GraphSite, mark: str) -> None:
     """Lets a position of a batch carry the bytes of the exchange that was inserted for it before
     the batch: batches exist so that nothing deadlocks, and stay whole."""
     call, position = found.now, found.position

@@ -19,7 +19,7 @@ from commpass.collectives.data_sized import sizes_of_data
 from commpass.errors import VerifyError
 from commpass.passes import meta
 from commpass.passes.collective import is_wait, value_of
-from commpass.passes.discover import Found
+from commpass.passes.discover import GraphSite
 from commpass.passes.marks import MARK, Mark, marks
 from commpass.plan import PlannedSite
 
@@ -43,7 +43,7 @@ class Templates:
     decompositions: Decompositions
     traced: dict[tuple[Any, ...], Template] = field(default_factory=dict)
 
-    def of(self, found: Found, planned: PlannedSite, inputs: Sequence[fx.Node]) -> Template:
+    def of(self, found: GraphSite, planned: PlannedSite, inputs: Sequence[fx.Node]) -> Template:
         fake = fake_of(found.input)
         key = (
             planned.kind,
@@ -72,7 +72,10 @@ class Templates:
 
 
 def trace(
-    planned: PlannedSite, found: Found, inputs: Sequence[fx.Node], decompositions: Decompositions
+    planned: PlannedSite,
+    found: GraphSite,
+    inputs: Sequence[fx.Node],
+    decompositions: Decompositions,
 ) -> fx.Graph:
     """The algorithm of a site as a graph of its inputs, traced under the fake mode of the graph
     with encode, decode and sums as operators of their own."""
@@ -116,14 +119,14 @@ def without_tensors(traced: fx.Graph, what: str) -> fx.Graph:
     return traced
 
 
-def inputs_of(found: Found, chosen: Algorithm) -> list[fx.Node]:
+def inputs_of(found: GraphSite, chosen: Algorithm) -> list[fx.Node]:
     """What an algorithm takes from the graph: its tensor, the symbolic lengths of an all-to-all,
     and the state that it keeps, which is the input that was added last."""
     state = found.module.graph.find_nodes(op="placeholder")[-1:] if chosen.stateful else []
     return [found.input, *sizes_of(found), *state]
 
 
-def sizes_of(found: Found) -> list[fx.Node]:
+def sizes_of(found: GraphSite) -> list[fx.Node]:
     """The nodes among an all-to-all's splits."""
     splits = (size for some in found.now.splits or () for size in some)
     return list(dict.fromkeys(size for size in splits if isinstance(size, fx.Node)))
@@ -139,7 +142,9 @@ def _rank(planned: PlannedSite) -> int:
     return rank
 
 
-def splice(found: Found, name: str, template: Template, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+def splice(
+    found: GraphSite, name: str, template: Template, inputs: Sequence[fx.Node]
+) -> list[fx.Node]:
     """Copies a traced algorithm into the graph of a site; returns the nodes of its result, and of
     its new state if it has one.
 
@@ -170,7 +175,7 @@ def splice(found: Found, name: str, template: Template, inputs: Sequence[fx.Node
     raise VerifyError(f"the traced algorithm of {name} has no output")
 
 
-def _anchor(found: Found) -> fx.Node:
+def _anchor(found: GraphSite) -> fx.Node:
     """The node before which the rest of an algorithm goes: the first wait, or right behind a
     collective without one."""
     if not found.outputs:
@@ -183,7 +188,7 @@ def _anchor(found: Found) -> fx.Node:
     return first if is_wait(first) else first.all_input_nodes[0]
 
 
-def _describe(copy: fx.Node, found: Found, mark: Mark, traced: fx.Node | None) -> None:
+def _describe(copy: fx.Node, found: GraphSite, mark: Mark, traced: fx.Node | None) -> None:
     """Metadata of an inserted node: from its site, and a fake value of its own, since storages tell
     aliases apart. That is the ``traced`` one where nobody else has it."""
     copy.meta = {MARK: mark}
@@ -200,7 +205,7 @@ def _describe(copy: fx.Node, found: Found, mark: Mark, traced: fx.Node | None) -
     copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def value(node: fx.Node, found: Found) -> Any:
+def value(node: fx.Node, found: GraphSite) -> Any:
     """The fake value, or symbolic number, of a node."""
     if node is found.call.group:
         return found.site.group

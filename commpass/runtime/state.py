@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, rank_in, ready
-from commpass.passes.rewrite import Kept
+from commpass.passes.rewrite import StateInput
 from commpass.runtime.owners import Code, Owner, owners, parameter_names
 
 VERSION = 2
@@ -92,7 +92,7 @@ class Loaded:
 _loaded: list[Loaded] = []
 
 
-def residual(kept: Kept, number: int, code: Code, owner: Owner) -> Tensor:
+def residual(kept: StateInput, number: int, code: Code, owner: Owner) -> Tensor:
     """The residual of a site, of its place the one of that ``number`` for an owner: zeros when it
     is first asked for, or what was loaded for it. Raises PolicyError if state was loaded that this
     site is not part of, or of which it is not known whose it is."""

@@ -180,7 +180,7 @@ def check(case: Case, tried: Tried | None = None) -> None:
     tried.graphs += case.world
     inputs = [[x.value(rank) for x in case.inputs] for rank in range(case.world)]
     plain = written(case)
-    simple = compiled(case, plain, PASSES[:3])
+    simple = compiled(case, plain, PASSES[:4])
     members = {name: ranks for name, (_, ranks) in group_names(case).items()}
     difference = agree(simple.plans, members)
     if difference:
@@ -592,7 +592,7 @@ def _rewritten(
             raise Fault("determinism", "plan", "planned differently the second time")
     _carried(case, whole, plain)
     inputs, members = expected.inputs, expected.members
-    kept = [[torch.zeros(k.shape, dtype=k.dtype) for k in end.kept] for end in whole.outcomes]
+    kept = [[torch.zeros(k.shape, dtype=k.dtype) for k in end.state] for end in whole.outcomes]
     for _ in range(2 if any(kept) else 1):
         by_hand = _run(case, simple.graphs, inputs, members, coded.exchange)
         given = [[*values, *state] for values, state in zip(inputs, kept, strict=True)]
@@ -622,7 +622,7 @@ def silenced(case: Case, plain: Sequence[fx.GraphModule]) -> Case | None:
         with as_rank(case, rank):
             for found in discover(gm, case.direction):
                 step = found.call.node.meta[STEP]
-                (coded if policy.terms(found.site)[0].codecs else rest).add(step)
+                (coded if policy.allowed(found.site)[0].codecs else rest).add(step)
     if not coded or not rest - coded:
         return None
     steps: list[Step] = []
@@ -656,7 +656,7 @@ def check_silent(case: Case, tried: Tried) -> None:
     _run(case, plain, inputs, members, watched)
     if not all(finite):  # infinity times nothing is not nothing
         return
-    simple = compiled(case, plain, PASSES[:3])
+    simple = compiled(case, plain, PASSES[:4])
     if agree(simple.plans, members) and case.dependent:
         return
     tried.graphs += case.world

@@ -46,8 +46,8 @@ class BlockCodec(Codec):
     def block(self) -> int:
         return self.layout.unit
 
-    def whole(self, numel: int) -> int:
-        return self.layout.whole(numel)
+    def padded_numel(self, numel: int) -> int:
+        return self.layout.padded_numel(numel)
 
     @property
     def bound(self) -> float:

@@ -33,7 +33,7 @@ class Flat:
         blocks = self.blocks(rows.shape[1])
         return pad(rows, blocks * self.block).reshape(rows.shape[0], blocks, self.block)
 
-    def whole(self, numel: int) -> int:
+    def padded_numel(self, numel: int) -> int:
         """Values in all blocks of a row of ``numel``, what fills the last one included."""
         return self.blocks(numel) * self.block
 
@@ -92,7 +92,7 @@ class Tiles:
         )
         return matrix.flatten(1)
 
-    def whole(self, numel: int) -> int:
+    def padded_numel(self, numel: int) -> int:
         return self._tiles(numel)[0] * self.height * self.width
 
 
@@ -135,7 +135,7 @@ class Lanes:
         chunks = blocks.reshape(blocks.shape[0], groups, LANES, depth).transpose(2, 3)
         return chunks.flatten(1)
 
-    def whole(self, numel: int) -> int:
+    def padded_numel(self, numel: int) -> int:
         groups, depth = self._groups(numel)
         return groups * depth * LANES
 

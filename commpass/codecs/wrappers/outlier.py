@@ -286,7 +286,7 @@ class OutlierCodec(Codec):
             )
         return replace(self, rank=rank)
 
-    def carried(self, dtype: torch.dtype) -> torch.dtype:
+    def hop_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # Kept channels of float16 travel in float16: as float32 they would be encoded as bfloat16.
         return dtype if dtype == torch.float16 else accumulation_dtype(dtype)
 

@@ -17,11 +17,10 @@ from torch import fx
 
 from commpass.costmodel import Profile
 from commpass.passes.collective import is_wait, parse
-from commpass.passes.discover import Found, graph_modules
+from commpass.passes.discover import GraphSite, graph_modules
 from commpass.passes.simplify.editor import Editor
 from commpass.passes.simplify.outputs import output_memory, separate_outputs
-from commpass.passes.simplify.rules import RULES, Done, Rule
-from commpass.passes.terms import terms_of
+from commpass.passes.simplify.rules import RULES, Applied, Rule
 from commpass.plan import Simplification
 from commpass.policy import Policy
 
@@ -36,20 +35,19 @@ rank takes away must not make room for rules that it then applies alone."""
 
 
 def simplify(
-    gm: fx.GraphModule, found: Sequence[Found], policy: Policy, profile: Profile
+    gm: fx.GraphModule, found: Sequence[GraphSite], policy: Policy, profile: Profile
 ) -> tuple[Simplification, ...]:
     """Applies the rules until none fits any more. Linear in the nodes of the graph, for each
     sweep."""
     if policy.off:
         return ()
     applied: list[Simplification] = []
-    allowed = zip(found, terms_of(found, policy), strict=True)
-    terms = {each.call.node: its for each, its in allowed}
+    allowed = {each.call.node: each.allowed for each in found}
     rules = [rule for rule in RULES if rule.exact or policy.reassociate]
     for prefix, module in graph_modules(gm):
         if not any(parse(node) is not None for node in module.graph.nodes):
             continue
-        editor = Editor(module, profile, terms)
+        editor = Editor(module, profile, allowed)
         done = _apply(editor, rules)
         if done:
             module.graph.lint()
@@ -68,7 +66,7 @@ def simplify(
     return tuple(applied)
 
 
-def _apply(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Done]]:
+def _apply(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
     """Sweeps over a graph until no rule fits any more."""
     outputs = output_memory(editor.graph)
     done = _sweep(editor, [rule for rule in rules if rule.name in EARLY])
@@ -83,10 +81,10 @@ def _apply(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Done]]:
     return done
 
 
-def _sweep(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Done]]:
+def _sweep(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
     """Tries the rules once at every node, in graph order."""
     editor.look()
-    done: list[tuple[str, Done]] = []
+    done: list[tuple[str, Applied]] = []
     at: dict[Any, list[Rule]] = {}
     for node in list(editor.graph.nodes):
         if node.op == "call_function" and node.target not in at:

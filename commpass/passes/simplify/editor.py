@@ -17,13 +17,13 @@ from torch import fx
 from commpass import groups, meshes
 from commpass.costmodel import Link, Profile
 from commpass.passes import meta
+from commpass.passes.allowed import ALLOWED
 from commpass.passes.collective import Call, is_wait, parse
 from commpass.passes.discover import describe_group
 from commpass.passes.simplify.held import Held, nothing_held
 from commpass.passes.simplify.values import memory, value_numbers
-from commpass.passes.terms import TERMS
 from commpass.plan import ROWS
-from commpass.policy import Terms
+from commpass.policy import Allowed
 
 aten = torch.ops.aten
 ops = torch.ops._c10d_functional
@@ -53,7 +53,7 @@ class Editor:
 
     module: fx.GraphModule
     profile: Profile
-    terms: dict[fx.Node, Terms] = field(default_factory=dict)
+    allowed: dict[fx.Node, Allowed] = field(default_factory=dict)
     gone: set[fx.Node] = field(default_factory=set)
     equal: dict[fx.Node, fx.Node] = field(default_factory=dict)
     sweeps: int = 0
@@ -134,11 +134,11 @@ class Editor:
 
     def may_compress(self, node: fx.Node) -> bool:
         """Whether the policy allows a codec for a collective."""
-        return node in self.terms and bool(self.terms[node].codecs)
+        return node in self.allowed and bool(self.allowed[node].codecs)
 
     def allowed_alike(self, a: Call, b: Call) -> bool:
         """Whether the policy allows the same for two collectives: else they stay two."""
-        one, other = self.terms.get(a.node), self.terms.get(b.node)
+        one, other = self.allowed.get(a.node), self.allowed.get(b.node)
         return one is other or (one is not None and other is not None and one.allow_like(other))
 
     def union(self, first: Call, second: Call) -> tuple[str, int] | None:
@@ -212,8 +212,9 @@ class Editor:
         meta.carry(source, node)
         self.held.place[node] = self.held.place[before]
         node.meta[RULE] = rule
-        if source in self.terms and self.call(node) is not None:
-            self.terms[node] = node.meta[TERMS] = self.terms[source]
+        if source in self.allowed and self.call(node) is not None:
+            self.allowed[node] = self.allowed[source]
+            node.meta[ALLOWED] = {0: self.allowed[source]}
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with torch.no_grad(), self.mode:
             node.meta["val"] = target(*values, **named)

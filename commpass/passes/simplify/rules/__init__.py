@@ -9,7 +9,7 @@ from commpass.passes.simplify.rules.gathers import (
 )
 from commpass.passes.simplify.rules.needless import alone, constant, same, waits
 from commpass.passes.simplify.rules.parts import gather_of_scatter, own_part, scattered
-from commpass.passes.simplify.rules.rule import Done, Rule
+from commpass.passes.simplify.rules.rule import Applied, Rule
 from commpass.passes.simplify.rules.sums import (
     expanded,
     nested_groups,
@@ -34,4 +34,4 @@ RULES: tuple[Rule, ...] = (
     Rule("nested groups", nested_groups, exact=False),
 )
 
-__all__ = ["RULES", "Done", "Rule"]
+__all__ = ["RULES", "Applied", "Rule"]

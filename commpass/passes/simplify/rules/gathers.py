@@ -20,7 +20,7 @@ from commpass.passes.simplify.chains import (
     walk_back,
 )
 from commpass.passes.simplify.editor import Editor, Exchange, aten, common_nbytes, fake, nbytes
-from commpass.passes.simplify.rules.rule import GATHERS, Done
+from commpass.passes.simplify.rules.rule import GATHERS, Applied
 
 EXACT_WIDENINGS = {
     (torch.bfloat16, torch.float32),
@@ -50,7 +50,7 @@ narrowed where they arrive."""
 convert = torch.ops.prims.convert_element_type.default
 
 
-def gather_then_narrow(node: fx.Node, editor: Editor) -> Done | None:
+def gather_then_narrow(node: fx.Node, editor: Editor) -> Applied | None:
     """to(narrow, gather(x)) = gather(to(narrow, x)): a gather moves values, a cast maps each on its
     own. Likewise behind views and copies, which stay behind the gather, and scales, which move in
     front of it with the cast, in their order."""
@@ -71,7 +71,7 @@ def gather_then_narrow(node: fx.Node, editor: Editor) -> Done | None:
     gathered = editor.collective(place, rule, exchange.call, value)
     editor.replace(node, repeat(rest, gathered, node, rule, editor))
     into = f"{gathered.all_input_nodes[0].name} of {meta.dtype_name(narrow)}"
-    return Done(name, into, saved, scales(chain))
+    return Applied(name, into, saved, scales(chain))
 
 
 def _is_link(node: fx.Node) -> bool:
@@ -95,7 +95,7 @@ def widened(exchange: Exchange) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] 
     )
 
 
-def widen_then_gather(node: fx.Node, editor: Editor) -> Done | None:
+def widen_then_gather(node: fx.Node, editor: Editor) -> Applied | None:
     """gather(to(wide, x)) = to(wide, gather(x)): likewise, and widening loses nothing."""
     exchange = editor.exchange(node, GATHERS)
     found = widened(exchange) if exchange is not None else None
@@ -118,10 +118,10 @@ def widen_then_gather(node: fx.Node, editor: Editor) -> Done | None:
     wide = editor.emit(node, rule, cast, convert, narrow, fake(cast).dtype)
     into = f"{narrow.all_input_nodes[0].name} of {meta.dtype_name(fake(source).dtype)}"
     editor.replace(node, wide)
-    return Done(name, into, round(saved))
+    return Applied(name, into, round(saved))
 
 
-def gather_of_expand(node: fx.Node, editor: Editor) -> Done | None:
+def gather_of_expand(node: fx.Node, editor: Editor) -> Applied | None:
     """all_gather(expand(x)) = expand(all_gather(x)): copies of one value need be sent once. So also
     for one number."""
     exchange = editor.exchange(node, ("all_gather",))
@@ -162,4 +162,4 @@ def gather_of_expand(node: fx.Node, editor: Editor) -> Done | None:
     editor.replace(
         node, editor.emit(node, rule, wide, aten.reshape.default, whole, list(fake(node).shape))
     )
-    return Done(name, f"{gathered.all_input_nodes[0].name}, expanded afterwards", saved)
+    return Applied(name, f"{gathered.all_input_nodes[0].name}, expanded afterwards", saved)

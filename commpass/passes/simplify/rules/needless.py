@@ -10,10 +10,10 @@ from torch import fx
 from commpass.passes.collective import is_wait, parse
 from commpass.passes.simplify.chains import LONGEST, is_cast
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
-from commpass.passes.simplify.rules.rule import GATHERS, REDUCTIONS, Done
+from commpass.passes.simplify.rules.rule import GATHERS, REDUCTIONS, Applied
 
 
-def waits(node: fx.Node, editor: Editor) -> Done | None:
+def waits(node: fx.Node, editor: Editor) -> Applied | None:
     """Waiting for what has been waited for is nothing: rules see one wait."""
     if not (is_wait(node) and isinstance(node.args[0], fx.Node)):
         return None
@@ -43,7 +43,7 @@ def _merge_casts(value: fx.Node, editor: Editor) -> None:
             editor.replace(user, cast)
 
 
-def same(node: fx.Node, editor: Editor) -> Done | None:
+def same(node: fx.Node, editor: Editor) -> Applied | None:
     """Two collectives of equal values over one group are one: a function of equal arguments. Not an
     all_to_all: the numbers of its entries are a rank's own, and may be equal there by chance."""
     kinds = (*REDUCTIONS, "all_gather", "broadcast")
@@ -60,7 +60,7 @@ def same(node: fx.Node, editor: Editor) -> Done | None:
         return None
     name, size = exchange.call.node.name, nbytes(exchange.input)
     editor.replace(node, first.wait)
-    return Done(name, f"{first.call.node.name}, which sends the same", size)
+    return Applied(name, f"{first.call.node.name}, which sends the same", size)
 
 
 def _only_for_equal_exchanges(node: fx.Node, editor: Editor) -> bool:
@@ -77,7 +77,7 @@ def _only_for_equal_exchanges(node: fx.Node, editor: Editor) -> bool:
     return False
 
 
-def alone(node: fx.Node, editor: Editor) -> Done | None:
+def alone(node: fx.Node, editor: Editor) -> Applied | None:
     """A collective over a group of one rank gives what it took."""
     exchange = editor.exchange(node, (*REDUCTIONS, *GATHERS))
     if (
@@ -90,10 +90,10 @@ def alone(node: fx.Node, editor: Editor) -> Done | None:
         return None
     name, size = exchange.call.node.name, nbytes(exchange.input)
     editor.replace(node, exchange.input)
-    return Done(name, "nothing: the group has one rank", size)
+    return Applied(name, "nothing: the group has one rank", size)
 
 
-def constant(node: fx.Node, editor: Editor) -> Done | None:
+def constant(node: fx.Node, editor: Editor) -> Applied | None:
     """The sum of W equal constants c is W c, their mean, maximum or minimum c, and gathered they
     are c again."""
     exchange = editor.exchange(node, (*REDUCTIONS, *GATHERS))
@@ -111,7 +111,7 @@ def constant(node: fx.Node, editor: Editor) -> Done | None:
             node, "constant", source, aten.full.default, list(value.shape), result, **source.kwargs
         ),
     )
-    return Done(name, f"the constant {result}, which need not be sent", size)
+    return Applied(name, f"the constant {result}, which need not be sent", size)
 
 
 NAMED = {

@@ -10,12 +10,12 @@ from torch import fx
 
 from commpass.passes.simplify.chains import own_parts, repeat
 from commpass.passes.simplify.editor import Editor, aten, fake, nbytes
-from commpass.passes.simplify.rules.rule import Done
+from commpass.passes.simplify.rules.rule import Applied
 
 functional = torch.ops._c10d_functional
 
 
-def own_part(node: fx.Node, editor: Editor) -> Done | None:
+def own_part(node: fx.Node, editor: Editor) -> Applied | None:
     """The own part of an all_gather is what one gave to it: where nothing else is taken of it, it
     need not be."""
     exchange = editor.exchange(node, ("all_gather",))
@@ -31,7 +31,7 @@ def own_part(node: fx.Node, editor: Editor) -> Done | None:
     for part in parts:
         value = repeat(part.chain, exchange.input, part.node, rule, editor, part.dims, part=ranks)
         _replace(part.node, value, editor)
-    return Done(name, "the part that this rank has", size)
+    return Applied(name, "the part that this rank has", size)
 
 
 def _replace(part: fx.Node, own: fx.Node, editor: Editor) -> None:
@@ -44,7 +44,7 @@ def _replace(part: fx.Node, own: fx.Node, editor: Editor) -> None:
             editor.prune(item)
 
 
-def scattered(node: fx.Node, editor: Editor) -> Done | None:
+def scattered(node: fx.Node, editor: Editor) -> Applied | None:
     """An all_reduce of which a rank uses only its own part is a reduce_scatter, by definition of
     that. It scatters the first
     dimension: another one is turned there, where that pays."""
@@ -95,14 +95,14 @@ def scattered(node: fx.Node, editor: Editor) -> Done | None:
             repeat(part.chain, mine, part.node, rule, editor, part.dims, part=ranks),
             editor,
         )
-    return Done(
+    return Applied(
         place.name,
         f"reduce_scatter {start.name}: only the own part is used",
         size * (ranks - 1) // ranks,
     )
 
 
-def gather_of_scatter(node: fx.Node, editor: Editor) -> Done | None:
+def gather_of_scatter(node: fx.Node, editor: Editor) -> Applied | None:
     """all_gather(reduce_scatter(x)) = all_reduce(x): all parts of the sum, in rank order, are the
     sum."""
     gathered = editor.exchange(node, ("all_gather",))
@@ -130,4 +130,4 @@ def gather_of_scatter(node: fx.Node, editor: Editor) -> Done | None:
     whole = editor.emit(node, "gather of scatter", place, functional.wait_tensor.default, start)
     saved = nbytes(gathered.input)
     editor.replace(node, whole)
-    return Done(place.name, f"all_reduce {start.name} with the all_gather behind it", saved)
+    return Applied(place.name, f"all_reduce {start.name} with the all_gather behind it", saved)

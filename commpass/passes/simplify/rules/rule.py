@@ -21,7 +21,7 @@ GATHERS = ("all_gather", "all_to_all")
 
 
 @dataclass(frozen=True)
-class Done:
+class Applied:
     """What a rule did: the site that it took away or made smaller, what became of it, bytes that
     one rank need not send, and the numbers that were moved across a collective, on which the ranks
     must agree."""
@@ -42,6 +42,6 @@ class Rule:
     ``at`` nodes of these operators, or at waits."""
 
     name: str
-    apply: Callable[[fx.Node, Editor], Done | None]
+    apply: Callable[[fx.Node, Editor], Applied | None]
     exact: bool
     at: tuple[Any, ...] = ()

@@ -25,7 +25,7 @@ from commpass.passes.simplify.chains import (
 )
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.gathers import convert, widened
-from commpass.passes.simplify.rules.rule import REDUCTIONS, Done
+from commpass.passes.simplify.rules.rule import REDUCTIONS, Applied
 
 functional = torch.ops._c10d_functional
 
@@ -39,7 +39,7 @@ class Term:
     chain: tuple[fx.Node, ...]
 
 
-def sum_of_sums(node: fx.Node, editor: Editor) -> Done | None:
+def sum_of_sums(node: fx.Node, editor: Editor) -> Applied | None:
     """ar(a) + k ar(b) = ar(a + k b): sums are linear. The merged collective starts when the later
     one did and is as long."""
     merge = _terms(node, editor) if node not in editor.changing else None
@@ -63,7 +63,7 @@ def sum_of_sums(node: fx.Node, editor: Editor) -> Done | None:
         f"{name} {number}" for name, number in node.kwargs.items()
     )
     into = f"merged into {merged.args[0].name} with {b.node.name}"  # type: ignore[union-attr]
-    done = Done(a.node.name, into, nbytes(a.inputs[0]), moved)
+    done = Applied(a.node.name, into, nbytes(a.inputs[0]), moved)
     editor.replace(node, merged)
     return done
 
@@ -128,7 +128,7 @@ def _again(term: Term, before: fx.Node, editor: Editor) -> fx.Node:
     return repeat(term.chain, term.exchange.input, before, "sum of sums", editor, dims, times=times)
 
 
-def widen_then_reduce(node: fx.Node, editor: Editor) -> Done | None:
+def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     """sum(to(float32, x)) = the float32 sum of all ranks' x: send the narrow bits, add locally.
     Where that is less, and where no codec is allowed that would make it less still."""
     exchange = editor.exchange(node, REDUCTIONS)
@@ -192,7 +192,7 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Done | None:
     assert total is not None
     if call.reduce_op == "avg":
         total = editor.emit(node, rule, place, aten.div.Tensor, total, ranks)
-    done = Done(
+    done = Applied(
         place.name, f"{start.name} of {meta.dtype_name(dtypes[0])}, summed here", wide - size
     )
     editor.replace(
@@ -213,7 +213,7 @@ def _better_merged(node: fx.Node, wide_us: float, narrow_us: float, editor: Edit
     )
 
 
-def expanded(node: fx.Node, editor: Editor) -> Done | None:
+def expanded(node: fx.Node, editor: Editor) -> Applied | None:
     """all_reduce(expand(x)) = expand(all_reduce(x)): equal addends have equal sums. (Not equal bits
     from 3 ranks on: a ring adds each part of a tensor in another order of ranks.)"""
     exchange = editor.exchange(node, ("all_reduce",))
@@ -235,10 +235,10 @@ def expanded(node: fx.Node, editor: Editor) -> Done | None:
     )
     into = small.args[0].name  # type: ignore[union-attr]
     editor.replace(node, whole)
-    return Done(name, f"{into}, expanded afterwards", saved)
+    return Applied(name, f"{into}, expanded afterwards", saved)
 
 
-def nested_groups(node: fx.Node, editor: Editor) -> Done | None:
+def nested_groups(node: fx.Node, editor: Editor) -> Applied | None:
     """Sums over one dimension of a mesh, then over another, are the sum over both, where there is a
     group of those ranks. Of a sum and a mean it is that sum, divided by the size of the group that
     is averaged. Scales and views between go behind."""
@@ -283,4 +283,4 @@ def nested_groups(node: fx.Node, editor: Editor) -> Done | None:
             node, rule, place, aten.div.Tensor, value, first if ops[0] == "avg" else second
         )
     editor.replace(node, editor.contiguous(node, rule, value))
-    return Done(name, into, size, scales(chain))
+    return Applied(name, into, size, scales(chain))

@@ -1,0 +1,189 @@
+"""The stages of an algorithm, read off a run of its own steps with tensors that hold no values.
+
+What an algorithm costs is therefore never written beside it: an algorithm that is changed, or a new
+one, has the stages that it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from commpass.codecs import Codec, accumulation_dtype, codec, operators
+from commpass.collectives import data_sized
+from commpass.collectives.algorithm import Algorithm
+from commpass.collectives.names import algorithm
+from commpass.collectives.request import Request, ops
+from commpass.collectives.steps import run
+from commpass.stage import Stage
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The tensor that one rank gives to a collective: ``numel`` values, of which one entry of the
+    first dimension has ``width``."""
+
+    numel: int
+    width: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Stages:
+    """All stages of an algorithm on one rank, in the order in which they start."""
+
+    stages: tuple[Stage, ...]
+
+    def __iter__(self) -> Iterator[Stage]:
+        return iter(self.stages)
+
+    @property
+    def exchanges(self) -> tuple[Stage, ...]:
+        return tuple(stage for stage in self.stages if stage.role == "exchange")
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that the rank hands to collectives."""
+        return sum(stage.nbytes for stage in self.stages)
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Of ``wire_bytes``, those whose number depends on the values."""
+        return sum(stage.nbytes for stage in self.stages if stage.dynamic)
+
+    def values(self, role: str) -> int:
+        """Values that are encoded, or decoded."""
+        return sum(stage.values for stage in self.stages if stage.role == role)
+
+
+@lru_cache(maxsize=4096)
+def read_stages(kind: str, spec: str, code: str, payload: Payload, request: Request) -> Stages:
+    """The stages of an algorithm with a codec for a tensor of known size.
+
+    A Gaussian's bytes stand for those that depend on values; which do is found by a second run in
+    which they are none.
+    """
+    chosen, coder = algorithm(kind, spec), codec(code)
+    if kind == "all_to_all" and request.sent is not None:
+        rows, width = sum(request.sent), max(payload.width, 1)
+    else:  # of what has a row for each rank, only how long those are matters
+        rows, width = request.ranks, payload.numel // request.ranks
+        if kind not in ("all_to_all", "reduce_scatter"):
+            rows, width = 1, payload.numel
+    x = torch.empty((rows, width), dtype=payload.dtype, device="meta")
+    found = record_stages(chosen, coder, x, request)
+    if not coder.dynamic:
+        return found
+    pairs = zip(found, record_stages(chosen, coder, x, request, gaussian=False), strict=True)
+    return Stages(
+        tuple(dataclasses.replace(at, dynamic=at.nbytes != least.nbytes) for at, least in pairs)
+    )
+
+
+def record_stages(
+    chosen: Algorithm, coder: Codec, x: Tensor, request: Request, *, gaussian: bool = True
+) -> Stages:
+    """The stages of an algorithm for a tensor on ``meta``, or a fake one, whose sizes may be
+    symbolic: then so are those of the stages. Bytes that depend on values are a ``gaussian``'s, or
+    else the fewest that there can be."""
+    state = [x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype))] if chosen.stateful else []
+    recorder = _Recorder(request)
+    with data_sized.foreseen(gaussian), operators.as_operators(), recorder:
+        run(chosen.run(x, request, coder, *state))
+    return Stages(tuple(recorder.stages))
+
+
+EXCHANGES = {
+    ops.all_gather_into_tensor.default: "all_gather",
+    ops.all_to_all_single.default: "all_to_all",
+    ops.broadcast.default: "broadcast",
+    ops.isend.default: "send",
+    ops.irecv.default: "recv",
+}
+"""The exchanges that algorithms are made of, and the kinds that the cost model has them by."""
+UNCOUNTED = ("used_bytes",)
+"""Roles that are no stage: they read a few bytes."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes each coded operator and exchange as a stage, and from which stages every tensor is
+    made."""
+
+    def __init__(self, request: Request):
+        super().__init__()
+        self.request = request
+        self.stages: list[Stage] = []
+        self.made_by: dict[int, tuple[int, ...]] = {}
+        self.tensors: list[Tensor] = []  # kept, since a number of one that is gone is used again
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        after = tuple(sorted({n for each in taken for n in self.made_by.get(id(each), ())}))
+        stage = self._stage(func, args, taken, given)
+        if stage is not None:
+            self.stages.append(dataclasses.replace(stage, after=after))
+            after = (len(self.stages) - 1,)
+        if after:
+            for each in given:
+                self.made_by[id(each)] = after
+                self.tensors.append(each)
+        return result
+
+    def _stage(self, func: Any, args: Any, taken: list[Tensor], given: list[Tensor]) -> Any:
+        if func in EXCHANGES:
+            return self._exchange(EXCHANGES[func], taken[0], args)
+        role = operators.ROLES.get(func)
+        if role is None or role in UNCOUNTED:
+            return None
+        if func is operators.ops.decode_and_sum_by_index.default:
+            coder = operators.named(args[1])
+            values = coder.slots(args[2]) * args[0].shape[0]
+            return Stage(role=role, codec=coder.spec, values=values)
+        if role not in ("encode", "decode"):
+            return Stage(role=role, values=taken[0].numel())
+        coder, (rows, numel) = (
+            operators.named(args[1]),
+            (taken if role == "encode" else given)[0].shape,
+        )
+        return Stage(role=role, codec=coder.spec, values=rows * coder.padded_numel(numel))
+
+    def _exchange(self, kind: str, wire: Tensor, args: Any) -> Stage:
+        nbytes = wire.numel() * wire.element_size()
+        if kind != "all_to_all":
+            return Stage(role="exchange", kind=kind, nbytes=nbytes, leaving=nbytes)
+        _, received, sent, _ = args
+        rank, rows = self.request.rank, wire.shape[0]
+        to, source = (
+            {at for at, n in enumerate(some) if not _none(n)} for some in (sent, received)
+        )
+        of_a_row = nbytes // rows if not _none(rows) else 0
+        return Stage(
+            role="exchange",
+            kind=kind,
+            nbytes=nbytes,
+            leaving=nbytes - of_a_row * sent[rank],
+            peers=len(to - {rank}),
+            inside=to == source and _is_part(to | {rank}, self.request.ranks),
+        )
+
+
+def _none(number: Any) -> bool:
+    """Whether a number is 0 for certain."""
+    return isinstance(number, int) and number == 0
+
+
+def _is_part(ranks: set[int], all_of_them: int) -> bool:
+    """Whether ranks follow one another and are not all."""
+    return len(ranks) < all_of_them and max(ranks) - min(ranks) + 1 == len(ranks)

@@ -1,0 +1,249 @@
+"""candidates: site -> everything that may be done to it, each with its stages, error and time.
+
+needs: the sites of a graph, each with what it is allowed.
+gives: for every site its ``Options``: *leave it alone* first, then each codec with each algorithm.
+changes: nothing. Every rank finds the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from commpass.codecs import FLOATS, Codec, codec
+from commpass.collectives import (
+    REDUCE_OPS,
+    Algorithm,
+    Payload,
+    Request,
+    Stages,
+    algorithm,
+    algorithms_of,
+    own,
+    read_stages,
+)
+from commpass.costmodel import KINDS, Link, Profile
+from commpass.plan import ROWS, Candidate, Site
+from commpass.policy import Allowed
+from commpass.stage import Stage
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be done to a site, *leave it alone* first. ``obstacle`` says why it can be nothing
+    else, whatever a codec or an algorithm could do."""
+
+    candidates: tuple[Candidate, ...]
+    obstacle: str = ""
+
+    @property
+    def alone(self) -> Candidate:
+        """*Leave it alone*."""
+        return self.candidates[0]
+
+    @property
+    def possible(self) -> tuple[Candidate, ...]:
+        """The candidates that compress, without those that are refused."""
+        return tuple(each for each in self.candidates[1:] if not each.refused)
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        """Why candidates are refused, each reason once."""
+        return tuple(dict.fromkeys(each.refused for each in self.candidates if each.refused))
+
+
+def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool) -> Options:
+    """All that the policy allows to be done to a site, scored."""
+    alone = (_alone(site, profile),)
+    if obstacle := _unsent(site) or site.obstacle or _obstacle(site, allowed):
+        return Options(alone, obstacle)
+    return Options((*alone, *_coded(site, allowed, profile, reassociate)))
+
+
+def _alone(site: Site, profile: Profile) -> Candidate:
+    """*Leave it alone*, with its time."""
+    known = getattr(torch, site.dtype, None) in FLOATS
+    payload = _scored(site)[0] if site.uneven and known else None
+    size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
+    us = _link(site, profile).us(site.kind, size, site.group_size) if site.kind in KINDS else 0.0
+    exchange = Stage(role="exchange", kind=site.kind, nbytes=size, leaving=size)
+    return Candidate(wire_bytes=site.bytes, predicted_us=round(us, 3), stages=(exchange,))
+
+
+def _unsent(site: Site) -> str | None:
+    return "the group has one rank: nothing is sent" if site.group_size == 1 else None
+
+
+def _obstacle(site: Site, allowed: Allowed) -> str | None:
+    """Why a site cannot, or may not, be compressed."""
+    if not algorithms_of(site.kind):
+        return f"no algorithm carries out {site.kind} with a codec"
+    if site.reduce_op is not None and site.reduce_op not in REDUCE_OPS:
+        return (
+            f"reduce op {site.reduce_op!r} is no sum: codes cannot be combined"
+            f" ({' and '.join(REDUCE_OPS)} can)"
+        )
+    if getattr(torch, site.dtype, None) not in FLOATS:
+        return f"{site.dtype} values must arrive exactly"
+    if not allowed.codecs:
+        return f"{allowed.source} allows no codec here"
+    if allowed.named and not any(own(site.kind, spec) for spec in allowed.algorithms):
+        have = ", ".join(each.name for each in algorithms_of(site.kind))
+        return (
+            f"{allowed.source} names {', '.join(allowed.algorithms)}, but {site.kind} has only"
+            f" {have}"
+        )
+    if site.width == 0 or (site.bytes == 0 and not site.uneven):
+        return "it has no elements"
+    if site.bytes < 0 and not site.uneven:
+        return "its size is not known before it runs"
+    return None
+
+
+def _coded(
+    site: Site, allowed: Allowed, profile: Profile, reassociate: bool
+) -> Iterator[Candidate]:
+    """Every codec with every algorithm that is allowed."""
+    chosen = _algorithms(site, allowed, profile)
+    for spec in allowed.codecs:
+        coder = codec(spec)
+        for each in chosen:
+            named = Candidate(codec=coder.spec, algorithm=each.spec)
+            if obstacle := _misfit(site, coder, each, reassociate):
+                yield dataclasses.replace(named, refused=obstacle)
+                continue
+            error = round(each.error(coder, site.group_size), 6)
+            if allowed.max_error is not None and error > allowed.max_error:
+                budget = f"the budget of {allowed.max_error:.3%} ({allowed.budget})"
+                above = f"{coder.spec} by {each.spec}: error {error:.3%} is above {budget}"
+                yield dataclasses.replace(named, error=error, refused=above)
+                continue
+            scored = read_stages(site.kind, each.spec, coder.spec, *_scored(site))
+            real = scored
+            if site.uneven and site.bytes >= 0:
+                real = read_stages(site.kind, each.spec, coder.spec, _payload(site), _handed(site))
+            known = site.bytes >= 0
+            yield dataclasses.replace(
+                named,
+                stages=scored.stages,
+                wire_bytes=real.wire_bytes if known else -1,
+                dynamic_bytes=real.dynamic_bytes if known else 0,
+                domain=each.domain(coder),
+                predicted_us=round(_us(scored, site, profile), 3),
+                error=error,
+            )
+
+
+def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> str | None:
+    """Why an algorithm cannot, or may not, carry out a site with a codec."""
+    if obstacle := chosen.obstacle(coder, site.group_size):
+        return obstacle
+    if chosen.stateful and site.stateless:
+        return f"{coder.spec} needs {coder.state}, but {site.stateless}"
+    if site.reduce_op is not None and coder.lossless and not reassociate:
+        return (
+            f"{coder.spec} by {chosen.spec} sums in another order, which reassociate=False forbids"
+        )
+    return None
+
+
+def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorithm]:
+    """The named algorithms that this kind has. Where none is one of its kind: all of its kind, if
+    the policy named them for every site alike; none, if the nearest word did."""
+    found = []
+    for spec in allowed.algorithms:
+        if (chosen := own(site.kind, spec)) is None:
+            continue
+        if chosen.name == "hierarchical" and "node=" not in spec and profile.node > 1:
+            chosen = algorithm(site.kind, spec, node=profile.on_each_host(site.global_ranks) or 1)
+        found.append(chosen)
+    return found if found or allowed.named else list(algorithms_of(site.kind))
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+
+def request(site: Site) -> Request:
+    """What a site asks for, as seen by any of its ranks."""
+    sent, received = site.splits or (None, None)
+    return Request(
+        site.group,
+        site.group_size,
+        0,
+        site.reduce_op or "sum",
+        0,
+        sent,
+        received,
+        peer=site.peer or 0,
+        tag=site.tag,
+    )
+
+
+def _payload(site: Site) -> Payload:
+    dtype = getattr(torch, site.dtype)
+    return Payload(max(site.bytes, 0) // dtype.itemsize, site.width, dtype)
+
+
+def _scored(site: Site) -> tuple[Payload, Request]:
+    """What times are predicted for: the site itself, or where ranks may hold different sizes one
+    that all ranks know."""
+    if not site.uneven:
+        return _payload(site), request(site)
+    dtype = getattr(torch, site.dtype)
+    rows = (ROWS,) * site.group_size
+    asked = dataclasses.replace(
+        request(site), sent=rows, received=rows, unknown=not _known(site), alike=False
+    )
+    return Payload(ROWS * site.group_size * site.width, site.width, dtype), asked
+
+
+def _handed(site: Site) -> Request:
+    """What this rank asks for, where ranks may hold different sizes. If nobody knows them yet, all
+    entries stand as if they went to one rank: their bytes are the same."""
+    asked = request(site)
+    if _known(site):
+        return asked
+    entries = _payload(site).numel // max(site.width, 1)
+    rows = (entries, *[0] * (site.group_size - 1))
+    return dataclasses.replace(asked, sent=rows, received=rows, unknown=True)
+
+
+def _known(site: Site) -> bool:
+    return all(isinstance(size, int) for some in site.splits or () for size in some)
+
+
+# --- how long it takes ----------------------------------------------------------------------------
+
+
+def _us(found: Stages, site: Site, profile: Profile) -> float:
+    """The time of all stages, one after the other."""
+    coded = [stage for stage in found if stage.role in ("encode", "decode")]
+    return sum(_exchange_us(stage, site, profile) for stage in found.exchanges) + sum(
+        profile.kernels.us(stage.codec, stage.role, stage.values) for stage in coded
+    )
+
+
+def _link(site: Site, profile: Profile) -> Link:
+    return profile.link_of(site.group_label, *site.group_labels, ranks=site.global_ranks)
+
+
+def _exchange_us(stage: Stage, site: Site, profile: Profile) -> float:
+    link = _link(site, profile)
+    if (
+        stage.inside
+        and profile.inside is not None
+        and _on_one_host((stage.peers or 0) + 1, site, profile)
+    ):
+        link = profile.inside
+    return link.us(stage.kind, stage.leaving, site.group_size, stage.peers)
+
+
+def _on_one_host(many: int, site: Site, profile: Profile) -> bool:
+    """Whether each so many ranks that follow one another in a group are on one host; as the
+    algorithm says, if the profile does not know."""
+    return not profile.node or profile.on_each_host(
+        site.global_ranks
+    ) % many == 0 < profile.on_each_host(site.global_ranks)

@@ -1,0 +1,115 @@
+"""choose: candidates + profile -> plan.
+
+needs: the options of every site of a graph.
+gives: a plan with one chosen candidate for each, and the reason in words.
+changes: nothing. A pure function: same inputs, same plan, on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from commpass.codecs import codec
+from commpass.costmodel import Profile
+from commpass.errors import PolicyError
+from commpass.passes.candidates import Options
+from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
+from commpass.policy import Allowed
+
+SHARE = 3
+"""Sites of a graph that do the same before they share kernels. One compiles no quicker with kernels
+than inline, and inline its codes fuse with what makes the values (benchmarks/compile_time.py)."""
+
+
+def choose(
+    sites: Sequence[Site],
+    options: Sequence[Options],
+    allowed: Sequence[Allowed],
+    profile: Profile,
+    *,
+    kernels: bool = False,
+) -> tuple[PlannedSite, ...]:
+    """The chosen candidate of every site. ``kernels`` says whether sites may share kernels that
+    nobody asked for."""
+    rows = zip(sites, options, allowed, strict=True)
+    plan = [_chosen(site, its, terms, profile) for site, its, terms in rows]
+    return _lowered(plan, [terms.lowering for terms in allowed], kernels)
+
+
+def _chosen(site: Site, options: Options, allowed: Allowed, profile: Profile) -> PlannedSite:
+    alone = options.alone
+
+    def leave(reason: str) -> PlannedSite:
+        return planned(site, alone, reason, alone.predicted_us)
+
+    if options.obstacle:
+        return leave(options.obstacle)
+    if not options.possible:
+        lacking = [why for why in options.refused if site.stateless and site.stateless in why]
+        if allowed.force and lacking:
+            where = site.module or "the root module"
+            raise PolicyError(
+                f"{allowed.source} forces a codec on {site.kind} {site.name} of {where}:"
+                f" {lacking[0]}"
+            )
+        return leave("; ".join(options.refused))
+    best = min(options.possible, key=rank)
+    what = f"{best.codec} by {best.algorithm}" + (
+        f", sums in the {best.domain} domain" if best.domain else ""
+    )
+    times = f"{best.predicted_us:,.0f} us instead of {alone.predicted_us:,.0f} us on {profile.name}"
+    times += (
+        f" for {ROWS:,} entries from each rank to each, since ranks may hold different numbers"
+        if site.uneven
+        else ""
+    )
+    if allowed.force:
+        reason = f"{allowed.source} forces {what}: {times}"
+    else:
+        gain = alone.predicted_us - best.predicted_us
+        if gain <= profile.margin * alone.predicted_us:
+            below = f"a gain below the model's margin of {profile.margin:.0%}"
+            return leave(f"{'no gain' if gain <= 0 else below}: {what} would take {times}")
+        reason = f"{what}: {times} ({allowed.source})"
+    return planned(site, best, reason, alone.predicted_us)
+
+
+def rank(candidate: Candidate) -> tuple[Any, ...]:
+    """By what candidates are compared: the least comes first."""
+    return (
+        candidate.predicted_us,
+        candidate.wire_bytes,
+        candidate.codec,
+        candidate.algorithm,
+    )
+
+
+def _lowered(
+    plan: Sequence[PlannedSite], named: Sequence[str | None], kernels: bool
+) -> tuple[PlannedSite, ...]:
+    """The plan with what encode and decode become: as is named, else kernels where several sites
+    of fixed sizes on a CPU do the same."""
+    alike = Counter(map(_work_of, plan))
+
+    def chosen(site: PlannedSite, name: str | None) -> str:
+        if not site.compressed:
+            return ""
+        if codec(site.codec).dynamic:  # its sizes depend on values: no kernel has them fixed
+            return "inline"
+        fixed = all(isinstance(size, int) for size in site.shape)
+        shared = kernels and fixed and site.device == "cpu" and alike[_work_of(site)] >= SHARE
+        return name or ("kernel" if shared else "inline")
+
+    pairs = zip(plan, named, strict=True)
+    return tuple(dataclasses.replace(site, lowering=chosen(site, name)) for site, name in pairs)
+
+
+def _work_of(site: PlannedSite) -> tuple[Any, ...]:
+    """What two sites must have in common to compute the same."""
+    return (
+        *(site.kind, site.codec, site.algorithm, site.reduce_op, site.group_size),
+        *(site.dtype, site.shape, site.splits),
+    )

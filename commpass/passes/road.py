@@ -1,0 +1,64 @@
+"""A graph on its way through the passes, and where it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from commpass.costmodel import Profile
+from commpass.passes.candidates import Options
+from commpass.passes.discover import GraphSite
+from commpass.passes.rewrite import StateInput
+from commpass.passes.template import Decompositions
+from commpass.plan import NOBODY, Plan, PlannedSite, Simplification, Site, left_alone
+from commpass.policy import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Road:
+    """A graph on its way: what goes in, and what the passes have found and chosen so far.
+    ``obstacle`` says why none of its collectives may be changed, whatever the policy says;
+    ``kernels`` whether Inductor compiles it, which can then compile what sites share as well."""
+
+    gm: fx.GraphModule
+    direction: str
+    policy: Policy
+    profile: Profile
+    decompositions: Decompositions | None = None
+    found: tuple[GraphSite, ...] = ()
+    matched: tuple[int, ...] = ()
+    simplified: tuple[Simplification, ...] = ()
+    options: tuple[Options, ...] = ()
+    sites: tuple[PlannedSite, ...] | None = None
+    stateless: str | None = NOBODY
+    obstacle: str | None = None
+    kernels: bool = False
+    state: tuple[StateInput, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched
+    one, and says why. ``options`` has what might have been chosen, by the name of the site, and
+    ``state`` what it takes as its last inputs."""
+
+    plan: Plan
+    found: tuple[GraphSite, ...] = ()
+    options: dict[str, Options] = field(default_factory=dict)
+    times_ms: dict[str, float] = field(default_factory=dict)
+    error: Exception | None = None
+    untouched: dict[fx.GraphModule, fx.Graph] = field(default_factory=dict)
+    first: tuple[Site, ...] = ()
+    state: tuple[StateInput, ...] = ()
+
+    def restore(self, why: str) -> None:
+        """Puts the untouched graph back (law 7), because of ``why``."""
+        for module, graph in self.untouched.items():
+            module.graph = graph
+            module.recompile()
+        self.untouched = {}
+        self.state = ()
+        sites = tuple(left_alone(site, why) for site in self.first)
+        self.plan = dataclasses.replace(self.plan, sites=sites, simplified=(), fallback=why)
