@@ -156,7 +156,13 @@ def _conditions(
         lambda site: covers(rule.module, site.module),
         {site.module for site in sites},
     )
-    yield "kind", rule.kind, lambda site: site.kind == rule.kind, {site.kind for site in sites}
+    kinds = rule.kinds
+    yield (
+        "kind",
+        None if kinds is None else " or ".join(kinds),
+        lambda site: kinds is None or site.kind in kinds,
+        {site.kind for site in sites},
+    )
     yield (
         "direction",
         rule.direction,

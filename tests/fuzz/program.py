@@ -157,7 +157,7 @@ class Case:
         given = dict(self.policy)
         rules = [Rule(**rule) for rule in given.pop("rules", [])]
         base = PRESETS[given.pop("preset")] if "preset" in given else Policy()
-        policy = dataclasses.replace(base, rules=tuple(rules), **given)
+        policy = dataclasses.replace(base, rules=(*rules, *base.rules), **given)
         return policy, commpass.ethernet(self.gbit, self.alpha_us)
 
 
