@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from commpass.errors import DumpError, nearest
-from commpass.plan import Plan
+from commpass.plan import Candidate, Plan
 
 FORMAT = "commpass-dump"
 VERSION = 1
@@ -45,9 +45,19 @@ class GraphNode:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Considered:
+    """All that might have been done to some sites that have the same choice, *leave it alone*
+    first."""
+
+    sites: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Dump:
     """Everything about one compiled graph. ``run`` is the same for all graphs of one backend
-    object. ``after`` is the graph with coded operators, ``lowered`` what was compiled."""
+    object. ``considered`` has every candidate of every site with its score. ``after`` is the graph
+    with coded operators, ``lowered`` what was compiled."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -62,6 +72,7 @@ class Dump:
     policy: dict = field(default_factory=dict)
     profile: dict = field(default_factory=dict)
     passes_ms: dict[str, float] = field(default_factory=dict)
+    considered: tuple[Considered, ...] = ()
     before: tuple[GraphNode, ...] = ()
     after: tuple[GraphNode, ...] = ()
     lowered: tuple[GraphNode, ...] = ()

@@ -221,9 +221,9 @@ def bytes_sent(step: Callable[[], Any]) -> int:
 def report(off: Run, on: Run, options: Namespace) -> None:
     """Prints losses and step times, every collective with its reason, the bytes, and how to see
     more."""
-    from commpass import render
+    from commpass.report import tables
 
-    table = render.plain_table("step", "loss, off", f"loss, {options.policy}", "difference")
+    table = tables.plain_table("step", "loss, off", f"loss, {options.policy}", "difference")
     steps = sorted({1, options.steps, *range(0, options.steps, max(1, options.steps // 10))} - {0})
     rows = [(str(step), off.losses[step - 1], on.losses[step - 1]) for step in steps]
     for step, left, right in [*rows, ("held out", off.held_out, on.held_out)]:
@@ -241,17 +241,17 @@ def report(off: Run, on: Run, options: Namespace) -> None:
             plan.direction + (f", compiled UNTOUCHED: {plan.fallback}" if plan.fallback else ""),
             style="bold",
         )
-        table = render.plain_table("#", "module", "kind", "bytes", "wire", "codec", "algorithm")
+        table = tables.plain_table("#", "module", "kind", "bytes", "wire", "codec", "algorithm")
         for number, site in enumerate(plan, 1):
-            sizes = render.size(site.bytes), render.size(site.wire_bytes)
+            sizes = tables.size(site.bytes), tables.size(site.wire_bytes)
             table.add_row(str(number), site.module, site.kind, *sizes, site.codec, site.algorithm)
-        console.print(table, render.reasons(plan.sites), "")
-    console.print(f"All of a step: {render.totals(on.plans)}", style="bold")
+        console.print(table, tables.reasons(plan.sites), "")
+    console.print(f"All of a step: {tables.totals(on.plans)}", style="bold")
     if off.sent is not None and on.sent is not None:
-        share = render.ratio(on.sent, off.sent)
+        share = tables.ratio(on.sent, off.sent)
         console.print(
             "Sizes shown as ? depend on the data. Measured in one step, the mean over ranks, all"
-            f" sites: {render.size(off.sent)} -> {render.size(on.sent)} ({share})",
+            f" sites: {tables.size(off.sent)} -> {tables.size(on.sent)} ({share})",
             style="bold",
         )
     console.print(

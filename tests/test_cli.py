@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from commpass import dump, plan, render
-from commpass.cli import app
+from commpass.report.cli import app
 
 LONG = (
     "left alone: the rule for 'layers.*.attn' says keep, and the link is "
@@ -378,7 +378,7 @@ def test_no_two_boxes_overlap_and_labels_fit_their_box():
     from matplotlib.backends import backend_agg as agg
     from matplotlib.patches import FancyBboxPatch
 
-    from commpass import draw
+    from commpass.report import draw
 
     wide = [node(f"$w_{index}$", "aten.neg.default", f"add_{index}") for index in range(8)]
     fan = [node(f"fan_{index}", "aten.sub.Tensor", "mm", f"$w_{7 - index}$") for index in range(8)]

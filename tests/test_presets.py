@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commpass.passes.decide import decide
 from graphs import collectives, ops, trace
 from tiers import rarely
 from torch._inductor.decomposition import select_decomp_table
@@ -25,7 +26,6 @@ from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, algorithm, own
 from commpass.costmodel import KINDS, Kernels, Link, Profile, ethernet
 from commpass.costmodel.kernels import KernelRate
 from commpass.errors import PolicyError
-from commpass.passes.decide import decide
 from commpass.plan import NONE, PlannedSite, Site
 from commpass.policy import DIRECTIONS, PRESETS, Policy, Rule, policy_named
 from commpass.runtime.summary import Summary

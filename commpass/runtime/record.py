@@ -22,7 +22,7 @@ from commpass.passes import Outcome, meta
 from commpass.passes.discover import graph_modules
 from commpass.passes.marks import MARK
 from commpass.passes.simplify.editor import RULE
-from commpass.plan import Plan, PlannedSite
+from commpass.plan import Candidate, Plan, PlannedSite
 from commpass.policy import Policy
 
 log = logging.getLogger("commpass")
@@ -132,6 +132,17 @@ def _target(target: Any) -> str:
     )
 
 
+def _considered(outcome: Outcome) -> tuple[dumps.Considered, ...]:
+    """What might have been chosen, once for all sites that have the same choice."""
+    alike: dict[tuple[Candidate, ...], list[str]] = {}
+    for name, options in outcome.options.items():
+        alike.setdefault(options.candidates, []).append(name)
+    return tuple(
+        dumps.Considered(sites=tuple(names), candidates=candidates)
+        for candidates, names in alike.items()
+    )
+
+
 def write_dump(
     folder: Path,
     run: str,
@@ -154,6 +165,7 @@ def write_dump(
             policy=msgspec.to_builtins(policy),
             profile=msgspec.to_builtins(profile),
             passes_ms=outcome.times_ms,
+            considered=_considered(outcome),
             before=nodes["before"],
             after=nodes["after"],
             lowered=nodes["lowered"],

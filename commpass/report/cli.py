@@ -14,9 +14,13 @@ from rich.progress import Progress
 from rich.text import Text
 from typer.core import TyperGroup
 
-from commpass import draw, dump, render
+from commpass import dump
 from commpass.dump import Dump
 from commpass.errors import CommpassError
+from commpass.report import doctor as checks_of
+from commpass.report import draw, tables
+from commpass.report.why import candidates, considered, refusals
+from commpass.report.why import table_of as candidates_table
 
 
 class Commands(TyperGroup):
@@ -72,16 +76,47 @@ def commpass(
 
 
 @app.command()
-def explain(path: DumpPath, run: RunName = None, json: Json = False) -> None:
+def explain(
+    path: DumpPath,
+    *,
+    why: Annotated[
+        str | None,
+        typer.Option(
+            "--why", metavar="NAME", help="All candidates of one site, or of a module's sites."
+        ),
+    ] = None,
+    run: RunName = None,
+    json: Json = False,
+) -> None:
     """Show every collective, what was decided about it, and the reason."""
     dumps = load(path, run)
+    if why is not None:
+        show_candidates(dumps, why, json)
+        return
     if json:
         plans = msgspec.json.encode([one.plan for one in dumps])
         typer.echo(msgspec.json.format(plans, indent=1))
         return
     console = Console()
-    for part in render.explain(dumps, console):
+    for part in tables.explain(dumps, console):
         console.print(part)
+
+
+def show_candidates(dumps: list[Dump], name: str, json: bool) -> None:
+    """What was considered for the sites of a name, best first."""
+    found = considered(dumps, name)
+    if json:
+        rows = [
+            {"graph": one.number, "site": site, "candidates": candidates(one, site)}
+            for one, site in found
+        ]
+        typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+        return
+    console = Console()
+    for one, site in found:
+        console.print(candidates_table(one, site), "", Text(site.reason), "")
+        if (table := refusals(one, site)).row_count:
+            console.print(table, "")
 
 
 @app.command()
@@ -188,7 +223,7 @@ def diff(
                 f"{name}: {path}, run {dumps[0].run}, policy {plan.policy}, profile {plan.profile}"
             )
         )
-    found = render.differences(a, b)
+    found = tables.differences(a, b)
     for name, shown, count in found:
         console.print(Text(f"\n{name}: {count} difference{'s' * (count != 1)}", style="bold"))
         console.print(shown)
@@ -223,7 +258,7 @@ def codecs(
     json: Json = False,
 ) -> None:
     """Measure codecs: bits, error, distance to the bound 2^-b, speed on this machine."""
-    from commpass import survey
+    from commpass.report import survey
 
     tensors = survey.tensors(data, dtype)
     rows = []
@@ -237,7 +272,7 @@ def codecs(
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     else:
-        Console().print(render.codecs(rows))
+        Console().print(tables.codecs(rows))
     if plot is not None:
         survey.plot(rows, f"codecs on {Path(data).name}", plot)
         typer.echo(f"wrote {plot}", err=json)
@@ -246,11 +281,11 @@ def codecs(
 @app.command()
 def doctor(json: Json = False) -> None:
     """Show what this installation can do. Leaves with 1 if commpass cannot work here."""
-    found = render.checks()
+    found = checks_of.checks()
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
     else:
-        Console().print(render.doctor(found))
+        Console().print(checks_of.table_of(found))
     if any(check.needed and not check.ok for check in found):
         raise typer.Exit(1)
 

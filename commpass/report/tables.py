@@ -1,16 +1,10 @@
-"""What the command line shows: plans, their differences and the doctor's report, as rich
-renderables."""
+"""Plans and their differences as rich tables."""
 
 from __future__ import annotations
 
 import math
-import platform
-import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -23,7 +17,7 @@ from commpass.dump import Dump
 from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, Simplification, diff
 
 if TYPE_CHECKING:
-    from commpass.survey import Measured
+    from commpass.report.survey import Measured
 
 FORECASTS = ("wire_bytes", "plain_us", "predicted_us", "error", "reason")
 """What a diff shows besides the decisions: what the cost model thought of them."""
@@ -284,164 +278,3 @@ def shown(row: Difference, value: Any) -> str:
     if row.field == "wire_bytes":
         return f"{value:,} ({size(value)})"
     return "-" if value in (None, "") else str(value)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One thing that an installation has or lacks. Without a ``needed`` one commpass cannot work at
-    all."""
-
-    what: str
-    state: str
-    ok: bool
-    meaning: str
-    needed: bool
-
-
-def checks() -> list[Check]:
-    """What this installation can do. A probe that fails is a finding, never a traceback."""
-    found = []
-    for what, probe, have, lack, needed in PROBES:
-        try:
-            state, ok = probe()
-            found.append(Check(what, str(state), ok, have if ok else lack, needed))
-        except Exception as error:
-            why = " ".join(str(error).split()) or type(error).__name__
-            found.append(Check(what, "no", False, f"{lack} ({why})", needed))
-    return found
-
-
-def torch_version() -> tuple[str, bool]:
-    import torch
-
-    major, minor = map(int, torch.__version__.split(".")[:2])
-    return torch.__version__, (2, 11) <= (major, minor) < (2, 16)
-
-
-def distributed(part: str = "") -> tuple[str, bool]:
-    """Whether torch.distributed, or one backend of it, was built in."""
-    import torch.distributed
-
-    has = torch.distributed.is_available() and (
-        not part or getattr(torch.distributed, f"is_{part}_available")()
-    )
-    return "yes" if has else "no", has
-
-
-def gpus() -> tuple[str, bool]:
-    import torch
-
-    kinds: dict[str, int] = {}
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        capability = torch.cuda.get_device_capability(index)
-        fp8 = "" if torch.version.hip else ", fp8" if capability >= (8, 9) else ", no fp8"
-        kind = (
-            f"{torch.cuda.get_device_name(index)} (capability"
-            f" {'.'.join(map(str, capability))}{fp8})"
-        )
-        kinds[kind] = kinds.get(kind, 0) + 1
-    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none", bool(kinds)
-
-
-def triton() -> tuple[str, bool]:
-    import triton
-
-    return triton.__version__, True
-
-
-def compiler() -> tuple[str, bool]:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    found = get_cpp_compiler()
-    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
-    return (found, True) if headers else (f"{found}, but no Python.h", False)
-
-
-def graph_cache() -> tuple[str, bool]:
-    from torch._inductor import config
-
-    on = bool(config.fx_graph_cache and not config.force_disable_caches)
-    return "on" if on else "off", on
-
-
-def drawing() -> tuple[str, bool]:
-    return (
-        ", ".join(f"{name} {metadata.version(name)}" for name in ("networkx", "matplotlib")),
-        True,
-    )
-
-
-def needed_torch() -> str:
-    """The versions of torch that this package was made for, as its metadata say."""
-    return next(
-        line
-        for line in metadata.requires("commpass") or ()
-        if line.startswith(("torch<", "torch>"))
-    )
-
-
-PROBES = (
-    ("python", lambda: (platform.python_version(), True), "", "", True),
-    (
-        "commpass",
-        lambda: (metadata.version("commpass"), True),
-        "",
-        "not installed: pip install commpass",
-        False,
-    ),
-    ("torch", torch_version, "supported", f"needed: pip install '{needed_torch()}'", True),
-    (
-        "distributed",
-        distributed,
-        "torch has collectives",
-        "needed: install a torch that was built with it",
-        True,
-    ),
-    (
-        "gloo",
-        lambda: distributed("gloo"),
-        "collectives on the CPU",
-        "no collectives on the CPU",
-        False,
-    ),
-    (
-        "NCCL",
-        lambda: distributed("nccl"),
-        "collectives on the GPU",
-        "needed on a GPU: a torch for CUDA or ROCm",
-        False,
-    ),
-    ("GPU", gpus, "", "only the CPU can be used; a GPU needs its driver and a torch for it", False),
-    (
-        "triton",
-        triton,
-        "Inductor compiles for the GPU",
-        "needed on a GPU: pip install triton",
-        False,
-    ),
-    (
-        "C++ compiler",
-        compiler,
-        "Inductor compiles for the CPU",
-        "needed on the CPU: g++ and Python headers",
-        False,
-    ),
-    (
-        "Inductor FX-graph cache",
-        graph_cache,
-        "a warm start compiles nothing",
-        "every process compiles anew",
-        False,
-    ),
-    ("graph --svg", drawing, "", "pip install 'commpass[graph]'", False),
-)
-"""What, how to find out, what it means to have it, what it means to lack it, and whether nothing
-works without it."""
-
-
-def doctor(found: Sequence[Check]) -> Table:
-    table = plain_table("what", "state", "meaning")
-    for check in found:
-        style = "green" if check.ok else "bold red" if check.needed else "yellow"
-        table.add_row(Text(check.what), Text(check.state, style=style), Text(check.meaning))
-    return table

@@ -1,0 +1,91 @@
+"""Why a site was given its candidate, and why each other one lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from commpass.dump import Dump
+from commpass.errors import CommpassError, nearest
+from commpass.plan import Candidate, PlannedSite
+from commpass.report.tables import micros, plain_table, ratio, size
+
+
+def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite]]:
+    """The sites of this name, or of a module of this name, in the graphs of a run. Raises
+    CommpassError where there is none, with the nearest name."""
+    found = [
+        (dump, site)
+        for dump in dumps
+        for site in dump.plan.sites
+        if name in (site.name, site.module)
+    ]
+    if not found:
+        known = {text for d in dumps for s in d.plan.sites for text in (s.name, s.module) if text}
+        raise CommpassError(f"no site {name!r} in this run{nearest(name, sorted(known))}")
+    return found
+
+
+def candidates(dump: Dump, site: PlannedSite) -> list[Candidate]:
+    """What was considered for a site, best first, those that are refused last."""
+    found = next((each.candidates for each in dump.considered if site.name in each.sites), ())
+    return sorted(found, key=lambda each: (bool(each.refused), each.predicted_us, each.wire_bytes))
+
+
+def lost(candidate: Candidate, site: PlannedSite) -> str:
+    """Why a candidate was not chosen, or that it was."""
+    if candidate.refused:
+        return candidate.refused
+    if (candidate.codec, candidate.algorithm) == (site.codec, site.algorithm):
+        return "chosen"
+    slower = candidate.predicted_us - site.predicted_us
+    if slower > 0:
+        return f"{micros(slower)} slower"
+    if not candidate.compressed:
+        return "a codec is forced here"
+    if not site.compressed:
+        gain = -slower / site.plain_us if site.plain_us else 0.0
+        return f"a gain of {gain:.1%}, not above the model's margin"
+    return "as fast, with no fewer bytes on the wire"
+
+
+def table_of(dump: Dump, site: PlannedSite) -> Table:
+    """The candidates of a site that have a score, best first."""
+    table = plain_table()
+    table.title = Text(
+        f"{site.name}: {site.kind} of {size(site.bytes)} in {site.module or 'the root module'},"
+        f" graph {dump.number} ({dump.plan.direction})"
+    )
+    table.title_justify = "left"
+    for header in ("codec", "algorithm", "on the wire", "ratio", "error", "time", ""):
+        right = header in ("on the wire", "ratio", "error", "time")
+        table.add_column(header, justify="right" if right else "left", overflow="fold")
+    for each in candidates(dump, site):
+        if each.refused:
+            continue
+        why = lost(each, site)
+        cells = (
+            each.codec,
+            each.algorithm if each.compressed else "leave it alone",
+            size(each.wire_bytes),
+            ratio(each.wire_bytes, site.bytes),
+            f"{each.error:.2%}",
+            micros(each.predicted_us),
+            why,
+        )
+        table.add_row(*map(Text, cells), style="bold green" if why == "chosen" else "")
+    return table
+
+
+def refusals(dump: Dump, site: PlannedSite) -> Table:
+    """The candidates of a site that nobody can choose, and why, each reason once."""
+    by_reason: dict[str, list[str]] = {}
+    for each in candidates(dump, site):
+        if each.refused:
+            by_reason.setdefault(each.refused, []).append(f"{each.codec} by {each.algorithm}")
+    table = plain_table("not possible", "why")
+    for why, names in by_reason.items():
+        table.add_row(Text(", ".join(names)), Text(why))
+    return table
