@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -96,7 +97,13 @@ def record_stages(
     else the fewest that there can be."""
     state = [x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype))] if chosen.stateful else []
     recorder = _Recorder(request)
-    with data_sized.foreseen(gaussian), operators.as_operators(), recorder:
+    with (
+        torch.no_grad(),
+        enable_python_dispatcher(),  # for symbolic sizes
+        data_sized.foreseen(gaussian),
+        operators.as_operators(),
+        recorder,
+    ):
         run(chosen.run(x, request, coder, *state))
     return Stages(tuple(recorder.stages))
 

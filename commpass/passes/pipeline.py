@@ -152,7 +152,7 @@ def run(
                 break
             continue
         start = time.perf_counter()
-        if step.mutates and not outcome.untouched:
+        if (step.mutates or contracts is not None) and not outcome.untouched:
             outcome.untouched = _copies(road)
         try:
             if contracts is not None:

@@ -1,0 +1,176 @@
+"""What passes promise each other: the list fits together, and a broken promise is found at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from graphs import code, trace
+
+import commpass
+from commpass import Policy, Rule
+from commpass.codecs import operators
+from commpass.errors import VerifyError
+from commpass.passes import PASSES, Pass, Road, run
+from commpass.passes.contract import FACTS, check_order
+from commpass.passes.marks import MARK
+
+ops = torch.ops._c10d_functional
+NAMES = [step.name for step in PASSES]
+
+
+def graph():
+    def function(x):
+        x = ops.wait_tensor(ops.all_reduce(torch.relu(x), "sum", "0"))
+        return ops.wait_tensor(ops.all_gather_into_tensor(x * 2, 4, "0"))
+
+    return trace(function, torch.ones(64, 64))
+
+
+def drive(gm, passes, **rule):
+    policy = Policy(rules=[Rule(codec="int8", force=True, **rule)])
+    road = Road(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
+    return run(road, "0", tuple(passes), strict=True)
+
+
+def changed(name: str, **how) -> list[Pass]:
+    return [dataclasses.replace(step, **how) if step.name == name else step for step in PASSES]
+
+
+def test_the_passes_fit_together():
+    check_order(PASSES)
+    check_order([step for step in PASSES if step.needed])
+
+
+@pytest.mark.parametrize("name", [step.name for step in PASSES if step.provides])
+def test_a_pass_that_somebody_requires_cannot_be_left_out(name):
+    rest = [step for step in PASSES if step.name != name]
+    if name == "simplify" or name == NAMES[-1]:
+        check_order(rest)
+        return
+    with pytest.raises(VerifyError, match="which no pass before it provides"):
+        check_order(rest)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6)])
+def test_passes_in_another_order_do_not_fit(first, second):
+    order = list(PASSES)
+    order[first], order[second] = order[second], order[first]
+    with pytest.raises(VerifyError, match="requires"):
+        check_order(order)
+
+
+def test_a_pass_that_changes_the_graph_makes_an_end_of_what_was_known_of_it():
+    blind = Pass(name="blind", run=lambda road: road, mutates=True)
+    with pytest.raises(VerifyError, match=r"pass 'rewrite' requires 'sites'"):
+        check_order([*PASSES[:4], blind, *PASSES[4:]])
+    check_order([*PASSES[:4], dataclasses.replace(blind, mutates=False), *PASSES[4:]])
+
+
+def test_facts_and_phases_that_do_not_exist_are_named():
+    with pytest.raises(VerifyError, match=r"no fact 'site'; did you mean 'sites'\?"):
+        check_order([Pass(name="one", run=lambda road: road, requires=("site",))])
+    with pytest.raises(VerifyError, match="no phase 'late'"):
+        check_order([Pass(name="one", run=lambda road: road, phase="late")])
+    late = Pass(name="order", run=lambda road: road, phase="post-grad", mutates=True)
+    check_order([*PASSES, late])
+    with pytest.raises(VerifyError, match="comes after a later one"):
+        check_order([late, *PASSES])
+
+
+def test_every_fact_is_promised_by_a_pass():
+    assert {fact for step in PASSES for fact in step.provides} == set(FACTS)
+
+
+def erase(road):
+    """Takes the last multiplication out of the graph."""
+    node = next(n for n in reversed(road.gm.graph.nodes) if n.target is torch.ops.aten.mul.Tensor)
+    node.replace_all_uses_with(node.args[0])
+    road.gm.graph.erase_node(node)
+    return road
+
+
+def forget_one(road):
+    return dataclasses.replace(road, found=road.found[:1])
+
+
+def unmark(road):
+    road = PASSES[NAMES.index("rewrite")].run(road)
+    next(n for n in road.gm.graph.nodes if n.target in operators.IMPLEMENTATIONS).meta.pop(MARK)
+    return road
+
+
+def no_reason(road):
+    road = PASSES[NAMES.index("choose")].run(road)
+    sites = [dataclasses.replace(site, reason="") for site in road.sites]
+    return dataclasses.replace(road, sites=tuple(sites))
+
+
+BROKEN = {
+    "a pass that changes more than it says": ("candidates", erase, "changed the graph"),
+    "a site that is not known": (
+        "simplify",
+        forget_one,
+        "provides 'sites', but 1 sites are known, 2 are there",
+    ),
+    "options of other sites": (
+        "candidates",
+        lambda road: dataclasses.replace(road, options=()),
+        "2 sites have 0 options",
+    ),
+    "a decision without a reason": ("choose", no_reason, "has no reason"),
+    "an operator without a mark": ("rewrite", unmark, "has no mark"),
+    "a site that nothing stands for": ("rewrite", lambda road: road, "nothing stands for"),
+    "operators that nobody lowered": ("lower", lambda road: road, "is left"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_promise_is_found_and_the_graph_is_the_untouched_one(what, fake_group):
+    name, wrong, said = BROKEN[what]
+    fake_group(4)
+    gm = graph()
+    before = code(gm)
+    outcome = drive(gm, changed(name, run=wrong))
+    assert isinstance(outcome.error, VerifyError)
+    assert said in str(outcome.error)
+    assert f"pass {name!r}" in outcome.plan.fallback
+    assert code(gm) == before
+    good = drive(graph(), PASSES)
+    assert good.error is None
+    assert len(good.plan.compressed) == 2
+
+
+def test_a_pass_that_only_moves_nodes_is_rolled_back_as_well(fake_group):
+    fake_group(4)
+    gm = graph()
+    before = code(gm)
+
+    def move(road):
+        first = next(n for n in road.gm.graph.nodes if n.op == "call_function")
+        list(road.gm.graph.nodes)[-2].append(first)
+        raise RuntimeError("half way")
+
+    order = Pass(name="order", run=move, phase="post-grad", mutates=True)
+    outcome = drive(gm, [PASSES[0], order])
+    assert "half way" in outcome.plan.fallback
+    assert code(gm) == before
+
+
+def test_promises_are_checked_under_strict_and_where_the_environment_says_so(
+    fake_group, monkeypatch
+):
+    fake_group(4)
+    policy = Policy(rules=[Rule(codec="int8", force=True)])
+    passes = tuple(changed("choose", run=no_reason))
+
+    def outcome(**how):
+        road = Road(gm=graph(), direction="forward", policy=policy, profile=commpass.ethernet(1))
+        return run(road, "0", passes, **how)
+
+    monkeypatch.setenv("COMMPASS_CHECK", "0")
+    assert outcome().error is None
+    assert "has no reason" in str(outcome(strict=True).error)
+    monkeypatch.setenv("COMMPASS_CHECK", "1")
+    assert "has no reason" in str(outcome().error)

@@ -1,0 +1,163 @@
+"""All candidates of a site with their scores: in the dump, and as a table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import commpass
+from commpass import Policy, Rule, dump
+from commpass.report.cli import app
+from commpass.report.why import candidates, considered, lost
+
+ops = torch.ops._c10d_functional
+
+
+def function(x):
+    for _ in range(2):
+        x = ops.wait_tensor(ops.all_reduce(torch.relu(x), "sum", "0"))
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, 8, "0"))
+
+
+@pytest.fixture
+def dumped(fake_group, tmp_path):
+    def write(policy="balanced", profile="ethernet-1g", **more):
+        fake_group(8)
+        backend = commpass.backend(
+            policy, inner="eager", profile=profile, dump=tmp_path, strict=True, **more
+        )
+        torch.compile(function, backend=backend)(torch.randn(512, 512))
+        return dump.read_run(tmp_path)
+
+    return write
+
+
+def explained(folder, *arguments, width=200):
+    return CliRunner().invoke(
+        app, ["explain", str(folder), *arguments], env={"COLUMNS": str(width)}
+    )
+
+
+def test_the_dump_has_every_candidate_once_for_sites_that_have_the_same(dumped):
+    (one,) = dumped()
+    assert [each.sites for each in one.considered] == [
+        ("all_reduce", "all_reduce_1"),
+        ("all_gather_into_tensor",),
+    ]
+    for each in one.considered:
+        alone, *others = each.candidates
+        assert (alone.codec, alone.algorithm) == ("none", "none")
+        named = {(other.codec, other.algorithm) for other in others}
+        assert len(named) == len(others) >= 2
+        sites = [site for site in one.plan if site.name in each.sites]
+        assert {(site.codec, site.algorithm) for site in sites} <= named
+        for other in others:
+            assert bool(other.refused) == (not other.stages)
+            assert bool(other.refused) == (other.predicted_us == 0.0)
+
+
+def test_candidates_come_best_first_and_all_but_one_have_a_reason(dumped):
+    (one,) = dumped()
+    for site in one.plan:
+        rows = candidates(one, site)
+        scored = [row for row in rows if not row.refused]
+        assert [row.predicted_us for row in scored] == sorted(row.predicted_us for row in scored)
+        assert [lost(row, site) for row in rows].count("chosen") == 1
+        assert lost(scored[0], site) == "chosen"
+        assert all("slower" in lost(row, site) for row in scored[1:])
+        assert sum(not row.compressed for row in scored) == 1
+
+
+def test_the_table_shows_scores_the_reason_and_what_is_not_possible(dumped, tmp_path):
+    (one,) = dumped()
+    site = one.plan.sites[0]
+    shown = explained(tmp_path, "--why", "all_reduce")
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("all_reduce: all_reduce of 1.0 MiB in the root module, graph 0")
+    (chosen,) = [line for line in lines if line.rstrip().endswith("chosen")]
+    assert chosen.split()[:2] == [site.codec, site.algorithm]
+    assert f"{site.error:.2%}" in chosen
+    (alone,) = [line for line in lines if "leave it alone" in line]
+    assert "slower" in alone
+    assert site.reason in shown.stdout
+    assert "selects no indices" in shown.stdout
+    assert "all_reduce_1" not in shown.stdout
+
+
+def test_left_alone_says_of_each_codec_why_it_lost(dumped):
+    (one,) = dumped(profile="ethernet-100g")
+    (site, *_) = one.plan
+    assert not site.compressed
+    rows = candidates(one, site)
+    assert lost(rows[0], site) == "chosen"
+    assert not rows[0].compressed
+    assert all("slower" in lost(row, site) for row in rows[1:] if not row.refused)
+
+
+def test_a_gain_below_the_margin_and_a_forced_loss_are_told_apart(dumped):
+    profile = commpass.Profile("narrow", commpass.Link(1.0, 0.5), margin=0.9)
+    (one,) = dumped(profile=profile)
+    (site, *_) = one.plan
+    assert not site.compressed
+    reasons = [lost(row, site) for row in candidates(one, site)]
+    assert any("not above the model's margin" in reason for reason in reasons)
+
+
+def test_a_codec_that_is_forced_leaves_alone_behind_though_it_is_faster(dumped):
+    (one,) = dumped(Policy(rules=[Rule(codec="int8", force=True)]), "nvlink")
+    (site, *_) = one.plan
+    assert site.compressed
+    (alone,) = [row for row in candidates(one, site) if not row.compressed]
+    assert alone.predicted_us < site.predicted_us
+    assert lost(alone, site) == "a codec is forced here"
+
+
+def test_refused_by_the_error_budget(dumped):
+    (one,) = dumped(Policy(codecs=("int8", "int4"), max_error=0.02))
+    (site, *_) = one.plan
+    rows = candidates(one, site)
+    refused = [row for row in rows if row.codec == "int4" and row.error]
+    assert refused
+    assert all("is above the budget of 2.000%" in lost(row, site) for row in refused)
+
+
+def test_sites_of_a_module_are_found_by_its_name(fake_group, tmp_path):
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x):
+            return self.layer(x)
+
+    fake_group(8)
+    backend = commpass.backend("balanced", inner="eager", profile="ethernet-1g", dump=tmp_path)
+    torch.compile(Model(), backend=backend)(torch.randn(512, 512))
+    dumps = dump.read_run(tmp_path)
+    assert len(considered(dumps, "layer")) == 3
+    assert explained(tmp_path, "--why", "layer").stdout.count("of 1.0 MiB in layer") == 3
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(dumped, tmp_path):
+    dumped()
+    shown = explained(tmp_path, "--why", "all_reduce_2")
+    assert shown.exit_code == 2
+    assert "no site 'all_reduce_2' in this run; did you mean 'all_reduce_1'?" in shown.stderr
+
+
+def test_json(dumped, tmp_path):
+    dumped()
+    (row,) = json.loads(explained(tmp_path, "--why", "all_reduce", "--json").stdout)
+    assert row["graph"] == 0
+    assert row["site"]["name"] == "all_reduce"
+    first = row["candidates"][0]
+    assert (first["codec"], first["algorithm"]) == (row["site"]["codec"], row["site"]["algorithm"])
+    assert {stage["role"] for stage in first["stages"]} >= {"encode", "exchange", "decode"}
