@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from commpass.kinds import KINDS
 from commpass.stage import Stage
 
 NONE = "none"
@@ -27,11 +28,6 @@ different numbers: what all ranks know, so that they decide alike."""
 
 NOBODY = "nobody keeps it here: use commpass.backend"
 """Why no state is kept for a site, where nothing else is said."""
-
-
-PAIRWISE = ("send", "recv")
-"""Kinds that are one end of what goes between two ranks: these agree on it with each other, not
-with their group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +91,7 @@ class Site:
     def pairwise(self) -> bool:
         """Whether it is one end of what goes between two ranks, which the others of the group know
         nothing of."""
-        return self.kind in PAIRWISE
+        return self.kind in KINDS and KINDS[self.kind].pairwise
 
     @property
     def uneven(self) -> bool:

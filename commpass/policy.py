@@ -21,8 +21,8 @@ import msgspec
 
 from commpass.codecs import codec as codec_named
 from commpass.collectives import DEFAULTS, algorithm, check_name, own
-from commpass.costmodel import KINDS
 from commpass.errors import PolicyError, nearest
+from commpass.kinds import KINDS
 from commpass.paths import star
 from commpass.plan import Site
 

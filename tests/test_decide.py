@@ -26,7 +26,6 @@ from commpass.collectives import (
     read_stages,
 )
 from commpass.costmodel import (
-    KINDS,
     KernelRate,
     Kernels,
     Link,
@@ -36,6 +35,7 @@ from commpass.costmodel import (
     profile_named,
 )
 from commpass.errors import PolicyError
+from commpass.kinds import KINDS
 from commpass.plan import NONE, Plan, PlannedSite, Site
 from commpass.policy import PRESETS, Policy, Rule, Word
 from commpass.runtime.parts import Part

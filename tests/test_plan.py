@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commpass import dump as dumps
-from commpass.costmodel import KINDS
 from commpass.dump import Dump, GraphNode
 from commpass.errors import DumpError
+from commpass.kinds import KINDS
 from commpass.plan import (
     AGREED_FIELDS,
     NONE,
@@ -83,7 +83,7 @@ SPLITS = st.lists(
 SITES = st.builds(
     PlannedSite,
     name=TEXTS,
-    kind=st.sampled_from(KINDS),
+    kind=st.sampled_from(list(KINDS)),
     reduce_op=st.none() | TEXTS,
     group=TEXTS,
     group_label=TEXTS,

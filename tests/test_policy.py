@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 import commpass
 from commpass.codecs import codec
 from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, algorithm
-from commpass.costmodel import KINDS, KernelRate, Kernels, Link, Profile
+from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.errors import PolicyError
+from commpass.kinds import KINDS
 from commpass.plan import Site
 from commpass.policy import PRESETS, Policy, Rule, Word, covers, policy_named
 

@@ -23,9 +23,10 @@ import commpass
 from commpass.codecs import codec
 from commpass.codecs.wrappers.outlier import Running, calibrate
 from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, algorithm, own
-from commpass.costmodel import KINDS, Kernels, Link, Profile, ethernet
+from commpass.costmodel import Kernels, Link, Profile, ethernet
 from commpass.costmodel.kernels import KernelRate
 from commpass.errors import PolicyError
+from commpass.kinds import KINDS
 from commpass.plan import NONE, PlannedSite, Site
 from commpass.policy import DIRECTIONS, PRESETS, Policy, Rule, policy_named
 from commpass.runtime.summary import Summary

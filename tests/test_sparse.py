@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import FLOATS, accumulation_dtype, codec, sparse
-from commpass.codecs.names import NAMES as BUILDERS
 from commpass.codecs.raw import raw
+from commpass.codecs.registry import NAMES as BUILDERS
 from commpass.codecs.sparse import indices as index_codes
 from commpass.codecs.sparse.indices import (
     Bitmap,

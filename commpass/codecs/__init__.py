@@ -4,8 +4,8 @@ from commpass.codecs import operators
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
 from commpass.codecs.dispatch import settle
-from commpass.codecs.names import NAMES, codec
 from commpass.codecs.raw import RawCodec
+from commpass.codecs.registry import NAMES, codec
 from commpass.codecs.rows import ALIGNMENT, cut, cut_apart, pad
 from commpass.codecs.sparse import SparseCodec, sum_by_index
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.codec import Codec, accumulation_dtype
-from commpass.codecs.names import codec
 from commpass.codecs.raw import RawCodec
+from commpass.codecs.registry import codec
 from commpass.codecs.sparse import SparseCodec, sum_by_index
 
 ops = torch.ops.commpass

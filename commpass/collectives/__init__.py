@@ -3,7 +3,11 @@
 from commpass.codecs.operators import UNROLLED_RANKS
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.handle import Handle
-from commpass.collectives.names import (
+from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
+from commpass.collectives.request import Request
+from commpass.collectives.stages import Payload, Stages, read_stages, record_stages
+from commpass.collectives.steps import run
+from commpass.collectives.table import (
     ALGORITHM_NAMES,
     DEFAULTS,
     REDUCE_OPS,
@@ -12,10 +16,6 @@ from commpass.collectives.names import (
     check_name,
     own,
 )
-from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
-from commpass.collectives.request import Request
-from commpass.collectives.stages import Payload, Stages, read_stages, record_stages
-from commpass.collectives.steps import run
 
 __all__ = [
     "ALGORITHM_NAMES",

@@ -25,9 +25,9 @@ from commpass.codecs import codec as codec_named
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.data_sized import sizes_of_data
 from commpass.collectives.handle import Handle
-from commpass.collectives.names import REDUCE_OPS, algorithm
 from commpass.collectives.request import Request
 from commpass.collectives.steps import run
+from commpass.collectives.table import REDUCE_OPS, algorithm
 from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, ready
 

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 from commpass.codecs import Codec, accumulation_dtype, codec, operators
 from commpass.collectives import data_sized
 from commpass.collectives.algorithm import Algorithm
-from commpass.collectives.names import algorithm
 from commpass.collectives.request import Request, ops
 from commpass.collectives.steps import run
+from commpass.collectives.table import algorithm
 from commpass.stage import Stage
 
 

@@ -61,4 +61,3 @@ _STEPS = {
     "recv": lambda ranks, size: (1, size),
 }
 """Kind to (messages that follow one another, bytes that one rank sends)."""
-KINDS = tuple(_STEPS)

@@ -25,7 +25,8 @@ from commpass.collectives import (
     own,
     read_stages,
 )
-from commpass.costmodel import KINDS, Link, Profile
+from commpass.costmodel import Link, Profile
+from commpass.kinds import KINDS
 from commpass.plan import ROWS, Candidate, Site
 from commpass.policy import Allowed
 from commpass.stage import Stage

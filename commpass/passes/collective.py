@@ -12,18 +12,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-KINDS = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "isend": "send",
-    "irecv": "recv",
-    "batch_p2p_ops": "send",
-}
-"""Operator name without its form (coalesced, in-place, out) to the kind of the collective."""
+from commpass.kinds import KIND_OF
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
 WAITS = ("wait_tensor", "wait_tensors")
@@ -84,7 +73,7 @@ def parse(node: fx.Node) -> Call | None:
     )
     namespace, _, name = overload._schema.name.partition("::")
     base = re.sub(r"_(coalesced_?|out|)$", "", name)
-    if namespace not in NAMESPACES or base not in KINDS:
+    if namespace not in NAMESPACES or base not in KIND_OF:
         return None
     arguments = (
         dict(zip((a.name for a in overload._schema.arguments), node.args, strict=False))
@@ -95,7 +84,7 @@ def parse(node: fx.Node) -> Call | None:
     op = arguments.get("reduce_op", arguments.get("reduceOp"))
     return Call(
         node=node,
-        kind=KINDS[base],
+        kind=KIND_OF[base],
         form=_form(namespace, name),
         inputs=inputs,
         reduce_op=op.lower() if isinstance(op, str) else None if op is None else str(op),
@@ -105,7 +94,7 @@ def parse(node: fx.Node) -> Call | None:
         else None,
         out=arguments.get("out"),
         splits=_splits(arguments),
-        root=arguments.get("src", 0) if KINDS[base] == "broadcast" else 0,
+        root=arguments.get("src", 0) if KIND_OF[base] == "broadcast" else 0,
         ends=_ends(base, arguments),
     )
 
@@ -113,9 +102,9 @@ def parse(node: fx.Node) -> Call | None:
 def _ends(base: str, arguments: dict[str, Any]) -> tuple[End, ...]:
     if base == "batch_p2p_ops":
         rows = zip(arguments["op_list"], arguments["peer_list"], arguments["tag_list"], strict=True)
-        return tuple(End(KINDS[op], peer, tag) for op, peer, tag in rows)
+        return tuple(End(KIND_OF[op], peer, tag) for op, peer, tag in rows)
     peer = {"isend": "dst", "irecv": "src"}.get(base)
-    return (End(KINDS[base], arguments[peer], arguments["tag"]),) if peer else ()
+    return (End(KIND_OF[base], arguments[peer], arguments["tag"]),) if peer else ()
 
 
 def _splits(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:

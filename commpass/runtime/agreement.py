@@ -28,7 +28,7 @@ import torch
 from commpass.errors import PlanMismatch
 from commpass.plan import NONE, Plan, Site, left_alone
 from commpass.runtime import differences
-from commpass.runtime.board import Board, History, Note, Speaker, Word, board
+from commpass.runtime.board import Board, History, Note, Speaker, Statement, board
 from commpass.runtime.meeting import Meeting
 from commpass.runtime.parts import SEVERAL, Part, keys_of, parts
 
@@ -179,7 +179,7 @@ def _wait(meeting: Meeting) -> None:
         waited = time.monotonic() - start
         if waited > meeting.timeout_s:
             for key, (number, _) in meeting.mine.items():
-                meeting.here.say(key, number, Word(gave_up=True))
+                meeting.here.say(key, number, Statement(gave_up=True))
             raise PlanMismatch(differences.silence(meeting))
         if waited > PATIENCE_S and not told:
             told = True
@@ -217,7 +217,7 @@ def _judge(meeting: Meeting) -> str:
     silent = any(meeting.missing(hall) for hall in meeting.halls)
     for key, part in meeting.parts.items():
         if silent or meeting.without():  # not all can see from what was said that nobody can
-            follows = Word(
+            follows = Statement(
                 outline=part.outline,
                 policy=meeting.speaker.digest,
                 failure=why,

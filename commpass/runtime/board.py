@@ -41,7 +41,7 @@ class Speaker:
 
 
 @dataclass(frozen=True)
-class Word:
+class Statement:
     """What a rank says at a meeting of its part of a graph, in which it changes something.
 
     ``digest`` is that of what it changes, "" for nothing (where something was agreed on before);
@@ -91,7 +91,7 @@ class Now:
     """What a rank has said last in a group, under whichever policy: a note, or a word and where."""
 
     note: Note | None = None
-    word: Word | None = None
+    word: Statement | None = None
     place: tuple[str, int] = ("", 0)
 
     @property
@@ -154,7 +154,7 @@ class Board:
 
     # --- writing ---
 
-    def say(self, key: str, number: int, word: Word) -> None:
+    def say(self, key: str, number: int, word: Statement) -> None:
         self.store.set(_place(self.nonce, key, number), msgspec.json.encode(word))
 
     def now(self, where: str, said: Now) -> None:
@@ -189,10 +189,10 @@ class Board:
         self.read_nonces.update(set(found.values()) - self.older)
         return {rank: nonce for rank, nonce in found.items() if nonce not in self.older}
 
-    def words(self, places: dict[int, str], key: str, number: int) -> dict[int, Word]:
+    def words(self, places: dict[int, str], key: str, number: int) -> dict[int, Statement]:
         """What ranks have said at a meeting, by their nonces: those that have."""
         read = self.read({rank: _place(nonce, key, number) for rank, nonce in places.items()})
-        return {rank: msgspec.json.decode(raw, type=Word) for rank, raw in read.items()}
+        return {rank: msgspec.json.decode(raw, type=Statement) for rank, raw in read.items()}
 
     def notes(self, places: dict[int, str], key: str) -> dict[int, Notes]:
         """The notes of ranks, by their nonces: of those that have any."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from commpass.plan import Plan, diff
-from commpass.runtime.board import Word, spans
+from commpass.runtime.board import Statement, spans
 from commpass.runtime.meeting import Meeting
 from commpass.runtime.pairs import ends, mismatches
 
@@ -80,7 +80,7 @@ def nobody(meeting: Meeting) -> str:
                 else ""
             )
             where = f"of {_where(meeting, key)} in this graph{policy}"
-            if isinstance(word, Word) and word.follows:
+            if isinstance(word, Statement) and word.follows:
                 follow.append(word.failure)
             elif word.failure:
                 said.append(f"rank {rank}: {word.failure}")

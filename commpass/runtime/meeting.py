@@ -14,7 +14,7 @@ from commpass.runtime.board import (
     Notes,
     Now,
     Speaker,
-    Word,
+    Statement,
     epoch,
     from_spans,
     spans,
@@ -47,7 +47,7 @@ class Meeting:
         self.halls = {part.key: (pasts[part.key].count, part.ranks) for part in waiting}
         self.mine = dict(self.halls)
         self.nonces: dict[int, str] = {here.rank: here.nonce}
-        self.heard: dict[str, dict[int, Word]] = {key: {} for key in self.halls}
+        self.heard: dict[str, dict[int, Statement]] = {key: {} for key in self.halls}
         self.alone: dict[str, dict[int, Note]] = {key: {} for key in self.halls}
         self.left: dict[str, dict[int, str]] = {key: {} for key in self.halls}
         self.conflicts: set[str] = set()
@@ -63,8 +63,8 @@ class Meeting:
             if self.said.get(key):  # those who were heard may have spoken in an older run
                 self.heard[key].clear()
             self.said[key] = now
-            said = self.heard[key].get(self.here.rank, Word())
-            word = Word(
+            said = self.heard[key].get(self.here.rank, Statement())
+            word = Statement(
                 part.digest,
                 part.outline,
                 self.speaker.digest,

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from commpass.kinds import SUMS
 from commpass.passes.collective import is_wait, parse
 from commpass.passes.simplify.chains import LONGEST, is_cast
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
-from commpass.passes.simplify.rules.rule import GATHERS, REDUCTIONS, Applied
+from commpass.passes.simplify.rules.rule import GATHERS, Applied
 
 
 def waits(node: fx.Node, editor: Editor) -> Applied | None:
@@ -46,7 +47,7 @@ def _merge_casts(value: fx.Node, editor: Editor) -> None:
 def same(node: fx.Node, editor: Editor) -> Applied | None:
     """Two collectives of equal values over one group are one: a function of equal arguments. Not an
     all_to_all: the numbers of its entries are a rank's own, and may be equal there by chance."""
-    kinds = (*REDUCTIONS, "all_gather", "broadcast")
+    kinds = (*"all_gather", "broadcast")
     exchange, equal = editor.exchange(node, kinds), editor.equal.get(node)
     if exchange is None or equal is None or not editor.lives(equal):
         return None
@@ -79,7 +80,7 @@ def _only_for_equal_exchanges(node: fx.Node, editor: Editor) -> bool:
 
 def alone(node: fx.Node, editor: Editor) -> Applied | None:
     """A collective over a group of one rank gives what it took."""
-    exchange = editor.exchange(node, (*REDUCTIONS, *GATHERS))
+    exchange = editor.exchange(node, (*SUMS, *GATHERS))
     if (
         exchange is None
         or editor.size(exchange.call) != 1
@@ -96,7 +97,7 @@ def alone(node: fx.Node, editor: Editor) -> Applied | None:
 def constant(node: fx.Node, editor: Editor) -> Applied | None:
     """The sum of W equal constants c is W c, their mean, maximum or minimum c, and gathered they
     are c again."""
-    exchange = editor.exchange(node, (*REDUCTIONS, *GATHERS))
+    exchange = editor.exchange(node, (*SUMS, *GATHERS))
     if exchange is None or exchange.input.target is not aten.full.default:
         return None
     source, value = exchange.input, fake(node)

@@ -16,7 +16,6 @@ from torch import fx
 
 from commpass.passes.simplify.editor import Editor
 
-REDUCTIONS = ("all_reduce", "reduce_scatter")
 GATHERS = ("all_gather", "all_to_all")
 
 

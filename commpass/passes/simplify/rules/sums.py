@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from commpass.collectives import UNROLLED_RANKS
+from commpass.kinds import SUMS
 from commpass.passes import meta
 from commpass.passes.discover import describe_group
 from commpass.passes.simplify.chains import (
@@ -25,7 +26,7 @@ from commpass.passes.simplify.chains import (
 )
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.gathers import convert, widened
-from commpass.passes.simplify.rules.rule import REDUCTIONS, Applied
+from commpass.passes.simplify.rules.rule import Applied
 
 functional = torch.ops._c10d_functional
 
@@ -101,7 +102,7 @@ def _linear(node: fx.Node) -> bool:
 
 def _term(node: Any, user: fx.Node, editor: Editor) -> Term | None:
     """The term that a node is, if nobody but the sum takes it or anything on its way."""
-    walked = walk_back(node, _linear, lambda n: editor.exchange(n, REDUCTIONS), user)
+    walked = walk_back(node, _linear, lambda n: editor.exchange(n, SUMS), user)
     if walked is None:
         return None
     exchange, chain = walked
@@ -131,7 +132,7 @@ def _again(term: Term, before: fx.Node, editor: Editor) -> fx.Node:
 def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     """sum(to(float32, x)) = the float32 sum of all ranks' x: send the narrow bits, add locally.
     Where that is less, and where no codec is allowed that would make it less still."""
-    exchange = editor.exchange(node, REDUCTIONS)
+    exchange = editor.exchange(node, SUMS)
     found = widened(exchange) if exchange is not None else None
     if exchange is None or found is None or editor.may_compress(exchange.call.node):
         return None

@@ -11,7 +11,7 @@ from commpass.collectives.algorithm import Algorithm
 from commpass.errors import PolicyError, nearest
 from commpass.spec import changed, parse, spelled
 
-KINDS: dict[str, dict[str, Callable[..., Algorithm]]] = {
+ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {
     "all_reduce": {
         "one_shot": reductions.one_shot,
         "two_shot": reductions.two_shot,
@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Callable[..., Algorithm]]] = {
 }
 """Kind of a collective to the algorithms that carry it out, the simplest first."""
 
-ALGORITHM_NAMES = tuple(dict.fromkeys(name for names in KINDS.values() for name in names))
+ALGORITHM_NAMES = tuple(dict.fromkeys(name for names in ALGORITHMS.values() for name in names))
 DEFAULTS = (*ALGORITHM_NAMES, "two_shot(stage=ag)", "two_shot(stage=rs)")
 """What the cost model chooses from where nobody names an algorithm."""
 REDUCE_OPS = ("sum", "avg")
@@ -42,7 +42,7 @@ REDUCE_OPS = ("sum", "avg")
 
 def algorithms_of(kind: str) -> tuple[Algorithm, ...]:
     """The algorithms that carry out collectives of this kind with their usual parameters."""
-    return tuple(algorithm(kind, name) for name in KINDS.get(kind, ()))
+    return tuple(algorithm(kind, name) for name in ALGORITHMS.get(kind, ()))
 
 
 def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
@@ -52,7 +52,7 @@ def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
     Raises PolicyError for an unknown name, parameter or value, with the nearest valid one.
     """
     name, given = parse(spec)
-    have = KINDS.get(kind, {})
+    have = ALGORITHMS.get(kind, {})
     if name not in have:
         raise PolicyError(f"{kind} has no algorithm {name!r}{nearest(name, have)}")
     return _build(
@@ -70,13 +70,13 @@ def own(kind: str, spec: str) -> Algorithm | None:
 
 @lru_cache(maxsize=1024)
 def _build(kind: str, name: str, parameters: tuple[tuple[str, Any], ...]) -> Algorithm:
-    return KINDS[kind][name](kind, spelled(name, parameters), **dict(parameters))
+    return ALGORITHMS[kind][name](kind, spelled(name, parameters), **dict(parameters))
 
 
 def check_name(spec: str) -> None:
     """Raises PolicyError if no kind has an algorithm of this name and parameters."""
     name, _ = parse(spec)
-    kinds = [kind for kind, have in KINDS.items() if name in have]
+    kinds = [kind for kind, have in ALGORITHMS.items() if name in have]
     if not kinds:
         raise PolicyError(f"unknown algorithm {name!r}{nearest(name, ALGORITHM_NAMES)}")
     errors = []
