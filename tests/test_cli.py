@@ -15,7 +15,8 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from commpass import dump, plan, render
+from commpass import dump, plan
+from commpass.report import doctor
 from commpass.report.cli import app
 
 LONG = (
@@ -599,7 +600,7 @@ def test_doctor_tells_the_kinds_of_gpu(monkeypatch: pytest.MonkeyPatch):
         torch.cuda, "get_device_capability", lambda index: (9, 0) if index else (8, 0)
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H" if index else "A")
-    assert render.gpus() == ("1 x A (capability 8.0, no fp8), 2 x H (capability 9.0, fp8)", True)
+    assert doctor.gpus() == ("1 x A (capability 8.0, no fp8), 2 x H (capability 9.0, fp8)", True)
 
 
 # the whole

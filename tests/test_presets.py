@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commpass.passes.decide import decide
+from deciding import decide
 from graphs import collectives, ops, trace
 from tiers import rarely
 from torch._inductor.decomposition import select_decomp_table
@@ -217,7 +217,7 @@ def test_a_rule_may_be_about_several_kinds_in_a_file_too(toml):
         (lambda: Rule(kind=3), ["kind=3", "expected"]),
         (lambda: policy_named("tacos"), ["'tacos'", "did you mean 'taco'?"]),
     ],
-    ids=str,
+    ids=["nothing", "one of two", "of another kind", "no text", "a preset"],
 )
 def test_what_is_unknown_is_refused_with_the_nearest(make, parts):
     with pytest.raises(PolicyError) as error:

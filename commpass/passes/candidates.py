@@ -8,7 +8,7 @@ changes: nothing. Every rank finds the same.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,7 +133,7 @@ def _coded(
                 wire_bytes=real.wire_bytes if known else -1,
                 dynamic_bytes=real.dynamic_bytes if known else 0,
                 domain=each.domain(coder),
-                predicted_us=round(_us(scored, site, profile), 3),
+                predicted_us=round(_us(_timed(scored, site, each, coder), site, profile), 3),
                 error=error,
             )
 
@@ -219,10 +219,23 @@ def _known(site: Site) -> bool:
 # --- how long it takes ----------------------------------------------------------------------------
 
 
-def _us(found: Stages, site: Site, profile: Profile) -> float:
-    """The time of all stages, one after the other."""
+def _timed(found: Stages, site: Site, chosen: Algorithm, coder: Codec) -> list[Stage]:
+    """The stages that a candidate's time is made of: its own; of a message those of both ends,
+    which must decide alike."""
+    if not site.pairwise:
+        return list(found)
+    sent, received = (
+        read_stages(kind, chosen.spec, coder.spec, _payload(site), request(site))
+        for kind in ("send", "recv")
+    )
+    return [*sent, *(stage for stage in received if stage.role == "decode")]
+
+
+def _us(found: Sequence[Stage], site: Site, profile: Profile) -> float:
+    """The time of stages one after the other."""
     coded = [stage for stage in found if stage.role in ("encode", "decode")]
-    return sum(_exchange_us(stage, site, profile) for stage in found.exchanges) + sum(
+    exchanges = [stage for stage in found if stage.role == "exchange"]
+    return sum(_exchange_us(stage, site, profile) for stage in exchanges) + sum(
         profile.kernels.us(stage.codec, stage.role, stage.values) for stage in coded
     )
 
