@@ -6,7 +6,7 @@
 from importlib.metadata import version as _version
 
 from commpass.annotate import apply_policy, compress, keep
-from commpass.backend import backend, rewrite
+from commpass.backend import backend
 from commpass.codecs import codec
 from commpass.collectives import Handle, all_gather, all_reduce, all_to_all, reduce_scatter
 from commpass.costmodel import Link, Profile, ethernet
@@ -22,6 +22,7 @@ from commpass.plan import Plan
 from commpass.policy import Policy, Rule
 from commpass.runtime.record import plans
 from commpass.runtime.state import load_state_dict, reset_state, state_dict
+from commpass.standalone import rewrite
 
 __version__ = _version("commpass")
 

@@ -14,7 +14,6 @@ import os
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,12 @@ from commpass.passes import run as run_passes
 from commpass.passes.collective import parse
 from commpass.passes.direction import keep_metadata
 from commpass.passes.discover import describe_group, graph_modules
-from commpass.passes.rewrite import StateInput
 from commpass.paths import Places
-from commpass.plan import Plan
 from commpass.policy import Policy, policy_named
-from commpass.runtime import agreement, record, state
+from commpass.runtime import agreement, record
 from commpass.runtime.board import greet
-from commpass.runtime.owners import INFERENCE, Calls, part_of
+from commpass.runtime.calls import before_each_call, boxed, of_whom, raising, residuals_of
+from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.summary import Summary
 
 INNER = ("inductor", "eager", "aot_eager")
@@ -143,41 +141,6 @@ def _inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict
     return found
 
 
-def rewrite(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    policy: str | Path | Policy = "lossless",
-    *,
-    profile: str | Profile | None = None,
-    direction: str = "forward",
-    strict: bool = False,
-    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
-) -> Plan:
-    """The passes alone, for other compile stacks: rewrites a graph of aten operators in place and
-    returns its plan.
-
-    ``example_inputs`` give the graph fake values where its nodes have none in ``meta["val"]``. No
-    ranks are asked: call it on all of them alike. If a pass fails the graph is left as it was and
-    the plan's ``fallback`` says why; ``strict`` raises.
-    """
-    chosen = policy_named(policy)
-    check_skip(chosen)
-    _fake_values(gm, example_inputs)
-    table = (lambda: dict(decompositions)) if decompositions is not None else None
-    road = Road(
-        gm=gm,
-        direction=direction,
-        policy=chosen,
-        profile=profile_named(profile) or default_profile(_device(gm)),
-        decompositions=table,
-    )
-    outcome = run_passes(road, graph="0", strict=strict)
-    if outcome.error is not None and strict:
-        raise outcome.error
-    record.record(outcome)
-    return outcome.plan
-
-
 class Backend:
     """A configured backend: call it as torch.compile does. Holds what its graphs have in common,
     and nothing else."""
@@ -248,7 +211,7 @@ class Backend:
         def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             def compile_graph(gm: fx.GraphModule, more: Sequence[Any]) -> Any:
                 if self.inner == "eager":
-                    return _boxed(gm.forward)
+                    return boxed(gm.forward)
                 return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
 
             direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"
@@ -275,7 +238,7 @@ class Backend:
 
             def compile_aot(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
                 def run_inner(gm: fx.GraphModule, more: Sequence[Any]) -> Any:
-                    return _boxed(
+                    return boxed(
                         self.inner(gm, [*example_inputs, *more])
                         if callable(self.inner)
                         else gm.forward
@@ -307,7 +270,7 @@ class Backend:
     ) -> Any:
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and
         compiles it. ``obstacle`` says why nothing of it may be changed."""
-        profile = self.profile or default_profile(_device(gm))
+        profile = self.profile or default_profile(meta.device_of(gm))
         road = Road(
             gm=gm,
             direction=direction,
@@ -355,16 +318,16 @@ class Backend:
                     error.strerror,
                 )
         if mismatch is not None:
-            return _raises(mismatch)
+            return raising(mismatch)
         if isinstance(outcome.error, PolicyError):
-            return _raises(outcome.error)
+            return raising(outcome.error)
         if outcome.error is not None and self.strict:
             raise outcome.error
         if direction == "backward":
             calls.keeps = bool(outcome.state)
         compiled = compile_graph(gm, [kept.fake for kept in outcome.state])
-        residuals = functools.partial(_residuals, _of_whom(outcome.state, gm, calls), calls)
-        return _before_each_call(
+        residuals = functools.partial(residuals_of, of_whom(outcome.state, gm, calls), calls)
+        return before_each_call(
             compiled, functools.partial(self._check, number + direction), residuals
         )
 
@@ -437,40 +400,6 @@ def _is_compiled_autograd() -> bool:
     )
 
 
-@dataclass(frozen=True)
-class OfParameters:
-    """State that a site keeps, the numbers of the parameters whose gradients it serves (() if that
-    is not known), and which one of its place it is among those that serve the same."""
-
-    of: StateInput
-    parameters: tuple[int, ...]
-    number: int
-
-
-def _of_whom(kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> list[OfParameters]:
-    outputs: Any = gm.graph.output_node().args[0]
-    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    found: list[OfParameters] = []
-    for one in kept:
-        parameters = calls.parameters(outputs, one.reaches)
-        like = [
-            each for each in found if (each.of.place, each.parameters) == (one.place, parameters)
-        ]
-        found.append(OfParameters(one, parameters, len(like)))
-    return found
-
-
-def _residuals(kept: Sequence[OfParameters], calls: Calls) -> list[torch.Tensor]:
-    """The state that a graph is called with: that of the instance whose call it is."""
-    if not kept:
-        return []
-    owner = calls.owner()
-    return [
-        state.residual(one.of, one.number, calls.code, part_of(owner, one.parameters))
-        for one in kept
-    ]
-
-
 def _ends(gm: fx.GraphModule, outcome: Outcome) -> set[tuple[str, int | None]]:
     """(group, peer) of a graph's collectives, where a pass failed before there were sites."""
     if outcome.first or not outcome.plan.fallback:
@@ -482,61 +411,3 @@ def _ends(gm: fx.GraphModule, outcome: Outcome) -> set[tuple[str, int | None]]:
         if call is not None
         for end in call.ends or (None,)
     }
-
-
-def _before_each_call(
-    compiled: Any, hook: Callable[[], None], more: Callable[[], list[Any]]
-) -> Any:
-    """The compiled function, with ``hook`` before each call and its last inputs from ``more``.
-    Inductor's object stays itself: torch asks for its type."""
-    if getattr(compiled, "current_callable", None) is not None:
-        compiled.current_callable = _hooked(compiled.current_callable, hook, more)
-        return compiled
-    return _hooked(compiled, hook, more)
-
-
-def _hooked(
-    function: Compiler, hook: Callable[[], None], more: Callable[[], list[Any]]
-) -> Compiler:
-    def run(inputs: list[Any]) -> Any:
-        hook()
-        inputs.extend(more())
-        return function(inputs)
-
-    run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]
-    return run
-
-
-def _boxed(function: Compiler) -> Compiler:
-    """The calling convention of AOTAutograd: one list of arguments."""
-    from functorch.compile import make_boxed_func
-
-    return function if getattr(function, "_boxed_call", False) else make_boxed_func(function)
-
-
-def _raises(error: Exception) -> Compiler:
-    """A compiled function that raises: errors then reach the user as they are, from the call, and
-    not out of a compiler."""
-
-    def run(*args: Any) -> Any:
-        raise error
-
-    return run
-
-
-def _device(gm: fx.GraphModule) -> str:
-    """The device type that a graph computes on."""
-    types = {
-        value.device.type for node in gm.graph.nodes if (value := meta.tensor(node)) is not None
-    }
-    return next(iter(sorted(types - {"cpu", "meta"})), "cpu")
-
-
-def _fake_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Gives every node a fake value, where the graph has none."""
-    if all("val" in node.meta for node in gm.graph.nodes if node.op == "placeholder"):
-        return
-    from torch._dynamo.utils import detect_fake_mode
-    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-
-    FakeTensorProp(gm, detect_fake_mode(example_inputs)).propagate(*example_inputs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,6 +24,7 @@ from commpass.errors import PolicyError, nearest
 from commpass.kinds import KINDS
 from commpass.paths import star
 from commpass.plan import Site
+from commpass.tables import line_of, read_toml
 
 DIRECTIONS = ("forward", "backward")
 LOWERINGS = ("inline", "kernel")
@@ -411,26 +411,16 @@ def covers(glob: str, path: str) -> bool:
 
 
 def _from_toml(path: Path) -> Policy:
-    try:
-        text = path.read_text(encoding="utf-8")
-        table = tomllib.loads(text)
-    except OSError as error:
-        raise PolicyError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PolicyError(f"{path}: not UTF-8 text") from error
-    except tomllib.TOMLDecodeError as error:
-        where = re.search(r"line (\d+)", str(error))
-        line = where.group(1) if where else len(text.splitlines())
-        raise PolicyError(f"{path}:{line}: not TOML: {error}") from error
+    text, table = read_toml(path)
     rules = table.pop("rule", [])
     if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
         raise PolicyError(
-            f"{path}:{_line(text, None, 'rule')}: rules are written as [[rule]], each with its"
+            f"{path}:{line_of(text, 'rule')}: rules are written as [[rule]], each with its"
             " fields below"
         )
     preset = table.pop("preset", None)
     if preset is not None and (not isinstance(preset, str) or preset not in PRESETS):
-        line = _line(text, None, "preset")
+        line = line_of(text, "preset")
         raise PolicyError(
             f"{path}:{line}: unknown preset {preset!r}{nearest(str(preset), PRESETS)}"
         )
@@ -457,7 +447,7 @@ def _build(
     types = {f.name: _TYPES[str(f.type)] for f in dataclasses.fields(kind) if f.name in known}
     where = "a rule" if rule is not None else "a policy"
     for key, value in table.items():
-        place = f"{path}:{_line(text, rule, key)}"
+        place = f"{path}:{line_of(text, key, rule)}"
         if key not in known:
             extra = {"preset", "rule"} if kind is Policy else set()
             raise PolicyError(f"{place}: {where} has no field {key!r}{nearest(key, known | extra)}")
@@ -471,38 +461,4 @@ def _build(
     try:
         return kind(**base)
     except PolicyError as error:
-        raise PolicyError(f"{path}:{_line(text, rule, None)}: {error}") from error
-
-
-def _line(text: str, rule: int | None, key: str | None) -> int:
-    """The line of a key: of the n-th [[rule]] if ``rule`` is given (or ``rule = [{...}]``), else
-    above all tables; of the table if ``key`` is None."""
-    if rule is not None and (inline := re.search(r"^\s*rule\s*=", text, re.M)):
-        table = [
-            brace.start() for brace in re.finditer(r"\{", text) if brace.start() > inline.end()
-        ][rule]
-        place = (
-            re.compile(rf"[{{,\s][\"']?{re.escape(key)}[\"']?\s*=").search(text, table)
-            if key
-            else None
-        )
-        return text.count("\n", 0, place.end() if place else table) + 1
-    seen, start = -1, 1
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line):
-            parts = [part.strip(" \"'") for part in header.group(1).split(".")]
-            if (parts == [key] and rule is None) or (
-                rule is not None and seen == rule and parts[1:] == [key]
-            ):
-                return number
-            seen += parts == ["rule"]
-            start = number if seen == rule and parts == ["rule"] else start
-        if (
-            seen == (-1 if rule is None else rule)
-            and key
-            and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line)
-        ):
-            return number
-        if key == "rule" and rule is None and re.match(r"\s*\[?\s*rule\b", line):
-            return number
-    return start
+        raise PolicyError(f"{path}:{line_of(text, None, rule)}: {error}") from error

@@ -115,3 +115,9 @@ def carry(source: fx.Node, target: fx.Node) -> None:
     for key in CARRIED:
         if key in source.meta:
             target.meta[key] = source.meta[key]
+
+
+def device_of(gm: fx.GraphModule) -> str:
+    """The device type that a graph computes on."""
+    types = {value.device.type for node in gm.graph.nodes if (value := tensor(node)) is not None}
+    return next(iter(sorted(types - {"cpu", "meta"})), "cpu")

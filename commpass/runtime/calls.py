@@ -1,0 +1,89 @@
+"""How a compiled graph is called: something first, with the state that it keeps as its last
+inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from commpass.passes.rewrite import StateInput
+from commpass.runtime import state
+from commpass.runtime.owners import Calls, part_of
+
+Compiler = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class OfParameters:
+    """State that a site keeps, the numbers of the parameters whose gradients it serves (() if that
+    is not known), and which one of its place it is among those that serve the same."""
+
+    of: StateInput
+    parameters: tuple[int, ...]
+    number: int
+
+
+def of_whom(kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> list[OfParameters]:
+    outputs: Any = gm.graph.output_node().args[0]
+    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    found: list[OfParameters] = []
+    for one in kept:
+        parameters = calls.parameters(outputs, one.reaches)
+        like = [
+            each for each in found if (each.of.place, each.parameters) == (one.place, parameters)
+        ]
+        found.append(OfParameters(one, parameters, len(like)))
+    return found
+
+
+def residuals_of(kept: Sequence[OfParameters], calls: Calls) -> list[torch.Tensor]:
+    """The state that a graph is called with: that of the instance whose call it is."""
+    if not kept:
+        return []
+    owner = calls.owner()
+    return [
+        state.residual(one.of, one.number, calls.code, part_of(owner, one.parameters))
+        for one in kept
+    ]
+
+
+def before_each_call(compiled: Any, hook: Callable[[], None], more: Callable[[], list[Any]]) -> Any:
+    """The compiled function, with ``hook`` before each call and its last inputs from ``more``.
+    Inductor's object stays itself: torch asks for its type."""
+    if getattr(compiled, "current_callable", None) is not None:
+        compiled.current_callable = _hooked(compiled.current_callable, hook, more)
+        return compiled
+    return _hooked(compiled, hook, more)
+
+
+def _hooked(
+    function: Compiler, hook: Callable[[], None], more: Callable[[], list[Any]]
+) -> Compiler:
+    def run(inputs: list[Any]) -> Any:
+        hook()
+        inputs.extend(more())
+        return function(inputs)
+
+    run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]
+    return run
+
+
+def boxed(function: Compiler) -> Compiler:
+    """The calling convention of AOTAutograd: one list of arguments."""
+    from functorch.compile import make_boxed_func
+
+    return function if getattr(function, "_boxed_call", False) else make_boxed_func(function)
+
+
+def raising(error: Exception) -> Compiler:
+    """A compiled function that raises: errors then reach the user as they are, from the call, and
+    not out of a compiler."""
+
+    def run(*args: Any) -> Any:
+        raise error
+
+    return run
