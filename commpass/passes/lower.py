@@ -43,7 +43,7 @@ def lower(
 ) -> None:
     """Replaces every coded operator in place, as the plan says of its site: by a call of a kernel,
     or by what it stands for."""
-    by_kernel = {site.name for site in plan if site.lowering == "kernel"}
+    by_kernel = [site.name for site in plan if site.lowering == "kernel"]
     kernels, bodies = (
         Kernels(decompositions or inductor_decompositions),
         Bodies(decompositions or inductor_decompositions),
