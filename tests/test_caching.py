@@ -129,6 +129,7 @@ def run_kernels() -> tuple[set[str], list[float], int, int]:
     )
 
 
+@pytest.mark.every
 def test_kernels_come_from_the_cache_in_a_second_process(tmp_path):
     environment, runs = own_cache(tmp_path / "cache"), []
     for _ in range(2):
