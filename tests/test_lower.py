@@ -318,11 +318,10 @@ def test_codes_whose_size_depends_on_values_are_inline(lowering, fake_group, wit
 
 
 @pytest.mark.every
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("how", ["one_shot", "two_shot"])
-def test_inductor_generates_code_for_codes_whose_size_depends_on_values(how, fake_group):
+@pytest.mark.timeout(2400)
+def test_inductor_generates_code_for_codes_whose_size_depends_on_values(fake_group):
     fake_group(2)
-    check_inline(forced("exponent", algorithm=how))
+    check_inline(forced("exponent", algorithm="one_shot"))
 
 
 @pytest.mark.parametrize(
@@ -355,9 +354,9 @@ def exact_sums() -> None:
 
 
 @pytest.mark.every
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 def test_compiled_sums_by_a_lossless_codec_are_exact(ranks2):
-    ranks2.run(exact_sums, timeout=1100)
+    ranks2.run(exact_sums, timeout=2300)
 
 
 def test_other_compilers_get_plain_operators(fake_group):
