@@ -342,6 +342,18 @@ def test_numbers_that_depend_on_values_may_be_asked_for_again(
     check_inline(forced("exponent", algorithm="two_shot"), sites, dynamic, training)
 
 
+def test_a_collective_by_hand_stays_one_graph_without_being_a_whole_function(
+    fake_group, without_code
+):
+    fake_group(2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    x = torch.randn(600, requires_grad=True)
+    torch.compile(lambda x: commpass.all_reduce(x * 2, codec="exponent"))(x).sum().backward()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def exact_sums() -> None:
     torch._dynamo.reset()
     x = torch.randn(600, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
