@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import commpass
 from commpass.errors import PlanMismatch
+from commpass.lowering import kernel
 from commpass.passes import pipeline
 from commpass.policy import Policy, Rule
 from commpass.runtime import agreement
@@ -224,6 +225,40 @@ def test_if_a_pass_fails_on_one_rank_all_compile_the_untouched_graph_and_say_why
         assert "injected" in fallback
         assert "compiled untouched" in warning
         assert "injected" in warning
+
+
+def kernel_breaks_on_one_rank() -> tuple[bool, str, str]:
+    """Inductor fails on rank 1 alone, at a kernel that three sites share."""
+
+    def compile_kernel(body, inputs):
+        if dist.get_rank() == 1:
+            raise RuntimeError("injected")
+        return lambda given: body(*given)
+
+    def three(x):
+        return model(model(model(x)))
+
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: messages.append(entry.getMessage())
+    logging.getLogger("commpass").addHandler(handler)
+    kept, kernel._compiled = kernel._compiled, compile_kernel
+    try:
+        torch._dynamo.reset()
+        x = torch.ones(904) / 3
+        policy = Policy(rules=[Rule(codec="int8", algorithm="two_shot", force=True)])
+        result = torch.compile(three, backend=commpass.backend(policy, timeout=120))(x)
+        return torch.equal(result, three(x)), commpass.plans()[-1].fallback, " ".join(messages)
+    finally:
+        logging.getLogger("commpass").removeHandler(handler)
+        kernel._compiled = kept
+
+
+def test_if_a_kernel_does_not_compile_on_one_rank_all_compile_the_untouched_graph(ranks2):
+    for exact, fallback, warning in ranks2.run(kernel_breaks_on_one_rank):
+        assert exact
+        assert "pass 'lower' failed: RuntimeError: injected" in fallback
+        assert "compiled untouched" in warning
 
 
 def strict_raises() -> str:

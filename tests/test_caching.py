@@ -107,6 +107,43 @@ def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_tw
         assert [(hits, misses) for *_, hits, misses in rows] == [(2, 0), (2, 0)]
 
 
+def run_kernels() -> tuple[set[str], list[float], int, int]:
+    """How three equal sites are lowered, what they give, cache hits and misses."""
+    from torch._dynamo.utils import counters
+
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    policy = Policy(rules=[Rule(codec="int8", force=True, algorithm="two_shot")])
+    layer = Layer()
+    with torch.no_grad():
+        compiled = torch.compile(
+            lambda x: layer(layer(layer(x))), backend=commpass.backend(policy, strict=True)
+        )
+        found = compiled(x)
+    (plan,) = commpass.plans()
+    said = counters["inductor"]
+    return (
+        {site.lowering for site in plan},
+        found.tolist(),
+        said["fxgraph_cache_hit"],
+        said["fxgraph_cache_miss"],
+    )
+
+
+@pytest.mark.every
+def test_kernels_come_from_the_cache_in_a_second_process(tmp_path):
+    environment, runs = own_cache(tmp_path / "cache"), []
+    for _ in range(2):
+        ranks = Ranks(2, environment)
+        try:
+            runs.append(ranks.run(run_kernels))
+        finally:
+            ranks.stop()
+    assert all(forms == {"kernel"} for run in runs for forms, *_ in run)
+    (_, sums, *_), *others = (row for run in runs for row in run)
+    assert all(found == sums for _, found, *_ in others)
+    assert [row[2:] for row in runs[1]] == [(4, 0), (4, 0)]  # three kernels and the graph
+
+
 def decorator_alone() -> list[tuple[str, float]]:
     """Only the decorator on the same class changes: what is compiled must change with it."""
     x = torch.randn(3000, generator=torch.Generator().manual_seed(dist.get_rank()))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from graphs import as_rank, ops, trace
 from lockstep import run_in_lockstep
+from tiers import rarely
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -240,6 +241,9 @@ def test_what_lies_between_two_exchanges_is_one_kernel_which_equal_sites_share(f
     called = [node for node in gm.graph.nodes if node.target is KERNEL]
     assert len(called) == 9
     assert len({node.args[1] for node in called}) == 3
+    # Names are in the key of Inductor's cache: the same in each process.
+    order = [f"kernel_default_{number}" if number else "kernel_default" for number in range(9)]
+    assert [node.name for node in called] == order
     assert [node.meta[MARK].role for node in called[:3]] == [
         "encode",
         "decode+sum+encode",
@@ -279,23 +283,176 @@ def test_sites_that_do_the_same_share_kernels(fake_group):
     assert lowerings(1, lowering="kernel") == {"kernel"}
 
 
-@pytest.mark.parametrize("lowering", [None, "kernel"])
-def test_codes_whose_size_depends_on_values_are_inline(lowering, fake_group):
-    fake_group(4)
+@pytest.fixture
+def without_code(monkeypatch):
+    """Inductor runs graphs on fake values, as it does before all else, and generates no code, which
+    takes it minutes where sizes depend on values."""
+    from torch._inductor import compile_fx
+
+    def compile_fx_inner(gm, example_inputs, **_):
+        compile_fx.fake_tensor_prop(gm, example_inputs)
+        return compile_fx.make_boxed_func(gm.forward)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
+
+
+def check_inline(policy, sites=3, dynamic=False, training=False):
     torch._dynamo.reset()
-    policy = forced("exponent", algorithm="one_shot", lowering=lowering)
     seen = len(commpass.plans())
+    backend = commpass.backend(policy, strict=True)
+    compiled = torch.compile(chain(sites), backend=backend, dynamic=dynamic)
+    result = compiled(torch.randn(16, 64, requires_grad=training))
+    if training:
+        result.sum().backward()
+    plans = commpass.plans()[seen:]
+    assert len(plans) == 1 + training
+    for plan in plans:
+        assert not plan.fallback
+        assert {(site.codec, site.lowering) for site in plan} == {("exponent", "inline")}
+
+
+@pytest.mark.parametrize("lowering", [None, "kernel"])
+def test_codes_whose_size_depends_on_values_are_inline(lowering, fake_group, without_code):
+    fake_group(4)
+    check_inline(forced("exponent", algorithm="one_shot", lowering=lowering))
+
+
+@pytest.mark.every
+@pytest.mark.timeout(2400)
+def test_inductor_generates_code_for_codes_whose_size_depends_on_values(fake_group):
+    fake_group(2)
+    check_inline(forced("exponent", algorithm="one_shot"))
+
+
+@pytest.mark.parametrize(
+    ("sites", "dynamic", "training"),
+    [
+        (3, False, False),
+        (1, False, True),
+        rarely(3, False, True),
+        rarely(3, True, False),
+        rarely(3, True, True),
+    ],
+)
+def test_numbers_that_depend_on_values_may_be_asked_for_again(
+    sites, dynamic, training, fake_group, without_code
+):
+    """Dynamo allows them in graphs that are whole functions alone."""
+    fake_group(2)
+    check_inline(forced("exponent", algorithm="two_shot"), sites, dynamic, training)
+
+
+def test_a_collective_by_hand_stays_one_graph_without_being_a_whole_function(
+    fake_group, without_code
+):
+    fake_group(2)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    x = torch.randn(600, requires_grad=True)
+
+    def inductor(gm, example_inputs):  # which has its inner compile as a default
+        compiler = torch._inductor.compile_fx
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            return compiler.compile_fx(gm, example_inputs, inner_compile=compiler.compile_fx_inner)
+
+    function = torch.compile(
+        lambda x: commpass.all_reduce(x * 2, codec="exponent"), backend=inductor
+    )
+    function(x).sum().backward()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def exact_sums() -> None:
+    torch._dynamo.reset()
+    x = torch.randn(600, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
+    x[:4] = torch.tensor([-0.0, float("inf"), float("nan"), 1e-40])
+    x[2:3].view(torch.int32).add_(5)  # a NaN with a payload
+    policy = forced("exponent", algorithm="two_shot")
     with torch.no_grad():
-        torch.compile(chain(3), backend=commpass.backend(policy, strict=True))(torch.randn(64, 64))
-    (plan,) = commpass.plans()[seen:]
-    assert not plan.fallback
-    assert {(site.codec, site.lowering) for site in plan} == {("exponent", "inline")}
+        found = torch.compile(chain(3), backend=commpass.backend(policy, strict=True))(x)
+    same(found, chain(3)(x))
+
+
+@pytest.mark.every
+@pytest.mark.timeout(2400)
+def test_compiled_sums_by_a_lossless_codec_are_exact(ranks2):
+    ranks2.run(exact_sums, timeout=2300)
 
 
 def test_other_compilers_get_plain_operators(fake_group):
     fake_group(4)
     assert lowerings(3, compiled=False) == {"inline"}
     assert lowerings(3, compiled="aot_eager") == {"inline"}
+    assert lowerings(3, compiled=False, lowering="kernel") == {"kernel"}
+
+
+# --- when kernels are compiled --------------------------------------------------------------------
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The inputs of the kernels that were compiled, none before; they run as they were traced."""
+    found = []
+
+    def compiled(body, inputs):
+        found.append(inputs)
+        return lambda given: body(*given)
+
+    monkeypatch.setattr(kernel, "_compiled", compiled)
+    monkeypatch.setattr(kernel, "_kernels", {})
+    return found
+
+
+def test_kernels_are_compiled_once_by_the_pass_that_lowers(fake_group, made):
+    fake_group(4)
+    policy = forced("int8", algorithm="two_shot", lowering="kernel")
+    for _ in range(2):
+        gm, _ = rewritten(chain(3), torch.randn(64, 64), policy)
+        called = {node.args[1] for node in gm.graph.nodes if node.target is KERNEL}
+        assert called == set(kernel._kernels)
+        assert len(called) == len(made) == 3
+    with torch._inductor.config.patch(emulate_precision_casts=True):  # which may change bits
+        rewritten(chain(3), torch.randn(64, 64), policy)
+    assert len(kernel._kernels) == len(made) == 6
+
+
+def test_a_kernel_that_cannot_be_compiled_leaves_the_graph_as_it_was(fake_group, monkeypatch):
+    fake_group(4)
+
+    def fails(body, inputs):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(kernel, "_compiled", fails)
+    monkeypatch.setattr(kernel, "_kernels", {})
+    gm = trace(chain(3), torch.randn(64, 64))
+    before = str(gm.graph)
+    plan = commpass.rewrite(gm, [], forced("int8", algorithm="two_shot", lowering="kernel"))
+    assert "pass 'lower' failed: RuntimeError: injected" in plan.fallback
+    assert str(gm.graph) == before
+    assert not kernel._kernels
+
+
+def test_compiling_a_kernel_leaves_what_is_being_compiled_around_it_alone(monkeypatch):
+    outer = FakeTensorMode(shape_env=ShapeEnv())
+    with outer:
+        given = torch.empty(40)
+        body = make_fx(lambda x: [x * 2 + 1])(given)
+    cleaned, cleanup = [], ShapeEnv.cleanup
+    monkeypatch.setattr(ShapeEnv, "cleanup", lambda env: (cleaned.append(env), cleanup(env)))
+    monkeypatch.setattr(kernel, "_kernels", {})
+    form = kernel.form_of(given)
+    source = kernel.Source(body, (form,), (form,))
+    context = torch._guards.TracingContext(outer)
+    context.output_strides = []
+    with torch._guards.tracing(context), outer:
+        kernel.make([source])
+        assert torch._guards.TracingContext.get() is context
+        assert torch._guards.detect_fake_mode() is outer
+        assert outer.shape_env not in cleaned
+        assert context.output_strides == []
+    x = torch.randn(40)
+    same(KERNEL([x], source.name)[0], x * 2 + 1)
 
 
 def test_sizes_that_are_not_fixed_stay_inline(fake_group):

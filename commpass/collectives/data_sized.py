@@ -9,7 +9,7 @@ holds as unbacked symbols.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,8 +25,12 @@ from commpass.errors import VerifyError
 @contextmanager
 def sizes_of_data(codec: Codec, x: Tensor, *, traced: bool) -> Iterator[None]:
     """Lets sizes that depend on values into a fake run of an algorithm, for a codec whose wire has
-    such. Nobody will ask for them afterwards unless the run is ``traced``. Raises VerifyError where
-    the fake values cannot have them."""
+    such. Raises VerifyError where the fake values cannot have them.
+
+    If the run is ``traced``, they stay allowed in its fake mode: whoever compiles the graph runs it
+    again on fake values, and without them in Dynamo's graphs unless they are whole functions. That
+    mode belongs to one graph and goes with it. Else nobody will ask for them afterwards.
+    """
     mode = detect_fake_mode(x)
     if not codec.dynamic or mode is None:
         yield
@@ -37,8 +41,11 @@ def sizes_of_data(codec: Codec, x: Tensor, *, traced: bool) -> Iterator[None]:
             " ShapeEnv"
         )
     before, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+    if traced:
+        yield
+        return
     try:
-        with nullcontext() if traced else mode.shape_env.ignore_fresh_unbacked_symbols():
+        with mode.shape_env.ignore_fresh_unbacked_symbols():
             yield
     finally:
         mode.allow_scalar_outputs = before

@@ -1,5 +1,5 @@
 """What coded operators become."""
 
-from commpass.lowering.kernel import Kernel, kernel_of
+from commpass.lowering.kernel import Source, form_of, make
 
-__all__ = ["Kernel", "kernel_of"]
+__all__ = ["Source", "form_of", "make"]

@@ -9,7 +9,6 @@ compiles little slower than one with a single site.
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,41 +16,65 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commpass.errors import CommpassError
 
-ops = torch.ops.commpass
+
+@dataclass(frozen=True)
+class Form:
+    """What is fixed of a tensor that a kernel takes or gives."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-@dataclass(eq=False)
-class Kernel:
-    """A graph of tensors of fixed shapes, by a name that says all that it computes. It is compiled
-    when it is first called or ``ready`` is asked for."""
+def form_of(value: Tensor) -> Form:
+    return Form(value.dtype, value.device, tuple(value.shape), value.stride())
 
-    name: str
+
+@dataclass(frozen=True)
+class Source:
+    """What a kernel is compiled from: a graph of plain operators, by a name that says all that it
+    computes."""
+
     body: fx.GraphModule
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    compiled: Callable[[list[Tensor]], Sequence[Tensor]] | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    inputs: tuple[Form, ...]
+    outputs: tuple[Form, ...]
+    name: str = field(init=False)
 
-    def ready(self) -> Callable[[list[Tensor]], Sequence[Tensor]]:
-        """The compiled function: it takes a list, which it empties."""
-        if self.compiled is None:
-            with self.lock:
-                if self.compiled is None:
-                    self.compiled = _compiled(self.body, self.inputs)
-        return self.compiled
+    def __post_init__(self) -> None:
+        said = f"{self.body.code}\n{self.inputs}\n{torch.__version__}\n{_options()}"
+        object.__setattr__(self, "name", hashlib.sha256(said.encode()).hexdigest()[:24])
 
 
-def kernel_of(body: fx.GraphModule, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Kernel:
-    """The kernel that computes a graph of plain operators, in which inputs and results are fake
-    tensors of fixed shapes."""
-    said = f"{body.code}\n{[_facts(value) for value in inputs]}\n{torch.__version__}"
-    name = hashlib.sha256(said.encode()).hexdigest()[:24]
-    if name not in _kernels:
-        _kernels[name] = Kernel(name, body, tuple(inputs), tuple(outputs))
-    return _kernels[name]
+def _options() -> list[tuple[str, Any]]:
+    """The options of Inductor's that are in force. What is no plain value has no lasting name."""
+    from torch._inductor import config
+
+    options = config.save_config_portable()
+    plain = (bool, int, float, str, list, tuple, type(None))
+    return sorted((key, value) for key, value in options.items() if isinstance(value, plain))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled function, which empties the list that it takes, and the tensors that it gives."""
+
+    run: Callable[[list[Tensor]], Sequence[Tensor]]
+    outputs: tuple[Form, ...]
+
+
+def make(sources: Sequence[Source]) -> None:
+    """Compiles what is not compiled yet: after that the operator knows it by name."""
+    for source in sources:
+        if source.name not in _kernels:
+            _kernels[source.name] = Kernel(_compiled(source.body, source.inputs), source.outputs)
 
 
 _kernels: dict[str, Kernel] = {}
@@ -59,17 +82,19 @@ _kernels: dict[str, Kernel] = {}
 its cache: whoever compiles or finds one has put its kernels here before."""
 
 
-def _facts(value: Tensor) -> tuple[Any, ...]:
-    return value.dtype, str(value.device), tuple(value.shape), value.stride()
-
-
-def _compiled(body: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+def _compiled(body: fx.GraphModule, inputs: Sequence[Form]) -> Any:
+    """Compiled on its own, whatever is being compiled around it: with fake values, sizes and a
+    context of its own. CUDA graphs would want to know who calls it."""
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode = getattr(inputs[0], "fake_mode", None)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode:
+        given = [each.empty() for each in inputs]
     context = torch._guards.TracingContext(mode)
     with tracing(context), torch.no_grad(), torch._C._DisableAutocast():
-        return compile_fx_inner(body, list(inputs))
+        return compile_fx_inner(body, given, cudagraphs=BoxedBool(False))
 
 
 def _found(name: str) -> Kernel:
@@ -82,14 +107,11 @@ def _found(name: str) -> Kernel:
 
 
 def _call(inputs: list[Tensor], name: str) -> list[Tensor]:
-    return list(_found(name).ready()(list(inputs)))
+    return list(_found(name).run(list(inputs)))
 
 
 def _shapes(inputs: list[Tensor], name: str) -> list[Tensor]:
-    return [
-        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        for value in _found(name).outputs
-    ]
+    return [form.empty() for form in _found(name).outputs]
 
 
 _library = torch.library.Library("commpass", "FRAGMENT")

@@ -2,7 +2,7 @@
 
 needs: a rewritten graph.
 gives: the same graph without coded operators: inline, each is the nodes that it stands for; else
-what a site computes between two exchanges is one call of a kernel.
+what a site computes between two exchanges is one call of a kernel, which is compiled here.
 changes: nothing that is computed.
 """
 
@@ -18,7 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import operators
-from commpass.lowering import Kernel
+from commpass.lowering import Source, make
 from commpass.passes import meta
 from commpass.passes.collective import items
 from commpass.passes.discover import graph_modules
@@ -43,7 +43,7 @@ def lower(
 ) -> None:
     """Replaces every coded operator in place, as the plan says of its site: by a call of a kernel,
     or by what it stands for."""
-    by_kernel = {site.name for site in plan if site.lowering == "kernel"}
+    by_kernel = [site.name for site in plan if site.lowering == "kernel"]
     kernels, bodies = (
         Kernels(decompositions or inductor_decompositions),
         Bodies(decompositions or inductor_decompositions),
@@ -61,23 +61,24 @@ def lower(
                 for site in by_kernel:
                     own = [node for node in marked if node.meta[MARK].site == site]
                     for region in regions(own):  # each once those before it are calls
-                        outline(region, kernels.of(region))
+                        outline(region, kernels.of(region).name)
                 for node in module.graph.nodes:
                     if node.target in operators.IMPLEMENTATIONS:
                         _inline(node, bodies.of(node))
         if marked:
             _share_tables(module.graph)
             module.recompile()
+    make(tuple(kernels.traced.values()))
 
 
 @dataclass
 class Kernels:
-    """The kernels of regions: equal ones are traced once."""
+    """What the kernels of regions are compiled from: equal ones are traced once."""
 
     decompositions: Decompositions
-    traced: dict[Any, Kernel] = field(default_factory=dict)
+    traced: dict[Any, Source] = field(default_factory=dict)
 
-    def of(self, region: Region) -> Kernel:
+    def of(self, region: Region) -> Source:
         key = region.key()
         if key not in self.traced:
             self.traced[key] = trace(region, self.decompositions)

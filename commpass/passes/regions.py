@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commpass.codecs import operators
-from commpass.lowering import Kernel, kernel_of
+from commpass.lowering import Source, form_of
 from commpass.passes import meta
 from commpass.passes.marks import MARK
 from commpass.passes.template import Decompositions, without_tensors
@@ -59,7 +59,7 @@ class Region:
             (str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda n: names[n])))
             for node in self.nodes
         ]
-        facts = [_facts(node.meta["val"]) for node in self.inputs]
+        facts = [form_of(node.meta["val"]) for node in self.inputs]
         return str((said, facts, [names[node] for node in self.outputs]))
 
 
@@ -161,8 +161,8 @@ def _bases(node: fx.Node, inside: set[fx.Node]) -> Iterable[fx.Node]:
     return [base for source in sources for base in _bases(source, inside)]
 
 
-def trace(region: Region, decompositions: Decompositions) -> Kernel:
-    """What a region computes, as a kernel."""
+def trace(region: Region, decompositions: Decompositions) -> Source:
+    """What a region computes, for a kernel to be compiled from."""
 
     def run(*given: Tensor) -> list[Tensor]:
         values: dict[fx.Node, Any] = dict(zip(region.inputs, given, strict=True))
@@ -178,17 +178,16 @@ def trace(region: Region, decompositions: Decompositions) -> Kernel:
     body = make_fx(run, decomposition_table=decompositions())(*values)
     without_tensors(body.graph, " and ".join(str(node.target) for node in region.nodes))
     made: Any = body.graph.output_node().args[0]
-    return kernel_of(body, values, [node.meta["val"] for node in made])
+    outputs = (form_of(node.meta["val"]) for node in made)
+    return Source(body, tuple(map(form_of, values)), tuple(outputs))
 
 
-def outline(region: Region, kernel: Kernel) -> None:
+def outline(region: Region, kernel: str) -> None:
     """Puts a call of a kernel in the place of a region."""
     inside, graph = set(region.nodes), region.nodes[0].graph
     users = [(node, [u for u in node.users if u not in inside]) for node in region.nodes]
     with graph.inserting_before(region.anchor):
-        call = graph.call_function(
-            torch.ops.commpass.kernel.default, (list(region.inputs), kernel.name)
-        )
+        call = graph.call_function(torch.ops.commpass.kernel.default, (list(region.inputs), kernel))
         first = next(n for n in region.nodes if n.target in operators.ROLES)
         call.meta = _meta(first, [node.meta["val"] for node in region.outputs])
         call.meta[MARK] = replace(first.meta[MARK], role=region.role)
@@ -214,7 +213,3 @@ def _meta(source: fx.Node, value: Any) -> dict[str, Any]:
     held: dict[str, Any] = {MARK: source.meta[MARK], "val": value}
     held |= {key: source.meta[key] for key in meta.CARRIED if key in source.meta}
     return held
-
-
-def _facts(value: Tensor) -> tuple[Any, ...]:
-    return value.dtype, str(value.device), tuple(value.shape), value.stride()
