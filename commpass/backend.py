@@ -27,11 +27,12 @@ from commpass.annotate import open_scopes
 from commpass.costmodel import Profile, default_profile, profile_named
 from commpass.errors import CommpassError, PlanMismatch, PolicyError, ScopeError, nearest
 from commpass.groups import is_first_rank
-from commpass.passes import Outcome, Road, check_skip, meta
+from commpass.passes import Outcome, Road, check_skip
 from commpass.passes import run as run_passes
-from commpass.passes.collective import parse
-from commpass.passes.direction import keep_metadata
-from commpass.passes.discover import describe_group, graph_modules
+from commpass.passes.discover import describe_group
+from commpass.passes.graph import meta
+from commpass.passes.graph.direction import keep_metadata
+from commpass.passes.graph.parse import graph_modules, parse
 from commpass.paths import Places
 from commpass.policy import Policy, policy_named
 from commpass.runtime import agreement, record

@@ -9,8 +9,9 @@ from typing import Any
 from torch import fx
 
 from commpass.costmodel import Profile, default_profile, profile_named
-from commpass.passes import Road, check_skip, meta
+from commpass.passes import Road, check_skip
 from commpass.passes import run as run_passes
+from commpass.passes.graph import meta
 from commpass.plan import Plan
 from commpass.policy import Policy, policy_named
 from commpass.runtime import record

@@ -13,7 +13,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from commpass.passes.collective import parse
+from commpass.passes.graph.parse import parse
 
 ops = torch.ops._c10d_functional
 

@@ -14,7 +14,7 @@ from commpass.codecs import operators
 from commpass.errors import VerifyError
 from commpass.passes import PASSES, Pass, Road, run
 from commpass.passes.contract import FACTS, check_order
-from commpass.passes.marks import MARK
+from commpass.passes.graph.marks import MARK
 
 ops = torch.ops._c10d_functional
 NAMES = [step.name for step in PASSES]

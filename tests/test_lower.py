@@ -17,7 +17,7 @@ from commpass.collectives import algorithms_of
 from commpass.costmodel import default_profile
 from commpass.lowering import kernel
 from commpass.passes import Road, pipeline
-from commpass.passes.marks import MARK
+from commpass.passes.graph.marks import MARK
 from commpass.policy import Policy, PolicyError, Rule
 
 wait = ops.wait_tensor

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import commpass
 from commpass.errors import VerifyError
 from commpass.passes import pipeline
-from commpass.passes.collective import is_wait
+from commpass.passes.graph.parse import is_wait
 from commpass.plan import NONE
 from commpass.policy import Policy, Rule
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import commpass
 from commpass.annotate import KEY
-from commpass.passes.collective import parse
+from commpass.passes.graph.parse import parse
 from commpass.policy import Policy, Rule, Word
 from commpass.runtime.summary import Summary
 

@@ -24,7 +24,7 @@ from commpass.collectives import (
     record_stages,
 )
 from commpass.passes import PASSES, Road, run
-from commpass.passes.marks import MARK
+from commpass.passes.graph.marks import MARK
 from commpass.stage import Stage
 
 ops = torch.ops._c10d_functional

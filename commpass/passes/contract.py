@@ -16,9 +16,8 @@ from torch import fx
 
 from commpass.codecs import operators
 from commpass.errors import VerifyError, nearest
-from commpass.passes.collective import parse
-from commpass.passes.discover import graph_modules
-from commpass.passes.marks import MARK
+from commpass.passes.graph.marks import MARK
+from commpass.passes.graph.parse import graph_modules, parse
 from commpass.passes.road import Road
 
 PHASES = ("graph", "post-grad")

@@ -8,7 +8,6 @@ changes: nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,9 @@ from torch import fx
 
 from commpass import groups
 from commpass.annotate import KEY
-from commpass.passes import meta
-from commpass.passes.collective import Call, is_wait, items, parse, value_of, waited
-from commpass.passes.direction import gradients, recomputed
+from commpass.passes.graph import meta
+from commpass.passes.graph.direction import gradients, recomputed
+from commpass.passes.graph.parse import Call, graph_modules, is_wait, items, parse, value_of, waited
 from commpass.plan import NOBODY, Site
 from commpass.policy import NOTHING, Allowed
 
@@ -122,19 +121,6 @@ def discover(
                 for i in range(len(call.inputs))
             ]
     return found
-
-
-def graph_modules(gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
-    """A graph module and the sub-graphs that its higher-order operators call, each once, with a
-    prefix for names."""
-    yield prefix, gm
-    names = dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr")
-    seen: set[int] = set()
-    for name in names:
-        child = getattr(gm, name, None)
-        if isinstance(child, fx.GraphModule) and id(child) not in seen:
-            seen.add(id(child))
-            yield from graph_modules(child, f"{prefix}{name}.")
 
 
 def _found(

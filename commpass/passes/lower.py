@@ -19,10 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import operators
 from commpass.lowering import Source, make
-from commpass.passes import meta
-from commpass.passes.collective import items
-from commpass.passes.discover import graph_modules
-from commpass.passes.marks import MARK
+from commpass.passes.graph import meta
+from commpass.passes.graph.marks import MARK
+from commpass.passes.graph.parse import graph_modules, items
 from commpass.passes.regions import Region, outline, regions, trace
 from commpass.passes.template import (
     Decompositions,

@@ -20,7 +20,8 @@ from commpass.passes.allowed import allow, matched, still_allowed
 from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
 from commpass.passes.contract import Contracts, Pass
-from commpass.passes.discover import discover, graph_modules
+from commpass.passes.discover import discover
+from commpass.passes.graph.parse import graph_modules
 from commpass.passes.lower import lower
 from commpass.passes.rewrite import rewrite
 from commpass.passes.road import Outcome, Road

@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from commpass.codecs import operators
 from commpass.lowering import Source, form_of
-from commpass.passes import meta
-from commpass.passes.marks import MARK
+from commpass.passes.graph import meta
+from commpass.passes.graph.marks import MARK
 from commpass.passes.template import Decompositions, without_tensors
 
 OUTSIDE = ("exchange", "wait", "state")

@@ -20,9 +20,9 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from commpass.codecs import accumulation_dtype
 from commpass.collectives import algorithm
-from commpass.passes.collective import is_size, is_wait, items, parse, value_of
 from commpass.passes.discover import GraphSite
-from commpass.passes.marks import MARK, PARTS
+from commpass.passes.graph.marks import MARK, PARTS
+from commpass.passes.graph.parse import is_size, is_wait, items, parse, value_of
 from commpass.passes.template import (
     Decompositions,
     Templates,

@@ -17,10 +17,10 @@ from commpass.collectives import Algorithm, Request, algorithm
 from commpass.collectives import run as run_steps
 from commpass.collectives.data_sized import sizes_of_data
 from commpass.errors import VerifyError
-from commpass.passes import meta
-from commpass.passes.collective import is_wait, value_of
 from commpass.passes.discover import GraphSite
-from commpass.passes.marks import MARK, Mark, marks
+from commpass.passes.graph import meta
+from commpass.passes.graph.marks import MARK, Mark, marks
+from commpass.passes.graph.parse import is_wait, value_of
 from commpass.plan import PlannedSite
 
 Decompositions = Callable[[], dict[Any, Callable[..., Any]]]

@@ -15,10 +15,9 @@ from torch import fx
 
 from commpass.codecs import codec
 from commpass.errors import VerifyError
-from commpass.passes import meta
-from commpass.passes.collective import parse, value_of, waited
-from commpass.passes.discover import graph_modules
-from commpass.passes.marks import MARK, PARTS
+from commpass.passes.graph import meta
+from commpass.passes.graph.marks import MARK, PARTS
+from commpass.passes.graph.parse import graph_modules, parse, value_of, waited
 from commpass.plan import PlannedSite
 
 

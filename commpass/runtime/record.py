@@ -18,9 +18,10 @@ from torch import fx
 from commpass import dump as dumps
 from commpass.costmodel import Profile
 from commpass.groups import ready
-from commpass.passes import Outcome, meta
-from commpass.passes.discover import graph_modules
-from commpass.passes.marks import MARK
+from commpass.passes import Outcome
+from commpass.passes.graph import meta
+from commpass.passes.graph.marks import MARK
+from commpass.passes.graph.parse import graph_modules
 from commpass.passes.simplify.editor import RULE
 from commpass.plan import Candidate, Plan, PlannedSite
 from commpass.policy import Policy

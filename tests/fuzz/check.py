@@ -16,8 +16,8 @@ from commpass import groups
 from commpass.codecs import codec
 from commpass.collectives import Request, algorithm
 from commpass.passes import PASSES, Outcome, Road, run
-from commpass.passes.collective import parse
 from commpass.passes.discover import discover
+from commpass.passes.graph.parse import parse
 from commpass.passes.simplify import RULES
 from commpass.passes.template import Template
 from commpass.plan import Plan, PlannedSite

@@ -16,8 +16,8 @@ from typing import Any
 from torch import fx
 
 from commpass.costmodel import Profile
-from commpass.passes.collective import is_wait, parse
-from commpass.passes.discover import GraphSite, graph_modules
+from commpass.passes.discover import GraphSite
+from commpass.passes.graph.parse import graph_modules, is_wait, parse
 from commpass.passes.simplify.editor import Editor
 from commpass.passes.simplify.outputs import output_memory, separate_outputs
 from commpass.passes.simplify.rules import RULES, Applied, Rule

@@ -16,10 +16,10 @@ from torch import fx
 
 from commpass import groups, meshes
 from commpass.costmodel import Link, Profile
-from commpass.passes import meta
 from commpass.passes.allowed import ALLOWED
-from commpass.passes.collective import Call, is_wait, parse
 from commpass.passes.discover import describe_group
+from commpass.passes.graph import meta
+from commpass.passes.graph.parse import Call, is_wait, parse
 from commpass.passes.simplify.held import Held, nothing_held
 from commpass.passes.simplify.values import memory, value_numbers
 from commpass.plan import ROWS

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from commpass.kinds import SUMS
-from commpass.passes.collective import is_wait, parse
+from commpass.passes.graph.parse import is_wait, parse
 from commpass.passes.simplify.chains import LONGEST, is_cast
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.rule import GATHERS, Applied

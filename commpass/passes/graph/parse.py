@@ -184,3 +184,16 @@ def waited(value: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
             position = list(user.args[0]).index(value)  # type: ignore[arg-type]
             held += [node for index, node in items(user) if index == position]
     return held, early
+
+
+def graph_modules(gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
+    """A graph module and the sub-graphs that its higher-order operators call, each once, with a
+    prefix for names."""
+    yield prefix, gm
+    names = dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr")
+    seen: set[int] = set()
+    for name in names:
+        child = getattr(gm, name, None)
+        if isinstance(child, fx.GraphModule) and id(child) not in seen:
+            seen.add(id(child))
+            yield from graph_modules(child, f"{prefix}{name}.")

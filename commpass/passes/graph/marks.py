@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from commpass.codecs import operators
-from commpass.passes.collective import is_wait, parse
+from commpass.passes.graph.parse import is_wait, parse
 
 MARK = "commpass"
 """Key in ``node.meta`` of an inserted node: its ``Mark``."""

@@ -1,0 +1,1 @@
+"""Reading a graph: its collectives whatever their form, metadata, marks, directions."""
