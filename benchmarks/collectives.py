@@ -54,7 +54,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import hosts
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from processes import Ranks
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from processes import Ranks
 from tiers import pytest_addoption, pytest_collection_modifyitems
 
 os.environ["COMMPASS_CHECK"] = "1"  # what passes promise each other is checked, on all ranks

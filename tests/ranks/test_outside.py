@@ -11,7 +11,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, RanksFailed
+from processes import Ranks, RanksFailed
 from tiers import sampled
 
 import commpass

@@ -33,7 +33,7 @@ def collected(folder: Path, *runs: list[str]) -> list[list[str]]:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         input="\n".join(" ".join(options) for options in runs) + "\n",
         capture_output=True,
         text=True,
@@ -77,7 +77,7 @@ def test_a_group_stays_with_one_worker(tmp_path):
     """Ranks would be started by each worker, and share the cores."""
     (tmp_path / "test_these.py").write_text(GROUPED)
     command = [sys.executable, "-m", "pytest", "-p", "tiers", "-n", "2", "--dist", "loadgroup"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
     workers = (tmp_path / "workers").read_text().split()
     assert len(workers) == 6

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiers import rarely
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from commpass.codecs import FLOATS, accumulation_dtype, codec, names
+from commpass.codecs import FLOATS, accumulation_dtype, codec, registry
 from commpass.codecs.wrappers.outlier import (
     KEPT,
     Channels,
@@ -24,7 +24,7 @@ from commpass.codecs.wrappers.outlier import (
 )
 from commpass.errors import PolicyError
 
-difference, outlier, topk = (names.NAMES[name] for name in ("difference", "outlier", "topk"))
+difference, outlier, topk = (registry.NAMES[name] for name in ("difference", "outlier", "topk"))
 examples = settings(max_examples=60, deadline=None)
 
 
@@ -479,7 +479,7 @@ def test_a_missing_or_wrong_reference_is_refused():
 
 
 def test_a_codec_with_state_inside_is_refused(monkeypatch):
-    monkeypatch.setitem(names.NAMES, "topk-of-this-test", topk)
+    monkeypatch.setitem(registry.NAMES, "topk-of-this-test", topk)
     for make in (
         lambda: difference("difference", inner="topk-of-this-test"),
         lambda: outlier("outlier", width=8, inner="topk-of-this-test"),

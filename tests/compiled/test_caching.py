@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from processes import Ranks
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import commpass

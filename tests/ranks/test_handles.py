@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, RanksFailed
+from processes import Ranks, RanksFailed
 
 import commpass
 from commpass.collectives import Handle, algorithm, request, steps

@@ -31,7 +31,7 @@ from commpass.plan import NONE, PlannedSite, Site
 from commpass.policy import DIRECTIONS, PRESETS, Policy, Rule, policy_named
 from commpass.runtime.summary import Summary
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 wait = ops.wait_tensor
 SLOW = ethernet(0.1)
 DUPLEX = Profile("duplex", Link(60.0, 0.0125))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from counting import counting_group
 from graphs import code, collectives, ops, trace
-from ranks import Ranks
+from processes import Ranks
 from tiers import rarely
 
 import commpass
