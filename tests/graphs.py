@@ -12,16 +12,20 @@ from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from commpass.passes.graph.parse import parse
 
 ops = torch.ops._c10d_functional
 
 
-def trace(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
-    """An aten graph with fake values, as it reaches the passes."""
-    mode = FakeTensorMode()
-    fakes = [mode.from_tensor(x) for x in inputs]
+def trace(
+    function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False
+) -> fx.GraphModule:
+    """An aten graph with fake values, as it reaches the passes; if it is ``dynamic``, sizes may
+    depend on values."""
+    mode = FakeTensorMode(shape_env=ShapeEnv() if dynamic else None)
+    fakes = [mode.from_tensor(x, static_shapes=True) for x in inputs]
     with mode:
         return make_fx(function, decomposition_table=select_decomp_table())(*fakes)
 

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from commpass.codecs import codec
 from commpass.costmodel import Profile
 from commpass.errors import PolicyError
 from commpass.passes.candidates import Options
@@ -97,8 +96,6 @@ def _lowered(
     def chosen(site: PlannedSite, name: str | None) -> str:
         if not site.compressed:
             return ""
-        if codec(site.codec).dynamic:  # its sizes depend on values: no kernel has them fixed
-            return "inline"
         fixed = all(isinstance(size, int) for size in site.shape)
         shared = kernels and fixed and site.device == "cpu" and alike[_work_of(site)] >= SHARE
         return name or ("kernel" if shared else "inline")

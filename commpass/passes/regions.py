@@ -65,7 +65,8 @@ class Region:
 
 def regions(nodes: Sequence[fx.Node]) -> Iterator[Region]:
     """The regions of the nodes that were inserted for a site, in graph order; those that code
-    nothing are left out, and so are those with sizes that are not fixed."""
+    nothing are left out. Where some sizes are not fixed, a region is a coded operator whose own
+    are: of a codec whose wire depends on values, the encode and the decode."""
     waits: dict[fx.Node, frozenset[fx.Node]] = {}
     groups: dict[tuple[int, frozenset[fx.Node]], list[fx.Node]] = {}
     exchanges = 0
@@ -76,9 +77,12 @@ def regions(nodes: Sequence[fx.Node]) -> Iterator[Region]:
             groups.setdefault((exchanges, waits[node]), []).append(node)
     for group in groups.values():
         for part in _connected(_without_leading_views(group)):
-            codes = any(node.target in operators.IMPLEMENTATIONS for node in part)
-            if codes and all(map(_is_fixed, part)):
-                region = _region(part)
+            coded = [node for node in part if node.target in operators.IMPLEMENTATIONS]
+            if not coded:
+                continue
+            fixed = all(map(_is_fixed, part))
+            for nodes in [part] if fixed else [[node] for node in coded if _stands_alone(node)]:
+                region = _region(nodes)
                 if region.comes_in_time():
                     yield region
 
@@ -121,6 +125,12 @@ def _is_fixed(node: fx.Node) -> bool:
         isinstance(v, Tensor) and all(isinstance(n, int) for n in (*v.shape, *v.stride()))
         for v in tensors
     )
+
+
+def _stands_alone(node: fx.Node) -> bool:
+    """Whether a coded operator is worth a kernel of its own, and can be one."""
+    role, value = operators.ROLES[node.target], node.meta["val"]
+    return role in ("encode", "decode") and isinstance(value, Tensor) and _is_fixed(node)
 
 
 def _connected(nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
