@@ -8,6 +8,7 @@ compiles (and for ours alone).
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import os
@@ -138,7 +139,10 @@ def _inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict
     found = {name.replace("-", "_"): value for name, value in options.items()}
     for name in found:
         if name not in known:
-            raise PolicyError(f"unknown option {name!r}{nearest(name, [*OPTIONS, *known])}")
+            close = difflib.get_close_matches(name, [*OPTIONS, *known], 1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            others = ", and the options of Inductor" if known else ""
+            raise PolicyError(f"unknown option {name!r}{hint} Known: {', '.join(OPTIONS)}{others}.")
     return found
 
 

@@ -234,7 +234,8 @@ def report(off: Run, on: Run, options: Namespace) -> None:
     )
 
     console.print(
-        "\nThe collectives of one rank in one step, and why each is sent as it is:", style="bold"
+        "\nThe collectives of one rank in one step, and what was decided about each, and why:",
+        style="bold",
     )
     for plan in on.plans:
         console.print(

@@ -62,6 +62,12 @@ class Codec(ABC):
     def block(self) -> int:
         """How many values are encoded together: rows are padded to a multiple of it."""
 
+    @property
+    def settled(self) -> bool:
+        """Whether ``padded_numel`` of a multiple of ``block`` is the same number: not where blocks
+        make groups that must be alike."""
+        return True
+
     def padded_numel(self, numel: int) -> int:
         """``numel`` and what fills the last block. A row of so many values has the same wire, and
         decodes without a cut."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.codecs import Codec, operators, pad
+from commpass.codecs import Codec, cut_apart, operators, pad
 from commpass.collectives import data_sized
 from commpass.collectives.request import Move, Request, Rows, ops
 
@@ -69,8 +69,8 @@ class Coding:
 
 
 def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
-    """``[r, n]`` encoded, moved and decoded: the rows that arrive, ``[r', whole(n)]``, as
-    ``Codec.decode_rows`` gives them."""
+    """``[r, n]`` encoded, moved and decoded: the rows that arrive, ``[r', padded_numel(n)]``, as
+    ``Codec.decode_rows`` gives them; of a codec that is not settled, ``[r', n]``."""
     codec, salt, numel = coding.codec, (move.request.rank, coding.number), rows.shape[1]
     rows = rows.to(codec.hop_dtype(coding.dtype))
     if data_sized.varies(codec, rows.dtype):
@@ -78,7 +78,8 @@ def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
     if coding.shards > 1 and not codec.dynamic:
         return (yield from _micro_shards(rows, coding, move))
     wire = yield move.start(operators.encode(codec, rows, salt))
-    return operators.decode(codec, wire, codec.padded_numel(numel), coding.dtype)
+    decoded = operators.decode(codec, wire, codec.padded_numel(numel), coding.dtype)
+    return decoded if codec.settled else cut_apart(decoded, numel)
 
 
 def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
@@ -111,8 +112,8 @@ def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
 def parts_hop(
     parts: Sequence[Tensor], arriving: Sequence[int], coding: Coding, request: Request
 ) -> Steps:
-    """Part r, of any length, to rank r: the rows ``[1, whole(arriving[r])]`` that arrive, one from
-    each rank.
+    """Part r, of any length, to rank r: the rows ``[1, padded_numel(arriving[r])]`` that arrive,
+    one from each rank.
 
     What two ranks send each other is what ``hop`` with a row for each rank would: a rank whose
     parts are of one length may use that instead.

@@ -108,9 +108,8 @@ def _coded(
     site: Site, allowed: Allowed, profile: Profile, reassociate: bool
 ) -> Iterator[Candidate]:
     """Every codec with every algorithm that is allowed."""
-    chosen = _algorithms(site, allowed, profile)
-    for spec in allowed.codecs:
-        coder = codec(spec)
+    chosen = {each.spec: each for each in _algorithms(site, allowed, profile)}.values()
+    for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
         for each in chosen:
             named = Candidate(codec=coder.spec, algorithm=each.spec)
             if obstacle := _misfit(site, coder, each, reassociate):

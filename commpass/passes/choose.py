@@ -96,7 +96,9 @@ def _lowered(
     def chosen(site: PlannedSite, name: str | None) -> str:
         if not site.compressed:
             return ""
-        fixed = all(isinstance(size, int) for size in site.shape)
+        # Every rank of the group must find the same: what only it knows does not count.
+        common = not (site.uneven or site.pairwise)
+        fixed = common and all(isinstance(size, int) for size in site.shape)
         shared = kernels and fixed and site.device == "cpu" and alike[_work_of(site)] >= SHARE
         return name or ("kernel" if shared else "inline")
 
@@ -107,6 +109,6 @@ def _lowered(
 def _work_of(site: PlannedSite) -> tuple[Any, ...]:
     """What two sites must have in common to compute the same."""
     return (
-        *(site.kind, site.codec, site.algorithm, site.reduce_op, site.group_size),
+        *(site.kind, site.codec, site.algorithm, site.reduce_op, site.group, site.direction),
         *(site.dtype, site.shape, site.splits),
     )

@@ -21,6 +21,7 @@ from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
 from commpass.passes.contract import Contracts, Pass
 from commpass.passes.discover import discover
+from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules
 from commpass.passes.lower import lower
 from commpass.passes.rewrite import rewrite
@@ -36,6 +37,9 @@ does."""
 
 
 def _discover(road: Road) -> Road:
+    for _, module in graph_modules(road.gm):  # a graph that has been here before
+        for node in module.graph.nodes:
+            node.meta.pop(MARK, None)
     found = tuple(discover(road.gm, road.direction, road.stateless))
     if (why := road.obstacle) is not None:
         found = tuple(

@@ -58,7 +58,7 @@ class Outcome:
         for module, graph in self.untouched.items():
             module.graph = graph
             module.recompile()
-        self.untouched = {}
+        self.untouched, self.options = {}, {}
         self.state = ()
         sites = tuple(left_alone(site, why) for site in self.first)
         self.plan = dataclasses.replace(self.plan, sites=sites, simplified=(), fallback=why)

@@ -19,7 +19,7 @@ from commpass.dump import Dump
 from commpass.errors import CommpassError
 from commpass.report import doctor as checks_of
 from commpass.report import draw, tables
-from commpass.report.why import candidates, considered, refusals
+from commpass.report.why import candidates, considered, refusals, title
 from commpass.report.why import table_of as candidates_table
 
 
@@ -82,7 +82,9 @@ def explain(
     why: Annotated[
         str | None,
         typer.Option(
-            "--why", metavar="NAME", help="All candidates of one site, or of a module's sites."
+            "--why",
+            metavar="NAME",
+            help="All candidates of a site, or of the sites of modules (a name or glob).",
         ),
     ] = None,
     run: RunName = None,
@@ -114,7 +116,11 @@ def show_candidates(dumps: list[Dump], name: str, json: bool) -> None:
         return
     console = Console()
     for one, site in found:
-        console.print(candidates_table(one, site), "", Text(site.reason), "")
+        console.print(title(one, site))
+        if one.plan.fallback:
+            console.print(Text(f"The untouched graph was compiled: {one.plan.fallback}"), "")
+            continue
+        console.print(candidates_table(one, site), "", Text(site.reason), "", sep="\n")
         if (table := refusals(one, site)).row_count:
             console.print(table, "")
 

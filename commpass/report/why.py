@@ -10,21 +10,29 @@ from rich.text import Text
 from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
 from commpass.plan import Candidate, PlannedSite
-from commpass.report.tables import micros, plain_table, ratio, size
+from commpass.policy import covers
+from commpass.report.tables import plain_table, ratio, size
 
 
 def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite]]:
-    """The sites of this name, or of a module of this name, in the graphs of a run. Raises
-    CommpassError where there is none, with the nearest name."""
+    """The sites of this name, or of modules that it covers as in a rule (``layers.*`` and all that
+    is inside), in the graphs of a run. Raises CommpassError where there is none, with the nearest
+    name, or where the dump has no candidates."""
     found = [
         (dump, site)
         for dump in dumps
         for site in dump.plan.sites
-        if name in (site.name, site.module)
+        if name in (site.name, site.name.rpartition(".")[0])
+        or (site.module and covers(name, site.module))
     ]
     if not found:
         known = {text for d in dumps for s in d.plan.sites for text in (s.name, s.module) if text}
         raise CommpassError(f"no site {name!r} in this run{nearest(name, sorted(known))}")
+    if not any(dump.considered or dump.plan.fallback for dump, _ in found):
+        raise CommpassError(
+            f"no candidates of {name!r} in this dump: it was written before dumps had them. Write"
+            " it again with backend(..., dump=...)"
+        )
     return found
 
 
@@ -42,7 +50,7 @@ def lost(candidate: Candidate, site: PlannedSite) -> str:
         return "chosen"
     slower = candidate.predicted_us - site.predicted_us
     if slower > 0:
-        return f"{micros(slower)} slower"
+        return f"{slower:,.0f} us slower"
     if not candidate.compressed:
         return "a codec is forced here"
     if not site.compressed:
@@ -51,28 +59,38 @@ def lost(candidate: Candidate, site: PlannedSite) -> str:
     return "as fast, with no fewer bytes on the wire"
 
 
+COLUMNS = ("codec", "algorithm", "on the wire", "ratio", "error", "time", "why not")
+RIGHT = ("on the wire", "ratio", "error", "time")
+
+
+def title(dump: Dump, site: PlannedSite) -> Text:
+    return Text(
+        f"{site.name}: {site.kind} of {size(site.bytes)} in {site.module or 'the root module'},"
+        f" graph {dump.number} ({dump.plan.direction})",
+        style="bold",
+    )
+
+
 def table_of(dump: Dump, site: PlannedSite) -> Table:
     """The candidates of a site that have a score, best first."""
     table = plain_table()
-    table.title = Text(
-        f"{site.name}: {site.kind} of {size(site.bytes)} in {site.module or 'the root module'},"
-        f" graph {dump.number} ({dump.plan.direction})"
-    )
-    table.title_justify = "left"
-    for header in ("codec", "algorithm", "on the wire", "ratio", "error", "time", ""):
-        right = header in ("on the wire", "ratio", "error", "time")
-        table.add_column(header, justify="right" if right else "left", overflow="fold")
+    for header in COLUMNS:
+        right = header in RIGHT
+        table.add_column(
+            header, justify="right" if right else "left", no_wrap=right, overflow="fold"
+        )
     for each in candidates(dump, site):
         if each.refused:
             continue
         why = lost(each, site)
+        lowering = f", {site.lowering}" if why == "chosen" and site.lowering == "kernel" else ""
         cells = (
             each.codec,
-            each.algorithm if each.compressed else "leave it alone",
+            each.algorithm + lowering if each.compressed else "leave it alone",
             size(each.wire_bytes),
             ratio(each.wire_bytes, site.bytes),
-            f"{each.error:.2%}",
-            micros(each.predicted_us),
+            f"{each.error:.3%}",
+            f"{each.predicted_us:,.0f} us",
             why,
         )
         table.add_row(*map(Text, cells), style="bold green" if why == "chosen" else "")

@@ -17,6 +17,7 @@ from commpass.collectives import algorithms_of
 from commpass.costmodel import default_profile
 from commpass.lowering import kernel
 from commpass.passes import Road, pipeline
+from commpass.passes.choose import SHARE
 from commpass.passes.graph.marks import MARK
 from commpass.policy import Policy, PolicyError, Rule
 
@@ -295,7 +296,7 @@ def without_code(monkeypatch):
     monkeypatch.setattr(compile_fx, "compile_fx_inner", compile_fx_inner)
 
 
-def check_inline(policy, sites=3, dynamic=False, training=False):
+def check_sizes_of_data(policy, sites=3, dynamic=False, training=False, lowering="kernel"):
     torch._dynamo.reset()
     seen = len(commpass.plans())
     backend = commpass.backend(policy, strict=True)
@@ -307,20 +308,30 @@ def check_inline(policy, sites=3, dynamic=False, training=False):
     assert len(plans) == 1 + training
     for plan in plans:
         assert not plan.fallback
-        assert {(site.codec, site.lowering) for site in plan} == {("exponent", "inline")}
+        assert {(site.codec, site.lowering) for site in plan} == {("exponent", lowering)}
 
 
-@pytest.mark.parametrize("lowering", [None, "kernel"])
-def test_codes_whose_size_depends_on_values_are_inline(lowering, fake_group, without_code):
+@pytest.mark.parametrize("lowering", ["inline", "kernel"])
+def test_codes_whose_size_depends_on_values_have_both_forms(lowering, fake_group, without_code):
     fake_group(4)
-    check_inline(forced("exponent", algorithm="one_shot", lowering=lowering))
+    policy = forced("exponent", algorithm="one_shot", lowering=lowering)
+    check_sizes_of_data(policy, lowering=lowering)
+
+
+def test_of_codes_whose_size_depends_on_values_encode_and_decode_are_kernels(fake_group):
+    fake_group(4)
+    policy = forced("exponent", algorithm="one_shot", lowering="kernel")
+    gm, _ = rewritten(summed, torch.randn(64, 64), policy)
+    called = [node.meta[MARK].role for node in gm.graph.nodes if node.target is KERNEL]
+    assert called == ["encode", "decode"]
+    assert not any(node.target in CODED for node in gm.graph.nodes)
 
 
 @pytest.mark.every
 @pytest.mark.timeout(2400)
 def test_inductor_generates_code_for_codes_whose_size_depends_on_values(fake_group):
     fake_group(2)
-    check_inline(forced("exponent", algorithm="one_shot"))
+    check_sizes_of_data(forced("exponent", algorithm="one_shot"))
 
 
 @pytest.mark.parametrize(
@@ -338,7 +349,10 @@ def test_numbers_that_depend_on_values_may_be_asked_for_again(
 ):
     """Dynamo allows them in graphs that are whole functions alone."""
     fake_group(2)
-    check_inline(forced("exponent", algorithm="two_shot"), sites, dynamic, training)
+    form = "kernel" if sites >= SHARE and not dynamic else "inline"
+    check_sizes_of_data(
+        forced("exponent", algorithm="two_shot"), sites, dynamic, training, lowering=form
+    )
 
 
 def test_a_collective_by_hand_stays_one_graph_without_being_a_whole_function(

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from graphs import code, trace
+from torch import fx
 
 import commpass
 from commpass import Policy, Rule
@@ -15,6 +16,7 @@ from commpass.errors import VerifyError
 from commpass.passes import PASSES, Pass, Road, run
 from commpass.passes.contract import FACTS, check_order
 from commpass.passes.graph.marks import MARK
+from commpass.passes.graph.parse import graph_modules
 
 ops = torch.ops._c10d_functional
 NAMES = [step.name for step in PASSES]
@@ -156,6 +158,33 @@ def test_a_pass_that_only_moves_nodes_is_rolled_back_as_well(fake_group):
     outcome = drive(gm, [PASSES[0], order])
     assert "half way" in outcome.plan.fallback
     assert code(gm) == before
+
+
+def test_a_graph_may_come_again_under_another_policy(fake_group):
+    fake_group(4)
+    gm = graph()
+    first = Policy(rules=[Rule(kind="all_reduce", codec="int8", algorithm="two_shot", force=True)])
+    assert len(commpass.rewrite(gm, [], first, strict=True).compressed) == 1
+    for policy in (Policy(codecs="int8", off=True), "lossless", "balanced"):
+        again = commpass.rewrite(gm, [], policy, strict=True)
+        assert not again.fallback
+        kinds = [site.kind for site in again]
+        assert kinds == ["all_to_all", "all_gather", "all_gather"]
+
+
+def test_a_sub_graph_that_several_others_hold_is_one(fake_group):
+    fake_group(4)
+    shared = trace(lambda x: ops.wait_tensor(ops.all_reduce(x, "sum", "0")), torch.ones(64, 64))
+
+    def holding(**children):
+        holder = fx.Graph()
+        for name in children:
+            holder.get_attr(name)
+        holder.output(None)
+        return fx.GraphModule(children, holder)
+
+    root = holding(a=holding(shared=shared), b=holding(shared=shared))
+    assert [prefix for prefix, _ in graph_modules(root)] == ["", "a.", "a.shared.", "b."]
 
 
 def test_promises_are_checked_under_strict_and_where_the_environment_says_so(

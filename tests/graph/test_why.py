@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 import commpass
 from commpass import Policy, Rule, dump
+from commpass.errors import CommpassError
 from commpass.report.cli import app
 from commpass.report.why import candidates, considered, lost
 
@@ -80,7 +82,7 @@ def test_the_table_shows_scores_the_reason_and_what_is_not_possible(dumped, tmp_
     assert lines[0].startswith("all_reduce: all_reduce of 1.0 MiB in the root module, graph 0")
     (chosen,) = [line for line in lines if line.rstrip().endswith("chosen")]
     assert chosen.split()[:2] == [site.codec, site.algorithm]
-    assert f"{site.error:.2%}" in chosen
+    assert f"{site.error:.3%}" in chosen
     (alone,) = [line for line in lines if "leave it alone" in line]
     assert "slower" in alone
     assert site.reason in shown.stdout
@@ -151,6 +153,40 @@ def test_an_unknown_name_is_refused_with_the_nearest(dumped, tmp_path):
     shown = explained(tmp_path, "--why", "all_reduce_2")
     assert shown.exit_code == 2
     assert "no site 'all_reduce_2' in this run; did you mean 'all_reduce_1'?" in shown.stderr
+
+
+def test_positions_of_a_coalesced_collective_and_globs_over_modules_are_found(dumped):
+    (one,) = dumped()
+    site = dataclasses.replace(one.plan.sites[0], name="both.1", module="layers.3.mlp")
+    plan = dataclasses.replace(one.plan, sites=(site,))
+    one = dataclasses.replace(one, plan=plan)
+    for name in ("both", "both.1", "layers.3.mlp", "layers.3", "layers.*", "**.mlp"):
+        assert [found for _, found in considered([one], name)] == [site]
+    with pytest.raises(CommpassError, match=r"no site 'layers\.4'"):
+        considered([one], "layers.4")
+
+
+def test_a_dump_from_before_candidates_were_kept_says_so(dumped, tmp_path):
+    dumped()
+    (file,) = dump.files(tmp_path)
+    old = json.loads(file.read_text())
+    del old["considered"]
+    file.write_text(json.dumps(old))
+    shown = explained(tmp_path, "--why", "all_reduce")
+    assert shown.exit_code == 2
+    assert "written before dumps had them" in shown.stderr
+
+
+def test_a_plan_that_was_not_carried_out_has_no_table(fake_group, tmp_path):
+    fake_group(8)
+    backend = commpass.backend(
+        Policy(codecs="int8", skip="rewrite"), inner="eager", profile="ethernet-1g", dump=tmp_path
+    )
+    torch.compile(function, backend=backend)(torch.randn(512, 512))
+    shown = explained(tmp_path, "--why", "all_reduce")
+    assert shown.exit_code == 0
+    assert "The untouched graph was compiled: the policy skips pass 'rewrite'" in shown.stdout
+    assert "chosen" not in shown.stdout
 
 
 def test_json(dumped, tmp_path):

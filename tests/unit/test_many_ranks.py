@@ -65,6 +65,31 @@ def exact(kind, values, rank):
     return total if kind == "all_reduce" else total.chunk(len(values))[rank]
 
 
+UNEVEN_GROUPS = 1024 * 257
+"""Values of a rank's shard in which a codec of groups that are alike pads whole blocks again."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "ranks"),
+    [
+        *[("all_reduce", name, 3) for name in ("two_shot", "two_shot(stage=ag)", "ring")],
+        ("all_reduce", "semi_ring", 5),
+        ("all_reduce", "hierarchical(node=2)", 4),
+        ("reduce_scatter", "ring", 2),
+    ],
+)
+def test_shards_of_blocks_that_are_padded_to_groups_arrive_in_their_places(
+    kind, name, ranks, monkeypatch
+):
+    values = inputs(ranks, (ranks, UNEVEN_GROUPS))
+    results = carried_out(kind, name, "equarx", values, monkeypatch)
+    for rank, result in enumerate(results):
+        expected = exact(kind, values, rank)
+        assert (result.double() - expected).norm() <= 0.03 * expected.norm()
+    if kind == "all_reduce":
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
 @pytest.mark.parametrize("codec", ["int8", "rotated"])
 @pytest.mark.parametrize(("kind", "name", "ranks"), CASES)
 def test_sums_have_the_predicted_error_and_replicas_the_same_bits(

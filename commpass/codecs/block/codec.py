@@ -12,7 +12,7 @@ from torch import Tensor
 from commpass.codecs.block import grids, scales, transforms
 from commpass.codecs.block.domain import VALUES, Domain, domain_of
 from commpass.codecs.block.grids import Grid
-from commpass.codecs.block.layouts import Flat, Layout
+from commpass.codecs.block.layouts import Flat, Lanes, Layout
 from commpass.codecs.block.noise import Nearest, Rounding, noise_of
 from commpass.codecs.block.packing import pack, unpack
 from commpass.codecs.block.scales import Absmax, Midrange, Scale
@@ -45,6 +45,10 @@ class BlockCodec(Codec):
     @property
     def block(self) -> int:
         return self.layout.unit
+
+    @property
+    def settled(self) -> bool:
+        return not isinstance(self.layout, Lanes)
 
     def padded_numel(self, numel: int) -> int:
         return self.layout.padded_numel(numel)

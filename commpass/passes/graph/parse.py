@@ -186,14 +186,18 @@ def waited(value: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
     return held, early
 
 
-def graph_modules(gm: fx.GraphModule, prefix: str = "") -> Iterator[tuple[str, fx.GraphModule]]:
+def graph_modules(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
     """A graph module and the sub-graphs that its higher-order operators call, each once, with a
     prefix for names."""
+    return _graph_modules(gm, "", set())
+
+
+def _graph_modules(
+    gm: fx.GraphModule, prefix: str, seen: set[int]
+) -> Iterator[tuple[str, fx.GraphModule]]:
+    seen.add(id(gm))
     yield prefix, gm
-    names = dict.fromkeys(str(node.target) for node in gm.graph.nodes if node.op == "get_attr")
-    seen: set[int] = set()
-    for name in names:
+    for name in dict.fromkeys(str(n.target) for n in gm.graph.nodes if n.op == "get_attr"):
         child = getattr(gm, name, None)
         if isinstance(child, fx.GraphModule) and id(child) not in seen:
-            seen.add(id(child))
-            yield from graph_modules(child, f"{prefix}{name}.")
+            yield from _graph_modules(child, f"{prefix}{name}.", seen)

@@ -47,7 +47,7 @@ def _merge_casts(value: fx.Node, editor: Editor) -> None:
 def same(node: fx.Node, editor: Editor) -> Applied | None:
     """Two collectives of equal values over one group are one: a function of equal arguments. Not an
     all_to_all: the numbers of its entries are a rank's own, and may be equal there by chance."""
-    kinds = (*"all_gather", "broadcast")
+    kinds = (*SUMS, "all_gather", "broadcast")
     exchange, equal = editor.exchange(node, kinds), editor.equal.get(node)
     if exchange is None or equal is None or not editor.lives(equal):
         return None

@@ -1,5 +1,5 @@
-"""decide as a pure function, its numbers worked out a second time from the formulas, and when it
-compresses or does not."""
+"""Candidates and the choice as pure functions: numbers worked out a second time from the formulas,
+and when it compresses or does not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from deciding import decide
+from deciding import decide, options
 from graphs import trace
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -1335,6 +1335,32 @@ def test_short_entries_of_unknown_splits_are_not_sent_at_more_bytes_than_they_ha
     assert planned.wire_bytes == planned.bytes
     anyway = one(a_site, forced("int8"), profile())
     assert anyway.wire_bytes == 4096 * wire_bytes(width or 1, 256, 8, 4) > anyway.bytes
+
+
+def test_sites_of_which_ranks_know_different_sizes_share_no_kernels():
+    """One rank's sizes are alike for all three sites, another's are not: both must do the same."""
+    lowerings = []
+    for rank in range(2):
+        sites = [exchanges([[8, 4], [6, many]], 512)[rank] for many in (2, 4, 10)]
+        lowerings.append(
+            [site.lowering for site in decide(sites, forced("int8"), profile(), kernels=True)]
+        )
+    assert lowerings == [["inline"] * 3] * 2
+
+
+def test_sites_of_another_group_do_not_count_towards_shared_kernels():
+    """A rank of the other group has other sites, and must find the same for this one."""
+    own = [site(numel=1 << 16, name=f"a{n}") for n in range(2)]
+    others = [dataclasses.replace(each, group="1") for each in own]
+    for sites, form in ((own, "inline"), (own + others, "inline"), (own + own, "kernel")):
+        planned = decide(sites, forced("int8"), profile(), kernels=True)
+        assert {each.lowering for each in planned} == {form}
+
+
+def test_a_codec_that_is_named_twice_is_one_candidate():
+    (found,) = options([site()], Policy(codecs=("int8", "int8", "int8(block=256)")), profile())
+    named = [(each.codec, each.algorithm) for each in found.candidates]
+    assert len(named) == len(set(named))
 
 
 # --- hierarchies ----------------------------------------------------------------------------------
