@@ -197,6 +197,7 @@ print(bool(torch.equal(compiled, eager)), hits, float(eager.abs().sum()))
 """
 
 
+@pytest.mark.every
 def test_what_another_commpass_compiled_is_not_served_from_the_cache(tmp_path):
     shutil.copytree(
         Path(commpass.__file__).parent,

@@ -185,7 +185,9 @@ FORMS = [
         name,
         how.replace("hierarchical", "hierarchical(node=2)"),
         *SHAPES[(first + second) % 3],
-        marks=() if name == "int8" or second == first % len(ALGORITHMS) else EVERY,
+        marks=()
+        if name == "int8" or (second == first % len(ALGORITHMS) and name != "exponent")
+        else EVERY,
     )
     for first, name in enumerate(CODECS)
     for second, how in enumerate(["sparse"] if codec(name).state else ALGORITHMS)
@@ -338,7 +340,7 @@ def test_inductor_generates_code_for_codes_whose_size_depends_on_values(fake_gro
     ("sites", "dynamic", "training"),
     [
         (3, False, False),
-        (1, False, True),
+        rarely(1, False, True),
         rarely(3, False, True),
         rarely(3, True, False),
         rarely(3, True, True),
@@ -355,6 +357,7 @@ def test_numbers_that_depend_on_values_may_be_asked_for_again(
     )
 
 
+@EVERY
 def test_a_collective_by_hand_stays_one_graph_without_being_a_whole_function(
     fake_group, without_code
 ):
