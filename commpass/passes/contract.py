@@ -143,11 +143,11 @@ class Contracts:
         """What there is before a pass. Raises VerifyError where a fact does not hold that it
         requires."""
         self._hold(step, step.requires, road, "requires")
-        self.before = [] if step.mutates else _text(road.gm)
+        self.before = [] if step.mutates else _nodes(road.gm)
 
     def end(self, step: Pass, road: Road) -> None:
         """What there is after it. Raises VerifyError where the pass did not do what it says."""
-        if not step.mutates and _text(road.gm) != self.before:
+        if not step.mutates and _nodes(road.gm) != self.before:
             raise VerifyError(f"pass {step.name!r} changed the graph, but says that it does not")
         if step.mutates:
             for _, module in graph_modules(road.gm):
@@ -160,10 +160,10 @@ class Contracts:
                 raise VerifyError(f"pass {step.name!r} {how} {fact!r}, but {why}")
 
 
-def _text(gm: fx.GraphModule) -> list[Any]:
-    """All nodes of a graph as text, in order."""
+def _nodes(gm: fx.GraphModule) -> list[Any]:
+    """All nodes of a graph with what they take, in order."""
     return [
-        (prefix, node.name, node.op, str(node.target), str(node.args), str(node.kwargs))
-        for prefix, module in graph_modules(gm)
+        (node, node.target, node.args, node.kwargs)
+        for _, module in graph_modules(gm)
         for node in module.graph.nodes
     ]
