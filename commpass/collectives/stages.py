@@ -7,7 +7,8 @@ one, has the stages that it has.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from commpass.codecs import Codec, accumulation_dtype, codec, operators
 from commpass.collectives import data_sized
@@ -97,9 +97,10 @@ def record_stages(
     else the fewest that there can be."""
     state = [x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype))] if chosen.stateful else []
     recorder = _Recorder(request)
+    fixed = all(isinstance(size, int) for size in x.shape)
     with (
         torch.no_grad(),
-        enable_python_dispatcher(),  # for symbolic sizes
+        nullcontext() if fixed else enable_python_dispatcher(),
         data_sized.foreseen(gaussian),
         operators.as_operators(),
         recorder,
@@ -135,8 +136,7 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        given = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        taken, given = list(_tensors(args)), list(_tensors([result]))
         after = tuple(sorted({n for each in taken for n in self.made_by.get(id(each), ())}))
         stage = self._stage(func, args, taken, given)
         if stage is not None:
@@ -184,6 +184,15 @@ class _Recorder(TorchDispatchMode):
             peers=len(to - {rank}),
             inside=to == source and _is_part(to | {rank}, self.request.ranks),
         )
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments, and in lists there."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            yield from value
 
 
 def _none(number: Any) -> bool:
