@@ -8,7 +8,7 @@ holds as unbacked symbols.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -51,13 +51,15 @@ def sizes_of_data(codec: Codec, x: Tensor, *, traced: bool) -> Iterator[None]:
         mode.allow_scalar_outputs = before
 
 
-_foreseen: ContextVar[bool | None] = ContextVar("foreseen", default=None)
+Read = Callable[[Tensor], None]
+_foreseen: ContextVar[tuple[bool, Read] | None] = ContextVar("foreseen", default=None)
 
 
 @contextmanager
-def foreseen(gaussian: bool) -> Iterator[None]:
-    """In here no sizes are read: what a Gaussian needs stands for them, or the least there is."""
-    before = _foreseen.set(gaussian)
+def foreseen(gaussian: bool, read: Read) -> Iterator[None]:
+    """In here no sizes are read: what a Gaussian needs stands for them, or the least there is.
+    ``read`` is called with what would have been read."""
+    before = _foreseen.set((gaussian, read))
     try:
         yield
     finally:
@@ -179,7 +181,7 @@ def _flat(pieces: Sequence[Tensor], sizes: Sequence[Any], request: Request) -> T
 
 def _foreseen_bytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:
     """Bytes of the dynamic part that stand for those of a row, if its size is not read."""
-    if not _foreseen.get():
+    if (how := _foreseen.get()) is None or not how[0]:
         return 0
     return codec.expected_bytes(numel, dtype) - codec.parts(numel, dtype)[0]
 
@@ -244,7 +246,8 @@ def _by_rank(used: Tensor, rows: tuple[Any, ...], room: int, expected: int) -> l
 
 def _number(value: Tensor, most: Any, expected: Any) -> Any:
     """A number of the graph's, from 0 to ``most``; where sizes are foreseen, ``expected``."""
-    if _foreseen.get() is not None:
+    if (how := _foreseen.get()) is not None:
+        how[1](value)
         return expected
     number = value.item()
     torch._check(number >= 0)

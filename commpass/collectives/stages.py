@@ -101,7 +101,7 @@ def record_stages(
     with (
         torch.no_grad(),
         nullcontext() if fixed else enable_python_dispatcher(),
-        data_sized.foreseen(gaussian),
+        data_sized.foreseen(gaussian, recorder.read),
         operators.as_operators(),
         recorder,
     ):
@@ -130,7 +130,12 @@ class _Recorder(TorchDispatchMode):
         self.request = request
         self.stages: list[Stage] = []
         self.made_by: dict[int, tuple[int, ...]] = {}
+        self.known: set[int] = set()  # stages from which sizes of the next exchange were read
         self.tensors: list[Tensor] = []  # kept, since a number of one that is gone is used again
+
+    def read(self, value: Tensor) -> None:
+        """A size is read: the next exchange waits for whatever it comes from."""
+        self.known.update(self.made_by.get(id(value), ()))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -139,6 +144,9 @@ class _Recorder(TorchDispatchMode):
         taken, given = list(_tensors(args)), list(_tensors([result]))
         after = tuple(sorted({n for each in taken for n in self.made_by.get(id(each), ())}))
         stage = self._stage(func, args, taken, given)
+        if stage is not None and stage.role == "exchange":
+            after = tuple(sorted({*after, *self.known}))
+            self.known.clear()
         if stage is not None:
             self.stages.append(dataclasses.replace(stage, after=after))
             after = (len(self.stages) - 1,)

@@ -55,7 +55,7 @@ CODECS = ["int8", "rotated", "int4(block=64)", "exponent"]
 def coded_graph(kind: str, spec: str, code: str, dtype: torch.dtype):
     """The plan of a graph with one site, and its graph with coded operators."""
     x = torch.ones(8 * RANKS, 48, dtype=dtype)
-    gm = trace(lambda x: ops.wait_tensor(SITES[kind](x)), x)
+    gm = trace(lambda x: ops.wait_tensor(SITES[kind](x)), x, dynamic=True)
     policy = Policy(rules=[Rule(codec=code, algorithm=spec, force=True)])
     road = Road(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
     before_lower = PASSES[: [step.name for step in PASSES].index("lower")]
