@@ -148,6 +148,9 @@ def test_only_bytes_that_depend_on_values_are_dynamic(first):
     spec = f"two_shot(first={first})"
     found = read_stages("all_reduce", spec, "exponent", payload, request(4)).exchanges
     assert [stage.dynamic for stage in found] == [False, True] * 2
+    every = read_stages("all_reduce", spec, "exponent", payload, request(4)).stages
+    first, second = [number for number, stage in enumerate(every) if stage.role == "exchange"][:2]
+    assert first in every[second].after  # its sizes are read from what arrived
     plain = read_stages("all_reduce", "two_shot", "int8", payload, request(4))
     assert not any(stage.dynamic for stage in plain)
     assert found[1].nbytes > 0
