@@ -11,7 +11,7 @@ import torch.distributed as dist
 from processes import Ranks
 from tiers import pytest_addoption, pytest_collection_modifyitems
 
-os.environ["COMMPASS_CHECK"] = "0"  # what passes promise each other is checked, on all ranks
+os.environ["COMMPASS_CHECK"] = "1"  # what passes promise each other is checked, on all ranks
 
 __all__ = ["pytest_addoption", "pytest_collection_modifyitems"]
 
