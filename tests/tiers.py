@@ -35,6 +35,15 @@ def crossed(*choices: Iterable[Any], one_in: int = 1) -> Iterator[tuple]:
             yield tuple(value for _, value in numbered)
 
 
+def thinned(*choices: Iterable[Any], one_in: int) -> Iterator[ParameterSet]:
+    """The product of the choices for ``parametrize``, tuples in it taken apart; one in so many of
+    it runs without ``--every``."""
+    every, quick = (tuple(crossed(*choices, one_in=n)) for n in (1, one_in))
+    for case in every:
+        flat = itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in case)
+        yield pytest.param(*flat, marks=() if case in quick else pytest.mark.every)
+
+
 def rarely(*case: Any, **more: Any) -> ParameterSet:
     """A case for ``parametrize`` that runs with ``--every`` alone."""
     return pytest.param(*case, marks=pytest.mark.every, **more)

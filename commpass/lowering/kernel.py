@@ -19,6 +19,7 @@ from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commpass.errors import CommpassError
+from commpass.lowering.constants import without_tables
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,17 @@ def _compiled(body: fx.GraphModule, inputs: Sequence[Form]) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._mode_utils import no_dispatch
 
+    with no_dispatch(), torch.no_grad():
+        rest, tables = without_tables(body)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
-        given = [each.empty() for each in inputs]
+        given = [each.empty() for each in (*inputs, *map(form_of, tables))]
     context = torch._guards.TracingContext(mode)
     with tracing(context), torch.no_grad(), torch._C._DisableAutocast():
-        return compile_fx_inner(body, given, cudagraphs=BoxedBool(False))
+        compiled = compile_fx_inner(rest, given, cudagraphs=BoxedBool(False))
+    return lambda taken: compiled([*taken, *tables])
 
 
 def _found(name: str) -> Kernel:

@@ -8,6 +8,8 @@ changes: nothing.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +102,7 @@ def discover(
     says why no state can be kept. A collective that a backward graph recomputes is a forward
     site."""
     found: list[GraphSite] = []
+    labels_of = functools.cache(groups.labels_of)  # the meshes are looked for once
     for prefix, module in graph_modules(gm):
         order = {node: index for index, node in enumerate(module.graph.nodes)}
         reached = gradients(module.graph) if direction == "backward" else set()
@@ -117,7 +120,7 @@ def discover(
             )
             towards = "forward" if again else direction
             found += [
-                _found(module, prefix, call, i, order, towards, why)
+                _found(module, prefix, call, i, order, towards, why, labels_of)
                 for i in range(len(call.inputs))
             ]
     return found
@@ -131,6 +134,7 @@ def _found(
     order: dict[fx.Node, int],
     direction: str,
     stateless: str | None,
+    labels_of: Callable[[str], tuple[str, ...]],
 ) -> GraphSite:
     source, value = call.inputs[position], value_of(call, position)
     held, early = waited(value) if value is not None else ([], [])
@@ -144,15 +148,16 @@ def _found(
         ]
     fake = meta.tensor(source) if isinstance(source, fx.Node) else None
     end = call.ends[position] if call.ends else None
-    name, label, size = describe_group(call)
+    name, size = describe_group(call)
+    labels = labels_of(name)
     many = len(call.inputs) > 1
     site = Site(
         name=f"{prefix}{call.node.name}" + (f".{position}" if many else ""),
         kind=call.kind_at(position),
         reduce_op=call.reduce_op,
         group=name,
-        group_label=label,
-        group_labels=groups.labels_of(name),
+        group_label=next(iter(labels), ""),
+        group_labels=labels,
         members=groups.ranks_of(name),
         group_size=size,
         dtype=meta.dtype_name(fake.dtype) if fake is not None else "unknown",
@@ -235,9 +240,8 @@ def _end_is_waited_for(call: Call, position: int) -> bool:
     return bool(call.ends) and value is not None and any(is_wait(user) for user in value.users)
 
 
-def describe_group(call: Call) -> tuple[str, str, int]:
-    """(name, label, size) of a collective's group; the label is its mesh dimension where it has
-    one; size 0 if unknown."""
+def describe_group(call: Call) -> tuple[str, int]:
+    """(name, size) of a collective's group; size 0 if unknown."""
     group: Any = call.group
     if isinstance(group, fx.Node):
         held = group.meta.get("val")
@@ -245,8 +249,8 @@ def describe_group(call: Call) -> tuple[str, str, int]:
     if isinstance(group, str):
         group = groups.group_named(group)
     if isinstance(group, dist.ProcessGroup):
-        return group.group_name, next(iter(groups.labels(group)), ""), group.size()
-    return str(call.group), "", call.group_size or 0
+        return group.group_name, group.size()
+    return str(call.group), call.group_size or 0
 
 
 def _operator(node: fx.Node) -> str:

@@ -19,6 +19,7 @@ NEAR = 2
 LEGEND = {"site": "a site (collective)", "inserted": "inserted for a site", "plain": "as it was"}
 MARKS = {"site": "*", "inserted": "+", "plain": " "}
 COLOURS = {"site": "#ffcf8a", "inserted": "#b5dcff", "plain": "#f4f4f4"}
+COLOUR_NAMES = {"site": "orange", "inserted": "blue", "plain": "grey"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ def nodes_of(dump: Dump, side: str) -> tuple[GraphNode, ...]:
 
 def kind(node: GraphNode) -> str:
     return "inserted" if node.inserted else "site" if node.site else "plain"
+
+
+def _kinds(shown: View) -> list[str]:
+    """The kinds of nodes that are shown, in the order of the legend."""
+    found = set(map(kind, shown.nodes))
+    return [each for each in LEGEND if each in found]
 
 
 def clean(text: str) -> str:
@@ -97,14 +104,14 @@ def text(shown: View) -> str:
     calls = [call(node) for node in shown.nodes]
     lines = [
         shown.title,
-        "  ".join(f"{MARKS[kind]} {LEGEND[kind]}" for kind in ("site", "inserted")),
+        "  ".join(f"{MARKS[each]} {LEGEND[each]}" for each in _kinds(shown) if each != "plain"),
         "",
     ]
     names = max((min(len(node.name), 32) for node in shown.nodes), default=0)
     width = max((min(len(call), 64) for call in calls), default=0)
     values = max((min(len(node.value), 24) for node in shown.nodes), default=0)
     for node, written in zip(shown.nodes, calls, strict=True):
-        about = (node.module, _whose(node))
+        about = (node.module, _part(node), f"for {node.site}" if _serves(node) else "")
         head = f"{MARKS[kind(node)]} {node.name:{names}} = {written:{width}}"
         lines.append(
             clean("  ".join((head, f"{node.value:{values}}", *filter(None, about)))).rstrip()
@@ -114,10 +121,13 @@ def text(shown: View) -> str:
     return "\n".join(lines)
 
 
-def _whose(node: GraphNode) -> str:
-    if not node.inserted or not node.site:
-        return ""
-    return f"for {node.site}" + (f", hop {node.hop}: {node.role}" if node.role else "")
+def _serves(node: GraphNode) -> bool:
+    return bool(node.inserted and node.site)
+
+
+def _part(node: GraphNode) -> str:
+    """What an inserted node does, and in which exchange of its algorithm."""
+    return f"{node.role} of hop {node.hop}" if node.role else ""
 
 
 def call(node: GraphNode) -> str:
@@ -136,9 +146,10 @@ def quoted(*lines: str) -> str:
 
 
 def labels(node: GraphNode) -> list[str]:
-    """What stands in the box of a node: name, what it calls, its value, the site it serves."""
+    """What stands in the box of a node: name, what it calls, its value, what it does for which
+    site."""
     called = node.target if node.op.startswith("call") else node.op
-    served = f"for {node.site}" if node.inserted and node.site else ""
+    served = " ".join(filter(None, (_part(node), f"for {node.site}"))) if _serves(node) else ""
     return [
         line
         for line in (node.name, called if called != node.name else "", node.value, served)
@@ -148,12 +159,10 @@ def labels(node: GraphNode) -> list[str]:
 
 def dot(shown: View) -> str:
     """Graphviz source, with the inserted nodes of a site in one cluster."""
+    legend = ", ".join(f"{COLOUR_NAMES[each]}: {LEGEND[each]}" for each in _kinds(shown))
     lines = [
         f"digraph {quoted(shown.title)} {{",
-        (
-            f"  label={quoted(shown.title, 'orange: site, blue: inserted for a site')}; labelloc=t;"
-            " fontname=monospace;"
-        ),
+        (f"  label={quoted(shown.title, legend)}; labelloc=t; fontname=monospace;"),
         '  node [shape=box, style="rounded,filled", fontname=monospace, fontsize=10];',
     ]
     clusters: dict[str, list[GraphNode]] = {}
@@ -347,7 +356,7 @@ def figure(shown: View) -> Any:
     )
     dashes = [("plain", "has neighbours not shown", True)] if shown.edge else []
     for index, (what, meaning, dashed) in enumerate(
-        [*((*entry, False) for entry in LEGEND.items()), *dashes]
+        [*((each, LEGEND[each], False) for each in _kinds(shown)), *dashes]
     ):
         box(axes, 0.9 + 1.85 * index, 0.48 - HEAD, [meaning], width=1.75, what=what, dashed=dashed)
     left = top = bottom = 0.0

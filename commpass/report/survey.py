@@ -223,6 +223,9 @@ def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     lossy = [row for row in rows if row.error > 0]
+    if exact := [row.codec for row in rows if row.error == 0]:
+        left_out = f"without error, and not in the picture: {', '.join(exact)}"
+        figure.supxlabel(left_out, fontsize=8, color="#555555")
     ends = [0.0, max((row.bits for row in lossy), default=8.0) + 0.7]
     axes.plot(ends, [2.0**-bits for bits in ends], color="black", linewidth=1)
     middle = ends[1] * 0.55

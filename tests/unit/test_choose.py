@@ -14,6 +14,7 @@ from deciding import decide, options
 from graphs import trace
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from tiers import thinned
 
 import commpass
 from commpass.collectives import (
@@ -350,25 +351,31 @@ def check_formulas(kind: str, spec: str, ranks: int, dtype: str) -> None:
         assert planned.bytes == numel * ITEM[dtype]
 
 
-@pytest.mark.parametrize("dtype", ITEM)
 @pytest.mark.parametrize(
-    ("kind", "spec", "ranks"),
-    [(*case, ranks) for case in CASES for ranks in RANKS if fits(case[1], ranks)],
+    ("kind", "spec", "ranks", "dtype"),
+    thinned(
+        [(*case, ranks) for case in CASES for ranks in RANKS if fits(case[1], ranks)],
+        ITEM,
+        one_in=4,
+    ),
 )
 def test_predicted_times_and_bytes_are_those_of_the_formulas(kind, spec, ranks, dtype):
     check_formulas(kind, spec, ranks, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("kind", "spec", "ranks"),
-    [
-        (kind, spec, n)
-        for kind, specs in SHARDED.items()
-        for spec in specs
-        for n in (2, 3, 8, 48, 1024)
-        if fits(spec, n)
-    ],
+    ("kind", "spec", "ranks", "dtype"),
+    thinned(
+        [
+            (kind, spec, n)
+            for kind, specs in SHARDED.items()
+            for spec in specs
+            for n in (2, 3, 8, 48, 1024)
+            if fits(spec, n)
+        ],
+        ["float32", "bfloat16"],
+        one_in=3,
+    ),
 )
 def test_micro_shards_are_exchanges_and_kernels_of_their_own(kind, spec, ranks, dtype):
     check_formulas(kind, spec, ranks, dtype)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import crossed, rarely, sampled
+from tiers import crossed, rarely, sampled, thinned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -335,8 +335,7 @@ def test_a_lost_row_leaves_the_others_alone():
     assert int((back[0] != 0).sum()) == 10
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), thinned(NAMES, FLOATS, one_in=4), ids=str)
 def test_wire_bytes_are_values_and_indices_and_padding_to_16(name, dtype):
     for n in (0, 1, 7, 100, 4097, 70_000):
         k = math.ceil(n / 100)

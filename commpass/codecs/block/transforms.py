@@ -103,8 +103,9 @@ def _sylvester(width: int, like: Tensor, signed: bool) -> Tensor:
     """``H[i, j] = (-1)^popcount(i & j)``, unnormalised; column j times the sign of place j if
     ``signed``."""
     index = torch.arange(width, device=like.device)
-    parity = torch.zeros_like(index[:, None] & index[None, :])
-    for bit in _bits(index[:, None] & index[None, :], width):
+    both = index[:, None] & index[None, :]
+    parity = torch.zeros_like(both)
+    for bit in _bits(both, width):
         parity = parity ^ bit
     if signed:
         places = _bits(index, width)
@@ -126,19 +127,20 @@ def _rotate(blocks: Tensor, by: Hadamard) -> Tensor:
     Scaled by 1/width (and not 1/sqrt(width)): then |H x| <= max|x|, and a block of the largest
     finite numbers cannot overflow. H H' = width * I makes the transpose its inverse.
     """
-    left, right = _factors(by.width)
-    rows, columns = (
-        _sylvester(left, blocks, by.signed) / left,
-        _sylvester(right, blocks, by.signed) / right,
-    )
-    return _apply(blocks, rows, columns.t())
+    rows, columns = _matrices(by, blocks)
+    return _apply(blocks, rows / rows.shape[0], (columns / columns.shape[0]).t())
 
 
 def _rotate_back(blocks: Tensor, by: Hadamard) -> Tensor:
+    rows, columns = _matrices(by, blocks)
+    return _apply(blocks, rows.t(), columns)
+
+
+def _matrices(by: Hadamard, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The two matrices whose Kronecker product is the rotation; one and the same for a square."""
     left, right = _factors(by.width)
-    return _apply(
-        blocks, _sylvester(left, blocks, by.signed).t(), _sylvester(right, blocks, by.signed)
-    )
+    rows = _sylvester(left, like, by.signed)
+    return rows, rows if left == right else _sylvester(right, like, by.signed)
 
 
 def _apply(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ class Editor:
         return None if group is None else (group.group_name, group.size())
 
     def size(self, call: Call) -> int:
-        return describe_group(call)[2]
+        return describe_group(call)[1]
 
     def rank(self, call: Call) -> int | None:
         """This process's place in a collective's group."""
@@ -161,7 +161,7 @@ class Editor:
         return None if group is None else dist.get_group_rank(group, dist.get_rank())
 
     def us(self, kind: str, nbytes: float, call: Call) -> float:
-        name, _, size = describe_group(call)
+        name, size = describe_group(call)
         return self.link(name).us(kind, nbytes, size)
 
     def link(self, group: str) -> Link:

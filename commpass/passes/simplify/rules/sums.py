@@ -269,7 +269,7 @@ def nested_groups(node: fx.Node, editor: Editor) -> Applied | None:
     if union is None:
         return None
     group, ranks = union
-    (_, _, first), (_, _, second) = describe_group(inner.call), describe_group(outer.call)
+    (_, first), (_, second) = describe_group(inner.call), describe_group(outer.call)
     apart = editor.us("all_reduce", size, inner.call) + editor.us("all_reduce", size, outer.call)
     together = editor.link(group).us("all_reduce", size, ranks)
     if together + (editor.kernels_us(1) if ops[0] != ops[1] else 0) > apart:
