@@ -103,7 +103,7 @@ def check_uneven() -> int:
     return checked
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [rarely(2), 3])
 def test_all_to_all_with_any_splits(size, request):
     assert request.getfixturevalue(f"ranks{size}").run(check_uneven) == [6 * 4 * 8] * size
 
@@ -149,7 +149,7 @@ def check_lossless(one_in: int) -> None:
                 )
 
 
-@pytest.mark.parametrize(("size", "one_in"), [(2, 3), (3, 3), rarely(2, 1), rarely(3, 1)])
+@pytest.mark.parametrize(("size", "one_in"), [(3, 4), rarely(2, 1), rarely(3, 1)])
 def test_lossless_moves_are_bit_exact_whatever_the_bits_are(size, one_in, request):
     request.getfixturevalue(f"ranks{size}").run(check_lossless, one_in, timeout=280)
 
@@ -219,7 +219,7 @@ def check_late_rank() -> None:
     """A rank that comes 100 ms late: all wait for it, none gets wrong numbers."""
     rank, size = dist.get_rank(), dist.get_world_size()
     names = ["two_shot", "ring", "semi_ring", "one_shot", "two_shot(shards=4)"]
-    for late, name, codec in itertools.product(range(size), names, ["int8", "exponent"]):
+    for late, name, codec in crossed(range(size), names, ["int8", "exponent"], one_in=2):
         x = torch.randn(3000, generator=torch.Generator().manual_seed(rank))
         dist.barrier()
         if rank == late:

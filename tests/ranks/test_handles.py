@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import Ranks, RanksFailed
+from tiers import rarely
 
 import commpass
 from commpass.collectives import Handle, algorithm, request, steps
@@ -77,7 +78,7 @@ def check_input_is_free(ways) -> int:
 
 
 @pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize(("size", "ways"), [(3, WAYS), (4, NODES)])
+@pytest.mark.parametrize(("size", "ways"), [(3, WAYS), rarely(4, NODES)])
 def test_an_input_may_be_changed_as_soon_as_the_call_is_back(size, ways, request):
     checked = request.getfixturevalue(f"ranks{size}").run(check_input_is_free, ways, timeout=280)
     assert checked[0] > 3 * len(ways) * len(CODECS)
@@ -181,6 +182,7 @@ def check_peer_that_dies() -> None:
             handle.wait()
 
 
+@pytest.mark.every
 def test_a_handle_whose_peer_has_died_raises_each_time():
     ranks = Ranks(3)
     try:

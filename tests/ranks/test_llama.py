@@ -148,7 +148,7 @@ SEQUENCE = {
 }
 
 
-@pytest.mark.parametrize("gather", sampled(SEQUENCE, ["local"]))
+@pytest.mark.parametrize("gather", sampled(SEQUENCE, []))
 def test_sequence_parallel(gather, ranks2):
     ranks2.run(sequence_form, gather, *SEQUENCE[gather])
 

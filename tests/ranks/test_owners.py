@@ -11,6 +11,7 @@ import torch.distributed as dist
 from refusals import refusals
 from scenarios.parts import Copied, world
 from scenarios.scenario import random
+from tiers import rarely
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -338,7 +339,7 @@ def activations(x, weight):
     return SummedForward.apply(x @ weight).sum()
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_error_feedback_in_forward_is_refused(inner, fake_group):
     fake_group(2)
     fresh()

@@ -574,8 +574,7 @@ ROUNDED = ["rotated(form=companded, bits=3)", "int8(scale=lsq, stored=fp32)", "t
 COMPILED = {
     "quick": ["fp8(form=e5m2)", "taco"],
     "long": ["int6", STOCHASTIC, "int8(static=0.05)", "equarx(width=96)", "tahquant", *ROUNDED[:2]],
-    "quick, dynamic": [STOCHASTIC],
-    "long, dynamic": ["equarx", "int8(scale=lsq, stored=fp32)"],
+    "long, dynamic": [STOCHASTIC, "equarx", "int8(scale=lsq, stored=fp32)"],
 }
 """Those compiled as one graph. Dynamic ones are compiled for symbolic sizes; each costs the
 compiler seconds, and the graphs of all are run above."""

@@ -8,6 +8,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import sampled
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -207,7 +208,11 @@ def step(model):
     return commpass.plans()[seen:]
 
 
-@pytest.mark.parametrize("what", MODELS)
+LONG = ("compiled twice", "block by block, as modules", "DDP around one called module")
+LONG += ("a method of what holds a model", "checkpoint_wrapper of compiled words")
+
+
+@pytest.mark.parametrize("what", sampled(MODELS, lambda what: what not in LONG))
 def test_paths_are_those_of_the_model_without_what_wraps_it_in_forward_and_backward(what):
     make, expected = MODELS[what]
     plans = step(make())
