@@ -128,7 +128,7 @@ def check_values(one_in: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("size", "one_in"), [(2, 40), (3, 10), (4, 40), rarely(2, 1), rarely(3, 1), rarely(4, 1)]
+    ("size", "one_in"), [(2, 20), (3, 10), (4, 20), rarely(2, 1), rarely(3, 1), rarely(4, 1)]
 )
 def test_every_algorithm_is_near_the_exact_result_and_replicas_hold_the_same_bits(
     size, one_in, request
