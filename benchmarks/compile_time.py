@@ -13,6 +13,7 @@ same three functions; inline about 1.8 times. Step time: inline fuses more, kern
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -81,12 +82,14 @@ def in_a_process(layers: int, codec: str, lowering: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[8, 32])
-    parser.add_argument("--codecs", nargs="+", default=["int8", "rotated"])
-    parser.add_argument("--lowerings", nargs="+", default=["inline", "kernel"])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 32], help="models to compile")
+    parser.add_argument("--codecs", nargs="+", default=["int8", "rotated"], help="forced codecs")
+    parser.add_argument("--lowerings", nargs="+", default=["inline", "kernel"], help="their forms")
+    parser.add_argument("--repeats", type=int, default=3, help="processes a row; medians are shown")
+    parser.add_argument("--json", type=Path, help="file for the rows")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -98,10 +101,11 @@ def main() -> None:
     from rich.table import Table
 
     table = Table(title=f"a Llama, rank 0 of 8, {os.cpu_count()} cores, torch {torch.__version__}")
-    for column in ("layers", "codec", "lowering", "sites", "compile s", "spread", "x plain"):
-        table.add_column(column, justify="left" if column in ("codec", "lowering") else "right")
-    for column in ("passes s", "step ms", "x plain"):
-        table.add_column(column, justify="right")
+    for column in ("codec", "form"):
+        table.add_column(column)
+    for column in ("sites", "compile s", "spread", "of plain", "passes s", "step ms", "of plain "):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.caption = "passes: of the compile time, kernels of commpass and torch's headers included"
     rows = []
     ways = [(c, how) for c in options.codecs for how in options.lowerings]
     for layers in options.layers:
@@ -124,8 +128,7 @@ def main() -> None:
             row["step_ratio"] = row["step_ms"] / plain["step_ms"]
             rows.append(row)
             table.add_row(
-                str(layers),
-                codec,
+                f"{codec}, {layers} layers",
                 lowering,
                 str(row["sites"]),
                 f"{row['compile_s']:.1f}",
@@ -135,10 +138,15 @@ def main() -> None:
                 f"{row['step_ms']:.1f}",
                 f"{row['step_ratio']:.2f}",
             )
-            print(json.dumps(row), file=sys.stderr, flush=True)
     Console().print(table)
     if options.json:
-        facts = {"torch": torch.__version__, "machine": platform.processor(), "rows": rows}
+        facts = {
+            "date": f"{datetime.date.today()}",
+            "torch": torch.__version__,
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+            "rows": rows,
+        }
         options.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 

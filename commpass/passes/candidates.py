@@ -52,8 +52,13 @@ class Options:
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Why candidates are refused, each reason once."""
-        return tuple(dict.fromkeys(each.refused for each in self.candidates if each.refused))
+        """Why candidates are refused, each reason once; of a codec that loses more than the budget,
+        by the algorithm with which it loses least."""
+        losses = [each for each in self.candidates if each.refused and each.error]
+        least = {each.codec: each for each in sorted(losses, key=lambda each: -each.error)}
+        refused = [each for each in self.candidates if each.refused]
+        told = [each for each in refused if not each.error or least[each.codec] is each]
+        return tuple(dict.fromkeys(each.refused for each in told))
 
 
 def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool) -> Options:

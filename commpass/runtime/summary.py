@@ -113,8 +113,8 @@ class Summary:
         matched = {number for plan in self.plans for number in plan.matched}
         return {
             number: (
-                f"{rule} matched no collective of the {len(self.plans)} graphs so"
-                f" far{_instead(rule, sites)}"
+                f"{rule} of {self.policy.label} matched no collective of the {len(self.plans)}"
+                f" graphs so far{_instead(rule, sites)}"
             )
             for number, rule in enumerate(self.policy.rules)
             if number not in matched

@@ -77,6 +77,7 @@ def test_a_two_shot_is_a_dozen_nodes_that_say_what_they_are(fake_group):
     marks = [node.meta[MARK] for node in gm.graph.nodes if MARK in node.meta]
     assert {mark.site for mark in marks} == {"all_reduce"}
     assert [m.hop for m in marks if m.role != "layout"] == [0, 0, 0, 0, 0, 1, 1, 1, 1]
+    assert max(m.hop for m in marks) == 1
     assert all("val" in node.meta for node in gm.graph.nodes if MARK in node.meta)
 
 
@@ -159,11 +160,11 @@ def same(one, other):
 # --- inline and kernel ----------------------------------------------------------------------------
 
 
-def results(policy, inputs):
+def results(policy, inputs, function=summed):
     graphs, states = [], []
     for rank, x in enumerate(inputs):
         with as_rank(rank, len(inputs)):
-            gm, outcome = rewritten(summed, x, policy)
+            gm, outcome = rewritten(function, x, policy)
             graphs.append(gm)
             states.append([torch.zeros(kept.shape, dtype=kept.dtype) for kept in outcome.state])
     given = [[x, *state] for x, state in zip(inputs, states, strict=True)]
@@ -196,6 +197,10 @@ FORMS = [
     if not name.startswith("outlier")  # which holds tensors of its own
     and (how == "sparse") == bool(codec(name).state)
 ]
+FORMS += [
+    ("int4(rounding=stochastic, seed=7)", how, *SHAPES[0]) for how in ("ring", "two_shot(shards=3)")
+]
+"""Equal shapes that are not encoded alike: each hop and each chunk has noise of its own."""
 
 
 @pytest.mark.parametrize(("name", "how", "shape", "dtype"), FORMS)
@@ -242,6 +247,30 @@ def made(monkeypatch):
     monkeypatch.setattr(kernel, "_compiled", compiled)
     monkeypatch.setattr(kernel, "_kernels", {})
     return found
+
+
+@pytest.mark.parametrize("form", ["inline", "kernel"])
+def test_sites_that_differ_by_their_reduce_op_alone_are_apart(form, made):
+    def function(x):
+        total = wait(ops.all_reduce(torch.relu(x), "sum", "0"))
+        return total, wait(ops.all_reduce(x * 3, "avg", "0"))
+
+    inputs = inputs_of((64, 64))
+    policy = forced("int8", algorithm="two_shot", lowering=form)
+    for total, mean in results(policy, inputs, function)[1]:
+        assert (total - sum(map(torch.relu, inputs))).norm() < 0.02 * total.norm()
+        assert (mean - sum(inputs) * 3 / RANKS).norm() < 0.02 * mean.norm()
+
+
+def test_a_kernel_gives_nothing_that_it_was_given(fake_group, made):
+    """Codes of ``cast`` for bfloat16 are the values themselves."""
+    fake_group(4)
+    policy = forced("cast", algorithm="one_shot", lowering="kernel")
+    rewritten(summed, torch.randn(64, 64, dtype=torch.bfloat16), policy)
+    for name, inputs in zip(kernel._kernels, made, strict=True):
+        given = [torch.ones(form.shape, dtype=form.dtype) for form in inputs]
+        theirs = {x.untyped_storage().data_ptr() for x in given}
+        assert not any(x.untyped_storage().data_ptr() in theirs for x in KERNEL(given, name))
 
 
 def test_what_lies_between_two_exchanges_is_one_kernel_which_equal_sites_share(fake_group, made):
@@ -458,9 +487,9 @@ def test_tables_are_computed_once_and_handed_to_the_kernel():
 
 def test_what_is_large_or_drawn_is_no_table():
     def function(x):
-        return [x + torch.arange(40_000) * 2 + torch.rand(40_000)[:1] * 3]
+        return [x + torch.arange(40_000).view(5_000, 8) * 2 + torch.rand(8) * 3]
 
-    body = make_fx(function)(torch.randn(40_000))
+    body = make_fx(function)(torch.randn(5_000, 8))
     rest, tables = without_tables(body)
     assert tables == ()
     assert len(rest.graph.nodes) == len(body.graph.nodes)
@@ -480,6 +509,12 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_graph_as_it_was(fake_group,
     assert "pass 'lower' failed: RuntimeError: injected" in plan.fallback
     assert str(gm.graph) == before
     assert not kernel._kernels
+
+
+def test_kernels_of_other_dtypes_have_other_names():
+    body = make_fx(lambda x: [x + 1])(torch.ones(4))
+    forms = [kernel.form_of(torch.ones(4, dtype=d)) for d in (torch.float32, torch.float64)]
+    assert len({kernel.Source(body, (form,), (form,)).name for form in forms}) == 2
 
 
 def test_compiling_a_kernel_leaves_what_is_being_compiled_around_it_alone(monkeypatch):

@@ -325,7 +325,7 @@ print("the end", flush=True)
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
     )
     assert "INFO policy 'custom': 1 graphs, 0 sites" in done.stderr
-    assert done.stderr.count("WARNING Rule(module='nowhere') matched no collective") == 1
+    assert done.stderr.count("WARNING Rule(module='nowhere') of policy 'custom' matched") == 1
 
 
 # --- labels ---------------------------------------------------------------------------------------

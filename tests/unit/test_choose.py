@@ -835,10 +835,16 @@ def test_the_budget_takes_the_next_codec_that_is_within_it():
     policy = Policy(codecs=("int4", "int8"))
     assert one(site(), policy, profile()).codec == "int4"  # fewer bytes
     assert one(site(), dataclasses.replace(policy, max_error=0.02), profile()).codec == "int8"
-    nothing = one(site(), dataclasses.replace(policy, max_error=0.0), profile())
+    strict = dataclasses.replace(policy, max_error=0.0)
+    nothing, (each,) = one(site(), strict, profile()), options([site()], strict, profile())
     assert nothing.codec == NONE
-    for codec, spec in itertools.product(policy.codecs, choices("all_reduce")):
-        assert f"{codec} by {spec}: error " in nothing.reason
+    for codec in policy.codecs:
+        tried = {c.algorithm: c for c in each.candidates if c.codec == codec and c.error}
+        assert set(choices("all_reduce")) <= set(tried)
+        assert all(f"{codec} by {spec}: error " in c.refused for spec, c in tried.items())
+        least = min(tried.values(), key=lambda c: c.error)
+        assert nothing.reason.count(f"{codec} by ") == 1  # the site's own reason is short
+        assert least.refused in nothing.reason
 
 
 @pytest.mark.parametrize("stage", ["ag", "rs"])

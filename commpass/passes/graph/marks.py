@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -57,4 +57,5 @@ def marks(graph: fx.Graph, site: str) -> dict[fx.Node, Mark]:
         elif does == "wait":
             chunk = found[node.all_input_nodes[0]].chunk
         found[node] = Mark(site, hop, does, chunk)
-    return found
+    last = max(exchanges, default=0)  # what comes after it prepares no other
+    return {node: replace(mark, hop=min(mark.hop, last)) for node, mark in found.items()}
