@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import msgspec
 import torch
@@ -137,12 +137,15 @@ def _inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict
 
     known = list(config.get_config_copy()) if inner == "inductor" else []
     found = {name.replace("-", "_"): value for name, value in options.items()}
-    for name in found:
+    for name, value in found.items():
         if name not in known:
             close = difflib.get_close_matches(name, [*OPTIONS, *known], 1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
             others = ", and the options of Inductor" if known else ""
             raise PolicyError(f"unknown option {name!r}{hint} Known: {', '.join(OPTIONS)}{others}.")
+        wanted: Any = config.get_type(name)  # type: ignore[attr-defined]
+        if get_origin(wanted) is None and not isinstance(value, wanted):
+            raise PolicyError(f"option {name}={value!r}: must be a {wanted.__name__}")
     return found
 
 

@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from commpass.costmodel import Profile, default_profile, profile_named
 from commpass.passes import Road, check_skip
@@ -53,10 +56,27 @@ def rewrite(
 
 
 def _fake_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Gives every node a fake value, where the graph has none."""
-    if all("val" in node.meta for node in gm.graph.nodes if node.op == "placeholder"):
+    """Gives every node a fake value, where the graph has none, or where each has a mode of its own,
+    as ``make_fx`` leaves them if it traces with real values."""
+    given = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    held = all("val" in node.meta for node in given)
+    values = (meta.tensor(node) for node in gm.graph.nodes)
+    modes = {id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}
+    if held and len(modes) < 2:
         return
     from torch._dynamo.utils import detect_fake_mode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    FakeTensorProp(gm, detect_fake_mode(example_inputs)).propagate(*example_inputs)
+    inputs = [node.meta["val"] for node in given] if held else example_inputs
+    mode = None if held else detect_fake_mode(example_inputs)
+    mode = mode or FakeTensorMode(
+        shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True
+    )
+    with mode:
+        fakes = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            if held and isinstance(x, Tensor)
+            else x
+            for x in inputs
+        ]
+    FakeTensorProp(gm, mode).propagate(*fakes)

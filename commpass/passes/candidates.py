@@ -55,7 +55,8 @@ class Options:
         """Why candidates are refused, each reason once; of a codec that loses more than the budget,
         by the algorithm with which it loses least."""
         losses = [each for each in self.candidates if each.refused and each.error]
-        least = {each.codec: each for each in sorted(losses, key=lambda each: -each.error)}
+        by_error = sorted(losses, key=lambda each: each.error)
+        least = {each.codec: each for each in reversed(by_error)}
         refused = [each for each in self.candidates if each.refused]
         told = [each for each in refused if not each.error or least[each.codec] is each]
         return tuple(dict.fromkeys(each.refused for each in told))

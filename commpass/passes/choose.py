@@ -100,10 +100,17 @@ def _lowered(
         common = not (site.uneven or site.pairwise)
         fixed = common and all(isinstance(size, int) for size in site.shape)
         shared = kernels and fixed and site.device == "cpu" and alike[_work_of(site)] >= SHARE
+        if name == "kernel" and common and not fixed:
+            return "inline"
         return name or ("kernel" if shared else "inline")
 
-    pairs = zip(plan, named, strict=True)
-    return tuple(dataclasses.replace(site, lowering=chosen(site, name)) for site, name in pairs)
+    def lowered(site: PlannedSite, name: str | None) -> PlannedSite:
+        form, reason = chosen(site, name), site.reason
+        if name == "kernel" and form == "inline":
+            reason += "; inline and not as a kernel, since its sizes are not fixed"
+        return dataclasses.replace(site, lowering=form, reason=reason)
+
+    return tuple(map(lowered, plan, named))
 
 
 def _work_of(site: PlannedSite) -> tuple[Any, ...]:

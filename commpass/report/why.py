@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 from rich.table import Table
 from rich.text import Text
@@ -15,15 +16,16 @@ from commpass.report.tables import plain_table, ratio, size
 
 
 def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite]]:
-    """The sites of this name, or of modules that it covers as in a rule (``layers.*`` and all that
-    is inside), in the graphs of a run. Raises CommpassError where there is none, with the nearest
-    name, or where the dump has no candidates."""
+    """The sites of this name or glob, or of modules that it covers as in a rule (``layers.*`` and
+    all that is inside), in the graphs of a run. Raises CommpassError where there is none, with the
+    nearest name, or where the dump has no candidates."""
     found = [
         (dump, site)
         for dump in dumps
         for site in dump.plan.sites
-        if name in (site.name, site.name.rpartition(".")[0])
-        or (site.module and covers(name, site.module))
+        if name == site.name.rpartition(".")[0]
+        or fnmatchcase(site.name, name)
+        or covers(name, site.module)
     ]
     if not found:
         known = {text for d in dumps for s in d.plan.sites for text in (s.name, s.module) if text}

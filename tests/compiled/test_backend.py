@@ -342,6 +342,7 @@ def test_options_of_inductor_may_stand_beside_them(fake_group):
         ({"polcy": "off"}, "unknown option 'polcy'; did you mean 'policy'?"),
         ({"policy": "balancd"}, "did you mean 'balanced'?"),
         ({"inner": "eager", "max_autotune": True}, "unknown option 'max_autotune'"),
+        ({"max_autotune": 1}, "option max_autotune=1: must be a bool"),
     ],
 )
 def test_options_that_nobody_knows_are_refused(options, said, fake_group):

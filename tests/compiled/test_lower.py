@@ -551,6 +551,29 @@ def test_sizes_that_are_not_fixed_stay_inline(fake_group, without_code):
     assert {site.lowering for site in plan} == {"inline"}
 
 
+@pytest.mark.parametrize("form", [None, "inline", "kernel"])
+def test_a_plan_names_the_form_that_is_carried_out(form, fake_group, made):
+    fake_group(4)
+    policy = forced("int8", algorithm="two_shot", lowering=form)
+    gm = trace(summed, torch.randn(64, 64), dynamic=True)
+    (site,) = commpass.rewrite(gm, [], policy, strict=True)
+    assert site.lowering == "inline"
+    assert not kernels(gm)
+    assert ("its sizes are not fixed" in site.reason) == (form == "kernel")
+
+
+@pytest.mark.parametrize("form", ["inline", "kernel"])
+@pytest.mark.parametrize("name", ["int8", "exponent"])
+def test_graphs_traced_with_real_values_are_rewritten(name, form, fake_group, made):
+    """``make_fx`` gives each of their nodes a fake mode of its own."""
+    fake_group(4)
+    x = torch.randn(64, 24)
+    gm = make_fx(chain(2))(x)
+    plan = commpass.rewrite(gm, [x], forced(name, lowering=form), strict=True)
+    assert [site.codec for site in plan] == [name] * 2
+    assert gm(x).shape == x.shape
+
+
 def test_an_unknown_lowering_is_refused():
     with pytest.raises(PolicyError, match="did you mean 'kernel'"):
         Rule(codec="int8", lowering="kernels")

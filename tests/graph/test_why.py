@@ -164,6 +164,12 @@ def test_positions_of_a_coalesced_collective_and_globs_over_modules_are_found(du
         assert [found for _, found in considered([one], name)] == [site]
     with pytest.raises(CommpassError, match=r"no site 'layers\.4'"):
         considered([one], "layers.4")
+    root = dataclasses.replace(site, name="all_reduce_1", module="")
+    one = dataclasses.replace(one, plan=dataclasses.replace(plan, sites=(root,)))
+    for name in ("**", "*", "all_*", "all_reduce*"):
+        assert [found for _, found in considered([one], name)] == [root]
+    with pytest.raises(CommpassError, match="no site 'layers'"):
+        considered([one], "layers")
 
 
 def test_a_dump_from_before_candidates_were_kept_says_so(dumped, tmp_path):
