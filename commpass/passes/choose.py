@@ -100,7 +100,7 @@ def _lowered(
         common = not (site.uneven or site.pairwise)
         fixed = common and all(isinstance(size, int) for size in site.shape)
         shared = kernels and fixed and site.device == "cpu" and alike[_work_of(site)] >= SHARE
-        if name == "kernel" and common and not fixed:
+        if name == "kernel" and (site.uneven or not fixed):
             return "inline"
         return name or ("kernel" if shared else "inline")
 
