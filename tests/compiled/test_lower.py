@@ -555,7 +555,7 @@ def test_sizes_that_are_not_fixed_stay_inline(fake_group, without_code):
 def test_a_plan_names_the_form_that_is_carried_out(form, fake_group, made):
     fake_group(4)
     policy = forced("int8", algorithm="two_shot", lowering=form)
-    gm = trace(summed, torch.randn(64, 64), dynamic=True)
+    gm = make_fx(summed, tracing_mode="symbolic")(torch.randn(64, 64))
     (site,) = commpass.rewrite(gm, [], policy, strict=True)
     assert site.lowering == "inline"
     assert not kernels(gm)
