@@ -138,7 +138,9 @@ def main() -> None:
                 f"{row['step_ms']:.1f}",
                 f"{row['step_ratio']:.2f}",
             )
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)
     if options.json:
         facts = {
             "date": f"{datetime.date.today()}",
