@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import Ranks
+from tiers import rarely
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import commpass
@@ -39,7 +40,7 @@ class Layer(torch.nn.Module):
         return ops.wait_tensor(ops.all_reduce(x * 3, "sum", dist.group.WORLD.group_name)).sin()
 
 
-def run_policies(order: str) -> list[tuple[str, str, bool, int, int]]:
+def run_policies(order: str, training: bool) -> list[tuple[str, str, bool, int, int]]:
     """For each policy in turn: what was planned, whether the numbers are that codec's, cache hits
     and misses."""
     from torch._dynamo.utils import counters
@@ -52,9 +53,10 @@ def run_policies(order: str) -> list[tuple[str, str, bool, int, int]]:
         codec = CODECS[name]
         policy = Policy(name=name, rules=[Rule(codec=codec, force=True, algorithm="one_shot")])
         function = torch.compile(Layer(), backend=commpass.backend(policy, strict=True))
-        y = x.clone().requires_grad_()
+        y = x.clone().requires_grad_(training)
         got = function(y)
-        got.sum().backward()
+        if training:
+            got.sum().backward()
         expected = commpass.all_reduce(x * 3, codec=codec, algorithm="one_shot").sin()
         plan = commpass.plans()[-1]
         right = torch.equal(got.detach(), expected) or bool(
@@ -73,13 +75,15 @@ def run_policies(order: str) -> list[tuple[str, str, bool, int, int]]:
     return rows
 
 
+@pytest.mark.parametrize("training", [False, rarely(True)])
 def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_two_processes(
-    tmp_path,
+    training, tmp_path
 ):
+    graphs = 1 + training  # forward, and backward
     environment = own_cache(tmp_path / "cache")
     ranks = Ranks(2, environment)
     try:
-        first = ranks.run(run_policies, "ABA")
+        first = ranks.run(run_policies, "ABA", training)
     finally:
         ranks.stop()
     for rows in first:
@@ -88,10 +92,10 @@ def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_tw
             ("B", "int4", True),
             ("A", "int8", True),
         ]
-        assert rows[2][3:] == (2, 0)  # forward and backward, from the second time on
+        assert rows[2][3:] == (graphs, 0)  # from the second time on
     ranks = Ranks(2, environment)
     try:
-        second = ranks.run(run_policies, "BA")
+        second = ranks.run(run_policies, "BA", training)
     finally:
         ranks.stop()
     for rows in second:
@@ -99,7 +103,7 @@ def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_tw
             ("B", "int4", True),
             ("A", "int8", True),
         ]
-        assert [(hits, misses) for *_, hits, misses in rows] == [(2, 0), (2, 0)]
+        assert [(hits, misses) for *_, hits, misses in rows] == [(graphs, 0), (graphs, 0)]
 
 
 def run_kernels() -> tuple[set[str], list[float], int, int]:

@@ -572,8 +572,8 @@ STOCHASTIC = "int4(scale=absmax, stored=bf16, rounding=stochastic, seed=7)"
 ROUNDED = ["rotated(form=companded, bits=3)", "int8(scale=lsq, stored=fp32)", "taco"]
 """Settings with square roots, or whose scales are made of sums over a block."""
 COMPILED = {
-    "quick": ["fp8(form=e5m2)", "taco"],
-    "long": ["int6", STOCHASTIC, "int8(static=0.05)", "equarx(width=96)", "tahquant", *ROUNDED[:2]],
+    "quick": ["fp8(form=e5m2)"],
+    "long": ["int6", STOCHASTIC, "int8(static=0.05)", "equarx(width=96)", "tahquant", *ROUNDED],
     "long, dynamic": [STOCHASTIC, "equarx", "int8(scale=lsq, stored=fp32)"],
 }
 """Those compiled as one graph. Dynamic ones are compiled for symbolic sizes; each costs the
