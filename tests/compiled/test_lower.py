@@ -25,6 +25,9 @@ from commpass.policy import Policy, PolicyError, Rule
 wait = ops.wait_tensor
 RANKS = 4
 CODECS = ["outlier(width=4)", *(n for n in NAMES if n not in ("difference", "outlier", "raw"))]
+ROOTS = "taco"
+"""Its scale is a root of a sum, which eager and compiled code round in their own ways: its two
+forms are compared as both are compiled."""
 CODED = set(operators.IMPLEMENTATIONS)
 KERNEL = torch.ops.commpass.kernel.default
 EVERY = pytest.mark.every
@@ -225,6 +228,8 @@ def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
 def test_compiled_kernels_give_the_bits_of_the_inline_form(name):
     if name.startswith("outlier"):
         pytest.skip("it holds tensors of its own, which no graph takes")
+    if name == ROOTS:
+        pytest.skip("eager roots, by which the inline form is run here, are rounded otherwise")
     how = "sparse" if codec(name).state else "two_shot"
     both = [
         results(forced(name, algorithm=how, lowering=form), inputs_of((64, 64)))[1]
@@ -581,12 +586,12 @@ def test_an_unknown_lowering_is_refused():
         Policy(lowering="inlined")
 
 
-def reduced(steps):
+def reduced(steps, name):
     torch._dynamo.reset()
     x = torch.randn(96, 40, generator=torch.Generator().manual_seed(torch.distributed.get_rank()))
     found = []
     for how in ("inline", "kernel"):
-        policy = forced("rotated", algorithm="two_shot", lowering=how)
+        policy = forced(name, algorithm="two_shot", lowering=how)
         run = torch.compile(chain(steps), backend=commpass.backend(policy, strict=True))
         with torch.no_grad():
             found.append(run(x))
@@ -599,5 +604,6 @@ def reduced(steps):
 
 
 @pytest.mark.every
-def test_real_ranks_get_the_same_bits_by_kernels(ranks2):
-    assert ranks2.run(reduced, 3) == [True, True]
+@pytest.mark.parametrize("name", ["rotated", ROOTS])
+def test_real_ranks_get_the_same_bits_by_kernels(name, ranks2):
+    assert ranks2.run(reduced, 3, name) == [True, True]
