@@ -113,6 +113,7 @@ def compress(
     max_error: float | None = None,
     force: bool = False,
     lowering: str | None = None,
+    chunks: int | None = None,
 ) -> Any:
     """Says how the collectives of a part of the model may be compressed; what is left out is the
     policy's.
@@ -121,17 +122,16 @@ def compress(
     commpass.compress(...):`` inside the compiled code, or ``commpass.compress(...)(module)`` on one
     module. The nearest enclosing word wins. ``codec`` and ``algorithm`` are one name or several;
     ``max_error`` is a relative error; ``force`` compresses even where the cost model sees no gain;
-    ``lowering`` is ``inline`` or ``kernel``. Raises PolicyError for unknown names, and for anything
-    given without its name (``compress("int8")``, or ``@compress`` without brackets).
+    ``lowering`` is ``inline`` or ``kernel``; ``chunks`` is into how many a tensor is divided.
+    Raises PolicyError for unknown names, and for anything given without its name
+    (``compress("int8")``, or ``@compress`` without brackets).
     """
     if target is not None:
         _refuse_unnamed(target)
     if torch.compiler.is_dynamo_compiling():
-        return annotate({KEY: _compress_json(codec, algorithm, max_error, force, lowering)})
-    word = Word(
-        codec=codec, algorithm=algorithm, max_error=max_error, force=force, lowering=lowering
-    )
-    return Scope(word)
+        word = _compress_json(codec, algorithm, max_error, force, lowering, chunks)
+        return annotate({KEY: word})
+    return Scope(_word(codec, algorithm, max_error, force, lowering, chunks))
 
 
 def keep(target: Any = None) -> Any:
@@ -158,13 +158,27 @@ def _refuse_unnamed(given: Any) -> None:
 KEEP = Word(keep=True).to_json()
 
 
-@torch.compiler.assume_constant_result
-def _compress_json(
-    codec: Any, algorithm: Any, max_error: float | None, force: bool, lowering: str | None
-) -> str:
+def _word(
+    codec: Any,
+    algorithm: Any,
+    max_error: float | None,
+    force: bool,
+    lowering: str | None,
+    chunks: int | None,
+) -> Word:
     return Word(
-        codec=codec, algorithm=algorithm, max_error=max_error, force=force, lowering=lowering
-    ).to_json()
+        codec=codec,
+        algorithm=algorithm,
+        max_error=max_error,
+        force=force,
+        lowering=lowering,
+        chunks=chunks,
+    )
+
+
+@torch.compiler.assume_constant_result
+def _compress_json(*said: Any) -> str:
+    return _word(*said).to_json()
 
 
 def _under(word: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,6 +36,19 @@ def rank_in(name: str) -> int | None:
     return group.rank() if group is not None and group.rank() >= 0 else None
 
 
+def sends_messages(name: str, device: str) -> bool:
+    """Whether exchanges of a group are best sent as messages between pairs of ranks
+    (``collectives.messages``): on a CPU, where gloo carries them."""
+    group = group_named(name)
+    if group is None or device != "cpu":
+        return False
+    try:
+        carriers = dist.get_backend_config(group).split(",")
+    except (KeyError, ValueError, AssertionError):  # nobody registered it
+        return False
+    return "cpu:gloo" in carriers
+
+
 def ranks_of(name: str) -> tuple[int, ...]:
     """The global ranks of a group, in its own order; () where there is no such group here."""
     group = group_named(name)

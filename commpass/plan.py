@@ -41,7 +41,8 @@ class Site:
     values of one entry of the first dimension. ``stateless`` says why no state can be kept for it
     between calls, if none can. ``splits`` are what an all-to-all sends to and receives from each
     rank, in entries of the first dimension. ``peer`` is the number of the rank at the other end of
-    a send or recv, and ``tag`` tells apart what goes between the two. ``word`` is the nearest
+    a send or recv, and ``tag`` tells apart what goes between the two. ``by_messages``: exchanges of
+    its group go as messages between pairs of ranks. ``word`` is the nearest
     enclosing ``compress``/``keep``, as JSON text.
     """
 
@@ -60,6 +61,7 @@ class Site:
     splits: tuple[tuple[int | str, ...], tuple[int | str, ...]] | None = None
     peer: int | None = None
     tag: int = 0
+    by_messages: bool = False
     stateless: str | None = NOBODY
     device: str = "cpu"
     module: str = ""

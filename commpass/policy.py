@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from commpass.codecs import codec as codec_named
-from commpass.collectives import DEFAULTS, algorithm, check_name, own
+from commpass.collectives import DEFAULTS, MOST_CHUNKS, algorithm, check_name, own
 from commpass.errors import PolicyError, nearest
 from commpass.kinds import KINDS
 from commpass.paths import star
@@ -39,6 +39,7 @@ _TYPES: dict[str, Any] = {
     "Words": str | list[str] | None,
     "str | None": str | None,
     "float | None": float | None,
+    "int | None": int | None,
     "tuple[str, ...]": str | list[str],
     "str": str,
     "int": int,
@@ -86,6 +87,7 @@ class Allowed:
     source: str = "policy"
     budget: str = "max_error of the policy"
     lowering: str | None = None
+    chunks: int | None = None
 
     def allow_like(self, other: Allowed) -> bool:
         """Whether both allow the same, whoever says so."""
@@ -106,7 +108,8 @@ class Word(_Named):
     ``max_error`` is the allowed relative error. ``force`` compresses even where the cost model sees
     no gain. ``keep`` never compresses. ``lowering`` says what encode and decode become: ``inline``,
     operators that Inductor fuses with their neighbours, or ``kernel``, functions that all sites
-    share.
+    share. ``chunks`` is into how many a tensor is divided, of which one travels while another is
+    coded; 1 means not at all, and None lets the cost model choose.
     """
 
     codec: Words = None
@@ -115,6 +118,7 @@ class Word(_Named):
     force: bool = False
     keep: bool = False
     lowering: str | None = None
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -129,9 +133,13 @@ class Word(_Named):
                 f"max_error={self.max_error!r}: must be a share such as 0.01 for one percent, and"
                 " at most 1"
             )
-        if self.keep and (self.codec or self.algorithm or self.force or self.lowering):
+        if self.chunks is not None and not 1 <= self.chunks <= MOST_CHUNKS:
+            raise PolicyError(f"chunks={self.chunks}: must be from 1 to {MOST_CHUNKS}")
+        said = (self.codec, self.algorithm, self.force, self.lowering, self.chunks)
+        if self.keep and any(said):
             raise PolicyError(
-                "keep=True says never to compress: leave codec, algorithm, lowering and force out"
+                "keep=True says never to compress: leave codec, algorithm, chunks, lowering and"
+                " force out"
             )
         if self.lowering is not None and self.lowering not in LOWERINGS:
             raise PolicyError(f"lowering={self.lowering!r}{nearest(self.lowering, LOWERINGS)}")
@@ -152,6 +160,7 @@ class Word(_Named):
             source=source,
             budget=budget,
             lowering=self.lowering or policy.lowering,
+            chunks=self.chunks or policy.chunks,
         )
 
     def to_json(self) -> str:
@@ -244,7 +253,7 @@ class Policy(_Named):
 
     ``max_error`` is the largest allowed relative error of a compressed result;
     ``reassociate=False`` forbids even changes that only round a sum differently; ``skip`` names
-    passes to leave out; ``lowering`` as in a rule.
+    passes to leave out; ``lowering`` and ``chunks`` as in a rule.
     """
 
     name: str = "custom"
@@ -256,6 +265,7 @@ class Policy(_Named):
     skip: tuple[str, ...] = ()
     off: bool = False
     lowering: str | None = None
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -273,6 +283,7 @@ class Policy(_Named):
             algorithm=self.algorithms,
             max_error=self.max_error,
             lowering=self.lowering,
+            chunks=self.chunks,
         )
 
     def allowed(self, site: Site) -> tuple[Allowed, int | None]:

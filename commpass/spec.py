@@ -12,14 +12,19 @@ from commpass.errors import PolicyError, nearest
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
-    """``"int8(block=128, form=e4m3)"`` to its name and parameters; values are numbers or words.
-    Raises PolicyError for what cannot be read."""
+    """``"int8(block=128, form=e4m3)"`` to its name and parameters; values are numbers or words. One
+    value alone, ``"cast(fp16)"``, is that of the first parameter, which is called "" here. Raises
+    PolicyError for what cannot be read."""
     word, bracket, rest = text.strip().partition("(")
     if not bracket:
         return word, {}
     try:
         call = ast.parse(f"_({rest}", mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise SyntaxError
+        if len(call.args) == 1 and not call.keywords:
+            return word.strip(), {"": _value(call.args[0])}
+        if call.args:
             raise SyntaxError
         given = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
         if len(given) < len(call.keywords):
@@ -56,6 +61,8 @@ def changed(
     """The parameters that are given and are not the defaults, in order. Raises PolicyError for an
     unknown one, or a type of value that it cannot have."""
     known = parameters_of(builder)
+    if "" in given and known:
+        given = {next(iter(known)) if key == "" else key: value for key, value in given.items()}
     for key, value in given.items():
         if key not in known:
             raise PolicyError(f"{what} has no parameter {key!r}{nearest(key, known)}")

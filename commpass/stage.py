@@ -15,7 +15,8 @@ class Stage:
     whole blocks. An
     exchange is a collective of ``kind`` to which the rank hands ``nbytes`` bytes, of which
     ``leaving`` go to other ranks: to all, or to so many ``peers`` alone. ``inside``: those and the
-    rank itself follow one another in the group and are not all of it. ``dynamic``: the number of
+    rank itself follow one another in the group and are not all of it. ``by_messages``: it goes as
+    messages between pairs, and not by the library's own collective. ``dynamic``: the number of
     bytes depends on the values; this is what a Gaussian needs. Numbers may be symbolic.
     """
 
@@ -27,5 +28,6 @@ class Stage:
     leaving: int = 0
     peers: int | None = None
     inside: bool = False
+    by_messages: bool = False
     dynamic: bool = False
     after: tuple[int, ...] = ()

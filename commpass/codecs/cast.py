@@ -71,3 +71,13 @@ def cast(spec: str, *, to: str = "bf16") -> Codec:
     if to not in FORMS:
         raise PolicyError(f"to={to!r}{nearest(to, FORMS)}")
     return CastCodec(spec, to)
+
+
+def bf16(spec: str) -> Codec:
+    """16-bit floats with the range of fp32: ``cast(bf16)``."""
+    return CastCodec(spec, "bf16")
+
+
+def fp16(spec: str) -> Codec:
+    """16-bit floats with 11 bits of mantissa and nothing above 65504: ``cast(fp16)``."""
+    return CastCodec(spec, "fp16")

@@ -144,6 +144,11 @@ class Codec(ABC):
         """As ``encode_rows``, the parts apart: ``[rows, parts(n, dtype)[i]]`` each."""
         return self.encode_rows(rows).split(list(self.parts(rows.shape[1], rows.dtype)), dim=1)
 
+    def encode_pieces(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """As ``encode_rows``, in pieces ``[rows, n_i]`` of any dtype, whose bytes side by side are
+        the row: for one who writes each where it belongs."""
+        return (self.encode_rows(rows),)
+
     def decode_parts(self, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
         """As ``decode_rows``, of parts ``[rows, parts(numel, dtype)[i]]`` that came apart."""
         return self.decode_rows(torch.cat(list(parts), dim=1), numel, dtype)

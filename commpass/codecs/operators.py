@@ -97,6 +97,11 @@ def sum_rows(rows: Tensor) -> Tensor:
     return ops.sum_rows(rows) if _opaque.get() else _sum_rows(rows)
 
 
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Columns ``[r, n]`` of several parts side by side."""
+    return ops.join(list(parts)) if _opaque.get() else _join(parts)
+
+
 def decode_and_sum_by_index(
     coder: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype
 ) -> Tensor:
@@ -173,9 +178,18 @@ def _sum_rows(rows: Tensor) -> Tensor:
     return total
 
 
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts), dim=1)
+
+
 def _sum_by_index(wires: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
     indices, values = _held[name].decode_sparse(wires, numel, dtype)
     return sum_by_index(indices, values, numel)
+
+
+def encode_pieces(rows: Tensor, name: str, salt: Sequence[int]) -> tuple[Tensor, ...]:
+    """What ``encode`` gives, in pieces to be written side by side: see ``Codec``."""
+    return _held[name].salted(*salt).encode_pieces(rows)
 
 
 # --- and of what shape ----------------------------------------------------------------------------
@@ -227,6 +241,11 @@ SIGNATURES: dict[str, tuple[str, Function, Function]] = {
         _sum_rows,
         lambda rows: rows.new_empty((1, rows.shape[1])),
     ),
+    "join": (
+        "(Tensor[] parts) -> Tensor",
+        _join,
+        lambda parts: parts[0].new_empty((parts[0].shape[0], sum(part.shape[1] for part in parts))),
+    ),
     "decode_and_sum_by_index": (
         f"(Tensor wires, {CODEC}) -> Tensor",
         _sum_by_index,
@@ -258,4 +277,4 @@ ROLES = {
     }.get(operator, operator)
     for operator in SIGNATURES
 }
-"""What a node of each operator does: encode, decode, used_bytes, enter, leave or sum."""
+"""What a node of each operator does: encode, decode, used_bytes, enter, leave, sum or join."""

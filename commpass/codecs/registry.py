@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from commpass.codecs.block import presets
-from commpass.codecs.cast import cast
+from commpass.codecs.cast import bf16, cast, fp16
 from commpass.codecs.codec import Codec
 from commpass.codecs.exponent import exponent
 from commpass.codecs.raw import raw
@@ -62,6 +62,8 @@ NAMES: dict[str, Callable[..., Codec]] = {
     "exponent": exponent,
     "raw": raw,
     "cast": cast,
+    "bf16": bf16,
+    "fp16": fp16,
     # Codecs that have another one inside are given the means to look it up.
     "outlier": partial(outlier, codec),
     "difference": partial(difference, codec),

@@ -78,6 +78,8 @@ def cut_apart(rows: Tensor, length: int) -> Tensor:
 
 def as_bytes(numbers: Tensor) -> Tensor:
     """``[..., n]`` numbers to their bytes ``[..., n * itemsize]``."""
+    if numbers.dtype == torch.uint8:
+        return numbers
     if isinstance(numbers.shape[-1], int) and numbers.shape[-1] == 1:
         # Inductor of torch 2.11 may give a last dimension of size 1 any stride, and a view of bytes
         # wants a stride of 1.

@@ -4,6 +4,7 @@ from commpass.codecs.operators import UNROLLED_RANKS
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.handle import Handle
 from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
+from commpass.collectives.reductions import MOST_CHUNKS
 from commpass.collectives.request import Request
 from commpass.collectives.stages import Payload, Stages, read_stages, record_stages
 from commpass.collectives.steps import run
@@ -15,11 +16,13 @@ from commpass.collectives.table import (
     algorithms_of,
     check_name,
     own,
+    whole,
 )
 
 __all__ = [
     "ALGORITHM_NAMES",
     "DEFAULTS",
+    "MOST_CHUNKS",
     "REDUCE_OPS",
     "UNROLLED_RANKS",
     "Algorithm",
@@ -38,4 +41,5 @@ __all__ = [
     "record_stages",
     "reduce_scatter",
     "run",
+    "whole",
 ]

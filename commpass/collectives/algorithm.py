@@ -26,6 +26,7 @@ class Algorithm:
     (for ranks whose values are independent). ``obstacle`` says why it cannot work with a codec on
     so many ranks. ``domain`` names the domain in which it sums, "" for the values themselves.
     ``keeps`` says whether it, or an exchange in the air, still reads the input once it has started.
+    ``chunks`` is into how many it divides what it sends.
     """
 
     spec: str
@@ -36,6 +37,7 @@ class Algorithm:
     domain: Callable[[Codec], str] = lambda codec: ""
     stateful: bool = False
     keeps: Callable[[Codec], bool] = lambda codec: isinstance(codec, RawCodec)
+    chunks: int = 1
 
     def error(self, codec: Codec, ranks: int) -> float:
         """Expected relative error of a result: the errors of all encodes, added as variances."""

@@ -11,54 +11,65 @@ from torch import Tensor
 
 from commpass.codecs import Codec, cut_apart, operators
 from commpass.collectives.algorithm import Algorithm
-from commpass.collectives.reductions import check_shards, no_sparse, sizes_first
-from commpass.collectives.request import Broadcast, Gather, Request, Rows, ops, scatter
-from commpass.collectives.steps import Coding, Steps, hop, parts_hop
+from commpass.collectives.reductions import flow_of, no_sparse
+from commpass.collectives.request import Broadcast, Gather, Move, Request, Rows, ops, scatter
+from commpass.collectives.steps import Coding, Flow, Steps, hop, in_chunks, parts_hop
 
 LONG = 1.05
 """A row is long for a codec if it takes at most so many times the bytes that its values take of a
 large tensor."""
 
 
-def all_gather_steps(x: Tensor, request: Request, coder: Codec, shards: int, first: bool) -> Steps:
+def all_gather_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
     """``[n, ...]`` of every rank to ``[ranks * n, ...]``: encode once, gather, decode all."""
-    rows = yield from hop(x.reshape(1, -1), Coding(coder, x.dtype, shards, first), Gather(request))
-    return cut_apart(rows.to(x.dtype), x.numel()).reshape(request.ranks * x.shape[0], *x.shape[1:])
+    rows = yield from _moved(x.reshape(1, -1), x.dtype, coder, flow, Gather(request))
+    return rows.reshape(request.ranks * x.shape[0], *x.shape[1:])
 
 
-def broadcast_steps(x: Tensor, request: Request, coder: Codec, shards: int, first: bool) -> Steps:
+def broadcast_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
     """The root's ``x`` on all ranks, the root's own included: decoded there as well."""
-    rows = yield from hop(
-        x.reshape(1, -1), Coding(coder, x.dtype, shards, first), Broadcast(request)
-    )
-    return cut_apart(rows.to(x.dtype), x.numel()).reshape(x.shape)
+    rows = yield from _moved(x.reshape(1, -1), x.dtype, coder, flow, Broadcast(request))
+    return rows.reshape(x.shape)
 
 
-def all_to_all_steps(x: Tensor, request: Request, coder: Codec, shards: int, first: bool) -> Steps:
+def all_to_all_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
     """Parts of ``[n, ...]`` to all ranks, theirs joined: with even splits a row a rank; else each
     entry of the first dimension is a row of its own (mixture of experts: a token), or where those
     are short for the codec, each rank's part."""
-    coding = Coding(coder, x.dtype, shards, first)
     if request.sent is None or request.received is None:
-        rows = yield from hop(x.reshape(request.ranks, -1), coding, scatter(request))
-        return cut_apart(rows.to(x.dtype), x.numel() // request.ranks).reshape(x.shape)
+        rows = x.reshape(request.ranks, -1)
+        moved = yield from _moved(rows, x.dtype, coder, flow, scatter(request))
+        return moved.reshape(x.shape)
     width, arriving = _width(x), sum(request.received)
     if by_entries(coder, width, x.dtype, request):
         move = Rows(request, request.sent, request.received)
-        rows = yield from hop(x.reshape(x.shape[0], width), coding, move)
-        return cut_apart(rows.to(x.dtype), width).reshape(arriving, *x.shape[1:])
-    coding = coding.unsharded()  # ranks whose parts are even must do as those whose parts are not
+        moved = yield from _moved(x.reshape(x.shape[0], width), x.dtype, coder, flow, move)
+        return moved.reshape(arriving, *x.shape[1:])
+    # Ranks whose parts are even must do as those whose parts are not.
+    coding = Coding(coder, x.dtype, flow).undivided()
     if _even(request):
-        part = request.sent[0] * width
-        rows = yield from hop(x.reshape(request.ranks, part), coding, scatter(request))
-        return cut_apart(rows.to(x.dtype), part).reshape(x.shape)
+        rows = x.reshape(request.ranks, request.sent[0] * width)
+        moved = yield from _moved(rows, x.dtype, coder, coding.flow, scatter(request))
+        return moved.reshape(x.shape)
     numels = [entries * width for entries in request.received]
     parts = x.reshape(-1).split([entries * width for entries in request.sent])
-    rows = yield from parts_hop(parts, numels, coding, request)
+    arrived = yield from parts_hop(parts, numels, coding, request)
     whole = [
-        cut_apart(row.to(x.dtype), numel) for row, numel in zip(rows, numels, strict=True) if numel
+        cut_apart(row.to(x.dtype), numel)
+        for row, numel in zip(arrived, numels, strict=True)
+        if numel
     ]
     return (torch.cat(whole, dim=1) if whole else x.new_empty(0)).reshape(arriving, *x.shape[1:])
+
+
+def _moved(rows: Tensor, dtype: torch.dtype, coder: Codec, flow: Flow, move: Move) -> Steps:
+    """``[r, n]`` encoded, moved and decoded: ``[r', n]``."""
+
+    def moved(rows: Tensor, coding: Coding) -> Steps:
+        arrived = yield from hop(rows, coding, move)
+        return cut_apart(arrived.to(dtype), rows.shape[1])
+
+    return (yield from in_chunks(rows, Coding(coder, dtype, flow), coder.block, moved))
 
 
 def _width(x: Tensor) -> int:
@@ -122,13 +133,15 @@ def pairwise(kind: str, spec: str) -> Algorithm:
     return Algorithm(spec, kind, steps, obstacle=_pairwise_obstacle)
 
 
-def direct(kind: str, spec: str, *, shards: int = 1, first: str = "static") -> Algorithm:
+def direct(
+    kind: str, spec: str, *, chunks: int = 1, shards: int = 1, first: str = "static"
+) -> Algorithm:
     """One exchange as the plain collective has it, of codes. ``first`` is for a lossless codec:
     ``static``, its static part goes first, and has the sizes of the rest in it; ``sizes``, sizes go
     first, then all together (ZipCCL, designs 2 and 1)."""
-    how: dict[str, Any] = {"shards": check_shards(shards), "first": sizes_first(first)}
+    flow = flow_of(chunks, shards, first)
     if kind == "all_to_all":
         steps: Any = all_to_all_steps
     else:
         steps = all_gather_steps if kind == "all_gather" else broadcast_steps
-    return Algorithm(spec, kind, partial(steps, **how), obstacle=no_sparse)
+    return Algorithm(spec, kind, partial(steps, flow=flow), obstacle=no_sparse, chunks=flow.chunks)

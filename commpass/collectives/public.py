@@ -29,7 +29,7 @@ from commpass.collectives.request import Request
 from commpass.collectives.steps import run
 from commpass.collectives.table import REDUCE_OPS, algorithm
 from commpass.errors import PolicyError, nearest
-from commpass.groups import group_named, ready
+from commpass.groups import group_named, ready, sends_messages
 
 _named = algorithm
 
@@ -142,7 +142,7 @@ def _collective(
         raise PolicyError("async_op=True has no gradient: give x.detach(), or leave async_op out")
     chosen, coder = _named(kind, spec), codec_named(codec)
     own = x.clone() if chosen.keeps(coder) else x
-    return Handle(chosen.run(own, _request(op, where, ranks, rank, sent, received), coder))
+    return Handle(chosen.run(own, _request(x, op, where, ranks, rank, sent, received), coder))
 
 
 def _sparse(
@@ -283,10 +283,11 @@ def _check_splits(
 
 
 def _request(
-    op: str, group: str, ranks: int, rank: int, sent: Any = None, received: Any = None
+    x: Tensor, op: str, group: str, ranks: int, rank: int, sent: Any = None, received: Any = None
 ) -> Request:
     sent, received = (None if sizes is None else tuple(sizes) for sizes in (sent, received))
-    return Request(group, ranks, rank, op, sent=sent, received=received)
+    by_messages = sends_messages(group, x.device.type)
+    return Request(group, ranks, rank, op, sent=sent, received=received, by_messages=by_messages)
 
 
 def _sources() -> str:
@@ -323,12 +324,14 @@ class _Straight(torch.autograd.Function):
         sources: str,
     ) -> Tensor:
         ctx.call = (kind, op, group, ranks, rank, sent, received, codec, name)
-        return _run(_named(kind, name), x, _request(op, group, ranks, rank, sent, received), codec)
+        return _run(
+            _named(kind, name), x, _request(x, op, group, ranks, rank, sent, received), codec
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         kind, op, group, ranks, rank, sent, received, codec, name = ctx.call
-        request = _request(op, group, ranks, rank, received, sent)
+        request = _request(gradients[0], op, group, ranks, rank, received, sent)
         mirror = _mirror(kind, name)
         gradient = _run(mirror, gradients[0].contiguous(), request, codec)
         if kind == "reduce_scatter" and op == "avg":
@@ -362,7 +365,7 @@ def _sparse_run(
 ) -> tuple[Tensor, Tensor]:
     return run(
         _named("all_reduce", name).run(
-            x, _request(op, group, ranks, rank), codec_named(codec), residual
+            x, _request(x, op, group, ranks, rank), codec_named(codec), residual
         )
     )
 

@@ -33,7 +33,15 @@ from commpass.collectives import scatters
 from commpass.collectives.algorithm import Algorithm, Encodes
 from commpass.collectives.request import Gather, Request
 from commpass.collectives.scatters import Summed, convert
-from commpass.collectives.steps import Coding, Steps, hop, shard_length
+from commpass.collectives.steps import (
+    UNDIVIDED,
+    Coding,
+    Flow,
+    Steps,
+    hop,
+    in_chunks,
+    shard_length,
+)
 from commpass.errors import PolicyError, nearest
 
 RAW = codec("raw")
@@ -78,23 +86,22 @@ class Staged:
 
     scatter: Scatter
     stage: str = "both"
-    shards: int = 1
-    sizes_first: bool = False
+    flow: Flow = UNDIVIDED
 
     def codings(self, coder: Codec, dtype: torch.dtype) -> tuple[Coding, Coding]:
         # Partial sums are not rounded to a narrower dtype on their way, even by a codec that loses
         # nothing else (law 4).
         partial = accumulation_dtype(dtype) if self.scatter.hops else dtype
-        first = Coding(RAW if self.stage == "ag" else coder, partial, self.shards, self.sizes_first)
+        first = Coding(RAW if self.stage == "ag" else coder, partial, self.flow)
         second = RAW if self.stage == "rs" else self.scatter.between(coder)
-        return first, Coding(second, second.hop_dtype(dtype), self.shards, self.sizes_first, LAST)
+        return first, Coding(second, second.hop_dtype(dtype), self.flow, LAST)
 
     def encodes(self, coder: Codec, ranks: int) -> Encodes:
         scattered = self.scatter.encodes(coder, ranks) if self.stage != "ag" else ()
         return (*scattered, (self.scatter.between(coder), 1.0)) if self.stage != "rs" else scattered
 
     def unit(self, coder: Codec) -> int:
-        return math.lcm(self.scatter.unit(coder), coder.block) * self.shards
+        return math.lcm(self.scatter.unit(coder), coder.block) * self.flow.shards
 
     def domain(self, coder: Codec) -> str:
         return coder.domain.name if self.stage != "ag" else ""
@@ -104,22 +111,30 @@ class Staged:
 
     def all_reduce(self, x: Tensor, request: Request, coder: Codec) -> Steps:
         first, second = self.codings(coder, x.dtype)
+        there = second.codec.domain
+
+        def both(rows: Tensor, first: Coding) -> Steps:
+            summed, here = yield from self.scatter.run(rows, request, first)
+            summed = convert(_mean(summed, request), here, there)
+            last = second.in_domain().of_chunk(first.chunk)
+            arrived = yield from hop(summed, last, Gather(request))
+            return convert(arrived, there, VALUES).to(x.dtype)
+
         shard = shard_length(x.numel(), request.ranks, self.unit(coder))
         rows = pad(x.reshape(-1), shard * request.ranks).reshape(request.ranks, shard)
-        summed, here = yield from self.scatter.run(rows, request, first)
-        there = second.codec.domain
-        summed = convert(_mean(summed, request), here, there)
-        arrived = yield from hop(summed, second.in_domain(), Gather(request))
-        result = convert(arrived, there, VALUES).to(x.dtype).reshape(1, -1)
-        return cut_apart(result, x.numel()).reshape(x.shape)
+        result = yield from in_chunks(rows, first, self.unit(coder), both)
+        return cut_apart(result.reshape(1, -1), x.numel()).reshape(x.shape)
 
     def reduce_scatter(self, x: Tensor, request: Request, coder: Codec) -> Steps:
         first, _ = self.codings(coder, x.dtype)
+
+        def summed_values(rows: Tensor, first: Coding) -> Steps:
+            summed, here = yield from self.scatter.run(rows, request, first)
+            return convert(_mean(summed, request), here, VALUES).to(x.dtype)
+
         rows = x.reshape(request.ranks, -1)
-        summed, here = yield from self.scatter.run(
-            pad(rows, self._padded_numel(rows.shape[1], coder)), request, first
-        )
-        result = convert(_mean(summed, request), here, VALUES).to(x.dtype)
+        padded = pad(rows, self._padded_numel(rows.shape[1], coder))
+        result = yield from in_chunks(padded, first, self.unit(coder), summed_values)
         if request.ranks == 1:  # nothing was sent: it may be a view of x
             result = result.clone()
         return cut_apart(result, rows.shape[1]).reshape(x.shape[0] // request.ranks, *x.shape[1:])
@@ -135,16 +150,21 @@ def _mean(total: Tensor, request: Request) -> Tensor:
 # --- one-shot -------------------------------------------------------------------------------------
 
 
-def one_shot_steps(
-    x: Tensor, request: Request, coder: Codec, shards: int, sizes_first: bool
-) -> Steps:
+def one_shot_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
     """Everybody sends everything, everybody sums: one hop, one encode, ``ranks`` decodes (low-bit
     TP inference, section 3)."""
-    coding, domain = Coding(coder, x.dtype, shards, sizes_first), coder.domain
-    row = pad(x.reshape(1, -1), shard_length(x.numel(), 1, coder.block * shards))
-    arrived = yield from hop(convert(row, VALUES, domain), coding.in_domain(), Gather(request))
-    total = _mean(sum_rows(arrived.to(accumulation_dtype(x.dtype))), request)
-    return cut_apart(convert(total, domain, VALUES).to(x.dtype), x.numel()).reshape(x.shape)
+    domain = coder.domain
+
+    def summed(row: Tensor, coding: Coding) -> Steps:
+        entered = convert(row, VALUES, domain)
+        arrived = yield from hop(entered, coding.in_domain(), Gather(request))
+        total = _mean(sum_rows(arrived.to(accumulation_dtype(x.dtype))), request)
+        return convert(total, domain, VALUES).to(x.dtype)
+
+    unit = coder.block * flow.shards
+    row = pad(x.reshape(1, -1), shard_length(x.numel(), 1, unit))
+    result = yield from in_chunks(row, Coding(coder, x.dtype, flow), unit, summed)
+    return cut_apart(result, x.numel()).reshape(x.shape)
 
 
 # --- sparse ---------------------------------------------------------------------------------------
@@ -197,26 +217,27 @@ def no_sparse(coder: Codec, ranks: int) -> str | None:
 # --- by name --------------------------------------------------------------------------------------
 
 
-def one_shot(kind: str, spec: str, *, shards: int = 1, first: str = "static") -> Algorithm:
+def one_shot(
+    kind: str, spec: str, *, chunks: int = 1, shards: int = 1, first: str = "static"
+) -> Algorithm:
     """One all-gather of everything: the fewest hops, for small tensors and few ranks."""
-    how: dict[str, Any] = {"shards": check_shards(shards), "sizes_first": sizes_first(first)}
+    flow = flow_of(chunks, shards, first)
     return Algorithm(
         spec,
         kind,
-        partial(one_shot_steps, **how),
+        partial(one_shot_steps, flow=flow),
+        chunks=flow.chunks,
         obstacle=no_sparse,
         domain=lambda coder: coder.domain.name,
     )
 
 
-def _staged(
-    kind: str, spec: str, scatter: Scatter, stage: str, shards: int, first: str
-) -> Algorithm:
+def _staged(kind: str, spec: str, scatter: Scatter, stage: str, flow: Flow) -> Algorithm:
     if stage not in STAGES:
         raise PolicyError(f"stage={stage!r}{nearest(stage, STAGES)}")
     if kind == "reduce_scatter" and stage != "both":
         raise PolicyError(f"stage={stage!r}: a reduce_scatter has one stage; leave it out")
-    staged = Staged(scatter, stage, check_shards(shards), sizes_first(first))
+    staged = Staged(scatter, stage, flow)
     by_stage = kind == "all_reduce"
     return Algorithm(
         spec,
@@ -226,6 +247,7 @@ def _staged(
         obstacle=no_sparse,
         domain=staged.domain,
         keeps=staged.keeps,
+        chunks=flow.chunks,
     )
 
 
@@ -246,24 +268,47 @@ def _few_hops(chosen: Algorithm, hops: Callable[[int], int]) -> Algorithm:
 
 
 def two_shot(
-    kind: str, spec: str, *, stage: str = "both", shards: int = 1, first: str = "static"
+    kind: str,
+    spec: str,
+    *,
+    stage: str = "both",
+    chunks: int = 1,
+    shards: int = 1,
+    first: str = "static",
 ) -> Algorithm:
     """Each rank sums one shard, then shares it: an all-to-all and an all-gather (TACO, EQuARX)."""
-    return _staged(kind, spec, DIRECT, stage, shards, first)
+    return _staged(kind, spec, DIRECT, stage, flow_of(chunks, shards, first))
 
 
 def ring(
-    kind: str, spec: str, *, stage: str = "both", shards: int = 1, first: str = "static"
+    kind: str,
+    spec: str,
+    *,
+    stage: str = "both",
+    chunks: int = 1,
+    shards: int = 1,
+    first: str = "static",
 ) -> Algorithm:
     """Partial sums go round, coded again at each of ranks - 1 hops (EQuARX, full loop)."""
-    return _few_hops(_staged(kind, spec, RING, stage, shards, first), lambda ranks: ranks - 1)
+    return _few_hops(
+        _staged(kind, spec, RING, stage, flow_of(chunks, shards, first)), lambda ranks: ranks - 1
+    )
 
 
 def semi_ring(
-    kind: str, spec: str, *, stage: str = "both", shards: int = 1, first: str = "static"
+    kind: str,
+    spec: str,
+    *,
+    stage: str = "both",
+    chunks: int = 1,
+    shards: int = 1,
+    first: str = "static",
 ) -> Algorithm:
     """As ``ring`` in both directions at once: ranks / 2 hops (EQuARX, semi-loop)."""
-    return _few_hops(_staged(kind, spec, SEMI_RING, stage, shards, first), lambda ranks: ranks // 2)
+    return _few_hops(
+        _staged(kind, spec, SEMI_RING, stage, flow_of(chunks, shards, first)),
+        lambda ranks: ranks // 2,
+    )
 
 
 def hierarchical(
@@ -273,6 +318,7 @@ def hierarchical(
     node: int = 0,
     between: str = "",
     stage: str = "both",
+    chunks: int = 1,
     shards: int = 1,
     first: str = "static",
 ) -> Algorithm:
@@ -304,7 +350,7 @@ def hierarchical(
         return no_sparse(coder, ranks)
 
     scatter = Scatter(run, lambda coder, ranks: ((coder, 1.0), (of(coder), 1.0)), of)
-    made = _staged(kind, spec, scatter, stage, shards, first)
+    made = _staged(kind, spec, scatter, stage, flow_of(chunks, shards, first))
     return replace(made, obstacle=obstacle)
 
 
@@ -314,13 +360,19 @@ def sparse(kind: str, spec: str) -> Algorithm:
     return Algorithm(spec, kind, sparse_steps, obstacle=_needs_sparse, stateful=True)
 
 
-def check_shards(shards: int) -> int:
-    if not 1 <= shards <= 64:
-        raise PolicyError(f"shards={shards}: must be from 1 to 64")
-    return shards
+MOST_CHUNKS = 64
 
 
-def sizes_first(first: str) -> bool:
+def flow_of(chunks: int, shards: int, first: str) -> Flow:
+    """How an algorithm's parameters divide what it sends. Raises PolicyError for what cannot be."""
+    for name, many in (("chunks", chunks), ("shards", shards)):
+        if not 1 <= many <= MOST_CHUNKS:
+            raise PolicyError(f"{name}={many}: must be from 1 to {MOST_CHUNKS}")
+    if chunks > 1 and shards > 1:
+        raise PolicyError(
+            f"chunks={chunks} and shards={shards}: give one of them. Chunks each have an exchange"
+            " for every hop; shards are parts of one hop, all side data first"
+        )
     if first not in ("static", "sizes"):
         raise PolicyError(f"first={first!r}{nearest(first, ('static', 'sizes'))}")
-    return first == "sizes"
+    return Flow(chunks, shards, first == "sizes")

@@ -14,6 +14,8 @@ import torch
 import torch.distributed._functional_collectives  # registers the operators
 from torch import Tensor
 
+from commpass.collectives import messages
+
 ops = torch.ops._c10d_functional
 
 
@@ -27,7 +29,8 @@ class Request:
     symbolic), None if even; ``unknown`` says that they are only known when the graph runs, though
     numbers stand in for them here; ``alike`` is False if those of other ranks are not even, though
     these are. ``peer`` is the number of the rank at the other end of a send or receive, ``tag``
-    what tells it apart from others between the two.
+    what tells it apart from others between the two. ``by_messages`` says that exchanges go as
+    messages between pairs of ranks (``messages``) and not by the library's own collectives.
     """
 
     group: str
@@ -41,6 +44,12 @@ class Request:
     alike: bool = True
     peer: int = 0
     tag: int = 0
+    by_messages: bool = False
+
+    @property
+    def operators(self) -> Any:
+        """Where all_gather_into_tensor and all_to_all_single are taken from."""
+        return messages.ops if self.by_messages else ops
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class Gather:
     request: Request
 
     def start(self, wire: Tensor) -> Tensor:
-        return ops.all_gather_into_tensor(wire, self.request.ranks, self.request.group)
+        request = self.request
+        return request.operators.all_gather_into_tensor(wire, request.ranks, request.group)
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,10 @@ class Rows:
     received: tuple[Any, ...]
 
     def start(self, wire: Tensor) -> Tensor:
-        return ops.all_to_all_single(wire, list(self.received), list(self.sent), self.request.group)
+        request = self.request
+        return request.operators.all_to_all_single(
+            wire, list(self.received), list(self.sent), request.group
+        )
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,12 @@ EXCHANGES = {
     ops.broadcast.default: "broadcast",
     ops.isend.default: "send",
     ops.irecv.default: "recv",
+    torch.ops.commpass.all_gather_into_tensor.default: "all_gather",
+    torch.ops.commpass.all_to_all_single.default: "all_to_all",
 }
 """The exchanges that algorithms are made of, and the kinds that the cost model has them by."""
-UNCOUNTED = ("used_bytes",)
-"""Roles that are no stage: they read a few bytes."""
+UNCOUNTED = ("used_bytes", "join")
+"""Roles that are no stage: they read a few bytes, or move what was just computed."""
 
 
 class _Recorder(TorchDispatchMode):
@@ -177,7 +179,13 @@ class _Recorder(TorchDispatchMode):
     def _exchange(self, kind: str, wire: Tensor, args: Any) -> Stage:
         nbytes = wire.numel() * wire.element_size()
         if kind != "all_to_all":
-            return Stage(role="exchange", kind=kind, nbytes=nbytes, leaving=nbytes)
+            return Stage(
+                role="exchange",
+                kind=kind,
+                nbytes=nbytes,
+                leaving=nbytes,
+                by_messages=kind == "all_gather" and self.request.by_messages,
+            )
         _, received, sent, _ = args
         rank, rows = self.request.rank, wire.shape[0]
         to, source = (
@@ -191,6 +199,7 @@ class _Recorder(TorchDispatchMode):
             leaving=nbytes - of_a_row * sent[rank],
             peers=len(to - {rank}),
             inside=to == source and _is_part(to | {rank}, self.request.ranks),
+            by_messages=self.request.by_messages,
         )
 
 

@@ -7,7 +7,9 @@ So one text of an algorithm runs eagerly, traces, and can be left in the air bet
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,19 +39,32 @@ def finish(steps: Steps, started: Tensor | None) -> Any:
 
 
 @dataclass(frozen=True)
-class Coding:
-    """How values travel: by which codec, in how many micro-shards; ``dtype`` is what decoded values
-    are cast to in the end. It is the ``number``-th hop of its algorithm.
+class Flow:
+    """How what an algorithm sends is divided: into ``chunks`` that take turns, each by an exchange
+    of its own (see ``in_chunks``); or within one hop into micro-``shards``, all side data first.
 
     ``sizes_first`` matters for a dynamic codec alone: whether sizes are exchanged before all data
     (ZipCCL's design 1), or are read off the static part, which goes first (design 2).
     """
 
-    codec: Codec
-    dtype: torch.dtype
+    chunks: int = 1
     shards: int = 1
     sizes_first: bool = False
+
+
+UNDIVIDED = Flow()
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How values travel: by which codec, divided how; ``dtype`` is what decoded values are cast to
+    in the end. It is the ``number``-th hop of its algorithm, of its ``chunk``-th chunk."""
+
+    codec: Codec
+    dtype: torch.dtype
+    flow: Flow = UNDIVIDED
     number: int = 0
+    chunk: int = 0
 
     def nth(self, number: int) -> Coding:
         """The same for another hop, whose random choices are others."""
@@ -59,9 +74,17 @@ class Coding:
         """The same with another codec."""
         return replace(self, codec=codec)
 
-    def unsharded(self) -> Coding:
-        """Without micro-shards."""
-        return replace(self, shards=1)
+    def of_chunk(self, chunk: int) -> Coding:
+        """The same for another chunk, whose random choices are others."""
+        return replace(self, chunk=chunk)
+
+    def undivided(self) -> Coding:
+        """Without chunks and micro-shards."""
+        return replace(self, flow=Flow(sizes_first=self.flow.sizes_first))
+
+    def salt(self, rank: int, *piece: int) -> tuple[int, ...]:
+        """What tells the random choices of a hop from all others."""
+        return rank, self.number, *piece, *([self.chunk] if self.chunk else [])
 
     def in_domain(self) -> Coding:
         """Of values that have entered the codec's domain."""
@@ -71,28 +94,79 @@ class Coding:
 def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
     """``[r, n]`` encoded, moved and decoded: the rows that arrive, ``[r', padded_numel(n)]``, as
     ``Codec.decode_rows`` gives them; of a codec that is not settled, ``[r', n]``."""
-    codec, salt, numel = coding.codec, (move.request.rank, coding.number), rows.shape[1]
+    codec, salt, numel = coding.codec, coding.salt(move.request.rank), rows.shape[1]
     rows = rows.to(codec.hop_dtype(coding.dtype))
     if data_sized.varies(codec, rows.dtype):
-        return (yield from data_sized.hop(codec, rows, move, coding.sizes_first))
-    if coding.shards > 1 and not codec.dynamic:
+        return (yield from data_sized.hop(codec, rows, move, coding.flow.sizes_first))
+    if coding.flow.shards > 1 and not codec.dynamic:
         return (yield from _micro_shards(rows, coding, move))
     wire = yield move.start(operators.encode(codec, rows, salt))
     decoded = operators.decode(codec, wire, codec.padded_numel(numel), coding.dtype)
     return decoded if codec.settled else cut_apart(decoded, numel)
 
 
+AHEAD = 4
+"""Chunks that are in the air at once: while one is decoded, others travel."""
+ALIKE = 64
+"""Values of which a chunk has a multiple: its codes then begin where memory is aligned."""
+
+
+def in_chunks(
+    rows: Tensor, coding: Coding, unit: int, steps: Callable[[Tensor, Coding], Steps]
+) -> Steps:
+    """``steps`` for ``[r, n]``, a chunk of columns at a time, and their results ``[r', n]`` side by
+    side: chunk i + 1 is encoded while chunk i travels and chunk i - 1 is decoded (TACO, section 3).
+
+    No block of ``unit`` values is in two chunks: the bits are those that all rows together give,
+    but for codecs that round at random. Fewer chunks are made where there are not as many blocks.
+    """
+    chunks, unit = coding.flow.chunks, math.lcm(unit, ALIKE)
+    units = rows.shape[1] // unit
+    if isinstance(units, int):
+        chunks = min(chunks, max(units, 1))
+    if chunks == 1:
+        return (yield from steps(rows, coding))
+    length = units // chunks * unit
+    lengths = [length] * (chunks - 1)
+    parts = rows.split([*lengths, rows.shape[1] - length * (chunks - 1)], dim=1)
+    results = yield from _in_turn(
+        [steps(part, coding.of_chunk(number)) for number, part in enumerate(parts)]
+    )
+    return operators.join(results)
+
+
+def _in_turn(every: Sequence[Steps]) -> Generator[Tensor, Tensor, list[Any]]:
+    """The results of several algorithms, a step of each at a time, ``AHEAD`` of them at once."""
+    results: list[Any] = [None] * len(every)
+    waiting = deque(enumerate(every))
+    flying: deque[tuple[int, Steps, Tensor]] = deque()
+
+    def go_on(number: int, steps: Steps, arrived: Any) -> None:
+        try:
+            flying.append((number, steps, steps.send(arrived)))
+        except StopIteration as end:
+            results[number] = end.value
+
+    while waiting or flying:
+        while waiting and len(flying) < AHEAD:
+            go_on(*waiting.popleft(), None)
+        if flying:
+            number, steps, started = flying.popleft()
+            go_on(number, steps, (yield started))
+    return results
+
+
 def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
     """Side data of all shards first, then the codes of each: while one is decoded, the next arrives
     (EQuARX, section III.C)."""
-    codec, dtype, shards = coding.codec, coding.dtype, coding.shards
+    codec, dtype, shards = coding.codec, coding.dtype, coding.flow.shards
     length = shard_length(rows.shape[1], shards, codec.block)
     rows = pad(rows, length * shards)
     wires = [
         operators.encode_parts(
             codec,
             rows.narrow(1, shard * length, length),
-            (move.request.rank, coding.number, shard),
+            coding.salt(move.request.rank, shard),
         )
         for shard in range(shards)
     ]
@@ -121,14 +195,13 @@ def parts_hop(
     codec, dtype = coding.codec, coding.dtype
     rows = [part.reshape(1, -1).to(codec.hop_dtype(dtype)) for part in parts]
     wires = [
-        operators.encode(codec, row, (request.rank, coding.number, to))
-        for to, row in enumerate(rows)
+        operators.encode(codec, row, coding.salt(request.rank, to)) for to, row in enumerate(rows)
     ]
     if data_sized.varies(codec, dtype):
         lengths = [part.numel() for part in parts]
         return (
             yield from data_sized.parts_hop(
-                codec, wires, lengths, arriving, dtype, request, coding.sizes_first
+                codec, wires, lengths, arriving, dtype, request, coding.flow.sizes_first
             )
         )
     sizes = [codec.wire_bytes(numel, dtype) for numel in arriving]

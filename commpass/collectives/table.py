@@ -60,6 +60,13 @@ def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
     )
 
 
+def whole(spec: str) -> str:
+    """The text of an algorithm that does not divide what it sends."""
+    name, given = parse(spec)
+    given.pop("chunks", None)
+    return spelled(name, tuple(sorted(given.items())))
+
+
 def own(kind: str, spec: str) -> Algorithm | None:
     """The algorithm of this kind by name; None for what is one of another kind."""
     try:

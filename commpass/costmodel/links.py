@@ -43,12 +43,26 @@ class Link:
     def us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
         """Microseconds of one collective of ``kind`` in which each of ``ranks`` ranks hands over
         ``nbytes``; with ``peers``, of one in which each talks to so many others alone."""
+        return sum(self.parts_us(kind, nbytes, ranks, peers))
+
+    def parts_us(
+        self,
+        kind: str,
+        nbytes: float,
+        ranks: int,
+        peers: int | None = None,
+        *,
+        by_messages: bool = False,
+    ) -> tuple[float, float]:
+        """As ``us``, the latency and the time for which the link is taken apart. ``by_messages``:
+        as messages between pairs, which are all in the air at once and are none of the library's
+        collectives, to which ``factor`` applies."""
         if ranks <= 1:
-            return 0.0
+            return 0.0, 0.0
         messages, sent = _STEPS[kind](ranks, nbytes) if peers is None else (peers, nbytes)
-        return messages * self.alpha_us + sent / (self.gbytes_per_s * 1e3) * self.factor.get(
-            kind, 1.0
-        )
+        factor = 1.0 if by_messages else self.factor.get(kind, 1.0)
+        alpha = self.alpha_us * (min(messages, 1) if by_messages else messages)
+        return alpha, sent / (self.gbytes_per_s * 1e3) * factor
 
 
 _STEPS = {

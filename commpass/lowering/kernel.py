@@ -34,23 +34,38 @@ class Form:
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
+    def within(self, buffer: Tensor, place: int) -> Tensor:
+        """So many values of a contiguous buffer, from its ``place``-th value of this dtype on."""
+        values = buffer if buffer.dtype == self.dtype else buffer.view(self.dtype)
+        return values.as_strided(self.shape, self.stride, values.storage_offset() + place)
+
 
 def form_of(value: Tensor) -> Form:
     return Form(value.dtype, value.device, tuple(value.shape), value.stride())
 
 
 @dataclass(frozen=True)
+class Piece:
+    """What a kernel writes into its ``output``-th buffer, from that buffer's ``place``-th value of
+    this form's dtype on."""
+
+    output: int
+    place: int
+    form: Form
+
+
+@dataclass(frozen=True)
 class Source:
-    """What a kernel is compiled from: a graph of plain operators, by a name that says all that it
-    computes."""
+    """What a kernel is compiled from: a graph of plain operators that writes ``pieces``, its last
+    inputs; by a name that says all that it computes."""
 
     body: fx.GraphModule
     inputs: tuple[Form, ...]
-    outputs: tuple[Form, ...]
+    pieces: tuple[Piece, ...]
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        said = f"{self.body.code}\n{self.inputs}\n{torch.__version__}\n{_options()}"
+        said = f"{self.body.code}\n{self.inputs}\n{self.pieces}\n{torch.__version__}\n{_options()}"
         object.__setattr__(self, "name", hashlib.sha256(said.encode()).hexdigest()[:24])
 
 
@@ -65,17 +80,18 @@ def _options() -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled function, which empties the list that it takes, and the tensors that it gives."""
+    """A compiled function, which empties the list that it takes, and what it writes."""
 
-    run: Callable[[list[Tensor]], Sequence[Tensor]]
-    outputs: tuple[Form, ...]
+    run: Callable[[list[Tensor]], object]
+    pieces: tuple[Piece, ...]
 
 
 def make(sources: Sequence[Source]) -> None:
     """Compiles what is not compiled yet: after that the operator knows it by name."""
     for source in sources:
         if source.name not in _kernels:
-            _kernels[source.name] = Kernel(_compiled(source.body, source.inputs), source.outputs)
+            forms = (*source.inputs, *(piece.form for piece in source.pieces))
+            _kernels[source.name] = Kernel(_compiled(source.body, forms), source.pieces)
 
 
 _kernels: dict[str, Kernel] = {}
@@ -111,15 +127,21 @@ def _found(name: str) -> Kernel:
     return _kernels[name]
 
 
-def _call(inputs: list[Tensor], name: str) -> list[Tensor]:
-    return list(_found(name).run(list(inputs)))
+def _call(inputs: list[Tensor], outputs: list[Tensor], places: list[int], name: str) -> None:
+    """Writes what a kernel computes of ``inputs`` into contiguous ``outputs``, each from its
+    ``places``-th value on."""
+    kernel = _found(name)
+    written = [
+        piece.form.within(outputs[piece.output], places[piece.output] + piece.place)
+        for piece in kernel.pieces
+    ]
+    kernel.run([*inputs, *written])
 
 
-def _shapes(inputs: list[Tensor], name: str) -> list[Tensor]:
-    return [form.empty() for form in _found(name).outputs]
+def _nothing(inputs: list[Tensor], outputs: list[Tensor], places: list[int], name: str) -> None: ...
 
 
 _library = torch.library.Library("commpass", "FRAGMENT")
-_library.define("kernel(Tensor[] inputs, str name) -> Tensor[]")
-_library.impl("kernel", _call, "CompositeExplicitAutograd")
-torch.library.register_fake("commpass::kernel", _shapes, lib=_library)
+_library.define("kernel_(Tensor[] inputs, Tensor(a!)[] outputs, int[] places, str name) -> ()")
+_library.impl("kernel_", _call, "CompositeExplicitAutograd")
+torch.library.register_fake("commpass::kernel_", _nothing, lib=_library)

@@ -24,8 +24,9 @@ from commpass.collectives import (
     algorithms_of,
     own,
     read_stages,
+    whole,
 )
-from commpass.costmodel import Link, Profile
+from commpass.costmodel import HOST, Link, Profile, Task, finished_us
 from commpass.kinds import KINDS
 from commpass.plan import ROWS, Candidate, Site
 from commpass.policy import Allowed
@@ -116,8 +117,8 @@ def _coded(
     """Every codec with every algorithm that is allowed."""
     chosen = {each.spec: each for each in _algorithms(site, allowed, profile)}.values()
     for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
-        for each in chosen:
-            named = Candidate(codec=coder.spec, algorithm=each.spec)
+        for each in (part for one in chosen for part in _divided(one, site, allowed, coder)):
+            named = Candidate(codec=coder.spec, algorithm=whole(each.spec), chunks=each.chunks)
             if obstacle := _misfit(site, coder, each, reassociate):
                 yield dataclasses.replace(named, refused=obstacle)
                 continue
@@ -141,6 +142,28 @@ def _coded(
                 predicted_us=round(_us(_timed(scored, site, each, coder), site, profile), 3),
                 error=error,
             )
+
+
+CHUNKS = (2, 4, 8, 16)
+"""Into how many chunks a site may be divided where nobody names a number."""
+LEAST_BYTES = 1 << 18
+"""Bytes of a tensor's values that are worth an exchange of their own."""
+
+
+def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> Iterator[Algorithm]:
+    """An algorithm with every number of chunks that is allowed; one where it has none, where it was
+    named with its own, and where chunks would be small or of sizes that are not fixed."""
+    yield_whole = chosen.chunks > 1 or chosen.stateful or site.pairwise or "shards=" in chosen.spec
+    if yield_whole or (allowed.chunks is None and (site.uneven or site.dynamic or coder.dynamic)):
+        yield chosen
+        return
+    if allowed.chunks is not None:
+        yield algorithm(site.kind, chosen.spec, chunks=allowed.chunks)
+        return
+    yield chosen
+    for chunks in CHUNKS if coder.settled else ():
+        if chunks * LEAST_BYTES <= site.bytes:
+            yield algorithm(site.kind, chosen.spec, chunks=chunks)
 
 
 def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> str | None:
@@ -185,6 +208,7 @@ def request(site: Site) -> Request:
         received,
         peer=site.peer or 0,
         tag=site.tag,
+        by_messages=site.by_messages,
     )
 
 
@@ -233,31 +257,42 @@ def _timed(found: Stages, site: Site, chosen: Algorithm, coder: Codec) -> list[S
         read_stages(kind, chosen.spec, coder.spec, _payload(site), request(site))
         for kind in ("send", "recv")
     )
-    return [*sent, *(stage for stage in received if stage.role == "decode")]
+    last = (len(list(sent)) - 1,)
+    decodes = (stage for stage in received if stage.role == "decode")
+    return [*sent, *(dataclasses.replace(stage, after=last) for stage in decodes)]
 
 
 def _us(found: Sequence[Stage], site: Site, profile: Profile) -> float:
-    """The time of stages one after the other."""
-    coded = [stage for stage in found if stage.role in ("encode", "decode")]
-    exchanges = [stage for stage in found if stage.role == "exchange"]
-    return sum(_exchange_us(stage, site, profile) for stage in exchanges) + sum(
-        profile.kernels.us(stage.codec, stage.role, stage.values) for stage in coded
-    )
+    """The time of stages: what is computed and what travels overlap as far as they can."""
+    return finished_us([_task(stage, site, profile) for stage in found])
+
+
+def _task(stage: Stage, site: Site, profile: Profile) -> Task:
+    if stage.role == "exchange":
+        name, link = _link_of(stage, site, profile)
+        latency, taken = link.parts_us(
+            stage.kind,
+            stage.leaving,
+            site.group_size,
+            stage.peers,
+            by_messages=stage.by_messages,
+        )
+        return Task(name, taken, latency, stage.after)
+    coded = stage.role in ("encode", "decode")
+    us = profile.kernels.us(stage.codec, stage.role, stage.values) if coded else 0.0
+    return Task(HOST, us, after=stage.after)
 
 
 def _link(site: Site, profile: Profile) -> Link:
     return profile.link_of(site.group_label, *site.group_labels, ranks=site.global_ranks)
 
 
-def _exchange_us(stage: Stage, site: Site, profile: Profile) -> float:
-    link = _link(site, profile)
-    if (
-        stage.inside
-        and profile.inside is not None
-        and _on_one_host((stage.peers or 0) + 1, site, profile)
-    ):
-        link = profile.inside
-    return link.us(stage.kind, stage.leaving, site.group_size, stage.peers)
+def _link_of(stage: Stage, site: Site, profile: Profile) -> tuple[str, Link]:
+    """The link that carries an exchange, with a name."""
+    peers = (stage.peers or 0) + 1
+    if stage.inside and profile.inside is not None and _on_one_host(peers, site, profile):
+        return "inside", profile.inside
+    return "link", _link(site, profile)
 
 
 def _on_one_host(many: int, site: Site, profile: Profile) -> bool:

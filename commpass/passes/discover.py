@@ -167,6 +167,7 @@ def _found(
         splits=_splits(call),
         peer=end.peer if end else None,
         tag=end.tag if end else 0,
+        by_messages=groups.sends_messages(name, fake.device.type if fake is not None else "cpu"),
         stateless=stateless
         or (
             SYMBOLIC

@@ -22,7 +22,7 @@ from commpass.lowering import Source, make
 from commpass.passes.graph import meta
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules, items
-from commpass.passes.regions import Region, outline, regions, trace
+from commpass.passes.regions import Region, outline, place_buffers, places, regions, trace
 from commpass.passes.template import (
     Decompositions,
     inductor_decompositions,
@@ -59,8 +59,10 @@ def lower(
             ):
                 for site in by_kernel:
                     own = [node for node in marked if node.meta[MARK].site == site]
-                    for region in regions(own):  # each once those before it are calls
-                        outline(region, kernels.of(region).name)
+                    known, buffers = places(own), dict[fx.Node, fx.Node]()
+                    for region in regions(own, known):  # each once those before it are calls
+                        outline(region, kernels.of(region).name, buffers)
+                    place_buffers(buffers)
                 for node in module.graph.nodes:
                     if node.target in operators.IMPLEMENTATIONS:
                         _inline(node, bodies.of(node))

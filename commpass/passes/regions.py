@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,25 +12,41 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commpass.codecs import operators
-from commpass.lowering import Source, form_of
+from commpass.lowering import Form, Piece, Source, form_of
 from commpass.passes.graph import meta
 from commpass.passes.graph.marks import MARK
 from commpass.passes.template import Decompositions, without_tensors
 
-OUTSIDE = ("exchange", "wait", "state")
+OUTSIDE = ("exchange", "wait", "state", "join")
 """The roles of nodes that are part of no region."""
 EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+JOIN = operators.ops.join.default
+ENCODE = operators.ops.encode.default
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a region writes a part of what a ``join`` joins: its columns from ``first`` on."""
+
+    join: fx.Node
+    first: int
+
+    @property
+    def width(self) -> int:
+        """Columns of all parts together."""
+        return int(self.join.meta["val"].shape[1])
 
 
 @dataclass(frozen=True)
 class Region:
     """Nodes of one site that lie between the same exchanges and depend on the same waits and on
     each other; what they take from outside; and those of them that are used there, without those
-    that are views of others."""
+    that are views of others. ``places`` has those that are parts of something larger."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
+    places: dict[fx.Node, Place]
 
     @property
     def anchor(self) -> fx.Node:
@@ -60,10 +75,30 @@ class Region:
             for node in self.nodes
         ]
         facts = [form_of(node.meta["val"]) for node in self.inputs]
-        return str((said, facts, [names[node] for node in self.outputs]))
+        widths = [self.places[node].width if node in self.places else 0 for node in self.outputs]
+        return str((said, facts, [names[node] for node in self.outputs], widths))
 
 
-def regions(nodes: Sequence[fx.Node]) -> Iterator[Region]:
+def places(nodes: Sequence[fx.Node]) -> dict[fx.Node, Place]:
+    """Where the parts of each ``join`` belong that are all made by regions."""
+    made = {node for region in regions(nodes) for node in region.nodes}
+    found: dict[fx.Node, Place] = {}
+    for join in nodes:
+        if join.target is not JOIN or not _is_fixed(join):
+            continue
+        parts: Any = join.args[0]
+        if not made.issuperset(parts) or any(len(part.users) > 1 for part in parts):
+            continue
+        first = 0
+        for part in parts:
+            found[part] = Place(join, first)
+            first += part.meta["val"].shape[1]
+    return found
+
+
+def regions(
+    nodes: Sequence[fx.Node], places: dict[fx.Node, Place] | None = None
+) -> Iterator[Region]:
     """The regions of the nodes that were inserted for a site, in graph order; those that code
     nothing are left out. Where some sizes are not fixed, a region is a coded operator whose own
     are: of a codec whose wire depends on values, the encode and the decode."""
@@ -82,7 +117,7 @@ def regions(nodes: Sequence[fx.Node]) -> Iterator[Region]:
                 continue
             fixed = all(map(_is_fixed, part))
             for nodes in [part] if fixed else [[node] for node in coded if _stands_alone(node)]:
-                region = _region(nodes)
+                region = _region(nodes, places or {})
                 if region.comes_in_time():
                     yield region
 
@@ -153,14 +188,17 @@ def _connected(nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
     yield from parts.values()
 
 
-def _region(nodes: list[fx.Node]) -> Region:
+def _region(nodes: list[fx.Node], places: dict[fx.Node, Place]) -> Region:
     inside = set(nodes)
     inputs = dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in inside)
     outputs: dict[fx.Node, None] = {}
     for node in nodes:
-        if any(user not in inside for user in node.users):
+        if node in places:
+            outputs[node] = None
+        elif any(user not in inside for user in node.users):
             outputs |= dict.fromkeys(_bases(node, inside))
-    return Region(tuple(nodes), tuple(inputs), tuple(outputs))
+    own = {node: places[node] for node in outputs if node in places}
+    return Region(tuple(nodes), tuple(inputs), tuple(outputs), own)
 
 
 def _bases(node: fx.Node, inside: set[fx.Node]) -> Iterable[fx.Node]:
@@ -172,40 +210,95 @@ def _bases(node: fx.Node, inside: set[fx.Node]) -> Iterable[fx.Node]:
 
 
 def trace(region: Region, decompositions: Decompositions) -> Source:
-    """What a region computes, for a kernel to be compiled from."""
+    """What a region computes and writes, for a kernel to be compiled from."""
+    inside = {*region.nodes}
+    encodes = {
+        node for node in region.outputs if node.target is ENCODE and not inside & {*node.users}
+    }
 
     def run(*given: Tensor) -> list[Tensor]:
         values: dict[fx.Node, Any] = dict(zip(region.inputs, given, strict=True))
         for node in region.nodes:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             function: Any = operators.IMPLEMENTATIONS.get(node.target, node.target)
+            if node in encodes:
+                function = operators.encode_pieces
             values[node] = function(*args, **kwargs)
-        taken = {_storage(value) for value in given}
-        results = [values[node].contiguous() for node in region.outputs]
-        return [each.clone() if _storage(each) in taken else each for each in results]
+        made = (values[node] for node in region.outputs)
+        return [piece for value in made for piece in _several(value)]
 
     values = [node.meta["val"] for node in region.inputs]
     body = make_fx(run, decomposition_table=decompositions())(*values)
     without_tensors(body.graph, " and ".join(str(node.target) for node in region.nodes))
     made: Any = body.graph.output_node().args[0]
-    outputs = (form_of(node.meta["val"]) for node in made)
-    return Source(body, tuple(map(form_of, values)), tuple(outputs))
+    pieces = tuple(_pieces(region, [node.meta["val"] for node in made]))
+    _write(body, made, pieces)
+    return Source(body, tuple(map(form_of, values)), pieces)
 
 
-def outline(region: Region, kernel: str) -> None:
-    """Puts a call of a kernel in the place of a region."""
+def _several(value: Any) -> Sequence[Tensor]:
+    return value if isinstance(value, tuple) else [value]
+
+
+def _pieces(region: Region, values: Sequence[Tensor]) -> Iterator[Piece]:
+    """Where each value that a region computes belongs."""
+    left = iter(values)
+    for number, node in enumerate(region.outputs):
+        like: Tensor = node.meta["val"]
+        width = region.places[node].width if node in region.places else like.shape[-1]
+        place, end = 0, like.shape[-1] * like.itemsize
+        while place < end or like.numel() == 0:
+            value = next(left)
+            size = value.itemsize
+            stride = value.new_empty(value.shape).stride()
+            if value.dim() == 2:
+                stride = (width * like.itemsize // size, 1)
+            form = Form(value.dtype, value.device, tuple(value.shape), stride)
+            yield Piece(number, place // size, form)
+            place += value.shape[-1] * size
+            if like.numel() == 0:
+                break
+
+
+def _write(body: fx.GraphModule, made: Sequence[fx.Node], pieces: Sequence[Piece]) -> None:
+    """Lets a body write what it returned into further inputs."""
+    graph = body.graph
+    last, output = graph.find_nodes(op="placeholder")[-1], graph.output_node()
+    for number, (value, piece) in enumerate(zip(made, pieces, strict=True)):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"written_{number}")
+        last.meta["val"] = value.meta["val"].new_empty_strided(piece.form.shape, piece.form.stride)
+        with graph.inserting_before(output):
+            copied = graph.call_function(torch.ops.aten.copy_.default, (last, value))
+        copied.meta["val"] = last.meta["val"]
+    output.args = ((),)
+    body.recompile()
+
+
+def outline(region: Region, kernel: str, buffers: dict[fx.Node, fx.Node]) -> None:
+    """Puts a call of a kernel in the place of a region, and buffers into which it writes.
+    ``buffers`` has those of joins."""
     inside, graph = set(region.nodes), region.nodes[0].graph
     users = [(node, [u for u in node.users if u not in inside]) for node in region.nodes]
+    new: dict[fx.Node, fx.Node] = {}
+    written, firsts = [], []
     with graph.inserting_before(region.anchor):
-        call = graph.call_function(torch.ops.commpass.kernel.default, (list(region.inputs), kernel))
+        for node in region.outputs:
+            place = region.places.get(node)
+            if place is None:
+                new[node] = buffer = _buffer(node)
+            elif place.join in buffers:
+                buffer = buffers[place.join]
+            else:
+                buffers[place.join] = buffer = _buffer(place.join)
+            written.append(buffer)
+            firsts.append(place.first if place is not None else 0)
+        call = graph.call_function(
+            torch.ops.commpass.kernel_.default, (list(region.inputs), written, firsts, kernel)
+        )
         first = next(n for n in region.nodes if n.target in operators.ROLES)
-        call.meta = _meta(first, [node.meta["val"] for node in region.outputs])
+        call.meta = _meta(first, None)
         call.meta[MARK] = replace(first.meta[MARK], role=region.role)
-        new: dict[fx.Node, fx.Node] = {}
-        for number, node in enumerate(region.outputs):
-            item = graph.call_function(operator.getitem, (call, number))
-            item.meta = _meta(node, node.meta["val"])
-            new[node] = item
 
         def outside(node: fx.Node) -> fx.Node:
             if node in inside and node not in new:
@@ -213,10 +306,36 @@ def outline(region: Region, kernel: str) -> None:
             return new.get(node, node)
 
         for node, others in users:
-            for user in others:
-                user.replace_input_with(node, outside(node))
+            if node not in region.places:
+                for user in others:
+                    user.replace_input_with(node, outside(node))
+    for node, place in region.places.items():
+        place.join.args = ([part for part in _parts(place.join) if part is not node],)
     for node in reversed(region.nodes):
         graph.erase_node(node)
+
+
+def _parts(join: fx.Node) -> list[fx.Node]:
+    return list(join.args[0])  # type: ignore[arg-type]
+
+
+def _buffer(like: fx.Node) -> fx.Node:
+    """A new buffer for a value."""
+    value: Tensor = like.meta["val"]
+    empty = like.graph.call_function(
+        EMPTY[0], (list(value.shape),), {"dtype": value.dtype, "device": value.device}
+    )
+    empty.meta = _meta(like, value)
+    empty.meta[MARK] = replace(like.meta[MARK], role="layout")
+    return empty
+
+
+def place_buffers(buffers: dict[fx.Node, fx.Node]) -> None:
+    """Lets the buffers of joins take the place of those, each where it is first written."""
+    for join, buffer in buffers.items():
+        min(buffer.users).prepend(buffer)
+        join.replace_all_uses_with(buffer)
+        join.graph.erase_node(join)
 
 
 def _meta(source: fx.Node, value: Any) -> dict[str, Any]:

@@ -19,13 +19,13 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
 from commpass.codecs import accumulation_dtype
-from commpass.collectives import algorithm
 from commpass.passes.discover import GraphSite
 from commpass.passes.graph.marks import MARK, PARTS
 from commpass.passes.graph.parse import is_size, is_wait, items, parse, value_of
 from commpass.passes.template import (
     Decompositions,
     Templates,
+    algorithm_of,
     fake_of,
     inductor_decompositions,
     inputs_of,
@@ -73,7 +73,7 @@ def rewrite(
         mode,
     ):  # the dispatcher: for symbolic sizes
         for site, planned in chosen:
-            how = algorithm(planned.kind, planned.algorithm)
+            how = algorithm_of(planned)
             if how.stateful:
                 kept.append(_keep(site, planned, kept))
             inputs = inputs_of(site, how)

@@ -49,6 +49,7 @@ class Templates:
             planned.kind,
             planned.codec,
             planned.algorithm,
+            planned.chunks,
             planned.reduce_op,
             planned.group,
             planned.group_size,
@@ -79,7 +80,7 @@ def trace(
 ) -> fx.Graph:
     """The algorithm of a site as a graph of its inputs, traced under the fake mode of the graph
     with encode, decode and sums as operators of their own."""
-    chosen, coder = algorithm(planned.kind, planned.algorithm), codec(planned.codec)
+    chosen, coder = algorithm_of(planned), codec(planned.codec)
     values = [value(node, found) for node in inputs]
     sizes = dict(zip(sizes_of(found), range(1, len(values)), strict=False))
 
@@ -102,6 +103,7 @@ def trace(
             received,
             peer=planned.peer or 0,
             tag=planned.tag,
+            by_messages=planned.by_messages,
         )
         state = given[len(values) - chosen.stateful :]
         return run_steps(chosen.run(given[0], request, coder, *state))
@@ -109,6 +111,12 @@ def trace(
     with sizes_of_data(coder, values[0], traced=True), operators.as_operators():
         traced = make_fx(run, decomposition_table=decompositions())(*values).graph
     return without_tensors(traced, f"{planned.codec} by {planned.algorithm}")
+
+
+def algorithm_of(planned: PlannedSite) -> Algorithm:
+    """What carries a compressed site out."""
+    chunks = {"chunks": planned.chunks} if planned.chunks > 1 else {}
+    return algorithm(planned.kind, planned.algorithm, **chunks)
 
 
 def without_tensors(traced: fx.Graph, what: str) -> fx.Graph:

@@ -48,7 +48,8 @@ def lost(candidate: Candidate, site: PlannedSite) -> str:
     """Why a candidate was not chosen, or that it was."""
     if candidate.refused:
         return candidate.refused
-    if (candidate.codec, candidate.algorithm) == (site.codec, site.algorithm):
+    names = [(each.codec, each.algorithm, each.chunks) for each in (candidate, site)]
+    if names[0] == names[1]:
         return "chosen"
     slower = candidate.predicted_us - site.predicted_us
     if slower > 0:
@@ -85,10 +86,11 @@ def table_of(dump: Dump, site: PlannedSite) -> Table:
         if each.refused:
             continue
         why = lost(each, site)
-        lowering = f", {site.lowering}" if why == "chosen" and site.lowering == "kernel" else ""
+        more = f", {each.chunks} chunks" if each.chunks > 1 else ""
+        more += f", {site.lowering}" if why == "chosen" and site.lowering == "kernel" else ""
         cells = (
             each.codec,
-            each.algorithm + lowering if each.compressed else "leave it alone",
+            each.algorithm + more if each.compressed else "leave it alone",
             size(each.wire_bytes),
             ratio(each.wire_bytes, site.bytes),
             f"{each.error:.3%}",

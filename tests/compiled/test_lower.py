@@ -29,7 +29,7 @@ ROOTS = "taco"
 """Its scale is a root of a sum, which eager and compiled code round in their own ways: its two
 forms are compared as both are compiled."""
 CODED = set(operators.IMPLEMENTATIONS)
-KERNEL = torch.ops.commpass.kernel.default
+KERNEL = torch.ops.commpass.kernel_.default
 EVERY = pytest.mark.every
 
 
@@ -264,15 +264,22 @@ def test_sites_that_differ_by_their_reduce_op_alone_are_apart(form, made):
         assert (mean - sum(inputs) * 3 / RANKS).norm() < 0.02 * mean.norm()
 
 
-def test_a_kernel_gives_nothing_that_it_was_given(fake_group, made):
+def test_a_kernel_writes_into_buffers_and_leaves_what_it_was_given(fake_group, made):
     """Codes of ``cast`` for bfloat16 are the values themselves."""
     fake_group(4)
     policy = forced("cast", algorithm="one_shot", lowering="kernel")
-    rewritten(summed, torch.randn(64, 64, dtype=torch.bfloat16), policy)
-    for name, inputs in zip(kernel._kernels, made, strict=True):
-        given = [torch.ones(form.shape, dtype=form.dtype) for form in inputs]
-        theirs = {x.untyped_storage().data_ptr() for x in given}
-        assert not any(x.untyped_storage().data_ptr() in theirs for x in KERNEL(given, name))
+    gm, _ = rewritten(summed, torch.randn(64, 64, dtype=torch.bfloat16), policy)
+    calls = [node for node in gm.graph.nodes if node.target is KERNEL]
+    assert len(calls) == len(made) == 2
+    for node in calls:
+        taken, written, places, name = node.args
+        values = [torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in taken]
+        copies = [value.clone() for value in values]
+        (buffer,) = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in written]
+        buffer.view(torch.uint8).fill_(77)
+        KERNEL(values, [buffer], places, name)
+        assert not (buffer.view(torch.uint8) == 77).any()
+        assert all(map(torch.equal, values, copies))
 
 
 def test_what_lies_between_two_exchanges_is_one_kernel_which_equal_sites_share(fake_group, made):
@@ -287,9 +294,9 @@ def test_what_lies_between_two_exchanges_is_one_kernel_which_equal_sites_share(f
     gm, outcome = rewritten(function, torch.randn(64, 64), policy)
     called = [node for node in gm.graph.nodes if node.target is KERNEL]
     assert len(called) == 9
-    assert len({node.args[1] for node in called}) == 3
+    assert len({node.args[3] for node in called}) == 3
     # Names are in the key of Inductor's cache: the same in each process.
-    order = [f"kernel_default_{number}" if number else "kernel_default" for number in range(9)]
+    order = [f"kernel__default_{number}" if number else "kernel__default" for number in range(9)]
     assert [node.name for node in called] == order
     assert [node.meta[MARK].role for node in called[:3]] == [
         "encode",
@@ -459,7 +466,7 @@ def test_kernels_are_compiled_once_by_the_pass_that_lowers(fake_group, made):
     policy = forced("int8", algorithm="two_shot", lowering="kernel")
     for _ in range(2):
         gm, _ = rewritten(chain(3), torch.randn(64, 64), policy)
-        called = {node.args[1] for node in gm.graph.nodes if node.target is KERNEL}
+        called = {node.args[3] for node in gm.graph.nodes if node.target is KERNEL}
         assert called == set(kernel._kernels)
         assert len(called) == len(made) == 3
     with torch._inductor.config.patch(emulate_precision_casts=True):  # which may change bits
@@ -523,12 +530,12 @@ def test_compiling_a_kernel_leaves_what_is_being_compiled_around_it_alone(monkey
     outer = FakeTensorMode(shape_env=ShapeEnv())
     with outer:
         given = torch.empty(40)
-        body = make_fx(lambda x: [x * 2 + 1])(given)
+        body = make_fx(lambda x, y: (y.copy_(x * 2 + 1), ())[1])(given, torch.empty(40))
     cleaned, cleanup = [], ShapeEnv.cleanup
     monkeypatch.setattr(ShapeEnv, "cleanup", lambda env: (cleaned.append(env), cleanup(env)))
     monkeypatch.setattr(kernel, "_kernels", {})
     form = kernel.form_of(given)
-    source = kernel.Source(body, (form,), (form,))
+    source = kernel.Source(body, (form,), (kernel.Piece(0, 0, form),))
     context = torch._guards.TracingContext(outer)
     context.output_strides = []
     with torch._guards.tracing(context), outer:
@@ -538,7 +545,9 @@ def test_compiling_a_kernel_leaves_what_is_being_compiled_around_it_alone(monkey
         assert outer.shape_env not in cleaned
         assert context.output_strides == []
     x = torch.randn(40)
-    same(KERNEL([x], source.name)[0], x * 2 + 1)
+    written = torch.empty(40)
+    KERNEL([x], [written], [0], source.name)
+    same(written, x * 2 + 1)
 
 
 def test_sizes_that_are_not_fixed_stay_inline(fake_group, without_code):

@@ -18,7 +18,7 @@ from commpass.codecs.block.packing import pack, unpack
 from commpass.codecs.block.scales import Absmax, Midrange, Scale
 from commpass.codecs.block.transforms import NoTransform, Transform
 from commpass.codecs.codec import Codec, accumulation_dtype
-from commpass.codecs.rows import aligned, cut_apart, pad
+from commpass.codecs.rows import aligned, as_bytes, cut_apart, pad
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,13 @@ class BlockCodec(Codec):
         return [codes, *numbers, *([blocks] if self.transform.side else [])]
 
     def encode_rows(self, rows: Tensor) -> Tensor:
-        return torch.cat(self._encoded(rows), dim=1)
+        return torch.cat([as_bytes(piece) for piece in self.encode_pieces(rows)], dim=1)
 
     def encode_parts(self, rows: Tensor) -> tuple[Tensor, ...]:
-        codes, *side = self._encoded(rows)
+        codes, *side = map(as_bytes, self.encode_pieces(rows))
         return codes, torch.cat(side, dim=1) if side else codes.new_empty((codes.shape[0], 0))
 
-    def _encoded(self, rows: Tensor) -> list[Tensor]:
+    def encode_pieces(self, rows: Tensor) -> tuple[Tensor, ...]:
         """The regions of the wire: codes, then stored numbers, then the transform's side data."""
         split = self.layout.split(rows).to(accumulation_dtype(rows.dtype))
         blocks, side = transforms.forward(self.transform, split)
@@ -132,11 +132,11 @@ class BlockCodec(Codec):
         numbers = middle + scales.refit(self.scale, blocks, codes, numbers, self.grid)
         regions = [pack(codes, self.grid.bits).flatten(1)]
         regions += [
-            scales.store(number.squeeze(-1), stored)
+            scales.in_form(number.squeeze(-1), stored)
             for number, stored in zip(numbers, self._stored, strict=True)
         ]
         regions += [side.squeeze(-1)] if side is not None else []
-        return [pad(region, aligned(region.shape[1])) for region in regions]
+        return tuple(map(_filled, regions))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         codes, side = self.parts(numel, dtype)
@@ -180,3 +180,9 @@ class BlockCodec(Codec):
         values = values * sums if sums > 1 else values
         limit = torch.finfo(dtype).max
         return cut_apart(self.layout.join(values.clamp(-limit, limit), numel), numel)
+
+
+def _filled(region: Tensor) -> Tensor:
+    """A region with zeros behind it, as long as it is on the wire."""
+    size = region.itemsize
+    return pad(region, aligned(region.shape[1] * size) // size)

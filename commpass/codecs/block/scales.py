@@ -328,9 +328,14 @@ def settled(number: Tensor, stored: str) -> Tensor:
     return load(store(number.squeeze(-1), stored), stored, number.dtype).unsqueeze(-1)
 
 
+def in_form(numbers: Tensor, stored: str) -> Tensor:
+    """Numbers as they are stored: in the dtype of the stored form, or the bytes of a power."""
+    return numbers if numbers.dtype == torch.float64 else STORE[stored](numbers)
+
+
 def store(numbers: Tensor, stored: str) -> Tensor:
     """``[..., n]`` numbers of the stored form to bytes ``[..., n * itemsize]``."""
-    return as_bytes(numbers) if numbers.dtype == torch.float64 else STORE[stored](numbers)
+    return as_bytes(in_form(numbers, stored))
 
 
 def load(raw: Tensor, stored: str, dtype: torch.dtype) -> Tensor:
@@ -373,7 +378,7 @@ def _nearest_power(number: Tensor) -> Tensor:
 
 
 def _store_bf16(numbers: Tensor) -> Tensor:
-    return as_bytes(numbers.to(torch.bfloat16))
+    return numbers.to(torch.bfloat16)
 
 
 def _store_power(numbers: Tensor) -> Tensor:
@@ -396,5 +401,5 @@ def _load_power(raw: Tensor) -> Tensor:
 Numbers = Callable[[Tensor], Tensor]
 UP: dict[str, Numbers] = {"fp32": _same, "bf16": _up_to_bf16, "pow2": _up_to_power}
 NEAREST: dict[str, Numbers] = {"fp32": _same, "bf16": _nearest_bf16, "pow2": _nearest_power}
-STORE: dict[str, Numbers] = {"fp32": as_bytes, "bf16": _store_bf16, "pow2": _store_power}
+STORE: dict[str, Numbers] = {"fp32": _same, "bf16": _store_bf16, "pow2": _store_power}
 LOAD: dict[str, Numbers] = {"fp32": _load_fp32, "bf16": _load_bf16, "pow2": _load_power}

@@ -14,7 +14,13 @@ from torch._ops import OpOverload
 
 from commpass.kinds import KIND_OF
 
-NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
+NAMESPACES = (
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "_dtensor",
+    "commpass",
+)
 WAITS = ("wait_tensor", "wait_tensors")
 
 
