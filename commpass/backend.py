@@ -15,6 +15,7 @@ import os
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from numbers import Real
 from pathlib import Path
 from typing import Any, get_origin
@@ -33,6 +34,7 @@ from commpass.passes import run as run_passes
 from commpass.passes.discover import describe_group
 from commpass.passes.graph import meta
 from commpass.passes.graph.direction import keep_metadata
+from commpass.passes.graph.marks import chunked
 from commpass.passes.graph.parse import graph_modules, parse
 from commpass.paths import Places
 from commpass.policy import Policy, policy_named
@@ -214,13 +216,16 @@ class Backend:
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+        from commpass.passes.post.order import ordered
+
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
 
         def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
             def compile_graph(gm: fx.GraphModule, more: Sequence[Any]) -> Any:
                 if self.inner == "eager":
                     return boxed(gm.forward)
-                return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
+                with ordered() if chunked(gm) else nullcontext():
+                    return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
 
             direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"
             stateless = calls.stateless(direction, bool(kwargs.get("is_inference")))

@@ -127,8 +127,8 @@ def in_chunks(
     if chunks == 1:
         return (yield from steps(rows, coding))
     length = units // chunks * unit
-    lengths = [length] * (chunks - 1)
-    parts = rows.split([*lengths, rows.shape[1] - length * (chunks - 1)], dim=1)
+    lengths = [*[length] * (chunks - 1), rows.shape[1] - length * (chunks - 1)]
+    parts = [rows.narrow(1, length * number, lengths[number]) for number in range(chunks)]
     results = yield from _in_turn(
         [steps(part, coding.of_chunk(number)) for number, part in enumerate(parts)]
     )

@@ -1,5 +1,5 @@
 """What coded operators become."""
 
-from commpass.lowering.kernel import Form, Piece, Source, form_of, make
+from commpass.lowering.kernel import Form, Piece, Source, Taken, form_of, make
 
-__all__ = ["Form", "Piece", "Source", "form_of", "make"]
+__all__ = ["Form", "Piece", "Source", "Taken", "form_of", "make"]

@@ -45,6 +45,21 @@ def form_of(value: Tensor) -> Form:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """What a kernel reads of an input: ``form`` is that of the part, from a place on that each
+    call names; ``whole`` the input's own."""
+
+    whole: Form
+    form: Form
+
+    def of(self, given: Tensor, place: int) -> Tensor:
+        """The part of an input. One that is laid out otherwise than was said is copied first."""
+        if given.shape != self.whole.shape or given.stride() != self.whole.stride:
+            given = self.whole.empty().copy_(given)
+        return given if self.form == self.whole else self.form.within(given, place)
+
+
+@dataclass(frozen=True)
 class Piece:
     """What a kernel writes into its ``output``-th buffer, from that buffer's ``place``-th value of
     this form's dtype on."""
@@ -60,7 +75,7 @@ class Source:
     inputs; by a name that says all that it computes."""
 
     body: fx.GraphModule
-    inputs: tuple[Form, ...]
+    inputs: tuple[Taken, ...]
     pieces: tuple[Piece, ...]
     name: str = field(init=False)
 
@@ -83,6 +98,7 @@ class Kernel:
     """A compiled function, which empties the list that it takes, and what it writes."""
 
     run: Callable[[list[Tensor]], object]
+    inputs: tuple[Taken, ...]
     pieces: tuple[Piece, ...]
 
 
@@ -90,8 +106,9 @@ def make(sources: Sequence[Source]) -> None:
     """Compiles what is not compiled yet: after that the operator knows it by name."""
     for source in sources:
         if source.name not in _kernels:
-            forms = (*source.inputs, *(piece.form for piece in source.pieces))
-            _kernels[source.name] = Kernel(_compiled(source.body, forms), source.pieces)
+            inputs, pieces = source.inputs, source.pieces
+            forms = [*(part.form for part in inputs), *(piece.form for piece in pieces)]
+            _kernels[source.name] = Kernel(_compiled(source.body, forms), inputs, pieces)
 
 
 _kernels: dict[str, Kernel] = {}
@@ -128,14 +145,19 @@ def _found(name: str) -> Kernel:
 
 
 def _call(inputs: list[Tensor], outputs: list[Tensor], places: list[int], name: str) -> None:
-    """Writes what a kernel computes of ``inputs`` into contiguous ``outputs``, each from its
-    ``places``-th value on."""
+    """Writes what a kernel computes of ``inputs`` into contiguous ``outputs``; ``places`` are the
+    values of each of those, and then of these, at which its part begins."""
     kernel = _found(name)
+    taken = [
+        part.of(given, place)
+        for part, given, place in zip(kernel.inputs, inputs, places, strict=False)
+    ]
+    firsts = places[len(inputs) :]
     written = [
-        piece.form.within(outputs[piece.output], places[piece.output] + piece.place)
+        piece.form.within(outputs[piece.output], firsts[piece.output] + piece.place)
         for piece in kernel.pieces
     ]
-    kernel.run([*inputs, *written])
+    kernel.run([*taken, *written])
 
 
 def _nothing(inputs: list[Tensor], outputs: list[Tensor], places: list[int], name: str) -> None: ...

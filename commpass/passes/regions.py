@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commpass.codecs import operators
-from commpass.lowering import Form, Piece, Source, form_of
+from commpass.lowering import Form, Piece, Source, Taken, form_of
 from commpass.passes.graph import meta
 from commpass.passes.graph.marks import MARK
 from commpass.passes.template import Decompositions, without_tensors
@@ -74,7 +74,7 @@ class Region:
             (str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda n: names[n])))
             for node in self.nodes
         ]
-        facts = [form_of(node.meta["val"]) for node in self.inputs]
+        facts = list(map(taken, self.inputs))
         widths = [self.places[node].width if node in self.places else 0 for node in self.outputs]
         return str((said, facts, [names[node] for node in self.outputs], widths))
 
@@ -233,7 +233,25 @@ def trace(region: Region, decompositions: Decompositions) -> Source:
     made: Any = body.graph.output_node().args[0]
     pieces = tuple(_pieces(region, [node.meta["val"] for node in made]))
     _write(body, made, pieces)
-    return Source(body, tuple(map(form_of, values)), pieces)
+    return Source(body, tuple(map(taken, region.inputs)), pieces)
+
+
+def whole(node: fx.Node) -> fx.Node:
+    """What an input of a region is a part of: who calls a kernel hands over that."""
+    source = node.all_input_nodes[0] if MARK in node.meta and is_view(node) else node
+    if source is node or source.meta["val"].dtype != node.meta["val"].dtype:
+        return node
+    return whole(source)
+
+
+def taken(node: fx.Node) -> Taken:
+    """How an input lies in what it is a part of."""
+    return Taken(form_of(whole(node).meta["val"]), form_of(node.meta["val"]))
+
+
+def _place(node: fx.Node) -> int:
+    own, source = node.meta["val"], whole(node).meta["val"]
+    return int(own.storage_offset() - source.storage_offset())
 
 
 def _several(value: Any) -> Sequence[Tensor]:
@@ -294,7 +312,13 @@ def outline(region: Region, kernel: str, buffers: dict[fx.Node, fx.Node]) -> Non
             written.append(buffer)
             firsts.append(place.first if place is not None else 0)
         call = graph.call_function(
-            torch.ops.commpass.kernel_.default, (list(region.inputs), written, firsts, kernel)
+            torch.ops.commpass.kernel_.default,
+            (
+                list(map(whole, region.inputs)),
+                written,
+                [*map(_place, region.inputs), *firsts],
+                kernel,
+            ),
         )
         first = next(n for n in region.nodes if n.target in operators.ROLES)
         call.meta = _meta(first, None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from commpass.codecs import operators
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.graph.parse import graph_modules, is_wait, parse
 
 MARK = "commpass"
 """Key in ``node.meta`` of an inserted node: its ``Mark``."""
@@ -28,6 +28,16 @@ class Mark:
     hop: int
     role: str
     chunk: int = 0
+
+
+def chunked(gm: fx.GraphModule) -> bool:
+    """Whether exchanges of several chunks were inserted into a graph."""
+    return any(
+        node.meta[MARK].chunk > 0
+        for _, module in graph_modules(gm)
+        for node in module.graph.nodes
+        if MARK in node.meta
+    )
 
 
 def role(node: fx.Node) -> str:

@@ -1,0 +1,1 @@
+"""Passes for Inductor's post-grad slot: what must be said as late as possible."""
