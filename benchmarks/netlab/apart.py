@@ -45,12 +45,17 @@ def stand_apart() -> None:
         called(libc.mount(b"proc", b"/proc", b"proc", 0, None), "mount /proc")
         called(libc.mount(b"tmpfs", b"/run", b"tmpfs", 0, None), "mount /run")  # for ip netns
 
-    begun = subprocess.Popen(
-        [sys.executable, *sys.orig_argv[1:]],
-        env={**os.environ, APART: "1"},
-        preexec_fn=settle,  # noqa: PLW1509 - a program begins with this: it has no threads
-        start_new_session=True,  # a terminal's Ctrl-C comes once, through this process
-    )
+    try:
+        begun = subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]],
+            env={**os.environ, APART: "1"},
+            preexec_fn=settle,  # noqa: PLW1509 - a program begins with this: it has no threads
+            start_new_session=True,  # a terminal's Ctrl-C comes once, through this process
+        )
+    except subprocess.SubprocessError as error:
+        raise LabError(
+            "namespaces need CAP_SYS_ADMIN and CAP_NET_ADMIN, which are missing"
+        ) from error
     for number in ENDING:
         signal.signal(number, lambda number, _: begun.send_signal(number))
     code = begun.wait()

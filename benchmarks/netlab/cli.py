@@ -158,6 +158,8 @@ def main() -> None:
     except KeyboardInterrupt:
         code = 130
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            sys.exit(130)
         if not hasattr(error, "format_message"):  # of the arguments, by click's or typer's own
             raise
         say(" ".join(error.format_message().split()))

@@ -30,13 +30,13 @@ def checked(network: Network, found: list[Measured]) -> Table:
     table = Table(title=f"checked: {title(network)}")
     for name in ("link", "direction", "by"):
         table.add_column(name)
-    for name in ("asked Gbit/s", "measured", "round trip us"):
+    for name in ("asked Gbit/s", "measured", "asked us", "round trip us"):
         table.add_column(name, justify="right")
     for one in found:
         way = one.way
         pair = f"host {way.sender} to {way.receiver}"
-        numbers = f"{way.asked:g}", f"{one.gbit:.4g}", f"{one.round_trip_us:.0f}"
-        table.add_row(way.link, way.direction, pair, *numbers)
+        rates, times = (f"{way.asked:g}", f"{one.gbit:.4g}"), (way.delay_us, one.round_trip_us)
+        table.add_row(way.link, way.direction, pair, *rates, *(f"{us:.0f}" for us in times))
     return table
 
 
@@ -45,6 +45,12 @@ def warnings(found: list[Measured], together: tuple[float, float] | None) -> lis
         f"{one.way.link} {one.way.direction} {one.gbit:.3g} Gbit/s, not {one.way.asked:g}"
         for one in found
         if one.off
+    ]
+    said += [
+        f"{one.way.link} {one.way.direction} with a round trip of {one.round_trip_us:.0f} us, not"
+        f" {one.way.delay_us:g}"
+        for one in found
+        if one.late
     ]
     if together and abs(together[1] / together[0] - 1) > OFF:
         said.append(
