@@ -117,7 +117,7 @@ while True:
 @pytest.mark.every
 @pytest.mark.parametrize("delay", ["0", "300"])
 def test_a_host_that_is_dropped_falls_silent(delay):
-    rest = ["--delay-us", delay, "--drop", "1@3", "--grace", "0", "--", sys.executable, "-c", TALK]
+    rest = ["--delay-us", delay, "--drop", "1@5", "--grace", "0", "--", sys.executable, "-c", TALK]
     found = lab("--no-check", *rest)
     assert found.returncode == 5, found.stderr
     assert found.stdout == "[0] connected\n"
