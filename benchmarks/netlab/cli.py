@@ -14,7 +14,7 @@ from rich.console import Console
 
 from . import show
 from .apart import stand_apart
-from .lab import build
+from .lab import build, settle
 from .network import LabError, Network
 from .ranks import Course, run
 from .rates import check, check_together
@@ -122,7 +122,7 @@ def netlab(
         say(f"all hosts at once send {together[1]:.3g} of {together[0]:g} Gbit/s")
     for warning in show.warnings(found, together):
         say(f"WARNING: {warning}")
-    before = lab.bytes()
+    before = settle(lab)
     outcome = run(lab, command, course)
     rows = show.counted(network, before, lab.bytes(), outcome.seconds)
     if outcome.why:

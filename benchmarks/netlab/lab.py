@@ -7,11 +7,12 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .apart import APART
+from .apart import APART, inside
 from .network import (
     LabError,
     Network,
@@ -21,9 +22,11 @@ from .network import (
     links,
     ports,
     slowing,
+    window,
 )
 
-AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+SETTINGS, CUBIC = Path("/proc/sys/net/ipv4"), "tcp_available_congestion_control"
+QUIET_S = 0.1
 PORT = 29500
 
 
@@ -70,11 +73,27 @@ class Lab:
         }
 
 
+def settle(lab: Lab, patience_s: float = 3.0) -> dict[str, tuple[int, int]]:
+    """Waits until nothing is on its way any more; the bytes of each link then."""
+    deadline, before = time.monotonic() + patience_s, lab.bytes()
+    while time.monotonic() < deadline:
+        time.sleep(QUIET_S + 2e-6 * lab.network.delay_us)
+        now = lab.bytes()
+        if now == before:
+            break
+        before = now
+    return before
+
+
 def build(network: Network) -> Lab:
     """Makes a lab, in a process that stands apart (``stand_apart``)."""
     if APART not in os.environ:
         raise LabError("a lab must be built after stand_apart(): it would change this machine")
-    do(commands(network, cubic="cubic" in AVAILABLE.read_text().split()))
+    do(commands(network, cubic="cubic" in SETTINGS.joinpath(CUBIC).read_text().split()))
+    for host in range(network.hosts if network.delay_us else 0):
+        with inside(f"host{host}"):
+            for name in ("tcp_rmem", "tcp_wmem"):
+                SETTINGS.joinpath(name).write_text(f"4096 131072 {window(network)}")
     return Lab(network, start_switch(network) if network.delay_us else None)
 
 

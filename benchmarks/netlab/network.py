@@ -15,6 +15,7 @@ MTU = 9000
 MOST_HOSTS = 250  # one subnet of 256 addresses
 LARGEST_SEGMENT = 65536  # bytes the kernel hands to a link at once, at most
 QUEUE_MS = 50
+LEAST_WINDOW = 6 << 20  # the kernel's usual limit
 HEADERS = 66  # bytes of a TCP segment's Ethernet, IP and TCP headers, with time stamps
 
 
@@ -126,10 +127,23 @@ def segment(gbit: float) -> int:
     return min(max(burst(gbit) // 2, MTU), LARGEST_SEGMENT)
 
 
+def queue_ms(delay_us: float) -> int:
+    """How long a frame may wait at a link: 50 ms, or a round trip where that is longer, as TCP
+    needs."""
+    return max(QUEUE_MS, math.ceil(2 * delay_us / 1000))
+
+
+def window(network: Network) -> int:
+    """Bytes that TCP may have in the air: four times what the fastest link carries in a round trip
+    and a full queue. The kernel's own limit is too small for long delays."""
+    longest_s = 2e-6 * network.delay_us + 1e-3 * queue_ms(network.delay_us)
+    carried = max(link.gbit for link in links(network)) * 1e9 / 8 * longest_s
+    return min(max(4 * int(carried), LEAST_WINDOW), 1 << 30)
+
+
 def bucket(gbit: float, delay_us: float) -> str:
-    """tbf with a queue of 50 ms, or of a round trip where that is longer, as TCP needs."""
-    queue = max(QUEUE_MS, math.ceil(2 * delay_us / 1000))
-    return f"root tbf rate {round(gbit * 1e9)}bit burst {burst(gbit)} latency {queue}ms"
+    rate, queue = round(gbit * 1e9), queue_ms(delay_us)
+    return f"root tbf rate {rate}bit burst {burst(gbit)} latency {queue}ms"
 
 
 def ports(network: Network) -> list[str]:

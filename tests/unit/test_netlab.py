@@ -21,6 +21,7 @@ from benchmarks.netlab.network import (
     ports,
     segment,
     slowing,
+    window,
 )
 from benchmarks.netlab.rates import Measured, ways
 
@@ -79,6 +80,7 @@ def test_a_delay_takes_the_place_of_the_hub():
     assert "hub" not in " ".join(commands(late))
     assert ports(late) == ["core0", "core1"]
     assert "latency 80ms" in slowing(late, 0, 1.0)[0]  # a queue of a round trip
+    assert window(late) == 4 * 10e9 / 8 * (0.08 + 0.08)
 
 
 def test_slow_links():
