@@ -21,6 +21,7 @@ from .rates import check, check_together
 
 app = typer.Typer(add_completion=False)
 SECONDS = "SECONDS"
+TALK_BYTES = 1000  # fewer are only hosts that ask for addresses
 
 
 def pairs(option: str, texts: list[str], sign: str) -> tuple[tuple[int, float], ...]:
@@ -128,6 +129,8 @@ def netlab(
     if outcome.why:
         say(outcome.why)
     show.show(show.traffic(rows, outcome.seconds))
+    if hosts > 1 and sum(row["sent_bytes"] for row in rows) < TALK_BYTES:
+        say("WARNING: next to nothing went over the links: the ranks did not talk to each other")
     if json_path:
         all_at_once = together and {"asked_gbit": together[0], "gbit": together[1]}
         made = {
