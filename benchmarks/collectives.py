@@ -51,7 +51,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import hosts
+import netlab
 import torch
 import torch.distributed as dist
 from processes import Ranks
@@ -243,7 +243,7 @@ def measured(options: argparse.Namespace) -> list[Row]:
     os.environ.update(HEAP)  # of the ranks, which begin after this
     members = Ranks(
         options.ranks,
-        hosts.shaped(options.ranks, options.link) if options.link else None,
+        netlab.shaped(options.ranks, options.link) if options.link else None,
         workers=2,
     )
     dtype, made, coding = DTYPES[options.dtype], [], {}
@@ -431,7 +431,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.link:
-        hosts.stand_apart()
+        try:
+            netlab.stand_apart()
+        except netlab.LabError as error:
+            parser.error(f"--link: {error}")
     options.algorithms = options.algorithms or (("all",) if options.graph else USUAL)
     options.codecs = options.codecs or (("int8", "rotated", "raw") if options.graph else CODECS)
     if not list(cases(options, GRAPH_RANKS if options.graph else options.ranks)):
