@@ -86,9 +86,13 @@ class CountingGroup(dist.ProcessGroup):
         return self.gloo.barrier(opts or dist.BarrierOptions())
 
 
-def counting_group() -> CountingGroup:
-    """A group of all ranks, whose process group counts. Every rank calls this alike."""
+def counting_group(messages: bool = False) -> CountingGroup:
+    """A group of all ranks, whose process group counts. Every rank calls this alike. With
+    ``messages`` it is taken for gloo's own, whose exchanges go as messages between pairs."""
     gloo = dist.new_group(backend="gloo")
     name = f"counting{len(dist.Backend.backend_list)}"
     dist.Backend.register_backend(name, lambda *_: CountingGroup(gloo), devices=["cpu"])
-    return dist.new_group(backend=name)
+    group = dist.new_group(backend=name)
+    if messages:
+        dist.distributed_c10d._world.pg_backend_config[group] = "cpu:gloo"
+    return group

@@ -1,0 +1,123 @@
+"""Chunks and messages between pairs on real ranks: the same bits as without, and the bytes that the
+algorithm says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import counting_group
+from tiers import crossed, rarely
+
+import commpass
+from commpass.collectives import Payload, Request, algorithms_of, read_stages
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+CASES = [(kind, a.name) for kind in KINDS for a in algorithms_of(kind) if a.name != "sparse"]
+CODECS = ["int8", "int4", "rotated", "bf16", "fp8", "taco", "exponent", "raw"]
+
+
+def call(kind: str, name: str, x: torch.Tensor, codec: str, group: object = None) -> torch.Tensor:
+    return getattr(commpass, kind)(x, group=group, codec=codec, algorithm=name)
+
+
+def cases(size: int) -> list[tuple[str, str]]:
+    nodes = {True: "hierarchical(node=2)", False: ""}[size == 4]
+    named = [(kind, nodes if name == "hierarchical" else name) for kind, name in CASES]
+    return [case for case in named if case[1]]
+
+
+def in_chunks(name: str, chunks: int) -> str:
+    return f"{name[:-1]}, chunks={chunks})" if name.endswith(")") else f"{name}(chunks={chunks})"
+
+
+def check_bits(one_in: int) -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for (kind, name), codec, dtype, numel, chunks in crossed(
+        cases(size),
+        CODECS,
+        [torch.float32, torch.bfloat16, torch.float16, torch.float64],
+        [0, 1, 700, 5000],
+        [2, 5, 64],
+        one_in=one_in,
+    ):
+        x = torch.randn(numel * size, 3, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        one, many = (call(kind, each, x, codec) for each in (name, in_chunks(name, chunks)))
+        assert one.shape == many.shape
+        assert one.dtype == many.dtype
+        assert torch.equal(one.view(torch.uint8), many.view(torch.uint8)), (
+            *(kind, name, codec, dtype, numel, chunks),
+        )
+
+
+@pytest.mark.parametrize("one_in", [29, rarely(4)])
+@pytest.mark.parametrize("size", [3, 4])
+def test_chunks_give_the_same_bits(size, one_in, request):
+    request.getfixturevalue(f"ranks{size}").run(check_bits, one_in, timeout=280)
+
+
+def check_uneven() -> None:
+    """Splits that differ between ranks, and a rank to which nothing is sent."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for width in (3, 1024):
+        sent = [(rank + to) % size for to in range(size)]
+        received = [(source + rank) % size for source in range(size)]
+        x = torch.randn(sum(sent), width, generator=torch.Generator().manual_seed(rank))
+        one, many = (
+            commpass.all_to_all(x, received, sent, codec="int8", algorithm=name)
+            for name in ("direct", "direct(chunks=3)")
+        )
+        assert torch.equal(one, many)
+        assert one.shape == (sum(received), width)
+
+
+def test_chunks_of_uneven_parts(ranks3):
+    ranks3.run(check_uneven)
+
+
+def check_messages(one_in: int) -> None:
+    """What a rank sends to others leaves it once, as bytes; and comes from where it should: the
+    result is that of the library's own exchanges."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    library, messages = counting_group(), counting_group(messages=True)
+    for (kind, name), codec, numel, chunks in crossed(
+        cases(size), ["int8", "rotated", "bf16"], [1, 300, 5000], [1, 3], one_in=one_in
+    ):
+        spec = in_chunks(name, chunks) if chunks > 1 else name
+        x = torch.randn(numel * size, generator=torch.Generator().manual_seed(rank))
+        library.seen.clear()
+        messages.seen.clear()
+        expected = call(kind, spec, x, codec, library)
+        assert torch.equal(call(kind, spec, x, codec, messages), expected)
+        assert not {kind for kind, _, _ in library.seen} & {"send", "recv"}
+        assert {dtype for _, dtype, _ in messages.seen} == {torch.uint8}
+        request = Request(messages.group_name, size, rank, by_messages=True)
+        found = read_stages(kind, spec, codec, Payload(x.numel(), 1, x.dtype), request)
+        assert all(stage.by_messages for stage in found.exchanges)
+        sent = [nbytes for kind, _, nbytes in messages.seen if kind == "send"]
+        everyone = [
+            stage.leaving * (size - 1 if stage.kind == "all_gather" else 1)
+            for stage in found.exchanges
+        ]
+        assert sum(sent) == sum(everyone), (kind, spec, codec, numel)
+
+
+@pytest.mark.parametrize("one_in", [5, rarely(1)])
+@pytest.mark.parametrize("size", [3, 4])
+def test_messages_carry_what_the_librarys_exchanges_do(size, one_in, request):
+    request.getfixturevalue(f"ranks{size}").run(check_messages, one_in)
+
+
+def check_order() -> None:
+    """Receives are posted before sends, of every exchange."""
+    group = counting_group(messages=True)
+    commpass.all_reduce(torch.ones(4000), group=group, codec="int8", algorithm="two_shot")
+    kinds = [kind for kind, _, _ in group.seen]
+    others = dist.get_world_size() - 1
+    assert kinds == (["recv"] * others + ["send"] * others) * 2
+
+
+def test_receives_are_posted_first(ranks3):
+    ranks3.run(check_order)

@@ -1,0 +1,54 @@
+"""When stages are done, against timelines worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from commpass.costmodel import HOST, Link, Task, finished_us
+
+
+def test_nothing_takes_no_time():
+    assert finished_us([]) == 0.0
+
+
+def test_what_follows_from_each_other_adds_up():
+    tasks = [Task(HOST, 5.0), Task("link", 20.0, 3.0, (0,)), Task(HOST, 7.0, after=(1,))]
+    assert finished_us(tasks) == 35.0
+
+
+def test_what_is_computed_hides_behind_what_travels():
+    """Two chunks: while the first travels, the second is encoded; while the second, the first is
+    decoded."""
+    tasks = [
+        Task(HOST, 5.0),
+        Task("link", 20.0, 3.0, (0,)),  # on the link from 5 to 25, there at 28
+        Task(HOST, 5.0),  # to 10
+        Task("link", 20.0, 3.0, (2,)),  # from 25 to 45, there at 48
+        Task(HOST, 7.0, after=(1,)),  # from 28 to 35
+        Task(HOST, 7.0, after=(3,)),  # from 48 to 55
+    ]
+    assert finished_us(tasks) == 55.0
+
+
+def test_a_rank_that_waits_starts_nothing():
+    """An exchange that stands behind a wait starts no sooner than that is over."""
+    tasks = [
+        Task("link", 10.0, 10.0),
+        Task(HOST, 1.0, after=(0,)),  # from 20 to 21
+        Task("link", 10.0, 10.0),  # needs nothing, but stands behind: from 21
+    ]
+    assert finished_us(tasks) == 41.0
+
+
+def test_links_of_two_levels_carry_at_once():
+    tasks = [Task("inside", 10.0), Task("link", 30.0), Task(HOST, 1.0, after=(0, 1))]
+    assert finished_us(tasks) == 31.0
+
+
+@pytest.mark.parametrize("by_messages", [False, True])
+def test_latency_and_the_time_on_the_link_are_apart(by_messages):
+    link = Link(10.0, 1.0, {"all_to_all": 2.0})
+    latency, taken = link.parts_us("all_to_all", 3000, 4, 3, by_messages=by_messages)
+    assert (latency, taken) == ((10.0, 3.0) if by_messages else (30.0, 6.0))
+    if not by_messages:
+        assert link.us("all_to_all", 3000, 4, 3) == latency + taken
