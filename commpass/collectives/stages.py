@@ -109,14 +109,18 @@ def record_stages(
     return Stages(tuple(recorder.stages))
 
 
-EXCHANGES = {
-    ops.all_gather_into_tensor.default: "all_gather",
-    ops.all_to_all_single.default: "all_to_all",
-    ops.broadcast.default: "broadcast",
-    ops.isend.default: "send",
-    ops.irecv.default: "recv",
+KIND_OF = {
+    "all_gather_into_tensor": "all_gather",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "isend": "send",
+    "irecv": "recv",
 }
-"""The exchanges that algorithms are made of, and the kinds that the cost model has them by."""
+EXCHANGES = {
+    getattr(ops, name).default: kind for name, kind in KIND_OF.items() if hasattr(ops, name)
+}
+"""The exchanges that algorithms are made of, and the kinds that the cost model has them by. torch
+2.11 has no messages between two ranks."""
 UNCOUNTED = ("used_bytes",)
 """Roles that are no stage: they read a few bytes."""
 
