@@ -19,7 +19,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commpass.codecs import Codec, accumulation_dtype, codec, operators
-from commpass.collectives import data_sized
+from commpass.collectives import data_sized, messages
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.request import Request, ops
 from commpass.collectives.steps import run
@@ -109,16 +109,21 @@ def record_stages(
     return Stages(tuple(recorder.stages))
 
 
-EXCHANGES = {
-    ops.all_gather_into_tensor.default: "all_gather",
-    ops.all_to_all_single.default: "all_to_all",
-    ops.broadcast.default: "broadcast",
-    ops.isend.default: "send",
-    ops.irecv.default: "recv",
-    torch.ops.commpass.all_gather_into_tensor.default: "all_gather",
-    torch.ops.commpass.all_to_all_single.default: "all_to_all",
+KIND_OF = {
+    "all_gather_into_tensor": "all_gather",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "isend": "send",
+    "irecv": "recv",
 }
-"""The exchanges that algorithms are made of, and the kinds that the cost model has them by."""
+EXCHANGES = {
+    getattr(space, name).default: kind
+    for name, kind in KIND_OF.items()
+    for space in (ops, messages.ops)
+    if hasattr(space, name)
+}
+"""The exchanges that algorithms are made of, and the kinds that the cost model has them by. torch
+2.11 has no messages between two ranks."""
 UNCOUNTED = ("used_bytes", "join")
 """Roles that are no stage: they read a few bytes, or move what was just computed."""
 

@@ -20,17 +20,20 @@ class Link:
     direction ``gbytes_per_s``.
 
     ``factor`` says how many times slower than the formula a library carries out a kind of
-    collective. Raises PolicyError for what is no finite number, a negative time, no bandwidth, or a
+    collective; ``busy_us`` how long a rank is busy with starting one exchange and waiting for it,
+    whatever its size. Raises PolicyError for what is no finite number, a negative time, no bandwidth, or a
     kind that does not exist.
     """
 
     alpha_us: float
     gbytes_per_s: float
     factor: Mapping[str, float] = field(default_factory=dict)
+    busy_us: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("Link(alpha_us", self.alpha_us)
         check_number("Link(gbytes_per_s", self.gbytes_per_s, above=True)
+        check_number("Link(busy_us", self.busy_us)
         if not isinstance(self.factor, Mapping):
             raise PolicyError(
                 f"Link(factor={self.factor!r}): must map kinds of collectives to numbers"

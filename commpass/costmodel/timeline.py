@@ -16,12 +16,14 @@ HOST = "host"
 @dataclass(frozen=True)
 class Task:
     """A stage with its time: ``us`` microseconds of ``resource``, and ``latency_us`` more until
-    others can use what it gives. ``after`` are the numbers of the tasks whose results it takes."""
+    others can use what it gives. ``after`` are the numbers of the tasks whose results it takes.
+    For ``busy_us`` the rank itself is busy before."""
 
     resource: Hashable
     us: float
     latency_us: float = 0.0
     after: tuple[int, ...] = ()
+    busy_us: float = 0.0
 
 
 def finished_us(tasks: Sequence[Task]) -> float:
@@ -29,9 +31,11 @@ def finished_us(tasks: Sequence[Task]) -> float:
     free: dict[Hashable, float] = {HOST: 0.0}
     done: list[float] = []
     for task in tasks:
-        start = max([free.get(task.resource, 0.0), *(done[number] for number in task.after)])
-        if task.resource != HOST:  # the rank must have come so far before it starts an exchange
-            start = max(start, free[HOST])
+        given = max((done[number] for number in task.after), default=0.0)
+        begun = max(free[HOST], given) + task.busy_us  # the rank must have come so far
+        start = max(begun, free.get(task.resource, 0.0))
+        if task.resource != HOST:
+            free[HOST] = begun
         free[task.resource] = start + task.us
         done.append(start + task.us + task.latency_us)
     return max(done, default=0.0)

@@ -277,7 +277,7 @@ def _task(stage: Stage, site: Site, profile: Profile) -> Task:
             stage.peers,
             by_messages=stage.by_messages,
         )
-        return Task(name, taken, latency, stage.after)
+        return Task(name, taken, latency, stage.after, link.busy_us)
     coded = stage.role in ("encode", "decode")
     us = profile.kernels.us(stage.codec, stage.role, stage.values) if coded else 0.0
     return Task(HOST, us, after=stage.after)

@@ -89,9 +89,11 @@ def rank(candidate: Candidate) -> tuple[Any, ...]:
 def _lowered(
     plan: Sequence[PlannedSite], named: Sequence[str | None], kernels: bool
 ) -> tuple[PlannedSite, ...]:
-    """The plan with what encode and decode become: as is named, else kernels where several sites
-    of fixed sizes on a CPU do the same."""
-    alike = Counter(map(_work_of, plan))
+    """The plan with what encode and decode become: as is named, else kernels where several sites,
+    or chunks of them, of fixed sizes on a CPU do the same."""
+    alike: Counter[Any] = Counter()
+    for each in plan:
+        alike[_work_of(each)] += each.chunks
 
     def chosen(site: PlannedSite, name: str | None) -> str:
         if not site.compressed:
@@ -117,5 +119,5 @@ def _work_of(site: PlannedSite) -> tuple[Any, ...]:
     """What two sites must have in common to compute the same."""
     return (
         *(site.kind, site.codec, site.algorithm, site.reduce_op, site.group, site.direction),
-        *(site.dtype, site.shape, site.splits),
+        *(site.dtype, site.shape, site.splits, site.chunks),
     )

@@ -157,10 +157,13 @@ def splice(
     its new state if it has one.
 
     What does not depend on a wait goes where the collective stands, the rest where its result is
-    first waited for: what the graph computes in between still overlaps with the first exchange.
+    first waited for: what the graph computes in between still overlaps with the first exchanges.
+    Where it computes nothing there, chunks start no sooner than the algorithm lets them: fewer
+    buffers are taken at once.
     """
     graph, collective = found.module.graph, found.call.node
     anchor = _anchor(found)
+    in_order = collective.next is anchor
     given = iter(inputs)
     copies: dict[fx.Node, Any] = {}
     late: set[fx.Node] = set()
@@ -172,7 +175,8 @@ def splice(
             results = node.args[0] if isinstance(node.args[0], (tuple, list)) else [node.args[0]]
             return [copies[result] for result in results]
         place = collective
-        if is_wait(node) or any(source in late for source in node.all_input_nodes):
+        waits = is_wait(node) or any(source in late for source in node.all_input_nodes)
+        if waits or (late and in_order):
             place = anchor
             late.add(node)
         with graph.inserting_before(place):
