@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from commpass.codecs import operators
 from commpass.lowering import Source, form_of
 from commpass.passes.graph import meta
+from commpass.passes.graph.fakes import is_view, storage
 from commpass.passes.graph.marks import MARK
 from commpass.passes.template import Decompositions, without_tensors
 
@@ -104,19 +104,6 @@ def _without_leading_views(group: list[fx.Node]) -> list[fx.Node]:
     return [node for node in group if node in inside]
 
 
-def is_view(node: fx.Node) -> bool:
-    """Whether a node is a tensor that shares its storage with one that it takes."""
-    own = node.meta.get("val")
-    if not isinstance(own, Tensor):
-        return False
-    sources = (source.meta.get("val") for source in node.all_input_nodes)
-    return any(_storage(own) == _storage(s) for s in sources if isinstance(s, Tensor))
-
-
-def _storage(value: Tensor) -> Any:
-    return StorageWeakRef(value.untyped_storage())
-
-
 def _is_fixed(node: fx.Node) -> bool:
     """Whether all sizes of a node, and of what it takes, are numbers."""
     values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
@@ -180,9 +167,9 @@ def trace(region: Region, decompositions: Decompositions) -> Source:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             function: Any = operators.IMPLEMENTATIONS.get(node.target, node.target)
             values[node] = function(*args, **kwargs)
-        taken = {_storage(value) for value in given}
+        taken = {storage(value) for value in given}
         results = [values[node].contiguous() for node in region.outputs]
-        return [each.clone() if _storage(each) in taken else each for each in results]
+        return [each.clone() if storage(each) in taken else each for each in results]
 
     values = [node.meta["val"] for node in region.inputs]
     body = make_fx(run, decomposition_table=decompositions())(*values)
