@@ -53,9 +53,7 @@ def compile_once(collectives: int, codec: str) -> dict[str, float]:
     weights = [torch.randn(WIDTH, WIDTH) for _ in range(collectives)]
     start = time.perf_counter()
     with torch.no_grad():
-        torch.compile(model, backend=commpass.backend(policy, strict=True))(
-            torch.randn(64, WIDTH), weights
-        )
+        torch.compile(model, backend=commpass.backend(policy))(torch.randn(64, WIDTH), weights)
     whole = time.perf_counter() - start
     assert counters["commpass"]["compressed"] == (collectives if codec != "none" else 0)
     return {"whole_s": whole, "passes_s": counters["commpass"]["passes_us"] / 1e6}

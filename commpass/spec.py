@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from commpass.errors import PolicyError, nearest
@@ -49,6 +50,7 @@ def spelled(name: str, parameters: tuple[tuple[str, Any], ...]) -> str:
     )
 
 
+@lru_cache(maxsize=256)
 def parameters_of(builder: Callable[..., Any]) -> dict[str, Any]:
     """The parameters of what ``builder`` makes, with their defaults: its keyword-only ones."""
     parameters = inspect.signature(builder).parameters.values()

@@ -14,9 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from commpass.kinds import KINDS
 from commpass.passes.graph.parse import parse
 
 ops = torch.ops._c10d_functional
+KINDS_HERE = tuple(k for k, row in KINDS.items() if not row.pairwise or hasattr(ops, "isend"))
+"""Kinds of collectives that this torch has: 2.11 has no messages between two ranks."""
 
 
 def trace(

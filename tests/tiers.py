@@ -9,9 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 
 PARTS = 8
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+runs_again = pytest.mark.skipif(
+    VERSION < (2, 12), reason="torch 2.11 keeps the results of these sums: nothing is run again"
+)
 
 
 def part(text: str) -> int:

@@ -21,8 +21,8 @@ class Link:
 
     ``factor`` says how many times slower than the formula a library carries out a kind of
     collective; ``busy_us`` how long a rank is busy with starting one exchange and waiting for it,
-    whatever its size. Raises PolicyError for what is no finite number, a negative time, no bandwidth, or a
-    kind that does not exist.
+    whatever its size. Raises PolicyError for what is no finite number, a negative time, no
+    bandwidth, or a kind that does not exist.
     """
 
     alpha_us: float

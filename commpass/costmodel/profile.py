@@ -16,6 +16,9 @@ from commpass.errors import PolicyError, check_number, nearest
 GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
 """gloo's reduce_scatter sends twice the necessary bytes; its all_to_all of large messages is half
 duplex."""
+GLOO_BUSY_US = 150.0
+"""What a rank itself does to start an exchange of two ranks and to wait for it, and the call of the
+kernel before it: the processor time of small ones (benchmarks/network.py)."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,8 @@ def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
     number above 0."""
     check_number("ethernet(gbit_per_s", gbit_per_s, above=True)
     check_number("ethernet(alpha_us", alpha_us)
-    return Profile(f"ethernet-{gbit_per_s:g}g", Link(alpha_us, gbit_per_s / 8, GLOO_FACTORS))
+    link = Link(alpha_us, gbit_per_s / 8, GLOO_FACTORS, GLOO_BUSY_US)
+    return Profile(f"ethernet-{gbit_per_s:g}g", link)
 
 
 NVLINK = Profile("nvlink", Link(8.0, 200.0), kernels=GPU)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from commpass.codecs import operators
 from commpass.lowering import Form, Piece, Source, Taken, form_of
 from commpass.passes.graph import meta
+from commpass.passes.graph.fakes import is_view
 from commpass.passes.graph.marks import MARK
 from commpass.passes.template import Decompositions, without_tensors
 
@@ -137,19 +137,6 @@ def _without_leading_views(group: list[fx.Node]) -> list[fx.Node]:
         if is_view(node) and not any(source in inside for source in node.all_input_nodes):
             inside.remove(node)
     return [node for node in group if node in inside]
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node is a tensor that shares its storage with one that it takes."""
-    own = node.meta.get("val")
-    if not isinstance(own, Tensor):
-        return False
-    sources = (source.meta.get("val") for source in node.all_input_nodes)
-    return any(_storage(own) == _storage(s) for s in sources if isinstance(s, Tensor))
-
-
-def _storage(value: Tensor) -> Any:
-    return StorageWeakRef(value.untyped_storage())
 
 
 def _is_fixed(node: fx.Node) -> bool:

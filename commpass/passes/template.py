@@ -19,6 +19,7 @@ from commpass.collectives.data_sized import sizes_of_data
 from commpass.errors import VerifyError
 from commpass.passes.discover import GraphSite
 from commpass.passes.graph import meta
+from commpass.passes.graph.fakes import another, can_be_copied, is_view
 from commpass.passes.graph.marks import MARK, Mark, marks
 from commpass.passes.graph.parse import is_wait, value_of
 from commpass.plan import PlannedSite
@@ -182,7 +183,7 @@ def splice(
         with graph.inserting_before(place):
             copy = graph.node_copy(node, lambda old: copies[old])
         mark = replace(template.marks[node], site=name)
-        _describe(copy, found, mark, node if template.own_sizes else None)
+        _describe(copy, found, mark, node, template.own_sizes)
         copies[node] = copy
     raise VerifyError(f"the traced algorithm of {name} has no output")
 
@@ -200,18 +201,24 @@ def _anchor(found: GraphSite) -> fx.Node:
     return first if is_wait(first) else first.all_input_nodes[0]
 
 
-def _describe(copy: fx.Node, found: GraphSite, mark: Mark, traced: fx.Node | None) -> None:
+def _describe(
+    copy: fx.Node, found: GraphSite, mark: Mark, traced: fx.Node, own_sizes: bool
+) -> None:
     """Metadata of an inserted node: from its site, and a fake value of its own, since storages tell
-    aliases apart. That is the ``traced`` one where nobody else has it."""
+    aliases apart. That is the ``traced`` one where nobody else has it (``own_sizes``)."""
     copy.meta = {MARK: mark}
     meta.carry(found.call.node, copy)
-    if traced is not None:
+    if own_sizes:
         copy.meta |= {
             key: traced.meta[key] for key in ("val", "unbacked_bindings") if key in traced.meta
         }
     if isinstance(found.call.group, fx.Node):  # traced with the group's name
         copy.args = tuple(found.call.group if arg == found.site.group else arg for arg in copy.args)
-    if traced is not None:
+    if own_sizes:
+        return
+    held = traced.meta.get("val")
+    if can_be_copied(held) and not is_view(traced):
+        copy.meta["val"] = another(held)
         return
     args, kwargs = fx.map_arg((copy.args, copy.kwargs), lambda node: value(node, found))
     copy.meta["val"] = copy.target(*args, **kwargs)  # type: ignore[operator]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from graphs import as_rank, ops, trace
 from lockstep import run_in_lockstep
-from tiers import rarely, sampled
+from tiers import VERSION, rarely, sampled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -401,6 +401,7 @@ def test_inductor_generates_code_for_codes_whose_size_depends_on_values(fake_gro
         rarely(3, True, True),
     ],
 )
+@pytest.mark.skipif(VERSION < (2, 12), reason="this fake group leaves what arrives unwritten")
 def test_numbers_that_depend_on_values_may_be_asked_for_again(
     sites, dynamic, training, fake_group, without_code, made
 ):

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import rarely, sampled
+from tiers import rarely, runs_again, sampled
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -147,6 +147,7 @@ def check_backward_rules(how: str, inner: str) -> None:
     assert commpass.state_dict() == {}
 
 
+@runs_again
 @pytest.mark.parametrize(("how", "inner"), sampled(RUN, RUN[:1]))
 def test_a_rule_for_backward_leaves_what_is_run_again(how, inner, ranks2):
     ranks2.run(check_backward_rules, how, inner)
@@ -172,6 +173,7 @@ def check_forward_rules(how: str, inner: str) -> None:
         assert not equal(got, exact)  # or the codec did nothing
 
 
+@runs_again
 @pytest.mark.parametrize(("how", "inner"), sampled(RUN, RUN[2:]))
 def test_what_is_run_again_is_sent_as_forward_sent_it(how, inner, ranks2):
     ranks2.run(check_forward_rules, how, inner)
@@ -201,6 +203,7 @@ def check_words() -> None:
         assert {site.codec for site in again} == {"none"}
 
 
+@runs_again
 def test_gradients_and_what_is_run_again_in_one_graph(ranks2):
     ranks2.run(check_words)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from refusals import refusals
 from scenarios.parts import Copied, world
 from scenarios.scenario import random
-from tiers import rarely
+from tiers import VERSION, rarely
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -470,7 +470,15 @@ def leave_out(what: str) -> dict[str, tuple[float, float]]:
 HALF = Policy(rules=[Rule(codec="topk(density=0.25)", direction="backward", force=True)])
 
 
-@pytest.mark.parametrize("what", ["frozen", "not summed", "not used"])
+FROZEN = pytest.param(
+    "frozen",
+    marks=pytest.mark.skipif(
+        VERSION < (2, 12), reason="torch 2.11 compiles nothing anew for a weight that is frozen"
+    ),
+)
+
+
+@pytest.mark.parametrize("what", [FROZEN, "not summed", "not used"])
 def test_what_a_weight_held_back_is_sent_for_no_other(what, ranks2):
     for found in ranks2.run(leave_out, what):
         for lacked, apart in found.values():

@@ -28,7 +28,7 @@ class Sharded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.dtype)
-        for weight in [*self.weights, *([self.weights[0]] if self.tied else [])]:
+        for weight in list(self.weights) + ([self.weights[0]] if self.tied else []):
             x = x + silu(x @ self.whole(weight))
         return x
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from _pytest.mark import ParameterSet
+from tiers import VERSION
 
 import commpass
 from scenarios.compare import POLICIES, outcome
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 PATIENCE_S = 120
 """Far more than any scenario takes: what needs longer is a wait that plain torch does not have."""
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 TURNS = ["int8", "topk", "balanced", "int8", "topk", "lossless", "off"]
 """Without ``--every`` a scenario is tried under one policy, these in turn."""
 COMPILED = [("checkpointed", "int8")]
