@@ -14,7 +14,7 @@ from commpass.errors import PolicyError, nearest
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
     """``"int8(block=128, form=e4m3)"`` to its name and parameters; values are numbers or words. One
-    value alone, ``"cast(fp16)"``, is that of the first parameter, which is called "" here. Raises
+    word alone, ``"cast(fp16)"``, is that of the first parameter, which is called "" here. Raises
     PolicyError for what cannot be read."""
     word, bracket, rest = text.strip().partition("(")
     if not bracket:
@@ -23,7 +23,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         call = ast.parse(f"_({rest}", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise SyntaxError
-        if len(call.args) == 1 and not call.keywords:
+        if len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.Name):
             return word.strip(), {"": _value(call.args[0])}
         if call.args:
             raise SyntaxError

@@ -152,16 +152,18 @@ LEAST_BYTES = 1 << 18
 
 def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> Iterator[Algorithm]:
     """An algorithm with every number of chunks that is allowed; one where it has none, where it was
-    named with its own, and where chunks would be small or of sizes that are not fixed."""
-    yield_whole = chosen.chunks > 1 or chosen.stateful or site.pairwise or "shards=" in chosen.spec
-    if yield_whole or (allowed.chunks is None and (site.uneven or site.dynamic or coder.dynamic)):
+    named with its own, and where chunks would be small or of sizes that are not fixed. The model
+    knows what they gain where exchanges go as messages, so it is those that it divides unasked."""
+    undivided = chosen.chunks > 1 or chosen.stateful or site.pairwise or "shards=" in chosen.spec
+    unsure = site.splits is not None or site.dynamic or coder.dynamic  # other ranks' may differ
+    if undivided or (allowed.chunks is None and unsure):
         yield chosen
         return
     if allowed.chunks is not None:
         yield algorithm(site.kind, chosen.spec, chunks=allowed.chunks)
         return
     yield chosen
-    for chunks in CHUNKS if coder.settled else ():
+    for chunks in CHUNKS if coder.settled and site.by_messages else ():
         if chunks * LEAST_BYTES <= site.bytes:
             yield algorithm(site.kind, chosen.spec, chunks=chunks)
 

@@ -536,7 +536,8 @@ def test_compiling_a_kernel_leaves_what_is_being_compiled_around_it_alone(monkey
     monkeypatch.setattr(ShapeEnv, "cleanup", lambda env: (cleaned.append(env), cleanup(env)))
     monkeypatch.setattr(kernel, "_kernels", {})
     form = kernel.form_of(given)
-    source = kernel.Source(body, (form,), (kernel.Piece(0, 0, form),))
+    taken, piece = kernel.Taken(form, form), kernel.Piece(0, 0, form)
+    source = kernel.Source(body, (taken,), (piece,))
     context = torch._guards.TracingContext(outer)
     context.output_strides = []
     with torch._guards.tracing(context), outer:
@@ -547,7 +548,7 @@ def test_compiling_a_kernel_leaves_what_is_being_compiled_around_it_alone(monkey
         assert context.output_strides == []
     x = torch.randn(40)
     written = torch.empty(40)
-    KERNEL([x], [written], [0], source.name)
+    KERNEL([x], [written], [0, 0], source.name)
     same(written, x * 2 + 1)
 
 

@@ -8,6 +8,7 @@ import itertools
 import os
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from processes import Ranks, RanksFailed
 from tiers import rarely
 
 import commpass
-from commpass.collectives import Handle, algorithm, request, steps
+from commpass.collectives import Handle, algorithm, messages, request, steps
 from commpass.collectives.steps import ops
+
+ours = messages.ops
 
 STAGES = ("", "(stage=rs)", "(stage=ag)")
 STAGED = [f"{name}{stage}" for name in ("two_shot", "ring", "semi_ring") for stage in STAGES]
@@ -44,12 +47,15 @@ def uneven(x: torch.Tensor, *, codec: str, **more):
 
 
 class Late:
-    """torch's collectives, which read what they send as late as they may: in the wait."""
+    """Collectives that read what they send as late as they may: in the wait."""
+
+    def __init__(self, space: Any):
+        self.space = space
 
     def __getattr__(self, name: str):
         if name == "wait_tensor":
             return lambda started: ops.wait_tensor(started())
-        return lambda *args: lambda: getattr(ops, name)(*args)
+        return lambda *args: lambda: getattr(self.space, name)(*args)
 
 
 def check_input_is_free(ways) -> int:
@@ -63,13 +69,15 @@ def check_input_is_free(ways) -> int:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
         run = partial(call, *way, codec=codec) if way else partial(uneven, codec=codec)
         expected = run(x)
-        request.ops = steps.ops = Late()
+        request.ops = steps.ops = Late(ops)
+        messages.ops = Late(ours)
         try:
             handle = run(x, async_op=True)
             x.fill_(torch.nan)
             result = handle.wait()
         finally:
             request.ops = steps.ops = ops
+            messages.ops = ours
         assert torch.equal(result, expected), (way, codec, dtype)
         result.zero_()
         assert x.isnan().all(), (way, codec, dtype)  # nor is the result a view of the input

@@ -211,6 +211,7 @@ OTHER = {
     "lowering": "kernel",
 }
 FREE = {
+    "by_messages": True,
     "name": "other",
     "group": "9",
     "peer": 1,

@@ -1,0 +1,98 @@
+"""The order of exchanges and waits in the code that Inductor generates for chunks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from graphs import ops
+from tiers import rarely
+from torch._inductor.utils import run_and_get_code
+
+import commpass
+from commpass.policy import Policy, Rule
+
+wait = ops.wait_tensor
+CALL = re.compile(
+    r"(buf\d+) = torch\.ops\._c10d_functional\.(all_\w+)\.default"
+    r"|(wait_tensor)\.default\((buf\d+)\)"
+)
+
+
+def policy(chunks: int, lowering: str = "kernel") -> Policy:
+    rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=chunks, lowering=lowering)
+    return Policy(rules=[rule])
+
+
+def function(x, w):
+    return torch.relu(wait(ops.all_reduce(torch.mm(x, w), "sum", "0")))
+
+
+def exchanges(source: str) -> list[str]:
+    """Starts and waits in order: ``a0`` starts the first all-to-all, ``A0`` waits for it; ``g`` and
+    ``G`` are all-gathers."""
+    names: dict[str, str] = {}
+    counts = {"a": 0, "g": 0}
+    found = []
+    for started, kind, _, waited in CALL.findall(source[source.index("def call(") :]):
+        if started:
+            letter = "a" if kind == "all_to_all_single" else "g"
+            names[started] = f"{letter}{counts[letter]}"
+            counts[letter] += 1
+            found.append(names[started])
+        else:
+            found.append(names[waited].upper())
+    return found
+
+
+EXPECTED = {
+    1: "a0 A0 g0 G0",
+    2: "a0 a1 A0 g0 A1 g1 G0 G1",
+    4: "a0 a1 a2 a3 A0 g0 A1 g1 A2 g2 A3 g3 G0 G1 G2 G3",
+    8: (
+        "a0 a1 a2 a3 A0 g0 A1 g1 A2 g2 A3 g3 G0 a4 G1 a5 G2 a6 G3 a7"
+        " A4 g4 A5 g5 A6 g6 A7 g7 G4 G5 G6 G7"
+    ),
+}
+"""Chunks to the order of a two-shot: four are in the air at once."""
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lowering"),
+    [
+        (8, "kernel"),
+        *(rarely(chunks, "kernel") for chunks in (1, 2, 4)),
+        *(rarely(chunks, "inline") for chunks in (2, 4)),
+    ],
+)
+def test_generated_code_has_the_order_of_the_algorithm(chunks, lowering, fake_group):
+    fake_group(4)
+    torch._dynamo.reset()
+    backend = commpass.backend(policy(chunks, lowering), strict=True)
+    x, w = torch.randn(256, 256), torch.randn(256, 256)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        _, sources = run_and_get_code(torch.compile(function, backend=backend), x, w)
+    assert " ".join(exchanges(sources[-1])) == EXPECTED[chunks]
+    (site,) = commpass.plans()[-1]
+    assert (site.algorithm, site.chunks, site.lowering) == ("two_shot", chunks, lowering)
+
+
+def test_kernels_of_chunks_write_into_one_buffer(fake_group):
+    """Nothing is joined, no wire is put together from parts, and the result lies where the input
+    was."""
+    fake_group(4)
+    torch._dynamo.reset()
+    backend = commpass.backend(policy(4), strict=True)
+    x, w = torch.randn(256, 256), torch.randn(256, 256)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        _, sources = run_and_get_code(torch.compile(function, backend=backend), x, w)
+    body = sources[-1][sources[-1].index("def call(") :]
+    assert "cat" not in body
+    whole = re.findall(r"empty_strided_cpu\(\(256, 256\)", body)
+    assert len(whole) == 2  # the product, into which the sum is written, and the relu's result
+    kernels = re.findall(r"kernel_\.default\(\[(\w+)\], \[(\w+)\], \[(\d+), (\d+)\]", body)
+    assert len(kernels) == 12
+    assert [int(first) for _, _, first, _ in kernels[:4]] == [0, 4096, 8192, 12288]
+    assert [int(first) for _, _, _, first in kernels[-4:]] == [0, 4096, 8192, 12288]
+    assert len({written for _, written, _, _ in kernels[-4:]}) == 1
