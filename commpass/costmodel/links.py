@@ -20,9 +20,9 @@ class Link:
     direction ``gbytes_per_s``.
 
     ``factor`` says how many times slower than the formula a library carries out a kind of
-    collective; ``busy_us`` how long a rank is busy with starting one exchange and waiting for it,
-    whatever its size. Raises PolicyError for what is no finite number, a negative time, no
-    bandwidth, or a kind that does not exist.
+    collective; ``busy_us`` how long a rank itself is busy with one message to another rank and one
+    from it, whatever their size, where exchanges go as messages. Raises PolicyError for what is no
+    finite number, a negative time, no bandwidth, or a kind that does not exist.
     """
 
     alpha_us: float

@@ -16,9 +16,9 @@ from commpass.errors import PolicyError, check_number, nearest
 GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
 """gloo's reduce_scatter sends twice the necessary bytes; its all_to_all of large messages is half
 duplex."""
-GLOO_BUSY_US = 150.0
-"""What a rank itself does to start an exchange of two ranks and to wait for it, and the call of the
-kernel before it: the processor time of small ones (benchmarks/network.py)."""
+GLOO_BUSY_US = 250.0
+"""Processor time of a rank for one more message to another rank and one from it: two-shots of int8
+in 2, 4 and 8 chunks, 2 and 4 ranks (benchmarks/network.py)."""
 
 
 @dataclass(frozen=True)

@@ -144,10 +144,13 @@ def _coded(
             )
 
 
-CHUNKS = (2, 4, 8, 16)
-"""Into how many chunks a site may be divided where nobody names a number."""
-LEAST_BYTES = 1 << 18
+CHUNKS = (2, 4)
+"""Into how many chunks a site may be divided where nobody names a number: more take longer, since
+a rank is busy with every message (benchmarks/network.py)."""
+LEAST_BYTES = 1 << 20
 """Bytes of a tensor's values that are worth an exchange of their own."""
+FEW_HOPS = ("one_shot", "two_shot", "direct")
+"""Algorithms whose chunks are few messages."""
 
 
 def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> Iterator[Algorithm]:
@@ -163,7 +166,8 @@ def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> I
         yield algorithm(site.kind, chosen.spec, chunks=allowed.chunks)
         return
     yield chosen
-    for chunks in CHUNKS if coder.settled and site.by_messages else ():
+    known = coder.settled and site.by_messages and chosen.name in FEW_HOPS
+    for chunks in CHUNKS if known else ():
         if chunks * LEAST_BYTES <= site.bytes:
             yield algorithm(site.kind, chosen.spec, chunks=chunks)
 
@@ -279,7 +283,9 @@ def _task(stage: Stage, site: Site, profile: Profile) -> Task:
             stage.peers,
             by_messages=stage.by_messages,
         )
-        return Task(name, taken, latency, stage.after, link.busy_us)
+        messages = site.group_size - 1 if stage.peers is None else stage.peers
+        busy = link.busy_us * messages if stage.by_messages else 0.0
+        return Task(name, taken, latency, stage.after, busy)
     coded = stage.role in ("encode", "decode")
     us = profile.kernels.us(stage.codec, stage.role, stage.values) if coded else 0.0
     return Task(HOST, us, after=stage.after)
