@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import operators
+from commpass.errors import VerifyError
 from commpass.lowering import Form, Piece, Source, Taken, form_of
 from commpass.passes.graph import meta
 from commpass.passes.graph.fakes import is_view
@@ -342,8 +343,11 @@ def _buffer(like: fx.Node) -> fx.Node:
 
 
 def place_buffers(buffers: dict[fx.Node, fx.Node]) -> None:
-    """Lets the buffers of joins take the place of those, each where it is first written."""
+    """Lets the buffers of joins take the place of those, each where it is first written. Raises
+    VerifyError where a part of one was written by no kernel."""
     for join, buffer in buffers.items():
+        if left := _parts(join):
+            raise VerifyError(f"no kernel writes {left[0].name}, a part of {join.name}")
         min(buffer.users).prepend(buffer)
         join.replace_all_uses_with(buffer)
         join.graph.erase_node(join)

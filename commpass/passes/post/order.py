@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from torch import fx
-from torch._inductor import config
+from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
@@ -50,10 +50,17 @@ class Order(CustomGraphPass):
     def uuid(self) -> Any:
         """Names this pass and those before it; None, as torch has it, where one has no name."""
         names = [each.uuid() if hasattr(each, "uuid") else None for each in self.before]
-        return None if None in names else (get_hash_for_files((__file__,)), *names)
+        return (
+            None
+            if None in names
+            else (get_hash_for_files((__file__, parse.__code__.co_filename)), *names)
+        )
 
 
 def ordered() -> Any:
     """Inductor's config with the pass, for one compile."""
     slot = config.post_grad_custom_post_pass
+    if hasattr(custom_graph_pass, "get_custom_graph_passes"):  # torch 2.13: several have room
+        passes = custom_graph_pass.get_custom_graph_passes(slot)
+        return config.patch(post_grad_custom_post_pass=[*passes, Order(None)])
     return config.patch(post_grad_custom_post_pass=Order(slot))
