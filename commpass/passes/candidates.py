@@ -135,6 +135,7 @@ def _coded(
             known = site.bytes >= 0
             yield dataclasses.replace(
                 named,
+                chunks=_made(each, scored, site, coder),
                 stages=scored.stages,
                 wire_bytes=real.wire_bytes if known else -1,
                 dynamic_bytes=real.dynamic_bytes if known else 0,
@@ -170,6 +171,15 @@ def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> I
     for chunks in CHUNKS if known else ():
         if chunks * LEAST_BYTES <= site.bytes:
             yield algorithm(site.kind, chosen.spec, chunks=chunks)
+
+
+def _made(chosen: Algorithm, found: Stages, site: Site, coder: Codec) -> int:
+    """How many chunks an algorithm makes in fact: fewer than it is told where there are not so many
+    blocks. Of sizes that are not fixed, what it is told."""
+    if chosen.chunks == 1 or site.dynamic:
+        return chosen.chunks
+    undivided = read_stages(site.kind, whole(chosen.spec), coder.spec, *_scored(site))
+    return len(found.exchanges) // max(len(undivided.exchanges), 1)
 
 
 def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> str | None:

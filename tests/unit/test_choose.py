@@ -1751,3 +1751,12 @@ def test_an_error_budget_above_the_whole_is_refused(value):
         with pytest.raises(PolicyError, match="must be a share such as"):
             attempt()
     assert Policy(max_error=1).max_error == 1
+
+
+@pytest.mark.parametrize(("numel", "chunks"), [(8 * 256, 1), (8 * 256 * 3, 3), (1 << 20, 64)])
+def test_the_plan_says_how_many_chunks_there_are(numel, chunks):
+    """Of 64 that are named no more are made than a row of a rank has blocks."""
+    policy = Policy(rules=[Rule(codec="int8", algorithm="two_shot", force=True, chunks=64)])
+    planned = one(site("all_reduce", numel, 8), policy, profile(SLOW))
+    assert planned.chunks == chunks
+    assert sum(stage.role == "exchange" for stage in planned.stages) == 2 * chunks
