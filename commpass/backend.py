@@ -31,11 +31,10 @@ from commpass.errors import CommpassError, PlanMismatch, PolicyError, ScopeError
 from commpass.groups import is_first_rank
 from commpass.passes import Outcome, Road, check_skip
 from commpass.passes import run as run_passes
-from commpass.passes.discover import describe_group
 from commpass.passes.graph import meta
 from commpass.passes.graph.direction import keep_metadata
 from commpass.passes.graph.marks import chunked
-from commpass.passes.graph.parse import graph_modules, parse
+from commpass.passes.graph.parse import describe_group, graph_modules, parse
 from commpass.paths import Places
 from commpass.policy import Policy, policy_named
 from commpass.runtime import agreement, record
@@ -221,10 +220,10 @@ class Backend:
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
 
         def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-            def compile_graph(gm: fx.GraphModule, more: Sequence[Any]) -> Any:
+            def compile_graph(gm: fx.GraphModule, more: Sequence[Any], pinned: bool) -> Any:
                 if self.inner == "eager":
                     return boxed(gm.forward)
-                with ordered() if chunked(gm) else nullcontext():
+                with ordered() if pinned else nullcontext():
                     return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
 
             direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"
@@ -250,7 +249,7 @@ class Backend:
             direction = "backward" if calls.autograd else direction
 
             def compile_aot(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-                def run_inner(gm: fx.GraphModule, more: Sequence[Any]) -> Any:
+                def run_inner(gm: fx.GraphModule, more: Sequence[Any], _: bool) -> Any:
                     return boxed(
                         self.inner(gm, [*example_inputs, *more])
                         if callable(self.inner)
@@ -338,7 +337,8 @@ class Backend:
             raise outcome.error
         if direction == "backward":
             calls.keeps = bool(outcome.state)
-        compiled = compile_graph(gm, [kept.fake for kept in outcome.state])
+        more = [kept.fake for kept in outcome.state]
+        compiled = compile_graph(gm, more, outcome.pinned or chunked(gm))
         residuals = functools.partial(residuals_of, of_whom(outcome.state, gm, calls), calls)
         return before_each_call(
             compiled, functools.partial(self._check, number + direction), residuals

@@ -146,10 +146,14 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSite(Site, Candidate):
-    """A site and its chosen candidate, the reason in words, and the time of leaving it alone."""
+    """A site and its chosen candidate, the reason in words, and the time of leaving it alone.
+    ``exposed_us`` is how long a rank is predicted to stand still for it in the order of the graph
+    that runs, ``unmoved_us`` how long in the graph's own."""
 
     plain_us: float = 0.0
     reason: str = ""
+    exposed_us: float = 0.0
+    unmoved_us: float = 0.0
 
 
 def planned(site: Site, candidate: Candidate, reason: str, plain_us: float) -> PlannedSite:
@@ -205,7 +209,9 @@ class Plan:
     left once it is simplified.
 
     ``fallback`` is empty when the plan was carried out, and otherwise says why the untouched graph
-    was compiled. ``matched`` are the numbers of the policy's rules, from 0, that match a site as it
+    was compiled. ``reordered`` are the names of the exchanges' sites in the order in which they
+    start, where that is not the program's, and ``order`` says why nothing was moved, where nothing
+    was. ``matched`` are the numbers of the policy's rules, from 0, that match a site as it
     was found.
     """
 
@@ -217,6 +223,8 @@ class Plan:
     simplified: tuple[Simplification, ...] = ()
     fallback: str = ""
     matched: tuple[int, ...] = ()
+    reordered: tuple[str, ...] = ()
+    order: str = ""
 
     def __iter__(self) -> Iterator[PlannedSite]:
         return iter(self.sites)
@@ -224,6 +232,12 @@ class Plan:
     @property
     def compressed(self) -> tuple[PlannedSite, ...]:
         return () if self.fallback else tuple(site for site in self.sites if site.compressed)
+
+    def untouched(self, sites: Iterable[PlannedSite], why: str) -> Plan:
+        """The plan of the same graph if nothing of it is changed, because of ``why``."""
+        return dataclasses.replace(
+            self, sites=tuple(sites), simplified=(), reordered=(), fallback=why
+        )
 
     def of_group(self, group: str) -> Plan:
         """The part of the plan that the ranks of one group share."""
@@ -242,8 +256,17 @@ class Plan:
         """A digest of every common decision; equal on two ranks if and only if they will do the
         same."""
         rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.common()]
-        facts = [self.direction, rows, self.rules(), bool(self.fallback)]
+        facts = [self.direction, rows, self.rules(), self.starts(), bool(self.fallback)]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+
+    def starts(self) -> list[int]:
+        """The numbers of the sites, as they stand here, in the order in which their exchanges
+        start; none where that is the program's."""
+        numbers: dict[str, int] = {}
+        for number, site in enumerate(self.sites):
+            numbers.setdefault(site.name, number)
+            numbers.setdefault(site.name.rpartition(".")[0], number)  # of a coalesced collective
+        return [numbers[name] for name in self.reordered if name in numbers]
 
     def rules(self) -> list[str]:
         """What was simplified, as far as the ranks must do it alike."""
@@ -303,6 +326,9 @@ def diff(left: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list
         found.append(
             Difference("(graph)", "simplified", "; ".join(left.rules()), "; ".join(right.rules()))
         )
+    if left.starts() != right.starts():
+        orders = [", ".join(plan.reordered) or "the program's" for plan in (left, right)]
+        found.append(Difference("(graph)", "order of exchanges", *orders))
     if bool(left.fallback) != bool(right.fallback):
         found.append(Difference("(graph)", "fallback", left.fallback, right.fallback))
     return found

@@ -42,6 +42,7 @@ _TYPES: dict[str, Any] = {
     "int | None": int | None,
     "tuple[str, ...]": str | list[str],
     "str": str,
+    "float": float,
     "int": int,
     "bool": bool,
 }
@@ -253,7 +254,8 @@ class Policy(_Named):
 
     ``max_error`` is the largest allowed relative error of a compressed result;
     ``reassociate=False`` forbids even changes that only round a sum differently; ``skip`` names
-    passes to leave out; ``lowering`` and ``chunks`` as in a rule.
+    passes to leave out; ``lowering`` and ``chunks`` as in a rule; ``more_memory`` by what share the
+    peak memory of a graph may rise where exchanges are moved so that they hide behind matmuls.
     """
 
     name: str = "custom"
@@ -266,9 +268,15 @@ class Policy(_Named):
     off: bool = False
     lowering: str | None = None
     chunks: int | None = None
+    more_memory: float = 0.1
 
     def __post_init__(self) -> None:
         self._check_types()
+        if not 0 <= self.more_memory <= 10:
+            raise PolicyError(
+                f"more_memory={self.more_memory!r}: must be a share of the peak memory, such as 0.1"
+                " for ten percent, and at most 10"
+            )
         if not isinstance(self.rules, (list, tuple)) or not all(
             isinstance(rule, Rule) for rule in self.rules
         ):

@@ -23,14 +23,19 @@ class KernelRate:
 @dataclass(frozen=True)
 class Kernels:
     """Rates by codec name (the part before the bracket), what stands for a codec not listed, and
-    the time of a launch."""
+    the time of a launch. For the rest of a graph: ``gflops``, billions of operations that a matmul
+    does in a second, and ``gbytes_per_s`` that a simple kernel writes."""
 
     launch_us: float
     other: KernelRate
     rates: Mapping[str, KernelRate] = field(default_factory=dict)
+    gflops: float = 40.0
+    gbytes_per_s: float = 4.0
 
     def __post_init__(self) -> None:
         check_number("Kernels(launch_us", self.launch_us)
+        check_number("Kernels(gflops", self.gflops, above=True)
+        check_number("Kernels(gbytes_per_s", self.gbytes_per_s, above=True)
         if not isinstance(self.rates, Mapping):
             raise PolicyError(
                 f"Kernels(rates={self.rates!r}): must map names of codecs to KernelRate(...)"
@@ -47,6 +52,12 @@ class Kernels:
         ns = rate.encode_ns if role == "encode" else rate.decode_ns
         return self.launch_us + values * ns / 1e3
 
+    def compute_us(self, operations: float, nbytes: float) -> float:
+        """Microseconds of what is no codec's: the longer of so many operations and so many bytes
+        written. What does no operations worth counting becomes part of another kernel."""
+        busy = max(operations / self.gflops, nbytes / self.gbytes_per_s) / 1e3
+        return busy + (self.launch_us if operations > 0 else 0.0)
+
 
 CPU = Kernels(
     launch_us=2.0,
@@ -62,6 +73,6 @@ CPU = Kernels(
 """One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, rounded
 up."""
 
-GPU = Kernels(launch_us=5.0, other=KernelRate(0.02, 0.02))
+GPU = Kernels(launch_us=5.0, other=KernelRate(0.02, 0.02), gflops=200_000.0, gbytes_per_s=1_000.0)
 """An assumption until it is measured on the user's card: memory-bound kernels at a fraction of a
 recent GPU's bandwidth."""

@@ -11,17 +11,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from commpass import groups
 from commpass.annotate import KEY
 from commpass.passes.graph import meta
 from commpass.passes.graph.direction import gradients, recomputed
-from commpass.passes.graph.parse import Call, graph_modules, is_wait, items, parse, value_of, waited
+from commpass.passes.graph.parse import (
+    Call,
+    describe_group,
+    graph_modules,
+    is_wait,
+    items,
+    parse,
+    value_of,
+    waited,
+)
 from commpass.plan import NOBODY, Site
 from commpass.policy import NOTHING, Allowed
 
@@ -239,19 +246,6 @@ def _end_is_waited_for(call: Call, position: int) -> bool:
     gives for it (torch 2.15): the rank at its other end knows nothing of that."""
     value = value_of(call, position)
     return bool(call.ends) and value is not None and any(is_wait(user) for user in value.users)
-
-
-def describe_group(call: Call) -> tuple[str, int]:
-    """(name, size) of a collective's group; size 0 if unknown."""
-    group: Any = call.group
-    if isinstance(group, fx.Node):
-        held = group.meta.get("val")
-        group = getattr(held, "real_obj", held)
-    if isinstance(group, str):
-        group = groups.group_named(group)
-    if isinstance(group, dist.ProcessGroup):
-        return group.group_name, group.size()
-    return str(call.group), call.group_size or 0
 
 
 def _operator(node: fx.Node) -> str:

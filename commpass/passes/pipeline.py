@@ -24,6 +24,7 @@ from commpass.passes.discover import discover
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules
 from commpass.passes.lower import lower
+from commpass.passes.move import move, with_exposure
 from commpass.passes.rewrite import rewrite
 from commpass.passes.road import Outcome, Road
 from commpass.passes.simplify import simplify
@@ -81,6 +82,13 @@ def _lower(road: Road) -> Road:
     return road
 
 
+def _move(road: Road) -> Road:
+    if not road.found or road.policy.off or road.obstacle is not None:
+        return road
+    moved = move(road.gm, road.profile, road.policy.more_memory)
+    return dataclasses.replace(road, moved=moved, sites=with_exposure(road.sites or (), moved))
+
+
 def _verify(road: Road) -> Road:
     verify(road.gm, road.sites or ())
     return road
@@ -114,6 +122,13 @@ PASSES: tuple[Pass, ...] = (
         provides=("plain",),
         mutates=True,
         needed=True,
+    ),
+    Pass(
+        name="move",
+        run=_move,
+        requires=("plain", "plan"),
+        provides=("plain", "plan"),
+        mutates=True,
     ),
     Pass(name="verify", run=_verify, requires=("plain", "plan")),
 )
@@ -176,7 +191,12 @@ def run(
         outcome.state = road.state
         outcome.first = outcome.first or tuple(found.site for found in road.found)
         outcome.plan = dataclasses.replace(
-            outcome.plan, sites=road.sites or (), simplified=road.simplified, matched=road.matched
+            outcome.plan,
+            sites=road.sites or (),
+            simplified=road.simplified,
+            matched=road.matched,
+            reordered=road.moved.reordered,
+            order=road.moved.why,
         )
         if watch is not None:
             watch(step.name, road)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -10,6 +9,7 @@ from torch import fx
 from commpass.costmodel import Profile
 from commpass.passes.candidates import Options
 from commpass.passes.discover import GraphSite
+from commpass.passes.move import Moved
 from commpass.passes.rewrite import StateInput
 from commpass.passes.template import Decompositions
 from commpass.plan import NOBODY, Plan, PlannedSite, Simplification, Site, left_alone
@@ -36,13 +36,14 @@ class Road:
     obstacle: str | None = None
     kernels: bool = False
     state: tuple[StateInput, ...] = ()
+    moved: Moved = field(default_factory=Moved)
 
 
 @dataclass
 class Outcome:
     """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched
     one, and says why. ``options`` has what might have been chosen, by the name of the site, and
-    ``state`` what it takes as its last inputs."""
+    ``state`` what it takes as its last inputs; ``pinned`` says that its order must be kept."""
 
     plan: Plan
     found: tuple[GraphSite, ...] = ()
@@ -52,6 +53,7 @@ class Outcome:
     untouched: dict[fx.GraphModule, fx.Graph] = field(default_factory=dict)
     first: tuple[Site, ...] = ()
     state: tuple[StateInput, ...] = ()
+    pinned: bool = False
 
     def restore(self, why: str) -> None:
         """Puts the untouched graph back (law 7), because of ``why``."""
@@ -59,6 +61,6 @@ class Outcome:
             module.graph = graph
             module.recompile()
         self.untouched, self.options = {}, {}
-        self.state = ()
+        self.state, self.pinned = (), False
         sites = tuple(left_alone(site, why) for site in self.first)
-        self.plan = dataclasses.replace(self.plan, sites=sites, simplified=(), fallback=why)
+        self.plan = self.plan.untouched(sites, why)

@@ -17,7 +17,6 @@ compiles again, alone, what was agreed on before, site by site.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Iterable
@@ -67,7 +66,7 @@ def agree(
     fresh = [part for part in mine if part.changed and part not in settled]
     if why := next((pasts[part.key].apart for part in fresh if pasts[part.key].apart), ""):
         sites = tuple(left_alone(site, why) for site in plan.sites)
-        plan = dataclasses.replace(plan, sites=sites, simplified=(), fallback=why)
+        plan = plan.untouched(sites, why)
         mine, settled, fresh = parts(plan, first, ends, speaker.digest), [], []
     waiting = [part for part in mine if part in fresh or _contrary(part, pasts[part.key], speaker)]
     for part in mine:

@@ -44,7 +44,8 @@ class Part:
 
     @property
     def changed(self) -> bool:
-        return bool(self.plan.compressed or (self.plan.simplified and not self.plan.fallback))
+        changed = self.plan.simplified or self.plan.reordered
+        return bool(self.plan.compressed or (changed and not self.plan.fallback))
 
     @cached_property
     def digest(self) -> str:
@@ -76,6 +77,12 @@ class Part:
         """What each site is told by, on whichever rank and in whichever graph it is."""
         return tuple(sorted({_digest(_facts(site))[:8] for site in self.first})) or (ANY,)
 
+    @cached_property
+    def order(self) -> str:
+        """A digest of the order in which exchanges start; "" where that is the program's."""
+        starts = self.plan.starts()
+        return _digest(starts) if starts and not self.plan.fallback else ""
+
     def decisions(self) -> dict[str, str]:
         """What is done with each site as it came, by each of its ``keys_of``."""
         planned = {site.name: site for site in self.plan.sites}
@@ -85,6 +92,7 @@ class Part:
             said = merged.get(site.name, NONE)
             if (chosen := planned.get(site.name)) is not None and chosen.compressed:
                 said = f"{chosen.codec} by {chosen.algorithm} in {chosen.chunks}"
+            said += f", starts {self.order}" if self.order else ""
             for key in keys_of(site):
                 found[key] = said if found.get(key, said) == said else SEVERAL
         return found
@@ -125,6 +133,7 @@ def parts(
             plan,
             sites=tuple(site for site in plan.sites if (site.group, site.peer) == (name, peer)),
             simplified=tuple(step for step in steps if step.group == name),
+            reordered=plan.reordered if peer is None else (),
         )
         found.append(Part(where, f"{where}~{policy}", group, ranks, peer is not None, mine, part))
     return found

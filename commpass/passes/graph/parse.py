@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._ops import OpOverload
 
+from commpass import groups
 from commpass.kinds import KIND_OF
 
 NAMESPACES = (
@@ -55,6 +57,11 @@ class Call:
     def kind_at(self, position: int) -> str:
         """The kind of what happens to one input."""
         return self.ends[position].kind if self.ends else self.kind
+
+    @property
+    def by_messages(self) -> bool:
+        """Whether it is an exchange of ours, as messages between pairs of ranks."""
+        return str(getattr(self.node.target, "namespace", "")) == "commpass"
 
     def written(self) -> tuple[fx.Node, ...]:
         """The inputs into which something is received, though the operator's schema does not say
@@ -139,6 +146,19 @@ def _form(namespace: str, name: str) -> str:
     if name.endswith("_out"):
         return "out"
     return "in-place" if name.endswith("_") else "plain"
+
+
+def describe_group(call: Call) -> tuple[str, int]:
+    """(name, size) of a collective's group; size 0 if unknown."""
+    group: Any = call.group
+    if isinstance(group, fx.Node):
+        held = group.meta.get("val")
+        group = getattr(held, "real_obj", held)
+    if isinstance(group, str):
+        group = groups.group_named(group)
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name, group.size()
+    return str(call.group), call.group_size or 0
 
 
 def is_wait(node: fx.Node) -> bool:

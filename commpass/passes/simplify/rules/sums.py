@@ -10,8 +10,8 @@ from torch import fx
 
 from commpass.collectives import UNROLLED_RANKS
 from commpass.kinds import SUMS
-from commpass.passes.discover import describe_group
 from commpass.passes.graph import meta
+from commpass.passes.graph.parse import describe_group
 from commpass.passes.simplify.chains import (
     RESHAPES,
     WIDE,

@@ -1,0 +1,110 @@
+"""What the nodes of a graph cost: operations and bytes of what is computed, bytes of what is
+sent."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from commpass import groups
+from commpass.costmodel import HOST, Profile, Task
+from commpass.passes.graph import meta
+from commpass.passes.graph.parse import Call, describe_group
+
+OUR_KERNEL = "commpass::kernel_"
+ATTENTION = "aten::_scaled_dot_product"
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Whether a node is worth hiding an exchange behind, and stays a call of its own when Inductor
+    fuses: a matmul, a convolution, attention, or a kernel of ours."""
+    return is_matmul(node) or _name(node) == OUR_KERNEL
+
+
+def is_matmul(node: fx.Node) -> bool:
+    """Whether a node is a matmul, a convolution or attention."""
+    return node.op == "call_function" and _formula(node.target) is not None
+
+
+def compute(node: fx.Node, profile: Profile) -> Task:
+    """What a rank computes in one node: the longer of what its operations take and what the bytes
+    take that it writes. Views take no time."""
+    if node.op != "call_function" or looks(node):
+        return Task(HOST, 0.0)
+    held = node.meta.get("val")
+    written = list(tensors(held))
+    if _name(node) == OUR_KERNEL:  # what it writes into is among its arguments
+        written = [fake for each in node.all_input_nodes for fake in tensors(each.meta.get("val"))]
+    moved = sum(max(meta.nbytes(fake), 0) for fake in written)
+    formula = _formula(node.target)
+    operations = 0
+    if formula is not None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+        operations = meta.hint(formula(*args, **kwargs, out_val=held)) or 0
+    return Task(HOST, profile.kernels.compute_us(operations, moved))
+
+
+def exchange(call: Call, profile: Profile) -> Task:
+    """What an exchange costs, by the link of its group."""
+    name, size = describe_group(call)
+    link = profile.link_of(*groups.labels_of(name), ranks=groups.ranks_of(name))
+    fakes = [fake for each in call.inputs for fake in tensors(each.meta.get("val"))]
+    nbytes = sum(max(meta.nbytes(fake), 0) for fake in fakes)
+    peers = None
+    if call.splits is not None and all(isinstance(rows, int) for rows in call.splits[0]):
+        sent, rank = call.splits[0], groups.rank_in(name) or 0
+        peers = sum(bool(rows) for at, rows in enumerate(sent) if at != rank)
+        nbytes = nbytes * (sum(sent) - sent[rank]) // max(sum(sent), 1)
+    latency, taken = link.parts_us(call.kind, nbytes, size, peers, by_messages=call.by_messages)
+    messages = size - 1 if peers is None else peers
+    busy = link.busy_us * messages if call.by_messages else 0.0
+    return Task(name, taken, latency, busy_us=busy)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a fake value: one, or several in lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors(each)
+
+
+def looks(node: fx.Node) -> bool:
+    """Whether what a node gives is another's memory, which it does not change."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(
+        given.alias_info is not None and not given.alias_info.is_write for given in schema.returns
+    )
+
+
+def _name(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    return schema.name if schema is not None else ""
+
+
+@functools.cache
+def _formula(target: Any) -> Callable[..., Any] | None:
+    """What counts the operations of an operator; None for those that are not worth counting."""
+    packet = getattr(target, "overloadpacket", None)
+    if packet in flop_registry:
+        return flop_registry[packet]
+    schema = getattr(target, "_schema", None)
+    if schema is not None and schema.name.startswith(ATTENTION):  # torch has no count for CPUs
+        return _attention_backward if "backward" in schema.name else _attention
+    return None
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _attention_backward(
+    _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
+) -> int:
+    """Five products instead of two: the first again, and two for each gradient of one."""
+    return sdpa_flop_count(query.shape, key.shape, value.shape) * 5 // 2

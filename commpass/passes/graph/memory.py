@@ -1,0 +1,130 @@
+"""Which nodes must stay in order, beyond what takes what, and how much memory an order needs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from commpass.passes.graph import meta
+from commpass.passes.graph.costs import looks, tensors
+from commpass.passes.graph.parse import is_wait, parse
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a graph by number: what each node ``gives``, and all that it ``touches``, that
+    of its inputs as well; ``nbytes`` of each."""
+
+    gives: Mapping[fx.Node, frozenset[int]]
+    touches: Mapping[fx.Node, frozenset[int]]
+    nbytes: Mapping[int, int]
+
+
+def memory(graph: fx.Graph) -> Memory:
+    """The memory of a graph. An exchange has its input and its result until it is waited for."""
+    numbers: dict[int, int] = {}
+    nbytes: dict[int, int] = defaultdict(int)
+    gives: dict[fx.Node, frozenset[int]] = {}
+    touches: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.nodes:
+        made = set()
+        for fake in tensors(node.meta.get("val", node.meta.get("example_value"))):
+            number = numbers.setdefault(fake.untyped_storage()._cdata, len(numbers))
+            nbytes[number] = max(nbytes[number], meta.nbytes(fake))
+            made.add(number)
+        given = {number for each in node.all_input_nodes for number in gives[each]}
+        if is_wait(node) or looks(node):
+            made |= given
+        gives[node] = frozenset(made)
+        touches[node] = frozenset(made | given)
+        if is_wait(node):
+            started = [each for each in sources(node) if parse(each) is not None]
+            touches[node] |= {number for each in started for number in touches[each]}
+    return Memory(gives, touches, dict(nbytes))
+
+
+def sources(node: fx.Node) -> list[fx.Node]:
+    """What a wait waits for, seen through the items of a coalesced collective."""
+    found = list(node.all_input_nodes)
+    return [*found, *(source for each in found for source in each.all_input_nodes)]
+
+
+def orders(graph: fx.Graph, known: Memory) -> dict[fx.Node, list[fx.Node]]:
+    """For each node those that must come before it: what it takes; of what it writes into, all that
+    touched it before; of what another has written, that one. What has effects of its own, or draws
+    random numbers, keeps its order."""
+    before: dict[fx.Node, dict[fx.Node, None]] = {}
+    readers: dict[int, list[fx.Node]] = defaultdict(list)
+    writer: dict[int, fx.Node] = {}
+    effect: fx.Node | None = None
+    for node in graph.nodes:
+        first = dict.fromkeys(node.all_input_nodes)
+        written = _written(node, known)
+        for number in known.touches[node]:
+            if number in writer:
+                first[writer[number]] = None
+            if number in written:
+                first |= dict.fromkeys(readers[number])
+        for number in known.touches[node]:
+            if number in written:
+                writer[number], readers[number] = node, []
+            else:
+                readers[number].append(node)
+        if _has_effects(node):
+            if effect is not None:
+                first[effect] = None
+            effect = node
+        first.pop(node, None)
+        before[node] = first
+    return {node: list(first) for node, first in before.items()}
+
+
+def _written(node: fx.Node, known: Memory) -> frozenset[int]:
+    """The memory into which a node writes: that of the arguments that its operator changes; a wait
+    makes the values of its result appear."""
+    if is_wait(node):
+        return known.gives[node]
+    call = parse(node)
+    found = {number for each in (call.written() if call else ()) for number in known.gives[each]}
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return frozenset(found)
+    names = [argument.name for argument in schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given.get(argument.name)
+            each = value if isinstance(value, (list, tuple)) else [value]
+            found |= {n for node in each if isinstance(node, fx.Node) for n in known.gives[node]}
+    return frozenset(found)
+
+
+def _has_effects(node: fx.Node) -> bool:
+    """Whether there is more to a node than what it gives and writes."""
+    if node.op != "call_function":
+        return node.op in ("call_module", "call_method")
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return True
+    return node.target in fx.node._side_effectful_functions and not is_wait(node)
+
+
+def peak(order: Sequence[fx.Node], known: Memory) -> int:
+    """Bytes that are held at once at most, if a graph runs in an order: memory is taken by the
+    first node that touches it and given back after the last. What a graph gives back is held until
+    the end."""
+    last = {number: place for place, node in enumerate(order) for number in known.touches[node]}
+    held = most = 0
+    seen: set[int] = set()
+    for place, node in enumerate(order):
+        new = known.touches[node] - seen
+        seen |= new
+        held += sum(known.nbytes[number] for number in new)
+        most = max(most, held)
+        held -= sum(known.nbytes[number] for number in known.touches[node] if last[number] == place)
+    return most

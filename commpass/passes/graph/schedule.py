@@ -1,0 +1,249 @@
+"""The order of a graph that hides its exchanges: which comes first, and what is computed meanwhile.
+
+Two questions, kept apart. In which order exchanges start depends on nothing but what takes what
+(``sequence``): ranks that compile the same program for other sizes find the same. What a rank
+computes between a start and its wait is its own affair, and depends on times (``schedule``).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from commpass.costmodel import HOST, Task
+
+
+@dataclass(frozen=True)
+class Work:
+    """The nodes of a graph in its order, what must come ``before`` each, and what each costs. A
+    wait takes what its starts give: the nodes that it waits for are ``waited[wait]``. ``heavy`` are
+    the nodes that something can be hidden behind."""
+
+    nodes: tuple[fx.Node, ...]
+    before: Mapping[fx.Node, Sequence[fx.Node]]
+    tasks: Mapping[fx.Node, Task]
+    starts: frozenset[fx.Node]
+    waited: Mapping[fx.Node, Sequence[fx.Node]]
+    heavy: frozenset[fx.Node]
+
+    @cached_property
+    def index(self) -> dict[fx.Node, int]:
+        return {node: number for number, node in enumerate(self.nodes)}
+
+    @cached_property
+    def after(self) -> dict[fx.Node, list[fx.Node]]:
+        """The nodes that must come after each."""
+        found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in self.nodes:
+            for each in self.before[node]:
+                found[each].append(node)
+        return found
+
+    def remaining(self) -> dict[fx.Node, int]:
+        """How many nodes must still come before each: all of them, at first."""
+        return {node: len(self.before[node]) for node in self.nodes}
+
+
+# --- which exchange starts first ------------------------------------------------------------------
+
+
+def sequence(work: Work) -> list[fx.Node]:
+    """The starts in the order in which they can be made: each as soon as all is there that it
+    takes. An exchange that takes another's result comes when a third has started in between, or
+    when what is computed next needs it."""
+    return _Sequence(work).run()
+
+
+class _Sequence:
+    """A walk through the matmuls and their like in the order of the graph; all else is done as soon
+    as it can be."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.left = work.remaining()
+        self.found: list[fx.Node] = []
+        self.startable: list[tuple[int, fx.Node]] = []
+        self.waits: list[tuple[int, int, fx.Node]] = []
+        self.number: dict[fx.Node, int] = {}
+
+    def run(self) -> list[fx.Node]:
+        free = [node for node in self.work.nodes if not self.work.before[node]]
+        for node in free:
+            self._reach(node)
+        self._start_all()
+        for node in self.work.nodes:
+            if node in self.work.heavy:
+                while self.left[node]:
+                    self._wait()
+                self._done(node)
+                self._start_all()
+        while self.waits:
+            self._wait()
+        return self.found
+
+    def _done(self, node: fx.Node) -> None:
+        stack = [node]
+        while stack:
+            for user in self.work.after[stack.pop()]:
+                self.left[user] -= 1
+                if not self.left[user] and self._reach(user, quiet=True):
+                    stack.append(user)
+
+    def _reach(self, node: fx.Node, *, quiet: bool = False) -> bool:
+        """All is there that a node takes. Whether it is done by that."""
+        if node in self.work.heavy:
+            return False
+        if node in self.work.starts:
+            heapq.heappush(self.startable, (self.work.index[node], node))
+            return False
+        if node in self.work.waited:
+            made = max((self.number.get(each, 0) for each in self.work.waited[node]), default=0)
+            heapq.heappush(self.waits, (made, self.work.index[node], node))
+            return False
+        if not quiet:
+            self._done(node)
+        return True
+
+    def _start_all(self) -> None:
+        while self.startable:
+            _, node = heapq.heappop(self.startable)
+            self.number[node] = len(self.found)
+            self.found.append(node)
+            older = self.number[node]
+            self._done(node)
+            while self.waits and self.waits[0][0] < older:
+                self._done(heapq.heappop(self.waits)[-1])
+
+    def _wait(self) -> None:
+        self._done(heapq.heappop(self.waits)[-1])
+        self._start_all()
+
+
+# --- what is computed meanwhile -------------------------------------------------------------------
+
+
+@dataclass
+class Clock:
+    """Where a rank and its links are in time, in microseconds; ``exposed`` is how long the rank
+    stood still at each wait."""
+
+    work: Work
+    now: float = 0.0
+    free: dict[object, float] = field(default_factory=dict)
+    arrives: dict[fx.Node, float] = field(default_factory=dict)
+    exposed: dict[fx.Node, float] = field(default_factory=dict)
+
+    def arrival(self, wait: fx.Node) -> float:
+        """When all that a wait is for has arrived."""
+        return max((self.arrives.get(each, 0.0) for each in self.work.waited[wait]), default=0.0)
+
+    def run(self, node: fx.Node) -> None:
+        """The rank comes to a node, and goes on when it is done, or started."""
+        task = self.work.tasks[node]
+        if node in self.work.waited:
+            self.exposed[node] = max(self.arrival(node) - self.now, 0.0)
+            self.now += self.exposed[node]
+        self.now += task.busy_us
+        if task.resource == HOST:
+            self.now += task.us
+            return
+        begun = max(self.now, self.free.get(task.resource, 0.0))
+        self.free[task.resource] = begun + task.us
+        self.arrives[node] = begun + task.us + task.latency_us
+
+
+def timed(work: Work, order: Iterable[fx.Node]) -> Clock:
+    """The clock after all nodes in an order."""
+    clock = Clock(work)
+    for node in order:
+        clock.run(node)
+    return clock
+
+
+def schedule(work: Work, starts: Sequence[fx.Node], window: int) -> list[fx.Node]:
+    """An order of all nodes in which the exchanges start in the order that is given: what the next
+    start needs comes first; what it does not need waits until the rank would stand still otherwise,
+    and no longer than until ``window`` more have started."""
+    return _Schedule(work, starts, window).run()
+
+
+class _Schedule:
+    def __init__(self, work: Work, starts: Sequence[fx.Node], window: int):
+        self.work, self.starts, self.window = work, starts, window
+        self.clock = Clock(work)
+        self.left = work.remaining()
+        self.order: list[fx.Node] = []
+        self.done: set[fx.Node] = set()
+        self.needed: set[fx.Node] = set()
+        self.ready: list[tuple[int, fx.Node]] = []  # of what is needed
+        self.spare: list[tuple[int, fx.Node]] = []  # of what is not
+        self.waits: list[tuple[float, int, fx.Node]] = []  # by when all has arrived
+
+    def run(self) -> list[fx.Node]:
+        for node in self.work.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._do(node)
+            elif not self.work.before[node]:
+                self._reach(node)
+        *_, output = self.work.nodes
+        for number, goal in enumerate([*self.starts, output]):
+            if goal is output:
+                self._need(self.work.nodes)
+            elif number >= self.window:
+                self._catch_up(self.work.index[self.starts[number - self.window]])
+            self._need([goal])
+            while goal not in self.done:
+                self._step()
+        return self.order
+
+    def _need(self, wanted: Iterable[fx.Node]) -> None:
+        """Marks nodes and all that must come before them."""
+        stack = list(wanted)
+        while stack:
+            node = stack.pop()
+            if node in self.needed or node in self.done:
+                continue
+            self.needed.add(node)
+            stack += self.work.before[node]
+            if not self.left[node]:
+                self._reach(node)
+
+    def _reach(self, node: fx.Node) -> None:
+        """All has come that must come before a node."""
+        if node in self.work.waited:
+            if node in self.needed:
+                entry = (self.clock.arrival(node), self.work.index[node], node)
+                heapq.heappush(self.waits, entry)
+        elif node not in self.work.starts or node in self.needed:
+            where = self.ready if node in self.needed else self.spare
+            heapq.heappush(where, (self.work.index[node], node))
+
+    def _catch_up(self, limit: int) -> None:
+        """Does what has been put off for too long."""
+        while self.spare and self.spare[0][0] < limit:
+            self._do(heapq.heappop(self.spare)[-1])
+
+    def _step(self) -> None:
+        """The next node on the way to a goal, or else one that something is hidden behind."""
+        while self.waits and self.waits[0][0] <= self.clock.now:
+            heapq.heappush(self.ready, heapq.heappop(self.waits)[1:])
+        if self.ready or self.spare:
+            self._do(heapq.heappop(self.ready or self.spare)[-1])
+        else:
+            self._do(heapq.heappop(self.waits)[-1])
+
+    def _do(self, node: fx.Node) -> None:
+        if node in self.done:  # it was spare, and then needed
+            return
+        self.done.add(node)
+        self.order.append(node)
+        self.clock.run(node)
+        for user in self.work.after[node]:
+            self.left[user] -= 1
+            if not self.left[user]:
+                self._reach(user)

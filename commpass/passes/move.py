@@ -1,0 +1,163 @@
+"""move: exchanges start as soon as they can and are waited for as late as that helps.
+
+needs: a graph without coded operators.
+gives: the same nodes in another order, in which matmuls run while exchanges travel: those whose
+result nobody waits for (the gradients of weights, in a backward graph) are put off until the rank
+would stand still otherwise. The order of exchanges depends on the graph alone, not on times.
+changes: nothing that is computed. The peak memory by no more than the policy allows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from commpass.costmodel import HOST, Profile, Task
+from commpass.passes.graph import costs
+from commpass.passes.graph.marks import MARK
+from commpass.passes.graph.memory import Memory, memory, orders, peak, sources
+from commpass.passes.graph.parse import graph_modules, is_wait, parse
+from commpass.passes.graph.schedule import Clock, Work, schedule, sequence, timed
+from commpass.plan import PlannedSite
+
+WINDOWS = (0, 1, 2, 4)
+"""For how many starts of exchanges a matmul may be put off."""
+SURE = 0.01
+"""By what share of the time a larger window, which needs more memory, must be faster."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What became of a graph's order. ``reordered`` are the names of the exchanges' sites in the
+    order in which they start, where that is not the program's; ``exposed_us`` how long a rank is
+    predicted to stand still for each site, and ``was_us`` how long it would have in the graph's own
+    order. ``pinned``: something is done while an exchange travels, so the order must be kept.
+    ``why`` says why nothing was moved, where nothing was."""
+
+    exposed_us: dict[str, float] = field(default_factory=dict)
+    was_us: dict[str, float] = field(default_factory=dict)
+    reordered: tuple[str, ...] = ()
+    pinned: bool = False
+    why: str = ""
+
+
+def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
+    """Reorders a graph in place. ``more_memory``: by what share its peak memory may rise."""
+    nodes = tuple(gm.graph.nodes)
+    starts = [node for node in nodes if parse(node) is not None]
+    if why := _obstacle(gm):
+        return Moved(why=why)
+    known = memory(gm.graph)
+    work = _work(gm.graph, known, profile)
+    was = timed(work, nodes)
+    bound = (1 + more_memory) * peak(nodes, known)
+    first = sequence(work)
+    best = next((each for each in (first, starts) if _best(work, each, known, bound)), None)
+    if best is None:
+        why = f"any other order would need more memory than {more_memory:.0%} above the peak"
+        return Moved(_exposed(was), _exposed(was), pinned=_overlapped(gm), why=why)
+    order = _best(work, best, known, bound)
+    now = timed(work, order)
+    if best == starts and now.now > (1 - SURE) * was.now:
+        why = "no other order would be faster"
+        return Moved(_exposed(was), _exposed(was), pinned=_overlapped(gm), why=why)
+    for node in order[:-1]:
+        order[-1].prepend(node)
+    gm.recompile()
+    reordered = () if best == starts else tuple(map(site_of, best))
+    return Moved(_exposed(now), _exposed(was), reordered, _overlapped(gm))
+
+
+def with_exposure(plan: Sequence[PlannedSite], moved: Moved) -> tuple[PlannedSite, ...]:
+    """The plan with how long a rank stands still for each site. That of a coalesced collective
+    counts for the first of its sites."""
+    now, was = dict(moved.exposed_us), dict(moved.was_us)
+
+    def of(site: PlannedSite) -> PlannedSite:
+        name = site.name if site.name in was else site.name.rpartition(".")[0]
+        exposed, unmoved = now.pop(name, 0.0), was.pop(name, 0.0)
+        return replace(site, exposed_us=round(exposed, 3), unmoved_us=round(unmoved, 3))
+
+    return tuple(map(of, plan))
+
+
+def _best(work: Work, starts: Sequence[fx.Node], known: Memory, bound: float) -> list[fx.Node]:
+    """The order with these starts that is done first, with the least window that is hardly slower;
+    none where each needs more memory than there may be."""
+    found: list[fx.Node] = []
+    for window in WINDOWS:
+        order = schedule(work, starts, window)
+        if peak(order, known) > bound:
+            break
+        if found and timed(work, order).now > (1 - SURE) * timed(work, found).now:
+            break
+        found = order
+    return found
+
+
+def _obstacle(gm: fx.GraphModule) -> str:
+    """Why a graph keeps its order, if it must."""
+    for prefix, module in graph_modules(gm):
+        for node in module.graph.nodes:
+            call = parse(node)
+            if call is not None and prefix:
+                return f"an operator of the graph has exchanges of its own: {prefix}{node.name}"
+            if call is not None and call.ends:
+                return f"messages between two ranks keep their place: {node.name}"
+    return ""
+
+
+def _work(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
+    before = orders(graph, known)
+    tasks, starts, waited, heavy = {}, set(), {}, set()
+    latest: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        call = parse(node)
+        tasks[node] = costs.exchange(call, profile) if call else costs.compute(node, profile)
+        if call is not None:
+            starts.add(node)
+        elif is_wait(node):
+            tasks[node] = Task(HOST, 0.0)
+            waited[node] = [each for each in sources(node) if parse(each) is not None]
+        elif costs.is_heavy(node):
+            heavy.add(node)
+        if (call is not None or node in waited) and (site := site_of(node)):
+            if site in latest and latest[site] not in before[node]:
+                before[node].append(latest[site])  # a site's own order: so many chunks at once
+            latest[site] = node
+    return Work(tuple(graph.nodes), before, tasks, frozenset(starts), waited, frozenset(heavy))
+
+
+def site_of(node: fx.Node) -> str:
+    """The name of the site that an exchange or a wait belongs to."""
+    if MARK in node.meta:
+        return str(node.meta[MARK].site)
+    if is_wait(node):
+        return next((site_of(each) for each in sources(node) if parse(each) is not None), "")
+    return node.name
+
+
+def _exposed(clock: Clock) -> dict[str, float]:
+    """Microseconds of standing still for each site."""
+    found: dict[str, float] = defaultdict(float)
+    for wait, us in clock.exposed.items():
+        found[site_of(wait)] += us
+    return dict(found)
+
+
+def _overlapped(gm: fx.GraphModule) -> bool:
+    """Whether anything starts, or is computed, while an exchange travels."""
+    travelling: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if is_wait(node):
+            travelling.difference_update(sources(node))
+        elif parse(node) is not None:
+            if travelling:
+                return True
+            travelling.add(node)
+        elif travelling and costs.is_heavy(node):
+            return True
+    return False
