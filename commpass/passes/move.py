@@ -48,26 +48,26 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
     """Reorders a graph in place. ``more_memory``: by what share its peak memory may rise."""
     nodes = tuple(gm.graph.nodes)
     starts = [node for node in nodes if parse(node) is not None]
-    if why := _obstacle(gm):
+    if (why := _obstacle(gm)) or not starts:
         return Moved(why=why)
     known = memory(gm.graph)
     work = _work(gm.graph, known, profile)
     was = timed(work, nodes)
     bound = (1 + more_memory) * peak(nodes, known)
-    first = sequence(work)
-    best = next((each for each in (first, starts) if _best(work, each, known, bound)), None)
-    if best is None:
+    for first in (sequence(work), starts):
+        if order := _best(work, first, known, bound):
+            break
+    else:
         why = f"any other order would need more memory than {more_memory:.0%} above the peak"
         return Moved(_exposed(was), _exposed(was), pinned=_overlapped(gm), why=why)
-    order = _best(work, best, known, bound)
     now = timed(work, order)
-    if best == starts and now.now > (1 - SURE) * was.now:
+    if first == starts and now.now > (1 - SURE) * was.now:
         why = "no other order would be faster"
         return Moved(_exposed(was), _exposed(was), pinned=_overlapped(gm), why=why)
     for node in order[:-1]:
         order[-1].prepend(node)
     gm.recompile()
-    reordered = () if best == starts else tuple(map(site_of, best))
+    reordered = () if first == starts else tuple(map(site_of, first))
     return Moved(_exposed(now), _exposed(was), reordered, _overlapped(gm))
 
 
@@ -111,12 +111,12 @@ def _obstacle(gm: fx.GraphModule) -> str:
 
 
 def _work(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
-    before = orders(graph, known)
+    before, link_of = orders(graph, known), costs.links(profile)
     tasks, starts, waited, heavy = {}, set(), {}, set()
     latest: dict[str, fx.Node] = {}
     for node in graph.nodes:
         call = parse(node)
-        tasks[node] = costs.exchange(call, profile) if call else costs.compute(node, profile)
+        tasks[node] = costs.exchange(call, link_of) if call else costs.compute(node, profile)
         if call is not None:
             starts.add(node)
         elif is_wait(node):
@@ -128,7 +128,16 @@ def _work(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
             if site in latest and latest[site] not in before[node]:
                 before[node].append(latest[site])  # a site's own order: so many chunks at once
             latest[site] = node
-    return Work(tuple(graph.nodes), before, tasks, frozenset(starts), waited, frozenset(heavy))
+    later = {node for node in starts if MARK in node.meta and node.meta[MARK].hop > 0}
+    return Work(
+        tuple(graph.nodes),
+        before,
+        tasks,
+        frozenset(starts),
+        waited,
+        frozenset(heavy),
+        frozenset(later),
+    )
 
 
 def site_of(node: fx.Node) -> str:

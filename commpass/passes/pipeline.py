@@ -188,7 +188,7 @@ def run(
         finally:
             outcome.times_ms[step.name] = (time.perf_counter() - start) * 1e3
             outcome.found = road.found
-        outcome.state = road.state
+        outcome.state, outcome.pinned = road.state, road.moved.pinned
         outcome.first = outcome.first or tuple(found.site for found in road.found)
         outcome.plan = dataclasses.replace(
             outcome.plan,

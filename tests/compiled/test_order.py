@@ -1,4 +1,4 @@
-"""The order of exchanges and waits in the code that Inductor generates for chunks."""
+"""The order of exchanges, waits and matmuls in the code that Inductor generates."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ wait = ops.wait_tensor
 CALL = re.compile(
     r"(buf\d+) = torch\.ops\._c10d_functional\.(all_\w+)\.default"
     r"|(wait_tensor)\.default\((buf\d+)\)"
+    r"|extern_kernels\.(mm)\("
 )
 
 
@@ -29,14 +30,16 @@ def function(x, w):
     return torch.relu(wait(ops.all_reduce(torch.mm(x, w), "sum", "0")))
 
 
-def exchanges(source: str) -> list[str]:
+def exchanges(source: str, *, matmuls: bool = False) -> list[str]:
     """Starts and waits in order: ``a0`` starts the first all-to-all, ``A0`` waits for it; ``g`` and
-    ``G`` are all-gathers."""
+    ``G`` are all-gathers, and ``m`` is a matmul."""
     names: dict[str, str] = {}
     counts = {"a": 0, "g": 0}
     found = []
-    for started, kind, _, waited in CALL.findall(source[source.index("def call(") :]):
-        if started:
+    for started, kind, _, waited, mm in CALL.findall(source[source.index("def call(") :]):
+        if mm:
+            found += ["m"] if matmuls else []
+        elif started:
             letter = "a" if kind == "all_to_all_single" else "g"
             names[started] = f"{letter}{counts[letter]}"
             counts[letter] += 1
@@ -96,3 +99,60 @@ def test_kernels_of_chunks_write_into_one_buffer(fake_group):
     assert [int(first) for _, _, first, _ in kernels[:4]] == [0, 4096, 8192, 12288]
     assert [int(first) for _, _, _, first in kernels[-4:]] == [0, 4096, 8192, 12288]
     assert len({written for _, written, _, _ in kernels[-4:]}) == 1
+
+
+class Columns(torch.autograd.Function):
+    """What a linear layer that is split by columns takes: summed over ranks in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return wait(ops.all_reduce(gradient, "sum", "0"))
+
+
+def layer(x, w, v):
+    return (Columns.apply(x) @ w).relu() @ v
+
+
+HIDDEN = {
+    1: "m m a0 m A0 g0 m G0",
+    2: "m m a0 a1 m A0 g0 A1 g1 m G0 G1",
+    4: "m m a0 a1 a2 a3 m m A0 g0 A1 g1 A2 g2 A3 g3 G0 G1 G2 G3",
+}
+"""Chunks to the order of a backward graph: the gradients of both weights while that of the input
+travels."""
+
+
+@pytest.mark.parametrize("chunks", [1, rarely(2), rarely(4)])
+def test_generated_code_computes_weight_gradients_while_the_input_gradient_travels(
+    chunks, fake_group
+):
+    fake_group(4)
+    torch._dynamo.reset()
+    backend = commpass.backend(
+        Policy(rules=policy(chunks).rules, more_memory=1.0), profile="ethernet-1g", strict=True
+    )
+    x, w, v = (torch.randn(512, 512, requires_grad=True) for _ in range(3))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(layer, backend=backend)
+        _, sources = run_and_get_code(lambda: compiled(x, w, v).sum().backward())
+    assert " ".join(exchanges(sources[-1], matmuls=True)) == HIDDEN[chunks]
+
+
+def test_generated_code_of_inference_keeps_what_is_computed_meanwhile(fake_group):
+    """Inductor would bring a matmul next to what takes it, behind the wait."""
+    fake_group(4)
+    torch._dynamo.reset()
+
+    def function(x, w):
+        shared = x @ w
+        return wait(ops.all_reduce(x + 1, "sum", "0")).relu() + shared
+
+    backend = commpass.backend(Policy(rules=policy(1).rules, more_memory=1.0), strict=True)
+    x, w = torch.randn(256, 256), torch.randn(256, 256)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        _, sources = run_and_get_code(torch.compile(function, backend=backend), x, w)
+    assert " ".join(exchanges(sources[-1], matmuls=True)) == "a0 m A0 g0 G0"

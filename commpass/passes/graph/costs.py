@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from commpass import groups
-from commpass.costmodel import HOST, Profile, Task
+from commpass.costmodel import HOST, Link, Profile, Task
 from commpass.passes.graph import meta
 from commpass.passes.graph.parse import Call, describe_group
 
@@ -48,10 +48,10 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     return Task(HOST, profile.kernels.compute_us(operations, moved))
 
 
-def exchange(call: Call, profile: Profile) -> Task:
-    """What an exchange costs, by the link of its group."""
+def exchange(call: Call, link_of: Callable[[str], Link]) -> Task:
+    """What an exchange costs on the link of its group."""
     name, size = describe_group(call)
-    link = profile.link_of(*groups.labels_of(name), ranks=groups.ranks_of(name))
+    link = link_of(name)
     fakes = [fake for each in call.inputs for fake in tensors(each.meta.get("val"))]
     nbytes = sum(max(meta.nbytes(fake), 0) for fake in fakes)
     peers = None
@@ -63,6 +63,16 @@ def exchange(call: Call, profile: Profile) -> Task:
     messages = size - 1 if peers is None else peers
     busy = link.busy_us * messages if call.by_messages else 0.0
     return Task(name, taken, latency, busy_us=busy)
+
+
+def links(profile: Profile) -> Callable[[str], Link]:
+    """The link of a group by the group's name; each is looked up once."""
+
+    @functools.cache
+    def link_of(name: str) -> Link:
+        return profile.link_of(*groups.labels_of(name), ranks=groups.ranks_of(name))
+
+    return link_of
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

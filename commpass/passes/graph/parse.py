@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Iterator
@@ -75,20 +76,10 @@ class Call:
 
 def parse(node: fx.Node) -> Call | None:
     """The collective that a node is, or None."""
-    if node.op != "call_function" or not isinstance(
-        node.target, (OpOverload, torch._ops.OpOverloadPacket)
-    ):
+    if node.op != "call_function" or (found := _collective(node.target)) is None:
         return None
-    overload = (
-        node.target
-        if isinstance(node.target, OpOverload)
-        else getattr(node.target, node.target.overloads()[0])
-    )
-    namespace, _, name = overload._schema.name.partition("::")
-    base = re.sub(r"_(coalesced_?|out|)$", "", name)
-    if namespace not in NAMESPACES or base not in KIND_OF:
-        return None
-    arguments = (
+    overload, namespace, name, base = found
+    arguments: dict[str, Any] = (
         dict(zip((a.name for a in overload._schema.arguments), node.args, strict=False))
         | node.kwargs
     )
@@ -110,6 +101,19 @@ def parse(node: fx.Node) -> Call | None:
         root=arguments.get("src", 0) if KIND_OF[base] == "broadcast" else 0,
         ends=_ends(base, arguments),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _collective(target: Any) -> tuple[OpOverload, str, str, str] | None:
+    """The operator of a collective with its namespace, its name and that without its form; None for
+    any other."""
+    if not isinstance(target, (OpOverload, torch._ops.OpOverloadPacket)):
+        return None
+    overload = target if isinstance(target, OpOverload) else getattr(target, target.overloads()[0])
+    namespace, _, name = overload._schema.name.partition("::")
+    base = re.sub(r"_(coalesced_?|out|)$", "", name)
+    known = namespace in NAMESPACES and base in KIND_OF
+    return (overload, namespace, name, base) if known else None
 
 
 def _ends(base: str, arguments: dict[str, Any]) -> tuple[End, ...]:
@@ -163,15 +167,15 @@ def describe_group(call: Call) -> tuple[str, int]:
 
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for one tensor, or (torch 2.15) for several."""
-    return (
-        node.op == "call_function"
-        and isinstance(node.target, (OpOverload, torch._ops.OpOverloadPacket))
-        and str(getattr(node.target, "_schema", node.target))
-        .partition("(")[0]
-        .split(".")[0]
-        .split("::")[-1]
-        in WAITS
-    )
+    return node.op == "call_function" and _waits(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _waits(target: Any) -> bool:
+    if not isinstance(target, (OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    name = str(getattr(target, "_schema", target)).partition("(")[0]
+    return name.split(".")[0].split("::")[-1] in WAITS
 
 
 def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:

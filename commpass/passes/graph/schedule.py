@@ -22,7 +22,8 @@ from commpass.costmodel import HOST, Task
 class Work:
     """The nodes of a graph in its order, what must come ``before`` each, and what each costs. A
     wait takes what its starts give: the nodes that it waits for are ``waited[wait]``. ``heavy`` are
-    the nodes that something can be hidden behind."""
+    the nodes that something can be hidden behind, ``later`` the starts of later hops of their
+    sites."""
 
     nodes: tuple[fx.Node, ...]
     before: Mapping[fx.Node, Sequence[fx.Node]]
@@ -30,6 +31,7 @@ class Work:
     starts: frozenset[fx.Node]
     waited: Mapping[fx.Node, Sequence[fx.Node]]
     heavy: frozenset[fx.Node]
+    later: frozenset[fx.Node]
 
     @cached_property
     def index(self) -> dict[fx.Node, int]:
@@ -54,8 +56,8 @@ class Work:
 
 def sequence(work: Work) -> list[fx.Node]:
     """The starts in the order in which they can be made: each as soon as all is there that it
-    takes. An exchange that takes another's result comes when a third has started in between, or
-    when what is computed next needs it."""
+    takes. A later hop comes when the first one of another site has started in between, or when what
+    is computed next needs it."""
     return _Sequence(work).run()
 
 
@@ -114,10 +116,13 @@ class _Sequence:
             _, node = heapq.heappop(self.startable)
             self.number[node] = len(self.found)
             self.found.append(node)
-            older = self.number[node]
             self._done(node)
-            while self.waits and self.waits[0][0] < older:
+            while node not in self.work.later and self.waits and self._is_older(node):
                 self._done(heapq.heappop(self.waits)[-1])
+
+    def _is_older(self, start: fx.Node) -> bool:
+        """Whether the first wait is for what started before."""
+        return self.waits[0][0] < self.number[start]
 
     def _wait(self) -> None:
         self._done(heapq.heappop(self.waits)[-1])

@@ -1,6 +1,6 @@
 """order: exchanges start, and are waited for, in the order in which the graph has them.
 
-needs: a graph of Inductor's, after its own post-grad passes.
+needs: a graph of Inductor's, before and after its own post-grad passes.
 gives: the same graph, in which every start and wait comes after the one before it, and matmuls stay
 between those that they stand between.
 changes: nothing that is computed. Without it Inductor (torch 2.11 to 2.15) brings each wait as near
@@ -11,12 +11,14 @@ It reads nothing but the graph, so that what Inductor keeps in its cache is that
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import fx
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
 from commpass.passes.graph.costs import is_matmul
@@ -24,6 +26,32 @@ from commpass.passes.graph.parse import is_wait, parse
 
 READS_WITH = (parse.__code__.co_filename, is_matmul.__code__.co_filename)
 """The files of what it reads graphs with: part of its name in Inductor's cache."""
+ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
+
+
+def hold(graph: fx.Graph) -> None:
+    """Pins matmuls that run while something travels behind its start, where their result is added
+    to something once that has arrived: Inductor would make one operator of both, which comes too
+    late."""
+    start: fx.Node | None = None
+    held: dict[fx.Node, fx.Node] = {}
+    pins: dict[fx.Node, OrderedSet[fx.Node]] = {}
+    for node in graph.nodes:
+        if is_wait(node):
+            pins |= {mm: OrderedSet([begun]) for mm, begun in held.items() if _is_added(mm)}
+            start, held = None, {}
+        elif parse(node) is not None:
+            start = node
+        elif start is not None and is_matmul(node) and start not in node.all_input_nodes:
+            held[node] = start
+        else:
+            for each in node.all_input_nodes:  # added, if at all, while it still travels
+                held.pop(each, None)
+    preserve_node_ordering(graph, pins)
+
+
+def _is_added(node: fx.Node) -> bool:
+    return len(node.users) == 1 and next(iter(node.users)).target in ADDITIONS
 
 
 def order(graph: fx.Graph) -> None:
@@ -38,6 +66,9 @@ def order(graph: fx.Graph) -> None:
             behind = [*([] if last is None else [last]), *between]
             last, between = node, []
             latest = None if is_wait(node) else node
+        elif _is_held(node):
+            between.append(node)
+            continue
         elif is_matmul(node):
             behind = [] if latest is None else [latest]
             between.append(node)
@@ -48,29 +79,44 @@ def order(graph: fx.Graph) -> None:
     preserve_node_ordering(graph, pins)
 
 
-class Order(CustomGraphPass):
-    """``order`` behind what is in the slot already."""
+def _is_held(node: fx.Node) -> bool:
+    """Whether ``hold`` has pinned a matmul here."""
+    if node.target is not control_deps:
+        return False
+    inner = getattr(node.graph.owning_module, str(node.args[1].target))  # type: ignore[union-attr]
+    return any(map(is_matmul, inner.graph.nodes))
 
-    def __init__(self, before: Any):
+
+class Pins(CustomGraphPass):
+    """``function`` behind what is in its slot already."""
+
+    def __init__(self, function: Callable[[fx.Graph], None], before: Any = None):
+        self.function = function
         self.before = before if isinstance(before, (list, tuple)) else [before] if before else []
 
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.before:
             each(graph)
-        order(graph)
+        self.function(graph)
 
     def uuid(self) -> Any:
         """Names this pass and those before it; None, as torch has it, where one has no name."""
         names = [each.uuid() if hasattr(each, "uuid") else None for each in self.before]
-        return None if None in names else (get_hash_for_files((__file__, *READS_WITH)), *names)
+        own = get_hash_for_files((__file__, *READS_WITH))
+        return None if None in names else (self.function.__name__, own, *names)
 
 
 def ordered() -> Any:
-    """Inductor's config with the pass, for one compile. Nor does it bring what is computed nearer
-    to those who take it."""
-    slot: Any = config.post_grad_custom_post_pass
-    if hasattr(custom_graph_pass, "get_custom_graph_passes"):  # torch 2.13: several have room
-        slot = [*custom_graph_pass.get_custom_graph_passes(slot), Order(None)]
-    else:
-        slot = Order(slot)
-    return config.patch(post_grad_custom_post_pass=slot, reorder_for_locality=False)
+    """Inductor's config with the pass, for one compile. Nor does Inductor bring what is computed
+    nearer to those who take it."""
+    return config.patch({**dict(_slots()), "reorder_for_locality": False})
+
+
+def _slots() -> Iterator[tuple[str, Any]]:
+    for name, function in (("pre", hold), ("post", order)):
+        slot = f"post_grad_custom_{name}_pass"
+        before = getattr(config, slot)
+        if hasattr(custom_graph_pass, "get_custom_graph_passes"):  # torch 2.13: several have room
+            yield slot, [*custom_graph_pass.get_custom_graph_passes(before), Pins(function)]
+        else:
+            yield slot, Pins(function, before)

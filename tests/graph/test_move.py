@@ -1,0 +1,315 @@
+"""What runs while an exchange travels: the order of nodes that the pass ``move`` makes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from graphs import as_rank, code, ops, trace
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import commpass
+from commpass.costmodel import ethernet
+from commpass.errors import PolicyError
+from commpass.passes.graph.memory import memory, peak
+from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.move import move
+from commpass.passes.pipeline import run
+from commpass.passes.road import Road
+from commpass.policy import Policy, Rule
+
+N = 64
+LINK = ethernet(1)
+ENOUGH = 10.0
+wait = ops.wait_tensor
+
+
+def reduced(x):
+    return wait(ops.all_reduce(x, "sum", "0"))
+
+
+def backward(g, x, w, w2, y):
+    """Two layers, each split by the columns of its weight: the gradient of the weight first, as
+    autograd has it, and then that of the input, which is summed."""
+    dw2 = g.t() @ y
+    dy = reduced(g @ w2)
+    dw = dy.t() @ x
+    dx = reduced(dy @ w)
+    return dw2, dw, dx * 2
+
+
+def traced(function, many=5, n=N):
+    return trace(function, *[torch.ones(n, n) for _ in range(many)])
+
+
+def drive(gm, **policy):
+    road = Road(gm=gm, direction="backward", policy=Policy(**policy), profile=LINK)
+    return run(road, "0", strict=True).plan
+
+
+def story(gm) -> str:
+    """The order in short: s starts an exchange, w waits, m is a matmul."""
+    letters = []
+    for node in gm.graph.nodes:
+        if parse(node) is not None:
+            letters.append("s")
+        elif is_wait(node):
+            letters.append("w")
+        elif node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            letters.append("m")
+    return "".join(letters)
+
+
+def names(gm) -> list[str]:
+    return [node.name for node in gm.graph.nodes]
+
+
+@pytest.fixture(autouse=True)
+def _group(fake_group):
+    fake_group(4)
+
+
+# --- what is moved --------------------------------------------------------------------------------
+
+
+def test_weight_gradients_are_computed_while_the_input_gradient_travels():
+    gm = traced(backward)
+    assert story(gm) == "mmswmmsw"
+    moved = move(gm, LINK, ENOUGH)
+    assert story(gm) == "msmwmsmw"
+    assert moved.pinned and not moved.reordered
+    assert sum(moved.exposed_us.values()) < sum(moved.was_us.values())
+
+
+def test_one_matmul_behind_each_hop_of_a_compressed_site():
+    def function(g, x, w, y):
+        a, b = g.t() @ x, g.t() @ y
+        return a, b, reduced(g @ w)
+
+    gm = traced(function, 4, 512)
+    rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=1)
+    plan = drive(gm, rules=(rule,), more_memory=ENOUGH)
+    assert story(gm) == "msmwsmw"
+    (site,) = plan
+    assert site.exposed_us < site.unmoved_us
+
+
+def test_a_wait_goes_to_where_its_result_is_used():
+    def function(x, w):
+        y = reduced(x)
+        return (x @ w) @ w, y * 2
+
+    gm = traced(function, 2)
+    move(gm, LINK, ENOUGH)
+    assert story(gm) == "smmw"
+
+
+def test_a_start_goes_to_where_its_input_is_there():
+    def function(x, w):
+        a = x + 1
+        b = (x @ w) @ w
+        return reduced(a), b
+
+    gm = traced(function, 2)
+    assert story(gm) == "mmsw"
+    move(gm, LINK, ENOUGH)
+    assert story(gm) == "smmw"
+
+
+def test_buckets_of_gradients_follow_one_another():
+    """The second hop of one is on its way before the first of the next but one."""
+
+    def function(*layers):
+        return [reduced(x @ x) for x in layers]
+
+    gm = traced(function, 3, 256)
+    rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=1)
+    plan = drive(gm, rules=(rule,), more_memory=ENOUGH)
+    first, second, third = (site.name for site in plan)
+    assert plan.reordered == (first, second, first, third, second, third)
+
+
+def test_moving_is_reported():
+    gm = traced(backward)
+    plan = drive(gm, more_memory=ENOUGH)
+    assert plan.order == "" and all(site.exposed_us < site.unmoved_us for site in plan)
+    assert commpass.Plan.from_json(plan.to_json()) == plan
+
+
+# --- what is not ----------------------------------------------------------------------------------
+
+
+def test_not_what_takes_the_result():
+    def function(x, w):
+        return reduced(x @ w) @ w @ w
+
+    gm = traced(function, 2)
+    before = code(gm)
+    moved = move(gm, LINK, ENOUGH)
+    assert code(gm) == before
+    assert moved.why == "no other order would be faster" and not moved.pinned
+
+
+def test_not_above_the_memory_that_the_policy_allows():
+    gm = traced(backward)
+    before = code(gm)
+    plan = drive(gm, more_memory=0.0)
+    assert code(gm) == before
+    assert plan.order == "any other order would need more memory than 0% above the peak"
+
+
+def test_not_under_a_policy_that_is_off_or_skips_it():
+    for policy in ({"off": True}, {"skip": ("move",)}):
+        gm = traced(backward)
+        before = code(gm)
+        plan = drive(gm, more_memory=ENOUGH, **policy)
+        assert code(gm) == before and not any(site.unmoved_us for site in plan)
+
+
+def test_not_over_a_write_into_what_travels():
+    """The input is changed once the sum was waited for, and read again after that."""
+
+    def function(x, w):
+        y = reduced(x)
+        x.mul_(2)
+        return y @ w, x @ w
+
+    gm = traced(function, 2)
+    order = [node.target for node in gm.graph.nodes]
+    assert torch.ops.aten.mul_.Tensor in order
+    move(gm, LINK, ENOUGH)
+    found = names(gm)
+    assert found.index("wait_tensor") < found.index("mul_")
+    assert all(found.index("mul_") < found.index(name) for name in ("mm_1",))
+
+
+def test_not_over_a_write_through_a_view():
+    def function(x, w):
+        y = reduced(x + 1)
+        row = y[0]
+        row.add_(1)
+        return (w @ w) @ w, y * 3
+
+    gm = traced(function, 2)
+    move(gm, LINK, ENOUGH)
+    found = names(gm)
+    assert found.index("wait_tensor") < found.index("add_") < found.index("mul")
+
+
+def test_random_numbers_are_drawn_in_the_same_order():
+    def function(x, w):
+        y = reduced(x @ w) + torch.rand_like(x)
+        return y @ w, (w @ w) + torch.rand_like(w)
+
+    gm = traced(function, 2)
+    before = [name for name in names(gm) if "rand" in name]
+    move(gm, LINK, ENOUGH)
+    assert [name for name in names(gm) if "rand" in name] == before
+
+
+def test_not_a_graph_whose_operators_have_exchanges_of_their_own():
+    def branch(x):
+        return reduced(x)
+
+    def function(flag, x, w):
+        y = torch.cond(flag.sum() > 0, branch, lambda x: x.clone(), (x,))
+        return y @ w
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(torch.ones(4, 4)) for _ in range(3)]
+    with mode:
+        gm = make_fx(function)(*fakes)
+    moved = move(gm, LINK, ENOUGH)
+    assert moved.why.startswith("an operator of the graph has exchanges of its own")
+
+
+@pytest.mark.skipif(not hasattr(ops, "isend"), reason="torch 2.11 has no messages")
+def test_not_a_graph_with_messages_between_two_ranks():
+    def function(x, w):
+        sent = ops.wait_tensor(ops.isend(x, 1, 0, "0"))
+        return x @ w, sent
+
+    moved = move(traced(function, 2), LINK, ENOUGH)
+    assert moved.why.startswith("messages between two ranks keep their place")
+
+
+def test_more_memory_must_be_a_share():
+    for wrong in (-0.1, 11, "much", float("nan")):
+        with pytest.raises(PolicyError, match="more_memory"):
+            Policy(more_memory=wrong)
+
+
+# --- random graphs --------------------------------------------------------------------------------
+
+
+def program(seed: int):
+    """A random program over matrices: matmuls, sums over ranks, writes in place, and what takes
+    results long after they were asked for."""
+
+    def function(*inputs):
+        draw = random.Random(seed)
+        live, travelling = list(inputs), []
+        for _ in range(draw.randint(4, 14)):
+            does = draw.choice(("mm", "mm", "start", "start", "wait", "add", "write"))
+            x = draw.choice(live)
+            if does == "mm":
+                live.append(x @ draw.choice(live) / N)
+            elif does == "start":
+                travelling.append(ops.all_reduce(x, "sum", "0"))
+            elif does == "wait" and travelling:
+                live.append(wait(travelling.pop(draw.randrange(len(travelling)))))
+            elif does == "add":
+                live.append(x + draw.choice(live))
+            elif does == "write":
+                own = x * 1
+                own.add_(draw.choice(live))
+                live.append(own)
+        return [*live[len(inputs) :], *map(wait, travelling)]
+
+    return function
+
+
+@given(st.integers(0, 10**6), st.sampled_from((0.0, 0.1, ENOUGH)))
+@settings(max_examples=60, deadline=None)
+def test_any_graph_computes_the_same_in_the_new_order(seed, more):
+    with as_rank(0, 4):
+        gm = traced(program(seed), 3, 16)
+        inputs = [torch.randn(16, 16) for _ in range(3)]
+        expected = gm(*[x.clone() for x in inputs])
+        was, before = peak(list(gm.graph.nodes), memory(gm.graph)), list(gm.graph.nodes)
+        placeholders = [node.name for node in before if node.op == "placeholder"]
+        move(gm, ethernet(10), more)
+        gm.graph.lint()
+        found = gm(*[x.clone() for x in inputs])
+    assert all(map(torch.equal, expected, found))
+    assert set(gm.graph.nodes) == set(before)
+    assert [n.name for n in gm.graph.nodes if n.op == "placeholder"] == placeholders
+    assert peak(list(gm.graph.nodes), memory(gm.graph)) <= (1 + more) * was
+
+
+@given(st.integers(0, 10**6), st.sampled_from((0.01, 1.0, 100.0)))
+@settings(max_examples=15, deadline=None)
+def test_all_ranks_start_their_exchanges_in_the_same_order(seed, gbit):
+    """Whatever each takes its links for, and whatever sizes it computes with."""
+
+    def function(*inputs):
+        outputs = program(seed)(*(x.t() @ x for x in inputs))  # as gradients: the sizes are gone
+        return outputs
+
+    found = []
+    for rank, (rows, speed) in enumerate(((8, 1.0), (64, gbit))):
+        with as_rank(rank, 4):
+            gm = trace(function, *[torch.ones(rows, 16) for _ in range(3)])
+            policy = Policy(
+                rules=[Rule(codec="int8", algorithm="two_shot", force=True)], more_memory=ENOUGH
+            )
+            road = Road(gm=gm, direction="forward", policy=policy, profile=ethernet(speed))
+            plan = run(road, "0", strict=True).plan
+            marks = [node for node in gm.graph.nodes if parse(node) is not None]
+            found.append(([node.meta["commpass"].site for node in marks], plan.digest()))
+    assert found[0] == found[1]
