@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from commpass import groups
 from commpass.costmodel import HOST, Profile, Task
-from commpass.passes.graph import costs
+from commpass.passes.graph import costs, meta
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.memory import Memory, memory, orders, peak, sources
-from commpass.passes.graph.parse import graph_modules, is_wait, parse
+from commpass.passes.graph.parse import Call, describe_group, graph_modules, is_wait, parse
 from commpass.passes.graph.schedule import Clock, Work, schedule, sequence, timed
 from commpass.plan import PlannedSite
 
@@ -114,6 +115,7 @@ def _work(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
     before, link_of = orders(graph, known), costs.links(profile)
     tasks, starts, waited, heavy = {}, set(), {}, set()
     latest: dict[str, fx.Node] = {}
+    alone = _Alone()
     for node in graph.nodes:
         call = parse(node)
         tasks[node] = costs.exchange(call, link_of) if call else costs.compute(node, profile)
@@ -122,8 +124,10 @@ def _work(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
         elif is_wait(node):
             tasks[node] = Task(HOST, 0.0)
             waited[node] = [each for each in sources(node) if parse(each) is not None]
-        elif costs.is_heavy(node):
+        elif costs.is_matmul(node):
             heavy.add(node)
+        for other in alone.before(node, call):
+            before[node] += [] if other in before[node] else [other]
         if (call is not None or node in waited) and (site := site_of(node)):
             if site in latest and latest[site] not in before[node]:
                 before[node].append(latest[site])  # a site's own order: so many chunks at once
@@ -138,6 +142,43 @@ def _work(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
         frozenset(heavy),
         frozenset(later),
     )
+
+
+SMALL = 1 << 16
+"""Bytes of an exchange that gloo may be trusted with beside another of the same group: with small
+ones in the air at once it corrupts a rank's memory now and then (docs/collectives.md)."""
+
+
+class _Alone:
+    """Keeps small exchanges that gloo itself carries out alone in their groups, where the program
+    has them alone."""
+
+    def __init__(self) -> None:
+        self.waits: dict[str, list[tuple[fx.Node, bool]]] = defaultdict(list)
+
+    def before(self, node: fx.Node, call: Call | None) -> list[fx.Node]:
+        """The waits that must come before a start."""
+        if call is None:
+            for source in sources(node) if is_wait(node) else ():
+                if (started := parse(source)) is not None and (name := self._group(started)):
+                    self.waits[name].append((node, _nbytes(started) < SMALL))
+            return []
+        if not (name := self._group(call)):
+            return []
+        small = _nbytes(call) < SMALL
+        found = [wait for wait, its in self.waits[name] if small or its]
+        self.waits[name] = [each for each in self.waits[name] if each[0] not in found]
+        return found
+
+    def _group(self, call: Call) -> str:
+        """The group of an exchange that gloo carries out itself; "" for any other."""
+        name, _ = describe_group(call)
+        return name if not call.by_messages and groups.sends_messages(name, "cpu") else ""
+
+
+def _nbytes(call: Call) -> int:
+    fakes = (fake for each in call.inputs for fake in costs.tensors(each.meta.get("val")))
+    return sum(max(meta.nbytes(fake), 0) for fake in fakes)
 
 
 def site_of(node: fx.Node) -> str:

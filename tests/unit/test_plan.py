@@ -236,6 +236,8 @@ FREE = {
     "stages": (Stage(role="encode", values=7),),
     "refused": "some",
     "reason": "another",
+    "exposed_us": 7.0,
+    "unmoved_us": 7.0,
 }
 """Facts in which ranks may differ, or that follow from the others."""
 AGREED_AS = {"shape": "common_shape"}

@@ -22,7 +22,7 @@ from commpass.costmodel import HOST, Task
 class Work:
     """The nodes of a graph in its order, what must come ``before`` each, and what each costs. A
     wait takes what its starts give: the nodes that it waits for are ``waited[wait]``. ``heavy`` are
-    the nodes that something can be hidden behind, ``later`` the starts of later hops of their
+    matmuls and their like, ``later`` the starts of later hops of their
     sites."""
 
     nodes: tuple[fx.Node, ...]
