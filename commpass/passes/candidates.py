@@ -15,6 +15,7 @@ import torch
 
 from commpass.codecs import FLOATS, Codec, codec
 from commpass.collectives import (
+    DEFAULTS,
     REDUCE_OPS,
     Algorithm,
     Payload,
@@ -196,8 +197,8 @@ def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> s
 
 
 def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorithm]:
-    """The named algorithms that this kind has. Where none is one of its kind: all of its kind, if
-    the policy named them for every site alike; none, if the nearest word did."""
+    """The named algorithms that this kind has. Where none is one of its kind: its defaults, if the
+    policy named them for every site alike; none, if the nearest word did."""
     found = []
     for spec in allowed.algorithms:
         if (chosen := own(site.kind, spec)) is None:
@@ -205,7 +206,9 @@ def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorith
         if chosen.name == "hierarchical" and "node=" not in spec and profile.node > 1:
             chosen = algorithm(site.kind, spec, node=profile.on_each_host(site.global_ranks) or 1)
         found.append(chosen)
-    return found if found or allowed.named else list(algorithms_of(site.kind))
+    if found or allowed.named:
+        return found
+    return [each for each in algorithms_of(site.kind) if each.name in DEFAULTS]
 
 
 # --- what is sent ---------------------------------------------------------------------------------

@@ -318,11 +318,11 @@ CASES = [(kind, spec) for kind, specs in SPECS.items() for spec in specs]
 
 
 def test_every_algorithm_has_a_second_formula():
-    """But ``sparse``, which has a test of its own."""
+    """But ``sparse`` and ``native``, which have tests of their own."""
     for kind in COMPRESSIBLE:
         assert {parameters(spec)[0] for spec in SPECS[kind]} == {
             a.name for a in algorithms_of(kind)
-        } - {"sparse"}
+        } - {"sparse", "native"}
 
 
 def taken_us(size: int, kind: str, to: Any, ranks: int, gbytes: float, factors: dict) -> float:
@@ -913,7 +913,7 @@ def test_an_algorithm_named_for_another_kind_leaves_this_kind_its_own_or_the_sit
         word,
     ):
         planned = one(a_site, policy, profile())
-        if mine and name in ("hierarchical", "sparse"):  # not for this group and codec
+        if mine and name in ("hierarchical", "sparse", "native"):  # not for this group and codec
             assert not planned.compressed
         elif mine or policy.algorithms == (name,):
             assert planned.algorithm in ([name] if mine else own)
@@ -1573,6 +1573,77 @@ def test_sums_are_made_in_the_codecs_domain_where_coded_values_are_summed(codec,
 def test_where_nothing_is_summed_there_is_no_domain(kind):
     assert one(site(kind), forced("rotated"), profile()).domain == ""
     assert one(site("reduce_scatter"), forced("rotated"), profile()).domain == "hadamard"
+
+
+# --- the library's own collective on casts --------------------------------------------------------
+
+
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+
+def native_us(kind: str, values: int, ranks: int, link: Link) -> float:
+    """A cast of all values, the plain collective on bf16, and what arrives widened."""
+    back = values if kind == "all_reduce" else values // ranks
+    rate = KERNELS.other
+    us = exchange_us(kind, 2 * values, ranks, link.alpha_us, link.gbytes_per_s)
+    return us + 2 * KERNELS.launch_us + (values * rate.encode_ns + back * rate.decode_ns) / 1000
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_native_costs_the_plain_collective_on_two_bytes_a_value_and_two_casts(kind, ranks):
+    numel = 64 * 100 * ranks  # a row of whole 128 bytes
+    planned = one(site(kind, numel, ranks), forced("bf16", "native"), profile())
+    assert (planned.codec, planned.algorithm) == ("bf16", "native")
+    assert planned.wire_bytes == 2 * numel
+    assert [stage.kind for stage in planned.stages if stage.role == "exchange"] == [kind]
+    assert planned.predicted_us == pytest.approx(native_us(kind, numel, ranks, SLOW), abs=1e-3)
+    once = commpass.codec("bf16").relative_error()
+    partial = sum(k / ranks for k in range(2, ranks + 1))  # shares of what is rounded on the way
+    assert planned.error == pytest.approx(once * math.sqrt(1 + partial), abs=2e-6)
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize("spec", ["bf16", "fp16", "cast(fp16)", "cast"])
+def test_native_is_chosen_only_where_it_is_named(kind, spec):
+    """Also on a link on which it is by far the fastest."""
+    slow = profile(Link(0.0, 0.05, {"all_to_all": 100.0, "all_gather": 100.0}))
+    fastest, other = (one(site(kind), forced(spec, name), slow) for name in ("native", None))
+    assert fastest.predicted_us < 0.1 * other.predicted_us
+    named = Rule(codec=spec, algorithm="native")
+    word = Word(codec=spec, algorithm="native").to_json()
+    for policy, a_site in (
+        (Policy(rules=[named]), site(kind)),
+        (Policy(), site(kind, word=word)),
+        (Policy(codecs=spec, algorithms="native"), site(kind)),
+    ):
+        assert one(a_site, policy, slow).algorithm == "native"
+    for policy in (
+        Policy(codecs=spec),
+        Policy(rules=[Rule(codec=spec, force=True)]),
+        Policy(codecs=spec, algorithms="direct" if kind == "all_reduce" else "one_shot"),
+        *(dataclasses.replace(preset, codecs=spec) for preset in PRESETS.values()),
+    ):
+        (found,) = options([site(kind)], policy, slow)
+        assert "native" not in [each.algorithm for each in found.candidates]
+
+
+@pytest.mark.parametrize("codec", ["int8", "rotated", "raw", "exponent", "topk"])
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_native_is_refused_for_codes_that_no_library_can_sum(kind, codec):
+    planned = one(site(kind), forced(codec, "native"), profile())
+    assert not planned.compressed
+    assert f"the library cannot sum what {codec} sends" in planned.reason
+    assert "write codec='bf16'" in planned.reason
+
+
+def test_native_is_within_the_budget_or_not_taken():
+    """On many ranks partial sums are rounded often."""
+    policy = forced("bf16", "native", max_error=0.005)
+    assert one(site(ranks=8), policy, profile()).compressed
+    many = one(site(ranks=64), policy, profile())
+    assert not many.compressed
+    assert "bf16 by native: error" in many.reason
 
 
 # --- hosts ----------------------------------------------------------------------------------------
