@@ -120,7 +120,8 @@ def _coded(
     for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
         for each in (part for one in chosen for part in _divided(one, site, allowed, coder)):
             named = Candidate(codec=coder.spec, algorithm=whole(each.spec), chunks=each.chunks)
-            if obstacle := _misfit(site, coder, each, reassociate):
+            obstacle = _misfit(site, coder, each, reassociate)
+            if obstacle := obstacle or (None if allowed.force else _needless(site, coder)):
                 yield dataclasses.replace(named, refused=obstacle)
                 continue
             error = round(each.error(coder, site.group_size), 6)
@@ -194,6 +195,18 @@ def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> s
             f"{coder.spec} by {chosen.spec} sums in another order, which reassociate=False forbids"
         )
     return None
+
+
+MANY = 1 << 16
+"""Values of a row whose padding no longer counts."""
+
+
+def _needless(site: Site, coder: Codec) -> str | None:
+    """Why nobody would want a codec who is not told to: it rounds values and sends no less."""
+    own = getattr(torch, site.dtype)
+    if coder.lossless or coder.wire_bytes(MANY, own) < MANY * own.itemsize:
+        return None
+    return f"{coder.spec} sends no fewer bytes than the values of {site.dtype} are"
 
 
 def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorithm]:
