@@ -9,7 +9,7 @@ from typing import Any
 from commpass.collectives import moves, native, reductions
 from commpass.collectives.algorithm import Algorithm
 from commpass.errors import PolicyError, nearest
-from commpass.spec import changed, parse, spelled
+from commpass.spec import changed, parameters_of, parse, spelled
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {
     "all_reduce": {
@@ -73,6 +73,11 @@ def whole(spec: str) -> str:
     name, given = parse(spec)
     given.pop("chunks", None)
     return spelled(name, tuple(sorted(given.items())))
+
+
+def divides(kind: str, name: str) -> bool:
+    """Whether an algorithm can divide what it sends into chunks."""
+    return "chunks" in parameters_of(ALGORITHMS[kind][name])
 
 
 def own(kind: str, spec: str) -> Algorithm | None:

@@ -23,6 +23,7 @@ from commpass.collectives import (
     Stages,
     algorithm,
     algorithms_of,
+    divides,
     own,
     read_stages,
     whole,
@@ -119,7 +120,12 @@ def _coded(
     chosen = {each.spec: each for each in _algorithms(site, allowed, profile)}.values()
     for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
         for each in (part for one in chosen for part in _divided(one, site, allowed, coder)):
-            named = Candidate(codec=coder.spec, algorithm=whole(each.spec), chunks=each.chunks)
+            named = Candidate(
+                codec=coder.spec,
+                algorithm=whole(each.spec),
+                chunks=each.chunks,
+                note=_undivided(each, site, allowed),
+            )
             obstacle = _misfit(site, coder, each, reassociate)
             if obstacle := obstacle or (None if allowed.force else _needless(site, coder)):
                 yield dataclasses.replace(named, refused=obstacle)
@@ -160,9 +166,8 @@ def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> I
     """An algorithm with every number of chunks that is allowed; one where it has none, where it was
     named with its own, and where chunks would be small or of sizes that are not fixed. The model
     knows what they gain where exchanges go as messages, so it is those that it divides unasked."""
-    undivided = chosen.chunks > 1 or chosen.stateful or site.pairwise or "shards=" in chosen.spec
     unsure = site.splits is not None or site.dynamic or coder.dynamic  # other ranks' may differ
-    if undivided or (allowed.chunks is None and unsure):
+    if _whole(chosen, site) or (allowed.chunks is None and unsure):
         yield chosen
         return
     if allowed.chunks is not None:
@@ -173,6 +178,22 @@ def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> I
     for chunks in CHUNKS if known else ():
         if chunks * LEAST_BYTES <= site.bytes:
             yield algorithm(site.kind, chosen.spec, chunks=chunks)
+
+
+def _whole(chosen: Algorithm, site: Site) -> str | None:
+    """Why the chunks that a word or the model asks for are none of an algorithm's."""
+    if not divides(site.kind, chosen.name):
+        return f"{site.kind} by {chosen.name} is sent whole"
+    if chosen.chunks > 1:
+        return f"the algorithm was named with chunks={chosen.chunks}"
+    return f"{chosen.spec} has shards instead" if "shards=" in chosen.spec else None
+
+
+def _undivided(chosen: Algorithm, site: Site, allowed: Allowed) -> str:
+    """What a reason says of chunks that a word asks for in vain."""
+    if allowed.chunks in (None, chosen.chunks) or not (why := _whole(chosen, site)):
+        return ""
+    return f"chunks={allowed.chunks} does not apply: {why}"
 
 
 def _made(chosen: Algorithm, found: Stages, site: Site, coder: Codec) -> int:
