@@ -181,7 +181,7 @@ def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> I
 
 
 def _whole(chosen: Algorithm, site: Site) -> str | None:
-    """Why the chunks that a word or the model asks for are none of an algorithm's."""
+    """Why an algorithm is not divided, whoever asks for it."""
     if not divides(site.kind, chosen.name):
         return f"{site.kind} by {chosen.name} is sent whole"
     if chosen.chunks > 1:
