@@ -124,7 +124,7 @@ class Candidate:
     encode and decode become, inline or kernel, and "" where nothing is coded: it is chosen last,
     for all sites of a graph. ``error`` is the expected relative error of the result; ``stages`` are
     those of one rank, for the size that was scored. ``refused`` says why it cannot be chosen: then
-    it has no score."""
+    it has no score. ``note`` is what a word asked for that this one cannot have."""
 
     codec: str = NONE
     algorithm: str = NONE
@@ -138,6 +138,7 @@ class Candidate:
     error: float = 0.0
     stages: tuple[Stage, ...] = ()
     refused: str = ""
+    note: str = ""
 
     @property
     def compressed(self) -> bool:

@@ -2,6 +2,7 @@
 
 from commpass.codecs import operators
 from commpass.codecs.block.domain import VALUES, Domain
+from commpass.codecs.cast import CastCodec
 from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
 from commpass.codecs.dispatch import settle
 from commpass.codecs.raw import RawCodec
@@ -14,6 +15,7 @@ __all__ = [
     "FLOATS",
     "NAMES",
     "VALUES",
+    "CastCodec",
     "Codec",
     "Domain",
     "RawCodec",

@@ -31,30 +31,36 @@ class CastCodec(Codec):
     block = 1
 
     @property
+    def dtype(self) -> torch.dtype:
+        """That of the codes."""
+        return FORMS[self.form]
+
+    @property
     def bound(self) -> float:
         """Half a step of the mantissa: 2^-8 for bf16, 2^-11 for fp16; of values up to its largest
         number, above which all of a value may be lost."""
-        return torch.finfo(FORMS[self.form]).eps / 2
+        return torch.finfo(self.dtype).eps / 2
 
     def floor(self, dtype: torch.dtype) -> float:
         """Half a step of the subnormals: 2^-134 for bf16, 2^-25 for fp16."""
-        form = torch.finfo(FORMS[self.form])
+        form = torch.finfo(self.dtype)
         return float(form.tiny) * form.eps / 2
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return aligned(2 * numel)
 
     def encode_rows(self, rows: Tensor) -> Tensor:
-        form, numel = FORMS[self.form], rows.shape[1]
+        form, numel = self.dtype, rows.shape[1]
         if isinstance(numel, int) and numel == 0:
             return rows.new_empty((rows.shape[0], 0), dtype=torch.uint8)
         if _reach(rows.dtype) > _reach(form):  # in a dtype that has the largest number of the form
             wide = rows.to(accumulation_dtype(rows.dtype))
             rows = finite_stays(wide, wide, form)
-        return pad(as_bytes(rows.to(form).contiguous()), self.wire_bytes(numel, form))
+        codes = rows.to(form, copy=True).contiguous()  # a wire is never the memory of the values
+        return pad(as_bytes(codes), self.wire_bytes(numel, form))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        form, work = FORMS[self.form], accumulation_dtype(dtype)
+        form, work = self.dtype, accumulation_dtype(dtype)
         if isinstance(numel, int) and numel == 0:
             return wire.new_empty((wire.shape[0], 0), dtype=work)
         values = wire.narrow(1, 0, 2 * numel).view(form).to(work)

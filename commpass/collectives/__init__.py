@@ -15,6 +15,7 @@ from commpass.collectives.table import (
     algorithm,
     algorithms_of,
     check_name,
+    divides,
     own,
     whole,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "check_name",
+    "divides",
     "own",
     "read_stages",
     "record_stages",

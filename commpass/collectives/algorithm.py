@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from commpass.codecs import Codec, RawCodec
 from commpass.collectives.steps import Steps
 
@@ -26,7 +28,8 @@ class Algorithm:
     (for ranks whose values are independent). ``obstacle`` says why it cannot work with a codec on
     so many ranks. ``domain`` names the domain in which it sums, "" for the values themselves.
     ``keeps`` says whether it, or an exchange in the air, still reads the input once it has started.
-    ``chunks`` is into how many it divides what it sends.
+    ``chunks`` is into how many it divides what it sends. ``sends`` is the dtype of its wire: bytes,
+    but for one whose library sums what is sent.
     """
 
     spec: str
@@ -38,6 +41,7 @@ class Algorithm:
     stateful: bool = False
     keeps: Callable[[Codec], bool] = lambda codec: isinstance(codec, RawCodec)
     chunks: int = 1
+    sends: Callable[[Codec], torch.dtype] = lambda codec: torch.uint8
 
     def error(self, codec: Codec, ranks: int) -> float:
         """Expected relative error of a result: the errors of all encodes, added as variances."""

@@ -49,7 +49,8 @@ def all_reduce(
 
     ``x`` is a float tensor of any shape; ``group`` as in torch's functional collectives, the
     default group if None; ``algorithm`` is ``two_shot`` if None, or ``one_shot``, ``ring``,
-    ``semi_ring``, ``hierarchical(node=8)``, each with parameters such as ``two_shot(stage=ag)``. A
+    ``semi_ring``, ``hierarchical(node=8)``, each with parameters such as ``two_shot(stage=ag)``;
+    ``native`` is the library's own sum of values cast to 16 bits (codecs ``bf16`` and ``fp16``). A
     codec that selects (``topk``) goes by ``sparse`` and needs a ``residual``: zeros of the shape of
     ``x`` in the accumulation dtype at first, kept by the caller and changed in place (error
     feedback). With ``async_op`` a ``Handle`` comes back whose ``wait()`` gives the result; it has

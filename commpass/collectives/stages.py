@@ -110,6 +110,8 @@ def record_stages(
 
 
 KIND_OF = {
+    "all_reduce": "all_reduce",
+    "reduce_scatter_tensor": "reduce_scatter",
     "all_gather_into_tensor": "all_gather",
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",

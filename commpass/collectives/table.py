@@ -6,10 +6,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from commpass.collectives import moves, reductions
+from commpass.collectives import moves, native, reductions
 from commpass.collectives.algorithm import Algorithm
 from commpass.errors import PolicyError, nearest
-from commpass.spec import changed, parse, spelled
+from commpass.spec import changed, parameters_of, parse, spelled
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {
     "all_reduce": {
@@ -19,12 +19,14 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {
         "semi_ring": reductions.semi_ring,
         "hierarchical": reductions.hierarchical,
         "sparse": reductions.sparse,
+        "native": native.native,
     },
     "reduce_scatter": {
         "direct": reductions.two_shot,
         "ring": reductions.ring,
         "semi_ring": reductions.semi_ring,
         "hierarchical": reductions.hierarchical,
+        "native": native.native,
     },
     "all_gather": {"direct": moves.direct},
     "all_to_all": {"direct": moves.direct},
@@ -35,7 +37,13 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {
 """Kind of a collective to the algorithms that carry it out, the simplest first."""
 
 ALGORITHM_NAMES = tuple(dict.fromkeys(name for names in ALGORITHMS.values() for name in names))
-DEFAULTS = (*ALGORITHM_NAMES, "two_shot(stage=ag)", "two_shot(stage=rs)")
+ONLY_NAMED = ("native",)
+"""Those that sum otherwise than all others do (law 4), and so are for who names them."""
+DEFAULTS = (
+    *(name for name in ALGORITHM_NAMES if name not in ONLY_NAMED),
+    "two_shot(stage=ag)",
+    "two_shot(stage=rs)",
+)
 """What the cost model chooses from where nobody names an algorithm."""
 REDUCE_OPS = ("sum", "avg")
 
@@ -65,6 +73,11 @@ def whole(spec: str) -> str:
     name, given = parse(spec)
     given.pop("chunks", None)
     return spelled(name, tuple(sorted(given.items())))
+
+
+def divides(kind: str, name: str) -> bool:
+    """Whether an algorithm can divide what it sends into chunks."""
+    return "chunks" in parameters_of(ALGORITHMS[kind][name])
 
 
 def own(kind: str, spec: str) -> Algorithm | None:

@@ -59,6 +59,7 @@ class Kernels:
         return busy + (self.launch_us if operations > 0 else 0.0)
 
 
+CAST = KernelRate(0.30, 0.40)  # by any of its names
 CPU = Kernels(
     launch_us=2.0,
     other=KernelRate(3.0, 3.0),
@@ -68,6 +69,9 @@ CPU = Kernels(
         "fp8": KernelRate(0.85, 0.60),
         "rotated": KernelRate(2.60, 2.40),
         "exponent": KernelRate(1.40, 0.90),
+        "cast": CAST,
+        "bf16": CAST,
+        "fp16": CAST,
     },
 )
 """One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, rounded

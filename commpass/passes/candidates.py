@@ -15,6 +15,7 @@ import torch
 
 from commpass.codecs import FLOATS, Codec, codec
 from commpass.collectives import (
+    DEFAULTS,
     REDUCE_OPS,
     Algorithm,
     Payload,
@@ -22,6 +23,7 @@ from commpass.collectives import (
     Stages,
     algorithm,
     algorithms_of,
+    divides,
     own,
     read_stages,
     whole,
@@ -118,8 +120,14 @@ def _coded(
     chosen = {each.spec: each for each in _algorithms(site, allowed, profile)}.values()
     for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
         for each in (part for one in chosen for part in _divided(one, site, allowed, coder)):
-            named = Candidate(codec=coder.spec, algorithm=whole(each.spec), chunks=each.chunks)
-            if obstacle := _misfit(site, coder, each, reassociate):
+            named = Candidate(
+                codec=coder.spec,
+                algorithm=whole(each.spec),
+                chunks=each.chunks,
+                note=_undivided(each, site, allowed),
+            )
+            obstacle = _misfit(site, coder, each, reassociate)
+            if obstacle := obstacle or (None if allowed.force else _needless(site, coder)):
                 yield dataclasses.replace(named, refused=obstacle)
                 continue
             error = round(each.error(coder, site.group_size), 6)
@@ -158,9 +166,8 @@ def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> I
     """An algorithm with every number of chunks that is allowed; one where it has none, where it was
     named with its own, and where chunks would be small or of sizes that are not fixed. The model
     knows what they gain where exchanges go as messages, so it is those that it divides unasked."""
-    undivided = chosen.chunks > 1 or chosen.stateful or site.pairwise or "shards=" in chosen.spec
     unsure = site.splits is not None or site.dynamic or coder.dynamic  # other ranks' may differ
-    if undivided or (allowed.chunks is None and unsure):
+    if _whole(chosen, site) or (allowed.chunks is None and unsure):
         yield chosen
         return
     if allowed.chunks is not None:
@@ -171,6 +178,22 @@ def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> I
     for chunks in CHUNKS if known else ():
         if chunks * LEAST_BYTES <= site.bytes:
             yield algorithm(site.kind, chosen.spec, chunks=chunks)
+
+
+def _whole(chosen: Algorithm, site: Site) -> str | None:
+    """Why an algorithm is not divided, whoever asks for it."""
+    if not divides(site.kind, chosen.name):
+        return f"{site.kind} by {chosen.name} is sent whole"
+    if chosen.chunks > 1:
+        return f"the algorithm was named with chunks={chosen.chunks}"
+    return f"{chosen.spec} has shards instead" if "shards=" in chosen.spec else None
+
+
+def _undivided(chosen: Algorithm, site: Site, allowed: Allowed) -> str:
+    """What a reason says of chunks that a word asks for in vain."""
+    if allowed.chunks in (None, chosen.chunks) or not (why := _whole(chosen, site)):
+        return ""
+    return f"chunks={allowed.chunks} does not apply: {why}"
 
 
 def _made(chosen: Algorithm, found: Stages, site: Site, coder: Codec) -> int:
@@ -195,9 +218,21 @@ def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> s
     return None
 
 
+MANY = 1 << 16
+"""Values of a row whose padding no longer counts."""
+
+
+def _needless(site: Site, coder: Codec) -> str | None:
+    """Why nobody would want a codec who is not told to: it rounds values and sends no less."""
+    own = getattr(torch, site.dtype)
+    if coder.lossless or coder.wire_bytes(MANY, own) < MANY * own.itemsize:
+        return None
+    return f"{coder.spec} sends no fewer bytes than the values of {site.dtype} are"
+
+
 def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorithm]:
-    """The named algorithms that this kind has. Where none is one of its kind: all of its kind, if
-    the policy named them for every site alike; none, if the nearest word did."""
+    """The named algorithms that this kind has. Where none is one of its kind: its defaults, if the
+    policy named them for every site alike; none, if the nearest word did."""
     found = []
     for spec in allowed.algorithms:
         if (chosen := own(site.kind, spec)) is None:
@@ -205,7 +240,9 @@ def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorith
         if chosen.name == "hierarchical" and "node=" not in spec and profile.node > 1:
             chosen = algorithm(site.kind, spec, node=profile.on_each_host(site.global_ranks) or 1)
         found.append(chosen)
-    return found if found or allowed.named else list(algorithms_of(site.kind))
+    if found or allowed.named:
+        return found
+    return [each for each in algorithms_of(site.kind) if each.name in DEFAULTS]
 
 
 # --- what is sent ---------------------------------------------------------------------------------

@@ -73,6 +73,8 @@ def _chosen(site: Site, options: Options, allowed: Allowed, profile: Profile) ->
             below = f"a gain below the model's margin of {profile.margin:.0%}"
             return leave(f"{'no gain' if gain <= 0 else below}: {what} would take {times}")
         reason = f"{what}: {times} ({allowed.source})"
+    if best.note:
+        reason += f"; {best.note}"
     return planned(site, best, reason, alone.predicted_us)
 
 

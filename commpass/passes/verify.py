@@ -18,7 +18,10 @@ from commpass.errors import VerifyError
 from commpass.passes.graph import meta
 from commpass.passes.graph.marks import MARK, PARTS
 from commpass.passes.graph.parse import graph_modules, parse, value_of, waited
+from commpass.passes.template import algorithm_of
 from commpass.plan import PlannedSite
+
+BYTES = torch.uint8
 
 
 def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
@@ -27,18 +30,21 @@ def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
     sent: Counter[str] = Counter()
     marked: set[str] = set()
     unknown: set[str] = set()
+    dtypes = {
+        site.name: algorithm_of(site).sends(codec(site.codec)) for site in plan if site.compressed
+    }
     for _, module in graph_modules(gm):
         module.graph.lint()
         for node in module.graph.nodes:
             for position, part in node.meta.get(PARTS, {}).items():
-                sent[part] += _sent(node, part, position)[0]
+                sent[part] += _sent(node, part, dtypes.get(part, BYTES), position)[0]
             if MARK not in node.meta:
                 continue
             mark = node.meta[MARK].site
             marked.add(mark)
             if "val" not in node.meta:
                 raise VerifyError(f"{mark}: inserted node {node.name} has no fake value")
-            for size in _sent(node, mark):
+            for size in _sent(node, mark, dtypes.get(mark, BYTES)):
                 sent[mark] += max(size, 0)
                 unknown |= {mark} if size < 0 else set()
     for site in plan:
@@ -63,7 +69,7 @@ def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
             )
 
 
-def _sent(node: fx.Node, mark: str, position: int | None = None) -> list[int]:
+def _sent(node: fx.Node, mark: str, dtype: torch.dtype, position: int | None = None) -> list[int]:
     """Bytes that an inserted node, or one position of a batch, hands to the process group, -1 where
     they depend on values; none for a node that is no collective."""
     call = parse(node)
@@ -75,10 +81,9 @@ def _sent(node: fx.Node, mark: str, position: int | None = None) -> list[int]:
     sizes = []
     for source in call.inputs if position is None else (call.inputs[position],):
         fake = meta.tensor(source)
-        if fake is None or fake.dtype != torch.uint8:
-            raise VerifyError(
-                f"{mark}: {node.name} sends"
-                f" {fake.dtype if fake is not None else 'an unknown dtype'}, not bytes"
-            )
+        if fake is None or fake.dtype != dtype:
+            sent = fake.dtype if fake is not None else "an unknown dtype"
+            planned = "bytes" if dtype == BYTES else dtype
+            raise VerifyError(f"{mark}: {node.name} sends {sent}, not {planned}")
         sizes.append(meta.nbytes(fake))
     return sizes

@@ -184,7 +184,7 @@ def kernels(gm) -> int:
 
 
 SHAPES = [((64, 64), torch.float32), ((7, 33), torch.bfloat16), ((5,), torch.float32)]
-ALGORITHMS = [each.spec for each in algorithms_of("all_reduce")]
+ALGORITHMS = [each.spec for each in algorithms_of("all_reduce") if each.name != "native"]
 FORMS = [
     pytest.param(
         name,
@@ -200,6 +200,7 @@ FORMS = [
     if not name.startswith("outlier")  # which holds tensors of its own
     and (how == "sparse") == bool(codec(name).state)
 ]
+FORMS += [("bf16", "native", *shape) for shape in SHAPES]
 FORMS += [
     ("int4(rounding=stochastic, seed=7)", how, *SHAPES[0]) for how in ("ring", "two_shot(shards=3)")
 ]

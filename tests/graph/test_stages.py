@@ -47,8 +47,9 @@ CASES = [
     (kind, each.spec)
     for kind in SITES
     for each in algorithms_of(kind)
-    if each.name not in ("sparse", "hierarchical")
+    if each.name not in ("sparse", "hierarchical", "native")
 ] + MORE
+NATIVE = [((kind, "native"), "bf16") for kind in ("all_reduce", "reduce_scatter")]
 CODECS = ["int8", "rotated", "int4(block=64)", "exponent"]
 
 
@@ -86,7 +87,8 @@ def stages_of_graph(gm) -> list[tuple]:
 @pytest.mark.parametrize(
     ("case", "code"),
     sampled(
-        crossed(CASES, CODECS, one_in=1), crossed(CASES, [c for c in CODECS if c != "exponent"])
+        [*crossed(CASES, CODECS), *NATIVE],
+        [*crossed(CASES, [c for c in CODECS if c != "exponent"]), *NATIVE],
     ),
 )
 def test_stages_are_the_steps_of_the_spliced_graph(case, code, fake_group):
@@ -120,9 +122,11 @@ SYMBOLIC = [case for case in CASES if case[0] != "all_to_all"]
 """The splits of an all-to-all are numbers, or symbols of their own."""
 
 
-@pytest.mark.parametrize("code", ["int8", "rotated"])
-@pytest.mark.parametrize(("kind", "spec"), SYMBOLIC)
-def test_sizes_may_be_symbolic(kind, spec, code):
+@pytest.mark.parametrize(
+    ("case", "code"), [*crossed(SYMBOLIC, ["int8", "rotated"]), *NATIVE], ids=str
+)
+def test_sizes_may_be_symbolic(case, code):
+    kind, spec = case
     mode = FakeTensorMode(shape_env=ShapeEnv())
     sizes = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
     x = mode.from_tensor(torch.ones(64, 48), symbolic_context=sizes)

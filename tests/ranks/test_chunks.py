@@ -15,7 +15,8 @@ from commpass.collectives import Payload, Request, algorithms_of, read_stages
 pytestmark = pytest.mark.xdist_group("ranks")
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-CASES = [(kind, a.name) for kind in KINDS for a in algorithms_of(kind) if a.name != "sparse"]
+WHOLE = ("sparse", "native")  # divide nothing
+CASES = [(kind, a.name) for kind in KINDS for a in algorithms_of(kind) if a.name not in WHOLE]
 CODECS = ["int8", "int4", "rotated", "bf16", "fp8", "taco", "exponent", "raw"]
 
 

@@ -50,7 +50,7 @@ CASES = [
     (kind, a.spec)
     for kind in KINDS
     for a in algorithms_of(kind)
-    if a.name not in ("hierarchical", "sparse")
+    if a.name not in ("hierarchical", "sparse", "native")
 ]
 STAGES = [
     ("all_reduce", f"{name}(stage={stage})")
@@ -280,6 +280,7 @@ def test_gradients(ranks2):
 COMPILED = [(*case, "int8") for case in CASES] + [
     ("all_reduce", name, "rotated") for name in ("two_shot", "ring")
 ]
+COMPILED += [(kind, "native", "bf16") for kind in ("all_reduce", "reduce_scatter")]
 
 
 def check_compiled(cases: list[tuple[str, str, str]], backend: str) -> None:
@@ -305,7 +306,8 @@ def check_compiled(cases: list[tuple[str, str, str]], backend: str) -> None:
 
 WAYS = [(case, backend) for backend in ("aot_eager", "inductor") for case in COMPILED]
 TWO_SHOT, RING = ("all_reduce", "two_shot", "int8"), ("all_reduce", "ring", "rotated")
-QUICK = [(TWO_SHOT, "aot_eager"), (RING, "aot_eager")]
+NATIVE = ("reduce_scatter", "native", "bf16")
+QUICK = [(each, "aot_eager") for each in (TWO_SHOT, RING, NATIVE)]
 
 
 @pytest.mark.parametrize(("case", "backend"), sampled(WAYS, QUICK), ids=str)

@@ -36,6 +36,7 @@ from commpass.costmodel import (
     ethernet,
     profile_named,
 )
+from commpass.costmodel.kernels import CPU
 from commpass.errors import PolicyError
 from commpass.kinds import KINDS
 from commpass.plan import NONE, Plan, PlannedSite, Site
@@ -318,11 +319,11 @@ CASES = [(kind, spec) for kind, specs in SPECS.items() for spec in specs]
 
 
 def test_every_algorithm_has_a_second_formula():
-    """But ``sparse``, which has a test of its own."""
+    """But ``sparse`` and ``native``, which have tests of their own."""
     for kind in COMPRESSIBLE:
         assert {parameters(spec)[0] for spec in SPECS[kind]} == {
             a.name for a in algorithms_of(kind)
-        } - {"sparse"}
+        } - {"sparse", "native"}
 
 
 def taken_us(size: int, kind: str, to: Any, ranks: int, gbytes: float, factors: dict) -> float:
@@ -913,7 +914,7 @@ def test_an_algorithm_named_for_another_kind_leaves_this_kind_its_own_or_the_sit
         word,
     ):
         planned = one(a_site, policy, profile())
-        if mine and name in ("hierarchical", "sparse"):  # not for this group and codec
+        if mine and name in ("hierarchical", "sparse", "native"):  # not for this group and codec
             assert not planned.compressed
         elif mine or policy.algorithms == (name,):
             assert planned.algorithm in ([name] if mine else own)
@@ -1575,6 +1576,140 @@ def test_where_nothing_is_summed_there_is_no_domain(kind):
     assert one(site("reduce_scatter"), forced("rotated"), profile()).domain == "hadamard"
 
 
+# --- the library's own collective on casts --------------------------------------------------------
+
+
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+
+def native_us(kind: str, values: int, ranks: int, link: Link) -> float:
+    """A cast of all values, the plain collective on bf16, and what arrives widened."""
+    back = values if kind == "all_reduce" else values // ranks
+    rate = KERNELS.other
+    us = exchange_us(kind, 2 * values, ranks, link.alpha_us, link.gbytes_per_s)
+    return us + 2 * KERNELS.launch_us + (values * rate.encode_ns + back * rate.decode_ns) / 1000
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_native_costs_the_plain_collective_on_two_bytes_a_value_and_two_casts(kind, ranks):
+    numel = 64 * 100 * ranks  # a row of whole 128 bytes
+    planned = one(site(kind, numel, ranks), forced("bf16", "native"), profile())
+    assert (planned.codec, planned.algorithm) == ("bf16", "native")
+    assert planned.wire_bytes == 2 * numel
+    assert [stage.kind for stage in planned.stages if stage.role == "exchange"] == [kind]
+    assert planned.predicted_us == pytest.approx(native_us(kind, numel, ranks, SLOW), abs=1e-3)
+    once = commpass.codec("bf16").relative_error()
+    partial = sum(k / ranks for k in range(2, ranks + 1))  # shares of what is rounded on the way
+    assert planned.error == pytest.approx(once * math.sqrt(1 + partial), abs=2e-6)
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize("spec", ["bf16", "fp16", "cast(fp16)", "cast"])
+def test_native_is_chosen_only_where_it_is_named(kind, spec):
+    """Also on a link on which it is by far the fastest."""
+    slow = profile(Link(0.0, 0.05, {"all_to_all": 100.0, "all_gather": 100.0}))
+    fastest, other = (one(site(kind), forced(spec, name), slow) for name in ("native", None))
+    assert fastest.predicted_us < 0.1 * other.predicted_us
+    named = Rule(codec=spec, algorithm="native")
+    word = Word(codec=spec, algorithm="native").to_json()
+    for policy, a_site in (
+        (Policy(rules=[named]), site(kind)),
+        (Policy(), site(kind, word=word)),
+        (Policy(codecs=spec, algorithms="native"), site(kind)),
+    ):
+        assert one(a_site, policy, slow).algorithm == "native"
+    for policy in (
+        Policy(codecs=spec),
+        Policy(rules=[Rule(codec=spec, force=True)]),
+        Policy(codecs=spec, algorithms="direct" if kind == "all_reduce" else "one_shot"),
+        *(dataclasses.replace(preset, codecs=spec) for preset in PRESETS.values()),
+    ):
+        (found,) = options([site(kind)], policy, slow)
+        assert "native" not in [each.algorithm for each in found.candidates]
+
+
+@pytest.mark.parametrize("codec", ["int8", "rotated", "raw", "exponent", "topk"])
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_native_is_refused_for_codes_that_no_library_can_sum(kind, codec):
+    planned = one(site(kind), forced(codec, "native"), profile())
+    assert not planned.compressed
+    assert f"the library cannot sum what {codec} sends" in planned.reason
+    assert "write codec='bf16'" in planned.reason
+
+
+def test_native_is_within_the_budget_or_not_taken():
+    """On many ranks partial sums are rounded often."""
+    policy = forced("bf16", "native", max_error=0.005)
+    assert one(site(ranks=8), policy, profile()).compressed
+    many = one(site(ranks=64), policy, profile())
+    assert not many.compressed
+    assert "bf16 by native: error" in many.reason
+
+
+# --- casts among the candidates -------------------------------------------------------------------
+
+
+LOSSY = ("balanced", "aggressive")
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_preset_takes_a_cast_where_coding_takes_longer_than_it_saves(name):
+    """By hand: 2^22 values go from one of two ranks to the other, 2^21 of them. int8 is encoded in
+    0.65 ns and decoded in 0.25, a cast in 0.30 and 0.40: 0.20 ns less for each of the 2^22, which
+    is 839 us. int8 and its scales take 2 - 1 - 1/64 bytes less for each of the 2^21, which
+    25 Gbit/s, 3125 bytes a microsecond, carry in 661 us."""
+    a_site = site("all_to_all", 1 << 22, 2, by_messages=True)
+    chosen = one(a_site, dataclasses.replace(PRESETS[name], chunks=1), ethernet(25))
+    assert (chosen.codec, chosen.algorithm) == ("bf16", "direct")
+    busy = ethernet(25).link.busy_us
+    assert chosen.predicted_us == pytest.approx(
+        60 + busy + 2 * 2 + 2**22 * 0.7 / 1e3 + 2**22 / 3125, abs=5.0
+    )
+    int8 = one(a_site, forced("int8", chunks=1), ethernet(25))
+    assert int8.predicted_us - chosen.predicted_us == pytest.approx(839 - 661, abs=1.0)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_preset_leaves_casts_out_where_fewer_bytes_gain_more(name):
+    """At 1 Gbit/s the same byte takes 25 times as long."""
+    a_site = site("all_to_all", 1 << 22, 2, by_messages=True)
+    chosen = one(a_site, PRESETS[name], ethernet(1))
+    assert chosen.compressed
+    assert chosen.codec != "bf16"
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_preset_takes_a_cast_where_the_budget_of_a_rule_is_below_all_others(name):
+    policy = dataclasses.replace(PRESETS[name], rules=(Rule(max_error=0.003),))
+    assert one(site(), policy, profile()).codec == "bf16"
+    below = dataclasses.replace(PRESETS[name], rules=(Rule(max_error=0.001),))
+    assert not one(site(), below, profile()).compressed
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("kind", COMPRESSIBLE)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_values_of_16_bits_are_not_cast(kind, dtype, name):
+    """It saves nothing, and of float16 it would lose three bits."""
+    for kernels in (KERNELS, Kernels(0.0, KernelRate(9.0, 9.0), {"bf16": KernelRate(0.0, 0.0)})):
+        slow = profile(kernels=kernels)
+        assert one(site(kind, 1 << 22, 2, dtype), PRESETS[name], slow).codec != "bf16"
+        only = one(site(kind, 1 << 22, 2, dtype), Policy(codecs=["bf16", "fp16"]), slow)
+        assert not only.compressed
+        assert f"bf16 sends no fewer bytes than the values of {dtype} are" in only.reason
+        for wider in ("float32", "float64"):
+            assert one(site(kind, 1 << 22, 2, wider), Policy(codecs="bf16"), slow).compressed
+    assert one(site(kind, 1 << 22, 2, dtype), forced("bf16"), profile()).codec == "bf16"
+
+
+def test_casts_have_one_rate_whatever_they_are_called():
+    for role in ("encode", "decode"):
+        rates = {CPU.us(name, role, 1e6) for name in ("bf16", "fp16", "cast", "cast(to=fp16)")}
+        assert len(rates) == 1
+        assert max(rates) < CPU.us("other", role, 1e6)
+
+
 # --- hosts ----------------------------------------------------------------------------------------
 
 
@@ -1760,3 +1895,112 @@ def test_the_plan_says_how_many_chunks_there_are(numel, chunks):
     planned = one(site("all_reduce", numel, 8), policy, profile(SLOW))
     assert planned.chunks == chunks
     assert sum(stage.role == "exchange" for stage in planned.stages) == 2 * chunks
+
+
+# --- chunks that the model chooses, or that a word asks for in vain -------------------------------
+
+
+MIB = 1 << 20
+
+
+def chunks_of(a_site: Site, policy: Policy) -> set[int]:
+    """Into how many chunks candidates divide a site."""
+    (found,) = options([a_site], policy, profile(ethernet(1).link))
+    assert found.possible
+    return {each.chunks for each in found.possible}
+
+
+def large(kind: str = "all_reduce", **changes) -> Site:
+    """16 MiB on two ranks, whose coded exchanges go as messages."""
+    return site(kind, 4 * MIB, 2, **({"by_messages": True} | changes))
+
+
+DIVIDED = [
+    ("all_reduce", "one_shot"),
+    ("all_reduce", "two_shot"),
+    ("reduce_scatter", "direct"),
+    ("all_gather", "direct"),
+    ("all_to_all", "direct"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), DIVIDED)
+def test_large_sites_are_divided_unasked_where_exchanges_go_as_messages(kind, name):
+    policy = Policy(codecs="int8", algorithms=name)
+    assert chunks_of(large(kind), policy) == {1, 2, 4}
+    assert one(large(kind), policy, ethernet(1)).chunks > 1
+    assert chunks_of(large(kind, bytes=2 * MIB, shape=(MIB // 2,)), policy) == {1, 2}
+
+
+UNASKED = {
+    "not as messages": (large(by_messages=False), "int8", "two_shot"),
+    "a small tensor": (large(bytes=2 * MIB - 4, shape=(MIB // 2 - 1,)), "int8", "two_shot"),
+    "a size that is not fixed": (large(shape=("s0", 4)), "int8", "two_shot"),
+    "splits": (large("all_to_all", splits=((9, 3), (9, 3))), "int8", "direct"),
+    "a wire that depends on values": (large(dtype="bfloat16"), "exponent", "two_shot"),
+    "blocks that must be alike": (large(), "equarx", "two_shot"),
+    "many hops": (large(), "int8", "ring"),
+    "the library's sum": (large(), "bf16", "native"),
+    "shards": (large(), "int8", "two_shot(shards=2)"),
+    "a word": (large(word=Word(chunks=1).to_json()), "int8", "two_shot"),
+}
+
+
+@pytest.mark.parametrize("what", UNASKED)
+def test_what_the_model_does_not_divide_unasked(what):
+    a_site, codec, name = UNASKED[what]
+    assert chunks_of(a_site, Policy(codecs=codec, algorithms=name)) == {1}
+
+
+@pytest.mark.parametrize(
+    "what", ["not as messages", "a small tensor", "blocks that must be alike", "many hops"]
+)
+def test_what_the_model_does_not_divide_a_rule_may(what):
+    a_site, codec, name = UNASKED[what]
+    policy = Policy(rules=[Rule(codec=codec, algorithm=name, chunks=4, force=True)])
+    planned = one(a_site, policy, ethernet(1))
+    assert planned.chunks == 4
+    assert "chunks=" not in planned.reason
+
+
+WHOLE = {
+    "send": (site("send", ranks=2, peer=1), "int8", "direct", "send by direct is sent whole"),
+    "recv": (site("recv", ranks=2, peer=1), "int8", "direct", "recv by direct is sent whole"),
+    "sparse": (
+        site(direction="backward", stateless=None),
+        "topk",
+        "sparse",
+        "all_reduce by sparse is sent whole",
+    ),
+    "native": (site(), "bf16", "native", "all_reduce by native is sent whole"),
+    "shards": (site(), "int8", "two_shot(shards=2)", "two_shot(shards=2) has shards instead"),
+    "chunks": (site(), "int8", "two_shot(chunks=3)", "the algorithm was named with chunks=3"),
+}
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_chunks_that_do_not_apply_are_told_in_the_reason(what):
+    a_site, codec, name, why = WHOLE[what]
+    told = f"; chunks=4 does not apply: {why}"
+    rule = Rule(codec=codec, algorithm=name, chunks=4, force=True)
+    for policy in (
+        Policy(rules=[rule]),
+        Policy(chunks=4, rules=[dataclasses.replace(rule, chunks=None)]),
+    ):
+        planned = one(a_site, policy, profile())
+        assert planned.chunks == (3 if what == "chunks" else 1)
+        assert planned.reason.endswith(told)
+    for chunks in (None, 3 if what == "chunks" else 1):  # nobody asks for others
+        policy = Policy(rules=[dataclasses.replace(rule, chunks=chunks)])
+        assert "chunks=" not in one(a_site, policy, profile()).reason.replace(name, "")
+    kept = one(a_site, Policy(rules=[Rule(keep=True)], chunks=4), profile())
+    assert "does not apply" not in kept.reason  # it is not even compressed
+
+
+def test_of_several_algorithms_the_chunks_of_the_chosen_one_are_told():
+    rule = Rule(codec="bf16", algorithm=["native", "two_shot"], chunks=4)
+    slow = profile(Link(0.0, 0.05, {"all_to_all": 100.0, "all_gather": 100.0}))
+    assert one(site(), Policy(rules=[rule]), slow).reason.endswith("is sent whole")
+    other = one(site(), Policy(rules=[rule]), profile(Link(0.0, 0.05, {"all_reduce": 9.0})))
+    assert (other.algorithm, other.chunks) == ("two_shot", 4)
+    assert "does not apply" not in other.reason

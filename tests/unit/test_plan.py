@@ -227,6 +227,7 @@ FREE = {
     "obstacle": "some",
     "width": 7,
     "stateless": None,
+    "note": "chunks=4 does not apply",
     "wire_bytes": 7,
     "dynamic_bytes": 7,
     "domain": "hadamard",

@@ -1,0 +1,93 @@
+"""all_reduce and reduce_scatter as the library has them, on values in a 16-bit float.
+
+What every user can do without commpass: cast, let the library sum, cast back. The library sums in
+the 16-bit form and in an order of its own. Law 4 (sums in float32, in rank order) does not hold
+here, so ``native`` is no default: who wants it names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from commpass.codecs import CastCodec, Codec, accumulation_dtype, operators
+from commpass.collectives.algorithm import Algorithm, Encodes
+from commpass.collectives.request import Request, ops
+from commpass.collectives.steps import Steps
+
+
+def all_reduce_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
+    """``x`` of any shape to its sum, or mean, over the ranks."""
+    total = yield from _summed(
+        x.reshape(1, -1),
+        request,
+        coder,
+        lambda wire: ops.all_reduce(wire, "sum", request.group),
+    )
+    return total.to(x.dtype).reshape(x.shape)
+
+
+def reduce_scatter_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
+    """``[ranks * n, ...]`` to part ``request.rank`` of its sum, or mean: ``[n, ...]``."""
+    total = yield from _summed(
+        x.reshape(request.ranks, -1),
+        request,
+        coder,
+        lambda wire: ops.reduce_scatter_tensor(wire, "sum", request.ranks, request.group),
+    )
+    return total.to(x.dtype).reshape(x.shape[0] // request.ranks, *x.shape[1:])
+
+
+def _summed(
+    rows: Tensor, request: Request, coder: Codec, start: Callable[[Tensor], Tensor]
+) -> Steps:
+    """``[r, n]`` cast, summed by the exchange that ``start`` starts and widened: ``[1, n]`` in the
+    accumulation dtype. gloo has no mean: it is the sum, divided after it is widened."""
+    wire = operators.encode(coder, rows).flatten()
+    arrived = yield start(wire.view(sent_as(coder)))
+    row = arrived.view(torch.uint8).reshape(1, -1)
+    total = operators.decode(coder, row, rows.shape[1], accumulation_dtype(rows.dtype))
+    return total / request.ranks if request.op == "avg" else total
+
+
+def sent_as(coder: Codec) -> torch.dtype:
+    """The dtype in which the library gets, and sums, the values."""
+    assert isinstance(coder, CastCodec)
+    return coder.dtype
+
+
+def encodes(coder: Codec, ranks: int) -> Encodes:
+    """Every addend is rounded, which counts as one encode (share 1). A ring of the library's then
+    adds one rank after the other and rounds each partial sum to the form: that of k ranks holds
+    k / ranks of the variance, for k = 2, ..., ranks. These are ``(ranks + 1) / 2 - 1 / ranks``
+    more. A library that sums as a tree, or wider than it sends, rounds less."""
+    return ((coder, 1 + (ranks + 1) / 2 - 1 / ranks),)
+
+
+def _casts(coder: Codec, ranks: int) -> str | None:
+    if isinstance(coder, CastCodec):
+        return None
+    return (
+        f"the library cannot sum what {coder.spec} sends: algorithm 'native' is for casts, so write"
+        " codec='bf16' with it, or name another algorithm"
+    )
+
+
+def native(kind: str, spec: str) -> Algorithm:
+    """The library's own collective on values cast to bf16 or fp16: the fewest steps, and what it
+    computes in 16 bits.
+
+    All ranks hold what the library gives all of them: the same bits. What is not finite stays so. A
+    finite addend that the form cannot hold is cut at the largest number, as the codec does; a *sum*
+    above it is an Inf, as any sum of the library's in that form: 65504 in fp16, 3.39e38 in bf16.
+    """
+    return Algorithm(
+        spec,
+        kind,
+        all_reduce_steps if kind == "all_reduce" else reduce_scatter_steps,
+        encodes=encodes,
+        obstacle=_casts,
+        sends=sent_as,
+    )
