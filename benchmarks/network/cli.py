@@ -17,7 +17,7 @@ from benchmarks import netlab
 
 from . import gathers, gradients, levels, never_slower, reduces, steps
 from .plot import PAINTED, draw
-from .shared import HEAP, WIDTH, Measurement, Options, Row, table
+from .shared import HEAP, WARM_UP, WIDTH, Measurement, Options, Row, table
 
 MEASUREMENTS: dict[str, Measurement] = {
     each.MEASUREMENT.name: each.MEASUREMENT
@@ -43,6 +43,7 @@ SINGLE = {
     "steps": int,
     "repeats": int,
 }
+LEAST = 2  # times, for quartiles
 
 
 def parsed(arguments: list[str] | None = None) -> tuple[argparse.ArgumentParser, Any]:
@@ -63,6 +64,11 @@ def parsed(arguments: list[str] | None = None) -> tuple[argparse.ArgumentParser,
     for name in LISTS | SINGLE:
         if getattr(options, name) is not None and not takers(name, options.only):
             parser.error(f"--{name}: is for {', '.join(takers(name, names))}, none of --only")
+    if options.repeats is not None and options.repeats < LEAST:
+        parser.error(f"--repeats {options.repeats}: must be at least {LEAST}, for quartiles")
+    if options.steps is not None and options.steps < WARM_UP + LEAST:
+        why = f"for quartiles behind {WARM_UP} that warm up"
+        parser.error(f"--steps {options.steps}: must be at least {WARM_UP + LEAST}, {why}")
     if options.plot and not PAINTED.keys() & set(options.only):
         parser.error(f"--plot: shows {', '.join(PAINTED)}, none of --only")
     return parser, options
