@@ -100,7 +100,7 @@ def bars(axes: Axes, rows: list[Row], by: str, cluster: Callable[[Row], str]) ->
         axes.bar(left, waits, width, color="black", alpha=0.35)
     axes.set_xticks(range(len(clusters)), clusters, fontsize=8)
     axes.set_ylabel("ms")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.08))
 
 
 def steps(axes: Axes, rows: list[Row]) -> None:
