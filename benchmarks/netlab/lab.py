@@ -21,6 +21,7 @@ from .network import (
     host_link,
     links,
     ports,
+    removal,
     slowing,
     window,
 )
@@ -61,6 +62,14 @@ class Lab:
         """Brings a host's link up, at the rate that it had at first."""
         do(slowing(self.network, host, host_link(self.network, host).gbit))
         do([f"ip link set {host_link(self.network, host).far} up"])
+
+    def remove(self) -> None:
+        """Takes all of it away, so that this process can build another lab. Whatever runs in a host
+        must have ended."""
+        if self.switch:
+            self.switch.kill()
+            self.switch.wait()
+        do(removal(self.network))
 
     def bytes(self) -> dict[str, tuple[int, int]]:
         """For each link, bytes sent and received by its host or node since it was made: what left

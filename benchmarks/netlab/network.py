@@ -152,12 +152,16 @@ def ports(network: Network) -> list[str]:
     return [link.far for link in outer]
 
 
+def bridges(network: Network) -> list[str]:
+    count = network.hosts // network.node if network.node else 0
+    return [*([] if network.delay_us else ["hub"]), *(f"node{n}" for n in range(count))]
+
+
 def commands(network: Network, cubic: bool = True) -> Iterator[str]:
     """All that makes a lab, in order. With ``cubic`` TCP takes that, whatever the machine's own
     is: bbr measures the link for seconds before it fills it."""
     yield "ip link set lo up"
-    count = network.hosts // network.node if network.node else 0
-    for bridge in [*([] if network.delay_us else ["hub"]), *(f"node{n}" for n in range(count))]:
+    for bridge in bridges(network):
         yield f"ip link add {bridge} mtu {MTU} type bridge"
         yield f"ip link set {bridge} addrgenmode none up"
     outer = set(ports(network))
@@ -182,6 +186,13 @@ def commands(network: Network, cubic: bool = True) -> Iterator[str]:
         yield f"ip -n host{host} addr add {address(host)}/24 dev eth0"
         if cubic:
             yield f"ip -n host{host} route replace 10.77.0.0/24 dev eth0 congctl cubic"
+
+
+def removal(network: Network) -> list[str]:
+    """Undoes ``commands``. Deleting one end of a link deletes both."""
+    devices = [link.far for link in links(network)] + bridges(network)
+    made = [f"ip link del {device}" for device in devices]
+    return made + [f"ip netns del host{host}" for host in range(network.hosts)]
 
 
 def slowing(network: Network, host: int, gbit: float) -> list[str]:

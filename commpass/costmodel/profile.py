@@ -18,7 +18,7 @@ GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
 duplex."""
 GLOO_BUSY_US = 250.0
 """Processor time of a rank for one more message to another rank and one from it: two-shots of int8
-in 2, 4 and 8 chunks, 2 and 4 ranks (benchmarks/network.py)."""
+in 2, 4 and 8 chunks, 2 and 4 ranks (benchmarks/network/reduces.py)."""
 
 
 @dataclass(frozen=True)

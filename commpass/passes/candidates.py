@@ -155,7 +155,7 @@ def _coded(
 
 CHUNKS = (2, 4)
 """Into how many chunks a site may be divided where nobody names a number: more take longer, since
-a rank is busy with every message (benchmarks/network.py)."""
+a rank is busy with every message (benchmarks/network/reduces.py)."""
 LEAST_BYTES = 1 << 20
 """Bytes of a tensor's values that are worth an exchange of their own."""
 FEW_HOPS = ("one_shot", "two_shot", "direct")

@@ -154,6 +154,32 @@ def test_links_change_while_they_run(tmp_path):
     assert json.loads(found.stdout) == pytest.approx([0.1, 0.03, 0, 0.1], rel=0.2)
 
 
+REMOVED = """
+import json
+from benchmarks import netlab
+from benchmarks.netlab.rates import transfer
+netlab.stand_apart()
+netlab.build(netlab.Network(4, 1.0, node=2, inside_gbit=10.0)).remove()
+lab = netlab.build(netlab.Network(2, 0.1, delay_us=100.0))
+lab.remove()
+print(json.dumps(transfer(netlab.build(netlab.Network(3, 0.1)), [(0, 2)])))
+"""
+
+
+def test_a_lab_is_removed_and_another_built(tmp_path):
+    (tmp_path / "script.py").write_text(REMOVED)
+    found = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout) == pytest.approx([0.1], rel=0.2)
+
+
 GLOO = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")

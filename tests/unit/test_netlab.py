@@ -19,6 +19,7 @@ from benchmarks.netlab.network import (
     links,
     path,
     ports,
+    removal,
     segment,
     slowing,
     window,
@@ -43,6 +44,16 @@ def test_each_host_has_a_link_to_the_hub():
     assert "ip -n host1 addr add 10.77.0.2/24 dev eth0" in made
     assert "ip -n host1 route replace 10.77.0.0/24 dev eth0 congctl cubic" in made
     assert not [line for line in commands(FLAT, cubic=False) if "cubic" in line]
+
+
+@pytest.mark.parametrize("network", [FLAT, NODES, replace(NODES, delay_us=100.0)])
+def test_all_that_is_made_is_removed(network):
+    made, gone = " ".join(commands(network)).split("ip "), removal(network)
+    devices = {line.split()[2] for line in made if line.startswith("link add")}
+    hosts = {line.split()[2] for line in made if line.startswith("netns add")}
+    assert {line.split()[3] for line in gone if line.startswith("ip link del")} == devices
+    assert {line.split()[3] for line in gone if line.startswith("ip netns del")} == hosts
+    assert len(gone) == len(devices) + len(hosts)
 
 
 def test_both_ends_of_a_link_are_shaped():

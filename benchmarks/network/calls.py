@@ -1,0 +1,128 @@
+"""One collective at a time: compiled calls under several policies that take turns, and the bytes
+that have to travel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import commpass
+from commpass.plan import NONE
+
+from .shared import Allowed, Row, compiled, slowest, take_turns
+
+ops = torch.ops._c10d_functional
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    return ops.wait_tensor(ops.all_reduce(x * 1.0, "sum", "0"))
+
+
+def all_reduce_bf16(x: Tensor) -> Tensor:
+    return ops.wait_tensor(ops.all_reduce(x.bfloat16(), "sum", "0")).float()
+
+
+def all_gather(x: Tensor) -> Tensor:
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, dist.get_world_size(), "0"))
+
+
+def reduce_scatter(x: Tensor) -> Tensor:
+    return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", dist.get_world_size(), "0"))
+
+
+def all_to_all(x: Tensor) -> Tensor:
+    ranks = dist.get_world_size()
+    even = [x.shape[0] // ranks] * ranks
+    return ops.wait_tensor(ops.all_to_all_single(x, even, even, "0"))
+
+
+KINDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all_reduce": all_reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+}
+Contenders = Mapping[str, tuple[Callable[[Tensor], Tensor], Allowed]]
+"""Name to a function of one collective and the policy under which it is compiled."""
+
+
+def leaves(kind: str, ranks: int, nbytes: float) -> float:
+    """Bytes that leave a rank at least, if each hands ``nbytes`` to a plain collective."""
+    if kind == "all_gather":
+        return (ranks - 1) * nbytes
+    once = (ranks - 1) / ranks * nbytes
+    return {"all_reduce": 2 * once, "reduce_scatter": once, "all_to_all": once}[kind]
+
+
+def sent(stage: Any, ranks: int) -> int:
+    """Bytes that leave a rank in one stage."""
+    if stage.role != "exchange":
+        return 0
+    return stage.leaving * (ranks - 1 if stage.kind == "all_gather" else 1)
+
+
+def ideal_ms(nbytes: float, gbit: float) -> float:
+    """What so many bytes take on a link."""
+    return nbytes * 8 / gbit / 1e6
+
+
+def decided(plan: commpass.Plan) -> Row:
+    """What a plan of one site says of it; ``unchanged``: the graph is the one without commpass."""
+    (site,) = plan
+    alone = site.codec == NONE
+    return {
+        "codec": None if alone else site.codec,
+        "algorithm": None if alone else site.algorithm,
+        "chunks": None if alone else site.chunks,
+        "stages": site.stages,
+        "predicted_ms": site.predicted_us / 1e3,
+        "reason": site.reason,
+        "unchanged": not (plan.compressed or plan.simplified),
+    }
+
+
+def measure(
+    contenders: Contenders, kib: int, dtype: torch.dtype, profile: Any, repeats: int
+) -> dict[str, Row]:
+    """On a rank: what ``take_turns`` gives of each contender, for a Gaussian tensor of so many KiB,
+    and what was decided about it."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(kib * 1024 // dtype.itemsize, generator=generator).to(dtype)
+    functions, plans = {}, {}
+    with torch.no_grad():
+        for name, (function, policy) in contenders.items():
+            made = compiled(function, policy, profile)
+            earlier = len(commpass.plans())
+            made(x)
+            plans[name] = [decided(plan) for plan in commpass.plans()[earlier:]]
+            functions[name] = lambda made=made: made(x)
+        found = take_turns(functions, repeats)
+    for name, seen in plans.items():
+        if seen:
+            (plan,) = seen
+            found[name] |= plan
+    return found
+
+
+def rows_of(found: list[dict[str, Row]], known: Row, least: Mapping[str, float]) -> list[Row]:
+    """A row for each contender, from what each rank found. ``known`` is in all of them; ``least``
+    are the bytes that leave a rank where torch carries the contender out."""
+    made = []
+    for name, first in found[0].items():
+        every = [each[name] for each in found]
+        row = {**known, "name": name, "ms": slowest([each["ms"] for each in every])}
+        row |= {key: value for key, value in first.items() if key not in ("ms", "cpu_ms", "stages")}
+        stages = first.get("stages") if first.get("codec") else None
+        leaving = sum(map(sent, stages, itertools.repeat(known["ranks"]))) if stages else None
+        ideal = ideal_ms(least[name] if leaving is None else leaving, known["gbit"])
+        row |= {"ideal_ms": ideal, "share": ideal / row["ms"][1]}
+        row["cpu_ms"] = median([time for each in every for time in each["cpu_ms"]])
+        made.append(row)
+    return made

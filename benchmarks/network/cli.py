@@ -1,0 +1,121 @@
+"""The command line: which measurements with which options, their tables, one JSON, one picture."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import netlab
+
+from . import gathers, gradients, levels, never_slower, reduces, steps
+from .plot import PAINTED, draw
+from .shared import HEAP, WARM_UP, WIDTH, Measurement, Options, Row, table
+
+MEASUREMENTS: dict[str, Measurement] = {
+    each.MEASUREMENT.name: each.MEASUREMENT
+    for each in (reduces, steps, gradients, gathers, never_slower, levels)
+}
+LISTS = {
+    "ranks": int,
+    "gbit": float,
+    "kib": int,
+    "codecs": str,
+    "models": str,
+    "policies": str,
+    "ways": str,
+}
+KNOWN = {"models": steps.MODELS, "policies": steps.POLICIES, "ways": gradients.WAYS}
+SINGLE = {
+    "chunks": int,
+    "algorithm": str,
+    "layers": int,
+    "width": int,
+    "batch": int,
+    "length": int,
+    "steps": int,
+    "repeats": int,
+}
+LEAST = 2  # times, for quartiles
+
+
+def parsed(arguments: list[str] | None = None) -> tuple[argparse.ArgumentParser, Any]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.network", description=__doc__)
+    names = list(MEASUREMENTS)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--quick", action="store_true", help="little of each: that it works")
+    parser.add_argument("--json", type=Path, help="file for all rows")
+    parser.add_argument("--plot", type=Path, help=f"PNG of {', '.join(PAINTED)}")
+    for name, kind in (LISTS | SINGLE).items():
+        usual = [
+            f"{m.name} {shown(m.usual[name])}" for m in MEASUREMENTS.values() if name in m.usual
+        ]
+        more: dict[str, Any] = {"nargs": "+"} if name in LISTS else {}
+        more |= {"choices": list(KNOWN[name])} if name in KNOWN else {}
+        parser.add_argument(f"--{name}", type=kind, help="; ".join(usual), **more)
+    options = parser.parse_args(arguments)
+    for name in LISTS | SINGLE:
+        if getattr(options, name) is not None and not takers(name, options.only):
+            parser.error(f"--{name}: is for {', '.join(takers(name, names))}, none of --only")
+    if options.repeats is not None and options.repeats < LEAST:
+        parser.error(f"--repeats {options.repeats}: must be at least {LEAST}, for quartiles")
+    if options.steps is not None and options.steps < WARM_UP + LEAST:
+        why = f"for quartiles behind {WARM_UP} that warm up"
+        parser.error(f"--steps {options.steps}: must be at least {WARM_UP + LEAST}, {why}")
+    if options.plot and not PAINTED.keys() & set(options.only):
+        parser.error(f"--plot: shows {', '.join(PAINTED)}, none of --only")
+    return parser, options
+
+
+def takers(name: str, chosen: list[str]) -> list[str]:
+    """Which of the chosen measurements have an option."""
+    return [each for each in chosen if name in MEASUREMENTS[each].usual]
+
+
+def shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def told(measurement: Measurement, options: Any) -> Options:
+    """A measurement's own options: as given, else as --quick says, else as usual."""
+    made = {**measurement.usual, **(measurement.quick if options.quick else {})}
+    given = {name: getattr(options, name) for name in made}
+    return Options(**made | {name: value for name, value in given.items() if value is not None})
+
+
+def facts(rows: dict[str, list[Row]]) -> Row:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "versions": {name: version(name) for name in ("commpass", "torch", "transformers")},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "heap": HEAP,
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    parser, options = parsed()
+    try:
+        netlab.stand_apart()
+    except netlab.LabError as error:
+        parser.error(str(error))
+    rows: dict[str, list[Row]] = {}
+    console = Console(width=WIDTH)
+    for name in options.only:
+        measurement = MEASUREMENTS[name]
+        rows[name] = measurement.measured(told(measurement, options))
+        console.print(f"\n{name}: {measurement.title}", style="bold")
+        console.print(table(rows[name], measurement.columns))
+        for line in measurement.remarks(rows[name]):
+            console.print(line)
+        if options.json:  # after each, since all of them take hours
+            options.json.write_text(json.dumps(facts(rows), indent=1) + "\n")
+    if options.plot:
+        draw(rows, options.plot)

@@ -1,0 +1,73 @@
+"""What moves gain without any loss: all_gather and all_to_all of bfloat16 with codec ``exponent``.
+
+Values are Gaussian, as weights and gradients nearly are; sizes are what each rank hands over. The
+cost model chooses; where it leaves a call alone, the table says why. ``x plain`` is then the same
+graph twice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import commpass
+
+from .calls import KINDS, Contenders, leaves, measure, rows_of
+from .shared import (
+    LINKS,
+    PATIENCE_S,
+    Measurement,
+    Options,
+    Row,
+    by,
+    compare,
+    number,
+    on_links,
+    spread,
+    text,
+)
+
+NAME = "gathers"
+USUAL = {
+    "ranks": [2],
+    "gbit": [0.1, 1.0, 10.0],
+    "kib": [1024, 4096, 16384],
+    "repeats": 9,
+}
+QUICK = {
+    "gbit": [10.0],
+    "kib": [1024],
+    "repeats": 3,
+}  # nothing is coded there: that compiles for minutes
+LOSSLESS = commpass.Policy(name="exponent", codecs=("exponent",))
+
+
+def measured(options: Options) -> list[Row]:
+    rows: list[Row] = []
+    for ranks, gbit in on_links(NAME, options):
+        for kind in ("all_gather", "all_to_all"):
+            function = KINDS[kind]
+            contenders: Contenders = {"plain": (function, None), "exponent": (function, LOSSLESS)}
+            for kib in options.kib:
+                job = (contenders, kib, torch.bfloat16, f"ethernet-{gbit:g}g", options.repeats)
+                found = ranks.run(measure, *job, timeout=PATIENCE_S)
+                known = {"ranks": ranks.size, "gbit": gbit, "kind": kind, "KiB": kib}
+                whole = leaves(kind, ranks.size, kib * 1024)
+                made = rows_of(found, known, dict.fromkeys(contenders, whole))
+                compare(made, "name", "plain", "of_plain")
+                rows += made
+    return rows
+
+
+COLUMNS = {
+    **LINKS,
+    "kind": text("kind"),
+    "KiB": text("KiB"),
+    "codec": text("name"),
+    "by": by,
+    "ms": spread,
+    "ideal": number("ideal_ms", ".1f"),
+    "share": number("share"),
+    "x plain": number("of_plain"),
+    "why": lambda row: row.get("reason", ""),
+}
+MEASUREMENT = Measurement(NAME, "moves of bfloat16", USUAL, QUICK, measured, COLUMNS)

@@ -1,0 +1,76 @@
+"""Whether a preset is ever slower than plain: kinds, sizes and rates, of float32.
+
+``of plain`` is how many times faster than plain. Where the preset leaves the graph as it is, that
+is the same graph twice, and shows the noise: such rows say ``unchanged`` and are not judged by
+time. The worst of the others is said below the table.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .calls import KINDS, Contenders, leaves, measure, rows_of
+from .shared import (
+    LINKS,
+    PATIENCE_S,
+    Measurement,
+    Options,
+    Row,
+    by,
+    compare,
+    number,
+    on_links,
+    spread,
+    text,
+)
+
+NAME = "never_slower"
+PRESETS = ("balanced", "lossless")
+USUAL = {
+    "ranks": [2],
+    "gbit": [0.1, 1.0, 10.0],
+    "kib": [4, 64, 256, 1024, 4096, 16384],
+    "repeats": 15,
+}
+QUICK = {"gbit": [1.0], "kib": [4, 1024], "repeats": 3}
+
+
+def measured(options: Options) -> list[Row]:
+    rows: list[Row] = []
+    for ranks, gbit in on_links(NAME, options):
+        for kind, function in KINDS.items():
+            contenders: Contenders = {"plain": (function, None)}
+            contenders |= {preset: (function, preset) for preset in PRESETS}
+            for kib in options.kib:
+                job = (contenders, kib, torch.float32, f"ethernet-{gbit:g}g", options.repeats)
+                found = ranks.run(measure, *job, timeout=PATIENCE_S)
+                known = {"ranks": ranks.size, "gbit": gbit, "kind": kind, "KiB": kib}
+                whole = leaves(kind, ranks.size, kib * 1024)
+                made = rows_of(found, known, dict.fromkeys(contenders, whole))
+                compare(made, "name", "plain", "of_plain")
+                rows += made
+    return rows
+
+
+def remarks(rows: list[Row]) -> list[str]:
+    ours = [row for row in rows if row["name"] != "plain"]
+    changed = [row for row in ours if not row["unchanged"]]
+    said = [f"unchanged: {len(ours) - len(changed)} of {len(ours)}"]
+    if changed:
+        worst = min(changed, key=lambda row: row["of_plain"])
+        where = f"{worst['kind']}, {worst['KiB']} KiB, {worst['gbit']:g} Gbit/s, {worst['name']}"
+        said.append(f"worst of the others: {worst['of_plain']:.2f} times plain ({where})")
+    return said
+
+
+COLUMNS = {
+    **LINKS,
+    "kind": text("kind"),
+    "KiB": text("KiB"),
+    "preset": text("name"),
+    "codec": lambda row: "unchanged" if row.get("unchanged") else row.get("codec") or "",
+    "by": by,
+    "ms": spread,
+    "x plain": number("of_plain"),
+}
+MEASUREMENT = Measurement(NAME, "presets and plain", USUAL, QUICK, measured, COLUMNS, remarks)

@@ -1,0 +1,125 @@
+"""A picture of what was measured: for each rate a column with the share of the ideal and the
+speed-up of all_reduce over size, and the times of steps as bars.
+
+    python -m benchmarks.network.plot FILE.json FILE.png
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+Row = dict[str, Any]
+Rows = dict[str, list[Row]]
+STYLES = ("-", "--", ":", "-.")
+PER_COLUMN, PER_ROW, DPI = 4.6, 3.3, 110
+
+
+def draw(rows: Rows, file: Path) -> None:
+    """Writes a PNG. Raises ValueError where there is no measurement that it shows."""
+    shown = [
+        (name, each) for name, painted in PAINTED.items() if rows.get(name) for each in painted
+    ]
+    if not shown:
+        raise ValueError(f"nothing to draw: it shows {', '.join(PAINTED)}, and there is none")
+    rates = sorted({row["gbit"] for name, _ in shown for row in rows[name]})
+    size = (max(PER_COLUMN * len(rates), 2 * PER_COLUMN), PER_ROW * len(shown))
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(shown), len(rates), squeeze=False)
+    for axes, (name, paint) in zip(grid, shown, strict=True):
+        for one, gbit in zip(axes, rates, strict=True):
+            here = [row for row in rows[name] if row["gbit"] == gbit]
+            one.set_visible(bool(here))
+            if here:
+                paint(one, here)
+                one.set_title(f"{one.get_title()}, {gbit:g} Gbit/s", fontsize=10)
+    figure.savefig(file, dpi=DPI)
+
+
+def lines(axes: Axes, rows: list[Row], key: str, skipped: tuple[str, ...] = ()) -> None:
+    """A colour for each codec, a style for each number of ranks, over size."""
+    names = dict.fromkeys(row["name"] for row in rows)
+    everyone = sorted({row["ranks"] for row in rows})
+    for number, name in enumerate(names):
+        for style, ranks in zip(STYLES, everyone, strict=False):
+            some = [row for row in rows if (row["name"], row["ranks"]) == (name, ranks)]
+            if name in skipped or not some:
+                continue
+            some.sort(key=lambda row: row["KiB"])
+            label = name if ranks == everyone[0] else None
+            values = [row[key] for row in some]
+            sizes = [row["KiB"] for row in some]
+            axes.plot(sizes, values, style, marker=".", color=f"C{number}", label=label)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({row["KiB"] for row in rows})
+    axes.set_xticks(ticks, [f"{kib}K" if kib < 1024 else f"{kib // 1024}M" for kib in ticks])
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+    styles = ", ".join(f"{ranks} {style}" for style, ranks in zip(STYLES, everyone, strict=False))
+    axes.set_xlabel(f"bytes a rank (ranks: {styles})", fontsize=8)
+
+
+def shares(axes: Axes, rows: list[Row]) -> None:
+    lines(axes, rows, "share")
+    axes.set_ylim(0, 1.05)
+    axes.set_title("all_reduce: share of the ideal")
+
+
+def gains(axes: Axes, rows: list[Row]) -> None:
+    lines(axes, rows, "of_plain", skipped=("plain",))
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylim(bottom=0)
+    axes.set_title("all_reduce: times plain")
+
+
+def bars(axes: Axes, rows: list[Row], by: str, cluster: Callable[[Row], str]) -> None:
+    """Step times in clusters, a colour for each ``by``; lines are quartiles, the dark part is time
+    in which a rank waits."""
+    names, clusters = (list(dict.fromkeys(map(of, rows))) for of in (lambda row: row[by], cluster))
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        some = [row for row in rows if row[by] == name]
+        low, middle, high = zip(*(row["ms"] for row in some), strict=True)
+        left = [
+            clusters.index(cluster(row)) + (number - (len(names) - 1) / 2) * width for row in some
+        ]
+        errors = [
+            [m - a for m, a in zip(middle, low, strict=True)],
+            [b - m for m, b in zip(middle, high, strict=True)],
+        ]
+        axes.bar(left, middle, width, yerr=errors, color=f"C{number}", label=name, ecolor="grey")
+        waits = [row.get("exposed_ms", 0.0) for row in some]
+        axes.bar(left, waits, width, color="black", alpha=0.35)
+    axes.set_xticks(range(len(clusters)), clusters, fontsize=8)
+    axes.set_ylabel("ms")
+    axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.08))
+
+
+def steps(axes: Axes, rows: list[Row]) -> None:
+    bars(axes, rows, "policy", lambda row: f"{row['model']}, {row['ranks']} ranks")
+    axes.set_title("a step (dark: waiting)")
+
+
+def gradients(axes: Axes, rows: list[Row]) -> None:
+    bars(axes, rows, "way", lambda row: f"{row['ranks']} ranks")
+    axes.set_title("a data-parallel step")
+
+
+PAINTED: dict[str, tuple[Callable[[Axes, list[Row]], None], ...]] = {
+    "reduces": (shares, gains),
+    "steps": (steps,),
+    "gradients": (gradients,),
+}
+"""Measurements that are shown, and what is drawn of each."""
+
+if __name__ == "__main__":
+    source, target = map(Path, sys.argv[1:])
+    draw(json.loads(source.read_text())["rows"], target)

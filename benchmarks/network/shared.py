@@ -1,0 +1,171 @@
+"""What all measurements share: hosts and their ranks, those that take turns, times, tables."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from statistics import quantiles
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from processes import Ranks
+from rich.console import Console
+from rich.table import Table
+
+import commpass
+from benchmarks import netlab
+
+HEAP = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 33),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+    "MALLOC_TOP_PAD_": str(1 << 28),
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_LOGS": "-all",
+    "KINETO_LOG_LEVEL": "6",
+}
+WARM_UP = 3
+WIDTH = 160
+PATIENCE_S = 3600.0
+quartiles = partial(quantiles, n=4, method="inclusive")
+progress = Console(stderr=True, width=WIDTH, highlight=False)
+Row = dict[str, Any]
+Options = SimpleNamespace
+Allowed = commpass.Policy | str | None
+"""A policy, or None for Inductor alone."""
+
+torch._dynamo.config.recompile_limit = 64  # one function is compiled for all that are compared
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """``usual`` are its options and what they are if nobody says, ``quick`` those of ``--quick``.
+    ``measured`` makes all rows; ``columns`` are what a table shows of one, by title; ``remarks``
+    are the lines below the table."""
+
+    name: str
+    title: str
+    usual: Mapping[str, Any]
+    quick: Mapping[str, Any]
+    measured: Callable[[Options], list[Row]]
+    columns: Mapping[str, Callable[[Row], str]]
+    remarks: Callable[[list[Row]], list[str]] = lambda rows: []
+
+
+@contextmanager
+def hosts(network: netlab.Network) -> Iterator[netlab.Lab]:
+    """A lab that is gone afterwards, so that the next measurement can make its own."""
+    lab = netlab.build(network)
+    try:
+        yield lab
+    finally:
+        lab.remove()
+
+
+@contextmanager
+def members(ranks: int) -> Iterator[Ranks]:
+    """The first hosts' ranks, one in each."""
+    os.environ.update(HEAP)  # the ranks begin after this
+    made = Ranks(ranks, {"RANKS_HOST": "host", "GLOO_SOCKET_IFNAME": "eth0"}, workers=2)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def on_links(name: str, options: Options) -> Iterator[tuple[Ranks, float]]:
+    """Ranks and the rate of their links in Gbit/s: each number of ranks with each rate."""
+    rates = options.gbit
+    with hosts(netlab.Network(hosts=max(options.ranks), gbit=max(rates))) as lab:
+        for ranks in options.ranks:
+            with members(ranks) as those:
+                for gbit in rates:
+                    for host in range(lab.network.hosts):
+                        lab.slow(host, gbit)
+                    progress.print(f"{name}: {ranks} ranks, {gbit:g} Gbit/s")
+                    yield those, gbit
+
+
+def compiled(target: Any, policy: Allowed, profile: Any) -> Any:
+    """``target`` under a policy, for links of this profile; under Inductor alone for None."""
+    backend: Any = "inductor"
+    if policy is not None:
+        backend = commpass.backend(policy, profile=profile, strict=True)
+    return torch.compile(target, backend=backend, dynamic=False)
+
+
+def forced(codec: str, **named: Any) -> commpass.Policy:
+    """A policy that compresses every site with a codec, whatever the model says."""
+    return commpass.Policy(rules=[commpass.Rule(codec=codec, force=True, **named)])
+
+
+def take_turns(functions: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Row]:
+    """Milliseconds, and milliseconds of processor time, of each repetition on this rank."""
+    found: dict[str, Row] = {name: {"ms": [], "cpu_ms": []} for name in functions}
+    for number in range(WARM_UP + repeats):
+        for name, function in functions.items():
+            dist.barrier()
+            start, busy = time.perf_counter(), time.process_time()
+            function()
+            took, worked = time.perf_counter() - start, time.process_time() - busy
+            if number >= WARM_UP:
+                found[name]["ms"].append(1e3 * took)
+                found[name]["cpu_ms"].append(1e3 * worked)
+    return found
+
+
+def slowest(times: Sequence[Sequence[float]]) -> list[float]:
+    """Lower quartile, median and upper quartile of the slowest rank's times, from those of each."""
+    return quartiles([max(each) for each in zip(*times, strict=True)])
+
+
+def compare(rows: list[Row], key: str, base: str, into: str) -> None:
+    """Writes into each row how many times faster it is than the one that ``key`` calls ``base``."""
+    (ms,) = (row["ms"][1] for row in rows if row[key] == base)
+    for row in rows:
+        row[into] = ms / row["ms"][1]
+
+
+def table(rows: list[Row], columns: Mapping[str, Callable[[Row], str]]) -> Table:
+    """Columns of numbers stand to the right."""
+    made = Table(box=None)
+    cells = {title: [show(row) for row in rows] for title, show in columns.items()}
+    for title, texts in cells.items():
+        right = all(text[:1].isdigit() or text[:1] in ("-", "+", "") for text in texts)
+        made.add_column(title, justify="right" if right else "left")
+    for texts in zip(*cells.values(), strict=True):
+        made.add_row(*texts)
+    return made
+
+
+def chosen(have: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """The first, which all others are compared with, and those that are named, in their order."""
+    first, *others = have
+    return [first, *(name for name in others if name in names)]
+
+
+def spread(row: Row) -> str:
+    low, middle, high = row["ms"]
+    return f"{middle:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def by(row: Row) -> str:
+    """Who carries it out."""
+    return f"{row['algorithm']} x{row['chunks']}" if row.get("algorithm") else "torch"
+
+
+def number(key: str, form: str = ".2f") -> Callable[[Row], str]:
+    """A column that shows one number, or - where a row has none."""
+    return lambda row: "-" if row.get(key) is None else f"{row[key]:{form}}"
+
+
+def text(key: str) -> Callable[[Row], str]:
+    return lambda row: str(row[key])
+
+
+LINKS = {"ranks": text("ranks"), "Gbit/s": number("gbit", "g")}

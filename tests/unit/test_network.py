@@ -1,0 +1,237 @@
+"""The parts of benchmarks.network that need no network: bytes that must travel, rows, ratios, what
+the command line takes, the picture."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from benchmarks.network import calls, cli, gradients, levels, never_slower, plot, shared, steps
+from commpass.collectives import Payload, Request, read_stages
+from commpass.stage import Stage
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [
+        ("all_reduce", (1, 1.5)),
+        ("reduce_scatter", (0.5, 0.75)),
+        ("all_to_all", (0.5, 0.75)),
+        ("all_gather", (1, 3)),
+    ],
+)
+def test_bytes_that_leave_a_rank(kind, shares):
+    assert [calls.leaves(kind, ranks, MIB) for ranks in (2, 4)] == [n * MIB for n in shares]
+
+
+def test_bytes_of_stages():
+    assert calls.sent(Stage(role="encode", values=100), 4) == 0
+    assert calls.sent(Stage(role="exchange", kind="all_to_all", leaving=75), 4) == 75
+    assert calls.sent(Stage(role="exchange", kind="all_gather", leaving=25), 4) == 75
+
+
+def test_what_bytes_take():
+    assert calls.ideal_ms(MIB, 1) == pytest.approx(8.388608)
+    assert calls.ideal_ms(MIB, 0.1) == pytest.approx(83.88608)
+
+
+@pytest.mark.parametrize(("spec", "share"), [("two_shot", 2.0), ("hierarchical(node=2)", 1.5)])
+def test_bytes_that_leave_a_node(spec, share):
+    """A quarter of the tensor is a rank's own part. By two_shot each rank of a node sends, and then
+    gives, a quarter to each of two on the other: 2 x 2 x 2 quarters. By levels it sends one quarter
+    to its counterpart, whose own part that is, and gives its own to two: 2 x 3 quarters."""
+    numel = 1 << 20
+    request = Request("0", 4)
+    found = read_stages("all_reduce", spec, "int8", Payload(numel, 1, torch.float32), request)
+    wire = numel * 8.125 / 8
+    assert levels.uplink(found.stages, 4) == pytest.approx(share * wire, rel=0.01)
+
+
+def found(**ms):
+    """What two ranks found; the second takes a millisecond more."""
+    return [
+        {name: {"ms": [n + rank for n in times], "cpu_ms": [1.0]} for name, times in ms.items()}
+        for rank in (0, 1)
+    ]
+
+
+def test_rows_are_of_the_slowest_rank():
+    known = {"ranks": 2, "gbit": 1.0, "KiB": 1024}
+    ranks = found(plain=[19.0, 9.0, 39.0], ours=[9.0, 9.0, 9.0])
+    for each in ranks:
+        stage = Stage(role="exchange", kind="all_to_all", leaving=MIB // 4)
+        each["ours"] |= {"codec": "int8", "stages": (stage, stage)}
+    plain, ours = calls.rows_of(ranks, known, dict.fromkeys(("plain", "ours"), MIB))
+    assert plain["ms"] == [15.0, 20.0, 30.0]
+    assert plain["share"] == pytest.approx(8.388608 / 20)
+    assert ours["share"] == pytest.approx(8.388608 / 2 / 10)
+    shared.compare([plain, ours], "name", "plain", "of_plain")
+    assert (plain["of_plain"], ours["of_plain"]) == (1.0, 2.0)
+
+
+def test_a_call_that_is_left_alone_sends_what_torch_sends():
+    ranks = found(plain=[9.0, 9.0], ours=[9.0, 9.0])
+    for each in ranks:
+        each["ours"] |= {"codec": None, "stages": (), "unchanged": True}
+    plain, ours = calls.rows_of(
+        ranks, {"ranks": 2, "gbit": 1.0}, dict.fromkeys(("plain", "ours"), MIB)
+    )
+    assert ours["ideal_ms"] == plain["ideal_ms"] == pytest.approx(8.388608)
+
+
+def test_the_worst_is_of_those_that_were_changed():
+    row = {"kind": "all_reduce", "KiB": 4, "gbit": 1.0, "name": "balanced"}
+    rows = [
+        {**row, "name": "plain", "of_plain": 1.0},
+        {**row, "unchanged": True, "of_plain": 0.5},
+        {**row, "unchanged": False, "of_plain": 1.2},
+        {**row, "unchanged": False, "of_plain": 0.9, "KiB": 16},
+    ]
+    assert never_slower.remarks(rows) == [
+        "unchanged: 1 of 3",
+        "worst of the others: 0.90 times plain (all_reduce, 16 KiB, 1 Gbit/s, balanced)",
+    ]
+    assert never_slower.remarks(rows[:2]) == ["unchanged: 1 of 1"]
+
+
+def test_waiting_is_what_exchanges_take():
+    took = {
+        "_c10d_functional::wait_tensor": 3e6,
+        "_c10d_functional::all_reduce_": 1e6,
+        "commpass::all_to_all_single": 5e5,
+        "commpass::kernel_": 7e6,
+        "aten::mm": 9e6,
+    }
+    assert steps.waiting(took) == pytest.approx(4.5)
+
+
+def step_found(**ms):
+    ranks = found(**ms)
+    for number, each in enumerate(ranks):
+        for row in each.values():
+            row |= {"sites": 4, "compressed": 2, "exposed": 0.2 + 0.2 * number}
+            row |= {"loss": 2.5 + (row is not each.get("ddp")), "parameters": 10}
+    return ranks
+
+
+def test_rows_of_steps():
+    known = {"model": "demo", "ranks": 2, "gbit": 1.0}
+    plain, ours = steps.step_rows(step_found(plain=[199.0, 199.0], balanced=[99.0, 99.0]), known)
+    assert ours["of_plain"] == 2.0
+    assert plain["exposed_ms"] == pytest.approx(0.3 * 200)
+
+
+def test_rows_of_gradients():
+    rows = gradients.way_rows(
+        step_found(ddp=[199.0, 199.0], topk=[99.0, 99.0]), {"ranks": 2, "gbit": 1.0}
+    )
+    assert [row["more_loss"] for row in rows] == [0.0, 1.0]
+    assert [row["of_ddp"] for row in rows] == [1.0, 2.0]
+
+
+def told(*arguments):
+    options = cli.parsed(list(arguments))[1]
+    return {name: cli.told(cli.MEASUREMENTS[name], options) for name in options.only}
+
+
+def test_options_are_given_or_quick_or_usual():
+    usual, quick = told()["levels"], told("--quick")["levels"]
+    assert (usual.repeats, quick.repeats) == (9, 3)
+    assert quick.codecs == usual.codecs == ["int8"]
+    both = told("--quick", "--repeats", "5", "--only", "levels", "gathers")
+    assert [each.repeats for each in both.values()] == [5, 5]
+    assert not hasattr(both["gathers"], "codecs")
+
+
+@pytest.mark.parametrize("name", list(cli.MEASUREMENTS))
+def test_quick_has_no_options_of_its_own(name):
+    measurement = cli.MEASUREMENTS[name]
+    assert measurement.quick.keys() <= measurement.usual.keys()
+    assert measurement.usual.keys() <= (cli.LISTS | cli.SINGLE).keys()
+    assert all(
+        n >= 9
+        for n in (
+            measurement.usual.get("repeats", 9),
+            measurement.usual.get("steps", 12) - shared.WARM_UP,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--only", "levels", "--ways", "ddp"], "--ways: is for gradients, none of --only"),
+        (["--only", "levels", "--plot", "x.png"], "--plot: shows reduces, steps, gradients"),
+        (["--only", "speed"], "invalid choice: 'speed'"),
+        (["--repeats", "1"], "--repeats 1: must be at least 2, for quartiles"),
+        (["--steps", "4"], "--steps 4: must be at least 5, for quartiles behind 3 that warm up"),
+    ],
+)
+def test_what_nobody_takes_is_refused(arguments, said, capsys):
+    with pytest.raises(SystemExit):
+        cli.parsed(arguments)
+    assert said in capsys.readouterr().err
+
+
+def test_the_first_is_always_compared():
+    assert shared.chosen(gradients.WAYS, ["topk", "fp16"]) == ["ddp", "fp16", "topk"]
+
+
+def test_what_goes_to_ranks_arrives():
+    sent = (steps.POLICIES, levels.profile(1.0))
+    assert pickle.loads(pickle.dumps(sent)) == sent
+
+
+def test_tables_show_every_column():
+    rows = [{"ranks": 2, "gbit": 0.1, "ms": [1.0, 2.0, 3.0], "name": "plain", "share": None}]
+    columns = {
+        **shared.LINKS,
+        "codec": shared.text("name"),
+        "ms": shared.spread,
+        "share": shared.number("share"),
+    }
+    table = shared.table(rows, columns)
+    cells = {column.header: (*column.cells,) for column in table.columns}
+    assert cells == {
+        "ranks": ("2",),
+        "Gbit/s": ("0.1",),
+        "codec": ("plain",),
+        "ms": ("2.0 [1.0, 3.0]",),
+        "share": ("-",),
+    }
+    assert [column.justify for column in table.columns] == ["right"] * 2 + ["left"] + ["right"] * 2
+
+
+def reduced():
+    for gbit in (0.1, 1.0):
+        for ranks in (2, 4):
+            for kib in (256, 1024):
+                for name, gain in (("plain", 1.0), ("int8", 2.0)):
+                    row = {"gbit": gbit, "ranks": ranks, "KiB": kib, "name": name}
+                    yield {**row, "share": 0.5 * gain, "of_plain": gain}
+
+
+def test_a_picture_is_drawn(tmp_path):
+    known = {"model": "demo", "ranks": 2, "gbit": 1.0}
+    rows = {
+        "reduces": list(reduced()),
+        "steps": steps.step_rows(step_found(plain=[199.0, 199.0], balanced=[99.0, 99.0]), known),
+        "levels": [],
+    }
+    plot.draw(rows, tmp_path / "all.png")
+    plot.draw({"steps": rows["steps"]}, tmp_path / "steps.png")
+    sizes = []
+    for name in ("all.png", "steps.png"):
+        made = (tmp_path / name).read_bytes()
+        assert made.startswith(b"\x89PNG")
+        sizes.append(int.from_bytes(made[20:24]))
+    assert sizes[0] == pytest.approx(3 * sizes[1], abs=3)  # a row each for shares, gains, steps
+
+
+def test_nothing_to_draw_is_told(tmp_path):
+    with pytest.raises(ValueError, match="nothing to draw: it shows reduces, steps, gradients"):
+        plot.draw({"levels": [{"gbit": 1.0}]}, tmp_path / "none.png")
