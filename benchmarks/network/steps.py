@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import commpass
+from commpass.policy import PRESETS
 
 from .shared import (
     LINKS,
@@ -53,6 +55,8 @@ POLICIES: dict[str, Allowed] = {
     "lossless": "lossless",
     "balanced": "balanced",
     "int8": forced("int8"),
+    "lossless, not moved": commpass.Policy(name="lossless", skip="move"),
+    "balanced, not moved": replace(PRESETS["balanced"], skip=("move",)),
 }
 USUAL = {
     "ranks": [2, 4],
