@@ -89,11 +89,14 @@ class Allowed:
     lowering: str | None = None
     chunks: int | None = None
 
+    @property
+    def terms(self) -> Allowed:
+        """What is allowed, without who says so."""
+        return dataclasses.replace(self, source="", budget="") if self.codecs else Allowed()
+
     def allow_like(self, other: Allowed) -> bool:
         """Whether both allow the same, whoever says so."""
-        if not self.codecs and not other.codecs:
-            return True
-        return dataclasses.replace(self, source=other.source, budget=other.budget) == other
+        return self.terms == other.terms
 
 
 NOTHING = Allowed()
@@ -253,7 +256,9 @@ class Policy(_Named):
 
     ``max_error`` is the largest allowed relative error of a compressed result;
     ``reassociate=False`` forbids even changes that only round a sum differently; ``skip`` names
-    passes to leave out; ``lowering`` and ``chunks`` as in a rule.
+    passes to leave out; ``lowering`` and ``chunks`` as in a rule. ``group_bytes`` is the largest
+    site in bytes that is fused with others, 0 for none, and ``group_delay`` how many matmuls,
+    convolutions and attentions fewer an exchange may then be hidden behind.
     """
 
     name: str = "custom"
@@ -266,9 +271,21 @@ class Policy(_Named):
     off: bool = False
     lowering: str | None = None
     chunks: int | None = None
+    group_bytes: int = 256 << 10
+    group_delay: int = 2
 
     def __post_init__(self) -> None:
         self._check_types()
+        if self.group_bytes < 0:
+            raise PolicyError(
+                f"group_bytes={self.group_bytes}: must be the bytes of the largest site that is"
+                " fused with others, or 0 to fuse none"
+            )
+        if self.group_delay < 0:
+            raise PolicyError(
+                f"group_delay={self.group_delay}: must be a number of matmuls, convolutions and"
+                " attentions, at least 0"
+            )
         if not isinstance(self.rules, (list, tuple)) or not all(
             isinstance(rule, Rule) for rule in self.rules
         ):

@@ -22,15 +22,17 @@ class KernelRate:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Rates by codec name (the part before the bracket), what stands for a codec not listed, and
-    the time of a launch."""
+    """Rates by codec name (the part before the bracket), what stands for a codec not listed, the
+    time of a launch, and nanoseconds per byte of a copy."""
 
     launch_us: float
     other: KernelRate
     rates: Mapping[str, KernelRate] = field(default_factory=dict)
+    copy_ns: float = 0.1
 
     def __post_init__(self) -> None:
         check_number("Kernels(launch_us", self.launch_us)
+        check_number("Kernels(copy_ns", self.copy_ns)
         if not isinstance(self.rates, Mapping):
             raise PolicyError(
                 f"Kernels(rates={self.rates!r}): must map names of codecs to KernelRate(...)"
@@ -47,6 +49,10 @@ class Kernels:
         ns = rate.encode_ns if role == "encode" else rate.decode_ns
         return self.launch_us + values * ns / 1e3
 
+    def copies_us(self, kernels: int, nbytes: float) -> float:
+        """Microseconds of so many kernels that together copy so many bytes."""
+        return kernels * self.launch_us + nbytes * self.copy_ns / 1e3
+
 
 CPU = Kernels(
     launch_us=2.0,
@@ -59,9 +65,9 @@ CPU = Kernels(
         "exponent": KernelRate(1.40, 0.90),
     },
 )
-"""One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, rounded
-up."""
+"""One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, and
+copies off benchmarks/group.py, rounded up."""
 
-GPU = Kernels(launch_us=5.0, other=KernelRate(0.02, 0.02))
+GPU = Kernels(launch_us=5.0, other=KernelRate(0.02, 0.02), copy_ns=0.002)
 """An assumption until it is measured on the user's card: memory-bound kernels at a fraction of a
 recent GPU's bandwidth."""

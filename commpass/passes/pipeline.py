@@ -23,6 +23,7 @@ from commpass.passes.contract import Contracts, Pass
 from commpass.passes.discover import discover
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules
+from commpass.passes.group import group
 from commpass.passes.lower import lower
 from commpass.passes.rewrite import rewrite
 from commpass.passes.road import Outcome, Road
@@ -57,6 +58,16 @@ def _simplify(road: Road) -> Road:
     return dataclasses.replace(road, simplified=applied, found=found)
 
 
+def _group(road: Road) -> Road:
+    if road.obstacle is not None:
+        return road
+    grouped = group(road.gm, road.found, road.policy, road.profile, road.direction)
+    if not grouped:
+        return road
+    found = still_allowed(discover(road.gm, road.direction, road.stateless), road.policy)
+    return dataclasses.replace(road, grouped=grouped, found=found)
+
+
 def _candidates(road: Road) -> Road:
     options = tuple(
         candidates(each.site, each.allowed, road.profile, road.policy.reassociate)
@@ -89,6 +100,7 @@ def _verify(road: Road) -> Road:
 PASSES: tuple[Pass, ...] = (
     Pass(name="discover", run=_discover, provides=("sites",), needed=True),
     Pass(name="simplify", run=_simplify, requires=("sites",), provides=("sites",), mutates=True),
+    Pass(name="group", run=_group, requires=("sites",), provides=("sites",), mutates=True),
     Pass(
         name="candidates", run=_candidates, requires=("sites",), provides=("options",), needed=True
     ),
@@ -176,7 +188,11 @@ def run(
         outcome.state = road.state
         outcome.first = outcome.first or tuple(found.site for found in road.found)
         outcome.plan = dataclasses.replace(
-            outcome.plan, sites=road.sites or (), simplified=road.simplified, matched=road.matched
+            outcome.plan,
+            sites=road.sites or (),
+            simplified=road.simplified,
+            grouped=road.grouped,
+            matched=road.matched,
         )
         if watch is not None:
             watch(step.name, road)

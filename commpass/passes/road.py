@@ -12,7 +12,7 @@ from commpass.passes.candidates import Options
 from commpass.passes.discover import GraphSite
 from commpass.passes.rewrite import StateInput
 from commpass.passes.template import Decompositions
-from commpass.plan import NOBODY, Plan, PlannedSite, Simplification, Site, left_alone
+from commpass.plan import NOBODY, Grouped, Plan, PlannedSite, Simplification, Site, left_alone
 from commpass.policy import Policy
 
 
@@ -30,6 +30,7 @@ class Road:
     found: tuple[GraphSite, ...] = ()
     matched: tuple[int, ...] = ()
     simplified: tuple[Simplification, ...] = ()
+    grouped: tuple[Grouped, ...] = ()
     options: tuple[Options, ...] = ()
     sites: tuple[PlannedSite, ...] | None = None
     stateless: str | None = NOBODY
@@ -61,4 +62,6 @@ class Outcome:
         self.untouched, self.options = {}, {}
         self.state = ()
         sites = tuple(left_alone(site, why) for site in self.first)
-        self.plan = dataclasses.replace(self.plan, sites=sites, simplified=(), fallback=why)
+        self.plan = dataclasses.replace(
+            self.plan, sites=sites, simplified=(), grouped=(), fallback=why
+        )

@@ -67,7 +67,7 @@ def agree(
     fresh = [part for part in mine if part.changed and part not in settled]
     if why := next((pasts[part.key].apart for part in fresh if pasts[part.key].apart), ""):
         sites = tuple(left_alone(site, why) for site in plan.sites)
-        plan = dataclasses.replace(plan, sites=sites, simplified=(), fallback=why)
+        plan = dataclasses.replace(plan, sites=sites, simplified=(), grouped=(), fallback=why)
         mine, settled, fresh = parts(plan, first, ends, speaker.digest), [], []
     waiting = [part for part in mine if part in fresh or _contrary(part, pasts[part.key], speaker)]
     for part in mine:
@@ -98,7 +98,7 @@ def _settled(part: Part, past: History, speaker: Speaker) -> bool:
         key = next((key for key in keys_of(site) if key in known), "")
         if not key or not known[key] == wanted[key] != SEVERAL:
             return False
-    return not part.plan.simplified
+    return not (part.plan.simplified or part.plan.grouped)
 
 
 def _contrary(part: Part, past: History, speaker: Speaker) -> bool:

@@ -44,7 +44,7 @@ class Part:
 
     @property
     def changed(self) -> bool:
-        return bool(self.plan.compressed or (self.plan.simplified and not self.plan.fallback))
+        return self.plan.changed
 
     @cached_property
     def digest(self) -> str:
@@ -80,6 +80,7 @@ class Part:
         """What is done with each site as it came, by each of its ``keys_of``."""
         planned = {site.name: site for site in self.plan.sites}
         merged = {step.site: ", ".join((step.rule, *step.moved)) for step in self.plan.simplified}
+        merged |= {name: "grouped" for each in self.plan.grouped for name in each.sites}
         found: dict[str, str] = {}
         for site in self.first:
             said = merged.get(site.name, NONE)
@@ -121,10 +122,12 @@ def parts(
             where, ranks = f"{where}/pair/{low}-{high}", tuple(sorted((ranks[low], ranks[high])))
         mine = tuple(site for site in sites if (site.group, site.peer) == (name, peer))
         steps = plan.simplified if peer is None else ()
+        grouped = plan.grouped if peer is None else ()
         part = dataclasses.replace(
             plan,
             sites=tuple(site for site in plan.sites if (site.group, site.peer) == (name, peer)),
             simplified=tuple(step for step in steps if step.group == name),
+            grouped=tuple(each for each in grouped if each.group == name),
         )
         found.append(Part(where, f"{where}~{policy}", group, ranks, peer is not None, mine, part))
     return found
