@@ -201,7 +201,7 @@ class Simplification:
 
 @dataclass(frozen=True, kw_only=True)
 class Grouped:
-    """Small sites that were fused into one: their names, the name of the one, and why.
+    """Small sites that were fused into one: their names and modules, the name of the one, and why.
 
     ``numbers`` are the members' places, from 0, among the sites of their process group as they were
     before, ``bytes`` theirs, in the same order. ``gain_us`` is the predicted gain of one exchange
@@ -209,6 +209,7 @@ class Grouped:
     """
 
     sites: tuple[str, ...]
+    modules: tuple[str, ...]
     into: str
     group: str
     numbers: tuple[int, ...]

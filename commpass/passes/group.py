@@ -303,6 +303,7 @@ def _record(members: Sequence[Member], editor: Editor, into: str) -> Grouped:
     )
     return Grouped(
         sites=tuple(each.found.site.name for each in members),
+        modules=tuple(each.found.site.module for each in members),
         into=into,
         group=members[0].found.site.group,
         numbers=tuple(each.number for each in members),

@@ -134,6 +134,7 @@ PLANS = st.builds(
         st.builds(
             Grouped,
             sites=st.lists(TEXTS, max_size=3).map(tuple),
+            modules=st.lists(TEXTS, max_size=3).map(tuple),
             into=TEXTS,
             group=TEXTS,
             numbers=st.lists(st.integers(0, 99), max_size=3).map(tuple),
@@ -389,9 +390,18 @@ def test_a_digest_is_of_what_algebra_did_and_moved_but_not_of_where():
 
 
 def test_a_digest_is_of_which_sites_were_grouped_but_not_of_their_names():
-    done = {"sites": ("a", "b"), "into": "c", "group": "3", "numbers": (0, 1), "bytes": (4, 4)}
+    done = {
+        "sites": ("a", "b"),
+        "modules": ("x", "x"),
+        "into": "c",
+        "group": "3",
+        "numbers": (0, 1),
+        "bytes": (4, 4),
+        "gain_us": 1.0,
+        "reason": "faster",
+    }
     one, other, elsewhere = (
-        plan(planned(), grouped=(Grouped(**done | {"gain_us": 1.0, "reason": "faster"} | changes),))
+        plan(planned(), grouped=(Grouped(**done | changes),))
         for changes in ({}, {"numbers": (0, 2)}, {"sites": ("d", "e"), "gain_us": 2.0})
     )
     assert len({each.digest() for each in (plan(planned()), one, other)}) == 3
