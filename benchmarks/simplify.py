@@ -43,7 +43,7 @@ from commpass.policy import Policy
 WARM_UP = 3
 LAYERS, WIDTH, HEADS = 4, 256, 8
 BATCH, LENGTH = 4, 128
-POLICIES = {"off": Policy(skip="simplify"), "on": Policy(name="lossless")}
+POLICIES = {"off": Policy(skip=("simplify", "group")), "on": Policy(skip="group")}
 
 
 # --- the training step ---

@@ -314,7 +314,7 @@ class Backend:
         record.record(outcome)
         record.trace_graph(gm, f"{direction}_after")
         self.summary.add(outcome.plan, trained=stateless != INFERENCE)
-        if calls.last and (outcome.plan.compressed or outcome.plan.simplified):
+        if calls.last and outcome.plan.changed:
             calls.last = False
             record.log.warning(LAST, calls.code.name, torch._dynamo.config.recompile_limit)
         if self._writes():

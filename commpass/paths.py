@@ -8,6 +8,7 @@ what in a name belongs to a wrapper.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -66,6 +67,14 @@ def names(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def join(*parts: str) -> str:
     return ".".join(part for part in parts if part)
+
+
+def common(paths: Iterable[str]) -> str:
+    """The innermost module that all of some paths are in, or are: ``layers`` of ``layers.0.norm``
+    and ``layers.1``; "" is the root."""
+    columns = zip(*(path.split(".") for path in paths), strict=False)
+    alike = itertools.takewhile(lambda names: len(set(names)) == 1, columns)
+    return ".".join(names[0] for names in alike)
 
 
 _known: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()

@@ -205,9 +205,28 @@ class Simplification:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grouped:
+    """Small sites that were fused into one: their names and modules, the name of the one, and why.
+
+    ``numbers`` are the members' places, from 0, among the sites of their process group as they were
+    before, ``bytes`` theirs, in the same order. ``gain_us`` is the predicted gain of one exchange
+    instead of several, all uncompressed.
+    """
+
+    sites: tuple[str, ...]
+    modules: tuple[str, ...]
+    into: str
+    group: str
+    numbers: tuple[int, ...]
+    bytes: tuple[int, ...]
+    gain_us: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The chosen candidate of every site of one graph, in graph order; the sites are those that are
-    left once it is simplified.
+    left once it is simplified, and small ones are grouped.
 
     ``fallback`` is empty when the plan was carried out, and otherwise says why the untouched graph
     was compiled. ``reordered`` are the names of the exchanges' sites in the order in which they
@@ -222,6 +241,7 @@ class Plan:
     profile: str
     sites: tuple[PlannedSite, ...] = ()
     simplified: tuple[Simplification, ...] = ()
+    grouped: tuple[Grouped, ...] = ()
     fallback: str = ""
     matched: tuple[int, ...] = ()
     reordered: tuple[str, ...] = ()
@@ -237,14 +257,24 @@ class Plan:
     def untouched(self, sites: Iterable[PlannedSite], why: str) -> Plan:
         """The plan of the same graph if nothing of it is changed, because of ``why``."""
         return dataclasses.replace(
-            self, sites=tuple(sites), simplified=(), reordered=(), fallback=why
+            self, sites=tuple(sites), simplified=(), grouped=(), reordered=(), fallback=why
+        )
+
+    @property
+    def changed(self) -> bool:
+        """Whether what is compiled is another graph than the one that came."""
+        return not self.fallback and any(
+            (self.compressed, self.simplified, self.grouped, self.reordered)
         )
 
     def of_group(self, group: str) -> Plan:
         """The part of the plan that the ranks of one group share."""
         sites = tuple(site for site in self.sites if site.group == group)
         return dataclasses.replace(
-            self, sites=sites, simplified=tuple(s for s in self.simplified if s.group == group)
+            self,
+            sites=sites,
+            simplified=tuple(step for step in self.simplified if step.group == group),
+            grouped=tuple(each for each in self.grouped if each.group == group),
         )
 
     def common(self) -> Plan:
@@ -257,7 +287,8 @@ class Plan:
         """A digest of every common decision; equal on two ranks if and only if they will do the
         same."""
         rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.common()]
-        facts = [self.direction, rows, self.rules(), self.starts(), bool(self.fallback)]
+        did = (self.rules(), self.groups(), self.starts())
+        facts = [self.direction, rows, *did, bool(self.fallback)]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
     def starts(self) -> list[int]:
@@ -272,6 +303,11 @@ class Plan:
     def rules(self) -> list[str]:
         """What was simplified, as far as the ranks must do it alike."""
         return [", ".join((step.rule, *step.moved)) for step in self.simplified]
+
+    def groups(self) -> list[str]:
+        """Which sites were fused, by their places in their process group: as the ranks must do it
+        alike."""
+        return [f"sites {', '.join(map(str, each.numbers))}" for each in self.grouped]
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
@@ -330,6 +366,10 @@ def diff(left: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list
     if left.starts() != right.starts():
         orders = [", ".join(plan.reordered) or "the program's" for plan in (left, right)]
         found.append(Difference("(graph)", "order of exchanges", *orders))
+    if left.groups() != right.groups():
+        found.append(
+            Difference("(graph)", "grouped", "; ".join(left.groups()), "; ".join(right.groups()))
+        )
     if bool(left.fallback) != bool(right.fallback):
         found.append(Difference("(graph)", "fallback", left.fallback, right.fallback))
     return found

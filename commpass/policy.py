@@ -90,11 +90,14 @@ class Allowed:
     lowering: str | None = None
     chunks: int | None = None
 
+    @property
+    def terms(self) -> Allowed:
+        """What is allowed, without who says so."""
+        return dataclasses.replace(self, source="", budget="") if self.codecs else Allowed()
+
     def allow_like(self, other: Allowed) -> bool:
         """Whether both allow the same, whoever says so."""
-        if not self.codecs and not other.codecs:
-            return True
-        return dataclasses.replace(self, source=other.source, budget=other.budget) == other
+        return self.terms == other.terms
 
 
 NOTHING = Allowed()
@@ -254,8 +257,11 @@ class Policy(_Named):
 
     ``max_error`` is the largest allowed relative error of a compressed result;
     ``reassociate=False`` forbids even changes that only round a sum differently; ``skip`` names
-    passes to leave out; ``lowering`` and ``chunks`` as in a rule; ``more_memory`` by what share the
-    peak memory of a graph may rise where exchanges are moved so that they hide behind matmuls.
+    passes to leave out; ``lowering`` and ``chunks`` as in a rule. ``group_bytes`` is the largest
+    site in bytes that is fused with others, 0 for none, and ``group_delay`` how many matmuls,
+    convolutions and attentions fewer an exchange may then be hidden behind. ``more_memory`` is by
+    what share the peak memory of a graph may rise where exchanges are moved so that they hide
+    behind matmuls.
     """
 
     name: str = "custom"
@@ -268,6 +274,8 @@ class Policy(_Named):
     off: bool = False
     lowering: str | None = None
     chunks: int | None = None
+    group_bytes: int = 256 << 10
+    group_delay: int = 2
     more_memory: float = 0.1
 
     def __post_init__(self) -> None:
@@ -276,6 +284,16 @@ class Policy(_Named):
             raise PolicyError(
                 f"more_memory={self.more_memory!r}: must be a share of the peak memory, such as 0.1"
                 " for ten percent, and at most 10"
+            )
+        if self.group_bytes < 0:
+            raise PolicyError(
+                f"group_bytes={self.group_bytes}: must be the bytes of the largest site that is"
+                " fused with others, or 0 to fuse none"
+            )
+        if self.group_delay < 0:
+            raise PolicyError(
+                f"group_delay={self.group_delay}: must be a number of matmuls, convolutions and"
+                " attentions, at least 0"
             )
         if not isinstance(self.rules, (list, tuple)) or not all(
             isinstance(rule, Rule) for rule in self.rules

@@ -24,13 +24,13 @@ class KernelRate:
 class Kernels:
     """Rates by codec name (the part before the bracket), what stands for a codec not listed, and
     the time of a launch. For the rest of a graph: ``gflops``, billions of operations that a matmul
-    does in a second, and ``gbytes_per_s`` that a simple kernel writes."""
+    does in a second, and ``gbytes_per_s`` that a simple kernel reads and writes."""
 
     launch_us: float
     other: KernelRate
     rates: Mapping[str, KernelRate] = field(default_factory=dict)
     gflops: float = 40.0
-    gbytes_per_s: float = 4.0
+    gbytes_per_s: float = 10.0
 
     def __post_init__(self) -> None:
         check_number("Kernels(launch_us", self.launch_us)
@@ -54,9 +54,13 @@ class Kernels:
 
     def compute_us(self, operations: float, nbytes: float) -> float:
         """Microseconds of what is no codec's: the longer of so many operations and so many bytes
-        written. What does no operations worth counting becomes part of another kernel."""
+        read and written. What does no operations worth counting becomes part of another kernel."""
         busy = max(operations / self.gflops, nbytes / self.gbytes_per_s) / 1e3
         return busy + (self.launch_us if operations > 0 else 0.0)
+
+    def copies_us(self, kernels: int, nbytes: float) -> float:
+        """Microseconds of so many kernels that together copy so many bytes."""
+        return kernels * self.launch_us + nbytes / self.gbytes_per_s / 1e3
 
 
 CAST = KernelRate(0.30, 0.40)  # by any of its names
@@ -74,9 +78,9 @@ CPU = Kernels(
         "fp16": CAST,
     },
 )
-"""One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, rounded
-up."""
+"""One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, and
+copies off benchmarks/group.py, rounded up."""
 
-GPU = Kernels(launch_us=5.0, other=KernelRate(0.02, 0.02), gflops=200_000.0, gbytes_per_s=1_000.0)
+GPU = Kernels(launch_us=5.0, other=KernelRate(0.02, 0.02), gflops=200_000.0, gbytes_per_s=500.0)
 """An assumption until it is measured on the user's card: memory-bound kernels at a fraction of a
 recent GPU's bandwidth."""

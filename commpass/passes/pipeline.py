@@ -23,6 +23,7 @@ from commpass.passes.contract import Contracts, Pass
 from commpass.passes.discover import discover
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules
+from commpass.passes.group import group
 from commpass.passes.lower import lower
 from commpass.passes.move import move, with_exposure
 from commpass.passes.rewrite import rewrite
@@ -56,6 +57,16 @@ def _simplify(road: Road) -> Road:
     applied = simplify(road.gm, road.found, road.policy, road.profile)
     found = still_allowed(discover(road.gm, road.direction, road.stateless), road.policy)
     return dataclasses.replace(road, simplified=applied, found=found)
+
+
+def _group(road: Road) -> Road:
+    if road.obstacle is not None:
+        return road
+    grouped = group(road.gm, road.found, road.policy, road.profile, road.direction)
+    if not grouped:
+        return road
+    found = still_allowed(discover(road.gm, road.direction, road.stateless), road.policy)
+    return dataclasses.replace(road, grouped=grouped, found=found)
 
 
 def _candidates(road: Road) -> Road:
@@ -97,6 +108,7 @@ def _verify(road: Road) -> Road:
 PASSES: tuple[Pass, ...] = (
     Pass(name="discover", run=_discover, provides=("sites",), needed=True),
     Pass(name="simplify", run=_simplify, requires=("sites",), provides=("sites",), mutates=True),
+    Pass(name="group", run=_group, requires=("sites",), provides=("sites",), mutates=True),
     Pass(
         name="candidates", run=_candidates, requires=("sites",), provides=("options",), needed=True
     ),
@@ -194,6 +206,7 @@ def run(
             outcome.plan,
             sites=road.sites or (),
             simplified=road.simplified,
+            grouped=road.grouped,
             matched=road.matched,
             reordered=road.moved.reordered,
             order=road.moved.why,

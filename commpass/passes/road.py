@@ -12,7 +12,7 @@ from commpass.passes.discover import GraphSite
 from commpass.passes.move import Moved
 from commpass.passes.rewrite import StateInput
 from commpass.passes.template import Decompositions
-from commpass.plan import NOBODY, Plan, PlannedSite, Simplification, Site, left_alone
+from commpass.plan import NOBODY, Grouped, Plan, PlannedSite, Simplification, Site, left_alone
 from commpass.policy import Policy
 
 
@@ -30,6 +30,7 @@ class Road:
     found: tuple[GraphSite, ...] = ()
     matched: tuple[int, ...] = ()
     simplified: tuple[Simplification, ...] = ()
+    grouped: tuple[Grouped, ...] = ()
     options: tuple[Options, ...] = ()
     sites: tuple[PlannedSite, ...] | None = None
     stateless: str | None = NOBODY

@@ -14,7 +14,15 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.dump import Dump
-from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, Simplification, diff
+from commpass.plan import (
+    AGREED_FIELDS,
+    Difference,
+    Grouped,
+    Plan,
+    PlannedSite,
+    Simplification,
+    diff,
+)
 
 if TYPE_CHECKING:
     from commpass.report.survey import Measured
@@ -90,6 +98,9 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
         if plan.simplified:
             yield Text()
             yield simplified(plan.simplified)
+        if plan.grouped:
+            yield Text()
+            yield grouped(plan.grouped)
         yield Text()
     if len(dumps) > 1:
         yield Text(
@@ -158,6 +169,16 @@ def simplified(steps: Sequence[Simplification]) -> Table:
         table.add_row(
             Text(f"{step.site} ({step.rule})"), Text(step.into), Text(size(step.saved_bytes))
         )
+    return table
+
+
+def grouped(fusions: Sequence[Grouped]) -> Table:
+    """Which small sites travel together, and why."""
+    many = sum(len(each.sites) for each in fusions)
+    table = plain_table(f"{many} grouped", "into", "bytes", "why")
+    for each in fusions:
+        texts = (", ".join(each.sites), each.into, size(sum(each.bytes)), each.reason)
+        table.add_row(*map(Text, texts))
     return table
 
 

@@ -17,18 +17,25 @@ from commpass.report.tables import plain_table, ratio, size
 
 def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite]]:
     """The sites of this name or glob, or of modules that it covers as in a rule (``layers.*`` and
-    all that is inside), in the graphs of a run. Raises CommpassError where there is none, with the
-    nearest name, or where the dump has no candidates."""
+    all that is inside), in the graphs of a run; of one that was grouped, what it was grouped into.
+    Raises CommpassError where there is none, with the nearest name, or where the dump has no
+    candidates."""
     found = [
         (dump, site)
         for dump in dumps
         for site in dump.plan.sites
         if name == site.name.rpartition(".")[0]
-        or fnmatchcase(site.name, name)
-        or covers(name, site.module)
+        or any(fnmatchcase(text, name) for text in (site.name, *members(dump, site)))
+        or any(covers(name, path) for path in (site.module, *member_modules(dump, site)))
     ]
     if not found:
-        known = {text for d in dumps for s in d.plan.sites for text in (s.name, s.module) if text}
+        known = {
+            text
+            for d in dumps
+            for s in d.plan.sites
+            for text in (s.name, s.module, *members(d, s), *member_modules(d, s))
+            if text
+        }
         raise CommpassError(f"no site {name!r} in this run{nearest(name, sorted(known))}")
     if not any(dump.considered or dump.plan.fallback for dump, _ in found):
         raise CommpassError(
@@ -36,6 +43,16 @@ def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite
             " it again with backend(..., dump=...)"
         )
     return found
+
+
+def members(dump: Dump, site: PlannedSite) -> tuple[str, ...]:
+    """The names of the small sites that were grouped into one; () for any other."""
+    return next((each.sites for each in dump.plan.grouped if each.into == site.name), ())
+
+
+def member_modules(dump: Dump, site: PlannedSite) -> tuple[str, ...]:
+    """The modules of those."""
+    return next((each.modules for each in dump.plan.grouped if each.into == site.name), ())
 
 
 def candidates(dump: Dump, site: PlannedSite) -> list[Candidate]:
@@ -67,11 +84,13 @@ RIGHT = ("on the wire", "ratio", "error", "time")
 
 
 def title(dump: Dump, site: PlannedSite) -> Text:
-    return Text(
+    text = (
         f"{site.name}: {site.kind} of {size(site.bytes)} in {site.module or 'the root module'},"
-        f" graph {dump.number} ({dump.plan.direction})",
-        style="bold",
+        f" graph {dump.number} ({dump.plan.direction})"
     )
+    if grouped := members(dump, site):
+        text += f", grouped of {', '.join(grouped)}"
+    return Text(text, style="bold")
 
 
 def table_of(dump: Dump, site: PlannedSite) -> Table:

@@ -44,8 +44,7 @@ class Part:
 
     @property
     def changed(self) -> bool:
-        changed = self.plan.simplified or self.plan.reordered
-        return bool(self.plan.compressed or (changed and not self.plan.fallback))
+        return self.plan.changed
 
     @cached_property
     def digest(self) -> str:
@@ -87,6 +86,7 @@ class Part:
         """What is done with each site as it came, by each of its ``keys_of``."""
         planned = {site.name: site for site in self.plan.sites}
         merged = {step.site: ", ".join((step.rule, *step.moved)) for step in self.plan.simplified}
+        merged |= {name: "grouped" for each in self.plan.grouped for name in each.sites}
         found: dict[str, str] = {}
         for site in self.first:
             said = merged.get(site.name, NONE)
@@ -129,11 +129,13 @@ def parts(
             where, ranks = f"{where}/pair/{low}-{high}", tuple(sorted((ranks[low], ranks[high])))
         mine = tuple(site for site in sites if (site.group, site.peer) == (name, peer))
         steps = plan.simplified if peer is None else ()
+        grouped = plan.grouped if peer is None else ()
         part = dataclasses.replace(
             plan,
             sites=tuple(site for site in plan.sites if (site.group, site.peer) == (name, peer)),
             simplified=tuple(step for step in steps if step.group == name),
             reordered=plan.reordered if peer is None else (),
+            grouped=tuple(each for each in grouped if each.group == name),
         )
         found.append(Part(where, f"{where}~{policy}", group, ranks, peer is not None, mine, part))
     return found

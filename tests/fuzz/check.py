@@ -39,6 +39,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+DECIDED = PASSES[: 1 + [step.name for step in PASSES].index("choose")]
+"""The passes up to the plan: what is compressed is not rewritten yet."""
 EXACT = {rule.name for rule in RULES if rule.exact}
 GLOO = {
     torch.float64,
@@ -72,14 +74,12 @@ def agree(plans: Sequence[Plan], members: dict[str, list[int]]) -> str:
     changes anything, nothing needs to be agreed on."""
     for name, ranks in members.items():
         parts = {rank: plans[rank].of_group(name) for rank in ranks}
-        said = {
-            rank: part.digest() if part.compressed or part.simplified else ""
-            for rank, part in parts.items()
-        }
+        said = {rank: part.digest() if part.changed else "" for rank, part in parts.items()}
         if len(set(said.values())) > 1:
             other = next(rank for rank in ranks if said[rank] != said[ranks[0]])
             rows = [
-                f"rank {rank} {[(s.kind, s.codec, s.algorithm) for s in part.sites] + part.rules()}"
+                f"rank {rank} {[(s.kind, s.codec, s.algorithm) for s in part.sites]}"
+                f" {part.rules() + part.groups()}"
                 for rank, part in ((ranks[0], parts[ranks[0]]), (other, parts[other]))
             ]
             return f"group {name}: {', '.join(rows)}"
@@ -180,7 +180,7 @@ def check(case: Case, tried: Tried | None = None) -> None:
     tried.graphs += case.world
     inputs = [[x.value(rank) for x in case.inputs] for rank in range(case.world)]
     plain = written(case)
-    simple = compiled(case, plain, PASSES[:4])
+    simple = compiled(case, plain, DECIDED)
     members = {name: ranks for name, (_, ranks) in group_names(case).items()}
     difference = agree(simple.plans, members)
     if difference:
@@ -193,15 +193,16 @@ def check(case: Case, tried: Tried | None = None) -> None:
         return
     expected = Expected(case, plain, inputs, members)
     rules = {step.rule for plan in simple.plans for step in plan.simplified}
+    grouped = {kind for plan in simple.plans for kind in _grouped(plan)}
     tried.met.update(f"rule: {rule}" for rule in rules)
-    _allowed(case, rules)
+    tried.met.update(f"group: {kind}" for kind in grouped)
+    _allowed(case, rules, grouped)
     if case.direction == "backward":
         _directions(case, plain)
-    if rules:
+    if rules or grouped:
         outputs = _run(case, simple.graphs, inputs, members)
-        expected.compare(
-            outputs, exact=rules <= EXACT, about="simplify: " + ", ".join(sorted(rules))
-        )
+        about = ", ".join(sorted(rules) + [f"group {kind}" for kind in sorted(grouped)])
+        expected.compare(outputs, exact=rules <= EXACT, about=f"simplify: {about}")
     else:
         for gm, before in zip(simple.graphs, plain, strict=True):
             _same_text(gm, before)
@@ -259,8 +260,18 @@ def _directions(case: Case, plain: Sequence[fx.GraphModule]) -> None:
                     raise Fault("direction", found.site.direction, found.site.name)
 
 
-def _allowed(case: Case, rules: set[str]) -> None:
+def _grouped(plan: Plan) -> list[str]:
+    """The kind of each fusion."""
+    kinds = {site.name: site.kind for site in plan.sites}
+    return [kinds[each.into] for each in plan.grouped]
+
+
+def _allowed(case: Case, rules: set[str], grouped: set[str]) -> None:
     policy, _ = case.settings()
+    if grouped and (policy.off or "group" in policy.skip or not policy.group_bytes):
+        raise Fault("policy", "grouped though it is off", str(grouped))
+    if not policy.reassociate and grouped - {"all_gather"}:
+        raise Fault("policy", "grouped sums though it may not", str(grouped))
     if rules and (policy.off or "simplify" in policy.skip):
         raise Fault("policy", "simplified though it is off", str(rules))
     if not policy.reassociate and not rules <= EXACT:
@@ -588,7 +599,7 @@ def _rewritten(
     out by hand; twice, where something is kept for the next time."""
     whole = compiled(case, plain, PASSES)
     for first, again in zip(simple.plans, whole.plans, strict=True):
-        if (first.digest(), first.rules()) != (again.digest(), again.rules()):
+        if (first.digest(), first.grouped) != (again.digest(), again.grouped):
             raise Fault("determinism", "plan", "planned differently the second time")
     _carried(case, whole, plain)
     inputs, members = expected.inputs, expected.members
@@ -656,7 +667,7 @@ def check_silent(case: Case, tried: Tried) -> None:
     _run(case, plain, inputs, members, watched)
     if not all(finite):  # infinity times nothing is not nothing
         return
-    simple = compiled(case, plain, PASSES[:4])
+    simple = compiled(case, plain, DECIDED)
     if agree(simple.plans, members) and case.dependent:
         return
     tried.graphs += case.world

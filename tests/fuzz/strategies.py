@@ -692,9 +692,11 @@ def draw_policy(d: Drawer) -> dict[str, Any]:
     if chosen in ("rules", "balanced") or d.chance(6):
         policy["rules"] = [_rule(d) for _ in range(d.draw(st.integers(1, 3)))]
     if d.chance(12):
-        policy["skip"] = d.one_of([["simplify"], ["verify"]])
+        policy["skip"] = d.one_of([["simplify"], ["verify"], ["group"]])
     if chosen == "rules" and d.chance(4):
         policy["reassociate"] = False
+    if d.chance(8):
+        policy["group_bytes"] = d.one_of([0, 64, 1024])
     return policy
 
 

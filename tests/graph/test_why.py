@@ -203,3 +203,31 @@ def test_json(dumped, tmp_path):
     first = row["candidates"][0]
     assert (first["codec"], first["algorithm"]) == (row["site"]["codec"], row["site"]["algorithm"])
     assert {stage["role"] for stage in first["stages"]} >= {"encode", "exchange", "decode"}
+
+
+def test_what_was_grouped_is_found_by_the_names_of_its_members(fake_group, tmp_path):
+    fake_group(8)
+
+    class Norms(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.LayerNorm(64) for _ in range(2))
+
+        def forward(self, x):
+            starts = [ops.all_reduce(norm(x), "sum", "0") for norm in self.layers]
+            return [ops.wait_tensor(start) + 1 for start in starts]
+
+    backend = commpass.backend("lossless", inner="eager", dump=tmp_path, strict=True)
+    with torch.no_grad():
+        torch.compile(Norms(), backend=backend)(torch.randn(4, 64))
+    (one,) = dump.read_run(tmp_path)
+    (fused,) = one.plan.grouped
+    said = explained(tmp_path)
+    assert "2 grouped" in said.stdout
+    assert fused.into in said.stdout
+    assert fused.reason in said.stdout
+    for name in (*fused.sites, fused.into):
+        said = explained(tmp_path, "--why", name)
+        assert f"grouped of {', '.join(fused.sites)}" in said.stdout
+    with pytest.raises(CommpassError, match=f"did you mean '{fused.sites[0]}'"):
+        considered([one], fused.sites[0] + "x")

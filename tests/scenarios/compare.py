@@ -85,7 +85,7 @@ def _differences(
     if plain.keys() != found.keys() - {"residual"}:
         yield f"other results: {sorted(plain.keys() ^ found.keys())}"
         return
-    changed = [plan for plan in plans if not plan.fallback and (plan.compressed or plan.simplified)]
+    changed = [plan for plan in plans if plan.changed]
     errors = (site.error for plan in changed for site in plan.compressed)
     error = max(errors, default=0.0)
     codecs = scenario.growth * error

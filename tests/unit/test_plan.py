@@ -24,6 +24,7 @@ from commpass.plan import (
     NONE,
     ROWS,
     Difference,
+    Grouped,
     Plan,
     PlannedSite,
     Simplification,
@@ -126,6 +127,20 @@ PLANS = st.builds(
     simplified=st.lists(
         st.builds(
             Simplification, rule=TEXTS, site=TEXTS, into=TEXTS, saved_bytes=st.integers(-1, 1 << 50)
+        ),
+        max_size=2,
+    ).map(tuple),
+    grouped=st.lists(
+        st.builds(
+            Grouped,
+            sites=st.lists(TEXTS, max_size=3).map(tuple),
+            modules=st.lists(TEXTS, max_size=3).map(tuple),
+            into=TEXTS,
+            group=TEXTS,
+            numbers=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+            bytes=st.lists(st.integers(0, 1 << 30), max_size=3).map(tuple),
+            gain_us=TIMES,
+            reason=TEXTS,
         ),
         max_size=2,
     ).map(tuple),
@@ -374,6 +389,25 @@ def test_a_digest_is_of_what_algebra_did_and_moved_but_not_of_where():
         )
     )
     assert len({each.digest() for each in (plan(planned()), one, other, scaled)}) == 4
+    assert one.digest() == elsewhere.digest()
+
+
+def test_a_digest_is_of_which_sites_were_grouped_but_not_of_their_names():
+    done = {
+        "sites": ("a", "b"),
+        "modules": ("x", "x"),
+        "into": "c",
+        "group": "3",
+        "numbers": (0, 1),
+        "bytes": (4, 4),
+        "gain_us": 1.0,
+        "reason": "faster",
+    }
+    one, other, elsewhere = (
+        plan(planned(), grouped=(Grouped(**done | changes),))
+        for changes in ({}, {"numbers": (0, 2)}, {"sites": ("d", "e"), "gain_us": 2.0})
+    )
+    assert len({each.digest() for each in (plan(planned()), one, other)}) == 3
     assert one.digest() == elsewhere.digest()
 
 

@@ -31,8 +31,8 @@ def is_matmul(node: fx.Node) -> bool:
 
 
 def compute(node: fx.Node, profile: Profile) -> Task:
-    """What a rank computes in one node: the longer of what its operations take and what the bytes
-    take that it writes. Views take no time."""
+    """What a rank computes in one node: the longer of what its operations take and what it takes
+    to write its result and read as much. Views take no time."""
     if node.op != "call_function" or looks(node):
         return Task(HOST, 0.0)
     held = node.meta.get("val")
@@ -45,7 +45,7 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     if formula is not None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
         operations = meta.hint(formula(*args, **kwargs, out_val=held)) or 0
-    return Task(HOST, profile.kernels.compute_us(operations, moved))
+    return Task(HOST, profile.kernels.compute_us(operations, 2 * moved))
 
 
 def exchange(call: Call, link_of: Callable[[str], Link]) -> Task:

@@ -223,6 +223,13 @@ class Editor:
         self, before: fx.Node, rule: str, like: Call, value: fx.Node, **changed: Any
     ) -> fx.Node:
         """The same collective of another value, and its wait; the policy allows it the same."""
+        start = self.start(before, rule, like, value, **changed)
+        return self.emit(before, rule, like.node, ops.wait_tensor.default, start)
+
+    def start(
+        self, before: fx.Node, rule: str, like: Call, value: fx.Node, **changed: Any
+    ) -> fx.Node:
+        """As ``collective``, without the wait."""
         value = self.contiguous(before, rule, value)
         names = [a.name for a in like.node.target._schema.arguments]  # type: ignore[union-attr]
         given = {
@@ -232,8 +239,7 @@ class Editor:
             **changed,
         }
         args = [given[name] for name in names if name in given]
-        start = self.emit(before, rule, like.node, like.node.target, *args)
-        return self.emit(before, rule, like.node, ops.wait_tensor.default, start)
+        return self.emit(before, rule, like.node, like.node.target, *args)
 
     def contiguous(self, before: fx.Node, rule: str, value: fx.Node) -> fx.Node:
         """The same values, one after the other in memory, as collectives take and give them."""

@@ -51,15 +51,15 @@ def memory(graph: fx.Graph) -> Memory:
             node.op == "call_function" and isinstance(source, fx.Node) and _shares(node, shares)
         )
         roots[node] = roots[source] if aliased else node
-        if node.op == "call_function":
-            written |= {roots[n] for n in _writes(node)}
-        elif node.op not in (
-            "placeholder",
-            "get_attr",
-            "output",
-        ):  # what a module does is not known
-            written |= {roots[n] for n in node.all_input_nodes}
+        written |= {roots[n] for n in writes(node)}
     return roots, written
+
+
+def writes(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a node may write to."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return []
+    return _writes(node) if node.op == "call_function" else node.all_input_nodes
 
 
 def _shares(node: fx.Node, known: dict[Any, bool]) -> bool:

@@ -1,0 +1,357 @@
+"""group: small sites that do the same become one exchange, where that pays.
+
+needs: the sites of a graph, each with what it is allowed.
+gives: the same graph, in which such sites are one plain collective of all their values, one after
+the other, and a record of every fusion.
+changes: nothing for a gather; the order in which a library adds, and so the rounding of sums
+(``Policy(reassociate=False)`` leaves those out; ``Policy(group_bytes=0)`` all).
+
+What is fused is decided by facts that all ranks share: sizes, terms and groups of sites, and their
+places in the graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from commpass.codecs import FLOATS, codec
+from commpass.costmodel import Profile
+from commpass.kinds import SUMS
+from commpass.passes.discover import MATMULS, GraphSite
+from commpass.passes.graph import meta
+from commpass.passes.graph.direction import AGAIN
+from commpass.passes.graph.parse import graph_modules
+from commpass.passes.simplify.editor import BY_ADDRESS, Editor, aten, fake, ops
+from commpass.passes.simplify.outputs import output_memory
+from commpass.passes.simplify.rules.gathers import SENT_EVERYWHERE
+from commpass.passes.simplify.values import memory, writes
+from commpass.paths import common
+from commpass.plan import Grouped
+from commpass.policy import Policy
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+TOTAL = 4
+"""How many times ``Policy.group_bytes`` the members of a fusion may have together."""
+MOST = 64
+"""Members of a fusion: more save next to nothing, and so the pass stays linear."""
+BLOCK = 256
+"""Values to a multiple of which a member is filled up where a codec may lose some."""
+NAME = "group"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A small site that may be fused: ``number`` is its place among the sites of its process group,
+    ``use`` the first node that takes its result, ``begin`` and ``end`` how much compute stands in
+    the graph before its start and before its use, ``sent`` the bytes of its filled up input."""
+
+    found: GraphSite
+    number: int
+    use: fx.Node
+    begin: int
+    end: int
+    sent: int
+
+    @property
+    def start(self) -> fx.Node:
+        return self.found.call.node
+
+    @property
+    def wait(self) -> fx.Node:
+        return self.found.outputs[0]
+
+
+@dataclass(frozen=True)
+class Look:
+    """A graph before anything in it is fused: the ``order`` of its nodes, how much ``compute``
+    stands before each, the node in whose memory each may lie (``roots``), where it is ``written``
+    to, what stays as it is in memory (``fixed``), and what becomes an output (``leaving``)."""
+
+    order: dict[fx.Node, int]
+    compute: dict[fx.Node, int]
+    roots: dict[fx.Node, fx.Node]
+    written: dict[fx.Node, list[int]]
+    fixed: frozenset[fx.Node]
+    leaving: frozenset[fx.Node]
+
+    def written_between(self, node: fx.Node, first: fx.Node, last: fx.Node) -> bool:
+        """Whether something may write to the memory of a node between two others."""
+        low, high = self.order[first], self.order[last]
+        return any(low < place < high for place in self.written.get(self.roots[node], ()))
+
+
+def group(
+    gm: fx.GraphModule,
+    found: Sequence[GraphSite],
+    policy: Policy,
+    profile: Profile,
+    direction: str = "forward",
+) -> tuple[Grouped, ...]:
+    """Fuses sites of each graph module of a forward or backward graph, in place, and returns what
+    was fused."""
+    if policy.off or not policy.group_bytes:
+        return ()
+    numbered = list(zip(_numbers(found), found, strict=True))
+    made: list[Grouped] = []
+    for prefix, module in graph_modules(gm):
+        mine = [(number, each) for number, each in numbered if each.module is module]
+        small = {each.call.node for _, each in mine if _is_small(each, policy, direction)}
+        if len(small) < 2:
+            continue
+        editor = Editor(module, profile, {each.call.node: each.allowed for _, each in mine})
+        look = _look(module.graph)
+        chosen = [_best(members, editor) for members in _alike(mine, small, look, policy)]
+        fused = [members for members in chosen if len(members) > 1]
+        for members in sorted(fused, key=lambda members: look.order[members[-1].start]):
+            made.append(_record(members, editor, prefix + _fuse(members, editor, look).name))
+        if fused:
+            module.graph.lint()
+            module.recompile()
+    return tuple(made)
+
+
+def _numbers(found: Sequence[GraphSite]) -> Iterator[int]:
+    """The place of each site among those of its process group."""
+    counts: Counter[str] = Counter()
+    for each in found:
+        yield counts[each.site.group]
+        counts[each.site.group] += 1
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+def _look(graph: fx.Graph) -> Look:
+    roots, _ = memory(graph)
+    nodes = list(graph.nodes)
+    written: dict[fx.Node, list[int]] = {}
+    for place, node in enumerate(nodes):
+        for root in {roots[source] for source in writes(node)}:
+            written.setdefault(root, []).append(place)
+    readers = (node for node in nodes if node.target in BY_ADDRESS)
+    before = itertools.accumulate(map(_computes, nodes), initial=0)
+    return Look(
+        order={node: place for place, node in enumerate(nodes)},
+        compute=dict(zip(nodes, before, strict=False)),
+        roots=roots,
+        written=written,
+        fixed=frozenset(written) | {roots[node.all_input_nodes[0]] for node in readers},
+        leaving=frozenset(output_memory(graph)),
+    )
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether a node is a matmul, a convolution, an attention, or a sub-graph that may hold one."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    name = getattr(node.target, "_opname", "")
+    return name in MATMULS or "convolution" in name or "attention" in name
+
+
+def _is_small(each: GraphSite, policy: Policy, direction: str) -> bool:
+    """Whether a site is a plain collective of few bytes, of a size that all ranks share."""
+    site, call = each.site, each.call
+    return (
+        site.kind in KINDS
+        and call.form == "plain"
+        and site.obstacle is None
+        and not (site.uneven or site.dynamic)
+        and site.group_size > 1
+        and 0 < site.bytes <= policy.group_bytes
+        and (policy.reassociate or site.kind not in SUMS)
+        and fake(each.input).dtype in SENT_EVERYWHERE
+        and not _runs_again(each, direction)
+        and _fill(each) > 0
+    )
+
+
+def _runs_again(each: GraphSite, direction: str) -> bool:
+    """Whether forward and backward both run a site: they must send the same, but backward may have
+    other neighbours of it."""
+    return each.site.direction != direction or each.call.node.meta.get("recompute") in AGAIN
+
+
+def _fill(each: GraphSite) -> int:
+    """To a multiple of how many values a member is filled up, such that no block of a codec has
+    values of two; 0 where a codec that is allowed looks at more than a block."""
+    if fake(each.input).dtype not in FLOATS:
+        return 1
+    lossy = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
+    if any(coder.state is not None or not coder.settled for coder in lossy):
+        return 0
+    return math.lcm(BLOCK, *(coder.block for coder in lossy)) if lossy else 1
+
+
+def _member(each: GraphSite, number: int, look: Look) -> Member | None:
+    """A small site as a member, if its result is waited for once and nothing writes to it."""
+    wait = each.outputs[0]
+    if list(each.call.node.users) != [wait] or len(each.outputs) > 1 or not wait.users:
+        return None
+    if look.roots[wait] in look.fixed or not fake(wait).is_contiguous():
+        return None
+    use = min(wait.users, key=look.order.__getitem__)
+    begin, end = look.compute[each.call.node], look.compute[use]
+    rows = _rows(each)
+    width = fake(each.input).numel() // rows
+    values = rows * math.ceil(width / _fill(each)) * _fill(each)
+    return Member(each, number, use, begin, end, values * fake(each.input).dtype.itemsize)
+
+
+def _rows(each: GraphSite) -> int:
+    """How many parts of its input go different ways: a scatter has one for each rank."""
+    return each.site.group_size if each.site.kind == "reduce_scatter" else 1
+
+
+def _alike(
+    numbered: Sequence[tuple[int, GraphSite]], small: set[fx.Node], look: Look, policy: Policy
+) -> Iterator[list[Member]]:
+    """Sites that may be one, each set in graph order. One that does not fit into the set before it
+    begins another."""
+    open_sets: dict[Any, list[Member]] = {}
+    for number, each in numbered:
+        if each.site.pairwise:  # another rank may wait for a message before it goes on
+            yield from open_sets.values()
+            open_sets.clear()
+        member = _member(each, number, look) if each.call.node in small else None
+        if member is None:
+            continue
+        key = _key(each)
+        if not _fits(open_sets.get(key, []), member, look, policy):
+            yield open_sets.pop(key)
+        open_sets.setdefault(key, []).append(member)
+    yield from open_sets.values()
+
+
+def _key(each: GraphSite) -> tuple[Any, ...]:
+    """What all members have in common."""
+    site, device = each.site, fake(each.input).device
+    what = (site.kind, site.reduce_op, site.group, site.dtype)
+    return (*what, device, site.direction, each.allowed.terms)
+
+
+def _fits(members: Sequence[Member], new: Member, look: Look, policy: Policy) -> bool:
+    """Whether a site may be fused with some before it: the one exchange starts where it does, and
+    is waited for where the first of them is used."""
+    if not members:
+        return True
+    every = [*members, new]
+    if len(every) > MOST or sum(each.sent for each in every) > TOTAL * policy.group_bytes:
+        return False
+    if min(look.order[each.use] for each in every) <= look.order[new.start]:
+        return False
+    # An exchange is hidden behind the compute between its start and its use.
+    left = min(each.end for each in every) - new.begin
+    if max(each.end - each.begin for each in every) - left > policy.group_delay:
+        return False
+    return not any(
+        look.written_between(each.found.input, each.start, new.start) for each in members
+    )
+
+
+# --- what pays ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Times:
+    """Predicted microseconds of exchanges one by one, of the one, and of the copies for it."""
+
+    apart: float
+    fused: float
+    copies: float
+
+    @property
+    def gain(self) -> float:
+        return self.apart - self.fused - self.copies
+
+
+def _best(members: list[Member], editor: Editor) -> list[Member]:
+    """The members without the largest ones, until fusing them is predicted to gain more than the
+    model's margin."""
+    members = list(members)
+    while len(members) > 1:
+        times = _times(members, editor)
+        if times.gain > editor.profile.margin * times.apart:
+            return members
+        members.pop(max(range(len(members)), key=lambda number: members[number].sent))
+    return []
+
+
+def _times(members: Sequence[Member], editor: Editor) -> Times:
+    call, kind = members[0].found.call, members[0].found.site.kind
+    sent = sum(each.sent for each in members)
+    received = sum(meta.nbytes(fake(each.wait)) for each in members)
+    return Times(
+        apart=sum(editor.us(kind, each.found.site.bytes, call) for each in members),
+        fused=editor.us(kind, sent, call),
+        copies=editor.profile.kernels.copies_us(1 + len(members), sent + received),
+    )
+
+
+def _record(members: Sequence[Member], editor: Editor, into: str) -> Grouped:
+    times = _times(members, editor)
+    reason = (
+        f"{times.fused:,.0f} us and {times.copies:,.0f} us of copies instead of"
+        f" {times.apart:,.0f} us for {len(members)} exchanges on {editor.profile.name}"
+    )
+    return Grouped(
+        sites=tuple(each.found.site.name for each in members),
+        modules=tuple(each.found.site.module for each in members),
+        into=into,
+        group=members[0].found.site.group,
+        numbers=tuple(each.number for each in members),
+        bytes=tuple(each.found.site.bytes for each in members),
+        gain_us=round(times.gain, 3),
+        reason=reason,
+    )
+
+
+# --- changing -------------------------------------------------------------------------------------
+
+
+def _fuse(members: Sequence[Member], editor: Editor, look: Look) -> fx.Node:
+    """Lets one exchange carry all members; returns its start."""
+    first, last = members[0].found, members[-1].start
+    use = min((each.use for each in members), key=look.order.__getitem__)
+    call, ranks = first.now, first.site.group_size
+    flat = [_flat(each.found, last, editor) for each in members]
+    lengths = [fake(node).shape[1] for node in flat]
+    joined = editor.emit(last, NAME, call.node, aten.cat.default, flat, 1)
+    line = editor.emit(last, NAME, call.node, aten.view.default, joined, [-1])
+    start = editor.start(last, NAME, call, line)
+    path = common(each.found.site.module for each in members)
+    start.meta["custom"] = {**(start.meta.get("custom") or {}), meta.PLACE: path}
+    wait = editor.emit(use, NAME, call.node, ops.wait_tensor.default, start)
+    rows = ranks if first.site.kind == "all_gather" else 1
+    arrived = editor.emit(use, NAME, call.node, aten.view.default, wait, [rows, sum(lengths)])
+    for each, end, length in zip(members, itertools.accumulate(lengths), lengths, strict=True):
+        shape = list(fake(each.wait).shape)
+        part = [end - length, end - length + math.prod(shape) // rows]
+        value = editor.emit(use, NAME, each.start, aten.slice.Tensor, arrived, 1, *part)
+        if rows > 1 or look.roots[each.wait] in look.leaving:
+            # A tensor of its own: an output must not share the memory of others.
+            plain = torch.contiguous_format
+            value = editor.emit(
+                use, NAME, each.start, aten.clone.default, value, memory_format=plain
+            )
+        value = editor.emit(use, NAME, each.start, aten.view.default, value, shape)
+        each.wait.replace_all_uses_with(value)
+        editor.prune(each.wait)
+    return start
+
+
+def _flat(each: GraphSite, before: fx.Node, editor: Editor) -> fx.Node:
+    """The input of a member as ``[rows, n]``, filled up with zeros."""
+    node, rows = each.call.node, _rows(each)
+    flat = editor.emit(before, NAME, node, aten.reshape.default, each.input, [rows, -1])
+    missing = -fake(flat).shape[1] % _fill(each)
+    if not missing:
+        return flat
+    return editor.emit(before, NAME, node, aten.constant_pad_nd.default, flat, [0, missing])
