@@ -103,13 +103,14 @@ def without(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     found = []
     taken = union(others)
     for begin, end in union(spans):
+        at = begin
         for other_begin, other_end in taken:
-            if other_begin < end and other_end > begin:
-                if begin < other_begin:
-                    found.append((begin, other_begin))
-                begin = other_end
-        if begin < end:
-            found.append((begin, end))
+            if other_begin < end and other_end > at:
+                if at < other_begin:
+                    found.append((at, other_begin))
+                at = other_end
+        if at < end:
+            found.append((at, end))
     return found
 
 

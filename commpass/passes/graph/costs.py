@@ -12,10 +12,11 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from commpass import groups
 from commpass.costmodel import HOST, Profile, Task
+from commpass.kinds import KERNEL
 from commpass.passes.graph import meta
 from commpass.passes.graph.parse import Call, describe_group
 
-OUR_KERNEL = "commpass::kernel_"
+OUR_KERNEL = f"commpass::{KERNEL}"
 ATTENTION = "aten::_scaled_dot_product"
 
 

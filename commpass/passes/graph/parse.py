@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +13,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from commpass import groups
-from commpass.kinds import KIND_OF
-
-NAMESPACES = (
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "c10d_functional",
-    "_dtensor",
-    "commpass",
-)
-WAITS = ("wait_tensor", "wait_tensors")
+from commpass.kinds import KIND_OF, NAMESPACES, WAITS, without_form
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ def parse(node: fx.Node) -> Call | None:
         else getattr(node.target, node.target.overloads()[0])
     )
     namespace, _, name = overload._schema.name.partition("::")
-    base = re.sub(r"_(coalesced_?|out|)$", "", name)
+    base = without_form(name)
     if namespace not in NAMESPACES or base not in KIND_OF:
         return None
     arguments = (
