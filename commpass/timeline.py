@@ -69,8 +69,10 @@ class Timeline:
 
     @cached_property
     def travel_us(self) -> float:
-        """Microseconds in which anything travels. What travels at once counts once."""
-        return length(union((e.begin_us, e.end_us) for e in self.events if e.travels))
+        """Microseconds in which anything travels, or is waited for. What travels at once counts
+        once."""
+        found = (event for event in self.events if event.travels or event.exposed)
+        return length(union((event.begin_us, event.end_us) for event in found))
 
     def exposed_of(self, site: str) -> float:
         """Microseconds for which the rank stands still for a site."""

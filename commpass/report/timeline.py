@@ -73,11 +73,15 @@ def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[S
 def said(timeline: Timeline) -> str:
     """What is exposed of what travels, in words."""
     exposed, travels = timeline.exposed_us, timeline.travel_us
-    if not travels:
-        return f"{ms(timeline.us)} ms, of which {ms(exposed)} ms waiting"
-    hidden = ratio(max(travels - exposed, 0.0), travels)
     of = f"exposed {ms(exposed)} of {ms(travels)} ms on the links"
-    return f"{ms(timeline.us)} ms, {of} ({hidden} hidden)"
+    return f"{ms(timeline.us)} ms, {of} ({ratio(travels - exposed, travels)} hidden)"
+
+
+def hidden(timelines: Sequence[Timeline]) -> str:
+    """How much of what travels in several graphs is hidden, in words."""
+    travels = sum(each.travel_us for each in timelines)
+    behind = travels - sum(each.exposed_us for each in timelines)
+    return f"{ms(behind)} of {ms(travels)} ms ({ratio(behind, travels)})"
 
 
 def ms(us: float) -> str:
