@@ -74,6 +74,11 @@ class Timeline:
         found = (event for event in self.events if event.travels or event.exposed)
         return length(union((event.begin_us, event.end_us) for event in found))
 
+    @cached_property
+    def start_us(self) -> float:
+        """Microseconds for which the rank is busy handing over what travels."""
+        return sum(e.us for e in self.events if e.what == EXCHANGE and e.lane == HOST)
+
     def exposed_of(self, site: str) -> float:
         """Microseconds for which the rank stands still for a site."""
         return sum(event.us for event in self.events if event.exposed and event.site == site)

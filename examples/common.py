@@ -240,9 +240,10 @@ def draw_overlap(options: Namespace) -> None:
 
     folder, picture = options.out / "on", options.out / "timeline.png"
     dumps = dump.read_run(folder)
-    if notes := [one.timeline.note for one in dumps if one.timeline and one.timeline.note]:
-        console.print(f"Not in the picture of what hides behind what: {'; '.join(notes)}")
-    if len(notes) == len(dumps):
+    without = timeline.left_out(dumps)
+    for line in without:
+        console.print(f"In the picture of what hides behind what {line}")
+    if len(without) == len(dumps):
         return
     shown = timeline.timelines(dumps, measured.measured(folder / TRACE, dumps))
     timeline.write(shown, picture)

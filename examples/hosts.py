@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import netlab
 
 NO_HOSTS = 97
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it would warn that these hosts have no names
 
 
 def main() -> int:
@@ -32,7 +33,7 @@ def main() -> int:
     ranks = [
         subprocess.Popen(
             ["ip", "netns", "exec", f"host{host}", *command],
-            env={**os.environ, **lab.environment(host)},
+            env={**QUIET, **os.environ, **lab.environment(host)},
         )
         for host in range(int(hosts))
     ]

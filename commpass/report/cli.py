@@ -232,7 +232,10 @@ def timeline(
     """Show what a rank computes while exchanges travel, and where it stands still."""
     dumps = load(path, run)
     times = traces.measured(measured, dumps) if measured is not None else {}
-    shown = timelines.timelines(dumps if number is None else [pick(dumps, number)], times)
+    dumps = dumps if number is None else [pick(dumps, number)]
+    shown = timelines.timelines(dumps, times)
+    for line in timelines.left_out(dumps):
+        typer.echo(line, err=True)
     if output is not None:
         timelines.write(shown, output)
         typer.echo(f"wrote {output}")

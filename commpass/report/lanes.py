@@ -27,7 +27,7 @@ WIDTH, LANE, HEAD = 14.0, 0.5, 0.9
 """Inches: of the picture, of a lane, of title and axis."""
 SIZE = 8
 """Of the labels of exchanges, in points; a character and a line of them in inches:"""
-CHAR, LINE = 0.6 * SIZE / 72, 1.35 * SIZE / 72
+CHAR, LINE = 0.53 * SIZE / 72, 1.35 * SIZE / 72
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,9 @@ class Shown:
     def title(self) -> str:
         plan = self.dump.plan
         was = sum(site.unmoved_us for site in plan.sites)
-        moved = f", {ms(was)} before moving" if was > self.predicted.exposed_us + 0.5 else ""
+        moved = (
+            f"; before moving {ms(was)} exposed" if was > self.predicted.exposed_us + 0.5 else ""
+        )
         return (
             f"graph {self.dump.number}: {plan.direction}, predicted: {said(self.predicted)}{moved}"
         )
@@ -65,16 +67,25 @@ def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[S
         if one.timeline is not None and one.timeline.events
     ]
     if not found:
-        notes = (f"graph {one.number}: {one.timeline.note}" for one in dumps if one.timeline)
-        raise CommpassError(f"there is nothing to show: {'; '.join(notes)}")
+        raise CommpassError(f"there is nothing to show: {'; '.join(left_out(dumps))}")
     return found
+
+
+def left_out(dumps: Sequence[Dump]) -> list[str]:
+    """The graphs that are not shown, and why."""
+    return [
+        f"graph {one.number} ({one.plan.direction}) is not shown: {one.timeline.note}"
+        for one in dumps
+        if one.timeline is not None and not one.timeline.events
+    ]
 
 
 def said(timeline: Timeline) -> str:
     """What is exposed of what travels, in words."""
     exposed, travels = timeline.exposed_us, timeline.travel_us
     of = f"exposed {ms(exposed)} of {ms(travels)} ms on the links"
-    return f"{ms(timeline.us)} ms, {of} ({ratio(travels - exposed, travels)} hidden)"
+    start = f", {ms(timeline.start_us)} ms to start them" if timeline.start_us else ""
+    return f"{ms(timeline.us)} ms, {of} ({ratio(travels - exposed, travels)} hidden){start}"
 
 
 def hidden(timelines: Sequence[Timeline]) -> str:

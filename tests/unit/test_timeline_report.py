@@ -229,6 +229,10 @@ def test_bad_wishes_are_told(folder, tmp_path):
     fails(call(old), "has no timeline", "Write the dump again")
     none = dataclasses.replace(one, timeline=Timeline(note="no collective in this graph"))
     fails(call(dump.write(tmp_path / "none", none)), "nothing to show", "no collective")
+    both = dump.write(folder, dataclasses.replace(none, run=one.run)).parent
+    result = call(both)
+    assert result.exit_code == 0
+    assert "graph 1 (forward) is not shown: no collective in this graph" in result.stderr
 
 
 # --- measured -------------------------------------------------------------------------------------
