@@ -35,6 +35,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 
 import commpass
 from commpass import dump
+from commpass.kinds import KINDS
+from commpass.report.trace import what_of
 
 BATCH, CONTEXT, HEAD = 8, 128, 32  # sequences a step, bytes a sequence, width of an attention head
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "2"))
@@ -224,12 +226,12 @@ def bytes_sent(step: Callable[[], Any]) -> int:
     calls = [
         event
         for event in profile.profiler.kineto_results.events()
-        if event.name().startswith("_c10d_functional::")
+        if event.name().startswith(("_c10d_functional::", "commpass::"))
     ]
     return sum(
         prod(call.shapes()[0]) * sizes[call.dtypes()[0]]
         for call in calls
-        if "wait_tensor" not in call.name()
+        if what_of(call.name()) in KINDS
     )
 
 

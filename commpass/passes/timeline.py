@@ -30,7 +30,12 @@ def timeline(gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> Timeline
     nodes = tuple(gm.graph.nodes)
     clock = timed(work_of(gm.graph, memory(gm.graph), profile), nodes)
     lanes = _lanes({str(span.resource) for span in clock.spans})
-    return Timeline(events=tuple(_event(each, lanes) for each in clock.spans), us=clock.now)
+    unknown = any(site.bytes < 0 for site in outcome.plan.sites)
+    return Timeline(
+        events=tuple(_event(each, lanes) for each in clock.spans),
+        us=clock.now,
+        note="sizes that depend on the data count as 0 bytes" if unknown else "",
+    )
 
 
 def _event(span: Span, lanes: dict[str, str]) -> Event:

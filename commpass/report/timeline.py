@@ -42,14 +42,13 @@ class Shown:
 
     @property
     def title(self) -> str:
-        plan = self.dump.plan
+        plan, found = self.dump.plan, said(self.predicted)
         was = sum(site.unmoved_us for site in plan.sites)
-        moved = (
-            f"; before moving {ms(was)} exposed" if was > self.predicted.exposed_us + 0.5 else ""
-        )
-        return (
-            f"graph {self.dump.number}: {plan.direction}, predicted: {said(self.predicted)}{moved}"
-        )
+        if was > self.predicted.exposed_us + 0.5:
+            found += f"; before moving {ms(was)} exposed"
+        if self.predicted.note:
+            found += f"; {self.predicted.note}"
+        return f"graph {self.dump.number}: {plan.direction}, predicted: {found}"
 
 
 def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[Shown]:
