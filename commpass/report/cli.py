@@ -242,8 +242,8 @@ def timeline(
         return
     console = Console()
     for one in shown:
-        for line in timelines.captions(one):
-            console.print(Text(line, style="bold"))
+        for picture in one.pictures:
+            console.print(Text(picture.title, style="bold"))
         console.print(timelines.table(one), "")
 
 

@@ -142,11 +142,16 @@ def _middles(exchanges: Iterable[Event]) -> list[tuple[float, str, str]]:
     return sorted(((b + e) / 2000, site, f"hop {hop}") for (site, hop), (b, e) in spans.items())
 
 
-def svg(pictures: Sequence[Picture]) -> str:
-    """The same as text that a page can hold."""
+def svg(pictures: Sequence[Picture], prefix: str) -> str:
+    """The same as text that a page can hold. Its ids begin with a prefix: a page has several."""
     from matplotlib import rc_context
 
     held = io.StringIO()
-    with rc_context({"svg.hashsalt": "commpass"}):  # the same bytes each time
+    with rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "commpass"}
+    ):  # text stays text; the same bytes each time
         draw(pictures).savefig(held, format="svg", metadata={"Date": None})
-    return held.getvalue().partition("<svg")[1] + held.getvalue().partition("<svg")[2]
+    text = held.getvalue()
+    for before in (' id="', 'href="#', "url(#"):
+        text = text.replace(before, before + prefix)
+    return text[text.index("<svg") :]

@@ -41,14 +41,18 @@ class Shown:
     measured: Timeline | None = None
 
     @property
-    def title(self) -> str:
-        plan, found = self.dump.plan, said(self.predicted)
-        was = sum(site.unmoved_us for site in plan.sites)
-        if was > self.predicted.exposed_us + 0.5:
-            found += f"; before moving {ms(was)} exposed"
-        if self.predicted.note:
-            found += f"; {self.predicted.note}"
-        return f"graph {self.dump.number}: {plan.direction}, predicted: {found}"
+    def pictures(self) -> list[lanes.Picture]:
+        """What is predicted, and below it what was measured, each with a title that adds it up."""
+        what = f"graph {self.dump.number}: {self.dump.plan.direction}"
+        was = sum(site.unmoved_us for site in self.dump.plan.sites)
+        moved = was > self.predicted.exposed_us + 0.5
+        before = f"; before moving {ms(was)} exposed" if moved else ""
+        title = f"{what}, predicted: {said(self.predicted, before)}"
+        found = [lanes.Picture(title, self.predicted)]
+        if self.measured is not None:
+            title = f"{what}, measured: {said(self.measured)}"
+            found.append(lanes.Picture(title, self.measured))
+        return found
 
 
 def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[Shown]:
@@ -79,12 +83,14 @@ def left_out(dumps: Sequence[Dump]) -> list[str]:
     ]
 
 
-def said(timeline: Timeline) -> str:
-    """What is exposed of what travels, in words."""
+def said(timeline: Timeline, before: str = "") -> str:
+    """What is exposed of what travels, in words, and what is not known."""
     exposed, travels = timeline.exposed_us, timeline.travel_us
     of = f"exposed {ms(exposed)} of {ms(travels)} ms on the links"
     start = f", {ms(timeline.start_us)} ms to start them" if timeline.start_us else ""
-    return f"{ms(timeline.us)} ms, {of} ({ratio(travels - exposed, travels)} hidden){start}"
+    note = f"; {timeline.note}" if timeline.note else ""
+    share = ratio(travels - exposed, travels)
+    return f"{ms(timeline.us)} ms, {of} ({share} hidden){start}{before}{note}"
 
 
 def hidden(timelines: Sequence[Timeline]) -> str:
@@ -133,15 +139,6 @@ def table(shown: Shown) -> Table:
     return made
 
 
-def captions(shown: Shown) -> list[str]:
-    """What is to be said of a graph: predicted, measured, and what is not known."""
-    found = [shown.title]
-    if shown.measured is not None:
-        found.append(f"measured: {said(shown.measured)}")
-        found += [shown.measured.note] if shown.measured.note else []
-    return found
-
-
 def write(shown: Sequence[Shown], path: Path) -> None:
     """Draws graphs, one below the other, as a PNG, or as a page with their tables."""
     kinds = {".png": _png, ".html": _html}
@@ -153,25 +150,17 @@ def write(shown: Sequence[Shown], path: Path) -> None:
         raise CommpassError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _pictures(shown: Sequence[Shown]) -> list[lanes.Picture]:
-    found = []
-    for one in shown:
-        found.append(lanes.Picture(one.title, one.predicted))
-        if one.measured is not None:
-            title = f"graph {one.dump.number}: {one.dump.plan.direction}, measured: "
-            found.append(lanes.Picture(title + said(one.measured), one.measured))
-    return found
-
-
 def _png(shown: Sequence[Shown], path: Path) -> None:
-    lanes.draw(_pictures(shown)).savefig(path, format="png", dpi=110)
+    lanes.draw([picture for one in shown for picture in one.pictures]).savefig(
+        path, format="png", dpi=110
+    )
 
 
 def _html(shown: Sequence[Shown], path: Path) -> None:
     parts = [f"<!doctype html><meta charset=utf-8><title>commpass timeline</title><style>{STYLE}"]
     parts.append("</style>")
     for one in shown:
-        parts.append(lanes.svg(_pictures([one])))
+        parts.append(lanes.svg(one.pictures, f"graph{one.dump.number}-"))
         numeric = range(len(LEFT), len(headers(one)))
         heads = [*headers(one), "reason"]
         lines = [[f"<th>{escape(head)}" for head in heads]]

@@ -9,6 +9,7 @@ import json
 import re
 from html import escape
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -207,6 +208,8 @@ def test_a_picture_and_a_page(folder, tmp_path):
     page = (tmp_path / "out.html").read_text()
     assert "<svg" in page
     assert "<script" not in page
+    ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + len("</svg>")])
+    assert one.plan.sites[0].name in page[: page.index("</svg>")]
     for site in one.plan:
         assert f"<td>{site.name}<" in page
         assert escape(site.reason) in page
