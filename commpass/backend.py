@@ -35,6 +35,7 @@ from commpass.passes.graph import meta
 from commpass.passes.graph.direction import keep_metadata
 from commpass.passes.graph.marks import chunked
 from commpass.passes.graph.parse import describe_group, graph_modules, parse
+from commpass.passes.timeline import timeline
 from commpass.paths import Places
 from commpass.policy import Policy, policy_named
 from commpass.runtime import agreement, record
@@ -319,8 +320,9 @@ class Backend:
             record.log.warning(LAST, calls.code.name, torch._dynamo.config.recompile_limit)
         if self._writes():
             assert self.dump is not None
+            times = timeline(gm, outcome, profile)
             try:
-                record.write_dump(self.dump, self.run, outcome, nodes, self.policy, profile)
+                record.write_dump(self.dump, self.run, outcome, nodes, times, self.policy, profile)
             except OSError as error:
                 # A full disk ends no job: the others go on with what was agreed on.
                 record.log.warning(

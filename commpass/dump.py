@@ -20,6 +20,7 @@ import msgspec
 
 from commpass.errors import DumpError, nearest
 from commpass.plan import Candidate, Plan
+from commpass.timeline import Timeline
 
 FORMAT = "commpass-dump"
 VERSION = 1
@@ -57,7 +58,8 @@ class Considered:
 class Dump:
     """Everything about one compiled graph. ``run`` is the same for all graphs of one backend
     object. ``considered`` has every candidate of every site with its score. ``after`` is the graph
-    with coded operators, ``lowered`` what was compiled."""
+    with coded operators, ``lowered`` what was compiled, and ``timeline`` what is predicted for that
+    (None in dumps of before there were timelines)."""
 
     format: str = FORMAT
     version: int = VERSION
@@ -76,6 +78,7 @@ class Dump:
     before: tuple[GraphNode, ...] = ()
     after: tuple[GraphNode, ...] = ()
     lowered: tuple[GraphNode, ...] = ()
+    timeline: Timeline | None = None
 
 
 def write(folder: Path, dump: Dump) -> Path:

@@ -30,6 +30,10 @@ class DumpError(CommpassError, ValueError):
     """A dump that is not ours, cut short, or written by a newer version."""
 
 
+class TraceError(CommpassError, ValueError):
+    """A trace that is none of torch.profiler's, or that of another program."""
+
+
 class VerifyError(CommpassError, RuntimeError):
     """A rewritten graph that is not what its plan says."""
 

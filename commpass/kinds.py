@@ -3,7 +3,20 @@ on a link (``costmodel.links``) and the algorithms that carry it out (``collecti
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+NAMESPACES = (
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "_dtensor",
+    "commpass",
+)
+"""Of the operators that are collectives."""
+WAITS = ("wait_tensor", "wait_tensors")
+KERNEL = "kernel_"
+"""In the namespace commpass: a call of a kernel of ours."""
 
 
 @dataclass(frozen=True)
@@ -31,3 +44,8 @@ KIND_OF = {operator: name for name, kind in KINDS.items() for operator in kind.o
 """Operator to the name of its kind."""
 SUMS = tuple(name for name, kind in KINDS.items() if kind.sums)
 """The names of those that add."""
+
+
+def without_form(operator: str) -> str:
+    """The name of a functional operator without its form: coalesced, in-place or out."""
+    return re.sub(r"_(coalesced_?|out|)$", "", operator)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from hosts import NO_HOSTS
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import track
@@ -33,9 +35,14 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 
 import commpass
 from commpass import dump
+from commpass.kinds import KINDS
+from commpass.report.trace import what_of
 
 BATCH, CONTEXT, HEAD = 8, 128, 32  # sequences a step, bytes a sequence, width of an attention head
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "2"))
+STARTED = "RANK" in os.environ  # whether this is one of the ranks
+OWN_HOSTS = "COMMPASS_DEMO_HOSTS"  # environment variable: each rank has a host, and a real link
+TRACE = "step.trace.json"
 console = Console(quiet=RANK > 0, highlight=False, markup=False)
 
 
@@ -181,6 +188,7 @@ def train(
     # not under no_grad: that would compile another graph, and it is the one of the training that is
     # to be judged
     held_out = fmean(loss_of(batch).item() for batch in batches(texts[1], 16, seed))
+    trace_step(lambda: loss_of(batch).backward(), folder / TRACE)
     plans = commpass.plans()[earlier:]
     unknown = any(site.bytes < 0 for plan in plans for site in plan)
     sent = mean(bytes_sent(lambda: loss_of(batch).backward())) if unknown else None
@@ -197,10 +205,19 @@ def mean(value: float) -> float:
     return total.item() / dist.get_world_size()
 
 
+def trace_step(step: Callable[[], Any], path: Path) -> None:
+    """Writes what the profiler sees of a step on rank 0."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # nothing on the console
+    dist.barrier()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    if RANK == 0:
+        profile.export_chrome_trace(str(path))
+
+
 def bytes_sent(step: Callable[[], Any]) -> int:
     """The bytes that this rank hands to the collectives of compiled graphs in a step, as the
     profiler sees them."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # nothing on the console
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
     ) as profile:
@@ -209,12 +226,35 @@ def bytes_sent(step: Callable[[], Any]) -> int:
     calls = [
         event
         for event in profile.profiler.kineto_results.events()
-        if event.name().startswith("_c10d_functional::")
+        if event.name().startswith(("_c10d_functional::", "commpass::"))
     ]
     return sum(
         prod(call.shapes()[0]) * sizes[call.dtypes()[0]]
         for call in calls
-        if "wait_tensor" not in call.name()
+        if what_of(call.name()) in KINDS
+    )
+
+
+def draw_overlap(options: Namespace) -> None:
+    """Draws what is computed while exchanges travel, as predicted and as measured in the last step,
+    and says how much of them that hides."""
+    from commpass.report import measured, timeline
+
+    folder, picture = options.out / "on", options.out / "timeline.png"
+    dumps = dump.read_run(folder)
+    without = timeline.left_out(dumps)
+    for line in without:
+        console.print(f"In the picture of what hides behind what {line}")
+    if len(without) == len(dumps):
+        return
+    shown = timeline.timelines(dumps, measured.measured(folder / TRACE, dumps))
+    timeline.write(shown, picture)
+    predicted = timeline.hidden([one.predicted for one in shown])
+    found = timeline.hidden([one.measured for one in shown if one.measured is not None])
+    console.print(
+        f"Hidden behind compute: predicted {predicted}; measured in one step {found}. {picture}"
+        " shows what runs while exchanges travel.",
+        style="bold",
     )
 
 
@@ -255,10 +295,16 @@ def report(off: Run, on: Run, options: Namespace) -> None:
             f" sites: {tables.size(off.sent)} -> {tables.size(on.sent)} ({share})",
             style="bold",
         )
+    draw_overlap(options)
     console.print(
         f"\nPlans and graphs are in {options.out}/off and {options.out}/on. To read them:"
     )
-    for command in ("explain {0}/on", "graph {0}/on --text --around 1", "diff {0}/off {0}/on"):
+    for command in (
+        "explain {0}/on",
+        "graph {0}/on --text --around 1",
+        "diff {0}/off {0}/on",
+        "timeline {0}/on --measured {0}/on/" + TRACE + " -o timeline.html",
+    ):
         console.print(
             f"  commpass {command.format(quote(str(options.out)))}", style="bold", soft_wrap=True
         )
@@ -304,7 +350,7 @@ def read_options(example: Example) -> Namespace:
     for name in ("ranks", "steps", "layers", "width"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
-    if dist.is_torchelastic_launched() and options.ranks != RANKS:
+    if STARTED and options.ranks != RANKS:
         parser.error(
             f"--ranks {options.ranks}: torchrun started {RANKS}; leave it out, or start with python"
             " instead"
@@ -325,11 +371,24 @@ def read_options(example: Example) -> Namespace:
     return options
 
 
+def start(file: str, options: Namespace) -> None:
+    """Starts the ranks: each in a host of its own with a link of the rate that is decided for,
+    where root allows that, and otherwise all on this one."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    command = [sys.executable, file, *sys.argv[1:]]
+    hosts = [str(Path(__file__).with_name("hosts.py")), str(options.ranks), str(options.link_gbit)]
+    code = subprocess.run(
+        [sys.executable, *hosts, "--", *command], env={**os.environ, OWN_HOSTS: "1"}, check=False
+    ).returncode
+    if code != NO_HOSTS:
+        sys.exit(code)
+    torchrun(["--standalone", f"--nproc-per-node={options.ranks}", file, *sys.argv[1:]])
+
+
 def main(file: str, example: Example) -> None:
     options = read_options(example)
-    if not dist.is_torchelastic_launched():
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        torchrun(["--standalone", f"--nproc-per-node={options.ranks}", file, *sys.argv[1:]])
+    if not STARTED:
+        start(file, options)
         return
     handler = RichHandler(
         console=console if RANK == 0 else Console(stderr=True), show_time=False, show_path=False
@@ -344,10 +403,15 @@ def main(file: str, example: Example) -> None:
         f"{millions:.1f} million parameters on {options.ranks} ranks, policy {options.policy}",
         style="bold",
     )
-    console.print(
-        f"Decisions are made for a link of {options.link_gbit:g} Gbit/s. Ranks on one host talk"
-        " over loopback, not over that link: the step times below do not show what is gained."
-    )
+    if OWN_HOSTS in os.environ:
+        where = f"Each rank has a host of its own, and a real link of {options.link_gbit:g} Gbit/s."
+    else:
+        where = (
+            f"Decisions are made for a link of {options.link_gbit:g} Gbit/s, but the ranks talk"
+            " over loopback, which is faster than any network: the step times below do not show"
+            " what is gained."
+        )
+    console.print(where)
     texts = read_texts()
     off = train("off", "off", example, options, mesh, texts)
     on = train("on", options.policy, example, options, mesh, texts)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-HOST = "host"
-"""What carries out that which is computed."""
+from commpass.timeline import HOST
 
 
 @dataclass(frozen=True)

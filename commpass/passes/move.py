@@ -49,10 +49,10 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
     """Reorders a graph in place. ``more_memory``: by what share its peak memory may rise."""
     nodes = tuple(gm.graph.nodes)
     starts = [node for node in nodes if parse(node) is not None]
-    if (why := _obstacle(gm)) or not starts:
+    if (why := obstacle(gm)) or not starts:
         return Moved(why=why)
     known = memory(gm.graph)
-    work = _work(gm.graph, known, profile)
+    work = work_of(gm.graph, known, profile)
     was = timed(work, nodes)
     bound = (1 + more_memory) * peak(nodes, known)
     for first in (sequence(work), starts):
@@ -99,7 +99,7 @@ def _best(work: Work, starts: Sequence[fx.Node], known: Memory, bound: float) ->
     return found
 
 
-def _obstacle(gm: fx.GraphModule) -> str:
+def obstacle(gm: fx.GraphModule) -> str:
     """Why a graph keeps its order, if it must."""
     for prefix, module in graph_modules(gm):
         for node in module.graph.nodes:
@@ -111,7 +111,8 @@ def _obstacle(gm: fx.GraphModule) -> str:
     return ""
 
 
-def _work(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
+def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
+    """What must stay in order in a graph, and what each of its nodes costs."""
     before, link_of = orders(graph, known), costs.links(profile)
     tasks, starts, waited, heavy = {}, set(), {}, set()
     latest: dict[str, fx.Node] = {}

@@ -19,6 +19,8 @@ from commpass.dump import Dump
 from commpass.errors import CommpassError
 from commpass.report import doctor as checks_of
 from commpass.report import draw, tables
+from commpass.report import measured as traces
+from commpass.report import timeline as timelines
 from commpass.report.why import candidates, considered, refusals, title
 from commpass.report.why import table_of as candidates_table
 
@@ -203,6 +205,46 @@ def graph(
     except OSError as error:
         raise CommpassError(f"{output}: cannot be written: {error.strerror}") from error
     typer.echo(f"wrote {output}")
+
+
+@app.command()
+def timeline(
+    path: DumpPath,
+    *,
+    number: Annotated[
+        int | None, typer.Option("--graph", metavar="N", help="Which graph (default: all).")
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TRACE",
+            help="A step's trace by torch.profiler, of the same ranks (.json or .json.gz).",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Draw it, as .png or .html (default: a table)."
+        ),
+    ] = None,
+    run: RunName = None,
+) -> None:
+    """Show what a rank computes while exchanges travel, and where it stands still."""
+    dumps = load(path, run)
+    times = traces.measured(measured, dumps) if measured is not None else {}
+    dumps = dumps if number is None else [pick(dumps, number)]
+    shown = timelines.timelines(dumps, times)
+    for line in timelines.left_out(dumps):
+        typer.echo(line, err=True)
+    if output is not None:
+        timelines.write(shown, output)
+        typer.echo(f"wrote {output}")
+        return
+    console = Console()
+    for one in shown:
+        for picture in one.pictures:
+            console.print(Text(picture.title, style="bold"))
+        console.print(timelines.table(one), "")
 
 
 @app.command()

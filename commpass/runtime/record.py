@@ -25,6 +25,7 @@ from commpass.passes.graph.parse import graph_modules
 from commpass.passes.simplify.editor import RULE
 from commpass.plan import Candidate, Plan, PlannedSite
 from commpass.policy import Policy
+from commpass.timeline import Timeline
 
 log = logging.getLogger("commpass")
 
@@ -150,10 +151,12 @@ def write_dump(
     run: str,
     outcome: Outcome,
     nodes: Mapping[str, tuple[dumps.GraphNode, ...]],
+    timeline: Timeline,
     policy: Policy,
     profile: Profile,
 ) -> Path:
-    """Writes the dump of one graph; ``nodes`` are those before, after, and lowered."""
+    """Writes the dump of one graph; ``nodes`` are those before, after, and lowered, ``timeline``
+    what is predicted for the last."""
     return dumps.write(
         folder,
         dumps.Dump(
@@ -171,5 +174,6 @@ def write_dump(
             before=nodes["before"],
             after=nodes["after"],
             lowered=nodes["lowered"],
+            timeline=timeline,
         ),
     )

@@ -7,15 +7,19 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from commpass import groups
 from commpass.costmodel import HOST, Link, Profile, Task
+from commpass.kinds import KERNEL
 from commpass.passes.graph import meta
 from commpass.passes.graph.parse import Call, describe_group
 
-OUR_KERNEL = "commpass::kernel_"
+UNWRITTEN = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
+"""What makes memory without writing into it."""
+OUR_KERNEL = f"commpass::{KERNEL}"
 ATTENTION = "aten::_scaled_dot_product"
 
 
@@ -33,7 +37,7 @@ def is_matmul(node: fx.Node) -> bool:
 def compute(node: fx.Node, profile: Profile) -> Task:
     """What a rank computes in one node: the longer of what its operations take and what it takes
     to write its result and read as much. Views take no time."""
-    if node.op != "call_function" or looks(node):
+    if node.op != "call_function" or looks(node) or node.target in UNWRITTEN:
         return Task(HOST, 0.0)
     held = node.meta.get("val")
     written = list(tensors(held))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from commpass import groups
-from commpass.kinds import KIND_OF
-
-NAMESPACES = (
-    "_c10d_functional",
-    "_c10d_functional_autograd",
-    "c10d_functional",
-    "_dtensor",
-    "commpass",
-)
-WAITS = ("wait_tensor", "wait_tensors")
+from commpass.kinds import KIND_OF, NAMESPACES, WAITS, without_form
 
 
 @dataclass(frozen=True)
@@ -111,7 +101,7 @@ def _collective(target: Any) -> tuple[OpOverload, str, str, str] | None:
         return None
     overload = target if isinstance(target, OpOverload) else getattr(target, target.overloads()[0])
     namespace, _, name = overload._schema.name.partition("::")
-    base = re.sub(r"_(coalesced_?|out|)$", "", name)
+    base = without_form(name)
     known = namespace in NAMESPACES and base in KIND_OF
     return (overload, namespace, name, base) if known else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -132,16 +132,30 @@ class _Sequence:
 # --- what is computed meanwhile -------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Span:
+    """For how long a node holds the host or a link, from when on, in microseconds. What it gives
+    can be used ``latency_us`` later; ``still``: the rank does nothing meanwhile but wait."""
+
+    node: fx.Node
+    resource: Hashable
+    begin_us: float
+    us: float
+    latency_us: float = 0.0
+    still: bool = False
+
+
 @dataclass
 class Clock:
     """Where a rank and its links are in time, in microseconds; ``exposed`` is how long the rank
-    stood still at each wait."""
+    stood still at each wait, and ``spans`` all that took time."""
 
     work: Work
     now: float = 0.0
     free: dict[object, float] = field(default_factory=dict)
     arrives: dict[fx.Node, float] = field(default_factory=dict)
     exposed: dict[fx.Node, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
 
     def arrival(self, wait: fx.Node) -> float:
         """When all that a wait is for has arrived."""
@@ -152,14 +166,21 @@ class Clock:
         task = self.work.tasks[node]
         if node in self.work.waited:
             self.exposed[node] = max(self.arrival(node) - self.now, 0.0)
-            self.now += self.exposed[node]
-        self.now += task.busy_us
+            self._pass(node, self.exposed[node], still=True)
+        self._pass(node, task.busy_us)
         if task.resource == HOST:
-            self.now += task.us
+            self._pass(node, task.us)
             return
         begun = max(self.now, self.free.get(task.resource, 0.0))
+        self.spans.append(Span(node, task.resource, begun, task.us, task.latency_us))
         self.free[task.resource] = begun + task.us
         self.arrives[node] = begun + task.us + task.latency_us
+
+    def _pass(self, node: fx.Node, us: float, *, still: bool = False) -> None:
+        """The host is at a node for so long."""
+        if us > 0:
+            self.spans.append(Span(node, HOST, self.now, us, still=still))
+        self.now += us
 
 
 def timed(work: Work, order: Iterable[fx.Node]) -> Clock:

@@ -1,0 +1,71 @@
+"""The predicted timeline of a graph, in the order in which it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import fx
+
+from commpass import groups
+from commpass.costmodel import Profile
+from commpass.passes.graph import meta
+from commpass.passes.graph.marks import MARK, Mark
+from commpass.passes.graph.memory import memory
+from commpass.passes.graph.parse import parse
+from commpass.passes.graph.schedule import Span, timed
+from commpass.passes.move import obstacle, site_of, work_of
+from commpass.passes.road import Outcome
+from commpass.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
+
+
+def timeline(gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> Timeline:
+    """What the cost model predicts for the graph that is compiled. Where it cannot tell there are
+    no events, and ``note`` says why."""
+    if not outcome.plan.sites:
+        return Timeline(note="no collective in this graph")
+    if outcome.error is not None:
+        return Timeline(note=f"the untouched graph was compiled: {outcome.plan.fallback}")
+    if why := obstacle(gm):
+        return Timeline(note=why)
+    nodes = tuple(gm.graph.nodes)
+    clock = timed(work_of(gm.graph, memory(gm.graph), profile), nodes)
+    lanes = _lanes({str(span.resource) for span in clock.spans})
+    unknown = any(site.bytes < 0 for site in outcome.plan.sites)
+    return Timeline(
+        events=tuple(_event(each, lanes) for each in clock.spans),
+        us=clock.now,
+        note="sizes that depend on the data count as 0 bytes" if unknown else "",
+    )
+
+
+def _event(span: Span, lanes: dict[str, str]) -> Event:
+    node = span.node
+    mark: Mark | None = node.meta.get(MARK)
+    if span.still:
+        what = WAIT
+    elif parse(node) is not None:
+        what = EXCHANGE
+    else:
+        what = mark.role if mark is not None else COMPUTE
+    return Event(
+        name=node.name,
+        what=what,
+        lane=lanes[str(span.resource)],
+        begin_us=span.begin_us,
+        us=span.us,
+        latency_us=span.latency_us,
+        site=mark.site if mark is not None else "" if what == COMPUTE else site_of(node),
+        hop=mark.hop if mark is not None else 0,
+        chunk=mark.chunk if mark is not None else 0,
+        module=meta.module_path(node),
+    )
+
+
+def _lanes(resources: set[str]) -> dict[str, str]:
+    """The lanes of the host and of groups by name; labels that several groups have tell the name
+    too."""
+    labels = {name: next(iter(groups.labels_of(name)), name) for name in resources - {HOST}}
+    several = {label for label, count in Counter(labels.values()).items() if count > 1}
+    return {HOST: HOST} | {
+        name: f"{label} ({name})" if label in several else label for name, label in labels.items()
+    }

@@ -1,0 +1,173 @@
+"""What hides behind what: the sites of a graph with how long each travels, and for how long a rank
+stands still for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from commpass.dump import Dump
+from commpass.errors import CommpassError, DumpError
+from commpass.report import lanes
+from commpass.report.tables import plain_table, ratio
+from commpass.timeline import Timeline
+
+LEFT, RIGHT = (
+    ("site", "module", "codec", "algorithm"),
+    ("chunks", "travels ms", "exposed ms", "before moving ms"),
+)
+HEADERS = (*LEFT, *RIGHT)
+MEASURED = "measured exposed ms"
+STYLE = """
+body { font: 14px/1.4 system-ui, sans-serif; margin: 2em auto; max-width: 1300px; padding: 0 1em }
+svg { width: 100%; height: auto }
+table { border-collapse: collapse; margin: 0 0 2em }
+th, td { padding: .3em .7em; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top }
+.number { text-align: right; white-space: nowrap }
+"""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A graph of a dump that has something to show, and its timelines."""
+
+    dump: Dump
+    predicted: Timeline
+    measured: Timeline | None = None
+
+    @property
+    def pictures(self) -> list[lanes.Picture]:
+        """What is predicted, and below it what was measured, each with a title that adds it up."""
+        what = f"graph {self.dump.number}: {self.dump.plan.direction}"
+        was = sum(site.unmoved_us for site in self.dump.plan.sites)
+        moved = was > self.predicted.exposed_us + 0.5
+        before = f"; before moving {ms(was)} exposed" if moved else ""
+        title = f"{what}, predicted: {said(self.predicted, before)}"
+        found = [lanes.Picture(title, self.predicted)]
+        if self.measured is not None:
+            title = f"{what}, measured: {said(self.measured)}"
+            found.append(lanes.Picture(title, self.measured))
+        return found
+
+
+def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[Shown]:
+    """The graphs that have exchanges to show. Raises CommpassError where there is none, DumpError
+    for a dump without timelines."""
+    for one in dumps:
+        if one.timeline is None:
+            raise DumpError(
+                f"graph {one.number} has no timeline: it was written by an older commpass"
+                f" ({one.commpass}). Write the dump again"
+            )
+    found = [
+        Shown(one, one.timeline, measured.get(one.number))
+        for one in dumps
+        if one.timeline is not None and one.timeline.events
+    ]
+    if not found:
+        raise CommpassError(f"there is nothing to show: {'; '.join(left_out(dumps))}")
+    return found
+
+
+def left_out(dumps: Sequence[Dump]) -> list[str]:
+    """The graphs that are not shown, and why."""
+    return [
+        f"graph {one.number} ({one.plan.direction}) is not shown: {one.timeline.note}"
+        for one in dumps
+        if one.timeline is not None and not one.timeline.events
+    ]
+
+
+def said(timeline: Timeline, before: str = "") -> str:
+    """What is exposed of what travels, in words, and what is not known."""
+    exposed, travels = timeline.exposed_us, timeline.travel_us
+    of = f"exposed {ms(exposed)} of {ms(travels)} ms on the links"
+    start = f", {ms(timeline.start_us)} ms to start them" if timeline.start_us else ""
+    note = f"; {timeline.note}" if timeline.note else ""
+    share = ratio(travels - exposed, travels)
+    return f"{ms(timeline.us)} ms, {of} ({share} hidden){start}{before}{note}"
+
+
+def hidden(timelines: Sequence[Timeline]) -> str:
+    """How much of what travels in several graphs is hidden, in words."""
+    travels = sum(each.travel_us for each in timelines)
+    behind = travels - sum(each.exposed_us for each in timelines)
+    return f"{ms(behind)} of {ms(travels)} ms ({ratio(behind, travels)})"
+
+
+def ms(us: float) -> str:
+    """Milliseconds with as many digits as tell something."""
+    return f"{us / 1000:,.0f}" if us >= 1e5 else f"{us / 1000:.3g}"
+
+
+def rows(shown: Shown) -> list[tuple[str, ...]]:
+    """The cells of each site, with the reason last. A coalesced collective's times stand at the
+    first of its sites."""
+    found, seen = [], set[str]()
+    moved = any(site.unmoved_us for site in shown.dump.plan.sites)
+    for site in shown.dump.plan.sites:
+        name = site.name.partition(".")[0]
+        first, exposed = name not in seen, shown.predicted.exposed_of(name)
+        seen.add(name)
+        times = [shown.predicted.travel_of(name), exposed, site.unmoved_us if moved else exposed]
+        if shown.measured is not None:
+            known = not shown.measured.note
+            times.append(shown.measured.exposed_of(name) if known else -1.0)
+        cells = [ms(time) if first and time >= 0 else "-" for time in times]
+        chunks = str(site.chunks) if site.compressed else "-"
+        about = (site.name, site.module or "-", site.codec, site.algorithm, chunks)
+        found.append((*about, *cells, site.reason))
+    return found
+
+
+def headers(shown: Shown) -> tuple[str, ...]:
+    return (*HEADERS, MEASURED) if shown.measured is not None else HEADERS
+
+
+def table(shown: Shown) -> Table:
+    """The sites for a terminal, without reasons: ``commpass explain`` has them."""
+    made = plain_table(*headers(shown))
+    for column in made.columns[len(LEFT) :]:
+        column.justify = "right"
+    for row in rows(shown):
+        made.add_row(*map(Text, row[:-1]))
+    return made
+
+
+def write(shown: Sequence[Shown], path: Path) -> None:
+    """Draws graphs, one below the other, as a PNG, or as a page with their tables."""
+    kinds = {".png": _png, ".html": _html}
+    if path.suffix.lower() not in kinds:
+        raise CommpassError(f"{str(path)!r}: a timeline is a .png or an .html file")
+    try:
+        kinds[path.suffix.lower()](shown, path)
+    except OSError as error:
+        raise CommpassError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _png(shown: Sequence[Shown], path: Path) -> None:
+    lanes.draw([picture for one in shown for picture in one.pictures]).savefig(
+        path, format="png", dpi=110
+    )
+
+
+def _html(shown: Sequence[Shown], path: Path) -> None:
+    parts = [f"<!doctype html><meta charset=utf-8><title>commpass timeline</title><style>{STYLE}"]
+    parts.append("</style>")
+    for one in shown:
+        parts.append(lanes.svg(one.pictures, f"graph{one.dump.number}-"))
+        numeric = range(len(LEFT), len(headers(one)))
+        heads = [*headers(one), "reason"]
+        lines = [[f"<th>{escape(head)}" for head in heads]]
+        for row in rows(one):
+            places = ("<td class=number>" if at in numeric else "<td>" for at in range(len(row)))
+            lines.append(
+                [f"{place}{escape(cell)}" for place, cell in zip(places, row, strict=True)]
+            )
+        parts.append("<table>" + "".join("<tr>" + "".join(line) for line in lines) + "</table>")
+    path.write_text("\n".join(parts) + "\n", encoding="utf-8")

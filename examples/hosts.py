@@ -1,0 +1,46 @@
+"""Runs a command once in each of some hosts on this machine, linked at a rate: a rank each.
+
+    python examples/hosts.py 2 1.0 -- python train.py    # 2 hosts, 1 Gbit/s; needs Linux and root
+
+The hosts are network namespaces (docs/netlab.md). Where they cannot be made it leaves with 97, and
+one line says why.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import netlab
+
+NO_HOSTS = 97
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it would warn that these hosts have no names
+
+
+def main() -> int:
+    hosts, gbit, _, *command = sys.argv[1:]
+    try:
+        netlab.stand_apart()
+        lab = netlab.build(netlab.Network(int(hosts), float(gbit)))
+    except netlab.LabError as error:
+        print(f"no hosts of their own for the ranks: {error}", file=sys.stderr)
+        return NO_HOSTS
+    ranks = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", f"host{host}", *command],
+            env={**QUIET, **os.environ, **lab.environment(host)},
+        )
+        for host in range(int(hosts))
+    ]
+    while None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+        time.sleep(0.1)
+    return next(filter(None, codes), 0)  # when this process ends, all ranks do
+
+
+if __name__ == "__main__":
+    sys.exit(main())
