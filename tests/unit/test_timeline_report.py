@@ -46,7 +46,7 @@ def two_sums(x, w):
 
 
 def profile(gflops: float = 1.0) -> Profile:
-    """A link of 0.1 GB/s that takes 100 us to start with; 2 GB/s are read and written, and 1 GFLOP/s done."""
+    """A link of 0.1 GB/s that takes 100 us to start with; 2 GB/s read and written, 1 GFLOP/s."""
     kernels = dataclasses.replace(
         commpass.ethernet(1).kernels, launch_us=0.0, gflops=gflops, gbytes_per_s=2.0
     )
@@ -71,8 +71,8 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_begins_and_ends_are_those_of_the_rule(fake_group):
-    """250,000 values: 1,000 us to read and write, 15,000 us on the link. Two exchanges, one after the other,
-    while the rank computes 250 ms: only then does it ask for them."""
+    """250,000 values: 1,000 us to read and write, 15,000 us on the link. Two exchanges, one after
+    the other, while the rank computes 250 ms: only then does it ask for them."""
     fake_group(4)
     gm = trace(two_sums, *inputs())
     outcome = outcome_of(gm, KEPT, profile(), "simplify", "move")
