@@ -56,7 +56,7 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
     was = timed(work, nodes)
     bound = (1 + more_memory) * peak(nodes, known)
     for first in (sequence(work), starts):
-        if order := _best(work, first, known, bound):
+        if order := _best(work, first, bound):
             break
     else:
         why = f"any other order would need more memory than {more_memory:.0%} above the peak"
@@ -85,14 +85,14 @@ def with_exposure(plan: Sequence[PlannedSite], moved: Moved) -> tuple[PlannedSit
     return tuple(map(of, plan))
 
 
-def _best(work: Work, starts: Sequence[fx.Node], known: Memory, bound: float) -> list[fx.Node]:
+def _best(work: Work, starts: Sequence[fx.Node], bound: float) -> list[fx.Node]:
     """The order with these starts that is done first, with the least window that is hardly slower;
     none where each needs more memory than there may be."""
     found: list[fx.Node] = []
     for window in WINDOWS:
-        order = schedule(work, starts, window)
-        if peak(order, known) > bound:
-            break
+        order = schedule(work, starts, window, bound)
+        if peak(order, work.memory) > bound:
+            continue
         if found and timed(work, order).now > (1 - SURE) * timed(work, found).now:
             break
         found = order
@@ -142,6 +142,7 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
         waited,
         frozenset(heavy),
         frozenset(later),
+        known,
     )
 
 

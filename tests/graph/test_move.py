@@ -164,6 +164,30 @@ def test_not_above_the_memory_that_the_policy_allows():
     assert plan.order == "any other order would need more memory than 0% above the peak"
 
 
+def chain(g, *layers):
+    """The backward of a stack of layers, each with the gradient of its weight before that of its
+    input."""
+    found = []
+    for x, w in zip(layers[::2], layers[1::2], strict=True):
+        found.append(g.t() @ x)
+        g = reduced(g @ w)
+    return g * 2, *found
+
+
+def test_less_memory_hides_less_and_none_hides_what_costs_none():
+    """What is put off, or done early, is what there is room for."""
+    exposed = []
+    for more in (0.0, 0.1, ENOUGH):
+        gm = trace(chain, *[torch.ones(256, 256) for _ in range(17)])
+        was = peak(list(gm.graph.nodes), memory(gm.graph))
+        moved = move(gm, ethernet(10), more)
+        assert peak(list(gm.graph.nodes), memory(gm.graph)) <= (1 + more) * was
+        exposed.append(sum(moved.exposed_us.values()))
+    assert exposed[0] > exposed[-1]
+    assert exposed[0] < sum(moved.was_us.values())
+    assert exposed == sorted(exposed, reverse=True)
+
+
 def test_not_under_a_policy_that_is_off_or_skips_it():
     for policy in ({"off": True}, {"skip": ("move",)}):
         gm = traced(backward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -114,17 +114,48 @@ def _has_effects(node: fx.Node) -> bool:
     return node.target in fx.node._side_effectful_functions and not is_wait(node)
 
 
+class Held:
+    """The bytes that a graph holds as its nodes run: memory is taken by the first node that touches
+    it and given back after the last. What a graph gives back is held until the end."""
+
+    def __init__(self, known: Memory):
+        self.known = known
+        self.left = Counter(number for some in known.touches.values() for number in some)
+        self.taken: set[int] = set()
+        self.now = self.most = 0
+
+    def run(self, node: fx.Node) -> None:
+        """A node runs."""
+        for number in self.known.touches[node]:
+            if number not in self.taken:
+                self.taken.add(number)
+                self.now += self.known.nbytes[number]
+        self.most = max(self.most, self.now)
+        for number in self.known.touches[node]:
+            self.left[number] -= 1
+            if not self.left[number]:
+                self.now -= self.known.nbytes[number]
+
+    def at_most(self, nodes: Sequence[fx.Node]) -> int:
+        """Bytes that would be held at once at most while some nodes run."""
+        taken: set[int] = set()
+        gone: Counter[int] = Counter()
+        held = most = self.now
+        for node in nodes:
+            new = self.known.touches[node] - self.taken - taken
+            taken |= new
+            held += sum(self.known.nbytes[number] for number in new)
+            most = max(most, held)
+            for number in self.known.touches[node]:
+                gone[number] += 1
+                if gone[number] == self.left[number]:
+                    held -= self.known.nbytes[number]
+        return most
+
+
 def peak(order: Sequence[fx.Node], known: Memory) -> int:
-    """Bytes that are held at once at most, if a graph runs in an order: memory is taken by the
-    first node that touches it and given back after the last. What a graph gives back is held until
-    the end."""
-    last = {number: place for place, node in enumerate(order) for number in known.touches[node]}
-    held = most = 0
-    seen: set[int] = set()
-    for place, node in enumerate(order):
-        new = known.touches[node] - seen
-        seen |= new
-        held += sum(known.nbytes[number] for number in new)
-        most = max(most, held)
-        held -= sum(known.nbytes[number] for number in known.touches[node] if last[number] == place)
-    return most
+    """Bytes that are held at once at most, if a graph runs in an order."""
+    held = Held(known)
+    for node in order:
+        held.run(node)
+    return held.most

@@ -8,6 +8,7 @@ computes between a start and its wait is its own affair, and depends on times (`
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +17,14 @@ from functools import cached_property
 from torch import fx
 
 from commpass.costmodel import HOST, Task
+from commpass.passes.graph.memory import Held, Memory
 
 
 @dataclass(frozen=True)
 class Work:
     """The nodes of a graph in its order, what must come ``before`` each, and what each costs. A
     wait takes what its starts give: the nodes that it waits for are ``waited[wait]``. ``heavy`` are
-    matmuls and their like, ``later`` the starts of later hops of their
-    sites."""
+    matmuls and their like, ``later`` the starts of later hops of their sites."""
 
     nodes: tuple[fx.Node, ...]
     before: Mapping[fx.Node, Sequence[fx.Node]]
@@ -32,6 +33,7 @@ class Work:
     waited: Mapping[fx.Node, Sequence[fx.Node]]
     heavy: frozenset[fx.Node]
     later: frozenset[fx.Node]
+    memory: Memory
 
     @cached_property
     def index(self) -> dict[fx.Node, int]:
@@ -191,17 +193,22 @@ def timed(work: Work, order: Iterable[fx.Node]) -> Clock:
     return clock
 
 
-def schedule(work: Work, starts: Sequence[fx.Node], window: int) -> list[fx.Node]:
+def schedule(work: Work, starts: Sequence[fx.Node], window: int, bound: float) -> list[fx.Node]:
     """An order of all nodes in which the exchanges start in the order that is given: what the next
-    start needs comes first; what it does not need waits until the rank would stand still otherwise,
-    and no longer than until ``window`` more have started."""
-    return _Schedule(work, starts, window).run()
+    start needs comes first. A matmul that it does not need waits until the rank would stand still
+    otherwise, but no longer than until ``window`` more have started, and runs early only where no
+    more than ``bound`` bytes are held then."""
+    return _Schedule(work, starts, window, bound).run()
+
+
+LOOK = 8
+"""Matmuls among which one is looked for that could run while the rank would stand still."""
 
 
 class _Schedule:
-    def __init__(self, work: Work, starts: Sequence[fx.Node], window: int):
-        self.work, self.starts, self.window = work, starts, window
-        self.clock = Clock(work)
+    def __init__(self, work: Work, starts: Sequence[fx.Node], window: int, bound: float):
+        self.work, self.starts, self.window, self.bound = work, starts, window, bound
+        self.clock, self.held = Clock(work), Held(work.memory)
         self.left = work.remaining()
         self.order: list[fx.Node] = []
         self.done: set[fx.Node] = set()
@@ -209,6 +216,8 @@ class _Schedule:
         self.ready: list[tuple[int, fx.Node]] = []  # of what is needed
         self.spare: list[tuple[int, fx.Node]] = []  # of what is not
         self.waits: list[tuple[float, int, fx.Node]] = []  # by when all has arrived
+        self.heavy = [node for node in work.nodes if node in work.heavy]
+        self.first = 0  # of the heavy ones that are not done
 
     def run(self) -> list[fx.Node]:
         for node in self.work.nodes:
@@ -258,17 +267,52 @@ class _Schedule:
         """The next node on the way to a goal, or else one that something is hidden behind."""
         while self.waits and self.waits[0][0] <= self.clock.now:
             heapq.heappush(self.ready, heapq.heappop(self.waits)[1:])
-        if self.ready or self.spare:
-            self._do(heapq.heappop(self.ready or self.spare)[-1])
+        if self.ready:
+            place, node = self.ready[0]
+            if self.held.at_most([node]) > self.bound and self.spare and self.spare[0][0] < place:
+                self._do(heapq.heappop(self.spare)[-1])  # which gives memory back
+            else:
+                self._do(heapq.heappop(self.ready)[-1])
+        elif found := self._filler():
+            for node in found:
+                self._do(node)
         else:
             self._do(heapq.heappop(self.waits)[-1])
 
+    def _filler(self) -> list[fx.Node]:
+        """The next matmul that needs nothing that still travels, with what it needs; none where
+        there is none, or no memory for it."""
+        while self.first < len(self.heavy) and self.heavy[self.first] in self.done:
+            self.first += 1
+        left = (node for node in self.heavy[self.first :] if node not in self.done)
+        for node in itertools.islice(left, LOOK):
+            found = self._with_what_it_needs(node)
+            if found and self.held.at_most(found) <= self.bound:
+                return found
+        return []
+
+    def _with_what_it_needs(self, wanted: fx.Node) -> list[fx.Node]:
+        """A node and all that must come before it and is not done, in order; none where an exchange
+        is among them."""
+        found: set[fx.Node] = set()
+        stack = [wanted]
+        while stack:
+            node = stack.pop()
+            if node in self.done or node in found:
+                continue
+            if node in self.work.starts or node in self.work.waited:
+                return []
+            found.add(node)
+            stack += self.work.before[node]
+        return sorted(found, key=self.work.index.__getitem__)
+
     def _do(self, node: fx.Node) -> None:
-        if node in self.done:  # it was spare, and then needed
+        if node in self.done:  # it was spare, and then needed, or done before its turn
             return
         self.done.add(node)
         self.order.append(node)
         self.clock.run(node)
+        self.held.run(node)
         for user in self.work.after[node]:
             self.left[user] -= 1
             if not self.left[user]:
