@@ -149,12 +149,13 @@ class Candidate:
 class PlannedSite(Site, Candidate):
     """A site and its chosen candidate, the reason in words, and the time of leaving it alone.
     ``exposed_us`` is how long a rank is predicted to stand still for it in the order of the graph
-    that runs, ``unmoved_us`` how long in the graph's own."""
+    that runs, ``unmoved_us`` how long in the graph's own, and ``missed`` why it still does."""
 
     plain_us: float = 0.0
     reason: str = ""
     exposed_us: float = 0.0
     unmoved_us: float = 0.0
+    missed: str = ""
 
 
 def planned(site: Site, candidate: Candidate, reason: str, plain_us: float) -> PlannedSite:

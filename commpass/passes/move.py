@@ -9,9 +9,11 @@ changes: nothing that is computed. The peak memory by no more than the policy al
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -24,10 +26,11 @@ from commpass.passes.graph.parse import Call, describe_group, graph_modules, is_
 from commpass.passes.graph.schedule import Clock, Work, schedule, sequence, timed
 from commpass.plan import PlannedSite
 
-WINDOWS = (0, 1, 2, 4)
-"""For how many starts of exchanges a matmul may be put off."""
-SURE = 0.01
-"""By what share of the time a larger window, which needs more memory, must be faster."""
+WINDOWS = (0, 1, 2)
+"""For the exchanges of how many sites a matmul may be put off."""
+WORTH = 0.01
+"""What share of the time for which a rank stands still another order must save, or a larger window,
+which needs more memory."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,15 @@ class Moved:
     """What became of a graph's order. ``reordered`` are the names of the exchanges' sites in the
     order in which they start, where that is not the program's; ``exposed_us`` how long a rank is
     predicted to stand still for each site, and ``was_us`` how long it would have in the graph's own
-    order. ``pinned``: something is done while an exchange travels, so the order must be kept.
-    ``why`` says why nothing was moved, where nothing was."""
+    order; ``missed`` says why it still does. ``pinned``: something is done while an exchange
+    travels, so the order must be kept. ``why`` says why nothing was moved, where nothing was."""
 
     exposed_us: dict[str, float] = field(default_factory=dict)
     was_us: dict[str, float] = field(default_factory=dict)
     reordered: tuple[str, ...] = ()
     pinned: bool = False
     why: str = ""
+    missed: dict[str, str] = field(default_factory=dict)
 
 
 def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
@@ -55,21 +59,46 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
     work = work_of(gm.graph, known, profile)
     was = timed(work, nodes)
     bound = (1 + more_memory) * peak(nodes, known)
+    worth = WORTH * sum(was.exposed.values())
     for first in (sequence(work), starts):
-        if order := _best(work, first, bound):
+        if order := _best(work, first, bound, worth):
             break
     else:
         why = f"any other order would need more memory than {more_memory:.0%} above the peak"
-        return Moved(_exposed(was), _exposed(was), pinned=_overlapped(gm), why=why)
+        return _moved(gm, was, was, why=why)
     now = timed(work, order)
-    if first == starts and now.now > (1 - SURE) * was.now:
+    if first == starts and was.now - now.now <= worth:
         why = "no other order would be faster"
-        return Moved(_exposed(was), _exposed(was), pinned=_overlapped(gm), why=why)
+        return _moved(gm, was, was, why=why, missed=_missed(work, starts, was, more_memory))
     for node in order[:-1]:
         order[-1].prepend(node)
     gm.recompile()
     reordered = () if first == starts else tuple(map(site_of, first))
-    return Moved(_exposed(now), _exposed(was), reordered, _overlapped(gm))
+    missed = _missed(work, first, now, more_memory)
+    return _moved(gm, now, was, reordered=reordered, missed=missed)
+
+
+def _moved(gm: fx.GraphModule, now: Clock, was: Clock, **more: Any) -> Moved:
+    return Moved(_exposed(now), _exposed(was), pinned=_overlapped(gm), **more)
+
+
+NEEDED = "nothing else can be computed while it travels: all that is left needs it"
+
+
+def _missed(
+    work: Work, starts: Sequence[fx.Node], now: Clock, more_memory: float
+) -> dict[str, str]:
+    """For each site that a rank stands still for, why."""
+    if not any(now.exposed.values()):
+        return {}
+    roomy = _exposed(timed(work, schedule(work, starts, _windows(starts)[-1], math.inf)))
+    found = {}
+    for site, us in _exposed(now).items():
+        gain = us - roomy.get(site, 0.0)
+        if us > 0:
+            room = f"with more memory than more_memory={more_memory:g} allows {gain:,.0f} us less"
+            found[site] = room if gain > WORTH * us else NEEDED
+    return found
 
 
 def with_exposure(plan: Sequence[PlannedSite], moved: Moved) -> tuple[PlannedSite, ...]:
@@ -80,23 +109,29 @@ def with_exposure(plan: Sequence[PlannedSite], moved: Moved) -> tuple[PlannedSit
     def of(site: PlannedSite) -> PlannedSite:
         name = site.name if site.name in was else site.name.rpartition(".")[0]
         exposed, unmoved = now.pop(name, 0.0), was.pop(name, 0.0)
-        return replace(site, exposed_us=round(exposed, 3), unmoved_us=round(unmoved, 3))
+        return replace(
+            site,
+            exposed_us=round(exposed, 3),
+            unmoved_us=round(unmoved, 3),
+            missed=moved.missed.get(name, moved.why if exposed else ""),
+        )
 
     return tuple(map(of, plan))
 
 
-def _best(work: Work, starts: Sequence[fx.Node], bound: float) -> list[fx.Node]:
-    """The order with these starts that is done first, with the least window that is hardly slower;
-    none where each needs more memory than there may be."""
-    found: list[fx.Node] = []
-    for window in WINDOWS:
-        order = schedule(work, starts, window, bound)
-        if peak(order, work.memory) > bound:
-            continue
-        if found and timed(work, order).now > (1 - SURE) * timed(work, found).now:
-            break
-        found = order
-    return found
+def _best(work: Work, starts: Sequence[fx.Node], bound: float, worth: float) -> list[fx.Node]:
+    """Of the orders with these starts one with the least window that is hardly slower (``worth``
+    microseconds) than the fastest; none where each needs more memory than there may be."""
+    orders = [schedule(work, starts, window, bound) for window in _windows(starts)]
+    ends = [(timed(work, each).now, each) for each in orders if peak(each, work.memory) <= bound]
+    least = min((end for end, _ in ends), default=0.0)
+    return next((each for end, each in ends if end <= least + worth), [])
+
+
+def _windows(starts: Sequence[fx.Node]) -> list[int]:
+    """For how many starts a matmul may be put off: those of so many sites."""
+    most = max(Counter(map(site_of, starts)).values())
+    return [sites * most for sites in WINDOWS]
 
 
 def obstacle(gm: fx.GraphModule) -> str:

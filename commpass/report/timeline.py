@@ -121,7 +121,7 @@ def rows(shown: Shown) -> list[tuple[str, ...]]:
         cells = [ms(time) if first and time >= 0 else "-" for time in times]
         chunks = str(site.chunks) if site.compressed else "-"
         about = (site.name, site.module or "-", site.codec, site.algorithm, chunks)
-        found.append((*about, *cells, site.reason))
+        found.append((*about, *cells, "; ".join(filter(None, (site.reason, site.missed)))))
     return found
 
 

@@ -15,7 +15,7 @@ from commpass.costmodel import ethernet
 from commpass.errors import PolicyError
 from commpass.passes.graph.memory import memory, peak
 from commpass.passes.graph.parse import is_wait, parse
-from commpass.passes.move import move
+from commpass.passes.move import NEEDED, move
 from commpass.passes.pipeline import run
 from commpass.passes.road import Road
 from commpass.policy import Policy, Rule
@@ -153,15 +153,25 @@ def test_not_what_takes_the_result():
     moved = move(gm, LINK, ENOUGH)
     assert code(gm) == before
     assert moved.why == "no other order would be faster"
+    assert list(moved.missed.values()) == [NEEDED]
     assert not moved.pinned
 
 
 def test_not_above_the_memory_that_the_policy_allows():
-    gm = traced(backward)
+    """There is no room for the product while the sum travels."""
+
+    def function(x, w):
+        y = reduced(x * 2).sum()
+        return y, x @ w
+
+    gm = traced(function, 2)
     before = code(gm)
     plan = drive(gm, more_memory=0.0)
     assert code(gm) == before
     assert plan.order == "any other order would need more memory than 0% above the peak"
+    assert all(site.missed == plan.order for site in plan)
+    drive(gm, more_memory=0.5)
+    assert code(gm) != before
 
 
 def chain(g, *layers):
@@ -186,6 +196,13 @@ def test_less_memory_hides_less_and_none_hides_what_costs_none():
     assert exposed[0] > exposed[-1]
     assert exposed[0] < sum(moved.was_us.values())
     assert exposed == sorted(exposed, reverse=True)
+
+
+def test_a_missed_overlap_has_its_reason():
+    gm = trace(chain, *[torch.ones(256, 256) for _ in range(17)])
+    plan = drive(gm, more_memory=0.0)
+    assert all(bool(site.missed) == (site.exposed_us > 0) for site in plan)
+    assert any("with more memory than more_memory=0 allows" in site.missed for site in plan)
 
 
 def test_not_under_a_policy_that_is_off_or_skips_it():

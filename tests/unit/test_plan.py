@@ -254,6 +254,7 @@ FREE = {
     "reason": "another",
     "exposed_us": 7.0,
     "unmoved_us": 7.0,
+    "missed": "some",
 }
 """Facts in which ranks may differ, or that follow from the others."""
 AGREED_AS = {"shape": "common_shape"}

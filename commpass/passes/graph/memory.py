@@ -124,6 +124,10 @@ class Held:
         self.taken: set[int] = set()
         self.now = self.most = 0
 
+    def takes(self, node: fx.Node) -> bool:
+        """Whether a node takes memory that nobody had before."""
+        return not self.known.touches[node] <= self.taken
+
     def run(self, node: fx.Node) -> None:
         """A node runs."""
         for number in self.known.touches[node]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -269,23 +269,39 @@ class _Schedule:
             heapq.heappush(self.ready, heapq.heappop(self.waits)[1:])
         if self.ready:
             place, node = self.ready[0]
-            if self.held.at_most([node]) > self.bound and self.spare and self.spare[0][0] < place:
-                self._do(heapq.heappop(self.spare)[-1])  # which gives memory back
-            else:
-                self._do(heapq.heappop(self.ready)[-1])
+            for each in self._without_room_later(place, node) or [heapq.heappop(self.ready)[-1]]:
+                self._do(each)
         elif found := self._filler():
             for node in found:
                 self._do(node)
         else:
             self._do(heapq.heappop(self.waits)[-1])
 
+    def _without_room_later(self, place: int, node: fx.Node) -> list[fx.Node]:
+        """What was put off and there would be no room for once a node has run; none where there
+        is."""
+        if not self.held.takes(node):
+            return []
+        put_off = (each for each in self._undone() if self.work.index[each] < place)
+        for each in itertools.islice(put_off, 1):
+            found = self._with_what_it_needs(each)
+            if found and node not in found and self.held.at_most([node, *found]) > self.bound:
+                return found
+        if self.spare and self.spare[0][0] < place and self.held.at_most([node]) > self.bound:
+            return [heapq.heappop(self.spare)[-1]]
+        return []
+
+    def _undone(self) -> Iterator[fx.Node]:
+        """The matmuls that are not done, in order."""
+        while self.first < len(self.heavy) and self.heavy[self.first] in self.done:
+            self.first += 1
+        places = range(self.first, len(self.heavy))
+        return (self.heavy[place] for place in places if self.heavy[place] not in self.done)
+
     def _filler(self) -> list[fx.Node]:
         """The next matmul that needs nothing that still travels, with what it needs; none where
         there is none, or no memory for it."""
-        while self.first < len(self.heavy) and self.heavy[self.first] in self.done:
-            self.first += 1
-        left = (node for node in self.heavy[self.first :] if node not in self.done)
-        for node in itertools.islice(left, LOOK):
+        for node in itertools.islice(self._undone(), LOOK):
             found = self._with_what_it_needs(node)
             if found and self.held.at_most(found) <= self.bound:
                 return found
