@@ -32,6 +32,11 @@ def memory(graph: fx.Graph) -> Memory:
     touches: dict[fx.Node, frozenset[int]] = {}
     for node in graph.nodes:
         made = set()
+        if is_wait(node):  # what it gives is what it waited for, whatever memory its fake has
+            pairs = zip(tensors(node.meta.get("val")), node.all_input_nodes, strict=False)
+            for fake, source in pairs:
+                if gives[source]:
+                    numbers.setdefault(fake.untyped_storage()._cdata, min(gives[source]))
         for fake in tensors(node.meta.get("val", node.meta.get("example_value"))):
             number = numbers.setdefault(fake.untyped_storage()._cdata, len(numbers))
             nbytes[number] = max(nbytes[number], meta.nbytes(fake))
