@@ -314,7 +314,8 @@ class Backend:
         record.record(outcome)
         record.trace_graph(gm, f"{direction}_after")
         self.summary.add(outcome.plan, trained=stateless != INFERENCE)
-        if calls.last and (outcome.plan.compressed or outcome.plan.simplified):
+        plan = outcome.plan
+        if calls.last and (plan.compressed or plan.simplified or plan.split):
             calls.last = False
             record.log.warning(LAST, calls.code.name, torch._dynamo.config.recompile_limit)
         if self._writes():

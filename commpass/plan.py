@@ -205,9 +205,23 @@ class Simplification:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Split:
+    """A collective that is done in chunks of rows: the sites that it is split ``into``, the numbers
+    of rows of the matmul before it, the nodes that are done chunk by chunk (``through``), and the
+    reason."""
+
+    site: str
+    into: tuple[str, ...]
+    rows: tuple[int, ...]
+    through: tuple[str, ...] = ()
+    group: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The chosen candidate of every site of one graph, in graph order; the sites are those that are
-    left once it is simplified.
+    left once it is simplified, and ``split`` into chunks of rows.
 
     ``fallback`` is empty when the plan was carried out, and otherwise says why the untouched graph
     was compiled. ``reordered`` are the names of the exchanges' sites in the order in which they
@@ -222,6 +236,7 @@ class Plan:
     profile: str
     sites: tuple[PlannedSite, ...] = ()
     simplified: tuple[Simplification, ...] = ()
+    split: tuple[Split, ...] = ()
     fallback: str = ""
     matched: tuple[int, ...] = ()
     reordered: tuple[str, ...] = ()
@@ -237,14 +252,17 @@ class Plan:
     def untouched(self, sites: Iterable[PlannedSite], why: str) -> Plan:
         """The plan of the same graph if nothing of it is changed, because of ``why``."""
         return dataclasses.replace(
-            self, sites=tuple(sites), simplified=(), reordered=(), fallback=why
+            self, sites=tuple(sites), simplified=(), split=(), reordered=(), fallback=why
         )
 
     def of_group(self, group: str) -> Plan:
         """The part of the plan that the ranks of one group share."""
         sites = tuple(site for site in self.sites if site.group == group)
         return dataclasses.replace(
-            self, sites=sites, simplified=tuple(s for s in self.simplified if s.group == group)
+            self,
+            sites=sites,
+            simplified=tuple(s for s in self.simplified if s.group == group),
+            split=tuple(s for s in self.split if s.group == group),
         )
 
     def common(self) -> Plan:
@@ -258,6 +276,7 @@ class Plan:
         same."""
         rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.common()]
         facts = [self.direction, rows, self.rules(), self.starts(), bool(self.fallback)]
+        facts += [self.splits()] if self.split else []
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
     def starts(self) -> list[int]:
@@ -272,6 +291,10 @@ class Plan:
     def rules(self) -> list[str]:
         """What was simplified, as far as the ranks must do it alike."""
         return [", ".join((step.rule, *step.moved)) for step in self.simplified]
+
+    def splits(self) -> list[str]:
+        """What was split, as far as the ranks must do it alike."""
+        return [f"rows {' + '.join(map(str, each.rows))}" for each in self.split]
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
@@ -326,6 +349,10 @@ def diff(left: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list
     if left.rules() != right.rules():
         found.append(
             Difference("(graph)", "simplified", "; ".join(left.rules()), "; ".join(right.rules()))
+        )
+    if left.splits() != right.splits():
+        found.append(
+            Difference("(graph)", "split", "; ".join(left.splits()), "; ".join(right.splits()))
         )
     if left.starts() != right.starts():
         orders = [", ".join(plan.reordered) or "the program's" for plan in (left, right)]

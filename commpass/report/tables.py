@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.dump import Dump
-from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, Simplification, diff
+from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, Simplification, Split, diff
 
 if TYPE_CHECKING:
     from commpass.report.survey import Measured
@@ -90,6 +90,9 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
         if plan.simplified:
             yield Text()
             yield simplified(plan.simplified)
+        if plan.split:
+            yield Text()
+            yield splits(plan.split)
         yield Text()
     if len(dumps) > 1:
         yield Text(
@@ -158,6 +161,15 @@ def simplified(steps: Sequence[Simplification]) -> Table:
         table.add_row(
             Text(f"{step.site} ({step.rule})"), Text(step.into), Text(size(step.saved_bytes))
         )
+    return table
+
+
+def splits(steps: Sequence[Split]) -> Table:
+    """What is done in chunks of rows, and why."""
+    table = plain_table(f"{len(steps)} split into chunks", "rows", "reason")
+    for step in steps:
+        rows = " + ".join(map(str, step.rows))
+        table.add_row(*map(Text, (f"{step.site}: {', '.join(step.into)}", rows, step.reason)))
     return table
 
 

@@ -44,7 +44,7 @@ class Part:
 
     @property
     def changed(self) -> bool:
-        changed = self.plan.simplified or self.plan.reordered
+        changed = self.plan.simplified or self.plan.split or self.plan.reordered
         return bool(self.plan.compressed or (changed and not self.plan.fallback))
 
     @cached_property
@@ -87,6 +87,9 @@ class Part:
         """What is done with each site as it came, by each of its ``keys_of``."""
         planned = {site.name: site for site in self.plan.sites}
         merged = {step.site: ", ".join((step.rule, *step.moved)) for step in self.plan.simplified}
+        merged |= dict(
+            zip((each.site for each in self.plan.split), self.plan.splits(), strict=True)
+        )
         found: dict[str, str] = {}
         for site in self.first:
             said = merged.get(site.name, NONE)
@@ -133,6 +136,7 @@ def parts(
             plan,
             sites=tuple(site for site in plan.sites if (site.group, site.peer) == (name, peer)),
             simplified=tuple(step for step in steps if step.group == name),
+            split=tuple(each for each in plan.split if peer is None and each.group == name),
             reordered=plan.reordered if peer is None else (),
         )
         found.append(Part(where, f"{where}~{policy}", group, ranks, peer is not None, mine, part))
