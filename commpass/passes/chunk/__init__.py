@@ -19,10 +19,11 @@ from commpass.costmodel import Profile, Task
 from commpass.passes.candidates import candidates
 from commpass.passes.chunk.build import Join, build, joined_of
 from commpass.passes.chunk.gain import exchange_of, meanwhile_us, part_of, pipeline_us
-from commpass.passes.chunk.region import Region, product_of, region_of
+from commpass.passes.chunk.region import Product, Region, product_of, region_of
 from commpass.passes.discover import GraphSite
 from commpass.passes.graph.direction import AGAIN
 from commpass.passes.graph.memory import changed, memory, peak
+from commpass.passes.move import SMALL
 from commpass.plan import PlannedSite, Site, Split
 from commpass.policy import Policy
 
@@ -83,12 +84,13 @@ class _Chunks:
                 self.result.refused[name] = f"rows={asked} does not apply: {regions}"
             return
         if asked is not None:
-            region, reason = regions[0], f"{each.allowed.source} says rows={asked}"
-        elif (best := self._best(each, regions)) is not None:
-            region, reason = best
+            wanted = [(regions[0], f"{each.allowed.source} says rows={asked}")]
         else:
-            return
-        if why := self._build(each, region, reason):
+            wanted = self._gaining(each, regions)
+        for region, reason in wanted:
+            if not (why := self._build(each, region, reason)):
+                self.result.refused.pop(name, None)
+                return
             self.result.refused[name] = f"not split into {region.chunks} chunks of rows: {why}"
 
     def _regions(self, each: GraphSite) -> list[Region] | str:
@@ -107,30 +109,39 @@ class _Chunks:
         fixed = self.joins[product.matmul].bounds if product.matmul in self.joins else None
         asked = each.allowed.rows
         chunks = (asked,) if asked else CHUNKS if fixed is None else (len(fixed) - 1,)
-        tried = [
-            region_of(product, each.call.node, many, fixed, self.known, self.written)
-            for many in chunks
-        ]
+        tried = [self._region(each, product, many, fixed) for many in chunks]
         found = [region for region in tried if isinstance(region, Region)]
         return found or str(tried[0])
 
-    def _best(self, each: GraphSite, regions: Sequence[Region]) -> tuple[Region, str] | None:
-        """The region that is done first, and why, if it gains more than the model's margin."""
+    def _region(
+        self, each: GraphSite, product: Product, chunks: int, fixed: tuple[int, ...] | None
+    ) -> Region | str:
+        start = each.call.node
+        region = region_of(product, start, chunks, fixed, self.known, self.written)
+        if isinstance(region, Region) and each.site.by_messages:
+            part = part_of(each.site, region).bytes
+            if part < SMALL:
+                return f"chunks of {part:,} bytes are too small for gloo, which needs {SMALL:,}"
+        return region
+
+    def _gaining(self, each: GraphSite, regions: Sequence[Region]) -> list[tuple[Region, str]]:
+        """The regions that gain more than the model's margin, the best first, each with why."""
         whole = self._exchange(each.site, each)
-        if meanwhile_us(self.graph, regions[0].start, self.profile) >= whole.us:
-            return None
+        if meanwhile_us(self.graph, each.call.node, self.profile) >= whole.us:
+            return []
         cut = {node: join.chunks for node, join in self.joins.items()}
         plain = pipeline_us(regions[0], 1, whole, (), cut, self.profile)
-        times = []
+        found: list[tuple[float, Region]] = []
         for region in regions:
             part = self._exchange(part_of(each.site, region), each)
-            joined, _ = joined_of(region)
-            times.append(pipeline_us(region, region.chunks, part, joined, cut, self.profile))
-        us, number = min((us, number) for number, us in enumerate(times))
-        if plain - us <= self.profile.margin * plain:
-            return None
-        done = f"{us:,.0f} us instead of {plain:,.0f} us from the matmul before to those after"
-        return regions[number], f"{done} on {self.profile.name}"
+            us = pipeline_us(region, region.chunks, part, joined_of(region)[0], cut, self.profile)
+            if plain - us > self.profile.margin * plain:
+                found.append((us, region))
+        where = f"from the matmul before to those after on {self.profile.name}"
+        return [
+            (region, f"{us:,.0f} us instead of {plain:,.0f} us {where}")
+            for us, region in sorted(found, key=lambda one: one[0])
+        ]
 
     def _exchange(self, site: Site, each: GraphSite) -> Task:
         options = candidates(site, each.allowed, self.profile, self.policy.reassociate)

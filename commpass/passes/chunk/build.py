@@ -96,6 +96,7 @@ def build(graph: fx.Graph, region: Region, joins: Mapping[fx.Node, Join]) -> Bui
     for node in joined:
         work.join(node, inside, place)
     old = {*region.product.nodes, region.start, *inside}
+    old |= {node for node in joins if all(user in old for user in node.users)}
     work.built.old = [node for node in graph.nodes if node in old]
     return work.built
 

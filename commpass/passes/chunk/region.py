@@ -131,32 +131,36 @@ def region_of(
     rows[start] = rows[wait] = Rows(rows[last].dim, (rows[last].dim, None, None))
     found: dict[fx.Node, Rows] = {}
     dims = {wait: rows[wait].dim}  # of what may be taken further
+    whole: set[fx.Node] = set()  # what takes all rows, and what takes that
     node = wait.next
     while node.op != "output":
-        its = rows_of(node, dims)
-        if its is not None and _may_be_cut(node, its, known, written):
+        its = None if any(each in whole for each in node.all_input_nodes) else rows_of(node, dims)
+        more = 0
+        if its is not None and _may_be_cut(node, known, written):
             more = math.lcm(step, step_of(product.many, length(node, its.dim)))
-            fits = _fits(fixed, more) if fixed is not None else chunks * more <= product.many
-            if fits:
-                found[node], step = its, more
-                dims |= {} if matmul_rows(node) is not None else {node: its.dim}
+        if its is not None and more and _fits(product.many, chunks, more, fixed):
+            found[node], step = its, more
+            dims |= {} if matmul_rows(node) is not None else {node: its.dim}
+        elif any(each in dims or each in found or each in whole for each in node.all_input_nodes):
+            whole.add(node)
         node = node.next
     consumers = _towards_matmuls(list(found))
     rows |= {each: found[each] for each in consumers}
     block = BLOCK // math.gcd(BLOCK, _values(last) // product.many)
-    whole = math.lcm(step, block)
-    best = whole if chunks * max(whole, LEAST) <= product.many else step
+    blocks = math.lcm(step, block)
+    best = blocks if chunks * max(blocks, LEAST) <= product.many else step
     ends = fixed or bounds(product.many, chunks, best)
     if min(end - begin for begin, end in itertools.pairwise(ends)) < LEAST:
         return f"{product.many} rows are too few for {chunks} chunks of {LEAST} or more"
     return Region(product, start, wait, tuple(consumers), rows, ends)
 
 
-def _fits(fixed: tuple[int, ...], step: int) -> bool:
-    return all(row % step == 0 for row in fixed)
+def _fits(many: int, chunks: int, step: int, fixed: tuple[int, ...] | None) -> bool:
+    """Whether there are so many chunks whose rows are multiples of ``step``."""
+    return chunks * step <= many if fixed is None else all(row % step == 0 for row in fixed)
 
 
-def _may_be_cut(node: fx.Node, its: Rows, known: Memory, written: Collection[int]) -> bool:
+def _may_be_cut(node: fx.Node, known: Memory, written: Collection[int]) -> bool:
     """Whether what a node gives has a fixed size, no gaps, and nobody writes into it."""
     if not is_fixed(node) or not is_contiguous(node):
         return False

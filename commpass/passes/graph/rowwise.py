@@ -190,5 +190,4 @@ def step_of(rows: int, entries: int) -> int:
 
 def bounds(rows: int, chunks: int, step: int) -> tuple[int, ...]:
     """Where chunks of nearly as many rows begin and end: multiples of ``step``."""
-    steps = rows // step
-    return (*(round(number * steps / chunks) * step for number in range(chunks)), rows)
+    return (*(round(number * rows / (chunks * step)) * step for number in range(chunks)), rows)
