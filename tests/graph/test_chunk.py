@@ -367,20 +367,19 @@ def test_not_small_chunks_over_gloo(monkeypatch):
 
 
 def test_not_above_the_peak_memory_by_more_than_a_chunk():
-    """All that is held at the end are the sum's chunks and what joins them."""
+    """Three of four sums are there beside all of the product and what it is made of."""
 
     def function(x, w):
-        y = reduced(x @ w)
-        return y, y.t() @ y.relu() @ w
+        return reduced(x @ w).relu()
 
-    gm = trace(function, whole(M, N), whole(N, N))
-    before, was = code(gm), peak(tuple(gm.graph.nodes), memory(gm.graph))
-    plan = drive(gm, rows=4, skip=("move",))
-    if plan.split:
-        assert peak(tuple(gm.graph.nodes), memory(gm.graph)) <= was + M * N
-    else:
-        assert code(gm) == before
-        assert "the peak memory would be" in plan.sites[0].reason
+    gm = trace(function, whole(M, 4 * N), whole(4 * N, N))
+    before = code(gm)
+    plan = drive(gm, rows=4)
+    assert code(gm) == before
+    more = M * N * 4 * 3 // 4
+    why = f"not split into 4 chunks of rows: the peak memory would be {more:,} bytes higher"
+    assert plan.sites[0].reason.endswith(why)
+    assert len(drive(gm, rows=2).split) == 1
 
 
 def test_what_other_rows_decide_is_computed_of_the_whole():
@@ -467,7 +466,7 @@ STEPS = {
     "twice": lambda y, r, v: y * (y + r),
     "largest": lambda y, r, v: y - y.amax(-1, keepdim=True),
     "flat": lambda y, r, v: y.reshape(-1).reshape(y.shape),
-    "batch": lambda y, r, v: y.view(4, -1, y.shape[-1]).exp().view(y.shape),
+    "batch": lambda y, r, v: y.view(4, -1, y.shape[-1]).tanh().view(y.shape),
     "rows": lambda y, r, v: y - y.sum(0),
     "turned": lambda y, r, v: y.t().contiguous().t() + v,
 }
@@ -513,4 +512,7 @@ def test_any_chain_computes_the_same(names, taken, matmuls, rows, moves):
             assert peak(tuple(gm.graph.nodes), memory(gm.graph)) <= was + 64 * 16 * 4 // rows + 64
     for one, other in zip(expected, found, strict=True):
         assert one.stride() == other.stride()
-        torch.testing.assert_close(one, other)
+        if "bf16" in names:  # a bit of float32 more or less is then one of bfloat16
+            assert (one - other).norm() <= 0.05 * one.norm()
+        else:
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

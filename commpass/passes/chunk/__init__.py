@@ -152,8 +152,10 @@ class _Chunks:
         through = tuple(node.name for node in (*region.product.nodes, *region.consumers))
         built = build(self.graph, region, self.joins)
         gone = set(built.old)
+        order = [node for node in self.graph.nodes if node not in gone]
         known = memory(self.graph)
-        more = peak([node for node in self.graph.nodes if node not in gone], known) - self.peak
+        known = replace(known, touches={node: known.touches[node] for node in order})
+        more = peak(order, known) - self.peak
         if more > each.site.bytes // region.chunks:
             built.undo()
             return f"the peak memory would be {more:,} bytes higher"
