@@ -357,6 +357,23 @@ def test_not_a_site_that_checkpointing_runs_again():
     )
 
 
+def test_not_in_a_sub_graph():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def function(flag, x, w):
+        return torch.cond(flag.sum() > 0, lambda x: reduced(x @ w), lambda x: x @ w, (x,))
+
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(torch.ones(64, 64)) for _ in range(3)]
+    with mode:
+        gm = make_fx(function)(*fakes)
+    (site,) = drive(gm, rows=2)
+    assert site.reason.endswith(
+        "rows=2 does not apply: it is in a region that may run several times"
+    )
+
+
 def test_not_small_chunks_over_gloo(monkeypatch):
     """It corrupts memory with several small exchanges in the air."""
     monkeypatch.setattr(commpass.groups, "sends_messages", lambda name, device: True)
@@ -451,6 +468,20 @@ def test_the_plan_tells_and_ranks_compare():
     assert rows["split"] == ("rows 64 + 64", "rows 32 + 32 + 32 + 32")
     assert split.untouched(split.sites, "because").split == ()
     assert split.of_group("another").split == ()
+
+
+def test_what_was_split_is_shown():
+    from rich.console import Console
+
+    from commpass.report.tables import splits
+
+    plan = drive(trace(block, *inputs()), rows=2)
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(splits(plan.split))
+    text = shown.get()
+    for part in ("1 split into chunks", "64 + 64", "all_reduce:", "policy 'custom' says rows=2"):
+        assert part in text
 
 
 # --- random graphs --------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def chunk(
     """Splits the collectives of a graph that gain by it, or that a word names a number for."""
     work = _Chunks(gm.graph, policy, profile, direction)
     for each in found:
-        if each.allowed.rows != 1 and each.module is gm:
+        if each.allowed.rows != 1:
             work.site(each)
     if work.result.done:
         gm.graph.lint()
@@ -98,6 +98,8 @@ class _Chunks:
         be."""
         if each.site.group_size == 1:
             return "the group has one rank, and nothing is sent"
+        if each.module.graph is not self.graph:
+            return "it is in a region that may run several times"
         if not self.policy.reassociate:
             return "reassociate=False, and fewer rows of a matmul may be rounded differently"
         again = each.call.node.meta.get("recompute") in AGAIN
