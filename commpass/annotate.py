@@ -114,6 +114,7 @@ def compress(
     force: bool = False,
     lowering: str | None = None,
     chunks: int | None = None,
+    rows: int | None = None,
 ) -> Any:
     """Says how the collectives of a part of the model may be compressed; what is left out is the
     policy's.
@@ -122,16 +123,17 @@ def compress(
     commpass.compress(...):`` inside the compiled code, or ``commpass.compress(...)(module)`` on one
     module. The nearest enclosing word wins. ``codec`` and ``algorithm`` are one name or several;
     ``max_error`` is a relative error; ``force`` compresses even where the cost model sees no gain;
-    ``lowering`` is ``inline`` or ``kernel``; ``chunks`` is into how many a tensor is divided.
+    ``lowering`` is ``inline`` or ``kernel``; ``chunks`` is into how many a tensor is divided,
+    ``rows`` into how many chunks of rows the matmul before a collective is split.
     Raises PolicyError for unknown names, and for anything given without its name
     (``compress("int8")``, or ``@compress`` without brackets).
     """
     if target is not None:
         _refuse_unnamed(target)
     if torch.compiler.is_dynamo_compiling():
-        word = _compress_json(codec, algorithm, max_error, force, lowering, chunks)
+        word = _compress_json(codec, algorithm, max_error, force, lowering, chunks, rows)
         return annotate({KEY: word})
-    return Scope(_word(codec, algorithm, max_error, force, lowering, chunks))
+    return Scope(_word(codec, algorithm, max_error, force, lowering, chunks, rows))
 
 
 def keep(target: Any = None) -> Any:
@@ -165,6 +167,7 @@ def _word(
     force: bool,
     lowering: str | None,
     chunks: int | None,
+    rows: int | None,
 ) -> Word:
     return Word(
         codec=codec,
@@ -173,6 +176,7 @@ def _word(
         force=force,
         lowering=lowering,
         chunks=chunks,
+        rows=rows,
     )
 
 

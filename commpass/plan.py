@@ -225,9 +225,23 @@ class Grouped:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Split:
+    """A collective that is done in chunks of rows: the sites that it is split ``into``, the numbers
+    of rows of the matmul before it, the nodes that are done chunk by chunk (``through``), and the
+    reason."""
+
+    site: str
+    into: tuple[str, ...]
+    rows: tuple[int, ...]
+    through: tuple[str, ...] = ()
+    group: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The chosen candidate of every site of one graph, in graph order; the sites are those that are
-    left once it is simplified, and small ones are grouped.
+    left once it is simplified, small ones are grouped, and some ``split`` into chunks of rows.
 
     ``fallback`` is empty when the plan was carried out, and otherwise says why the untouched graph
     was compiled. ``reordered`` are the names of the exchanges' sites in the order in which they
@@ -243,6 +257,7 @@ class Plan:
     sites: tuple[PlannedSite, ...] = ()
     simplified: tuple[Simplification, ...] = ()
     grouped: tuple[Grouped, ...] = ()
+    split: tuple[Split, ...] = ()
     fallback: str = ""
     matched: tuple[int, ...] = ()
     reordered: tuple[str, ...] = ()
@@ -258,14 +273,20 @@ class Plan:
     def untouched(self, sites: Iterable[PlannedSite], why: str) -> Plan:
         """The plan of the same graph if nothing of it is changed, because of ``why``."""
         return dataclasses.replace(
-            self, sites=tuple(sites), simplified=(), grouped=(), reordered=(), fallback=why
+            self,
+            sites=tuple(sites),
+            simplified=(),
+            grouped=(),
+            split=(),
+            reordered=(),
+            fallback=why,
         )
 
     @property
     def changed(self) -> bool:
         """Whether what is compiled is another graph than the one that came."""
         return not self.fallback and any(
-            (self.compressed, self.simplified, self.grouped, self.reordered)
+            (self.compressed, self.simplified, self.grouped, self.split, self.reordered)
         )
 
     def of_group(self, group: str) -> Plan:
@@ -276,6 +297,7 @@ class Plan:
             sites=sites,
             simplified=tuple(step for step in self.simplified if step.group == group),
             grouped=tuple(each for each in self.grouped if each.group == group),
+            split=tuple(each for each in self.split if each.group == group),
         )
 
     def common(self) -> Plan:
@@ -288,7 +310,7 @@ class Plan:
         """A digest of every common decision; equal on two ranks if and only if they will do the
         same."""
         rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.common()]
-        did = (self.rules(), self.groups(), self.starts())
+        did = (self.rules(), self.groups(), self.splits(), self.starts())
         facts = [self.direction, rows, *did, bool(self.fallback)]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
@@ -309,6 +331,10 @@ class Plan:
         """Which sites were fused, by their places in their process group: as the ranks must do it
         alike."""
         return [f"sites {', '.join(map(str, each.numbers))}" for each in self.grouped]
+
+    def splits(self) -> list[str]:
+        """What was split, as far as the ranks must do it alike."""
+        return [f"rows {' + '.join(map(str, each.rows))}" for each in self.split]
 
     def to_json(self) -> str:
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode()
@@ -363,6 +389,10 @@ def diff(left: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list
     if left.rules() != right.rules():
         found.append(
             Difference("(graph)", "simplified", "; ".join(left.rules()), "; ".join(right.rules()))
+        )
+    if left.splits() != right.splits():
+        found.append(
+            Difference("(graph)", "split", "; ".join(left.splits()), "; ".join(right.splits()))
         )
     if left.starts() != right.starts():
         orders = [", ".join(plan.reordered) or "the program's" for plan in (left, right)]

@@ -89,6 +89,7 @@ class Allowed:
     budget: str = "max_error of the policy"
     lowering: str | None = None
     chunks: int | None = None
+    rows: int | None = None
 
     @property
     def terms(self) -> Allowed:
@@ -113,7 +114,8 @@ class Word(_Named):
     no gain. ``keep`` never compresses. ``lowering`` says what encode and decode become: ``inline``,
     operators that Inductor fuses with their neighbours, or ``kernel``, functions that all sites
     share. ``chunks`` is into how many a tensor is divided, of which one travels while another is
-    coded; 1 means not at all, and None lets the cost model choose.
+    coded; 1 means not at all, and None lets the cost model choose. ``rows``, likewise, is into how
+    many chunks of rows the matmul before a collective is split, and what comes after it.
     """
 
     codec: Words = None
@@ -123,6 +125,7 @@ class Word(_Named):
     keep: bool = False
     lowering: str | None = None
     chunks: int | None = None
+    rows: int | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -137,13 +140,14 @@ class Word(_Named):
                 f"max_error={self.max_error!r}: must be a share such as 0.01 for one percent, and"
                 " at most 1"
             )
-        if self.chunks is not None and not 1 <= self.chunks <= MOST_CHUNKS:
-            raise PolicyError(f"chunks={self.chunks}: must be from 1 to {MOST_CHUNKS}")
-        said = (self.codec, self.algorithm, self.force, self.lowering, self.chunks)
+        for name, number in (("chunks", self.chunks), ("rows", self.rows)):
+            if number is not None and not 1 <= number <= MOST_CHUNKS:
+                raise PolicyError(f"{name}={number}: must be from 1 to {MOST_CHUNKS}")
+        said = (self.codec, self.algorithm, self.force, self.lowering, self.chunks, self.rows)
         if self.keep and any(said):
             raise PolicyError(
-                "keep=True says never to compress: leave codec, algorithm, chunks, lowering and"
-                " force out"
+                "keep=True says never to compress: leave codec, algorithm, chunks, rows, lowering"
+                " and force out"
             )
         if self.lowering is not None and self.lowering not in LOWERINGS:
             raise PolicyError(f"lowering={self.lowering!r}{nearest(self.lowering, LOWERINGS)}")
@@ -151,7 +155,7 @@ class Word(_Named):
     def allowed(self, policy: Policy, source: str) -> Allowed:
         """What is allowed to a site that this word covers; what it leaves open is the policy's."""
         if self.keep:
-            return Allowed(source=source)
+            return Allowed(source=source, rows=1)
         budget = f"max_error of {source}"
         if self.max_error is None and source != policy.label:
             budget = f"max_error of {policy.label}, since {source} says none"
@@ -165,6 +169,7 @@ class Word(_Named):
             budget=budget,
             lowering=self.lowering or policy.lowering,
             chunks=self.chunks or policy.chunks,
+            rows=self.rows or policy.rows,
         )
 
     def to_json(self) -> str:
@@ -257,9 +262,9 @@ class Policy(_Named):
 
     ``max_error`` is the largest allowed relative error of a compressed result;
     ``reassociate=False`` forbids even changes that only round a sum differently; ``skip`` names
-    passes to leave out; ``lowering`` and ``chunks`` as in a rule. ``group_bytes`` is the largest
-    site in bytes that is fused with others, 0 for none, and ``group_delay`` how many matmuls,
-    convolutions and attentions fewer an exchange may then be hidden behind. ``more_memory`` is by
+    passes to leave out; ``lowering``, ``chunks`` and ``rows`` as in a rule. ``group_bytes`` is the
+    largest site in bytes that is fused with others, 0 for none, and ``group_delay`` how many
+    matmuls, convolutions and attentions fewer an exchange may then be hidden behind. ``more_memory`` is by
     what share the peak memory of a graph may rise where exchanges are moved so that they hide
     behind matmuls.
     """
@@ -274,6 +279,7 @@ class Policy(_Named):
     off: bool = False
     lowering: str | None = None
     chunks: int | None = None
+    rows: int | None = None
     group_bytes: int = 256 << 10
     group_delay: int = 2
     more_memory: float = 0.1
@@ -310,6 +316,7 @@ class Policy(_Named):
             max_error=self.max_error,
             lowering=self.lowering,
             chunks=self.chunks,
+            rows=self.rows,
         )
 
     def allowed(self, site: Site) -> tuple[Allowed, int | None]:

@@ -19,6 +19,7 @@ from commpass.errors import PolicyError, nearest
 from commpass.passes.allowed import allow, matched, still_allowed
 from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
+from commpass.passes.chunk import chunk
 from commpass.passes.contract import Contracts, Pass
 from commpass.passes.discover import discover
 from commpass.passes.graph.marks import MARK
@@ -69,6 +70,14 @@ def _group(road: Road) -> Road:
     return dataclasses.replace(road, grouped=grouped, found=found)
 
 
+def _chunk(road: Road) -> Road:
+    if not road.found or road.policy.off or road.obstacle is not None:
+        return road
+    done = chunk(road.gm, road.found, road.policy, road.profile, road.direction)
+    found = still_allowed(discover(road.gm, road.direction, road.stateless), road.policy)
+    return dataclasses.replace(road, chunked=done, found=found)
+
+
 def _candidates(road: Road) -> Road:
     options = tuple(
         candidates(each.site, each.allowed, road.profile, road.policy.reassociate)
@@ -80,7 +89,7 @@ def _candidates(road: Road) -> Road:
 def _choose(road: Road) -> Road:
     sites, allowed = [f.site for f in road.found], [f.allowed for f in road.found]
     plan = choose(sites, road.options, allowed, road.profile, kernels=road.kernels)
-    return dataclasses.replace(road, sites=plan)
+    return dataclasses.replace(road, sites=tuple(map(road.chunked.told, plan)))
 
 
 def _rewrite(road: Road) -> Road:
@@ -109,6 +118,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(name="discover", run=_discover, provides=("sites",), needed=True),
     Pass(name="simplify", run=_simplify, requires=("sites",), provides=("sites",), mutates=True),
     Pass(name="group", run=_group, requires=("sites",), provides=("sites",), mutates=True),
+    Pass(name="chunk", run=_chunk, requires=("sites",), provides=("sites",), mutates=True),
     Pass(
         name="candidates", run=_candidates, requires=("sites",), provides=("options",), needed=True
     ),
@@ -207,6 +217,7 @@ def run(
             sites=road.sites or (),
             simplified=road.simplified,
             grouped=road.grouped,
+            split=tuple(road.chunked.done),
             matched=road.matched,
             reordered=road.moved.reordered,
             order=road.moved.why,

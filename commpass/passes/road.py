@@ -8,6 +8,7 @@ from torch import fx
 
 from commpass.costmodel import Profile
 from commpass.passes.candidates import Options
+from commpass.passes.chunk import Chunked
 from commpass.passes.discover import GraphSite
 from commpass.passes.move import Moved
 from commpass.passes.rewrite import StateInput
@@ -31,6 +32,7 @@ class Road:
     matched: tuple[int, ...] = ()
     simplified: tuple[Simplification, ...] = ()
     grouped: tuple[Grouped, ...] = ()
+    chunked: Chunked = field(default_factory=Chunked)
     options: tuple[Options, ...] = ()
     sites: tuple[PlannedSite, ...] | None = None
     stateless: str | None = NOBODY

@@ -21,6 +21,7 @@ from commpass.plan import (
     Plan,
     PlannedSite,
     Simplification,
+    Split,
     diff,
 )
 
@@ -101,6 +102,9 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
         if plan.grouped:
             yield Text()
             yield grouped(plan.grouped)
+        if plan.split:
+            yield Text()
+            yield splits(plan.split)
         yield Text()
     if len(dumps) > 1:
         yield Text(
@@ -179,6 +183,15 @@ def grouped(fusions: Sequence[Grouped]) -> Table:
     for each in fusions:
         texts = (", ".join(each.sites), each.into, size(sum(each.bytes)), each.reason)
         table.add_row(*map(Text, texts))
+    return table
+
+
+def splits(steps: Sequence[Split]) -> Table:
+    """What is done in chunks of rows, and why."""
+    table = plain_table(f"{len(steps)} split into chunks", "rows", "reason")
+    for step in steps:
+        rows = " + ".join(map(str, step.rows))
+        table.add_row(*map(Text, (f"{step.site}: {', '.join(step.into)}", rows, step.reason)))
     return table
 
 

@@ -97,7 +97,7 @@ def _settled(part: Part, past: History, speaker: Speaker) -> bool:
         key = next((key for key in keys_of(site) if key in known), "")
         if not key or not known[key] == wanted[key] != SEVERAL:
             return False
-    return not (part.plan.simplified or part.plan.grouped)
+    return not (part.plan.simplified or part.plan.grouped or part.plan.split)
 
 
 def _contrary(part: Part, past: History, speaker: Speaker) -> bool:

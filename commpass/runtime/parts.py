@@ -87,6 +87,9 @@ class Part:
         planned = {site.name: site for site in self.plan.sites}
         merged = {step.site: ", ".join((step.rule, *step.moved)) for step in self.plan.simplified}
         merged |= {name: "grouped" for each in self.plan.grouped for name in each.sites}
+        merged |= dict(
+            zip((each.site for each in self.plan.split), self.plan.splits(), strict=True)
+        )
         found: dict[str, str] = {}
         for site in self.first:
             said = merged.get(site.name, NONE)
@@ -134,6 +137,7 @@ def parts(
             plan,
             sites=tuple(site for site in plan.sites if (site.group, site.peer) == (name, peer)),
             simplified=tuple(step for step in steps if step.group == name),
+            split=tuple(each for each in plan.split if peer is None and each.group == name),
             reordered=plan.reordered if peer is None else (),
             grouped=tuple(each for each in grouped if each.group == name),
         )

@@ -51,6 +51,7 @@ def record(outcome: Outcome) -> None:
     counted["compressed"] += len(plan.compressed)
     counted["simplified"] += len(plan.simplified)
     counted["grouped"] += sum(len(each.sites) for each in plan.grouped)
+    counted["split"] += len(plan.split)
     counted["saved_bytes"] += sum(step.saved_bytes for step in plan.simplified)
     counted["fallbacks"] += bool(plan.fallback) and outcome.error is not None
     counted["bytes"] += sum(max(site.bytes, 0) for site in plan.sites)

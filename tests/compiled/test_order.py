@@ -156,3 +156,24 @@ def test_generated_code_of_inference_keeps_what_is_computed_meanwhile(fake_group
     with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         _, sources = run_and_get_code(torch.compile(function, backend=backend), x, w)
     assert " ".join(exchanges(sources[-1], matmuls=True)) == "a0 m A0 g0 G0"
+
+
+def test_generated_code_sends_a_chunk_while_the_next_is_computed(fake_group):
+    """Chunks are written where they are joined: nothing is copied for that."""
+    fake_group(2)
+    torch._dynamo.reset()
+
+    def half(x, w, residual, v):
+        h = residual + wait(ops.all_reduce(x @ w, "sum", "0"))
+        return h, (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1)) @ v
+
+    backend = commpass.backend(Policy(rows=2, more_memory=1.0), strict=True)
+    given = [torch.randn(512, 256), torch.randn(256, 256)] * 2
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        _, sources = run_and_get_code(torch.compile(half, backend=backend), *given)
+    body = sources[-1][sources[-1].index("def call(") :]
+    found = re.findall(r"(all_reduce_|wait_tensor)\.default\(|extern_kernels\.(mm)\(", body)
+    letters = {"all_reduce_": "s", "wait_tensor": "w", "": "m"}
+    assert "".join(letters[name] for name, _ in found) == "msmswmwm"
+    assert "cat" not in body
+    assert len(re.findall(r"empty_strided_cpu\(\(512, 256\)", body)) == 2

@@ -29,6 +29,7 @@ from commpass.plan import (
     PlannedSite,
     Simplification,
     Site,
+    Split,
     diff,
 )
 from commpass.policy import Policy
@@ -140,6 +141,16 @@ PLANS = st.builds(
             numbers=st.lists(st.integers(0, 99), max_size=3).map(tuple),
             bytes=st.lists(st.integers(0, 1 << 30), max_size=3).map(tuple),
             gain_us=TIMES,
+            reason=TEXTS,
+        ),
+        max_size=2,
+    ).map(tuple),
+    split=st.lists(
+        st.builds(
+            Split,
+            site=TEXTS,
+            into=st.lists(TEXTS, max_size=3).map(tuple),
+            rows=st.lists(st.integers(1, 64), max_size=3).map(tuple),
             reason=TEXTS,
         ),
         max_size=2,
@@ -410,6 +421,16 @@ def test_a_digest_is_of_which_sites_were_grouped_but_not_of_their_names():
     )
     assert len({each.digest() for each in (plan(planned()), one, other)}) == 3
     assert one.digest() == elsewhere.digest()
+
+
+def test_a_digest_is_of_the_rows_of_a_split_but_not_of_why():
+    done = {"site": "all_reduce", "into": ("a", "b"), "rows": (64, 64), "through": ("mm",)}
+    one, other, told = (
+        plan(planned(), split=(Split(**done | changes),))
+        for changes in ({}, {"rows": (60, 68)}, {"reason": "because", "through": ()})
+    )
+    assert len({each.digest() for each in (plan(planned()), one, other)}) == 3
+    assert one.digest() == told.digest()
 
 
 def test_digests_tell_a_number_from_a_name_and_one_site_from_two():

@@ -584,6 +584,7 @@ REFUSED = {
         ["keep=True", "algorithm"],
     ),
     "keep with chunks": (lambda: Rule(keep=True, chunks=4), ["keep=True", "chunks"]),
+    "keep with rows": (lambda: Rule(keep=True, rows=4), ["keep=True", "rows"]),
     "no chunks of a rule": (lambda: Rule(chunks=0), ["chunks=0", "from 1 to 64"]),
     "no chunks of a policy": (lambda: Policy(chunks=0), ["chunks=0", "from 1 to 64"]),
     "fewer chunks than none": (lambda: Word(chunks=-1), ["chunks=-1", "from 1 to 64"]),

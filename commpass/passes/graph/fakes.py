@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, TypeGuard
 
 import torch
@@ -9,6 +10,13 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._mode_utils import no_dispatch
+
+
+def mode_of(graph: fx.Graph) -> Any:
+    """The fake mode under which a graph was traced."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+    return next(modes, contextlib.nullcontext())
 
 
 def storage(value: Tensor) -> Any:

@@ -68,14 +68,14 @@ def orders(graph: fx.Graph, known: Memory) -> dict[fx.Node, list[fx.Node]]:
     effect: fx.Node | None = None
     for node in graph.nodes:
         first = dict.fromkeys(node.all_input_nodes)
-        written = _written(node, known)
+        into = written(node, known)
         for number in known.touches[node]:
             if number in writer:
                 first[writer[number]] = None
-            if number in written:
+            if number in into:
                 first |= dict.fromkeys(readers[number])
         for number in known.touches[node]:
-            if number in written:
+            if number in into:
                 writer[number], readers[number] = node, []
             else:
                 readers[number].append(node)
@@ -88,7 +88,13 @@ def orders(graph: fx.Graph, known: Memory) -> dict[fx.Node, list[fx.Node]]:
     return {node: list(first) for node, first in before.items()}
 
 
-def _written(node: fx.Node, known: Memory) -> frozenset[int]:
+def changed(graph: fx.Graph, known: Memory) -> frozenset[int]:
+    """The memory that something in a graph writes into; what waits for an exchange does not."""
+    nodes = (node for node in graph.nodes if not is_wait(node))
+    return frozenset(number for node in nodes for number in written(node, known))
+
+
+def written(node: fx.Node, known: Memory) -> frozenset[int]:
     """The memory into which a node writes: that of the arguments that its operator changes; a wait
     makes the values of its result appear."""
     if is_wait(node):

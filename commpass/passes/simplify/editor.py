@@ -3,7 +3,6 @@ changing the graph."""
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from commpass import groups, meshes
 from commpass.costmodel import Link, Profile
 from commpass.passes.allowed import ALLOWED
 from commpass.passes.graph import meta
+from commpass.passes.graph.fakes import mode_of
 from commpass.passes.graph.parse import Call, describe_group, is_wait, parse
 from commpass.passes.simplify.held import Held, nothing_held
 from commpass.passes.simplify.values import memory, value_numbers
@@ -92,11 +92,7 @@ class Editor:
     @cached_property
     def mode(self) -> Any:
         """The fake mode under which the graph was traced."""
-        values = (meta.tensor(node) for node in self.graph.nodes)
-        return next(
-            (getattr(v, "fake_mode", None) for v in values if hasattr(v, "fake_mode")),
-            contextlib.nullcontext(),
-        )
+        return mode_of(self.graph)
 
     # --- looking ---
 

@@ -1,0 +1,176 @@
+"""chunk: a collective of a matmul's result in chunks of rows, each sent as soon as it is there, and
+taken by the next matmul as soon as it has arrived.
+
+needs: the sites of a functional graph, each with what it is allowed.
+gives: the same graph with several smaller collectives in place of some, and a record of each split.
+Which of them run while another travels is for ``move``.
+changes: nothing but the number of rows of matmuls, by which some libraries round differently.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from commpass.costmodel import Profile, Task
+from commpass.passes.candidates import candidates
+from commpass.passes.chunk.build import Join, build, joined_of
+from commpass.passes.chunk.gain import exchange_of, meanwhile_us, part_of, pipeline_us
+from commpass.passes.chunk.region import Product, Region, product_of, region_of
+from commpass.passes.discover import GraphSite
+from commpass.passes.graph.direction import AGAIN
+from commpass.passes.graph.memory import changed, memory, peak
+from commpass.passes.move import SMALL
+from commpass.plan import PlannedSite, Site, Split
+from commpass.policy import Policy
+
+CHUNKS = (2, 4)
+"""Into how many chunks rows are split where nobody names a number."""
+
+
+@dataclass
+class Chunked:
+    """What was split, and by the name of the site why one was not that a word or the cost model
+    wanted to be."""
+
+    done: list[Split] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def told(self, site: PlannedSite) -> PlannedSite:
+        """A site of the plan with what its reason says of a split that is not made."""
+        why = self.refused.get(site.name)
+        return site if why is None else replace(site, reason=f"{site.reason}; {why}")
+
+
+def chunk(
+    gm: fx.GraphModule,
+    found: Sequence[GraphSite],
+    policy: Policy,
+    profile: Profile,
+    direction: str,
+) -> Chunked:
+    """Splits the collectives of a graph that gain by it, or that a word names a number for."""
+    work = _Chunks(gm.graph, policy, profile, direction)
+    for each in found:
+        if each.allowed.rows != 1:
+            work.site(each)
+    if work.result.done:
+        gm.graph.lint()
+        gm.recompile()
+    return work.result
+
+
+class _Chunks:
+    """A graph whose sites are split one after the other."""
+
+    def __init__(self, graph: fx.Graph, policy: Policy, profile: Profile, direction: str):
+        self.graph, self.policy, self.profile = graph, policy, profile
+        self.direction = direction
+        self.result = Chunked()
+        self.joins: dict[fx.Node, Join] = {}
+        self.known = memory(graph)
+        self.written = changed(graph, self.known)
+        self.peak = peak(tuple(graph.nodes), self.known)
+
+    def site(self, each: GraphSite) -> None:
+        """Splits one site, if that is asked for or gains."""
+        asked, name = each.allowed.rows, each.site.name
+        regions = self._regions(each)
+        if isinstance(regions, str):
+            if asked is not None:
+                self.result.refused[name] = f"rows={asked} does not apply: {regions}"
+            return
+        if asked is not None:
+            wanted = [(regions[0], f"{each.allowed.source} says rows={asked}")]
+        else:
+            wanted = self._gaining(each, regions)
+        for region, reason in wanted:
+            if not (why := self._build(each, region, reason)):
+                self.result.refused.pop(name, None)
+                return
+            self.result.refused[name] = f"not split into {region.chunks} chunks of rows: {why}"
+
+    def _regions(self, each: GraphSite) -> list[Region] | str:
+        """What may be done in chunks around a site, for each number of them, or why nothing can
+        be."""
+        if each.site.group_size == 1:
+            return "the group has one rank, and nothing is sent"
+        if each.module.graph is not self.graph:
+            return "it is in a region that may run several times"
+        if not self.policy.reassociate:
+            return "reassociate=False, and fewer rows of a matmul may be rounded differently"
+        again = each.call.node.meta.get("recompute") in AGAIN
+        if again or each.site.direction != self.direction:
+            return "backward runs it again, and must send the same"
+        product = product_of(each, self.joins, self.known, self.written)
+        if isinstance(product, str):
+            return product
+        fixed = self.joins[product.matmul].bounds if product.matmul in self.joins else None
+        asked = each.allowed.rows
+        chunks = (asked,) if asked else CHUNKS if fixed is None else (len(fixed) - 1,)
+        tried = [self._region(each, product, many, fixed) for many in chunks]
+        found = [region for region in tried if isinstance(region, Region)]
+        return found or str(tried[0])
+
+    def _region(
+        self, each: GraphSite, product: Product, chunks: int, fixed: tuple[int, ...] | None
+    ) -> Region | str:
+        start = each.call.node
+        region = region_of(product, start, chunks, fixed, self.known, self.written)
+        if isinstance(region, Region) and each.site.by_messages:
+            part = part_of(each.site, region).bytes
+            if part < SMALL:
+                return f"chunks of {part:,} bytes are too small for gloo, which needs {SMALL:,}"
+        return region
+
+    def _gaining(self, each: GraphSite, regions: Sequence[Region]) -> list[tuple[Region, str]]:
+        """The regions that gain more than the model's margin, the best first, each with why."""
+        whole = self._exchange(each.site, each)
+        if meanwhile_us(self.graph, each.call.node, self.profile) >= whole.us:
+            return []
+        cut = {node: join.chunks for node, join in self.joins.items()}
+        plain = pipeline_us(regions[0], 1, whole, (), cut, self.profile)
+        found: list[tuple[float, Region]] = []
+        for region in regions:
+            part = self._exchange(part_of(each.site, region), each)
+            us = pipeline_us(region, region.chunks, part, joined_of(region)[0], cut, self.profile)
+            if plain - us > self.profile.margin * plain:
+                found.append((us, region))
+        where = f"from the matmul before to those after on {self.profile.name}"
+        return [
+            (region, f"{us:,.0f} us instead of {plain:,.0f} us {where}")
+            for us, region in sorted(found, key=lambda one: one[0])
+        ]
+
+    def _exchange(self, site: Site, each: GraphSite) -> Task:
+        options = candidates(site, each.allowed, self.profile, self.policy.reassociate)
+        return exchange_of(options, self.profile)
+
+    def _build(self, each: GraphSite, region: Region, reason: str) -> str:
+        """Splits a site, or says why its graph must not hold the chunks."""
+        through = tuple(node.name for node in (*region.product.nodes, *region.consumers))
+        built = build(self.graph, region, self.joins)
+        gone = set(built.old)
+        order = [node for node in self.graph.nodes if node not in gone]
+        known = memory(self.graph)
+        known = replace(known, touches={node: known.touches[node] for node in order})
+        more = peak(order, known) - self.peak
+        if more > each.site.bytes // region.chunks:
+            built.undo()
+            return f"the peak memory would be {more:,} bytes higher"
+        split = Split(
+            site=each.site.name,
+            into=tuple(node.name for node in built.starts),
+            rows=tuple(end - begin for begin, end in itertools.pairwise(region.bounds)),
+            through=through,
+            group=each.site.group,
+            reason=reason,
+        )
+        built.finish()
+        self.joins = {n: join for n, join in (self.joins | built.joins).items() if n not in gone}
+        self.known = known
+        self.result.done.append(split)
+        return ""

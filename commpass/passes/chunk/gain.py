@@ -1,0 +1,101 @@
+"""What chunks of rows gain: a pipeline of matmul, exchange and matmul against one after the
+other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import fx
+
+from commpass.costmodel import HOST, Profile, Task, finished_us
+from commpass.passes.candidates import Options
+from commpass.passes.chunk.region import Region
+from commpass.passes.graph import costs, meta
+from commpass.plan import Candidate, Site
+
+EXCHANGE = "exchange"
+
+
+def part_of(site: Site, region: Region) -> Site:
+    """The site of the largest chunk."""
+    dim = region.rows[region.start].dim
+    ends = region.cut(region.start, dim)
+    largest = max(end - begin for begin, end in itertools.pairwise(ends))
+    shape = tuple(largest if at == dim else size for at, size in enumerate(site.shape))
+    return dataclasses.replace(
+        site,
+        shape=shape,
+        bytes=site.bytes * largest // ends[-1],
+        width=math.prod(int(size) for size in shape[1:]),
+    )
+
+
+def pipeline_us(
+    region: Region,
+    chunks: int,
+    exchange: Task,
+    joined: Sequence[fx.Node],
+    cut: Mapping[fx.Node, Sequence[fx.Node]],
+    profile: Profile,
+) -> float:
+    """Microseconds until the matmuls after a collective are done, in so many chunks of which each
+    takes the ``exchange``. ``joined`` are the nodes whose chunks are put together afterwards,
+    ``cut`` are matmuls in chunks by what joins them."""
+    before = [node for each in region.product.nodes for node in cut.get(each, (each,))]
+    made = _part_us(before, chunks, profile)
+    used = _part_us(region.consumers, chunks, profile)
+    tasks: list[Task] = []
+    for number in range(chunks):
+        tasks.append(Task(HOST, made))
+        tasks.append(dataclasses.replace(exchange, after=(2 * number,)))
+    tasks += [Task(HOST, used, after=(2 * number + 1,)) for number in range(chunks)]
+    if chunks > 1:
+        fakes = (fake for node in joined for fake in costs.tensors(node.meta["val"]))
+        copied = sum(max(meta.nbytes(fake), 0) for fake in fakes)
+        tasks.append(Task(HOST, profile.kernels.compute_us(0, copied)))
+    return finished_us(tasks)
+
+
+def exchange_of(options: Options, profile: Profile) -> Task:
+    """The fastest that may be done to a site. What codes and decodes keeps the rank busy."""
+    best: Candidate = min(
+        (options.alone, *options.possible), key=lambda candidate: candidate.predicted_us
+    )
+    coded = sum(
+        profile.kernels.us(stage.codec, stage.role, stage.values)
+        for stage in best.stages
+        if stage.role in ("encode", "decode")
+    )
+    busy = min(coded, best.predicted_us)
+    return Task(EXCHANGE, best.predicted_us - busy, busy_us=busy)
+
+
+def meanwhile_us(graph: fx.Graph, start: fx.Node, profile: Profile) -> float:
+    """Microseconds of matmuls that neither lead to a collective nor take its result: they can be
+    computed while it travels."""
+    related = _reached(start, lambda node: node.all_input_nodes)
+    related |= _reached(start, lambda node: node.users)
+    free = (node for node in graph.nodes if costs.is_heavy(node) and node not in related)
+    return sum(costs.compute(node, profile).us for node in free)
+
+
+def _part_us(nodes: Iterable[fx.Node], chunks: int, profile: Profile) -> float:
+    """What one of some chunks takes: its share, and a launch for each matmul."""
+    us = 0.0
+    for node in nodes:
+        launch = profile.kernels.launch_us if costs.is_matmul(node) else 0.0
+        us += (costs.compute(node, profile).us - launch) / chunks + launch
+    return us
+
+
+def _reached(start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    found, stack = {start}, [start]
+    while stack:
+        for node in step(stack.pop()):
+            if node not in found:
+                found.add(node)
+                stack.append(node)
+    return found
