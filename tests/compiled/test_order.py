@@ -177,3 +177,50 @@ def test_generated_code_sends_a_chunk_while_the_next_is_computed(fake_group):
     assert "".join(letters[name] for name, _ in found) == "msmswmwm"
     assert "cat" not in body
     assert len(re.findall(r"empty_strided_cpu\(\(512, 256\)", body)) == 2
+
+
+def test_a_sum_that_is_pinned_is_made_in_place(fake_group):
+    """Inductor does not look behind pins: it would copy each gradient before it is summed. What
+    something else takes later on is copied."""
+    fake_group(4)
+    torch._dynamo.reset()
+
+    def function(x, w, v):
+        a, b, c = x @ w, w @ v, v @ x
+        sums = [wait(ops.all_reduce(each, "sum", "0")) for each in (a, b, c)]
+        return *(each * 2 for each in sums), c + 1
+
+    backend = commpass.backend(
+        Policy(codecs=["raw"], skip=("group", "simplify"), more_memory=1.0),
+        profile="ethernet-1g",
+        strict=True,
+    )
+    x, w, v = (torch.randn(512, 512) for _ in range(3))
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        _, sources = run_and_get_code(torch.compile(function, backend=backend), x, w, v)
+    body = sources[-1][sources[-1].index("def call(") :]
+    summed = re.findall(r"all_reduce_\.default\((buf\d+)", body)
+    made = re.findall(r"extern_kernels\.mm\(.*out=(?:reinterpret_tensor\()?(buf\d+)", body)
+    assert len(summed) == len(made) == 3
+    assert [each in made for each in summed].count(True) == 2
+
+
+def test_a_cache_is_written_into_once_it_has_been_sent(fake_group):
+    """Its new rows are written into the graph's input, in place."""
+    fake_group(4)
+    torch._dynamo.reset()
+
+    def function(x, w, cache, rows):
+        sent = wait(ops.all_gather_into_tensor(cache, 4, "0")) * 2
+        y = x @ w
+        cache[rows] = y
+        return sent, y
+
+    backend = commpass.backend("lossless", profile="ethernet-1g", strict=True)
+    inputs = torch.randn(256, 256), torch.randn(256, 256), torch.randn(1024, 256)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        compiled = torch.compile(function, backend=backend)
+        _, sources = run_and_get_code(compiled, *inputs, torch.arange(256))
+    body = sources[-1][sources[-1].index("def call(") :]
+    places = [body.index(name) for name in ("extern_kernels.mm", "wait_tensor", "index_put")]
+    assert places == sorted(places)

@@ -244,6 +244,31 @@ def test_not_over_a_write_through_a_view():
     assert found.index("wait_tensor") < found.index("add_") < found.index("mul")
 
 
+@pytest.mark.parametrize("first", ["wait", "write"])
+def test_what_inductor_may_write_in_place_does_not_write_into_what_travels(first):
+    """A cache is sent and gets new rows, before or after that: Inductor makes an index_put_ of the
+    index_put, and may write into the cache at once."""
+
+    def after(x, w, cache, rows):
+        sent = wait(ops.all_gather_into_tensor(cache, 4, "0"))
+        y = x @ w
+        return sent * 2, y, torch.index_put(cache, [rows], y)
+
+    def before(x, w, cache, rows):
+        new = torch.index_put(cache, [rows], x @ w)
+        sent = wait(ops.all_gather_into_tensor(cache, 4, "0"))
+        return sent * 2, w @ w, new
+
+    function = {"wait": after, "write": before}[first]
+    n = 512
+    gm = trace(function, *[torch.ones(n, n)] * 2, torch.ones(4 * n, n), torch.arange(n))
+    move(gm, LINK, ENOUGH)
+    found = names(gm)
+    sent = found.index("all_gather_into_tensor"), found.index("wait_tensor")
+    assert "m" in story(gm)[story(gm).index("s") : story(gm).index("w")]  # it was moved
+    assert not sent[0] < found.index("index_put") < sent[1]
+
+
 def test_random_numbers_are_drawn_in_the_same_order():
     def function(x, w):
         y = reduced(x @ w) + torch.rand_like(x)

@@ -61,10 +61,13 @@ def sources(node: fx.Node) -> list[fx.Node]:
 def orders(graph: fx.Graph, known: Memory) -> dict[fx.Node, list[fx.Node]]:
     """For each node those that must come before it: what it takes; of what it writes into, all that
     touched it before; of what another has written, that one. What has effects of its own, or draws
-    random numbers, keeps its order."""
+    random numbers, keeps its order. Nor does anything that Inductor may carry out in place come
+    between the start of an exchange and its wait, where it would write into what travels."""
     before: dict[fx.Node, dict[fx.Node, None]] = {}
     readers: dict[int, list[fx.Node]] = defaultdict(list)
     writer: dict[int, fx.Node] = {}
+    travels: dict[int, list[fx.Node]] = defaultdict(list)  # starts and waits
+    in_place: dict[int, list[fx.Node]] = defaultdict(list)
     effect: fx.Node | None = None
     for node in graph.nodes:
         first = dict.fromkeys(node.all_input_nodes)
@@ -79,6 +82,13 @@ def orders(graph: fx.Graph, known: Memory) -> dict[fx.Node, list[fx.Node]]:
                 writer[number], readers[number] = node, []
             else:
                 readers[number].append(node)
+        exchange = is_wait(node) or parse(node) is not None
+        for number in known.touches[node] if exchange else ():
+            first |= {} if is_wait(node) else dict.fromkeys(in_place[number])
+            travels[number].append(node)
+        for number in _written_in_place(node, known):
+            first |= dict.fromkeys(travels[number])
+            in_place[number].append(node)
         if _has_effects(node):
             if effect is not None:
                 first[effect] = None
@@ -112,6 +122,28 @@ def written(node: fx.Node, known: Memory) -> frozenset[int]:
             each = value if isinstance(value, (list, tuple)) else [value]
             found |= {n for node in each if isinstance(node, fx.Node) for n in known.gives[node]}
     return frozenset(found)
+
+
+IN_PLACE = ("index_put", "_scatter", "_foreach_")
+"""What is in the names of operators that Inductor carries out in place, where nobody takes the old
+values any more. It does not know that an exchange still reads them."""
+
+
+def _written_in_place(node: fx.Node, known: Memory) -> frozenset[int]:
+    """The memory into which a node may write in Inductor's hands: of an operator on one tensor that
+    of its first argument, of one that holds another (``auto_functionalized``) that of all."""
+    if node.op != "call_function" or is_wait(node) or parse(node) is not None:
+        return frozenset()
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        found = node.all_input_nodes if "functional" in node.target.name() else []
+    elif any(part in getattr(node.target, "_opname", "") for part in IN_PLACE):
+        first = node.args[0] if node.args else ()
+        found = list(first) if isinstance(first, (list, tuple)) else [first]  # type: ignore[list-item]
+    else:
+        return frozenset()
+    return frozenset(
+        number for each in found if isinstance(each, fx.Node) for number in known.gives[each]
+    )
 
 
 def _has_effects(node: fx.Node) -> bool:

@@ -11,7 +11,8 @@ It reads nothing but the graph, so that what Inductor keeps in its cache is that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,9 +23,12 @@ from torch._inductor.fx_passes.control_dependencies import control_deps, preserv
 from torch.utils._ordered_set import OrderedSet
 
 from commpass.passes.graph.costs import is_matmul
+from commpass.passes.graph.memory import memory
 from commpass.passes.graph.parse import is_wait, parse
 
-READS_WITH = (parse.__code__.co_filename, is_matmul.__code__.co_filename)
+ops = torch.ops._c10d_functional
+
+READS_WITH = tuple(each.__code__.co_filename for each in (parse, is_matmul, memory))
 """The files of what it reads graphs with: part of its name in Inductor's cache."""
 ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
 
@@ -76,7 +80,28 @@ def order(graph: fx.Graph) -> None:
             continue
         if found := [each for each in behind if each not in node.all_input_nodes]:
             pins[node] = OrderedSet(found)
+    _sum_in_place(graph, pins)
     preserve_node_ordering(graph, pins)
+
+
+def _sum_in_place(graph: fx.Graph, starts: Iterable[fx.Node]) -> None:
+    """Lets an all_reduce that is going to be pinned write into its input, where nothing else takes
+    that any more: Inductor does so later on, but does not look behind pins, and would copy it."""
+    known = memory(graph)
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    touching: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in place:
+        for number in known.touches[node]:
+            touching[number].append(node)
+    for start in starts:
+        if start.target is not ops.all_reduce.default:
+            continue
+        memories = known.gives[start.args[0]]  # type: ignore[index]
+        touched = [node for number in memories for node in touching[number]]
+        kept = any(node.op in ("placeholder", "get_attr") for node in touched)
+        later = {node for node in touched if place[node] > place[start]}
+        if memories and not kept and later <= set(filter(is_wait, start.users)):
+            start.target = ops.all_reduce_.default
 
 
 def _is_held(node: fx.Node) -> bool:
