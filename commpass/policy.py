@@ -264,9 +264,9 @@ class Policy(_Named):
     ``reassociate=False`` forbids even changes that only round a sum differently; ``skip`` names
     passes to leave out; ``lowering``, ``chunks`` and ``rows`` as in a rule. ``group_bytes`` is the
     largest site in bytes that is fused with others, 0 for none, and ``group_delay`` how many
-    matmuls, convolutions and attentions fewer an exchange may then be hidden behind. ``more_memory`` is by
-    what share the peak memory of a graph may rise where exchanges are moved so that they hide
-    behind matmuls.
+    matmuls, convolutions and attentions fewer an exchange may then be hidden behind.
+    ``more_memory`` is by what share the peak memory of a graph may rise where exchanges are moved
+    so that they hide behind matmuls.
     """
 
     name: str = "custom"
