@@ -55,7 +55,7 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
     starts = [node for node in nodes if parse(node) is not None]
     if (why := obstacle(gm)) or not starts:
         return Moved(why=why)
-    known = memory(gm.graph)
+    known = memory(gm.graph, in_place=True)
     work = work_of(gm.graph, known, profile)
     was = timed(work, nodes)
     bound = (1 + more_memory) * peak(nodes, known)
@@ -147,8 +147,8 @@ def obstacle(gm: fx.GraphModule) -> str:
 
 
 def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
-    """What must stay in order in a graph, and what each of its nodes costs."""
-    before, link_of = orders(graph, known), costs.links(profile)
+    """What must stay in order in a graph, and what each of its nodes costs and holds."""
+    before, link_of = orders(graph, memory(graph)), costs.links(profile)
     tasks, starts, waited, heavy = {}, set(), {}, set()
     latest: dict[str, fx.Node] = {}
     alone = _Alone()

@@ -73,7 +73,7 @@ class _Chunks:
         self.joins: dict[fx.Node, Join] = {}
         self.known = memory(graph)
         self.written = changed(graph, self.known)
-        self.peak = peak(tuple(graph.nodes), self.known)
+        self.peak = peak(tuple(graph.nodes), memory(graph, in_place=True))
 
     def site(self, each: GraphSite) -> None:
         """Splits one site, if that is asked for or gains."""
@@ -155,9 +155,9 @@ class _Chunks:
         built = build(self.graph, region, self.joins)
         gone = set(built.old)
         order = [node for node in self.graph.nodes if node not in gone]
-        known = memory(self.graph)
-        known = replace(known, touches={node: known.touches[node] for node in order})
-        more = peak(order, known) - self.peak
+        held = memory(self.graph, in_place=True)
+        held = replace(held, touches={node: held.touches[node] for node in order})
+        more = peak(order, held) - self.peak
         if more > each.site.bytes // region.chunks:
             built.undo()
             return f"the peak memory would be {more:,} bytes higher"
@@ -171,6 +171,6 @@ class _Chunks:
         )
         built.finish()
         self.joins = {n: join for n, join in (self.joins | built.joins).items() if n not in gone}
-        self.known = known
+        self.known = memory(self.graph)
         self.result.done.append(split)
         return ""

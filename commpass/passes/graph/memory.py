@@ -24,19 +24,27 @@ class Memory:
     nbytes: Mapping[int, int]
 
 
-def memory(graph: fx.Graph) -> Memory:
-    """The memory of a graph. An exchange has its input and its result until it is waited for."""
+def memory(graph: fx.Graph, *, in_place: bool = False) -> Memory:
+    """The memory of a graph. An exchange has its input and its result until it is waited for.
+    ``in_place``: as Inductor has it, which makes sums in the memory of their inputs, and parts of
+    what is joined where they are joined."""
     numbers: dict[int, int] = {}
+    parts = {part: join for join in graph.nodes for part in _parts(join)} if in_place else {}
     nbytes: dict[int, int] = defaultdict(int)
     gives: dict[fx.Node, frozenset[int]] = {}
     touches: dict[fx.Node, frozenset[int]] = {}
     for node in graph.nodes:
         made = set()
-        if is_wait(node):  # what it gives is what it waited for, whatever memory its fake has
+        if is_wait(node) or (in_place and _sums_in_place(node)):  # whatever memory its fake has
             pairs = zip(tensors(node.meta.get("val")), node.all_input_nodes, strict=False)
             for fake, source in pairs:
                 if gives[source]:
                     numbers.setdefault(fake.untyped_storage()._cdata, min(gives[source]))
+        if node in parts:
+            whole = parts[node].meta["val"].untyped_storage()._cdata
+            own_storage = node.meta["val"].untyped_storage()._cdata
+            numbers[own_storage] = numbers.setdefault(whole, len(numbers))
+            nbytes[numbers[whole]] = meta.nbytes(parts[node].meta["val"])
         for fake in tensors(node.meta.get("val", node.meta.get("example_value"))):
             number = numbers.setdefault(fake.untyped_storage()._cdata, len(numbers))
             nbytes[number] = max(nbytes[number], meta.nbytes(fake))
@@ -50,6 +58,29 @@ def memory(graph: fx.Graph) -> Memory:
             started = [each for each in sources(node) if parse(each) is not None]
             touches[node] |= {number for each in started for number in touches[each]}
     return Memory(gives, touches, dict(nbytes))
+
+
+def _parts(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a ``cat`` that Inductor computes where they are joined."""
+    if node.target is not torch.ops.aten.cat.default:
+        return []
+    return [
+        each
+        for each in node.all_input_nodes
+        if torch.Tag.pointwise in getattr(each.target, "tags", ()) and not looks(each)
+    ]
+
+
+def _sums_in_place(node: fx.Node) -> bool:
+    """Whether Inductor carries out a sum in the memory of its input: nothing else takes that, and
+    it is the graph's own."""
+    call = parse(node)
+    if call is None or call.kind != "all_reduce" or call.form != "plain":
+        return False
+    source = call.inputs[0]
+    while len(source.users) == 1 and looks(source):
+        source = source.all_input_nodes[0]
+    return len(source.users) == 1 and source.op == "call_function"
 
 
 def sources(node: fx.Node) -> list[fx.Node]:

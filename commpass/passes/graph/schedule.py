@@ -225,15 +225,17 @@ class _Schedule:
                 self._do(node)
             elif not self.work.before[node]:
                 self._reach(node)
-        *_, output = self.work.nodes
-        for number, goal in enumerate([*self.starts, output]):
-            if goal is output:
-                self._need(self.work.nodes)
-            elif number >= self.window:
+        for number, start in enumerate(self.starts):
+            if number >= self.window:
                 self._catch_up(self.work.index[self.starts[number - self.window]])
-            self._need([goal])
-            while goal not in self.done:
+            self._need([start])
+            while start not in self.done:
                 self._step()
+        *others, output = self.work.nodes
+        self._need(others)
+        while len(self.done) < len(others):
+            self._step()
+        self._do(output)
         return self.order
 
     def _need(self, wanted: Iterable[fx.Node]) -> None:
