@@ -59,7 +59,8 @@ def rewritten(function, x, policy, passes=pipeline.PASSES):
 
 def coded(function, x, policy):
     """The graph with coded operators."""
-    return rewritten(function, x, policy, pipeline.PASSES[:5])[0]
+    before_lower = [step.name for step in pipeline.PASSES].index("lower")
+    return rewritten(function, x, policy, pipeline.PASSES[:before_lower])[0]
 
 
 def roles(gm) -> list[str]:

@@ -157,7 +157,7 @@ def folder(fake_group, tmp_path: Path) -> Path:
 
     rules = [Rule(codec="int8", algorithm="two_shot", force=True, chunks=2, lowering="inline")]
     backend = commpass.backend(
-        Policy(rules=rules), profile="ethernet-1g", dump=tmp_path / "dump", inner="eager"
+        Policy(rules=rules, rows=1), profile="ethernet-1g", dump=tmp_path / "dump", inner="eager"
     )
     x, w = torch.randn(512, 512), torch.randn(512, 512)
     with torch.no_grad():
