@@ -221,6 +221,19 @@ def test_batches(shape, rows):
     assert story(gm).count("m") == 2 * rows
 
 
+def test_a_view_that_a_matmul_and_others_take():
+    """As linear layers have it, of which backward takes the input again."""
+
+    def function(x, w, residual, weight, v):
+        y = reduced((x.view(M, N) @ w).view(1, M, N))
+        flat = norm(residual + y, weight).view(M, N)
+        return flat @ v, flat @ w, flat.t() @ residual.view(M, N), room(v)
+
+    given = [whole(1, M, N), whole(N, N), whole(1, M, N), whole(N), whole(N, N)]
+    _, plan = check(function, given, rows=2)
+    assert len(plan.split) == 1
+
+
 def test_statistics_of_rows_biases_and_casts():
     def function(x, w, bias, v):
         y = reduced(torch.addmm(bias, x, w).bfloat16()).float()

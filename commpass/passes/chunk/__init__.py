@@ -155,9 +155,7 @@ class _Chunks:
         built = build(self.graph, region, self.joins)
         gone = set(built.old)
         order = [node for node in self.graph.nodes if node not in gone]
-        held = memory(self.graph, in_place=True)
-        held = replace(held, touches={node: held.touches[node] for node in order})
-        more = peak(order, held) - self.peak
+        more = peak(order, memory(self.graph, in_place=True, without=gone)) - self.peak
         if more > each.site.bytes // region.chunks:
             built.undo()
             return f"the peak memory would be {more:,} bytes higher"

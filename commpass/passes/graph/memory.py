@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,9 @@ class Memory:
     nbytes: Mapping[int, int]
 
 
-def memory(graph: fx.Graph, *, in_place: bool = False) -> Memory:
-    """The memory of a graph. An exchange has its input and its result until it is waited for.
+def memory(graph: fx.Graph, *, in_place: bool = False, without: Collection[fx.Node] = ()) -> Memory:
+    """The memory of a graph, ``without`` nodes that nobody takes any more. An exchange has its
+    input and its result until it is waited for.
     ``in_place``: as Inductor has it, which makes sums in the memory of their inputs, and parts of
     what is joined where they are joined."""
     numbers: dict[int, int] = {}
@@ -34,6 +35,8 @@ def memory(graph: fx.Graph, *, in_place: bool = False) -> Memory:
     gives: dict[fx.Node, frozenset[int]] = {}
     touches: dict[fx.Node, frozenset[int]] = {}
     for node in graph.nodes:
+        if node in without:
+            continue
         made = set()
         if is_wait(node) or (in_place and _sums_in_place(node)):  # whatever memory its fake has
             pairs = zip(tensors(node.meta.get("val")), node.all_input_nodes, strict=False)
