@@ -198,11 +198,11 @@ class _Alone:
         if call is None:
             for source in sources(node) if is_wait(node) else ():
                 if (started := parse(source)) is not None and (name := self._group(started)):
-                    self.waits[name].append((node, _nbytes(started) < SMALL))
+                    self.waits[name].append((node, _is_small(started)))
             return []
         if not (name := self._group(call)):
             return []
-        small = _nbytes(call) < SMALL
+        small = _is_small(call)
         found = [wait for wait, its in self.waits[name] if small or its]
         self.waits[name] = [each for each in self.waits[name] if each[0] not in found]
         return found
@@ -213,9 +213,10 @@ class _Alone:
         return name if not call.by_messages and groups.sends_messages(name, "cpu") else ""
 
 
-def _nbytes(call: Call) -> int:
+def _is_small(call: Call) -> bool:
+    """Whether an exchange has few bytes, or on some rank may have: all must find the same."""
     fakes = (fake for each in call.inputs for fake in costs.tensors(each.meta.get("val")))
-    return sum(max(meta.nbytes(fake), 0) for fake in fakes)
+    return call.splits is not None or sum(max(meta.nbytes(fake), 0) for fake in fakes) < SMALL
 
 
 def site_of(node: fx.Node) -> str:

@@ -427,3 +427,17 @@ def test_all_ranks_start_their_exchanges_in_the_same_order(seed, gbit):
             marks = [node for node in gm.graph.nodes if parse(node) is not None]
             found.append(([node.meta["commpass"].site for node in marks], plan.digest()))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_exchanges_with_splits_of_their_own_stay_alone_whatever_this_rank_sends(rows, monkeypatch):
+    """Another rank may send few bytes, and all must start theirs in the same order."""
+    monkeypatch.setattr(commpass.groups, "sends_messages", lambda name, device: True)
+
+    def function(x, y, w):
+        a, b = (wait(ops.all_to_all_single(each, [rows] * 4, [rows] * 4, "0")) for each in (x, y))
+        return a * 2, b * 2, w @ w, w @ w @ w
+
+    gm = trace(function, torch.ones(4 * rows, 8), torch.ones(4 * rows, 8), torch.ones(N, N))
+    move(gm, LINK, ENOUGH)
+    assert "ss" not in story(gm)

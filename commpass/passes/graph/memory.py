@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -168,11 +169,12 @@ def _written_in_place(node: fx.Node, known: Memory) -> frozenset[int]:
     of its first argument, of one that holds another (``auto_functionalized``) that of all."""
     if node.op != "call_function" or is_wait(node) or parse(node) is not None:
         return frozenset()
+    found: list[Any]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        found = node.all_input_nodes if "functional" in node.target.name() else []
+        found = list(node.all_input_nodes) if "functional" in node.target.name() else []
     elif any(part in getattr(node.target, "_opname", "") for part in IN_PLACE):
         first = node.args[0] if node.args else ()
-        found = list(first) if isinstance(first, (list, tuple)) else [first]  # type: ignore[list-item]
+        found = list(first) if isinstance(first, (list, tuple)) else [first]
     else:
         return frozenset()
     return frozenset(
