@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from graphs import ops
+from graphs import Columns, ops
 from tiers import rarely
 from torch._inductor.utils import run_and_get_code
 
@@ -99,18 +99,6 @@ def test_kernels_of_chunks_write_into_one_buffer(fake_group):
     assert [int(first) for _, _, first, _ in kernels[:4]] == [0, 4096, 8192, 12288]
     assert [int(first) for _, _, _, first in kernels[-4:]] == [0, 4096, 8192, 12288]
     assert len({written for _, written, _, _ in kernels[-4:]}) == 1
-
-
-class Columns(torch.autograd.Function):
-    """What a linear layer that is split by columns takes: summed over ranks in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return wait(ops.all_reduce(gradient, "sum", "0"))
 
 
 def layer(x, w, v):

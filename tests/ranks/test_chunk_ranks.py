@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import ops
+from graphs import layers, ops
 
 import commpass
 
@@ -98,36 +98,6 @@ def check_differently() -> None:
 
 def test_ranks_that_split_differently_say_so(ranks2):
     ranks2.run(check_differently, timeout=280)
-
-
-class Columns(torch.autograd.Function):
-    """What a linear layer that is split by columns takes: summed over ranks in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return wait(ops.all_reduce(gradient, "sum", "0"))
-
-
-class Rows(torch.autograd.Function):
-    """What a linear layer that is split by rows gives: summed over ranks in forward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return wait(ops.all_reduce(x, "sum", "0"))
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def layers(x, *weights):
-    for w, v in zip(weights[::2], weights[1::2], strict=True):
-        x = x + Rows.apply((Columns.apply(x) @ w).relu() @ v)
-    return x
 
 
 def gradients(rows: int) -> tuple[list[torch.Tensor], list[commpass.Plan]]:

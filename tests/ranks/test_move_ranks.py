@@ -5,42 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from graphs import ops
+from graphs import layers, ops
 
 import commpass
 
 pytestmark = pytest.mark.xdist_group("ranks")
 wait = ops.wait_tensor
-
-
-class Columns(torch.autograd.Function):
-    """What a linear layer that is split by columns takes: summed over ranks in backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return wait(ops.all_reduce(gradient, "sum", "0"))
-
-
-class Rows(torch.autograd.Function):
-    """What a linear layer that is split by rows gives: summed over ranks in forward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return wait(ops.all_reduce(x, "sum", "0"))
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def layers(x, *weights):
-    for w, v in zip(weights[::2], weights[1::2], strict=True):
-        x = x + Rows.apply((Columns.apply(x) @ w).relu() @ v)
-    return x
 
 
 def gradients(policy: commpass.Policy, rows: int = 512) -> tuple[list[torch.Tensor], list]:
