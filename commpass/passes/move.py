@@ -182,13 +182,14 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
 
 
 SMALL = 1 << 16
-"""Bytes of an exchange that gloo may be trusted with beside another of the same group: with small
-ones in the air at once it corrupts a rank's memory now and then (docs/collectives.md)."""
+"""Bytes of an exchange that gloo may be trusted with beside another of the same group: with smaller
+ones in the air at once, or all_gathers of 128 KiB, it corrupts a rank's memory now and then
+(docs/collectives.md)."""
 
 
 class _Alone:
-    """Keeps small exchanges that gloo itself carries out alone in their groups, where the program
-    has them alone."""
+    """Keeps small exchanges and all_gathers that gloo itself carries out alone in their groups,
+    where the program has them alone."""
 
     def __init__(self) -> None:
         self.waits: dict[str, list[tuple[fx.Node, bool]]] = defaultdict(list)
@@ -198,12 +199,12 @@ class _Alone:
         if call is None:
             for source in sources(node) if is_wait(node) else ():
                 if (started := parse(source)) is not None and (name := self._group(started)):
-                    self.waits[name].append((node, _is_small(started)))
+                    self.waits[name].append((node, _is_unsafe(started)))
             return []
         if not (name := self._group(call)):
             return []
-        small = _is_small(call)
-        found = [wait for wait, its in self.waits[name] if small or its]
+        unsafe = _is_unsafe(call)
+        found = [wait for wait, its in self.waits[name] if unsafe or its]
         self.waits[name] = [each for each in self.waits[name] if each[0] not in found]
         return found
 
@@ -213,8 +214,11 @@ class _Alone:
         return name if not call.by_messages and groups.sends_messages(name, "cpu") else ""
 
 
-def _is_small(call: Call) -> bool:
-    """Whether an exchange has few bytes, or on some rank may have: all must find the same."""
+def _is_unsafe(call: Call) -> bool:
+    """Whether gloo cannot be trusted with an exchange beside another: it is an all_gather, or has
+    few bytes, or on some rank may have: all must find the same."""
+    if call.kind == "all_gather":
+        return True
     fakes = (fake for each in call.inputs for fake in costs.tensors(each.meta.get("val")))
     return call.splits is not None or sum(max(meta.nbytes(fake), 0) for fake in fakes) < SMALL
 

@@ -358,6 +358,21 @@ def test_small_exchanges_of_gloo_stay_alone(n, expected, monkeypatch):
     assert moved.pinned
 
 
+def test_all_gathers_of_gloo_stay_alone(monkeypatch):
+    """It corrupts memory with two of them in the air, whatever their size."""
+    monkeypatch.setattr(commpass.groups, "sends_messages", lambda name, device: True)
+
+    def gathered(x):
+        return ops.wait_tensor(ops.all_gather_into_tensor(x, 2, "0"))
+
+    def function(x, y, w):
+        return gathered(x) * 2, gathered(y) * 2, x @ w, y @ w
+
+    gm = traced(function, 3, 256)
+    assert move(gm, LINK, ENOUGH).pinned
+    assert story(gm) == "smmwsw"
+
+
 # --- random graphs --------------------------------------------------------------------------------
 
 

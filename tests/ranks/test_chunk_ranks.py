@@ -32,13 +32,32 @@ def inputs(m: int = 512, n: int = 128) -> list[torch.Tensor]:
     return [whole(*shape, seed=seed) for shape, seed in zip(shapes, seeds, strict=True)]
 
 
-def results(rows: int, **rule) -> tuple[list[torch.Tensor], commpass.Plan]:
+def shards(x, w, residual, weight, w2):
+    """As ``block``, but each rank has some of the rows between the halves."""
+    y = wait(ops.reduce_scatter_tensor(x @ w, "sum", 2, "0"))
+    h = residual[: y.shape[0]] + y
+    normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1.0) * weight
+    later = x.repeat(16, 1)  # a higher peak, beside which chunks do not count
+    return h, wait(ops.all_gather_into_tensor(normed, 2, "0")) @ w2, later
+
+
+def results(rows: int, function=block, **rule) -> tuple[list[torch.Tensor], commpass.Plan]:
     torch._dynamo.reset()
     policy = commpass.Policy(rules=[commpass.Rule(rows=rows, **rule)], more_memory=1.0)
     backend = commpass.backend(policy, profile="ethernet-1g", strict=True)
     with torch.no_grad():
-        found = torch.compile(block, backend=backend, dynamic=False)(*inputs())
+        found = torch.compile(function, backend=backend, dynamic=False)(*inputs())
     return list(found), commpass.plans()[-1]
+
+
+def check_shards(rule: dict) -> None:
+    expected, _ = results(1, shards, **rule)
+    found, plan = results(2, shards, **rule)
+    kinds = [site.kind for site in plan]
+    assert kinds == ["reduce_scatter"] * 2 + ["all_gather"] * 2, [site.reason for site in plan]
+    assert {site.codec for site in plan} == {rule.get("codec", "none")}
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
 
 
 def check_values(rule: dict) -> None:
@@ -64,6 +83,12 @@ INT8 = {"codec": "int8", "algorithm": "two_shot", "force": True, "chunks": 1}
 @pytest.mark.parametrize("rule", [{}, INT8], ids=["plain", "int8"])
 def test_chunks_of_rows_give_the_same_bits(rule, ranks2):
     ranks2.run(check_values, rule, timeout=280)
+
+
+@pytest.mark.parametrize("rule", [{}, INT8], ids=["plain", "int8"])
+def test_shards_in_chunks_give_the_same_bits(rule, ranks2):
+    rule = {key: value for key, value in rule.items() if key != "algorithm"}
+    ranks2.run(check_shards, rule, timeout=280)
 
 
 def check_alone() -> None:

@@ -1,5 +1,5 @@
-"""chunk: a collective of a matmul's result in chunks of rows, each sent as soon as it is there, and
-taken by the next matmul as soon as it has arrived.
+"""chunk: a collective beside a matmul in chunks of rows, each sent as soon as the matmul before has
+made it, and taken by the matmul after it as soon as it has arrived.
 
 needs: the sites of a functional graph, each with what it is allowed.
 gives: the same graph with several smaller collectives in place of some, and a record of each split.
@@ -15,16 +15,17 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from commpass.costmodel import Profile, Task
+from commpass.costmodel import Profile
 from commpass.passes.candidates import candidates
-from commpass.passes.chunk.build import Join, build, joined_of
+from commpass.passes.chunk.build import build, joined_of
 from commpass.passes.chunk.gain import exchange_of, meanwhile_us, part_of, pipeline_us
-from commpass.passes.chunk.region import Product, Region, product_of, region_of
+from commpass.passes.chunk.region import Join, Product, Region, product_of, region_of
 from commpass.passes.discover import GraphSite
+from commpass.passes.graph import meta
 from commpass.passes.graph.direction import AGAIN
 from commpass.passes.graph.memory import changed, memory, peak
 from commpass.passes.move import SMALL
-from commpass.plan import PlannedSite, Site, Split
+from commpass.plan import NONE, Candidate, PlannedSite, Site, Split
 from commpass.policy import Policy
 
 CHUNKS = (2, 4)
@@ -108,7 +109,8 @@ class _Chunks:
         product = product_of(each, self.joins, self.known, self.written)
         if isinstance(product, str):
             return product
-        fixed = self.joins[product.matmul].bounds if product.matmul in self.joins else None
+        join = self.joins.get(product.first)
+        fixed = join.bounds if product.nodes and join is not None else None
         asked = each.allowed.rows
         chunks = (asked,) if asked else CHUNKS if fixed is None else (len(fixed) - 1,)
         tried = [self._region(each, product, many, fixed) for many in chunks]
@@ -118,8 +120,7 @@ class _Chunks:
     def _region(
         self, each: GraphSite, product: Product, chunks: int, fixed: tuple[int, ...] | None
     ) -> Region | str:
-        start = each.call.node
-        region = region_of(product, start, chunks, fixed, self.known, self.written)
+        region = region_of(each, product, chunks, fixed, self.known, self.written)
         if isinstance(region, Region) and each.site.by_messages:
             part = part_of(each.site, region).bytes
             if part < SMALL:
@@ -128,14 +129,17 @@ class _Chunks:
 
     def _gaining(self, each: GraphSite, regions: Sequence[Region]) -> list[tuple[Region, str]]:
         """The regions that gain more than the model's margin, the best first, each with why."""
-        whole = self._exchange(each.site, each)
+        best = self._best(each.site, each)
+        if each.call.kind == "all_gather" and each.site.by_messages and best.codec == NONE:
+            return []  # gloo must not have two in the air
+        whole = exchange_of(best, self.profile)
         if meanwhile_us(self.graph, each.call.node, self.profile) >= whole.us:
             return []
         cut = {node: join.chunks for node, join in self.joins.items()}
         plain = pipeline_us(regions[0], 1, whole, (), cut, self.profile)
         found: list[tuple[float, Region]] = []
         for region in regions:
-            part = self._exchange(part_of(each.site, region), each)
+            part = exchange_of(self._best(part_of(each.site, region), each), self.profile)
             us = pipeline_us(region, region.chunks, part, joined_of(region)[0], cut, self.profile)
             if plain - us > self.profile.margin * plain:
                 found.append((us, region))
@@ -145,9 +149,11 @@ class _Chunks:
             for us, region in sorted(found, key=lambda one: one[0])
         ]
 
-    def _exchange(self, site: Site, each: GraphSite) -> Task:
+    def _best(self, site: Site, each: GraphSite) -> Candidate:
+        """The fastest that may be done to a site."""
         options = candidates(site, each.allowed, self.profile, self.policy.reassociate)
-        return exchange_of(options, self.profile)
+        possible = (options.alone, *options.possible)
+        return min(possible, key=lambda candidate: candidate.predicted_us)
 
     def _build(self, each: GraphSite, region: Region, reason: str) -> str:
         """Splits a site, or says why its graph must not hold the chunks."""
@@ -156,7 +162,7 @@ class _Chunks:
         gone = set(built.old)
         order = [node for node in self.graph.nodes if node not in gone]
         more = peak(order, memory(self.graph, in_place=True, without=gone)) - self.peak
-        if more > each.site.bytes // region.chunks:
+        if more > _largest(each) // region.chunks:
             built.undo()
             return f"the peak memory would be {more:,} bytes higher"
         split = Split(
@@ -172,3 +178,8 @@ class _Chunks:
         self.known = memory(self.graph)
         self.result.done.append(split)
         return ""
+
+
+def _largest(each: GraphSite) -> int:
+    """Bytes of what a collective takes or gives, whichever is more."""
+    return max(each.site.bytes, meta.nbytes(each.call.node.meta["val"]))

@@ -3,31 +3,22 @@ the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from commpass.passes.allowed import ALLOWED
-from commpass.passes.chunk.region import Region
+from commpass.passes.chunk.region import Join, Region
 from commpass.passes.graph import meta
+from commpass.passes.graph.costs import tensors
 from commpass.passes.graph.fakes import mode_of
-from commpass.passes.graph.rowwise import VIEWS
+from commpass.passes.graph.rowwise import VIEWS, Axis
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class Join:
-    """What a ``cat`` of ours joins: the chunks of a node, which have the rows between ``bounds``
-    and were cut along ``dim`` at ``ends``."""
-
-    chunks: tuple[fx.Node, ...]
-    bounds: tuple[int, ...]
-    dim: int
-    ends: tuple[int, ...]
 
 
 @dataclass
@@ -77,7 +68,7 @@ def build(graph: fx.Graph, region: Region, joins: Mapping[fx.Node, Join]) -> Bui
     product where the exchange starts. ``joins`` are those of the regions before."""
     work = _Work(graph, region, joins, mode_of(graph))
     joined, views = joined_of(region)
-    place = {node: number for number, node in enumerate(graph.nodes)}
+    place: dict[fx.Node, float] = {node: number for number, node in enumerate(graph.nodes)}
     chunks = range(region.chunks)
     for number in chunks:
         for node in (*region.product.nodes, region.start):
@@ -91,12 +82,19 @@ def build(graph: fx.Graph, region: Region, joins: Mapping[fx.Node, Join]) -> Bui
     for node in views:
         user = min((user for user in node.users if user not in inside), key=place.__getitem__)
         work.built.moved.append((node, node.next))
-        user.prepend(node)
-        place[node] = place[user]
+        if user.op == "output":  # as early as it can be, for the sake of memory
+            last = work.last(node.all_input_nodes[0], inside, place)
+            last.append(node)
+            place[node] = place[last] + 0.5
+        else:
+            user.prepend(node)
+            place[node] = place[user]
     for node in joined:
         work.join(node, inside, place)
     old = {*region.product.nodes, region.start, *inside}
-    old |= {node for node in joins if all(user in old for user in node.users)}
+    for node, join in joins.items():
+        if all(user in old for user in node.users):
+            old.update(join.nodes)
     work.built.old = [node for node in graph.nodes if node in old]
     return work.built
 
@@ -109,7 +107,7 @@ class _Work:
     mode: Any
     built: Built = field(default_factory=Built)
     chunks: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    slices: dict[tuple[fx.Node, int, int], fx.Node] = field(default_factory=dict)
+    slices: dict[tuple[fx.Node, Axis, int], fx.Node] = field(default_factory=dict)
 
     def chunk(self, node: fx.Node, number: int, before: fx.Node) -> None:
         """One chunk of a node of the region."""
@@ -119,51 +117,86 @@ class _Work:
             return
         rows = self.region.rows[node]
         args = [
-            self.part(each, dim, number, before) if isinstance(each, fx.Node) else each
-            for each, dim in zip(node.args, (*rows.takes, *[None] * len(node.args)), strict=False)
+            fx.map_arg(each, partial(self.part, axis=axis, number=number, before=before))
+            for each, axis in zip(node.args, (*rows.takes, *[None] * len(node.args)), strict=False)
         ]
-        if node.target in VIEWS:
-            args = [args[0], self.shape(node, rows.dim, number)]
-        target = aten.reshape.default if node.target in VIEWS else node.target
+        target = node.target
+        if target in VIEWS:
+            target, args = aten.reshape.default, [args[0], self.shape(node, rows.axis, number)]
+        elif target == aten.split.Tensor and rows.takes[0] != rows.axis:  # into the blocks
+            args[1] = self.shape(node, rows.axis, number)[rows.axis.dim]
         made.append(self.emit(before, node, target, *args, **node.kwargs))
         if node is self.region.start:
             made[-1].meta[ALLOWED] = dict(node.meta.get(ALLOWED, {}))
 
-    def shape(self, node: fx.Node, dim: int, number: int) -> list[int]:
-        """The shape of a chunk of a node."""
-        ends = self.region.cut(node, dim)
-        sizes = list(node.meta["val"].shape)
-        sizes[dim] = ends[number + 1] - ends[number]
+    def shape(self, node: fx.Node, axis: Axis, number: int) -> list[int]:
+        """The shape of a chunk of a node, or of the first tensor that it gives."""
+        ends = self.region.cut(node, axis)
+        sizes = list(next(iter(tensors(node.meta["val"]))).shape)
+        sizes[axis.dim] = axis.blocks * (ends[number + 1] - ends[number])
         return sizes
 
-    def part(self, node: fx.Node, dim: int | None, number: int, before: fx.Node) -> fx.Node:
+    def part(self, node: fx.Node, axis: Axis | None, number: int, before: fx.Node) -> fx.Node:
         """What a chunk takes of a node."""
         if node in self.chunks:
             return self.chunks[node][number]
-        if dim is None:
+        if axis is None:
             return node
-        ends = self.region.cut(node, dim)
+        ends = self.region.cut(node, axis)
         join = self.joins.get(node)
-        if join is not None and (join.dim, join.ends) == (dim, ends):
+        if join is not None and (join.axis, join.ends) == (axis, ends):
             return join.chunks[number]
-        key = (node, dim, number)
+        key = (node, axis, number)
         if key not in self.slices:
             begin, end = ends[number], ends[number + 1]
-            self.slices[key] = self.emit(before, node, aten.slice.Tensor, node, dim, begin, end)
+            (blocks,) = self.apart([node], axis, before, node)
+            dim = axis.dim + (axis.blocks > 1)
+            part = self.emit(before, node, aten.slice.Tensor, blocks, dim, begin, end)
+            self.slices[key] = self.together(part, axis, before, node)
         return self.slices[key]
 
-    def join(self, node: fx.Node, inside: set[fx.Node], place: Mapping[fx.Node, int]) -> None:
+    def apart(
+        self, nodes: Sequence[fx.Node], axis: Axis, before: fx.Node, source: fx.Node
+    ) -> list[fx.Node]:
+        """Tensors with a dimension for their blocks, if there are several."""
+        if axis.blocks == 1:
+            return list(nodes)
+        made = []
+        for node in nodes:
+            sizes = list(node.meta["val"].shape)
+            sizes[axis.dim : axis.dim + 1] = [axis.blocks, sizes[axis.dim] // axis.blocks]
+            made.append(self.emit(before, source, aten.reshape.default, node, sizes))
+        return made
+
+    def together(self, node: fx.Node, axis: Axis, before: fx.Node, source: fx.Node) -> fx.Node:
+        """A tensor without the dimension for its blocks."""
+        if axis.blocks == 1:
+            return node
+        sizes = list(node.meta["val"].shape)
+        sizes[axis.dim : axis.dim + 2] = [axis.blocks * sizes[axis.dim + 1]]
+        return self.emit(before, source, aten.reshape.default, node, sizes)
+
+    def last(self, node: fx.Node, inside: set[fx.Node], place: Mapping[fx.Node, float]) -> fx.Node:
+        """The last node that takes a node in chunks, or itself if none does."""
+        return max([node, *(user for user in node.users if user in inside)], key=place.__getitem__)
+
+    def join(self, node: fx.Node, inside: set[fx.Node], place: Mapping[fx.Node, float]) -> None:
         """Lets those that are not in chunks take the chunks of a node as one. They are joined when
         no chunk takes them any more, or somebody needs the whole: so they are there twice for as
         short as can be."""
         users = [user for user in node.users if user not in inside]
         first = min(users, key=place.__getitem__)
-        last = max([node, *(user for user in node.users if user in inside)], key=place.__getitem__)
+        last = self.last(node, inside, place)
         before = first if place[first] <= place[last] else last.next
-        dim, parts = self.region.rows[node].dim, self.chunks[node]
-        joined = self.emit(before, node, aten.cat.default, parts, dim)
-        ends = self.region.cut(node, dim)
-        self.built.joins[joined] = Join(tuple(parts), self.region.bounds, dim, ends)
+        axis, parts = self.region.rows[node].axis, self.chunks[node]
+        earlier = len(self.built.new)
+        blocks = self.apart(parts, axis, before, node)
+        dim = axis.dim + (axis.blocks > 1)
+        joined = self.emit(before, node, aten.cat.default, blocks, dim)
+        joined = self.together(joined, axis, before, node)
+        nodes = tuple(self.built.new[earlier:])
+        ends = self.region.cut(node, axis)
+        self.built.joins[joined] = Join(tuple(parts), self.region.bounds, axis, ends, nodes)
         for user in users:
             user.replace_input_with(node, joined)
             self.built.taken.append((user, node, joined))

@@ -8,10 +8,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from torch import fx
+from torch import Tensor, fx
 
 from commpass.costmodel import HOST, Profile, Task, finished_us
-from commpass.passes.candidates import Options
 from commpass.passes.chunk.region import Region
 from commpass.passes.graph import costs, meta
 from commpass.plan import Candidate, Site
@@ -21,10 +20,11 @@ EXCHANGE = "exchange"
 
 def part_of(site: Site, region: Region) -> Site:
     """The site of the largest chunk."""
-    dim = region.rows[region.start].dim
-    ends = region.cut(region.start, dim)
+    axis = region.product.axis
+    ends = region.cut(region.product.input, axis)
     largest = max(end - begin for begin, end in itertools.pairwise(ends))
-    shape = tuple(largest if at == dim else size for at, size in enumerate(site.shape))
+    sizes = enumerate(site.shape)
+    shape = tuple(largest * axis.blocks if at == axis.dim else size for at, size in sizes)
     return dataclasses.replace(
         site,
         shape=shape,
@@ -53,17 +53,26 @@ def pipeline_us(
         tasks.append(dataclasses.replace(exchange, after=(2 * number,)))
     tasks += [Task(HOST, used, after=(2 * number + 1,)) for number in range(chunks)]
     if chunks > 1:
-        fakes = (fake for node in joined for fake in costs.tensors(node.meta["val"]))
+        fakes = (fake for node in (*joined, *_sliced(region)) for fake in _fakes(node))
         copied = sum(max(meta.nbytes(fake), 0) for fake in fakes)
         tasks.append(Task(HOST, profile.kernels.compute_us(0, copied)))
     return finished_us(tasks)
 
 
-def exchange_of(options: Options, profile: Profile) -> Task:
-    """The fastest that may be done to a site. What codes and decodes keeps the rank busy."""
-    best: Candidate = min(
-        (options.alone, *options.possible), key=lambda candidate: candidate.predicted_us
-    )
+def _sliced(region: Region) -> Iterable[fx.Node]:
+    """What matmuls take in slices of several blocks, which are copied."""
+    for node in filter(costs.is_matmul, (*region.product.nodes, *region.consumers)):
+        for each, axis in zip(node.args, region.rows[node].takes, strict=False):
+            if isinstance(each, fx.Node) and axis and axis.blocks > 1 and each not in region.rows:
+                yield each
+
+
+def _fakes(node: fx.Node) -> Iterable[Tensor]:
+    return costs.tensors(node.meta["val"])
+
+
+def exchange_of(best: Candidate, profile: Profile) -> Task:
+    """What is done to a site, as one task. What codes and decodes keeps the rank busy."""
     coded = sum(
         profile.kernels.us(stage.codec, stage.role, stage.values)
         for stage in best.stages

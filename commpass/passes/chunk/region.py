@@ -1,14 +1,19 @@
 """What is done in chunks of rows around one collective: from the matmul before it to those after
-it."""
+it.
+
+What is gathered has a block of rows from each rank, and so has what is summed and scattered
+(``Axis``): chunk i of an all_gather is the i-th part of every rank's rows.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from commpass.passes.discover import GraphSite
@@ -16,6 +21,7 @@ from commpass.passes.graph import meta
 from commpass.passes.graph.memory import Memory
 from commpass.passes.graph.parse import is_wait
 from commpass.passes.graph.rowwise import (
+    Axis,
     Rows,
     bounds,
     is_contiguous,
@@ -26,32 +32,52 @@ from commpass.passes.graph.rowwise import (
     step_of,
 )
 
+aten = torch.ops.aten
 LEAST = 16
 """Rows of a chunk: a matmul of fewer is hardly quicker."""
 BLOCK = 2048
 """Values that all codecs' blocks divide: chunks are multiples of it where that is possible."""
 
 
+KINDS = ("all_reduce", "all_gather", "reduce_scatter")
+"""The collectives that are split by rows."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """What joins chunks of a node, which have the rows between ``bounds`` and were cut along
+    ``axis`` at ``ends``: the last of ``nodes``."""
+
+    chunks: tuple[fx.Node, ...]
+    bounds: tuple[int, ...]
+    axis: Axis
+    ends: tuple[int, ...]
+    nodes: tuple[fx.Node, ...]
+
+
 @dataclass(frozen=True)
 class Product:
     """What makes a collective's input: the ``matmul`` whose rows are cut, or what joins a matmul
-    that has been cut, then views and casts, and its input last. ``rows`` is how each treats them,
-    ``many`` how many there are."""
+    that has been cut, then views and casts, and its ``input`` last. ``rows`` is how each treats
+    them, ``axis`` along what the input has them, ``many`` how many there are in a block. Without
+    nodes nothing is computed in chunks before the collective."""
 
     nodes: tuple[fx.Node, ...]
     rows: dict[fx.Node, Rows]
+    input: fx.Node
+    axis: Axis
     many: int
 
     @property
-    def matmul(self) -> fx.Node:
-        return self.nodes[0]
+    def first(self) -> fx.Node:
+        return self.nodes[0] if self.nodes else self.input
 
 
 @dataclass(frozen=True)
 class Region:
     """The nodes that are done chunk by chunk: the product, ``start`` and ``wait``, and the
-    ``consumers``, each with its rows. Chunk i has the rows of the matmul from ``bounds[i]`` to
-    ``bounds[i + 1]``."""
+    ``consumers``, each with its rows. Chunk i has the rows from ``bounds[i]`` to ``bounds[i + 1]``
+    of each block."""
 
     product: Product
     start: fx.Node
@@ -64,54 +90,113 @@ class Region:
     def chunks(self) -> int:
         return len(self.bounds) - 1
 
-    def cut(self, node: fx.Node, dim: int) -> tuple[int, ...]:
-        """Where chunks begin and end along a dimension of a node."""
-        entries = length(node, dim)
+    def cut(self, node: fx.Node, axis: Axis) -> tuple[int, ...]:
+        """Where chunks begin and end in a block of a node."""
+        entries = length(node, axis)
         return tuple(row * entries // self.product.many for row in self.bounds)
 
 
 def product_of(
-    each: GraphSite, cut: Collection[fx.Node], known: Memory, written: Collection[int]
+    each: GraphSite, cut: Mapping[fx.Node, Join], known: Memory, written: Collection[int]
 ) -> Product | str:
-    """What makes a site's input, or why no matmul does whose rows can be cut. ``cut`` are the nodes
-    that join matmuls in chunks, ``written`` is the memory that something writes into."""
-    start = each.call.node
-    if each.call.form != "plain" or each.call.kind != "all_reduce":
-        return f"only a plain all_reduce is split by rows, not {each.site.kind} ({each.call.form})"
-    if each.site.dynamic:
+    """What makes a site's input, or why nothing does whose rows can be cut. ``cut`` are the nodes
+    that join what is in chunks already, ``written`` is the memory that something writes into."""
+    start, kind = each.call.node, each.call.kind
+    if each.call.form != "plain" or kind not in KINDS:
+        return f"only plain {', '.join(KINDS)} are split, not {each.site.kind} ({each.call.form})"
+    if each.site.dynamic or not is_fixed(each.input):
         return "its size is symbolic"
     if each.site.obstacle:
         return each.site.obstacle
     if len(start.users) != 1 or not is_wait(next(iter(start.users))):
         return "not one node alone waits for it"
-    chain = [each.input]
+    ranks = each.site.group_size or 1
+    chain = _made(each, cut, known, written)
+    why = chain if isinstance(chain, str) else "its rows are not one block for each rank"
+    if not isinstance(chain, str):
+        for root, many in _roots(chain[0], ranks, cut):
+            found = _treated(chain, each.input, root, many)
+            if isinstance(found, str):
+                why = found
+            elif _fits_kind(found.axis, kind, ranks):
+                return found
+    if kind != "all_gather":
+        return why
+    value = meta.tensor(each.input)
+    if value is None or value.dim() < 2 or not (value.numel() and value.is_contiguous()):
+        return f"{each.input.name} has no rows to split"
+    return Product((), {}, each.input, Axis(0), value.shape[:-1].numel())
+
+
+def _fits_kind(axis: Axis, kind: str, ranks: int) -> bool:
+    """Whether what a collective takes has rows as it needs them."""
+    if kind == "reduce_scatter":
+        return axis == Axis(0, ranks)
+    return axis.blocks == 1 and (kind == "all_reduce" or axis.dim == 0)
+
+
+def _made(
+    each: GraphSite, cut: Collection[fx.Node], known: Memory, written: Collection[int]
+) -> list[fx.Node] | str:
+    """The nodes from the matmul that makes a site's input to that input."""
+    chain: list[fx.Node] = [each.input]
     while matmul_rows(chain[0]) is None and chain[0] not in cut:
-        source = chain[0].args[0] if chain[0].args else None
-        if chain[0].op != "call_function" or not isinstance(source, fx.Node):
+        before = _before(chain[0])
+        if not before:
             return "no matmul makes its input"
-        chain.insert(0, source)
-    for node, taker in zip(chain, [*chain[1:], start], strict=True):
-        if others := [user for user in node.users if user is not taker]:
+        chain[:0] = before
+    inside = {*chain, each.call.node}
+    for node in chain:
+        if others := [user for user in node.users if user not in inside]:
             what = "the matmul's result is used" if node is chain[0] else f"{node.name} is used"
             return f"{what} elsewhere ({others[0].name})"
         if any(number in written for number in known.touches[node]):
             return f"{node.name} takes or gives what is written in place"
-        if not is_contiguous(node) and node is not chain[0]:
+        divides = node.target in (aten.split.Tensor, operator.getitem)
+        if node is not chain[0] and not (divides or is_contiguous(node)):
             return f"{node.name} has other strides than its rows"
-    root = chain[0]
-    rows = {root: matmul_rows(root) or Rows(0, ())}
+    return chain if all(map(is_fixed, chain)) else "its size is symbolic"
+
+
+def _before(node: fx.Node) -> list[fx.Node]:
+    """What a node is made of: its first argument, or what was divided, with its parts, if the node
+    joins all of them."""
+    source = node.args[0] if node.op == "call_function" and node.args else None
+    if isinstance(source, fx.Node):
+        return [source]
+    if node.target != aten.cat.default:
+        return []
+    parts = list(dict.fromkeys(node.all_input_nodes))
+    whole = {part.args[0] for part in parts if part.target is operator.getitem}
+    if len(whole) != 1 or any(part.target is not operator.getitem for part in parts):
+        return []
+    (source,) = whole
+    return [source, *parts] if isinstance(source, fx.Node) else []
+
+
+def _roots(matmul: fx.Node, ranks: int, cut: Mapping[fx.Node, Join]) -> list[tuple[Rows, int]]:
+    """How a matmul may treat its rows, each with how many there are in a block; what joins one that
+    is in chunks already has no choice."""
+    if (join := cut.get(matmul)) is not None:
+        return [(Rows(join.axis, ()), join.bounds[-1])]
+    found = [(blocks, matmul_rows(matmul, blocks)) for blocks in dict.fromkeys((1, ranks))]
+    entries = length(matmul, Axis(0))
+    return [(rows, entries // n) for n, rows in found if rows is not None and entries % n == 0]
+
+
+def _treated(chain: list[fx.Node], given: fx.Node, root: Rows, many: int) -> Product | str:
+    """A product whose first node treats its rows so, ``many`` in a block."""
+    rows = {chain[0]: root}
     for node in chain[1:]:
-        if (found := rows_of(node, {one: its.dim for one, its in rows.items()})) is None:
+        if (found := rows_of(node, {one: its.axis for one, its in rows.items()})) is None:
             return f"{node.name} does not compute each row alone"
         rows[node] = found
-    if not all(map(is_fixed, chain)):
-        return "its size is symbolic"
-    return Product(tuple(chain), rows, length(root, 0))
+    return Product(tuple(chain), rows, given, rows[given].axis, many)
 
 
 def region_of(
+    each: GraphSite,
     product: Product,
-    start: fx.Node,
     chunks: int,
     fixed: tuple[int, ...] | None,
     known: Memory,
@@ -119,39 +204,44 @@ def region_of(
 ) -> Region | str:
     """What is done in so many chunks, or why it cannot be. ``fixed`` are the rows of a matmul that
     is cut already."""
+    start = each.call.node
     (wait,) = start.users
-    steps = [step_of(product.many, length(node, its.dim)) for node, its in product.rows.items()]
-    step = math.lcm(*steps)
+    many, given = product.many, product.axis
+    blocks = {"all_gather": each.site.group_size or 1, "reduce_scatter": 1}
+    made = Axis(given.dim, blocks.get(each.call.kind, given.blocks))
+    rows = dict(product.rows)
+    rows[start] = Rows(made, (given, *[None] * (len(start.args) - 1)))
+    rows[wait] = Rows(made, (made,))
+    step = math.lcm(*(step_of(many, length(node, its.axis)) for node, its in rows.items()))
     if fixed is not None and len(fixed) != chunks + 1:
         return f"its matmul is in {len(fixed) - 1} chunks already"
-    if product.many < chunks * max(LEAST, step):
-        return f"{product.many} rows are too few for {chunks} chunks of {max(LEAST, step)} or more"
-    last = product.nodes[-1]
-    rows = dict(product.rows)
-    rows[start] = rows[wait] = Rows(rows[last].dim, (rows[last].dim, None, None))
+    if many < chunks * max(LEAST, step):
+        return f"{many} rows are too few for {chunks} chunks of {max(LEAST, step)} or more"
     found: dict[fx.Node, Rows] = {}
-    dims = {wait: rows[wait].dim}  # of what may be taken further
+    axes = {wait: rows[wait].axis}  # of what may be taken further
     whole: set[fx.Node] = set()  # what takes all rows, and what takes that
     node = wait.next
     while node.op != "output":
-        its = None if any(each in whole for each in node.all_input_nodes) else rows_of(node, dims)
+        its = None if any(each in whole for each in node.all_input_nodes) else rows_of(node, axes)
         more = 0
         if its is not None and _may_be_cut(node, known, written):
-            more = math.lcm(step, step_of(product.many, length(node, its.dim)))
-        if its is not None and more and _fits(product.many, chunks, more, fixed):
+            more = math.lcm(step, step_of(many, length(node, its.axis)))
+        if its is not None and more and _fits(many, chunks, more, fixed):
             found[node], step = its, more
-            dims |= {} if matmul_rows(node) is not None else {node: its.dim}
-        elif any(each in dims or each in found or each in whole for each in node.all_input_nodes):
+            axes |= {} if matmul_rows(node) is not None else {node: its.axis}
+        elif any(each in axes or each in found or each in whole for each in node.all_input_nodes):
             whole.add(node)
         node = node.next
     consumers = _towards_matmuls(list(found))
     rows |= {each: found[each] for each in consumers}
-    block = BLOCK // math.gcd(BLOCK, _values(last) // product.many)
-    blocks = math.lcm(step, block)
-    best = blocks if chunks * max(blocks, LEAST) <= product.many else step
-    ends = fixed or bounds(product.many, chunks, best)
+    block = BLOCK // math.gcd(BLOCK, _values(product.input) // (many * given.blocks))
+    even = math.lcm(step, block)
+    best = even if chunks * max(even, LEAST) <= many else step
+    ends = fixed or bounds(many, chunks, best)
     if min(end - begin for begin, end in itertools.pairwise(ends)) < LEAST:
-        return f"{product.many} rows are too few for {chunks} chunks of {LEAST} or more"
+        return f"{many} rows are too few for {chunks} chunks of {LEAST} or more"
+    if not (product.nodes or consumers):
+        return "nothing before it and nothing after it can be done in chunks"
     return Region(product, start, wait, tuple(consumers), rows, ends)
 
 

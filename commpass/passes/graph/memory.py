@@ -39,7 +39,8 @@ def memory(graph: fx.Graph, *, in_place: bool = False, without: Collection[fx.No
         if node in without:
             continue
         made = set()
-        if is_wait(node) or (in_place and _sums_in_place(node)):  # whatever memory its fake has
+        inherits = is_wait(node) or _views(node) or (in_place and _sums_in_place(node))
+        if inherits:  # whatever memory its fake has: that of what stood there before, say
             pairs = zip(tensors(node.meta.get("val")), node.all_input_nodes, strict=False)
             for fake, source in pairs:
                 if gives[source]:
@@ -62,6 +63,11 @@ def memory(graph: fx.Graph, *, in_place: bool = False, without: Collection[fx.No
             started = [each for each in sources(node) if parse(each) is not None]
             touches[node] |= {number for each in started for number in touches[each]}
     return Memory(gives, touches, dict(nbytes))
+
+
+def _views(node: fx.Node) -> bool:
+    """Whether what a node gives is another's memory in any case; some copy where they must."""
+    return looks(node) and getattr(node.target, "_opname", "") not in ("reshape", "contiguous")
 
 
 def _parts(node: fx.Node) -> list[fx.Node]:

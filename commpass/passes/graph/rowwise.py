@@ -3,7 +3,8 @@ each row from that row alone.
 
 Rows are the entries of a matmul's first dimension. A tensor that holds them has a dimension along
 which a chunk of rows is a slice: ``[M, N]`` has 0, and so has ``[B, S, N]`` where chunks end
-between entries of the batch; ``[1, S, N]`` has 1.
+between entries of the batch; ``[1, S, N]`` has 1. What has been gathered from R ranks has R blocks
+along it, one of each rank, and a chunk is a slice of each block.
 """
 
 from __future__ import annotations
@@ -21,16 +22,27 @@ from commpass.passes.graph import meta
 from commpass.passes.graph.costs import tensors
 
 aten = torch.ops.aten
-Takes = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where a tensor has rows: along ``dim``, in so many ``blocks`` of the same length. A chunk of
+    rows is a slice of each block."""
+
+    dim: int
+    blocks: int = 1
+
+
+Takes = tuple[Axis | None, ...]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How a node treats rows: ``dim`` is the dimension of its result along which it has them, and
-    ``takes`` has for each of its arguments the dimension along which a chunk takes a slice; None
-    for what each chunk takes whole."""
+    """How a node treats rows: its result has them along ``axis``, and ``takes`` says for each of
+    its arguments along what a chunk takes a slice, of each tensor of a list as well; None for what
+    each chunk takes whole."""
 
-    dim: int
+    axis: Axis
     takes: Takes
 
 
@@ -51,34 +63,39 @@ OVER_ONE = (aten._softmax.default, aten._log_softmax.default)
 """What computes values from others of one dimension, the second argument."""
 
 
-def matmul_rows(node: fx.Node) -> Rows | None:
-    """How a matmul treats the rows that it makes; None for any other node."""
+def matmul_rows(node: fx.Node, blocks: int = 1) -> Rows | None:
+    """How a matmul treats the rows that it makes, in so many blocks; None for any other node."""
     if node.op != "call_function" or node.target not in MATMULS:
         return None
+    axis = Axis(0, blocks)
     if node.target == aten.mm.default:
-        return Rows(0, (0, None))
+        return Rows(axis, (axis, None))
     bias = meta.tensor(node.args[0]) if isinstance(node.args[0], fx.Node) else None
-    return None if bias is None else Rows(0, (_dim_of(bias, 0, 2), 0, None))
+    return None if bias is None else Rows(axis, (_axis_of(bias, axis, 2), axis, None))
 
 
-def rows_of(node: fx.Node, dims: Mapping[fx.Node, int]) -> Rows | None:
-    """How a node treats the rows of those that it takes, whose dimensions are ``dims``; None if it
+def rows_of(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
+    """How a node treats the rows of those that it takes, which have them along ``axes``; None if it
     has none, if a row of it depends on other rows, or if that is not known."""
+    if node.op != "call_function":
+        return None
+    if node.target == aten.cat.default:
+        return _joined(node, axes)
     given = [each if isinstance(each, fx.Node) else None for each in node.args]
-    if node.op != "call_function" or not any(each in dims for each in given):
+    if not any(each in axes for each in given):
         return None
     if any(each not in given for each in node.all_input_nodes):
         return None  # in a list, or by keyword
-    if (found := _rule(node, dims)) is None:
+    if (found := _rule(node, axes)) is None:
         return None
     pairs = zip(given, found.takes, strict=True)
-    fits = all(each is None or dims.get(each, dim) == dim for each, dim in pairs)
+    fits = all(each is None or axes.get(each, axis) == axis for each, axis in pairs)
     return found if fits else None
 
 
-def length(node: fx.Node, dim: int) -> int:
-    """The entries of a node's result along a dimension."""
-    return int(_first(node).shape[dim])
+def length(node: fx.Node, axis: Axis) -> int:
+    """The entries of a block of a node's result."""
+    return int(_first(node).shape[axis.dim]) // axis.blocks
 
 
 def is_contiguous(node: fx.Node) -> bool:
@@ -95,31 +112,35 @@ def _values(node: fx.Node) -> list[Tensor]:
     return list(tensors(node.meta.get("val")))
 
 
-def _rule(node: fx.Node, dims: Mapping[fx.Node, int]) -> Rows | None:
+def _rule(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
     target, rest = node.target, (None,) * (len(node.args) - 1)
     if target in MATMULS:
-        return matmul_rows(node)
+        place = 0 if target == aten.mm.default else 1
+        axis = axes.get(node.args[place])  # type: ignore[arg-type]
+        return None if axis is None else matmul_rows(node, axis.blocks)
     if _is_pointwise(target):
-        return _pointwise(node, dims)
-    dim = dims.get(node.args[0])  # type: ignore[arg-type]
-    if dim is None:
+        return _pointwise(node, axes)
+    axis = axes.get(node.args[0])  # type: ignore[arg-type]
+    if axis is None:
         return None
     if target is operator.getitem:
-        return Rows(dim, (dim, *rest))
+        return Rows(axis, (axis, *rest))
     given = meta.tensor(node.args[0])  # type: ignore[arg-type]
     if given is None:
         return None
     if target in VIEWS:
-        made = _viewed(given, dim, _first(node))
+        made = _viewed(given, axis, _first(node))
     elif target in REDUCTIONS:
-        made = _reduced(given, dim, node.args[1], _first(node))
+        made = _reduced(given, axis, node.args[1], _first(node))
     elif target in OVER_ONE:
-        made = None if node.args[1] % given.dim() == dim else dim  # type: ignore[operator]
+        made = None if node.args[1] % given.dim() == axis.dim else axis  # type: ignore[operator]
+    elif target == aten.split.Tensor:
+        made = _divided(node, given, axis)
     elif target == aten._to_copy.default:
-        made = dim
+        made = axis
     else:
         return None
-    return None if made is None else Rows(made, (dim, *rest))
+    return None if made is None else Rows(made, (axis, *rest))
 
 
 def _is_pointwise(target: Any) -> bool:
@@ -131,47 +152,78 @@ def _is_pointwise(target: Any) -> bool:
     )
 
 
-def _pointwise(node: fx.Node, dims: Mapping[fx.Node, int]) -> Rows | None:
+def _pointwise(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
     """Inputs are aligned from the last dimension on; what has one entry, or none, is repeated."""
     made = meta.tensor(node)
     if made is None:
         return None
-    takes: list[int | None] = []
-    had = [each for each in node.args if isinstance(each, fx.Node) and each in dims]
-    found = {dims[each] + made.dim() - _first(each).dim() for each in had}
+    takes: list[Axis | None] = []
+    had = [each for each in node.args if isinstance(each, fx.Node) and each in axes]
+    found = {
+        Axis(axes[each].dim + made.dim() - _first(each).dim(), axes[each].blocks) for each in had
+    }
     if len(found) != 1:
         return None
-    (dim,) = found
+    (axis,) = found
     for each in node.args:
         value = meta.tensor(each) if isinstance(each, fx.Node) else None
         if isinstance(each, fx.Node) and value is None:
             return None  # a number that depends on the input
-        takes.append(None if value is None else _dim_of(value, dim, made.dim()))
-    return Rows(dim, tuple(takes))
+        takes.append(None if value is None else _axis_of(value, axis, made.dim()))
+    return Rows(axis, tuple(takes))
 
 
-def _dim_of(value: Tensor, dim: int, many: int) -> int | None:
-    """The dimension of an input that becomes ``dim`` of ``many`` in the result; None if it is
-    repeated along it."""
-    own = dim - (many - value.dim())
-    return own if own >= 0 and value.shape[own] != 1 else None
+def _axis_of(value: Tensor, axis: Axis, many: int) -> Axis | None:
+    """Along what an input has the rows of a result of ``many`` dimensions; None if it is repeated
+    along them."""
+    own = axis.dim - (many - value.dim())
+    return Axis(own, axis.blocks) if own >= 0 and value.shape[own] != 1 else None
 
 
-def _viewed(given: Tensor, dim: int, made: Tensor) -> int | None:
-    """Along which dimension a view has the rows: chunks must be one piece, so that nothing but
-    dimensions of one entry comes before."""
-    if any(size != 1 for size in given.shape[:dim]):
+def _viewed(given: Tensor, axis: Axis, made: Tensor) -> Axis | None:
+    """Along what a view has the rows: a block must be one piece, so that nothing but dimensions of
+    one entry comes before."""
+    if any(size != 1 for size in given.shape[: axis.dim]):
         return None
-    return next((place for place, size in enumerate(made.shape) if size != 1), None)
+    dim = next((place for place, size in enumerate(made.shape) if size != 1), None)
+    return None if dim is None or made.shape[dim] % axis.blocks else Axis(dim, axis.blocks)
 
 
-def _reduced(given: Tensor, dim: int, over: Any, made: Tensor) -> int | None:
+def _reduced(given: Tensor, axis: Axis, over: Any, made: Tensor) -> Axis | None:
     if not over:  # all of them
         return None
     gone = {each % given.dim() for each in (over if isinstance(over, (list, tuple)) else [over])}
-    if dim in gone:
+    if axis.dim in gone:
         return None
-    return dim if made.dim() == given.dim() else dim - sum(each < dim for each in gone)
+    less = 0 if made.dim() == given.dim() else sum(each < axis.dim for each in gone)
+    return Axis(axis.dim - less, axis.blocks)
+
+
+def _divided(node: fx.Node, given: Tensor, axis: Axis) -> Axis | None:
+    """A split along another dimension, or into the blocks."""
+    _, size, *along = node.args
+    dim: int = (along[0] if along else 0) % given.dim()  # type: ignore[operator, assignment]
+    if dim != axis.dim:
+        return axis
+    one_each = size * axis.blocks == given.shape[dim]  # type: ignore[operator]
+    return Axis(dim) if one_each and axis.blocks > 1 else None
+
+
+def _joined(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
+    """Tensors beside one another, or behind one another: each is a block then."""
+    parts, made = node.args[0], meta.tensor(node)
+    found = {axes.get(part) for part in parts}  # type: ignore[union-attr, arg-type]
+    axis = next(iter(found))
+    if len(found) != 1 or axis is None or made is None:
+        return None
+    rest = (None,) * (len(node.args) - 1)
+    dim: int = (node.args[1] if rest else 0) % made.dim()  # type: ignore[operator, assignment]
+    if dim != axis.dim:
+        return Rows(axis, (axis, *rest))
+    lengths = {length(part, axis) for part in parts}  # type: ignore[union-attr, arg-type]
+    if axis.blocks != 1 or len(lengths) != 1:
+        return None
+    return Rows(Axis(dim, len(parts)), (axis, *rest))  # type: ignore[arg-type]
 
 
 def _first(node: fx.Node) -> Tensor:
