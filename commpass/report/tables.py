@@ -88,6 +88,10 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
             yield table if needs <= console.width else sites_table(plan.sites, wide=False)
             yield Text()
             yield reasons(plan.sites)
+            if any(site.missed for site in plan.sites):
+                yield Text()
+                yield exposed(plan.sites)
+                yield Text()
             yield Text(totals([plan]), style="bold")
         elif plan.simplified:
             yield Text("no collective is left in this graph")
@@ -162,6 +166,23 @@ def reasons(sites: Sequence[PlannedSite]) -> Table:
     table.add_column(overflow="fold")
     for reason, which in numbers.items():
         table.add_row(Text(spans(which)), Text(reason))
+    return table
+
+
+def exposed(sites: Sequence[PlannedSite]) -> Table:
+    """For how long the rank is predicted to stand still, and why; sites of one reason share a
+    line."""
+    missed: dict[str, list[tuple[int, PlannedSite]]] = {}
+    for number, site in enumerate(sites, 1):
+        if site.missed:
+            missed.setdefault(site.missed, []).append((number, site))
+    table = plain_table("exposed, predicted", "sites", "before moving", "why")
+    for why, found in missed.items():
+        us = [
+            sum(getattr(site, f"{when}_us") for _, site in found) for when in ("exposed", "unmoved")
+        ]
+        numbers = spans([number for number, _ in found])
+        table.add_row(*map(Text, (micros(us[0]), numbers, micros(us[1]), why)))
     return table
 
 

@@ -12,7 +12,7 @@ from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
 from commpass.plan import Candidate, PlannedSite
 from commpass.policy import covers
-from commpass.report.tables import plain_table, ratio, size
+from commpass.report.tables import micros, plain_table, ratio, size
 
 
 def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite]]:
@@ -90,6 +90,8 @@ def title(dump: Dump, site: PlannedSite) -> Text:
     )
     if grouped := members(dump, site):
         text += f", grouped of {', '.join(grouped)}"
+    if site.missed:
+        text += f"\npredicted to be exposed for {micros(site.exposed_us)}: {site.missed}"
     return Text(text, style="bold")
 
 

@@ -237,6 +237,17 @@ def test_sites_with_one_reason_share_a_line_and_unknown_bytes_are_not_added(tmp_
     assert "32.0 MiB -> 32.0 MiB (100%) (1 of unknown size not counted)" in words(shown)
 
 
+def test_explain_says_why_a_rank_stands_still(tmp_path: Path):
+    sites = [
+        site(f"r{index}", exposed_us=30.0, unmoved_us=40.0, missed="all that is left needs it")
+        for index in range(2)
+    ]
+    path = dump.write(tmp_path, make(sites=[*sites, site("hidden")]))
+    shown = run("explain", path, width=160).stdout
+    assert re.search(r"^60\.0 us +1-2 +80\.0 us +all that is left needs it *$", shown, re.MULTILINE)
+    assert "exposed, predicted" not in run("explain", dump.write(tmp_path, make())).stdout
+
+
 def test_explain_json_is_the_plans(folder: Path):
     result = run("explain", folder, "--json")
     read = [plan.Plan.from_json(json.dumps(one)) for one in json.loads(result.stdout)]

@@ -175,7 +175,6 @@ class _Chunks:
         )
         built.finish()
         self.joins = {n: join for n, join in (self.joins | built.joins).items() if n not in gone}
-        self.known = memory(self.graph)
         self.result.done.append(split)
         return ""
 

@@ -110,7 +110,8 @@ def product_of(
         return each.site.obstacle
     if len(start.users) != 1 or not is_wait(next(iter(start.users))):
         return "not one node alone waits for it"
-    ranks = each.site.group_size or 1
+    if not (ranks := each.site.group_size):
+        return "the size of its group is not known"
     chain = _made(each, cut, known, written)
     why = chain if isinstance(chain, str) else "its rows are not one block for each rank"
     if not isinstance(chain, str):
@@ -150,7 +151,7 @@ def _made(
         if others := [user for user in node.users if user not in inside]:
             what = "the matmul's result is used" if node is chain[0] else f"{node.name} is used"
             return f"{what} elsewhere ({others[0].name})"
-        if any(number in written for number in known.touches[node]):
+        if _is_written(node, known, written):
             return f"{node.name} takes or gives what is written in place"
         divides = node.target in (aten.split.Tensor, operator.getitem)
         if node is not chain[0] and not (divides or is_contiguous(node)):
@@ -207,7 +208,7 @@ def region_of(
     start = each.call.node
     (wait,) = start.users
     many, given = product.many, product.axis
-    blocks = {"all_gather": each.site.group_size or 1, "reduce_scatter": 1}
+    blocks = {"all_gather": each.site.group_size, "reduce_scatter": 1}
     made = Axis(given.dim, blocks.get(each.call.kind, given.blocks))
     rows = dict(product.rows)
     rows[start] = Rows(made, (given, *[None] * (len(start.args) - 1)))
@@ -254,7 +255,13 @@ def _may_be_cut(node: fx.Node, known: Memory, written: Collection[int]) -> bool:
     """Whether what a node gives has a fixed size, no gaps, and nobody writes into it."""
     if not is_fixed(node) or not is_contiguous(node):
         return False
-    return not any(number in written for number in known.touches[node])
+    return not _is_written(node, known, written)
+
+
+def _is_written(node: fx.Node, known: Memory, written: Collection[int]) -> bool:
+    """Whether something writes into what a node takes or gives. What chunks of others are is not
+    known, but they are made of what nobody writes into alone."""
+    return any(number in written for number in known.touches.get(node, ()))
 
 
 def _towards_matmuls(nodes: list[fx.Node]) -> list[fx.Node]:
