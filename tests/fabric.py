@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.collectives import request
+from commpass.collectives import messages, request
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,13 @@ class Fabric:
 def lockstep(steps: Callable[[int], Any], ranks: int, monkeypatch: Any) -> tuple[list[Any], Fabric]:
     """The results of ``steps(rank)`` on all ranks, and what they sent."""
     fabric = Fabric(ranks)
-    monkeypatch.setattr(request, "ops", fabric)
+    with monkeypatch.context() as patched:
+        patched.setattr(request, "ops", fabric)
+        patched.setattr(messages, "ops", fabric)
+        return _carried_out(steps, ranks, fabric), fabric
+
+
+def _carried_out(steps: Callable[[int], Any], ranks: int, fabric: Fabric) -> list[Any]:
     running, replies, results = (
         [steps(rank) for rank in range(ranks)],
         [None] * ranks,
@@ -80,6 +86,6 @@ def lockstep(steps: Callable[[int], Any], ranks: int, monkeypatch: Any) -> tuple
             except StopIteration as end:
                 results[rank] = end.value
         if not waiting:
-            return results, fabric
+            return results
         assert len(waiting) == ranks, "some ranks wait for what others will never send"
         replies = [fabric.arrived(rank, exchange) for rank, exchange in enumerate(waiting)]

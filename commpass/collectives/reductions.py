@@ -29,7 +29,7 @@ from commpass.codecs import (
     pad,
 )
 from commpass.codecs.operators import sum_rows
-from commpass.collectives import scatters
+from commpass.collectives import gathers, scatters
 from commpass.collectives.algorithm import Algorithm, Encodes
 from commpass.collectives.request import Gather, Request
 from commpass.collectives.scatters import Summed, convert
@@ -55,13 +55,15 @@ LAST = 1 << 16
 class Scatter:
     """One of the functions of ``scatters``. ``encodes`` as in ``Algorithm``;
     ``between`` is the codec of the last hop if it is another one; ``hops`` whether partial sums
-    travel, and not only values; ``keeps`` whether later hops read the values again."""
+    travel, and not only values; ``keeps`` whether later hops read the values again. ``gather`` is
+    the one of ``gathers`` by which an all_reduce then shares the sums."""
 
     run: Callable[[Tensor, Request, Coding], Summed]
     encodes: Callable[[Codec, int], Encodes]
     between: Callable[[Codec], Codec] = lambda codec: codec
     hops: bool = True
     keeps: bool = False
+    gather: Callable[[Tensor, Request, Coding], Steps] = gathers.direct
 
     def unit(self, codec: Codec) -> int:
         return math.lcm(codec.block, self.between(codec).block)
@@ -72,6 +74,7 @@ RING = Scatter(
     scatters.ring,
     lambda codec, ranks: ((codec, scatters.ring_encodes(ranks)),),
     keeps=True,
+    gather=gathers.ring,
 )
 SEMI_RING = Scatter(
     scatters.semi_ring,
@@ -117,7 +120,7 @@ class Staged:
             summed, here = yield from self.scatter.run(rows, request, first)
             summed = convert(_mean(summed, request), here, there)
             last = second.in_domain().of_chunk(first.chunk)
-            arrived = yield from hop(summed, last, Gather(request))
+            arrived = yield from self.scatter.gather(summed, request, last)
             return convert(arrived, there, VALUES).to(x.dtype)
 
         shard = shard_length(x.numel(), request.ranks, self.unit(coder))
@@ -289,7 +292,8 @@ def ring(
     shards: int = 1,
     first: str = "static",
 ) -> Algorithm:
-    """Partial sums go round, coded again at each of ranks - 1 hops (EQuARX, full loop)."""
+    """Partial sums go round, coded again at each of ranks - 1 hops (EQuARX, full loop); then, of an
+    all_reduce, the sums (``gathers.ring``)."""
     return _few_hops(
         _staged(kind, spec, RING, stage, flow_of(chunks, shards, first)), lambda ranks: ranks - 1
     )

@@ -23,17 +23,20 @@ class KernelRate:
 @dataclass(frozen=True)
 class Kernels:
     """Rates by codec name (the part before the bracket), what stands for a codec not listed, and
-    the time of a launch. For the rest of a graph: ``gflops``, billions of operations that a matmul
-    does in a second, and ``gbytes_per_s`` that a simple kernel reads and writes."""
+    the time of a launch; ``call_us`` is what an encode or decode takes beside its values. For the
+    rest of a graph: ``gflops``, billions of operations that a matmul does in a second, and
+    ``gbytes_per_s`` that a simple kernel reads and writes."""
 
     launch_us: float
     other: KernelRate
     rates: Mapping[str, KernelRate] = field(default_factory=dict)
     gflops: float = 40.0
     gbytes_per_s: float = 10.0
+    call_us: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("Kernels(launch_us", self.launch_us)
+        check_number("Kernels(call_us", self.call_us)
         check_number("Kernels(gflops", self.gflops, above=True)
         check_number("Kernels(gbytes_per_s", self.gbytes_per_s, above=True)
         if not isinstance(self.rates, Mapping):
@@ -50,7 +53,7 @@ class Kernels:
         """Microseconds of one kernel that encodes or decodes (``role``) that many values."""
         rate = self.rates.get(codec.partition("(")[0], self.other)
         ns = rate.encode_ns if role == "encode" else rate.decode_ns
-        return self.launch_us + values * ns / 1e3
+        return self.launch_us + self.call_us + values * ns / 1e3
 
     def compute_us(self, operations: float, nbytes: float) -> float:
         """Microseconds of what is no codec's: the longer of so many operations and so many bytes
@@ -77,6 +80,7 @@ CPU = Kernels(
         "bf16": CAST,
         "fp16": CAST,
     },
+    call_us=40.0,
 )
 """One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, and
 copies off benchmarks/group.py, rounded up."""

@@ -16,9 +16,15 @@ from commpass.errors import PolicyError, check_number, nearest
 GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
 """gloo's reduce_scatter sends twice the necessary bytes; its all_to_all of large messages is half
 duplex."""
-GLOO_BUSY_US = 250.0
+GLOO_ALPHA_US = 300.0
+"""Until a small collective, or a message, has arrived: on an empty link without delay, of which the
+wire takes 50 (benchmarks/network/never_slower.py)."""
+GLOO_BUSY_US = 200.0
 """Processor time of a rank for one more message to another rank and one from it: two-shots of int8
 in 2, 4 and 8 chunks, 2 and 4 ranks (benchmarks/network/reduces.py)."""
+TCP_CROWD_BYTES = 256 * 1024.0
+"""What two-shots take longer than rings of the same bytes, for each exchange: 4 ranks, 0.1 Gbit/s,
+int8 and int4 of 1 to 64 MiB (benchmarks/network/reduces.py)."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +99,12 @@ class Profile:
         return sizes.pop() if len(hosts) == len(runs) and len(sizes) == 1 else 0
 
 
-def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
+def ethernet(gbit_per_s: float, alpha_us: float = GLOO_ALPHA_US) -> Profile:
     """Ranks on CPU hosts over gloo and Ethernet of this speed. Raises PolicyError unless it is a
     number above 0."""
     check_number("ethernet(gbit_per_s", gbit_per_s, above=True)
     check_number("ethernet(alpha_us", alpha_us)
-    link = Link(alpha_us, gbit_per_s / 8, GLOO_FACTORS, GLOO_BUSY_US)
+    link = Link(alpha_us, gbit_per_s / 8, GLOO_FACTORS, GLOO_BUSY_US, TCP_CROWD_BYTES)
     return Profile(f"ethernet-{gbit_per_s:g}g", link)
 
 

@@ -558,6 +558,9 @@ def test_a_kernel_costs_its_launch_and_its_values():
     assert KERNELS.us("int8", "encode", 1000) == pytest.approx(3.0 + 0.125)
     assert KERNELS.us("int8", "decode", 2000) == pytest.approx(3.0 + 0.125)
     assert KERNELS.us("int8(block=64)", "encode", 1000) == KERNELS.us("int8", "encode", 1000)
+    called = dataclasses.replace(KERNELS, call_us=40.0)
+    assert called.us("int8", "decode", 2000) == pytest.approx(40.0 + 3.0 + 0.125)
+    assert called.compute_us(1e6, 0) == KERNELS.compute_us(1e6, 0)
     assert KERNELS.us("rotated", "encode", 1000) == pytest.approx(3.0 + 0.5)
     assert KERNELS.us("rotated", "decode", 1000) == pytest.approx(3.0 + 0.25)
 
@@ -1662,9 +1665,9 @@ def test_a_preset_takes_a_cast_where_coding_takes_longer_than_it_saves(name):
     a_site = site("all_to_all", 1 << 22, 2, by_messages=True)
     chosen = one(a_site, dataclasses.replace(PRESETS[name], chunks=1), ethernet(25))
     assert (chosen.codec, chosen.algorithm) == ("bf16", "direct")
-    busy = ethernet(25).link.busy_us
+    alpha, busy = ethernet(25).link.alpha_us, ethernet(25).link.busy_us
     assert chosen.predicted_us == pytest.approx(
-        60 + busy + 2 * 2 + 2**22 * 0.7 / 1e3 + 2**22 / 3125, abs=5.0
+        alpha + busy + 2 * (2 + 40) + 2**22 * 0.7 / 1e3 + 2**22 / 3125, abs=5.0
     )
     int8 = one(a_site, forced("int8", chunks=1), ethernet(25))
     assert int8.predicted_us - chosen.predicted_us == pytest.approx(839 - 661, abs=1.0)

@@ -44,14 +44,12 @@ def inputs(
     ]
 
 
-def carried_out(kind, name, codec, values, monkeypatch, op="sum"):
+def carried_out(kind, name, codec, values, monkeypatch, op="sum", by_messages=False):
     ranks, coder, chosen = len(values), commpass.codec(codec), algorithm(kind, name)
-    run = lambda rank: chosen.run(values[rank], Request("0", ranks, rank, op), coder)  # noqa: E731
+    requests = [Request("0", ranks, rank, op, by_messages=by_messages) for rank in range(ranks)]
+    run = lambda rank: chosen.run(values[rank], requests[rank], coder)  # noqa: E731
     payload = Payload(values[0].numel(), 1, values[0].dtype)
-    said = [
-        read_stages(kind, name, codec, payload, Request("0", ranks, rank, op)).exchanges
-        for rank in range(ranks)
-    ]
+    said = [read_stages(kind, name, codec, payload, request).exchanges for request in requests]
     results, fabric = lockstep(run, ranks, monkeypatch)
     for sent, exchanges in zip(fabric.started, said, strict=True):
         if not coder.dynamic:
@@ -124,6 +122,27 @@ def test_odd_shapes_of_bfloat16_by_a_lossless_codec_lose_no_more_than_one_roundi
             2 if kind == "all_reduce" and "one_shot" not in name else 1
         )  # a stage that carries bfloat16 rounds to it
         assert ((result.double() - expected).abs() <= twice * 2**-8 * expected.abs() + 1e-5).all()
+
+
+@pytest.mark.parametrize("codec", ["int8", "rotated", "bf16", "raw", "equarx"])
+@pytest.mark.parametrize("name", ["ring", "ring(stage=rs)", "ring(stage=ag)", "ring(chunks=3)"])
+@pytest.mark.parametrize("ranks", [2, 3, 5, 8])
+def test_of_a_rings_messages_no_two_meet_and_sums_are_the_same(ranks, name, codec, monkeypatch):
+    values = inputs(ranks, (ranks * 3, 129))
+    expected = carried_out("all_reduce", name, codec, values, monkeypatch)
+    results = carried_out("all_reduce", name, codec, values, monkeypatch, by_messages=True)
+    assert all(map(torch.equal, results, expected))
+    payload = Payload(values[0].numel(), 1, torch.float32)
+    request = Request("0", ranks, 1, by_messages=True)
+    found = read_stages("all_reduce", name, codec, payload, request).exchanges
+    library = read_stages("all_reduce", name, codec, payload, Request("0", ranks, 1)).exchanges
+    leaving = [stage.leaving for stage in found]
+    if ranks > 2:
+        assert {stage.peers for stage in found} == {1}
+        assert len(found) % (2 * (ranks - 1)) == 0
+    gathers = [stage.leaving for stage in library if stage.kind == "all_gather"]
+    others = [stage.leaving for stage in library if stage.kind != "all_gather"]
+    assert sum(leaving) == sum(others) + (ranks - 1 if ranks > 2 else 1) * sum(gathers)
 
 
 @pytest.mark.parametrize("name", ["one_shot", "two_shot", "ring", "semi_ring"])

@@ -1,0 +1,41 @@
+"""All-gathers: the row ``[1, n]`` of every rank to all of them, ``[ranks, padded_numel(n)]``, row r
+from rank r, coded once and decoded by everybody."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from commpass.codecs import cut_apart, operators
+from commpass.collectives import data_sized
+from commpass.collectives.request import Gather, Request, pass_on
+from commpass.collectives.steps import Coding, Steps, hop
+
+
+def direct(row: Tensor, request: Request, coding: Coding) -> Steps:
+    """All rows to all ranks in one exchange."""
+    return (yield from hop(row, coding, Gather(request)))
+
+
+def ring(row: Tensor, request: Request, coding: Coding) -> Steps:
+    """Rows go round: each rank hands on the bytes that it got, and decodes them meanwhile. Of the
+    messages no two meet at a rank (SSFusion, section 2: the ring of an all-gather).
+
+    A library's own all-gather, which is taken where exchanges do not go as messages, does so
+    itself; and what travels in several exchanges of its own goes ``direct``.
+    """
+    codec, ranks, rank, numel = coding.codec, request.ranks, request.rank, row.shape[1]
+    row = row.to(codec.hop_dtype(coding.dtype))
+    several = coding.flow.shards > 1 or data_sized.varies(codec, row.dtype)
+    if ranks <= 2 or not request.by_messages or several:
+        return (yield from direct(row, request, coding))
+    move = pass_on(request, [(rank + 1) % ranks], [(rank - 1) % ranks])
+    padded = codec.padded_numel(numel)
+    wire = operators.encode(codec, row, coding.salt(rank))
+    rows: list[Tensor] = [row] * ranks
+    for step in range(ranks):
+        started = move.start(wire) if step < ranks - 1 else None
+        rows[(rank - step) % ranks] = operators.decode(codec, wire, padded, coding.dtype)
+        if started is not None:
+            wire = yield started
+    decoded = operators.join(rows).reshape(ranks, padded)
+    return decoded if codec.settled else cut_apart(decoded, numel)
