@@ -21,7 +21,7 @@ ops = torch.ops._c10d_functional
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    return ops.wait_tensor(ops.all_reduce(x * 1.0, "sum", "0"))
+    return ops.wait_tensor(ops.all_reduce(x, "sum", "0"))
 
 
 def all_reduce_bf16(x: Tensor) -> Tensor:

@@ -153,10 +153,10 @@ def _coded(
             )
 
 
-CHUNKS = (2, 4)
+CHUNKS = (2, 4, 8)
 """Into how many chunks a site may be divided where nobody names a number: more take longer, since
 a rank is busy with every message (benchmarks/network/reduces.py)."""
-LEAST_BYTES = 1 << 20
+LEAST_BYTES = 2 << 20
 """Bytes of a tensor's values that are worth an exchange of their own."""
 FEW_HOPS = ("one_shot", "two_shot", "direct")
 """Algorithms whose chunks are few messages."""

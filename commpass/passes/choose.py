@@ -78,7 +78,7 @@ def _chosen(site: Site, options: Options, allowed: Allowed, profile: Profile) ->
     return planned(site, best, reason, alone.predicted_us)
 
 
-SURE = 0.05
+SURE = 0.01
 """By what share of the time more chunks must be faster than fewer."""
 
 

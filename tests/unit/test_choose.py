@@ -1930,14 +1930,14 @@ DIVIDED = [
 @pytest.mark.parametrize(("kind", "name"), DIVIDED)
 def test_large_sites_are_divided_unasked_where_exchanges_go_as_messages(kind, name):
     policy = Policy(codecs="int8", algorithms=name)
-    assert chunks_of(large(kind), policy) == {1, 2, 4}
+    assert chunks_of(large(kind), policy) == {1, 2, 4, 8}
     assert one(large(kind), policy, ethernet(1)).chunks > 1
-    assert chunks_of(large(kind, bytes=2 * MIB, shape=(MIB // 2,)), policy) == {1, 2}
+    assert chunks_of(large(kind, bytes=4 * MIB, shape=(MIB,)), policy) == {1, 2}
 
 
 UNASKED = {
     "not as messages": (large(by_messages=False), "int8", "two_shot"),
-    "a small tensor": (large(bytes=2 * MIB - 4, shape=(MIB // 2 - 1,)), "int8", "two_shot"),
+    "a small tensor": (large(bytes=4 * MIB - 4, shape=(MIB - 1,)), "int8", "two_shot"),
     "a size that is not fixed": (large(shape=("s0", 4)), "int8", "two_shot"),
     "splits": (large("all_to_all", splits=((9, 3), (9, 3))), "int8", "direct"),
     "a wire that depends on values": (large(dtype="bfloat16"), "exponent", "two_shot"),

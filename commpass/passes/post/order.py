@@ -1,10 +1,10 @@
 """order: exchanges start, and are waited for, in the order in which the graph has them.
 
 needs: a graph of Inductor's, before and after its own post-grad passes.
-gives: the same graph, in which every start and wait comes after the one before it, and matmuls stay
-between those that they stand between.
+gives: the same graph, in which every start and wait comes after the one before it, and matmuls and
+kernels that code stay between those that they stand between.
 changes: nothing that is computed. Without it Inductor (torch 2.11 to 2.15) brings each wait as near
-to its start as it can, to save memory, and nothing overlaps.
+to its start as it can, and all encodes before the first, to save memory, and nothing overlaps.
 
 It reads nothing but the graph, so that what Inductor keeps in its cache is that of the same graph.
 """
@@ -22,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
-from commpass.passes.graph.costs import is_matmul
+from commpass.passes.graph.costs import is_heavy, is_matmul
 from commpass.passes.graph.memory import memory
 from commpass.passes.graph.parse import is_wait, parse
 
@@ -59,8 +59,9 @@ def _is_added(node: fx.Node) -> bool:
 
 
 def order(graph: fx.Graph) -> None:
-    """Pins every start and wait behind the one before it and the matmuls in between, and matmuls
-    behind the starts of what travels meanwhile, where they do not take it anyway."""
+    """Pins every start and wait behind the one before it and what is computed in between, matmuls
+    and kernels that code, and those behind the starts of what travels meanwhile, where they do not
+    take it anyway."""
     pins: dict[fx.Node, OrderedSet[fx.Node]] = {}
     last: fx.Node | None = None
     latest: fx.Node | None = None  # start that nobody has waited for yet
@@ -76,6 +77,10 @@ def order(graph: fx.Graph) -> None:
         elif is_matmul(node):
             behind = [] if latest is None else [latest]
             between.append(node)
+        elif is_heavy(node) and last is not None:
+            pins[node] = OrderedSet([last])  # it gives nothing: only what is pinned is come after
+            between.append(node)
+            continue
         else:
             continue
         if found := [each for each in behind if each not in node.all_input_nodes]:
