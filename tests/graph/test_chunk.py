@@ -142,6 +142,14 @@ def test_not_what_is_hidden_behind_other_matmuls():
     assert drive(gm, direction="backward").split
 
 
+@pytest.mark.parametrize("batch", [64, 512])
+def test_gradients_of_weights_are_treated_alike_for_all_batches(batch):
+    """Ranks that share a weight may have batches of other sizes."""
+    given = [torch.empty(batch, 256), torch.empty(batch, 256)]
+    gm = trace(lambda x, g: (reduced(x.t() @ g), room(x)), *given)
+    assert not drive(gm, direction="backward").split
+
+
 def test_compressed_sites_are_split_as_well():
     rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=1, rows=2)
     gm = trace(block, *inputs(256, 256))
