@@ -142,6 +142,14 @@ def test_not_what_is_hidden_behind_other_matmuls():
     assert drive(gm, direction="backward").split
 
 
+@pytest.mark.parametrize("batch", [64, 512])
+def test_gradients_of_weights_are_treated_alike_for_all_batches(batch):
+    """Ranks that share a weight may have batches of other sizes."""
+    given = [torch.empty(batch, 256), torch.empty(batch, 256)]
+    gm = trace(lambda x, g: (reduced(x.t() @ g), room(x)), *given)
+    assert not drive(gm, direction="backward").split
+
+
 def test_compressed_sites_are_split_as_well():
     rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=1, rows=2)
     gm = trace(block, *inputs(256, 256))
@@ -386,6 +394,15 @@ def test_not_in_a_sub_graph():
     )
 
 
+@pytest.mark.parametrize("rows", [None, 2])
+def test_nothing_to_split(rows):
+    """A rank without any rows: no tokens came to it, say."""
+    gm = trace(lambda x, w: reduced(x @ w) @ w, whole(0, N), whole(N, N))
+    plan = drive(gm, rows=rows)
+    assert not plan.split
+    assert ("rows=2 does not apply: it holds no values" in plan.sites[0].reason) == (rows == 2)
+
+
 def test_not_small_chunks_over_gloo(monkeypatch):
     """It corrupts memory with several small exchanges in the air."""
     monkeypatch.setattr(commpass.groups, "sends_messages", lambda name, device: True)
@@ -412,6 +429,17 @@ def test_not_above_the_peak_memory_by_more_than_a_chunk():
     assert plan.sites[0].reason.endswith(why)
     gm = trace(lambda x, w: reduced(x @ w).relu(), whole(M, N), whole(N, N))
     assert len(drive(gm, rows=4).split) == 1
+
+
+@pytest.mark.parametrize("name", ["amax", "amin", "mean", "sum", "var"])
+def test_a_statistic_of_all_values_is_computed_of_the_whole(name):
+    def function(x, w):
+        y = reduced(x @ w)
+        return (y - getattr(y, name)()) @ w, room(x)
+
+    gm, plan = check(function, inputs()[:2], rows=2)
+    assert plan.split[0].through == ("mm",)
+    assert story(gm) == "msmswwcm"
 
 
 def test_what_other_rows_decide_is_computed_of_the_whole():

@@ -128,7 +128,13 @@ class _Chunks:
         return region
 
     def _gaining(self, each: GraphSite, regions: Sequence[Region]) -> list[tuple[Region, str]]:
-        """The regions that gain more than the model's margin, the best first, each with why."""
+        """The regions that gain more than the model's margin, the best first, each with why. What
+        is computed before an exchange of backward may be the gradient of a weight: how long that
+        takes depends on a batch that is the rank's own, and ranks would decide differently."""
+        if self.direction == "backward":
+            regions = [region for region in regions if region.consumers]
+        if not regions:
+            return []
         best = self._best(each.site, each)
         if each.call.kind == "all_gather" and each.site.by_messages and best.codec == NONE:
             return []  # gloo must not have two in the air

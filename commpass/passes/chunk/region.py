@@ -106,6 +106,8 @@ def product_of(
         return f"only plain {', '.join(KINDS)} are split, not {each.site.kind} ({each.call.form})"
     if each.site.dynamic or not is_fixed(each.input):
         return "its size is symbolic"
+    if not _values(each.input):
+        return "it holds no values"
     if each.site.obstacle:
         return each.site.obstacle
     if len(start.users) != 1 or not is_wait(next(iter(start.users))):

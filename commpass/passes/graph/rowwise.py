@@ -131,7 +131,8 @@ def _rule(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
     if target in VIEWS:
         made = _viewed(given, axis, _first(node))
     elif target in REDUCTIONS:
-        made = _reduced(given, axis, node.args[1], _first(node))
+        over = node.args[1] if rest else None  # without any, all of them
+        made = _reduced(given, axis, over, _first(node))
     elif target in OVER_ONE:
         made = None if node.args[1] % given.dim() == axis.dim else axis  # type: ignore[operator]
     elif target == aten.split.Tensor:
@@ -190,7 +191,7 @@ def _viewed(given: Tensor, axis: Axis, made: Tensor) -> Axis | None:
 
 
 def _reduced(given: Tensor, axis: Axis, over: Any, made: Tensor) -> Axis | None:
-    if not over:  # all of them
+    if not over:
         return None
     gone = {each % given.dim() for each in (over if isinstance(over, (list, tuple)) else [over])}
     if axis.dim in gone:
