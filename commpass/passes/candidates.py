@@ -119,7 +119,9 @@ def _coded(
     """Every codec with every algorithm that is allowed."""
     chosen = {each.spec: each for each in _algorithms(site, allowed, profile)}.values()
     for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
-        for each in (part for one in chosen for part in _divided(one, site, allowed, coder)):
+        for each in (
+            part for one in chosen for part in _divided(one, site, allowed, coder, profile)
+        ):
             named = Candidate(
                 codec=coder.spec,
                 algorithm=whole(each.spec),
@@ -160,9 +162,14 @@ LEAST_BYTES = 2 << 20
 """Bytes of a tensor's values that are worth an exchange of their own."""
 FEW_HOPS = ("one_shot", "two_shot", "direct")
 """Algorithms whose chunks are few messages."""
+HOPS_US = 5000.0
+"""Microseconds that a message of a ring's must take on the link for chunks to gain: between its
+hops the rank itself takes turns (4 ranks, 0.1 and 1 Gbit/s, benchmarks/network/reduces.py)."""
 
 
-def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> Iterator[Algorithm]:
+def _divided(
+    chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec, profile: Profile
+) -> Iterator[Algorithm]:
     """An algorithm with every number of chunks that is allowed; one where it has none, where it was
     named with its own, and where chunks would be small or of sizes that are not fixed. The model
     knows what they gain where exchanges go as messages, so it is those that it divides unasked."""
@@ -174,10 +181,22 @@ def _divided(chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec) -> I
         yield algorithm(site.kind, chosen.spec, chunks=allowed.chunks)
         return
     yield chosen
-    known = coder.settled and site.by_messages and chosen.name in FEW_HOPS
-    for chunks in CHUNKS if known else ():
-        if chunks * LEAST_BYTES <= site.bytes:
+    for chunks in CHUNKS if coder.settled and site.by_messages else ():
+        known = chosen.name in FEW_HOPS or _is_slow_ring(chosen, chunks, site, coder, profile)
+        if known and chunks * LEAST_BYTES <= site.bytes:
             yield algorithm(site.kind, chosen.spec, chunks=chunks)
+
+
+def _is_slow_ring(
+    chosen: Algorithm, chunks: int, site: Site, coder: Codec, profile: Profile
+) -> bool:
+    """Whether each message of a ring in chunks takes long enough that others can be made ready."""
+    if chosen.name != "ring":
+        return False
+    dtype = _payload(site).dtype
+    values = site.bytes // dtype.itemsize // (site.group_size * chunks)
+    rate = _link(site, profile).gbytes_per_s * 1e3
+    return coder.expected_bytes(values, dtype) / rate >= HOPS_US
 
 
 def _whole(chosen: Algorithm, site: Site) -> str | None:

@@ -101,6 +101,33 @@ def test_kernels_of_chunks_write_into_one_buffer(fake_group):
     assert len({written for _, written, _, _ in kernels[-4:]}) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "chunks", "expected"),
+    [
+        ("one_shot", 4, "ks ks ks ks wk wk wk wk"),
+        ("two_shot", 2, "ks ks wks wks wk wk"),
+        ("two_shot", 4, "ks ks ks ks wks wks wks wks wk wk wk wk"),
+    ],
+)
+def test_kernels_stay_between_what_they_stand_between(name, chunks, expected, fake_group):
+    """A chunk is encoded once the one before it travels, and decoded before the next is waited
+    for. Inductor would make all encodes first, since that frees the values soonest."""
+    fake_group(2)
+    torch._dynamo.reset()
+    rule = Rule(codec="int8", algorithm=name, force=True, chunks=chunks, lowering="kernel")
+    backend = commpass.backend(Policy(rules=[rule]), strict=True)
+
+    def function(x):
+        return wait(ops.all_reduce(x * 2, "sum", "0"))
+
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        _, sources = run_and_get_code(torch.compile(function, backend=backend), torch.randn(65536))
+    body = sources[-1][sources[-1].index("def call(") :]
+    found = re.findall(r"ops\.\w+\.(kernel_|wait_tensor|all_\w+)\.default\(", body)
+    letters = {"kernel_": "k", "wait_tensor": "w"}
+    assert "".join(letters.get(each, "s") for each in found) == expected.replace(" ", "")
+
+
 def layer(x, w, v):
     return (Columns.apply(x) @ w).relu() @ v
 

@@ -1942,11 +1942,23 @@ UNASKED = {
     "splits": (large("all_to_all", splits=((9, 3), (9, 3))), "int8", "direct"),
     "a wire that depends on values": (large(dtype="bfloat16"), "exponent", "two_shot"),
     "blocks that must be alike": (large(), "equarx", "two_shot"),
-    "many hops": (large(), "int8", "ring"),
+    "many hops": (large(bytes=4 * MIB, shape=(MIB,)), "int8", "ring"),
     "the library's sum": (large(), "bf16", "native"),
     "shards": (large(), "int8", "two_shot(shards=2)"),
     "a word": (large(word=Word(chunks=1).to_json()), "int8", "two_shot"),
 }
+
+
+def test_rings_are_divided_unasked_where_their_messages_take_long():
+    """By hand: 16 MiB on 4 ranks, a 4th of the bytes for int8 and 1/64 more: 1.04 MiB a hop, which
+    0.1 Gbit/s carry in 87 ms, and an eighth of it in 11; 1 Gbit/s in 8.7, and half of it in 4.4."""
+    a_site = site("all_reduce", 4 * MIB, 4, by_messages=True)
+    policy = Policy(codecs="int8", algorithms="ring")
+    for gbit, expected in ((0.1, {1, 2, 4, 8}), (1, {1})):
+        (found,) = options([a_site], policy, ethernet(gbit))
+        assert {each.chunks for each in found.possible} == expected
+    (found,) = options([dataclasses.replace(a_site, by_messages=False)], policy, ethernet(0.1))
+    assert {each.chunks for each in found.possible} == {1}
 
 
 @pytest.mark.parametrize("what", UNASKED)
