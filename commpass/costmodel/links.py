@@ -20,11 +20,11 @@ class Link:
     direction ``gbytes_per_s``.
 
     ``factor`` says how many times slower than the formula a library carries out a kind of
-    collective; ``busy_us`` how long a rank itself is busy with one message to another rank and one
-    from it, whatever their size, where exchanges go as messages. Where messages of several ranks
-    meet at one they crowd each other out: ``crowd_bytes`` are then sent again, of few bytes a
-    quarter. Raises PolicyError for what is no finite number, a negative time, no bandwidth, or a
-    kind that does not exist.
+    collective, of an all_to_all what is beyond ``buffered_bytes``; ``busy_us`` how long a rank
+    itself is busy with one message to another rank and one from it, whatever their size, where
+    exchanges go as messages. Where messages of several ranks meet at one they crowd each other out:
+    ``crowd_bytes`` are then sent again, of few bytes a quarter. Raises PolicyError for what is no
+    finite number, a negative time, no bandwidth, or a kind that does not exist.
     """
 
     alpha_us: float
@@ -32,12 +32,14 @@ class Link:
     factor: Mapping[str, float] = field(default_factory=dict)
     busy_us: float = 0.0
     crowd_bytes: float = 0.0
+    buffered_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         check_number("Link(alpha_us", self.alpha_us)
         check_number("Link(gbytes_per_s", self.gbytes_per_s, above=True)
         check_number("Link(busy_us", self.busy_us)
         check_number("Link(crowd_bytes", self.crowd_bytes)
+        check_number("Link(buffered_bytes", self.buffered_bytes)
         if not isinstance(self.factor, Mapping):
             raise PolicyError(
                 f"Link(factor={self.factor!r}): must map kinds of collectives to numbers"
@@ -67,11 +69,14 @@ class Link:
         if ranks <= 1:
             return 0.0, 0.0
         messages, sent = _STEPS[kind](ranks, nbytes) if peers is None else (peers, nbytes)
-        factor = 1.0 if by_messages else self.factor.get(kind, 1.0)
-        if by_messages and messages > 1:
-            sent += min(sent / 4, self.crowd_bytes)
-        alpha = self.alpha_us * (min(messages, 1) if by_messages else messages)
-        return alpha, sent / (self.gbytes_per_s * 1e3) * factor
+        if by_messages:
+            crowd = min(sent / 4, self.crowd_bytes) if messages > 1 else 0.0
+            alpha, taken = self.alpha_us * min(messages, 1), sent + crowd
+        else:
+            freely = min(sent, self.buffered_bytes) if kind == "all_to_all" else 0.0
+            alpha = self.alpha_us * messages
+            taken = freely + (sent - freely) * self.factor.get(kind, 1.0)
+        return alpha, taken / (self.gbytes_per_s * 1e3)
 
 
 _STEPS = {

@@ -16,10 +16,10 @@ from commpass.errors import PolicyError, check_number, nearest
 GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
 """gloo's reduce_scatter sends twice the necessary bytes; its all_to_all of large messages is half
 duplex."""
-GLOO_ALPHA_US = 300.0
-"""Until a small collective, or a message, has arrived: on an empty link without delay, of which the
-wire takes 50 (benchmarks/network/never_slower.py)."""
-GLOO_BUSY_US = 200.0
+GLOO_BUFFERED_BYTES = 256 * 1024.0
+"""Of an all_to_all, so many bytes of each rank go both ways at once: 2 ranks, 64 KiB to 16 MiB
+(benchmarks/network/never_slower.py)."""
+GLOO_BUSY_US = 250.0
 """Processor time of a rank for one more message to another rank and one from it: two-shots of int8
 in 2, 4 and 8 chunks, 2 and 4 ranks (benchmarks/network/reduces.py)."""
 TCP_CROWD_BYTES = 96 * 1024.0
@@ -99,12 +99,19 @@ class Profile:
         return sizes.pop() if len(hosts) == len(runs) and len(sizes) == 1 else 0
 
 
-def ethernet(gbit_per_s: float, alpha_us: float = GLOO_ALPHA_US) -> Profile:
+def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
     """Ranks on CPU hosts over gloo and Ethernet of this speed. Raises PolicyError unless it is a
     number above 0."""
     check_number("ethernet(gbit_per_s", gbit_per_s, above=True)
     check_number("ethernet(alpha_us", alpha_us)
-    link = Link(alpha_us, gbit_per_s / 8, GLOO_FACTORS, GLOO_BUSY_US, TCP_CROWD_BYTES)
+    link = Link(
+        alpha_us,
+        gbit_per_s / 8,
+        GLOO_FACTORS,
+        busy_us=GLOO_BUSY_US,
+        crowd_bytes=TCP_CROWD_BYTES,
+        buffered_bytes=GLOO_BUFFERED_BYTES,
+    )
     return Profile(f"ethernet-{gbit_per_s:g}g", link)
 
 

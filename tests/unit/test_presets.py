@@ -143,7 +143,8 @@ def test_an_all_reduce_without_loss_is_left_alone_over_gloo():
     """Its exchanges take twice what the link needs, which is more than ZipCCL saves."""
     found = planned("zipccl", "all_reduce")
     assert not found.compressed
-    assert "no gain: exponent(planes=3) by two_shot" in found.reason
+    below = "a gain below the model's margin of 10%: exponent(planes=3) by two_shot"
+    assert below in found.reason  # a little of an all-to-all goes both ways at once
 
 
 def test_sdp4bit_codes_4_bits_between_hosts_that_the_profile_knows():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -59,7 +59,8 @@ class Work:
 def sequence(work: Work) -> list[fx.Node]:
     """The starts in the order in which they can be made: each as soon as all is there that it
     takes. A later hop comes when the first one of another site has started in between, or when what
-    is computed next needs it."""
+    is computed next needs it. What takes nothing that is computed could start at once, and would be
+    held for long (the weights of all layers): it comes after all that the program starts before."""
     return _Sequence(work).run()
 
 
@@ -74,11 +75,15 @@ class _Sequence:
         self.startable: list[tuple[int, fx.Node]] = []
         self.waits: list[tuple[int, int, fx.Node]] = []
         self.number: dict[fx.Node, int] = {}
+        self.program = deque(sorted(work.starts, key=work.index.__getitem__))
+        self.ready: set[fx.Node] = set()
 
     def run(self) -> list[fx.Node]:
         free = [node for node in self.work.nodes if not self.work.before[node]]
         for node in free:
             self._reach(node)
+        self.ready = {node for _, node in self.startable}
+        self.startable.clear()
         self._start_all()
         for node in self.work.nodes:
             if node in self.work.heavy:
@@ -113,9 +118,17 @@ class _Sequence:
             self._done(node)
         return True
 
+    def _next(self) -> fx.Node | None:
+        """What starts next; of what was ready before anything was computed, only what comes next in
+        the program."""
+        if self.startable:
+            return heapq.heappop(self.startable)[-1]
+        while self.program and self.program[0] in self.number:
+            self.program.popleft()
+        return self.program[0] if self.program and self.program[0] in self.ready else None
+
     def _start_all(self) -> None:
-        while self.startable:
-            _, node = heapq.heappop(self.startable)
+        while (node := self._next()) is not None:
             self.number[node] = len(self.found)
             self.found.append(node)
             self._done(node)
