@@ -9,7 +9,7 @@ from commpass.annotate import apply_policy, compress, keep
 from commpass.backend import backend
 from commpass.codecs import codec
 from commpass.collectives import Handle, all_gather, all_reduce, all_to_all, reduce_scatter
-from commpass.costmodel import Link, Profile, ethernet
+from commpass.costmodel import KernelRate, Kernels, Link, Profile, ethernet
 from commpass.errors import (
     CommpassError,
     DumpError,
@@ -30,6 +30,8 @@ __all__ = [
     "CommpassError",
     "DumpError",
     "Handle",
+    "KernelRate",
+    "Kernels",
     "Link",
     "Plan",
     "PlanMismatch",

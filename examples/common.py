@@ -405,6 +405,8 @@ def main(file: str, example: Example) -> None:
     )
     if OWN_HOSTS in os.environ:
         where = f"Each rank has a host of its own, and a real link of {options.link_gbit:g} Gbit/s."
+    elif int(os.environ.get("LOCAL_WORLD_SIZE", RANKS)) < RANKS:
+        where = f"The ranks are on several hosts; decisions are for {options.link_gbit:g} Gbit/s."
     else:
         where = (
             f"Decisions are made for a link of {options.link_gbit:g} Gbit/s, but the ranks talk"
@@ -415,6 +417,7 @@ def main(file: str, example: Example) -> None:
     texts = read_texts()
     off = train("off", "off", example, options, mesh, texts)
     on = train("on", options.policy, example, options, mesh, texts)
-    report(off, on, options)
+    if RANK == 0:  # whose dumps and traces those are
+        report(off, on, options)
     dist.barrier()
     dist.destroy_process_group()

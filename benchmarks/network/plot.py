@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 Row = dict[str, Any]
 Rows = dict[str, list[Row]]
-STYLES = ("-", "--", ":", "-.")
+STYLES = {"-": "solid", "--": "dashed", ":": "dotted", "-.": "dash and dot"}
 PER_COLUMN, PER_ROW, DPI = 4.6, 3.3, 110
 
 
@@ -63,7 +63,10 @@ def lines(axes: Axes, rows: list[Row], key: str, skipped: tuple[str, ...] = ()) 
     axes.set_xticks(ticks, [f"{kib}K" if kib < 1024 else f"{kib // 1024}M" for kib in ticks])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
-    styles = ", ".join(f"{ranks} {style}" for style, ranks in zip(STYLES, everyone, strict=False))
+    lines = zip(STYLES.values(), everyone, strict=False)
+    styles = ", ".join(
+        f"{ranks} {line}" if len(everyone) > 1 else f"{ranks}" for line, ranks in lines
+    )
     axes.set_xlabel(f"bytes a rank (ranks: {styles})", fontsize=8)
 
 

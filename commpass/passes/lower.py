@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from commpass.codecs import operators
 from commpass.lowering import Source, make
 from commpass.passes.graph import meta
-from commpass.passes.graph.marks import MARK
+from commpass.passes.graph.marks import CODED, MARK
 from commpass.passes.graph.parse import graph_modules, items
 from commpass.passes.regions import Region, outline, place_buffers, places, regions, trace
 from commpass.passes.template import (
@@ -50,6 +50,8 @@ def lower(
     for _, module in graph_modules(gm):
         marked = [node for node in module.graph.nodes if MARK in node.meta]
         coded = [node for node in marked if node.target in operators.IMPLEMENTATIONS]
+        for node in coded:
+            node.meta[CODED] = _coded(node)
         if coded:
             with (
                 torch.no_grad(),
@@ -70,6 +72,19 @@ def lower(
             _share_tables(module.graph)
             module.recompile()
     make(tuple(kernels.traced.values()))
+
+
+def _coded(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
+    """What an operator encodes or decodes: codec, role, and how many values, in whole blocks."""
+    role = operators.ROLES[node.target]
+    if role not in ("encode", "decode"):
+        return ()
+    coder = operators.named(str(node.args[1]))
+    value = (node.all_input_nodes[0] if role == "encode" else node).meta["val"]
+    values = value.numel()
+    if value.dim() == 2:
+        values = value.shape[0] * coder.padded_numel(value.shape[1])
+    return ((coder.spec, role, meta.hint(values) or 0),)
 
 
 @dataclass
@@ -130,6 +145,7 @@ def _inline(node: fx.Node, body: fx.Graph) -> None:
     graph, given_nodes = node.graph, node.all_input_nodes
     given = iter(given_nodes)
     copies: dict[fx.Node, Any] = {}
+    last: fx.Node | None = None
     for each in body.nodes:
         if each.op == "placeholder":
             copies[each] = next(given)
@@ -138,6 +154,10 @@ def _inline(node: fx.Node, body: fx.Graph) -> None:
         else:
             with graph.inserting_before(node):
                 copies[each] = _copied(each, node, copies)
+            copies[each].meta[CODED] = ()
+            last = copies[each]
+    if last is not None:
+        last.meta[CODED] = node.meta.get(CODED, ())
     graph.erase_node(node)
 
 

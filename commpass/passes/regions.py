@@ -15,7 +15,7 @@ from commpass.errors import VerifyError
 from commpass.lowering import Form, Piece, Source, Taken, form_of
 from commpass.passes.graph import meta
 from commpass.passes.graph.fakes import is_view
-from commpass.passes.graph.marks import MARK
+from commpass.passes.graph.marks import CODED, MARK
 from commpass.passes.template import Decompositions, without_tensors
 
 OUTSIDE = ("exchange", "wait", "state", "join")
@@ -311,6 +311,7 @@ def outline(region: Region, kernel: str, buffers: dict[fx.Node, fx.Node]) -> Non
         first = next(n for n in region.nodes if n.target in operators.ROLES)
         call.meta = _meta(first, None)
         call.meta[MARK] = replace(first.meta[MARK], role=region.role)
+        call.meta[CODED] = tuple(work for n in region.nodes for work in n.meta.get(CODED, ()))
 
         def outside(node: fx.Node) -> fx.Node:
             if node in inside and node not in new:

@@ -244,10 +244,18 @@ def totals(plans: Sequence[Plan]) -> str:
         if len(known) < len(sites)
         else ""
     )
+    unmoved = sum(site.unmoved_us for site, done in sites if done)
+    exposed = sum(site.exposed_us for site, done in sites if done)
+    still = (
+        f", and a rank stands still for {micros(exposed, unmoved)} of them ({micros(unmoved)}"
+        " before exchanges were moved)"
+        if unmoved > 0
+        else ""
+    )
     return (
         f"{len(sites)} site{'s' * (len(sites) != 1)}, {sum(len(plan.compressed) for plan in plans)}"
         f" compressed; {size(before)} -> {size(after)} ({ratio(after, before)}){unknown}; predicted"
-        f" {micros(plain, plain)} -> {micros(predicted, plain)}"
+        f" {micros(plain, plain)} -> {micros(predicted, plain)}{still}"
     )
 
 

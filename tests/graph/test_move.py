@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import commpass
 from commpass.costmodel import ethernet
 from commpass.errors import PolicyError
+from commpass.passes.graph import costs
+from commpass.passes.graph.marks import CODED
 from commpass.passes.graph.memory import memory, peak
 from commpass.passes.graph.parse import is_wait, parse
 from commpass.passes.move import NEEDED, move
@@ -245,6 +247,21 @@ def test_what_could_all_start_at_once_keeps_its_order(rows, more):
     plan = drive(gm, more_memory=more, skip=("simplify", "group", "chunk"))
     assert [node.name for node in gm.graph.nodes if parse(node) is not None] == expected
     assert plan.reordered == ()
+
+
+@pytest.mark.parametrize("codec", ["int8", "rotated", "bf16"])
+@pytest.mark.parametrize("lowering", ["inline", "kernel"])
+@pytest.mark.parametrize(("algorithm", "chunks"), [("two_shot", 1), ("ring", 1), ("one_shot", 2)])
+def test_coding_takes_what_the_choice_counted(algorithm, chunks, lowering, codec):
+    """Inline it is many nodes, of which Inductor makes few kernels."""
+    gm = traced(lambda x: reduced(x * 2) + 1, 1, 512)
+    rule = Rule(codec=codec, algorithm=algorithm, force=True, chunks=chunks, lowering=lowering)
+    (site,) = drive(gm, rules=(rule,))
+    coding = [stage for stage in site.stages if stage.role in ("encode", "decode")]
+    expected = sum(LINK.kernels.us(each.codec, each.role, each.values) for each in coding)
+    found = [costs.compute(node, LINK).us for node in gm.graph.nodes if CODED in node.meta]
+    assert sum(found) == pytest.approx(expected)
+    assert len(found) > len(coding) or lowering == "kernel"
 
 
 def test_not_under_a_policy_that_is_off_or_skips_it():

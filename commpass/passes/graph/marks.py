@@ -14,6 +14,9 @@ MARK = "commpass"
 PARTS = "commpass_parts"
 """Key in ``node.meta`` of a batch, of which positions now carry bytes: each of those, to the name
 of its site."""
+CODED = "commpass_coded"
+"""Key in ``node.meta`` of what coded operators became: what it encodes and decodes, each as name of
+the codec, role and number of values. Of the nodes that stand for one operator the last has it."""
 AFTER_A_WAIT = ("wait", "decode", "used_bytes", "sum", "leave")
 
 
