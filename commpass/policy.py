@@ -412,8 +412,8 @@ PRESETS: dict[str, Policy] = {
         max_error=0.15,
     ),
 }
-"""Policies by name. ``lossless`` is the default and loses no bit of what travels; the lossy ones are
-opted into. Those with the names of papers are as published, as far as rules can say it, and touch
+"""Policies by name. ``lossless`` is the default and loses no bit of what travels; the lossy ones
+are opted into. Those with the names of papers are as published, as far as rules can say it, and touch
 what the paper touches; docs/policies.md says what is left out, and compares them with ours."""
 
 
