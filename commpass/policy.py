@@ -414,7 +414,7 @@ PRESETS: dict[str, Policy] = {
 }
 """Policies by name. ``lossless`` is the default and loses no bit of what travels; the lossy ones
 are opted into. Those with the names of papers are as published, as far as rules can say it, and
-touch what the paper touches; docs/policies.md says what is left out, and compares them with ours."""
+touch what the paper touches; docs/policies.md says what is left out, and compares them to ours."""
 
 
 def policy_named(policy: str | Path | Policy) -> Policy:
