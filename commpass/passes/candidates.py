@@ -162,9 +162,10 @@ LEAST_BYTES = 2 << 20
 """Bytes of a tensor's values that are worth an exchange of their own."""
 FEW_HOPS = ("one_shot", "two_shot", "direct")
 """Algorithms whose chunks are few messages."""
-HOPS_US = 5000.0
-"""Microseconds that a message of a ring's must take on the link for chunks to gain: between its
-hops the rank itself takes turns (4 ranks, 0.1 and 1 Gbit/s, benchmarks/network/reduces.py)."""
+SLOW = 10.0
+"""How many times longer than its coding a message of a ring's must take on the link for chunks to
+gain: between its hops the rank takes turns (4 ranks on 2 cores: int8 gains 3 % at 0.1 Gbit/s, and
+loses a fourth at 1, where it takes 9 times as long; benchmarks/network/reduces.py)."""
 
 
 def _divided(
@@ -190,13 +191,14 @@ def _divided(
 def _is_slow_ring(
     chosen: Algorithm, chunks: int, site: Site, coder: Codec, profile: Profile
 ) -> bool:
-    """Whether each message of a ring in chunks takes long enough that others can be made ready."""
+    """Whether each message of a ring in chunks travels for long against what it takes to code."""
     if chosen.name != "ring":
         return False
     dtype = _payload(site).dtype
     values = site.bytes // dtype.itemsize // (site.group_size * chunks)
-    rate = _link(site, profile).gbytes_per_s * 1e3
-    return coder.expected_bytes(values, dtype) / rate >= HOPS_US
+    travels = coder.expected_bytes(values, dtype) / (_link(site, profile).gbytes_per_s * 1e3)
+    coding = sum(profile.kernels.us(coder.spec, role, values) for role in ("encode", "decode"))
+    return travels >= SLOW * coding
 
 
 def _whole(chosen: Algorithm, site: Site) -> str | None:
