@@ -3,6 +3,7 @@ from rank r, coded once and decoded by everybody."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from commpass.codecs import cut_apart, operators
@@ -17,8 +18,8 @@ def direct(row: Tensor, request: Request, coding: Coding) -> Steps:
 
 
 def ring(row: Tensor, request: Request, coding: Coding) -> Steps:
-    """Rows go round: each rank hands on the bytes that it got, and decodes them meanwhile. Of the
-    messages no two meet at a rank (SSFusion, section 2: the ring of an all-gather).
+    """Rows go round: each rank hands on the bytes that it got. Of the messages no two meet at a rank
+    (SSFusion, section 2: the ring of an all-gather).
 
     A library's own all-gather, which is taken where exchanges do not go as messages, does so
     itself; and what travels in several exchanges of its own goes ``direct``.
@@ -29,13 +30,9 @@ def ring(row: Tensor, request: Request, coding: Coding) -> Steps:
     if ranks <= 2 or not request.by_messages or several:
         return (yield from direct(row, request, coding))
     move = pass_on(request, [(rank + 1) % ranks], [(rank - 1) % ranks])
-    padded = codec.padded_numel(numel)
-    wire = operators.encode(codec, row, coding.salt(rank))
-    rows: list[Tensor] = [row] * ranks
-    for step in range(ranks):
-        started = move.start(wire) if step < ranks - 1 else None
-        rows[(rank - step) % ranks] = operators.decode(codec, wire, padded, coding.dtype)
-        if started is not None:
-            wire = yield started
-    decoded = operators.join(rows).reshape(ranks, padded)
+    wires = [operators.encode(codec, row, coding.salt(rank))]
+    for _ in range(ranks - 1):
+        wires.append((yield move.start(wires[-1])))
+    wire = torch.cat([wires[(rank - source) % ranks] for source in range(ranks)])
+    decoded = operators.decode(codec, wire, codec.padded_numel(numel), coding.dtype)
     return decoded if codec.settled else cut_apart(decoded, numel)
