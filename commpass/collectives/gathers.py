@@ -18,8 +18,8 @@ def direct(row: Tensor, request: Request, coding: Coding) -> Steps:
 
 
 def ring(row: Tensor, request: Request, coding: Coding) -> Steps:
-    """Rows go round: each rank hands on the bytes that it got. Of the messages no two meet at a rank
-    (SSFusion, section 2: the ring of an all-gather).
+    """Rows go round: each rank hands on the bytes that it got. No two of the messages meet at a
+    rank (SSFusion, section 2: the ring of an all-gather).
 
     A library's own all-gather, which is taken where exchanges do not go as messages, does so
     itself; and what travels in several exchanges of its own goes ``direct``.
