@@ -33,6 +33,8 @@ from commpass.plan import PlannedSite
 
 EMPTY = torch.ops.aten.empty.memory_format
 """What makes a buffer into which something is written: no two sites share one."""
+RATED = ("encode", "decode", "enter", "leave")
+"""What a codec's rates are of: those of the first two hold for what they enter and leave too."""
 
 
 def lower(
@@ -51,7 +53,8 @@ def lower(
         marked = [node for node in module.graph.nodes if MARK in node.meta]
         coded = [node for node in marked if node.target in operators.IMPLEMENTATIONS]
         for node in coded:
-            node.meta[CODED] = _coded(node)
+            if operators.ROLES[node.target] in RATED:
+                node.meta[CODED] = _coded(node)
         if coded:
             with (
                 torch.no_grad(),
@@ -154,10 +157,11 @@ def _inline(node: fx.Node, body: fx.Graph) -> None:
         else:
             with graph.inserting_before(node):
                 copies[each] = _copied(each, node, copies)
-            copies[each].meta[CODED] = ()
-            last = copies[each]
+            if CODED in node.meta:
+                copies[each].meta[CODED] = ()
+                last = copies[each]
     if last is not None:
-        last.meta[CODED] = node.meta.get(CODED, ())
+        last.meta[CODED] = node.meta[CODED]
     graph.erase_node(node)
 
 

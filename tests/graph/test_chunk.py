@@ -155,7 +155,7 @@ def test_compressed_sites_are_split_as_well():
     gm = trace(block, *inputs(256, 256))
     plan = drive(gm, rules=[rule])
     assert [site.codec for site in plan] == ["int8", "int8"]
-    assert story(gm).replace("c", "") == "msmswswswwmm"
+    assert story(gm).replace("c", "") == "msmswswswmwm"
     assert plan.split[0].reason.startswith("rule 1 (module='**') says rows=2")
 
 
