@@ -29,6 +29,7 @@ from commpass.annotate import open_scopes
 from commpass.costmodel import Profile, default_profile, profile_named
 from commpass.errors import CommpassError, PlanMismatch, PolicyError, ScopeError, nearest
 from commpass.groups import is_first_rank
+from commpass.lowering.repairs import repaired
 from commpass.passes import Outcome, Road, check_skip
 from commpass.passes import run as run_passes
 from commpass.passes.graph import meta
@@ -224,7 +225,7 @@ class Backend:
             def compile_graph(gm: fx.GraphModule, more: Sequence[Any], pinned: bool) -> Any:
                 if self.inner == "eager":
                     return boxed(gm.forward)
-                with ordered() if pinned else nullcontext():
+                with ordered() if pinned else nullcontext(), repaired():
                     return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
 
             direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commpass.errors import CommpassError
 from commpass.lowering.constants import without_tables
+from commpass.lowering.repairs import repaired
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _compiled(body: fx.GraphModule, inputs: Sequence[Form]) -> Any:
     with mode:
         given = [each.empty() for each in (*inputs, *map(form_of, tables))]
     context = torch._guards.TracingContext(mode)
-    with tracing(context), torch.no_grad(), torch._C._DisableAutocast():
+    with tracing(context), torch.no_grad(), torch._C._DisableAutocast(), repaired():
         compiled = compile_fx_inner(rest, given, cudagraphs=BoxedBool(False))
     return lambda taken: compiled([*taken, *tables])
 

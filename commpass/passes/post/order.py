@@ -20,6 +20,7 @@ from torch import fx
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
+from torch._inductor.graph import GraphLowering
 from torch.utils._ordered_set import OrderedSet
 
 from commpass.passes.graph.costs import is_heavy, is_matmul
@@ -30,6 +31,8 @@ ops = torch.ops._c10d_functional
 
 READS_WITH = tuple(each.__code__.co_filename for each in (parse, is_matmul, memory))
 """The files of what it reads graphs with: part of its name in Inductor's cache."""
+KNOWS_VOIDS = "_void_ctrl_dep_op_names" in GraphLowering.__init__.__code__.co_names
+"""Whether this torch can pin what gives nothing (2.13 can, 2.11 cannot)."""
 ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
 
 
@@ -87,6 +90,21 @@ def order(graph: fx.Graph) -> None:
             pins[node] = OrderedSet(found)
     _sum_in_place(graph, pins)
     preserve_node_ordering(graph, pins)
+    if not KNOWS_VOIDS:
+        _give_something(graph)
+
+
+def _give_something(graph: fx.Graph) -> None:
+    """Lets each pinned kernel give one of its inputs, which nothing takes."""
+    for node in graph.nodes:
+        if node.target is control_deps and node.meta.get("val") is None:
+            *taken, _, output = _inner(node).nodes
+            output.args = (taken[-1],)
+
+
+def _inner(pinned: fx.Node) -> fx.Graph:
+    """What a pinned node computes."""
+    return getattr(pinned.graph.owning_module, str(pinned.args[1].target)).graph  # type: ignore[union-attr]
 
 
 def _sum_in_place(graph: fx.Graph, starts: Iterable[fx.Node]) -> None:
@@ -113,8 +131,7 @@ def _is_held(node: fx.Node) -> bool:
     """Whether ``hold`` has pinned a matmul here."""
     if node.target is not control_deps:
         return False
-    inner = getattr(node.graph.owning_module, str(node.args[1].target))  # type: ignore[union-attr]
-    return any(map(is_matmul, inner.graph.nodes))
+    return any(map(is_matmul, _inner(node).nodes))
 
 
 class Pins(CustomGraphPass):
