@@ -30,7 +30,7 @@ from commpass.costmodel import Profile, default_profile, profile_named
 from commpass.errors import CommpassError, PlanMismatch, PolicyError, ScopeError, nearest
 from commpass.groups import is_first_rank
 from commpass.lowering.repairs import repaired
-from commpass.passes import Outcome, Road, check_skip
+from commpass.passes import Outcome, Road
 from commpass.passes import run as run_passes
 from commpass.passes.graph import meta
 from commpass.passes.graph.direction import keep_metadata
@@ -80,7 +80,6 @@ def backend(
     Raises PolicyError for anything that is not known, with the nearest name that is.
     """
     chosen = policy_named(policy)
-    check_skip(chosen)
     if not callable(inner) and inner not in INNER:
         raise PolicyError(
             f"unknown inner compiler {inner!r}{nearest(str(inner), INNER)} Or give a function."

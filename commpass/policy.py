@@ -27,6 +27,19 @@ from commpass.plan import Site
 from commpass.tables import line_of, read_toml
 
 DIRECTIONS = ("forward", "backward")
+PASS_NAMES = (
+    "discover",
+    "simplify",
+    "group",
+    "chunk",
+    "candidates",
+    "choose",
+    "rewrite",
+    "lower",
+    "move",
+    "verify",
+)
+"""In the order in which they run."""
 LOWERINGS = ("inline", "kernel")
 Words = str | Sequence[str] | None
 
@@ -78,7 +91,7 @@ class _Named:
 class Allowed:
     """What may be done to a site. No codecs means: leave it alone. ``named`` says that the nearest
     word named the algorithms, and not the policy for all sites alike; ``source`` says who said
-    so, ``budget`` who said the largest error."""
+    what codes it, ``budget`` the largest error, and ``split`` the ``rows``."""
 
     codecs: tuple[str, ...] = ()
     algorithms: tuple[str, ...] = DEFAULTS
@@ -87,6 +100,7 @@ class Allowed:
     force: bool = False
     source: str = "policy"
     budget: str = "max_error of the policy"
+    split: str = "policy"
     lowering: str | None = None
     chunks: int | None = None
     rows: int | None = None
@@ -94,7 +108,9 @@ class Allowed:
     @property
     def terms(self) -> Allowed:
         """What is allowed, without who says so."""
-        return dataclasses.replace(self, source="", budget="") if self.codecs else Allowed()
+        return (
+            dataclasses.replace(self, source="", budget="", split="") if self.codecs else Allowed()
+        )
 
     def allow_like(self, other: Allowed) -> bool:
         """Whether both allow the same, whoever says so."""
@@ -155,7 +171,10 @@ class Word(_Named):
     def allowed(self, policy: Policy, source: str) -> Allowed:
         """What is allowed to a site that this word covers; what it leaves open is the policy's."""
         if self.keep:
-            return Allowed(source=source, rows=1)
+            return Allowed(source=source, split=source, rows=1)
+        what = (self.codec, self.algorithm, self.max_error)
+        how = (self.chunks, self.rows, self.lowering)
+        only_how = what == (None, None, None) and not self.force and any(how)
         budget = f"max_error of {source}"
         if self.max_error is None and source != policy.label:
             budget = f"max_error of {policy.label}, since {source} says none"
@@ -165,8 +184,9 @@ class Word(_Named):
             named=self.algorithm is not None,
             max_error=self.max_error if self.max_error is not None else policy.max_error,
             force=self.force,
-            source=source,
+            source=policy.label if only_how else source,
             budget=budget,
+            split=source if self.rows else policy.label,
             lowering=self.lowering or policy.lowering,
             chunks=self.chunks or policy.chunks,
             rows=self.rows or policy.rows,
@@ -310,6 +330,9 @@ class Policy(_Named):
         for field in ("codecs", "algorithms", "skip"):
             object.__setattr__(self, field, _names(getattr(self, field)) or ())
         object.__setattr__(self, "rules", tuple(self.rules))
+        for name in self.skip:
+            if name not in PASS_NAMES:
+                raise PolicyError(f"skip: no pass {name!r}{nearest(name, PASS_NAMES)}")
         Word(  # checks them
             codec=self.codecs,
             algorithm=self.algorithms,
@@ -335,6 +358,17 @@ class Policy(_Named):
     def label(self) -> str:
         """What reasons call it."""
         return f"policy {self.name!r}"
+
+    @staticmethod
+    def from_preset(preset: str, *, rules: Sequence[Rule] = (), **fields: Any) -> Policy:
+        """A preset with something changed: ``Policy.from_preset("balanced", max_error=0.01)``.
+        ``rules`` come before the preset's own. Raises PolicyError for a name that is not known."""
+        if preset not in PRESETS:
+            raise PolicyError(f"unknown preset {preset!r}{nearest(str(preset), PRESETS)}")
+        base = PRESETS[preset]
+        own = {f.name: getattr(base, f.name) for f in dataclasses.fields(Policy)}
+        own["name"] = f"{preset}, changed" if rules or fields else preset
+        return Policy(**own | fields | {"rules": (*rules, *base.rules)})
 
     @staticmethod
     def from_toml(path: str | Path) -> Policy:

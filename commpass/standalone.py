@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from commpass.costmodel import Profile, default_profile, profile_named
-from commpass.passes import Road, check_skip
+from commpass.passes import Road
 from commpass.passes import run as run_passes
 from commpass.passes.graph import meta
 from commpass.plan import Plan
@@ -38,7 +38,6 @@ def rewrite(
     the plan's ``fallback`` says why; ``strict`` raises.
     """
     chosen = policy_named(policy)
-    check_skip(chosen)
     _fake_values(gm, example_inputs)
     table = (lambda: dict(decompositions)) if decompositions is not None else None
     road = Road(

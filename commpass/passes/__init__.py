@@ -1,5 +1,5 @@
 """The passes, one file each, and the pipeline that lists them in order."""
 
-from commpass.passes.pipeline import PASSES, Outcome, Pass, Road, check_skip, run
+from commpass.passes.pipeline import PASSES, Outcome, Pass, Road, run
 
-__all__ = ["PASSES", "Outcome", "Pass", "Road", "check_skip", "run"]
+__all__ = ["PASSES", "Outcome", "Pass", "Road", "run"]

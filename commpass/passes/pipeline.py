@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 from torch import fx
 
-from commpass.errors import PolicyError, nearest
 from commpass.passes.allowed import allow, matched, still_allowed
 from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
@@ -32,7 +31,6 @@ from commpass.passes.road import Outcome, Road
 from commpass.passes.simplify import simplify
 from commpass.passes.verify import verify
 from commpass.plan import Plan
-from commpass.policy import Policy
 
 CHECK = "COMMPASS_CHECK"
 """Environment variable: 1 checks what passes promise each other on every graph, as ``strict``
@@ -154,14 +152,6 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(name="verify", run=_verify, requires=("plain", "plan")),
 )
-
-
-def check_skip(policy: Policy) -> None:
-    """Raises PolicyError if ``policy.skip`` names a pass that does not exist."""
-    names = [p.name for p in PASSES]
-    for name in policy.skip:
-        if name not in names:
-            raise PolicyError(f"skip: no pass {name!r}{nearest(name, names)}")
 
 
 Watch = Callable[[str, Road], None]

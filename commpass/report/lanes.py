@@ -32,10 +32,12 @@ CHAR, LINE = 0.53 * SIZE / 72, 1.35 * SIZE / 72
 
 @dataclass(frozen=True)
 class Picture:
-    """One timeline with its title."""
+    """One timeline with its title. ``end_us`` is where its axis ends: those that are to be compared
+    end at the same."""
 
     title: str
     timeline: Timeline
+    end_us: float
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def draw(pictures: Sequence[Picture]) -> Any:
         from matplotlib.patches import Patch
     except ImportError as error:
         raise CommpassError("a picture needs: pip install 'commpass[graph]'") from error
-    below = [labels(each.timeline) for each in pictures]
+    below = [labels(each) for each in pictures]
     heights = [
         LANE * len(each.timeline.lanes) + under.inches + HEAD
         for each, under in zip(pictures, below, strict=True)
@@ -110,19 +112,18 @@ def _draw(axes: Any, picture: Picture, below: Labels) -> None:
     names = ["compute" if lane == HOST else f"link: {lane}" for lane in timeline.lanes]
     axes.set_yticks(list(places.values()), names)
     axes.set_ylim(bottom - below.inches / LANE, 0.5)
-    axes.set_xlim(0, max(event.end_us for event in timeline.events) / 1000)
+    axes.set_xlim(0, picture.end_us / 1000)
     axes.set_xlabel("ms")
     axes.set_title(picture.title, loc="left", fontsize=11, parse_math=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
 
-def labels(timeline: Timeline) -> Labels:
+def labels(picture: Picture) -> Labels:
     """The site and hop of exchanges, upright where they are many; those without room are left
     out."""
-    end = max(event.end_us for event in timeline.events) / 1000
-    room = (WIDTH - 1.5) / end  # inches for a millisecond
-    known = _middles(event for event in timeline.events if event.travels)
+    room = (WIDTH - 1.5) / (picture.end_us / 1000)  # inches for a millisecond
+    known = _middles(event for event in picture.timeline.events if event.travels)
     wide = CHAR * max((len(site) for _, site, _ in known), default=0)
     upright = any((b[0] - a[0]) * room < wide for a, b in pairwise(known))
     need, found = LINE if upright else wide, list[tuple[float, str]]()

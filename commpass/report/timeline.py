@@ -48,10 +48,12 @@ class Shown:
         moved = was > self.predicted.exposed_us + 0.5
         before = f"; before moving {ms(was)} exposed" if moved else ""
         title = f"{what}, predicted: {said(self.predicted, before)}"
-        found = [lanes.Picture(title, self.predicted)]
+        both = [self.predicted, *([] if self.measured is None else [self.measured])]
+        end = max(event.end_us for each in both for event in each.events)
+        found = [lanes.Picture(title, self.predicted, end)]
         if self.measured is not None:
             title = f"{what}, measured: {said(self.measured)}"
-            found.append(lanes.Picture(title, self.measured))
+            found.append(lanes.Picture(title, self.measured, end))
         return found
 
 
@@ -77,7 +79,8 @@ def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[S
 def left_out(dumps: Sequence[Dump]) -> list[str]:
     """The graphs that are not shown, and why."""
     return [
-        f"graph {one.number} ({one.plan.direction}) is not shown: {one.timeline.note}"
+        f"graph {one.number} ({one.plan.direction}) is not shown:"
+        f" {one.timeline.note or 'its timeline has no events'}"
         for one in dumps
         if one.timeline is not None and not one.timeline.events
     ]

@@ -17,7 +17,8 @@ from commpass.report.tables import micros, plain_table, ratio, size
 
 def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite]]:
     """The sites of this name or glob, or of modules that it covers as in a rule (``layers.*`` and
-    all that is inside), in the graphs of a run; of one that was grouped, what it was grouped into.
+    all that is inside), in the graphs of a run; of one that was grouped or
+    split, what that was made into.
     Raises CommpassError where there is none, with the nearest name, or where the dump has no
     candidates."""
     found = [
@@ -46,8 +47,10 @@ def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite
 
 
 def members(dump: Dump, site: PlannedSite) -> tuple[str, ...]:
-    """The names of the small sites that were grouped into one; () for any other."""
-    return next((each.sites for each in dump.plan.grouped if each.into == site.name), ())
+    """The names of the sites that were there before: several small ones that were grouped, or one
+    that was split into chunks of rows; () for any other."""
+    grouped = next((each.sites for each in dump.plan.grouped if each.into == site.name), ())
+    return grouped or tuple(each.site for each in dump.plan.split if site.name in each.into)
 
 
 def member_modules(dump: Dump, site: PlannedSite) -> tuple[str, ...]:
@@ -88,8 +91,15 @@ def title(dump: Dump, site: PlannedSite) -> Text:
         f"{site.name}: {site.kind} of {size(site.bytes)} in {site.module or 'the root module'},"
         f" graph {dump.number} ({dump.plan.direction})"
     )
-    if grouped := members(dump, site):
-        text += f", grouped of {', '.join(grouped)}"
+    for each in dump.plan.grouped:
+        if each.into == site.name:
+            text += f", grouped of {', '.join(each.sites)}"
+    for split in dump.plan.split:
+        if site.name in split.into:
+            number, rows = split.into.index(site.name) + 1, " + ".join(map(str, split.rows))
+            text += f", chunk {number} of {len(split.into)} of {split.site} (rows {rows}:"
+            text += f" {split.reason})"
+    text += f"\n{site.reason}"
     if site.missed:
         text += f"\npredicted to be exposed for {micros(site.exposed_us)}: {site.missed}"
     return Text(text, style="bold")

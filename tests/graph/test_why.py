@@ -205,6 +205,36 @@ def test_json(dumped, tmp_path):
     assert {stage["role"] for stage in first["stages"]} >= {"encode", "exchange", "decode"}
 
 
+def test_what_was_split_is_found_by_the_name_of_the_whole(fake_group, tmp_path):
+    fake_group(8)
+
+    def function(x, w):
+        return ops.wait_tensor(ops.all_reduce(x @ w, "sum", "0")) + 1
+
+    policy = Policy(rows=2, more_memory=1.0)
+    backend = commpass.backend(policy, inner="eager", dump=tmp_path, strict=True)
+    with torch.no_grad():
+        torch.compile(function, backend=backend)(torch.randn(64, 64), torch.randn(64, 64))
+    (one,) = dump.read_run(tmp_path)
+    (split,) = one.plan.split
+    said = " ".join(explained(tmp_path, "--why", split.site).stdout.split())
+    assert f"chunk 1 of 2 of {split.site} (rows 32 + 32: policy 'custom' says rows=2)" in said
+    assert f"chunk 2 of 2 of {split.site}" in said
+
+
+def test_rows_that_do_not_apply_are_told(fake_group, tmp_path):
+    fake_group(8)
+
+    def function(x):
+        return ops.wait_tensor(ops.all_reduce(x, "sum", "0")) + 1
+
+    backend = commpass.backend(Policy(rows=2), inner="eager", dump=tmp_path, strict=True)
+    with torch.no_grad():
+        torch.compile(function, backend=backend)(torch.randn(64, 64))
+    said = " ".join(explained(tmp_path, "--why", "all_reduce").stdout.split())
+    assert "rows=2 does not apply" in said
+
+
 def test_what_was_grouped_is_found_by_the_names_of_its_members(fake_group, tmp_path):
     fake_group(8)
 

@@ -20,8 +20,9 @@ from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, algorithm
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.errors import PolicyError
 from commpass.kinds import KINDS
+from commpass.passes import PASSES
 from commpass.plan import Site
-from commpass.policy import PRESETS, Policy, Rule, Word, covers, policy_named
+from commpass.policy import PASS_NAMES, PRESETS, Policy, Rule, Word, covers, policy_named
 
 examples = settings(max_examples=80, deadline=None)
 
@@ -1000,3 +1001,34 @@ def test_chunks_in_a_file_are_those_of_python(toml):
     assert terms(Policy(chunks=2, rules=[Rule(codec="int8")])).chunks == 2
     assert terms(Policy(rules=[Rule(codec="int8")])).chunks is None
     assert Word.from_json(Word(chunks=4).to_json()).chunks == 4
+
+
+def test_a_rule_that_only_says_how_does_not_answer_for_the_codec():
+    policy = Policy(name="mine", codecs="int8", rules=[Rule(rows=4, kind="all_reduce")])
+    found = terms(policy)
+    assert (found.source, found.split) == ("policy 'mine'", "rule 1 (kind='all_reduce')")
+    found = terms(Policy(name="mine", rows=2, rules=[Rule(codec="int8")]))
+    assert (found.source, found.split) == ("rule 1 (module='**')", "policy 'mine'")
+
+
+def test_a_preset_with_something_changed():
+    rule = Rule(kind="all_reduce", rows=4)
+    changed = Policy.from_preset("balanced", rules=[rule], max_error=0.01)
+    assert (changed.codecs, changed.name) == (PRESETS["balanced"].codecs, "balanced, changed")
+    assert (changed.rules, changed.max_error) == ((rule,), 0.01)
+    assert Policy.from_preset("balanced") == PRESETS["balanced"]
+    assert Policy.from_preset("taco", rules=[rule]).rules == (rule, *PRESETS["taco"].rules)
+    with pytest.raises(PolicyError, match="did you mean 'balanced'"):
+        Policy.from_preset("balance")
+    with pytest.raises(PolicyError, match="did you mean 'max_error'"):
+        Policy.from_preset("balanced", max_eror=0.1)
+
+
+def test_a_pass_that_does_not_exist_is_refused_where_it_is_written(tmp_path):
+    assert tuple(each.name for each in PASSES) == PASS_NAMES
+    with pytest.raises(PolicyError, match="no pass 'chunks'; did you mean 'chunk'"):
+        Policy(skip="chunks")
+    file = tmp_path / "policy.toml"
+    file.write_text('max_error = 0.1\nskip = ["chunks"]\n')
+    with pytest.raises(PolicyError, match=r"policy\.toml:2: .*no pass 'chunks'"):
+        Policy.from_toml(file)

@@ -23,7 +23,9 @@ from commpass.errors import TraceError
 from commpass.passes import PASSES, Road, run
 from commpass.passes.timeline import timeline
 from commpass.report.cli import app
+from commpass.report.lanes import draw, labels
 from commpass.report.measured import measured
+from commpass.report.timeline import Shown
 from commpass.timeline import HOST, Timeline, union, without
 
 wait = ops.wait_tensor
@@ -216,11 +218,20 @@ def test_a_picture_and_a_page(folder, tmp_path):
 
 
 def test_pictures_label_sites_and_hops(folder):
-    from commpass.report.lanes import labels
-
     (one,) = dump.read_run(folder)
-    texts = [text.split() for _, text in labels(one.timeline).texts]
+    (picture,) = Shown(one, one.timeline).pictures
+    texts = [text.split() for _, text in labels(picture).texts]
     assert texts == [[site.name, "hop", hop] for site in one.plan for hop in ("0", "1")]
+
+
+def test_what_is_compared_has_one_axis(folder):
+    (one,) = dump.read_run(folder)
+    longer = dataclasses.replace(one.timeline.events[-1], us=1e6)
+    slower = dataclasses.replace(one.timeline, events=(*one.timeline.events, longer))
+    predicted, other = Shown(one, one.timeline, slower).pictures
+    assert predicted.end_us == other.end_us == longer.end_us
+    plots = draw([predicted, other]).axes
+    assert plots[0].get_xlim() == plots[1].get_xlim() == (0, longer.end_us / 1000)
 
 
 def test_bad_wishes_are_told(folder, tmp_path):
@@ -232,6 +243,8 @@ def test_bad_wishes_are_told(folder, tmp_path):
     fails(call(old), "has no timeline", "Write the dump again")
     none = dataclasses.replace(one, timeline=Timeline(note="no collective in this graph"))
     fails(call(dump.write(tmp_path / "none", none)), "nothing to show", "no collective")
+    empty = dataclasses.replace(one, timeline=Timeline())
+    fails(call(dump.write(tmp_path / "empty", empty)), "nothing to show", "has no events")
     both = dump.write(folder, dataclasses.replace(none, run=one.run)).parent
     result = call(both)
     assert result.exit_code == 0

@@ -85,7 +85,7 @@ class _Chunks:
                 self.result.refused[name] = f"rows={asked} does not apply: {regions}"
             return
         if asked is not None:
-            wanted = [(regions[0], f"{each.allowed.source} says rows={asked}")]
+            wanted = [(regions[0], f"{each.allowed.split} says rows={asked}")]
         else:
             wanted = self._gaining(each, regions)
         for region, reason in wanted:
