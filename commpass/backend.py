@@ -23,11 +23,19 @@ from typing import Any, get_origin
 import msgspec
 import torch
 from torch import fx
+from torch._dynamo.exc import ShortenTraceback
 from torch._guards import CompileContext
 
 from commpass.annotate import open_scopes
 from commpass.costmodel import Profile, default_profile, profile_named
-from commpass.errors import CommpassError, PlanMismatch, PolicyError, ScopeError, nearest
+from commpass.errors import (
+    CommpassError,
+    PlanMismatch,
+    PolicyError,
+    ScopeError,
+    Unanswered,
+    nearest,
+)
 from commpass.groups import is_first_rank
 from commpass.lowering.repairs import repaired
 from commpass.passes import Outcome, Road
@@ -149,6 +157,17 @@ def _inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict
         if get_origin(wanted) is None and not isinstance(value, wanted):
             raise PolicyError(f"option {name}={value!r}: must be a {wanted.__name__}")
     return found
+
+
+class _Unanswered(Unanswered, ShortenTraceback):
+    """Leaves the compiler as it is: Dynamo keeps nothing of the graph, and compiles again when it
+    is called again, maybe with process groups that were made anew."""
+
+    def __init__(self, error: Unanswered):
+        super().__init__(str(error), first_useful_frame=None)
+
+
+_Unanswered.__name__ = _Unanswered.__qualname__ = Unanswered.__name__
 
 
 class Backend:
@@ -331,6 +350,8 @@ class Backend:
                     number,
                     error.strerror,
                 )
+        if isinstance(mismatch, Unanswered):
+            raise _Unanswered(mismatch)
         if mismatch is not None:
             return raising(mismatch)
         if isinstance(outcome.error, PolicyError):

@@ -26,6 +26,11 @@ class PlanMismatch(CommpassError, RuntimeError):
     """The ranks of a group planned differently, or one of them did not answer in time."""
 
 
+class Unanswered(PlanMismatch):
+    """A rank of a group did not answer in time, or could not be reached: the next call asks
+    again."""
+
+
 class DumpError(CommpassError, ValueError):
     """A dump that is not ours, cut short, or written by a newer version."""
 

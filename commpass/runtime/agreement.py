@@ -24,7 +24,7 @@ from datetime import timedelta
 
 import torch
 
-from commpass.errors import PlanMismatch
+from commpass.errors import PlanMismatch, Unanswered
 from commpass.plan import NONE, Plan, Site, left_alone
 from commpass.runtime import differences
 from commpass.runtime.board import Board, History, Note, Speaker, Statement, board
@@ -52,7 +52,8 @@ def agree(
     ``first`` are the graph's sites before anything was changed, ``ends`` the (group, peer) of its
     collectives. ``timeout_s``: seconds to wait for the others; None for the groups' own time-out.
     Returns "" where the plan is to be carried out, else why nobody may. Raises PlanMismatch, on all
-    of them, where ranks changed the same graph differently, or one did not answer in time.
+    of them, where ranks changed the same graph differently, and Unanswered where one did not answer
+    in time.
     """
     first, ends = tuple(first), tuple(ends)
     mine = parts(plan, first, ends, speaker.digest)
@@ -161,7 +162,7 @@ def _verdict(meeting: Meeting) -> str:
     except RuntimeError as error:
         if isinstance(error, PlanMismatch):
             raise
-        raise PlanMismatch(
+        raise Unanswered(
             f"the ranks could not compare their plans for this {meeting.plan.direction} graph: the "
             f"store of torch.distributed does not answer ({str(error).splitlines()[0]})"
         ) from error
@@ -179,7 +180,7 @@ def _wait(meeting: Meeting) -> None:
         if waited > meeting.timeout_s:
             for key, (number, _) in meeting.mine.items():
                 meeting.here.say(key, number, Statement(gave_up=True))
-            raise PlanMismatch(differences.silence(meeting))
+            raise Unanswered(differences.silence(meeting))
         if waited > PATIENCE_S and not told:
             told = True
             log.warning("%s", differences.patience(meeting, waited))
@@ -193,7 +194,7 @@ def _judge(meeting: Meeting) -> str:
         (key, rank, word) for key in meeting.halls for rank, word in meeting.heard[key].items()
     ]
     if found := [(key, rank) for key, rank, word in words if word.gave_up]:
-        raise PlanMismatch(differences.gave_up(meeting, *found[0]))
+        raise Unanswered(differences.gave_up(meeting, *found[0]))
     apart = {key for key in meeting.parts if key in meeting.conflicts or meeting.other_graph(key)}
     apart |= {key for key in meeting.parts if meeting.other_policy(key)}
     if meeting.nobody():

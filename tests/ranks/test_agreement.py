@@ -10,9 +10,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from processes import Ranks
 
 import commpass
-from commpass.errors import PlanMismatch
+from commpass.errors import PlanMismatch, Unanswered
 from commpass.lowering import kernel
 from commpass.passes import pipeline
 from commpass.policy import Policy, Rule
@@ -139,6 +140,49 @@ def test_who_comes_too_late_is_told_and_the_next_meeting_is_not_mixed_up_with_it
     assert "rank 1 of group" in silent
     assert "rank 0 of group" in late
     assert "gave up" in late
+
+
+def asks_again() -> float:
+    """Nothing is kept of a graph whose plan was not answered: the next call compiles it again."""
+    function = compiled(forced("int8"), timeout=2)
+    for rank, said in enumerate(("published no plan", "gave up")):
+        if dist.get_rank() == rank:
+            with pytest.raises(Unanswered, match=said):
+                function(torch.ones(460))
+        dist.barrier()
+    got = float(function(torch.ones(460))[0])
+    assert commpass.plans()[-1].sites[0].codec == "int8"
+    return got
+
+
+def test_who_waited_in_vain_asks_again_with_the_next_call(ranks2):
+    assert ranks2.run(asks_again) == pytest.approx([5.0, 5.0], abs=0.05)
+
+
+def anew(folder: str) -> list[float]:
+    """As after a restart in the same processes: the groups are made anew, and the same compiled
+    function is called."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    function = compiled(forced("int8"), timeout=2)
+    if rank == 0:
+        with pytest.raises(PlanMismatch, match="published no plan"):
+            function(torch.ones(450))
+    dist.barrier()
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/store", size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    got = [float(function(torch.ones(450))[0]) for _ in range(2)]
+    assert commpass.plans()[-1].sites[0].codec == "int8"
+    return got
+
+
+def test_after_a_failure_the_same_function_goes_on_with_groups_that_were_made_anew(tmp_path):
+    ranks = Ranks(2)
+    try:
+        for got in ranks.run(anew, str(tmp_path)):
+            assert got == pytest.approx([5.0, 5.0], abs=0.05)
+    finally:
+        ranks.stop()
 
 
 def waits_with_a_line() -> tuple[list[str], float]:
