@@ -27,7 +27,7 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._guards import CompileContext
 
 from commpass.annotate import open_scopes
-from commpass.costmodel import Profile, default_profile, profile_named
+from commpass.costmodel import Profile, default_profile
 from commpass.errors import (
     CommpassError,
     PlanMismatch,
@@ -50,6 +50,7 @@ from commpass.policy import Policy, policy_named
 from commpass.runtime import agreement, record
 from commpass.runtime.board import greet
 from commpass.runtime.calls import before_each_call, boxed, of_whom, raising, residuals_of
+from commpass.runtime.machine import profile_here
 from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.summary import Summary
 
@@ -61,7 +62,7 @@ def backend(
     policy: str | Path | Policy = "lossless",
     *,
     inner: str | Compiler = "inductor",
-    profile: str | Profile | None = None,
+    profile: str | Path | Profile | None = None,
     strict: bool = False,
     dump: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
@@ -75,8 +76,8 @@ def backend(
         decompositions, likewise; or a
         function ``(graph_module, example_inputs) -> callable`` that is given each of the latter.
     profile: what the cost model knows about links and kernels: a Profile, or one by name
-    (``"nvlink"``, ``"ethernet-25g"``); a
-        default for the device if None.
+    (``"nvlink-4"``, ``"ethernet-25g"``), or by the path of a .json or .toml file; if None the
+        environment variable COMMPASS_PROFILE, else a default for the device.
     strict: raise when a pass fails, instead of compiling the untouched graph with a warning.
     dump: a folder into which rank 0 writes plan and graphs, for ``commpass explain`` and its kin;
     the environment variable
@@ -102,7 +103,7 @@ def backend(
         raise PolicyError(f'dump={dump!r}: must be the path of a folder, e.g. dump="dumps"')
     folder = dump if dump is not None else os.environ.get("COMMPASS_DUMP")
     return Backend(
-        chosen, inner, profile_named(profile), strict, Path(folder) if folder else None, timeout
+        chosen, inner, profile_here(profile), strict, Path(folder) if folder else None, timeout
     )
 
 

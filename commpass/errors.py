@@ -35,6 +35,10 @@ class DumpError(CommpassError, ValueError):
     """A dump that is not ours, cut short, or written by a newer version."""
 
 
+class ProfileError(PolicyError):
+    """A profile that is not ours, or measured times that no link can have."""
+
+
 class TraceError(CommpassError, ValueError):
     """A trace that is none of torch.profiler's, or that of another program."""
 

@@ -1,8 +1,9 @@
 """Predicted times of exchanges and kernels. Plain arithmetic: no graphs, no torch."""
 
+from commpass.costmodel.files import profile_from
 from commpass.costmodel.kernels import KernelRate, Kernels
-from commpass.costmodel.links import Link
-from commpass.costmodel.profile import Profile, default_profile, ethernet, profile_named
+from commpass.costmodel.links import Link, Region
+from commpass.costmodel.profile import Profile, default_profile, ethernet
 from commpass.costmodel.timeline import HOST, Task, finished_us
 
 __all__ = [
@@ -11,9 +12,10 @@ __all__ = [
     "Kernels",
     "Link",
     "Profile",
+    "Region",
     "Task",
     "default_profile",
     "ethernet",
     "finished_us",
-    "profile_named",
+    "profile_from",
 ]

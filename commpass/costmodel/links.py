@@ -13,6 +13,27 @@ from dataclasses import dataclass, field
 
 from commpass.errors import PolicyError, check_number, nearest
 
+ONE, SEVERAL = "message", "messages"
+"""Beside the kinds of collectives: an exchange by messages with one other rank, or with several."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Alpha and beta of exchanges in which at least ``from_bytes`` leave a rank."""
+
+    from_bytes: float
+    alpha_us: float
+    gbytes_per_s: float
+
+    def __post_init__(self) -> None:
+        check_number("Region(from_bytes", self.from_bytes)
+        check_number("Region(alpha_us", self.alpha_us)
+        check_number("Region(gbytes_per_s", self.gbytes_per_s, above=True)
+
+    def us(self, messages: float, sent: float) -> float:
+        """Microseconds of so many messages that follow one another and send so many bytes."""
+        return self.alpha_us * messages + sent / (self.gbytes_per_s * 1e3)
+
 
 @dataclass(frozen=True)
 class Link:
@@ -23,8 +44,11 @@ class Link:
     collective, of an all_to_all what is beyond ``buffered_bytes``; ``busy_us`` how long a rank
     itself is busy with one message to another rank and one from it, whatever their size, where
     exchanges go as messages. Where messages of several ranks meet at one they crowd each other out:
-    ``crowd_bytes`` are then sent again, of few bytes a quarter. Raises PolicyError for what is no
-    finite number, a negative time, no bandwidth, or a kind that does not exist.
+    ``crowd_bytes`` are then sent again, of few bytes a quarter. ``measured`` maps kinds, and
+    ``message`` and ``messages`` for what goes as messages to one other rank or to several, to what
+    was measured of them by regions of sizes: there it stands for all other numbers but ``busy_us``.
+    Raises PolicyError for what is no finite number, a negative time, no bandwidth, or a kind that
+    does not exist.
     """
 
     alpha_us: float
@@ -33,6 +57,7 @@ class Link:
     busy_us: float = 0.0
     crowd_bytes: float = 0.0
     buffered_bytes: float = 0.0
+    measured: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_number("Link(alpha_us", self.alpha_us)
@@ -48,6 +73,22 @@ class Link:
             if kind not in _STEPS:
                 raise PolicyError(f"Link(factor=...): no kind {kind!r}{nearest(str(kind), _STEPS)}")
             check_number(f"Link(factor=...): {kind}", times, above=True)
+        if not isinstance(self.measured, Mapping):
+            raise PolicyError(f"Link(measured={self.measured!r}): must map kinds to Region(...)")
+        for kind, regions in self.measured.items():
+            if kind not in MEASURED:
+                why = nearest(str(kind), MEASURED)
+                raise PolicyError(f"Link(measured=...): no kind {kind!r}{why}")
+            begins = [each.from_bytes for each in regions]
+            if not begins or begins[0] != 0 or begins != sorted(set(begins)):
+                raise PolicyError(
+                    f"Link(measured=...): {kind} begins at {begins} bytes: must begin at 0 and grow"
+                )
+
+    def region(self, kind: str, sent: float) -> Region | None:
+        """What was measured of exchanges in which so many bytes leave a rank."""
+        known = self.measured.get(kind) or self.measured.get(ONE if kind == SEVERAL else kind, ())
+        return next((each for each in reversed(known) if each.from_bytes <= sent), None)
 
     def us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
         """Microseconds of one collective of ``kind`` in which each of ``ranks`` ranks hands over
@@ -69,6 +110,9 @@ class Link:
         if ranks <= 1:
             return 0.0, 0.0
         messages, sent = _STEPS[kind](ranks, nbytes) if peers is None else (peers, nbytes)
+        if region := self.region(_measured_as(kind, messages, by_messages), sent):
+            times = min(messages, 1) if by_messages else messages
+            return region.alpha_us * times, sent / (region.gbytes_per_s * 1e3)
         if by_messages:
             crowd = min(sent / 4, self.crowd_bytes) if messages > 1 else 0.0
             alpha, taken = self.alpha_us * min(messages, 1), sent + crowd
@@ -89,3 +133,14 @@ _STEPS = {
     "recv": lambda ranks, size: (1, size),
 }
 """Kind to (messages that follow one another, bytes that one rank sends)."""
+MEASURED = (*_STEPS, ONE, SEVERAL)
+
+
+def _measured_as(kind: str, messages: int, by_messages: bool) -> str:
+    return kind if not by_messages else SEVERAL if messages > 1 else ONE
+
+
+def steps(kind: str, ranks: int, nbytes: float) -> tuple[int, float]:
+    """Messages that follow one another, and bytes that one rank sends, where each of ``ranks``
+    ranks hands over ``nbytes``."""
+    return _STEPS[kind](ranks, nbytes)

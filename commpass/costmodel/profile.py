@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import groupby
 
+from commpass.costmodel.interconnects import INTERCONNECTS
 from commpass.costmodel.kernels import CPU, GPU, Kernels
 from commpass.costmodel.links import Link
 from commpass.errors import PolicyError, check_number, nearest
@@ -127,9 +128,21 @@ def default_profile(device: str) -> Profile:
     return DEFAULT_CPU if device == "cpu" else NVLINK
 
 
+def link_named(name: str) -> Link:
+    """A link by name: ``"nvlink-4"``, ``"infiniband-ndr"``, ``"ethernet-25g"`` (of any speed in
+    Gbit/s). Raises PolicyError for anything else, with the nearest name."""
+    if name in INTERCONNECTS:
+        return INTERCONNECTS[name].link
+    if name == NVLINK.name:
+        return NVLINK.link
+    if speed := re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)g", name):
+        return ethernet(float(speed.group(1))).link
+    raise PolicyError(f"unknown link {name!r}{nearest(name, NAMES)}")
+
+
 def profile_named(profile: str | Profile | None) -> Profile | None:
-    """A profile by name, ``"nvlink"`` or ``"ethernet-25g"`` (of any speed in Gbit/s), or the
-    profile itself.
+    """A profile by name, ``"nvlink-4"``, ``"infiniband-ndr"`` or ``"ethernet-25g"`` (of any speed
+    in Gbit/s), or the profile itself.
 
     Raises PolicyError for anything else, with the nearest name.
     """
@@ -139,14 +152,21 @@ def profile_named(profile: str | Profile | None) -> Profile | None:
         raise PolicyError(
             f"profile={profile!r}: must be a commpass.Profile(...) or one of {', '.join(NAMES)}"
         )
-    if profile == NVLINK.name:
-        return NVLINK
     if speed := re.fullmatch(r"ethernet-(\d+(?:\.\d+)?)g", profile):
         return ethernet(float(speed.group(1)))
+    if profile in NAMES:
+        return Profile(profile, link_named(profile), kernels=GPU)
     raise PolicyError(
-        f"unknown profile {profile!r}{nearest(profile, NAMES)} Or give a commpass.Profile(...)."
+        f"unknown profile {profile!r}{nearest(profile, NAMES)} Or give a commpass.Profile(...), or"
+        " the path of a .json or .toml file."
     )
 
 
-NAMES = (NVLINK.name, "ethernet-1g", "ethernet-10g", "ethernet-25g", "ethernet-100g")
-"""What a message shows of the names; Ethernet may have any speed."""
+NAMES = (
+    NVLINK.name,
+    *INTERCONNECTS,
+    "ethernet-1g",
+    "ethernet-10g",
+    "ethernet-25g",
+    "ethernet-100g",
+)

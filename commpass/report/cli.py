@@ -327,6 +327,26 @@ def codecs(
 
 
 @app.command()
+def probe(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The profile to write (.json).")
+    ] = Path("cluster.json"),
+    seconds: Annotated[
+        float, typer.Option(min=1, help="About how long to measure the links.")
+    ] = 40.0,
+    plot: Annotated[Path | None, typer.Option(help="Draw times and fits (.png).")] = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Also compile and time codecs (takes a minute more).")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Measure links (and kernels), and write a profile. Run it on every rank, as torchrun does."""
+    from commpass.report import probed
+
+    probed.run(output, seconds, kernels=kernels, plot=plot, json=json)
+
+
+@app.command()
 def doctor(json: Json = False) -> None:
     """Show what this installation can do. Leaves with 1 if commpass cannot work here."""
     found = checks_of.checks()

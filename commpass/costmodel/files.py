@@ -1,0 +1,187 @@
+"""Profiles as files: JSON that ``commpass probe`` writes, and TOML that people write."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from commpass.costmodel.profile import Profile, link_named, profile_named
+from commpass.errors import PolicyError, ProfileError, nearest
+from commpass.tables import line_of, read_toml
+
+FORMAT, VERSION = "commpass-profile", 1
+SUFFIXES = (".json", ".toml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where a profile was measured: what must be the same for its numbers to hold."""
+
+    device: str
+    processor: str
+    cores: int
+    hosts: int
+    world_size: int
+    backend: str
+    torch: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One measured size of one kind: each rank of ``group`` handed over ``nbytes`` and ``sent`` of
+    them left it. Microseconds: the median, and the fastest and slowest quarter; ``fit_us`` is what
+    the profile says of it."""
+
+    group: str
+    kind: str
+    ranks: int
+    nbytes: int
+    sent: int
+    us: float
+    low_us: float
+    high_us: float
+    fit_us: float
+
+    @property
+    def off(self) -> float:
+        """By what share of the measured time the fit is off."""
+        return (self.fit_us - self.us) / self.us
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileFile:
+    """A measured profile with all that it was made from. ``written`` is a time as ISO 8601."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    commpass: str
+    written: str
+    machine: Machine
+    profile: Profile
+    points: tuple[Measured, ...] = ()
+
+
+def digest(profile: Profile) -> str:
+    """A digest of all that a profile says, but for its name."""
+    said = {**msgspec.to_builtins(profile), "name": ""}
+    return hashlib.sha256(msgspec.json.encode(said, order="deterministic")).hexdigest()[:16]
+
+
+def write(path: Path, file: ProfileFile) -> None:
+    """Writes a profile, whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
+        part.rename(path)
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read(path: Path) -> ProfileFile:
+    """A file that ``write`` wrote. Raises ProfileError that says what is wrong with it and
+    where."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        said = msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        raise ProfileError(f"{path}: it is not JSON ({error})") from error
+    if not isinstance(said, dict) or said.get("format") != FORMAT:
+        raise ProfileError(f"{path}: no profile: `commpass probe -o {path.name}` writes one")
+    if said.get("version") != VERSION:
+        raise ProfileError(
+            f"{path}: it has version {said.get('version')}, and this commpass reads {VERSION}."
+            " Probe again"
+        )
+    try:
+        return msgspec.convert(said, ProfileFile)
+    except (msgspec.ValidationError, PolicyError) as error:
+        raise ProfileError(f"{path}: damaged profile: {error}") from error
+
+
+# --- by name or path, and TOML --------------------------------------------------------------------
+
+
+def profile_from(profile: str | Path | Profile | None) -> Profile | None:
+    """A profile by name, by the path of a .json or .toml file, or itself. Raises PolicyError, or
+    ProfileError for a file that is none."""
+    if isinstance(profile, str) and profile.endswith(SUFFIXES):
+        profile = Path(profile)
+    if not isinstance(profile, Path):
+        return profile_named(profile)
+    if profile.suffix not in SUFFIXES:
+        raise ProfileError(f"{profile}: a profile is a .json or a .toml file")
+    return read(profile).profile if profile.suffix == ".json" else _from_toml(profile)
+
+
+def _from_toml(path: Path) -> Profile:
+    """``base`` is the profile that fields are laid over; a link is a table, or a name of one."""
+    text, table = read_toml(path)
+
+    def fail(key: str | None, why: str) -> ProfileError:
+        return ProfileError(f"{path}:{line_of(text, key)}: {why}")
+
+    base: Profile | None = None
+    if "base" in table:
+        try:
+            base = profile_named(table.pop("base"))
+        except PolicyError as error:
+            raise fail("base", str(error)) from error
+    known = [f.name for f in dataclasses.fields(Profile)]
+    for key in table:
+        if key not in known:
+            raise fail(key, f"a profile has no field {key!r}{nearest(key, [*known, 'base'])}")
+    said = msgspec.to_builtins(base) if base is not None else {}
+    said["name"] = path.stem
+    for key, value in table.items():
+        try:
+            said[key] = _laid_over(key, value, said.get(key))
+        except PolicyError as error:
+            raise fail(key, str(error)) from error
+    if "link" not in said:
+        raise fail(None, "a profile needs a [link] with alpha_us and gbytes_per_s, or a base")
+    return _built(said, fail)
+
+
+def _built(said: dict[str, Any], fail: Any) -> Profile:
+    try:
+        return msgspec.convert(said, Profile)
+    except msgspec.ValidationError as error:
+        where = str(error).rpartition("$.")[2].rstrip("`").partition(".")[0].partition("[")[0]
+        raise fail(where or None, str(error)) from error
+    except PolicyError as error:
+        raise fail(None, str(error)) from error
+
+
+def _laid_over(key: str, value: Any, below: Any) -> Any:
+    """A field as a file says it, over what the base has there."""
+    if key in ("link", "inside"):
+        return _link(value, below)
+    if key == "links":
+        if not isinstance(value, Mapping):
+            raise ProfileError("links: must map names of groups to links")
+        return {**(below or {}), **{name: _link(each, None) for name, each in value.items()}}
+    if key == "kernels" and isinstance(value, Mapping) and isinstance(below, Mapping):
+        rates = {**below.get("rates", {}), **value.get("rates", {})}
+        return {**below, **value, "rates": rates}
+    return value
+
+
+def _link(value: Any, below: Any) -> Any:
+    if isinstance(value, str):
+        return msgspec.to_builtins(link_named(value))
+    if isinstance(value, Mapping) and "base" in value:
+        rest = {name: each for name, each in value.items() if name != "base"}
+        return {**msgspec.to_builtins(link_named(str(value["base"]))), **rest}
+    over = isinstance(below, Mapping) and isinstance(value, Mapping)
+    return {**below, **value} if over else value

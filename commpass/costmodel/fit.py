@@ -1,0 +1,117 @@
+"""From measured times of exchanges to alpha and beta, in as few regions of sizes as fit.
+
+The time of a collective is modelled as ``alpha * messages + sent / beta``: ``messages`` follow one
+another, and ``sent`` bytes leave a rank (links.py). What is made least is the relative error, so
+that small exchanges count as much as large ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commpass.costmodel.links import Region
+from commpass.errors import ProfileError
+
+CLOSE = 0.05
+"""The relative error of the worst point below which a region is not divided any further."""
+MOST_REGIONS = 4
+LEAST_POINTS = 2
+"""Of a region: alpha and beta are two unknowns."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured size: ``sent`` bytes left a rank in ``messages`` that follow one another, and it
+    took ``us`` microseconds (a median)."""
+
+    messages: int
+    sent: float
+    us: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """``us = alpha * messages + ns * sent / 1000``, and by what share the worst point is off."""
+
+    alpha_us: float
+    ns_a_byte: float
+    worst: float
+
+    def us(self, point: Point) -> float:
+        return self.alpha_us * point.messages + self.ns_a_byte * point.sent / 1e3
+
+
+def regions(points: Sequence[Point]) -> tuple[Region, ...]:
+    """Regions of sizes, each with its alpha and beta, from measured points of one kind. As few as
+    bring every point within ``CLOSE``, and at most ``MOST_REGIONS``. Raises ProfileError for less
+    than two sizes, or times that are not above 0."""
+    ordered = sorted(points, key=lambda point: point.sent)
+    sizes = {point.sent for point in ordered}
+    if len(sizes) < LEAST_POINTS:
+        raise ProfileError(
+            f"alpha and beta need times of at least {LEAST_POINTS} sizes, not {len(sizes)}"
+        )
+    if bad := [point for point in ordered if not point.us > 0 or point.sent < 0]:
+        raise ProfileError(f"{bad[0].us} us for {bad[0].sent} bytes: no time that can be")
+    cuts = _cuts(ordered)
+    found = []
+    for first, last in zip(cuts, [*cuts[1:], len(ordered)], strict=True):
+        line = _line(ordered[first:last])
+        begin = ordered[first].sent if first else 0.0
+        rate = 1 / line.ns_a_byte if line.ns_a_byte > 0 else FASTEST
+        found.append(Region(begin, line.alpha_us, rate))
+    return tuple(found)
+
+
+FASTEST = 1e6
+"""GB/s of a region whose times do not grow with size."""
+
+
+def _cuts(points: Sequence[Point]) -> list[int]:
+    """Where regions begin: the fewest that fit; of as many, those whose worst point is best."""
+    best: dict[tuple[int, int], tuple[float, list[int]]] = {}
+
+    def worst(end: int, parts: int) -> tuple[float, list[int]]:
+        """Of the first ``end`` points in so many regions."""
+        if (end, parts) not in best:
+            if parts == 1:
+                best[end, parts] = (_line(points[:end]).worst, [0])
+            else:
+                tried = [
+                    (max(worst(cut, parts - 1)[0], _line(points[cut:end]).worst), cut)
+                    for cut in range(LEAST_POINTS * (parts - 1), end - LEAST_POINTS + 1)
+                    if points[cut].sent > points[cut - 1].sent
+                ]
+                error, cut = min(tried, default=(float("inf"), 0))
+                best[end, parts] = (error, [*worst(cut, parts - 1)[1], cut] if tried else [])
+        return best[end, parts]
+
+    last = (float("inf"), [0])
+    for parts in range(1, MOST_REGIONS + 1):
+        if parts * LEAST_POINTS > len(points):
+            break
+        found = worst(len(points), parts)
+        if found[0] < last[0]:
+            last = found
+        if last[0] <= CLOSE:
+            break
+    return last[1]
+
+
+def _line(points: Sequence[Point]) -> Line:
+    """Alpha and beta that make the squares of relative errors least, neither below 0."""
+    mm = sum((p.messages / p.us) ** 2 for p in points)
+    ss = sum((p.sent / p.us) ** 2 for p in points)
+    ms = sum(p.messages * p.sent / p.us**2 for p in points)
+    m, s = sum(p.messages / p.us for p in points), sum(p.sent / p.us for p in points)
+    det = mm * ss - ms * ms
+    alpha, beta = 0.0, 0.0
+    if det > 1e-12 * mm * ss:
+        alpha, beta = (m * ss - s * ms) / det, (s * mm - m * ms) / det
+    if alpha < 0 or (det <= 1e-12 * mm * ss and ss):
+        alpha, beta = 0.0, s / ss if ss else 0.0
+    if beta < 0 or not ss:
+        alpha, beta = m / mm, 0.0
+    line = Line(alpha, beta * 1e3, 0.0)
+    return Line(alpha, beta * 1e3, max(abs(line.us(p) - p.us) / p.us for p in points))

@@ -1,0 +1,77 @@
+"""Links and cards by name, with what their makers state: a start until ``commpass probe`` has
+measured the real ones.
+
+The rate of a link is what one rank can send in one direction to the others, less what libraries are
+known to leave: the share that is reached is in ``REACHED``, and an assumption where it says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commpass.costmodel.kernels import KernelRate, Kernels
+from commpass.costmodel.links import Link
+
+REACHED = 0.8
+"""Of the stated rate: what nccl-tests reach as bus bandwidth of large all_reduces on NVLink and
+InfiniBand is 75 to 90 % of it. An assumption for the links here."""
+
+
+@dataclass(frozen=True)
+class Stated:
+    """Stated GB/s of a rank in one direction, start-up time in microseconds, and whose statement
+    the rate is. Start-up times are assumptions: small exchanges by NCCL take some 8 us a step
+    inside a host and 15 between hosts."""
+
+    gbytes_per_s: float
+    alpha_us: float
+    source: str
+
+    @property
+    def link(self) -> Link:
+        return Link(self.alpha_us, round(self.gbytes_per_s * REACHED, 3))
+
+
+INTERCONNECTS: dict[str, Stated] = {
+    "nvlink-3": Stated(300.0, 8.0, "NVIDIA A100 data sheet: 600 GB/s, both directions"),
+    "nvlink-4": Stated(450.0, 8.0, "NVIDIA H100 data sheet: 900 GB/s, both directions"),
+    "nvlink-5": Stated(900.0, 8.0, "NVIDIA B200 data sheet: 1.8 TB/s, both directions"),
+    "pcie-3": Stated(15.75, 10.0, "PCI-SIG: 8 GT/s a lane, 16 lanes, 128b/130b"),
+    "pcie-4": Stated(31.5, 10.0, "PCI-SIG: 16 GT/s a lane, 16 lanes, 128b/130b"),
+    "pcie-5": Stated(63.0, 10.0, "PCI-SIG: 32 GT/s a lane, 16 lanes, 128b/130b"),
+    "infiniband-edr": Stated(12.5, 15.0, "InfiniBand roadmap: 100 Gbit/s, 4 lanes"),
+    "infiniband-hdr": Stated(25.0, 15.0, "InfiniBand roadmap: 200 Gbit/s, 4 lanes"),
+    "infiniband-ndr": Stated(50.0, 15.0, "InfiniBand roadmap: 400 Gbit/s, 4 lanes"),
+    "infiniband-xdr": Stated(100.0, 15.0, "InfiniBand roadmap: 800 Gbit/s, 4 lanes"),
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card's stated memory bandwidth in GB/s and dense bf16 operations in TFLOP/s."""
+
+    gbytes_per_s: float
+    tflops: float
+    source: str
+
+    @property
+    def kernels(self) -> Kernels:
+        """Codecs as memory-bound kernels: an encode of float32 values reads 4 bytes and writes one,
+        at half of the bandwidth (an assumption); matmuls at half of the stated rate."""
+        ns = 5.0 / (self.gbytes_per_s * 0.5)
+        return Kernels(
+            launch_us=5.0,
+            other=KernelRate(ns, ns),
+            gflops=self.tflops * 500.0,
+            gbytes_per_s=self.gbytes_per_s * 0.5,
+        )
+
+
+CARDS: dict[str, Card] = {
+    "a100": Card(2039.0, 312.0, "NVIDIA A100 80GB SXM data sheet"),
+    "h100": Card(3350.0, 989.0, "NVIDIA H100 SXM data sheet"),
+    "h200": Card(4800.0, 989.0, "NVIDIA H200 SXM data sheet"),
+    "b200": Card(8000.0, 2250.0, "NVIDIA DGX B200 data sheet, a card of eight"),
+    "mi300x": Card(5300.0, 1307.0, "AMD Instinct MI300X data sheet"),
+}
+"""By a part of the device's own name, in lower case."""

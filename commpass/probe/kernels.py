@@ -1,0 +1,82 @@
+"""Times of compiled encodes and decodes, of matmuls and of copies, on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commpass.codecs import codec
+from commpass.costmodel import KernelRate, Kernels
+
+CODECS = ("int8", "int4", "fp8", "rotated", "exponent", "cast")
+"""Those whose rates a profile knows; the slowest of them stands for all others."""
+SMALL, LARGE = 1 << 14, 1 << 22
+"""Values of the two sizes from which a rate and the time of a call are worked out."""
+REPEATS = 9
+MATMUL = 1024
+
+
+def measure(device: torch.device, known: Kernels) -> Kernels:
+    """What a profile says of kernels, measured here. Takes about a minute of compiling on a CPU."""
+    rates, calls = {}, []
+    for name in CODECS:
+        (encode, decode), call = _rates(name, device)
+        rates[name] = KernelRate(encode, decode)
+        calls.append(call)
+    aliases = dict.fromkeys(("bf16", "fp16"), rates["cast"])
+    side = torch.randn(MATMUL, MATMUL, device=device)
+    floats = torch.randn(LARGE, device=device)
+    held = torch.empty_like(floats)
+    return dataclasses.replace(
+        known,
+        rates={**rates, **aliases},
+        other=KernelRate(
+            max(rate.encode_ns for rate in rates.values()),
+            max(rate.decode_ns for rate in rates.values()),
+        ),
+        call_us=round(median(calls), 1),
+        gflops=round(2e-9 * MATMUL**3 / seconds(lambda: side @ side, device), 1),
+        gbytes_per_s=round(2e-9 * 4 * LARGE / seconds(lambda: held.copy_(floats), device), 2),
+    )
+
+
+def _rates(name: str, device: torch.device) -> tuple[tuple[float, float], float]:
+    """Nanoseconds a value to encode and to decode, and microseconds of a call beside them."""
+    coder = codec(name)
+    took: dict[int, tuple[float, float]] = {}
+    for values in (SMALL, LARGE):
+        rows = torch.randn(1, values, device=device)
+        encode = torch.compile(coder.encode_rows, dynamic=False)
+
+        def decoded(wire: Any, values: int = values) -> Tensor:
+            return coder.decode_rows(wire, values, torch.float32).to(torch.float32)
+
+        decode = torch.compile(decoded, dynamic=False)
+        wire = encode(rows)
+        took[values] = (
+            seconds(partial(encode, rows), device),
+            seconds(partial(decode, wire), device),
+        )
+    slopes = [1e9 * (b - a) / (LARGE - SMALL) for a, b in zip(*took.values(), strict=True)]
+    rest = [1e6 * a - ns * SMALL / 1e3 for a, ns in zip(took[SMALL], slopes, strict=True)]
+    encode_ns, decode_ns = (round(max(ns, 0.0), 4) for ns in slopes)
+    return (encode_ns, decode_ns), max(median(rest), 0.0)
+
+
+def seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """The median time of a call, after two that do not count."""
+    times = []
+    for _ in range(REPEATS + 2):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return median(times[2:])

@@ -1,0 +1,138 @@
+"""Times of plain collectives, and of exchanges by messages, between the ranks of a group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import commpass.collectives.messages  # noqa: F401 (registers the operators)
+from commpass.costmodel.links import ONE, SEVERAL, steps
+
+ops, ours = torch.ops._c10d_functional, torch.ops.commpass
+SIZES = tuple(1 << power for power in range(10, 27, 2))
+"""Bytes that leave a rank, about: 1 KiB to 64 MiB."""
+LEAST, MOST = 5, 25
+"""Repetitions of a size that count."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """What a size of a kind took, in microseconds, of the slowest rank: quartiles. Each rank handed
+    over ``nbytes``, and ``sent`` of them left it in ``messages`` that followed one another."""
+
+    kind: str
+    ranks: int
+    nbytes: int
+    messages: int
+    sent: float
+    low_us: float
+    us: float
+    high_us: float
+
+
+def measure(
+    group: dist.ProcessGroup, device: torch.device, seconds: float, *, by_messages: bool
+) -> list[Times]:
+    """Every kind in growing sizes, within about so many seconds; every rank of the group calls it.
+    Sizes that would take too long are left out, on all ranks alike."""
+    kinds = [*CALLS, *((ONE, SEVERAL) if by_messages else ())]
+    if group.size() == 2 and SEVERAL in kinds:
+        kinds.remove(SEVERAL)
+    found = []
+    for kind in kinds:
+        left = seconds / len(kinds)
+        for size in SIZES:
+            begun = time.perf_counter()
+            times = _times(kind, size, group, device, left)
+            if times is None:
+                break
+            found.append(times)
+            left -= _most([time.perf_counter() - begun], group, device)[0]
+    return found
+
+
+def _times(
+    kind: str, size: int, group: dist.ProcessGroup, device: torch.device, left: float
+) -> Times | None:
+    """One size, or None if ``left`` seconds are too few for it."""
+    ranks = group.size()
+    nbytes = _handed(kind, size, ranks)
+    call = _call(kind, nbytes, group, device)
+    first = _most([_seconds(call, group, device), _seconds(call, group, device)], group, device)
+    if first[1] * LEAST > left:
+        return None
+    repeats = min(MOST, max(LEAST, int(left / 3 / first[1])))
+    took = _most([_seconds(call, group, device) for _ in range(repeats)], group, device)
+    low, middle, high = (1e6 * each for each in quantiles(took, n=4, method="inclusive"))
+    messages, sent = sent_by(kind, ranks, nbytes)
+    return Times(kind, ranks, nbytes, messages, sent, low, middle, high)
+
+
+def sent_by(kind: str, ranks: int, nbytes: float) -> tuple[int, float]:
+    """Messages that follow one another, and bytes that leave a rank that hands over so many."""
+    if kind == ONE:
+        return 1, float(nbytes)
+    return (1, float(nbytes)) if kind == SEVERAL else steps(kind, ranks, nbytes)
+
+
+def _handed(kind: str, size: int, ranks: int) -> int:
+    """Bytes to hand over so that about ``size`` leave a rank: whole floats for each rank."""
+    _, share = sent_by(kind, ranks, 1)
+    unit = 4 * ranks * (ranks - 1)
+    return max(round(size / share / unit), 1) * unit
+
+
+def _seconds(call: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
+    dist.barrier(group)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _most(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """What the slowest rank took, each time."""
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    return slowest.tolist()
+
+
+# --- the calls ------------------------------------------------------------------------------------
+
+
+def _call(
+    kind: str, nbytes: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], Tensor]:
+    given = torch.ones(nbytes // 4, device=device)
+    name, ranks, rank = group.group_name, group.size(), group.rank()
+    if kind in CALLS:
+        return lambda: ops.wait_tensor(CALLS[kind](given, ranks, name))
+    each = given.numel() // (1 if kind == ONE else ranks - 1)
+    others = [(rank + 1) % ranks] if kind == ONE else [at for at in range(ranks) if at != rank]
+    from_ = [(rank - 1) % ranks] if kind == ONE else others
+    sent = [each if at in others else 0 for at in range(ranks)]
+    received = [each if at in from_ else 0 for at in range(ranks)]
+    return lambda: ops.wait_tensor(ours.all_to_all_single(given, received, sent, name))
+
+
+def _even(ranks: int, given: Tensor) -> list[int]:
+    return [given.numel() // ranks] * ranks
+
+
+CALLS: dict[str, Callable[[Tensor, int, str], Tensor]] = {
+    "all_reduce": lambda x, ranks, group: ops.all_reduce(x, "sum", group),
+    "all_gather": ops.all_gather_into_tensor,
+    "reduce_scatter": lambda x, ranks, group: ops.reduce_scatter_tensor(x, "sum", ranks, group),
+    "all_to_all": lambda x, ranks, group: ops.all_to_all_single(
+        x, _even(ranks, x), _even(ranks, x), group
+    ),
+    "broadcast": lambda x, ranks, group: ops.broadcast(x, 0, group),
+}

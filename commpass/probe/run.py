@@ -1,0 +1,118 @@
+"""probe: what is measured, by whom, and the profile that comes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import torch.distributed as dist
+
+from commpass.costmodel import Link, default_profile
+from commpass.costmodel.files import Measured, ProfileFile
+from commpass.costmodel.fit import Point, regions
+from commpass.errors import ProfileError
+from commpass.probe.kernels import measure as kernel_times
+from commpass.probe.links import Times, measure
+from commpass.runtime.machine import device_of, here, place
+
+
+def probe(seconds: float = 40.0, *, name: str = "measured", kernels: bool = False) -> ProfileFile:
+    """Measures the links of the default process group for about so many seconds, and kernels if
+    asked to. Every rank calls it, and all are given the same, as rank 0 has it. Raises ProfileError
+    without a process group of several ranks."""
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        raise ProfileError("there is nothing to measure: a probe needs a group of several ranks")
+    world = dist.group.WORLD
+    assert world is not None
+    device = device_of(world)
+    places = _gathered(place())
+    node = _on_each_host(places)
+    levels: dict[str, Any] = {"link": world}
+    if 1 < node < world.size():
+        levels = {
+            "link": _one_of_each_host(node, world.size()),
+            "inside": dist.new_group(list(range(node))),
+        }
+    by_messages = device.type == "cpu"
+    found = {
+        level: measure(group, device, seconds / len(levels), by_messages=by_messages)
+        if isinstance(group, dist.ProcessGroup)
+        else []
+        for level, group in levels.items()
+    }
+    found = _gathered(found)[0]  # rank 0 is in all of them
+    links = {level: _link(times) for level, times in found.items()}
+    default = default_profile(device.type)
+    profile = dataclasses.replace(
+        default,
+        kernels=kernel_times(device, default.kernels) if kernels else default.kernels,
+        name=name,
+        link=links["link"],
+        inside=links.get("inside"),
+        node=node if "inside" in links else 0,
+    )
+    file = ProfileFile(
+        commpass=version("commpass"),
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        machine=here(places),
+        profile=profile,
+        points=tuple(_points(found, links)),
+    )
+    return _gathered(file)[0]
+
+
+def _on_each_host(places: Sequence[str]) -> int:
+    """How many ranks follow one another on each host, or 0 where it is not the same number."""
+    size = sum(place == places[0] for place in places)
+    whole = [places[begin : begin + size] for begin in range(0, len(places), size)]
+    alike = all(len(run) == size and len(set(run)) == 1 for run in whole)
+    return size if alike and len({run[0] for run in whole}) == len(whole) else 0
+
+
+def _one_of_each_host(node: int, ranks: int) -> Any:
+    return dist.new_group(list(range(0, ranks, node)))
+
+
+def _gathered(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _link(times: Sequence[Times]) -> Link:
+    """What was measured of a level; beside the regions, round numbers of the whole."""
+    kinds = dict.fromkeys(each.kind for each in times)
+    measured = {
+        kind: regions([Point(t.messages, t.sent, t.us) for t in times if t.kind == kind])
+        for kind in kinds
+        if len({t.sent for t in times if t.kind == kind}) > 1
+    }
+    if "all_reduce" not in measured:
+        raise ProfileError("the time was too short for two sizes of an all_reduce: give more")
+    known = measured["all_reduce"]
+    return Link(known[0].alpha_us, known[-1].gbytes_per_s, measured=measured)
+
+
+def _points(found: dict[str, list[Times]], links: dict[str, Link]) -> list[Measured]:
+    made = []
+    for level, times in found.items():
+        for each in times:
+            region = links[level].region(each.kind, each.sent)
+            fit = region.us(each.messages, each.sent) if region else float("nan")
+            made.append(
+                Measured(
+                    group=level,
+                    kind=each.kind,
+                    ranks=each.ranks,
+                    nbytes=each.nbytes,
+                    sent=int(each.sent),
+                    us=round(each.us, 1),
+                    low_us=round(each.low_us, 1),
+                    high_us=round(each.high_us, 1),
+                    fit_us=round(fit, 1),
+                )
+            )
+    return made

@@ -1,0 +1,139 @@
+"""``commpass probe``: the process group, what was measured as a table and a picture, the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from commpass.costmodel.files import Measured, ProfileFile, digest, write
+from commpass.costmodel.links import Link
+from commpass.errors import CommpassError, ProfileError
+from commpass.probe import probe
+from commpass.report.tables import plain_table, size
+
+HOW = "torchrun --nproc-per-node 2 -m commpass probe -o cluster.json"
+
+
+def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json: bool) -> None:
+    """Measures on every rank; rank 0 writes the file and says what is in it."""
+    if output.suffix != ".json":
+        raise ProfileError(f"{str(output)!r}: a measured profile is a .json file")
+    with group():
+        file = probe(seconds, name=output.stem, kernels=kernels)
+        if dist.get_rank():
+            return
+    write(output, file)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(file), indent=1))
+    else:
+        Console().print(links(file), rates(file))
+    if plot is not None:
+        draw(file, plot)
+        typer.echo(f"wrote {plot}", err=json)
+    typer.echo(
+        f"wrote {output} ({digest(file.profile)}): commpass.backend(..., profile={str(output)!r}),"
+        f" or COMMPASS_PROFILE={output}",
+        err=json,
+    )
+
+
+@contextmanager
+def group() -> Iterator[None]:
+    """The process group of the environment's variables, where there is none yet."""
+    if dist.is_initialized():
+        yield
+        return
+    if "RANK" not in os.environ:
+        raise CommpassError(f"this is no rank of a group. Start it on every rank: {HOW}")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group()
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+WHERE = {"link": "between hosts", "inside": "inside a host"}
+
+
+def links(file: ProfileFile) -> Table:
+    """A row for each region of each kind: alpha, rate, and by how much the fit is off."""
+    many = file.machine.hosts > 1
+    table = plain_table("link", "ranks", "exchange", "sent", "alpha us", "GB/s", "off")
+    for column in table.columns[3:]:
+        column.no_wrap = True
+    levels: dict[str, Link | None] = {"link": file.profile.link, "inside": file.profile.inside}
+    for (level, kind), points in groupby(file.points, key=lambda each: (each.group, each.kind)):
+        link = levels[level]
+        measured = list(points)
+        for number, region in enumerate(link.measured.get(kind, ()) if link is not None else ()):
+            own = [each for each in measured if link and link.region(kind, each.sent) is region]
+            if not own:
+                continue
+            where = WHERE[level] if many else "between ranks"
+            span = f"{size(own[0].sent)} to {size(own[-1].sent)}"
+            worst = max(abs(each.off) for each in own)
+            row = ("", "", "") if number else (where, str(own[0].ranks), kind)
+            numbers = (f"{region.alpha_us:,.0f}", f"{region.gbytes_per_s:.4g}", f"{worst:.0%}")
+            table.add_row(*map(Text, (*row, span, *numbers)))
+    return table
+
+
+def rates(file: ProfileFile) -> Table:
+    """What the profile says of kernels: nanoseconds a value, and how fast the rest is."""
+    kernels = file.profile.kernels
+    table = plain_table("codec", "encode ns", "decode ns")
+    for name, rate in kernels.rates.items():
+        table.add_row(*map(Text, (name, f"{rate.encode_ns:.3g}", f"{rate.decode_ns:.3g}")))
+    table.caption = (
+        f"{kernels.gflops:,.0f} GFLOP/s in matmuls, {kernels.gbytes_per_s:.3g} GB/s copied,"
+        f" {kernels.call_us:.3g} us a call"
+    )
+    return table
+
+
+def draw(file: ProfileFile, path: Path) -> None:
+    """Measured times with their quartiles, and the fit, of every kind."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise CommpassError("a picture needs: pip install 'commpass[graph]'") from error
+    levels = list(dict.fromkeys(each.group for each in file.points))
+    figure = Figure(figsize=(7.5 * len(levels), 5.5), layout="constrained")
+    for axes, level in zip(figure.subplots(1, len(levels), squeeze=False)[0], levels, strict=True):
+        own = [each for each in file.points if each.group == level]
+        for kind, points in groupby(own, key=lambda each: each.kind):
+            _curve(axes, kind, list(points))
+        where = WHERE[level] if file.machine.hosts > 1 else "between ranks"
+        axes.set(xscale="log", yscale="log", xlabel="bytes that leave a rank", ylabel="us")
+        axes.set_title(f"{where}, {own[0].ranks} ranks: measured (points) and fitted (lines)")
+        axes.legend(frameon=False)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def _curve(axes: object, kind: str, points: list[Measured]) -> None:
+    sent = [each.sent for each in points]
+    off = [[each.us - each.low_us for each in points], [each.high_us - each.us for each in points]]
+    (line,) = axes.plot(sent, [each.fit_us for each in points], lw=1)  # type: ignore[attr-defined]
+    axes.errorbar(  # type: ignore[attr-defined]
+        sent,
+        [each.us for each in points],
+        yerr=off,
+        fmt="o",
+        ms=4,
+        color=line.get_color(),
+        label=kind,
+    )

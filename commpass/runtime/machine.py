@@ -1,0 +1,98 @@
+"""The machine that this process runs on, and whether a profile was measured on such a one."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from commpass.costmodel import Profile, profile_from
+from commpass.costmodel.files import Machine, read
+
+VARIABLE = "COMMPASS_PROFILE"
+"""The environment variable that names a profile where the program names none."""
+log = logging.getLogger("commpass")
+
+
+def profile_here(profile: str | Path | Profile | None) -> Profile | None:
+    """The profile that is asked for, by name, path or the environment; None if nobody asks. One
+    that was measured on another machine is used, and said so once."""
+    asked = profile if profile is not None else os.environ.get(VARIABLE) or None
+    found = profile_from(asked)
+    measured = isinstance(asked, (str, Path)) and str(asked).endswith(".json")
+    if measured and (others := list(misfits(read(Path(str(asked))).machine, here()))):
+        _say(f"profile {asked} was measured elsewhere: {'; '.join(others)}. Probe again here")
+    return found
+
+
+@functools.cache
+def _say(warning: str) -> None:
+    log.warning(warning)
+
+
+def here(places: Sequence[str] = ()) -> Machine:
+    """This machine, as a profile remembers it; ``places`` are the hosts of all ranks."""
+    world = dist.group.WORLD
+    device = device_of(world) if world is not None else torch.device("cpu")
+    return Machine(
+        device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        processor=processor(),
+        cores=len(os.sched_getaffinity(0)),
+        hosts=len(set(places)),
+        world_size=len(places) or (world.size() if world is not None else 0),
+        backend=str(dist.get_backend()) if world is not None else "",
+        torch=str(torch.__version__),
+    )
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+            return next(names, "") or platform.processor() or platform.machine()
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """What a group's exchanges are fastest on."""
+    carriers = dist.get_backend_config(group)
+    return torch.device("cuda" if "nccl" in carriers and torch.cuda.is_available() else "cpu")
+
+
+def place() -> str:
+    """What ranks of one host have in common: its name, and its network."""
+    try:
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        network = 0
+    return f"{platform.node()}/{network}"
+
+
+def misfits(measured: Machine, now: Machine) -> Iterator[str]:
+    """In what a profile's machine differs from this one, as far as both are known."""
+    words = {
+        "device": "device",
+        "processor": "processor",
+        "world_size": "number of ranks",
+        "hosts": "number of hosts",
+        "backend": "backend",
+        "cores": "number of cores",
+    }
+    for field, word in words.items():
+        then, here_ = getattr(measured, field), getattr(now, field)
+        if here_ and then != here_:
+            yield f"{word} {then} there, {here_} here"
+    if _minor(measured.torch) != _minor(now.torch):
+        yield f"torch {measured.torch} there, {now.torch} here"
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
