@@ -8,13 +8,16 @@ that small exchanges count as much as large ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 
 from commpass.costmodel.links import Region
 from commpass.errors import ProfileError
 
 CLOSE = 0.05
 """The relative error of the worst point below which a region is not divided any further."""
+BETTER = 0.7
+"""By what factor one more region must bring the worst point nearer."""
 MOST_REGIONS = 4
 LEAST_POINTS = 2
 """Of a region: alpha and beta are two unknowns."""
@@ -46,14 +49,12 @@ def regions(points: Sequence[Point]) -> tuple[Region, ...]:
     """Regions of sizes, each with its alpha and beta, from measured points of one kind. As few as
     bring every point within ``CLOSE``, and at most ``MOST_REGIONS``. Raises ProfileError for less
     than two sizes, or times that are not above 0."""
-    ordered = sorted(points, key=lambda point: point.sent)
+    ordered = _growing(points)
     sizes = {point.sent for point in ordered}
     if len(sizes) < LEAST_POINTS:
         raise ProfileError(
             f"alpha and beta need times of at least {LEAST_POINTS} sizes, not {len(sizes)}"
         )
-    if bad := [point for point in ordered if not point.us > 0 or point.sent < 0]:
-        raise ProfileError(f"{bad[0].us} us for {bad[0].sent} bytes: no time that can be")
     cuts = _cuts(ordered)
     found = []
     for first, last in zip(cuts, [*cuts[1:], len(ordered)], strict=True):
@@ -62,6 +63,24 @@ def regions(points: Sequence[Point]) -> tuple[Region, ...]:
         rate = 1 / line.ns_a_byte if line.ns_a_byte > 0 else FASTEST
         found.append(Region(begin, line.alpha_us, rate))
     return tuple(found)
+
+
+def _growing(points: Sequence[Point]) -> list[Point]:
+    """The points by size, with times that do not fall: what was measured slower than something
+    larger has, like that, the mean of both. Noise would make regions of its own."""
+    runs: list[list[Point]] = []
+    for point in sorted(points, key=lambda each: each.sent):
+        if not 0 < point.us < inf or not 0 <= point.sent < inf:
+            raise ProfileError(f"{point.us} us for {point.sent} bytes: no time that can be")
+        runs.append([point])
+        while len(runs) > 1 and _mean(runs[-1]) < _mean(runs[-2]):
+            last = runs.pop()
+            runs[-1] += last
+    return [replace(point, us=_mean(run)) for run in runs for point in run]
+
+
+def _mean(points: Sequence[Point]) -> float:
+    return sum(point.us for point in points) / len(points)
 
 
 FASTEST = 1e6
@@ -92,7 +111,7 @@ def _cuts(points: Sequence[Point]) -> list[int]:
         if parts * LEAST_POINTS > len(points):
             break
         found = worst(len(points), parts)
-        if found[0] < last[0]:
+        if found[0] < BETTER * last[0]:
             last = found
         if last[0] <= CLOSE:
             break

@@ -1,0 +1,127 @@
+"""Alpha and beta from measured times, against times written from the formula."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commpass.costmodel import Link, Region
+from commpass.costmodel.fit import CLOSE, MOST_REGIONS, Point, regions
+from commpass.errors import PolicyError, ProfileError
+
+SIZES = [1 << power for power in range(10, 27, 2)]
+examples = settings(max_examples=60, deadline=None)
+
+
+def line(alpha: float, gbytes_per_s: float, messages: int = 1, sizes=SIZES) -> list[Point]:
+    """What a link of these takes, from the formula."""
+    return [Point(messages, n, alpha * messages + n / (gbytes_per_s * 1000)) for n in sizes]
+
+
+@examples
+@given(
+    st.floats(1, 1e4), st.floats(0.01, 400), st.integers(1, 64), st.permutations(range(len(SIZES)))
+)
+def test_one_link_is_one_region_whatever_the_order(alpha, rate, messages, order):
+    points = line(alpha, rate, messages)
+    (found,) = regions([points[number] for number in order])
+    assert found.from_bytes == 0
+    assert found.alpha_us == pytest.approx(alpha, rel=1e-6, abs=1e-3)
+    assert found.gbytes_per_s == pytest.approx(rate, rel=1e-6)
+
+
+def test_where_the_rate_changes_a_region_begins():
+    small, large = line(50, 1.0, sizes=SIZES[:5]), line(400, 0.1, sizes=SIZES[5:])
+    first, second = regions([*small, *large])
+    assert (first.alpha_us, first.gbytes_per_s) == pytest.approx((50, 1.0))
+    assert (second.alpha_us, second.gbytes_per_s) == pytest.approx((400, 0.1))
+    assert second.from_bytes == SIZES[5]
+
+
+@examples
+@given(st.integers(0, 10**6), st.floats(1, 1e3), st.floats(0.05, 50), st.floats(0, 0.3))
+def test_noise_makes_few_regions_and_never_a_time_that_cannot_be(seed, alpha, rate, noise):
+    rng = random.Random(seed)
+    points = [Point(1, p.sent, p.us * (1 + noise * rng.uniform(-1, 1))) for p in line(alpha, rate)]
+    found = regions(points)
+    assert 1 <= len(found) <= MOST_REGIONS
+    assert found[0].from_bytes == 0
+    assert [each.from_bytes for each in found] == sorted({each.from_bytes for each in found})
+    for each in found:
+        assert 0 <= each.alpha_us < math.inf
+        assert 0 < each.gbytes_per_s < math.inf
+    link = Link(alpha, rate, measured={"all_reduce": found})
+    for point in points:
+        predicted = link.region("all_reduce", point.sent).us(1, point.sent)
+        assert predicted == pytest.approx(point.us, rel=max(2.5 * noise, CLOSE) + 1e-6)
+
+
+def test_times_that_fall_with_size_give_no_negative_rate():
+    points = [Point(1, n, us) for n, us in zip(SIZES, [500, 400, 300, 300, 200], strict=False)]
+    (found,) = regions(points)
+    assert found.alpha_us == pytest.approx(340)
+    assert found.us(1, SIZES[4]) == pytest.approx(340, rel=1e-3)
+
+
+def test_a_negative_alpha_is_none():
+    points = [Point(1, 1000.0, 1.0), Point(1, 2000.0, 4.0)]
+    (found,) = regions(points)
+    assert found.alpha_us == 0
+
+
+@pytest.mark.parametrize(
+    ("points", "said"),
+    [
+        ([], "at least 2 sizes, not 0"),
+        (line(1, 1)[:1], "at least 2 sizes, not 1"),
+        ([Point(1, 8.0, 1.0)] * 3, "at least 2 sizes, not 1"),
+        ([Point(1, 8.0, 1.0), Point(1, 16.0, 0.0)], "no time that can be"),
+        ([Point(1, 8.0, 1.0), Point(1, 16.0, math.nan)], "no time that can be"),
+        ([Point(1, 8.0, 1.0), Point(1, math.inf, 2.0)], "no time that can be"),
+    ],
+)
+def test_points_that_cannot_be_are_refused(points, said):
+    with pytest.raises(ProfileError, match=said):
+        regions(points)
+
+
+def test_what_was_measured_stands_for_the_formula():
+    measured = {
+        "all_reduce": (Region(0, 10, 1.0), Region(1e6, 100, 2.0)),
+        "message": (Region(0, 7, 4.0),),
+    }
+    link = Link(60, 0.5, {"all_reduce": 3.0}, measured=measured, crowd_bytes=1e6)
+    # 4 ranks: 6 messages, 1.5 of the bytes
+    assert link.us("all_reduce", 1000, 4) == pytest.approx(6 * 10 + 1500 / 1000)
+    assert link.us("all_reduce", 1e6, 4) == pytest.approx(6 * 100 + 1.5e6 / 2000)
+    assert link.us("all_gather", 1000, 4) == pytest.approx(3 * 60 + 3000 / 500)
+    alone = link.parts_us("all_to_all", 1000, 4, 1, by_messages=True)
+    assert alone == pytest.approx((7, 1000 / 4000))
+    # several peers: what was measured of one stands for them, where nothing else was
+    assert link.parts_us("all_to_all", 3000, 4, 3, by_messages=True) == pytest.approx((7, 0.75))
+    assert link.parts_us("all_reduce", 1000, 1) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        ({"all_reduced": (Region(0, 1, 1),)}, "did you mean 'all_reduce'"),
+        ({"all_reduce": ()}, "must begin at 0"),
+        ({"all_reduce": (Region(1, 1, 1),)}, "must begin at 0"),
+        ({"all_reduce": (Region(0, 1, 1), Region(0, 2, 2))}, "begin at 0 and grow"),
+        ([], "must map kinds"),
+    ],
+)
+def test_regions_that_cannot_be_are_refused(measured, said):
+    with pytest.raises(PolicyError, match=said):
+        Link(1, 1, measured=measured)
+
+
+@pytest.mark.parametrize("bad", [(-1, 1, 1), (0, -1, 1), (0, 1, 0), (0, math.nan, 1)])
+def test_a_region_of_impossible_numbers_is_refused(bad):
+    with pytest.raises(PolicyError, match="must be a number"):
+        Region(*bad)
