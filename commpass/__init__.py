@@ -9,12 +9,13 @@ from commpass.annotate import apply_policy, compress, keep
 from commpass.backend import backend
 from commpass.codecs import codec
 from commpass.collectives import Handle, all_gather, all_reduce, all_to_all, reduce_scatter
-from commpass.costmodel import KernelRate, Kernels, Link, Profile, ethernet
+from commpass.costmodel import KernelRate, Kernels, Link, Profile, Region, ethernet
 from commpass.errors import (
     CommpassError,
     DumpError,
     PlanMismatch,
     PolicyError,
+    ProfileError,
     ScopeError,
     VerifyError,
 )
@@ -38,6 +39,8 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Profile",
+    "ProfileError",
+    "Region",
     "Rule",
     "ScopeError",
     "VerifyError",

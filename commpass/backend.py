@@ -28,6 +28,7 @@ from torch._guards import CompileContext
 
 from commpass.annotate import open_scopes
 from commpass.costmodel import Profile, default_profile
+from commpass.costmodel.files import digest as digest_of
 from commpass.errors import (
     CommpassError,
     PlanMismatch,
@@ -386,7 +387,7 @@ class Backend:
 
     def _speaker(self, profile: Profile) -> agreement.Speaker:
         """Policy and profile by what they say, and not by their names."""
-        said = [{**msgspec.to_builtins(each), "name": ""} for each in (self.policy, profile)]
+        said = [{**msgspec.to_builtins(self.policy), "name": ""}, digest_of(profile)]
         digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
         return agreement.Speaker(digest, self.policy.name, f"{self.run}/{self.resets}")
 

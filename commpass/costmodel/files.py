@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,16 @@ class ProfileFile:
 
 
 def digest(profile: Profile) -> str:
-    """A digest of all that a profile says, but for its name."""
-    said = {**msgspec.to_builtins(profile), "name": ""}
+    """A digest of all that a profile says, but for its name; that of a file's is the same."""
+    whole = msgspec.convert(msgspec.to_builtins(profile), Profile)  # 60 and 60.0 are one number
+    said = {**msgspec.to_builtins(whole), "name": ""}
     return hashlib.sha256(msgspec.json.encode(said, order="deterministic")).hexdigest()[:16]
+
+
+def age(file: ProfileFile) -> str:
+    """How long ago it was measured, in hours or days."""
+    hours = (datetime.now(UTC) - datetime.fromisoformat(file.written)).total_seconds() / 3600
+    return f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.0f} days"
 
 
 def write(path: Path, file: ProfileFile) -> None:
@@ -104,8 +112,11 @@ def read(path: Path) -> ProfileFile:
             " Probe again"
         )
     try:
-        return msgspec.convert(said, ProfileFile)
-    except (msgspec.ValidationError, PolicyError) as error:
+        found = msgspec.convert(said, ProfileFile)
+        if datetime.fromisoformat(found.written).tzinfo is None:
+            raise ProfileError("`written` has no time zone")
+        return found
+    except (ValueError, msgspec.ValidationError, PolicyError) as error:
         raise ProfileError(f"{path}: damaged profile: {error}") from error
 
 

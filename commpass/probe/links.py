@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from commpass.costmodel.links import ONE, SEVERAL, steps
 ops, ours = torch.ops._c10d_functional, torch.ops.commpass
 SIZES = tuple(1 << power for power in range(10, 27, 2))
 """Bytes that leave a rank, about: 1 KiB to 64 MiB."""
+PARTS, BUSY_BYTES = 8, 64 << 10
+"""Into how many messages so many bytes to each rank are divided to see what a message takes."""
 LEAST, MOST = 5, 25
 """Repetitions of a size that count."""
 
@@ -56,6 +58,24 @@ def measure(
             found.append(times)
             left -= _most([time.perf_counter() - begun], group, device)[0]
     return found
+
+
+def busy_us(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Microseconds for which a rank is busy with one more message to another rank and one from it:
+    what the same bytes take longer in many messages than in one. Every rank of the group calls
+    it."""
+    took = []
+    for parts in (1, PARTS):
+        nbytes = _handed(SEVERAL, BUSY_BYTES // parts, group.size())
+        start = _start(SEVERAL, nbytes, group, device)
+
+        def exchange(parts: int = parts, start: Callable[[], Tensor] = start) -> None:
+            for begun in [start() for _ in range(parts)]:
+                ops.wait_tensor(begun)
+
+        seconds = [_seconds(exchange, group, device) for _ in range(LEAST + 1)]
+        took.append(median(_most(seconds[1:], group, device)))
+    return max(1e6 * (took[1] - took[0]) / (PARTS - 1) / (group.size() - 1), 0.0)
 
 
 def _times(
@@ -111,16 +131,23 @@ def _most(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.devi
 def _call(
     kind: str, nbytes: int, group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], Tensor]:
+    start = _start(kind, nbytes, group, device)
+    return lambda: ops.wait_tensor(start())
+
+
+def _start(
+    kind: str, nbytes: int, group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], Tensor]:
     given = torch.ones(nbytes // 4, device=device)
     name, ranks, rank = group.group_name, group.size(), group.rank()
     if kind in CALLS:
-        return lambda: ops.wait_tensor(CALLS[kind](given, ranks, name))
+        return lambda: CALLS[kind](given, ranks, name)
     each = given.numel() // (1 if kind == ONE else ranks - 1)
     others = [(rank + 1) % ranks] if kind == ONE else [at for at in range(ranks) if at != rank]
     from_ = [(rank - 1) % ranks] if kind == ONE else others
     sent = [each if at in others else 0 for at in range(ranks)]
     received = [each if at in from_ else 0 for at in range(ranks)]
-    return lambda: ops.wait_tensor(ours.all_to_all_single(given, received, sent, name))
+    return lambda: ours.all_to_all_single(given, received, sent, name)
 
 
 def _even(ranks: int, given: Tensor) -> list[int]:

@@ -15,7 +15,7 @@ from commpass.costmodel.files import Measured, ProfileFile
 from commpass.costmodel.fit import Point, regions
 from commpass.errors import ProfileError
 from commpass.probe.kernels import measure as kernel_times
-from commpass.probe.links import Times, measure
+from commpass.probe.links import Times, busy_us, measure
 from commpass.runtime.machine import device_of, here, place
 
 
@@ -37,6 +37,7 @@ def probe(seconds: float = 40.0, *, name: str = "measured", kernels: bool = Fals
             "inside": dist.new_group(list(range(node))),
         }
     by_messages = device.type == "cpu"
+    busy = round(busy_us(world, device), 1) if by_messages else 0.0
     found = {
         level: measure(group, device, seconds / len(levels), by_messages=by_messages)
         if isinstance(group, dist.ProcessGroup)
@@ -44,7 +45,7 @@ def probe(seconds: float = 40.0, *, name: str = "measured", kernels: bool = Fals
         for level, group in levels.items()
     }
     found = _gathered(found)[0]  # rank 0 is in all of them
-    links = {level: _link(times) for level, times in found.items()}
+    links = {level: _link(times, busy) for level, times in found.items()}
     default = default_profile(device.type)
     profile = dataclasses.replace(
         default,
@@ -82,7 +83,7 @@ def _gathered(value: Any) -> list[Any]:
     return found
 
 
-def _link(times: Sequence[Times]) -> Link:
+def _link(times: Sequence[Times], busy: float) -> Link:
     """What was measured of a level; beside the regions, round numbers of the whole."""
     kinds = dict.fromkeys(each.kind for each in times)
     measured = {
@@ -93,7 +94,7 @@ def _link(times: Sequence[Times]) -> Link:
     if "all_reduce" not in measured:
         raise ProfileError("the time was too short for two sizes of an all_reduce: give more")
     known = measured["all_reduce"]
-    return Link(known[0].alpha_us, known[-1].gbytes_per_s, measured=measured)
+    return Link(known[0].alpha_us, known[-1].gbytes_per_s, busy_us=busy, measured=measured)
 
 
 def _points(found: dict[str, list[Times]], links: dict[str, Link]) -> list[Measured]:

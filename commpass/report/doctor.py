@@ -100,6 +100,25 @@ def drawing() -> tuple[str, bool]:
     )
 
 
+def profile() -> tuple[str, bool]:
+    """The profile that a program would use that names none, how old it is, and in what it was
+    measured elsewhere."""
+    from commpass.costmodel.files import age, read
+    from commpass.runtime.machine import VARIABLE, asked_of, here, misfits, profile_here
+
+    path = asked_of(None)
+    if path is None:
+        return f"none: {VARIABLE} is not set", False
+    found = profile_here(None)
+    assert found is not None
+    if not str(path).endswith(".json"):
+        return found.name, True
+    file = read(Path(str(path)))
+    others = list(misfits(file.machine, here()))
+    said = f"{path}, {age(file)} old" + (f"; {'; '.join(others)}" if others else "")
+    return said, not others
+
+
 def needed_torch() -> str:
     """The versions of torch that this package was made for, as its metadata say."""
     return next(
@@ -160,6 +179,13 @@ PROBES = (
         graph_cache,
         "a warm start compiles nothing",
         "every process compiles anew",
+        False,
+    ),
+    (
+        "profile",
+        profile,
+        "the cost model knows this network",
+        "the cost model assumes one: measure yours with `commpass probe`",
         False,
     ),
     ("graph --svg", drawing, "", "pip install 'commpass[graph]'", False),

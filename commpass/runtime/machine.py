@@ -23,12 +23,17 @@ log = logging.getLogger("commpass")
 def profile_here(profile: str | Path | Profile | None) -> Profile | None:
     """The profile that is asked for, by name, path or the environment; None if nobody asks. One
     that was measured on another machine is used, and said so once."""
-    asked = profile if profile is not None else os.environ.get(VARIABLE) or None
+    asked = asked_of(profile)
     found = profile_from(asked)
     measured = isinstance(asked, (str, Path)) and str(asked).endswith(".json")
     if measured and (others := list(misfits(read(Path(str(asked))).machine, here()))):
         _say(f"profile {asked} was measured elsewhere: {'; '.join(others)}. Probe again here")
     return found
+
+
+def asked_of(profile: str | Path | Profile | None) -> str | Path | Profile | None:
+    """What is asked for, by the program or else by the environment."""
+    return profile if profile is not None else os.environ.get(VARIABLE) or None
 
 
 @functools.cache

@@ -1,0 +1,231 @@
+"""Profiles as JSON and TOML: what is written comes back, and errors name file, line and what to
+write."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import commpass
+from commpass.costmodel import Link, Profile, Region, default_profile, profile_from
+from commpass.costmodel.files import Machine, Measured, ProfileFile, digest, read, write
+from commpass.costmodel.interconnects import CARDS, INTERCONNECTS
+from commpass.errors import PolicyError, ProfileError
+from commpass.report.cli import app
+from commpass.runtime.machine import here, misfits, processor
+
+MACHINE = Machine(
+    device="cpu", processor="a", cores=2, hosts=2, world_size=4, backend="gloo", torch="2.13.0"
+)
+LINK = Link(60, 0.125, measured={"all_reduce": (Region(0, 50, 0.1), Region(1e6, 80, 0.12))})
+
+
+def file(**fields) -> ProfileFile:
+    profile = dataclasses.replace(default_profile("cpu"), name="here", link=LINK)
+    point = Measured(
+        group="link",
+        kind="all_reduce",
+        ranks=4,
+        nbytes=1024,
+        sent=1536,
+        us=300.0,
+        low_us=290.0,
+        high_us=310.0,
+        fit_us=315.0,
+    )
+    said = {"commpass": "0.1.0", "written": "2026-01-02T03:04:05+00:00", "machine": MACHINE}
+    return ProfileFile(**said | {"profile": profile, "points": (point,)} | fields)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / "cluster.json", file())
+    return tmp_path / "cluster.json"
+
+
+def test_what_is_written_comes_back(path):
+    assert read(path) == file()
+    assert profile_from(str(path)) == profile_from(path) == file().profile
+    assert read(path).points[0].off == pytest.approx(0.05)
+    assert [each.name for each in path.parent.iterdir()] == ["cluster.json"]
+
+
+def test_the_digest_is_that_of_the_numbers_and_not_of_the_name(path):
+    profile = file().profile
+    assert digest(profile) == digest(dataclasses.replace(profile, name="other"))
+    assert digest(profile) == digest(read(path).profile)
+    assert digest(profile) != digest(dataclasses.replace(profile, margin=0.2))
+    other = dataclasses.replace(LINK, measured={"all_reduce": (Region(0, 50, 0.1),)})
+    assert digest(profile) != digest(dataclasses.replace(profile, link=other))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: "", "not JSON"),
+        (lambda x: x[:200], "not JSON"),
+        (lambda x: "{}", "no profile"),
+        (lambda x: "[1]", "no profile"),
+        (lambda x: x.replace('"version": 1', '"version": 9'), "version 9.*reads 1"),
+        (lambda x: x.replace('"alpha_us": 60', '"alpha_us": -1'), "alpha_us"),
+        (lambda x: x.replace('"alpha_us": 60', '"alpha_us": "x"'), r"\$\.profile\.link"),
+        (lambda x: x.replace('"all_reduce": [', '"all_reduced": ['), "did you mean 'all_reduce'"),
+        (lambda x: x.replace("2026-01-02T03", "yesterday"), "damaged"),
+        (lambda x: x.replace("+00:00", ""), "no time zone"),
+    ],
+)
+def test_damaged_files_say_what_is_wrong(path, change, said):
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ProfileError, match=said) as error:
+        commpass.backend("balanced", profile=str(path))
+    assert str(path) in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ProfileError, match=r"none\.json: cannot be read: No such file"):
+        profile_from(tmp_path / "none.json")
+    with pytest.raises(ProfileError, match=r"\.json or a \.toml"):
+        profile_from(tmp_path / "none.txt")
+    with pytest.raises(ProfileError, match="cannot be written"):
+        write(tmp_path / "none" / "x.json", file())
+
+
+# --- TOML -----------------------------------------------------------------------------------------
+
+TOML = """
+base = "ethernet-10g"
+margin = 0.05
+node = 8
+inside = "nvlink-4"
+
+[link]
+alpha_us = 20
+
+[links.dp]
+base = "ethernet-25g"
+alpha_us = 30
+
+[kernels]
+gflops = 100
+
+[kernels.rates.int8]
+encode_ns = 0.5
+decode_ns = 0.5
+"""
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "cluster.toml").write_text(text)
+    return tmp_path / "cluster.toml"
+
+
+def test_numbers_of_ones_own(tmp_path):
+    found = profile_from(toml(tmp_path, TOML))
+    base = commpass.ethernet(10)
+    assert (found.name, found.margin, found.node) == ("cluster", 0.05, 8)
+    assert found.link == dataclasses.replace(base.link, alpha_us=20)
+    assert found.links == {"dp": commpass.ethernet(25, alpha_us=30).link}
+    assert found.inside == INTERCONNECTS["nvlink-4"].link
+    assert found.kernels.gflops == 100
+    assert found.kernels.rates["int8"] == commpass.KernelRate(0.5, 0.5)
+    assert found.kernels.rates["rotated"] == base.kernels.rates["rotated"]
+
+
+def test_the_least_that_a_file_can_say(tmp_path):
+    found = profile_from(toml(tmp_path, "[link]\nalpha_us = 5\ngbytes_per_s = 12.5\n"))
+    assert found == Profile("cluster", Link(5, 12.5))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("margin = 0.1\n", 1, "needs a .link."),
+        ("\nmargn = 0.1\n", 2, "no field 'margn'; did you mean 'margin'"),
+        ('base = "ethernet-10"\n', 1, "unknown profile 'ethernet-10'; did you mean 'ethernet-10g'"),
+        ('base = "ethernet-10g"\n\ninside = "nvlnk-4"\n', 3, "did you mean 'nvlink-4'"),
+        ("[link]\nalpha_us = 5\n", 1, "gbytes_per_s"),
+        ('base = "ethernet-10g"\n\n[links]\ndp = 3\n', 3, "links"),
+        ("x = \n", 1, "not TOML"),
+    ],
+)
+def test_errors_name_file_and_line(tmp_path, text, line, said):
+    with pytest.raises(PolicyError, match=said) as error:
+        profile_from(toml(tmp_path, text))
+    assert f"cluster.toml:{line}: " in str(error.value)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", INTERCONNECTS)
+def test_a_link_by_name_is_what_its_maker_states_less_a_share(name):
+    found = profile_from(name)
+    assert found.link.gbytes_per_s == pytest.approx(INTERCONNECTS[name].gbytes_per_s * 0.8)
+    assert INTERCONNECTS[name].source
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_copies_no_faster_than_its_maker_states(name):
+    assert CARDS[name].kernels.gbytes_per_s < CARDS[name].gbytes_per_s
+    assert CARDS[name].kernels.gflops < 1000 * CARDS[name].tflops
+
+
+# --- where it is used -----------------------------------------------------------------------------
+
+
+def test_the_environment_names_a_profile(path, monkeypatch):
+    monkeypatch.setenv("COMMPASS_PROFILE", str(path))
+    assert commpass.backend("balanced").profile == file().profile
+    assert commpass.backend("balanced", profile="nvlink").profile.name == "nvlink"
+    monkeypatch.setenv("COMMPASS_PROFILE", "")
+    assert commpass.backend("balanced").profile is None
+
+
+def test_a_profile_of_another_machine_is_told_once(path, caplog):
+    for _ in range(2):
+        commpass.backend("balanced", profile=path)
+    (said,) = [each.message for each in caplog.records if str(path) in each.message]
+    assert f"processor a there, {processor()} here" in said
+    assert "Probe again" in said
+
+
+def test_what_is_not_known_here_is_no_difference():
+    assert not list(misfits(here(), here()))
+    started = dataclasses.replace(here(), world_size=4, hosts=2, backend="gloo")
+    assert not list(misfits(started, here()))
+    (other,) = misfits(started, dataclasses.replace(started, world_size=8))
+    assert other == "number of ranks 4 there, 8 here"
+    (other,) = misfits(dataclasses.replace(started, torch="2.11.0"), started)
+    assert other.startswith("torch 2.11.0 there")
+    assert not list(misfits(dataclasses.replace(started, torch=f"{started.torch}+x"), started))
+
+
+def test_doctor_says_which_profile_would_be_used(path, monkeypatch):
+    def row() -> dict:
+        rows = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+        return next(row for row in rows if row["what"] == "profile")
+
+    assert not row()["ok"]
+    assert "commpass probe" in row()["meaning"]
+    monkeypatch.setenv("COMMPASS_PROFILE", str(path))
+    assert "days old; processor a there" in row()["state"]
+    write(path, file(machine=here()))
+    assert row()["ok"]
+    monkeypatch.setenv("COMMPASS_PROFILE", "ethernet-10")
+    assert "did you mean 'ethernet-10g'" in row()["meaning"]
+    monkeypatch.setenv("COMMPASS_PROFILE", "nvlink-4")
+    assert (row()["state"], row()["ok"]) == ("nvlink-4", True)
+
+
+def test_probe_says_how_it_is_started(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    result = CliRunner().invoke(app, ["probe", "-o", str(tmp_path / "x.json")])
+    assert result.exit_code == 2
+    assert "torchrun --nproc-per-node 2 -m commpass probe" in result.stderr
+    result = CliRunner().invoke(app, ["probe", "-o", str(tmp_path / "x.txt")])
+    assert result.exit_code == 2
+    assert ".json file" in result.stderr
