@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from commpass.costmodel.interconnects import CARDS
 from commpass.costmodel.profile import Profile, link_named, profile_named
 from commpass.errors import PolicyError, ProfileError, nearest
 from commpass.tables import line_of, read_toml
@@ -182,10 +183,22 @@ def _laid_over(key: str, value: Any, below: Any) -> Any:
         if not isinstance(value, Mapping):
             raise ProfileError("links: must map names of groups to links")
         return {**(below or {}), **{name: _link(each, None) for name, each in value.items()}}
-    if key == "kernels" and isinstance(value, Mapping) and isinstance(below, Mapping):
-        rates = {**below.get("rates", {}), **value.get("rates", {})}
-        return {**below, **value, "rates": rates}
-    return value
+    return _kernels(value, below) if key == "kernels" else value
+
+
+def _kernels(value: Any, below: Any) -> Any:
+    """Rates as a file says them: a card by name, or a table, maybe with a card as its base."""
+    table = {"base": value} if isinstance(value, str) else value
+    if not isinstance(table, Mapping):
+        return value
+    if (named := table.get("base")) is not None:
+        if named not in CARDS:
+            raise ProfileError(f"unknown card {named!r}{nearest(str(named), CARDS)}")
+        below = msgspec.to_builtins(CARDS[named].kernels)
+    if below is None:
+        return value
+    rest = {name: each for name, each in table.items() if name != "base"}
+    return {**below, **rest, "rates": {**below.get("rates", {}), **rest.get("rates", {})}}
 
 
 def _link(value: Any, below: Any) -> Any:

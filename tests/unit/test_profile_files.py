@@ -140,9 +140,18 @@ def test_the_least_that_a_file_can_say(tmp_path):
     assert found == Profile("cluster", Link(5, 12.5))
 
 
+def test_rates_of_a_card(tmp_path):
+    link = 'base = "infiniband-ndr"\n'
+    found = profile_from(toml(tmp_path, f'{link}kernels = "h100"\n'))
+    assert found.kernels == CARDS["h100"].kernels
+    found = profile_from(toml(tmp_path, f'{link}[kernels]\nbase = "h100"\nlaunch_us = 3\n'))
+    assert found.kernels == dataclasses.replace(CARDS["h100"].kernels, launch_us=3.0)
+
+
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
+        ('base = "nvlink-4"\nkernels = "h10"\n', 2, "unknown card 'h10'; did you mean 'h100'"),
         ("margin = 0.1\n", 1, "needs a .link."),
         ("\nmargn = 0.1\n", 2, "no field 'margn'; did you mean 'margin'"),
         ('base = "ethernet-10"\n', 1, "unknown profile 'ethernet-10'; did you mean 'ethernet-10g'"),
