@@ -9,6 +9,7 @@ choices are within 5 % of the fastest that was measured.
 
 from __future__ import annotations
 
+import dataclasses
 from statistics import median
 from typing import Any
 
@@ -57,18 +58,19 @@ BEST, ALLOWED = 0.05, 0.03
 
 def measured(options: Options) -> list[Row]:
     rows: list[Row] = []
-    kernels = None
+    known: dict[int, Any] = {}
     for ranks, gbit in on_links(NAME, options):
-        kernels = kernels or ranks.run(_kernels, timeout=PATIENCE_S)[0]
-        profile = ranks.run(_profile, f"probed-{gbit:g}g", kernels, timeout=PATIENCE_S)[0]
+        if ranks.size not in known:
+            known[ranks.size] = ranks.run(_kernels, timeout=PATIENCE_S)[0]
+        profile = ranks.run(_profile, f"probed-{gbit:g}g", known[ranks.size], timeout=PATIENCE_S)[0]
         for kind, function in KINDS.items():
             for kib in options.kib:
                 contenders = _contenders(kind, function, kib, options.codecs)
                 job = (contenders, kib, torch.float32, profile, options.repeats)
                 found = ranks.run(measure, *job, timeout=PATIENCE_S)
-                known = {"ranks": ranks.size, "gbit": gbit, "kind": kind, "KiB": kib}
+                case = {"ranks": ranks.size, "gbit": gbit, "kind": kind, "KiB": kib}
                 whole = leaves(kind, ranks.size, kib * 1024)
-                made = rows_of(found, known, dict.fromkeys(contenders, whole))
+                made = rows_of(found, case, dict.fromkeys(contenders, whole))
                 compare(made, "name", PLAIN, "of_plain")
                 us = profile.link.us(kind, kib * 1024, ranks.size)
                 for row in made:
@@ -93,15 +95,12 @@ def _contenders(kind: str, function: Any, kib: int, codecs: list[str]) -> Conten
 
 
 def _kernels() -> Any:
-    """One rank after the other would take as long; all at once have a core each, as in a step."""
     torch._dynamo.reset()
-    return kernel_times(torch.device("cpu"), commpass.ethernet(1).kernels)
+    world = dist.group.WORLD
+    return kernel_times(world, torch.device("cpu"), commpass.ethernet(1).kernels)
 
 
 def _profile(name: str, kernels: Any) -> Profile:
-    import dataclasses
-
-    dist.barrier()
     return dataclasses.replace(probe(30.0, name=name).profile, kernels=kernels)
 
 

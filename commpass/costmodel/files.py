@@ -188,7 +188,7 @@ def _laid_over(key: str, value: Any, below: Any) -> Any:
 
 def _kernels(value: Any, below: Any) -> Any:
     """Rates as a file says them: a card by name, or a table, maybe with a card as its base."""
-    table = {"base": value} if isinstance(value, str) else value
+    table: Any = {"base": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping):
         return value
     if (named := table.get("base")) is not None:

@@ -1,4 +1,5 @@
-"""Times of compiled encodes and decodes, of matmuls and of copies, on one rank."""
+"""Times of compiled encodes and decodes, of matmuls and of copies, on all ranks at once: ranks that
+share cores will do so in a step as well."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from commpass.codecs import codec
 from commpass.costmodel import KernelRate, Kernels
+from commpass.probe.links import most
 
 CODECS = ("int8", "int4", "fp8", "rotated", "exponent", "cast")
 """Those whose rates a profile knows; the slowest of them stands for all others."""
@@ -23,17 +26,24 @@ REPEATS = 9
 MATMUL = 1024
 
 
-def measure(device: torch.device, known: Kernels) -> Kernels:
-    """What a profile says of kernels, measured here. Takes about a minute of compiling on a CPU."""
+def measure(group: dist.ProcessGroup, device: torch.device, known: Kernels) -> Kernels:
+    """What a profile says of kernels, measured here; every rank of the group calls it. Takes about
+    a minute of compiling on a CPU."""
+
+    def seconds(run: Callable[[], Any]) -> float:
+        return slowest(run, group, device)
+
     rates, calls = {}, []
     for name in CODECS:
-        (encode, decode), call = _rates(name, device)
+        (encode, decode), call = _rates(name, device, seconds)
         rates[name] = KernelRate(encode, decode)
         calls.append(call)
     aliases = dict.fromkeys(("bf16", "fp16"), rates["cast"])
     side = torch.randn(MATMUL, MATMUL, device=device)
     floats = torch.randn(LARGE, device=device)
     held = torch.empty_like(floats)
+    one = torch.ones(1, device=device)
+    nothing = seconds(partial(torch.compile(torch.neg, dynamic=False), one))  # Dynamo's own part
     return dataclasses.replace(
         known,
         rates={**rates, **aliases},
@@ -41,13 +51,17 @@ def measure(device: torch.device, known: Kernels) -> Kernels:
             max(rate.encode_ns for rate in rates.values()),
             max(rate.decode_ns for rate in rates.values()),
         ),
-        call_us=round(median(calls), 1),
-        gflops=round(2e-9 * MATMUL**3 / seconds(lambda: side @ side, device), 1),
-        gbytes_per_s=round(2e-9 * 4 * LARGE / seconds(lambda: held.copy_(floats), device), 2),
+        call_us=round(max(median(calls) - 1e6 * nothing, 0.0), 1),
+        gflops=round(2e-9 * MATMUL**3 / seconds(lambda: side @ side), 1),
+        gbytes_per_s=round(2e-9 * 4 * LARGE / seconds(lambda: held.copy_(floats)), 2),
     )
 
 
-def _rates(name: str, device: torch.device) -> tuple[tuple[float, float], float]:
+Clock = Callable[[Callable[[], Any]], float]
+"""What times a call."""
+
+
+def _rates(name: str, device: torch.device, seconds: Clock) -> tuple[tuple[float, float], float]:
     """Nanoseconds a value to encode and to decode, and microseconds of a call beside them."""
     coder = codec(name)
     took: dict[int, tuple[float, float]] = {}
@@ -61,8 +75,8 @@ def _rates(name: str, device: torch.device) -> tuple[tuple[float, float], float]
         decode = torch.compile(decoded, dynamic=False)
         wire = encode(rows)
         took[values] = (
-            seconds(partial(encode, rows), device),
-            seconds(partial(decode, wire), device),
+            seconds(partial(encode, rows)),
+            seconds(partial(decode, wire)),
         )
     slopes = [1e9 * (b - a) / (LARGE - SMALL) for a, b in zip(*took.values(), strict=True)]
     rest = [1e6 * a - ns * SMALL / 1e3 for a, ns in zip(took[SMALL], slopes, strict=True)]
@@ -70,13 +84,14 @@ def _rates(name: str, device: torch.device) -> tuple[tuple[float, float], float]
     return (encode_ns, decode_ns), max(median(rest), 0.0)
 
 
-def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """The median time of a call, after two that do not count."""
+def slowest(run: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
+    """The median time of a call on the slowest rank in seconds, after two that do not count."""
     times = []
     for _ in range(REPEATS + 2):
+        dist.barrier(group)
         start = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return median(times[2:])
+    return median(most(times[2:], group, device))

@@ -56,7 +56,7 @@ def measure(
             if times is None:
                 break
             found.append(times)
-            left -= _most([time.perf_counter() - begun], group, device)[0]
+            left -= most([time.perf_counter() - begun], group, device)[0]
     return found
 
 
@@ -74,7 +74,7 @@ def busy_us(group: dist.ProcessGroup, device: torch.device) -> float:
                 ops.wait_tensor(begun)
 
         seconds = [_seconds(exchange, group, device) for _ in range(LEAST + 1)]
-        took.append(median(_most(seconds[1:], group, device)))
+        took.append(median(most(seconds[1:], group, device)))
     return max(1e6 * (took[1] - took[0]) / (PARTS - 1) / (group.size() - 1), 0.0)
 
 
@@ -85,11 +85,11 @@ def _times(
     ranks = group.size()
     nbytes = _handed(kind, size, ranks)
     call = _call(kind, nbytes, group, device)
-    first = _most([_seconds(call, group, device), _seconds(call, group, device)], group, device)
+    first = most([_seconds(call, group, device), _seconds(call, group, device)], group, device)
     if first[1] * LEAST > left:
         return None
     repeats = min(MOST, max(LEAST, int(left / 3 / first[1])))
-    took = _most([_seconds(call, group, device) for _ in range(repeats)], group, device)
+    took = most([_seconds(call, group, device) for _ in range(repeats)], group, device)
     low, middle, high = (1e6 * each for each in quantiles(took, n=4, method="inclusive"))
     messages, sent = sent_by(kind, ranks, nbytes)
     return Times(kind, ranks, nbytes, messages, sent, low, middle, high)
@@ -118,7 +118,7 @@ def _seconds(call: Callable[[], Any], group: dist.ProcessGroup, device: torch.de
     return time.perf_counter() - start
 
 
-def _most(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+def most(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
     """What the slowest rank took, each time."""
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)

@@ -49,7 +49,7 @@ def probe(seconds: float = 40.0, *, name: str = "measured", kernels: bool = Fals
     default = default_profile(device.type)
     profile = dataclasses.replace(
         default,
-        kernels=kernel_times(device, default.kernels) if kernels else default.kernels,
+        kernels=kernel_times(world, device, default.kernels) if kernels else default.kernels,
         name=name,
         link=links["link"],
         inside=links.get("inside"),
