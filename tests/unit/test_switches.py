@@ -1,0 +1,101 @@
+"""The switches of two papers, as what the cost model decides where it knows no more than they do:
+links by alpha and beta, and coding for nothing. The formulas are the papers'."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deciding import decide
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commpass import Policy
+from commpass.codecs import codec
+from commpass.costmodel import KernelRate, Kernels, Link, Profile, Region
+from commpass.plan import NONE, Site
+
+examples = settings(max_examples=120, deadline=None)
+FREE = Kernels(launch_us=0.0, other=KernelRate(0, 0))
+
+
+def site(kind: str, nbytes: int, ranks: int, dtype: str = "bfloat16") -> Site:
+    numel = nbytes // (2 if dtype == "bfloat16" else 4)
+    return Site(
+        name="s",
+        kind=kind,
+        group="17",
+        group_size=ranks,
+        reduce_op="sum",
+        dtype=dtype,
+        shape=(numel,),
+        bytes=nbytes,
+        group_label="dp",
+        direction="backward",
+        stateless="",  # error feedback has a place
+    )
+
+
+def coded(of: Site, spec: str, algorithm: str, link: Link) -> tuple[bool, float]:
+    """Whether it is coded, and the bytes that it would send."""
+    policy = Policy(codecs=spec, algorithms=algorithm, max_error=None)
+    profile = Profile("two lines", link, kernels=FREE, margin=0.0)
+    (found,) = decide([of], policy, profile)
+    return found.codec != NONE, found.predicted_us
+
+
+times = st.floats(1, 500)
+rates = st.floats(0.5, 200)
+
+
+@examples
+@given(times, rates, times, rates, st.integers(10, 24), st.sampled_from([2, 4, 8, 16]))
+def test_zipccl_switches_back_to_the_plain_reduce_scatter(a1, b1, a2, b2, power, ranks):
+    """ZipCCL, section 4: a reduce_scatter of d bytes takes ``alpha + beta d``; by a compressed
+    all_to_all with a line of its own ``alpha' + beta' e d``, e the share of bytes that are left.
+    The lower one is taken. Ours sends the part of known size first, so alpha' counts twice."""
+    nbytes = 2**power * 16
+    measured = {"reduce_scatter": (Region(0, a1, b1),), "all_to_all": (Region(0, a2, b2),)}
+    done, _ = coded(
+        site("reduce_scatter", nbytes, ranks), "exponent", "direct", Link(1, 1, measured=measured)
+    )
+    part = (ranks - 1) / ranks
+    left = ranks * codec("exponent").expected_bytes(nbytes // 2 // ranks, torch.bfloat16)
+    plain = a1 * (ranks - 1) + part * nbytes / (b1 * 1e3)
+    compressed = 2 * a2 * (ranks - 1) + part * left / (b2 * 1e3)
+    if abs(plain - compressed) > 0.02 * plain:
+        assert done == (compressed < plain)
+
+
+@examples
+@given(
+    times,
+    rates,
+    st.integers(16, 26),
+    st.sampled_from([2, 4, 8, 16, 64, 256]),
+    st.sampled_from([0.001, 0.01, 0.1]),
+)
+def test_ssfusion_sends_dense_where_its_all_gather_would_take_longer(
+    alpha, beta, power, ranks, density
+):
+    """SSFusion, section 2: a dense all_reduce of D bytes takes ``2 (P - 1) alpha + 2 (P - 1) / P D
+    beta``, an all_gather of a part s ``(P - 1) (alpha + s beta)``: it grows with P, and above some
+    P the dense one is faster."""
+    nbytes = 2**power
+    of = site("all_reduce", nbytes, ranks, "float32")
+    spec = f"topk(density={density})"
+    done, _ = coded(of, spec, "sparse", Link(alpha, beta))
+    part = codec(spec).expected_bytes(nbytes // 4, torch.float32)
+    dense = 2 * (ranks - 1) * alpha + 2 * (ranks - 1) / ranks * nbytes / (beta * 1e3)
+    sparse = (ranks - 1) * (alpha + part / (beta * 1e3))
+    if abs(dense - sparse) > 0.02 * dense:
+        assert done == (sparse < dense)
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_growth_from_8_to_64_ranks(ranks):
+    """With time for bytes alone an all_gather grows 9 times from 8 to 64 ranks, an all_reduce
+    1.125 times (SSFusion, section 2)."""
+    link, nbytes = Link(0, 10), 2**20
+    assert link.us("all_gather", nbytes, ranks) == pytest.approx((ranks - 1) * nbytes / 1e4)
+    whole = 2 * (ranks - 1) / ranks * nbytes / 1e4
+    assert link.us("all_reduce", nbytes, ranks) == pytest.approx(whole)
