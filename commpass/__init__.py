@@ -23,6 +23,7 @@ from commpass.plan import Plan
 from commpass.policy import Policy, Rule
 from commpass.runtime.record import plans
 from commpass.runtime.state import load_state_dict, reset_state, state_dict
+from commpass.simulate import simulate
 from commpass.standalone import rewrite
 
 __version__ = _version("commpass")
@@ -58,5 +59,6 @@ __all__ = [
     "reduce_scatter",
     "reset_state",
     "rewrite",
+    "simulate",
     "state_dict",
 ]

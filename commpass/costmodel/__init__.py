@@ -3,7 +3,7 @@
 from commpass.costmodel.files import profile_from
 from commpass.costmodel.kernels import KernelRate, Kernels
 from commpass.costmodel.links import Link, Region
-from commpass.costmodel.profile import Profile, default_profile, ethernet
+from commpass.costmodel.profile import Profile, default_profile, ethernet, profile_named
 from commpass.costmodel.timeline import HOST, Task, finished_us
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "ethernet",
     "finished_us",
     "profile_from",
+    "profile_named",
 ]

@@ -1,0 +1,175 @@
+"""Steps of a model on clusters that are not there, against times worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from typer.testing import CliRunner
+
+import commpass
+from commpass import Policy, Rule
+from commpass.costmodel import KernelRate, Kernels, Link, Profile
+from commpass.errors import CommpassError
+from commpass.report.cli import app
+
+NO_COMPUTE = Kernels(launch_us=0.0, other=KernelRate(0, 0), gflops=1e12, gbytes_per_s=1e12)
+CLUSTER = Profile("round numbers", Link(10.0, 1.0), kernels=NO_COMPUTE)
+SOURCE = """
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+def build(mesh, rows=512):
+    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    return model, (torch.randn(rows, 64, requires_grad=True),)
+
+def asks(mesh):
+    def function(x):
+        return x * float(x.sum())
+    return function, (torch.randn(4),)
+
+def nothing(mesh):
+    return None
+"""
+
+
+def build(mesh, rows: int = 512):
+    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model.to(torch.float64), (
+        torch.randn(rows, 64, dtype=torch.float64, requires_grad=True),
+    )
+
+
+def all_reduce_ms(nbytes: int, ranks: int) -> float:
+    """A ring on the link above, from the formula."""
+    return (2 * (ranks - 1) * 10.0 + 2 * (ranks - 1) / ranks * nbytes / 1000) / 1000
+
+
+def test_a_step_is_its_exchanges_where_nothing_is_computed():
+    (found,) = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off"])
+    each = all_reduce_ms(512 * 64 * 8, 4)
+    assert (found.policy, found.ranks, found.swept) == ("off", 4, None)
+    assert (found.sites, found.compressed, found.untouched) == (2, 0, ())  # one each way
+    assert found.wire_bytes == 2 * 512 * 64 * 8
+    assert found.step_ms == pytest.approx(2 * each, rel=0.01)
+    assert found.exposed_ms == pytest.approx(2 * each, rel=0.01)
+    assert not dist.is_initialized()
+
+
+def test_inference_has_no_backward():
+    (found,) = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off"], train=False)
+    assert found.step_ms == pytest.approx(all_reduce_ms(512 * 64 * 8, 4), rel=0.01)
+
+
+def test_what_is_compressed_takes_less():
+    forced = Policy(name="int8", rules=[Rule(codec="int8", algorithm="two_shot", force=True)])
+    plain, coded = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off", forced])
+    assert coded.compressed == 2
+    assert coded.wire_bytes < plain.wire_bytes / 3
+    assert coded.step_ms < plain.step_ms
+
+
+@pytest.mark.parametrize("ranks", [2, 64, 1024])
+def test_a_dimension_of_the_mesh_is_swept(ranks):
+    (found,) = commpass.simulate(
+        build, CLUSTER, {"dp": 2, "tp": 2}, ["off"], sweep=("dp", [ranks // 2])
+    )
+    assert (found.ranks, found.swept) == (ranks, ("dp", ranks // 2))
+    assert found.step_ms == pytest.approx(2 * all_reduce_ms(512 * 64 * 8, 2), rel=0.01)
+
+
+def test_rates_and_arguments_are_swept():
+    slow, fast = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off"], sweep=("gbit", [8, 80]))
+    assert slow.step_ms == pytest.approx(2 * all_reduce_ms(512 * 64 * 8, 4), rel=0.01)
+    assert fast.step_ms < slow.step_ms / 3
+    few, many = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off"], sweep=("rows", [64, 512]))
+    assert few.step_ms == pytest.approx(2 * all_reduce_ms(64 * 64 * 8, 4), rel=0.01)
+    assert many.step_ms == pytest.approx(slow.step_ms)
+
+
+def test_what_was_simulated_leaves_nothing_behind():
+    before = commpass.simulate(build, CLUSTER, {"tp": 4}, ["balanced"])
+    assert commpass.simulate(build, CLUSTER, {"tp": 4}, ["balanced"]) == before
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"mesh": {"tp": 0}}, "must be a number of ranks"),
+        ({"sweep": ("tp", [1.5])}, "must be a number of ranks"),
+        ({"sweep": ("inside_gbit", [1])}, "knows no link inside"),
+        ({"sweep": ("gbits", [1])}, "'gbits' cannot be swept.*did you mean 'gbit'"),
+        ({"profile": "nvlink-44"}, "did you mean 'nvlink-4'"),
+        ({"policies": ["balancd"]}, "did you mean 'balanced'"),
+        ({"build": lambda mesh: (torch.relu, (torch.ones(3),))}, "simulate inference"),
+        ({"build": lambda mesh: None}, "must give a model and a tuple"),
+    ],
+)
+def test_bad_wishes_are_told(more, said):
+    asked = {"build": build, "profile": CLUSTER, "mesh": {"tp": 2}, "policies": ["off"]} | more
+    with pytest.raises(CommpassError, match=said):
+        commpass.simulate(**asked)
+    assert not dist.is_initialized()
+
+
+def test_not_where_there_are_process_groups(fake_group):
+    fake_group(2)
+    with pytest.raises(CommpassError, match="there must be none before"):
+        commpass.simulate(build, CLUSTER, {"tp": 2})
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def call(tmp_path: Path, *args: str):
+    (tmp_path / "model.py").write_text(SOURCE)
+    common = ["--profile", "ethernet-1g"]
+    return CliRunner().invoke(
+        app, ["simulate", f"{tmp_path}/model.py:{args[0]}", *common, *args[1:]]
+    )
+
+
+def test_a_table_and_a_picture(tmp_path):
+    plot = tmp_path / "out.png"
+    result = call(
+        tmp_path, "build", "--mesh", "tp=2", "--sweep", "tp=2,4", "--policy", "off",
+        "--policy", "balanced", "--plot", str(plot),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if "balanced" in line]
+    assert [(row[0], row[1]) for row in rows] == [("2", "2"), ("4", "4")]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    result = call(tmp_path, "build", "--mesh", "tp=2", "--policy", "off", "--inference", "--json")
+    (row,) = json.loads(result.stdout)
+    assert (row["policy"], row["sites"]) == ("off", 1)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["buid", "--mesh", "tp=2"], "has no function 'buid'; did you mean 'build'"),
+        (["build", "--mesh", "tp"], "such as dp=8,tp=8"),
+        (["build", "--mesh", "tp=2,tp=4"], "such as dp=8,tp=8"),
+        (["build", "--mesh", "tp=2", "--sweep", "tp=x"], "such as tp=2,4,8"),
+        (["asks", "--mesh", "tp=2", "--inference"], "asks for a value"),
+        (["nothing", "--mesh", "tp=2"], "must give a model and a tuple"),
+    ],
+)
+def test_bad_arguments(tmp_path, args, said):
+    result = call(tmp_path, *args)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
