@@ -45,7 +45,7 @@ from commpass.passes.graph import meta
 from commpass.passes.graph.direction import keep_metadata
 from commpass.passes.graph.marks import chunked
 from commpass.passes.graph.parse import describe_group, graph_modules, parse
-from commpass.passes.timeline import timeline
+from commpass.passes.timeline import timeline, whole_us
 from commpass.paths import Places
 from commpass.policy import Policy, policy_named
 from commpass.runtime import agreement, record
@@ -54,6 +54,7 @@ from commpass.runtime.calls import before_each_call, boxed, of_whom, raising, re
 from commpass.runtime.machine import profile_here
 from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.summary import Summary
+from commpass.runtime.watch import Watch, Watched
 
 INNER = ("inductor", "eager", "aot_eager")
 Compiler = Callable[..., Any]
@@ -190,7 +191,7 @@ class Backend:
         self.strict, self.dump, self.timeout = strict, dump, timeout
         self.run = uuid.uuid4().hex[:8]
         self.graphs = self.resets = 0
-        self.summary = Summary(policy)
+        self.summary, self.watch = Summary(policy), Watch()
         weakref.finalize(self, self.summary.report)
         greet()
 
@@ -322,6 +323,8 @@ class Backend:
             if step == "rewrite" and self._writes():
                 nodes["after"] = record.nodes_now(road.gm, road.sites or ())
 
+        watched = is_first_rank() and meta.device_of(gm) == "cpu" and self.inner == "inductor"
+        plain_us = whole_us(gm, profile) if watched else None
         outcome = run_passes(road, number, watch=watch, strict=self.strict)
         mismatch = self._agree(gm, outcome, profile)
         if outcome.error is not None:
@@ -363,10 +366,16 @@ class Backend:
         if direction == "backward":
             calls.keeps = bool(outcome.state)
         more = [kept.fake for kept in outcome.state]
+        planned_us = whole_us(gm, profile) if plain_us is not None else None
         compiled = compile_graph(gm, more, outcome.pinned or chunked(gm))
         residuals = functools.partial(residuals_of, of_whom(outcome.state, gm, calls), calls)
+        timed = None
+        if outcome.plan.sites and planned_us is not None and plain_us is not None:
+            name, judged = f"{number} ({direction})", outcome.plan.changed and profile.measured
+            graph = Watched(name, planned_us, plain_us, judged)
+            timed = functools.partial(self.watch.timed, graph=graph)
         return before_each_call(
-            compiled, functools.partial(self._check, number + direction), residuals
+            compiled, functools.partial(self._check, number + direction), residuals, timed
         )
 
     def _agree(self, gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> PlanMismatch | None:

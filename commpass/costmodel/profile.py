@@ -78,6 +78,11 @@ class Profile:
                 " not known"
             )
 
+    @property
+    def measured(self) -> bool:
+        """Whether its link was measured, and not stated or assumed."""
+        return bool(self.link.measured)
+
     def link_of(self, *labels: str, ranks: Sequence[int] = ()) -> Link:
         """The link between the ranks of a group with these labels; ``ranks`` are their global
         numbers, if known."""

@@ -38,6 +38,15 @@ def timeline(gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> Timeline
     )
 
 
+def whole_us(gm: fx.GraphModule, profile: Profile) -> float | None:
+    """Microseconds that are predicted for a graph as it is; None where the cost model cannot
+    tell."""
+    if obstacle(gm):
+        return None
+    nodes = tuple(gm.graph.nodes)
+    return timed(work_of(gm.graph, memory(gm.graph), profile), nodes).now
+
+
 def _event(span: Span, lanes: dict[str, str]) -> Event:
     node = span.node
     mark: Mark | None = node.meta.get(MARK)

@@ -51,13 +51,21 @@ def residuals_of(kept: Sequence[OfParameters], calls: Calls) -> list[torch.Tenso
     ]
 
 
-def before_each_call(compiled: Any, hook: Callable[[], None], more: Callable[[], list[Any]]) -> Any:
-    """The compiled function, with ``hook`` before each call and its last inputs from ``more``.
-    Inductor's object stays itself: torch asks for its type."""
-    if getattr(compiled, "current_callable", None) is not None:
-        compiled.current_callable = _hooked(compiled.current_callable, hook, more)
-        return compiled
-    return _hooked(compiled, hook, more)
+def before_each_call(
+    compiled: Any,
+    hook: Callable[[], None],
+    more: Callable[[], list[Any]],
+    timed: Callable[[Compiler], Compiler] | None = None,
+) -> Any:
+    """The compiled function, with ``hook`` before each call and its last inputs from ``more``;
+    ``timed`` wraps what is then called. Inductor's object stays itself: torch asks for its type."""
+    inner = getattr(compiled, "current_callable", None)
+    function = inner if inner is not None else compiled
+    hooked = _hooked(timed(function) if timed is not None else function, hook, more)
+    if inner is None:
+        return hooked
+    compiled.current_callable = hooked
+    return compiled
 
 
 def _hooked(
