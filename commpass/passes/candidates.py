@@ -322,6 +322,17 @@ def _known(site: Site) -> bool:
 # --- how long it takes ----------------------------------------------------------------------------
 
 
+def coded_us(site: Site, chosen: Algorithm, coder: Codec, profile: Profile) -> float:
+    """Predicted microseconds of a site by an algorithm with a codec."""
+    found = read_stages(site.kind, chosen.spec, coder.spec, *_scored(site))
+    return _us(_timed(found, site, chosen, coder), site, profile)
+
+
+def plain_us(site: Site, profile: Profile) -> float:
+    """Predicted microseconds of a site that is left alone."""
+    return _alone(site, profile).predicted_us
+
+
 def _timed(found: Stages, site: Site, chosen: Algorithm, coder: Codec) -> list[Stage]:
     """The stages that a candidate's time is made of: its own; of a message those of both ends,
     which must decide alike."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from math import inf
 
+import msgspec
 from rich.table import Table
 from rich.text import Text
 
+from commpass.costmodel import Profile
 from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
+from commpass.passes.breakeven import break_even, in_words
 from commpass.plan import Candidate, PlannedSite
 from commpass.policy import covers
 from commpass.report.tables import micros, plain_table, ratio, size
@@ -82,6 +86,24 @@ def lost(candidate: Candidate, site: PlannedSite) -> str:
     return "as fast, with no fewer bytes on the wire"
 
 
+def _gains_from(dump: Dump, site: PlannedSite) -> str:
+    """From which size on the chosen codec, or else the best that there was, gains."""
+    possible = (each for each in candidates(dump, site) if each.compressed and not each.refused)
+    best = site if site.compressed else next(possible, None)
+    if best is None or dump.plan.fallback:
+        return ""
+    profile = msgspec.convert(dump.profile, Profile)
+    nbytes = break_even(site, best.algorithm, best.codec, profile, chunks=best.chunks)
+    if nbytes is None:
+        return ""
+    what = f"{best.codec} by {best.algorithm}"
+    if nbytes == inf:
+        return f"{what} gains at no size"
+    words = in_words(site, nbytes)
+    at = f"from {size(nbytes)} on" + (f" ({words})" if words else "") if nbytes else "at any size"
+    return f"{what} gains {at}"
+
+
 COLUMNS = ("codec", "algorithm", "on the wire", "ratio", "error", "time", "why not")
 RIGHT = ("on the wire", "ratio", "error", "time")
 
@@ -99,7 +121,8 @@ def title(dump: Dump, site: PlannedSite) -> Text:
             number, rows = split.into.index(site.name) + 1, " + ".join(map(str, split.rows))
             text += f", chunk {number} of {len(split.into)} of {split.site} (rows {rows}:"
             text += f" {split.reason})"
-    text += f"\n{site.reason}"
+    if gain := _gains_from(dump, site):
+        text += f"\n{gain}"
     if site.missed:
         text += f"\npredicted to be exposed for {micros(site.exposed_us)}: {site.missed}"
     return Text(text, style="bold")

@@ -1,0 +1,89 @@
+"""From which size on a candidate gains: bytes, and what that means for sizes that are not fixed."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import operator
+from math import inf
+
+import sympy
+import torch
+
+from commpass.codecs import codec
+from commpass.collectives import algorithm
+from commpass.costmodel import Profile
+from commpass.passes.candidates import coded_us, plain_us
+from commpass.plan import Site
+
+LEAST, MOST = 1 << 8, 1 << 36
+"""Bytes of the smallest and the largest site that is tried."""
+CLOSE = 1.02
+"""How near, as a factor, the size is told."""
+
+
+def break_even(
+    site: Site, spec: str, code: str, profile: Profile, *, chunks: int = 1
+) -> float | None:
+    """Bytes of a site like this from which on codec ``code`` by algorithm ``spec`` gains more than
+    the model's margin, at all larger sizes too: 0 if it always does, inf if never. None where a
+    site has no size to change: its ranks may hold different ones."""
+    if site.uneven or site.pairwise or site.bytes < 0:
+        return None
+    chosen, coder = algorithm(site.kind, spec, chunks=chunks), codec(code)
+    unit = site.group_size * getattr(torch, site.dtype).itemsize
+
+    def gains(nbytes: float) -> bool:
+        whole = max(round(nbytes / unit), 1) * unit
+        like = dataclasses.replace(site, bytes=whole, shape=(whole // unit * site.group_size,))
+        plain = plain_us(like, profile)
+        return coded_us(like, chosen, coder, profile) < plain * (1 - profile.margin)
+
+    sizes, last = [], float(MOST)
+    while last >= LEAST:
+        sizes.append(last)
+        last /= 4
+    losing = next((size for size in sizes if not gains(size)), 0.0)
+    if losing in (0.0, MOST):
+        return losing and inf
+    low, high = losing, losing * 4
+    while high > low * CLOSE:
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if gains(middle) else (middle, high)
+    return high
+
+
+def in_words(site: Site, nbytes: float) -> str:
+    """What a break-even size means for a site's symbols: ``16384*s0 > 1300000 bytes, s0 >= 80``; ""
+    where its sizes are fixed."""
+    if not site.dynamic or not 0 < nbytes < inf:
+        return ""
+    sizes = map(_size, site.shape)
+    held = sympy.Mul(getattr(torch, site.dtype).itemsize, *sizes)
+    said = f"{held} > {nbytes:,.0f} bytes"
+    free = sorted(held.free_symbols, key=str)
+    if len(free) == 1 and (share := held.as_independent(free[0])[0]) * free[0] == held:
+        said += f", {free[0]} >= {sympy.ceiling(nbytes / share)}"
+    return said
+
+
+OPERATIONS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def _size(size: int | str) -> sympy.Expr:
+    """A size of a graph as an expression, without evaluating any text; what is no sum, product or
+    quotient of names and numbers stands for itself."""
+
+    def read(node: ast.expr) -> sympy.Expr:
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+            return OPERATIONS[type(node.op)](read(node.left), read(node.right))
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return sympy.Integer(node.value)
+        return sympy.Symbol(ast.unparse(node), positive=True, integer=True)
+
+    return read(ast.parse(str(size), mode="eval").body)
