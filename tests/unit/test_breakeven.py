@@ -14,7 +14,6 @@ from commpass.costmodel import KernelRate, Kernels, Link, Profile, profile_named
 from commpass.passes.breakeven import break_even, in_words
 from commpass.plan import NONE, Site
 
-
 NEAR = 1.5
 
 
