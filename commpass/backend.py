@@ -173,6 +173,15 @@ class _Unanswered(Unanswered, ShortenTraceback):
 _Unanswered.__name__ = _Unanswered.__qualname__ = Unanswered.__name__
 
 
+def _predicted_us(gm: fx.GraphModule, profile: Profile) -> float | None:
+    """What is predicted for a graph, which is only said: where that fails nothing else does."""
+    try:
+        return whole_us(gm, profile)
+    except Exception as error:
+        record.log.debug("nothing is predicted for this graph: %s", error)
+        return None
+
+
 class Backend:
     """A configured backend: call it as torch.compile does. Holds what its graphs have in common,
     and nothing else."""
@@ -324,7 +333,7 @@ class Backend:
                 nodes["after"] = record.nodes_now(road.gm, road.sites or ())
 
         watched = is_first_rank() and meta.device_of(gm) == "cpu" and self.inner == "inductor"
-        plain_us = whole_us(gm, profile) if watched else None
+        plain_us = _predicted_us(gm, profile) if watched else None
         outcome = run_passes(road, number, watch=watch, strict=self.strict)
         mismatch = self._agree(gm, outcome, profile)
         if outcome.error is not None:
@@ -366,7 +375,7 @@ class Backend:
         if direction == "backward":
             calls.keeps = bool(outcome.state)
         more = [kept.fake for kept in outcome.state]
-        planned_us = whole_us(gm, profile) if plain_us is not None else None
+        planned_us = _predicted_us(gm, profile) if plain_us is not None else None
         compiled = compile_graph(gm, more, outcome.pinned or chunked(gm))
         residuals = functools.partial(residuals_of, of_whom(outcome.state, gm, calls), calls)
         timed = None

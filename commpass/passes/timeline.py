@@ -39,11 +39,11 @@ def timeline(gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> Timeline
 
 
 def whole_us(gm: fx.GraphModule, profile: Profile) -> float | None:
-    """Microseconds that are predicted for a graph as it is; None where the cost model cannot
-    tell."""
-    if obstacle(gm):
-        return None
+    """Microseconds that are predicted for a graph as it is; None where nothing is sent, or the cost
+    model cannot tell."""
     nodes = tuple(gm.graph.nodes)
+    if all(parse(node) is None for node in nodes) or obstacle(gm):
+        return None
     return timed(work_of(gm.graph, memory(gm.graph), profile), nodes).now
 
 
