@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.costmodel.files import Measured, ProfileFile, digest, write
+from commpass.costmodel.fit import FASTEST
 from commpass.costmodel.links import Link
 from commpass.errors import CommpassError, ProfileError
 from commpass.probe import probe
@@ -37,7 +38,7 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(file), indent=1))
     else:
-        Console().print(links(file), rates(file))
+        Console().print(links(file), rates(file) if kernels else KERNELS_ASSUMED)
     if plot is not None:
         draw(file, plot)
         typer.echo(f"wrote {plot}", err=json)
@@ -46,6 +47,9 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
         f" or COMMPASS_PROFILE={output}",
         err=json,
     )
+
+
+KERNELS_ASSUMED = "Kernels were not measured: --kernels does. Their rates are assumed."
 
 
 @contextmanager
@@ -70,9 +74,10 @@ WHERE = {"link": "between hosts", "inside": "inside a host"}
 
 def links(file: ProfileFile) -> Table:
     """A row for each region of each kind: alpha, rate, and by how much the fit is off."""
-    many = file.machine.hosts > 1
-    table = plain_table("link", "ranks", "exchange", "sent", "alpha us", "GB/s", "off")
-    for column in table.columns[3:]:
+    several = file.profile.inside is not None
+    columns = ("ranks", "exchange", "sent", "alpha us", "GB/s", "off")
+    table = plain_table(*(["link"] if several else []), *columns)
+    for column in table.columns:
         column.no_wrap = True
     levels: dict[str, Link | None] = {"link": file.profile.link, "inside": file.profile.inside}
     for (level, kind), points in groupby(file.points, key=lambda each: (each.group, each.kind)):
@@ -82,12 +87,13 @@ def links(file: ProfileFile) -> Table:
             own = [each for each in measured if link and link.region(kind, each.sent) is region]
             if not own:
                 continue
-            where = WHERE[level] if many else "between ranks"
             span = f"{size(own[0].sent)} to {size(own[-1].sent)}"
             worst = max(abs(each.off) for each in own)
-            row = ("", "", "") if number else (where, str(own[0].ranks), kind)
-            numbers = (f"{region.alpha_us:,.0f}", f"{region.gbytes_per_s:.4g}", f"{worst:.0%}")
-            table.add_row(*map(Text, (*row, span, *numbers)))
+            row = ("", "") if number else (str(own[0].ranks), kind)
+            where = ("" if number else WHERE[level],) if several else ()
+            rate = "any" if region.gbytes_per_s >= FASTEST else f"{region.gbytes_per_s:.4g}"
+            numbers = (f"{region.alpha_us:,.0f}", rate, f"{worst:.0%}")
+            table.add_row(*map(Text, (*where, *row, span, *numbers)))
     return table
 
 
@@ -116,7 +122,7 @@ def draw(file: ProfileFile, path: Path) -> None:
         own = [each for each in file.points if each.group == level]
         for kind, points in groupby(own, key=lambda each: each.kind):
             _curve(axes, kind, list(points))
-        where = WHERE[level] if file.machine.hosts > 1 else "between ranks"
+        where = WHERE[level] if file.profile.inside is not None else "between ranks"
         axes.set(xscale="log", yscale="log", xlabel="bytes that leave a rank", ylabel="us")
         axes.set_title(f"{where}, {own[0].ranks} ranks: measured (points) and fitted (lines)")
         axes.legend(frameon=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import typer
@@ -55,14 +57,26 @@ def build_of(where: str) -> Build:
     path, _, name = where.rpartition(":")
     if not path.endswith(".py") or not name:
         raise CommpassError(f"{where!r}: must be FILE.py:FUNCTION, such as model.py:build")
-    try:
-        names = runpy.run_path(path)
-    except OSError as error:
-        raise CommpassError(f"{path}: cannot be read: {error.strerror}") from error
+    if not Path(path).is_file():
+        raise CommpassError(f"{path}: there is no such file")
+    names = vars(_module(Path(path)))
     if not callable(names.get(name)):
         known = [each for each, value in names.items() if callable(value) and each[0] != "_"]
         raise CommpassError(f"{path} has no function {name!r}{nearest(name, known)}")
     return names[name]
+
+
+def _module(path: Path) -> ModuleType:
+    """The module that a file is, with a name under which Dynamo finds it, and with its neighbours
+    to import from."""
+    spec = importlib.util.spec_from_file_location(f"simulated_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    sys.path.insert(0, str(path.resolve().parent))  # as ``python FILE.py`` would
+    spec.loader.exec_module(module)
+    return module
 
 
 def mesh_of(text: str) -> dict[str, int]:

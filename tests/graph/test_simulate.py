@@ -29,8 +29,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+class Own(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+
 def build(mesh, rows=512):
-    model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 64, bias=False))
+    model = nn.Sequential(nn.Linear(64, 256, bias=False), Own(), nn.Linear(256, 64, bias=False))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
     return model, (torch.randn(rows, 64, requires_grad=True),)
@@ -156,6 +160,14 @@ def test_a_table_and_a_picture(tmp_path):
     result = call(tmp_path, "build", "--mesh", "tp=2", "--policy", "off", "--inference", "--json")
     (row,) = json.loads(result.stdout)
     assert (row["policy"], row["sites"]) == ("off", 1)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    result = CliRunner().invoke(
+        app, ["simulate", f"{tmp_path}/no.py:build", "--mesh", "tp=2", "--profile", "nvlink-4"]
+    )
+    assert result.exit_code == 2
+    assert "there is no such file" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(
