@@ -39,6 +39,8 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
         typer.echo(msgspec.json.format(msgspec.json.encode(file), indent=1))
     else:
         Console().print(links(file), rates(file) if kernels else KERNELS_ASSUMED)
+    if busy := noisy(file):
+        typer.echo(busy, err=True)
     if plot is not None:
         draw(file, plot)
         typer.echo(f"wrote {plot}", err=json)
@@ -46,6 +48,21 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
         f"wrote {output} ({digest(file.profile)}): commpass.backend(..., profile={str(output)!r}),"
         f" or COMMPASS_PROFILE={output}",
         err=json,
+    )
+
+
+NOISE = 0.5
+"""Between quartiles, as a share of the median: more tells of a machine that does other things."""
+
+
+def noisy(file: ProfileFile) -> str:
+    """What is to be said where a quarter of the times was not measured in peace."""
+    off = [each for each in file.points if each.high_us - each.low_us > NOISE * each.us]
+    if len(off) <= len(file.points) / 4:
+        return ""
+    return (
+        f"{len(off)} of {len(file.points)} times varied by more than half: other programs, or more"
+        " ranks than cores. Measure again when the machines are as they will be"
     )
 
 

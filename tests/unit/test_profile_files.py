@@ -16,6 +16,7 @@ from commpass.costmodel.files import Machine, Measured, ProfileFile, digest, rea
 from commpass.costmodel.interconnects import CARDS, INTERCONNECTS
 from commpass.errors import PolicyError, ProfileError
 from commpass.report.cli import app
+from commpass.report.probed import noisy
 from commpass.runtime.machine import here, misfits, processor
 
 MACHINE = Machine(
@@ -228,6 +229,13 @@ def test_doctor_says_which_profile_would_be_used(path, monkeypatch):
     assert "did you mean 'ethernet-10g'" in row()["meaning"]
     monkeypatch.setenv("COMMPASS_PROFILE", "nvlink-4")
     assert (row()["state"], row()["ok"]) == ("nvlink-4", True)
+
+
+def test_times_of_a_busy_machine_are_told():
+    calm = file().points[0]
+    wild = dataclasses.replace(calm, low_us=100.0, high_us=400.0)
+    assert noisy(file(points=(calm, calm, calm, wild))) == ""
+    assert "2 of 4 times varied" in noisy(file(points=(calm, calm, wild, wild)))
 
 
 def test_probe_says_how_it_is_started(tmp_path, monkeypatch):
