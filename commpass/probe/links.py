@@ -50,9 +50,9 @@ def measure(
     found = []
     for kind in kinds:
         left = seconds / len(kinds)
-        for size in SIZES:
+        for number, size in enumerate(SIZES):
             begun = time.perf_counter()
-            times = _times(kind, size, group, device, left)
+            times = _times(kind, size, group, device, left, needed=number < 2)
             if times is None:
                 break
             found.append(times)
@@ -79,14 +79,21 @@ def busy_us(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _times(
-    kind: str, size: int, group: dist.ProcessGroup, device: torch.device, left: float
+    kind: str,
+    size: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    left: float,
+    *,
+    needed: bool,
 ) -> Times | None:
-    """One size, or None if ``left`` seconds are too few for it."""
+    """One size, or None if ``left`` seconds are too few for it and it is not ``needed``: a line
+    needs two."""
     ranks = group.size()
     nbytes = _handed(kind, size, ranks)
     call = _call(kind, nbytes, group, device)
     first = most([_seconds(call, group, device), _seconds(call, group, device)], group, device)
-    if first[1] * LEAST > left:
+    if first[1] * LEAST > left and not needed:
         return None
     repeats = min(MOST, max(LEAST, int(left / 3 / first[1])))
     took = most([_seconds(call, group, device) for _ in range(repeats)], group, device)
