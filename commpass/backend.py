@@ -174,7 +174,10 @@ _Unanswered.__name__ = _Unanswered.__qualname__ = Unanswered.__name__
 
 
 def _predicted_us(gm: fx.GraphModule, profile: Profile) -> float | None:
-    """What is predicted for a graph, which is only said: where that fails nothing else does."""
+    """What is predicted for a graph that sends something. It is only said: where that fails nothing
+    else does."""
+    if all(parse(node) is None for node in gm.graph.nodes):
+        return None
     try:
         return whole_us(gm, profile)
     except Exception as error:

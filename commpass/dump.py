@@ -20,10 +20,10 @@ import msgspec
 
 from commpass.errors import DumpError, nearest
 from commpass.plan import Candidate, Plan
+from commpass.tables import Format, read_json
 from commpass.timeline import Timeline
 
-FORMAT = "commpass-dump"
-VERSION = 1
+FORMAT = Format("dump", 1, "write the dump again with backend(..., dump=...)", DumpError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class Dump:
     with coded operators, ``lowered`` what was compiled, and ``timeline`` what is predicted for that
     (None in dumps of before there were timelines)."""
 
-    format: str = FORMAT
-    version: int = VERSION
+    format: str = FORMAT.name
+    version: int = FORMAT.version
     run: str
     number: int = 0
     commpass: str
@@ -125,29 +125,7 @@ def _number(path: Path) -> int:
 
 def read(path: Path) -> Dump:
     """One dump file. Raises DumpError that says what is wrong with it and where."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise DumpError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        head = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        cut = "it is cut short" if "truncated" in str(error) else f"it is not JSON ({error})"
-        raise DumpError(
-            f"{path}: {cut}; write the dump again with backend(..., dump=...)"
-        ) from error
-    if not isinstance(head, dict) or head.get("format") != FORMAT:
-        raise DumpError(f'{path}: this is not a commpass dump (no "format": "{FORMAT}" in it)')
-    version = head.get("version")
-    if not isinstance(version, int) or version > VERSION:
-        raise DumpError(
-            f"{path}: dump version {version!r} was written by commpass {head.get('commpass', '?')};"
-            f" this one reads up to version {VERSION}: install a newer commpass"
-        )
-    try:
-        return msgspec.convert(head, Dump)
-    except msgspec.ValidationError as error:
-        raise DumpError(f"{path}: damaged dump: {error}") from error
+    return read_json(path, FORMAT, Dump)
 
 
 def read_run(path: Path, run: str | None = None) -> list[Dump]:

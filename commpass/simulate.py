@@ -24,6 +24,7 @@ from commpass.backend import backend
 from commpass.costmodel import Profile
 from commpass.dump import Dump, read_run
 from commpass.errors import CommpassError, nearest
+from commpass.passes.timeline import NOTHING_SENT
 from commpass.policy import Policy, policy_named
 from commpass.runtime.machine import profile_here
 
@@ -37,7 +38,8 @@ RATES = {"gbit": "link", "inside_gbit": "inside"}
 class Simulated:
     """One step under one policy, as predicted of one rank: milliseconds of the step, those for
     which the rank waits for exchanges, and bytes that it hands to collectives. ``swept`` is the
-    name and value that a sweep has set, if there was one."""
+    name and value that a sweep has set, if there was one. ``remarks`` say which graphs are not as
+    the policy would have them, or do not count because the cost model cannot tell their time."""
 
     policy: str
     ranks: int
@@ -47,7 +49,7 @@ class Simulated:
     sites: int
     compressed: int
     wire_bytes: int
-    untouched: tuple[str, ...]
+    remarks: tuple[str, ...]
 
 
 def simulate(
@@ -216,5 +218,13 @@ def _summed(
         sites=len(sites),
         compressed=sum(site.compressed for site in sites),
         wire_bytes=sum(max(site.wire_bytes, 0) for site in sites),
-        untouched=tuple(dump.plan.fallback for dump in dumps if dump.plan.fallback),
+        remarks=tuple(filter(None, map(_remark, dumps))),
     )
+
+
+def _remark(dump: Dump) -> str:
+    """What is to be known of a graph beside its times."""
+    times, what = dump.timeline, f"graph {dump.number} ({dump.plan.direction})"
+    if times is None or not (times.events or times.note == NOTHING_SENT):
+        return f"{what} does not count: {times.note if times is not None else 'it has no timeline'}"
+    return f"{what}: {times.note}" if times.note not in ("", NOTHING_SENT) else ""

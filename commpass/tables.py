@@ -1,13 +1,63 @@
-"""Files that people write: TOML, with the line of whatever is wrong in them."""
+"""Files: TOML that people write, with the line of whatever is wrong in it, and JSON of our own."""
 
 from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from commpass.errors import PolicyError
+import msgspec
+
+from commpass.errors import CommpassError, PolicyError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Format:
+    """A kind of JSON files of our own: what it is called, the newest ``version`` that is read, how
+    another file is made, and the error that tells what is wrong."""
+
+    what: str
+    version: int
+    again: str
+    error: type[CommpassError]
+
+    @property
+    def name(self) -> str:
+        """The ``format`` that such a file says."""
+        return f"commpass-{self.what}"
+
+
+def read_json(path: Path, form: Format, struct: type[T]) -> T:
+    """What a file of our own holds. Raises the format's error that says what is wrong with it and
+    where."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise form.error(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        head = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        cut = "it is cut short" if "truncated" in str(error) else f"it is not JSON ({error})"
+        raise form.error(f"{path}: {cut}; {form.again}") from error
+    if not isinstance(head, dict) or head.get("format") != form.name:
+        raise form.error(
+            f'{path}: this is not a commpass {form.what} (no "format": "{form.name}" in it)'
+        )
+    version = head.get("version")
+    if not isinstance(version, int) or version > form.version:
+        raise form.error(
+            f"{path}: {form.what} version {version!r} was written by commpass"
+            f" {head.get('commpass', '?')}; this one reads up to version {form.version}: install a"
+            " newer commpass"
+        )
+    try:
+        return msgspec.convert(head, struct)
+    except msgspec.ValidationError as error:
+        raise form.error(f"{path}: damaged {form.what}: {error}") from error
 
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:

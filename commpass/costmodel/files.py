@@ -15,9 +15,9 @@ import msgspec
 from commpass.costmodel.interconnects import CARDS
 from commpass.costmodel.profile import Profile, link_named, profile_named
 from commpass.errors import PolicyError, ProfileError, nearest
-from commpass.tables import line_of, read_toml
+from commpass.tables import Format, line_of, read_json, read_toml
 
-FORMAT, VERSION = "commpass-profile", 1
+FORMAT = Format("profile", 1, "measure again with `commpass probe`", ProfileError)
 SUFFIXES = (".json", ".toml")
 
 
@@ -60,13 +60,17 @@ class Measured:
 class ProfileFile:
     """A measured profile with all that it was made from. ``written`` is a time as ISO 8601."""
 
-    format: str = FORMAT
-    version: int = VERSION
+    format: str = FORMAT.name
+    version: int = FORMAT.version
     commpass: str
     written: str
     machine: Machine
     profile: Profile
     points: tuple[Measured, ...] = ()
+
+    def __post_init__(self) -> None:
+        if datetime.fromisoformat(self.written).tzinfo is None:
+            raise ProfileError(f"written={self.written!r} has no time zone")
 
 
 def digest(profile: Profile) -> str:
@@ -97,28 +101,7 @@ def write(path: Path, file: ProfileFile) -> None:
 def read(path: Path) -> ProfileFile:
     """A file that ``write`` wrote. Raises ProfileError that says what is wrong with it and
     where."""
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise ProfileError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        said = msgspec.json.decode(raw)
-    except msgspec.DecodeError as error:
-        raise ProfileError(f"{path}: it is not JSON ({error})") from error
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
-        raise ProfileError(f"{path}: no profile: `commpass probe -o {path.name}` writes one")
-    if said.get("version") != VERSION:
-        raise ProfileError(
-            f"{path}: it has version {said.get('version')}, and this commpass reads {VERSION}."
-            " Probe again"
-        )
-    try:
-        found = msgspec.convert(said, ProfileFile)
-        if datetime.fromisoformat(found.written).tzinfo is None:
-            raise ProfileError("`written` has no time zone")
-        return found
-    except (ValueError, msgspec.ValidationError, PolicyError) as error:
-        raise ProfileError(f"{path}: damaged profile: {error}") from error
+    return read_json(path, FORMAT, ProfileFile)
 
 
 # --- by name or path, and TOML --------------------------------------------------------------------

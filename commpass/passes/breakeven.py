@@ -39,14 +39,14 @@ def break_even(
         plain = plain_us(like, profile)
         return coded_us(like, chosen, coder, profile) < plain * (1 - profile.margin)
 
-    sizes, last = [], float(MOST)
-    while last >= LEAST:
-        sizes.append(last)
-        last /= 4
-    losing = next((size for size in sizes if not gains(size)), 0.0)
-    if losing in (0.0, MOST):
-        return losing and inf
-    low, high = losing, losing * 4
+    high = float(MOST)
+    if not gains(high):
+        return inf
+    while high >= LEAST and gains(high / 4):
+        high /= 4
+    if high < LEAST:
+        return 0.0
+    low = high / 4
     while high > low * CLOSE:
         middle = (low * high) ** 0.5
         low, high = (low, middle) if gains(middle) else (middle, high)
@@ -86,4 +86,7 @@ def _size(size: int | str) -> sympy.Expr:
             return sympy.Integer(node.value)
         return sympy.Symbol(ast.unparse(node), positive=True, integer=True)
 
-    return read(ast.parse(str(size), mode="eval").body)
+    try:
+        return read(ast.parse(str(size), mode="eval").body)
+    except SyntaxError:
+        return sympy.Symbol(str(size), positive=True, integer=True)

@@ -17,33 +17,37 @@ from commpass.passes.move import obstacle, site_of, work_of
 from commpass.passes.road import Outcome
 from commpass.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
 
+NOTHING_SENT = "no collective in this graph"
+"""The note of a timeline that is only as long as what is computed."""
+
 
 def timeline(gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> Timeline:
-    """What the cost model predicts for the graph that is compiled. Where it cannot tell there are
-    no events, and ``note`` says why."""
+    """What the cost model predicts for the graph that is compiled. Where it cannot tell, or nothing
+    is sent, there are no events, and ``note`` says why."""
     if not outcome.plan.sites:
-        return Timeline(note="no collective in this graph")
-    if outcome.error is not None:
-        return Timeline(note=f"the untouched graph was compiled: {outcome.plan.fallback}")
+        return Timeline(us=whole_us(gm, profile) or 0.0, note=NOTHING_SENT)
     if why := obstacle(gm):
         return Timeline(note=why)
     nodes = tuple(gm.graph.nodes)
     clock = timed(work_of(gm.graph, memory(gm.graph), profile), nodes)
     lanes = _lanes({str(span.resource) for span in clock.spans})
-    unknown = any(site.bytes < 0 for site in outcome.plan.sites)
+    notes = ["sizes that depend on the data count as 0 bytes"]
+    notes = notes if any(site.bytes < 0 for site in outcome.plan.sites) else []
+    if outcome.plan.fallback:
+        notes.append(f"the untouched graph was compiled: {outcome.plan.fallback}")
     return Timeline(
         events=tuple(_event(each, lanes) for each in clock.spans),
         us=clock.now,
-        note="sizes that depend on the data count as 0 bytes" if unknown else "",
+        note="; ".join(notes),
     )
 
 
 def whole_us(gm: fx.GraphModule, profile: Profile) -> float | None:
-    """Microseconds that are predicted for a graph as it is; None where nothing is sent, or the cost
-    model cannot tell."""
-    nodes = tuple(gm.graph.nodes)
-    if all(parse(node) is None for node in nodes) or obstacle(gm):
+    """Microseconds that are predicted for a graph as it is; None where the cost model cannot
+    tell."""
+    if obstacle(gm):
         return None
+    nodes = tuple(gm.graph.nodes)
     return timed(work_of(gm.graph, memory(gm.graph), profile), nodes).now
 
 

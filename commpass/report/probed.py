@@ -31,6 +31,7 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
     if output.suffix != ".json":
         raise ProfileError(f"{str(output)!r}: a measured profile is a .json file")
     with group():
+        _check_folder(output)
         file = probe(seconds, name=output.stem, kernels=kernels)
         if dist.get_rank():
             return
@@ -49,6 +50,16 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
         f" or COMMPASS_PROFILE={output}",
         err=json,
     )
+
+
+def _check_folder(output: Path) -> None:
+    """Before anything is measured; all ranks learn what rank 0 finds, who writes."""
+    found = [None if os.access(output.parent, os.W_OK) else str(output.parent)]
+    dist.broadcast_object_list(found)
+    if found[0] is not None:
+        raise ProfileError(
+            f"{output}: cannot be written: {found[0]!r} is no folder that can be written to"
+        )
 
 
 NOISE = 0.5

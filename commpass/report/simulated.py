@@ -41,8 +41,8 @@ def run(
         train=train,
     )
     for each in found:
-        for why in each.untouched:
-            typer.echo(f"policy {each.policy!r} leaves a graph untouched: {why}", err=True)
+        for remark in each.remarks:
+            typer.echo(f"policy {each.policy!r}: {remark}", err=True)
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
     else:

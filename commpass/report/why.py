@@ -92,8 +92,11 @@ def _gains_from(dump: Dump, site: PlannedSite) -> str:
     best = site if site.compressed else next(possible, None)
     if best is None or dump.plan.fallback:
         return ""
-    profile = msgspec.convert(dump.profile, Profile)
-    nbytes = break_even(site, best.algorithm, best.codec, profile, chunks=best.chunks)
+    try:
+        profile = msgspec.convert(dump.profile, Profile)
+        nbytes = break_even(site, best.algorithm, best.codec, profile, chunks=best.chunks)
+    except (msgspec.ValidationError, CommpassError) as error:
+        return f"from which size on it gains cannot be told from this dump: {error}"
     if nbytes is None:
         return ""
     what = f"{best.codec} by {best.algorithm}"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from commpass.costmodel import Profile, profile_from
 from commpass.costmodel.files import Machine, read
+from commpass.groups import is_first_rank
 
 VARIABLE = "COMMPASS_PROFILE"
 """The environment variable that names a profile where the program names none."""
@@ -24,11 +25,12 @@ def profile_here(profile: str | Path | Profile | None) -> Profile | None:
     """The profile that is asked for, by name, path or the environment; None if nobody asks. One
     that was measured on another machine is used, and said so once."""
     asked = asked_of(profile)
-    found = profile_from(asked)
-    measured = isinstance(asked, (str, Path)) and str(asked).endswith(".json")
-    if measured and (others := list(misfits(read(Path(str(asked))).machine, here()))):
-        _say(f"profile {asked} was measured elsewhere: {'; '.join(others)}. Probe again here")
-    return found
+    if isinstance(asked, (str, Path)) and str(asked).endswith(".json"):
+        file = read(Path(asked))
+        if is_first_rank() and (others := list(misfits(file.machine, here()))):
+            _say(f"profile {asked} was measured elsewhere: {'; '.join(others)}. Probe again here")
+        return file.profile
+    return profile_from(asked)
 
 
 def asked_of(profile: str | Path | Profile | None) -> str | Path | Profile | None:

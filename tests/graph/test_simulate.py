@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -66,11 +67,35 @@ def test_a_step_is_its_exchanges_where_nothing_is_computed():
     (found,) = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off"])
     each = all_reduce_ms(512 * 64 * 8, 4)
     assert (found.policy, found.ranks, found.swept) == ("off", 4, None)
-    assert (found.sites, found.compressed, found.untouched) == (2, 0, ())  # one each way
+    assert (found.sites, found.compressed, found.remarks) == (2, 0, ())  # one each way
     assert found.wire_bytes == 2 * 512 * 64 * 8
     assert found.step_ms == pytest.approx(2 * each, rel=0.01)
     assert found.exposed_ms == pytest.approx(2 * each, rel=0.01)
     assert not dist.is_initialized()
+
+
+def test_what_is_only_computed_counts():
+    """A matmul forward and two backward of 2 x 512^3 operations each, at 1 TFLOP/s; nothing is
+    sent."""
+    computes = dataclasses.replace(NO_COMPUTE, gflops=1000.0)
+    slow = dataclasses.replace(CLUSTER, kernels=computes)
+
+    def alone(mesh):
+        model = nn.Linear(512, 512, bias=False)
+        return model, (torch.randn(512, 512, requires_grad=True),)
+
+    (found,) = commpass.simulate(alone, slow, {"tp": 2}, ["balanced"])
+    assert (found.sites, found.exposed_ms, found.remarks) == (0, 0.0, ())
+    assert found.step_ms == pytest.approx(3 * 2 * 512**3 / 1e9, rel=0.02)
+
+
+def test_a_graph_that_is_left_untouched_counts_and_is_told():
+    skips = Policy(codecs="int8", skip="rewrite")
+    plain, found = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off", skips])
+    assert found.step_ms == pytest.approx(plain.step_ms)
+    assert found.exposed_ms == pytest.approx(plain.exposed_ms)
+    assert len(found.remarks) == 2
+    assert "the policy skips pass 'rewrite'" in found.remarks[0]
 
 
 def test_inference_has_no_backward():

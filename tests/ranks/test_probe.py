@@ -14,7 +14,7 @@ import commpass
 from commpass.costmodel.files import digest, read
 from commpass.costmodel.links import steps
 from commpass.errors import ProfileError
-from commpass.probe import probe
+from commpass.probe import probe, run
 
 pytestmark = pytest.mark.xdist_group("ranks")
 KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -38,6 +38,34 @@ def test_ranks_measure_the_same_profile(ranks3):
     assert first[1:] == ([*KINDS, "message", "messages"], 3)
 
 
+def as_on_hosts(hosts: list[int]) -> tuple:
+    """As if each rank were on the host of that number."""
+    real, run.place = run.place, lambda: f"host {hosts[dist.get_rank()]}"
+    try:
+        file = probe(1.0)
+    finally:
+        run.place = real
+    profile = file.profile
+    ranks = {(point.group, point.ranks) for point in file.points}
+    return digest(profile), profile.node, profile.inside is not None, ranks
+
+
+@pytest.mark.parametrize(
+    ("hosts", "node", "levels"),
+    [
+        ([0, 0, 1, 1], 2, {("link", 2), ("inside", 2)}),
+        ([0, 0, 0, 0], 0, {("link", 4)}),
+        ([0, 1, 2, 3], 0, {("link", 4)}),
+        ([0, 1, 0, 1], 0, {("link", 4)}),
+        ([0, 0, 0, 1], 0, {("link", 4)}),
+    ],
+)
+def test_links_between_hosts_and_inside_are_told_apart(hosts, node, levels, ranks4):
+    first, *others = ranks4.run(as_on_hosts, hosts)
+    assert all(other == first for other in others)
+    assert first[1:] == (node, node > 0, levels)
+
+
 def alone() -> str:
     try:
         probe(1.0)
@@ -50,11 +78,9 @@ def test_one_rank_has_nothing_to_measure():
     assert "several ranks" in alone()
 
 
-def test_from_the_command_line(tmp_path: Path):
-    out, plot = tmp_path / "cluster.json", tmp_path / "cluster.png"
+def launch(*wanted: str) -> subprocess.CompletedProcess:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    wanted = ["--seconds", "2", "-o", str(out), "--plot", str(plot)]
-    done = subprocess.run(
+    return subprocess.run(
         [*torchrun, "-m", "commpass", "probe", *wanted],
         check=False,
         capture_output=True,
@@ -62,6 +88,17 @@ def test_from_the_command_line(tmp_path: Path):
         timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
     )
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path: Path):
+    done = launch("--seconds", "300", "-o", str(tmp_path / "none" / "cluster.json"))
+    assert done.returncode != 0
+    assert "is no folder that can be written to" in done.stderr
+
+
+def test_from_the_command_line(tmp_path: Path):
+    out, plot = tmp_path / "cluster.json", tmp_path / "cluster.png"
+    done = launch("--seconds", "2", "-o", str(out), "--plot", str(plot))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all_reduce") == 1  # rank 0 alone says it
     assert digest(read(out).profile) in done.stdout

@@ -82,6 +82,7 @@ def test_what_has_no_size():
         (("2*s0", 8), "64*s0 > 1,300,000 bytes, s0 >= 20313"),
         (("s0 + 1", 8), "32*s0 + 32 > 1,300,000 bytes"),
         (("__import__('os').getcwd()", 8), "32*__import__('os').getcwd() > 1,300,000 bytes"),
+        (("what is it?", 8), "32*what is it? > 1,300,000 bytes"),
         ((4096,), ""),
     ],
 )

@@ -67,11 +67,13 @@ def test_the_digest_is_that_of_the_numbers_and_not_of_the_name(path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda x: "", "not JSON"),
-        (lambda x: x[:200], "not JSON"),
-        (lambda x: "{}", "no profile"),
-        (lambda x: "[1]", "no profile"),
-        (lambda x: x.replace('"version": 1', '"version": 9'), "version 9.*reads 1"),
+        (lambda x: "", "cut short; measure again with `commpass probe`"),
+        (lambda x: x[:200], "cut short"),
+        (lambda x: "alpha", "not JSON"),
+        (lambda x: x.replace("gloo", "gl\xf6\xf6").encode("latin-1"), "not JSON"),
+        (lambda x: "{}", "not a commpass profile"),
+        (lambda x: "[1]", "not a commpass profile"),
+        (lambda x: x.replace('"version": 1', '"version": 9'), "version 9.*up to version 1"),
         (lambda x: x.replace('"alpha_us": 60', '"alpha_us": -1'), "alpha_us"),
         (lambda x: x.replace('"alpha_us": 60', '"alpha_us": "x"'), r"\$\.profile\.link"),
         (lambda x: x.replace('"all_reduce": [', '"all_reduced": ['), "did you mean 'all_reduce'"),
@@ -80,7 +82,8 @@ def test_the_digest_is_that_of_the_numbers_and_not_of_the_name(path):
     ],
 )
 def test_damaged_files_say_what_is_wrong(path, change, said):
-    path.write_text(change(path.read_text()))
+    changed = change(path.read_text())
+    path.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
     with pytest.raises(ProfileError, match=said) as error:
         commpass.backend("balanced", profile=str(path))
     assert str(path) in str(error.value)

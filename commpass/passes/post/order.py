@@ -104,7 +104,8 @@ def _give_something(graph: fx.Graph) -> None:
 
 def _inner(pinned: fx.Node) -> fx.Graph:
     """What a pinned node computes."""
-    return getattr(pinned.graph.owning_module, str(pinned.args[1].target)).graph  # type: ignore[union-attr]
+    body: Any = pinned.args[1]
+    return getattr(pinned.graph.owning_module, str(body.target)).graph
 
 
 def _sum_in_place(graph: fx.Graph, starts: Iterable[fx.Node]) -> None:
