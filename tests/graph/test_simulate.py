@@ -98,6 +98,17 @@ def test_a_graph_that_is_left_untouched_counts_and_is_told():
     assert "the policy skips pass 'rewrite'" in found.remarks[0]
 
 
+def test_a_model_of_another_dtype_before_it_is_divided():
+    def converted(mesh):
+        model = nn.Sequential(nn.Linear(48, 96, bias=False), nn.Linear(96, 48, bias=False))
+        model = model.bfloat16()
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        return model, (torch.randn(32, 48, dtype=torch.bfloat16, requires_grad=True),)
+
+    (found,) = commpass.simulate(converted, CLUSTER, {"tp": 4}, ["off"])
+    assert found.wire_bytes == 2 * 32 * 48 * 2
+
+
 def test_inference_has_no_backward():
     (found,) = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off"], train=False)
     assert found.step_ms == pytest.approx(all_reduce_ms(512 * 64 * 8, 4), rel=0.01)
