@@ -8,6 +8,7 @@ compiles (and for ours alone).
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import hashlib
@@ -45,6 +46,7 @@ from commpass.passes.graph import meta
 from commpass.passes.graph.direction import keep_metadata
 from commpass.passes.graph.marks import chunked
 from commpass.passes.graph.parse import describe_group, graph_modules, parse
+from commpass.passes.hidden import facts_of
 from commpass.passes.timeline import timeline, whole_us
 from commpass.paths import Places
 from commpass.policy import Policy, policy_named
@@ -203,6 +205,7 @@ class Backend:
         self.strict, self.dump, self.timeout = strict, dump, timeout
         self.run = uuid.uuid4().hex[:8]
         self.graphs = self.resets = 0
+        self.hidden: dict[tuple[Any, ...], bool] = {}  # as agreed on: a rank may compile alone
         self.summary, self.watch = Summary(policy), Watch()
         weakref.finalize(self, self.summary.report)
         greet()
@@ -237,6 +240,7 @@ class Backend:
     def reset(self) -> None:
         """torch._dynamo.reset calls this: all will be compiled, and compared, anew."""
         self.resets += 1
+        self.hidden.clear()
 
     def _with_inductor(
         self,
@@ -327,6 +331,8 @@ class Backend:
             stateless=stateless,
             obstacle=obstacle,
             kernels=self.inner == "inductor",
+            hidden=self.hidden,
+            hides=True,
         )
         record.trace_graph(gm, f"{direction}_before")
         nodes: dict[str, Any] = {}
@@ -337,8 +343,7 @@ class Backend:
 
         watched = is_first_rank() and meta.device_of(gm) == "cpu" and self.inner == "inductor"
         plain_us = _predicted_us(gm, profile) if watched else None
-        outcome = run_passes(road, number, watch=watch, strict=self.strict)
-        mismatch = self._agree(gm, outcome, profile)
+        outcome, mismatch = self._planned(road, number, watch)
         if outcome.error is not None:
             record.log.warning(
                 "%s graph %s compiled untouched: %s", direction, number, outcome.plan.fallback
@@ -390,21 +395,31 @@ class Backend:
             compiled, functools.partial(self._check, number + direction), residuals, timed
         )
 
-    def _agree(self, gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> PlanMismatch | None:
-        """Compares the plan with the other ranks'. Where one cannot carry out the same, all compile
-        the untouched graph (law 7)."""
-        plan = outcome.plan
+    def _planned(
+        self, road: Road, number: str, watch: Callable[[str, Road], None]
+    ) -> tuple[Outcome, PlanMismatch | None]:
+        """A graph at the end of the road, with a plan that was compared with the other ranks'.
+        Where one cannot carry out the same, it is the untouched graph (law 7)."""
+        outcome = run_passes(road, number, watch=watch, strict=self.strict)
+        plan, speaker = outcome.plan, self._speaker(road.profile)
         try:
-            why = agreement.agree(
-                plan, outcome.first, _ends(gm, outcome), self._speaker(profile), self.timeout
-            )
+            ends = _ends(road.gm, outcome)
+            why = agreement.agree(plan, outcome.first, ends, speaker, self.timeout)
         except PlanMismatch as mismatch:
             outcome.restore(f"the ranks planned differently: {mismatch}")
-            return mismatch
+            return outcome, mismatch
+        if why == agreement.AGAIN:
+            record.log.info("graph %s is planned once more: %s", number, why)
+            outcome.restore(why)
+            less: dict[str, Any] = {"hides": False} if road.hides else {"hidden": None}
+            return self._planned(dataclasses.replace(road, **less), number, watch)
         if why and not plan.fallback:
             outcome.restore(why)
             outcome.error = CommpassError(why)
-        return None
+        for site in outcome.plan.sites if not outcome.plan.fallback else ():
+            if site.compressed or site.hidden:
+                self.hidden[facts_of(site)] = site.hidden
+        return outcome, None
 
     def _speaker(self, profile: Profile) -> agreement.Speaker:
         """Policy and profile by what they say, and not by their names."""

@@ -149,10 +149,12 @@ class Candidate:
 class PlannedSite(Site, Candidate):
     """A site and its chosen candidate, the reason in words, and the time of leaving it alone.
     ``exposed_us`` is how long a rank is predicted to stand still for it in the order of the graph
-    that runs, ``unmoved_us`` how long in the graph's own, and ``missed`` why it still does."""
+    that runs, ``unmoved_us`` how long in the graph's own, and ``missed`` why it still does.
+    ``hidden``: it is left alone because it hides behind what is computed."""
 
     plain_us: float = 0.0
     reason: str = ""
+    hidden: bool = False
     exposed_us: float = 0.0
     unmoved_us: float = 0.0
     missed: str = ""
@@ -169,6 +171,10 @@ def left_alone(site: Site, reason: str, plain_us: float = 0.0) -> PlannedSite:
     """A site with the candidate that every site has: *leave it alone*."""
     alone = Candidate(wire_bytes=site.bytes, predicted_us=plain_us)
     return planned(site, alone, reason, plain_us)
+
+
+ALIKE = ("kind", "reduce_op", "group_size", "dtype", "common_shape", "module", "direction")
+"""What makes two sites of two ranks, or of two compilations, the same one."""
 
 
 AGREED_FIELDS = (

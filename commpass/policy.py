@@ -303,6 +303,7 @@ class Policy(_Named):
     group_bytes: int = 256 << 10
     group_delay: int = 2
     more_memory: float = 0.1
+    leave_hidden: bool = True
 
     def __post_init__(self) -> None:
         self._check_types()

@@ -1,6 +1,6 @@
 """choose: candidates + profile -> plan.
 
-needs: the options of every site of a graph.
+needs: the options of every site of a graph, and the graph's course in time.
 gives: a plan with one chosen candidate for each, and the reason in words.
 changes: nothing. A pure function: same inputs, same plan, on every rank.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from commpass.costmodel import Profile
 from commpass.errors import PolicyError
 from commpass.passes.candidates import Options
+from commpass.passes.hidden import Course, Known, leave_hidden
 from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
 from commpass.policy import Allowed
 
@@ -30,11 +31,18 @@ def choose(
     profile: Profile,
     *,
     kernels: bool = False,
+    course: Course | None = None,
+    known: Known | None = None,
 ) -> tuple[PlannedSite, ...]:
     """The chosen candidate of every site. ``kernels`` says whether sites may share kernels that
-    nobody asked for."""
+    nobody asked for. Where it is ``known`` from before whether a site is hidden it stays so; of the
+    others the end of the graph decides, if its ``course`` is there."""
     rows = zip(sites, options, allowed, strict=True)
     plan = [_chosen(site, its, terms, profile) for site, its, terms in rows]
+    if known is not None and any(site.compressed for site in plan):
+        pairs = zip(sites, options, strict=True)
+        alone = [planned(site, its.alone, "", its.alone.predicted_us) for site, its in pairs]
+        plan = leave_hidden(plan, alone, allowed, known, course)
     return _lowered(plan, [terms.lowering for terms in allowed], kernels)
 
 

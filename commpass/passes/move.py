@@ -58,16 +58,12 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
     known = memory(gm.graph, in_place=True)
     work = work_of(gm.graph, known, profile)
     was = timed(work, nodes)
-    bound = (1 + more_memory) * peak(nodes, known)
-    worth = WORTH * sum(was.exposed.values())
-    for first in (sequence(work), starts):
-        if order := _best(work, first, bound, worth):
-            break
-    else:
+    first, order = ordered(work, was, more_memory)
+    if not order:
         why = f"any other order would need more memory than {more_memory:.0%} above the peak"
         return _moved(gm, was, was, why=why)
     now = timed(work, order)
-    if first == starts and was.now - now.now <= worth:
+    if first == starts and was.now - now.now <= _worth(was):
         why = "no other order would be faster"
         return _moved(gm, was, was, why=why, missed=_missed(work, starts, was, more_memory))
     for node in order[:-1]:
@@ -76,6 +72,24 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
     reordered = () if first == starts else tuple(map(site_of, first))
     missed = _missed(work, first, now, more_memory)
     return _moved(gm, now, was, reordered=reordered, missed=missed)
+
+
+def ordered(
+    work: Work, was: Clock, more_memory: float
+) -> tuple[Sequence[fx.Node], Sequence[fx.Node]]:
+    """The exchanges of a graph in the order in which they start, and its nodes in the one that
+    hides them best; no nodes where each order would need more memory than there may be. ``was`` is
+    the clock of the graph's own order."""
+    bound, worth = (1 + more_memory) * peak(work.nodes, work.memory), _worth(was)
+    program = sorted(work.starts, key=work.index.__getitem__)
+    for first in (sequence(work), program):
+        if order := _best(work, first, bound, worth):
+            return first, order
+    return program, ()
+
+
+def _worth(was: Clock) -> float:
+    return WORTH * sum(was.exposed.values())
 
 
 def _moved(gm: fx.GraphModule, now: Clock, was: Clock, **more: Any) -> Moved:

@@ -24,6 +24,7 @@ from commpass.passes.discover import discover
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules
 from commpass.passes.group import group
+from commpass.passes.hidden import course as course_of
 from commpass.passes.lower import lower
 from commpass.passes.move import move, with_exposure
 from commpass.passes.rewrite import rewrite
@@ -86,7 +87,17 @@ def _candidates(road: Road) -> Road:
 
 def _choose(road: Road) -> Road:
     sites, allowed = [f.site for f in road.found], [f.allowed for f in road.found]
-    plan = choose(sites, road.options, allowed, road.profile, kernels=road.kernels)
+    wanted = road.hides and road.policy.leave_hidden and road.obstacle is None
+    timed = wanted and any(each.possible for each in road.options)
+    plan = choose(
+        sites,
+        road.options,
+        allowed,
+        road.profile,
+        kernels=road.kernels,
+        known=road.hidden if road.policy.leave_hidden else None,
+        course=course_of(road.gm, road.found, road.policy, road.profile) if timed else None,
+    )
     return dataclasses.replace(road, sites=tuple(map(road.chunked.told, plan)))
 
 

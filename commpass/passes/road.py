@@ -10,6 +10,7 @@ from commpass.costmodel import Profile
 from commpass.passes.candidates import Options
 from commpass.passes.chunk import Chunked
 from commpass.passes.discover import GraphSite
+from commpass.passes.hidden import Known
 from commpass.passes.move import Moved
 from commpass.passes.rewrite import StateInput
 from commpass.passes.template import Decompositions
@@ -21,7 +22,9 @@ from commpass.policy import Policy
 class Road:
     """A graph on its way: what goes in, and what the passes have found and chosen so far.
     ``obstacle`` says why none of its collectives may be changed, whatever the policy says;
-    ``kernels`` whether Inductor compiles it, which can then compile what sites share as well."""
+    ``kernels`` whether Inductor compiles it, which can then compile what sites share as well.
+    ``hidden`` says of sites that were compiled before whether they are hidden behind what is
+    computed, and ``hides`` whether others may be found to be so: only where ranks agree on it."""
 
     gm: fx.GraphModule
     direction: str
@@ -38,6 +41,8 @@ class Road:
     stateless: str | None = NOBODY
     obstacle: str | None = None
     kernels: bool = False
+    hidden: Known | None = None
+    hides: bool = False
     state: tuple[StateInput, ...] = ()
     moved: Moved = field(default_factory=Moved)
 

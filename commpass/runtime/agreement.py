@@ -10,6 +10,8 @@ on: all who hang together read the same words and come to the same verdict.
   untouched and say why. Ranks whose graphs differ then leave their group apart: whose n-th graph is
   whose is not known any more, and nothing more of it is changed.
 * They change it differently, under different policies: PlanMismatch on all of them.
+* They change it differently because one leaves alone what hides behind its own compute: all plan
+  again without that.
 
 A rank that changes nothing says that and goes on: there is nothing to wait for. So does one that
 compiles again, alone, what was agreed on before, site by site.
@@ -36,6 +38,8 @@ log = logging.getLogger("commpass")
 PATIENCE_S = 30.0
 """After so long a line says who is waited for."""
 LONGEST_PAUSE_S = 0.25
+AGAIN = "the ranks do not find the same collectives hidden behind what they compute"
+"""The verdict after which all plan again, and leave nothing alone for that."""
 DEFAULT_TIMEOUT_S = 1800.0
 """Where a group does not say what its own time-out is: that of torch's groups."""
 
@@ -51,9 +55,9 @@ def agree(
 
     ``first`` are the graph's sites before anything was changed, ``ends`` the (group, peer) of its
     collectives. ``timeout_s``: seconds to wait for the others; None for the groups' own time-out.
-    Returns "" where the plan is to be carried out, else why nobody may. Raises PlanMismatch, on all
-    of them, where ranks changed the same graph differently, and Unanswered where one did not answer
-    in time.
+    Returns "" where the plan is to be carried out, AGAIN, or why nobody may. Raises PlanMismatch,
+    on all of them, where ranks changed the same graph differently, and Unanswered where one did not
+    answer in time.
     """
     first, ends = tuple(first), tuple(ends)
     mine = parts(plan, first, ends, speaker.digest)
@@ -63,8 +67,9 @@ def agree(
     for part in mine:
         here.spoken.setdefault(part.where, set()).add(speaker.digest)
     pasts = {part.key: here.history(part.key, part.group) for part in mine}
-    settled = [part for part in mine if part.changed and _settled(part, pasts[part.key], speaker)]
-    fresh = [part for part in mine if part.changed and part not in settled]
+    said = [part for part in mine if part.changed or part.hidden]
+    settled = [part for part in said if _settled(part, pasts[part.key], speaker)]
+    fresh = [part for part in said if part not in settled]
     if why := next((pasts[part.key].apart for part in fresh if pasts[part.key].apart), ""):
         sites = tuple(left_alone(site, why) for site in plan.sites)
         plan = plan.untouched(sites, why)
@@ -80,7 +85,7 @@ def agree(
         verdict = _verdict(meeting)
     finally:
         _count(meeting)
-    if verdict and settled:
+    if verdict not in ("", AGAIN) and settled:
         raise PlanMismatch(
             f"{verdict}\nSo this {plan.direction} graph cannot be carried out as planned, but what"
             f" was agreed on before with the ranks of {_names(settled)} goes on there. Compile on"
@@ -91,7 +96,7 @@ def agree(
 
 def _settled(part: Part, past: History, speaker: Speaker) -> bool:
     """Whether all of it was agreed on before: then this rank may go on alone."""
-    if part.digest in past.agreed[speaker.backend]:
+    if part.changed and part.digest in past.agreed[speaker.backend]:
         return True
     known, wanted = past.known[speaker.backend], part.decisions()
     for site in part.first:
@@ -199,7 +204,9 @@ def _judge(meeting: Meeting) -> str:
     apart |= {key for key in meeting.parts if meeting.other_policy(key)}
     if meeting.nobody():
         why = differences.nobody(meeting)
-    elif differing := meeting.differing():
+    elif (differing := meeting.differing()) and meeting.hidden() and not apart:
+        return AGAIN
+    elif differing:
         why = differences.text(meeting, differing)
         if len({word.policy for _, _, word in words}) > 1:
             raise PlanMismatch(why)
@@ -225,7 +232,7 @@ def _judge(meeting: Meeting) -> str:
                 follows=True,
             )
             meeting.here.say(key, meeting.mine[key][0], follows)
-    for part in meeting.contrary:
+    for part in (each for each in meeting.parts.values() if not each.changed):
         meeting.pasts[part.key].known[meeting.speaker.backend].update(
             dict.fromkeys(part.decisions(), NONE)
         )

@@ -50,6 +50,8 @@ class Statement:
     number and the ranks of each meeting that the same graph waits for. ``follows``: it leaves alone
     what it had to change, since others do. ``gave_up``: it waited in vain, and raised.
     ``elsewhere`` are the meetings, of another policy, at which it has heard other ranks.
+    ``hidden``: it leaves sites alone that hide behind what it computes itself, and would go on
+    without that.
     """
 
     digest: str = ""
@@ -62,6 +64,7 @@ class Statement:
     follows: bool = False
     gave_up: bool = False
     elsewhere: dict[int, tuple[str, int]] = field(default_factory=dict)
+    hidden: bool = False
 
 
 @dataclass(frozen=True)

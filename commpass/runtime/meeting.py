@@ -41,7 +41,7 @@ class Meeting:
         self.here, self.plan, self.speaker, self.timeout_s = here, plan, speaker, timeout_s
         self.parts = {part.key: part for part in waiting}
         self.pasts = pasts
-        self.contrary = [part for part in waiting if not part.changed]
+        self.contrary = [part for part in waiting if not part.changed and not part.hidden]
         for part in waiting:
             pasts[part.key].count += 1
         self.halls = {part.key: (pasts[part.key].count, part.ranks) for part in waiting}
@@ -73,6 +73,7 @@ class Meeting:
                 self.plan.fallback,
                 meets,
                 elsewhere=said.elsewhere,
+                hidden=part.hidden,
             )
             self.here.say(key, self.mine[key][0], word)
             self.here.now(part.where, Now(word=word, place=(key, self.mine[key][0])))
@@ -196,7 +197,12 @@ class Meeting:
     def nobody(self) -> bool:
         """Whether nobody can change anything, whatever the others may still say."""
         words = [word for heard in self.heard.values() for word in heard.values()]
-        return bool(self.conflicts) or self.without() or any(not word.digest for word in words)
+        nothing = any(not word.digest and not word.hidden for word in words)
+        return bool(self.conflicts) or self.without() or nothing
+
+    def hidden(self) -> bool:
+        """Whether a rank leaves sites alone that hide behind what it computes itself."""
+        return any(word.hidden for heard in self.heard.values() for word in heard.values())
 
     def other_graph(self, key: str) -> bool:
         """Whether the ranks of a group, as far as they said, compile different graphs."""

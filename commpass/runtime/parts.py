@@ -13,13 +13,9 @@ import msgspec
 import torch.distributed as dist
 
 from commpass.groups import group_named
-from commpass.plan import NONE, Plan, PlannedSite, Site
+from commpass.plan import ALIKE, NONE, Plan, PlannedSite, Site
 from commpass.runtime.board import ANY, spans
 from commpass.runtime.pairs import channel_of, terms
-
-ALIKE = ("kind", "reduce_op", "group_size", "dtype", "common_shape", "module", "direction")
-"""What makes two sites of two ranks, or of two compilations, the same one."""
-
 
 SEVERAL = "several"
 """What is decided of sites that are alike and not treated alike."""
@@ -45,6 +41,11 @@ class Part:
     @property
     def changed(self) -> bool:
         return self.plan.changed
+
+    @property
+    def hidden(self) -> bool:
+        """Whether anything is left alone because it hides behind what this rank computes."""
+        return not self.plan.fallback and any(site.hidden for site in self.plan.sites)
 
     @cached_property
     def digest(self) -> str:

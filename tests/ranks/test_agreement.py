@@ -240,6 +240,62 @@ def test_a_rank_may_recompile_alone_what_was_agreed_on(ranks2):
     ranks2.run(recompiles_alone)
 
 
+MATMUL = 2 * 64**3
+SLOW = commpass.Profile(  # 10 ms for the exchange, 20 ms for a matmul
+    "slow",
+    commpass.Link(0.0, 64 * 64 * 4 / 10_000 / 1e3),
+    kernels=commpass.Kernels(0, commpass.KernelRate(100, 100), gflops=MATMUL / 20_000 / 1e3),
+)
+
+
+def behind(x: torch.Tensor, many: int) -> torch.Tensor:
+    """A sum, and so many matmuls that do not wait for it."""
+    summed = ops.wait_tensor(ops.all_reduce(x * 2, "sum", dist.group.WORLD.group_name))
+    for _ in range(many):
+        x = x @ x
+    return summed[:1, 0] + x[:1, 0] * 0
+
+
+def hides(matmuls: tuple[int, ...], then: int, inner: str) -> list[tuple[str, bool]]:
+    """What becomes of a sum on a rank that computes so many matmuls meanwhile, and when the last
+    rank compiles again, alone, with another number of them."""
+    torch._dynamo.reset()
+    policy = Policy(name=f"{matmuls}", codecs="int8", skip=["group", "chunk"])
+    backend = commpass.backend(policy, inner=inner, profile=SLOW, timeout=20)
+    function = torch.compile(behind, backend=backend, dynamic=False)
+    x, rank = torch.ones(64, 64) / 3, dist.get_rank()
+    found = []
+    for many in (matmuls[rank], then if rank == 1 else matmuls[rank]):
+        expected = torch.full((1,), 2 / 3 * dist.get_world_size())
+        torch.testing.assert_close(function(x, many), expected, rtol=0.02, atol=0)
+        (site,) = commpass.plans()[-1]
+        found.append((site.codec, site.hidden))
+    return found
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("matmuls", "then", "decided"),
+    [
+        ((3, 3), 0, ("none", True)),
+        ((0, 0), 3, ("int8", False)),
+        ((3, 0), 3, ("int8", False)),  # all plan again, and leave nothing alone for that
+        ((0, 3), 0, ("int8", False)),
+    ],
+)
+def test_what_hides_on_one_rank_alone_is_compressed_and_stays_so(
+    matmuls, then, decided, inner, ranks2
+):
+    for found in ranks2.run(hides, matmuls, then, inner):
+        assert found == [decided, decided]
+
+
+@pytest.mark.parametrize("matmuls", [(3, 0, 3), (0, 3, 0), (0, 0, 3), (3, 3, 0)])
+def test_what_does_not_hide_on_one_rank_of_three_is_compressed_on_all(matmuls, ranks3):
+    for found in ranks3.run(hides, matmuls, 0, "eager"):
+        assert found == [("int8", False)] * 2
+
+
 def breaks_on_one_rank(strict: bool) -> tuple[bool, str, str]:
     """A pass that fails on rank 1 alone, half-way through."""
 

@@ -1,0 +1,242 @@
+"""What hides behind compute is left alone: choices by the end of a graph's timeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from graphs import ops, trace
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commpass.costmodel import KernelRate, Kernels, Link, Profile
+from commpass.passes.hidden import MANY, UNSURE, course, facts_of
+from commpass.passes.pipeline import run
+from commpass.passes.road import Road
+from commpass.plan import NONE
+from commpass.policy import Policy, Rule
+
+N = 64
+wait = ops.wait_tensor
+BYTES = N * N * 4
+SENT = 2 * 3 / 4 * BYTES
+"""What a rank of 4 sends in an all_reduce."""
+MATMUL = 2 * N**3
+
+
+def profile(exchange_us: float, matmul_us: float, coding: float = 0.1) -> Profile:
+    """On which the plain all_reduce of a graph takes so long, and one of its matmuls. To encode or
+    decode takes so large a share of the plain all_reduce; codes are a fourth of the bytes."""
+    rate = KernelRate(*2 * [coding * exchange_us * 1e3 / (N * N)])
+    kernels = Kernels(0.0, rate, gflops=MATMUL / matmul_us / 1e3, gbytes_per_s=1e6)
+    return Profile("made up", Link(0.0, SENT / exchange_us / 1e3), kernels=kernels)
+
+
+def reduced(x):
+    return wait(ops.all_reduce(x, "sum", "0"))
+
+
+def gradients(matmuls: int):
+    """A gradient that is summed, while the matmuls for others are computed."""
+
+    def function(g, x):
+        summed = reduced(x)
+        for _ in range(matmuls):
+            g = g @ x
+        return g, summed
+
+    return trace(function, torch.ones(N, N), torch.ones(N, N))
+
+
+def planned(gm, known: Profile, *, hidden=None, hides=True, **policy):
+    terms = {"codecs": "int8", "algorithms": "two_shot", "skip": ("group", "chunk")} | policy
+    road = Road(
+        gm=gm,
+        direction="backward",
+        policy=Policy(**terms),
+        profile=known,
+        hidden={} if hidden is None else hidden,
+        hides=hides,
+    )
+    return run(road, "0", strict=True).plan
+
+
+@pytest.fixture(autouse=True)
+def _group(fake_group):
+    fake_group(4)
+
+
+def test_what_hides_behind_matmuls_is_left_alone_and_says_so():
+    (site,) = planned(gradients(3), profile(exchange_us=10_000, matmul_us=20_000))
+    assert (site.codec, site.hidden) == (NONE, True)
+    assert site.wire_bytes == BYTES
+    assert site.reason.startswith("hidden: int8 by two_shot would take")
+
+
+def test_what_nothing_hides_is_compressed():
+    (site,) = planned(gradients(0), profile(exchange_us=10_000, matmul_us=20_000))
+    assert (site.codec, site.hidden) == ("int8", False)
+
+
+def test_what_is_longer_than_the_matmuls_is_compressed():
+    (site,) = planned(gradients(3), profile(exchange_us=100_000, matmul_us=10_000))
+    assert site.codec == "int8"
+
+
+@pytest.mark.parametrize(
+    ("matmul_us", "hides"), [(10_000 / UNSURE * 0.7, False), (10_000 / UNSURE * 1.1, True)]
+)
+def test_compute_may_be_faster_than_is_predicted(matmul_us, hides):
+    known = profile(exchange_us=10_000, matmul_us=matmul_us, coding=0.01)
+    (site,) = planned(gradients(1), known)
+    assert site.hidden is hides
+
+
+def test_codes_that_take_the_rank_longer_than_they_save_are_not_worth_it():
+    """Half of it is exposed. Coding takes the rank three tenths of the plain time, and the wire a
+    fourth: alone it gains, and behind the matmul it does not."""
+    known = profile(exchange_us=10_000, matmul_us=9_000 / UNSURE, coding=0.08)
+    (alone,) = planned(gradients(1), known, hides=False)
+    assert alone.codec == "int8"
+    (site,) = planned(gradients(1), known)
+    assert site.hidden
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"leave_hidden": False}, {"rules": (Rule(codec="int8", algorithm="two_shot", force=True),)}],
+)
+def test_a_policy_may_compress_it_all_the_same(policy):
+    known = profile(exchange_us=10_000, matmul_us=20_000)
+    (site,) = planned(gradients(3), known, **policy)
+    assert site.codec == "int8"
+
+
+def test_where_ranks_are_not_asked_nothing_is_left_alone_for_that():
+    known = profile(exchange_us=10_000, matmul_us=20_000)
+    (site,) = planned(gradients(3), known, hides=False)
+    assert site.codec == "int8"
+
+
+@pytest.mark.parametrize("was", [True, False])
+def test_what_was_decided_before_stays_so(was):
+    """As where one rank compiles again for another batch: others go on with what they have."""
+    known = profile(exchange_us=10_000, matmul_us=20_000)
+    (site,) = planned(gradients(3), known)
+    before = {facts_of(site): was}
+    for matmuls in (0, 3):
+        for hides in (True, False):
+            (found,) = planned(gradients(matmuls), known, hidden=before, hides=hides)
+            assert found.hidden is was
+
+
+def several(sizes, matmuls: int):
+    """Gradients of several sizes, each summed when a matmul has made it."""
+
+    def function(x, *others):
+        found = []
+        for other in others:
+            found.append(reduced(other * 2))
+            for _ in range(matmuls):
+                x = x @ x
+        return x, *found
+
+    inputs = [torch.ones(N, N), *(torch.ones(size, N) for size in sizes)]
+    return trace(function, *inputs)
+
+
+def test_on_a_link_that_is_full_only_the_last_are_exposed():
+    """Four exchanges, and behind each but the last as much compute: the last alone is coded."""
+
+    def function(x, *others):
+        found = []
+        for number, other in enumerate(others):
+            found.append(reduced(other * 2))
+            if number < 3:
+                x = x @ x
+        return x, *found
+
+    gm = trace(
+        function,
+        *[torch.ones(N, N)] * 2,
+        torch.ones(N - 1, N),
+        torch.ones(N - 2, N),
+        torch.ones(N - 3, N),
+    )
+    plan = planned(gm, profile(exchange_us=10_000, matmul_us=10_500 / UNSURE))
+    assert [site.hidden for site in plan] == [True, True, True, False]
+    assert plan.sites[-1].codec == "int8"
+
+
+def test_the_same_is_decided_of_sites_that_nothing_tells_apart():
+    gm = several([N, N, N], 1)
+    plan = planned(gm, profile(exchange_us=10_000, matmul_us=10_500 / UNSURE))
+    assert len({site.hidden for site in plan}) == 1
+
+
+def test_of_many_sites_those_that_have_the_most_compute_behind_them_are_left_alone():
+    """One after the other on a link that has time for half of them, without codes."""
+    many = MANY + 8
+    sizes = [N + n for n in range(many)]
+    hidden = {
+        room: [
+            site.hidden for site in planned(several(sizes, 1), profile(10_000, room / UNSURE, 0.01))
+        ]
+        for room in (200, 5_000, 20_000)
+    }
+    assert not any(hidden[200])
+    assert 0 < sum(hidden[5_000]) < many
+    assert all(hidden[20_000])
+
+
+cases = st.tuples(
+    st.lists(st.sampled_from([8, 16, 32, 64]), min_size=1, max_size=4, unique=True),
+    st.integers(0, 2),
+    st.floats(1_000, 100_000),
+    st.floats(1_000, 100_000),
+    st.sampled_from([0.01, 0.05, 0.1]),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases)
+def test_against_all_that_could_be_left_alone(case):
+    """What is left alone ends the graph later by no more than the margin, and nothing is compressed
+    that alone could be left alone for nothing."""
+    sizes, matmuls, exchange_us, matmul_us, coding = case
+    known = profile(exchange_us, matmul_us, coding)
+    gm = several(sizes, matmuls)
+    its = course(gm, _found(gm), Policy(), known)
+    coded = planned(several(sizes, matmuls), known, hides=False).sites
+    hidden = {n for n, each in enumerate(planned(gm, known)) if each.hidden}
+    if its is None:
+        assert (matmuls, hidden) == (0, set())
+        return
+    alone = [dataclasses.replace(site, codec=NONE, stages=()) for site in coded]
+
+    def end(*some: int) -> float:
+        return its.end_us([alone[n] if n in some else site for n, site in enumerate(coded)])
+
+    able = {n for n, site in enumerate(coded) if site.compressed}
+    assert hidden <= able
+    assert end(*hidden) <= end() + known.margin * sum(coded[n].plain_us for n in hidden) + 1e-6
+    assert hidden or all(end(n) > end() for n in able)
+
+
+def _found(gm):
+    from commpass.passes.allowed import allow
+    from commpass.passes.discover import discover
+
+    return allow(tuple(discover(gm, "backward", "")), Policy(codecs="int8"))
+
+
+def test_the_order_of_dictionaries_does_not_count():
+    known = profile(exchange_us=10_000, matmul_us=12_000)
+    plans = []
+    for seed in range(3):
+        before = [(("nothing", n), True) for n in range(50)]
+        random.Random(seed).shuffle(before)
+        plans.append(planned(several([64, 32, 16], 1), known, hidden=dict(before)))
+    assert len({plan.digest() for plan in plans}) == 1
