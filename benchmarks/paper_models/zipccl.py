@@ -1,0 +1,88 @@
+"""ZipCCL: lossless collectives among hosts whose ranks share a network card."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from commpass.costmodel import HOST, Kernels, Link, Task, finished_us
+from commpass.costmodel.interconnects import INTERCONNECTS, Card
+
+from .sites import FP32, coded, gain, plain, site
+
+A6000 = Card(768.0, 154.8, "NVIDIA RTX A6000 data sheet")
+ZIPPED = "exponent(planes=3)"
+LLAMA_LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+LLAMA_LAYERS, LLAMA_TOKENS = 32, 1024
+"""Values of a layer of Llama3-8B, as published; layers; tokens of a step (ZipCCL, section 6.1)."""
+LLAMA_MIB = LLAMA_LAYER / (1 << 19)
+QWEN_MIB = 1024 * 8 * 4096 / (1 << 19)
+"""What a rank hands to an all_to_all in Qwen3-MoE: 1,024 tokens, each to 8 experts, 4,096 wide."""
+
+
+def hosts_link(hosts: int, gpus: int) -> Link:
+    """Hosts with one 200 Gbit/s port each (ZipCCL, section 6.1). A ring crosses each port once, and
+    its steps start as fast as those inside a host and those between hosts do on average; of an
+    all_to_all all that ``gpus`` ranks send to other hosts goes through one port."""
+    inside, between = INTERCONNECTS["pcie-4"].link, INTERCONNECTS["infiniband-hdr"].link
+    if hosts == 1:
+        return inside
+    ranks = hosts * gpus
+    alpha = ((gpus - 1) * inside.alpha_us + between.alpha_us) / gpus
+    crowd = gpus * (ranks - gpus) / (ranks - 1)
+    return dataclasses.replace(between, alpha_us=alpha, factor={"all_to_all": crowd})
+
+
+def zipped_gain(kind: str, mib: float, ranks: int, link: Link, kernels: Kernels) -> float:
+    """How many times faster a collective is; ``mib`` are what an all_gather gives, or what a rank
+    hands to an all_to_all."""
+    values = int(mib * (1 << 19)) // (ranks if kind == "all_gather" else 1)
+    return gain(site(kind, values, ranks), "direct", ZIPPED, link, kernels)
+
+
+def switched(hosts: int, gpus: int, kernels: Kernels, *, dtype: str = FP32) -> str:
+    """What the cheaper reduce_scatter of a layer's gradients is: the library's in ``dtype``, or an
+    all_to_all of coded bf16 and a local sum (ZipCCL, section 5.2, equations 6 and 7)."""
+    link, ranks = hosts_link(hosts, gpus), hosts * gpus
+    values = LLAMA_LAYER // ranks * ranks
+    native = plain(site("reduce_scatter", values, ranks, dtype), link)
+    zipped = coded(site("reduce_scatter", values, ranks), "direct", ZIPPED, link, kernels)
+    return "zipped" if zipped < native else "native"
+
+
+def fsdp_step_us(gather_us: float, reduce_us: float, kernels: Kernels) -> float:
+    """A step of ZipCCL's Llama (section 6.1) by FSDP: each layer is gathered for forward and again
+    for backward, one layer ahead, and its gradients are scattered. Backward computes twice as
+    much."""
+    compute, many = _compute_us(kernels), 2 * LLAMA_LAYERS
+    tasks, gathered = [Task("link", gather_us)], 0
+    for number in range(many):
+        ready, backward = gathered, number >= LLAMA_LAYERS
+        if number + 1 < many:
+            tasks.append(Task("link", gather_us))
+            gathered = len(tasks) - 1
+        tasks.append(Task(HOST, compute * (2 if backward else 1), after=(ready,)))
+        if backward:
+            tasks.append(Task("link", reduce_us, after=(len(tasks) - 1,)))
+    return finished_us(tasks)
+
+
+def serial_step_us(gather_us: float, reduce_us: float, kernels: Kernels) -> float:
+    """The same where nothing overlaps."""
+    return LLAMA_LAYERS * (2 * gather_us + reduce_us + 3 * _compute_us(kernels))
+
+
+def _compute_us(kernels: Kernels) -> float:
+    """A layer's forward: two operations a parameter and token."""
+    return kernels.compute_us(2 * LLAMA_LAYER * LLAMA_TOKENS, 0)
+
+
+def layer_us(ranks: int, link: Link, kernels: Kernels) -> tuple[float, float, float]:
+    """Of a layer: its gather plain and coded, and the library's reduce_scatter in fp32, which was
+    faster than a coded one (section 6.3)."""
+    gather = site("all_gather", LLAMA_LAYER // ranks, ranks)
+    scatter = site("reduce_scatter", LLAMA_LAYER // ranks * ranks, ranks, FP32)
+    return (
+        plain(gather, link),
+        coded(gather, "direct", ZIPPED, link, kernels),
+        plain(scatter, link),
+    )
