@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from commpass.costmodel import HOST, Kernels, Link, Task, finished_us
+from commpass.costmodel import HOST, Kernels, Link, Profile, Task, finished_us
 from commpass.costmodel.interconnects import INTERCONNECTS, Card
 
 from .sites import FP32, coded, gain, plain, site
@@ -28,8 +28,8 @@ def hosts_link(hosts: int, gpus: int) -> Link:
         return inside
     ranks = hosts * gpus
     alpha = ((gpus - 1) * inside.alpha_us + between.alpha_us) / gpus
-    crowd = gpus * (ranks - gpus) / (ranks - 1)
-    return dataclasses.replace(between, alpha_us=alpha, factor={"all_to_all": crowd})
+    port = Profile("one port", dataclasses.replace(between, alpha_us=alpha), node=gpus, ports=1)
+    return port.link_of("ranks", ranks=range(ranks))
 
 
 def zipped_gain(kind: str, mib: float, ranks: int, link: Link, kernels: Kernels) -> float:

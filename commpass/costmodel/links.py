@@ -44,7 +44,9 @@ class Link:
     collective, of an all_to_all what is beyond ``buffered_bytes``; ``busy_us`` how long a rank
     itself is busy with one message to another rank and one from it, whatever their size, where
     exchanges go as messages. Where messages of several ranks meet at one they crowd each other out:
-    ``crowd_bytes`` are then sent again, of few bytes a quarter. ``measured`` maps kinds, and
+    ``crowd_bytes`` are then sent again, of few bytes a quarter. ``sharing`` says by kind how many
+    times the bytes that one rank sends pass the port by which it sends them, where other ranks use
+    it at the same time. ``measured`` maps kinds, and
     ``message`` and ``messages`` for what goes as messages to one other rank or to several, to what
     was measured of them by regions of sizes: there it stands for all other numbers but ``busy_us``.
     Raises PolicyError for what is no finite number, a negative time, no bandwidth, or a kind that
@@ -58,6 +60,7 @@ class Link:
     crowd_bytes: float = 0.0
     buffered_bytes: float = 0.0
     measured: Mapping[str, tuple[Region, ...]] = field(default_factory=dict)
+    sharing: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_number("Link(alpha_us", self.alpha_us)
@@ -65,14 +68,16 @@ class Link:
         check_number("Link(busy_us", self.busy_us)
         check_number("Link(crowd_bytes", self.crowd_bytes)
         check_number("Link(buffered_bytes", self.buffered_bytes)
-        if not isinstance(self.factor, Mapping):
-            raise PolicyError(
-                f"Link(factor={self.factor!r}): must map kinds of collectives to numbers"
-            )
-        for kind, times in self.factor.items():
-            if kind not in _STEPS:
-                raise PolicyError(f"Link(factor=...): no kind {kind!r}{nearest(str(kind), _STEPS)}")
-            check_number(f"Link(factor=...): {kind}", times, above=True)
+        for name, kinds in (("factor", _STEPS), ("sharing", MEASURED)):
+            if not isinstance(given := getattr(self, name), Mapping):
+                raise PolicyError(
+                    f"Link({name}={given!r}): must map kinds of collectives to numbers"
+                )
+            for kind, times in given.items():
+                if kind not in kinds:
+                    why = nearest(str(kind), kinds)
+                    raise PolicyError(f"Link({name}=...): no kind {kind!r}{why}")
+                check_number(f"Link({name}=...): {kind}", times, above=True)
         if not isinstance(self.measured, Mapping):
             raise PolicyError(f"Link(measured={self.measured!r}): must map kinds to Region(...)")
         for kind, regions in self.measured.items():
@@ -110,9 +115,11 @@ class Link:
         if ranks <= 1:
             return 0.0, 0.0
         messages, sent = _STEPS[kind](ranks, nbytes) if peers is None else (peers, nbytes)
-        if region := self.region(_measured_as(kind, messages, by_messages), sent):
+        called = _measured_as(kind, messages, by_messages)
+        others = self.sharing.get(called, 1.0)
+        if region := self.region(called, sent):
             times = min(messages, 1) if by_messages else messages
-            return region.alpha_us * times, sent / (region.gbytes_per_s * 1e3)
+            return region.alpha_us * times, sent * others / (region.gbytes_per_s * 1e3)
         if by_messages:
             crowd = min(sent / 4, self.crowd_bytes) if messages > 1 else 0.0
             alpha, taken = self.alpha_us * min(messages, 1), sent + crowd
@@ -120,7 +127,7 @@ class Link:
             freely = min(sent, self.buffered_bytes) if kind == "all_to_all" else 0.0
             alpha = self.alpha_us * messages
             taken = freely + (sent - freely) * self.factor.get(kind, 1.0)
-        return alpha, taken / (self.gbytes_per_s * 1e3)
+        return alpha, taken * others / (self.gbytes_per_s * 1e3)
 
 
 _STEPS = {
@@ -134,6 +141,8 @@ _STEPS = {
 }
 """Kind to (messages that follow one another, bytes that one rank sends)."""
 MEASURED = (*_STEPS, ONE, SEVERAL)
+DIRECT = ("all_to_all", SEVERAL)
+"""In which each rank sends to each other one; in all others each sends to the next."""
 
 
 def _measured_as(kind: str, messages: int, by_messages: bool) -> str:
@@ -144,3 +153,11 @@ def steps(kind: str, ranks: int, nbytes: float) -> tuple[int, float]:
     """Messages that follow one another, and bytes that one rank sends, where each of ``ranks``
     ranks hands over ``nbytes``."""
     return _STEPS[kind](ranks, nbytes)
+
+
+def sharing(ranks: int, on_host: int, per_port: float) -> dict[str, float]:
+    """How many times the bytes of one rank pass a port that ``per_port`` ranks of a host use, all
+    at the same time, by kind: where all ranks of a job do the same, each in a group of ``ranks`` of
+    which ``on_host`` are on a host. To the next rank only one of those sends through the port."""
+    direct = per_port * (ranks - on_host) / max(ranks - 1, 1)
+    return {kind: max(1.0, direct if kind in DIRECT else per_port / on_host) for kind in MEASURED}

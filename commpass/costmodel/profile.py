@@ -3,6 +3,7 @@ both."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from itertools import groupby
 
 from commpass.costmodel.interconnects import INTERCONNECTS
 from commpass.costmodel.kernels import CPU, GPU, Kernels
-from commpass.costmodel.links import Link
+from commpass.costmodel.links import Link, sharing
 from commpass.errors import PolicyError, check_number, nearest
 
 GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
@@ -28,6 +29,10 @@ TCP_CROWD_BYTES = 96 * 1024.0
 ranks at 0.1 Gbit/s, int8 and int4 of 1 to 64 MiB, and hardly more at 1 (as above)."""
 
 
+LINK, INSIDE = "(link)", "(inside)"
+"""What carries groups without an entry of their own: between hosts, and inside one."""
+
+
 @dataclass(frozen=True)
 class Profile:
     """Links and kernels. ``links`` maps a glob over group labels (such as ``tp``) to a link; the
@@ -37,8 +42,10 @@ class Profile:
     r is on host ``r // node``. ``inside`` is the link between ranks of one host. It is that of a
     group all of whose ranks are on one host, if no entry of ``links`` fits, and that of the inner
     hops of algorithm ``hierarchical``, which is a choice for groups with as many ranks on each of
-    several hosts. ``margin`` is how unsure the model is, as a share of the plain time: a site is
-    compressed only if it gains more (law 10). Raises PolicyError for a field of another type or a
+    several hosts. ``ports`` are the network ports of a host, which its ``node`` ranks share, all at
+    the same time (0: each has its own). Exchanges of groups that have the same link take turns on
+    it. ``margin`` is how unsure the model is, as a share of the plain time: a site is compressed
+    only if it gains more (law 10). Raises PolicyError for a field of another type or a
     number that cannot be.
     """
 
@@ -49,6 +56,7 @@ class Profile:
     margin: float = 0.1
     node: int = 0
     inside: Link | None = None
+    ports: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -72,11 +80,14 @@ class Profile:
                 f"Profile(margin={self.margin!r}): must be a share of the plain time, such as 0.1 "
                 "for ten percent, and at most 1"
             )
-        if not isinstance(self.node, int) or isinstance(self.node, bool) or self.node < 0:
-            raise PolicyError(
-                f"Profile(node={self.node!r}): must be a number of ranks on a host, or 0 if it is"
-                " not known"
-            )
+        for name, of in (("node", "of ranks on a host"), ("ports", "of network ports of a host")):
+            number = getattr(self, name)
+            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+                raise PolicyError(
+                    f"Profile({name}={number!r}): must be a number {of}, or 0 if it is not known"
+                )
+        if self.ports and not self.node:
+            raise PolicyError(f"Profile(ports={self.ports}): needs node, the ranks that share them")
 
     @property
     def measured(self) -> bool:
@@ -86,12 +97,24 @@ class Profile:
     def link_of(self, *labels: str, ranks: Sequence[int] = ()) -> Link:
         """The link between the ranks of a group with these labels; ``ranks`` are their global
         numbers, if known."""
-        for pattern, link in self.links.items():
+        port = self.port_of(*labels, ranks=ranks)
+        link = self.inside if port == INSIDE else self.links.get(port, self.link)
+        assert link is not None
+        on_host = self.on_each_host(ranks)
+        if not self.ports or port == INSIDE or on_host in (0, len(ranks)):
+            return link
+        times = sharing(len(ranks), on_host, self.node / self.ports)
+        return dataclasses.replace(link, sharing=times)
+
+    def port_of(self, *labels: str, ranks: Sequence[int] = ()) -> str:
+        """Which of its links carries a group: the glob of an entry of ``links``, ``inside`` or
+        ``link``."""
+        for pattern in self.links:
             if any(fnmatchcase(label, pattern) for label in labels):
-                return link
+                return pattern
         if self.inside is not None and ranks and self.on_each_host(ranks) == len(ranks):
-            return self.inside
-        return self.link
+            return INSIDE
+        return LINK
 
     def on_each_host(self, ranks: Sequence[int]) -> int:
         """How many of a group's ranks are on each of its hosts, where it is the same number, they

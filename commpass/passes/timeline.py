@@ -11,7 +11,7 @@ from commpass.costmodel import Profile
 from commpass.passes.graph import meta
 from commpass.passes.graph.marks import MARK, Mark
 from commpass.passes.graph.memory import memory
-from commpass.passes.graph.parse import parse
+from commpass.passes.graph.parse import describe_group, parse
 from commpass.passes.graph.schedule import Span, timed
 from commpass.passes.move import obstacle, site_of, work_of
 from commpass.passes.road import Outcome
@@ -30,7 +30,7 @@ def timeline(gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> Timeline
         return Timeline(note=why)
     nodes = tuple(gm.graph.nodes)
     clock = timed(work_of(gm.graph, memory(gm.graph), profile), nodes)
-    lanes = _lanes({str(span.resource) for span in clock.spans})
+    lanes = _lanes({_lane_of(span) for span in clock.spans})
     notes = ["sizes that depend on the data count as 0 bytes"]
     notes = notes if any(site.bytes < 0 for site in outcome.plan.sites) else []
     if outcome.plan.fallback:
@@ -63,7 +63,7 @@ def _event(span: Span, lanes: dict[str, str]) -> Event:
     return Event(
         name=node.name,
         what=what,
-        lane=lanes[str(span.resource)],
+        lane=lanes[_lane_of(span)],
         begin_us=span.begin_us,
         us=span.us,
         latency_us=span.latency_us,
@@ -72,6 +72,12 @@ def _event(span: Span, lanes: dict[str, str]) -> Event:
         chunk=mark.chunk if mark is not None else 0,
         module=meta.module_path(node),
     )
+
+
+def _lane_of(span: Span) -> str:
+    """The host, or the group of an exchange: what several groups share is drawn apart."""
+    call = parse(span.node)
+    return HOST if span.resource == HOST or call is None else describe_group(call)[0]
 
 
 def _lanes(resources: set[str]) -> dict[str, str]:

@@ -103,11 +103,12 @@ def test_hosts_share_a_port():
     """Of 16 ranks on 2 hosts, 8 send 8/15 of what they send through one port; a ring crosses it
     once. 7 of 8 of its steps are inside a host."""
     link = zipccl.hosts_link(2, 8)
-    assert link.factor == {"all_to_all": pytest.approx(8 * 8 / 15)}
+    assert link.sharing["all_to_all"] == pytest.approx(8 * 8 / 15)
+    assert link.sharing["all_reduce"] == 1.0
     assert link.alpha_us == pytest.approx((7 * 10 + 15) / 8)
     sent = plain(site("all_to_all", 1 << 20, 16), link) - 15 * link.alpha_us
     assert sent == pytest.approx(8 * (1 << 21) / 2 / 20e3, abs=1e-3)  # half leaves, of 8 ranks
-    assert zipccl.hosts_link(8, 1).factor == {"all_to_all": 1.0}
+    assert set(zipccl.hosts_link(8, 1).sharing.values()) == {1.0}
     assert zipccl.hosts_link(1, 8) == INTERCONNECTS["pcie-4"].link
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import networkx as nx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from commpass.costmodel import HOST, Link, Task, finished_us
 from commpass.errors import PolicyError
@@ -65,3 +68,44 @@ def test_messages_that_meet_at_a_rank_crowd_each_other_out():
     assert taken(4000, 1) == taken(4000, 3, by_messages=False) == 4.0
     with pytest.raises(PolicyError, match="crowd_bytes"):
         Link(10.0, 1.0, crowd_bytes=-1.0)
+
+
+tasks = st.lists(
+    st.builds(
+        lambda resource, us, latency, busy, after: (resource, us, latency, busy, after),
+        st.sampled_from([HOST, "link", "inside"]),
+        st.integers(0, 20),
+        st.integers(0, 10),
+        st.integers(0, 5),
+        st.sets(st.integers(1, 6), max_size=3),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+@given(tasks)
+def test_against_the_longest_path_through_all_that_must_follow_something(rows):
+    """A graph of instants: when the host comes to a task, when its resource takes it, when it lets
+    go of it, and when the result is there. The end is the longest path."""
+    graph = nx.DiGraph()
+    host, link, made = None, {}, []
+    for number, (resource, us, latency, busy, back) in enumerate(rows):
+        after = tuple(sorted({number - each for each in back if number - each >= 0}))
+        made.append(Task(resource, float(us), float(latency), after, float(busy)))
+        come, take, free, there = ((number, what) for what in ("come", "take", "free", "there"))
+        graph.add_edge(come, take, us=busy)
+        graph.add_edge(take, free, us=us)
+        graph.add_edge(free, there, us=latency)
+        for each in after:
+            graph.add_edge((each, "there"), come, us=0)
+        if host is not None:  # it has started, or computed, what stood before
+            graph.add_edge(host, come, us=0)
+        handed = (number, "handed")
+        graph.add_edge(come, handed, us=busy)
+        host = free if resource == HOST else handed
+        if resource != HOST:
+            if resource in link:
+                graph.add_edge(link[resource], take, us=0)
+            link[resource] = free
+    assert finished_us(made) == nx.dag_longest_path_length(graph, weight="us")

@@ -52,10 +52,14 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     return Task(HOST, profile.kernels.compute_us(operations, 2 * moved))
 
 
-def exchange(call: Call, link_of: Callable[[str], Link]) -> Task:
+Ports = Callable[[str], tuple[str, Link]]
+"""From the name of a group to the port that carries it, which others may use too, and the link."""
+
+
+def exchange(call: Call, ports: Ports) -> Task:
     """What an exchange costs on the link of its group."""
     name, size = describe_group(call)
-    link = link_of(name)
+    port, link = ports(name)
     fakes = [fake for each in call.inputs for fake in tensors(each.meta.get("val"))]
     nbytes = sum(max(meta.nbytes(fake), 0) for fake in fakes)
     peers = None
@@ -66,17 +70,18 @@ def exchange(call: Call, link_of: Callable[[str], Link]) -> Task:
     latency, taken = link.parts_us(call.kind, nbytes, size, peers, by_messages=call.by_messages)
     messages = size - 1 if peers is None else peers
     busy = link.busy_us * messages if call.by_messages else 0.0
-    return Task(name, taken, latency, busy_us=busy)
+    return Task(port, taken, latency, busy_us=busy)
 
 
-def links(profile: Profile) -> Callable[[str], Link]:
-    """The link of a group by the group's name; each is looked up once."""
+def ports(profile: Profile) -> Ports:
+    """The ports and links of groups; each is looked up once."""
 
     @functools.cache
-    def link_of(name: str) -> Link:
-        return profile.link_of(*groups.labels_of(name), ranks=groups.ranks_of(name))
+    def of(name: str) -> tuple[str, Link]:
+        labels, ranks = groups.labels_of(name), groups.ranks_of(name)
+        return profile.port_of(*labels, ranks=ranks), profile.link_of(*labels, ranks=ranks)
 
-    return link_of
+    return of
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
