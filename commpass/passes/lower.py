@@ -8,6 +8,7 @@ changes: nothing that is computed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +53,9 @@ def lower(
     for _, module in graph_modules(gm):
         marked = [node for node in module.graph.nodes if MARK in node.meta]
         coded = [node for node in marked if node.target in operators.IMPLEMENTATIONS]
+        of_site: dict[str, list[fx.Node]] = defaultdict(list)
+        for node in marked:
+            of_site[node.meta[MARK].site].append(node)
         for node in coded:
             if operators.ROLES[node.target] in RATED:
                 node.meta[CODED] = _coded(node)
@@ -62,8 +66,7 @@ def lower(
                 enable_python_dispatcher(),
                 mode_of(coded[0].all_input_nodes[0]),
             ):
-                for site in by_kernel:
-                    own = [node for node in marked if node.meta[MARK].site == site]
+                for own in (of_site[site] for site in by_kernel):
                     known, buffers = places(own), dict[fx.Node, fx.Node]()
                     for region in regions(own, known):  # each once those before it are calls
                         outline(region, kernels.of(region).name, buffers)

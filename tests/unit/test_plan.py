@@ -263,6 +263,7 @@ FREE = {
     "stages": (Stage(role="encode", values=7),),
     "refused": "some",
     "reason": "another",
+    "hidden": True,
     "exposed_us": 7.0,
     "unmoved_us": 7.0,
     "missed": "some",

@@ -12,13 +12,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch import fx
 
 from commpass.costmodel import Profile
 from commpass.passes.candidates import candidates
 from commpass.passes.chunk.build import build, joined_of
-from commpass.passes.chunk.gain import exchange_of, meanwhile_us, part_of, pipeline_us
+from commpass.passes.chunk.gain import Meanwhile, exchange_of, part_of, pipeline_us
 from commpass.passes.chunk.region import Join, Product, Region, product_of, region_of
 from commpass.passes.discover import GraphSite
 from commpass.passes.graph import meta
@@ -30,6 +31,8 @@ from commpass.policy import Policy
 
 CHUNKS = (2, 4)
 """Into how many chunks rows are split where nobody names a number."""
+MOST = 512
+"""Sites of a graph that are split unasked: each time the peak memory of the whole is counted."""
 
 
 @dataclass
@@ -76,6 +79,12 @@ class _Chunks:
         self.written = changed(graph, self.known)
         self.peak = peak(tuple(graph.nodes), memory(graph, in_place=True))
 
+    @cached_property
+    def meanwhile(self) -> Meanwhile:
+        """Of the graph as it is when it is first asked for: to split one site does not change what
+        another waits for."""
+        return Meanwhile(self.graph, self.profile)
+
     def site(self, each: GraphSite) -> None:
         """Splits one site, if that is asked for or gains."""
         asked, name = each.allowed.rows, each.site.name
@@ -83,6 +92,9 @@ class _Chunks:
         if isinstance(regions, str):
             if asked is not None:
                 self.result.refused[name] = f"rows={asked} does not apply: {regions}"
+            return
+        if asked is None and len(self.result.done) >= MOST:
+            self.result.refused[name] = f"not split: {MOST} sites of this graph are"
             return
         if asked is not None:
             wanted = [(regions[0], f"{each.allowed.split} says rows={asked}")]
@@ -139,7 +151,7 @@ class _Chunks:
         if each.call.kind == "all_gather" and each.site.by_messages and best.codec == NONE:
             return []  # gloo must not have two in the air
         whole = exchange_of(best, self.profile)
-        if meanwhile_us(self.graph, each.call.node, self.profile) >= whole.us:
+        if self.meanwhile.us(each.call.node) >= whole.us:
             return []
         cut = {node: join.chunks for node, join in self.joins.items()}
         plain = pipeline_us(regions[0], 1, whole, (), cut, self.profile)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, fx
@@ -82,13 +83,34 @@ def exchange_of(best: Candidate, profile: Profile) -> Task:
     return Task(EXCHANGE, best.predicted_us - busy, busy_us=busy)
 
 
-def meanwhile_us(graph: fx.Graph, start: fx.Node, profile: Profile) -> float:
-    """Microseconds of matmuls that neither lead to a collective nor take its result: they can be
-    computed while it travels."""
-    related = _reached(start, lambda node: node.all_input_nodes)
-    related |= _reached(start, lambda node: node.users)
-    free = (node for node in graph.nodes if costs.is_heavy(node) and node not in related)
-    return sum(costs.compute(node, profile).us for node in free)
+class Meanwhile:
+    """What can be computed while a collective of a graph travels: matmuls that neither lead to it
+    nor take its result. Which lead where is kept as sets of bits, one for each matmul."""
+
+    def __init__(self, graph: fx.Graph, profile: Profile):
+        nodes = list(graph.nodes)
+        heavy = filter(costs.is_heavy, nodes)
+        self.bits = {node: 1 << number for number, node in enumerate(heavy)}
+        self.by_us: dict[float, int] = defaultdict(int)  # matmuls that take so long
+        for node, bit in self.bits.items():
+            self.by_us[costs.compute(node, profile).us] |= bit
+        self.before = self._reached(nodes, lambda node: node.all_input_nodes)
+        self.after = self._reached(reversed(nodes), lambda node: node.users)
+
+    def _reached(
+        self, nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]]
+    ) -> dict[fx.Node, int]:
+        found: dict[fx.Node, int] = {}
+        for node in nodes:
+            found[node] = self.bits.get(node, 0)
+            for each in step(node):
+                found[node] |= found[each]
+        return found
+
+    def us(self, start: fx.Node) -> float:
+        """Microseconds of it, for the collective that starts here."""
+        related = self.before[start] | self.after[start]
+        return sum(us * (bits & ~related).bit_count() for us, bits in self.by_us.items())
 
 
 def _part_us(nodes: Iterable[fx.Node], chunks: int, profile: Profile) -> float:
@@ -98,13 +120,3 @@ def _part_us(nodes: Iterable[fx.Node], chunks: int, profile: Profile) -> float:
         launch = profile.kernels.launch_us if costs.is_matmul(node) else 0.0
         us += (costs.compute(node, profile).us - launch) / chunks + launch
     return us
-
-
-def _reached(start: fx.Node, step: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    found, stack = {start}, [start]
-    while stack:
-        for node in step(stack.pop()):
-            if node not in found:
-                found.add(node)
-                stack.append(node)
-    return found

@@ -230,7 +230,7 @@ class _Schedule:
         self.spare: list[tuple[int, fx.Node]] = []  # of what is not
         self.waits: list[tuple[float, int, fx.Node]] = []  # by when all has arrived
         self.heavy = [node for node in work.nodes if node in work.heavy]
-        self.first = 0  # of the heavy ones that are not done
+        self.next = list(range(len(self.heavy)))  # of each the next one that may be undone
 
     def run(self) -> list[fx.Node]:
         for node in self.work.nodes:
@@ -297,8 +297,9 @@ class _Schedule:
         is."""
         if not self.held.takes(node):
             return []
-        put_off = (each for each in self._undone() if self.work.index[each] < place)
-        for each in itertools.islice(put_off, 1):
+        for each in itertools.islice(self._undone(), 1):
+            if self.work.index[each] >= place:
+                break
             found = self._with_what_it_needs(each)
             if found and node not in found and self.held.at_most([node, *found]) > self.bound:
                 return found
@@ -308,10 +309,21 @@ class _Schedule:
 
     def _undone(self) -> Iterator[fx.Node]:
         """The matmuls that are not done, in order."""
-        while self.first < len(self.heavy) and self.heavy[self.first] in self.done:
-            self.first += 1
-        places = range(self.first, len(self.heavy))
-        return (self.heavy[place] for place in places if self.heavy[place] not in self.done)
+        place = self._undone_from(0)
+        while place < len(self.heavy):
+            yield self.heavy[place]
+            place = self._undone_from(place + 1)
+
+    def _undone_from(self, place: int) -> int:
+        """The place of the first matmul from one on that is not done. What was done is jumped over
+        the next time."""
+        passed = []
+        while place < len(self.heavy) and self.heavy[place] in self.done:
+            passed.append(place)
+            place = max(self.next[place], place + 1)
+        for each in passed:
+            self.next[each] = place
+        return place
 
     def _filler(self) -> list[fx.Node]:
         """The next matmul that needs nothing that still travels, with what it needs; none where
