@@ -1,10 +1,12 @@
 """How long commpass's passes take, against Inductor's whole compile of the same graph.
 
     python benchmarks/passes.py [--sizes 10 100 1000] [--repeats 3] [--codec int8] [--json FILE]
+    python benchmarks/passes.py --alone 100 1000 10000
 
 A graph of n collectives (a matmul, a relu and an all_reduce each, every one compressed) is compiled
 for rank 0 of 8 on the fake process group, with Inductor's caches off. Expected: linear in n, and at
-most 5 % of the compile.
+most 5 % of the compile. ``--alone`` runs the passes without Inductor, on that graph and on one of n
+gradients that are summed while others are computed, with the cost model's own choice.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,9 +27,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commpass
+from commpass.passes import Road, run
 from commpass.policy import Policy, Rule
 
 WIDTH = 128
@@ -75,6 +81,61 @@ def measure(collectives: int, codec: str, repeats: int) -> dict[str, Any]:
     }
 
 
+def chain(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    """Each collective waits for the one before it."""
+    return model(x, weights)
+
+
+def gradients(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """None waits for another: they hide behind what is computed, as far as there is any."""
+    ops, found = torch.ops._c10d_functional, []
+    for weight in weights:
+        x = x @ weight
+        found.append(ops.wait_tensor(ops.all_reduce(x.t() @ x, "sum", "0")))
+    return found
+
+
+def passes_alone(graph: Callable[..., Any], collectives: int) -> dict[str, Any]:
+    """Seconds of each pass on a traced graph, on a link of 1 Gbit/s."""
+    with FakeTensorMode():
+        weights = [torch.randn(8 * WIDTH, 8 * WIDTH) for _ in range(collectives)]
+        gm = make_fx(graph)(torch.randn(2 * WIDTH, 8 * WIDTH), weights)
+    road = Road(
+        gm=gm,
+        direction="backward",
+        policy=Policy(codecs=("int8", "bf16"), max_error=0.02),
+        profile=commpass.ethernet(1),
+        kernels=True,
+        hidden={},
+        hides=True,
+    )
+    start = time.perf_counter()
+    found = run(road, "0", strict=True)
+    whole = time.perf_counter() - start
+    assert found.plan.compressed
+    return {
+        "graph": graph.__name__,
+        "collectives": collectives,
+        "sites": len(found.plan.sites),
+        "nodes": len(gm.graph.nodes),
+        "seconds": whole,
+        "by_pass_s": {name: ms / 1e3 for name, ms in found.times_ms.items()},
+    }
+
+
+def print_alone(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="passes alone: seconds, and milliseconds for each site")
+    names = list(rows[0]["by_pass_s"])
+    for name in ("graph", "collectives", "sites", "nodes", "seconds", "ms each", *names):
+        table.add_column(name, justify="right")
+    for row in rows:
+        each = [row["seconds"] * 1e3 / row["sites"], *row["by_pass_s"].values()]
+        counts = (str(row[name]) for name in ("collectives", "sites", "nodes"))
+        shown = (f"{value:.2f}" for value in (row["seconds"], *each))
+        table.add_row(row["graph"], *counts, *shown)
+    Console(width=160).print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[10, 100, 1000])
@@ -83,10 +144,18 @@ def main() -> None:
     )
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/passes.json"))
+    parser.add_argument("--alone", type=int, nargs="+", default=[], metavar="N")
     options = parser.parse_args()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     torch._dynamo.config.recompile_limit = 10_000
     compile_once(1, options.codec)  # imports and worker processes are not what is measured
+    if options.alone:
+        passes_alone(chain, 3)  # so are kernels that are compiled once
+        pairs = [(graph, many) for graph in (chain, gradients) for many in options.alone]
+        alone = [passes_alone(graph, many) for graph, many in pairs]
+        print_alone(alone)
+        write(options.json, alone)
+        return
     table = Table(title=f"passes against the whole compile, codec {options.codec}")
     for name in ("collectives", "passes s", "spread", "compile s", "spread", "share", "ms each"):
         table.add_column(name, justify="right")
@@ -104,15 +173,19 @@ def main() -> None:
             f"{row['ms_per_collective']:.2f}",
         )
     Console().print(table)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
+    write(options.json, rows)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
     facts = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
         "rows": rows,
     }
-    options.json.write_text(json.dumps(facts, indent=1) + "\n")
-    print(f"written to {options.json}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":
