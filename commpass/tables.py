@@ -89,7 +89,7 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml_value, value))}]"
     if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which JSON writes bare
-        return json.dumps(value).replace("\x7f", "\\u007f")
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from commpass.calibration.places import Place, Where
 from commpass.codecs import codec
-from commpass.collectives import algorithm
+from commpass.collectives import DEFAULTS, own
 from commpass.costmodel import Profile, default_profile
 from commpass.costmodel.budget import Option, cheapest
+from commpass.costmodel.links import steps
 from commpass.errors import CalibrationError, check_number, nearest
 from commpass.passes.candidates import Options, candidates
 from commpass.passes.choose import rank
@@ -25,13 +26,14 @@ CHEAPEST = ("bytes", "time")
 class Chosen:
     """What may be done at a place: a codec (``none``: leave it alone) by one algorithm for each of
     its sites. ``error`` is the relative error of what the place gives, ``share`` what that adds
-    to the squared error of the model, ``wire_bytes`` and ``us`` those of a step."""
+    to the squared error of the model. ``sent_bytes`` leave one rank in a step (a plan counts those
+    that it hands to collectives), and ``us`` is the predicted time of all sites together."""
 
     codec: str
     algorithms: tuple[str, ...]
     error: float
     share: float
-    wire_bytes: float
+    sent_bytes: float
     us: float
 
 
@@ -53,8 +55,8 @@ class Solution:
         return math.sqrt(math.fsum(each.share for each in self.chosen))
 
     @property
-    def wire_bytes(self) -> float:
-        return math.fsum(each.wire_bytes for each in self.chosen)
+    def sent_bytes(self) -> float:
+        return math.fsum(each.sent_bytes for each in self.chosen)
 
     @property
     def us(self) -> float:
@@ -62,7 +64,8 @@ class Solution:
 
     @property
     def plain_bytes(self) -> float:
-        return math.fsum(each.bytes for each in self.places)
+        """Bytes that leave one rank if all is left alone."""
+        return math.fsum(some[0].sent_bytes for some in self.considered)
 
     def uniform(self, name: str) -> tuple[float, float] | None:
         """Bytes and predicted error if all places had the same codec; None where one cannot."""
@@ -72,7 +75,7 @@ class Solution:
             return None
         found = [row[0] for row in rows]
         error = math.sqrt(math.fsum(each.share for each in found))
-        return math.fsum(each.wire_bytes for each in found), error
+        return math.fsum(each.sent_bytes for each in found), error
 
 
 def solve(
@@ -91,11 +94,11 @@ def solve(
     if by not in CHEAPEST:
         raise CalibrationError(f"cheapest={by!r}{nearest(str(by), CHEAPEST)}")
     ordered = tuple(sorted(places, key=lambda each: each.where))
-    known = [considered(each, base, profile) for each in ordered]
+    known = [considered(each, base, profile, by) for each in ordered]
     kept = frozenset(number for number, each in enumerate(ordered) if _is_kept(each, base))
     open_to = [some[:1] if number in kept else some for number, some in enumerate(known)]
     options = [
-        [Option(each.us if by == "time" else each.wire_bytes, each.share) for each in some]
+        [Option(each.us if by == "time" else each.sent_bytes, each.share) for each in some]
         for some in open_to
     ]
     mix = cheapest(options, max_error**2)
@@ -116,45 +119,62 @@ def _is_kept(place: Place, base: Policy) -> bool:
     )
 
 
-def considered(place: Place, base: Policy, profile: Profile | None) -> tuple[Chosen, ...]:
-    """All that may be done at a place, *leave it alone* first. The algorithm of each codec is the
-    one that the cost model takes for it."""
+def considered(
+    place: Place, base: Policy, profile: Profile | None, by: str = "bytes"
+) -> tuple[Chosen, ...]:
+    """All that may be done at a place, *leave it alone* first, by the algorithm that is best for
+    each codec: that sends least and then loses least, or is fastest."""
     wanted = Allowed(codecs=tuple(sorted(place.errors)), algorithms=base.algorithms)
     found = [
         candidates(each.site, wanted, profile or default_profile(each.site.device), True)
         for each in place.sites
     ]
-    calls = [each.calls for each in place.sites]
-    alone = Chosen(
-        codec=NONE,
-        algorithms=(),
-        error=0.0,
-        share=0.0,
-        wire_bytes=place.bytes,
-        us=math.fsum(n * each.alone.predicted_us for n, each in zip(calls, found, strict=True)),
+    alone = [each.alone for each in found]
+    made = (_by_codec(place, spec, found, by) for spec in sorted(place.errors))
+    return (
+        _at_all(place, alone, 0.0),
+        *(each for each in made if each is not None),
     )
-    made = (_by_codec(place, spec, found, calls) for spec in sorted(place.errors))
-    return (alone, *(each for each in made if each is not None))
 
 
-def _by_codec(
-    place: Place, spec: str, options: Sequence[Options], calls: Sequence[float]
-) -> Chosen | None:
+def _by_codec(place: Place, spec: str, options: Sequence[Options], by: str) -> Chosen | None:
     """One codec at all sites of a place; None where one of them cannot have it."""
     best: list[Candidate] = []
-    for each in options:
-        fitting = [one for one in each.possible if one.codec == spec and one.wire_bytes >= 0]
-        if not fitting or min(one.error for one in fitting) > 1:
+    for carried, each in zip(place.sites, options, strict=True):
+        fitting = [
+            one
+            for one in each.possible
+            if one.codec == spec and one.wire_bytes >= 0 and one.error <= 1
+        ]
+        if not fitting:
             return None
-        best.append(min((one for one in fitting if one.error <= 1), key=rank))
-    error = max(result_error(place, one.codec, one.error) for one in best)
+        ranks = carried.site.group_size
+        best.append(
+            min(fitting, key=rank)
+            if by == "time"
+            else min(fitting, key=lambda one: (sent(one, ranks), one.error, rank(one)))
+        )
+    return _at_all(place, best, max(result_error(place, one.codec, one.error) for one in best))
+
+
+def _at_all(place: Place, chosen: Sequence[Candidate], error: float) -> Chosen:
+    rows = list(zip(place.sites, chosen, strict=True))
     return Chosen(
-        codec=spec,
-        algorithms=tuple(sorted({each.algorithm for each in best})),
+        codec=chosen[0].codec,
+        algorithms=tuple(sorted({one.algorithm for one in chosen} - {NONE})),
         error=error,
         share=(place.sensitivity * error) ** 2,
-        wire_bytes=math.fsum(n * each.wire_bytes for n, each in zip(calls, best, strict=True)),
-        us=math.fsum(n * each.predicted_us for n, each in zip(calls, best, strict=True)),
+        sent_bytes=math.fsum(each.calls * sent(one, each.site.group_size) for each, one in rows),
+        us=math.fsum(each.calls * one.predicted_us for each, one in rows),
+    )
+
+
+def sent(candidate: Candidate, ranks: int) -> float:
+    """Bytes that leave one rank."""
+    return math.fsum(
+        stage.leaving if stage.peers is not None else steps(stage.kind, ranks, stage.leaving)[1]
+        for stage in candidate.stages
+        if stage.role == "exchange" and stage.leaving > 0
     )
 
 
@@ -195,34 +215,40 @@ def _words(
     """What a rule says of a place."""
     if kept or chosen.codec == NONE:
         return {"keep": True}
-    names = [chosen.codec]
+    names, ways = [chosen.codec], list(chosen.algorithms)
     if not exactly:
         names += [
             each.codec
             for each in some[1:]
-            if each is not chosen and _worst(place, each.codec, chosen) <= chosen.error
+            if each is not chosen and _error(place, each.codec, ways) <= chosen.error
+        ]
+        kinds = {each.site.kind for each in place.sites}
+        ways += [
+            way
+            for way in DEFAULTS
+            if way not in ways
+            and way != "hierarchical"  # its error depends on the hosts
+            and any(own(kind, way) for kind in kinds)
+            and all(_error(place, name, [way]) <= chosen.error for name in names)
         ]
     # What candidates compare with the budget: the error by the algorithm on Gaussian data.
-    most = max(
-        algorithm(each.site.kind, by).error(codec(spec), each.site.group_size)
-        for each in place.sites
-        for spec in names
-        for by in chosen.algorithms
-    )
+    most = max(each for name in names for each in _expected(place, name, ways))
     words: dict[str, object] = {
         "codec": tuple(names),
-        "algorithm": chosen.algorithms,
+        "algorithm": tuple(ways),
         "max_error": min(1.0, math.ceil(most * 1e5 + 1) / 1e5),
     }
     return {**words, "force": True} if exactly else words
 
 
-def _worst(place: Place, spec: str, chosen: Chosen) -> float:
-    """The error of a codec by the algorithms of the chosen one."""
-    return max(
-        result_error(
-            place, spec, algorithm(each.site.kind, by).error(codec(spec), each.site.group_size)
-        )
-        for each in place.sites
-        for by in chosen.algorithms
-    )
+def _error(place: Place, spec: str, ways: Sequence[str]) -> float:
+    """The largest error of a codec by some algorithms."""
+    return max(result_error(place, spec, each) for each in _expected(place, spec, ways))
+
+
+def _expected(place: Place, spec: str, ways: Sequence[str]) -> Iterator[float]:
+    """The errors that are expected of Gaussian data, by each algorithm at each site that has it."""
+    for each in place.sites:
+        for way in ways:
+            if (known := own(each.site.kind, way)) is not None:
+                yield known.error(codec(spec), each.site.group_size)

@@ -138,16 +138,20 @@ def _measured(
 def table(found: Solution) -> Table:
     """A row for each place, in the order of modules."""
     groups = len({place.where[0].group for place in found.places}) > 1
-    columns = ("module", "what", "bytes", "sensitivity", "codec", "sent", "error", "of all")
+    columns = ("module", "what", "bytes", "mind", "codec", "sent", "error", "of all")
     made = plain_table(*columns)
+    for column in made.columns[:2]:
+        column.no_wrap = True
     whole = math.fsum(each.share for each in found.chosen)
-    for place, chosen in zip(found.places, found.chosen, strict=True):
+    for place, (plain, *_), chosen in zip(
+        found.places, found.considered, found.chosen, strict=True
+    ):
         first = place.where[0]
         what = f"{first.kind}, {first.direction}" + (f", {first.group}" if groups else "")
         row = (
-            *(place.word, what, size(round(place.bytes)), f"{place.sensitivity:.3g}"),
+            *(place.word, what, size(round(plain.sent_bytes)), f"{place.sensitivity:.3g}"),
             short(chosen.codec),
-            size(round(chosen.wire_bytes)),
+            size(round(chosen.sent_bytes)),
             f"{chosen.error:.2%}",
             f"{chosen.share / whole:.0%}" if whole else "-",
         )
@@ -166,7 +170,7 @@ def totals(measured: Calibration, found: Solution) -> list[str]:
     """Bytes and predicted error of the mix, and of the same codec everywhere."""
     what = measured.of
     lines = [
-        f"in all {size(round(found.wire_bytes))} instead of {size(round(found.plain_bytes))};"
+        f"a rank sends {size(round(found.sent_bytes))} instead of {size(round(found.plain_bytes))};"
         f" predicted error of the {what} {found.error:.3%}, of a budget of {found.max_error:.3%}"
     ]
     for name in UNIFORM:
