@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import commpass
 from commpass.calibration import Calibration, Carried, Place, Where
 from commpass.codecs import codec
+from commpass.collectives import algorithm
 from commpass.costmodel.budget import Option, cheapest
 from commpass.errors import CalibrationError, PolicyError
 from commpass.passes.candidates import candidates
@@ -187,6 +188,10 @@ def test_the_cost_model_takes_what_was_chosen_or_what_loses_no_more():
                 one = dataclasses.replace(each.sites[0].site, name="s")
                 allowed, number = policy.allowed(one)
                 assert number is not None
+                for spec, way in itertools.product(allowed.codecs, allowed.algorithms):
+                    alone = codec(spec).relative_error()
+                    error = algorithm("all_reduce", way).error(codec(spec), 4) / alone
+                    assert each.errors[spec] * error <= chosen.error * (1 + 1e-4)
                 options = candidates(one, allowed, SLOW, True)
                 (planned,) = choose([one], [options], [allowed], SLOW)
                 if exactly:
@@ -225,16 +230,19 @@ def test_time_instead_of_bytes():
     assert fast.us <= found.solve(0.1, profile=SLOW).us
 
 
+LIKE = tuple(place(f"like.{number}", 0.1 + number / 7) for number in range(8))
+"""Whose squares add up to other sums in another order."""
 SHUFFLED = """
 import random, sys
 sys.path[:0] = {path!r}
-from test_calibration import SOME, calibration
+from test_calibration import LIKE, SOME, calibration
 import dataclasses
 mixed = lambda some: dict(random.sample(sorted(some.items()), len(some)))
-some = list(SOME)
+some = [*SOME, *LIKE]
 random.shuffle(some)
 some = [dataclasses.replace(p, errors=mixed(p.errors)) for p in some]
-print(calibration(*some).policy(0.03).to_toml())
+found = calibration(*some).solve(0.03)
+print(repr(found.chosen))
 """
 
 
@@ -250,7 +258,7 @@ def test_order_and_hash_seed_change_nothing():
         ).stdout
         for seed in ("1", "2")
     }
-    assert said == {calibration(*SOME).policy(0.03).to_toml() + "\n"}
+    assert said == {repr(calibration(*SOME, *LIKE).solve(0.03).chosen) + "\n"}
 
 
 # --- files -----------------------------------------------------------------------------------
