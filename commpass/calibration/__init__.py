@@ -1,6 +1,6 @@
 """Which errors a model minds: measured where each collective stands, and spent by a policy."""
 
-from commpass.calibration.data import Calibration, Carried, Place, Where
+from commpass.calibration.data import Calibration, Carried, Level, Place, Where
 from commpass.calibration.mix import Chosen, Solution
 from commpass.calibration.run import CODECS, calibrate
 
@@ -9,6 +9,7 @@ __all__ = [
     "Calibration",
     "Carried",
     "Chosen",
+    "Level",
     "Place",
     "Solution",
     "Where",

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from commpass.calibration.mix import Solution, rules_of, solve
-from commpass.calibration.places import Carried, Place, Where
+from commpass.calibration.places import Carried, Level, Place, Where
 from commpass.costmodel import Profile
 from commpass.errors import CalibrationError
 from commpass.policy import Policy, policy_named
@@ -19,7 +19,7 @@ from commpass.tables import Format, read_json, write_whole
 
 FORMAT = Format("calibration", 1, "measure again with `commpass calibrate`", CalibrationError)
 
-__all__ = ["Calibration", "Carried", "Place", "Where"]
+__all__ = ["Calibration", "Carried", "Level", "Place", "Where"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class Calibration:
     """How much a model minds errors of its collectives, as measured on ``batches`` batches.
 
     ``of`` says what sensitivities are of: the ``gradients`` of all parameters, or the ``outputs``
-    of inference. ``loss`` is the mean loss of the untouched model (None for inference), ``probe``
-    the codec whose error stood for all others', and ``remarks`` say which collectives were not
+    of inference. ``loss`` is the mean loss of the untouched model (None for inference), ``probes``
+    the codecs whose errors stood for all others', and ``remarks`` say which collectives were not
     measured, and why. ``written`` is a time as ISO 8601.
     """
 
@@ -40,7 +40,7 @@ class Calibration:
     world_size: int
     batches: int
     of: str
-    probe: str
+    probes: tuple[str, ...]
     loss: float | None = None
     places: tuple[Place, ...] = ()
     remarks: tuple[str, ...] = field(default=())

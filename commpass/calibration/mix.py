@@ -163,7 +163,7 @@ def _at_all(place: Place, chosen: Sequence[Candidate], error: float) -> Chosen:
         codec=chosen[0].codec,
         algorithms=tuple(sorted({one.algorithm for one in chosen} - {NONE})),
         error=error,
-        share=(place.sensitivity * error) ** 2,
+        share=place.change(error) ** 2,
         sent_bytes=math.fsum(each.calls * sent(one, each.site.group_size) for each, one in rows),
         us=math.fsum(each.calls * one.predicted_us for each, one in rows),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from commpass.plan import Site
@@ -35,21 +36,51 @@ class Carried:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Level:
+    """What an error of one size does: ``error`` is the relative error that ``codec`` made at a
+    place, ``sensitivity`` the relative change of the gradients (of inference: the outputs) for each
+    unit of it, both root mean squares over batches."""
+
+    codec: str
+    error: float
+    sensitivity: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Place:
     """All sites of one or several ``where``s, and what was measured at them.
 
     ``where`` are several if simplify makes one collective of theirs, which it can only while all
     are allowed the same. ``errors`` are by codec: the relative error (2-norm) of one encode and
     decode of what is sent here, over all ranks and batches, as a root mean square.
-    ``sensitivity`` is the relative change of the gradients (of inference: the outputs) for each
-    unit of relative error here, ``loss`` that of the loss, both root mean squares over batches.
+    ``levels`` are by ascending error. ``loss`` is the relative change of the loss for each unit of
+    the least of those errors.
     """
 
     where: tuple[Where, ...]
     sites: tuple[Carried, ...]
     errors: dict[str, float]
-    sensitivity: float
+    levels: tuple[Level, ...]
     loss: float | None = None
+
+    @property
+    def sensitivity(self) -> float:
+        """That of the least error."""
+        return self.levels[0].sensitivity
+
+    def change(self, error: float) -> float:
+        """The relative change that an error here makes. Sensitivities between two levels are
+        interpolated over the logarithm of the error; beyond them they are those of the nearest."""
+        known = [each for each in self.levels if each.error > 0]
+        below = [each for each in known if each.error <= error][-1:] or known[:1]
+        above = [each for each in known if each.error > error][:1] or known[-1:]
+        if not known or not error:
+            return 0.0
+        low, high = below[0], above[0]
+        if high.error <= low.error:
+            return error * low.sensitivity
+        share = math.log(error / low.error) / math.log(high.error / low.error)
+        return error * (low.sensitivity + share * (high.sensitivity - low.sensitivity))
 
     @property
     def calls(self) -> float:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from commpass.calibration.data import Calibration
-from commpass.calibration.places import Carried, Place, Where
+from commpass.calibration.places import Carried, Level, Place, Where
 from commpass.calibration.probes import Probes, Probing, Squares
 from commpass.calibration.step import Loss, Step, fingerprints, replicas, step_of
 from commpass.calibration.together import Ranks, together
@@ -31,9 +31,10 @@ CODECS = (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated", "bf16")
 """What is measured at each place if nobody names others."""
 KEEP = 1 / 64
 """The share of channels that ``outlier`` keeps (low-bit tensor-parallel inference, section 3)."""
-PROBE = "rotated(bits=6)"
-"""The codec whose error stands for all others': 2.4 %, small enough that twice the error changes
-the output twice as much, and far above the rounding of float32."""
+PROBES = ("rotated(bits=6)", "rotated(bits=3)")
+"""The codecs whose errors stand for all others': 2.4 %, small enough that twice the error changes
+the output twice as much, and far above the rounding of float32; and 19 %, which is not: coarse
+codecs shrink what they code, and gradients are not linear."""
 Progress = Callable[[int, int], None]
 
 
@@ -53,7 +54,7 @@ class _Sums:
     """Squares of relative numbers, added up over batches."""
 
     errors: list[dict[str, float]]
-    sensitivity: list[float]
+    changes: list[list[float]]
     loss: list[float]
 
 
@@ -67,7 +68,7 @@ def calibrate(
     train: bool = True,
     codecs: Sequence[str] = CODECS,
     outliers: bool = True,
-    probe: str = PROBE,
+    probes: Sequence[str] = PROBES,
     profile: str | Path | Profile | None = None,
     timeout: float = 120.0,
     progress: Progress | None = None,
@@ -79,12 +80,14 @@ def calibrate(
     the model gives; without it that is summed up. With ``train`` the gradients of all
     ``parameters`` (the model's, if not said) are what counts, else what the model gives. At each
     place the errors of ``codecs`` are measured, with ``outliers`` also those of codec ``outlier``
-    with the channels that reach farthest there. ``policy`` is what simplify goes by. ``timeout`` is
+    with the channels that reach farthest there. ``probes`` are the codecs whose
+    errors are made there, each for itself. ``policy`` is what simplify goes by. ``timeout`` is
     how many seconds a rank waits for others, in its own collectives as well.
 
-    The model runs twice on each batch, and once more for each place; gradients, buffers and random
-    numbers are afterwards as they were. Raises CalibrationError without a process group of several
-    ranks, without a collective, for values that are not finite, and on every rank if one fails.
+    The model runs twice on each batch, and once more for each place and probe. Gradients, buffers
+    and random numbers are afterwards as they were. Raises CalibrationError without a process group
+    of several ranks, without a collective, for values that are not finite, and on every rank if one
+    fails.
     """
     if not dist.is_initialized() or dist.get_world_size() < 2:
         raise CalibrationError(
@@ -93,7 +96,10 @@ def calibrate(
         )
     check_number("timeout", timeout, above=True)
     named = tuple(dict.fromkeys(codec(each).spec for each in codecs))
-    probes = Probes((*named, codec(probe).spec), policy_named(policy), profile_here(profile))
+    disturbing = sorted(map(codec, dict.fromkeys(probes)), key=lambda each: each.relative_error())
+    if not disturbing or not disturbing[0].relative_error():
+        raise CalibrationError(f"probes={probes!r}: give one codec or several that lose something")
+    inserted = Probes(named or (disturbing[0].spec,), policy_named(policy), profile_here(profile))
     with together(float(timeout)) as ranks:
         rows = [tuple(batch) if _is_tuple(batch) else (batch,) for batch in batches]
         counts = ranks.exchange(len(rows), int)
@@ -101,11 +107,11 @@ def calibrate(
             raise CalibrationError(f"batches of each rank: {counts}; all need as many, and some")
         torch._dynamo.reset()
         try:
-            compiled = torch.compile(model, backend=Probing(probes))
+            compiled = torch.compile(model, backend=Probing(inserted))
             step = step_of(model, compiled, parameters, loss, train)
             own = fingerprints(step.parameters) if train else {}
             step.weights = replicas(own, ranks.exchange(own, dict[str, str]))
-            return _measured(ranks, probes, step, rows, named, codec(probe), outliers, progress)
+            return _measured(ranks, inserted, step, rows, named, disturbing, outliers, progress)
         finally:
             torch._dynamo.reset()
 
@@ -120,7 +126,7 @@ def _measured(
     step: Step,
     rows: Sequence[tuple[Any, ...]],
     named: tuple[str, ...],
-    disturbing: Codec,
+    disturbing: Sequence[Codec],
     outliers: bool,
     progress: Progress | None,
 ) -> Calibration:
@@ -132,21 +138,23 @@ def _measured(
     if not groups:
         why = f" ({'; '.join(seen[0].remarks)})" if seen[0].remarks else ""
         raise CalibrationError(f"no collective was found that a codec could make smaller{why}")
-    choices = [
-        sorted({*named, disturbing.spec, *(_outlier(group, seen) if outliers else ())})
-        for group in groups
-    ]
+    choices = [sorted({*named, *(_outlier(group, seen) if outliers else ())}) for group in groups]
+    made = [each.spec for each in disturbing]
     for group, specs in zip(groups, choices, strict=True):
         for where in group:
-            probes.errors_of[where] = [codec(spec) for spec in specs]
-    sums = _Sums([dict.fromkeys(specs, 0.0) for specs in choices], [0.0] * len(groups), [])
-    sums.loss = [0.0] * len(groups)
+            probes.errors_of[where] = [codec(spec) for spec in sorted({*specs, *made})]
+    sums = _Sums(
+        [dict.fromkeys(sorted({*specs, *made}), 0.0) for specs in choices],
+        [[0.0] * len(disturbing) for _ in groups],
+        [0.0] * len(groups),
+    )
     losses = []
+    runs = 1 + len(groups) * len(disturbing)
     for number, batch in enumerate(rows):
 
         def told(done: int, number: int = number) -> None:
             if progress is not None:
-                progress(number * (len(groups) + 1) + done, len(rows) * (len(groups) + 1))
+                progress(number * runs + done, len(rows) * runs)
 
         losses.append(
             _one_batch(ranks, probes, step, batch, number, groups, sums, disturbing, told)
@@ -156,8 +164,15 @@ def _measured(
         Place(
             where=group,
             sites=_sites(group, seen),
-            errors={spec: _rms(total, many) for spec, total in sums.errors[at].items()},
-            sensitivity=_rms(sums.sensitivity[at], many),
+            errors={spec: _rms(sums.errors[at][spec], many) for spec in choices[at]},
+            levels=tuple(
+                Level(
+                    codec=spec,
+                    error=_rms(sums.errors[at][spec], many),
+                    sensitivity=_rms(change, many),
+                )
+                for spec, change in zip(made, sums.changes[at], strict=True)
+            ),
             loss=_rms(sums.loss[at], many) if step.train else None,
         )
         for at, group in enumerate(groups)
@@ -171,7 +186,7 @@ def _measured(
         world_size=ranks.size,
         batches=many,
         of="gradients" if step.train else "outputs",
-        probe=disturbing.spec,
+        probes=tuple(made),
         loss=math.fsum(each for each in losses if each is not None) / many if step.train else None,
         places=places,
         remarks=tuple(remarks),
@@ -190,10 +205,10 @@ def _one_batch(
     number: int,
     groups: Sequence[tuple[Where, ...]],
     sums: _Sums,
-    disturbing: Codec,
+    disturbing: Sequence[Codec],
     told: Callable[[int], None],
 ) -> float | None:
-    """Runs one batch untouched, then once with an error in each place. Gives the loss, a mean over
+    """Runs one batch untouched, then with each error in each place. Gives the loss, a mean over
     ranks."""
     probes.forget()
     probes.look, probes.disturb = True, None
@@ -213,20 +228,20 @@ def _one_batch(
     told(1)
     probes.look = False
     for at, group in enumerate(groups):
-        error = here[at][disturbing.spec]
         for spec, value in here[at].items():
             if not math.isfinite(value):
                 raise CalibrationError(f"batch {number}: what {group[0]} sends is not finite")
             sums.errors[at][spec] += value**2
-        probes.disturb = frozenset(group), disturbing
-        disturbed, output = step.run(batch)
-        off, moved = ranks.all_sums(
-            [step.squares(output, reference), (disturbed or 0.0) - (loss or 0.0)]
-        )
-        if error:
-            sums.sensitivity[at] += off / total / error**2
-            sums.loss[at] += (moved / lost / error) ** 2 if lost else 0.0
-        told(at + 2)
+        for level, each in enumerate(disturbing):
+            probes.disturb = frozenset(group), each
+            disturbed, output = step.run(batch)
+            off, moved = ranks.all_sums(
+                [step.squares(output, reference), (disturbed or 0.0) - (loss or 0.0)]
+            )
+            if error := here[at][each.spec]:
+                sums.changes[at][level] += off / total / error**2
+                sums.loss[at] += (moved / lost / error) ** 2 if lost and not level else 0.0
+            told(at * len(disturbing) + level + 2)
     probes.disturb = None
     return loss_is if step.train else None
 

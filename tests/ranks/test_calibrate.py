@@ -28,7 +28,7 @@ from commpass.policy import Policy
 
 pytestmark = pytest.mark.xdist_group("ranks")
 CODECS = ("rotated", "rotated(bits=6)", "rotated(bits=4)")
-PROBE = "rotated(bits=6)"
+PROBES = ("rotated(bits=6)", "rotated(bits=3)")
 WIDTH, INNER, ROWS = 128, 256, 32
 
 
@@ -68,7 +68,7 @@ def squared(given: Tensor) -> Tensor:
 # --- against float64 -------------------------------------------------------------------------
 
 
-def lost(parts: list[Tensor], name: str = PROBE) -> tuple[Tensor, float, float]:
+def lost(parts: list[Tensor], name: str) -> tuple[Tensor, float, float]:
     """The error of the sum of some tensors that a codec has each coded, and the squares of the
     errors and of the tensors."""
     coder = codec(name)
@@ -78,13 +78,15 @@ def lost(parts: list[Tensor], name: str = PROBE) -> tuple[Tensor, float, float]:
     return sum(errors), squares, sum(float(part.double().square().sum()) for part in each)
 
 
-def by_hand(place: str, batch: Tensor, train: bool, disturbed: bool) -> tuple[Tensor, float]:
+def by_hand(
+    place: str, batch: Tensor, train: bool, disturbed: bool, name: str
+) -> tuple[Tensor, float]:
     """What the whole model gives in float64, with an error at a place if it is to be ``disturbed``:
     of the parts of 2 ranks. And that error relative to what is sent there."""
     model, half, errors = whole().double(), INNER // 2, [math.nan]
 
     def off(parts: list[Tensor]) -> Tensor | float:
-        found, squares, values = lost(parts)
+        found, squares, values = lost(parts, name)
         errors[0] = math.sqrt(squares / values)
         return found if disturbed else 0.0
 
@@ -113,11 +115,11 @@ def by_hand(place: str, batch: Tensor, train: bool, disturbed: bool) -> tuple[Te
     return torch.cat([each.grad.flatten() for each in model.parameters()]), errors[0]
 
 
-def expected(place: str, train: bool) -> float:
+def expected(place: str, train: bool, name: str = PROBES[0]) -> float:
     squares = []
     for (batch,) in batches():
-        plain, error = by_hand(place, batch, train, False)
-        disturbed, _ = by_hand(place, batch, train, True)
+        plain, error = by_hand(place, batch, train, False, name)
+        disturbed, _ = by_hand(place, batch, train, True, name)
         squares.append(float((disturbed - plain).norm() / plain.norm() / error) ** 2)
     return math.sqrt(sum(squares) / len(squares))
 
@@ -146,8 +148,10 @@ def test_sensitivities_of_gradients_are_those_in_float64(trained):
     for place in trained.places:
         assert place.where[0].group == "tp"
         assert place.bytes == ROWS * WIDTH * 4
-        by_float64 = expected(place.where[0].module, train=True)
-        assert math.isclose(place.sensitivity, by_float64, rel_tol=1e-3)
+        assert tuple(each.codec for each in place.levels) == PROBES
+        for level in place.levels:
+            by_float64 = expected(place.where[0].module, True, level.codec)
+            assert math.isclose(level.sensitivity, by_float64, rel_tol=1e-3)
     assert trained.places[0].loss == 0  # backward comes after the loss
     assert trained.places[1].loss > 0
 
@@ -249,7 +253,7 @@ def as_it_was() -> tuple[float, bool, bool]:
         each.grad = torch.ones_like(each)
     kept = [each.grad for each in model.parameters()]
     torch.manual_seed(11)
-    found = commpass.calibrate(model, batches(1), codecs=("rotated",), probe="rotated")
+    found = commpass.calibrate(model, batches(1), codecs=("rotated",), probes=["rotated"])
     same = all(torch.equal(value, state[name]) for name, value in model.norm.state_dict().items())
     grads = all(each.grad is old for each, old in zip(model.parameters(), kept, strict=True))
     return max(place.sensitivity for place in found.places), same, grads

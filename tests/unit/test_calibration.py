@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import commpass
-from commpass.calibration import Calibration, Carried, Place, Where
+from commpass.calibration import Calibration, Carried, Level, Place, Where
 from commpass.codecs import codec
 from commpass.collectives import algorithm
 from commpass.costmodel.budget import Option, cheapest
@@ -113,7 +113,7 @@ def place(module: str, sensitivity: float, direction: str = "forward", **more) -
         where=(Where.of(one),),
         sites=(Carried(site=one, calls=1.0),),
         errors={codec(name).spec: codec(name).relative_error() for name in CODECS},
-        sensitivity=sensitivity,
+        levels=(Level(codec="rotated(bits=6)", error=0.024, sensitivity=sensitivity),),
         loss=sensitivity / 10,
     )
 
@@ -126,7 +126,7 @@ def calibration(*places: Place, **more) -> Calibration:
         "world_size": 4,
         "batches": 2,
         "of": "gradients",
-        "probe": "rotated(bits=6)",
+        "probes": ("rotated(bits=6)",),
         "loss": 2.5,
         "places": places,
     }
@@ -200,6 +200,18 @@ def test_the_cost_model_takes_what_was_chosen_or_what_loses_no_more():
                     alone = codec(planned.codec).relative_error()
                     error = each.errors[planned.codec] * planned.error / alone
                     assert error <= chosen.error * (1 + 1e-4)
+
+
+def test_sensitivities_between_levels():
+    levels = (
+        Level(codec="a", error=0.01, sensitivity=1.0),
+        Level(codec="b", error=0.16, sensitivity=3.0),
+    )
+    one = dataclasses.replace(SOME[0], levels=levels)
+    for error, sensitivity in ((0.001, 1), (0.01, 1), (0.04, 2), (0.16, 3), (0.5, 3)):
+        assert math.isclose(one.change(error), error * sensitivity)
+    assert one.change(0.0) == 0
+    assert one.sensitivity == 1
 
 
 def test_rules_of_deeper_modules_come_first():
