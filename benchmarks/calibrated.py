@@ -1,6 +1,6 @@
 """What a calibrated mix of codecs loses, against the same codec everywhere.
 
-    python benchmarks/calibrated.py [--cases tp-4 sp-4 tp-8] [--steps 300] [--json FILE]
+    python benchmarks/calibrated.py [--cases tp-4 sp-4] [--steps 300] [--json FILE]
 
 Each case is the demo's transformer (examples/common.py) of so many layers on 2 ranks over gloo,
 divided by tensor parallelism as examples/train_tp.py does it, or with sequence parallelism as
@@ -159,8 +159,9 @@ def case(name: str, steps: int, mesh: Any, text: str) -> dict[str, Any]:
                 todo.append((f"mix for {codec}", mix.error, policy))
             if codec in ("rotated(bits=6)", "rotated(bits=4)"):
                 budget = at_bytes(found, alike[0], profile)
-                policy = found.policy(budget.error, profile=profile, exactly=True)
-                todo.append((f"mix of the bytes of {codec}", budget.error, policy))
+                mix = found.solve(budget, profile=profile)
+                policy = found.policy(budget, profile=profile, exactly=True)
+                todo.append((f"mix of the bytes of {codec}", mix.error, policy))
         for what, predicted, policy in todo:
             left, error, lost, codecs = measured(ranks, model, policy, batches, plain)
             points.append(Point(what, left, predicted, error, lost, codecs))
@@ -200,14 +201,15 @@ def everywhere(known: Solution, name: str) -> commpass.Policy:
     return commpass.Policy(rules=[rule])
 
 
-def at_bytes(found: Calibration, most: float, profile: Any) -> Solution:
-    """The mix of least predicted error that sends no more than so many bytes, by bisection."""
+def at_bytes(found: Calibration, most: float, profile: Any) -> float:
+    """The budget of the mix of least predicted error that sends no more than so many bytes, by
+    bisection."""
     low, high = 0.0, 1.0
     for _ in range(24):
         middle = (low + high) / 2
         fits = found.solve(middle, profile=profile).sent_bytes <= most
         low, high = (low, middle) if fits else (middle, high)
-    return found.solve(high, profile=profile)
+    return high
 
 
 def spread(known: Solution) -> dict[str, float]:
@@ -244,7 +246,7 @@ def candidates(found: Calibration, profile: Any) -> list[dict[str, Any]]:
         assert six is not None
         assert four is not None
         share = some.solve(six[1], profile=profile).sent_bytes / six[0]
-        error = at_bytes(some, four[0], profile).error / four[1]
+        error = at_bytes(some, four[0], profile) / four[1]
         rows.append({"candidates": name, "bytes": round(share, 4), "error": round(error, 4)})
     return rows
 
@@ -335,6 +337,25 @@ def show(found: dict[str, Any]) -> None:
     )
 
 
+def markdown(found: dict[str, Any]) -> str:
+    """The table of docs/calibration.md."""
+    lines = [
+        "| policy | bytes | of plain | predicted | measured | loss, off by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for point in found["points"]:
+        row = (
+            f"`{point['name']}`" if not point["name"].startswith("mix") else point["name"],
+            f"{point['sent_bytes']:,}",
+            f"{point['sent_bytes'] / found['plain_bytes']:.1%}",
+            f"{point['predicted']:.2%}",
+            f"{point['error']:.2%}",
+            f"{point['loss'] - found['loss']:+.5f}",
+        )
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
 NAMES = {"tp": "tensor parallelism", "sp": "with sequence parallelism"}
 
 
@@ -360,7 +381,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
             share, error, predicted = zip(*rows, strict=True)
             axes.plot(share, error, style, color=colour, ms=4, lw=1.3, label=label)
             if label == "calibrated mix":
-                axes.plot(share, predicted, "+", color=colour, ms=9, label="predicted")
+                axes.plot(share, predicted, "+", color=colour, ms=9, label="mix, predicted")
         for point in each["points"]:
             if (name := point["name"]) in (*ROTATED, *PLAIN):
                 text = name.removeprefix("rotated(bits=").removesuffix(")").replace("rotated", "8")
@@ -370,7 +391,7 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
                 )
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(PercentFormatter(1, 0))
-        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
         axes.set_title(f"{NAMES[division]}, {layers} layers", fontsize=10)
         axes.set_xlabel("bytes of a step, of what they are without a codec")
         axes.grid(alpha=0.25, which="both")
@@ -382,15 +403,20 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", nargs="+", default=["tp-4", "sp-4", "tp-8"])
+    parser.add_argument("--cases", nargs="+", default=["tp-4", "sp-4"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--text", choices=["held-out", "trained"], default="held-out")
     parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--plot", type=Path, default=PICTURE)
-    parser.add_argument("--draw", action="store_true", help="draw --json again, measure nothing")
+    parser.add_argument(
+        "--draw", action="store_true", help="draw --json again, and print its tables"
+    )
     options = parser.parse_args()
     if options.draw:
-        draw(json.loads(options.json.read_text(encoding="utf-8"))["cases"], options.plot)
+        cases = json.loads(options.json.read_text(encoding="utf-8"))["cases"]
+        draw(cases, options.plot)
+        for each in cases:
+            print(f"\n{each['case']}: {each['gains']}, {each['spread']}\n\n{markdown(each)}")
     elif "RANK" in os.environ:
         rank(options.cases, options.steps, options.text, options.json, options.plot)
     else:

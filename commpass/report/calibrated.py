@@ -138,7 +138,7 @@ def _measured(
 def table(found: Solution) -> Table:
     """A row for each place, in the order of modules."""
     groups = len({place.where[0].group for place in found.places}) > 1
-    columns = ("module", "what", "bytes", "mind", "codec", "sent", "error", "of all")
+    columns = ("module", "what", "bytes", "sens.", "codec", "sent", "error", "of all")
     made = plain_table(*columns)
     for column in made.columns[:2]:
         column.no_wrap = True
