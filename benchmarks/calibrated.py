@@ -362,10 +362,14 @@ NAMES = {"tp": "tensor parallelism", "sp": "with sequence parallelism"}
 def draw(found: list[dict[str, Any]], path: Path) -> None:
     """Measured error of the gradients over bytes: the same codec everywhere, and mixes."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import MultipleLocator, NullFormatter, PercentFormatter
 
     figure = Figure(figsize=(4.6 * len(found), 4.4), layout="constrained")
-    for axes, each in zip(figure.subplots(1, len(found), squeeze=False)[0], found, strict=True):
+    for axes, each in zip(
+        figure.subplots(1, len(found), squeeze=False, sharex=True, sharey=True)[0],
+        found,
+        strict=True,
+    ):
         division, layers = each["case"].split("-")
         groups = {
             "rotated, the same bits everywhere": ("o-", "#7f8c9b", lambda n: n in ROTATED),
@@ -386,10 +390,13 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
             if (name := point["name"]) in (*ROTATED, *PLAIN):
                 text = name.removeprefix("rotated(bits=").removesuffix(")").replace("rotated", "8")
                 at = (point["sent_bytes"] / each["plain_bytes"], point["error"])
+                where = (6, -9) if name in PLAIN else (5, 4)
                 axes.annotate(
-                    text, at, (5, 4), textcoords="offset points", fontsize=8, color="#555555"
+                    text, at, where, textcoords="offset points", fontsize=8, color="#555555"
                 )
         axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_locator(MultipleLocator(0.05))
         axes.xaxis.set_major_formatter(PercentFormatter(1, 0))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value * 100:g}%")
         axes.set_title(f"{NAMES[division]}, {layers} layers", fontsize=10)
