@@ -7,10 +7,12 @@ from importlib.metadata import version as _version
 
 from commpass.annotate import apply_policy, compress, keep
 from commpass.backend import backend
+from commpass.calibration import Calibration, calibrate
 from commpass.codecs import codec
 from commpass.collectives import Handle, all_gather, all_reduce, all_to_all, reduce_scatter
 from commpass.costmodel import KernelRate, Kernels, Link, Profile, Region, ethernet
 from commpass.errors import (
+    CalibrationError,
     CommpassError,
     DumpError,
     PlanMismatch,
@@ -29,6 +31,8 @@ from commpass.standalone import rewrite
 __version__ = _version("commpass")
 
 __all__ = [
+    "Calibration",
+    "CalibrationError",
     "CommpassError",
     "DumpError",
     "Handle",
@@ -50,6 +54,7 @@ __all__ = [
     "all_to_all",
     "apply_policy",
     "backend",
+    "calibrate",
     "codec",
     "compress",
     "ethernet",

@@ -39,6 +39,10 @@ class ProfileError(PolicyError):
     """A profile that is not ours, or measured times that no link can have."""
 
 
+class CalibrationError(CommpassError, ValueError):
+    """A calibration that cannot be made, is not ours, or was written by a newer version."""
+
+
 class TraceError(CommpassError, ValueError):
     """A trace that is none of torch.profiler's, or that of another program."""
 

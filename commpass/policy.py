@@ -24,7 +24,7 @@ from commpass.errors import PolicyError, nearest
 from commpass.kinds import KINDS
 from commpass.paths import star
 from commpass.plan import Site
-from commpass.tables import line_of, read_toml
+from commpass.tables import line_of, read_toml, toml_of
 
 DIRECTIONS = ("forward", "backward")
 PASS_NAMES = (
@@ -375,6 +375,21 @@ class Policy(_Named):
     def from_toml(path: str | Path) -> Policy:
         """A policy from a file. Raises PolicyError with file, line and what was expected there."""
         return _from_toml(Path(path))
+
+    def to_toml(self) -> str:
+        """A file that ``from_toml`` reads back as an equal policy. Raises PolicyError for that of
+        ``off``, which no file can say but as a preset."""
+        if self.off:
+            raise PolicyError(f"policy {self.name!r} is off, which a file says by preset = 'off'")
+        said = {key: value for key, value in _said(self).items() if key != "rules"}
+        said = {"name": self.name, **said}
+        return toml_of(said, {"rule": [_said(rule) for rule in self.rules]})
+
+
+def _said(of: Policy | Rule) -> dict[str, Any]:
+    """The fields that are not what they are if nothing is said."""
+    values = {f.name: (getattr(of, f.name), f.default) for f in dataclasses.fields(of)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 PRESETS: dict[str, Policy] = {

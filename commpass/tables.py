@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +60,37 @@ def read_json(path: Path, form: Format, struct: type[T]) -> T:
         return msgspec.convert(head, struct)
     except msgspec.ValidationError as error:
         raise form.error(f"{path}: damaged {form.what}: {error}") from error
+
+
+def write_whole(path: Path, raw: bytes, error: type[CommpassError]) -> None:
+    """Writes a file, whole or not at all. Raises ``error`` where that cannot be."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(raw)
+        part.rename(path)
+    except OSError as failed:
+        raise error(f"{path}: cannot be written: {failed.strerror}") from failed
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def toml_of(table: Mapping[str, Any], tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """TOML of plain values, then of arrays of tables: ``[[rule]]`` for ``{"rule": [...]}``. Values
+    are numbers, texts, booleans and lists of those."""
+    lines = [f"{key} = {_toml_value(value)}" for key, value in table.items()]
+    for name, rows in tables.items():
+        for row in rows:
+            lines += ["", f"[[{name}]]"]
+            lines += [f"{key} = {_toml_value(value)}" for key, value in row.items()]
+    return "\n".join(lines).strip() + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which JSON writes bare
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ import msgspec
 from commpass.costmodel.interconnects import CARDS
 from commpass.costmodel.profile import Profile, link_named, profile_named
 from commpass.errors import PolicyError, ProfileError, nearest
-from commpass.tables import Format, line_of, read_json, read_toml
+from commpass.tables import Format, line_of, read_json, read_toml, write_whole
 
 FORMAT = Format("profile", 1, "measure again with `commpass probe`", ProfileError)
 SUFFIXES = (".json", ".toml")
@@ -88,14 +88,8 @@ def age(file: ProfileFile) -> str:
 
 def write(path: Path, file: ProfileFile) -> None:
     """Writes a profile, whole or not at all."""
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n")
-        part.rename(path)
-    except OSError as error:
-        raise ProfileError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        part.unlink(missing_ok=True)
+    raw = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
+    write_whole(path, raw, ProfileError)
 
 
 def read(path: Path) -> ProfileFile:

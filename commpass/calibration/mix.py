@@ -1,0 +1,254 @@
+"""From what was measured to a policy: a codec for each place, under one budget of error."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from commpass.calibration.places import Place, Where
+from commpass.codecs import codec
+from commpass.collectives import DEFAULTS, own
+from commpass.costmodel import Profile, default_profile
+from commpass.costmodel.budget import Option, cheapest
+from commpass.costmodel.links import steps
+from commpass.errors import CalibrationError, check_number, nearest
+from commpass.passes.candidates import Options, candidates
+from commpass.passes.choose import rank
+from commpass.plan import NONE, Candidate
+from commpass.policy import Allowed, Policy, Rule
+
+CHEAPEST = ("bytes", "time")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What may be done at a place: a codec (``none``: leave it alone) by one algorithm for each of
+    its sites. ``error`` is the relative error of what the place gives, ``share`` what that adds
+    to the squared error of the model. ``sent_bytes`` leave one rank in a step (a plan counts those
+    that it hands to collectives), and ``us`` is the predicted time of all sites together."""
+
+    codec: str
+    algorithms: tuple[str, ...]
+    error: float
+    share: float
+    sent_bytes: float
+    us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """The chosen candidate of each place, with all that were considered, and the budget that it
+    keeps. ``kept`` are the numbers of places that the base policy keeps."""
+
+    max_error: float
+    places: tuple[Place, ...]
+    considered: tuple[tuple[Chosen, ...], ...]
+    chosen: tuple[Chosen, ...]
+    kept: frozenset[int] = frozenset()
+
+    @property
+    def error(self) -> float:
+        """The predicted relative error of the gradients, or outputs: shares add up, since errors of
+        different places are independent."""
+        return math.sqrt(math.fsum(each.share for each in self.chosen))
+
+    @property
+    def sent_bytes(self) -> float:
+        return math.fsum(each.sent_bytes for each in self.chosen)
+
+    @property
+    def us(self) -> float:
+        return math.fsum(each.us for each in self.chosen)
+
+    @property
+    def plain_bytes(self) -> float:
+        """Bytes that leave one rank if all is left alone."""
+        return math.fsum(some[0].sent_bytes for some in self.considered)
+
+    def uniform(self, name: str) -> tuple[float, float] | None:
+        """Bytes and predicted error if all places had the same codec; None where one cannot."""
+        spec = codec(name).spec
+        rows = [[each for each in some if each.codec == spec] for some in self.considered]
+        if not all(rows):
+            return None
+        found = [row[0] for row in rows]
+        error = math.sqrt(math.fsum(each.share for each in found))
+        return math.fsum(each.sent_bytes for each in found), error
+
+
+def solve(
+    places: Iterable[Place],
+    max_error: float,
+    base: Policy,
+    profile: Profile | None,
+    by: str = "bytes",
+) -> Solution:
+    """The cheapest mix. Places are looked at in an order of their own, so that the same ones give
+    the same mix however they came."""
+    try:
+        check_number("max_error", max_error)
+    except ValueError as error:
+        raise CalibrationError(f"{error}, such as 0.02") from None
+    if by not in CHEAPEST:
+        raise CalibrationError(f"cheapest={by!r}{nearest(str(by), CHEAPEST)}")
+    ordered = tuple(sorted(places, key=lambda each: each.where))
+    known = [considered(each, base, profile, by) for each in ordered]
+    kept = frozenset(number for number, each in enumerate(ordered) if _is_kept(each, base))
+    open_to = [some[:1] if number in kept else some for number, some in enumerate(known)]
+    options = [
+        [Option(each.us if by == "time" else each.sent_bytes, each.share) for each in some]
+        for some in open_to
+    ]
+    mix = cheapest(options, max_error**2)
+    assert mix is not None  # leaving all alone loses nothing
+    chosen = tuple(some[number] for some, number in zip(open_to, mix.chosen, strict=True))
+    return Solution(
+        max_error=max_error, places=ordered, considered=tuple(known), chosen=chosen, kept=kept
+    )
+
+
+def _is_kept(place: Place, base: Policy) -> bool:
+    """Whether a rule of the policy keeps a place, or the policy is off."""
+    if base.off:
+        return True
+    return any(
+        next((rule.keep for rule in base.rules if rule.matches(each.site)), False)
+        for each in place.sites
+    )
+
+
+def considered(
+    place: Place, base: Policy, profile: Profile | None, by: str = "bytes"
+) -> tuple[Chosen, ...]:
+    """All that may be done at a place, *leave it alone* first, by the algorithm that is best for
+    each codec: that sends least and then loses least, or is fastest."""
+    wanted = Allowed(codecs=tuple(sorted(place.errors)), algorithms=base.algorithms)
+    found = [
+        candidates(each.site, wanted, profile or default_profile(each.site.device), True)
+        for each in place.sites
+    ]
+    alone = [each.alone for each in found]
+    made = (_by_codec(place, spec, found, by) for spec in sorted(place.errors))
+    return (
+        _at_all(place, alone, 0.0),
+        *(each for each in made if each is not None),
+    )
+
+
+def _by_codec(place: Place, spec: str, options: Sequence[Options], by: str) -> Chosen | None:
+    """One codec at all sites of a place; None where one of them cannot have it."""
+    best: list[Candidate] = []
+    for carried, each in zip(place.sites, options, strict=True):
+        fitting = [
+            one
+            for one in each.possible
+            if one.codec == spec and one.wire_bytes >= 0 and one.error <= 1
+        ]
+        if not fitting:
+            return None
+        ranks = carried.site.group_size
+        best.append(
+            min(fitting, key=rank)
+            if by == "time"
+            else min(fitting, key=lambda one: (sent(one, ranks), one.error, rank(one)))
+        )
+    return _at_all(place, best, max(result_error(place, one.codec, one.error) for one in best))
+
+
+def _at_all(place: Place, chosen: Sequence[Candidate], error: float) -> Chosen:
+    rows = list(zip(place.sites, chosen, strict=True))
+    return Chosen(
+        codec=chosen[0].codec,
+        algorithms=tuple(sorted({one.algorithm for one in chosen} - {NONE})),
+        error=error,
+        share=place.change(error) ** 2,
+        sent_bytes=math.fsum(each.calls * sent(one, each.site.group_size) for each, one in rows),
+        us=math.fsum(each.calls * one.predicted_us for each, one in rows),
+    )
+
+
+def sent(candidate: Candidate, ranks: int) -> float:
+    """Bytes that leave one rank."""
+    return math.fsum(
+        stage.leaving if stage.peers is not None else steps(stage.kind, ranks, stage.leaving)[1]
+        for stage in candidate.stages
+        if stage.role == "exchange" and stage.leaving > 0
+    )
+
+
+def result_error(place: Place, spec: str, expected: float) -> float:
+    """The relative error of what a place gives: that of one encode and decode as measured there,
+    times how many times as large an algorithm makes that of Gaussian data (``expected``)."""
+    alone = codec(spec).relative_error()
+    return place.errors[spec] * (expected / alone if alone else 1.0)
+
+
+# --- the policy -----------------------------------------------------------------------------------
+
+
+def rules_of(found: Solution, base: Policy, name: str, *, exactly: bool = False) -> Policy:
+    """The policy of a mix. Deeper modules come first, since a rule covers all that is inside."""
+    made: list[tuple[Where, Rule]] = []
+    rows = zip(found.places, found.considered, found.chosen, strict=True)
+    for number, (place, some, chosen) in enumerate(rows):
+        words = _words(place, some, chosen, number in found.kept, exactly)
+        made += [(where, _rule(where, words)) for where in place.where]
+    made.sort(key=lambda each: (-_depth(each[0].module), each[0]))
+    rules = tuple(rule for _, rule in made)
+    return dataclasses.replace(base, name=name, rules=(*rules, *base.rules))
+
+
+def _depth(module: str) -> int:
+    return module.count(".") + 1 if module else 0
+
+
+def _rule(where: Where, words: dict[str, object]) -> Rule:
+    fields = {"module": where.module, "kind": where.kind, "direction": where.direction}
+    return Rule(**fields, group=where.group, **words)  # type: ignore[arg-type]
+
+
+def _words(
+    place: Place, some: Sequence[Chosen], chosen: Chosen, kept: bool, exactly: bool
+) -> dict[str, object]:
+    """What a rule says of a place."""
+    if kept or chosen.codec == NONE:
+        return {"keep": True}
+    names, ways = [chosen.codec], list(chosen.algorithms)
+    if not exactly:
+        names += [
+            each.codec
+            for each in some[1:]
+            if each is not chosen and _error(place, each.codec, ways) <= chosen.error
+        ]
+        kinds = {each.site.kind for each in place.sites}
+        ways += [
+            way
+            for way in DEFAULTS
+            if way not in ways
+            and way != "hierarchical"  # its error depends on the hosts
+            and any(own(kind, way) for kind in kinds)
+            and all(_error(place, name, [way]) <= chosen.error for name in names)
+        ]
+    # What candidates compare with the budget: the error by the algorithm on Gaussian data.
+    most = max(each for name in names for each in _expected(place, name, ways))
+    words: dict[str, object] = {
+        "codec": tuple(names),
+        "algorithm": tuple(ways),
+        "max_error": min(1.0, math.ceil(most * 1e5 + 1) / 1e5),
+    }
+    return {**words, "force": True} if exactly else words
+
+
+def _error(place: Place, spec: str, ways: Sequence[str]) -> float:
+    """The largest error of a codec by some algorithms."""
+    return max(result_error(place, spec, each) for each in _expected(place, spec, ways))
+
+
+def _expected(place: Place, spec: str, ways: Sequence[str]) -> Iterator[float]:
+    """The errors that are expected of Gaussian data, by each algorithm at each site that has it."""
+    for each in place.sites:
+        for way in ways:
+            if (known := own(each.site.kind, way)) is not None:
+                yield known.error(codec(spec), each.site.group_size)

@@ -1,0 +1,197 @@
+"""A backend that compiles nothing new: before each collective it puts a probe, which gives what it
+is given, or what a codec makes of it, and measures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from commpass.backend import Backend, Compiler
+from commpass.calibration.places import Where, bare
+from commpass.codecs import FLOATS, Codec
+from commpass.codecs.wrappers.outlier import Running
+from commpass.costmodel import Profile, default_profile
+from commpass.passes.allowed import ALLOWED
+from commpass.passes.candidates import candidates
+from commpass.passes.discover import GraphSite, discover
+from commpass.passes.graph import meta
+from commpass.passes.simplify import simplify
+from commpass.plan import Site
+from commpass.policy import Allowed, Policy
+from commpass.runtime.calls import boxed
+from commpass.runtime.owners import Calls
+
+
+@dataclass
+class Squares:
+    """Sums of squares: of what was sent, and of the errors of codecs, by their names."""
+
+    values: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Probes:
+    """What the probes of one rank know and find, whatever graph they are in.
+
+    ``errors_of`` are the codecs whose errors are measured at each place. ``disturb`` is the place
+    whose values a codec changes. ``channels`` are the ranges of the channels of each place, None
+    where its tensors do not have the same ones. ``merged`` says which places simplify makes one
+    collective of."""
+
+    wanted: tuple[str, ...]
+    policy: Policy
+    profile: Profile | None = None
+    errors_of: dict[Where, list[Codec]] = field(default_factory=dict)
+    disturb: tuple[frozenset[Where], Codec] | None = None
+    look: bool = False
+    sites: dict[Where, Counter[Site]] = field(default_factory=dict)
+    squares: dict[Where, Squares] = field(default_factory=dict)
+    channels: dict[Where, Running | None] = field(default_factory=dict)
+    merged: set[tuple[Where, Where]] = field(default_factory=set)
+    remarks: dict[str, None] = field(default_factory=dict)
+
+    def insert(self, gm: fx.GraphModule, direction: str, obstacle: str | None) -> None:
+        """Puts a probe before every collective of a graph that a rule could compress, after
+        simplify."""
+        found = discover(gm, direction)
+        for each in found:
+            each.call.node.meta[ALLOWED] = {}
+        for each in found:
+            told = _Told(codecs=self.wanted, where=Where.of(each.site), merged=self.merged)
+            each.call.node.meta[ALLOWED][each.position] = told
+        found = [self._told(each) for each in found]
+        profile = self.profile or default_profile(meta.device_of(gm))
+        if "simplify" not in self.policy.skip and obstacle is None and found:
+            simplify(gm, found, self.policy, profile)
+            found = [self._told(each) for each in discover(gm, direction)]
+        for each in found:
+            if why := obstacle or self._obstacle(each, profile):
+                place = Where.of(each.site)
+                self.remarks.setdefault(f"not measured: {place}: {why}")
+                continue
+            where = each.allowed.where if isinstance(each.allowed, _Told) else Where.of(each.site)
+            self._before(each, where)
+        for module in {each.module for each in found}:
+            module.graph.lint()
+            module.recompile()
+
+    def _told(self, each: GraphSite) -> GraphSite:
+        known = each.call.node.meta.get(ALLOWED, {}).get(each.position)
+        return dataclasses.replace(each, allowed=known or Allowed(codecs=self.wanted))
+
+    def _obstacle(self, each: GraphSite, profile: Profile) -> str | None:
+        """Why nothing is measured at a site."""
+        site = each.site
+        if site.word is not None:
+            return "a word in the model says what is done to it, which no rule can change"
+        if site.pairwise:
+            return "both ends of a send must do the same, and each has a place of its own"
+        wanted = Allowed(codecs=self.wanted)
+        options = candidates(site, wanted, profile, self.policy.reassociate)
+        return options.obstacle or (None if options.possible else "; ".join(options.refused))
+
+    def _before(self, each: GraphSite, where: Where) -> None:
+        """Puts a probe before a site's input."""
+        node, source = each.call.node, each.input
+        graph = each.module.graph
+        name = f"commpass_probe_{len(each.module._modules)}"
+        probe = Probe(self, where, bare(each.site), "in-place" in each.call.form)
+        each.module.add_module(name, probe)
+        with graph.inserting_before(node):
+            made = graph.call_module(name, (source,))
+        made.meta.update({key: source.meta[key] for key in ("val",) if key in source.meta})
+        node.replace_input_with(source, made)
+
+    def forget(self) -> None:
+        """What was counted and summed up."""
+        self.squares = {}
+        for counter in self.sites.values():
+            counter.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told(Allowed):
+    """What simplify may merge with all others, and notes whom it is about to be merged with."""
+
+    where: Where
+    merged: set[tuple[Where, Where]]
+
+    def allow_like(self, other: Allowed) -> bool:
+        if isinstance(other, _Told) and other.where != self.where:
+            self.merged.add((min(self.where, other.where), max(self.where, other.where)))
+        return True
+
+
+class Probe(nn.Module):
+    """What stands before one collective."""
+
+    def __init__(self, probes: Probes, where: Where, site: Site, in_place: bool):
+        super().__init__()
+        self.probes, self.where, self.site, self.in_place = probes, where, site, in_place
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        probes, where = self.probes, self.where
+        if probes.disturb is not None and where in probes.disturb[0]:
+            changed = round_trip(probes.disturb[1], x)
+            # What a collective overwrites is overwritten here as well.
+            return x.copy_(changed) if self.in_place else changed
+        if probes.look and x.numel():
+            probes.sites.setdefault(where, Counter())[self.site] += 1
+            self._measure(x)
+        return x
+
+    def _measure(self, x: Tensor) -> None:
+        probes, where = self.probes, self.where
+        squares = probes.squares.setdefault(where, Squares())
+        squares.values += square(x)
+        for each in probes.errors_of.get(where, ()):
+            lost = square(round_trip(each, x), x)
+            squares.errors[each.spec] = squares.errors.get(each.spec, 0.0) + lost
+        if not x.isfinite().all():
+            squares.values = float("nan")
+        elif where not in probes.channels:
+            probes.channels[where] = Running.start(x) if x.dim() > 1 else None
+        elif (known := probes.channels[where]) is not None:
+            fits = x.dim() > 1 and known.low.numel() == x.shape[-1]
+            probes.channels[where] = known.update(x) if fits else None
+
+
+def round_trip(codec: Codec, x: Tensor) -> Tensor:
+    """What a receiver has of a tensor, in its dtype."""
+    return codec.decode(codec.encode(x.contiguous())) if x.dtype in FLOATS else x
+
+
+def square(x: Tensor, other: Tensor | None = None) -> float:
+    """The sum of squares of a tensor, or of its difference to another, in float64."""
+    x = x.detach().double()
+    return float((x - other.detach().double() if other is not None else x).square().sum())
+
+
+class Probing(Backend):
+    """What torch.compile is given: all graphs of a step with probes in them, run operator by
+    operator."""
+
+    def __init__(self, probes: Probes):
+        super().__init__(probes.policy, "eager", probes.profile, True, None, None)
+        self.probes = probes
+
+    def compile(
+        self,
+        gm: fx.GraphModule,
+        number: str,
+        direction: str,
+        calls: Calls,
+        stateless: str | None,
+        compile_graph: Compiler,
+        decompositions: Any,
+        obstacle: str | None = None,
+    ) -> Any:
+        self.probes.insert(gm, direction, obstacle)
+        return boxed(compile_graph(gm, [], False))

@@ -1,0 +1,327 @@
+"""calibrate: a model and some batches, on all ranks, to how much it minds errors of each
+collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpass.calibration.data import Calibration
+from commpass.calibration.places import Carried, Level, Place, Where
+from commpass.calibration.probes import Probes, Probing, Squares
+from commpass.calibration.step import Loss, Step, fingerprints, replicas, step_of
+from commpass.calibration.together import Ranks, together
+from commpass.codecs import Codec, codec
+from commpass.codecs.wrappers.outlier import Channels, Running
+from commpass.codecs.wrappers.outlier import calibrate as channels_of
+from commpass.costmodel import Profile
+from commpass.errors import CalibrationError, check_number
+from commpass.policy import Policy, policy_named
+from commpass.runtime.machine import profile_here
+
+CODECS = (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated", "bf16")
+"""What is measured at each place if nobody names others."""
+KEEP = 1 / 64
+"""The share of channels that ``outlier`` keeps (low-bit tensor-parallel inference, section 3)."""
+PROBES = ("rotated(bits=6)", "rotated(bits=3)")
+"""The codecs whose errors stand for all others': 2.4 %, small enough that twice the error changes
+the output twice as much, and far above the rounding of float32; and 19 %, which is not: coarse
+codecs shrink what they code, and gradients are not linear."""
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one rank has found in a first run over all batches."""
+
+    places: list[tuple[Where, list[Carried]]]
+    merged: list[tuple[Where, Where]]
+    channels: list[tuple[Where, list[float], list[float]]]
+    uneven: list[Where]
+    remarks: list[str]
+
+
+@dataclass
+class _Sums:
+    """Squares of relative numbers, added up over batches."""
+
+    errors: list[dict[str, float]]
+    changes: list[list[float]]
+    loss: list[float]
+
+
+def calibrate(
+    model: Callable[..., Any],
+    batches: Iterable[Sequence[Any]],
+    policy: str | Path | Policy = "lossless",
+    *,
+    loss: Loss | None = None,
+    parameters: Iterable[torch.Tensor] | None = None,
+    train: bool = True,
+    codecs: Sequence[str] = CODECS,
+    outliers: bool = True,
+    probes: Sequence[str] = PROBES,
+    profile: str | Path | Profile | None = None,
+    timeout: float = 120.0,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Measures how much a model minds errors of each of its collectives. Every rank calls it, with
+    its part of the model and of each batch, and all are given the same.
+
+    ``batches`` are tuples of the model's inputs. ``loss(output, *batch)`` makes the loss of what
+    the model gives; without it that is summed up. With ``train`` the gradients of all
+    ``parameters`` (the model's, if not said) are what counts, else what the model gives. At each
+    place the errors of ``codecs`` are measured, with ``outliers`` also those of codec ``outlier``
+    with the channels that reach farthest there. ``probes`` are the codecs whose
+    errors are made there, each for itself. ``policy`` is what simplify goes by. ``timeout`` is
+    how many seconds a rank waits for others, in its own collectives as well.
+
+    The model runs twice on each batch, and once more for each place and probe. Gradients, buffers
+    and random numbers are afterwards as they were. Raises CalibrationError without a process group
+    of several ranks, without a collective, for values that are not finite, and on every rank if one
+    fails.
+    """
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        raise CalibrationError(
+            "there is nothing to calibrate: it needs a process group of several ranks. Start it on"
+            " every rank, as torchrun does"
+        )
+    check_number("timeout", timeout, above=True)
+    named = tuple(dict.fromkeys(codec(each).spec for each in codecs))
+    disturbing = sorted(map(codec, dict.fromkeys(probes)), key=lambda each: each.relative_error())
+    if not disturbing or not disturbing[0].relative_error():
+        raise CalibrationError(f"probes={probes!r}: give one codec or several that lose something")
+    inserted = Probes(named or (disturbing[0].spec,), policy_named(policy), profile_here(profile))
+    with together(float(timeout)) as ranks:
+        rows = [tuple(batch) if _is_tuple(batch) else (batch,) for batch in batches]
+        counts = ranks.exchange(len(rows), int)
+        if set(counts) != {len(rows)} or not rows:
+            raise CalibrationError(f"batches of each rank: {counts}; all need as many, and some")
+        torch._dynamo.reset()
+        try:
+            compiled = torch.compile(model, backend=Probing(inserted))
+            step = step_of(model, compiled, parameters, loss, train)
+            own = fingerprints(step.parameters) if train else {}
+            step.weights = replicas(own, ranks.exchange(own, dict[str, str]))
+            return _measured(ranks, inserted, step, rows, named, disturbing, outliers, progress)
+        finally:
+            torch._dynamo.reset()
+
+
+def _is_tuple(batch: Any) -> bool:
+    return isinstance(batch, (tuple, list))
+
+
+def _measured(
+    ranks: Ranks,
+    probes: Probes,
+    step: Step,
+    rows: Sequence[tuple[Any, ...]],
+    named: tuple[str, ...],
+    disturbing: Sequence[Codec],
+    outliers: bool,
+    progress: Progress | None,
+) -> Calibration:
+    probes.look = True
+    for batch in rows:
+        step.run(batch)
+    seen = ranks.exchange(_seen(probes, len(rows)), _Seen)
+    groups = _clusters(seen)
+    if not groups:
+        why = f" ({'; '.join(seen[0].remarks)})" if seen[0].remarks else ""
+        raise CalibrationError(f"no collective was found that a codec could make smaller{why}")
+    choices = [sorted({*named, *(_outlier(group, seen) if outliers else ())}) for group in groups]
+    made = [each.spec for each in disturbing]
+    for group, specs in zip(groups, choices, strict=True):
+        for where in group:
+            probes.errors_of[where] = [codec(spec) for spec in sorted({*specs, *made})]
+    sums = _Sums(
+        [dict.fromkeys(sorted({*specs, *made}), 0.0) for specs in choices],
+        [[0.0] * len(disturbing) for _ in groups],
+        [0.0] * len(groups),
+    )
+    losses = []
+    runs = 1 + len(groups) * len(disturbing)
+    for number, batch in enumerate(rows):
+
+        def told(done: int, number: int = number) -> None:
+            if progress is not None:
+                progress(number * runs + done, len(rows) * runs)
+
+        losses.append(
+            _one_batch(ranks, probes, step, batch, number, groups, sums, disturbing, told)
+        )
+    many = len(rows)
+    places = tuple(
+        Place(
+            where=group,
+            sites=_sites(group, seen),
+            errors={spec: _rms(sums.errors[at][spec], many) for spec in choices[at]},
+            levels=tuple(
+                Level(
+                    codec=spec,
+                    error=_rms(sums.errors[at][spec], many),
+                    sensitivity=_rms(change, many),
+                )
+                for spec, change in zip(made, sums.changes[at], strict=True)
+            ),
+            loss=_rms(sums.loss[at], many) if step.train else None,
+        )
+        for at, group in enumerate(groups)
+    )
+    remarks = dict.fromkeys(remark for each in seen for remark in each.remarks)
+    now = ranks.exchange(datetime.now(UTC).isoformat(timespec="seconds"), str)[0]
+    return Calibration(
+        commpass=version("commpass"),
+        torch=str(torch.__version__),
+        written=now,
+        world_size=ranks.size,
+        batches=many,
+        of="gradients" if step.train else "outputs",
+        probes=tuple(made),
+        loss=math.fsum(each for each in losses if each is not None) / many if step.train else None,
+        places=places,
+        remarks=tuple(remarks),
+    )
+
+
+def _rms(total: float, many: int) -> float:
+    return math.sqrt(total / many)
+
+
+def _one_batch(
+    ranks: Ranks,
+    probes: Probes,
+    step: Step,
+    batch: tuple[Any, ...],
+    number: int,
+    groups: Sequence[tuple[Where, ...]],
+    sums: _Sums,
+    disturbing: Sequence[Codec],
+    told: Callable[[int], None],
+) -> float | None:
+    """Runs one batch untouched, then with each error in each place. Gives the loss, a mean over
+    ranks."""
+    probes.forget()
+    probes.look, probes.disturb = True, None
+    loss, reference = step.run(batch)
+    total, lost = ranks.all_sums([step.squares(reference), loss or 0.0])
+    loss_is = lost / ranks.size
+    what = "gradients" if step.train else "outputs"
+    if not math.isfinite(loss_is):
+        raise CalibrationError(f"batch {number}: the loss is {loss_is}")
+    if not math.isfinite(total):
+        raise CalibrationError(f"batch {number}: the {what} are not finite")
+    if not total:
+        raise CalibrationError(f"batch {number}: the {what} are all 0")
+    here = [
+        _relative(ranks, probes, group, list(sums.errors[at])) for at, group in enumerate(groups)
+    ]
+    told(1)
+    probes.look = False
+    for at, group in enumerate(groups):
+        for spec, value in here[at].items():
+            if not math.isfinite(value):
+                raise CalibrationError(f"batch {number}: what {group[0]} sends is not finite")
+            sums.errors[at][spec] += value**2
+        for level, each in enumerate(disturbing):
+            probes.disturb = frozenset(group), each
+            disturbed, output = step.run(batch)
+            off, moved = ranks.all_sums(
+                [step.squares(output, reference), (disturbed or 0.0) - (loss or 0.0)]
+            )
+            if error := here[at][each.spec]:
+                sums.changes[at][level] += off / total / error**2
+                sums.loss[at] += (moved / lost / error) ** 2 if lost and not level else 0.0
+            told(at * len(disturbing) + level + 2)
+    probes.disturb = None
+    return loss_is if step.train else None
+
+
+def _relative(
+    ranks: Ranks, probes: Probes, group: tuple[Where, ...], specs: list[str]
+) -> dict[str, float]:
+    """The relative error of each codec at a place, over all ranks."""
+    mine = [probes.squares[where] for where in group if where in probes.squares] or [Squares()]
+    values = [sum(each.values for each in mine)]
+    errors = [sum(each.errors.get(spec, 0.0) for each in mine) for spec in specs]
+    whole, *parts = ranks.all_sums([float(each) for each in (*values, *errors)])
+    return {
+        spec: math.sqrt(part / whole) if whole > 0 else (0.0 if whole == 0 else math.nan)
+        for spec, part in zip(specs, parts, strict=True)
+    }
+
+
+def _seen(probes: Probes, batches: int) -> _Seen:
+    return _Seen(
+        places=[
+            (where, [Carried(site=site, calls=n / batches) for site, n in counter.items()])
+            for where, counter in probes.sites.items()
+        ],
+        merged=sorted(probes.merged),
+        channels=[
+            (where, each.low.tolist(), each.high.tolist())
+            for where, each in probes.channels.items()
+            if each is not None
+        ],
+        uneven=[where for where, each in probes.channels.items() if each is None],
+        remarks=list(probes.remarks),
+    )
+
+
+def _clusters(seen: Sequence[_Seen]) -> list[tuple[Where, ...]]:
+    """The places: those that simplify merges are one. Only those that something was sent at."""
+    root: dict[Where, Where] = {}
+
+    def find(where: Where) -> Where:
+        while (above := root.setdefault(where, where)) != where:
+            where = above
+        return where
+
+    sent = {where for each in seen for where, _ in each.places}
+    for where in sorted(sent):
+        find(where)
+    for one, other in sorted({pair for each in seen for pair in each.merged}):
+        a, b = sorted((find(one), find(other)))
+        root[b] = a
+    groups: dict[Where, list[Where]] = {}
+    for where in sorted(root):
+        groups.setdefault(find(where), []).append(where)
+    return [tuple(group) for group in groups.values() if sent & set(group)]
+
+
+def _sites(group: tuple[Where, ...], seen: Sequence[_Seen]) -> tuple[Carried, ...]:
+    """The sites of a place, as the first rank has them that sends anything there."""
+    for each in seen:
+        found = [site for where, sites in each.places if where in group for site in sites]
+        if found:
+            return tuple(sorted(found, key=repr))
+    return ()
+
+
+def _outlier(group: tuple[Where, ...], seen: Sequence[_Seen]) -> list[str]:
+    """Codec ``outlier`` with the channels of a place that reach farthest on all ranks, in 4 bits
+    the others; none where tensors differ in their channels."""
+    rows = [row for each in seen for row in each.channels if row[0] in group]
+    widths = {len(low) for _, low, _ in rows}
+    if len(widths) != 1 or any(where in group for each in seen for where in each.uneven):
+        return []
+    if not 2 <= (width := next(iter(widths))) <= MOST_CHANNELS:
+        return []
+    ranges = [
+        Running(torch.tensor(low).double(), torch.tensor(high).double()) for _, low, high in rows
+    ]
+    kept = Channels(width, channels_of(ranges, KEEP).kept).to_text()
+    return [codec(f"outlier(statistics={kept}, inner={inner})").spec for inner in INNER]
+
+
+INNER = ("int4",)
+MOST_CHANNELS = 1 << 16

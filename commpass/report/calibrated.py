@@ -1,0 +1,207 @@
+"""``commpass calibrate``: the function of a file on real ranks, a table of what was measured and
+chosen, the policy as TOML, a picture."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+from torch.distributed.device_mesh import init_device_mesh
+
+from commpass.calibration import CODECS, Calibration, Solution, calibrate
+from commpass.errors import CalibrationError
+from commpass.plan import NONE
+from commpass.policy import Policy, policy_named
+from commpass.report.probed import group
+from commpass.report.simulated import build_of, mesh_of
+from commpass.report.tables import plain_table, size
+from commpass.runtime.machine import device_of
+from commpass.tables import write_whole
+
+UNIFORM = ("rotated", "rotated(bits=6)", "rotated(bits=4)")
+"""What totals are compared with."""
+
+
+def run(
+    where: str | None,
+    mesh: str | None,
+    max_error: float,
+    output: Path,
+    *,
+    source: Path | None,
+    json: Path | None,
+    codecs: Sequence[str],
+    policy: str,
+    profile: str | None,
+    cheapest: str,
+    train: bool,
+    plot: Path | None,
+) -> None:
+    """Measures on every rank, or reads what was measured; rank 0 writes and says what is chosen."""
+    base = policy_named(policy)
+    if output.suffix != ".toml":
+        raise CalibrationError(f"{str(output)!r}: a policy is a .toml file")
+    if not 0 <= max_error < math.inf:
+        raise CalibrationError(
+            f"--max-error {max_error}: must be a share of at least 0, such as 0.02"
+        )
+    for each in (output, json, plot):
+        if each is not None and not os.access(each.parent, os.W_OK):
+            raise CalibrationError(f"{each}: {str(each.parent)!r} is no folder that can be written")
+    if source is not None:
+        if where is not None:
+            raise CalibrationError("give FILE.py:FUNCTION to measure, or --from to read: not both")
+        found = Calibration.read(source)
+    else:
+        if where is None or mesh is None:
+            raise CalibrationError(
+                "give FILE.py:FUNCTION and --mesh, to measure, or --from calibration.json"
+            )
+        with group():
+            first = dist.get_rank() == 0
+            found = _measured(where, mesh_of(mesh), base, profile, codecs, train)
+        if not first:
+            return
+        if json is not None:
+            found.write(json)
+            typer.echo(f"wrote {json} ({found.digest()})")
+    solved = found.solve(max_error, base=base, profile=profile, cheapest=cheapest)
+    made = found.policy(max_error, base=base, profile=profile, cheapest=cheapest, name=output.stem)
+    _say(found, solved, made, output, plot)
+
+
+def _say(
+    found: Calibration, solved: Solution, made: Policy, output: Path, plot: Path | None
+) -> None:
+    for remark in found.remarks:
+        typer.echo(remark, err=True)
+    console = Console()
+    console.print(table(solved))
+    for line in totals(found, solved):
+        console.print(Text(line))
+    write_whole(output, made.to_toml().encode(), CalibrationError)
+    typer.echo(f"wrote {output}: commpass.backend({str(output)!r})")
+    if plot is not None:
+        draw(solved, f"error of the {found.of} for each unit of error at a place", plot)
+        typer.echo(f"wrote {plot}")
+
+
+def _measured(
+    where: str,
+    sizes: dict[str, int],
+    base: Policy,
+    profile: str | None,
+    codecs: Sequence[str],
+    train: bool,
+) -> Calibration:
+    build = build_of(where)
+    ranks = math.prod(sizes.values())
+    if ranks != dist.get_world_size():
+        raise CalibrationError(
+            f"a mesh of {ranks} ranks, but {dist.get_world_size()} were started: torchrun"
+            f" --nproc-per-node {ranks}"
+        )
+    world = dist.group.WORLD
+    assert world is not None
+    device = device_of(world).type
+    mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    made: Any = build(mesh)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise CalibrationError(
+            f"{where}: gave {type(made).__name__}, but must give a model, batches (tuples of its"
+            " inputs), and if it likes a loss"
+        )
+    model, batches, *loss = made
+    with Progress(console=Console(stderr=True), transient=True, disable=dist.get_rank() > 0) as bar:
+        task = bar.add_task("runs", total=None)
+        return calibrate(
+            model,
+            batches,
+            base,
+            loss=loss[0] if loss else None,
+            codecs=codecs or CODECS,
+            train=train,
+            profile=profile,
+            progress=lambda done, many: bar.update(task, completed=done, total=many),
+        )
+
+
+def table(found: Solution) -> Table:
+    """A row for each place, in the order of modules."""
+    groups = len({place.where[0].group for place in found.places}) > 1
+    columns = ("module", "what", "bytes", "sens.", "codec", "sent", "error", "of all")
+    made = plain_table(*columns)
+    for column in made.columns[:2]:
+        column.no_wrap = True
+    whole = math.fsum(each.share for each in found.chosen)
+    for place, (plain, *_), chosen in zip(
+        found.places, found.considered, found.chosen, strict=True
+    ):
+        first = place.where[0]
+        what = f"{first.kind}, {first.direction}" + (f", {first.group}" if groups else "")
+        row = (
+            *(place.word, what, size(round(plain.sent_bytes)), f"{place.sensitivity:.3g}"),
+            short(chosen.codec),
+            size(round(chosen.sent_bytes)),
+            f"{chosen.error:.2%}",
+            f"{chosen.share / whole:.0%}" if whole else "-",
+        )
+        made.add_row(*map(Text, row))
+    return made
+
+
+def short(codec: str) -> str:
+    """A codec's name without data of its own."""
+    if codec == NONE:
+        return "left alone"
+    return codec if len(codec) < 40 else f"{codec.partition('(')[0]}(...)"
+
+
+def totals(measured: Calibration, found: Solution) -> list[str]:
+    """Bytes and predicted error of the mix, and of the same codec everywhere."""
+    what = measured.of
+    lines = [
+        f"a rank sends {size(round(found.sent_bytes))} instead of {size(round(found.plain_bytes))};"
+        f" predicted error of the {what} {found.error:.3%}, of a budget of {found.max_error:.3%}"
+    ]
+    for name in UNIFORM:
+        if (alike := found.uniform(name)) is not None:
+            lines.append(
+                f"{name} everywhere: {size(round(alike[0]))}, predicted error {alike[1]:.3%}"
+            )
+    return lines
+
+
+def draw(found: Solution, title: str, path: Path) -> None:
+    """Sensitivities as bars, with the bits for each value that were chosen."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise CalibrationError("a picture needs: pip install 'commpass[graph]'") from error
+    many = len(found.places)
+    figure = Figure(figsize=(8, 1.2 + 0.24 * many), layout="constrained")
+    axes = figure.subplots()
+    names = [f"{place.word} ({place.where[0].direction})" for place in found.places]
+    colours = {"forward": "#9db4cf", "backward": "#e0b080"}
+    axes.barh(
+        range(many),
+        [place.sensitivity for place in found.places],
+        color=[colours[place.where[0].direction] for place in found.places],
+    )
+    for row, (place, chosen) in enumerate(zip(found.places, found.chosen, strict=True)):
+        axes.text(place.sensitivity, row, f" {short(chosen.codec)}", va="center", fontsize=8)
+    axes.set_yticks(range(many), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title, fontsize=10)
+    figure.savefig(path, dpi=110)

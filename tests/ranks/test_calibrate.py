@@ -1,0 +1,402 @@
+"""``commpass.calibrate`` on real ranks: sensitivities against those worked out in float64, the same
+on all ranks, and what the policy that comes of them does."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from processes import Ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import commpass
+from commpass.calibration import Calibration
+from commpass.codecs import codec
+from commpass.errors import CalibrationError
+from commpass.policy import Policy
+
+pytestmark = pytest.mark.xdist_group("ranks")
+CODECS = ("rotated", "rotated(bits=6)", "rotated(bits=4)")
+PROBES = ("rotated(bits=6)", "rotated(bits=3)")
+WIDTH, INNER, ROWS = 128, 256, 32
+
+
+class Model(nn.Module):
+    """``pre`` is whole on all ranks; ``a`` is divided by columns and ``b`` by rows: a sum after
+    ``b``, and in backward one before ``a``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre, self.a = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, INNER, bias=False)
+        self.b, self.post = nn.Linear(INNER, WIDTH, bias=False), nn.Linear(WIDTH, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.post(self.b(torch.tanh(self.a(self.pre(x)))))
+
+
+def whole() -> Model:
+    torch.manual_seed(7)
+    return Model()
+
+
+def batches(many: int = 2) -> list[tuple[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(ROWS, WIDTH, generator=generator),) for _ in range(many)]
+
+
+def divided() -> Model:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    plan = {"a": ColwiseParallel(), "b": RowwiseParallel()}
+    return parallelize_module(whole(), mesh, plan)
+
+
+def squared(given: Tensor) -> Tensor:
+    return given.square().mean()
+
+
+# --- against float64 -------------------------------------------------------------------------
+
+
+def lost(parts: list[Tensor], name: str) -> tuple[Tensor, float, float]:
+    """The error of the sum of some tensors that a codec has each coded, and the squares of the
+    errors and of the tensors."""
+    coder = codec(name)
+    each = [part.detach().float() for part in parts]
+    errors = [coder.decode(coder.encode(part)).double() - part.double() for part in each]
+    squares = sum(float(error.square().sum()) for error in errors)
+    return sum(errors), squares, sum(float(part.double().square().sum()) for part in each)
+
+
+def by_hand(
+    place: str, batch: Tensor, train: bool, disturbed: bool, name: str
+) -> tuple[Tensor, float]:
+    """What the whole model gives in float64, with an error at a place if it is to be ``disturbed``:
+    of the parts of 2 ranks. And that error relative to what is sent there."""
+    model, half, errors = whole().double(), INNER // 2, [math.nan]
+
+    def off(parts: list[Tensor]) -> Tensor | float:
+        found, squares, values = lost(parts, name)
+        errors[0] = math.sqrt(squares / values)
+        return found if disturbed else 0.0
+
+    def before_a(grad: Tensor) -> Tensor:
+        """What backward sums there: each rank has the gradients of a half of what ``a`` gives."""
+        rows = model.a.weight.detach().split(half)
+        return grad + off(
+            [part @ row for part, row in zip(kept[0].split(half, 1), rows, strict=True)]
+        )
+
+    kept: list[Tensor] = []
+    x = model.pre(batch.double()).clone()
+    inner = model.a(x)
+    if place == "a":
+        x.register_hook(before_a)
+        inner.register_hook(kept.append)
+    h = torch.tanh(inner)
+    z = model.b(h)
+    if place == "b":
+        columns = model.b.weight.split(half, 1)
+        z = z + off([part @ w.T for part, w in zip(h.split(half, 1), columns, strict=True)])
+    out = model.post(z)
+    if not train:
+        return out.detach(), errors[0]
+    squared(out).backward()
+    return torch.cat([each.grad.flatten() for each in model.parameters()]), errors[0]
+
+
+def expected(place: str, train: bool, name: str = PROBES[0]) -> float:
+    squares = []
+    for (batch,) in batches():
+        plain, error = by_hand(place, batch, train, False, name)
+        disturbed, _ = by_hand(place, batch, train, True, name)
+        squares.append(float((disturbed - plain).norm() / plain.norm() / error) ** 2)
+    return math.sqrt(sum(squares) / len(squares))
+
+
+def calibrated(train: bool = True) -> str:
+    model = divided()
+    found = commpass.calibrate(
+        model, batches(), loss=lambda out, _: squared(out), codecs=CODECS, train=train
+    )
+    assert all(each.grad is None for each in model.parameters())
+    return found.to_json()
+
+
+@pytest.fixture(scope="module")
+def trained(ranks2, tmp_path_factory) -> Calibration:
+    first, second = ranks2.run(calibrated)
+    assert first == second
+    path = tmp_path_factory.mktemp("calibration") / "c.json"
+    path.write_text(first)
+    return Calibration.read(path)
+
+
+def test_sensitivities_of_gradients_are_those_in_float64(trained):
+    assert [each.where[0].module for each in trained.places] == ["a", "b"]
+    assert [each.where[0].direction for each in trained.places] == ["backward", "forward"]
+    for place in trained.places:
+        assert place.where[0].group == "tp"
+        assert place.bytes == ROWS * WIDTH * 4
+        assert tuple(each.codec for each in place.levels) == PROBES
+        for level in place.levels:
+            by_float64 = expected(place.where[0].module, True, level.codec)
+            assert math.isclose(level.sensitivity, by_float64, rel_tol=1e-3)
+    assert trained.places[0].loss == 0  # backward comes after the loss
+    assert trained.places[1].loss > 0
+
+
+def test_errors_are_those_of_what_is_really_sent(trained):
+    model, squares, values = whole(), 0.0, 0.0
+    for (batch,) in batches():
+        h = torch.tanh(model.a(model.pre(batch)))
+        parts = [x @ w.T for x, w in zip(h.chunk(2, 1), model.b.weight.chunk(2, 1), strict=True)]
+        _, error, value = lost(parts, "rotated(bits=4)")
+        squares, values = squares + error / value, values + 1
+    found = trained.places[1].errors["rotated(bits=4)"]
+    assert math.isclose(found, math.sqrt(squares / values), rel_tol=1e-4)
+
+
+def test_sensitivities_of_outputs(ranks2, tmp_path):
+    first, second = ranks2.run(calibrated, False)
+    assert first == second
+    (tmp_path / "c.json").write_text(first)
+    (place,) = Calibration.read(tmp_path / "c.json").places
+    assert place.loss is None
+    assert math.isclose(place.sensitivity, expected("b", train=False), rel_tol=1e-3)
+
+
+def test_a_codec_that_keeps_some_channels_is_a_choice(trained):
+    for place in trained.places:
+        (spec,) = (each for each in place.errors if each.startswith("outlier"))
+        assert 0.05 < place.errors[spec] < 0.2
+        assert len(codec(spec).channels.kept) == math.ceil(WIDTH / 64)
+
+
+# --- the policy ------------------------------------------------------------------------------
+
+
+def under(text: str, budget: float) -> list[tuple[str, str]]:
+    Path(text).parent.mkdir(exist_ok=True)
+    policy = Calibration.read(text).policy(budget, exactly=True)
+    before = len(commpass.plans())
+    step = torch.compile(divided(), backend=commpass.backend(policy, inner="eager", strict=True))
+    squared(step(*batches()[0])).backward()
+    return sorted((s.module, s.codec) for plan in commpass.plans()[before:] for s in plan)
+
+
+def test_plans_have_the_chosen_codecs(ranks2, trained, tmp_path):
+    trained.write(tmp_path / "c.json")
+    alike = trained.solve(0.0).uniform("rotated(bits=6)")
+    for budget in (0.0, alike[1]):
+        found = trained.solve(budget)
+        modules = [place.where[0].module for place in found.places]
+        wanted = sorted(zip(modules, [each.codec for each in found.chosen], strict=True))
+        assert ranks2.run(under, str(tmp_path / "c.json"), budget) == [wanted] * 2
+    assert found.error <= alike[1]
+
+
+class Summed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return funcol.all_reduce(super().forward(x), "sum", dist.group.WORLD)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Summed(64, 64), Summed(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) + self.right(x)
+
+
+def sums_of_two() -> list[list[str]]:
+    torch.manual_seed(dist.get_rank())
+    found = commpass.calibrate(Two(), [torch.randn(64, 64)], train=False, codecs=CODECS)
+    rules = found.policy(0.1).rules
+    assert len({rule.codec for rule in rules}) == 1
+    return [[where.module for where in place.where] for place in found.places]
+
+
+def test_places_that_simplify_merges_are_one(ranks2):
+    both = ranks2.run(sums_of_two)
+    assert both[0] == both[1]
+    assert both[0] == [["left", "right"]]
+
+
+class Noisy(nn.Module):
+    """Dropout, and statistics that each step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+        self.inner = divided()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squared(self.inner(self.drop(self.norm(x))))
+
+
+def as_it_was() -> tuple[float, bool, bool]:
+    model = Noisy()
+    state = {name: each.clone() for name, each in model.norm.state_dict().items()}
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    kept = [each.grad for each in model.parameters()]
+    torch.manual_seed(11)
+    found = commpass.calibrate(model, batches(1), codecs=("rotated",), probes=["rotated"])
+    same = all(torch.equal(value, state[name]) for name, value in model.norm.state_dict().items())
+    grads = all(each.grad is old for each, old in zip(model.parameters(), kept, strict=True))
+    return max(place.sensitivity for place in found.places), same, grads
+
+
+def test_dropout_and_buffers_are_the_same_in_every_run(ranks2):
+    for most, same, grads in ranks2.run(as_it_was):
+        assert 0 < most < 3  # another dropout mask would be an error a hundred times as large
+        assert same
+        assert grads
+
+
+# --- what goes wrong -------------------------------------------------------------------------
+
+
+def refused(what: str) -> str:
+    model, rows, more = divided(), batches(), {"loss": lambda out, _: squared(out)}
+    mine = dist.get_rank() == 1
+    if what == "nan" and mine:
+        rows[1][0][3, 3] = math.nan
+    if what == "batches" and mine:
+        rows = rows[:1]
+    if what == "alone":
+        model = nn.Linear(WIDTH, 8)
+    if what == "function":
+        model = model.forward
+    if what == "frozen":
+        model.requires_grad_(False)
+    if what == "detached":
+        more = {"loss": lambda out, _: squared(out).detach()}
+    try:
+        commpass.calibrate(model, rows, codecs=CODECS, timeout=30, **more)
+    except CalibrationError as error:
+        return str(error)
+    return "nothing was wrong"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("nan", "batch 1: the loss is nan"),
+        ("batches", "batches of each rank: [2, 1]"),
+        ("alone", "no collective was found"),
+        ("function", "say parameters="),
+        ("frozen", "no parameter that needs a gradient"),
+        ("detached", "calibrate inference"),
+    ],
+)
+def test_all_ranks_refuse_alike(what, said, ranks2):
+    for each in ranks2.run(refused, what):
+        assert said in each
+
+
+class Failing(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    @torch._dynamo.disable
+    def count(self) -> None:
+        self.calls += 1
+        if dist.get_rank() == 1 and self.calls == 4:
+            raise ValueError("the disk is full")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count()
+        return squared(self.inner(x))
+
+
+def failing() -> tuple[str, float]:
+    model = Failing(divided())
+    start = time.monotonic()
+    try:
+        commpass.calibrate(model, batches(), codecs=CODECS, timeout=6)
+    except (CalibrationError, ValueError) as error:
+        time.sleep(8)  # this process is still there while the other one waits
+        return f"{type(error).__name__}: {error}", time.monotonic() - start - 8
+    return "nothing was wrong", 0.0
+
+
+@pytest.fixture
+def own_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def test_a_rank_that_fails_lets_the_others_go(own_ranks):
+    (waiting, seconds), (failed, _) = own_ranks.run(failing)
+    assert failed == "ValueError: the disk is full"
+    assert waiting == "CalibrationError: rank 1 failed: ValueError: the disk is full"
+    assert seconds < 60
+
+
+# --- the command line ------------------------------------------------------------------------
+
+FILE = f"""
+import sys
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[1])]!r}
+from test_calibrate import batches, divided, squared
+
+def build(mesh):
+    return divided(), batches(), lambda out, _: squared(out)
+
+def wrong(mesh):
+    return divided()
+"""
+
+
+def launch(*wanted: str) -> subprocess.CompletedProcess:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    return subprocess.run(
+        [*torchrun, "-m", "commpass", "calibrate", *wanted],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+    )
+
+
+def test_from_the_command_line(tmp_path, trained):
+    (tmp_path / "model.py").write_text(FILE)
+    out, data = tmp_path / "p.toml", tmp_path / "c.json"
+    codecs = [word for name in CODECS for word in ("--codec", name)]
+    done = launch(
+        *(f"{tmp_path}/model.py:build", "--mesh", "tp=2", "--max-error", "0.01", "-o", str(out)),
+        *("--json", str(data), *codecs),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("rotated(bits=4) everywhere") == 1  # rank 0 alone says it
+    found = Calibration.read(data)
+    assert found.digest() == trained.digest()
+    assert Policy.from_toml(out) == found.policy(0.01, name="p")
+
+
+@pytest.mark.parametrize(
+    ("function", "mesh", "said"),
+    [("wrong", "tp=2", "must give a model, batches"), ("build", "tp=4", "a mesh of 4 ranks")],
+)
+def test_what_a_file_must_give(function, mesh, said, tmp_path):
+    (tmp_path / "model.py").write_text(FILE)
+    file = f"{tmp_path}/model.py:{function}"
+    done = launch(file, "--mesh", mesh, "--max-error", "0.01", "-o", str(tmp_path / "p.toml"))
+    assert done.returncode != 0
+    assert said in done.stderr

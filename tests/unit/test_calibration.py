@@ -1,0 +1,398 @@
+"""Calibrations as data, the mixes that they lead to, and the policies and files of those."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import commpass
+from commpass.calibration import Calibration, Carried, Level, Place, Where
+from commpass.codecs import codec
+from commpass.collectives import algorithm
+from commpass.costmodel.budget import Option, cheapest
+from commpass.errors import CalibrationError, PolicyError
+from commpass.passes.candidates import candidates
+from commpass.passes.choose import choose
+from commpass.plan import NONE, Site
+from commpass.policy import PRESETS, Policy, Rule
+from commpass.report.cli import app
+
+examples = settings(max_examples=150, deadline=None)
+option = st.builds(Option, cost=st.integers(0, 9), loss=st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0]))
+problem = st.lists(st.lists(option, min_size=1, max_size=4), min_size=0, max_size=5)
+SLOW = commpass.ethernet(0.1)
+CODECS = ("rotated", "rotated(bits=6)", "rotated(bits=4)", "rotated(bits=2)")
+
+
+# --- the solver ------------------------------------------------------------------------------
+
+
+def best_by_trying_all(places: list[list[Option]], budget: float) -> float | None:
+    sums = (
+        sum(each.cost for each in mix)
+        for mix in itertools.product(*places)
+        if sum(each.loss for each in mix) <= budget
+    )
+    return min(sums, default=None)
+
+
+@examples
+@given(problem, st.sampled_from([0.0, 0.5, 1.0, 2.75, 6.0]))
+def test_the_cheapest_mix_is_that_of_trying_all(places, budget):
+    found, best = cheapest(places, budget), best_by_trying_all(places, budget)
+    if best is None:
+        assert found is None
+        return
+    chosen = [some[at] for some, at in zip(places, found.chosen, strict=True)]
+    assert found.cost == best == sum(each.cost for each in chosen)
+    assert found.loss == sum(each.loss for each in chosen) <= budget
+
+
+@examples
+@given(problem, st.integers(1, 4))
+def test_a_larger_budget_never_costs_more_even_where_little_is_remembered(places, most):
+    budgets = [0.0, 0.25, 0.5, 1.0, 1.5, 3.0, 6.0, 15.0]
+    costs = [
+        math.inf if found is None else found.cost
+        for found in (cheapest(places, budget, most) for budget in budgets)
+    ]
+    assert costs == sorted(costs, reverse=True)
+
+
+def test_where_little_is_remembered_it_is_no_worse_than_the_hull():
+    drawn = random.Random(1)
+    places = [
+        [Option(999, 0.0), *(Option(drawn.randint(1, 998), drawn.random()) for _ in range(6))]
+        for _ in range(40)
+    ]
+    for budget in (4.0, 8.0, 16.0):
+        few, many = cheapest(places, budget, 8), cheapest(places, budget, 20_000)
+        assert many.cost <= few.cost <= 1.05 * many.cost
+        for price in (50, 200, 800, 3000):  # the best of a Lagrangian relaxation at each price
+            picked = [min(some, key=lambda each: each.cost + price * each.loss) for some in places]
+            if sum(each.loss for each in picked) <= budget:
+                assert few.cost <= sum(each.cost for each in picked)
+
+
+# --- policies --------------------------------------------------------------------------------
+
+
+def site(module: str, direction: str = "forward", nbytes: int = 1 << 20, **more) -> Site:
+    fields = {
+        "name": "",
+        "kind": "all_reduce",
+        "reduce_op": "sum",
+        "group": "0",
+        "group_label": "tp",
+        "group_labels": ("tp", "world"),
+        "group_size": 4,
+        "dtype": "float32",
+        "shape": (nbytes // 1024, 256),
+        "bytes": nbytes,
+        "width": 256,
+        "by_messages": True,
+        "module": module,
+        "direction": direction,
+    }
+    return Site(**fields | more)
+
+
+def place(module: str, sensitivity: float, direction: str = "forward", **more) -> Place:
+    one = site(module, direction, **more)
+    return Place(
+        where=(Where.of(one),),
+        sites=(Carried(site=one, calls=1.0),),
+        errors={codec(name).spec: codec(name).relative_error() for name in CODECS},
+        levels=(Level(codec="rotated(bits=6)", error=0.024, sensitivity=sensitivity),),
+        loss=sensitivity / 10,
+    )
+
+
+def calibration(*places: Place, **more) -> Calibration:
+    fields = {
+        "commpass": "0.1.0",
+        "torch": "2.13.0",
+        "written": "2026-01-01T00:00:00+00:00",
+        "world_size": 4,
+        "batches": 2,
+        "of": "gradients",
+        "probes": ("rotated(bits=6)",),
+        "loss": 2.5,
+        "places": places,
+    }
+    return Calibration(**fields | more)
+
+
+SOME = (
+    place("", 0.3),
+    place("layers.0.mlp", 0.2),
+    place("layers.0", 0.02, "backward"),
+    place("layers.1.mlp", 0.01, nbytes=4 << 20),
+)
+
+
+def test_nothing_may_be_lost_without_a_budget():
+    found = calibration(*SOME).solve(0.0)
+    assert {each.codec for each in found.chosen} == {NONE}
+    assert found.error == 0
+    assert found.sent_bytes == found.plain_bytes == 1.5 * (7 << 20)  # 2 (P - 1) / P of them
+
+
+def test_a_mix_keeps_the_budget_and_is_smaller_than_one_codec_everywhere():
+    found = calibration(*SOME)
+    alike = found.solve(0.0).uniform("rotated(bits=4)")
+    mixed = found.solve(alike[1])
+    assert mixed.error <= alike[1]
+    assert mixed.sent_bytes < alike[0]
+    assert math.isclose(mixed.error**2, sum(each.share for each in mixed.chosen))
+    by_module = {p.where[0].module: c for p, c in zip(mixed.places, mixed.chosen, strict=True)}
+    assert by_module[""].error < by_module["layers.1.mlp"].error
+
+
+@examples
+@given(st.lists(st.floats(1e-4, 2), min_size=1, max_size=5), st.floats(0, 0.2), st.floats(1, 3))
+def test_a_larger_budget_sends_no_more(sensitivities, budget, more):
+    found = calibration(*(place(f"m{i}", s) for i, s in enumerate(sensitivities)))
+    assert found.solve(budget * more).sent_bytes <= found.solve(budget).sent_bytes
+
+
+def test_a_two_shot_is_taken_to_lose_more_than_one_encode():
+    """Its values are encoded twice: once as a sum."""
+    one = calibration(place("m", 0.1))
+    shot = {
+        name: one.solve(1.0, base=Policy(algorithms=(name,))).considered[0]
+        for name in ("one_shot", "two_shot")
+    }
+    for once, twice in zip(shot["one_shot"][1:], shot["two_shot"][1:], strict=True):
+        assert math.isclose(twice.error, once.error * math.sqrt(2), rel_tol=1e-3)
+        assert math.isclose(once.error, one.places[0].errors[once.codec], rel_tol=1e-3)
+
+
+def test_the_cost_model_takes_what_was_chosen_or_what_loses_no_more():
+    found = calibration(*SOME)
+    for budget in (0.005, 0.02, 0.1):
+        mixed = found.solve(budget, profile=SLOW)
+        for exactly in (False, True):
+            policy = found.policy(budget, profile=SLOW, exactly=exactly)
+            for each, chosen in zip(mixed.places, mixed.chosen, strict=True):
+                one = dataclasses.replace(each.sites[0].site, name="s")
+                allowed, number = policy.allowed(one)
+                assert number is not None
+                for spec, way in itertools.product(allowed.codecs, allowed.algorithms):
+                    alone = codec(spec).relative_error()
+                    error = algorithm("all_reduce", way).error(codec(spec), 4) / alone
+                    assert each.errors[spec] * error <= chosen.error * (1 + 1e-4)
+                options = candidates(one, allowed, SLOW, True)
+                (planned,) = choose([one], [options], [allowed], SLOW)
+                if exactly:
+                    assert planned.codec == chosen.codec
+                if planned.compressed:
+                    alone = codec(planned.codec).relative_error()
+                    error = each.errors[planned.codec] * planned.error / alone
+                    assert error <= chosen.error * (1 + 1e-4)
+
+
+def test_sensitivities_between_levels():
+    levels = (
+        Level(codec="a", error=0.01, sensitivity=1.0),
+        Level(codec="b", error=0.16, sensitivity=3.0),
+    )
+    one = dataclasses.replace(SOME[0], levels=levels)
+    for error, sensitivity in ((0.001, 1), (0.01, 1), (0.04, 2), (0.16, 3), (0.5, 3)):
+        assert math.isclose(one.change(error), error * sensitivity)
+    assert one.change(0.0) == 0
+    assert one.sensitivity == 1
+
+
+def test_rules_of_deeper_modules_come_first():
+    rules = calibration(*SOME).policy(0.05).rules
+    assert [rule.module for rule in rules] == ["layers.0.mlp", "layers.1.mlp", "layers.0", ""]
+
+
+def test_what_simplify_merges_is_allowed_the_same():
+    merged = dataclasses.replace(SOME[1], where=(Where.of(site("a")), Where.of(site("b"))))
+    one, other = calibration(merged).policy(0.05).rules
+    assert dataclasses.replace(one, module="b") == other
+
+
+def test_what_the_base_policy_keeps_is_left_alone_and_the_rest_is_its_own():
+    keep, more = Rule(module="layers.1", keep=True), Rule(module="head", codec="int8")
+    base = Policy(rules=[keep, more], skip="group", codecs="bf16")
+    policy = calibration(*SOME).policy(0.1, base=base)
+    assert policy.allowed(dataclasses.replace(site("layers.1.mlp"), name="s"))[0].codecs == ()
+    assert policy.rules[-2:] == (keep, more)
+    assert (policy.skip, policy.codecs) == (("group",), ("bf16",))
+    off = calibration(*SOME).solve(0.1, base="off")
+    assert {each.codec for each in off.chosen} == {NONE}
+
+
+def test_time_instead_of_bytes():
+    found = calibration(*SOME)
+    fast = found.solve(0.1, profile=SLOW, cheapest="time")
+    assert fast.us <= found.solve(0.1, profile=SLOW).us
+
+
+LIKE = tuple(place(f"like.{number}", 0.1 + number / 7) for number in range(8))
+"""Whose squares add up to other sums in another order."""
+SHUFFLED = """
+import random, sys
+sys.path[:0] = {path!r}
+from test_calibration import LIKE, SOME, calibration
+import dataclasses
+mixed = lambda some: dict(random.sample(sorted(some.items()), len(some)))
+some = [*SOME, *LIKE]
+random.shuffle(some)
+some = [dataclasses.replace(p, errors=mixed(p.errors)) for p in some]
+found = calibration(*some).solve(0.03)
+print(repr(found.chosen))
+"""
+
+
+def test_order_and_hash_seed_change_nothing():
+    code = SHUFFLED.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert said == {repr(calibration(*SOME, *LIKE).solve(0.03).chosen) + "\n"}
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def test_json_out_and_in(tmp_path):
+    found = calibration(*SOME, remarks=("one",))
+    found.write(tmp_path / "c.json")
+    again = Calibration.read(tmp_path / "c.json")
+    assert again == found
+    assert again.digest() == found.digest()
+    assert (
+        dataclasses.replace(found, written="2027-01-01T00:00:00+00:00").digest() == found.digest()
+    )
+    assert dataclasses.replace(found, batches=3).digest() != found.digest()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"format": "commpass-calibration", "version": 99, "commpass": "9.0"}', "version 99 was"),
+        ('{"format": "commpass-profile", "version": 1}', "not a commpass calibration"),
+        ('{"format": "commpass-cal', "cut short"),
+        ('{"format": "commpass-calibration", "version": 1}', "damaged calibration"),
+    ],
+)
+def test_files_that_are_none(tmp_path, text, said):
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(CalibrationError, match=said):
+        Calibration.read(tmp_path / "c.json")
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(CalibrationError, match="cannot be written: No such file"):
+        calibration(*SOME).write(tmp_path / "none" / "c.json")
+
+
+def reread(policy: Policy, path: Path) -> Policy:
+    path.write_text(policy.to_toml(), encoding="utf-8")
+    return Policy.from_toml(path)
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.01, 0.2])
+def test_a_policy_out_and_in(tmp_path, budget):
+    policy = calibration(*SOME).policy(budget)
+    assert reread(policy, tmp_path / "p.toml") == policy
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "off"])
+def test_presets_out_and_in(tmp_path, preset):
+    assert reread(PRESETS[preset], tmp_path / "p.toml") == PRESETS[preset]
+
+
+def test_off_is_no_file():
+    with pytest.raises(PolicyError, match="preset = 'off'"):
+        PRESETS["off"].to_toml()
+
+
+@examples
+@given(st.text(max_size=8), st.floats(0, 1), st.booleans())
+@example('a"b\\\n\x7f\x00', 1e-7, True)
+def test_any_name_and_number_out_and_in(tmp_path_factory, name, number, force):
+    rules = [Rule(module=name, codec="int8", max_error=number, force=force, kind=["all_reduce"])]
+    policy = Policy(name=name, rules=rules, max_error=number, reassociate=force)
+    again = reread(policy, tmp_path_factory.mktemp("toml") / "p.toml")
+    assert again.to_toml() == policy.to_toml()
+    assert (again.name, again.rules[0].module) == (name, name)
+    assert again.rules[0].max_error == again.max_error == number
+
+
+# --- errors and the command line -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [math.nan, -0.1, "2%", None, math.inf])
+def test_a_budget_that_is_no_number(budget):
+    with pytest.raises(CalibrationError, match=r"max_error=.*must be a number.*such as 0.02"):
+        calibration(*SOME).policy(budget)
+
+
+def test_cheapest_by_what():
+    with pytest.raises(CalibrationError, match="did you mean 'time'"):
+        calibration(*SOME).solve(0.1, cheapest="times")
+
+
+def test_without_ranks_there_is_nothing_to_measure():
+    with pytest.raises(CalibrationError, match="process group of several ranks"):
+        commpass.calibrate(lambda x: x, [])
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["calibrate", *map(str, words)])
+
+
+def test_another_budget_from_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    calibration(*SOME, remarks=("not measured: x",)).write(tmp_path / "c.json")
+    out, plot = tmp_path / "p.toml", tmp_path / "p.png"
+    done = run("--from", tmp_path / "c.json", "--max-error", "0.02", "-o", out, "--plot", plot)
+    assert done.exit_code == 0, done.output
+    assert "layers.0.mlp" in done.stdout
+    assert "rotated(bits=4) everywhere" in done.stdout
+    assert "not measured: x" in done.stderr
+    assert Policy.from_toml(out) == calibration(*SOME).policy(0.02, name="p")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max-error", "0.1"], "give FILE.py:FUNCTION and --mesh"),
+        (["x.py:f", "--mesh", "tp=2", "--max-error", "0.1"], "this is no rank of a group"),
+        (["--from", "{c}", "--max-error", "nan", "-o", "{t}"], "--max-error nan: must be a share"),
+        (["--from", "{c}", "--max-error", "-1", "-o", "{t}"], "--max-error -1.0: must be"),
+        (["--from", "{c}", "--max-error", "0.1", "-o", "p.json"], "a policy is a .toml file"),
+        (["--from", "{c}", "--max-error", "0.1", "-o", "/none/p.toml"], "is no folder"),
+        (["x.py:f", "--from", "{c}", "--max-error", "0.1", "-o", "{t}"], "not both"),
+        (["--from", "{c}", "--max-error", "0.1", "--policy", "blanced"], "'balanced'"),
+    ],
+)
+def test_errors_for_people(tmp_path, words, said, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    calibration(*SOME).write(tmp_path / "c.json")
+    done = run(*(each.format(c=tmp_path / "c.json", t=tmp_path / "p.toml") for each in words))
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr
