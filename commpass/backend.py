@@ -419,6 +419,8 @@ class Backend:
         for site in outcome.plan.sites if not outcome.plan.fallback else ():
             if site.compressed or site.hidden:
                 self.hidden[facts_of(site)] = site.hidden
+        for limit in outcome.limits:
+            limit.hold()
         return outcome, None
 
     def _speaker(self, profile: Profile) -> agreement.Speaker:

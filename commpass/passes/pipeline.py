@@ -30,6 +30,7 @@ from commpass.passes.move import move, with_exposure
 from commpass.passes.rewrite import rewrite
 from commpass.passes.road import Outcome, Road
 from commpass.passes.simplify import simplify
+from commpass.passes.sizes import limits, with_limits
 from commpass.passes.verify import verify
 from commpass.plan import Plan
 
@@ -98,7 +99,9 @@ def _choose(road: Road) -> Road:
         known=road.hidden if road.policy.leave_hidden else None,
         course=course_of(road.gm, road.found, road.policy, road.profile) if timed else None,
     )
-    return dataclasses.replace(road, sites=tuple(map(road.chunked.told, plan)))
+    ends = limits(road.found, road.options, allowed, plan, road.profile)
+    told = tuple(map(road.chunked.told, with_limits(plan, ends)))
+    return dataclasses.replace(road, sites=told, limits=tuple(ends.values()))
 
 
 def _rewrite(road: Road) -> Road:
@@ -212,6 +215,7 @@ def run(
             outcome.times_ms[step.name] = (time.perf_counter() - start) * 1e3
             outcome.found = road.found
         outcome.state, outcome.pinned = road.state, road.moved.pinned
+        outcome.limits = road.limits
         outcome.first = outcome.first or tuple(found.site for found in road.found)
         outcome.plan = dataclasses.replace(
             outcome.plan,

@@ -13,6 +13,7 @@ from commpass.passes.discover import GraphSite
 from commpass.passes.hidden import Known
 from commpass.passes.move import Moved
 from commpass.passes.rewrite import StateInput
+from commpass.passes.sizes import Limit
 from commpass.passes.template import Decompositions
 from commpass.plan import NOBODY, Grouped, Plan, PlannedSite, Simplification, Site, left_alone
 from commpass.policy import Policy
@@ -43,6 +44,7 @@ class Road:
     kernels: bool = False
     hidden: Known | None = None
     hides: bool = False
+    limits: tuple[Limit, ...] = ()
     state: tuple[StateInput, ...] = ()
     moved: Moved = field(default_factory=Moved)
 
@@ -51,7 +53,8 @@ class Road:
 class Outcome:
     """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched
     one, and says why. ``options`` has what might have been chosen, by the name of the site, and
-    ``state`` what it takes as its last inputs; ``pinned`` says that its order must be kept."""
+    ``state`` what it takes as its last inputs; ``pinned`` says that its order must be kept, and
+    ``limits`` for which sizes it is right."""
 
     plan: Plan
     found: tuple[GraphSite, ...] = ()
@@ -62,6 +65,7 @@ class Outcome:
     first: tuple[Site, ...] = ()
     state: tuple[StateInput, ...] = ()
     pinned: bool = False
+    limits: tuple[Limit, ...] = ()
 
     def restore(self, why: str) -> None:
         """Puts the untouched graph back (law 7), because of ``why``."""
@@ -69,6 +73,6 @@ class Outcome:
             module.graph = graph
             module.recompile()
         self.untouched, self.options = {}, {}
-        self.state, self.pinned = (), False
+        self.state, self.pinned, self.limits = (), False, ()
         sites = tuple(left_alone(site, why) for site in self.first)
         self.plan = self.plan.untouched(sites, why)

@@ -1,0 +1,136 @@
+"""For which sizes a plan holds: where codes begin to gain, or cease to, the graph is compiled anew.
+
+needs: a graph of symbolic sizes, and a chosen candidate for each of its sites.
+gives: the sizes at which another decision begins; and, once the ranks have agreed on the plan,
+Dynamo's guards that call for another graph there.
+changes: nothing of the graph.
+
+All ranks of a group hold tensors of the same sizes there, so that they pass such a size together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, free_unbacked_symbols
+
+from commpass.costmodel import Profile
+from commpass.passes.breakeven import break_even, in_words
+from commpass.passes.candidates import Options
+from commpass.passes.discover import GraphSite
+from commpass.passes.graph import meta
+from commpass.plan import PlannedSite, Site
+from commpass.policy import Allowed
+
+MOST = 2
+"""At how many sizes a graph is compiled anew, those of the most sites: Dynamo compiles the same
+code only so many times (torch._dynamo.config.recompile_limit is 8), then no longer for us."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The plan holds while a site has at least so many bytes, or while it has fewer."""
+
+    nbytes: torch.SymInt
+    least: int
+    above: bool
+
+    def hold(self) -> None:
+        """Makes it a guard of the code that is compiled. Does nothing if it is one already."""
+        if bool(self.nbytes >= self.least) != self.above:
+            raise AssertionError(f"{self.nbytes} >= {self.least} is not as it was planned")
+
+
+def limits(
+    found: Sequence[GraphSite],
+    options: Sequence[Options],
+    allowed: Sequence[Allowed],
+    plan: Sequence[PlannedSite],
+    profile: Profile,
+) -> dict[str, Limit]:
+    """By the name of a site, where its decision ends; none for those that are forced, hidden, or
+    known only when the graph runs."""
+    gains = functools.cache(functools.partial(_gains_from, profile=profile))
+    rows = zip(found, options, allowed, plan, strict=True)
+    known = {site.name: _limit(each, its, terms, site, gains) for each, its, terms, site in rows}
+    some = {name: limit for name, limit in known.items() if limit is not None}
+    said = Counter(map(_said, some.values()))
+    kept = {what for what, _ in sorted(said.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST]}
+    return {name: limit for name, limit in some.items() if _said(limit) in kept}
+
+
+def _said(limit: Limit) -> tuple[str, int]:
+    return str(limit.nbytes), limit.least
+
+
+def _limit(
+    found: GraphSite,
+    options: Options,
+    allowed: Allowed,
+    site: PlannedSite,
+    gains_from: Callable[[Site, tuple[tuple[str, str], ...]], float],
+) -> Limit | None:
+    if not site.dynamic or site.bytes < 0 or site.uneven or site.pairwise:
+        return None
+    if allowed.force or site.hidden or not options.possible:
+        return None
+    fake = meta.tensor(found.input)
+    nbytes: Any = fake.numel() * fake.dtype.itemsize if fake is not None else 0
+    if not isinstance(nbytes, torch.SymInt) or not _may_be_guarded(nbytes):
+        return None
+    ways = sorted({(each.algorithm, each.codec) for each in options.possible})
+    nameless = dataclasses.replace(found.site, name="", module="", producer=None, consumers=())
+    size = gains_from(nameless, tuple(ways))
+    if not 0 < size < inf:
+        return None
+    # What was decided of the very size holds at it, however closely the size was found.
+    least = min(ceil(size), site.bytes) if site.compressed else max(ceil(size), site.bytes + 1)
+    decided = nbytes.node.shape_env.bound_sympy(nbytes.node.expr)
+    if decided.lower >= least or decided.upper < least:
+        return None
+    return Limit(nbytes, least, site.compressed)
+
+
+def _gains_from(site: Site, ways: tuple[tuple[str, str], ...], profile: Profile) -> float:
+    """Bytes from which on any of some algorithms and codecs gains."""
+    sizes = [break_even(site, algorithm, codec, profile) for algorithm, codec in ways]
+    return min((size for size in sizes if size is not None), default=inf)
+
+
+def _may_be_guarded(size: torch.SymInt) -> bool:
+    """Whether code may be compiled anew for other sizes: not where the user's bounds forbid it
+    (``mark_dynamic`` with ``min`` or ``max``, ``torch.export``), nor where sizes depend on
+    values."""
+    env, symbols = size.node.shape_env, size.node.expr.free_symbols
+    if env.frozen or not size.node.has_hint() or free_unbacked_symbols(size):
+        return False
+    return not any(
+        isinstance(bound, StrictMinMaxConstraint) and length.node.expr.free_symbols & symbols
+        for tracked in env.tracked_fakes or ()
+        for length, bound in _bounds(tracked)
+    )
+
+
+def _bounds(tracked: Any) -> list[tuple[torch.SymInt, Any]]:
+    """The symbolic lengths of an input of Dynamo's, with what the user says of each."""
+    lengths = getattr(tracked.fake, "shape", ())
+    said = getattr(tracked.symbolic_context, "constraint_sizes", ())
+    return [pair for pair in zip(lengths, said) if isinstance(pair[0], torch.SymInt)]  # noqa: B905
+
+
+def with_limits(plan: Sequence[PlannedSite], limits: dict[str, Limit]) -> tuple[PlannedSite, ...]:
+    """The plan, in whose reasons stands where it ends."""
+    return tuple(_told(site, limits[site.name]) if site.name in limits else site for site in plan)
+
+
+def _told(site: PlannedSite, limit: Limit) -> PlannedSite:
+    words = in_words(site, limit.least)
+    end = f"while {words}, else" if limit.above else f"until {words}, then"
+    return dataclasses.replace(site, reason=f"{site.reason}; holds {end} compiled anew")
