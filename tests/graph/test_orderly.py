@@ -1,0 +1,156 @@
+"""Choices follow what they are made of: links, budgets, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from deciding import decide, options
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import commpass
+from commpass import Policy, Rule
+from commpass.costmodel import KernelRate, Kernels, Link, Profile
+from commpass.passes.choose import SURE
+from commpass.plan import Site
+
+CODECS = ("bf16", "int8", "int4", "fp8", "rotated", "taco")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@st.composite
+def sites(draw) -> Site:
+    kind, ranks = draw(st.sampled_from(KINDS)), draw(st.sampled_from((2, 4, 8, 64)))
+    values = draw(st.sampled_from((1, 30, 1024, 40_000))) * ranks * 256
+    splits = ((values // ranks,) * ranks,) * 2 if kind == "all_to_all" else None
+    return Site(
+        name="s",
+        kind=kind,
+        reduce_op="sum" if kind in ("all_reduce", "reduce_scatter") else None,
+        group="0",
+        group_size=ranks,
+        dtype=draw(st.sampled_from(("float32", "bfloat16"))),
+        shape=(values,),
+        bytes=values * 4,
+        splits=splits,
+        by_messages=draw(st.booleans()),
+    )
+
+
+@st.composite
+def profiles(draw) -> Profile:
+    rate = KernelRate(draw(st.floats(1e-4, 0.5)), draw(st.floats(1e-4, 0.5)))
+    link = Link(draw(st.floats(0, 200)), draw(st.sampled_from((0.01, 0.1, 1.0, 40.0, 400.0))))
+    own = {name: KernelRate(*2 * [draw(st.floats(1e-4, 0.5))]) for name in ("int4", "taco", "fp8")}
+    kernels = Kernels(draw(st.floats(0, 40)), rate, own, gbytes_per_s=draw(st.floats(1, 3000)))
+    return Profile("some", link, kernels=kernels, margin=draw(st.sampled_from((0.0, 0.1))))
+
+
+@settings(deadline=None, max_examples=60)
+@given(sites(), profiles(), st.sampled_from(CODECS), st.floats(1.0, 1000.0))
+def test_a_faster_link_never_makes_fewer_bytes_more_attractive(site, profile, codec, times):
+    """What a candidate saves, where it puts fewer bytes on the link than the plain collective. (A
+    one-shot sends in one step, and more bytes than a ring of many ranks: there it is the other way
+    round, and rightly.)"""
+    link = dataclasses.replace(profile.link, gbytes_per_s=profile.link.gbytes_per_s * times)
+    faster = dataclasses.replace(profile, link=link)
+    free = dataclasses.replace(profile, link=Link(0.0, 1e-3))
+    terms = Policy(codecs=codec, max_error=1.0)
+    (slow,), (fast,) = (options([site], terms, each) for each in (profile, faster))
+    assume(slow.possible)
+    for before in slow.possible:
+        if before.chunks > 1:  # into how many chunks depends on the link
+            continue
+        (after,) = (each for each in fast.possible if _same(each, before))
+        on_link = [profile_us(free, site, each, terms) for each in (before, slow.alone)]
+        if on_link[0] > on_link[1]:
+            continue
+        gained = slow.alone.predicted_us - before.predicted_us
+        assert fast.alone.predicted_us - after.predicted_us <= gained + 0.01
+
+
+def profile_us(profile, site, candidate, terms) -> float:
+    """Microseconds of a candidate where neither messages nor codes take time."""
+    free = dataclasses.replace(
+        profile, kernels=Kernels(0.0, KernelRate(0.0, 0.0), gbytes_per_s=1e12)
+    )
+    (found,) = options([site], terms, free)
+    return next(e.predicted_us for e in (found.alone, *found.possible) if _same(e, candidate))
+
+
+def _same(one, other) -> bool:
+    return (one.codec, one.algorithm, one.chunks) == (other.codec, other.algorithm, other.chunks)
+
+
+@settings(deadline=None, max_examples=400)
+@given(sites(), profiles(), st.sampled_from((0.003, 0.01, 0.03, 0.1)), st.sampled_from((1, 4, 30)))
+def test_a_larger_budget_never_makes_a_plan_slower(site, profile, budget, times):
+    """But for the share that fewer chunks may cost."""
+    small, large = (
+        decide([site], Policy(codecs=CODECS, max_error=each), profile)[0]
+        for each in (budget, min(1.0, budget * times))
+    )
+    assert small.error <= budget + 1e-6
+    assert large.predicted_us <= small.predicted_us * (1 + SURE) + 1e-3
+
+
+SHUFFLED = """
+import sys
+sys.path[:0] = {path!r}
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank={rank}, world_size=4)
+from test_orderly import whole_plan
+print(whole_plan())
+"""
+
+
+def whole_plan() -> str:
+    """The plan of a graph in which there is something for every pass."""
+    import torch
+    from graphs import ops, trace
+
+    from commpass.passes import Road, run
+
+    wait = ops.wait_tensor
+    names = {"tp": "int8", "dp": "rotated", "ep": "fp8"}
+    rules = [Rule(codec=codec, module=f"*.{name}") for name, codec in set(names.items())]
+
+    def function(x, w):
+        found = []
+        for number in range(6):
+            x = torch.relu(wait(ops.all_reduce(x @ w, "sum", "0")))
+            found.append(wait(ops.all_reduce(x.t() @ x * number, "sum", "0")))
+            found.append(wait(ops.all_gather_into_tensor(x[:1] + number, 4, "0")))
+        return x, found
+
+    road = Road(
+        gm=trace(function, torch.ones(512, 512), torch.ones(512, 512)),
+        direction="backward",
+        policy=Policy(codecs=("int8", "bf16"), rules=sorted(rules, key=repr), max_error=0.05),
+        profile=commpass.ethernet(1),
+        hidden={},
+        hides=True,
+    )
+    return run(road, "0", strict=True).plan.to_json()
+
+
+def test_a_plan_is_the_same_under_every_hash_seed_and_on_every_rank():
+    here = Path(__file__).parent
+    said = []
+    for seed, rank in (("1", 0), ("2", 3)):
+        code = SHUFFLED.format(path=[str(here), str(here.parent)], rank=rank)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(here.parents[1]), "HOME": "/tmp"},
+        )
+        said.append(done.stdout)
+    assert said[0] == said[1]
+    assert {each["codec"] for each in json.loads(said[0])["sites"]} >= {"none", "int8"}
