@@ -15,13 +15,13 @@ from rich.console import Console
 
 from benchmarks import netlab
 
-from . import gathers, gradients, levels, never_slower, predicted, reduces, steps
+from . import gathers, gradients, levels, never_slower, predicted, reduces, steps, wholes
 from .plot import PAINTED, draw
 from .shared import HEAP, WARM_UP, WIDTH, Measurement, Options, Row, table
 
 MEASUREMENTS: dict[str, Measurement] = {
     each.MEASUREMENT.name: each.MEASUREMENT
-    for each in (reduces, steps, gradients, gathers, never_slower, levels, predicted)
+    for each in (reduces, steps, gradients, gathers, never_slower, levels, predicted, wholes)
 }
 LISTS = {
     "ranks": int,

@@ -61,8 +61,10 @@ def measured(options: Options) -> list[Row]:
     known: dict[int, Any] = {}
     for ranks, gbit in on_links(NAME, options):
         if ranks.size not in known:
-            known[ranks.size] = ranks.run(_kernels, timeout=PATIENCE_S)[0]
-        profile = ranks.run(_profile, f"probed-{gbit:g}g", known[ranks.size], timeout=PATIENCE_S)[0]
+            known[ranks.size] = ranks.run(kernels_now, timeout=PATIENCE_S)[0]
+        profile = ranks.run(
+            profile_now, f"probed-{gbit:g}g", known[ranks.size], timeout=PATIENCE_S
+        )[0]
         for kind, function in KINDS.items():
             for kib in options.kib:
                 contenders = _contenders(kind, function, kib, options.codecs)
@@ -94,13 +96,13 @@ def _contenders(kind: str, function: Any, kib: int, codecs: list[str]) -> Conten
     return found | {CHOSEN: (function, free)}
 
 
-def _kernels() -> Any:
+def kernels_now() -> Any:
     torch._dynamo.reset()
     world = dist.group.WORLD
     return kernel_times(world, torch.device("cpu"), commpass.ethernet(1).kernels)
 
 
-def _profile(name: str, kernels: Any) -> Profile:
+def profile_now(name: str, kernels: Any) -> Profile:
     return dataclasses.replace(probe(30.0, name=name).profile, kernels=kernels)
 
 

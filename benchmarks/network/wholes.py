@@ -1,0 +1,138 @@
+"""How right the cost model is about whole steps, with a profile that has just been measured on the
+same link, kernels included.
+
+The models are those of ``steps``. ``predicted`` is the sum of what the cost model says of the
+compiled graphs, forward and backward; ``step ms`` is all of the step, with what Python and the
+optimizer's zeroing take beside them. ``off`` compares the two: +0.10 says that the prediction was a
+tenth longer. ``graphs`` are the milliseconds of the graphs alone on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+import commpass
+from commpass.costmodel import Profile
+
+from . import predicted as one_by_one
+from . import steps
+from .shared import (
+    LINKS,
+    PATIENCE_S,
+    Measurement,
+    Options,
+    Row,
+    forced,
+    number,
+    on_links,
+    slowest,
+    spread,
+    take_turns,
+    text,
+)
+
+NAME = "wholes"
+POLICIES: dict[str, commpass.Policy | str] = {
+    "plain": "off",
+    "bf16": forced("bf16", algorithm="two_shot"),
+    "int8": forced("int8"),
+    "balanced": "balanced",
+}
+USUAL = {
+    "ranks": [2, 4],
+    "gbit": [0.1, 1.0],
+    "models": ["demo", "llama"],
+    "policies": list(POLICIES),
+    "layers": 4,
+    "width": 256,
+    "batch": 8,
+    "length": 128,
+    "repeats": 9,
+}
+QUICK = {
+    "ranks": [2],
+    "gbit": [1.0],
+    "models": ["demo"],
+    "policies": ["plain", "balanced"],
+    "layers": 1,
+    "repeats": 7,
+}
+
+
+def measured(options: Options) -> list[Row]:
+    rows: list[Row] = []
+    known: dict[int, Any] = {}
+    for ranks, gbit in on_links(NAME, options):
+        if ranks.size not in known:
+            known[ranks.size] = ranks.run(one_by_one.kernels_now, timeout=PATIENCE_S)[0]
+        job = (f"probed-{gbit:g}g", known[ranks.size])
+        profile = ranks.run(one_by_one.profile_now, *job, timeout=PATIENCE_S)[0]
+        for model in options.models:
+            found = ranks.run(train, model, options, profile, timeout=PATIENCE_S)
+            rows += _rows(found, {"model": model, "ranks": ranks.size, "gbit": gbit})
+    return rows
+
+
+def train(name: str, options: Options, profile: Profile) -> dict[str, Row]:
+    """On a rank: the times of a step under each policy, and on rank 0 what was predicted."""
+    torch._dynamo.reset()
+    model, loss = steps.MODELS[name](options)
+    each: dict[str, Callable[[], None]] = {}
+    backends: dict[str, commpass.backend.Backend] = {}
+    for policy in options.policies:
+        backends[policy] = commpass.backend(POLICIES[policy], profile=profile, strict=True)
+        made = torch.compile(model, backend=backends[policy], dynamic=False)
+
+        def step(made: Any = made) -> None:
+            model.zero_grad()
+            loss(made).backward()
+
+        step()
+        each[policy] = step
+    found = take_turns(each, options.repeats)
+    for policy, backend in backends.items():
+        graphs = backend.watch.graphs
+        found[policy] |= {
+            "graphs": len(graphs),
+            "predicted_ms": sum(graph.predicted_us for graph in graphs) / 1e3,
+            "graphs_ms": sum(graph.measured_us for graph in graphs if graph.took_us) / 1e3,
+        }
+    return found
+
+
+def _rows(found: list[dict[str, Row]], known: Row) -> list[Row]:
+    made = []
+    for policy, first in found[0].items():
+        ms = slowest([each[policy]["ms"] for each in found])
+        row = {**known, "policy": policy, "ms": ms}
+        row |= {name: first[name] for name in ("graphs", "predicted_ms", "graphs_ms")}
+        made.append(row | {"off": first["predicted_ms"] / ms[1] - 1})
+    return made
+
+
+def remarks(rows: list[Row]) -> list[str]:
+    off = sorted(abs(row["off"]) for row in rows)
+    near = sum(each <= GOAL for each in off)
+    return [
+        f"off by {median(off):.0%} in the median, {off[-1]:.0%} at most;"
+        f" {near} of {len(off)} within {GOAL:.0%}"
+    ]
+
+
+GOAL = 0.15
+COLUMNS = {
+    "model": text("model"),
+    **LINKS,
+    "policy": text("policy"),
+    "step ms": spread,
+    "graphs": number("graphs_ms", ".1f"),
+    "predicted": number("predicted_ms", ".1f"),
+    "off": number("off", "+.2f"),
+}
+MEASUREMENT = Measurement(
+    NAME, "whole steps, predicted and measured", USUAL, QUICK, measured, COLUMNS, remarks
+)
