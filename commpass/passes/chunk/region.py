@@ -223,15 +223,18 @@ def region_of(
     found: dict[fx.Node, Rows] = {}
     axes = {wait: rows[wait].axis}  # of what may be taken further
     whole: set[fx.Node] = set()  # what takes all rows, and what takes that
-    node = wait.next
-    while node.op != "output":
+    node, ahead = wait.next, _users(wait)  # of what has rows, as far as they were not met
+    while ahead:
+        ahead.discard(node)
         its = None if any(each in whole for each in node.all_input_nodes) else rows_of(node, axes)
         more = 0
         if its is not None and _may_be_cut(node, known, written):
             more = math.lcm(step, step_of(many, length(node, its.axis)))
         if its is not None and more and _fits(many, chunks, more, fixed):
             found[node], step = its, more
-            axes |= {} if matmul_rows(node) is not None else {node: its.axis}
+            if matmul_rows(node) is None:
+                axes[node] = its.axis
+                ahead |= _users(node)
         elif any(each in axes or each in found or each in whole for each in node.all_input_nodes):
             whole.add(node)
         node = node.next
@@ -246,6 +249,10 @@ def region_of(
     if not (product.nodes or consumers):
         return "nothing before it and nothing after it can be done in chunks"
     return Region(product, start, wait, tuple(consumers), rows, ends)
+
+
+def _users(node: fx.Node) -> set[fx.Node]:
+    return {user for user in node.users if user.op != "output"}
 
 
 def _fits(many: int, chunks: int, step: int, fixed: tuple[int, ...] | None) -> bool:
