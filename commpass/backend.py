@@ -28,7 +28,7 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._guards import CompileContext
 
 from commpass.annotate import open_scopes
-from commpass.costmodel import Profile, default_profile
+from commpass.costmodel import Profile
 from commpass.costmodel.files import digest as digest_of
 from commpass.errors import (
     CommpassError,
@@ -53,7 +53,7 @@ from commpass.policy import Policy, policy_named
 from commpass.runtime import agreement, record
 from commpass.runtime.board import greet
 from commpass.runtime.calls import before_each_call, boxed, of_whom, raising, residuals_of
-from commpass.runtime.machine import profile_here
+from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.summary import Summary
 from commpass.runtime.watch import Watch, Watched
@@ -321,7 +321,7 @@ class Backend:
     ) -> Any:
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and
         compiles it. ``obstacle`` says why nothing of it may be changed."""
-        profile = self.profile or default_profile(meta.device_of(gm))
+        profile = self.profile or default_here(meta.device_of(gm))
         road = Road(
             gm=gm,
             direction=direction,

@@ -11,14 +11,14 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from commpass.costmodel import Profile, default_profile
+from commpass.costmodel import Profile
 from commpass.passes import Road
 from commpass.passes import run as run_passes
 from commpass.passes.graph import meta
 from commpass.plan import Plan
 from commpass.policy import Policy, policy_named
 from commpass.runtime import record
-from commpass.runtime.machine import profile_here
+from commpass.runtime.machine import default_here, profile_here
 
 
 def rewrite(
@@ -45,7 +45,7 @@ def rewrite(
         gm=gm,
         direction=direction,
         policy=chosen,
-        profile=profile_here(profile) or default_profile(meta.device_of(gm)),
+        profile=profile_here(profile) or default_here(meta.device_of(gm)),
         decompositions=table,
     )
     outcome = run_passes(road, graph="0", strict=strict)

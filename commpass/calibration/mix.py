@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from commpass.calibration.places import Place, Where
 from commpass.codecs import codec
 from commpass.collectives import DEFAULTS, own
-from commpass.costmodel import Profile, default_profile
+from commpass.costmodel import Profile
 from commpass.costmodel.budget import Option, cheapest
 from commpass.costmodel.links import steps
 from commpass.errors import CalibrationError, check_number, nearest
@@ -18,6 +18,7 @@ from commpass.passes.candidates import Options, candidates
 from commpass.passes.choose import rank
 from commpass.plan import NONE, Candidate
 from commpass.policy import Allowed, Policy, Rule
+from commpass.runtime.machine import default_here
 
 CHEAPEST = ("bytes", "time")
 
@@ -126,7 +127,7 @@ def considered(
     each codec: that sends least and then loses least, or is fastest."""
     wanted = Allowed(codecs=tuple(sorted(place.errors)), algorithms=base.algorithms)
     found = [
-        candidates(each.site, wanted, profile or default_profile(each.site.device), True)
+        candidates(each.site, wanted, profile or default_here(each.site.device), True)
         for each in place.sites
     ]
     alone = [each.alone for each in found]

@@ -15,7 +15,7 @@ from commpass.backend import Backend, Compiler
 from commpass.calibration.places import Where, bare
 from commpass.codecs import FLOATS, Codec
 from commpass.codecs.wrappers.outlier import Running
-from commpass.costmodel import Profile, default_profile
+from commpass.costmodel import Profile
 from commpass.passes.allowed import ALLOWED
 from commpass.passes.candidates import candidates
 from commpass.passes.discover import GraphSite, discover
@@ -24,6 +24,7 @@ from commpass.passes.simplify import simplify
 from commpass.plan import Site
 from commpass.policy import Allowed, Policy
 from commpass.runtime.calls import boxed
+from commpass.runtime.machine import default_here
 from commpass.runtime.owners import Calls
 
 
@@ -66,7 +67,7 @@ class Probes:
             told = _Told(codecs=self.wanted, where=Where.of(each.site), merged=self.merged)
             each.call.node.meta[ALLOWED][each.position] = told
         found = [self._told(each) for each in found]
-        profile = self.profile or default_profile(meta.device_of(gm))
+        profile = self.profile or default_here(meta.device_of(gm))
         if "simplify" not in self.policy.skip and obstacle is None and found:
             simplify(gm, found, self.policy, profile)
             found = [self._told(each) for each in discover(gm, direction)]

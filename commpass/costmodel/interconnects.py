@@ -36,6 +36,7 @@ INTERCONNECTS: dict[str, Stated] = {
     "nvlink-3": Stated(300.0, 8.0, "NVIDIA A100 data sheet: 600 GB/s, both directions"),
     "nvlink-4": Stated(450.0, 8.0, "NVIDIA H100 data sheet: 900 GB/s, both directions"),
     "nvlink-5": Stated(900.0, 8.0, "NVIDIA B200 data sheet: 1.8 TB/s, both directions"),
+    "xgmi-3": Stated(448.0, 8.0, "AMD MI300X platform data sheet: 896 GB/s, both directions"),
     "pcie-3": Stated(15.75, 10.0, "PCI-SIG: 8 GT/s a lane, 16 lanes, 128b/130b"),
     "pcie-4": Stated(31.5, 10.0, "PCI-SIG: 16 GT/s a lane, 16 lanes, 128b/130b"),
     "pcie-5": Stated(63.0, 10.0, "PCI-SIG: 32 GT/s a lane, 16 lanes, 128b/130b"),
@@ -48,10 +49,12 @@ INTERCONNECTS: dict[str, Stated] = {
 
 @dataclass(frozen=True)
 class Card:
-    """A card's stated memory bandwidth in GB/s and dense bf16 operations in TFLOP/s."""
+    """A card's stated memory bandwidth in GB/s, dense bf16 operations in TFLOP/s, and what joins
+    the cards of a host."""
 
     gbytes_per_s: float
     tflops: float
+    interconnect: str
     source: str
 
     @property
@@ -68,10 +71,17 @@ class Card:
 
 
 CARDS: dict[str, Card] = {
-    "a100": Card(2039.0, 312.0, "NVIDIA A100 80GB SXM data sheet"),
-    "h100": Card(3350.0, 989.0, "NVIDIA H100 SXM data sheet"),
-    "h200": Card(4800.0, 989.0, "NVIDIA H200 SXM data sheet"),
-    "b200": Card(8000.0, 2250.0, "NVIDIA DGX B200 data sheet, a card of eight"),
-    "mi300x": Card(5300.0, 1307.0, "AMD Instinct MI300X data sheet"),
+    "a100": Card(2039.0, 312.0, "nvlink-3", "NVIDIA A100 80GB SXM data sheet"),
+    "h100": Card(3350.0, 989.0, "nvlink-4", "NVIDIA H100 SXM data sheet"),
+    "h200": Card(4800.0, 989.0, "nvlink-4", "NVIDIA H200 SXM data sheet"),
+    "b200": Card(8000.0, 2250.0, "nvlink-5", "NVIDIA DGX B200 data sheet, a card of eight"),
+    "mi300x": Card(5300.0, 1307.0, "xgmi-3", "AMD Instinct MI300X data sheet"),
 }
 """By a part of the device's own name, in lower case."""
+
+
+def card_of(device: str) -> str | None:
+    """The card in a device's own name, ``"NVIDIA H100 80GB HBM3"`` say; None for one that is not
+    known, and for one on a board without those links (``"NVIDIA A100-PCIE-40GB"``)."""
+    words = device.lower()
+    return None if "pcie" in words else next((name for name in CARDS if name in words), None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import groupby
 
-from commpass.costmodel.interconnects import INTERCONNECTS
+from commpass.costmodel.interconnects import CARDS, INTERCONNECTS, card_of
 from commpass.costmodel.kernels import CPU, GPU, Kernels
 from commpass.costmodel.links import Link, sharing
 from commpass.errors import PolicyError, check_number, nearest
@@ -151,9 +151,14 @@ DEFAULT_CPU = ethernet(10)
 """What stands in when nobody says how fast the network is: 10 Gbit/s between CPU hosts."""
 
 
-def default_profile(device: str) -> Profile:
-    """The profile for a device type when the user gives none."""
-    return DEFAULT_CPU if device == "cpu" else NVLINK
+def default_profile(device: str, card: str = "") -> Profile:
+    """The profile for a device type when the user gives none; ``card`` is the device's own name."""
+    if device == "cpu":
+        return DEFAULT_CPU
+    if (name := card_of(card)) is None:
+        return NVLINK
+    known = CARDS[name]
+    return Profile(name, link_named(known.interconnect), kernels=known.kernels)
 
 
 def link_named(name: str) -> Link:

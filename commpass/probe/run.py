@@ -10,13 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commpass.costmodel import Link, default_profile
+from commpass.costmodel import Link
 from commpass.costmodel.files import Measured, ProfileFile
 from commpass.costmodel.fit import Point, regions
 from commpass.errors import ProfileError
 from commpass.probe.kernels import measure as kernel_times
 from commpass.probe.links import Times, busy_us, measure
-from commpass.runtime.machine import device_of, here, place
+from commpass.runtime.machine import default_here, device_of, here, place
 
 
 def probe(seconds: float = 40.0, *, name: str = "measured", kernels: bool = False) -> ProfileFile:
@@ -46,7 +46,7 @@ def probe(seconds: float = 40.0, *, name: str = "measured", kernels: bool = Fals
     }
     found = _gathered(found)[0]  # rank 0 is in all of them
     links = {level: _link(times, busy) for level, times in found.items()}
-    default = default_profile(device.type)
+    default = default_here(device.type)
     profile = dataclasses.replace(
         default,
         kernels=kernel_times(world, device, default.kernels) if kernels else default.kernels,

@@ -103,12 +103,22 @@ def drawing() -> tuple[str, bool]:
 def profile() -> tuple[str, bool]:
     """The profile that a program would use that names none, how old it is, and in what it was
     measured elsewhere."""
+    import torch
+
     from commpass.costmodel.files import age, read
-    from commpass.runtime.machine import VARIABLE, asked_of, here, misfits, profile_here
+    from commpass.runtime.machine import (
+        VARIABLE,
+        asked_of,
+        default_here,
+        here,
+        misfits,
+        profile_here,
+    )
 
     path = asked_of(None)
     if path is None:
-        return f"none: {VARIABLE} is not set", False
+        assumed = default_here("cuda" if torch.cuda.is_available() else "cpu").name
+        return f"{assumed}, an assumption: {VARIABLE} is not set", False
     found = profile_here(None)
     assert found is not None
     if not str(path).endswith(".json"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from commpass.costmodel import Profile, profile_from
+from commpass.costmodel import Profile, default_profile, profile_from
 from commpass.costmodel.files import Machine, read
 from commpass.groups import is_first_rank
 
@@ -31,6 +31,13 @@ def profile_here(profile: str | Path | Profile | None) -> Profile | None:
             _say(f"profile {asked} was measured elsewhere: {'; '.join(others)}. Probe again here")
         return file.profile
     return profile_from(asked)
+
+
+@functools.cache
+def default_here(device: str) -> Profile:
+    """What stands in where nobody asks for a profile, by the type of the device and its name."""
+    here = device == "cuda" and torch.cuda.is_available()
+    return default_profile(device, torch.cuda.get_device_name() if here else "")
 
 
 def asked_of(profile: str | Path | Profile | None) -> str | Path | Profile | None:

@@ -8,12 +8,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import commpass
 from commpass.costmodel import Link, Profile, Region, default_profile, profile_from
 from commpass.costmodel.files import Machine, Measured, ProfileFile, digest, read, write
-from commpass.costmodel.interconnects import CARDS, INTERCONNECTS
+from commpass.costmodel.interconnects import CARDS, INTERCONNECTS, card_of
 from commpass.errors import PolicyError, ProfileError
 from commpass.report.cli import app
 from commpass.report.probed import noisy
@@ -249,3 +250,36 @@ def test_probe_says_how_it_is_started(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["probe", "-o", str(tmp_path / "x.txt")])
     assert result.exit_code == 2
     assert ".json file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("device", "card", "link"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", "nvlink-4"),
+        ("NVIDIA H200", "h200", "nvlink-4"),
+        ("NVIDIA A100-SXM4-80GB", "a100", "nvlink-3"),
+        ("NVIDIA B200", "b200", "nvlink-5"),
+        ("AMD Instinct MI300X", "mi300x", "xgmi-3"),
+        ("NVIDIA A100-PCIE-40GB", None, None),
+        ("NVIDIA GeForce RTX 4090", None, None),
+        ("", None, None),
+    ],
+)
+def test_without_a_profile_a_gpu_is_known_by_its_name(device, card, link, monkeypatch):
+    from commpass.runtime import machine
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    machine.default_here.cache_clear()
+    try:
+        found = machine.default_here("cuda")
+        assert machine.default_here("cpu") == default_profile("cpu")
+    finally:
+        machine.default_here.cache_clear()
+    assert card_of(device) == card
+    if card is None:
+        assert found == default_profile("cuda")
+        return
+    assert found.name == card
+    assert found.link == INTERCONNECTS[link].link
+    assert found.kernels == CARDS[card].kernels
