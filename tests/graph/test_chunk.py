@@ -431,6 +431,22 @@ def test_not_above_the_peak_memory_by_more_than_a_chunk():
     assert len(drive(gm, rows=4).split) == 1
 
 
+def test_the_memory_of_a_graph_is_not_counted_for_each_of_many_equal_sites(monkeypatch):
+    from commpass.passes import chunk
+
+    counted = []
+    monkeypatch.setattr(chunk, "peak", lambda *given: counted.append(given) or peak(*given))
+
+    def layers(x, w):
+        for _ in range(12):
+            x = reduced(x @ w).relu() + x
+        return x, room(x)
+
+    _, plan = check(layers, inputs()[:2], rows=2)
+    assert len(plan.split) == 12
+    assert len(counted) <= 3  # the first and the last are of a form of their own
+
+
 @pytest.mark.parametrize("name", ["amax", "amin", "mean", "sum", "var"])
 def test_a_statistic_of_all_values_is_computed_of_the_whole(name):
     def function(x, w):
