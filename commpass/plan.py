@@ -150,11 +150,13 @@ class PlannedSite(Site, Candidate):
     """A site and its chosen candidate, the reason in words, and the time of leaving it alone.
     ``exposed_us`` is how long a rank is predicted to stand still for it in the order of the graph
     that runs, ``unmoved_us`` how long in the graph's own, and ``missed`` why it still does.
-    ``hidden``: it is left alone because it hides behind what is computed."""
+    ``hidden``: it is left alone because it hides behind what is computed. ``holds`` says for which
+    of its sizes that was decided, where it is another plan for others."""
 
     plain_us: float = 0.0
     reason: str = ""
     hidden: bool = False
+    holds: str = ""
     exposed_us: float = 0.0
     unmoved_us: float = 0.0
     missed: str = ""

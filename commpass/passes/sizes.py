@@ -30,8 +30,11 @@ from commpass.plan import PlannedSite, Site
 from commpass.policy import Allowed
 
 MOST = 2
-"""At how many sizes a graph is compiled anew, those of the most sites: Dynamo compiles the same
-code only so many times (torch._dynamo.config.recompile_limit is 8), then no longer for us."""
+"""At how many sizes of a group's sites a graph is compiled anew, those of the most sites: Dynamo
+compiles the same code only so many times (torch._dynamo.config.recompile_limit is 8), then no
+longer for us. Of each group, since its ranks see those of other groups that are not theirs."""
+NEAR = 1.1
+"""How near to each other two numbers of bytes are that may be the same break-even size."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class Limit:
     nbytes: torch.SymInt
     least: int
     above: bool
+
+    @property
+    def said(self) -> str:
+        """The same on all ranks and in all graphs, whatever the symbols are there."""
+        return f"from {self.least:,} bytes on" if self.above else f"below {self.least:,} bytes"
 
     def hold(self) -> None:
         """Makes it a guard of the code that is compiled. Does nothing if it is one already."""
@@ -61,9 +69,12 @@ def limits(
     rows = zip(found, options, allowed, plan, strict=True)
     known = {site.name: _limit(each, its, terms, site, gains) for each, its, terms, site in rows}
     some = {name: limit for name, limit in known.items() if limit is not None}
-    said = Counter(map(_said, some.values()))
-    kept = {what for what, _ in sorted(said.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST]}
-    return {name: limit for name, limit in some.items() if _said(limit) in kept}
+    groups = {each.site.name: each.site.group for each in found}
+    kept: set[tuple[str, str, int]] = set()
+    for group in {*groups.values()}:
+        said = Counter(_said(limit) for name, limit in some.items() if groups[name] == group)
+        kept |= {(group, *what) for what, _ in said.most_common(MOST)}  # the first of equal ones
+    return {n: limit for n, limit in some.items() if (groups[n], *_said(limit)) in kept}
 
 
 def _said(limit: Limit) -> tuple[str, int]:
@@ -90,7 +101,10 @@ def _limit(
     size = gains_from(nameless, tuple(ways))
     if not 0 < size < inf:
         return None
-    # What was decided of the very size holds at it, however closely the size was found.
+    # What was decided of the very size holds at it, however closely the other was found. Where it
+    # was decided otherwise than that says, there are several such sizes.
+    if not (site.bytes * NEAR >= size if site.compressed else site.bytes <= size * NEAR):
+        return None
     least = min(ceil(size), site.bytes) if site.compressed else max(ceil(size), site.bytes + 1)
     decided = nbytes.node.shape_env.bound_sympy(nbytes.node.expr)
     if decided.lower >= least or decided.upper < least:
@@ -133,4 +147,5 @@ def with_limits(plan: Sequence[PlannedSite], limits: dict[str, Limit]) -> tuple[
 def _told(site: PlannedSite, limit: Limit) -> PlannedSite:
     words = in_words(site, limit.least)
     end = f"while {words}, else" if limit.above else f"until {words}, then"
-    return dataclasses.replace(site, reason=f"{site.reason}; holds {end} compiled anew")
+    reason = f"{site.reason}; holds {end} compiled anew"
+    return dataclasses.replace(site, reason=reason, holds=limit.said)

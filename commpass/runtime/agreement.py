@@ -29,9 +29,9 @@ import torch
 from commpass.errors import PlanMismatch, Unanswered
 from commpass.plan import NONE, Plan, Site, left_alone
 from commpass.runtime import differences
-from commpass.runtime.board import Board, History, Note, Speaker, Statement, board
+from commpass.runtime.board import Board, History, Note, Now, Speaker, Statement, board
 from commpass.runtime.meeting import Meeting
-from commpass.runtime.parts import SEVERAL, Part, keys_of, parts
+from commpass.runtime.parts import SEVERAL, Part, alike, parts
 
 log = logging.getLogger("commpass")
 
@@ -100,7 +100,7 @@ def _settled(part: Part, past: History, speaker: Speaker) -> bool:
         return True
     known, wanted = past.known[speaker.backend], part.decisions()
     for site in part.first:
-        key = next((key for key in keys_of(site) if key in known), "")
+        key = next((key for key in part.keys_of(site) if key in known), "")
         if not key or not known[key] == wanted[key] != SEVERAL:
             return False
     return not (part.plan.simplified or part.plan.grouped or part.plan.split)
@@ -109,11 +109,16 @@ def _settled(part: Part, past: History, speaker: Speaker) -> bool:
 def _contrary(part: Part, past: History, speaker: Speaker) -> bool:
     """Whether it leaves alone what was agreed to be changed: the others must know."""
     known = past.known[speaker.backend]
-    return not part.changed and any(_known(known, site) != NONE for site in part.first)
+    return not part.changed and any(_known(known, part, site) != NONE for site in part.first)
 
 
-def _known(known: dict[str, str], site: Site) -> str:
-    return next((known[key] for key in keys_of(site) if key in known), NONE)
+def _known(known: dict[str, str], part: Part, site: Site) -> str:
+    """What was agreed on for a site; anything but NONE, if there is that, where it is not known for
+    which of its sizes this plan is."""
+    for key in part.keys_of(site):
+        if found := {said for other, said in known.items() if alike(key, other)}:
+            return next(iter(sorted(found - {NONE})), NONE)
+    return NONE
 
 
 def _say_nothing(here: Board, part: Part, past: History, plan: Plan, speaker: Speaker) -> None:
@@ -204,7 +209,7 @@ def _judge(meeting: Meeting) -> str:
     apart |= {key for key in meeting.parts if meeting.other_policy(key)}
     if meeting.nobody():
         why = differences.nobody(meeting)
-    elif (differing := meeting.differing()) and meeting.hidden() and not apart:
+    elif (differing := meeting.differing()) and meeting.hidden() and not meeting.several_graphs():
         return AGAIN
     elif differing:
         why = differences.text(meeting, differing)
@@ -229,9 +234,11 @@ def _judge(meeting: Meeting) -> str:
                 policy=meeting.speaker.digest,
                 failure=why,
                 policy_name=meeting.speaker.name,
+                epoch=meeting.said[key],
                 follows=True,
             )
             meeting.here.say(key, meeting.mine[key][0], follows)
+            meeting.here.now(part.where, Now(word=follows, place=(key, meeting.mine[key][0])))
     for part in (each for each in meeting.parts.values() if not each.changed):
         meeting.pasts[part.key].known[meeting.speaker.backend].update(
             dict.fromkeys(part.decisions(), NONE)

@@ -19,7 +19,7 @@ from commpass.runtime.board import (
     from_spans,
     spans,
 )
-from commpass.runtime.parts import Part
+from commpass.runtime.parts import Part, alike
 
 
 class Meeting:
@@ -166,13 +166,13 @@ class Meeting:
     def _about(self, key: str, notes: Notes) -> list[Note]:
         """Those notes, since the last meeting, that are about sites of this rank's graph. (Not of
         one of which this rank has noted the same: that was another graph.)"""
-        own = {*self.parts[key].sites, ANY}
+        own = self.parts[key].sites
         return [
             note
             for note in notes.notes
             if notes.count == self.halls[key][0] - 1
             and note.times > self.pasts[key].noted.get(note.outline, 0)
-            and own & {*note.sites}
+            and any(site == ANY or alike(site, each) for site in note.sites for each in own)
         ]
 
     def missing(self, key: str) -> list[int]:
@@ -209,6 +209,14 @@ class Meeting:
         said = {word.outline for word in self.heard[key].values() if not word.failure}
         said |= {note.outline for note in self.alone[key].values() if not note.failure}
         return bool(self.left[key]) or len(said | {self.parts[key].outline}) > 1
+
+    def several_graphs(self) -> bool:
+        """Whether the ranks of any of the groups, as far as they said, compile different graphs: of
+        those that this rank is not in as well, so that all find the same."""
+        said = (
+            {w.outline for w in heard.values() if not w.failure} for heard in self.heard.values()
+        )
+        return any(len(outlines) > 1 for outlines in said)
 
     def other_policy(self, key: str) -> bool:
         """Whether a rank of a group changes nothing under another policy: it will not come here."""

@@ -21,6 +21,17 @@ SEVERAL = "several"
 """What is decided of sites that are alike and not treated alike."""
 
 
+SIDE = "/"
+"""Between what a site is known by and the sizes that its plan is for."""
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether two of ``keys_of`` or of ``sites`` may be those of one site, at a size that both
+    plans are for."""
+    (a, _, here), (b, _, there) = one.partition(SIDE), other.partition(SIDE)
+    return a == b and (here == there or not here or not there)
+
+
 @dataclass(frozen=True)
 class Part:
     """One group's part of a graph's plan, or that of two ranks between which something goes.
@@ -75,7 +86,8 @@ class Part:
     @cached_property
     def sites(self) -> tuple[str, ...]:
         """What each site is told by, on whichever rank and in whichever graph it is."""
-        return tuple(sorted({_digest(_facts(site))[:8] for site in self.first})) or (ANY,)
+        ids = {_digest(_facts(site))[:8] + self._side(site) for site in self.first}
+        return tuple(sorted(ids)) or (ANY,)
 
     @cached_property
     def order(self) -> str:
@@ -97,16 +109,25 @@ class Part:
             if (chosen := planned.get(site.name)) is not None and chosen.compressed:
                 said = f"{chosen.codec} by {chosen.algorithm} in {chosen.chunks}"
             said += f", starts {self.order}" if self.order else ""
-            for key in keys_of(site):
+            for key in self.keys_of(site):
                 found[key] = said if found.get(key, said) == said else SEVERAL
         return found
 
+    def keys_of(self, site: Site) -> tuple[str, ...]:
+        """What a site is known by, the surest first: with its module, where that is known, and
+        without, since a graph break may hide it."""
+        facts, side = _facts(site), self._side(site)
+        full = [_digest([*facts, site.module]) + side] if site.module else []
+        return (*full, _digest(facts) + side)
 
-def keys_of(site: Site) -> tuple[str, ...]:
-    """What a site is known by, the surest first: with its module, where that is known, and without,
-    since a graph break may hide it."""
-    facts = _facts(site)
-    return (*([_digest([*facts, site.module])] if site.module else []), _digest(facts))
+    def _side(self, site: Site) -> str:
+        """For which of a site's sizes the plan is; "" for all, and where no plan was made."""
+        holds = self._holds.get(site.name)
+        return f"{SIDE}{holds}" if holds else ""
+
+    @cached_property
+    def _holds(self) -> dict[str, str]:
+        return {site.name: site.holds for site in self.plan.sites}
 
 
 def parts(

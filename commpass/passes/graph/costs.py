@@ -15,7 +15,7 @@ from commpass import groups
 from commpass.costmodel import HOST, Link, Profile, Task
 from commpass.kinds import KERNEL
 from commpass.passes.graph import meta
-from commpass.passes.graph.marks import CODED
+from commpass.passes.graph.marks import CODED, MARK
 from commpass.passes.graph.parse import Call, describe_group
 
 UNWRITTEN = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
@@ -37,10 +37,14 @@ def is_matmul(node: fx.Node) -> bool:
 
 def compute(node: fx.Node, profile: Profile) -> Task:
     """What a rank computes in one node: what it encodes and decodes; else the longer of what its
-    operations take and what it takes to write its result and read as much. Views take no time."""
+    operations take and what it takes to write its result and read as much. Views take no time; nor
+    does what is done beside encode and decode, as sums of what was decoded: it is part of those
+    kernels, and of their rates."""
     if CODED in node.meta:
         return Task(HOST, sum(profile.kernels.us(*work) for work in node.meta[CODED]))
     if node.op != "call_function" or looks(node) or node.target in UNWRITTEN:
+        return Task(HOST, 0.0)
+    if MARK in node.meta:
         return Task(HOST, 0.0)
     held = node.meta.get("val")
     moved = sum(max(meta.nbytes(fake), 0) for fake in tensors(held))
