@@ -3,6 +3,8 @@ each time, and nothing of it left behind."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from commpass.calibration.probes import square
 from commpass.errors import CalibrationError
@@ -33,6 +35,7 @@ class Step:
 
     def run(self, batch: tuple[Any, ...]) -> tuple[float | None, dict[str, Tensor]]:
         """The loss (None for inference) and the output of one step on this rank, by name."""
+        batch = tree_map_only(Tensor, _copied, batch)
         with _as_before(self.original, self.parameters):
             if not self.train:
                 with torch.no_grad():
@@ -78,26 +81,16 @@ class Step:
             if mine is None or (its is None and other is not None):
                 only = mine if mine is not None else its
                 assert only is not None
-                total += self._weight(name, only) * square(_local(only))
+                total += self._weight(name) * square(_local(only))
                 continue
-            weight = self._weight(name, mine)
+            weight = self._weight(name)
             total += weight * square(_local(mine), _local(its) if its is not None else None)
         return total
 
-    def _weight(self, name: str, value: Tensor) -> float:
+    def _weight(self, name: str) -> float:
         if not self.train:
             return 1.0
-        if not isinstance(value, DTensor):
-            return self.weights[name]
-        alike = [
-            value.device_mesh.size(dim)
-            for dim, placement in enumerate(value.placements)
-            if isinstance(placement, Replicate)
-        ]
-        weight = 1.0
-        for each in alike:
-            weight /= each
-        return weight
+        return self.weights[name]
 
 
 def step_of(
@@ -121,16 +114,26 @@ def step_of(
 
 
 def fingerprints(parameters: dict[str, Tensor]) -> dict[str, str]:
-    """By name, a text that replicas of a plain parameter share."""
-    return {
-        name: f"{tuple(each.shape)} {float(each.detach().double().sum())!r} {square(each)!r}"
-        for name, each in parameters.items()
-        if not isinstance(each, DTensor)
-    }
+    """By name, a text that replicas of what a rank holds of a parameter share."""
+    return {name: _fingerprint(each) for name, each in parameters.items()}
+
+
+def _fingerprint(parameter: Tensor) -> str:
+    held = _local(parameter)
+    values = f"{tuple(held.shape)} {float(held.double().sum())!r} {square(held)!r}"
+    if not isinstance(parameter, DTensor):
+        return values
+    at = parameter.device_mesh.get_coordinate() or ()
+    parts = [
+        place
+        for place, placement in zip(at, parameter.placements, strict=False)
+        if not isinstance(placement, Replicate)
+    ]
+    return f"{values} {parameter.placements} {parts}"
 
 
 def replicas(own: dict[str, str], every: Sequence[dict[str, str]]) -> dict[str, float]:
-    """By name, one over the number of ranks whose parameter of that name is the same."""
+    """By name, one over the number of ranks that hold the same of the parameter of that name."""
     return {
         name: 1 / sum(other.get(name) == print_ for other in every) for name, print_ in own.items()
     }
@@ -139,24 +142,50 @@ def replicas(own: dict[str, str], every: Sequence[dict[str, str]]) -> dict[str, 
 @contextmanager
 def _as_before(model: Any, parameters: dict[str, Tensor]) -> Iterator[None]:
     """Gradients, buffers and random numbers are afterwards what they were."""
-    grads = {name: each.grad for name, each in parameters.items()}
-    buffers = list(model.buffers()) if isinstance(model, nn.Module) else []
-    kept = [each.detach().clone() for each in buffers]
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    trained = [*parameters.values(), *(each for m in modules for each in m.parameters(False))]
+    grads = [(each, each.grad) for each in trained]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in modules
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    with _same_random_numbers():
+        try:
+            for each in trained:
+                each.grad = None
+            yield
+        finally:
+            for each, grad in grads:
+                each.grad = grad
+            with torch.no_grad():
+                for module, name, buffer, value in buffers:
+                    buffer.copy_(value)
+                    module._buffers[name] = buffer
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """Those of torch, of Python, and of numpy where it is in use, are drawn once more."""
+    numpy: Any = sys.modules.get("numpy")
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    states = torch.get_rng_state(), torch.cuda.get_rng_state() if cuda else None
+    own, python = torch.get_rng_state(), random.getstate()
+    card = torch.cuda.get_rng_state() if cuda else None
+    others = numpy.random.get_state() if numpy is not None else None
     try:
-        for each in parameters.values():
-            each.grad = None
         yield
     finally:
-        for name, each in parameters.items():
-            each.grad = grads[name]
-        with torch.no_grad():
-            for buffer, value in zip(buffers, kept, strict=True):
-                buffer.copy_(value)
-        torch.set_rng_state(states[0])
-        if states[1] is not None:
-            torch.cuda.set_rng_state(states[1])
+        torch.set_rng_state(own)
+        random.setstate(python)
+        if card is not None:
+            torch.cuda.set_rng_state(card)
+        if others is not None:
+            numpy.random.set_state(others)
+
+
+def _copied(value: Tensor) -> Tensor:
+    """What a model may change, or put a gradient into."""
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _is_float(value: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from commpass.costmodel.interconnects import CARDS
+from commpass.costmodel.kernels import KernelRate, Kernels
+from commpass.costmodel.links import Link
 from commpass.costmodel.profile import Profile, link_named, profile_named
 from commpass.errors import PolicyError, ProfileError, nearest
 from commpass.tables import Format, line_of, read_json, read_toml, write_whole
@@ -136,7 +138,7 @@ def _from_toml(path: Path) -> Profile:
         try:
             said[key] = _laid_over(key, value, said.get(key))
         except PolicyError as error:
-            raise fail(key, str(error)) from error
+            raise fail(getattr(error, "key", key), str(error)) from error
     if "link" not in said:
         raise fail(None, "a profile needs a [link] with alpha_us and gbytes_per_s, or a base")
     return _built(said, fail)
@@ -150,6 +152,22 @@ def _built(said: dict[str, Any], fail: Any) -> Profile:
         raise fail(where or None, str(error)) from error
     except PolicyError as error:
         raise fail(None, str(error)) from error
+
+
+class _Unknown(ProfileError):
+    """A word in a table that nobody knows, at a ``key``."""
+
+    def __init__(self, key: str, what: str, known: Sequence[str]):
+        super().__init__(f"{what} has no field {key!r}{nearest(key, known)}")
+        self.key = key
+
+
+def _fields(table: Any, kind: type, what: str) -> None:
+    """Raises ProfileError if a table has a field that its kind has not."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    for key in table if isinstance(table, Mapping) else ():
+        if key not in known and key != "base":
+            raise _Unknown(key, what, [*known, "base"])
 
 
 def _laid_over(key: str, value: Any, below: Any) -> Any:
@@ -168,17 +186,24 @@ def _kernels(value: Any, below: Any) -> Any:
     table: Any = {"base": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping):
         return value
+    _fields(table, Kernels, "[kernels]")
+    rates = table.get("rates", {})
+    if not isinstance(rates, Mapping):
+        raise ProfileError(f"rates={rates!r}: must map names of codecs to encode_ns and decode_ns")
+    for name, rate in (("other", table.get("other")), *rates.items()):
+        _fields(rate, KernelRate, f"the rate of {name}")
     if (named := table.get("base")) is not None:
-        if named not in CARDS:
+        if not isinstance(named, str) or named not in CARDS:
             raise ProfileError(f"unknown card {named!r}{nearest(str(named), CARDS)}")
         below = msgspec.to_builtins(CARDS[named].kernels)
     if below is None:
         return value
     rest = {name: each for name, each in table.items() if name != "base"}
-    return {**below, **rest, "rates": {**below.get("rates", {}), **rest.get("rates", {})}}
+    return {**below, **rest, "rates": {**below.get("rates", {}), **rates}}
 
 
 def _link(value: Any, below: Any) -> Any:
+    _fields(value, Link, "a link")
     if isinstance(value, str):
         return msgspec.to_builtins(link_named(value))
     if isinstance(value, Mapping) and "base" in value:

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from commpass.codecs.registry import NAMES as CODECS
 from commpass.costmodel import Profile, default_profile, profile_from
 from commpass.costmodel.files import Machine, read
+from commpass.errors import ProfileError, nearest
 from commpass.groups import is_first_rank
 
 VARIABLE = "COMMPASS_PROFILE"
@@ -30,7 +32,12 @@ def profile_here(profile: str | Path | Profile | None) -> Profile | None:
         if is_first_rank() and (others := list(misfits(file.machine, here()))):
             _say(f"profile {asked} was measured elsewhere: {'; '.join(others)}. Probe again here")
         return file.profile
-    return profile_from(asked)
+    found = profile_from(asked)
+    rates = found.kernels.rates if found is not None else {}
+    for name in rates if str(asked).endswith(".toml") else ():
+        if name not in CODECS:
+            raise ProfileError(f"{asked}: [kernels.rates.{name}]: no codec{nearest(name, CODECS)}")
+    return found
 
 
 @functools.cache

@@ -264,6 +264,7 @@ FREE = {
     "refused": "some",
     "reason": "another",
     "hidden": True,
+    "holds": "below 64 bytes",
     "exposed_us": 7.0,
     "unmoved_us": 7.0,
     "missed": "some",

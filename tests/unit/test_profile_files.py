@@ -283,3 +283,27 @@ def test_without_a_profile_a_gpu_is_known_by_its_name(device, card, link, monkey
     assert found.name == card
     assert found.link == INTERCONNECTS[link].link
     assert found.kernels == CARDS[card].kernels
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[link]\nalpah_us = 20\n", ":3: a link has no field 'alpah_us'; did you mean 'alpha_us'?"),
+        ("[inside]\nalpha_us = 2\ngbyte_per_s = 3\n", ":4: a link has no field 'gbyte_per_s'"),
+        ('[links.dp]\nbase = "ethernet-25g"\nalpha = 30\n', ":4: a link has no field 'alpha'"),
+        ("[kernels]\nlaunch = 20\n", ":3: [kernels] has no field 'launch'; did you mean"),
+        ("[kernels.rates.int8]\nencode = 1\n", ":3: the rate of int8 has no field 'encode'"),
+        ('[kernels]\nbase = ["h100"]\n', "unknown card ['h100']"),
+        ("[kernels]\nrates = 3\n", "rates=3: must map names of codecs"),
+        (
+            "[kernels.rates.int9]\nencode_ns = 0.5\ndecode_ns = 0.5\n",
+            "[kernels.rates.int9]: no codec; did you mean 'int8'?",
+        ),
+    ],
+)
+def test_a_misspelt_word_anywhere_is_an_error(text, said, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "ethernet-10g"\n' + text)
+    with pytest.raises(ProfileError) as error:
+        commpass.backend("balanced", profile=path)
+    assert said in str(error.value)
