@@ -526,3 +526,43 @@ def test_numbers_that_differ_between_ranks_are_not_moved_across_a_collective(ran
         assert "times 2.0" in why
         assert exact
         assert apart
+
+
+def graphs_of_two_groups() -> list[torch.Tensor]:
+    """Ranks 0 and 1 compile different graphs for their group; in the other, a sum hides on rank 0
+    alone."""
+    torch._dynamo.reset()
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
+
+    def sums(x):
+        return ops.wait_tensor(ops.all_reduce(x * 2, "sum", first.group_name))[:1, 0] + 0
+
+    def hiding(x, many):
+        summed = ops.wait_tensor(ops.all_reduce(x * 2, "sum", second.group_name))
+        for _ in range(many):
+            x = x @ x
+        return summed[:1, 0] + x[:1, 0] * 0
+
+    def breaking(x):
+        once = sums(x)
+        torch._dynamo.graph_break()
+        return once, sums(x * 3)
+
+    def whole(x):
+        return hiding(x, 3), sums(x), sums(x * 3)
+
+    function = (whole, breaking, lambda x: (hiding(x, 0),))[dist.get_rank()]
+    policy = Policy(codecs="int8", skip=["group", "chunk", "simplify"])
+    backend = commpass.backend(policy, inner="eager", profile=SLOW, timeout=20)
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    for _ in range(2):
+        found = compiled(torch.ones(64, 64) / 3)
+    return list(found)
+
+
+def test_all_that_hang_together_plan_again_or_none(ranks3):
+    every = ranks3.run(graphs_of_two_groups)
+    once, thrice = torch.tensor([4 / 3]), torch.tensor([4.0])
+    for found, expected in zip(every, ([once, once, thrice], [once, thrice], [once]), strict=True):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)  # exactly: nothing of it is changed

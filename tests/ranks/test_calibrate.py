@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from commpass.policy import Policy
 
 pytestmark = pytest.mark.xdist_group("ranks")
 CODECS = ("rotated", "rotated(bits=6)", "rotated(bits=4)")
-PROBES = ("rotated(bits=6)", "rotated(bits=3)")
+PROBES = ("rotated(bits=6)", "rotated(bits=4)", "rotated(bits=2)")
 WIDTH, INNER, ROWS = 128, 256, 32
 
 
@@ -264,6 +265,64 @@ def test_dropout_and_buffers_are_the_same_in_every_run(ranks2):
         assert 0 < most < 3  # another dropout mask would be an error a hundred times as large
         assert same
         assert grads
+
+
+class Untidy(nn.Module):
+    """It changes its input in place, replaces a buffer, and draws random numbers of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = divided()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return squared(self.inner(x.mul_(0.5)) * self.count)
+
+
+def shaken(output: Tensor, *_: Tensor) -> Tensor:
+    return output * (1 + random.random())
+
+
+def left_behind() -> tuple[list[float], dict[str, bool]]:
+    words = {"loss": shaken, "codecs": ("rotated",), "probes": ["rotated"]}
+    model, some = Untidy(), batches(1)
+    was, state = some[0][0].clone(), random.getstate()
+    first = commpass.calibrate(model, some, parameters=[model.inner.pre.weight], **words)
+    given = batches(1)[0][0].requires_grad_()
+    words["parameters"] = list(model.parameters())
+    second = commpass.calibrate(lambda x: squared(model.inner(x)), [(given,)], **words)
+    same = {
+        "the input": torch.equal(some[0][0], was),
+        "its gradient": given.grad is None,
+        "random numbers": random.getstate() == state,
+        "gradients": all(each.grad is None for each in model.parameters()),
+        "the buffer": bool(model.count == 0),
+    }
+    return [max(p.sensitivity for p in each.places) for each in (first, second)], same
+
+
+def test_a_model_that_changes_things_finds_them_as_they_were(ranks2):
+    for sensitivities, same in ranks2.run(left_behind):
+        assert all(same.values()), same
+        for each in sensitivities:
+            assert 0 < each < 3  # other inputs or numbers are an error a hundred times as large
+
+
+def on_a_mesh(shape: tuple[int, ...]) -> list[float]:
+    """The same batch on all ranks, and the same gradients, whatever the second dimension is."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    model = whole()
+    parallelize_module(model, mesh["tp"], {"a": ColwiseParallel(), "b": RowwiseParallel()})
+    found = commpass.calibrate(
+        model, batches(1), loss=lambda y, *_: squared(y), codecs=("int4",), probes=("int4",)
+    )
+    return [place.sensitivity for place in found.places]
+
+
+def test_what_several_ranks_hold_counts_once_however_it_is_held(ranks2, ranks4):
+    alone, together = ranks2.run(on_a_mesh, (1, 2))[0], ranks4.run(on_a_mesh, (2, 2))[0]
+    assert alone == pytest.approx(together, rel=1e-6)
 
 
 # --- what goes wrong -------------------------------------------------------------------------

@@ -63,3 +63,142 @@ def sizes_change(inner: str) -> None:
 @pytest.mark.parametrize("inner", ["eager", rarely("inductor")])
 def test_each_size_is_sent_by_the_graph_that_is_right_for_it(inner, ranks2):
     ranks2.run(sizes_change, inner)
+
+
+def summed(compiled, x, w, group) -> float:
+    """The relative error of what ranks sum up, against float64."""
+    got = compiled(x).double()
+    exact = (x @ w).double()
+    dist.all_reduce(exact, group=group)
+    return float((got - exact).norm() / exact.norm())
+
+
+class Flagged(torch.nn.Module):
+    """Its graph is another one with the flag, and does the same."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.w = torch.randn(256, 256, generator=generator)
+        self.flag, self.group = False, dist.group.WORLD.group_name
+
+    def forward(self, x):
+        y = ops.wait_tensor(ops.all_reduce(x @ self.w, "sum", self.group))
+        return y + 1 - 1 if self.flag else y
+
+
+def one_compiles_again(sizes: list[int], alone: int) -> list[tuple[str, float]]:
+    """Rank 0 alone compiles another graph for the size at place ``alone``."""
+    torch._dynamo.reset()
+    model = Flagged()
+    backend = commpass.backend("balanced", inner="eager", profile="ethernet-1g", timeout=20)
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    found = []
+    with torch.no_grad():
+        for place, rows in enumerate(sizes):
+            model.flag = place == alone and dist.get_rank() == 0
+            x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+            off = summed(compiled, x, model.w, dist.group.WORLD)
+            found.append((commpass.plans()[-1].sites[0].codec, off))
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[4, 600, 4], [600, 4, 600], [4, 600, 600], [600, 4, 4]])
+def test_a_rank_may_compile_again_alone_on_either_side(sizes, ranks2):
+    for found in ranks2.run(one_compiles_again, sizes, 2):
+        for rows, (_, off) in zip(sizes, found, strict=True):
+            assert (off < 1e-6) == (rows == 4)
+            assert off < 0.02
+
+
+def another_profile() -> list[tuple[str, float]]:
+    """Rank 0 would send codes at every size, rank 1 at the larger one alone."""
+    torch._dynamo.reset()
+    slow = commpass.Profile("slow", commpass.Link(100.0, 0.0125))
+    profile = (slow, "ethernet-1g")[dist.get_rank()]
+    backend = commpass.backend("balanced", inner="eager", profile=profile, timeout=10)
+    model = Flagged()
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    found = []
+    with torch.no_grad():
+        for rows in (4, 600):
+            off = summed(compiled, torch.randn(rows, 256), model.w, dist.group.WORLD)
+            found.append((commpass.plans()[-1].sites[0].codec, off))
+    return found
+
+
+def test_a_rank_does_not_take_an_old_word_for_an_answer(ranks2):
+    """Rank 0 left the first graph as it was, for rank 1, and does not compile another."""
+    for found in ranks2.run(another_profile):
+        assert [codec for codec, _ in found] == ["none", "none"]
+        assert all(off < 1e-6 for _, off in found)
+
+
+def of_two_groups() -> list[float]:
+    """Rank 0 is in both groups, and has sizes of three kinds; rank 1 has one of them."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 2])
+    w = torch.randn(256, 256, generator=torch.Generator().manual_seed(5))
+
+    def own(x):
+        return ops.wait_tensor(ops.all_reduce(x @ w, "sum", first.group_name))
+
+    def others(y):
+        found = []
+        for wide in (1, 2):
+            for times in (1, 2, 3):
+                part = (y @ w)[:, : 64 * wide].contiguous() * times
+                found.append(ops.wait_tensor(ops.all_reduce(part, "sum", second.group_name)))
+        return found
+
+    def both(x, y):
+        return own(x), others(y)
+
+    policy = commpass.Policy.from_preset("balanced", skip=("group",))
+    backend = commpass.backend(policy, inner="eager", profile="ethernet-1g", timeout=20)
+    compiled = torch.compile((both, own, others)[rank], backend=backend, dynamic=True)
+    found = []
+    for rows in (600, 8):
+        x, y = torch.randn(rows, 256), torch.randn(10, 256)
+        if rank == 2:
+            compiled(y)
+        elif rank == 1:
+            found.append(summed(compiled, x, w, first))
+        else:
+            found.append(summed(lambda x, y=y: compiled(x, y)[0], x, w, first))
+    return found
+
+
+def test_what_one_group_sees_does_not_depend_on_others(ranks3):
+    first, second, _ = ranks3.run(of_two_groups)
+    assert first == second
+    assert 1e-6 < first[0] < 0.02
+    assert first[1] < 1e-6
+
+
+def gains_between_two_sizes(sizes: list[int]) -> tuple[int, list[float]]:
+    """Of a library whose all_reduce is slow for some sizes alone."""
+    torch._dynamo.reset()
+    rows = ((0, 50, 2.0), (1 << 15, 600, 1.0), (1 << 18, 10, 8.0), (1 << 24, 10, 0.05))
+    of = {"all_reduce": tuple(commpass.Region(*row) for row in rows)}
+    of |= dict.fromkeys(
+        ("all_gather", "all_to_all", "message", "messages"), (commpass.Region(0, 60, 1.0),)
+    )
+    profile = commpass.Profile("measured", commpass.Link(50.0, 1.0, measured=of))
+    model = Flagged()
+    backend = commpass.backend("balanced", inner="eager", profile=profile, timeout=20)
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    before = len(commpass.plans())
+    with torch.no_grad():
+        off = [
+            summed(compiled, torch.randn(each, 256), model.w, dist.group.WORLD) for each in sizes
+        ]
+    return len(commpass.plans()) - before, off
+
+
+def test_where_codes_gain_between_two_sizes_not_every_size_is_compiled_anew(ranks2):
+    for compiles, off in ranks2.run(gains_between_two_sizes, list(range(250, 30, -24))):
+        assert compiles == 1
+        assert off[0] > 1e-6
+        assert all(each < 0.02 for each in off)
