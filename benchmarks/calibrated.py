@@ -389,10 +389,11 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
             if (name := point["name"]) in (*ROTATED, *PLAIN):
                 text = name.removeprefix("rotated(bits=").removesuffix(")").replace("rotated", "8")
                 at = (point["sent_bytes"] / each["plain_bytes"], point["error"])
-                where = (6, -9) if name in PLAIN else (5, 4)
+                where = (6, 3) if name in PLAIN else (-3, 7)
                 axes.annotate(
                     text, at, where, textcoords="offset points", fontsize=8, color="#555555"
                 )
+        axes.margins(x=0.08)
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_major_locator(MultipleLocator(0.05))
@@ -402,8 +403,9 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel("bytes of a step, of what they are without a codec")
         axes.grid(alpha=0.25, which="both")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylabel("relative error of the gradients, measured")
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.axes[0].set_ylabel("relative error of the gradients")
+    for axes in figure.axes:
+        axes.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
