@@ -74,11 +74,11 @@ def nobody(meeting: Meeting) -> str:
     for key, heard in meeting.heard.items():
         nothing = {rank: word for rank, word in heard.items() if not word.digest}
         for rank, word in sorted((meeting.alone[key] | nothing).items()):
-            policy = (
-                f" (its policy is {word.policy_name!r}, here it is {here.name!r})"
-                if word.policy != here.digest
-                else ""
-            )
+            policy = ""
+            if word.policy != here.digest and word.policy_name == here.name:
+                policy = f" (under a policy {here.name!r} or a profile that says something else)"
+            elif word.policy != here.digest:
+                policy = f" (its policy is {word.policy_name!r}, here it is {here.name!r})"
             where = f"of {_where(meeting, key)} in this graph{policy}"
             if isinstance(word, Statement) and word.follows:
                 follow.append(word.failure)
