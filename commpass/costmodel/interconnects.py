@@ -54,8 +54,8 @@ class Card:
 
     gbytes_per_s: float
     tflops: float
-    interconnect: str
     source: str
+    interconnect: str = ""
 
     @property
     def kernels(self) -> Kernels:
@@ -71,11 +71,11 @@ class Card:
 
 
 CARDS: dict[str, Card] = {
-    "a100": Card(2039.0, 312.0, "nvlink-3", "NVIDIA A100 80GB SXM data sheet"),
-    "h100": Card(3350.0, 989.0, "nvlink-4", "NVIDIA H100 SXM data sheet"),
-    "h200": Card(4800.0, 989.0, "nvlink-4", "NVIDIA H200 SXM data sheet"),
-    "b200": Card(8000.0, 2250.0, "nvlink-5", "NVIDIA DGX B200 data sheet, a card of eight"),
-    "mi300x": Card(5300.0, 1307.0, "xgmi-3", "AMD Instinct MI300X data sheet"),
+    "a100": Card(2039.0, 312.0, "NVIDIA A100 80GB SXM data sheet", "nvlink-3"),
+    "h100": Card(3350.0, 989.0, "NVIDIA H100 SXM data sheet", "nvlink-4"),
+    "h200": Card(4800.0, 989.0, "NVIDIA H200 SXM data sheet", "nvlink-4"),
+    "b200": Card(8000.0, 2250.0, "NVIDIA DGX B200 data sheet, a card of eight", "nvlink-5"),
+    "mi300x": Card(5300.0, 1307.0, "AMD Instinct MI300X data sheet", "xgmi-3"),
 }
 """By a part of the device's own name, in lower case."""
 

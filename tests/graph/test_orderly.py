@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from deciding import decide, options
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 import commpass
 from commpass import Policy, Rule
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
+from commpass.passes import Road, run
 from commpass.passes.choose import SURE
+from commpass.passes.timeline import whole_us
 from commpass.plan import Site
 
 CODECS = ("bf16", "int8", "int4", "fp8", "rotated", "taco")
@@ -98,6 +101,37 @@ def test_a_larger_budget_never_makes_a_plan_slower(site, profile, budget, times)
     assert large.predicted_us <= small.predicted_us * (1 + SURE) + 1e-3
 
 
+CASES = [
+    *(("all_reduce", way) for way in ("one_shot", "two_shot", "ring")),
+    ("all_gather", "direct"),
+    ("reduce_scatter", "direct"),
+]
+
+
+@pytest.mark.parametrize("profile", ["nvlink-4", "ethernet-10g"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "rotated"])
+@pytest.mark.parametrize(("kind", "way"), CASES)
+def test_a_site_alone_takes_on_the_timeline_what_it_was_chosen_for(
+    kind, way, codec, profile, fake_group
+):
+    import torch
+    from graphs import ops, trace
+
+    fake_group(4)
+    calls = {
+        "all_reduce": lambda x: ops.all_reduce(x, "sum", "0"),
+        "all_gather": lambda x: ops.all_gather_into_tensor(x, 4, "0"),
+        "reduce_scatter": lambda x: ops.reduce_scatter_tensor(x, "sum", 4, "0"),
+    }
+    gm = trace(lambda x: ops.wait_tensor(calls[kind](x)), torch.ones(512, 512))
+    policy = Policy(rules=[Rule(codec=codec, algorithm=way, force=True)])
+    known = commpass.costmodel.profile_named(profile)
+    road = Road(gm=gm, direction="forward", policy=policy, profile=known)
+    (site,) = run(road, "0", strict=True).plan
+    assert site.codec == codec
+    assert whole_us(gm, known) == pytest.approx(site.predicted_us, rel=1e-3)
+
+
 SHUFFLED = """
 import sys
 sys.path[:0] = {path!r}
@@ -113,8 +147,6 @@ def whole_plan() -> str:
     """The plan of a graph in which there is something for every pass."""
     import torch
     from graphs import ops, trace
-
-    from commpass.passes import Road, run
 
     wait = ops.wait_tensor
     names = {"tp": "int8", "dp": "rotated", "ep": "fp8"}
