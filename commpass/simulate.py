@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
 from commpass.backend import Backend
@@ -98,7 +101,8 @@ def simulate(
         _swept((sweep[0], value) if sweep and value is not None else None, dict(mesh), known)
         for value in values
     ]
-    found, done = [], 0
+    found: list[Simulated] = []
+    done = 0
     for _, alike in groupby(cases, key=lambda case: (case.sizes, case.more)):
         some = list(alike)
 
@@ -257,7 +261,7 @@ def _plan(
     try:
         with FakeTensorMode() as mode, nullcontext() if train else torch.no_grad():
             say("building the model")
-            with _forgetful(mode):
+            with _forgetful(mode), patch.object(Shard, "_shard_tensor", _first_shard):
                 model, inputs = _built(build, mesh, runs[0].case.more)
             say("tracing")
             given = torch.compile(model, backend=_Planner(runs, say))(*inputs)
@@ -271,6 +275,15 @@ def _plan(
         torch._dynamo.reset()
     if not runs[0].graphs:
         raise CommpassError("nothing of the model was compiled: is it a module or a function?")
+
+
+def _first_shard(self: Shard, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any) -> Tensor:
+    """What rank 0 has of a tensor. DTensor itself would make a tensor for each rank, and hand them
+    out."""
+    rows = -(-tensor.size(self.dim) // mesh.size(mesh_dim))
+    shape = list(tensor.shape)
+    shape[self.dim] = rows
+    return tensor.new_empty(shape)
 
 
 class _Nothing(WeakValueDictionary):
@@ -294,6 +307,10 @@ def _forgetful(mode: FakeTensorMode) -> Iterator[None]:
 def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
     try:
         found = build(mesh, **more)
+    except KeyError as error:
+        if why := no_dimension(error, mesh):
+            raise CommpassError(f"{build.__name__}: {why}") from error
+        raise
     except TypeError as error:
         if unknown := [name for name in more if f"'{name}'" in str(error)]:
             names = [*(mesh.mesh_dim_names or ()), *RATES]
@@ -308,6 +325,17 @@ def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
             " of its inputs"
         )
     return found
+
+
+def no_dimension(error: KeyError, mesh: DeviceMesh) -> str:
+    """Which dimension a model asked a mesh for that it does not have; "" for any other error."""
+    said = " ".join(map(str, error.args))
+    if "mesh_dim_names" not in said:
+        return ""
+    known = mesh.mesh_dim_names or ()
+    asked = [name for name in re.findall(r"'(\w+)'", said) if name not in known]
+    wants = f"a dimension {asked[0]!r}" if asked else "a dimension that it does not have"
+    return f"the model asks the mesh for {wants}; there is {', '.join(map(repr, known))}"
 
 
 def _backward(given: Any) -> None:
