@@ -197,7 +197,8 @@ def totals(measured: Calibration, found: Solution) -> list[str]:
     what = measured.of
     lines = [
         f"if all is coded so, a rank sends {size(round(found.sent_bytes))} instead of"
-        f" {size(round(found.plain_bytes))}; predicted error of the {what} {found.error:.3%}, of a budget of {found.max_error:.3%}"
+        f" {size(round(found.plain_bytes))}; predicted error of the {what} {found.error:.3%},"
+        f" of a budget of {found.max_error:.3%}"
     ]
     for name in UNIFORM:
         if (alike := found.uniform(name)) is not None:
