@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -354,6 +355,9 @@ def console_for(*tables: RenderableType, whole: bool = True) -> Console:
     long as the tables need. On a terminal too narrow for what must stay ``whole`` they are as long
     as that needs."""
     console = Console()
+    for each in tables if whole else ():
+        if isinstance(each, Table):
+            _keep_whole(each)
     sizes = [console.measure(each, options=_wide(console)) for each in tables]
     if not console.is_terminal and "COLUMNS" not in os.environ:
         needs = [each.maximum for each in sizes]
@@ -361,6 +365,14 @@ def console_for(*tables: RenderableType, whole: bool = True) -> Console:
         needs = [each.minimum for each in sizes] if whole else []
     console.width = max([console.width, *needs])
     return console
+
+
+def _keep_whole(table: Table) -> None:
+    """Gives columns that do not wrap room for their longest cell: rich counts its longest word."""
+    for column in table.columns:
+        if column.no_wrap:
+            cells = (str(cell) for cell in (column.header, *column.cells))
+            column.min_width = max(max(map(cell_len, each.split("\n"))) for each in cells)
 
 
 def _wide(console: Console) -> ConsoleOptions:

@@ -633,14 +633,16 @@ def test_doctor_tells_what_is_wrong_with_a_profile(
 
 
 def test_numbers_and_names_of_a_table_stay_whole(monkeypatch: pytest.MonkeyPatch, capsys):
-    table = tables.plain_table("codec", "number", "why", folded=("why",))
-    table.add_row("rotated(bits=6)", "0.0128", "since it gains much more than the others " * 3)
+    table = tables.plain_table("codec", "a number", "why", folded=("why",))
+    table.add_row(
+        "rotated(bits=6)", "0.0128 of all", "since it gains much more than the others " * 3
+    )
     for width in (20, 30, 60):
         monkeypatch.setenv("COLUMNS", str(width))
         tables.console_for(table).print(table)
         shown = capsys.readouterr().out
         assert "rotated(bits=6)" in shown
-        assert "0.0128" in shown
+        assert "0.0128 of all" in shown
         assert len(shown.splitlines()) > 4  # the text goes on
     monkeypatch.delenv("COLUMNS")
     tables.console_for(table).print(table)
