@@ -87,7 +87,11 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
         if plan.sites:
             table = sites_table(plan.sites, wide=True)
             needs = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-            yield table if needs <= console.width else sites_table(plan.sites, wide=False)
+            yield (
+                table
+                if needs <= console.width
+                else sites_table(plan.sites, wide=False, whole=console.width >= NARROW)
+            )
             yield Text()
             yield reasons(plan.sites)
             if any(site.missed for site in plan.sites):
@@ -123,7 +127,11 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
     )
 
 
-def sites_table(sites: Sequence[PlannedSite], *, wide: bool) -> Table:
+NARROW = 80
+"""Columns of a terminal below which even numbers are folded."""
+
+
+def sites_table(sites: Sequence[PlannedSite], *, wide: bool, whole: bool = True) -> Table:
     table = plain_table("#")
     table.leading = 0 if wide else 1
     for group, columns in enumerate(COLUMNS):
@@ -132,7 +140,8 @@ def sites_table(sites: Sequence[PlannedSite], *, wide: bool) -> Table:
                 header,
                 justify="right" if group in (2, 4) else "left",
                 overflow="fold",
-                no_wrap=group > 1,  # names are folded before numbers, and only if there is no room
+                no_wrap=whole
+                and group > 1,  # names are folded before numbers, and only if there is no room
             )
     for number, site in enumerate(sites, 1):
         groups = cells(site)
