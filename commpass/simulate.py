@@ -3,33 +3,46 @@ group of any size, with the times that the cost model predicts."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import tempfile
+import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
-from commpass.backend import backend
-from commpass.costmodel import Profile
-from commpass.dump import Dump, read_run
-from commpass.errors import CommpassError, nearest
-from commpass.passes.timeline import NOTHING_SENT
+from commpass.backend import Backend
+from commpass.costmodel import Link, Profile
+from commpass.errors import CommpassError, PolicyError, nearest
+from commpass.passes import Road
+from commpass.passes import run as run_passes
+from commpass.passes.graph.parse import graph_modules
+from commpass.passes.hidden import facts_of
+from commpass.passes.timeline import NOTHING_SENT, timeline
+from commpass.plan import Plan
 from commpass.policy import Policy, policy_named
 from commpass.runtime.machine import profile_here
+from commpass.runtime.owners import Calls
+from commpass.timeline import Timeline
 
 Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 """What makes a model and its inputs, given the mesh of all ranks."""
+Progress = Callable[[int, int, str], None]
+"""What is told how many values of a sweep are done, of how many, and what is done now."""
 RATES = {"gbit": "link", "inside_gbit": "inside"}
 """What a sweep calls the rates of a profile's links, in Gbit/s."""
 
@@ -60,6 +73,7 @@ def simulate(
     *,
     sweep: tuple[str, Sequence[float]] | None = None,
     train: bool = True,
+    progress: Progress | None = None,
 ) -> list[Simulated]:
     """What a step of a model would take on a cluster, under each policy.
 
@@ -67,7 +81,8 @@ def simulate(
     makes are fake tensors, which need no memory. ``mesh`` are the sizes of its dimensions, by name;
     as many ranks as their product. With ``train`` the sum of all that the model gives runs
     backward. ``sweep`` sets one thing to several values: a dimension of the mesh, ``gbit`` or
-    ``inside_gbit`` of the profile's links, or an argument of ``build``.
+    ``inside_gbit`` of the profile's links, or an argument of ``build``. The model is traced once
+    for all policies and links, and again for each mesh and each argument.
 
     No process group may be there already. Raises CommpassError for that, for a name that cannot be
     swept, and where a model asks for values.
@@ -78,42 +93,100 @@ def simulate(
     if known is None:
         raise CommpassError("simulate needs a profile: a name, a file, or COMMPASS_PROFILE")
     chosen = [policy_named(policy) for policy in policies]
-    found = []
-    for value in sweep[1] if sweep else (None,):
-        set_to = (sweep[0], value) if sweep and value is not None else None
-        sizes, on, more = _swept(set_to, dict(mesh), known)
-        with _fake_ranks(sizes) as ranks:
-            for policy in chosen:
-                dumps = _planned(build, ranks, on, policy, more, train)
-                found.append(_summed(policy, prod(sizes.values()), set_to, dumps))
+    known = _Remembering(
+        **{each.name: getattr(known, each.name) for each in dataclasses.fields(known)}
+    )
+    values = sweep[1] if sweep else (None,)
+    cases = [
+        _swept((sweep[0], value) if sweep and value is not None else None, dict(mesh), known)
+        for value in values
+    ]
+    found: list[Simulated] = []
+    done = 0
+    for _, alike in groupby(cases, key=lambda case: (case.sizes, case.more)):
+        some = list(alike)
+
+        def say(what: str, some: Sequence[_Case] = some, done: int = done) -> None:
+            if progress is not None:
+                which = some[0].set_to
+                where = f"{which[0]}={which[1]:g}: " if which and len(some) == 1 else ""
+                progress(done, len(cases), where + what)
+
+        runs = [_Run(policy, case) for case in some for policy in chosen]
+        with _fake_ranks(some[0].sizes) as ranks:
+            _plan(build, ranks, runs, train, say)
+        found += map(_summed, runs)
+        done += len(some)
     return found
 
 
-def _swept(
-    set_to: tuple[str, float] | None, mesh: dict[str, int], profile: Profile
-) -> tuple[dict[str, int], Profile, dict[str, Any]]:
+@functools.lru_cache(maxsize=64)
+def _on_each_host(node: int, ranks: tuple[int, ...]) -> int:
+    return Profile("hosts alone", Link(0.0, 1.0), node=node).on_each_host(ranks)
+
+
+@dataclass(frozen=True)
+class _Remembering(Profile):
+    """A profile that remembers of each group how many of its ranks are on a host: passes ask for it
+    at every candidate, and to look at 100,000 ranks takes 20 ms."""
+
+    def on_each_host(self, ranks: Sequence[int]) -> int:
+        return _on_each_host(self.node, tuple(ranks)) if self.node else 0
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is simulated for one value of a sweep: ``more`` are arguments of ``build``."""
+
+    set_to: tuple[str, float] | None
+    sizes: dict[str, int]
+    profile: Profile
+    more: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What comes of one graph."""
+
+    plan: Plan
+    times: Timeline
+
+
+@dataclass
+class _Run:
+    """One step under one policy, with one profile, and what its graphs come to. ``hidden`` is what
+    a backend remembers of graphs before."""
+
+    policy: Policy
+    case: _Case
+    graphs: list[_Graph] = field(default_factory=list)
+    hidden: dict[tuple[Any, ...], bool] = field(default_factory=dict)
+
+
+def _swept(set_to: tuple[str, float] | None, mesh: dict[str, int], profile: Profile) -> _Case:
     """Mesh, profile and further arguments of ``build`` with one thing set."""
     for name, size in mesh.items():
         if not isinstance(size, int) or size < 1:
             raise CommpassError(f"mesh {name}={size!r}: must be a number of ranks")
     if set_to is None:
-        return mesh, profile, {}
+        return _Case(None, mesh, profile, {})
     name, value = set_to
     whole: Any = int(value) if float(value).is_integer() else value
     if name in mesh:
         if not isinstance(whole, int) or whole < 1:
             raise CommpassError(f"{name}={value}: must be a number of ranks")
-        return {**mesh, name: whole}, profile, {}
+        return _Case(set_to, {**mesh, name: whole}, profile, {})
     if name in RATES:
-        field = RATES[name]
-        link = getattr(profile, field)
+        which = RATES[name]
+        link = getattr(profile, which)
         if link is None:
             raise CommpassError(f"{name}: the profile knows no link inside a host")
         if link.measured:
             raise CommpassError(f"{name}: this profile was measured, and has no one rate to set")
         faster = dataclasses.replace(link, gbytes_per_s=value / 8)
-        return mesh, dataclasses.replace(profile, **{field: faster}), {}
-    return mesh, profile, {name: whole}
+        set_profile = dataclasses.replace(profile, **{which: faster})
+        return _Case(set_to, mesh, set_profile, {})
+    return _Case(set_to, mesh, profile, {name: whole})
 
 
 @contextmanager
@@ -129,34 +202,88 @@ def _fake_ranks(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def _planned(
+class _Planner(Backend):
+    """Plans every graph for each of some runs, and carries it out as it was."""
+
+    def __init__(self, runs: Sequence[_Run], say: Callable[[str], None]):
+        super().__init__(policy_named("off"), "eager", runs[0].case.profile, False, None, None)
+        self.runs, self.say = runs, say
+
+    def compile(
+        self,
+        gm: fx.GraphModule,
+        number: str,
+        direction: str,
+        calls: Calls,
+        stateless: str | None,
+        compile_graph: Callable[..., Any],
+        decompositions: Callable[[], Any] | None,
+        obstacle: str | None = None,
+    ) -> Any:
+        for run in self.runs:
+            profile = run.case.profile
+            self.say(f"{direction}, policy {run.policy.name}")
+            untouched = {module: copy.deepcopy(module.graph) for _, module in graph_modules(gm)}
+            road = Road(
+                gm=gm,
+                direction=direction,
+                policy=run.policy,
+                profile=profile,
+                decompositions=decompositions,
+                stateless=stateless,
+                obstacle=obstacle,
+                hidden=run.hidden,
+                hides=True,
+            )
+            outcome = run_passes(road, number)
+            if isinstance(outcome.error, PolicyError):
+                raise outcome.error
+            for site in outcome.plan.sites if not outcome.plan.fallback else ():
+                if site.compressed or site.hidden:
+                    run.hidden[facts_of(site)] = site.hidden
+            run.graphs.append(_Graph(outcome.plan, timeline(gm, outcome, profile)))
+            for module, graph in untouched.items():
+                module.graph = graph
+        if direction == "backward":
+            calls.keeps = False
+        return compile_graph(gm, [], False)
+
+
+def _plan(
     build: Build,
     mesh: DeviceMesh,
-    profile: Profile,
-    policy: Policy,
-    more: Mapping[str, Any],
+    runs: Sequence[_Run],
     train: bool,
-) -> list[Dump]:
-    """The dumps of all graphs of one step."""
+    say: Callable[[str], None],
+) -> None:
+    """Traces one step, and plans its graphs for each run."""
     torch._dynamo.reset()
-    with tempfile.TemporaryDirectory() as folder:
-        made = backend(policy, inner="eager", profile=profile, dump=folder)
-        try:
-            with FakeTensorMode() as mode, nullcontext() if train else torch.no_grad():
-                with _forgetful(mode):
-                    model, inputs = _built(build, mesh, more)
-                given = torch.compile(model, backend=made)(*inputs)
-                if train:
-                    _backward(given)
-        except DataDependentOutputException as error:
-            raise CommpassError(
-                f"the model asks for a value ({error.func}), and a simulation has none"
-            ) from error
-        finally:
-            torch._dynamo.reset()
-        if not any(Path(folder).iterdir()):
-            raise CommpassError("nothing of the model was compiled: is it a module or a function?")
-        return read_run(Path(folder))
+    try:
+        with FakeTensorMode() as mode, nullcontext() if train else torch.no_grad():
+            say("building the model")
+            with _forgetful(mode), patch.object(Shard, "_shard_tensor", _first_shard):
+                model, inputs = _built(build, mesh, runs[0].case.more)
+            say("tracing")
+            given = torch.compile(model, backend=_Planner(runs, say))(*inputs)
+            if train:
+                _backward(given)
+    except DataDependentOutputException as error:
+        raise CommpassError(
+            f"the model asks for a value ({error.func}), and a simulation has none"
+        ) from error
+    finally:
+        torch._dynamo.reset()
+    if not runs[0].graphs:
+        raise CommpassError("nothing of the model was compiled: is it a module or a function?")
+
+
+def _first_shard(self: Shard, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any) -> Tensor:
+    """What rank 0 has of a tensor. DTensor itself would make a tensor for each rank, and hand them
+    out."""
+    rows = -(-tensor.size(self.dim) // mesh.size(mesh_dim))
+    shape = list(tensor.shape)
+    shape[self.dim] = rows
+    return tensor.new_empty(shape)
 
 
 class _Nothing(WeakValueDictionary):
@@ -180,6 +307,10 @@ def _forgetful(mode: FakeTensorMode) -> Iterator[None]:
 def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
     try:
         found = build(mesh, **more)
+    except KeyError as error:
+        if why := no_dimension(error, mesh):
+            raise CommpassError(f"{build.__name__}: {why}") from error
+        raise
     except TypeError as error:
         if unknown := [name for name in more if f"'{name}'" in str(error)]:
             names = [*(mesh.mesh_dim_names or ()), *RATES]
@@ -196,6 +327,17 @@ def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
     return found
 
 
+def no_dimension(error: KeyError, mesh: DeviceMesh) -> str:
+    """Which dimension a model asked a mesh for that it does not have; "" for any other error."""
+    said = " ".join(map(str, error.args))
+    if "mesh_dim_names" not in said:
+        return ""
+    known = mesh.mesh_dim_names or ()
+    asked = [name for name in re.findall(r"'(\w+)'", said) if name not in known]
+    wants = f"a dimension {asked[0]!r}" if asked else "a dimension that it does not have"
+    return f"the model asks the mesh for {wants}; there is {', '.join(map(repr, known))}"
+
+
 def _backward(given: Any) -> None:
     """Backward of all that a model gives."""
     sums = [x.sum() for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
@@ -204,27 +346,25 @@ def _backward(given: Any) -> None:
     torch.stack([each.float() for each in sums]).sum().backward()
 
 
-def _summed(
-    policy: Policy, ranks: int, swept: tuple[str, float] | None, dumps: Sequence[Dump]
-) -> Simulated:
-    times = [dump.timeline for dump in dumps if dump.timeline is not None]
-    sites = [site for dump in dumps for site in dump.plan]
+def _summed(run: _Run) -> Simulated:
+    times = [graph.times for graph in run.graphs]
+    sites = [site for graph in run.graphs for site in graph.plan.sites]
     return Simulated(
-        policy=policy.name,
-        ranks=ranks,
-        swept=swept,
+        policy=run.policy.name,
+        ranks=prod(run.case.sizes.values()),
+        swept=run.case.set_to,
         step_ms=round(sum(each.us for each in times) / 1e3, 3),
         exposed_ms=round(sum(each.exposed_us for each in times) / 1e3, 3),
         sites=len(sites),
         compressed=sum(site.compressed for site in sites),
         wire_bytes=sum(max(site.wire_bytes, 0) for site in sites),
-        remarks=tuple(filter(None, map(_remark, dumps))),
+        remarks=tuple(filter(None, map(_remark, range(len(run.graphs)), run.graphs))),
     )
 
 
-def _remark(dump: Dump) -> str:
+def _remark(number: int, graph: _Graph) -> str:
     """What is to be known of a graph beside its times."""
-    times, what = dump.timeline, f"graph {dump.number} ({dump.plan.direction})"
-    if times is None or not (times.events or times.note == NOTHING_SENT):
-        return f"{what} does not count: {times.note if times is not None else 'it has no timeline'}"
+    times, what = graph.times, f"graph {number} ({graph.plan.direction})"
+    if not (times.events or times.note == NOTHING_SENT):
+        return f"{what} does not count: {times.note}"
     return f"{what}: {times.note}" if times.note not in ("", NOTHING_SENT) else ""

@@ -26,7 +26,12 @@ REPEATS = 9
 MATMUL = 1024
 
 
-def measure(group: dist.ProcessGroup, device: torch.device, known: Kernels) -> Kernels:
+def measure(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    known: Kernels,
+    say: Callable[[str], None] = lambda what: None,
+) -> Kernels:
     """What a profile says of kernels, measured here; every rank of the group calls it. Takes about
     a minute of compiling on a CPU."""
 
@@ -35,6 +40,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, known: Kernels) -> K
 
     rates, calls = {}, []
     for name in CODECS:
+        say(name)
         (encode, decode), call = _rates(name, device, seconds)
         rates[name] = KernelRate(encode, decode)
         calls.append(call)

@@ -39,17 +39,29 @@ class Times:
     high_us: float
 
 
+def kinds(group: dist.ProcessGroup, *, by_messages: bool) -> list[str]:
+    """What is measured of a group."""
+    found = [*CALLS, *((ONE, SEVERAL) if by_messages else ())]
+    if group.size() == 2 and SEVERAL in found:
+        found.remove(SEVERAL)
+    return found
+
+
 def measure(
-    group: dist.ProcessGroup, device: torch.device, seconds: float, *, by_messages: bool
+    group: dist.ProcessGroup,
+    device: torch.device,
+    seconds: float,
+    *,
+    by_messages: bool,
+    say: Callable[[str], None] = lambda what: None,
 ) -> list[Times]:
     """Every kind in growing sizes, within about so many seconds; every rank of the group calls it.
-    Sizes that would take too long are left out, on all ranks alike."""
-    kinds = [*CALLS, *((ONE, SEVERAL) if by_messages else ())]
-    if group.size() == 2 and SEVERAL in kinds:
-        kinds.remove(SEVERAL)
+    Sizes that would take too long are left out, on all ranks alike. ``say`` is told each kind."""
+    wanted = kinds(group, by_messages=by_messages)
     found = []
-    for kind in kinds:
-        left = seconds / len(kinds)
+    for kind in wanted:
+        say(kind)
+        left = seconds / len(wanted)
         for number, size in enumerate(SIZES):
             begun = time.perf_counter()
             times = _times(kind, size, group, device, left, needed=number < 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -14,12 +14,22 @@ from commpass.costmodel import Link
 from commpass.costmodel.files import Measured, ProfileFile
 from commpass.costmodel.fit import Point, regions
 from commpass.errors import ProfileError
+from commpass.probe.kernels import CODECS
 from commpass.probe.kernels import measure as kernel_times
-from commpass.probe.links import Times, busy_us, measure
+from commpass.probe.links import Times, busy_us, kinds, measure
 from commpass.runtime.machine import default_here, device_of, here, place
 
+Progress = Callable[[int, int, str], None]
+"""What is told how many kinds of exchanges and codecs are measured, of how many, and the next."""
 
-def probe(seconds: float = 40.0, *, name: str = "measured", kernels: bool = False) -> ProfileFile:
+
+def probe(
+    seconds: float = 40.0,
+    *,
+    name: str = "measured",
+    kernels: bool = False,
+    progress: Progress | None = None,
+) -> ProfileFile:
     """Measures the links of the default process group for about so many seconds, and kernels if
     asked to. Every rank calls it, and all are given the same, as rank 0 has it. Raises ProfileError
     without a process group of several ranks."""
@@ -38,8 +48,17 @@ def probe(seconds: float = 40.0, *, name: str = "measured", kernels: bool = Fals
         }
     by_messages = device.type == "cpu"
     busy = round(busy_us(world, device), 1) if by_messages else 0.0
+    many = len(levels) * len(kinds(world, by_messages=by_messages)) + kernels * len(CODECS)
+    done = 0
+
+    def say(what: str) -> None:
+        nonlocal done
+        if progress is not None:
+            progress(done, many, what)
+        done += 1
+
     found = {
-        level: measure(group, device, seconds / len(levels), by_messages=by_messages)
+        level: measure(group, device, seconds / len(levels), by_messages=by_messages, say=say)
         if isinstance(group, dist.ProcessGroup)
         else []
         for level, group in levels.items()
@@ -49,7 +68,7 @@ def probe(seconds: float = 40.0, *, name: str = "measured", kernels: bool = Fals
     default = default_here(device.type)
     profile = dataclasses.replace(
         default,
-        kernels=kernel_times(world, device, default.kernels) if kernels else default.kernels,
+        kernels=kernel_times(world, device, default.kernels, say) if kernels else default.kernels,
         name=name,
         link=links["link"],
         inside=links.get("inside"),
@@ -85,10 +104,10 @@ def _gathered(value: Any) -> list[Any]:
 
 def _link(times: Sequence[Times], busy: float) -> Link:
     """What was measured of a level; beside the regions, round numbers of the whole."""
-    kinds = dict.fromkeys(each.kind for each in times)
+    known_kinds = dict.fromkeys(each.kind for each in times)
     measured = {
         kind: regions([Point(t.messages, t.sent, t.us) for t in times if t.kind == kind])
-        for kind in kinds
+        for kind in known_kinds
         if len({t.sent for t in times if t.kind == kind}) > 1
     }
     if "all_reduce" not in measured:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,9 +21,11 @@ from commpass.errors import CalibrationError
 from commpass.plan import NONE
 from commpass.policy import Policy, policy_named
 from commpass.report.probed import group
+from commpass.report.progress import progress
 from commpass.report.simulated import build_of, mesh_of
-from commpass.report.tables import plain_table, size
-from commpass.runtime.machine import device_of
+from commpass.report.tables import console_for, plain_table, size
+from commpass.runtime.machine import asked_of, default_here, device_of
+from commpass.simulate import no_dimension
 from commpass.tables import write_whole
 
 UNIFORM = ("rotated", "rotated(bits=6)", "rotated(bits=4)")
@@ -66,9 +67,11 @@ def run(
             raise CalibrationError(
                 "give FILE.py:FUNCTION and --mesh, to measure, or --from calibration.json"
             )
-        with group():
+        sizes = mesh_of(mesh)
+        command = f"calibrate {where} --mesh {mesh} --max-error {max_error:g}"
+        with group(command, math.prod(sizes.values())):
             first = dist.get_rank() == 0
-            found = _measured(where, mesh_of(mesh), base, profile, codecs, train)
+            found = _measured(where, sizes, base, profile, codecs, train)
         if not first:
             return
         if json is not None:
@@ -76,18 +79,39 @@ def run(
             typer.echo(f"wrote {json} ({found.digest()})")
     solved = found.solve(max_error, base=base, profile=profile, cheapest=cheapest)
     made = found.policy(max_error, base=base, profile=profile, cheapest=cheapest, name=output.stem)
-    _say(found, solved, made, output, plot)
+    _say(found, solved, made, output, plot, assumed(profile))
+
+
+LEFT = (
+    "with the policy a rank may send more than that: it allows the codecs above, and the cost model"
+    " still leaves a site alone where it sees no gain in time"
+)
+
+
+def assumed(profile: str | None) -> str:
+    """What is to be said of the profile, where nobody named one."""
+    if asked_of(profile) is not None:
+        return LEFT
+    name = default_here("cuda" if torch.cuda.is_available() else "cpu").name
+    return f"{LEFT}. No --profile was given: {name} is assumed"
 
 
 def _say(
-    found: Calibration, solved: Solution, made: Policy, output: Path, plot: Path | None
+    found: Calibration,
+    solved: Solution,
+    made: Policy,
+    output: Path,
+    plot: Path | None,
+    more: str,
 ) -> None:
     for remark in found.remarks:
         typer.echo(remark, err=True)
-    console = Console()
-    console.print(table(solved))
+    shown = table(solved)
+    console = console_for(shown)
+    console.print(shown)
     for line in totals(found, solved):
         console.print(Text(line))
+    console.print(Text(more))
     write_whole(output, made.to_toml().encode(), CalibrationError)
     typer.echo(f"wrote {output}: commpass.backend({str(output)!r})")
     if plot is not None:
@@ -114,15 +138,19 @@ def _measured(
     assert world is not None
     device = device_of(world).type
     mesh = init_device_mesh(device, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    made: Any = build(mesh)
+    try:
+        made: Any = build(mesh)
+    except KeyError as error:
+        if why := no_dimension(error, mesh):
+            raise CalibrationError(f"{where}: {why}") from error
+        raise
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise CalibrationError(
             f"{where}: gave {type(made).__name__}, but must give a model, batches (tuples of its"
             " inputs), and if it likes a loss"
         )
     model, batches, *loss = made
-    with Progress(console=Console(stderr=True), transient=True, disable=dist.get_rank() > 0) as bar:
-        task = bar.add_task("runs", total=None)
+    with progress("runs", shown=dist.get_rank() == 0) as told:
         return calibrate(
             model,
             batches,
@@ -131,7 +159,7 @@ def _measured(
             codecs=codecs or CODECS,
             train=train,
             profile=profile,
-            progress=lambda done, many: bar.update(task, completed=done, total=many),
+            progress=lambda done, many: told(done, many, f"run {done} of {many}"),
         )
 
 
@@ -140,8 +168,6 @@ def table(found: Solution) -> Table:
     groups = len({place.where[0].group for place in found.places}) > 1
     columns = ("module", "what", "bytes", "sens.", "codec", "sent", "error", "of all")
     made = plain_table(*columns)
-    for column in made.columns[:2]:
-        column.no_wrap = True
     whole = math.fsum(each.share for each in found.chosen)
     for place, (plain, *_), chosen in zip(
         found.places, found.considered, found.chosen, strict=True
@@ -170,8 +196,9 @@ def totals(measured: Calibration, found: Solution) -> list[str]:
     """Bytes and predicted error of the mix, and of the same codec everywhere."""
     what = measured.of
     lines = [
-        f"a rank sends {size(round(found.sent_bytes))} instead of {size(round(found.plain_bytes))};"
-        f" predicted error of the {what} {found.error:.3%}, of a budget of {found.max_error:.3%}"
+        f"if all is coded so, a rank sends {size(round(found.sent_bytes))} instead of"
+        f" {size(round(found.plain_bytes))}; predicted error of the {what} {found.error:.3%},"
+        f" of a budget of {found.max_error:.3%}"
     ]
     for name in UNIFORM:
         if (alike := found.uniform(name)) is not None:
@@ -185,9 +212,10 @@ def draw(found: Solution, title: str, path: Path) -> None:
     """Sensitivities as bars, with the bits for each value that were chosen."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise CalibrationError("a picture needs: pip install 'commpass[graph]'") from error
-    many = len(found.places)
+    of, many = found.places, len(found.places)
     figure = Figure(figsize=(8, 1.2 + 0.24 * many), layout="constrained")
     axes = figure.subplots()
     names = [f"{place.word} ({place.where[0].direction})" for place in found.places]
@@ -204,4 +232,8 @@ def draw(found: Solution, title: str, path: Path) -> None:
     axes.margins(x=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, fontsize=10)
+    axes.set_xlabel("sensitivity: error of the result for each unit of error at the place")
+    used = [each for each in colours if any(place.where[0].direction == each for place in of)]
+    handles = [Patch(color=colours[each], label=each) for each in used]
+    axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower right")
     figure.savefig(path, dpi=110)

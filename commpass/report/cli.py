@@ -101,7 +101,8 @@ def explain(
         plans = msgspec.json.encode([one.plan for one in dumps])
         typer.echo(msgspec.json.format(plans, indent=1))
         return
-    console = Console()
+    shown = [tables.sites_table(one.plan.sites, wide=True) for one in dumps]
+    console = tables.console_for(*shown, whole=False)
     for part in tables.explain(dumps, console):
         console.print(part)
 
@@ -116,7 +117,8 @@ def show_candidates(dumps: list[Dump], name: str, json: bool) -> None:
         ]
         typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
         return
-    console = Console()
+    shown = [candidates_table(one, site) for one, site in found]
+    console = tables.console_for(*shown, whole=False)
     for one, site in found:
         console.print(title(one, site))
         if one.plan.fallback:
@@ -240,7 +242,7 @@ def timeline(
         timelines.write(shown, output)
         typer.echo(f"wrote {output}")
         return
-    console = Console()
+    console = tables.console_for(*map(timelines.table, shown), whole=False)
     for one in shown:
         for picture in one.pictures:
             console.print(Text(picture.title, style="bold"))
@@ -263,7 +265,8 @@ def diff(
     """Show what two plans say differently. Leaves with 0 if nothing, 1 if something, 2 on an
     error."""
     a, b = load(left, left_run), load(right, right_run)
-    console = Console()
+    found = tables.differences(a, b)
+    console = tables.console_for(*[shown for _, shown, _ in found], whole=False)
     for name, path, dumps in (("A", left, a), ("B", right, b)):
         plan = dumps[0].plan
         console.print(
@@ -271,7 +274,6 @@ def diff(
                 f"{name}: {path}, run {dumps[0].run}, policy {plan.policy}, profile {plan.profile}"
             )
         )
-    found = tables.differences(a, b)
     for name, shown, count in found:
         console.print(Text(f"\n{name}: {count} difference{'s' * (count != 1)}", style="bold"))
         console.print(shown)
@@ -320,7 +322,8 @@ def codecs(
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     else:
-        Console().print(tables.codecs(rows))
+        made = tables.codecs(rows)
+        tables.console_for(made).print(made)
     if plot is not None:
         survey.plot(rows, f"codecs on {Path(data).name}", plot)
         typer.echo(f"wrote {plot}", err=json)
@@ -440,14 +443,18 @@ def calibrate(
 
 @app.command()
 def doctor(json: Json = False) -> None:
-    """Show what this installation can do. Leaves with 1 if commpass cannot work here."""
+    """Show what this installation can do. Leaves with 1 if commpass cannot work here, and with 2 if
+    COMMPASS_PROFILE names what is no profile."""
     found = checks_of.checks()
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
     else:
-        Console().print(checks_of.table_of(found))
+        made = checks_of.table_of(found)
+        tables.console_for(made).print(made)
     if any(check.needed and not check.ok for check in found):
         raise typer.Exit(1)
+    if wrong := next((check.wrong for check in found if check.wrong), ""):
+        raise CommpassError(wrong)
 
 
 def load(path: Path, run: str | None) -> list[Dump]:

@@ -12,19 +12,21 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from commpass.errors import CommpassError, ProfileError
 from commpass.report.tables import plain_table
 
 
 @dataclass(frozen=True)
 class Check:
     """One thing that an installation has or lacks. Without a ``needed`` one commpass cannot work at
-    all."""
+    all; ``wrong`` says what cannot be meant as it is set."""
 
     what: str
     state: str
     ok: bool
     meaning: str
     needed: bool
+    wrong: str = ""
 
 
 def checks() -> list[Check]:
@@ -34,6 +36,9 @@ def checks() -> list[Check]:
         try:
             state, ok = probe()
             found.append(Check(what, str(state), ok, have if ok else lack, needed))
+        except CommpassError as error:
+            why = " ".join(str(error).split())
+            found.append(Check(what, "wrong", False, why, needed, why))
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
             found.append(Check(what, "no", False, f"{lack} ({why})", needed))
@@ -119,7 +124,10 @@ def profile() -> tuple[str, bool]:
     if path is None:
         assumed = default_here("cuda" if torch.cuda.is_available() else "cpu").name
         return f"{assumed}, an assumption: {VARIABLE} is not set", False
-    found = profile_here(None)
+    try:
+        found = profile_here(None)
+    except CommpassError as error:
+        raise ProfileError(f"{VARIABLE}={path}: {error}") from error
     assert found is not None
     if not str(path).endswith(".json"):
         return found.name, True
@@ -205,8 +213,8 @@ works without it."""
 
 
 def table_of(found: Sequence[Check]) -> Table:
-    table = plain_table("what", "state", "meaning")
+    table = plain_table("what", "state", "meaning", folded=("state", "meaning"))
     for check in found:
-        style = "green" if check.ok else "bold red" if check.needed else "yellow"
+        style = "green" if check.ok else "bold red" if check.needed or check.wrong else "yellow"
         table.add_row(Text(check.what), Text(check.state, style=style), Text(check.meaning))
     return table

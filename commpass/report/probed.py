@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -21,25 +21,27 @@ from commpass.costmodel.fit import FASTEST
 from commpass.costmodel.links import Link
 from commpass.errors import CommpassError, ProfileError
 from commpass.probe import probe
-from commpass.report.tables import plain_table, size
-
-HOW = "torchrun --nproc-per-node 2 -m commpass probe -o cluster.json"
+from commpass.report.progress import progress
+from commpass.report.tables import console_for, plain_table, size
 
 
 def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json: bool) -> None:
     """Measures on every rank; rank 0 writes the file and says what is in it."""
     if output.suffix != ".json":
         raise ProfileError(f"{str(output)!r}: a measured profile is a .json file")
-    with group():
+    with group("probe -o cluster.json"):
         _check_folder(output)
-        file = probe(seconds, name=output.stem, kernels=kernels)
-        if dist.get_rank():
+        first = dist.get_rank() == 0
+        with progress("measuring", shown=first) as told:
+            file = probe(seconds, name=output.stem, kernels=kernels, progress=told)
+        if not first:
             return
     write(output, file)
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(file), indent=1))
     else:
-        Console().print(links(file), rates(file) if kernels else KERNELS_ASSUMED)
+        made = links(file)
+        console_for(made).print(made, rates(file) if kernels else KERNELS_ASSUMED)
     if busy := noisy(file):
         typer.echo(busy, err=True)
     if plot is not None:
@@ -80,14 +82,21 @@ def noisy(file: ProfileFile) -> str:
 KERNELS_ASSUMED = "Kernels were not measured: --kernels does. Their rates are assumed."
 
 
+def how(command: str, ranks: int = 2) -> str:
+    return f"torchrun --nproc-per-node {ranks} -m commpass {command}"
+
+
 @contextmanager
-def group() -> Iterator[None]:
-    """The process group of the environment's variables, where there is none yet."""
+def group(command: str, ranks: int = 2) -> Iterator[None]:
+    """The process group of the environment's variables, where there is none yet. ``command`` is
+    what to start on every rank."""
     if dist.is_initialized():
         yield
         return
     if "RANK" not in os.environ:
-        raise CommpassError(f"this is no rank of a group. Start it on every rank: {HOW}")
+        raise CommpassError(
+            f"this is no rank of a group. Start it on every rank: {how(command, ranks)}"
+        )
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group()
@@ -105,8 +114,6 @@ def links(file: ProfileFile) -> Table:
     several = file.profile.inside is not None
     columns = ("ranks", "exchange", "sent", "alpha us", "GB/s", "off")
     table = plain_table(*(["link"] if several else []), *columns)
-    for column in table.columns:
-        column.no_wrap = True
     levels: dict[str, Link | None] = {"link": file.profile.link, "inside": file.profile.inside}
     for (level, kind), points in groupby(file.points, key=lambda each: (each.group, each.kind)):
         link = levels[level]
@@ -149,7 +156,8 @@ def draw(file: ProfileFile, path: Path) -> None:
     for axes, level in zip(figure.subplots(1, len(levels), squeeze=False)[0], levels, strict=True):
         own = [each for each in file.points if each.group == level]
         for kind, points in groupby(own, key=lambda each: each.kind):
-            _curve(axes, kind, list(points))
+            link = file.profile.inside if level == "inside" else file.profile.link
+            _curve(axes, kind, list(points), link)
         where = WHERE[level] if file.profile.inside is not None else "between ranks"
         axes.set(xscale="log", yscale="log", xlabel="bytes that leave a rank", ylabel="us")
         axes.set_title(f"{where}, {own[0].ranks} ranks: measured (points) and fitted (lines)")
@@ -158,16 +166,20 @@ def draw(file: ProfileFile, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _curve(axes: object, kind: str, points: list[Measured]) -> None:
+def _curve(axes: Any, kind: str, points: list[Measured], link: Link | None) -> None:
     sent = [each.sent for each in points]
     off = [[each.us - each.low_us for each in points], [each.high_us - each.us for each in points]]
-    (line,) = axes.plot(sent, [each.fit_us for each in points], lw=1)  # type: ignore[attr-defined]
-    axes.errorbar(  # type: ignore[attr-defined]
-        sent,
-        [each.us for each in points],
-        yerr=off,
-        fmt="o",
-        ms=4,
-        color=line.get_color(),
-        label=kind,
-    )
+    bars = axes.errorbar(sent, [each.us for each in points], yerr=off, fmt="o", ms=4, label=kind)
+    colour = bars.lines[0].get_color()
+    for part in parts(points, link):
+        axes.plot([at.sent for at in part], [at.fit_us for at in part], lw=1, color=colour)
+
+
+def parts(points: Sequence[Measured], link: Link | None) -> list[list[Measured]]:
+    """The points of each region: between two regions a fit may jump, and no line joins them."""
+
+    def begin(each: Measured) -> float:
+        region = link.region(each.kind, each.sent) if link is not None else None
+        return region.from_bytes if region is not None else 0.0
+
+    return [list(part) for _, part in groupby(points, key=begin)]

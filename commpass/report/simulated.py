@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from commpass.errors import CommpassError, nearest
-from commpass.report.tables import plain_table, size
+from commpass.report.progress import progress
+from commpass.report.tables import console_for, plain_table, size
 from commpass.simulate import Build, Simulated, simulate
 
 Sweep = tuple[str, Sequence[float]]
@@ -32,23 +34,26 @@ def run(
     plot: Path | None,
     json: bool,
 ) -> None:
-    found = simulate(
-        build_of(where),
-        profile,
-        mesh_of(mesh),
-        policies,
-        sweep=sweep_of(sweep) if sweep else None,
-        train=train,
-    )
+    with progress("simulate") as told:
+        found = simulate(
+            build_of(where),
+            profile,
+            mesh_of(mesh),
+            policies,
+            sweep=sweep_of(sweep) if sweep else None,
+            train=train,
+            progress=told,
+        )
     for each in found:
         for remark in each.remarks:
             typer.echo(f"policy {each.policy!r}: {remark}", err=True)
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
     else:
-        Console().print(table(found))
+        made = table(found)
+        console_for(made).print(made)
     if plot is not None:
-        draw(found, plot)
+        draw(found, f"{Path(where).name}, {Path(profile).name}", plot)
         typer.echo(f"wrote {plot}", err=json)
 
 
@@ -112,9 +117,9 @@ def table(found: Sequence[Simulated]) -> Table:
         row = (
             f"{each.ranks:,}",
             each.policy,
-            f"{each.step_ms:,.3g}" if each.step_ms < 1000 else f"{each.step_ms:,.0f}",
+            millis(each.step_ms),
             f"{first.step_ms / each.step_ms:.2f}" if each.step_ms else "-",
-            f"{each.exposed_ms:,.3g}",
+            millis(each.exposed_ms),
             f"{each.compressed} of {each.sites}",
             size(each.wire_bytes),
         )
@@ -122,29 +127,86 @@ def table(found: Sequence[Simulated]) -> Table:
     return made
 
 
-def draw(found: Sequence[Simulated], path: Path) -> None:
-    """Step times by policy: bars, or lines over what was swept; exposed communication below."""
+def millis(value: float) -> str:
+    """Milliseconds with three digits that count, and never as a power of ten."""
+    digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:,.{min(max(digits, 0), 4)}f}"
+
+
+FAR = 20
+"""Of a sweep: the largest by the smallest value from which an axis is logarithmic."""
+AXES = {"gbit": "Gbit/s of the link", "inside_gbit": "Gbit/s inside a host"}
+STYLES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
+MARKERS = "osD^v"
+
+
+def draw(found: Sequence[Simulated], of: str, path: Path) -> None:
+    """Step times by policy: bars, or lines over what was swept; exposed communication beside or
+    below. Policies that come to the same are told apart by the widths and dashes of lines that lie
+    on one another."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise CommpassError("a picture needs: pip install 'commpass[graph]'") from error
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
     names = list(dict.fromkeys(each.policy for each in found))
     if found[0].swept is None:
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.subplots()
         axes.bar(names, [each.step_ms for each in found], color="#9db4cf", label="step")
         axes.bar(names, [each.exposed_ms for each in found], color="#cc2222", label="exposed")
-    else:
+        axes.set(ylabel="ms", title=f"a step, predicted: {of}")
+        axes.margins(y=0.15)
+        axes.legend(frameon=False)
+        figure.savefig(path, dpi=110)
+        return
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    both = figure.subplots(1, 2)
+    for axes, field, what in zip(both, ("step_ms", "exposed_ms"), ("step", "exposed"), strict=True):
         for number, name in enumerate(names):
             some = [each for each in found if each.policy == name]
-            at = [each.swept[1] for each in some if each.swept]
-            colour = f"C{number}"
-            axes.plot(at, [each.step_ms for each in some], "o-", color=colour, label=name)
-            axes.plot(at, [each.exposed_ms for each in some], "o:", color=colour)
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel(f"{found[0].swept[0]} (dotted: exposed)")
-        ticks = sorted({each.swept[1] for each in found if each.swept})
-        axes.set_xticks(ticks, [f"{value:g}" for value in ticks])
-    axes.set(ylabel="ms", ylim=(0, None), title="a step, predicted")
-    axes.legend(frameon=False)
+            axes.plot(
+                [each.swept[1] for each in some if each.swept],
+                [getattr(each, field) for each in some],
+                linestyle=STYLES[number % len(STYLES)],
+                marker=MARKERS[number % len(MARKERS)],
+                markersize=max(10 - 3 * number, 3),
+                linewidth=max(4 - 1.2 * number, 1.2),
+                color=f"C{number}",
+                label=name,
+            )
+        _scaled(axes, found, field)
+        axes.set(xlabel=AXES.get(found[0].swept[0], found[0].swept[0]), ylabel="ms", title=what)
+        axes.grid(alpha=0.3)
+    both[0].legend(frameon=False)
+    figure.suptitle(f"predicted: {of}")
     figure.savefig(path, dpi=110)
+
+
+def _scaled(axes: Any, found: Sequence[Simulated], field: str) -> None:
+    """Axes that suit the values: ticks where a sweep has its values, as far as they have room."""
+    at = sorted({each.swept[1] for each in found if each.swept})
+    ms = [getattr(each, field) for each in found]
+    if far := at[0] > 0 and at[-1] > FAR * at[0]:
+        axes.set_xscale("log")
+    axes.set_xticks(apart(at, log=far), minor=False)
+    axes.set_xticks([], minor=True)
+    axes.set_xticklabels([f"{value:,.10g}" for value in axes.get_xticks()])
+    if min(ms) > 0 and max(ms) > FAR * min(ms):
+        axes.set(yscale="log", ylim=(min(ms) / 1.6, max(ms) * 1.6))
+    else:
+        axes.set_ylim(0, 1.15 * max(ms) or 1)
+
+
+ROOM = 0.11
+"""Of an axis, what the label of a tick takes."""
+
+
+def apart(values: Sequence[float], *, log: bool) -> list[float]:
+    """Those of growing values whose labels have room beside one another; the last is always one."""
+    places = [math.log(value) if log else value for value in values]
+    room = ROOM * (places[-1] - places[0])
+    kept = [len(values) - 1]
+    for number in reversed(range(len(values) - 1)):
+        if places[kept[-1]] - places[number] >= room:
+            kept.append(number)
+    return [values[number] for number in reversed(kept)]

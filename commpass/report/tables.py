@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -85,7 +87,11 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
         if plan.sites:
             table = sites_table(plan.sites, wide=True)
             needs = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-            yield table if needs <= console.width else sites_table(plan.sites, wide=False)
+            yield (
+                table
+                if needs <= console.width
+                else sites_table(plan.sites, wide=False, whole=console.width >= NARROW)
+            )
             yield Text()
             yield reasons(plan.sites)
             if any(site.missed for site in plan.sites):
@@ -121,13 +127,21 @@ def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]
     )
 
 
-def sites_table(sites: Sequence[PlannedSite], *, wide: bool) -> Table:
+NARROW = 80
+"""Columns of a terminal below which even numbers are folded."""
+
+
+def sites_table(sites: Sequence[PlannedSite], *, wide: bool, whole: bool = True) -> Table:
     table = plain_table("#")
     table.leading = 0 if wide else 1
     for group, columns in enumerate(COLUMNS):
         for header in columns if wide else ["\n".join(columns)]:
             table.add_column(
-                header, justify="right" if group in (2, 4) else "left", overflow="fold"
+                header,
+                justify="right" if group in (2, 4) else "left",
+                overflow="fold",
+                no_wrap=whole
+                and group > 1,  # names are folded before numbers, and only if there is no room
             )
     for number, site in enumerate(sites, 1):
         groups = cells(site)
@@ -176,7 +190,9 @@ def exposed(sites: Sequence[PlannedSite]) -> Table:
     for number, site in enumerate(sites, 1):
         if site.missed:
             missed.setdefault(site.missed, []).append((number, site))
-    table = plain_table("exposed, predicted", "sites", "before moving", "why")
+    table = plain_table(
+        "exposed, predicted", "sites", "before moving", "why", folded=("sites", "why")
+    )
     for why, found in missed.items():
         us = [
             sum(getattr(site, f"{when}_us") for _, site in found) for when in ("exposed", "unmoved")
@@ -189,7 +205,8 @@ def exposed(sites: Sequence[PlannedSite]) -> Table:
 def simplified(steps: Sequence[Simplification]) -> Table:
     """What need not be sent, rule by rule."""
     saved = sum(step.saved_bytes for step in steps)
-    table = plain_table(f"{len(steps)} simplified", "into", f"{size(saved)} less")
+    first = f"{len(steps)} simplified"
+    table = plain_table(first, "into", f"{size(saved)} less", folded=(first, "into"))
     for step in steps:
         table.add_row(
             Text(f"{step.site} ({step.rule})"), Text(step.into), Text(size(step.saved_bytes))
@@ -200,7 +217,8 @@ def simplified(steps: Sequence[Simplification]) -> Table:
 def grouped(fusions: Sequence[Grouped]) -> Table:
     """Which small sites travel together, and why."""
     many = sum(len(each.sites) for each in fusions)
-    table = plain_table(f"{many} grouped", "into", "bytes", "why")
+    first = f"{many} grouped"
+    table = plain_table(first, "into", "bytes", "why", folded=(first, "into", "why"))
     for each in fusions:
         texts = (", ".join(each.sites), each.into, size(sum(each.bytes)), each.reason)
         table.add_row(*map(Text, texts))
@@ -209,7 +227,8 @@ def grouped(fusions: Sequence[Grouped]) -> Table:
 
 def splits(steps: Sequence[Split]) -> Table:
     """What is done in chunks of rows, and why."""
-    table = plain_table(f"{len(steps)} split into chunks", "rows", "reason")
+    first = f"{len(steps)} split into chunks"
+    table = plain_table(first, "rows", "reason", folded=(first, "rows", "reason"))
     for step in steps:
         rows = " + ".join(map(str, step.rows))
         table.add_row(*map(Text, (f"{step.site}: {', '.join(step.into)}", rows, step.reason)))
@@ -287,7 +306,7 @@ def differences(
 
 def diff_table(rows: Sequence[Difference], left: Plan, right: Plan) -> Table:
     modules = {site.name: site.module for plan in (right, left) for site in plan.sites}
-    table = plain_table("site", "module", "field", "A", "B")
+    table = plain_table("site", "module", "field", "A", "B", folded=("module", "A", "B"))
     for row in rows:
         texts = (
             row.site,
@@ -309,7 +328,6 @@ def codecs(rows: Sequence[Measured]) -> Table:
         "above: bits above 2^-b, the least for a Gaussian (lossless: above the entropy of the"
         " exponents)"
     )
-    table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
@@ -328,11 +346,46 @@ def codecs(rows: Sequence[Measured]) -> Table:
     return table
 
 
-def plain_table(*headers: str) -> Table:
+def plain_table(*headers: str, folded: Sequence[str] = ()) -> Table:
+    """A table whose cells stay whole: half a number or half a name reads as another one. Those of
+    the columns ``folded`` are free text, which may go on in the next line."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for header in headers:
-        table.add_column(header, overflow="fold")
+        table.add_column(header, overflow="fold", no_wrap=header not in folded)
     return table
+
+
+WIDE = 10_000
+"""What no table is wider than."""
+
+
+def console_for(*tables: RenderableType, whole: bool = True) -> Console:
+    """A console on stdout. In a file or a pipe, where COLUMNS says nothing else, its lines are as
+    long as the tables need. On a terminal too narrow for what must stay ``whole`` they are as long
+    as that needs."""
+    console = Console()
+    for each in tables if whole else ():
+        if isinstance(each, Table):
+            _keep_whole(each)
+    sizes = [console.measure(each, options=_wide(console)) for each in tables]
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        needs = [each.maximum for each in sizes]
+    else:
+        needs = [each.minimum for each in sizes] if whole else []
+    console.width = max([console.width, *needs])
+    return console
+
+
+def _keep_whole(table: Table) -> None:
+    """Gives columns that do not wrap room for their longest cell: rich counts its longest word."""
+    for column in table.columns:
+        if column.no_wrap:
+            cells = (str(cell) for cell in (column.header, *column.cells))
+            column.min_width = max(max(map(cell_len, each.split("\n"))) for each in cells)
+
+
+def _wide(console: Console) -> ConsoleOptions:
+    return console.options.update(width=WIDE, max_width=WIDE)
 
 
 def shown(row: Difference, value: Any) -> str:

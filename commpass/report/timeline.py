@@ -134,7 +134,7 @@ def headers(shown: Shown) -> tuple[str, ...]:
 
 def table(shown: Shown) -> Table:
     """The sites for a terminal, without reasons: ``commpass explain`` has them."""
-    made = plain_table(*headers(shown))
+    made = plain_table(*headers(shown), folded=LEFT)
     for column in made.columns[len(LEFT) :]:
         column.justify = "right"
     for row in rows(shown):

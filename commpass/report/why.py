@@ -164,7 +164,7 @@ def refusals(dump: Dump, site: PlannedSite) -> Table:
     for each in candidates(dump, site):
         if each.refused:
             by_reason.setdefault(each.refused, []).append(f"{each.codec} by {each.algorithm}")
-    table = plain_table("not possible", "why")
+    table = plain_table("not possible", "why", folded=("not possible", "why"))
     for why, names in by_reason.items():
         table.add_row(Text(", ".join(names)), Text(why))
     return table

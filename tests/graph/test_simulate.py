@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from torch import nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -22,6 +24,8 @@ from commpass import Policy, Rule
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.errors import CommpassError
 from commpass.report.cli import app
+from commpass.report.simulated import draw, millis, table
+from commpass.simulate import Simulated
 
 NO_COMPUTE = Kernels(launch_us=0.0, other=KernelRate(0, 0), gflops=1e12, gbytes_per_s=1e12)
 CLUSTER = Profile("round numbers", Link(10.0, 1.0), kernels=NO_COMPUTE)
@@ -172,6 +176,65 @@ def test_not_where_there_are_process_groups(fake_group):
         commpass.simulate(build, CLUSTER, {"tp": 2})
 
 
+def test_links_and_policies_share_one_trace():
+    built, told = [], []
+
+    def counted(mesh):
+        built.append(mesh.size())
+        return build(mesh)
+
+    found = commpass.simulate(
+        counted,
+        CLUSTER,
+        {"tp": 4},
+        ["off", "balanced"],
+        sweep=("gbit", [8, 0.8]),
+        progress=lambda *said: told.append(said),
+    )
+    assert built == [4]
+    assert [(each.policy, each.swept) for each in found] == [
+        (policy, ("gbit", rate)) for rate in (8, 0.8) for policy in ("off", "balanced")
+    ]
+    alone = commpass.simulate(build, CLUSTER, {"tp": 4}, ["balanced"], sweep=("gbit", [0.8]))
+    assert found[-1:] == alone
+    assert ("forward, policy balanced") in {what for _, _, what in told}
+    assert {many for _, many, _ in told} == {2}
+
+
+def test_many_ranks_take_no_time_of_their_own():
+    """Neither is a parameter cut into as many tensors as there are ranks."""
+    cut = torch.Tensor.chunk
+
+    def no_chunk(tensor, many, *rest):
+        assert many < 1000
+        return cut(tensor, many, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "chunk", no_chunk)
+        (found,) = commpass.simulate(wide, CLUSTER, {"tp": 2048}, ["off"])
+    assert found.step_ms == pytest.approx(2 * all_reduce_ms(8 * 64 * 4, 2048), rel=0.01)
+
+
+def wide(mesh):
+    model = nn.Sequential(nn.Linear(64, 4096, bias=False), nn.Linear(4096, 64, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return model, (torch.randn(8, 64, requires_grad=True),)
+
+
+def test_ranks_on_hosts_are_looked_at_once(monkeypatch):
+    looked = []
+    known = Profile.on_each_host
+
+    def counted(self, ranks):
+        looked.append(len(ranks))
+        return known(self, ranks)
+
+    monkeypatch.setattr(Profile, "on_each_host", counted)
+    hosts = dataclasses.replace(CLUSTER, node=4, inside=Link(5.0, 100.0))
+    commpass.simulate(build, hosts, {"tp": 32}, ["balanced"])
+    assert looked.count(32) == 1
+
+
 # --- the command line -----------------------------------------------------------------------------
 
 
@@ -215,9 +278,62 @@ def test_a_file_that_is_not_there(tmp_path):
         (["build", "--mesh", "tp=2", "--sweep", "tp=x"], "such as tp=2,4,8"),
         (["asks", "--mesh", "tp=2", "--inference"], "asks for a value"),
         (["nothing", "--mesh", "tp=2"], "must give a model and a tuple"),
+        (["build", "--mesh", "dp=2"], "asks the mesh for a dimension 'tp'; there is 'dp'"),
     ],
 )
 def test_bad_arguments(tmp_path, args, said):
     result = call(tmp_path, *args)
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
+
+
+def simulated(policy: str, at: float, step: float) -> Simulated:
+    return Simulated(policy, 8, ("gbit", at), step, step, 2, 0, 1 << 20, ())
+
+
+def test_numbers_of_a_table_are_written_alike():
+    assert [millis(ms) for ms in (5356.2, 4683.0, 48.06, 0.8114, 0.0, 0.01234)] == [
+        "5,356", "4,683", "48.1", "0.811", "0", "0.0123",
+    ]  # fmt: skip
+    rows = list(table([simulated("off", 1, 4683.0)]).columns[5].cells)
+    assert [str(cell) for cell in rows] == ["4,683"]
+
+
+@pytest.fixture
+def figure(monkeypatch, tmp_path):
+    """Draws, and gives the axes of what was drawn."""
+    made = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *args, **more: (made.append(self), save(self, *args))
+    )
+
+    def drawn(found):
+        draw(found, "model.py:build, nvlink-4", tmp_path / "out.png")
+        made[-1].canvas.draw()
+        return made[-1]
+
+    return drawn
+
+
+def test_a_picture_of_a_wide_sweep(figure):
+    at = [1, 1.1, 10, 11, 100, 100_000]
+    made = figure([simulated(name, x, 1000 / x) for x in at for name in ("off", "lossless")])
+    for axes in made.axes:
+        assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+        assert axes.get_xlabel() == "Gbit/s of the link"
+        assert axes.get_ylim()[1] > 1.1 * 1000
+        boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+        assert len(boxes) > 2
+        assert not any(one.x1 > other.x0 for one, other in itertools.pairwise(boxes))
+        first, second = axes.lines
+        assert first.get_linewidth() > second.get_linewidth()
+        assert first.get_linestyle() != second.get_linestyle()
+    assert "model.py:build, nvlink-4" in made._suptitle.get_text()
+
+
+def test_a_picture_of_a_narrow_sweep(figure):
+    made = figure([simulated("off", x, 10 + x) for x in (1, 2, 3)])
+    for axes in made.axes:
+        assert (axes.get_xscale(), axes.get_yscale()) == ("linear", "linear")
+        assert axes.get_ylim()[0] == 0

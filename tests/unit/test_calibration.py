@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 import commpass
@@ -25,6 +26,7 @@ from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
 from commpass.plan import NONE, Site
 from commpass.policy import PRESETS, Policy, Rule
+from commpass.report.calibrated import draw
 from commpass.report.cli import app
 
 examples = settings(max_examples=150, deadline=None)
@@ -366,6 +368,8 @@ def run(*words):
 
 def test_another_budget_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("COMMPASS_PROFILE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     calibration(*SOME, remarks=("not measured: x",)).write(tmp_path / "c.json")
     out, plot = tmp_path / "p.toml", tmp_path / "p.png"
     done = run("--from", tmp_path / "c.json", "--max-error", "0.02", "-o", out, "--plot", plot)
@@ -373,15 +377,38 @@ def test_another_budget_from_the_command_line(tmp_path, monkeypatch):
     assert "layers.0.mlp" in done.stdout
     assert "rotated(bits=4) everywhere" in done.stdout
     assert "not measured: x" in done.stderr
+    said = " ".join(done.stdout.split())
+    assert "leaves a site alone where it sees no gain" in said
+    assert "No --profile was given: ethernet-10g is assumed" in said
+    more = run(
+        "--from", tmp_path / "c.json", "--max-error", "0.02", "-o", tmp_path / "q.toml",
+        "--profile", "nvlink-4",
+    )  # fmt: skip
+    assert "is assumed" not in more.stdout
     assert Policy.from_toml(out) == calibration(*SOME).policy(0.02, name="p")
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_says_what_it_shows(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    draw(calibration(*SOME).solve(0.02), "a title", tmp_path / "p.png")
+    (axes,) = drawn[0].axes
+    assert "sensitivity" in axes.get_xlabel()
+    assert axes.get_legend() is not None
+    told = {text.get_text() for text in axes.get_legend().get_texts()}
+    assert told <= {"forward", "backward"}
+    assert "forward" in told
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--max-error", "0.1"], "give FILE.py:FUNCTION and --mesh"),
-        (["x.py:f", "--mesh", "tp=2", "--max-error", "0.1"], "this is no rank of a group"),
+        (
+            ["x.py:f", "--mesh", "tp=2", "--max-error", "0.1"],
+            "torchrun --nproc-per-node 2 -m commpass calibrate x.py:f --mesh tp=2",
+        ),
         (["--from", "{c}", "--max-error", "nan", "-o", "{t}"], "--max-error nan: must be a share"),
         (["--from", "{c}", "--max-error", "-1", "-o", "{t}"], "--max-error -1.0: must be"),
         (["--from", "{c}", "--max-error", "0.1", "-o", "p.json"], "a policy is a .toml file"),

@@ -16,8 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from commpass import dump, plan
-from commpass.report import doctor
+from commpass.report import doctor, tables
 from commpass.report.cli import app
+from commpass.report.progress import progress
 
 LONG = (
     "left alone: the rule for 'layers.*.attn' says keep, and the link is "
@@ -603,6 +604,59 @@ def test_doctor_without_torch_or_distributed(monkeypatch: pytest.MonkeyPatch):
     result = run("doctor")
     assert result.exit_code == 1
     assert "pip install 'torch<2.16,>=2.11'" in words(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("gone.json", None, "gone.json"),
+        ("bad.toml", "base = ", "bad.toml"),
+        ("nvlink-44", None, ""),
+    ],
+)
+def test_doctor_tells_what_is_wrong_with_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str | None, said: str
+):
+    where = str(tmp_path / name) if "." in name else name
+    if text is not None:
+        Path(where).write_text(text)
+    monkeypatch.setenv("COMMPASS_PROFILE", where)
+    result = run("doctor")
+    assert result.exit_code == 2
+    assert f"COMMPASS_PROFILE={where}" in result.stderr
+    assert said in result.stderr
+    assert "assumes one" not in result.stdout
+    assert "distributed" in result.stdout  # all else is told as well
+
+
+# tables
+
+
+def test_numbers_and_names_of_a_table_stay_whole(monkeypatch: pytest.MonkeyPatch, capsys):
+    table = tables.plain_table("codec", "a number", "why", folded=("why",))
+    table.add_row(
+        "rotated(bits=6)", "0.0128 of all", "since it gains much more than the others " * 3
+    )
+    for width in (20, 30, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
+        tables.console_for(table).print(table)
+        shown = capsys.readouterr().out
+        assert "rotated(bits=6)" in shown
+        assert "0.0128 of all" in shown
+        assert len(shown.splitlines()) > 4  # the text goes on
+    monkeypatch.delenv("COLUMNS")
+    tables.console_for(table).print(table)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch: pytest.MonkeyPatch):
+    with progress("simulate") as told:
+        told(1, 2, "tracing")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress("simulate") as told:
+        told(1, 2, "tracing")
+    assert "tracing" in capsys.readouterr().err
 
 
 def test_doctor_tells_the_kinds_of_gpu(monkeypatch: pytest.MonkeyPatch):

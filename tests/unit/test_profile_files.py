@@ -17,7 +17,7 @@ from commpass.costmodel.files import Machine, Measured, ProfileFile, digest, rea
 from commpass.costmodel.interconnects import CARDS, INTERCONNECTS, card_of
 from commpass.errors import PolicyError, ProfileError
 from commpass.report.cli import app
-from commpass.report.probed import noisy
+from commpass.report.probed import noisy, parts
 from commpass.runtime.machine import here, misfits, processor
 
 MACHINE = Machine(
@@ -240,6 +240,15 @@ def test_times_of_a_busy_machine_are_told():
     wild = dataclasses.replace(calm, low_us=100.0, high_us=400.0)
     assert noisy(file(points=(calm, calm, calm, wild))) == ""
     assert "2 of 4 times varied" in noisy(file(points=(calm, calm, wild, wild)))
+
+
+def test_the_fits_of_two_regions_are_not_joined():
+    one = file().points[0]
+    points = [dataclasses.replace(one, kind="all_reduce", sent=n) for n in (1, 10, 100, 1000)]
+    measured = {"all_reduce": (Region(0, 10.0, 1.0), Region(100, 50.0, 1.0))}
+    shown = parts(points, Link(10.0, 1.0, measured=measured))
+    assert [[each.sent for each in part] for part in shown] == [[1, 10], [100, 1000]]
+    assert parts(points, None) == [points]
 
 
 def test_probe_says_how_it_is_started(tmp_path, monkeypatch):

@@ -1,0 +1,27 @@
+"""How far a command is: a bar on stderr, on a terminal only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+Told = Callable[[int, int | None, str], None]
+"""What is told how much is done, of how much (None: nobody knows), and what is done now."""
+
+
+@contextmanager
+def progress(what: str, *, shown: bool = True) -> Iterator[Told]:
+    """A bar that is gone in the end. Nothing is written where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    quiet = not shown or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task(what, total=None)
+
+        def told(done: int, many: int | None, now: str) -> None:
+            bar.update(task, completed=done, total=many, description=now or what)
+
+        yield told
