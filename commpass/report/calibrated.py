@@ -51,10 +51,8 @@ def run(
     base = policy_named(policy)
     if output.suffix != ".toml":
         raise CalibrationError(f"{str(output)!r}: a policy is a .toml file")
-    if not 0 <= max_error < math.inf:
-        raise CalibrationError(
-            f"--max-error {max_error}: must be a share of at least 0, such as 0.02"
-        )
+    if not 0 <= max_error <= 1:
+        raise CalibrationError(f"--max-error {max_error}: must be a share of 0 to 1, such as 0.02")
     for each in (output, json, plot):
         if each is not None and not os.access(each.parent, os.W_OK):
             raise CalibrationError(f"{each}: {str(each.parent)!r} is no folder that can be written")
@@ -62,6 +60,10 @@ def run(
         if where is not None:
             raise CalibrationError("give FILE.py:FUNCTION to measure, or --from to read: not both")
         found = Calibration.read(source)
+        if codecs:
+            raise CalibrationError(f"--codec: {source} has what was measured; measure again for it")
+        if not train and found.of != "outputs":
+            raise CalibrationError(f"--inference: {source} is of {found.of}; measure again for it")
     else:
         if where is None or mesh is None:
             raise CalibrationError(

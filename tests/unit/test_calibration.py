@@ -411,6 +411,15 @@ def test_a_picture_says_what_it_shows(tmp_path, monkeypatch):
         ),
         (["--from", "{c}", "--max-error", "nan", "-o", "{t}"], "--max-error nan: must be a share"),
         (["--from", "{c}", "--max-error", "-1", "-o", "{t}"], "--max-error -1.0: must be"),
+        (["--from", "{c}", "--max-error", "5", "-o", "{t}"], "--max-error 5.0: must be"),
+        (
+            ["--from", "{c}", "--max-error", "0.1", "--codec", "int8"],
+            "c.json has what was measured; measure again",
+        ),
+        (
+            ["--from", "{c}", "--max-error", "0.1", "--inference"],
+            "c.json is of gradients; measure again",
+        ),
         (["--from", "{c}", "--max-error", "0.1", "-o", "p.json"], "a policy is a .toml file"),
         (["--from", "{c}", "--max-error", "0.1", "-o", "/none/p.toml"], "is no folder"),
         (["x.py:f", "--from", "{c}", "--max-error", "0.1", "-o", "{t}"], "not both"),
