@@ -8,7 +8,8 @@ changes: nothing. Every rank finds the same.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,25 @@ def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool
     if obstacle := _unsent(site) or site.obstacle or _obstacle(site, allowed):
         return Options(alone, obstacle)
     return Options((*alone, *_coded(site, allowed, profile, reassociate)))
+
+
+Scoring = Callable[[Site, Allowed], Options]
+"""What may be done to a site, with one profile."""
+
+
+def scoring(profile: Profile, reassociate: bool) -> Scoring:
+    """``candidates``, worked out once for sites that differ in name and neighbours alone."""
+
+    @functools.cache
+    def scored(site: Site, allowed: Allowed) -> Options:
+        return candidates(site, allowed, profile, reassociate)
+
+    return lambda site, allowed: scored(nameless(site), allowed)
+
+
+def nameless(site: Site) -> Site:
+    """A site without what tells it from others that are the same in all that counts."""
+    return dataclasses.replace(site, name="", module="", producer=None, consumers=(), word=None)
 
 
 def _alone(site: Site, profile: Profile) -> Candidate:

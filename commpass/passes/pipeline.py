@@ -16,7 +16,7 @@ from collections.abc import Callable
 from torch import fx
 
 from commpass.passes.allowed import allow, matched, still_allowed
-from commpass.passes.candidates import candidates
+from commpass.passes.candidates import scoring
 from commpass.passes.choose import choose
 from commpass.passes.chunk import chunk
 from commpass.passes.contract import Contracts, Pass
@@ -79,10 +79,8 @@ def _chunk(road: Road) -> Road:
 
 
 def _candidates(road: Road) -> Road:
-    options = tuple(
-        candidates(each.site, each.allowed, road.profile, road.policy.reassociate)
-        for each in road.found
-    )
+    scored = scoring(road.profile, road.policy.reassociate)
+    options = tuple(scored(each.site, each.allowed) for each in road.found)
     return dataclasses.replace(road, options=options)
 
 

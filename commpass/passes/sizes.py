@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, free_u
 
 from commpass.costmodel import Profile
 from commpass.passes.breakeven import break_even, in_words
-from commpass.passes.candidates import Options
+from commpass.passes.candidates import Options, nameless
 from commpass.passes.discover import GraphSite
 from commpass.passes.graph import meta
 from commpass.plan import PlannedSite, Site
@@ -97,8 +97,7 @@ def _limit(
     if not isinstance(nbytes, torch.SymInt) or not _may_be_guarded(nbytes):
         return None
     ways = sorted({(each.algorithm, each.codec) for each in options.possible})
-    nameless = dataclasses.replace(found.site, name="", module="", producer=None, consumers=())
-    size = gains_from(nameless, tuple(ways))
+    size = gains_from(nameless(found.site), tuple(ways))
     if not 0 < size < inf:
         return None
     # What was decided of the very size holds at it, however closely the other was found. Where it

@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from commpass.costmodel import Profile
-from commpass.passes.candidates import candidates
+from commpass.passes.candidates import scoring
 from commpass.passes.chunk.build import build, joined_of
 from commpass.passes.chunk.gain import Meanwhile, exchange_of, part_of, pipeline_us
 from commpass.passes.chunk.region import Join, Product, Region, product_of, region_of
@@ -75,6 +75,7 @@ class _Chunks:
     def __init__(self, graph: fx.Graph, policy: Policy, profile: Profile, direction: str):
         self.graph, self.policy, self.profile = graph, policy, profile
         self.direction = direction
+        self.scored = scoring(profile, policy.reassociate)
         self.result = Chunked()
         self.joins: dict[fx.Node, Join] = {}
         self.known = memory(graph)
@@ -177,7 +178,7 @@ class _Chunks:
 
     def _best(self, site: Site, each: GraphSite) -> Candidate:
         """The fastest that may be done to a site."""
-        options = candidates(site, each.allowed, self.profile, self.policy.reassociate)
+        options = self.scored(site, each.allowed)
         possible = (options.alone, *options.possible)
         return min(possible, key=lambda candidate: candidate.predicted_us)
 
