@@ -46,7 +46,7 @@ from commpass.passes.graph import meta
 from commpass.passes.graph.direction import keep_metadata
 from commpass.passes.graph.marks import chunked
 from commpass.passes.graph.parse import describe_group, graph_modules, parse
-from commpass.passes.hidden import facts_of
+from commpass.passes.hidden import decided
 from commpass.passes.timeline import timeline, whole_us
 from commpass.paths import Places
 from commpass.policy import Policy, policy_named
@@ -416,9 +416,7 @@ class Backend:
         if why and not plan.fallback:
             outcome.restore(why)
             outcome.error = CommpassError(why)
-        for site in outcome.plan.sites if not outcome.plan.fallback else ():
-            if site.compressed or site.hidden:
-                self.hidden[facts_of(site)] = site.hidden
+        self.hidden |= decided(outcome.plan)
         for limit in outcome.limits:
             limit.hold()
         return outcome, None

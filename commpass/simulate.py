@@ -31,7 +31,7 @@ from commpass.errors import CommpassError, PolicyError, nearest
 from commpass.passes import Road
 from commpass.passes import run as run_passes
 from commpass.passes.graph.parse import graph_modules
-from commpass.passes.hidden import facts_of
+from commpass.passes.hidden import decided
 from commpass.passes.timeline import NOTHING_SENT, timeline
 from commpass.plan import Plan
 from commpass.policy import Policy, policy_named
@@ -238,9 +238,7 @@ class _Planner(Backend):
             outcome = run_passes(road, number)
             if isinstance(outcome.error, PolicyError):
                 raise outcome.error
-            for site in outcome.plan.sites if not outcome.plan.fallback else ():
-                if site.compressed or site.hidden:
-                    run.hidden[facts_of(site)] = site.hidden
+            run.hidden |= decided(outcome.plan)
             run.graphs.append(_Graph(outcome.plan, timeline(gm, outcome, profile)))
             for module, graph in untouched.items():
                 module.graph = graph

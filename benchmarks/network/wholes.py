@@ -42,25 +42,8 @@ POLICIES: dict[str, commpass.Policy | str] = {
     "int8": forced("int8"),
     "balanced": "balanced",
 }
-USUAL = {
-    "ranks": [2, 4],
-    "gbit": [0.1, 1.0],
-    "models": ["demo", "llama"],
-    "policies": list(POLICIES),
-    "layers": 4,
-    "width": 256,
-    "batch": 8,
-    "length": 128,
-    "repeats": 9,
-}
-QUICK = {
-    "ranks": [2],
-    "gbit": [1.0],
-    "models": ["demo"],
-    "policies": ["plain", "balanced"],
-    "layers": 1,
-    "repeats": 7,
-}
+USUAL = {**steps.USUAL, "policies": list(POLICIES)}
+QUICK = {**steps.QUICK, "repeats": 7}
 
 
 def measured(options: Options) -> list[Row]:

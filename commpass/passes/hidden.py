@@ -26,7 +26,7 @@ from commpass.passes.graph import costs
 from commpass.passes.graph.memory import memory
 from commpass.passes.graph.schedule import Clock, Work, timed
 from commpass.passes.move import obstacle, ordered, work_of
-from commpass.plan import ALIKE, PlannedSite, Site
+from commpass.plan import ALIKE, Plan, PlannedSite, Site
 from commpass.policy import Allowed, Policy
 
 UNSURE = 0.5
@@ -40,6 +40,12 @@ Known = Mapping[tuple[Any, ...], bool]
 def facts_of(site: Site) -> tuple[Any, ...]:
     """What a site has in common on all ranks, and each time that it is compiled."""
     return (site.group, site.tag, *(getattr(site, name) for name in ALIKE))
+
+
+def decided(plan: Plan) -> dict[tuple[Any, ...], bool]:
+    """What is known of the sites of a plan from now on."""
+    sites = plan.sites if not plan.fallback else ()
+    return {facts_of(site): site.hidden for site in sites if site.compressed or site.hidden}
 
 
 @dataclass(frozen=True)

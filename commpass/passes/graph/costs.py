@@ -42,9 +42,7 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     kernels, and of their rates."""
     if CODED in node.meta:
         return Task(HOST, sum(profile.kernels.us(*work) for work in node.meta[CODED]))
-    if node.op != "call_function" or looks(node) or node.target in UNWRITTEN:
-        return Task(HOST, 0.0)
-    if MARK in node.meta:
+    if node.op != "call_function" or looks(node) or node.target in UNWRITTEN or MARK in node.meta:
         return Task(HOST, 0.0)
     held = node.meta.get("val")
     moved = sum(max(meta.nbytes(fake), 0) for fake in tensors(held))
