@@ -45,7 +45,7 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "commpass needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	echo "torch==$(TORCH)" > $(VENV)/constraints.txt
+	$(if $(filter $(PINNED),$(TORCH)),cp constraints.txt,echo "torch==$(TORCH)" >) $(VENV)/constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch numpy
 	$(VENV)/bin/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[all]'
 	touch $(READY)

@@ -47,6 +47,11 @@ class TraceError(CommpassError, ValueError):
     """A trace that is none of torch.profiler's, or that of another program."""
 
 
+class KernelError(CommpassError, ValueError):
+    """A kernel that cannot be generated or compiled as asked, or an architecture that is not
+    known."""
+
+
 class VerifyError(CommpassError, RuntimeError):
     """A rewritten graph that is not what its plan says."""
 

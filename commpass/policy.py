@@ -35,6 +35,7 @@ PASS_NAMES = (
     "candidates",
     "choose",
     "rewrite",
+    "fuse",
     "lower",
     "move",
     "verify",

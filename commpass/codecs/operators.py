@@ -172,9 +172,9 @@ def _leave(rows: Tensor, name: str) -> Tensor:
 def _sum_rows(rows: Tensor) -> Tensor:
     if rows.shape[0] > UNROLLED_RANKS:
         return rows.sum(dim=0, keepdim=True)
-    total = rows[:1]
+    total = rows.narrow(0, 0, 1)
     for rank in range(1, rows.shape[0]):
-        total = total + rows[rank : rank + 1]
+        total = total + rows.narrow(0, rank, 1)
     return total
 
 
@@ -258,23 +258,29 @@ def _like(rows: Tensor) -> Tensor:
     return rows.new_empty(rows.shape)
 
 
-_library = torch.library.Library("commpass", "FRAGMENT")
-for _operator, (_signature, _function, _shapes) in SIGNATURES.items():
-    _library.define(_operator + _signature)
-    _library.impl(_operator, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"commpass::{_operator}", _shapes, lib=_library)
-
-IMPLEMENTATIONS: dict[Any, Function] = {
-    getattr(ops, operator).default: function for operator, (_, function, _) in SIGNATURES.items()
-}
+IMPLEMENTATIONS: dict[Any, Function] = {}
 """What each operator stands for, by the operator."""
-ROLES = {
-    getattr(ops, operator).default: {
-        "encode_parts": "encode",
-        "decode_parts": "decode",
-        "decode_and_sum_by_index": "decode",
-        "sum_rows": "sum",
-    }.get(operator, operator)
-    for operator in SIGNATURES
+ROLES: dict[Any, str] = {}
+"""What a node of each operator does: encode, decode, used_bytes, enter, leave, sum or join; of one
+that does several of these, ``fused``."""
+_library = torch.library.Library("commpass", "FRAGMENT")
+
+
+def define(name: str, signature: str, function: Function, shapes: Function, role: str) -> Any:
+    """A coded operator: what it computes, the shapes of that, and what it does."""
+    _library.define(name + signature)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"commpass::{name}", shapes, lib=_library)
+    made = getattr(ops, name).default
+    IMPLEMENTATIONS[made], ROLES[made] = function, role
+    return made
+
+
+_OF = {
+    "encode_parts": "encode",
+    "decode_parts": "decode",
+    "decode_and_sum_by_index": "decode",
+    "sum_rows": "sum",
 }
-"""What a node of each operator does: encode, decode, used_bytes, enter, leave, sum or join."""
+for _operator, (_signature, _function, _shapes) in SIGNATURES.items():
+    define(_operator, _signature, _function, _shapes, _OF.get(_operator, _operator))

@@ -25,7 +25,8 @@ class Kernels:
     """Rates by codec name (the part before the bracket), what stands for a codec not listed, and
     the time of a launch; ``call_us`` is what an encode or decode takes beside its values. For the
     rest of a graph: ``gflops``, billions of operations that a matmul does in a second, and
-    ``gbytes_per_s`` that a simple kernel reads and writes."""
+    ``gbytes_per_s`` that a simple kernel reads and writes. ``matmul_encode`` is how many times as
+    long as a matmul alone one takes that encodes its own result."""
 
     launch_us: float
     other: KernelRate
@@ -33,12 +34,14 @@ class Kernels:
     gflops: float = 40.0
     gbytes_per_s: float = 10.0
     call_us: float = 0.0
+    matmul_encode: float = 1.1
 
     def __post_init__(self) -> None:
         check_number("Kernels(launch_us", self.launch_us)
         check_number("Kernels(call_us", self.call_us)
         check_number("Kernels(gflops", self.gflops, above=True)
         check_number("Kernels(gbytes_per_s", self.gbytes_per_s, above=True)
+        check_number("Kernels(matmul_encode", self.matmul_encode, above=True)
         if not isinstance(self.rates, Mapping):
             raise PolicyError(
                 f"Kernels(rates={self.rates!r}): must map names of codecs to KernelRate(...)"
@@ -50,7 +53,10 @@ class Kernels:
                 )
 
     def us(self, codec: str, role: str, values: float) -> float:
-        """Microseconds of one kernel that encodes or decodes (``role``) that many values."""
+        """Microseconds of one kernel that encodes or decodes (``role``) that many values; of a
+        ``matmul`` that encodes its own result, which does that many operations."""
+        if role == "matmul":
+            return self.compute_us(values, 0.0) * self.matmul_encode
         rate = self.rates.get(codec.partition("(")[0], self.other)
         ns = rate.encode_ns if role == "encode" else rate.decode_ns
         return self.launch_us + self.call_us + values * ns / 1e3

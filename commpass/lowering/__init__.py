@@ -1,5 +1,18 @@
 """What coded operators become."""
 
-from commpass.lowering.kernel import Form, Piece, Source, Taken, form_of, make
+from commpass.lowering.generated import caller, has_kernels, obstacle, product_obstacle
+from commpass.lowering.kernel import Form, Generated, Piece, Source, Taken, form_of, make
 
-__all__ = ["Form", "Piece", "Source", "Taken", "form_of", "make"]
+__all__ = [
+    "Form",
+    "Generated",
+    "Piece",
+    "Source",
+    "Taken",
+    "caller",
+    "form_of",
+    "has_kernels",
+    "make",
+    "obstacle",
+    "product_obstacle",
+]

@@ -3,7 +3,8 @@ the same.
 
 Inductor compiles them from the same plain operators that the inline form has, so both give the same
 bits. It knows the operator as something that it cannot look into: a model with a hundred sites then
-compiles little slower than one with a single site.
+compiles little slower than one with a single site. Where C++ of our own is quicker, a kernel is
+generated from the codec's parts instead (``Generated``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commpass.errors import CommpassError
+from commpass.lowering import cpu
+from commpass.lowering.chain import Chain
 from commpass.lowering.constants import without_tables
 from commpass.lowering.repairs import repaired
 
@@ -85,6 +88,36 @@ class Source:
         object.__setattr__(self, "name", hashlib.sha256(said.encode()).hexdigest()[:24])
 
 
+@dataclass(frozen=True)
+class Generated:
+    """What a kernel is generated from: a chain for which there is C++ (``cpu.supports``), of rows
+    of ``numel`` values.
+
+    ``inputs`` are what the chain takes: rows ``[rows * ranks, numel]`` (or ``wire_bytes``), then
+    what is added, ``[rows, numel]``; ``piece`` is where what it gives goes, ``[rows, numel]`` (or
+    ``wire_bytes``). In all forms the last stride is 1; the first, and where a row begins, are free.
+    """
+
+    chain: Chain
+    numel: int
+    inputs: tuple[Taken, ...]
+    piece: Piece
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        said = (cpu.source(self.chain), self.numel, self.inputs, self.piece, torch.__version__)
+        object.__setattr__(self, "name", hashlib.sha256(str(said).encode()).hexdigest()[:24])
+
+    def compiled(self) -> Kernel:
+        chain = cpu.compiled(self.chain)
+
+        def run(tensors: list[Tensor]) -> None:
+            chain(tensors[:-1], tensors[-1], self.numel)
+            tensors.clear()
+
+        return Kernel(run, self.inputs, (self.piece,))
+
+
 def _options() -> list[tuple[str, Any]]:
     """The options of Inductor's that are in force. What is no plain value has no lasting name."""
     from torch._inductor import config
@@ -103,13 +136,17 @@ class Kernel:
     pieces: tuple[Piece, ...]
 
 
-def make(sources: Sequence[Source]) -> None:
+def make(sources: Sequence[Source | Generated]) -> None:
     """Compiles what is not compiled yet: after that the operator knows it by name."""
     for source in sources:
-        if source.name not in _kernels:
-            inputs, pieces = source.inputs, source.pieces
-            forms = [*(part.form for part in inputs), *(piece.form for piece in pieces)]
-            _kernels[source.name] = Kernel(_compiled(source.body, forms), inputs, pieces)
+        if source.name in _kernels:
+            continue
+        if isinstance(source, Generated):
+            _kernels[source.name] = source.compiled()
+            continue
+        inputs, pieces = source.inputs, source.pieces
+        forms = [*(part.form for part in inputs), *(piece.form for piece in pieces)]
+        _kernels[source.name] = Kernel(_compiled(source.body, forms), inputs, pieces)
 
 
 _kernels: dict[str, Kernel] = {}

@@ -12,8 +12,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from commpass.codecs import codec
 from commpass.costmodel import Profile
 from commpass.errors import PolicyError
+from commpass.lowering import cpu, has_kernels
+from commpass.lowering.chain import Chain, Encode
 from commpass.passes.candidates import Options
 from commpass.passes.hidden import Course, Known, leave_hidden
 from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
@@ -127,10 +132,11 @@ def _lowered(
         # Every rank of the group must find the same: what only it knows does not count.
         common = not (site.uneven or site.pairwise)
         fixed = common and all(isinstance(size, int) for size in site.shape)
-        shared = kernels and fixed and site.device == "cpu" and alike[_work_of(site)] >= SHARE
+        shared = site.device == "cpu" and alike[_work_of(site)] >= SHARE
+        worth = kernels and fixed and (shared or _has_bits_of_its_own(site) or _generated(site))
         if name == "kernel" and (site.uneven or not fixed):
             return "inline"
-        return name or ("kernel" if shared else "inline")
+        return name or ("kernel" if worth else "inline")
 
     def lowered(site: PlannedSite, name: str | None) -> PlannedSite:
         form, reason = chosen(site, name), site.reason
@@ -139,6 +145,19 @@ def _lowered(
         return dataclasses.replace(site, lowering=form, reason=reason)
 
     return tuple(map(lowered, plan, named))
+
+
+def _generated(site: PlannedSite) -> bool:
+    """Whether a GPU has a kernel that is generated for what a site is coded by."""
+    device = torch.device(site.device)
+    return device.type == "cuda" and has_kernels(codec(site.codec), max(site.bytes, 1), device)
+
+
+def _has_bits_of_its_own(site: PlannedSite) -> bool:
+    """Whether a kernel on a CPU gives other last bits than the plain form. How many sites a graph
+    has must not decide then: a backward graph that runs some of forward's again has fewer."""
+    encode = Chain(torch.float32, (Encode(codec(site.codec)),))
+    return site.device == "cpu" and not cpu.exact(encode) and not cpu.supports(encode)
 
 
 def _work_of(site: PlannedSite) -> tuple[Any, ...]:

@@ -19,11 +19,21 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import operators
-from commpass.lowering import Source, make
+from commpass.errors import VerifyError
+from commpass.lowering import Generated, Source, caller, fused, make, matmul
+from commpass.lowering.chain import Decode
 from commpass.passes.graph import meta
 from commpass.passes.graph.marks import CODED, MARK
 from commpass.passes.graph.parse import graph_modules, items
-from commpass.passes.regions import Region, outline, place_buffers, places, regions, trace
+from commpass.passes.regions import (
+    Region,
+    generated,
+    outline,
+    place_buffers,
+    places,
+    regions,
+    trace,
+)
 from commpass.passes.template import (
     Decompositions,
     inductor_decompositions,
@@ -48,7 +58,7 @@ def lower(
     by_kernel = [site.name for site in plan if site.lowering == "kernel"]
     kernels, bodies = (
         Kernels(decompositions or inductor_decompositions),
-        Bodies(decompositions or inductor_decompositions),
+        Bodies(decompositions or inductor_decompositions, frozenset(by_kernel)),
     )
     for _, module in graph_modules(gm):
         marked = [node for node in module.graph.nodes if MARK in node.meta]
@@ -57,7 +67,11 @@ def lower(
         for node in marked:
             of_site[node.meta[MARK].site].append(node)
         for node in coded:
-            if operators.ROLES[node.target] in RATED:
+            if node.target is matmul.MATMUL:
+                node.meta[CODED] = _coded_by_product(node)
+            elif node.target is fused.FUSED:
+                node.meta[CODED] = _coded_by_chain(node)
+            elif operators.ROLES[node.target] in RATED:
                 node.meta[CODED] = _coded(node)
         if coded:
             with (
@@ -66,7 +80,7 @@ def lower(
                 enable_python_dispatcher(),
                 mode_of(coded[0].all_input_nodes[0]),
             ):
-                for own in (of_site[site] for site in by_kernel):
+                for own in ([n for n in of_site[s] if caller(n) is None] for s in by_kernel):
                     known, buffers = places(own), dict[fx.Node, fx.Node]()
                     for region in regions(own, known):  # each once those before it are calls
                         outline(region, kernels.of(region).name, buffers)
@@ -93,17 +107,39 @@ def _coded(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
     return ((coder.spec, role, meta.hint(values) or 0),)
 
 
+def _coded_by_chain(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
+    """As ``_coded``, of a fused operator."""
+    chain, numel = fused.named(str(node.args[1])), meta.hint(node.args[2]) or 0
+    taken, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    found = []
+    for step in (chain.decodes, chain.encodes):
+        if step is not None:
+            rows = taken.shape[0] if isinstance(step, Decode) else made.shape[0]
+            role = "decode" if isinstance(step, Decode) else "encode"
+            found.append((step.codec.spec, role, rows * step.codec.padded_numel(numel)))
+    return tuple(found)
+
+
+def _coded_by_product(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
+    """As ``_coded``, of a matmul that encodes its own result: its operations."""
+    given: Any = node.args[:2]  # which may be one tensor
+    a, b = (each.meta["val"] for each in given)
+    spec = matmul.named(str(node.args[3])).codec.spec
+    return ((spec, "matmul", 2 * a.shape[0] * a.shape[1] * b.shape[1]),)
+
+
 @dataclass
 class Kernels:
     """What the kernels of regions are compiled from: equal ones are traced once."""
 
     decompositions: Decompositions
-    traced: dict[Any, Source] = field(default_factory=dict)
+    traced: dict[Any, Source | Generated] = field(default_factory=dict)
 
-    def of(self, region: Region) -> Source:
+    def of(self, region: Region) -> Source | Generated:
         key = region.key()
         if key not in self.traced:
-            self.traced[key] = trace(region, self.decompositions)
+            made = generated(region)
+            self.traced[key] = made if made is not None else trace(region, self.decompositions)
         return self.traced[key]
 
 
@@ -112,18 +148,34 @@ class Bodies:
     """What operators stand for, as graphs: equal calls are traced once."""
 
     decompositions: Decompositions
+    by_kernel: frozenset[str]
     traced: dict[Any, fx.Graph] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> fx.Graph:
         """The graph of an operator, whose inputs are the nodes that it takes."""
         values = [each.meta["val"] for each in node.all_input_nodes]
-        key = (node.target, _constants(node), tuple(map(_facts, values)))
+        key = (node.target, _constants(node), tuple(map(_facts, values)), self._call(node) is None)
         if key not in self.traced:
             self.traced[key] = self._trace(node, values)
         return self.traced[key]
 
+    def _call(self, node: fx.Node) -> Any:
+        """What calls the kernels of an operator, if its site has kernels and it has some."""
+        by_kernel = MARK in node.meta and node.meta[MARK].site in self.by_kernel
+        return caller(node) if by_kernel else None
+
     def _trace(self, node: fx.Node, values: Sequence[Any]) -> fx.Graph:
         function, places = operators.IMPLEMENTATIONS[node.target], list(node.all_input_nodes)
+        if (call := self._call(node)) is not None:
+
+            def called(*given: Any) -> Any:
+                held = dict(zip(places, given, strict=True))
+                return call(*(held[each] for each in _taken(node)))
+
+            traced = make_fx(called, decomposition_table=self.decompositions())(*values).graph
+            if node.target is fused.FUSED:
+                _check_compiles(traced, node)
+            return without_tensors(traced, f"{node.name} ({node.target})")
 
         def run(*given: Any) -> Any:
             held = dict(zip(places, given, strict=True))
@@ -132,6 +184,23 @@ class Bodies:
 
         traced = make_fx(run, decomposition_table=self.decompositions())(*values).graph
         return without_tensors(traced, f"{node.name} ({node.target})")
+
+
+def _check_compiles(traced: fx.Graph, node: fx.Node) -> None:
+    """Raises VerifyError where Triton cannot make sense of a generated kernel: torch has looked
+    what it writes, and takes all that it is given for written where that failed. Better here,
+    where the graph can be left alone, than in Inductor's hands."""
+    for call in traced.nodes:
+        written = call.kwargs.get("tensors_to_clone", ["made"])
+        if list(written) != ["made"]:
+            raise VerifyError(f"{node.name}: Triton does not compile its kernel ({node.args[1]})")
+
+
+def _taken(node: fx.Node) -> list[fx.Node]:
+    """The nodes that an operator takes in order, one that it takes twice twice."""
+    given: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), given.append)
+    return given
 
 
 def _constants(node: fx.Node) -> str:

@@ -21,6 +21,7 @@ from commpass.passes.choose import choose
 from commpass.passes.chunk import chunk
 from commpass.passes.contract import Contracts, Pass
 from commpass.passes.discover import discover
+from commpass.passes.fuse import fuse
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules
 from commpass.passes.group import group
@@ -107,6 +108,10 @@ def _rewrite(road: Road) -> Road:
     return dataclasses.replace(road, state=state)
 
 
+def _fuse(road: Road) -> Road:
+    return dataclasses.replace(road, sites=fuse(road.gm, road.sites or (), road.profile))
+
+
 def _lower(road: Road) -> Road:
     lower(road.gm, road.sites or (), road.decompositions)
     return road
@@ -146,6 +151,13 @@ PASSES: tuple[Pass, ...] = (
         provides=("coded",),
         mutates=True,
         needed=True,
+    ),
+    Pass(
+        name="fuse",
+        run=_fuse,
+        requires=("coded", "plan"),
+        provides=("coded", "plan"),
+        mutates=True,
     ),
     Pass(
         name="lower",

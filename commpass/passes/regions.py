@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import operators
 from commpass.errors import VerifyError
-from commpass.lowering import Form, Piece, Source, Taken, form_of
+from commpass.lowering import Form, Generated, Piece, Source, Taken, form_of, fused, obstacle
 from commpass.passes.graph import meta
 from commpass.passes.graph.fakes import is_view
 from commpass.passes.graph.marks import CODED, MARK
@@ -58,7 +58,7 @@ class Region:
     @property
     def role(self) -> str:
         """What its coded operators do, in order."""
-        roles = [operators.ROLES[n.target] for n in self.nodes if n.target in operators.ROLES]
+        roles = [n.meta[MARK].role for n in self.nodes if n.target in operators.ROLES]
         return "+".join(dict.fromkeys(roles))
 
     def comes_in_time(self) -> bool:
@@ -222,6 +222,19 @@ def trace(region: Region, decompositions: Decompositions) -> Source:
     pieces = tuple(_pieces(region, [node.meta["val"] for node in made]))
     _write(body, made, pieces)
     return Source(body, tuple(map(taken, region.inputs)), pieces)
+
+
+def generated(region: Region) -> Generated | None:
+    """What the kernel of a region is generated from, where that is one fused operator for which
+    there is one."""
+    (node, *others), inputs = region.nodes, region.inputs
+    if others or node.target is not fused.FUSED:
+        return None
+    chain, numel = fused.named(str(node.args[1])), node.args[2]
+    if not isinstance(numel, int) or obstacle(chain, numel, node.meta["val"].device):
+        return None
+    (piece,) = _pieces(region, [node.meta["val"]])
+    return Generated(chain, numel, tuple(map(taken, inputs)), piece)
 
 
 def whole(node: fx.Node) -> fx.Node:

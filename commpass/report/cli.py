@@ -442,6 +442,51 @@ def calibrate(
 
 
 @app.command()
+def lower(
+    spec: Annotated[
+        str | None, typer.Option("--codec", metavar="SPEC", help="The kernels of this codec.")
+    ] = None,
+    *,
+    kernel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=(
+                "encode, decode, decode_sum, decode_sum_encode or matmul_encode (default: all that"
+                " there are)."
+            ),
+        ),
+    ] = None,
+    arch: Annotated[
+        str, typer.Option(metavar="ARCH", help="sm_80, sm_90, sm_100 or gfx942.")
+    ] = "sm_90",
+    dtype: Annotated[str, typer.Option(help="Dtype of the values.")] = "bfloat16",
+    ranks: Annotated[int, typer.Option(min=1, help="Rows that are summed.")] = 8,
+    path: Annotated[
+        Path | None,
+        typer.Option("--dump", metavar="DIR", help="Those of a planned site in this dump."),
+    ] = None,
+    site: Annotated[str | None, typer.Option(metavar="NAME", help="The site's name.")] = None,
+    run: RunName = None,
+    triton: Annotated[bool, typer.Option("--triton", help="The kernel in Triton.")] = False,
+    ptx: Annotated[
+        bool, typer.Option("--ptx", help="The kernel in PTX, or AMD's assembly.")
+    ] = False,
+    sass: Annotated[bool, typer.Option("--sass", help="NVIDIA's machine code.")] = False,
+    json: Json = False,
+) -> None:
+    """Show what the kernels of a codec become: registers, spills, memory accesses, and how near to
+    a copy's bandwidth they can come. Needs no GPU."""
+    from commpass.report import lowered
+
+    chosen = [name for name, on in zip(lowered.TEXTS, (triton, ptx, sass), strict=True) if on]
+    if len(chosen) + json > 1:
+        raise typer.BadParameter("choose one of them", param_hint="--triton/--ptx/--sass/--json")
+    asked = lowered.Asked(spec, kernel, dtype, ranks, path, site, run)
+    lowered.run(asked, arch, text="".join(chosen), json=json)
+
+
+@app.command()
 def doctor(json: Json = False) -> None:
     """Show what this installation can do. Leaves with 1 if commpass cannot work here, and with 2 if
     COMMPASS_PROFILE names what is no profile."""

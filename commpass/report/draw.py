@@ -32,13 +32,25 @@ class View:
     edge: frozenset[str] = frozenset()
 
     def edges(self) -> list[tuple[str, str]]:
+        """What each node takes. Of a buffer that kernels write into, that is what they wrote."""
         names = {node.name for node in self.nodes}
-        return [
-            (source, node.name)
-            for node in self.nodes
-            for source in dict.fromkeys(node.inputs)
-            if source in names
-        ]
+        writers: dict[str, list[str]] = {
+            node.name: [] for node in self.nodes if node.target == BUFFER
+        }
+        edges: list[tuple[str, str]] = []
+        for node in self.nodes:
+            taken = [each for each in dict.fromkeys(node.inputs) if each in names]
+            for source in taken:
+                edges += [(each, node.name) for each in writers.get(source) or (source,)]
+            if node.target == KERNEL:
+                for source in taken:  # buffers that it writes into come last
+                    if source in writers and (not writers[source] or source == node.inputs[-1]):
+                        writers[source].append(node.name)
+        return list(dict.fromkeys(edges))
+
+
+BUFFER, KERNEL = "aten.empty.memory_format", "commpass.kernel_.default"
+"""What a kernel that a CPU calls writes into, and the call."""
 
 
 def nodes_of(dump: Dump, side: str) -> tuple[GraphNode, ...]:

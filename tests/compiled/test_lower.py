@@ -466,7 +466,7 @@ def test_other_compilers_get_plain_operators(fake_group):
 
 def test_kernels_are_compiled_once_by_the_pass_that_lowers(fake_group, made):
     fake_group(4)
-    policy = forced("int8", algorithm="two_shot", lowering="kernel")
+    policy = forced("fp8", algorithm="two_shot", lowering="kernel")
     for _ in range(2):
         gm, _ = rewritten(chain(3), torch.randn(64, 64), policy)
         called = {node.args[3] for node in gm.graph.nodes if node.target is KERNEL}
@@ -507,17 +507,22 @@ def test_what_is_large_or_drawn_is_no_table():
     assert len(rest.graph.nodes) == len(body.graph.nodes)
 
 
-def test_a_kernel_that_cannot_be_compiled_leaves_the_graph_as_it_was(fake_group, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "of", "what"), [("fp8", kernel, "_compiled"), ("int8", kernel.cpu, "compiled")]
+)
+def test_a_kernel_that_cannot_be_compiled_leaves_the_graph_as_it_was(
+    fake_group, monkeypatch, text, of, what
+):
     fake_group(4)
 
-    def fails(body, inputs):
+    def fails(*given):
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(kernel, "_compiled", fails)
+    monkeypatch.setattr(of, what, fails)
     monkeypatch.setattr(kernel, "_kernels", {})
     gm = trace(chain(3), torch.randn(64, 64))
     before = str(gm.graph)
-    plan = commpass.rewrite(gm, [], forced("int8", algorithm="two_shot", lowering="kernel"))
+    plan = commpass.rewrite(gm, [], forced(text, algorithm="two_shot", lowering="kernel"))
     assert "pass 'lower' failed: RuntimeError: injected" in plan.fallback
     assert str(gm.graph) == before
     assert not kernel._kernels

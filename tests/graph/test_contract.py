@@ -48,7 +48,7 @@ def test_the_passes_fit_together():
 @pytest.mark.parametrize("name", [step.name for step in PASSES if step.provides])
 def test_a_pass_that_somebody_requires_cannot_be_left_out(name):
     rest = [step for step in PASSES if step.name != name]
-    if name in ("simplify", "group", "chunk", "move", NAMES[-1]):
+    if name in ("simplify", "group", "chunk", "fuse", "move", NAMES[-1]):
         check_order(rest)
         return
     with pytest.raises(VerifyError, match="which no pass before it provides"):

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from commpass import dump, plan
-from commpass.report import doctor, tables
+from commpass.report import doctor, draw, tables
 from commpass.report.cli import app
 from commpass.report.progress import progress
 
@@ -698,3 +698,25 @@ def test_the_console_script_starts():
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "commpass: no-such-dump: no such file or folder\n"
+
+
+def test_what_a_kernel_writes_is_drawn_as_its_result():
+    shown = draw.View(
+        "",
+        (
+            node("x", "aten.mm.default"),
+            node("wire", draw.BUFFER),
+            node("encode", draw.KERNEL, "x", "wire"),
+            node("gather", "commpass.all_gather_into_tensor.default", "wire"),
+            node("values", draw.BUFFER),
+            node("half", draw.KERNEL, "gather", "values"),
+            node("other", draw.KERNEL, "gather", "values"),
+            node("more", draw.BUFFER),
+            node("after", draw.KERNEL, "values", "more"),
+            node("output", "output", "more"),
+        ),
+    )
+    edges = set(shown.edges())
+    assert {("x", "encode"), ("encode", "gather"), ("after", "output")} <= edges
+    assert {("half", "after"), ("other", "after")} <= edges
+    assert not {("wire", "gather"), ("values", "after"), ("more", "output")} & edges

@@ -81,10 +81,10 @@ class BlockCodec(Codec):
         return self if self.domain == VALUES else replace(self, transform=NoTransform())
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return sum(aligned(size) for size in self._regions(numel, dtype))
+        return sum(aligned(size) for size in self.regions(numel, dtype))
 
     def parts(self, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
-        codes, *side = (aligned(size) for size in self._regions(numel, dtype))
+        codes, *side = (aligned(size) for size in self.regions(numel, dtype))
         return codes, sum(side)
 
     @property
@@ -95,7 +95,7 @@ class BlockCodec(Codec):
             *[self.scale.stored] * self.scale.numbers,
         ]
 
-    def _regions(self, numel: int, dtype: torch.dtype) -> list[int]:
+    def regions(self, numel: int, dtype: torch.dtype) -> list[int]:
         """Bytes of codes, of each stored number, and of the transform's side data."""
         blocks, work = self.layout.blocks(numel), accumulation_dtype(dtype)
         number = {
@@ -152,7 +152,7 @@ class BlockCodec(Codec):
             isinstance(numel, int) and numel == 0
         ):  # no strides by which bytes could be seen as numbers
             return raw.new_empty((count, 0), dtype=work)
-        length, *lengths = self._regions(numel, dtype)
+        length, *lengths = self.regions(numel, dtype)
         codes = unpack(
             raw.narrow(1, 0, length).reshape(count, blocks, size * self.grid.bits // 8),
             self.grid.bits,

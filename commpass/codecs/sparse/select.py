@@ -38,6 +38,16 @@ from commpass.codecs.codec import accumulation_dtype
 from commpass.codecs.dispatch import by_type
 from commpass.codecs.rows import cut, larger, smaller
 from commpass.codecs.sparse.indices import ranks_up_to
+from commpass.codecs.sparse.measure import (
+    Measured,
+    Statistics,
+    infinity,
+    magnitude_bits,
+    not_finite,
+    pattern,
+    unit,
+    value,
+)
 from commpass.errors import PolicyError
 
 
@@ -145,7 +155,9 @@ class Sidco:
     """
 
 
-Selector = TopK | RandomK | Dgc | GaussianK | RedSync | Sidco
+Threshold = Dgc | GaussianK | RedSync | Sidco
+"""Selectors that choose what reaches a threshold."""
+Selector = TopK | RandomK | Threshold
 
 
 def kept(selector: Selector, density: Density) -> float:
@@ -165,7 +177,7 @@ def _topk(selector: TopK, rows: Tensor, density: Density) -> Selection:
     bits = magnitude_bits(rows)
     k = density.slots(rows.shape[1])
     indices = bits.topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
-    return Selection(indices, (indices >= 0).sum(-1), _not_finite(bits) > k)
+    return Selection(indices, (indices >= 0).sum(-1), not_finite(bits) > k)
 
 
 @select.register
@@ -182,44 +194,71 @@ def _randomk(selector: RandomK, rows: Tensor, density: Density) -> Selection:
     indices = _one_of_each_stretch(
         rows.shape[1], k, _mix(low & _MASK, _mix(high & _MASK, selector.seed))
     )
-    chosen = (bits.gather(1, indices) >= _infinity(bits)).sum(-1)
-    return Selection(indices, (indices >= 0).sum(-1), _not_finite(bits) > chosen)
+    chosen = (bits.gather(1, indices) >= infinity(bits)).sum(-1)
+    return Selection(indices, (indices >= 0).sum(-1), not_finite(bits) > chosen)
 
 
-@select.register
-def _dgc(selector: Dgc, rows: Tensor, density: Density) -> Selection:
-    bits = magnitude_bits(rows)
-    entries, k, peak = rows.shape[1], density.slots(rows.shape[1]), _peak(bits)
+@select.register(Dgc)
+@select.register(GaussianK)
+@select.register(RedSync)
+@select.register(Sidco)
+def _by_threshold(selector: Threshold, rows: Tensor, density: Density) -> Selection:
+    seen = Measured(rows, magnitude_bits(rows))
+    within = bounds(selector, seen, density)
+    return _between(seen.bits, within, density.slots(rows.shape[1]))
+
+
+# --- selectors that are a threshold --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What is chosen of a row, in magnitudes as patterns: what is not below ``high``, and the first
+    ``room`` of what is in ``low ... high``. Each ``[rows, 1]``; ``lost`` as in Selection."""
+
+    low: Tensor
+    high: Tensor
+    room: Tensor
+    lost: Tensor
+
+
+@by_type
+def bounds(selector: Threshold, seen: Statistics, density: Density) -> Bounds:
+    """The bounds that a selector finds from what is asked of the rows, and from nothing else: who
+    measures by other means finds the same."""
+    raise NotImplementedError(selector)
+
+
+@bounds.register
+def _dgc(selector: Dgc, seen: Statistics, density: Density) -> Bounds:
+    entries, k, peak = seen.entries, density.slots(seen.entries), seen.peak()
     sample = smaller(
         entries,
         larger((entries + 99) // 100, (2 * density.under + density.over - 1) // density.over),
     )
     places = _one_of_each_stretch(entries, sample, torch.zeros_like(peak, dtype=torch.int64))
-    sampled = torch.minimum(bits.gather(1, places.expand(bits.shape[0], -1)), peak)
+    sampled = torch.minimum(seen.at(places), peak)
     smallest = sampled.topk(density.slots(sample), dim=-1).values.amin(-1, keepdim=True)
-    start = _value(smallest).double()
-    thresholds = torch.cat([_pattern(start * 0.8**round_, bits) for round_ in range(11)], dim=1)
-    found = _counts(bits, thresholds)
+    start = value(smallest).double()
+    thresholds = torch.cat([pattern(start * 0.8**round_, peak) for round_ in range(11)], dim=1)
+    found = seen.counts(thresholds)
     rounds = (found * 5 < 4 * k).sum(-1, keepdim=True).clamp(max=10)
-    return _largest_above(bits, thresholds.gather(1, rounds), peak, k)
+    return _largest_above(seen, thresholds.gather(1, rounds), peak, k)
 
 
-@select.register
-def _gaussiank(selector: GaussianK, rows: Tensor, density: Density) -> Selection:
-    bits = magnitude_bits(rows)
-    k, peak = density.slots(rows.shape[1]), _peak(bits)
-    size, count = _sizes(bits, peak), _finite(bits).sum(-1, keepdim=True).clamp(min=1).double()
-    signed = torch.where(rows < 0, -size, size)
-    mean = _exact_sum(signed, 24) / count
-    variance = (_exact_sum(size * size, 32) / count - mean * mean).clamp(min=0) * (
-        count / (count - 1).clamp(min=1)
-    )
+@bounds.register
+def _gaussiank(selector: GaussianK, seen: Statistics, density: Density) -> Bounds:
+    k, peak = density.slots(seen.entries), seen.peak()
+    signed, squares, finite = seen.moments(peak)
+    count = finite.clamp(min=1).double()
+    mean = signed / count
+    variance = (squares / count - mean * mean).clamp(min=0) * (count / (count - 1).clamp(min=1))
     start = mean.abs() + density.sigmas * variance.sqrt()
     reach = [(half, more) for half in range(4) for more in range(4 - half)]
     thresholds = torch.cat(
-        [_pattern(_unit(start * 0.5**a * 1.5**b) * _value(peak), bits) for a, b in reach], dim=1
+        [pattern(unit(start * 0.5**a * 1.5**b) * value(peak), peak) for a, b in reach], dim=1
     )
-    found = _counts(bits, thresholds)
+    found = seen.counts(thresholds)
     halved = more = torch.zeros_like(peak, dtype=torch.int64)
     tried = [_triangle(halved, more)]
     for _ in range(3):
@@ -228,20 +267,20 @@ def _gaussiank(selector: GaussianK, rows: Tensor, density: Density) -> Selection
         tried.append(_triangle(halved, more))
     rounds = torch.cat(tried, dim=1)
     counts = found.gather(1, rounds)
-    best = torch.where(3 * counts >= 2 * k, counts, 2 * rows.shape[1] - counts).argmin(
+    best = torch.where(3 * counts >= 2 * k, counts, 2 * seen.entries - counts).argmin(
         -1, keepdim=True
     )
-    return _largest_above(bits, thresholds.gather(1, rounds.gather(1, best)), peak, k)
+    return _largest_above(seen, thresholds.gather(1, rounds.gather(1, best)), peak, k)
 
 
-@select.register
-def _redsync(selector: RedSync, rows: Tensor, density: Density) -> Selection:
-    bits = magnitude_bits(rows)
-    k, peak = density.slots(rows.shape[1]), _peak(bits)
-    mean = _exact_sum(_sizes(bits, peak), 24) / _finite(bits).sum(-1, keepdim=True).clamp(min=1)
+@bounds.register
+def _redsync(selector: RedSync, seen: Statistics, density: Density) -> Bounds:
+    k, peak = density.slots(seen.entries), seen.peak()
+    total, finite = seen.above(peak, None)
+    mean = total / finite.clamp(min=1)
     steps = [mean + step / 8 * (1 - mean) for step in range(8)]
-    thresholds = torch.cat([_pattern(_unit(step) * _value(peak), bits) for step in steps], dim=1)
-    found = _counts(bits, thresholds)
+    thresholds = torch.cat([pattern(unit(step) * value(peak), peak) for step in steps], dim=1)
+    found = seen.counts(thresholds)
     low = torch.zeros_like(peak, dtype=torch.int64)
     high, done = low + 8, low.bool()
     for _ in range(3):
@@ -251,95 +290,23 @@ def _redsync(selector: RedSync, rows: Tensor, density: Density) -> Selection:
         low = torch.where(done | few, low, middle)
         high = torch.where(~done & few, middle, high)
         done = done | fits
-    return _largest_above(bits, thresholds.gather(1, low), peak, k)
+    return _largest_above(seen, thresholds.gather(1, low), peak, k)
 
 
-@select.register
-def _sidco(selector: Sidco, rows: Tensor, density: Density) -> Selection:
-    bits = magnitude_bits(rows)
-    k, peak = density.slots(rows.shape[1]), _peak(bits)
-    size, kept, left = _sizes(bits, peak), _finite(bits), density.ratio
+@bounds.register
+def _sidco(selector: Sidco, seen: Statistics, density: Density) -> Bounds:
+    k, peak, left = density.slots(seen.entries), seen.peak(), density.ratio
     threshold = torch.zeros_like(peak, dtype=torch.float64)
+    least = None
     while True:
-        above = (
-            _exact_sum(torch.where(kept, size, 0), 24) / kept.sum(-1, keepdim=True).clamp(min=1)
-            - threshold
-        )
-        threshold = _unit(threshold - above.clamp(min=0) * math.log(max(left, 0.25)))
+        total, count = seen.above(peak, least)
+        above = total / count.clamp(min=1) - threshold
+        threshold = unit(threshold - above.clamp(min=0) * math.log(max(left, 0.25)))
         if left >= 0.25:
             break
         left /= 0.25
-        kept = _finite(bits) & (size >= threshold)
-    return _largest_above(bits, _pattern(threshold * _value(peak), bits), peak, k)
-
-
-# --- magnitudes as bit patterns -------------------------------------------------------------------
-
-
-def magnitude_bits(rows: Tensor) -> Tensor:
-    """The bit patterns of ``|x|``, int32 (int64 for float64), ordered as the magnitudes, NaN above
-    all."""
-    wide = rows.to(accumulation_dtype(rows.dtype))
-    whole = torch.int64 if wide.dtype == torch.float64 else torch.int32
-    return wide.view(whole) & torch.iinfo(whole).max
-
-
-def _infinity(bits: Tensor) -> int:
-    return 0x7FF0000000000000 if bits.dtype == torch.int64 else 0x7F800000
-
-
-def _finite(bits: Tensor) -> Tensor:
-    return bits < _infinity(bits)
-
-
-def _not_finite(bits: Tensor) -> Tensor:
-    return (bits >= _infinity(bits)).sum(-1)
-
-
-def _peak(bits: Tensor) -> Tensor:
-    """The largest finite magnitude of each row, ``[rows, 1]``, as a pattern."""
-    return torch.where(_finite(bits), bits, 0).amax(-1, keepdim=True)
-
-
-def _value(pattern: Tensor) -> Tensor:
-    return pattern.view(torch.float64 if pattern.dtype == torch.int64 else torch.float32)
-
-
-def _pattern(threshold: Tensor, bits: Tensor) -> Tensor:
-    """A threshold, float64 and not above the peak, as a pattern; at least 1, so that zeros are
-    below it."""
-    return (
-        threshold.to(torch.float64 if bits.dtype == torch.int64 else torch.float32)
-        .view(bits.dtype)
-        .clamp(min=1)
-    )
-
-
-def _sizes(bits: Tensor, peak: Tensor) -> Tensor:
-    """Magnitudes over the largest one, 0 ... 1; zeros for what is not finite."""
-    largest = _value(peak)
-    return torch.where(_finite(bits), _value(bits), 0) / torch.where(largest > 0, largest, 1)
-
-
-def _unit(threshold: Tensor) -> Tensor:
-    return threshold.clamp(0, 1)
-
-
-def _exact_sum(values: Tensor, fraction_bits: int) -> Tensor:
-    """The sum of numbers in -1 ... 1 to so many bits behind the point, as float64 ``[rows, 1]``; in
-    any order the same."""
-    return (values * 2.0**fraction_bits).to(torch.int64).sum(
-        -1, keepdim=True
-    ).double() / 2.0**fraction_bits
-
-
-def _counts(bits: Tensor, thresholds: Tensor) -> Tensor:
-    """How many entries reach each of the thresholds ``[rows, m]``; one pass over the row when
-    compiled."""
-    counts = [
-        (bits >= one.unsqueeze(-1)).sum(-1, dtype=torch.int32) for one in thresholds.unbind(-1)
-    ]
-    return torch.stack(counts, dim=-1).to(torch.int64)
+        least = threshold
+    return _largest_above(seen, pattern(threshold * value(peak), peak), peak, k)
 
 
 def _triangle(half: Tensor, more: Tensor) -> Tensor:
@@ -355,13 +322,13 @@ FEW_ROWS = 2
 take long to compile."""
 
 
-def _largest_above(bits: Tensor, threshold: Tensor, peak: Tensor, k: int) -> Selection:
-    """The entries that reach a threshold ``[rows, 1]``; where there are more than ``k``, the
-    largest (see the module)."""
+def _largest_above(seen: Statistics, threshold: Tensor, peak: Tensor, k: int) -> Bounds:
+    """The bounds of the entries that reach a threshold ``[rows, 1]``; where there are more than
+    ``k``, of the largest (see the module)."""
     start = torch.minimum(threshold, peak.clamp(min=1))
     low, high = start, peak + 1
-    outside = _not_finite(bits).unsqueeze(-1)
-    found = above_high = outside
+    outside = seen.outside()
+    above_high, fits = outside, None
     for narrowing in range(2):
         step = (high - low + (_STEPS - 1)) // _STEPS
         edges = [torch.minimum(low + step * i, high) for i in range(_STEPS)]
@@ -369,24 +336,30 @@ def _largest_above(bits: Tensor, threshold: Tensor, peak: Tensor, k: int) -> Sel
             narrowing == 0
         ):  # the largest magnitude is an edge: all entries that have it are kept, or nothing else
             edges = [torch.minimum(edge, torch.maximum(peak, start)) for edge in [*edges, high]]
-        bounds = torch.cat(edges, dim=1)
-        counts = _counts(bits, bounds)
+        points = torch.cat(edges, dim=1)
+        counts = seen.counts(points, fits)
         if narrowing == 0:
-            found = counts[:, :1]
+            fits = counts[:, :1] <= k  # then nothing need be narrowed further
         last = (
             (counts >= k).sum(-1, keepdim=True).clamp(min=1)
         )  # of the edges that enough entries reach
-        bounds, counts = torch.cat([bounds, high], dim=1), torch.cat([counts, above_high], dim=1)
+        points, counts = torch.cat([points, high], dim=1), torch.cat([counts, above_high], dim=1)
         low, high, above_high = (
-            bounds.gather(1, last - 1),
-            bounds.gather(1, last),
+            points.gather(1, last - 1),
+            points.gather(1, last),
             counts.gather(1, last),
         )
-    fits = found <= k
+    assert fits is not None
     low, high = torch.where(fits, start, low), torch.where(fits, start, high)
     room = torch.where(fits, 0, k - above_high).clamp(min=0)
-    indices = _lowest(bits >= high, (bits >= low) & (bits < high), room, k)
-    return Selection(indices, (indices < bits.shape[1]).sum(-1), outside.squeeze(-1) > k)
+    return Bounds(low, high, room, outside.squeeze(-1) > k)
+
+
+def _between(bits: Tensor, within: Bounds, k: int) -> Selection:
+    """The entries within bounds."""
+    low, high = within.low, within.high
+    indices = _lowest(bits >= high, (bits >= low) & (bits < high), within.room, k)
+    return Selection(indices, (indices < bits.shape[1]).sum(-1), within.lost)
 
 
 def _lowest(sure: Tensor, maybe: Tensor, room: Tensor, k: int) -> Tensor:

@@ -26,8 +26,17 @@ ATTENTION = "aten::_scaled_dot_product"
 
 def is_heavy(node: fx.Node) -> bool:
     """Whether a node is worth hiding an exchange behind, and stays a call of its own when Inductor
-    fuses: a matmul, a convolution, attention, or a kernel of ours."""
-    return is_matmul(node) or _name(node) == OUR_KERNEL
+    fuses: a matmul, a convolution, attention, a kernel of ours or one in Triton."""
+    return is_matmul(node) or _name(node) == OUR_KERNEL or node.target in triton_calls()
+
+
+@functools.cache
+def triton_calls() -> tuple[Any, ...]:
+    """What calls of Triton kernels are in a graph, ours among them, before and after Inductor has
+    given them memory to write. torch defines them when they are first looked at."""
+    from torch._higher_order_ops import triton_kernel_wrap as wrap
+
+    return wrap.triton_kernel_wrapper_functional, wrap.triton_kernel_wrapper_mutation
 
 
 def is_matmul(node: fx.Node) -> bool:

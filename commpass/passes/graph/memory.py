@@ -12,6 +12,7 @@ from torch import fx
 
 from commpass.passes.graph import meta
 from commpass.passes.graph.costs import looks, tensors
+from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import is_wait, parse
 
 
@@ -193,7 +194,7 @@ def _has_effects(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op in ("call_module", "call_method")
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
+        return MARK not in node.meta  # a kernel of ours gives its result, and does nothing else
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return True
     return node.target in fx.node._side_effectful_functions and not is_wait(node)

@@ -1,0 +1,123 @@
+"""Where a job runs, what it draws its data from, and where it writes what it found: one line of
+JSON each, at once, so that a job that dies has said what it knew."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+POISON = 0xAB
+LINES = 6
+"""Of a traceback, the last that are told."""
+
+
+class Lost(RuntimeError):
+    """A kernel has spoiled the process's hold of the card: nothing runs in it any more."""
+
+
+@dataclass
+class Bench:
+    """``dry``: no card; Triton interprets on small tensors, and nothing is timed. ``small``: the
+    same sizes on a card."""
+
+    job: str
+    device: torch.device
+    seed: int
+    dry: bool = False
+    small: bool = False
+    out: Path | None = None
+    until: float = float("inf")
+    found: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.small = self.small or self.dry
+        self.random = torch.Generator(self.device).manual_seed(self.seed)
+
+    # --- what is told -----------------------------------------------------------------------------
+
+    def say(self, kind: str, **what: Any) -> None:
+        line = {"kind": kind, "job": self.job, **what}
+        self.found.append(line)
+        if self.out is not None:
+            with self.out.open("a") as file:
+                file.write(json.dumps(line, default=str) + "\n")
+
+    def check(self, name: str, passed: bool, said: str = "", **numbers: Any) -> bool:
+        self.say("check", name=name, passed=bool(passed), said=said, **numbers)
+        return bool(passed)
+
+    def note(self, name: str, said: str, **more: Any) -> None:
+        self.say("note", name=name, said=said, **more)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What fails in here is told as a check that failed, and the rest goes on."""
+        try:
+            yield
+            self.synchronize()
+        except Exception as error:
+            lines = "".join(traceback.format_exception(error)).strip().splitlines()
+            self.check(name, False, "\n".join(lines[-LINES:]))
+            try:
+                self.synchronize()
+            except Exception as lost:
+                raise Lost(str(lost)) from error
+
+    def late(self, name: str) -> bool:
+        """Whether there is no time left for something, which is told then."""
+        if time.time() > self.until:
+            self.say("left out", name=f"{name}, for want of time")
+            return True
+        return False
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # --- data -------------------------------------------------------------------------------------
+
+    def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        made = torch.randn(shape, generator=self.random, device=self.device)
+        return made.to(dtype)
+
+    def rows(self, count: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Values of all sizes: outliers, a third of a row zeros, minus zero, small numbers."""
+        x = self.normal(count, numel) * self.normal(count, numel).exp()
+        x[0, ::37] *= 40
+        x[count // 2, : numel // 3] = 0
+        x[count // 2, -1] = -0.0
+        x[-1, numel // 2 :] *= 1e-30 if dtype != torch.float16 else 1e-6
+        limit = torch.finfo(dtype).max
+        return x.clamp(-limit, limit).to(dtype)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """In here, memory that nobody has written holds something: a kernel that leaves any of its
+    output unwritten is seen."""
+
+    def filled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **named: Any) -> Tensor:
+            tensor = make(*args, **named)
+            if tensor.numel() and tensor.is_contiguous():
+                tensor.view(-1).view(torch.uint8).fill_(POISON)
+            return tensor
+
+        return made
+
+    with (
+        patch.object(torch, "empty", filled(torch.empty)),
+        patch.object(torch, "empty_like", filled(torch.empty_like)),
+        patch.object(Tensor, "new_empty", filled(Tensor.new_empty)),
+    ):
+        yield

@@ -1,0 +1,201 @@
+"""Block codecs in float64, written from their parts: what a wire stands for, bit for bit as it
+travels, and what a domain is. Nothing of how codecs compute is used here, only what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.domain import Domain
+from commpass.codecs.block.grids import CompandedGrid, Fp8Grid, Grid, IntGrid, LevelGrid, TableGrid
+from commpass.codecs.block.scales import Static
+from commpass.codecs.block.transforms import Hadamard, Transform
+
+REGION = 128
+"""Bytes at whose multiples the regions of a wire begin."""
+BYTES = {"fp32": 4, "bf16": 2, "pow2": 1}
+
+
+def decode(coder: BlockCodec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """Wires uint8 ``[rows, bytes]`` to float64 ``[rows, numel]``."""
+    rows, size, blocks = wire.shape[0], coder.layout.size(numel), coder.layout.blocks(numel)
+    raw, *regions = regions_of(coder, wire, numel)
+    values = _levels(coder.grid, _codes(raw.reshape(rows, blocks, -1), coder.grid.bits, size))
+    side = regions.pop().long() if coder.transform.side else None
+    stored = [coder.offset.stored] if coder.offset else []
+    stored += [coder.scale.stored] * coder.scale.numbers
+    numbers = [_number(*each).unsqueeze(-1) for each in zip(regions, stored, strict=True)]
+    middle = numbers.pop(0) if coder.offset else 0.0
+    for number in numbers:
+        values = values * number
+    values = values * coder.scale.value if isinstance(coder.scale, Static) else values
+    values = _inverse(coder.transform, values + middle)
+    if side is not None:
+        values = _swapped(values, side)
+    limit = torch.finfo(dtype).max
+    return joined(coder, values.clamp(-limit, limit), numel)
+
+
+def regions_of(coder: BlockCodec, wire: Tensor, numel: int) -> list[Tensor]:
+    """The regions of wires: codes, a middle, scales, side data, each ``[rows, bytes]``."""
+    found, at = [], 0
+    for length in lengths(coder, numel):
+        found.append(wire[:, at : at + length])
+        at += -(-length // REGION) * REGION
+    return found
+
+
+def lengths(coder: BlockCodec, numel: int) -> list[int]:
+    """Bytes of each region."""
+    blocks = coder.layout.blocks(numel)
+    found = [blocks * coder.layout.size(numel) * coder.grid.bits // 8]
+    found += [blocks * BYTES[coder.offset.stored]] if coder.offset else []
+    found += [blocks * BYTES[coder.scale.stored]] * coder.scale.numbers
+    return found + ([blocks] if coder.transform.side else [])
+
+
+def gaps(coder: BlockCodec, wire: Tensor, numel: int) -> Tensor:
+    """What fills regions up: all bytes of wires that hold nothing."""
+    found, at = [], 0
+    for length in lengths(coder, numel):
+        end = -(-(at + length) // REGION) * REGION
+        found.append(wire[:, at + length : end])
+        at = end
+    assert at == wire.shape[1], (at, wire.shape)
+    return torch.cat(found, dim=1)
+
+
+def blocks_of(coder: BlockCodec, rows: Tensor) -> Tensor:
+    """``[rows, numel]`` to ``[rows, blocks, size]``, zeros where a block is not full."""
+    place = _places(coder, rows.shape[1], rows.device)
+    padded = torch.cat([rows.new_zeros((rows.shape[0], 1)), rows], dim=1)
+    return padded[:, place.flatten()].unflatten(1, tuple(place.shape))
+
+
+def joined(coder: BlockCodec, blocks: Tensor, numel: int) -> Tensor:
+    """The inverse of ``blocks_of``."""
+    place = _places(coder, numel, blocks.device)
+    rows = blocks.new_zeros((blocks.shape[0], numel + 1))
+    rows[:, place.flatten()] = blocks.flatten(1)
+    return rows[:, 1:].contiguous()
+
+
+@lru_cache(maxsize=8)
+def _places(coder: BlockCodec, numel: int, device: torch.device) -> Tensor:
+    """For each place of a block, one plus the number of its value in the row; 0 of nothing."""
+    numbers = torch.arange(1, numel + 1, device=device).reshape(1, -1)
+    return coder.layout.split(numbers)[0]
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def _codes(raw: Tensor, bits: int, size: int) -> Tensor:
+    """Codes travel in parts of 8, 4, 2 and 1 bits, low bits first; a byte holds one of each of the
+    equal parts of its block."""
+    codes = torch.zeros((*raw.shape[:-1], size), dtype=torch.int64, device=raw.device)
+    low = first = 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            length = size * width // 8
+            part = raw[..., first : first + length].long()
+            for i in range(8 // width):
+                number = (part >> (width * i)) & (2**width - 1)
+                codes[..., i * length : (i + 1) * length] |= number << low
+            low, first = low + width, first + length
+    return codes
+
+
+def _levels(grid: Grid, codes: Tensor) -> Tensor:
+    if isinstance(grid, IntGrid):
+        found = codes.double() - 2 ** (grid.bits - 1)
+        return torch.where(codes == 0, math.nan, found) if grid.marks else found
+    if isinstance(grid, LevelGrid):
+        return codes.double() - (2**grid.bits - 1) / 2
+    if isinstance(grid, Fp8Grid):
+        table = [_float8(code, grid.form) for code in range(256)]
+    elif isinstance(grid, CompandedGrid):
+        cells = 2 ** (grid.bits - 1)
+        middles = [(code - cells + 0.5) / cells for code in range(2 * cells)]
+        table = [grid.largest * c / math.sqrt(1 + grid.k - grid.k * c * c) for c in middles]
+    else:
+        assert isinstance(grid, TableGrid), grid
+        table = [*(-level for level in grid.levels[::-1]), *grid.levels]
+    return torch.tensor(table, dtype=torch.float64, device=codes.device)[codes]
+
+
+def _float8(code: int, form: str) -> float:
+    mantissa, bias = {"e4m3": (3, 7), "e5m2": (2, 15)}[form]
+    sign = -1.0 if code & 128 else 1.0
+    power, rest = (code & 127) >> mantissa, code & (2**mantissa - 1)
+    if form == "e4m3" and code & 127 == 127:
+        return math.nan
+    if form == "e5m2" and power == 31:
+        return math.nan if rest else sign * math.inf
+    if power == 0:
+        return sign * rest * 2.0 ** (1 - bias - mantissa)
+    return sign * (1 + rest / 2**mantissa) * 2.0 ** (power - bias)
+
+
+def _number(raw: Tensor, stored: str) -> Tensor:
+    if stored == "pow2":
+        power = raw.double()
+        return torch.where(power == 255, math.nan, torch.where(power == 0, 0.0, 2 ** (power - 127)))
+    whole = raw.contiguous().view(torch.float32 if stored == "fp32" else torch.bfloat16)
+    return whole.double()
+
+
+def matrix(transform: Hadamard, device: torch.device) -> Tensor:
+    """``H diag(s)`` of a width in float64: the Kronecker product of two of half as many bits, each
+    with signs of its own; the transpose times it is the width times one."""
+    bits = transform.width.bit_length() - 1
+    left = (bits + 1) // 2
+    return torch.kron(
+        _sylvester(left, transform.signed), _sylvester(bits - left, transform.signed)
+    ).to(device)
+
+
+def _sylvester(bits: int, signed: bool) -> Tensor:
+    made = torch.ones((1, 1), dtype=torch.float64)
+    for _ in range(bits):
+        made = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), made)
+    for place in range(2**bits if signed else 0):
+        pairs = sum((place >> low) & (place >> (low + 1)) & 1 for low in range(0, bits - 1, 2))
+        made[:, place] *= (-1) ** pairs
+    return made
+
+
+def _inverse(transform: Transform, values: Tensor) -> Tensor:
+    if not isinstance(transform, Hadamard):
+        return values
+    parts = values.unflatten(-1, (-1, transform.width))
+    return (parts @ matrix(transform, values.device)).flatten(-2)
+
+
+def _forward(transform: Transform, values: Tensor) -> Tensor:
+    if not isinstance(transform, Hadamard):
+        return values
+    parts = values.unflatten(-1, (-1, transform.width))
+    return (parts @ matrix(transform, values.device).t()).flatten(-2) / transform.width
+
+
+def enter(domain: Domain, rows: Tensor) -> Tensor:
+    """float64 rows of values to rows in a domain."""
+    return _forward(domain.transform, rows)
+
+
+def leave(domain: Domain, rows: Tensor) -> Tensor:
+    """The inverse of ``enter``."""
+    return _inverse(domain.transform, rows)
+
+
+def _swapped(blocks: Tensor, place: Tensor) -> Tensor:
+    made = blocks.clone()
+    made[..., 0] = blocks.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+    made.scatter_(-1, place.unsqueeze(-1), blocks[..., :1])
+    return made

@@ -1,0 +1,329 @@
+"""Checks of the kernels that are no chains: the lossless codec, the sparse ones, and the matmul
+that encodes its own result."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import checks, exact
+from benchmarks.gpu.bench import POISON, Bench, poisoned
+from commpass.codecs import codec
+from commpass.codecs.block.codec import BlockCodec
+
+GPU = "commpass.lowering.gpu"
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+SPARSE = ("gaussiank", "topk", "dgc", "redsync", "sidco", "randomk", "topk(values=bf16)")
+TIES = 0.01
+"""Of the entries that are sent, how many may be others than the plain form's: a threshold is worked
+out with roots and logarithms, which a card rounds in its own way."""
+
+
+def module(bench: Bench, name: str) -> Any:
+    """A module of kernels; None where it is not there, which is told."""
+    try:
+        return importlib.import_module(f"{GPU}.{name}")
+    except ModuleNotFoundError as missing:
+        bench.say("left out", name=str(missing))
+        return None
+
+
+def words(x: Tensor) -> Tensor:
+    """Bytes on the CPU: NaNs compare."""
+    return x.contiguous().reshape(-1).view(torch.uint8).cpu()
+
+
+# --- exponent -------------------------------------------------------------------------------------
+
+
+def exponent(bench: Bench) -> None:
+    """Lossless: the bytes of the plain form up to those that are used, and every bit back."""
+    kernels = module(bench, "exponent")
+    if kernels is None:
+        return
+    for planes in (2, 3):
+        coder: Any = codec(f"exponent(planes={planes})")
+        for dtype in FLOATS[:1] if bench.dry else FLOATS:
+            for content, x in _contents(bench, dtype):
+                name = f"{coder.spec} {str(dtype).removeprefix('torch.')} {content} {[*x.shape]}"
+                if not bench.late(name):
+                    with bench.part(name):
+                        _lossless(bench, kernels, coder, x, name)
+
+
+def _contents(bench: Bench, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    counts = [(2, 1100)] if bench.small else [(1, 1 << 20), (2, 300_007), (3, 1023)]
+    for count, numel in counts:
+        normal = bench.normal(count, numel, dtype=dtype)
+        raw = torch.randint(
+            *(0, 256, (count, numel * dtype.itemsize)),
+            generator=bench.random,
+            device=bench.device,
+        )
+        noise = raw.to(torch.uint8).view(dtype)
+        chunk = torch.arange(numel, device=bench.device) // 1024
+        yield "gaussian", normal
+        yield "any bits", noise
+        yield "mixed", torch.where(chunk % 3 == 1, noise, torch.where(chunk % 4 == 0, 0, normal))
+    yield "zeros", torch.zeros(1, 2049, dtype=dtype, device=bench.device)
+    yield "one value", bench.normal(1, 1, dtype=dtype)
+
+
+def _lossless(bench: Bench, kernels: Any, coder: Any, x: Tensor, name: str) -> None:
+    numel = x.shape[1]
+    plain = coder.encode_rows(x.cpu())
+    used = coder.used_bytes(plain, numel, x.dtype).tolist()
+    with poisoned():
+        wire = kernels.encode_rows(coder, x)
+    rows = zip(wire.cpu(), plain, used, strict=True)
+    apart = [int((mine[:end] != its[:end]).sum()) for mine, its, end in rows]
+    bench.check(f"{name} encode: bytes", not any(apart), f"{apart} of {used} bytes differ")
+    torn = plain.clone()
+    for row, end in zip(torn, used, strict=True):
+        row[end:] = POISON
+    for what, given in (("its own wire", wire), ("a wire with a spoiled rest", torn.to(x.device))):
+        with poisoned():
+            back = kernels.decode_rows(coder, given, numel, x.dtype)
+        good = torch.equal(words(back), words(x))
+        bench.check(f"{name} decode: bits, of {what}", good)
+
+
+# --- sparse ---------------------------------------------------------------------------------------
+
+
+def sparse(bench: Bench, spec: str) -> None:
+    kernels = module(bench, "sparse")
+    if kernels is None:
+        return
+    cases = [(torch.bfloat16, (1, 1 << 20)), (torch.float32, (2, 100_003))]
+    cases += [(torch.float16, (1, 65_537))] if spec == SPARSE[0] else []
+    for dtype, shape in [(torch.bfloat16, (1, 700))] if bench.small else cases:
+        name = f"{spec} {str(dtype).removeprefix('torch.')} {shape[0]} x {shape[1]:,}"
+        if not bench.late(name):
+            with bench.part(name):
+                _chosen(bench, kernels, spec, dtype, shape, name)
+
+
+def _chosen(
+    bench: Bench, kernels: Any, spec: str, dtype: torch.dtype, shape: tuple[int, int], name: str
+) -> None:
+    coder: Any = codec(spec)
+    numel = shape[1]
+    if why := kernels.obstacle(coder, numel, dtype):
+        bench.check(f"{name}: a kernel", False, why)
+        return
+    x, residual = bench.normal(*shape, dtype=dtype), bench.normal(*shape) / 4
+    sizes = (kernels.Sizes(block=256, tile=128, step=32, warps=1),) if bench.dry else ()
+    with poisoned():
+        wire, left = kernels.encode(coder, x, residual, *sizes)
+        made = kernels.decode(coder, wire, numel, dtype, *sizes)
+    exactly = coder.decode_rows(wire.cpu(), numel, dtype).float()
+    apart = checks.share(made, exactly)
+    bench.check(f"{name} decode: the plain form's of the same wire", apart == 0, f"{apart:.2%}")
+    wanted = x.float() + residual
+    sent = made != 0
+    slots = coder.slots(numel)
+    most = int(sent.sum(dim=1).max())
+    bench.check(f"{name} encode: no more than {slots:,}", most <= slots, f"{most:,} sent")
+    coarse = wanted.to(dtype).double()
+    allowed = coarse.abs() * (coder.inner.bound or 0.0) + coder.inner.floor(dtype)
+    off = float((made.double() - coarse)[sent].abs().sub(allowed[sent]).max()) if most else 0.0
+    bench.check(f"{name} encode: values are those of their places", off <= 0, f"off by {off:.1e}")
+    rest = checks.share(left, torch.where(made.isfinite(), wanted - made, 0))
+    bench.check(f"{name} encode: what is left is the rest", rest == 0, f"{rest:.2%} differ")
+    if spec.startswith("topk"):
+        sizes_of = coarse.abs()
+        least = sizes_of.masked_fill(~sent, math.inf).amin(dim=1)
+        above = sizes_of.masked_fill(sent, 0).amax(dim=1)
+        bench.check(f"{name} encode: the largest", bool((above <= least).all()))
+    plain = coder.decode_rows(coder.encode_rows(wanted.to(dtype).cpu()), numel, dtype).float()
+    others = float(((plain != made.cpu()).sum(dim=1) / slots).max())
+    differ = f"{others:.2%} of the entries are others"
+    bench.check(f"{name} encode: the plain form's choice", others <= TIES, differ)
+    _summed_by_index(bench, kernels, coder, (dtype, numel), sizes, name)
+    x[0, numel // 2] = math.nan
+    with poisoned():
+        wire, _ = kernels.encode(coder, x, residual, *sizes)
+        made = kernels.decode(coder, wire, numel, dtype, *sizes)
+    if not spec.startswith("randomk"):
+        bench.check(f"{name}: a NaN stays one", not bool(made[0, numel // 2].isfinite()))
+
+
+def _summed_by_index(
+    bench: Bench,
+    kernels: Any,
+    coder: Any,
+    of: tuple[torch.dtype, int],
+    sizes: tuple[Any, ...],
+    name: str,
+) -> None:
+    dtype, numel = of
+    wires = coder.encode_rows(bench.normal(4, numel, dtype=dtype).cpu()).to(bench.device)
+    with poisoned():
+        total = kernels.sum_rows(coder, wires, numel, dtype, *sizes)
+    each = coder.decode_rows(wires.cpu(), numel, dtype).double()
+    near = each.abs().sum(dim=0) * 1e-6
+    worst = float(((total.cpu().double() - each.sum(dim=0)).abs() - near).max())
+    bench.check(f"{name} sum of 4 ranks: float64", worst <= 0, f"{worst:.1e} above")
+
+
+# --- matmul ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """``m x k @ k x n`` for so many ranks, in chunks; ``b`` is the weight of a linear layer, whose
+    columns are contiguous, unless ``by_rows``."""
+
+    spec: str
+    m: int
+    n: int
+    k: int
+    ranks: int = 4
+    chunks: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    by_rows: bool = False
+    bias: bool = False
+    activation: str = ""
+
+    @property
+    def name(self) -> str:
+        words = [f"matmul_encode {self.spec} {self.m} x {self.n} x {self.k}"]
+        words += [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        words += ["float8"] if self.dtype.itemsize == 1 else []
+        words += ["fp16"] if self.dtype == torch.float16 else []
+        words += ["b by rows"] if self.by_rows else []
+        words += ["bias"] if self.bias else []
+        return " ".join([*words, self.activation]).strip()
+
+
+PRODUCTS = (
+    Product("int8", 512, 1024, 512),
+    Product("rotated", 512, 1024, 512),
+    Product("int4", 512, 512, 264, by_rows=True),
+    Product("fp8", 384, 768, 512, ranks=3, bias=True),
+    Product("rotated(bits=4)", 512, 1024, 512, dtype=torch.float16),
+    Product("int8", 512, 1024, 512, chunks=2, bias=True, activation="relu"),
+    Product("taco", 512, 1024, 512),
+    Product("int8", 512, 1024, 512, dtype=torch.float8_e4m3fn),
+    Product("int8", 200, 512, 520, ranks=2, activation="gelu_tanh"),
+)
+SMALL = (
+    Product("int8", 32, 256, 48, ranks=2),
+    Product("rotated", 32, 256, 48, ranks=2, by_rows=True),
+)
+
+
+def matmul(bench: Bench) -> None:
+    kernels = module(bench, "matmul_launch")
+    if kernels is None:
+        return
+    for product in SMALL if bench.dry else PRODUCTS:
+        if not bench.late(product.name):
+            with bench.part(product.name):
+                _product(bench, kernels, product, product.name, small(bench))
+
+
+def configurations(bench: Bench, spec: str) -> None:
+    """Every configuration that is listed: those that are timed as well."""
+    kernels, sizes = module(bench, "matmul_launch"), module(bench, "matmul_sizes")
+    if kernels is None or sizes is None or bench.dry:
+        return
+    product = Product(spec, 1024, 1024, 1024, ranks=8)
+    form = sizes.Matmul(torch.bfloat16, torch.bfloat16, b_by_rows=False)
+    problem = sizes.Problem(2048, 4096, 4096, 8)
+    for by in sizes.configurations(codec(spec), form, problem, kernels.arch_of(bench.device)):
+        name = f"{product.name} {said(by)}"
+        if not bench.late(name):
+            with bench.part(name):
+                _product(bench, kernels, product, name, {"by": by})
+
+
+def said(by: Any) -> str:
+    """A configuration in a few words."""
+    told = f"{by.block_m}x{by.block_n}x{by.block_k} warps {by.num_warps} stages {by.num_stages}"
+    return f"{told} cuts {by.cuts} {'tma' if by.descriptors else 'pointers'}"
+
+
+def small(bench: Bench) -> dict[str, Any]:
+    """In the interpreter, a configuration for small tiles."""
+    if not bench.dry:
+        return {}
+    from commpass.lowering.gpu.matmul_sizes import Configuration
+
+    return {"by": Configuration(16, 256, 32, num_warps=4, num_stages=2)}
+
+
+def _product(bench: Bench, kernels: Any, product: Product, name: str, more: dict[str, Any]) -> None:
+    coder = codec(product.spec)
+    assert isinstance(coder, BlockCodec)
+    for whole in (True, False):
+        if whole and product.activation.endswith("gelu_tanh"):
+            continue  # whole numbers do not stay what they are
+        a, b, bias, scales = _operands(bench, product, whole)
+        with poisoned():
+            wire = kernels.run(
+                *(a, b, coder, product.ranks),
+                chunks=product.chunks,
+                bias=bias,
+                activation=product.activation,
+                scales=scales,
+                **more,
+            )
+        want = a.double() @ b.double()
+        if scales is not None:
+            want = want * float(scales[0]) * float(scales[1])
+        want = want + bias.double() if bias is not None else want
+        want = _activated(want, product.activation)
+        numel = product.m * product.n // (product.ranks * product.chunks)
+        rows = want.reshape(product.ranks, product.chunks, numel).transpose(0, 1).reshape(-1, numel)
+        wires = wire.reshape(-1, wire.shape[-1])
+        if whole:
+            made = torch.float16 if product.dtype == torch.float16 else torch.bfloat16
+            plain = coder.encode_rows(rows.to(made).cpu())
+            checks.same_bits(bench, f"{name}, whole numbers", coder, wires, plain)
+            continue
+        error = exact.blocks_of(coder, exact.decode(coder, wires, numel, torch.bfloat16) - rows)
+        norms = exact.blocks_of(coder, rows).norm(dim=-1)
+        rounded = 2**-8 * (1 if not product.activation else 4)
+        allowed = (coder.bound + rounded) * norms + coder.floor(torch.float32) + 1e-6
+        worst = float((error.norm(dim=-1) / allowed).nan_to_num(math.inf).max())
+        relative = float(error.norm() / norms.norm())
+        bench.check(
+            f"{name}: float64",
+            worst <= 1 and relative <= 1.05 * coder.relative_error() + rounded,
+            f"{worst:.2g} of the bound, relative error {relative:.2e}",
+            relative_error=relative,
+        )
+
+
+def _operands(bench: Bench, product: Product, whole: bool) -> tuple[Any, Any, Any, Any]:
+    """``a``, ``b``, a bias, and scales of 8-bit operands; small whole numbers, whose products and
+    sums are exact in any order, or else random ones."""
+
+    def made(height: int, width: int) -> Tensor:
+        if not whole:
+            return bench.normal(height, width)
+        shape = (height, width)
+        return torch.randint(-4, 5, shape, generator=bench.random, device=bench.device).float()
+
+    a = made(product.m, product.k).to(product.dtype)
+    b = made(product.k, product.n) if product.by_rows else made(product.n, product.k).t()
+    b = b.to(product.dtype)
+    bias = made(1, product.n)[0].to(torch.bfloat16) if product.bias else None
+    scales = None
+    if product.dtype.itemsize == 1:
+        scales = tuple(torch.tensor(each, device=bench.device) for each in (0.5, 4.0))
+    return a, b, bias, scales
+
+
+def _activated(x: Tensor, name: str) -> Tensor:
+    if name == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    return x.relu() if name == "relu" else x

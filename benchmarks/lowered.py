@@ -1,0 +1,108 @@
+"""What every generated kernel becomes on every architecture: registers, spills, shared memory,
+occupancy, and the share of a copy's bandwidth that its instructions allow. Needs no GPU.
+
+    python benchmarks/lowered.py [CODEC ...] [--arch sm_90 ...] [--dtype bfloat16] [--ranks 8]
+        [--json benchmarks/results/lowered.json]
+
+The share is a bound, not a measurement: no kernel is faster than it says, see
+`commpass/lowering/inspect/roofline.py`. Rows of codecs and architectures that are not asked for
+stay in the file as they are. It takes some minutes for each architecture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from commpass.lowering.inspect.architectures import ARCHITECTURES
+from commpass.report.lowered import Asked, as_json, rows_of
+
+CODECS = (
+    "int8",
+    "int6",
+    "int4",
+    "int2",
+    "fp8",
+    "rotated",
+    "rotated(bits=4)",
+    "table(bits=4)",
+    "taco",
+    "equarx",
+    "sdp4bit",
+    "tahquant",
+    "exponent",
+    "topk",
+)
+RESULTS = Path(__file__).parent / "results" / "lowered.json"
+
+
+def measured(codec: str, arch: str, dtype: str, ranks: int) -> list[dict[str, Any]]:
+    """The kernels of a codec on an architecture, or why it has none."""
+    _, rows = rows_of(Asked(codec=codec, dtype=dtype, ranks=ranks), arch)
+    about = {"codec": codec, "arch": arch, "dtype": dtype, "ranks": ranks}
+    return [about | as_json(row) for row in rows]
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    made = Table(box=None)
+    for header in ("codec", "kernel", "arch", "registers", "spills B", "shared", "occupancy"):
+        made.add_column(header, no_wrap=True)
+    made.add_column("share of a copy", no_wrap=True)
+    for row in rows:
+        names = [row["codec"], row["kernel"], row["arch"]]
+        if "why" in row:
+            made.add_row(*names, "-", "-", "-", "-", row["why"])
+            continue
+        shares = [f"{each['card']} {each['share']:.2f} {each['limit']}" for each in row["cards"]]
+        numbers = [row["registers"], row["spills"], row["shared"], f"{row['occupancy']:.0%}"]
+        style = "red" if row["spills"] else ""
+        made.add_row(*names, *map(str, numbers), ", ".join(shares) or "-", style=style)
+    return made
+
+
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("codec", "arch", "dtype", "ranks"))
+
+
+def written(path: Path, made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All rows of the file, in which those just made take the place of earlier ones."""
+    done = set(map(key, made))
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    file = {
+        "date": time.strftime("%Y-%m-%d"),
+        "triton": metadata.version("triton"),
+        "torch": metadata.version("torch"),
+        "rows": sorted([row for row in before if key(row) not in done] + made, key=key),
+    }
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(file, indent=1) + "\n")
+    return file["rows"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("codecs", nargs="*", default=CODECS)
+    parser.add_argument("--arch", nargs="+", default=list(ARCHITECTURES))
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    start = time.perf_counter()
+    rows: list[dict[str, Any]] = []
+    for arch in asked.arch:
+        for codec in asked.codecs:
+            made = measured(codec, arch, asked.dtype, asked.ranks)
+            rows = written(asked.json, made)
+            Console(stderr=True).print(f"{time.perf_counter() - start:5.0f} s  {arch} {codec}")
+    Console(width=180).print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Compiles the C++ of chains, and calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commpass.errors import CommpassError
+from commpass.lowering.chain import Chain, Decode, Encode
+from commpass.lowering.cpu.chains import added, given, impossible, source
+
+LEAST = 1 << 15
+"""Values for which a further thread is worth waking."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A chain as a function. ``inputs[0]`` has the rows that it takes, ``[rows * ranks, n]`` or
+    wires ``[rows * ranks, wire_bytes]``; the others, one for each ``Add``, are ``[rows, n]``;
+    ``output`` is ``[rows, n]`` or ``[rows, wire_bytes]``. Of each, the last stride is 1, the first
+    one any, and so is where it begins. ``numel`` is n."""
+
+    chain: Chain
+    entry: Callable[..., object]
+
+    def __call__(self, inputs: Sequence[Tensor], output: Tensor, numel: int) -> None:
+        rows, tensors = output.shape[0], [*inputs, output]
+        self._check(tensors, numel)
+        if not rows or not numel:
+            return
+        threads = min(torch.get_num_threads(), rows * numel // LEAST)
+        told: list[Any] = [threads, rows, numel]
+        for each in tensors:
+            told += [each, each.stride(0) * each.itemsize]
+        self.entry(*told)
+
+    def _check(self, tensors: Sequence[Tensor], numel: int) -> None:
+        """Raises CommpassError where a tensor is not what the C++ was told to read or write."""
+        chain, rows = self.chain, tensors[-1].shape[0]
+        taken = numel if chain.decodes is None else _wire(chain.decodes, numel, chain)
+        made = numel if chain.encodes is None else _wire(chain.encodes, numel, chain)
+        more = added(chain)
+        shapes = [(rows * chain.ranks, taken), *[(rows, numel)] * len(more), (rows, made)]
+        dtypes = [chain.taken, *more, given(chain)]
+        if len(tensors) != len(shapes):
+            raise CommpassError(f"{len(tensors) - 1} inputs for a chain of {len(shapes) - 1}")
+        for value, shape, dtype in zip(tensors, shapes, dtypes, strict=True):
+            fits = tuple(value.shape) == shape and value.dtype == dtype
+            if not fits or value.device.type != "cpu" or (shape[1] > 1 and value.stride(1) != 1):
+                raise CommpassError(
+                    f"a kernel was given {list(value.shape)} {value.dtype}, strides"
+                    f" {value.stride()}, on {value.device}; it wants {list(shape)} {dtype} with"
+                    " values side by side, on the CPU"
+                )
+
+
+def _wire(step: Decode | Encode, numel: int, chain: Chain) -> int:
+    dtype = step.dtype if isinstance(step, Decode) else chain.taken
+    return step.codec.wire_bytes(numel, dtype)
+
+
+@cache
+def compiled(chain: Chain) -> Compiled:
+    """The function of a chain, built by Inductor's own builder, with its flags, into its cache: a
+    second process finds it there. Raises CommpassError for a chain of which there is none; not
+    for one that is merely slower."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    if reason := impossible(chain):
+        raise CommpassError(f"no C++ kernel: {reason}")
+    tensor = ["const unsigned char*", "int64_t"]
+    types = ["int64_t"] * 3 + tensor * (1 + len(added(chain))) + ["unsigned char*", "int64_t"]
+    return Compiled(chain, CppPythonBindingsCodeCache.load_pybinding(types, source(chain)))

@@ -1,0 +1,271 @@
+"""The C++ of a chain: one loop over the units of all rows, in which each step is a line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.transforms import Hadamard
+from commpass.codecs.exponent.codec import ExponentCodec
+from commpass.codecs.operators import UNROLLED_RANKS
+from commpass.lowering.chain import Add, Cast, Chain, Decode, Divide, Encode, Enter, Leave, Sum
+from commpass.lowering.cpu import blocks, exponents
+from commpass.lowering.cpu.common import NAMES, PRELUDE, number
+from commpass.lowering.cpu.grids import CODES
+from commpass.lowering.cpu.rotation import ROTATION, transform
+from commpass.lowering.cpu.scales import SCALES
+
+TILE = 256
+"""A unit holds whole multiples of so many values: tiles of 16 vectors of 16."""
+LARGEST_UNIT = 8192
+
+
+def supports(chain: Chain) -> str:
+    """Why a chain is better left to Inductor, in words; "" where its C++ is there, and quicker."""
+    return impossible(chain) or _slower(chain)
+
+
+def impossible(chain: Chain) -> str:
+    """Why there is no C++ for a chain, in words; "" where there is."""
+    return next(_obstacles(chain), "")
+
+
+def _slower(chain: Chain) -> str:
+    """Codes that are packed lose more here than they do inline (benchmarks/codecs.py: int4 has 0.31
+    of a copy each way, inline 0.44), unless a rotation is saved."""
+    for step in chain.steps:
+        codec = getattr(step, "codec", None)
+        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and exact(chain):
+            return f"codes of {codec.grid.bits} bits: the compiled inline form is quicker"
+    return ""
+
+
+def _obstacles(chain: Chain) -> Iterator[str]:
+    if not chain.steps:
+        yield "a chain of no steps"
+    if _lossless(chain) is not None:
+        yield from _lossless_obstacles(chain)
+        return
+    for place, step in enumerate(chain.steps):
+        if isinstance(step, (Encode, Decode)):
+            if not isinstance(step.codec, BlockCodec):
+                yield f"there is no C++ for {type(step.codec).__name__}"
+            elif reason := blocks.why_not(step.codec):
+                yield reason
+        if isinstance(step, Decode) and place:
+            yield "a wire is taken by the first step alone"
+        if isinstance(step, Encode) and place < len(chain.steps) - 1:
+            yield "a wire is made by the last step alone"
+        if isinstance(step, Sum):
+            if place > 1 or (place == 1 and chain.decodes is None):
+                yield "rows are summed as they come, or as they are decoded"
+            if step.ranks > UNROLLED_RANKS:
+                yield f"the sum of {step.ranks} rows is torch.sum's, in an order of its own"
+        if isinstance(step, (Sum, Enter, Leave)) and _dtypes(chain)[place] != torch.float32:
+            yield f"{type(step).__name__} of {_dtypes(chain)[place]}: C++ has that of float32 alone"
+        if isinstance(step, (Enter, Leave)) and getattr(step.domain.transform, "pivot", False):
+            yield "there is no C++ for a pivot swap"
+        if not isinstance(step, (Encode, Decode, Sum, Divide, Enter, Leave, Cast, Add)):
+            yield f"there is no C++ for {type(step).__name__}"
+    for dtype in [*_dtypes(chain), *(s.dtype for s in chain.steps if isinstance(s, Decode))]:
+        if dtype not in NAMES and dtype != torch.uint8:
+            yield f"there is no C++ for {dtype}"
+    if _unit(chain) > LARGEST_UNIT:
+        yield f"blocks that share no unit of {LARGEST_UNIT} values"
+
+
+def _lossless(chain: Chain) -> Encode | Decode | None:
+    """The step that encodes or decodes exponents: the only one that its kernel has."""
+    return next(
+        (
+            step
+            for step in chain.steps
+            if isinstance(step, (Encode, Decode)) and isinstance(step.codec, ExponentCodec)
+        ),
+        None,
+    )
+
+
+def _lossless_obstacles(chain: Chain) -> Iterator[str]:
+    step = _lossless(chain)
+    assert step is not None
+    assert isinstance(step.codec, ExponentCodec)
+    dtype = step.dtype if isinstance(step, Decode) else chain.taken
+    others = [each for each in chain.steps if each is not step and each != Cast(dtype)]
+    if others or (isinstance(step, Encode) and len(chain.steps) > 1):
+        yield "the C++ of exponents encodes or decodes, and nothing besides"
+    elif reason := exponents.why_not(step.codec, dtype):
+        yield reason
+
+
+def _dtypes(chain: Chain) -> list[torch.dtype]:
+    """Of the values that each step takes, and then of what the last gives."""
+    dtypes = [chain.taken]
+    for step in chain.steps:
+        if isinstance(step, Decode):
+            dtypes.append(step.dtype if step.codec.lossless else torch.float32)
+        elif isinstance(step, Cast):
+            dtypes.append(step.dtype)
+        elif isinstance(step, Encode):
+            dtypes.append(torch.uint8)
+        else:
+            dtypes.append(dtypes[-1])
+    return dtypes
+
+
+def given(chain: Chain) -> torch.dtype:
+    """The dtype of what a chain writes."""
+    return _dtypes(chain)[-1]
+
+
+def _unit(chain: Chain) -> int:
+    """Values that all steps work on at once: whole blocks of every codec and transform."""
+    widths = [TILE]
+    for step in chain.steps:
+        if isinstance(step, (Encode, Decode)):
+            widths.append(step.codec.block)
+        if isinstance(step, (Enter, Leave)):
+            widths.append(step.domain.width)
+    return math.lcm(*widths)
+
+
+def added(chain: Chain) -> tuple[torch.dtype, ...]:
+    """The dtypes of the further inputs of a chain, in order."""
+    return tuple(step.dtype for step in chain.steps if isinstance(step, Add))
+
+
+@cache
+def source(chain: Chain) -> str:
+    """The C++ text of a chain that is supported: ``kernel(threads, rows, n, in, its stride, further
+    inputs and theirs, out, its stride)``, strides in bytes. Tables of codecs in it are computed
+    with real numbers, whatever is being traced around it."""
+    with no_dispatch(), torch.no_grad():
+        return _source(chain)
+
+
+def _source(chain: Chain) -> str:
+    if _lossless(chain) is not None:
+        return _lossless_source(chain)
+    parts = [PRELUDE, f"constexpr int UNIT = {_unit(chain)};\n", ROTATION, SCALES, CODES]
+    parts.append(blocks.BLOCKS)
+    lines: list[str] = []
+    dtypes, more = _dtypes(chain), 0
+    for place, step in enumerate(chain.steps):
+        dtype, name, last = dtypes[place], f"Step{place}", place == len(chain.steps) - 1
+        if isinstance(step, (Encode, Decode)):
+            assert isinstance(step.codec, BlockCodec)
+            parts.append(blocks.text(step.codec, name))
+        if isinstance(step, (Enter, Leave)):
+            parts.append(transform(step.domain.transform, name))
+        if place == 0:
+            lines += _first(chain)
+        if isinstance(step, Divide):
+            lines += [f"divide<UNIT>(v, {number(step.by)});", *_rounded(dtype)]
+        elif isinstance(step, Enter):
+            lines.append(f"{name}::forward(v);")
+        elif isinstance(step, Leave):
+            lines += [
+                f"multiply<UNIT>(v, {number(1 / step.domain.width)});",
+                f"{name}::inverse(v);",
+            ]
+        elif isinstance(step, Cast) and not last:
+            lines += _rounded(step.dtype)
+        elif isinstance(step, Add):
+            at = f"more{more} + row * more{more}_stride + first * {step.dtype.itemsize}"
+            lines.append(f"take<{NAMES[step.dtype]}, UNIT>({at}, w, count);")
+            lines += ["add<UNIT>(v, w);", *_rounded(dtype)]
+            more += 1
+        elif isinstance(step, Encode):
+            lines += [
+                "cut<UNIT>(v, count);",
+                f"{name}::encode(v, out + row * out_stride, n, first);",
+            ]
+    if chain.encodes is None:
+        size, name = dtypes[-1].itemsize, NAMES[dtypes[-1]]
+        lines.append(f"give<{name}, UNIT>(v, out + row * out_stride + first * {size}, count);")
+    body = "\n        ".join(lines)
+    inputs = "".join(f", const Byte* more{i}, int64_t more{i}_stride" for i in range(more))
+    parts.append(f"""
+}}  // namespace
+
+extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in,
+                       int64_t in_stride{inputs}, Byte* out, int64_t out_stride) {{
+  const int64_t units = (n + UNIT - 1) / UNIT;
+  parallel(threads, rows * units, [&](int64_t begin, int64_t end) {{
+    for (int64_t each = begin; each < end; ++each) {{
+      const int64_t row = each / units, first = each % units * UNIT;
+      const int64_t count = std::min<int64_t>(n - first, UNIT);
+      alignas(64) float v[UNIT], w[UNIT];
+      {{
+        {body}
+      }}
+    }}
+  }});
+}}
+""")
+    return "\n".join(parts)
+
+
+def _lossless_source(chain: Chain) -> str:
+    step = _lossless(chain)
+    assert step is not None
+    assert isinstance(step.codec, ExponentCodec)
+    if isinstance(step, Encode):
+        code = exponents.text(step.codec, chain.taken, "encode")
+        loop = """for (int64_t row = 0; row < rows; ++row)
+    encode_row(threads, in + row * in_stride, n, out + row * out_stride);"""
+    else:
+        code = exponents.text(step.codec, step.dtype, "decode")
+        loop = """parallel(std::min(threads, rows), rows, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      decode_row(in + row * in_stride, n, out + row * out_stride);
+  });"""
+    return f"""{PRELUDE}{code}
+}}  // namespace
+
+extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in, int64_t in_stride,
+                       Byte* out, int64_t out_stride) {{
+  {loop}
+}}
+"""
+
+
+def _rounded(dtype: torch.dtype) -> list[str]:
+    return [] if dtype == torch.float32 else [f"round_to<{NAMES[dtype]}, UNIT>(v);"]
+
+
+def _first(chain: Chain) -> list[str]:
+    """Lines that fill ``v``: with the first row, and with the sum if it is of several."""
+    decode, ranks = chain.decodes, chain.ranks
+
+    def filled(name: str, rank: str) -> str:
+        at = f"in + (row * {ranks} + {rank}) * in_stride"
+        if decode is not None:
+            limit = number(torch.finfo(decode.dtype).max)
+            return f"Step0::decode({at}, n, first, {limit}, {name});"
+        size = chain.taken.itemsize
+        return f"take<{NAMES[chain.taken]}, UNIT>({at} + first * {size}, {name}, count);"
+
+    if ranks == 1:
+        return [filled("v", "0")]
+    rest = f"{filled('w', 'rank')} add<UNIT>(v, w);"
+    return [filled("v", "0"), f"for (int rank = 1; rank < {ranks}; ++rank) {{ {rest} }}"]
+
+
+def exact(chain: Chain) -> bool:
+    """Whether the C++ has the bits of the aten form. A rotation is summed in another order there:
+    its values differ in their last bits, and a code now and then by one."""
+    return not any(
+        isinstance(step, (Enter, Leave))
+        or (
+            isinstance(step, (Encode, Decode))
+            and isinstance(step.codec, BlockCodec)
+            and isinstance(step.codec.transform, Hadamard)
+        )
+        for step in chain.steps
+    )

@@ -1,0 +1,196 @@
+"""Grids in C++: numbers in grid units to codes, and codes to the numbers that they stand for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from commpass.codecs.block import grids
+from commpass.codecs.block.grids import LARGEST, CompandedGrid, Grid, IntGrid, LevelGrid
+from commpass.codecs.dispatch import by_type
+from commpass.lowering.cpu.common import number
+
+CODES = """
+// Whole numbers from 0 to 255 as bytes.
+inline void put_codes(Vec whole, Byte* to) {
+  alignas(64) int32_t lanes[W];
+  at::vec::convert_to_int_of_same_size(whole).store(lanes);
+  #pragma omp simd
+  for (int i = 0; i < W; ++i) to[i] = static_cast<Byte>(lanes[i]);
+}
+
+// The codes of a tile that lies turned (W vectors of W values) to W * W bytes in their order: four
+// vectors share one of 32-bit words, and those are interleaved.
+template <class Whole> inline void put_turned_codes(const Whole& whole, Byte* to) {
+  if constexpr (W == 16 || W == 8) {
+    Vec four[W / 4];
+    c10::ForcedUnroll<W / 4>{}([&](auto q) {
+      const auto code = [&](int row) { return at::vec::convert_to_int_of_same_size(whole(row)); };
+      const Ints bytes = (code(4 * q) | code(4 * q + 1) << Ints(8)) |
+          (code(4 * q + 2) << Ints(16) | code(4 * q + 3) << Ints(24));
+      four[q] = at::vec::cast<float>(bytes);
+    });
+    if constexpr (W == 8) {
+      const auto all = at::vec::interleave2(four[0], four[1]);
+      std::get<0>(all).store(to);
+      std::get<1>(all).store(to + 4 * W);
+    } else {
+      const auto even = at::vec::interleave2(four[0], four[2]);
+      const auto odd = at::vec::interleave2(four[1], four[3]);
+      const auto low = at::vec::interleave2(std::get<0>(even), std::get<0>(odd));
+      const auto high = at::vec::interleave2(std::get<1>(even), std::get<1>(odd));
+      std::get<0>(low).store(to);
+      std::get<1>(low).store(to + 4 * W);
+      std::get<0>(high).store(to + 8 * W);
+      std::get<1>(high).store(to + 12 * W);
+    }
+  } else {
+    for (int row = 0; row < W; ++row) {
+      alignas(64) Byte codes[W];
+      put_codes(whole(row), codes);
+      for (int i = 0; i < W; ++i) to[i * W + row] = codes[i];
+    }
+  }
+}
+
+inline Vec get_codes(const Byte* from) {
+  return at::vec::convert<float>(at::vec::Vectorized<Byte>::loadu(from, W));
+}
+
+// The part of codes of `WIDTH` bits from bit LOW on to bytes; part i of a byte comes from part i of
+// the block.
+template <int BLOCK, int WIDTH, int LOW>
+inline void pack_part(const Byte* codes, Byte* to) {
+  constexpr int EACH = 8 / WIDTH, SIZE = BLOCK / EACH, MASK = (1 << WIDTH) - 1;
+  #pragma omp simd
+  for (int i = 0; i < SIZE; ++i) {
+    unsigned whole = 0;
+    c10::ForcedUnroll<EACH>{}([&](auto part) {
+      whole |= ((codes[part * SIZE + i] >> LOW) & MASK) << (WIDTH * part);
+    });
+    to[i] = static_cast<Byte>(whole);
+  }
+}
+
+template <int BLOCK, int WIDTH, int LOW>
+inline void unpack_part(const Byte* from, Byte* codes) {
+  constexpr int EACH = 8 / WIDTH, SIZE = BLOCK / EACH, MASK = (1 << WIDTH) - 1;
+  c10::ForcedUnroll<EACH>{}([&](auto part) {
+    #pragma omp simd
+    for (int i = 0; i < SIZE; ++i) {
+      const unsigned bits = ((from[i] >> (WIDTH * part)) & MASK) << LOW;
+      codes[part * SIZE + i] = static_cast<Byte>(LOW ? codes[part * SIZE + i] | bits : bits);
+    }
+  });
+}
+
+// Codes of BITS bits travel in parts of 4, 2 and 1 bits, the low ones first.
+template <int BLOCK, int BITS, int WIDTH = 4, int LOW = 0>
+inline void pack(const Byte* codes, Byte* to) {
+  if constexpr (WIDTH > 0) {
+    if constexpr (BITS & WIDTH) {
+      pack_part<BLOCK, WIDTH, LOW>(codes, to);
+      pack<BLOCK, BITS, WIDTH / 2, LOW + WIDTH>(codes, to + BLOCK * WIDTH / 8);
+    } else {
+      pack<BLOCK, BITS, WIDTH / 2, LOW>(codes, to);
+    }
+  }
+}
+
+template <int BLOCK, int BITS, int WIDTH = 4, int LOW = 0>
+inline void unpack(const Byte* from, Byte* codes) {
+  if constexpr (WIDTH > 0) {
+    if constexpr (BITS & WIDTH) {
+      unpack_part<BLOCK, WIDTH, LOW>(from, codes);
+      unpack<BLOCK, BITS, WIDTH / 2, LOW + WIDTH>(from + BLOCK * WIDTH / 8, codes);
+    } else {
+      unpack<BLOCK, BITS, WIDTH / 2, LOW>(from, codes);
+    }
+  }
+}
+"""
+
+
+@by_type
+def grid(part: Grid, name: str) -> str:
+    """A C++ struct: ``encode`` takes a vector of numbers in grid units and gives codes as whole
+    numbers; ``decode`` reads as many codes as a vector has values. Both as in
+    ``codecs.block.grids``, bit for bit."""
+    raise NotImplementedError(part)
+
+
+@by_type
+def why_not(part: Grid) -> str:
+    """Why there is no C++ for a grid; "" where there is."""
+    return f"there is no C++ for {type(part).__name__}"
+
+
+@why_not.register
+def _any(part: LevelGrid | CompandedGrid) -> str:
+    return ""
+
+
+@why_not.register
+def _unmarked(part: IntGrid) -> str:
+    return "there is no C++ for codes that mark what is not finite" if part.marks else ""
+
+
+def _struct(part: Grid, name: str, encode: str, decode: str, more: str = "") -> str:
+    return f"""
+struct {name} {{
+  static constexpr bool TABLE = {"true" if more else "false"};
+  static constexpr int BITS = {part.bits};
+  static constexpr bool HAS_ZERO = {"true" if part.has_zero else "false"};
+  static constexpr float LARGEST = {number(part.largest)};
+{more}  static inline Vec encode(Vec x) {{ {encode} }}
+  template <int APART = 1> static inline Vec decode(const Byte* codes) {{ {decode} }}
+}};
+"""
+
+
+@grid.register
+def _int(part: IntGrid, name: str) -> str:
+    middle = number(2.0 ** (part.bits - 1))
+    return _struct(
+        part,
+        name,
+        f"return at::vec::clamp(x.round(), Vec(-LARGEST), Vec(LARGEST)) + Vec({middle});",
+        f"return get_codes(codes) - Vec({middle});",
+    )
+
+
+@grid.register
+def _level(part: LevelGrid, name: str) -> str:
+    last = number(2.0**part.bits - 1)
+    return _struct(
+        part,
+        name,
+        f"return at::vec::clamp((x + Vec(LARGEST)).round(), Vec(0.0f), Vec({last}));",
+        "return get_codes(codes) - Vec(LARGEST);",
+    )
+
+
+@grid.register
+def _companded(part: CompandedGrid, name: str) -> str:
+    """Decoded by a table of the levels, which are those of the aten form."""
+    k, cells = part.k, 2 ** (part.bits - 1)
+    codes = torch.arange(2 * cells, dtype=torch.uint8)
+    levels = ", ".join(map(number, grids.decode(part, codes, torch.float32).tolist()))
+    return _struct(
+        part,
+        name,
+        f"""
+    const Vec z = x * Vec({number(1 / LARGEST)});
+    const Vec c = z * Vec({number(math.sqrt(1 + k) * cells)}) *
+        (Vec(1.0f) + z * z * Vec({number(k)})).rsqrt();
+    return at::vec::clamp(c.floor(), Vec({number(-cells)}), Vec({number(cells - 1)})) +
+        Vec({number(cells)});
+  """,
+        """
+    alignas(64) float lanes[W];
+    c10::ForcedUnroll<W>{}([&](auto i) { lanes[i] = LEVELS[codes[i * APART]]; });
+    return Vec::loadu(lanes);
+  """,
+        f"  alignas(64) static constexpr float LEVELS[{2 * cells}] = {{{levels}}};\n",
+    )

@@ -1,0 +1,175 @@
+"""Transforms in C++: a Walsh-Hadamard rotation as a butterfly in registers.
+
+A rotation of width w has one stage for each of the distances w/2, w/4 ... 1: from the values a and
+b at that distance it makes a + b and a - b. Where two values lie in one vector, tiles of as many
+vectors as a vector has values are transposed first. ``down`` goes from the largest distance to 1,
+``up`` from 1 to the largest: each value has the same sums in the same order on every machine.
+"""
+
+from __future__ import annotations
+
+from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform
+from commpass.codecs.dispatch import by_type
+from commpass.lowering.cpu.common import number
+
+ROTATION = """
+// Stages at distances R/2 ... 1 (or 1 ... R/2) between whole vectors.
+template <int R> C10_ALWAYS_INLINE void butterfly_down(Vec (&x)[R]) {
+  if constexpr (R > 1) {
+    Vec low[R / 2], high[R / 2];
+    c10::ForcedUnroll<R / 2>{}([&](auto i) {
+      low[i] = x[i] + x[i + R / 2];
+      high[i] = x[i] - x[i + R / 2];
+    });
+    butterfly_down<R / 2>(low);
+    butterfly_down<R / 2>(high);
+    c10::ForcedUnroll<R / 2>{}([&](auto i) { x[i] = low[i]; x[i + R / 2] = high[i]; });
+  }
+}
+
+template <int R> C10_ALWAYS_INLINE void butterfly_up(Vec (&x)[R]) {
+  if constexpr (R > 1) {
+    Vec low[R / 2], high[R / 2];
+    c10::ForcedUnroll<R / 2>{}([&](auto i) { low[i] = x[i]; high[i] = x[i + R / 2]; });
+    butterfly_up<R / 2>(low);
+    butterfly_up<R / 2>(high);
+    c10::ForcedUnroll<R / 2>{}([&](auto i) {
+      x[i] = low[i] + high[i];
+      x[i + R / 2] = low[i] - high[i];
+    });
+  }
+}
+
+template <int R, bool DOWN> C10_ALWAYS_INLINE void butterfly(Vec (&x)[R]) {
+  if constexpr (DOWN) butterfly_down<R>(x); else butterfly_up<R>(x);
+}
+
+// As many vectors at once as there are registers for.
+constexpr int MOST = W >= 16 ? 16 : 8;
+
+// All distances from LOW to HIGH, which are those of whole vectors.
+template <int N, int LOW, int HIGH, bool DOWN> inline void whole_vectors(float* v) {
+  constexpr int R = 2 * HIGH / LOW;
+  for (int from = 0; from < N; from += 2 * HIGH) {
+    for (int j = from; j < from + LOW; j += W) {
+      Vec x[R];
+      c10::ForcedUnroll<R>{}([&](auto i) { x[i] = Vec::loadu(v + j + i * LOW); });
+      butterfly<R, DOWN>(x);
+      c10::ForcedUnroll<R>{}([&](auto i) { x[i].store(v + j + i * LOW); });
+    }
+  }
+}
+
+// Distances HIGH, HIGH/2 ... W in turns.
+template <int N, int HIGH> inline void far_down(float* v) {
+  if constexpr (HIGH >= W) {
+    constexpr int LOW = 2 * HIGH / MOST > W ? 2 * HIGH / MOST : W;
+    whole_vectors<N, LOW, HIGH, true>(v);
+    far_down<N, LOW / 2>(v);
+  }
+}
+
+template <int N, int LOW, int HIGH> inline void far_up(float* v) {
+  if constexpr (LOW <= HIGH) {
+    constexpr int LAST = LOW * MOST / 2 < HIGH ? LOW * MOST / 2 : HIGH;
+    whole_vectors<N, LOW, LAST, false>(v);
+    far_up<N, 2 * LAST, HIGH>(v);
+  }
+}
+
+// Distances below the width of a vector, in a tile of W vectors that is turned: its rows are
+// columns.
+template <int WIDTH, bool DOWN> inline void near_turned(const float* turned, float* to) {
+  constexpr int R = WIDTH < W ? WIDTH : W;
+  c10::ForcedUnroll<W / R>{}([&](auto group) {
+    Vec x[R];
+    c10::ForcedUnroll<R>{}([&](auto i) { x[i] = Vec::loadu(turned + (group * R + i) * W); });
+    butterfly<R, DOWN>(x);
+    c10::ForcedUnroll<R>{}([&](auto i) { x[i].store(to + (group * R + i) * W); });
+  });
+}
+
+// Where values come turned, or may be left so, a turn is saved.
+template <int N, int WIDTH, bool DOWN, bool TURN, bool TURN_BACK> inline void near(float* v) {
+  alignas(64) float tile[W * W];
+  for (int from = 0; from < N; from += W * W) {
+    float* at = v + from;
+    if constexpr (TURN) at::vec::transpose_mxn<float, W, W>(at, W, tile, W);
+    near_turned<WIDTH, DOWN>(TURN ? tile : at, TURN_BACK ? tile : at);
+    if constexpr (TURN_BACK) at::vec::transpose_mxn<float, W, W>(tile, W, at, W);
+  }
+}
+
+// Values times `factors`, of which there are WIDTH; N values are whole tiles.
+template <int N, int WIDTH> inline void multiply(float* v, const float* factors) {
+  for (int from = 0; from < N; from += WIDTH) {
+    int i = 0;
+    for (; i + W <= WIDTH; i += W)
+      (Vec::loadu(v + from + i) * Vec::loadu(factors + i)).store(v + from + i);
+    for (; i < WIDTH; ++i) v[from + i] *= factors[i];
+  }
+}
+
+// Whether tiles are left turned in the end, or come so.
+template <int N, int WIDTH, bool TURNED> inline void rotate_down(float* v) {
+  far_down<N, WIDTH / 2>(v);
+  near<N, WIDTH, true, true, !TURNED>(v);
+}
+
+template <int N, int WIDTH, bool TURNED> inline void rotate_up(float* v) {
+  near<N, WIDTH, false, !TURNED, true>(v);
+  far_up<N, W, WIDTH / 2>(v);
+}
+"""
+
+
+@by_type
+def transform(part: Transform, name: str) -> str:
+    """A C++ struct: ``forward`` is that of ``codecs.block.transforms``, of UNIT values in place;
+    ``inverse`` takes values divided by ``SUMS`` and gives whole ones. ``TURNED``: between the two
+    forms, tiles of W vectors of W values lie transposed, which saves a turn each way."""
+    raise NotImplementedError(part)
+
+
+@transform.register
+def _none(part: NoTransform, name: str) -> str:
+    return f"""
+struct {name} {{
+  static constexpr int SUMS = 1;
+  template <bool TURNED = false> static inline void forward(float* v) {{}}
+  template <bool TURNED = false> static inline void inverse(float* v) {{}}
+}};
+"""
+
+
+@transform.register
+def _hadamard(part: Hadamard, name: str) -> str:
+    """Scaled by 1/width before, and by the width after: both exact, and no sum on the way is larger
+    than a value."""
+    width = part.width
+    signs = [_sign(place) if part.signed else 1 for place in range(width)]
+    before, after = (
+        ", ".join(number(sign * by) for sign in signs) for by in (1 / width, float(width))
+    )
+    return f"""
+struct {name} {{
+  static constexpr int SUMS = {width};
+  alignas(64) static constexpr float BEFORE[{width}] = {{{before}}};
+  alignas(64) static constexpr float AFTER[{width}] = {{{after}}};
+  template <bool TURNED = false> static inline void forward(float* v) {{
+    multiply<UNIT, {width}>(v, BEFORE);
+    rotate_down<UNIT, {width}, TURNED>(v);
+  }}
+  template <bool TURNED = false> static inline void inverse(float* v) {{
+    rotate_up<UNIT, {width}, TURNED>(v);
+    multiply<UNIT, {width}>(v, AFTER);
+  }}
+}};
+"""
+
+
+def _sign(place: int) -> int:
+    """The bent function of ``Hadamard.signed``: the parity of the products of bits 0 and 1, 2 and
+    3, and so on."""
+    pairs = place & (place >> 1) & 0x55555555
+    return -1 if pairs.bit_count() & 1 else 1

@@ -1,0 +1,168 @@
+"""Fused operators: a chain as one coded operator of the middle level.
+
+Like every coded operator it stands for plain operators, and becomes those where no kernel is made
+of it: the numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commpass.codecs import accumulation_dtype, operators
+from commpass.codecs.dispatch import by_type
+from commpass.lowering.chain import (
+    Add,
+    Cast,
+    Chain,
+    Decode,
+    Divide,
+    Encode,
+    Enter,
+    Leave,
+    Normalise,
+    Step,
+    Sum,
+)
+
+_held: dict[str, Chain] = {}
+"""Chains by the names that they have as arguments of operators."""
+
+
+def named(name: str) -> Chain:
+    """The chain of an operator's argument."""
+    return _held[name]
+
+
+def name_of(chain: Chain) -> str:
+    """What a chain is called in a graph: its steps in words."""
+    dtype = str(chain.taken).removeprefix("torch.")
+    name = f"{dtype}: {' + '.join(map(_said, chain.steps))}"
+    while _held.setdefault(name, chain) != chain:
+        name += "'"
+    return name
+
+
+def role_of(chain: Chain) -> str:
+    """What a chain does, as marks say it: ``decode+sum+encode``."""
+    words = [_word(step) for step in chain.steps]
+    return "+".join(dict.fromkeys(word for word in words if word))
+
+
+def made_dtype(chain: Chain) -> torch.dtype:
+    """What a chain's rows hold in the end."""
+    held = chain.taken
+    for step in chain.steps:
+        held = dtype_after(step, held)
+    return torch.uint8 if chain.encodes is not None else held
+
+
+def dtype_after(step: Step, held: torch.dtype) -> torch.dtype:
+    """The dtype of values after a step."""
+    if isinstance(step, (Cast, Add)):
+        return step.dtype
+    if isinstance(step, Decode):
+        return step.dtype if step.codec.lossless else accumulation_dtype(step.dtype)
+    return held
+
+
+def _word(step: Step) -> str:
+    return {Cast: "", Divide: "", Normalise: "norm"}.get(type(step), type(step).__name__.lower())
+
+
+def _said(step: Step) -> str:
+    word = type(step).__name__.lower()
+    if isinstance(step, (Encode, Decode)):
+        return f"{word} {step.codec.spec}"
+    if isinstance(step, Cast):
+        return str(step.dtype).removeprefix("torch.")
+    return word
+
+
+# --- what a chain computes ------------------------------------------------------------------------
+
+
+def compute(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:
+    """Rows through all steps, by the plain operators of each."""
+    rows, others = inputs[0], iter(inputs[1:])
+    for step in named(name).steps:
+        rows = _done(step, rows, others, numel)
+    return rows.contiguous()
+
+
+@by_type
+def _done(step: Step, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+    raise NotImplementedError(step)
+
+
+@_done.register
+def _decode(step: Decode, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+    return step.codec.decode_rows(rows, numel, step.dtype)
+
+
+@_done.register
+def _encode(step: Encode, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+    return step.codec.encode_rows(rows)
+
+
+@_done.register
+def _sum(step: Sum, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+    sums = rows.reshape(-1, step.ranks, rows.shape[1]).unbind(0)
+    return torch.cat([operators.sum_rows(each) for each in sums])
+
+
+@_done.register
+def _divide(step: Divide, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+    return rows / step.by
+
+
+@_done.register
+def _enter(step: Enter, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+    return step.domain.enter(rows)
+
+
+@_done.register
+def _leave(step: Leave, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+    return step.domain.leave(rows)
+
+
+@_done.register
+def _cast(step: Cast, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+    return rows.to(step.dtype)
+
+
+@_done.register
+def _add(step: Add, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+    return rows + next(others).reshape(rows.shape)
+
+
+@_done.register
+def _normalise(step: Normalise, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+    lines = rows.to(torch.float32).unflatten(1, (numel // step.width, step.width))
+    over = (lines.square().mean(dim=-1, keepdim=True) + step.eps).rsqrt()
+    return (lines * over).flatten(1).to(rows.dtype) * next(others).repeat(numel // step.width)
+
+
+def _shape(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:
+    chain, rows = named(name), inputs[0]
+    width: Any = numel
+    if chain.encodes is not None:
+        width = chain.encodes.codec.wire_bytes(numel, encoded_dtype(chain))
+    return rows.new_empty((rows.shape[0] // chain.ranks, width), dtype=made_dtype(chain))
+
+
+def encoded_dtype(chain: Chain) -> torch.dtype:
+    """The dtype of the values that a chain's encode takes: the sizes of its wire follow from it."""
+    held = chain.taken
+    for step in chain.steps[:-1]:
+        held = dtype_after(step, held)
+    return held
+
+
+FUSED = operators.define(
+    "fused", "(Tensor[] inputs, str chain, SymInt numel) -> Tensor", compute, _shape, "fused"
+)
+"""Rows ``[r, n]`` first, then what later steps take; to ``[r / ranks, numel]`` values or wires."""

@@ -1,0 +1,75 @@
+"""Which kernels can be generated for a device, and what calls them in a graph.
+
+Triton is imported where it is needed alone: a CPU build of torch comes without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from commpass.codecs import Codec, operators
+from commpass.codecs.exponent.codec import ExponentCodec
+from commpass.lowering import cpu, fused, matmul
+from commpass.lowering.chain import Chain, Encode
+
+
+def obstacle(chain: Chain, numel: int, device: torch.device) -> str:
+    """Why no kernel can be generated for rows of so many values on a device; "" if one can."""
+    if device.type == "cpu":
+        return cpu.supports(chain)
+    if why := _no_triton(device):
+        return why
+    from commpass.lowering.gpu import generate
+
+    return generate.obstacle(chain, numel)
+
+
+def has_kernels(coder: Codec, numel: int, device: torch.device) -> bool:
+    """Whether a GPU has kernels for a codec, for rows of so many values."""
+    if _no_triton(device):
+        return False
+    if isinstance(coder, ExponentCodec):
+        return True
+    return not obstacle(Chain(torch.float32, (Encode(coder),)), numel, device)
+
+
+def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: matmul.Product) -> str:
+    """As ``obstacle``, of a matmul whose result is encoded by the kernel that makes it."""
+    if why := _no_triton(a.device):
+        return why
+    from commpass.lowering.gpu import graph
+
+    return graph.product_obstacle(a, b, bias, product)
+
+
+CODING = tuple(
+    getattr(operators.ops, name).default for name in ("encode", "decode", "decode_parts")
+)
+
+
+def caller(node: fx.Node) -> Callable[..., Any] | None:
+    """What computes a coded operator by kernels in Triton, to be traced into a graph: a function of
+    the nodes that it takes. None where there are none, or they are called otherwise."""
+    if node.target not in (fused.FUSED, matmul.MATMUL, *CODING):
+        return None
+    if not isinstance(node.meta["val"], Tensor) or _no_triton(node.meta["val"].device):
+        return None
+    from commpass.lowering.gpu import graph
+
+    if node.target in CODING:
+        return graph.exponent_caller(node)
+    if node.target is matmul.MATMUL:
+        return graph.product_caller(matmul.named(str(node.args[3])), node.args[2] is not None)
+    chain, numel = fused.named(str(node.args[1])), node.args[2]
+    return graph.caller(chain, numel) if isinstance(numel, int) else None
+
+
+def _no_triton(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"{device.type} has no kernel for it"
+    return "Triton is not installed" if find_spec("triton") is None else ""

@@ -1,0 +1,1 @@
+"""Kernels in Triton: tile functions for the parts of codecs, and what is generated from them."""

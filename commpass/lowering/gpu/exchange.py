@@ -1,0 +1,204 @@
+"""A compressed all_reduce of a small tensor in one kernel, over symmetric memory: called on
+tensors, on cards that reach each other's memory, or where Triton interprets.
+
+    y = exchange.all_reduce(x, group, "int8", "one_shot")
+
+All ranks of a group call it alike and in the same order. The first call for a size, a codec and an
+algorithm makes a workspace, together with the others; later ones are one kernel each, which a CUDA
+graph may hold. Calls with one workspace must follow one another: on one stream, or on several that
+wait for each other.
+"""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commpass.codecs import Codec
+from commpass.codecs import codec as codec_of
+from commpass.codecs.block.noise import Stochastic, key_of
+from commpass.collectives.reductions import LAST
+from commpass.errors import CommpassError
+from commpass.lowering.gpu.exchange_kernel import (
+    RESIDENT,
+    Exchange,
+    Memory,
+    kernel,
+    memory_of,
+    obstacle,
+)
+from commpass.lowering.gpu.launch import has_fp8, interpreting, places
+from commpass.lowering.gpu.source import load
+
+__all__ = ["Exchange", "Memory", "Workspace", "all_reduce", "memory_of", "obstacle", "run"]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory of one rank for exchanges of one kind. ``peers`` are the addresses, int64 ``[ranks]``,
+    at which this rank reaches every rank's, ``memory`` its own, uint8 ``[total]``, zeros at first;
+    ``held`` is what keeps the others' in reach. ``spins`` as ``exchange_kernel.SPINS``, if that is
+    not wanted."""
+
+    exchange: Exchange
+    rank: int
+    peers: Tensor
+    memory: Tensor
+    held: Any = None
+    spins: int | None = None
+
+    def missing(self) -> list[int]:
+        """The ranks for which some program has waited in vain: those that did not come, and those
+        that gave up for that reason. Waits for the card. From then on the workspace gives nothing
+        but NaN: it cannot be mended."""
+        late = memory_of(self.exchange).late
+        bits = int(self.memory[late : late + 4].view(torch.int32).item())
+        return [rank for rank in range(self.exchange.ranks) if bits >> rank & 1]
+
+
+def all_reduce(
+    x: Tensor,
+    group: dist.ProcessGroup | None = None,
+    codec: str | Codec = "int8",
+    algorithm: str = "one_shot",
+    op: str = "sum",
+) -> Tensor:
+    """The sum, or with ``op="avg"`` the mean, of ``x`` over a group, the same bits on all ranks:
+    those of ``commpass.all_reduce`` with that codec and algorithm, where a rotation is a butterfly
+    (docs/exchange.md). Raises CommpassError with the reason where no kernel can do it."""
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise CommpassError("no process group: call torch.distributed.init_process_group first")
+    coder = codec_of(codec) if isinstance(codec, str) else codec
+    exchange = Exchange(algorithm, coder, x.dtype, x.numel(), dist.get_world_size(group), op)
+    if x.numel() == 0:
+        return x.clone()
+    return run(workspace(exchange, group, x.device), x)
+
+
+def run(workspace: Workspace, x: Tensor) -> Tensor:
+    """One call: ``x`` summed over the ranks, a tensor of its shape."""
+    exchange, rank = workspace.exchange, workspace.rank
+    if (x.numel(), x.dtype) != (exchange.numel, exchange.dtype):
+        raise CommpassError(
+            f"a workspace for {exchange.numel} values of {exchange.dtype} was called with"
+            f" {x.numel()} of {x.dtype}"
+        )
+    made = torch.empty_like(x, memory_format=torch.contiguous_format)
+    generated = kernel(exchange)
+    tensors = {"peers": workspace.peers, "taken": x.contiguous(), "made": made}
+    given = tensors | numbers(exchange, rank)
+    card = not interpreting()
+    flags = {"CASTS": card, "FP8": card and has_fp8(x.device)}
+    spins = {} if workspace.spins is None else {"SPINS": workspace.spins}
+    load(generated.source)[(exchange.programs,)](
+        *(given[name] for name in generated.signature),
+        **(generated.constants | flags | spins),
+        **({"enable_fp_fusion": generated.fuses} if card else {}),
+        num_warps=generated.num_warps,
+    )
+    return made
+
+
+def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
+    """The whole numbers that a kernel takes, by name."""
+    coder, memory = exchange.block_codec, memory_of(exchange)
+    found = {
+        "rank": rank,
+        "count": exchange.numel,
+        "numel": exchange.length,
+        "blocks": coder.layout.blocks(exchange.length),
+        "tiles": exchange.tiles,
+        "counters_at": memory.counters,
+        "late_at": memory.late,
+        "wires_at": memory.wires,
+        "sums_at": memory.sums,
+        "wire_bytes": exchange.wire_bytes,
+    }
+    found |= places("made", coder, exchange.length, torch.float32)
+    if isinstance(coder.rounding, Stochastic):
+        for name, hop in (("key", 0), ("sum_key", LAST)):
+            key = key_of(coder.rounding.seed, (rank, hop))
+            found[name] = (key + 2**31) % 2**32 - 2**31
+    return found
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+_held: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Workspace]]
+_held = weakref.WeakKeyDictionary()
+"""Workspaces by group: they go with it."""
+
+
+def workspace(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:
+    """The workspace of a group for an exchange; the first time all its ranks make it together."""
+    held = _held.setdefault(group, {})
+    if (exchange, device) not in held:
+        held[exchange, device] = _made(exchange, group, device)
+    return held[exchange, device]
+
+
+def _made(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:
+    """Agreed on by all ranks: each says what it is about to do, and what stands in its way."""
+    card, why = _card(exchange, device)
+    what = (
+        f"{exchange.op} of {exchange.numel} values of {exchange.dtype} by {exchange.algorithm} with"
+        f" {exchange.codec.spec} on cards with warps of {card.lanes}"
+    )
+    everybody: list[Any] = [None] * exchange.ranks
+    dist.all_gather_object(everybody, (what, why, card), group)
+    for rank, (_, why, _) in enumerate(everybody):
+        if why:
+            raise CommpassError(f"no kernel: rank {rank}: {why}")
+    for rank, (other, _, _) in enumerate(everybody):
+        if other != what:
+            raise CommpassError(f"this rank makes the {what}, but rank {rank} the {other}")
+    cards = [card for *_, card in everybody]
+    shared = Counter(each.name for each in cards)
+    room = min(each.processors * RESIDENT // shared[each.name] for each in cards)
+    exchange = replace(exchange, lanes=card.lanes)
+    return _symmetric(replace(exchange, programs=min(exchange.tiles, room)), group, device)
+
+
+@dataclass(frozen=True)
+class Card:
+    """Of one rank: what it is called among all, its processors, the lanes of a warp."""
+
+    name: str = ""
+    processors: int = 0
+    lanes: int = 0
+
+
+def _card(exchange: Exchange, device: torch.device) -> tuple[Card, str]:
+    """A rank's card, and why it cannot carry out an exchange."""
+    if device.type != "cuda":
+        return Card(), f"tensors on {device.type}: ranks reach the memory of cards"
+    seen = torch.cuda.get_device_properties(device)
+    capability = (seen.major, seen.minor) if torch.version.hip is None else None
+    name = f"{socket.gethostname()} {seen.uuid}"
+    card = Card(name, seen.multi_processor_count, seen.warp_size)
+    return card, obstacle(exchange, processors=card.processors, card=capability)
+
+
+def _symmetric(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:
+    import torch.distributed._symmetric_memory as symmetric
+
+    total, rank = memory_of(exchange).total, dist.get_rank(group)
+    memory = symmetric.empty((total,), dtype=torch.uint8, device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    handle = symmetric.rendezvous(memory, group)
+    # Before torch had get_remote_tensor, a tensor began where its allocation does.
+    reach = getattr(handle, "get_remote_tensor", handle.get_buffer)
+    seen = [reach(peer, (total,), torch.uint8) for peer in range(exchange.ranks)]
+    seen[rank] = memory
+    peers = torch.tensor([each.data_ptr() for each in seen], dtype=torch.int64, device=device)
+    dist.barrier(group)  # zeros are in everybody's memory before anybody signals
+    return Workspace(exchange, rank, peers, memory, (handle, seen))

@@ -1,0 +1,442 @@
+"""A compressed all_reduce as one kernel: encode, signal, wait, read what the peers have encoded,
+sum. Its text is made of the tile functions of a codec's parts, as that of every other kernel.
+
+All ranks run the same kernel over memory that each can reach (symmetric memory). Program p of a
+rank deals with the same blocks as program p of every other, and waits for those programs alone.
+docs/exchange.md says what lies where, and why nothing is overwritten that is still read.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from commpass.codecs import Codec
+from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.grids import CompandedGrid
+from commpass.codecs.block.layouts import Flat
+from commpass.codecs.block.noise import Stochastic
+from commpass.codecs.block.packing import widths
+from commpass.codecs.rows import ALIGNMENT, aligned
+from commpass.collectives.steps import shard_length
+from commpass.lowering.chain import Cast, Chain, Decode, Divide, Encode, Enter, Leave, Sum
+from commpass.lowering.gpu import generate, parts
+from commpass.lowering.gpu.source import Source, of_text
+from commpass.lowering.gpu.tiles import exchange as tiles
+from commpass.lowering.gpu.tiles.exchange import SLOTS
+
+ALGORITHMS = ("one_shot", "two_shot")
+OPS = ("sum", "avg")
+PER_THREAD = 16
+"""Values of a tile in each thread, unless a block is larger: few, since a small tensor has few for
+every program; with half of that, rotations on an AMD spill."""
+MIXED = 2048
+"""Values of a tile where codes that share a byte are rotated over more than WIDE values: in smaller
+tiles they are held several times over, and spill."""
+WIDE = 32
+WARPS = 1
+"""Of a program: with several, a rotation goes through memory that they share, and spills."""
+RESIDENT = 4
+"""Programs that a processor surely runs at once, however many registers one takes: of NVIDIA's,
+each of 32 threads with at most 255 of 65,536; an AMD has four units with registers of their own."""
+SPINS = 1 << 30
+"""Looks at the signals before a program gives up: at half a microsecond each, nine minutes."""
+OLDEST = (7, 0)
+"""The first cards of NVIDIA's that release and acquire."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One all_reduce: ``numel`` values of ``dtype`` on each of ``ranks``, by ``programs`` programs
+    on each, all of which the card must run at once. Its warps have so many ``lanes``."""
+
+    algorithm: str
+    codec: Codec
+    dtype: torch.dtype
+    numel: int
+    ranks: int
+    op: str = "sum"
+    programs: int = 1
+    lanes: int = 32
+
+    @property
+    def rows(self) -> int:
+        """Wires that a rank encodes: one for everybody, or one for each rank."""
+        return 1 if self.algorithm == "one_shot" else self.ranks
+
+    @property
+    def length(self) -> int:
+        """Values of a wire: an even share of all, filled up with zeros to whole blocks."""
+        return shard_length(self.numel, self.rows, self.codec.block)
+
+    @property
+    def wire_bytes(self) -> int:
+        return self.codec.within.wire_bytes(self.length, torch.float32)
+
+    @property
+    def buffers(self) -> int:
+        """Places for what a rank encodes, which calls take in turn (docs/exchange.md)."""
+        return 2 if self.algorithm == "one_shot" else 1
+
+    @property
+    def phases(self) -> int:
+        """Signals in a call from one program to another."""
+        return 1 if self.algorithm == "one_shot" else 2
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a wire: programs take them in turn."""
+        blocks = self.block_codec.layout.blocks(self.length)
+        return (blocks + self.blocks - 1) // self.blocks
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in a tile."""
+        size, coder = self.block_codec.layout.size(self.length), self.codec
+        assert isinstance(coder, BlockCodec)
+        mixed = coder.transform.sums > WIDE and _split(coder) > 1
+        return max(1, (MIXED if mixed else PER_THREAD * self.lanes * WARPS) // size)
+
+    @property
+    def block_codec(self) -> BlockCodec:
+        """The codec of what travels: values that have entered the domain."""
+        within = self.codec.within
+        assert isinstance(within, BlockCodec)
+        return within
+
+
+def _split(coder: BlockCodec) -> int:
+    """Values that have codes in one byte, the widest parts of their codes taken."""
+    return int(8 // widths(coder.grid.bits)[0])
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where things begin in the memory of a rank, in bytes: signals ``[phases, programs, SLOTS]``,
+    the numbers of the programs' last calls ``[programs]``, the ranks that did not come, the wires
+    ``[buffers, rows]``, and of a two-shot the wire of the sum. Zeros before the first call."""
+
+    signals: int
+    counters: int
+    late: int
+    wires: int
+    sums: int
+    total: int
+
+
+def memory_of(exchange: Exchange) -> Memory:
+    counters = exchange.phases * exchange.programs * SLOTS * 4
+    late = counters + aligned(exchange.programs * 4)
+    wires = late + ALIGNMENT
+    sums = wires + exchange.buffers * exchange.rows * exchange.wire_bytes
+    total = sums + (exchange.wire_bytes if exchange.phases > 1 else 0)
+    return Memory(0, counters, late, wires, sums, total)
+
+
+# --- what can be exchanged ------------------------------------------------------------------------
+
+
+def obstacle(
+    exchange: Exchange, *, processors: int | None = None, card: tuple[int, int] | None = None
+) -> str:
+    """Why no kernel can carry out an exchange; "" if one can. ``processors`` of the card (SMs, CUs)
+    and ``card``, its compute capability by NVIDIA, where they are known."""
+    if exchange.algorithm not in ALGORITHMS:
+        return f"{exchange.algorithm}: kernels exchange by {' or '.join(ALGORITHMS)}"
+    if exchange.op not in OPS:
+        return f"{exchange.op} of values: kernels make {' or '.join(OPS)}"
+    if exchange.ranks > SLOTS:
+        return f"{exchange.ranks} ranks: a line of signals holds {SLOTS}"
+    if card is not None and card < OLDEST:
+        return f"sm_{card[0]}{card[1]}: it does not release and acquire; sm_70 is the first to"
+    if not isinstance(exchange.codec, BlockCodec):
+        return f"{exchange.codec.spec}: no block codec"
+    length = exchange.length
+    for chain in _chains(exchange):
+        if why := generate.obstacle(chain, max(length, 1)):
+            return why
+    for what, many in (
+        ("values", length * exchange.rows),
+        ("bytes of memory", memory_of(exchange).total),
+    ):
+        if many >= 2**31:
+            return f"{many:,} {what}: kernels count to 2^31"
+    if processors is not None and exchange.programs > processors * RESIDENT:
+        return (
+            f"{exchange.programs} programs on {processors} processors, which run {RESIDENT} each at"
+            " once for certain: one that has no room to start is waited for in vain"
+        )
+    return ""
+
+
+def _chains(exchange: Exchange) -> list[Chain]:
+    """What a kernel does before it signals and after it has waited."""
+    domain, within = exchange.codec.domain, exchange.codec.within
+    summed = (Decode(within, exchange.dtype), Sum(exchange.ranks))
+    leaves = (Leave(domain), Cast(exchange.dtype))
+    return [
+        Chain(exchange.dtype, (Enter(domain), Encode(within))),
+        Chain(torch.uint8, (*summed, *leaves)),
+        Chain(torch.uint8, (*summed, Encode(within))),
+    ]
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and how it is called: ``signature`` are its arguments in order, with their Triton
+    types, ``constants`` the compile-time ones that follow; ``fuses`` as in ``Generated``. The grid
+    is ``(programs,)``."""
+
+    source: Source
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int
+    fuses: bool
+
+
+NUMBERS = (
+    *("rank", "count", "numel", "blocks", "tiles"),
+    *("counters_at", "late_at", "wires_at", "wire_bytes"),
+)
+"""Arguments of every kernel: this rank; values of the tensor and of a row; blocks and tiles of a
+row; where the counters, the ranks that did not come and the wires begin, and how long one is."""
+
+
+@lru_cache(maxsize=256)
+def kernel(exchange: Exchange) -> Kernel:
+    """The kernel of an exchange (``obstacle`` must be "")."""
+    writer = _writer(exchange)
+    lines = [*_beginning(writer), *(_LINES[exchange.algorithm](writer)), *_end()]
+    pointers = {"peers": "*i64", "taken": writer.values, "made": writer.values}
+    signature = pointers | dict.fromkeys((*NUMBERS, *writer.places), "i32")
+    constants = {
+        **{"SIZE": writer.size, "PARTS": writer.split, "BLOCKS": exchange.blocks},
+        **{"RANKS": exchange.ranks, "WIDTH": _power(exchange.ranks), "SPINS": SPINS},
+        **{"CASTS": True, "FP8": True},
+    }
+    text = _function(exchange.algorithm, [*signature, *map(_constant, constants)], lines)
+    text = "\n\n@triton.jit\n".join([*writer.functions, text])
+    known = {**generate.KNOWN, **vars(tiles)}
+    fuses = isinstance(writer.coder.grid, CompandedGrid)
+    source = of_text(exchange.algorithm, text, known)
+    return Kernel(source, signature, constants, WARPS, fuses)
+
+
+def _power(ranks: int) -> int:
+    """The least power of two that is not below a number."""
+    return 1 << (ranks - 1).bit_length()
+
+
+def _constant(name: str) -> str:
+    return f"{name}: tl.constexpr"
+
+
+def _function(name: str, arguments: Sequence[str], lines: Sequence[str]) -> str:
+    held = generate.NBSP
+    head = textwrap.fill(
+        ", ".join(each.replace(" ", held) for each in arguments),
+        96,
+        initial_indent="    ",
+        subsequent_indent="    ",
+        break_long_words=False,
+    ).replace(held, " ")
+    return f"def {name}(\n{head},\n):\n{_in(lines)}\n"
+
+
+def _in(lines: Sequence[str]) -> str:
+    return textwrap.indent("\n".join(lines), "    ")
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """What the lines of a kernel are made with: functions that come before it, and how they are
+    called. ``places`` are arguments that only some take: where the regions of a wire begin."""
+
+    exchange: Exchange
+    coder: BlockCodec
+    size: int
+    split: int
+    functions: tuple[str, ...]
+    encoded: str
+    decoded: str
+    decoded_sum: str
+    places: tuple[str, ...]
+
+    @property
+    def values(self) -> str:
+        return generate.TYPES[self.exchange.dtype]
+
+    @property
+    def entered(self) -> list[str]:
+        return generate.lines_of(Enter(self.exchange.codec.domain), self.size)
+
+    @property
+    def left(self) -> list[str]:
+        return generate.lines_of(Leave(self.exchange.codec.domain), self.size)
+
+    @property
+    def mean(self) -> list[str]:
+        by = Divide(float(self.exchange.ranks))
+        return generate.lines_of(by, self.size) if self.exchange.op == "avg" else []
+
+
+def _writer(exchange: Exchange) -> _Writer:
+    coder = exchange.block_codec
+    size = coder.layout.size(exchange.length)
+    encode = generate.Body(size, "")
+    ends = generate.write_encode(coder, encode)
+    encode.add("if tile == 0:", *(f"    filled({place}, {length})" for place, length in ends))
+    given = ["x", "made_stride", "row", "tile", "block", "inside", "here", "blocks"]
+    given += list(encode.signature)
+    constants = ["FP8", "PARTS"]
+    function = _function("encoded", [*given, *map(_constant, constants)], encode.lines)
+    called = [{"made_stride": "wire_bytes", "made": "wire"}.get(name, name) for name in given]
+    decode = generate.Body(size, "")
+    decoded = generate.write_decode(coder, exchange.dtype, decode, "decoded")
+    decoded_sum = generate.write_decode(coder, torch.float32, decode, "decoded_sum")
+    functions = decode.functions if exchange.phases > 1 else decode.functions[:1]
+    keys = ["key"] if isinstance(coder.rounding, Stochastic) else []
+    sums = ["sums_at", *(f"sum_{key}" for key in keys)] if exchange.phases > 1 else []
+    places = [name for name in encode.signature if name.endswith("_at")]
+    return _Writer(
+        exchange,
+        coder,
+        size,
+        _split(coder),
+        (function, *functions),
+        f"encoded({', '.join([*called, *constants])})",
+        decoded.replace("taken_", "made_"),  # a wire lies alike for those who write and read it
+        decoded_sum.replace("taken_", "made_"),
+        (*places, *keys, *sums),
+    )
+
+
+def _beginning(writer: _Writer) -> list[str]:
+    return [
+        "program = tl.program_id(0)",
+        "programs = tl.num_programs(0)",
+        "row = tl.program_id(1)  # 0, as a number of the card's",
+        "inside = tl.arange(0, SIZE // PARTS)[None, None, :]",
+        "inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)",
+        "mine = memory_of(peers, rank)",
+        "counter = number_at(mine, counters_at + program * 4)",
+        "epoch = tl.load(counter) + 1",
+        "late = tl.load(number_at(mine, late_at))",
+    ]
+
+
+def _end() -> list[str]:
+    return [
+        "tl.store(counter, epoch)",
+        "if late != 0:",
+        '    tl.atomic_or(number_at(mine, late_at), late, sem="relaxed")',
+    ]
+
+
+def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
+    """Lines for each tile of a row that is this program's; values of the tensor are ``at``."""
+    at = f"place + {shard} * numel" if shard else "place"
+    return [
+        "for tile in range(program, tiles, programs):",
+        *_indented(
+            [
+                "block = (tile * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]",
+                f"place = {parts.place(writer.coder.layout, writer.size)}",
+                "here = block < blocks",
+                f"at = {at}",
+                "there = (place < numel) & (at < count)",
+                *lines,
+            ]
+        ),
+    ]
+
+
+def _exchanged(phase: int) -> list[str]:
+    """Signals, and the waiting for those of all others."""
+    first = f"({phase} * programs + program)" if phase else "program"
+    return [
+        f"signal(peers, {first} * {SLOTS * 4}, rank, epoch, RANKS, WIDTH)",
+        f"late = wait(mine, {first} * {SLOTS * 4}, epoch, RANKS, WIDTH, SPINS)",
+    ]
+
+
+def _loaded(writer: _Writer) -> list[str]:
+    load = "x = to_float32(tl.load(taken + at, mask=there, other=0.0))"
+    return [load, *writer.entered]
+
+
+def _summed(writer: _Writer, at: str) -> list[str]:
+    """``x``, the sum of what all ranks have encoded, in rank order from the first."""
+    loop = "tl.static_range" if writer.exchange.ranks <= generate.UNROLLED else "range"
+    return [
+        f"wire = region(memory_of(peers, 0), {at})",
+        f"x = {writer.decoded}",
+        f"for peer in {loop}(1, RANKS):",
+        f"    wire = region(memory_of(peers, peer), {at})",
+        f"    x += {writer.decoded}",
+        *writer.mean,
+    ]
+
+
+def _stored(writer: _Writer) -> list[str]:
+    """The result; where somebody did not come, no number at all."""
+    store = f"store_values_{writer.values.removeprefix('*')}"
+    return [
+        *writer.left,
+        'x = tl.where(late == 0, x, float("nan"))',
+        f"{store}(made + at, x, there, CASTS)",
+    ]
+
+
+def _one_shot(writer: _Writer) -> list[str]:
+    """Everybody encodes everything, everybody sums."""
+    encode = [*_loaded(writer), "wire = region(mine, wires)", writer.encoded]
+    return [
+        "wires = wires_at + (epoch & 1) * wire_bytes",
+        "if late == 0:",
+        *_indented([*_loop(writer, encode), *_exchanged(0)]),
+        *_loop(writer, [*_summed(writer, "wires"), *_stored(writer)]),
+    ]
+
+
+def _two_shot(writer: _Writer) -> list[str]:
+    """A rank sums its shard and encodes the sum; all decode all sums, their own first."""
+    first = writer.encoded.replace(", row,", ", shard + row,")
+    encode = [*_loaded(writer), "wire = region(mine, wires_at)", first]
+    again = [] if isinstance(writer.coder.layout, Flat) else ["x = tl.where(place < numel, x, 0.0)"]
+    last = writer.encoded.replace(", key,", ", sum_key,")
+    sums = [
+        *_summed(writer, "wires_at + rank * wire_bytes"),
+        *again,
+        "wire = region(mine, sums_at)",
+        last,
+    ]
+    decode = [
+        "wire = region(memory_of(peers, shard), sums_at)",
+        f"x = {writer.decoded_sum}",
+        *_stored(writer),
+    ]
+    return [
+        "if late == 0:",
+        *_indented(["for shard in range(RANKS):", *_indented(_loop(writer, encode, "shard"))]),
+        *_indented(_exchanged(0)),
+        "if late == 0:",
+        *_indented([*_loop(writer, sums, "rank"), *_exchanged(1)]),
+        "for step in range(RANKS):",
+        *_indented(["shard = (rank + step) % RANKS", *_loop(writer, decode, "shard")]),
+    ]
+
+
+_LINES = {"one_shot": _one_shot, "two_shot": _two_shot}

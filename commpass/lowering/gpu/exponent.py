@@ -1,0 +1,338 @@
+"""Kernels of the lossless codec ``exponent``: which ones, in which order, with what buffers between
+them. The tiles are in ``tiles/exponent_*.py``.
+
+Encode is two kernels. Decode is two for ``planes=3``, four for ``planes=2``: where the bit strings
+of a step begin is known only when all strings of the step before have been counted. All sizes
+follow from shapes; nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import wrap_triton
+
+from commpass.codecs.exponent.codec import ExponentCodec
+from commpass.codecs.exponent.floats import CHUNK, FORMS, LANES
+from commpass.codecs.exponent.ladder import Ladder
+from commpass.codecs.exponent.window import window_shift
+from commpass.lowering.gpu.source import Source, load, of_function
+from commpass.lowering.gpu.tiles.exponent_decode import (
+    exponent_count,
+    exponent_follow,
+    exponent_join,
+)
+from commpass.lowering.gpu.tiles.exponent_encode import exponent_place, exponent_split
+from commpass.lowering.gpu.tiles.exponent_floats import BFLOAT16, FLOAT16, FLOAT32
+
+MOST = 1 << 31
+"""Values of a row from which on numbers of words no longer fit."""
+NUMBERS = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a row is shared out to programs. Nothing of it is seen on the wire.
+
+    ``columns`` of 32 values for each program, a power of two from 32 on: with one warp and 16 bytes
+    for each access of a thread, 4 a thread. ``group``: tiles whose sums are added up together, a
+    power of two.
+    """
+
+    columns: int = 128
+    warps: int = 1
+    group: int = 128
+
+
+TILING = Tiling()
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor that kernels hand to each other."""
+
+    name: str
+    dtype: torch.dtype
+    numel: int
+    zeroed: bool = False
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with its arguments in order: the names of tensors and their types, then whole
+    numbers; ``constants`` by name, and the number of programs."""
+
+    source: Source
+    tensors: tuple[tuple[str, str], ...]
+    numbers: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[str, int], ...]
+    grid: int
+    warps: int
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """The type of each argument, as Triton writes them."""
+        fixed = {name: "constexpr" for name, _ in self.constants}
+        return {**dict(self.tensors), **{name: "i32" for name, _ in self.numbers}, **fixed}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What turns ``source`` into ``wire``, or ``wire`` into ``out``; rows are contiguous."""
+
+    buffers: tuple[Buffer, ...]
+    launches: tuple[Launch, ...]
+
+
+def missing(numel: int, dtype: torch.dtype) -> str | None:
+    """Why there are no kernels for such a row, or None."""
+    if dtype not in FORMS:
+        return f"{dtype} travels as it is"
+    if numel == 0:
+        return "nothing to encode"
+    if numel >= MOST:
+        return f"a row of {numel} values has more than {MOST - 1}"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def encoding(
+    coder: ExponentCodec,
+    count: int,
+    numel: int,
+    dtype: torch.dtype,
+    halves: bool = False,
+    tiling: Tiling = TILING,
+) -> Kernels:
+    """Kernels that turn ``source [count, numel]`` into ``wire [count, wire_bytes]``.
+
+    ``source`` is given as int32 words; as int16 if ``halves``, which a 16-bit row needs where it
+    does not begin or end with a whole word. ``wire`` is int32 words.
+    """
+    sizes = _sizes(coder, count, numel, dtype, tiling)
+    known = _known(coder, dtype, halves, tiling)
+    inner, outer = coder.ladder.steps[0], coder.ladder.outer
+    known["SHIFT"] = round(window_shift(inner.high - inner.low) * 256)
+    known["LOWER"] = outer.low - inner.low
+    tensors = (
+        ("source", "*i16" if halves else "*i32"),
+        ("wire", "*i32"),
+        ("sums", "*i64"),
+        *_counters(sizes),
+    )
+    numbers = _numbers(sizes, numel * dtype.itemsize // (2 if halves else 4))
+    strings = sizes.count * sizes.tiles * known["STEPS"] * tiling.columns
+    return Kernels(
+        (Buffer("sums", torch.int64, strings), *_buffers(sizes)),
+        tuple(
+            _launch(entry, tensors, numbers, known, sizes)
+            for entry in (exponent_split, exponent_place)
+        ),
+    )
+
+
+@lru_cache(maxsize=1024)
+def decoding(
+    coder: ExponentCodec,
+    count: int,
+    numel: int,
+    dtype: torch.dtype,
+    halves: bool = False,
+    tiling: Tiling = TILING,
+) -> Kernels:
+    """Kernels that turn ``wire [count, wire_bytes]`` into ``out [count, numel]``; as for
+    ``encoding``."""
+    sizes = _sizes(coder, count, numel, dtype, tiling)
+    known = _known(coder, dtype, halves, tiling)
+    steps = known["STEPS"]
+    wire = ("wire", "*i32")
+    counting = (wire, ("counts", "*u8"), *_counters(sizes))
+    numbers = _numbers(sizes, numel * dtype.itemsize // (2 if halves else 4))
+    out = ("out", "*i16" if halves else "*i32")
+    columns = sizes.count * sizes.chunks * LANES if steps > 1 else 1
+    return Kernels(
+        (Buffer("counts", torch.uint8, columns), *_buffers(sizes)),
+        (
+            _launch(exponent_count, counting, numbers[1:], known, sizes),
+            *(
+                _launch(exponent_follow, counting, numbers[1:], {**known, "STEP": step}, sizes)
+                for step in range(1, steps)
+            ),
+            _launch(exponent_join, (wire, out, *_counters(sizes)), numbers, known, sizes),
+        ),
+    )
+
+
+def encode_rows(
+    coder: ExponentCodec, rows: Tensor, tiling: Tiling = TILING, *, graph: bool = False
+) -> Tensor:
+    """The wire of rows ``[count, numel]``, the same bytes as ``coder.encode_rows`` gives.
+
+    On CUDA tensors, or on CPU tensors where Triton interprets. ``graph``: the calls are to be
+    traced, for Inductor, which launches the kernels itself.
+    """
+    count, numel = rows.shape
+    if missing(numel, rows.dtype) is not None or count == 0:
+        return coder.encode_rows(rows)
+    rows = rows.contiguous()
+    halves = _needs_halves(rows)
+    size = coder.wire_bytes(numel, rows.dtype)
+    wire = torch.empty((count, size), dtype=torch.uint8, device=rows.device)
+    source = rows.view(torch.int16 if halves else torch.int32)
+    _run(
+        encoding(coder, count, numel, rows.dtype, halves, tiling),
+        {"source": source, "wire": wire.view(torch.int32)},
+        graph,
+    )
+    return wire
+
+
+def decode_rows(
+    coder: ExponentCodec,
+    wire: Tensor,
+    numel: int,
+    dtype: torch.dtype,
+    tiling: Tiling = TILING,
+    *,
+    graph: bool = False,
+) -> Tensor:
+    """``wire [count, wire_bytes]`` back to rows ``[count, numel]`` in ``dtype``; ``graph`` as for
+    ``encode_rows``."""
+    count = wire.shape[0]
+    if missing(numel, dtype) is not None or count == 0:
+        return coder.decode_rows(wire, numel, dtype)
+    wire = wire.contiguous()
+    if wire.storage_offset() % 4:
+        wire = wire.clone()
+    rows = torch.empty((count, numel), dtype=dtype, device=wire.device)
+    halves = _needs_halves(rows)
+    _run(
+        decoding(coder, count, numel, dtype, halves, tiling),
+        {"wire": wire.view(torch.int32), "out": rows.view(torch.int16 if halves else torch.int32)},
+        graph,
+    )
+    return rows
+
+
+def _needs_halves(rows: Tensor) -> bool:
+    """Whether contiguous rows can't be seen as words of 32 bits."""
+    width = rows.dtype.itemsize
+    return width == 2 and (rows.shape[1] % 2 == 1 or rows.storage_offset() % 2 == 1)
+
+
+def _run(kernels: Kernels, tensors: dict[str, Tensor], graph: bool) -> None:
+    device = next(iter(tensors.values())).device
+    for buffer in kernels.buffers:
+        make = torch.zeros if buffer.zeroed else torch.empty
+        tensors[buffer.name] = make(buffer.numel, dtype=buffer.dtype, device=device)
+    for launch in kernels.launches:
+        function = load(launch.source)
+        (wrap_triton(function) if graph else function)[(launch.grid,)](
+            *(tensors[name] for name, _ in launch.tensors),
+            *(number for _, number in launch.numbers),
+            **dict(launch.constants),
+            num_warps=launch.warps,
+        )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    count: int
+    chunks: int
+    tiles: int
+    groups: int
+    counters: int
+    tiling: Tiling
+
+    @property
+    def sums(self) -> torch.dtype:
+        """Of sums over groups: at most 2,048 bits a chunk and step."""
+        return torch.int32 if self.chunks < 1 << 20 else torch.int64
+
+
+def _sizes(
+    coder: ExponentCodec, count: int, numel: int, dtype: torch.dtype, tiling: Tiling
+) -> _Sizes:
+    reason = missing(numel, dtype)
+    assert reason is None, reason
+    chunks = -(-numel // CHUNK)
+    tiles = -(-chunks // (tiling.columns // LANES))
+    return _Sizes(
+        count, chunks, tiles, -(-tiles // tiling.group), len(coder.ladder.steps) + 1, tiling
+    )
+
+
+def _buffers(sizes: _Sizes) -> tuple[Buffer, ...]:
+    each, group = sizes.count * sizes.counters, sizes.tiling.group
+    return (
+        Buffer("tallies", torch.int32, each * sizes.groups * group),
+        Buffer("groups", sizes.sums, each * -(-sizes.groups // group) * group, zeroed=True),
+    )
+
+
+def _counters(sizes: _Sizes) -> tuple[tuple[str, str], ...]:
+    return ("tallies", "*i32"), ("groups", "*i32" if sizes.sums == torch.int32 else "*i64")
+
+
+def _numbers(sizes: _Sizes, words: int) -> tuple[tuple[str, int], ...]:
+    return (
+        ("words", words),
+        ("chunks", sizes.chunks),
+        ("tiles", sizes.tiles),
+        ("many_groups", sizes.groups),
+    )
+
+
+def _known(
+    coder: ExponentCodec, dtype: torch.dtype, halves: bool, tiling: Tiling
+) -> dict[str, int]:
+    """What is fixed in the kernels of a codec and dtype."""
+    form, ladder = FORMS[dtype], coder.ladder
+    return {
+        "FORM": NUMBERS[dtype],
+        "WORDS": form.words,
+        "REST": form.rest_words,
+        "EXPONENT": form.exponent_bits,
+        "STEPS": len(ladder.steps),
+        "BITS": sum(step.bits << (4 * number) for number, step in enumerate(ladder.steps)),
+        "TABLES": _tables(ladder),
+        "EARLY": ladder.early,
+        "HALVES": halves,
+        "COLUMNS": tiling.columns,
+        "GROUP": tiling.group,
+    }
+
+
+def _tables(ladder: Ladder) -> int:
+    """The offsets of a ladder in one number, see ``tiles/exponent_ladder.py``."""
+    tables = 0
+    for number, (step, table) in enumerate(zip(ladder.steps, ladder.offsets, strict=True)):
+        assert len(table) == 1 << step.bits, "a code that names no exponent"
+        assert step.bits <= 3, "more codes than have room"
+        for code, offset in enumerate(table):
+            tables |= offset << (32 * number + 4 * code)
+    return tables
+
+
+def _launch(
+    entry: Any,
+    tensors: tuple[tuple[str, str], ...],
+    numbers: tuple[tuple[str, int], ...],
+    known: Mapping[str, int],
+    sizes: _Sizes,
+) -> Launch:
+    taken = entry.__code__.co_varnames[: entry.__code__.co_argcount]
+    constants = tuple((name, value) for name, value in known.items() if name in taken)
+    return Launch(
+        _source(entry), tensors, numbers, constants, sizes.count * sizes.tiles, sizes.tiling.warps
+    )
+
+
+@lru_cache(maxsize=16)
+def _source(entry: Any) -> Source:
+    return of_function(entry)

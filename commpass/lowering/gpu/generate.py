@@ -1,0 +1,500 @@
+"""Chains to kernels: the text of a Triton kernel, composed of the tile functions of its parts.
+
+A program takes some blocks of a row as a tile ``[BLOCKS, PARTS, SIZE / PARTS]`` of float32 values.
+Nothing leaves the registers between the first and the last step.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from commpass.codecs import Codec
+from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.domain import VALUES
+from commpass.codecs.block.grids import CompandedGrid
+from commpass.codecs.block.layouts import Flat
+from commpass.codecs.block.noise import Stochastic
+from commpass.codecs.block.packing import widths
+from commpass.codecs.block.scales import Static
+from commpass.codecs.block.transforms import NoTransform
+from commpass.codecs.dispatch import by_type
+from commpass.codecs.rows import is_power_of_two
+from commpass.lowering.chain import (
+    Add,
+    Cast,
+    Chain,
+    Decode,
+    Divide,
+    Encode,
+    Enter,
+    Leave,
+    Normalise,
+    Step,
+    Sum,
+)
+from commpass.lowering.fused import dtype_after
+from commpass.lowering.gpu import parts
+from commpass.lowering.gpu.source import Source, of_text
+from commpass.lowering.gpu.tiles import (
+    grids,
+    layouts,
+    noise,
+    numbers,
+    packing,
+    scales,
+    transforms,
+)
+
+TILE = 2048
+"""Values of a tile: 64 in each thread of a warp."""
+WARPS = 1
+"""Of a program. A block lies in one warp: its peak is found without a barrier."""
+LARGEST_BLOCK = 4096
+UNROLLED = 4
+"""Ranks up to which a sum is written out; of more, it is a loop: eight ranks written out are more
+machine code than a multiprocessor's cache holds."""
+CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "LOOKS")
+"""Compile-time arguments: values of a block, in how many parts (those of a byte), blocks of a tile,
+whether the card's casts to 16 and to 8 bits are those that are wanted, and whether sums look for
+values that must be cut at the largest number (without, one sees what they cost as a rule)."""
+NBSP = "\N{NO-BREAK SPACE}"
+TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+"""What Triton calls a pointer to values."""
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A kernel and how it is called: ``names`` are its arguments in order, with their Triton types
+    in ``signature``; ``constants`` are compile-time ones. One program takes ``blocks`` blocks of
+    one row; the grid is ``(programs of a row, rows)``."""
+
+    chain: Chain
+    source: Source
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    blocks: int
+    num_warps: int
+    fuses: bool
+    """Whether a product and a sum may be rounded once: where the bits are the card's own anyway,
+    since it approximates a root."""
+
+    @property
+    def size(self) -> int:
+        """Values in a block."""
+        return int(self.constants["SIZE"])
+
+
+# --- what can be generated ------------------------------------------------------------------------
+
+
+def obstacle(chain: Chain, numel: int) -> str:
+    """Why no kernel can be generated for rows of so many values; "" if one can."""
+    coders = coders_of(chain)
+    if not coders:
+        return "nothing is encoded or decoded"
+    for coder in coders:
+        if why := _obstacle_of(coder, numel):
+            return f"{coder.spec}: {why}"
+    sizes = {_block_codec(coder).layout.size(numel) for coder in coders}
+    layouts_ = {_block_codec(coder).layout for coder in coders}
+    if len(sizes) > 1 or len(layouts_) > 1:
+        return "codecs of different blocks: no tile holds whole blocks of both"
+    if numel >= 2**31:
+        return f"{numel:,} values in a row: kernels count to 2^31"
+    dtypes = {chain.taken, *(s.dtype for s in chain.steps if isinstance(s, (Cast, Add, Decode)))}
+    if unknown := dtypes - {*TYPES, torch.uint8}:
+        return f"{str(unknown.pop()).removeprefix('torch.')} values: kernels compute in float32"
+    for step in chain.steps:
+        width = step.domain.width if isinstance(step, (Enter, Leave)) else 1
+        if next(iter(sizes)) % width:
+            return f"a domain of width {width} in blocks of {next(iter(sizes))}"
+        if isinstance(step, Normalise) and _blocks_of_norm(step, next(iter(sizes))) < 1:
+            return f"a norm over {step.width} values: a tile holds up to {TILE}, in whole blocks"
+        if isinstance(step, Normalise) and not isinstance(next(iter(layouts_)), Flat):
+            return "a norm over blocks that are no consecutive values"
+    return ""
+
+
+def coders_of(chain: Chain) -> list[Codec]:
+    """The codecs of what a chain decodes and encodes."""
+    return [step.codec for step in chain.steps if isinstance(step, (Decode, Encode))]
+
+
+def _obstacle_of(coder: Codec, numel: int) -> str:
+    if not isinstance(coder, BlockCodec):
+        return "no block codec, and kernels are made of the parts of one"
+    size = coder.layout.size(numel)
+    if not is_power_of_two(size):
+        return f"blocks of {size} values: kernels take powers of two"
+    if size > LARGEST_BLOCK:
+        return f"blocks of {size} values: more than a tile of {LARGEST_BLOCK}"
+    if size * coder.grid.bits % 8 or size < 8:
+        return f"blocks of {size} values"
+    return ""
+
+
+def _block_codec(coder: Codec) -> BlockCodec:
+    assert isinstance(coder, BlockCodec)
+    return coder
+
+
+def _blocks_of_norm(step: Normalise, size: int) -> int:
+    """Blocks of a tile that is one row of a norm; 0 where there is no such tile."""
+    fits = step.width % size == 0 and step.width <= TILE and is_power_of_two(step.width)
+    return step.width // size if fits else 0
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Body:
+    """Lines of an entry as they are written, and the arguments that they name."""
+
+    size: int
+    place: str
+    lines: list[str] = field(default_factory=list)
+    functions: list[str] = field(default_factory=list)
+    signature: dict[str, str] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=count)
+
+    def add(self, *lines: str) -> None:
+        self.lines += lines
+
+    def takes(self, name: str, what: str) -> str:
+        """An argument of the entry."""
+        self.signature[name] = what
+        return name
+
+
+@lru_cache(maxsize=1024)
+def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
+    """The kernel of a chain for rows of ``numel`` values (``obstacle`` must be ""). It depends on
+    that number where the size of a block does, or where the last block is not full."""
+    layout = _block_codec(coders_of(chain)[0]).layout
+    size = layout.size(numel)
+    body = Body(size, parts.place(layout, size))
+    body.add("row = tl.program_id(1).to(tl.int64)")
+    body.add("block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[:, None, None]")
+    body.add("inside = tl.arange(0, SIZE // PARTS)[None, None, :]")
+    body.add("inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)")
+    body.add(f"place = {body.place}", "there = place < numel", "here = block < blocks")
+    if chain.decodes is None:
+        body.takes("taken", TYPES[chain.taken])
+        body.add("x = tl.load(taken + row * taken_stride + place, mask=there, other=0.0)")
+        body.add("x = to_float32(x)")
+    else:
+        body.takes("taken", "*u8")
+    held = chain.taken if chain.decodes is None else torch.float32
+    for step in chain.steps:
+        if isinstance(step, Encode) and chain.decodes and layout.blocks(numel) * size != numel:
+            body.add("x = tl.where(there, x, 0.0)")  # what filled the last block is no value
+        held = dtype_after(step, held)
+        _write(step, body, chain)
+    if chain.encodes is None:
+        body.takes("made", TYPES[held])
+        body.add(f"{_stored(held)}(made + row * made_stride + place, x, there, CASTS)")
+    for name in ("taken_stride", "made_stride"):
+        body.takes(name, "i64")
+    for name in ("numel", "blocks"):
+        body.takes(name, "i32")
+    blocks = max(1, TILE // size)
+    for step in chain.steps:
+        if isinstance(step, Normalise):
+            blocks = _blocks_of_norm(step, size)
+    split = max(8 // widths(_block_codec(each).grid.bits)[0] for each in coders_of(chain))
+    grids_ = [_block_codec(each).grid for each in coders_of(chain)]
+    fuses = any(isinstance(grid, CompandedGrid) for grid in grids_)
+    entry = _name(chain)
+    text = _entry(entry, body)
+    constants = dict(zip(CONSTANTS, (size, split, blocks, True, True, True), strict=True))
+    return Generated(
+        chain, of_text(entry, text, KNOWN), body.signature, constants, blocks, WARPS, fuses
+    )
+
+
+def _entry(name: str, body: Body) -> str:
+    pointers = [each for each in body.signature if body.signature[each].startswith("*")]
+    order = sorted(pointers, key="made".__eq__)  # what is written comes last of them
+    order += [each for each in body.signature if each not in pointers]
+    body.signature = {each: body.signature[each] for each in order}
+    arguments = ", ".join([*order, *(f"{name}:{NBSP}tl.constexpr" for name in CONSTANTS)])
+    head = textwrap.fill(
+        arguments, 96, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+    )
+    head = head.replace(NBSP, " ")
+    lines = textwrap.indent("\n".join(body.lines), "    ")
+    functions = "".join(f"{text}\n\n@triton.jit\n" for text in body.functions)
+    return f"{functions}def {name}(\n{head},\n):\n{lines}\n"
+
+
+def _name(chain: Chain) -> str:
+    words = [type(step).__name__.lower() for step in chain.steps if not isinstance(step, Cast)]
+    return "_".join(words)
+
+
+def _stored(dtype: torch.dtype) -> str:
+    return {
+        torch.float32: "store_values_fp32",
+        torch.bfloat16: "store_values_bf16",
+        torch.float16: "store_values_fp16",
+    }[dtype]
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def lines_of(step: Divide | Enter | Leave, size: int) -> list[str]:
+    """The lines of a step that takes nothing from outside; they change ``x``."""
+    body = Body(size, "")
+    _write(step, body, Chain(torch.float32, (step,)))
+    return body.lines
+
+
+@by_type
+def _write(step: Step, body: Body, chain: Chain) -> None:
+    """The lines of a step, which changes ``x``."""
+    raise NotImplementedError(step)
+
+
+@_write.register
+def _encode(step: Encode, body: Body, chain: Chain) -> None:
+    ends = write_encode(_block_codec(step.codec), body)
+    fills = (f"    filled({region}, {length})" for region, length in ends)
+    body.add("if tl.program_id(0) == 0:", *fills)
+
+
+def write_encode(coder: BlockCodec, body: Body) -> list[tuple[str, str]]:
+    """``x`` to ``made``, a wire. Regions and their lengths, behind which it is still to be filled
+    up, are returned."""
+    body.takes("made", "*u8")
+    if isinstance(coder.rounding, Stochastic):
+        body.takes("key", "i32")
+    body.add(*encode_lines(coder))
+    body.add("wire = made + row * made_stride")
+    for low, width, first, length in parts.packs(coder.grid.bits, body.size):
+        row = body.size * coder.grid.bits // 8
+        body.add(f"bytes = block * {row} + {first} + tl.arange(0, {length})[None, None, :]")
+        codes = f"packed(codes, {low}, {width}).to(tl.uint8)"
+        body.add(f"tl.store(wire + bytes, {codes}, mask=here)")
+    ends = [("wire", f"blocks * {body.size * coder.grid.bits // 8}")]
+    for name, stored, at in _regions(coder, body, "made"):
+        itemsize = {"fp32": 4, "bf16": 2, "pow2": 1}[stored]
+        body.add(f"store_{stored}(wire + {at} + block * {itemsize}, {name}, here)")
+        ends.append((f"wire + {at}", f"blocks * {itemsize}"))
+    if coder.transform.side:
+        at = body.takes("made_side_at", "i32")
+        body.add(f"tl.store(wire + {at} + block, side.to(tl.uint8), mask=here)")
+        ends.append((f"wire + {at}", "blocks"))
+    return ends
+
+
+def encode_lines(coder: BlockCodec) -> list[str]:
+    """``x`` to ``codes``, ``number_i`` (as they are stored) and ``side``."""
+    grid, scale = coder.grid, coder.scale
+    lines = list(parts.forward(coder.transform))
+    if coder.offset:
+        lines += [f"middle = nearest_{coder.offset.stored}(middle_of(x))", "x = x - middle"]
+    if scale.numbers:
+        lines += ["peak = peak_of(x)", *parts.measured(scale, grid)]
+        last = f"number_{scale.numbers - 1}"
+        if not grid.has_zero:
+            lines.append(f"{last} = without_zero({last}, peak, {grid.largest!r})")
+        for i in range(scale.numbers):
+            lines.append(f"number_{i} = up_{scale.stored}(spoiled(number_{i}, peak))")
+    lines += parts.units(scale, grid)
+    lines.append(f"noise = {parts.noise(coder.rounding)}")
+    lines += parts.encoded(grid, parts.kept_in(scale))
+    return lines + parts.refitted(scale, grid)
+
+
+@_write.register
+def _decode(step: Decode, body: Body, chain: Chain) -> None:
+    """A function of its own, called once for each rank whose row is summed."""
+    coder = _block_codec(step.codec)
+    regions = list(_regions(coder, body, "taken"))
+    call = write_decode(coder, step.dtype, body, "decoded", cut="CUT")
+    ranks = chain.ranks
+    if not any(isinstance(each, Sum) for each in chain.steps):
+        body.add("wire = taken + row * taken_stride", f"x = {call.replace('CUT', 'True')}")
+        return
+    body.add(f"wire = taken + row * {ranks} * taken_stride")
+    if "CUT" not in call or not coder.scale.numbers:
+        body.add(*_summed(call.replace("CUT", "True"), ranks))
+        return
+    # Values that must be cut are rare. Two loops: to cut all costs a third of what a rank costs.
+    product = " * ".join(name for name, _, _ in regions)
+    loads = [f"    {name} = {_loaded(stored, at, ROW)}" for name, stored, at in regions]
+    limit = torch.finfo(step.dtype).max / (2 * coder.grid.largest * coder.transform.sums)
+    body.add("far = False", "if LOOKS:", "    most = 0.0")
+    body.add(f"    for rank in range(0, {ranks}):", *_indented(loads))
+    body.add(f"        most = tl.maximum(most, most_of_all({product}))")
+    # Whether a maximum passes over NaN is not the same everywhere.
+    body.add(f"    far = (most > {limit!r}) | (most != most)")
+    body.add("if far:", *_indented(_summed(call.replace("CUT", "True"), ranks, unrolled=1)))
+    body.add("else:", *_indented(_summed(call.replace("CUT", "False"), ranks)))
+
+
+ROW = "(wire + rank * taken_stride)"
+"""The wire of a rank. No pointer is carried from turn to turn of a loop: torch would take what it
+points to for something that the kernel may write, and copy it before each call."""
+
+
+def _summed(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
+    """``x``, the sum of so many rows. From the first, and not from zero: minus zero stays what it
+    is."""
+    lines = [f"x = {call}"]
+    if ranks > 1:
+        # Triton wants a name to be of one type in both branches.
+        loop, number = ("tl.static_range", "one") if ranks <= unrolled else ("range", "rank")
+        row = ROW.replace("rank", number)
+        lines += [
+            f"for {number} in {loop}(1, {ranks}):",
+            f"    x += {call.replace('wire', row, 1)}",
+        ]
+    return lines
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _loaded(stored: str, at: str, wire: str = "wire") -> str:
+    itemsize = {"fp32": 4, "bf16": 2, "pow2": 1}[stored]
+    return f"load_{stored}({wire} + {at} + block * {itemsize}, here)"
+
+
+def write_decode(
+    coder: BlockCodec, dtype: torch.dtype, body: Body, name: str, cut: str = "True"
+) -> str:
+    """A function that takes a ``wire`` and gives ``x``, and how it is called; ``cut`` is said of
+    whether values are cut at the largest number of their dtype."""
+    regions = list(_regions(coder, body, "taken"))
+    given = ["wire", "block", "inside", "here", *(at for _, _, at in regions)]
+    if coder.transform.side:
+        given.append(body.takes("taken_side_at", "i32"))
+    lines = decode_lines(coder, dtype, body.size, regions)
+    constants = [n for n in ("FP8", "PARTS", "CUT") if any(n in line for line in lines)]
+    header = ", ".join([*given, *(f"{each}: tl.constexpr" for each in constants)])
+    text = textwrap.indent("\n".join(lines), "    ")
+    body.functions.append(f"def {name}({header}):\n{text}\n    return x\n")
+    told = [cut if each == "CUT" else each for each in constants]
+    return f"{name}({', '.join([*given, *told])})"
+
+
+def decode_lines(
+    coder: BlockCodec, dtype: torch.dtype, size: int, regions: list[tuple[str, str, str]]
+) -> list[str]:
+    """A wire to ``x``, as ``Codec.decode_rows`` computes it."""
+    lines, bits, sums = [], coder.grid.bits, coder.transform.sums
+    for low, width, first, length in parts.packs(bits, size):
+        place = f"block * {size * bits // 8} + {first} + tl.arange(0, {length})[None, None, :]"
+        lines.append(f"raw = tl.load(wire + {place}, mask=here, other=0).to(tl.int32)")
+        part = f"unpacked(raw, {width}, PARTS)"
+        lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
+    for name, stored, at in regions:
+        lines.append(f"{name} = {_loaded(stored, at)}")
+    if sums > 1:  # here and not later: see BlockCodec.decode_parts
+        lines += [f"middle = middle * {1 / sums!r}"] if coder.offset else []
+        lines += [f"part_0 = number_0 * {1 / sums!r}"] if coder.scale.numbers else []
+    lines += [
+        f"x = {parts.decoded(coder.grid, 'codes')}",
+        *parts.multiplied(coder.scale, "part_0" if sums > 1 else "number_0"),
+    ]
+    lines += ["x = x + middle"] if coder.offset else []
+    if coder.transform.side:
+        lines.append("side = tl.load(wire + taken_side_at + block, mask=here, other=0)")
+        lines.append("side = side.to(tl.int32)")
+    lines += parts.inverse(coder.transform, float(sums))
+    return [*lines, *_within(coder, torch.finfo(dtype).max)]
+
+
+def _within(coder: BlockCodec, limit: float) -> list[str]:
+    """Cuts ``x`` at the largest number of its dtype, where a scale can make it larger."""
+    most = coder.grid.largest * coder.transform.sums
+    if isinstance(coder.scale, Static) and not coder.offset and coder.scale.value * most <= limit:
+        return []
+    return ["if CUT:", f"    x = within(x, {limit!r})"]
+
+
+def _regions(coder: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str, str]]:
+    """The numbers that travel for each block: their names, stored forms, and the arguments that
+    say where their regions begin."""
+    if coder.offset:
+        yield "middle", coder.offset.stored, body.takes(f"{of}_middle_at", "i32")
+    for i in range(coder.scale.numbers):
+        yield f"number_{i}", coder.scale.stored, body.takes(f"{of}_number_{i}_at", "i32")
+
+
+@_write.register
+def _sum(step: Sum, body: Body, chain: Chain) -> None:
+    """Written with the decode before it."""
+    if chain.decodes is None:
+        raise NotImplementedError("a sum of values that were not decoded")
+
+
+@_write.register
+def _divide(step: Divide, body: Body, chain: Chain) -> None:
+    body.add(f"x = divided(x, {float(step.by)!r})")
+
+
+@_write.register
+def _enter(step: Enter, body: Body, chain: Chain) -> None:
+    body.add(*parts.forward(step.domain.transform))
+
+
+@_write.register
+def _leave(step: Leave, body: Body, chain: Chain) -> None:
+    if step.domain == VALUES or isinstance(step.domain.transform, NoTransform):
+        return
+    width = step.domain.width
+    body.add(f"x = x * {1 / width!r}", *parts.inverse(step.domain.transform, float(width)))
+
+
+@_write.register
+def _cast(step: Cast, body: Body, chain: Chain) -> None:
+    if step.dtype != torch.float32 and step is not chain.steps[-1]:
+        body.add(f"x = through_{_short(step.dtype)}(x, CASTS)")
+
+
+@_write.register
+def _add(step: Add, body: Body, chain: Chain) -> None:
+    name = body.takes(f"added_{next(body.numbers)}", TYPES[step.dtype])
+    place = f"{name} + row * made_stride + place"
+    body.add(f"x = x + to_float32(tl.load({place}, mask=there, other=0.0))")
+    if step is not chain.steps[-1]:
+        body.add(f"x = through_{_short(step.dtype)}(x, CASTS)")
+
+
+@_write.register
+def _normalise(step: Normalise, body: Body, chain: Chain) -> None:
+    weight = body.takes("weight", TYPES[step.dtype])
+    column = f"(place % {step.width})"
+    body.add(f"x = normalised(x, {step.width}, {step.eps!r})")
+    body.add(f"x = x * to_float32(tl.load({weight} + {column}, mask=there, other=0.0))")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return TYPES[dtype].removeprefix("*")
+
+
+def _tiles(*modules: ModuleType) -> dict[str, Any]:
+    """The tile functions and numbers of modules by name."""
+    return {
+        name: value
+        for module in modules
+        for name, value in vars(module).items()
+        if getattr(value, "is_tile", False) or (isinstance(value, (int, float)) and name.isupper())
+    }
+
+
+KNOWN = _tiles(grids, layouts, noise, numbers, packing, scales, transforms)
+"""What the text of a generated kernel may name."""

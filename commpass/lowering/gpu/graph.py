@@ -1,0 +1,96 @@
+"""Generated kernels in a graph: as calls that Inductor sees, schedules and plans memory for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, fx
+from torch.library import wrap_triton
+
+from commpass.codecs import operators
+from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.exponent.codec import ExponentCodec
+from commpass.lowering.chain import Chain
+from commpass.lowering.gpu import exponent, launch, matmul_launch
+from commpass.lowering.gpu.generate import kernel
+from commpass.lowering.gpu.matmul_encode import obstacle
+from commpass.lowering.gpu.matmul_sizes import Problem
+from commpass.lowering.gpu.source import load
+from commpass.lowering.matmul import Product
+
+
+def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
+    """What calls the kernel of a chain, for rows of ``numel`` values: traced, it leaves a buffer
+    and a call that writes it, with no value of its own."""
+    generated = kernel(chain, numel)
+
+    def call(*inputs: Tensor) -> Tensor:
+        taken = inputs[0]
+        made = launch.empty(generated, taken.shape[0] // chain.ranks, numel, taken.device)
+        programs, rows = launch.grid(generated, numel, made.shape[0])
+        numbers = launch.scalars(generated, numel, taken.stride(0), made.stride(0))
+        if programs and rows:
+            wrap_triton(load(generated.source))[(programs, rows)](
+                *launch.ordered(generated, [*inputs, made], numbers),
+                **launch.constants(generated, taken.device),
+                num_warps=generated.num_warps,
+            )
+        return made
+
+    return torch.func.functionalize(call)
+
+
+def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
+    """What encodes or decodes losslessly, for a coded operator of fixed sizes; None for others."""
+    coder = operators.named(str(node.args[1]))
+    value = node.meta["val"]
+    if not isinstance(coder, ExponentCodec) or not isinstance(value, Tensor):
+        return None
+    encodes = node.target is operators.ops.encode.default
+    rows: Tensor = node.all_input_nodes[0].meta["val"] if encodes else value
+    fixed = all(isinstance(n, int) for n in (*rows.shape, *rows.stride(), *value.shape))
+    if not fixed or exponent.missing(rows.shape[1], rows.dtype) is not None:
+        return None
+
+    def call(*given: Tensor) -> Tensor:
+        if encodes:
+            return exponent.encode_rows(coder, given[0], graph=True)
+        wire = given[0] if len(given) == 1 else torch.cat(given, dim=1)
+        return exponent.decode_rows(coder, wire, rows.shape[1], rows.dtype, graph=True)
+
+    return torch.func.functionalize(call)
+
+
+def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
+    """Why no kernel can encode a product itself; "" if one can."""
+    made = matmul_launch.matmul_of(
+        a,
+        b,
+        a.dtype,
+        bias=bias.dtype if bias is not None else None,
+        activation=product.activation,
+    )
+    if made is None:
+        return "an operand lies neither by rows nor by columns"
+    problem = Problem(int(a.shape[0]), int(b.shape[1]), int(a.shape[1]), product.rows)
+    return obstacle(product.codec, made, problem, arch=matmul_launch.arch_of(a.device))
+
+
+def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:
+    """As ``caller``, of a product ``a @ b`` (and a bias, if it has one)."""
+
+    def call(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
+        assert isinstance(product.codec, BlockCodec)
+        wires = matmul_launch.run(
+            a,
+            b,
+            product.codec,
+            product.rows,
+            bias=bias[0] if biased else None,
+            activation=product.activation,
+            graph=True,
+        )
+        return wires.select(0, 0)
+
+    return torch.func.functionalize(call)

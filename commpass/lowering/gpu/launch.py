@@ -1,0 +1,132 @@
+"""Generated kernels called on tensors: on a card, or on a CPU where Triton interprets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.noise import Stochastic, key_of
+from commpass.codecs.rows import aligned
+from commpass.errors import CommpassError
+from commpass.lowering.chain import Chain
+from commpass.lowering.fused import encoded_dtype, made_dtype
+from commpass.lowering.gpu.generate import Generated, kernel, obstacle
+from commpass.lowering.gpu.source import load
+
+
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def run(chain: Chain, taken: Tensor, numel: int, *others: Tensor) -> Tensor:
+    """Rows of values or wires ``[rows, n]`` to rows of values ``[rows', numel]`` or wires; rows are
+    ``numel`` values each. ``others`` are what later steps take (residuals, weights)."""
+    if why := obstacle(chain, numel):
+        raise CommpassError(f"no kernel: {why}")
+    generated = kernel(chain, numel)
+    rows = taken.shape[0] // chain.ranks
+    made = empty(generated, rows, numel, taken.device)
+    launch(generated, [taken, *others], made, numel)
+    return made
+
+
+def empty(generated: Generated, rows: int, numel: int, device: torch.device) -> Tensor:
+    """A buffer for what a kernel makes of so many rows."""
+    chain = generated.chain
+    width, dtype = numel, made_dtype(chain)
+    if chain.encodes is not None:
+        width = chain.encodes.codec.wire_bytes(numel, encoded_dtype(chain))
+    return torch.empty((rows, width), dtype=dtype, device=device)
+
+
+def launch(generated: Generated, taken: Sequence[Tensor], made: Tensor, numel: int) -> None:
+    """Calls a kernel; ``taken`` are the rows, then what later steps take."""
+    arguments = [*taken[:1], *taken[1:], made]
+    values = scalars(generated, numel, taken[0].stride(0), made.stride(0))
+    programs, rows = grid(generated, numel, made.shape[0])
+    if not programs or not rows:
+        return
+    load(generated.source)[(programs, rows)](
+        *ordered(generated, arguments, values),
+        **constants(generated, taken[0].device),
+        **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
+        num_warps=generated.num_warps,
+    )
+
+
+def grid(generated: Generated, numel: int, rows: int) -> tuple[int, int]:
+    blocks = _coder(generated).layout.blocks(numel)
+    return (blocks + generated.blocks - 1) // generated.blocks, rows
+
+
+def scalars(
+    generated: Generated, numel: int, taken_stride: int, made_stride: int
+) -> dict[str, int]:
+    """The whole numbers that a kernel takes, by name."""
+    chain = generated.chain
+    found = {
+        "taken_stride": taken_stride,
+        "made_stride": made_stride,
+        "numel": numel,
+        "blocks": _coder(generated).layout.blocks(numel),
+    }
+    if chain.decodes is not None:
+        found |= places("taken", chain.decodes.codec, numel, chain.decodes.dtype)
+    if chain.encodes is not None:
+        coder = chain.encodes.codec
+        found |= places("made", coder, numel, encoded_dtype(chain))
+        if isinstance(coder, BlockCodec) and isinstance(coder.rounding, Stochastic):
+            key = key_of(coder.rounding.seed, coder.salt)
+            found["key"] = (key + 2**31) % 2**32 - 2**31
+    return {name: found[name] for name in generated.signature if name in found}
+
+
+def constants(generated: Generated, device: torch.device) -> dict[str, Any]:
+    """The compile-time arguments for a device: whether its own casts round as they should."""
+    card = not interpreting()
+    fp8 = card and has_fp8(device)
+    return {
+        name: {"CASTS": card, "FP8": fp8}.get(name, value)
+        for name, value in generated.constants.items()
+    }
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether a card casts to the 8-bit floats of our grids itself. AMD's before gfx950 has others
+    of the same name."""
+    if torch.version.hip is not None or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _coder(generated: Generated) -> BlockCodec:
+    ends = generated.chain.decodes or generated.chain.encodes
+    assert ends is not None
+    assert isinstance(ends.codec, BlockCodec)
+    return ends.codec
+
+
+def places(of: str, coder: Any, numel: int, dtype: torch.dtype) -> dict[str, int]:
+    """Where the regions of a wire begin, in bytes of a row."""
+    codes, *lengths = (aligned(length) for length in coder.regions(numel, dtype))
+    names = [f"{of}_middle_at"] if coder.offset else []
+    names += [f"{of}_number_{i}_at" for i in range(coder.scale.numbers)]
+    names += [f"{of}_side_at"] if coder.transform.side else []
+    places, at = {}, codes
+    for name, length in zip(names, lengths, strict=True):
+        places[name] = at
+        at += length
+    return places
+
+
+def ordered(generated: Generated, tensors: Sequence[Tensor], values: dict[str, int]) -> list[Any]:
+    """Arguments in the order of the signature: tensors as they come, numbers by name."""
+    left = iter(tensors)
+    names = [name for name, what in generated.signature.items() if what.startswith("*")]
+    held = dict(zip(names, left, strict=True))
+    return [held[name] if name in held else values[name] for name in generated.signature]

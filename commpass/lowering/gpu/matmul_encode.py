@@ -1,0 +1,268 @@
+"""A matmul whose result is encoded in its epilogue: codes and scales go straight into the wire of
+a two-shot all_reduce or a reduce_scatter, and the values themselves are never in memory.
+
+The kernel is persistent: as many programs as the card runs at once take the tiles in turn, those of
+the first chunk and the first peer first. ``a @ b`` is ``[m, n]``; rank r's shard is its r-th
+``m / ranks`` rows, each chunk of it a *segment*, and each segment one row of the wire ``[chunks,
+ranks, wire_bytes]``. The numbers equal those of the unfused form: the result is rounded to the
+dtype of the matmul before it is encoded.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from commpass.codecs import Codec
+from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.grids import CompandedGrid
+from commpass.codecs.block.layouts import Flat
+from commpass.codecs.block.noise import Stochastic
+from commpass.lowering.chain import Chain, Encode
+from commpass.lowering.gpu import generate
+from commpass.lowering.gpu.matmul_sizes import SHARED, WIDEST, Configuration, Matmul, Problem
+from commpass.lowering.gpu.source import Source, of_text
+from commpass.lowering.gpu.tiles import matmul as tiles
+
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+"""What Triton calls a pointer to values."""
+OPERANDS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+ACTIVATIONS = ("", "relu", "silu", "gelu_tanh")
+HELD = 2**31
+"""Values of one tensor, of which indices inside it must be below."""
+
+
+# --- what can be fused ----------------------------------------------------------------------------
+
+
+def obstacle(
+    coder: Codec, matmul: Matmul, problem: Problem, *, arch: str = "sm_90", shards: int = 1
+) -> str:
+    """Why a matmul cannot encode its own result; "" if it can."""
+    if not isinstance(coder, BlockCodec):
+        return f"{coder.spec}: no block codec, and kernels are made of the parts of one"
+    if not isinstance(coder.layout, Flat):
+        return f"{coder.spec}: its blocks are no consecutive values"
+    if why := _obstacle_of_dtypes(matmul, arch):
+        return why
+    block, n = coder.block, problem.n
+    if why := generate.obstacle(_chain(coder), problem.rows * n):
+        return why
+    if block > WIDEST:
+        return f"{coder.spec}: blocks of {block} values, wider than a tile of {WIDEST} columns"
+    if n % block:
+        return f"{n} columns are no multiple of {coder.spec}'s blocks of {block}: blocks cross rows"
+    if problem.m % problem.ranks:
+        return f"{problem.m} rows for {problem.ranks} ranks: shards begin inside a row"
+    if problem.m % problem.segments:
+        return f"{problem.m} rows in {problem.segments} segments: chunks begin inside a row"
+    if problem.chunks > 1 and n % 64:
+        return f"{n} columns: chunks are cut at multiples of 64 values"
+    if problem.chunks > 1 and isinstance(coder.rounding, Stochastic):
+        return f"{coder.spec}: each chunk rounds by noise of its own"
+    if shards > 1:
+        return f"{shards} micro-shards: their side data travels first"
+    if min(problem.m, n, problem.k) < 1:
+        return "nothing to multiply"
+    largest = max(problem.m * problem.k, problem.k * n, problem.m * n)
+    return f"{largest:,} values in a tensor: kernels count to 2^31" if largest >= HELD else ""
+
+
+def _obstacle_of_dtypes(matmul: Matmul, arch: str) -> str:
+    if arch not in SHARED:
+        return f"{arch}: no kernels for it"
+    if matmul.operands not in OPERANDS:
+        return f"{_name(matmul.operands)} operands: tensor cores take bfloat16, float16 and e4m3"
+    if matmul.made not in TYPES or matmul.made.itemsize == 1:
+        return f"a result in {_name(matmul.made)}"
+    if matmul.bias is not None and (matmul.bias not in TYPES or matmul.bias.itemsize == 1):
+        return f"a bias in {_name(matmul.bias)}"
+    if matmul.activation not in ACTIVATIONS:
+        return f"activation {matmul.activation!r}: not one of relu, silu, gelu_tanh"
+    if matmul.scaled and arch in ("sm_80", "gfx942"):
+        return f"e4m3 operands: {arch} has no products of them"
+    if matmul.scaled and arch == "sm_90" and not (matmul.a_by_rows and not matmul.b_by_rows):
+        return "e4m3 operands: sm_90 takes those whose k lies contiguous"
+    return ""
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _chain(coder: Codec) -> Chain:
+    return Chain(torch.float32, (Encode(coder),))
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel and how it is called: ``signature`` are its arguments in order, with their Triton
+    types; the compile-time ones follow (``constants``). ``fuses``: whether a product and a sum may
+    be rounded as one."""
+
+    source: Source
+    signature: dict[str, str]
+    constants: tuple[str, ...]
+    fuses: bool
+
+
+@lru_cache(maxsize=1024)
+def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration, *, counts: bool = False) -> Kernel:
+    """The kernel for a codec and a matmul. ``counts``: it adds one to ``ready[segment]`` for each
+    tile of it that is in memory. Its loop is not flat then: loads are not pipelined in a loop with
+    a barrier (Triton 3.7)."""
+    body = generate.Body(coder.block, "")
+    body.takes("a", TYPES[matmul.operands])
+    body.takes("b", TYPES[matmul.operands])
+    for name in ("rows", "columns", "depth", "ranks", "chunks", "a_step", "b_step"):
+        body.takes(name, "i32")
+    epilogue = _within_loop(_epilogue_lines, body, matmul)
+    stores = _within_loop(_encode_lines, body, coder)
+    ends = []
+    if counts:
+        body.takes("ready", "*i32")
+        ends = ["tl.debug_barrier()", 'tl.atomic_add(ready + row, 1, sem="release", scope="sys")']
+    body.takes("made_stride", "i64")
+    loop = [
+        *_place_lines(),
+        *_product_lines(matmul, by),
+        "for cut in tl.static_range(SLICES):",
+        *(f"    {line}" for line in ["x = cut_of(product, cut, SLICES)", *epilogue, *stores]),
+        *ends,
+    ]
+    lines = [
+        "ALONG: tl.constexpr = BLOCK_N // SIZE",
+        "BLOCKS: tl.constexpr = BLOCK_M // SLICES * ALONG",
+        "tl.assume(depth > 0)",
+        "segments = ranks * chunks",
+        "tiles = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N) * segments",
+        *(_descriptor_lines(matmul) if by.descriptors else []),
+        "for number in tl.range(",
+        f"    tl.program_id(0), tiles, tl.num_programs(0), flatten={by.flatten and not counts}",
+        "):",
+        *(f"    {line}" for line in loop),
+    ]
+    signature = dict(sorted(body.signature.items(), key=lambda each: not each[1].startswith("*")))
+    said = "\n".join(lines)
+    constants = tuple(name for name in CONSTANTS if name in said)
+    head = textwrap.fill(
+        ", ".join([*signature, *(f"{name}: tl.constexpr" for name in constants)]),
+        *(96,),
+        initial_indent="    ",
+        subsequent_indent="    ",
+        break_long_words=False,
+    )
+    text = f"def matmul_encode(\n{head},\n):\n{textwrap.indent(said, '    ')}\n"
+    known = {**generate.KNOWN, **vars(tiles)}
+    fuses = isinstance(coder.grid, CompandedGrid)
+    return Kernel(of_text("matmul_encode", text, known), signature, constants, fuses)
+
+
+CONSTANTS = (
+    *("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP", "SLICES", "SIZE", "PARTS"),
+    *("WHOLE_K", "CASTS", "FP8"),
+)
+
+
+def _within_loop(write: Callable[..., None], body: generate.Body, what: Any) -> list[str]:
+    """The lines that are written to a body, taken out of it again."""
+    before, body.lines = body.lines, []
+    write(body, what)
+    lines, body.lines = body.lines, before
+    return lines
+
+
+def _place_lines() -> list[str]:
+    return [
+        "row, line, column = tile_place(",
+        "    number, segments, rows, columns, BLOCK_M, BLOCK_N, GROUP",
+        ")",
+        "first = segment_row(row, ranks, chunks, rows)",
+        "row = row.to(tl.int64)",
+    ]
+
+
+def _descriptor_lines(matmul: Matmul) -> list[str]:
+    """The kernel's own descriptors, made once for each program."""
+    shapes = (
+        ("a", ("segments * rows", "depth"), ("BLOCK_M", "BLOCK_K"), matmul.a_by_rows),
+        ("b", ("depth", "columns"), ("BLOCK_K", "BLOCK_N"), matmul.b_by_rows),
+    )
+    lines = []
+    for name, shape, block, by_rows in shapes:
+        turn = 1 if by_rows else -1
+        lines += [
+            f"{name}_seen = tl.make_tensor_descriptor(",
+            f"    {name}, [{', '.join(shape[::turn])}], [{name}_step, 1],",
+            f"    [{', '.join(block[::turn])}],",
+            ")",
+        ]
+    return lines
+
+
+def _product_lines(matmul: Matmul, by: Configuration) -> list[str]:
+    imprecise = "BLOCK_K" if matmul.scaled and not matmul.fast else "None"
+    if by.descriptors:
+        forms = f"{matmul.a_by_rows}, {matmul.b_by_rows}"
+        return [
+            "product = product_by_descriptors(",
+            "    a_seen, b_seen, (first + line).to(tl.int32), column, depth,",
+            f"    BLOCK_M, BLOCK_N, BLOCK_K, {forms}, {imprecise}, CASTS",
+            ")",
+        ]
+    a_at = "a_step, 1" if matmul.a_by_rows else "1, a_step"
+    b_at = "b_step, 1" if matmul.b_by_rows else "1, b_step"
+    start = "a + first * a_step" if matmul.a_by_rows else "a + first"
+    return [
+        "product = product_by_pointers(",
+        f"    {start}, b, line, column, rows, columns, depth, {a_at}, {b_at},",
+        f"    BLOCK_M, BLOCK_N, BLOCK_K, WHOLE_K, {imprecise}, CASTS",
+        ")",
+    ]
+
+
+def _epilogue_lines(body: generate.Body, matmul: Matmul) -> None:
+    through = f"x = through_{TYPES[matmul.made].removeprefix('*')}(x, CASTS)"
+    if matmul.scaled:
+        a_scale, b_scale = body.takes("a_scale", "*fp32"), body.takes("b_scale", "*fp32")
+        body.add(f"x = x * (tl.load({a_scale}) * tl.load({b_scale}))")
+    if matmul.bias is not None:
+        body.takes("bias", TYPES[matmul.bias])
+        body.add("along = column + tl.arange(0, BLOCK_N)")
+        body.add("added = tl.load(bias + along, mask=along < columns, other=0.0)")
+        body.add("x = x + to_float32(added)[None, :]")
+    body.add(through)
+    if matmul.activation:
+        body.add(f"x = {matmul.activation}(x)", through)
+
+
+def _encode_lines(body: generate.Body, coder: BlockCodec) -> None:
+    """``x [BLOCK_M, BLOCK_N]`` as blocks, which are where they are in the wire's row."""
+    body.add(
+        "x = tl.reshape(x, (BLOCKS, PARTS, SIZE // PARTS))",
+        "inside = tl.arange(0, SIZE // PARTS)[None, None, :]",
+        "inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)",
+        "each = tl.arange(0, BLOCKS)[:, None, None]",
+        "down = line + line_of(each // ALONG, cut, SLICES)",
+        "beside = column // SIZE + each % ALONG",
+        "across = columns // SIZE",
+        "here = (down < rows) & (beside < across)",
+        "block = down * across + beside",
+    )
+    body.add("blocks = rows * across")
+    # No branch: loops around one cannot be made flat (Triton 3.7).
+    for region, length in generate.write_encode(coder, body):
+        body.add(f"filled_by_first({region}, {length}, line + cut, column)")

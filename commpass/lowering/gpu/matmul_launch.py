@@ -1,0 +1,272 @@
+"""The matmul that encodes its own result called on tensors: on a card, or on a CPU where Triton
+interprets."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.library import wrap_triton
+
+from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.noise import Stochastic, key_of
+from commpass.codecs.block.packing import widths
+from commpass.errors import CommpassError
+from commpass.lowering.gpu.launch import has_fp8, interpreting, places
+from commpass.lowering.gpu.matmul_encode import Kernel, kernel, obstacle
+from commpass.lowering.gpu.matmul_sizes import (
+    Configuration,
+    Matmul,
+    Problem,
+    configuration,
+    configurations,
+)
+from commpass.lowering.gpu.source import load
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a kernel: plain numbers and compile-time constants by name, and the tiles that
+    its programs share. Tensors are given by name as well: ``a``, ``b``, ``made`` and, where the
+    kernel takes them, ``bias``, ``a_scale``, ``b_scale``, ``ready``."""
+
+    kernel: Kernel
+    numbers: dict[str, int]
+    constants: dict[str, Any]
+    by: Configuration
+    tiles: int
+
+    def grid(self, processors: int) -> tuple[int]:
+        return (min(self.tiles, processors * self.by.programs),)
+
+
+def call(
+    coder: BlockCodec,
+    matmul: Matmul,
+    problem: Problem,
+    by: Configuration,
+    steps: Sequence[int],
+    *,
+    counts: bool = False,
+    casts: bool = True,
+    fp8: bool = True,
+) -> Call:
+    """``steps``: values from one line of ``a`` to the next, and of ``b``. ``casts`` is false in
+    Triton's interpreter, ``fp8`` where the card has no casts to 8-bit floats."""
+    made = kernel(coder, matmul, by, counts=counts)
+    numel = problem.rows * problem.n
+    numbers = {
+        "rows": problem.rows,
+        "columns": problem.n,
+        "depth": problem.k,
+        "ranks": problem.ranks,
+        "chunks": problem.chunks,
+        "a_step": steps[0],
+        "b_step": steps[1],
+        "made_stride": coder.wire_bytes(numel, torch.float32),
+        **places("made", coder, numel, torch.float32),
+    }
+    if isinstance(coder.rounding, Stochastic):
+        key = key_of(coder.rounding.seed, coder.salt)
+        numbers["key"] = (key + 2**31) % 2**32 - 2**31
+    constants = {
+        "BLOCK_M": by.block_m,
+        "BLOCK_N": by.block_n,
+        "BLOCK_K": by.block_k,
+        "GROUP": by.group,
+        "SLICES": by.cuts,
+        "SIZE": coder.block,
+        "PARTS": 8 // widths(coder.grid.bits)[0],
+        "WHOLE_K": problem.k % by.block_k == 0,
+        "CASTS": casts,
+        "FP8": fp8,
+    }
+    return Call(
+        made,
+        {name: numbers[name] for name in made.signature if name in numbers},
+        {name: constants[name] for name in made.constants},
+        by,
+        problem.tiles(by) * problem.segments,
+    )
+
+
+def lies_by_rows(operand: Tensor) -> bool | None:
+    """Whether a matrix's last dimension is contiguous (True) or its first one (False); None if
+    neither is, or its lines overlap."""
+    (down, along), (height, width) = operand.stride(), operand.shape
+    if along == 1 and down >= width:
+        return True
+    return False if down == 1 and along >= height else None
+
+
+def step_of(operand: Tensor) -> int:
+    """Values from one of its lines to the next."""
+    down, along = operand.stride()
+    return down if lies_by_rows(operand) else along
+
+
+def matmul_of(a: Tensor, b: Tensor, made: torch.dtype, **others: Any) -> Matmul | None:
+    """What two tensors ask for; None if one lies neither by rows nor by columns."""
+    by_rows = [lies_by_rows(each) for each in (a, b)]
+    if by_rows[0] is None or by_rows[1] is None:
+        return None
+    return Matmul(a.dtype, made, by_rows[0], by_rows[1], **others)
+
+
+def fitting(by: Configuration, a: Tensor, b: Tensor) -> Configuration:
+    """The configuration without descriptors where operands are not aligned as these need it: where
+    they begin, and from line to line, at multiples of 16 bytes."""
+    apart = (step_of(each) * each.itemsize for each in (a, b))
+    begin = (each.storage_offset() * each.itemsize for each in (a, b))
+    fits = all(number % 16 == 0 for number in (*apart, *begin))
+    return by if fits or not by.descriptors else replace(by, descriptors=False)
+
+
+def run(
+    a: Tensor,
+    b: Tensor,
+    coder: BlockCodec,
+    ranks: int,
+    *,
+    chunks: int = 1,
+    made: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    activation: str = "",
+    scales: tuple[Tensor, Tensor] | None = None,
+    fast: bool = False,
+    by: Configuration | None = None,
+    ready: Tensor | None = None,
+    tune: bool = False,
+    graph: bool = False,
+) -> Tensor:
+    """The wire ``[chunks, ranks, wire_bytes]`` of ``a @ b``, of dtype ``made`` (that of ``a``
+    unless it has 8 bits). ``graph``: the call is to be traced, for Inductor, which launches the
+    kernel itself and gives memory to descriptors.
+
+    ``ready``, int32 ``[chunks * ranks]``, zero before: the kernel counts in it the tiles of each
+    segment that are in memory; all are where it holds ``Problem.tiles``. ``tune`` measures the
+    configurations that are worth it once for each problem, and takes the fastest.
+    """
+    made = made or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
+    has = {"bias": bias.dtype if bias is not None else None, "activation": activation}
+    matmul = matmul_of(a, b, made, fast=fast, **has)
+    if matmul is None:
+        raise CommpassError("no kernel: an operand lies neither by rows nor by columns")
+    problem = Problem(a.shape[0], b.shape[1], a.shape[1], ranks, chunks)
+    arch = "sm_90" if interpreting() else arch_of(a.device)
+    if why := obstacle(coder, matmul, problem, arch=arch):
+        raise CommpassError(f"no kernel: {why}")
+    tensors: dict[str, Tensor | None] = {"a": a, "b": b, "bias": bias, "ready": ready}
+    if matmul.scaled:
+        if scales is None:
+            raise CommpassError("no kernel: e4m3 operands need their two scales")
+        tensors |= {"a_scale": scales[0], "b_scale": scales[1]}
+    width = coder.wire_bytes(problem.rows * problem.n, torch.float32)
+    wire = a.new_empty((chunks, ranks, width), dtype=torch.uint8)
+    tensors["made"] = wire
+    if by is None:
+        by = configuration(coder, matmul, problem, arch)
+    if tune and not interpreting():
+        by = _fastest(coder, matmul, problem, arch, tensors)
+    _launch(coder, matmul, problem, fitting(by, a, b), tensors, graph=graph)
+    return wire
+
+
+def _launch(
+    coder: BlockCodec,
+    matmul: Matmul,
+    problem: Problem,
+    by: Configuration,
+    tensors: Mapping[str, Tensor | None],
+    *,
+    graph: bool = False,
+) -> None:
+    device = _tensor(tensors, "a").device
+    steps = [step_of(_tensor(tensors, name)) for name in ("a", "b")]
+    made = call(
+        coder,
+        matmul,
+        problem,
+        by,
+        steps,
+        counts=tensors["ready"] is not None,
+        casts=not interpreting(),
+        fp8=not interpreting() and has_fp8(device),
+    )
+    arguments = [
+        made.numbers[name] if name in made.numbers else _tensor(tensors, name)
+        for name in made.kernel.signature
+    ]
+    function, grid = load(made.kernel.source), made.grid(_processors(device))
+    compiled = {"num_warps": by.num_warps, "num_stages": by.num_stages}
+    if graph:
+        wrap_triton(function)[grid](*arguments, **made.constants, **compiled)
+        return
+    if not interpreting():
+        compiled["enable_fp_fusion"] = made.kernel.fuses
+
+    def launch() -> None:
+        if by.descriptors:
+            triton.set_allocator(_scratch)
+        function[grid](*arguments, **made.constants, **compiled)
+
+    # The allocator is set for this call alone: whoever else uses Triton has one of their own.
+    contextvars.copy_context().run(launch)
+
+
+def _tensor(tensors: Mapping[str, Tensor | None], name: str) -> Tensor:
+    found = tensors[name]
+    assert found is not None, name
+    return found
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Memory for descriptors, 128 bytes each; it comes from torch's own pool, in the order of the
+    stream."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a card; of the interpreter, as many as there are in a small test."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_found: dict[tuple[Any, ...], Configuration] = {}
+
+
+def _fastest(
+    coder: BlockCodec,
+    matmul: Matmul,
+    problem: Problem,
+    arch: str,
+    tensors: Mapping[str, Tensor | None],
+) -> Configuration:
+    """The fastest configuration, measured once for each problem."""
+    a, b = _tensor(tensors, "a"), _tensor(tensors, "b")
+    key = (coder, matmul, problem, arch, a.device)
+    if key not in _found:
+        tried = {fitting(by, a, b) for by in configurations(coder, matmul, problem, arch)}
+        free = {**tensors, "ready": None}  # which counts what is asked for, and no measurements
+        times = {
+            by: triton.testing.do_bench(
+                lambda by=by: _launch(coder, matmul, problem, by, free), return_mode="median"
+            )
+            for by in tried
+        }
+        _found[key] = min(times, key=lambda by: times[by])
+    return _found[key]
+
+
+def arch_of(device: torch.device) -> str:
+    """``sm_90`` or ``gfx942``; a card that is not known is given the name it has."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"

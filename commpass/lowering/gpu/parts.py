@@ -1,0 +1,324 @@
+"""What each part of a block codec is in a generated kernel: lines that call its tile functions.
+
+In these lines ``x`` is the tile ``[BLOCKS, PARTS, SIZE / PARTS]`` of float32 values, ``codes`` that
+of int32 codes, ``number_0``, ``number_1`` the scales ``[BLOCKS, 1, 1]``, ``block`` and ``inside``
+the numbers of blocks in the row and of values in a block. Each function is dispatched on the type
+of its part: a new part needs its lines here, and has all kernels then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from commpass.codecs.block.grids import (
+    LARGEST,
+    CompandedGrid,
+    Fp8Grid,
+    Grid,
+    IntGrid,
+    LevelGrid,
+    TableGrid,
+    companding_of,
+)
+from commpass.codecs.block.layouts import LANES, Flat, Lanes, Layout, Tiles
+from commpass.codecs.block.noise import Nearest, Rounding, Stochastic
+from commpass.codecs.block.packing import widths
+from commpass.codecs.block.scales import (
+    Absmax,
+    Dual,
+    LeastSquares,
+    Rms,
+    Scale,
+    Static,
+    start_of,
+)
+from commpass.codecs.block.transforms import Hadamard, NoTransform, Transform
+from commpass.codecs.dispatch import by_type
+
+Lines = list[str]
+
+
+# --- layouts --------------------------------------------------------------------------------------
+
+
+@by_type
+def place(layout: Layout, size: int) -> str:
+    """Where the values of a tile lie in their row, as an expression."""
+    raise NotImplementedError(layout)
+
+
+@place.register
+def _flat(layout: Flat, size: int) -> str:
+    return f"flat(block, inside, {size})"
+
+
+@place.register
+def _lanes(layout: Lanes, size: int) -> str:
+    return f"lanes(block, inside, {size}, {LANES})"
+
+
+@place.register
+def _tiles(layout: Tiles, size: int) -> str:
+    return f"tiles(block, inside, numel, {layout.height}, {layout.across}, {layout.width})"
+
+
+# --- transforms -----------------------------------------------------------------------------------
+
+
+@by_type
+def forward(transform: Transform) -> Lines:
+    """Changes ``x``; ``side`` is what travels besides."""
+    raise NotImplementedError(transform)
+
+
+@by_type
+def inverse(transform: Transform, times: float) -> Lines:
+    """Takes values divided by ``sums`` and gives blocks divided by it, times a number."""
+    raise NotImplementedError(transform)
+
+
+@forward.register
+def _stays(transform: NoTransform) -> Lines:
+    return []
+
+
+@inverse.register
+def _stayed(transform: NoTransform, times: float) -> Lines:
+    return [f"x = x * {times!r}"] if times != 1 else []
+
+
+@forward.register
+def _rotated(transform: Hadamard) -> Lines:
+    lines = (
+        ["side = pivot_of(x, inside)", "x = swapped(x, inside, side)"] if transform.pivot else []
+    )
+    lines.append(f"x = x * {_scale(transform, 1 / transform.width)}")
+    return [*lines, f"x = hadamard(x, {transform.width})"]
+
+
+@inverse.register
+def _rotated_back(transform: Hadamard, times: float) -> Lines:
+    lines = [f"x = hadamard(x, {transform.width})", f"x = x * {_scale(transform, times)}"]
+    return lines + (["x = swapped(x, inside, side)"] if transform.pivot else [])
+
+
+def _scale(transform: Hadamard, number: float) -> str:
+    """A number, with the signs of the Kronecker product of two signed matrices: see
+    ``codecs.block.transforms``."""
+    bits = transform.width.bit_length()
+    split = bits - 1 - bits // 2
+    signed = f"signs(inside, {number!r}, {transform.width}, {split})"
+    return signed if transform.signed else repr(number)
+
+
+# --- scales ---------------------------------------------------------------------------------------
+
+
+@by_type
+def measured(scale: Scale, grid: Grid) -> Lines:
+    """Makes ``number_i``, before they are rounded, of ``x`` and its ``peak``."""
+    raise NotImplementedError(scale)
+
+
+@measured.register
+def _absmax(scale: Absmax, grid: Grid) -> Lines:
+    return [f"number_0 = absmax(peak, {grid.largest!r})"]
+
+
+@measured.register
+def _rms(scale: Rms, grid: Grid) -> Lines:
+    return [f"number_0 = rms(x, peak, {grid.sigma!r})"]
+
+
+@measured.register
+def _first(scale: LeastSquares, grid: Grid) -> Lines:
+    return measured(start_of(scale, grid), grid)
+
+
+@measured.register
+def _dual(scale: Dual, grid: Grid) -> Lines:
+    return [
+        "number_0 = dual_sigma(x, peak)",
+        f"number_1 = dual_peak(peak, number_0, {grid.largest!r})",
+    ]
+
+
+@measured.register
+def _static(scale: Static, grid: Grid) -> Lines:
+    return []
+
+
+@by_type
+def units(scale: Scale, grid: Grid) -> Lines:
+    """Makes ``z``, ``x`` in units of the grid."""
+    raise NotImplementedError(scale)
+
+
+@units.register
+def _by_numbers(scale: Absmax | Rms | LeastSquares | Dual, grid: Grid) -> Lines:
+    function = "in_units" if grid.has_zero else "in_units_of_some"
+    taken = ["x", *["z"] * (scale.numbers - 1)]
+    return [f"z = {function}({name}, number_{i})" for i, name in enumerate(taken)]
+
+
+@units.register
+def _by_value(scale: Static, grid: Grid) -> Lines:
+    return [f"z = in_units_static(x, {scale.value!r}, {2 * grid.largest!r})"]
+
+
+@by_type
+def refitted(scale: Scale, grid: Grid) -> Lines:
+    """Changes ``number_0`` once ``codes`` are known."""
+    raise NotImplementedError(scale)
+
+
+@refitted.register
+def _as_they_are(scale: Absmax | Rms | Dual | Static, grid: Grid) -> Lines:
+    return []
+
+
+@refitted.register
+def _least_squares(scale: LeastSquares, grid: Grid) -> Lines:
+    back = f"least_squares(x, {decoded(grid, 'codes')}, number_0)"
+    return [f"number_0 = nearest_{scale.stored}({back})"]
+
+
+@by_type
+def multiplied(scale: Scale, first: str) -> Lines:
+    """``x`` in grid units to values; ``first`` is what its first number is called."""
+    raise NotImplementedError(scale)
+
+
+@multiplied.register
+def _numbers_again(scale: Absmax | Rms | LeastSquares | Dual, first: str) -> Lines:
+    return [f"x = x * number_{i}" for i in range(scale.numbers - 1, 0, -1)] + [f"x = x * {first}"]
+
+
+@multiplied.register
+def _value_again(scale: Static, first: str) -> Lines:
+    return [f"x = x * {scale.value!r}"]
+
+
+def kept_in(scale: Scale) -> bool:
+    """Whether no value in grid units is above the largest: its rule is the peak, rounded up."""
+    return isinstance(scale, (Absmax, Dual))
+
+
+# --- grids ----------------------------------------------------------------------------------------
+
+
+@by_type
+def encoded(grid: Grid, kept: bool) -> Lines:
+    """Makes ``codes`` of ``z``; ``noise`` is there."""
+    raise NotImplementedError(grid)
+
+
+@by_type
+def decoded(grid: Grid, codes: str) -> str:
+    """Codes to numbers in grid units, as an expression."""
+    raise NotImplementedError(grid)
+
+
+@encoded.register
+def _encode_int(grid: IntGrid, kept: bool) -> Lines:
+    lines = [f"codes = encode_int(z, noise, {grid.bits}, {not kept}, {grid.marks})"]
+    return [*lines, "codes = marked(codes, z)"] if grid.marks else lines
+
+
+@decoded.register
+def _decode_int(grid: IntGrid, codes: str) -> str:
+    return f"decode_int({codes}, {grid.bits}, {grid.marks})"
+
+
+@encoded.register
+def _encode_level(grid: LevelGrid, kept: bool) -> Lines:
+    return [f"codes = encode_level(z, noise, {grid.bits}, {grid.largest!r})"]
+
+
+@decoded.register
+def _decode_level(grid: LevelGrid, codes: str) -> str:
+    return f"decode_level({codes}, {grid.largest!r})"
+
+
+@encoded.register
+def _encode_fp8(grid: Fp8Grid, kept: bool) -> Lines:
+    return [f"codes = encode_{grid.form}(z, {grid.largest!r}, {grid.marks}, FP8)"]
+
+
+@decoded.register
+def _decode_fp8(grid: Fp8Grid, codes: str) -> str:
+    hardware = ", FP8" if grid.form == "e4m3" else ""
+    return f"decode_{grid.form}({codes}{hardware})"
+
+
+@encoded.register
+def _encode_companded(grid: CompandedGrid, kept: bool) -> Lines:
+    cells = 2 ** (grid.bits - 1)
+    gain, k = companding_of(grid)
+    return [f"codes = encode_companded(z, {gain!r}, {k!r}, {cells})"]
+
+
+@decoded.register
+def _decode_companded(grid: CompandedGrid, codes: str) -> str:
+    cells = 2 ** (grid.bits - 1)
+    power = (LARGEST / cells).hex().partition("p")[2]
+    k = grid.k / LARGEST**2
+    return f"decode_companded({codes}, {int(power)}, {1 + grid.k!r}, {k!r}, {cells})"
+
+
+@encoded.register
+def _encode_table(grid: TableGrid, kept: bool) -> Lines:
+    edges = [(low + high) / 2 for low, high in pairwise(grid.levels)]
+    return [f"codes = encode_table(z, {_tuple(edges)}, {grid.bits})"]
+
+
+@decoded.register
+def _decode_table(grid: TableGrid, codes: str) -> str:
+    gaps = [high - low for low, high in pairwise(grid.levels)]
+    return f"decode_table({codes}, {grid.levels[0]!r}, {_tuple(gaps)}, {grid.bits})"
+
+
+def _tuple(numbers: Iterable[float]) -> str:
+    return f"({', '.join(map(repr, numbers))},)"
+
+
+# --- rounding -------------------------------------------------------------------------------------
+
+
+@by_type
+def noise(rounding: Rounding) -> str:
+    """What is added before a value is rounded down, as an expression; of nothing, None."""
+    raise NotImplementedError(rounding)
+
+
+@noise.register
+def _nearest(rounding: Nearest) -> str:
+    return "None"
+
+
+@noise.register
+def _stochastic(rounding: Stochastic) -> str:
+    return "uniform(x, row.to(tl.int32) * blocks + block, inside, key)"
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+def packs(bits: int, size: int) -> Sequence[tuple[int, int, int, int]]:
+    """The parts in which the codes of a block of ``size`` travel: lowest bit, width, first byte in
+    the block's, bytes."""
+    parts, low, first = [], 0, 0
+    for width in widths(bits):
+        length = size * width // 8
+        parts.append((low, width, first, length))
+        low, first = low + width, first + length
+    return parts
+
+
+PARTS: tuple[Any, ...] = (
+    *(place, forward, inverse, measured, units, refitted, multiplied),
+    *(encoded, decoded, noise),
+)
+"""The functions that every part of its kind must be known to."""

@@ -1,0 +1,118 @@
+"""Statistics of rows ``x + residual`` by kernels: what ``codecs.sparse.measure.Measured`` says of
+the rows in aten operations, number by number, and no row is ever written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.sparse.measure import magnitude_bits
+from commpass.lowering.gpu.call import Arguments, Call, launch
+from commpass.lowering.gpu.source import Source, of_function
+from commpass.lowering.gpu.tiles import sparse as tiles
+from commpass.lowering.gpu.tiles import sparse_measure
+
+FORMS = {torch.float16: tiles.FP16, torch.bfloat16: tiles.BF16, torch.float32: tiles.FP32}
+WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """``Statistics`` of ``x`` in bf16, fp16 or fp32 plus a float32 residual, both ``[rows, n]``.
+    A program goes through ``tiles`` blocks of ``block`` entries."""
+
+    x: Tensor
+    residual: Tensor
+    extremes: Tensor
+    block: int
+    tiles: int
+
+    @property
+    def entries(self) -> int:
+        return self.x.shape[1]
+
+    def peak(self) -> Tensor:
+        return self.extremes[0].unsqueeze(-1)
+
+    def outside(self) -> Tensor:
+        return self.extremes[1].unsqueeze(-1).to(torch.int64)
+
+    def at(self, places: Tensor) -> Tensor:
+        chosen = places.expand(self.x.shape[0], -1)
+        wanted = self.x.gather(1, chosen).float() + self.residual.gather(1, chosen)
+        return magnitude_bits(wanted.to(self.x.dtype))
+
+    def counts(self, thresholds: Tensor, unless: Tensor | None = None) -> Tensor:
+        found = self.x.new_zeros(thresholds.shape, dtype=torch.int32)
+        launch(self.counts_call(thresholds.contiguous(), unless, found))
+        return found.to(torch.int64)
+
+    def moments(self, peak: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = self.x.new_zeros((self.x.shape[0], 2), dtype=torch.int64)
+        launch(self.moments_call(peak, found))
+        signed, squares = found.double().split(1, dim=1)
+        return signed / 2.0**24, squares / 2.0**32, self.entries - self.outside()
+
+    def above(self, peak: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
+        found = self.x.new_zeros((self.x.shape[0], 2), dtype=torch.int64)
+        launch(self.above_call(peak, _rounded_up(peak, least), found))
+        total, count = found.split(1, dim=1)
+        return total.double() / 2.0**24, count
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def peak_call(self) -> Call:
+        peaks, outside = self.extremes
+        return self._call(sparse_measure.sparse_peak, {"peaks": peaks, "outside": outside})
+
+    def counts_call(self, thresholds: Tensor, unless: Tensor | None, found: Tensor) -> Call:
+        none = thresholds.new_zeros((thresholds.shape[0],), dtype=torch.int32)
+        skipped = none if unless is None else unless.reshape(-1).to(torch.int32)
+        arguments: Arguments = {"thresholds": thresholds, "unless": skipped, "found": found}
+        return self._call(sparse_measure.sparse_counts, arguments, MANY=thresholds.shape[1])
+
+    def moments_call(self, peak: Tensor, found: Tensor) -> Call:
+        return self._call(sparse_measure.sparse_moments, {"peaks": peak, "found": found})
+
+    def above_call(self, peak: Tensor, least: Tensor, found: Tensor) -> Call:
+        arguments: Arguments = {"peaks": peak, "least": least, "found": found}
+        return self._call(sparse_measure.sparse_above, arguments)
+
+    def _call(self, entry: object, arguments: Arguments, **more: int) -> Call:
+        rows, n = self.x.shape
+        parts = -(-n // (self.block * self.tiles))
+        rest: Arguments = {"n": n, "parts": parts}
+        x: Arguments = {"x": self.x.view(WHOLE[self.x.dtype]), "residual": self.residual}
+        constants = {
+            "FORM": FORMS[self.x.dtype],
+            **more,
+            "ONE_ROW": rows == 1,
+            "BLOCK": self.block,
+            "TILES": self.tiles,
+        }
+        return Call(_source(entry), {**x, **arguments, **rest}, constants, rows * parts, 4)
+
+
+def seen(x: Tensor, residual: Tensor, block: int = 2048, tiles: int = 8) -> Seen:
+    """Statistics of rows, of which the extremes are measured at once."""
+    extremes = x.new_zeros((2, x.shape[0]), dtype=torch.int32)
+    made = Seen(x, residual, extremes, block, tiles)
+    launch(made.peak_call())
+    return made
+
+
+def _rounded_up(peak: Tensor, least: Tensor | None) -> Tensor:
+    """A float64 bound as the least float32 that is not below it: sizes are float32."""
+    if least is None:
+        return torch.zeros_like(peak, dtype=torch.float32)
+    near = least.float()
+    above = torch.nextafter(near, torch.full_like(near, torch.inf))
+    return torch.where(near.double() < least, above, near)
+
+
+@lru_cache(maxsize=16)
+def _source(entry: object) -> Source:
+    return of_function(entry)  # type: ignore[arg-type]

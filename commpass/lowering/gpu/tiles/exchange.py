@@ -1,0 +1,73 @@
+"""Signals between ranks: how a kernel reaches the memory of its peers, tells them that it has
+written, and waits until they have.
+
+``peers`` are the addresses, int64 ``[ranks]``, at which this rank sees every rank's memory, its own
+included. A signal is an int32 that only one program of one rank writes: the number of the call,
+which only grows. So nothing is ever set back, and a rank that is a call ahead does no harm. Numbers
+are compared by their difference, which is right when they wrap around as well.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from commpass.lowering.gpu.source import tile
+
+SLOTS = 32
+"""Signals that lie side by side, one from each rank: one line of 128 bytes. The most ranks."""
+
+
+@tile
+def memory_of(peers, rank):
+    """The memory of a rank."""
+    memory = tl.load(peers + rank).to(tl.pointer_type(tl.uint8))
+    return tl.multiple_of(memory, 128)
+
+
+@tile
+def number_at(memory, at):
+    """An int32 in the memory of a rank."""
+    return (memory + at).to(tl.pointer_type(tl.int32))
+
+
+@tile
+def signal(peers, at, rank, epoch, RANKS: tl.constexpr, WIDTH: tl.constexpr):
+    """Tells every rank, also this one, that this program has written and read all of call ``epoch``
+    up to here. ``at`` is where the program's signals lie.
+
+    The barrier puts all threads' accesses before the exchange, which releases them to all that the
+    system holds. WIDTH is a power of two, RANKS at least.
+    """
+    lane = tl.arange(0, WIDTH)
+    there = lane < RANKS
+    memory = tl.load(peers + lane, mask=there, other=0)
+    slots = (memory + (at + rank * 4)).to(tl.pointer_type(tl.int32))
+    numbers = tl.zeros((WIDTH,), tl.int32) + epoch
+    tl.debug_barrier()
+    tl.atomic_xchg(slots, numbers, mask=there, sem="release", scope="sys")
+
+
+@tile
+def wait(memory, at, epoch, RANKS: tl.constexpr, WIDTH: tl.constexpr, SPINS: tl.constexpr):
+    """Waits for the signals of all ranks: 0, or after SPINS looks a bit for each that is missing.
+
+    A look adds nothing to the signal: an exchange that acquires what was released before it.
+    """
+    lane = tl.arange(0, WIDTH)
+    there = lane < RANKS
+    slots = number_at(memory, at) + lane
+    nothing = tl.zeros((WIDTH,), tl.int32)
+    missing = tl.sum(nothing, axis=0) + 1
+    spins = 0
+    while (missing != 0) & (spins < SPINS):
+        seen = tl.atomic_add(slots, nothing, mask=there, sem="acquire", scope="sys")
+        missing = tl.sum(tl.where(there & (seen - epoch < 0), 1 << lane, 0), axis=0)
+        spins += 1
+    tl.debug_barrier()
+    return missing
+
+
+@tile
+def region(memory, at):
+    """What begins at a multiple of 128 bytes."""
+    return tl.multiple_of(memory + at, 128)

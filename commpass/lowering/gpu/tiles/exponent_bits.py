@@ -1,0 +1,227 @@
+"""Bit planes on tiles of columns: uint32 words that hold one bit of 32 numbers each.
+
+The tiles of ``commpass.codecs.exponent.bits`` and ``strings``: the same numbers. Tuples of words
+are planes, lowest first.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from commpass.lowering.gpu.source import tile
+
+
+@tile
+def inverse(word):
+    """uint32 words with all bits turned; the interpreter has no ``~`` of them."""
+    return word ^ 0xFFFFFFFF
+
+
+@tile
+def ones(word):
+    """Ones of uint32 words, int32. In the form that LLVM knows as one instruction."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F
+    # The minimum changes nothing. It keeps what follows (a product with a power of two is a shift)
+    # from being merged into the form before LLVM knows it, which then drops the minimum.
+    return tl.minimum(((word * 0x01010101) >> 24).to(tl.int32), 32)
+
+
+@tile
+def unknown(NUMBER: tl.constexpr):
+    """A uint32 of which the compiler does not know that it is always the same (a grid has one
+    program in its last dimension)."""
+    return tl.full((), NUMBER, tl.uint32) * tl.num_programs(2).to(tl.uint32)
+
+
+@tile
+def merged(mask, a, b):
+    """``a`` under the mask, ``b`` elsewhere.
+
+    One instruction of three inputs, if the mask is ``unknown``: with a constant LLVM makes it two
+    "and" and an "or", which ptxas does not put together again.
+    """
+    return ((a ^ b) & mask) ^ b
+
+
+@tile
+def any_of(planes):
+    whole = planes[0]
+    for plane in tl.static_range(1, len(planes)):
+        whole = whole | planes[plane]
+    return whole
+
+
+@tile
+def swapped(words, DISTANCE: tl.constexpr, MASK: tl.constexpr):
+    """Blocks of ``DISTANCE`` bits off the diagonal change places, in each pair of words that are
+    as far apart. ``MASK``: the lower block of each pair of blocks."""
+    mask = unknown(MASK)
+    out = ()
+    for place in tl.static_range(8):
+        if place & DISTANCE == 0:
+            out = out + (merged(mask, words[place], words[place + DISTANCE] << DISTANCE),)
+        else:
+            out = out + (merged(mask, words[place - DISTANCE] >> DISTANCE, words[place]),)
+    return out
+
+
+@tile
+def transposed(words):
+    """8 words of 4 bytes to 8 bit planes, and back."""
+    words = swapped(words, 4, 0x0F0F0F0F)
+    words = swapped(words, 2, 0x33333333)
+    return swapped(words, 1, 0x55555555)
+
+
+@tile
+def spread(number, BITS: tl.constexpr):
+    """An int32 number as planes that hold it 32 times."""
+    bits = number.to(tl.uint32, bitcast=True)
+    planes = ()
+    for bit in tl.static_range(BITS):
+        planes = planes + (0 - ((bits >> bit) & 1),)
+    return planes
+
+
+@tile
+def minus(a, b):
+    """``a - b``, as many planes as ``b``; those that ``a`` lacks are zero."""
+    borrow = tl.zeros_like(a[0])
+    difference = ()
+    for bit in tl.static_range(len(b)):
+        if bit < len(a):
+            difference = difference + (a[bit] ^ b[bit] ^ borrow,)
+            borrow = (inverse(a[bit]) & (b[bit] ^ borrow)) | (b[bit] & borrow)
+        else:
+            difference = difference + (b[bit] ^ borrow,)
+            borrow = b[bit] | borrow
+    return difference
+
+
+@tile
+def plus(a, b):
+    """``a + b``, as many planes as ``b``; those that ``a`` lacks are zero."""
+    carry = tl.zeros_like(a[0])
+    total = ()
+    for bit in tl.static_range(len(b)):
+        if bit < len(a):
+            total = total + (a[bit] ^ b[bit] ^ carry,)
+            carry = (a[bit] & (b[bit] ^ carry)) | (b[bit] & carry)
+        else:
+            total = total + (b[bit] ^ carry,)
+            carry = b[bit] & carry
+    return total
+
+
+@tile
+def moves(mask):
+    """Which bits go 1, 2, 4, 8 and 16 places down, so that those under ``mask`` come together: see
+    ``commpass.codecs.exponent.bits.moves``."""
+    plan = ()
+    zeros = inverse(mask) << 1
+    for turn in tl.static_range(5):
+        parity = zeros ^ (zeros << 1)
+        parity = parity ^ (parity << 2)
+        parity = parity ^ (parity << 4)
+        parity = parity ^ (parity << 8)
+        parity = parity ^ (parity << 16)
+        going = parity & mask
+        plan = plan + (going,)
+        mask = (mask ^ going) | (going >> (1 << turn))
+        zeros = zeros & inverse(parity)
+    return plan
+
+
+@tile
+def compressed(planes, plan, mask):
+    """The bits of planes under a mask at the low end, in order."""
+    out = ()
+    for number in tl.static_range(len(planes)):
+        word = planes[number] & mask
+        for turn in tl.static_range(5):
+            word = (word & inverse(plan[turn])) | ((word & plan[turn]) >> (1 << turn))
+        out = out + (word,)
+    return out
+
+
+@tile
+def expanded(planes, plan, mask):
+    """The inverse of ``compressed``; bits beyond the ones of the mask are dropped."""
+    out = ()
+    for number in tl.static_range(len(planes)):
+        word = planes[number]
+        for turn in tl.static_range(5):
+            word = (word & inverse(plan[4 - turn])) | ((word << (1 << (4 - turn))) & plan[4 - turn])
+        out = out + (word & mask,)
+    return out
+
+
+@tile
+def picked(planes, mask, most):
+    """As ``compressed``, one field at a time: quicker where there are few.
+
+    ``most``: no mask has more ones.
+    """
+    out = ()
+    for _ in tl.static_range(len(planes)):
+        out = out + (tl.zeros_like(mask),)
+    place = tl.full((), 1, tl.uint32)
+    for _ in range(most):
+        lowest = mask & (0 - mask)
+        mask = mask ^ lowest
+        longer = ()
+        for number in tl.static_range(len(planes)):
+            longer = longer + (
+                tl.where(planes[number] & lowest != 0, out[number] | place, out[number]),
+            )
+        out = longer
+        place = place << 1
+    return out
+
+
+@tile
+def put_back(planes, mask, most):
+    """The inverse of ``picked``; bits beyond the ones of the mask are dropped."""
+    out = ()
+    for _ in tl.static_range(len(planes)):
+        out = out + (tl.zeros_like(mask),)
+    place = tl.full((), 1, tl.uint32)
+    for _ in range(most):
+        lowest = mask & (0 - mask)
+        mask = mask ^ lowest
+        fuller = ()
+        for number in tl.static_range(len(planes)):
+            fuller = fuller + (
+                tl.where(planes[number] & place != 0, out[number] | lowest, out[number]),
+            )
+        out = fuller
+        place = place << 1
+    return out
+
+
+@tile
+def joined(planes, fields):
+    """Planes of ``fields`` fields each, one behind the other, uint64; wrong beyond 64 bits."""
+    if len(planes) == 8:
+        # At most 8 fields: two planes take 16 bits, four take 32.
+        once = fields.to(tl.uint32)
+        first = planes[0] | (planes[1] << once) | ((planes[2] | (planes[3] << once)) << (2 * once))
+        last = planes[4] | (planes[5] << once) | ((planes[6] | (planes[7] << once)) << (2 * once))
+        return first.to(tl.uint64) | (last.to(tl.uint64) << (4 * once).to(tl.uint64))
+    else:
+        string = planes[0].to(tl.uint64)
+        for number in tl.static_range(1, len(planes)):
+            string = string | (planes[number].to(tl.uint64) << (fields * number).to(tl.uint64))
+        return string
+
+
+@tile
+def taken_apart(string, fields, BITS: tl.constexpr):
+    """The planes of ``joined``; what follows in ``string`` is left in them: mask it off."""
+    planes = ()
+    for number in tl.static_range(BITS):
+        shift = tl.minimum(fields * number, 63).to(tl.uint64)
+        planes = planes + ((string >> shift).to(tl.uint32),)
+    return planes

@@ -1,0 +1,153 @@
+"""Floats as words of columns, taken apart and put together: the tiles of
+``commpass.codecs.exponent.floats``. A float has its number in ``FORM``."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from commpass.lowering.gpu.source import tile
+from commpass.lowering.gpu.tiles.exponent_bits import merged, unknown
+
+BFLOAT16 = 0
+FLOAT16 = 1
+FLOAT32 = 2
+LOW_BYTES = 0x00FF00FF
+LOW_BITS = 0x01010101
+BUT_HIGH_BITS = 0x7F7F7F7F
+
+
+@tile
+def column_words(source, line, column, inside, words, WORDS: tl.constexpr, HALVES: tl.constexpr):
+    """The words of columns, a tuple of ``WORDS`` uint32 tiles; zero behind the end of the row.
+
+    ``source``: int32 pointer to a row of ``words`` words; with ``HALVES`` an int16 pointer to a row
+    of ``words`` numbers, which need not begin at a whole word. ``line``: words from one part of the
+    row to the next.
+    """
+    out = ()
+    for part in tl.static_range(WORDS):
+        at = part * line + column
+        if HALVES:
+            # Two parts of a number of words may lie behind 2^31 halves.
+            first = at.to(tl.int64) * 2
+            low = tl.load(source + first, mask=inside & (first < words), other=0)
+            high = tl.load(source + first + 1, mask=inside & (first + 1 < words), other=0)
+            low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+            out = out + (low | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16),)
+        else:
+            word = tl.load(source + at, mask=inside & (at < words), other=0)
+            out = out + (word.to(tl.uint32, bitcast=True),)
+    return out
+
+
+@tile
+def low_bytes(words, UNIT: tl.constexpr):
+    """The lower bytes of the four halves of words 2 UNIT and 2 UNIT + 1: byte 0 of the first, byte
+    0 of the second, then byte 2 of each."""
+    return merged(unknown(LOW_BYTES), words[2 * UNIT], words[2 * UNIT + 1] << 8)
+
+
+@tile
+def high_bytes(words, UNIT: tl.constexpr):
+    """As ``low_bytes``, the upper ones."""
+    return merged(unknown(LOW_BYTES), words[2 * UNIT] >> 8, words[2 * UNIT + 1])
+
+
+@tile
+def from_bytes(low, high, SECOND: tl.constexpr):
+    """The inverse of both: the first word, or the second."""
+    if SECOND:
+        return merged(unknown(LOW_BYTES), low >> 8, high)
+    else:
+        return merged(unknown(LOW_BYTES), low, high << 8)
+
+
+@tile
+def exponents_of(words, FORM: tl.constexpr):
+    """8 words of 4 exponents, one in a byte: of 16-bit floats those of the two lower halves of two
+    words, then those of the upper ones."""
+    out = ()
+    for unit in tl.static_range(8):
+        if FORM == BFLOAT16:
+            high = high_bytes(words, unit)
+            low = low_bytes(words, unit)
+            out = out + (merged(unknown(LOW_BITS), low >> 7, high << 1),)
+        elif FORM == FLOAT16:
+            out = out + ((high_bytes(words, unit) >> 2) & 0x1F1F1F1F,)
+        else:
+            first = ((words[4 * unit] >> 23) & 0xFF) | ((words[4 * unit + 2] >> 15) & 0xFF00)
+            second = (words[4 * unit + 1] >> 7) & 0xFF0000
+            out = out + (first | second | ((words[4 * unit + 3] << 1) & 0xFF000000),)
+    return out
+
+
+@tile
+def rest_of(words, FORM: tl.constexpr):
+    """Sign and mantissa: 8, 11 or 24 words."""
+    if FORM == BFLOAT16:
+        out = ()
+        for unit in tl.static_range(8):
+            low = low_bytes(words, unit)
+            out = out + (merged(unknown(BUT_HIGH_BITS), low, high_bytes(words, unit)),)
+        return out
+    elif FORM == FLOAT16:
+        out = ()
+        above = ()
+        for unit in tl.static_range(8):
+            out = out + (low_bytes(words, unit),)
+        for pair in tl.static_range(16):
+            word = words[pair]
+            above = above + (((word >> 8) & 0x00030003) | ((word >> 13) & 0x00040004),)
+        for word in tl.static_range(3):
+            five = above[5 * word]
+            for place in tl.static_range(1, 5):
+                five = five | (above[5 * word + place] << (3 * place))
+            # 16 fields of 3 bits, 5 to each half of 3 words: the last one fills the free bits.
+            out = out + (five | (((above[15] >> word) & 0x00010001) << 15),)
+        return out
+    else:
+        out = ()
+        for four in tl.static_range(8):
+            last = (words[4 * four + 3] & 0x007FFFFF) | ((words[4 * four + 3] >> 8) & 0x00800000)
+            for place in tl.static_range(3):
+                word = words[4 * four + place]
+                number = (word & 0x007FFFFF) | ((word >> 8) & 0x00800000)
+                out = out + (number | ((last >> (8 * place)) << 24),)
+        return out
+
+
+@tile
+def words_of(exponents, rest, FORM: tl.constexpr):
+    """The inverse of ``exponents_of`` and ``rest_of``."""
+    out = ()
+    if FORM == BFLOAT16:
+        for unit in tl.static_range(8):
+            low = merged(unknown(BUT_HIGH_BITS), rest[unit], exponents[unit] << 7)
+            high = merged(unknown(BUT_HIGH_BITS), exponents[unit] >> 1, rest[unit])
+            out = out + (from_bytes(low, high, False), from_bytes(low, high, True))
+    elif FORM == FLOAT16:
+        for pair in tl.static_range(16):
+            low = (rest[pair // 2] >> (8 * (pair % 2))) & LOW_BYTES
+            if pair < 15:
+                above = (rest[8 + pair // 5] >> (3 * (pair % 5))) & 0x00070007
+            else:
+                above = (rest[8] >> 15) & 0x00010001
+                above = above | (((rest[9] >> 15) & 0x00010001) << 1)
+                above = above | (((rest[10] >> 15) & 0x00010001) << 2)
+            high = ((above & 0x00030003) << 8) | ((above & 0x00040004) << 13)
+            exponent = (exponents[pair // 2] >> (8 * (pair % 2))) & LOW_BYTES
+            out = out + (low | high | (exponent << 10),)
+    else:
+        for four in tl.static_range(8):
+            last = rest[3 * four] >> 24
+            last = last | ((rest[3 * four + 1] >> 24) << 8)
+            last = last | ((rest[3 * four + 2] >> 24) << 16)
+            for place in tl.static_range(4):
+                number = last
+                if place < 3:
+                    number = rest[3 * four + place] & 0x00FFFFFF
+                # Bytes 0, 2, 1 and 3: see ``exponents_of``.
+                exponent = exponents[four] >> (8 * (place % 2 * 2 + place // 2))
+                sign = (number & 0x00800000) << 8
+                out = out + ((number & 0x007FFFFF) | sign | ((exponent & 0xFF) << 23),)
+    return out

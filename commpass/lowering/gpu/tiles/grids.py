@@ -1,0 +1,163 @@
+"""Grids on tiles: numbers in grid units to codes below 2^bits, as int32, and back. One pair of
+functions for each type of ``codecs.block.grids``, with its numbers as constants."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from commpass.lowering.gpu.source import tile
+from commpass.lowering.gpu.tiles.numbers import (
+    INFINITY_BITS,
+    MAGIC,
+    MAGIC_BITS,
+    bits_of,
+    is_finite,
+    number_of,
+    of_bits,
+    size_bits,
+    whole,
+    whole_below,
+)
+
+
+@tile
+def clamped(x, LOW: tl.constexpr, HIGH: tl.constexpr):
+    return tl.minimum(tl.maximum(x, LOW), HIGH)
+
+
+@tile
+def encode_int(x, noise, BITS: tl.constexpr, CUT: tl.constexpr, MARKS: tl.constexpr):
+    """``CUT``: whether values may lie outside the grid. ``noise`` is 0 for the nearest."""
+    LARGEST: tl.constexpr = 2 ** (BITS - 1) - 1
+    MIDDLE: tl.constexpr = 2 ** (BITS - 1)
+    if noise is None:
+        if CUT:
+            x = clamped(x, -LARGEST, LARGEST)
+        # MIDDLE is even, so a tie goes where it would without it; the sum is there for nothing.
+        codes = bits_of(x + (MAGIC + MIDDLE)) - MAGIC_BITS
+    else:
+        # One below the least is enough to be cut off, and far values stay in reach of `whole`.
+        x = clamped(x, -LARGEST - 2.0, LARGEST + 2.0) + noise
+        codes = tl.minimum(tl.maximum(whole_below(x), -LARGEST), LARGEST) + MIDDLE
+    return codes
+
+
+@tile
+def marked(codes, x):
+    """Code 0 where a value is not finite."""
+    return tl.where(is_finite(x), codes, 0)
+
+
+@tile
+def decode_int(codes, BITS: tl.constexpr, MARKS: tl.constexpr):
+    values = number_of(codes, 2 ** (BITS - 1), 0)
+    if MARKS:
+        values = tl.where(codes == 0, float("nan"), values)
+    return values
+
+
+@tile
+def encode_level(x, noise, BITS: tl.constexpr, LARGEST: tl.constexpr):
+    MOST: tl.constexpr = 2**BITS - 1
+    shifted = clamped(x + LARGEST, -1.0, MOST + 1.0)
+    codes = whole(shifted) if noise is None else whole_below(shifted + noise)
+    return tl.minimum(tl.maximum(codes, 0), MOST)
+
+
+@tile
+def decode_level(codes, LARGEST: tl.constexpr):
+    return number_of(codes, LARGEST, 0)
+
+
+@tile
+def encode_companded(x, GAIN: tl.constexpr, K: tl.constexpr, CELLS: tl.constexpr):
+    y = x * GAIN
+    c = y * tl.rsqrt(y * y * K + 1.0)  # below CELLS * 1.5, however large x is
+    return tl.minimum(tl.maximum(tl.floor(c).to(tl.int32) + CELLS, 0), 2 * CELLS - 1)
+
+
+@tile
+def decode_companded(
+    codes, POWER: tl.constexpr, ONE_K: tl.constexpr, K: tl.constexpr, CELLS: tl.constexpr
+):
+    """``c`` is the middle of a cell, times the largest number: powers of two, like CELLS."""
+    c = number_of(codes, CELLS - 0.5, POWER)
+    return c * tl.rsqrt(ONE_K - c * c * K)
+
+
+@tile
+def encode_table(x, EDGES: tl.constexpr, BITS: tl.constexpr):
+    """``EDGES``: midway between neighbours of the positive levels."""
+    HALF: tl.constexpr = 2 ** (BITS - 1)
+    size = tl.abs(x)
+    rank = tl.zeros(x.shape, tl.int32)
+    for place in tl.static_range(len(EDGES)):
+        rank += (size >= EDGES[place]).to(tl.int32)
+    return tl.where(x < 0, HALF - 1 - rank, HALF + rank)
+
+
+@tile
+def decode_table(codes, FIRST: tl.constexpr, GAPS: tl.constexpr, BITS: tl.constexpr):
+    """``GAPS``: between neighbours of the positive levels, of which ``FIRST`` is the least."""
+    HALF: tl.constexpr = 2 ** (BITS - 1)
+    rank = tl.where(codes < HALF, HALF - 1 - codes, codes - HALF)
+    size = tl.full(codes.shape, FIRST, tl.float32)
+    for place in tl.static_range(len(GAPS)):
+        size += tl.where(rank > place, GAPS[place], 0.0)
+    return tl.where(codes < HALF, -size, size)
+
+
+# --- 8-bit floats ---------------------------------------------------------------------------------
+
+
+@tile
+def encode_e4m3(x, LARGEST: tl.constexpr, MARKS: tl.constexpr, HARDWARE: tl.constexpr):
+    if MARKS:
+        x = tl.where(is_finite(x), x, float("nan"))
+    if HARDWARE:
+        cut = tl.where(x == x, clamped(x, -LARGEST, LARGEST), x)
+        code = cut.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        a = size_bits(x)
+        cut = tl.minimum(a, bits_of(tl.full(x.shape, LARGEST, tl.float32)))
+        normal = ((cut + 0x7FFFF + ((cut >> 20) & 1)) >> 20) - (120 << 3)
+        # From 2^14 on a float32 has a unit of 2^-9, that of the smallest numbers of e4m3.
+        small = bits_of(of_bits(cut) + 16384.0) - 0x46800000
+        code = tl.where(cut < (121 << 23), small, normal)
+        code = tl.where(a > INFINITY_BITS, 0x7F, code) | ((bits_of(x) >> 24) & 0x80)
+    return code
+
+
+@tile
+def decode_e4m3(codes, HARDWARE: tl.constexpr):
+    if HARDWARE:
+        values = codes.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        size = codes & 0x7F
+        number = of_bits(size << 20) * (2.0**120)
+        number = tl.where(size == 0x7F, float("nan"), number)
+        values = of_bits(bits_of(number) | ((codes & 0x80) << 24))
+    return values
+
+
+@tile
+def encode_e5m2(x, LARGEST: tl.constexpr, MARKS: tl.constexpr, HARDWARE: tl.constexpr):
+    if MARKS:
+        x = tl.where(is_finite(x), x, float("nan"))
+    if HARDWARE:
+        cut = tl.where(x == x, clamped(x, -LARGEST, LARGEST), x)
+        code = cut.to(tl.float8e5).to(tl.uint8, bitcast=True).to(tl.int32)
+    else:
+        a = size_bits(x)
+        cut = tl.minimum(a, bits_of(tl.full(x.shape, LARGEST, tl.float32)))
+        normal = ((cut + 0xFFFFF + ((cut >> 21) & 1)) >> 21) - (112 << 2)
+        small = bits_of(of_bits(cut) + 128.0) - 0x43000000  # a unit of 2^-16
+        code = tl.where(cut < (113 << 23), small, normal)
+        code = tl.where(a > INFINITY_BITS, 0x7F, code) | ((bits_of(x) >> 24) & 0x80)
+    return code
+
+
+@tile
+def decode_e5m2(codes):
+    """Its bits are the upper half of a float16's."""
+    return (codes << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

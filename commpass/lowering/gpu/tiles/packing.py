@@ -1,0 +1,38 @@
+"""Codes of 1 to 8 bits as bytes: see ``codecs.block.packing``, whose bytes these are."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from commpass.lowering.gpu.source import tile
+
+
+@tile
+def packed(codes, LOW: tl.constexpr, WIDTH: tl.constexpr):
+    """Bits LOW to LOW + WIDTH of codes ``[blocks, parts, part]``, WIDTH a power of two: bytes
+    ``[blocks, 1, bytes]`` as int32. Part i of a byte comes from part i of the block."""
+    PARTS: tl.constexpr = 8 // WIDTH
+    part = codes
+    if codes.shape[1] != PARTS:
+        part = tl.reshape(part, (codes.shape[0], PARTS, codes.numel // codes.shape[0] // PARTS))
+    if LOW > 0:
+        part = part >> LOW
+    if PARTS == 1:
+        made = part
+    else:
+        shifts = tl.arange(0, PARTS)[None, :, None] * WIDTH
+        made = tl.sum((part & ((1 << WIDTH) - 1)) << shifts, axis=1, keep_dims=True)
+    return made
+
+
+@tile
+def unpacked(raw, WIDTH: tl.constexpr, OF: tl.constexpr):
+    """The inverse: bytes ``[blocks, 1, bytes]`` as int32 to ``[blocks, OF, part]``."""
+    PARTS: tl.constexpr = 8 // WIDTH
+    made = raw
+    if PARTS > 1:
+        shifts = tl.arange(0, PARTS)[None, :, None] * WIDTH
+        made = (raw >> shifts) & ((1 << WIDTH) - 1)
+    if PARTS != OF:
+        made = tl.reshape(made, (raw.shape[0], OF, raw.shape[2] * PARTS // OF))
+    return made

@@ -1,0 +1,105 @@
+"""Scales on tiles ``[blocks, parts, part]``: numbers ``[blocks, 1, 1]`` by which
+blocks are divided. One set of functions for each type of ``codecs.block.scales``."""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from commpass.lowering.gpu.source import tile
+from commpass.lowering.gpu.tiles.numbers import (
+    LIMIT,
+    TINY,
+    at_least,
+    at_most,
+    divided,
+    is_finite,
+    least_of,
+    most_of,
+    of_bits,
+    reciprocal,
+    size_bits,
+    sum_of,
+)
+
+
+@tile
+def peak_of(x):
+    """``max|x|`` of each block; not finite where the block holds anything that is not. Compared as
+    whole numbers: no NaN is passed over."""
+    return of_bits(most_of(size_bits(x)))
+
+
+@tile
+def spoiled(number, peak):
+    """NaN where the block holds anything that is not finite (law 2)."""
+    return number + (peak - peak)
+
+
+@tile
+def without_zero(number, peak, LARGEST: tl.constexpr):
+    """Zero for a block of zeros: of a grid without a zero."""
+    return tl.where(peak < LARGEST * TINY, 0.0, number)
+
+
+@tile
+def absmax(peak, LARGEST: tl.constexpr):
+    return at_least(divided(peak, LARGEST), TINY)
+
+
+@tile
+def rms_of(x, peak):
+    """Of values divided by the peak, whose squares cannot overflow."""
+    safe = at_least(peak, TINY)
+    part = x * reciprocal(safe)
+    mean = divided(sum_of(part * part), x.shape[1] * x.shape[2])
+    return tl.sqrt_rn(mean) * peak
+
+
+@tile
+def rms(x, peak, SIGMA: tl.constexpr):
+    return at_most(at_least(divided(rms_of(x, peak), SIGMA), TINY), LIMIT)
+
+
+@tile
+def dual_sigma(x, peak):
+    return at_least(rms_of(x, peak), TINY)
+
+
+@tile
+def dual_peak(peak, sigma, LARGEST: tl.constexpr):
+    """A quotient grows with its dividend, rounded or not: that of the peak is the largest."""
+    return absmax(tl.div_rn(peak, sigma), LARGEST)
+
+
+@tile
+def in_units(x, number):
+    """One division a block, a product a value."""
+    return x * reciprocal(number)
+
+
+@tile
+def in_units_of_some(x, number):
+    """As ``in_units``, of a number that may be zero."""
+    return x * reciprocal(tl.where(number == 0, TINY, number))
+
+
+@tile
+def in_units_static(x, VALUE: tl.constexpr, FAR: tl.constexpr):
+    """Only what was not finite is marked so: a large finite value stays one."""
+    values = divided(x, VALUE)
+    return tl.where(is_finite(x), tl.minimum(tl.maximum(values, -FAR), FAR), values)
+
+
+@tile
+def least_squares(x, decoded, first):
+    """``<x, q> / <q, q>`` of blocks in units of the first number; that one where q is zero."""
+    dot = sum_of(x * reciprocal(at_least(first, TINY)) * decoded)
+    norm = sum_of(decoded * decoded)
+    factor = tl.where(norm > 0, tl.div_rn(dot, norm), 1.0)
+    return first * at_most(at_least(factor, 0.0), 2.0)
+
+
+@tile
+def middle_of(x):
+    """Midway between the least and the largest value of each block, NaN passed over."""
+    return least_of(x) * 0.5 + most_of(x) * 0.5

@@ -1,0 +1,71 @@
+"""AMD's assembly as Triton hands it over: what its metadata says, and how wide its accesses are.
+
+Its instructions are not counted against pipes: what a compute unit gives of each is not documented
+as NVIDIA's is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from commpass.errors import KernelError
+
+WIDTHS = {
+    "ubyte": 1,
+    "sbyte": 1,
+    "byte": 1,
+    "ushort": 2,
+    "sshort": 2,
+    "short": 2,
+    "dword": 4,
+    "dwordx2": 8,
+    "dwordx3": 12,
+    "dwordx4": 16,
+}
+ACCESS = re.compile(
+    r"^\s+(global|buffer|flat|scratch)_(load|store)_([a-z0-9]+)(?:_d16)?(?:_hi)?\b([^\n]*)", re.M
+)
+MATMUL = re.compile(r"^\s+(v_s?mfmac?_\w+)", re.M)
+
+
+@dataclass(frozen=True)
+class Amdgcn:
+    """Registers of a thread (``registers``: vector ones, accumulators among them) and of its wave
+    (``scalars``), how many of them were spilled, private memory in bytes, accesses by bytes a
+    thread, and instructions of the matrix cores by name."""
+
+    registers: int
+    scalars: int
+    spilled: int
+    private: int
+    loads: dict[int, float]
+    stores: dict[int, float]
+    spills: float
+    matmuls: dict[str, float]
+
+
+def parsed(text: str) -> Amdgcn:
+    def entry(name: str) -> int:
+        found = re.search(rf"^\s+(?:- )?\.{name}:\s+(\d+)", text, re.M)
+        if found is None:
+            raise KernelError(f"no .{name} in the metadata of AMD's assembly")
+        return int(found[1])
+
+    found: dict[str, Counter[int]] = {"load": Counter(), "store": Counter(), "scratch": Counter()}
+    for space, way, width, rest in ACCESS.findall(text):
+        # To private memory goes what has no address of its own beside the wave's.
+        private = space == "scratch" or (space == "buffer" and "off, s[0:3]" in rest)
+        found["scratch" if private else way][WIDTHS.get(width, 4)] += 1
+    scratch = sum(width * number for width, number in found["scratch"].items())
+    return Amdgcn(
+        registers=entry("vgpr_count"),
+        scalars=entry("sgpr_count"),
+        spilled=entry("vgpr_spill_count") + entry("sgpr_spill_count"),
+        private=entry("private_segment_fixed_size"),
+        loads=dict(sorted(found["load"].items(), reverse=True)),
+        stores=dict(sorted(found["store"].items(), reverse=True)),
+        spills=scratch,
+        matmuls=dict(Counter(MATMUL.findall(text))),
+    )

@@ -1,0 +1,174 @@
+"""What processors and cards can do: the numbers that occupancy and the roofline are made of.
+
+Sources, by what they give:
+
+- sizes of register files and shared memory, most warps and blocks: CUDA C++ Programming Guide,
+  "Technical Specifications per Compute Capability"; for gfx942 the CDNA 3 instruction set guide and
+  LLVM's AMDGPU usage guide (512 registers a lane, given out in eights; 8 waves a SIMD);
+- results a clock: the same guide, "Throughput of Native Arithmetic Instructions"; which pipe has
+  which instruction: Nsight Compute documentation, "Pipelines". Packing into fp8 is in neither, and
+  is taken to be as fast as packing into bf16;
+- tensor cores: dense peaks of the data sheets, divided by processors and clock;
+- latency of global memory: Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU
+  Architecture via Microbenchmarking" (2024), A100 and H100. For sm_100 the H100's stands in;
+- cards: their data sheets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from commpass.errors import KernelError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One streaming multiprocessor (AMD: compute unit), which has ``quarters``, each with
+    registers and a scheduler of its own.
+
+    ``registers`` are 32-bit ones of a quarter, given to a warp in pieces of ``register_unit``.
+    ``shared`` is the shared memory in bytes, ``shared_each`` the most that one program may have;
+    it is given in pieces of ``shared_unit``, with ``shared_reserved`` more for each program.
+    ``lanes`` says of each pipe how many threads it serves a clock, ``tensor`` how many floating
+    point operations a clock for operands of so many bits; ``latency`` are clocks from a load to
+    its value, with nothing else on the way."""
+
+    name: str
+    backend: str
+    number: int | str
+    warp: int = 32
+    quarters: int = 4
+    registers: int = 16384
+    register_unit: int = 256
+    registers_each: int = 255
+    shared: int
+    shared_each: int
+    shared_unit: int = 128
+    shared_reserved: int = 1024
+    warps: int = 64
+    programs: int = 32
+    lanes: Mapping[str, int] = field(default_factory=dict)
+    tensor: Mapping[int, int] = field(default_factory=dict)
+    line: int = 128
+    latency: int = 0
+
+    @property
+    def counted(self) -> bool:
+        """Whether its instructions can be counted against its pipes."""
+        return bool(self.lanes)
+
+
+@dataclass(frozen=True)
+class Card:
+    """``units`` multiprocessors at ``ghz``, and ``gb_s`` GB/s of memory in both directions
+    together."""
+
+    name: str
+    arch: str
+    units: int
+    ghz: float
+    gb_s: float
+
+
+@dataclass(frozen=True)
+class Residence:
+    """How many ``programs`` are on one multiprocessor at a time, what share of its most warps they
+    are, and what keeps more away: registers, shared, warps or programs."""
+
+    programs: int
+    occupancy: float
+    limit: str
+
+
+KIB = 1024
+
+ARCHITECTURES = {
+    each.name: each
+    for each in (
+        Architecture(
+            name="sm_80",
+            backend="cuda",
+            number=80,
+            shared=164 * KIB,
+            shared_each=163 * KIB,
+            lanes={"fma": 64, "multiply": 64, "alu": 64, "half": 64, "special": 16, "double": 32},
+            tensor={8: 4096, 16: 2048, 32: 1024, 64: 128},
+            latency=466,
+        ),
+        Architecture(
+            name="sm_90",
+            backend="cuda",
+            number=90,
+            shared=228 * KIB,
+            shared_each=227 * KIB,
+            lanes={"fma": 128, "multiply": 64, "alu": 64, "half": 128, "special": 16, "double": 64},
+            tensor={8: 8192, 16: 4096, 32: 2048, 64: 256},
+            latency=479,
+        ),
+        Architecture(
+            name="sm_100",
+            backend="cuda",
+            number=100,
+            shared=228 * KIB,
+            shared_each=227 * KIB,
+            lanes={"fma": 128, "multiply": 64, "alu": 64, "half": 128, "special": 16, "double": 64},
+            tensor={8: 16384, 16: 8192, 32: 4096, 64: 128},
+            latency=479,
+        ),
+        Architecture(
+            name="gfx942",
+            backend="hip",
+            number="gfx942",
+            warp=64,
+            registers=32768,
+            register_unit=512,
+            registers_each=512,
+            shared=64 * KIB,
+            shared_each=64 * KIB,
+            shared_unit=512,
+            shared_reserved=0,
+            warps=32,
+        ),
+    )
+}
+
+CARDS = (
+    Card("A100 SXM 80 GB", "sm_80", 108, 1.41, 2039),
+    Card("H100 SXM", "sm_90", 132, 1.83, 3350),
+    Card("H200", "sm_90", 132, 1.83, 4800),
+    Card("B200", "sm_100", 148, 1.85, 8000),
+    Card("MI300X", "gfx942", 304, 2.1, 5300),
+)
+
+
+def architecture(name: str) -> Architecture:
+    """Raises KernelError for an unknown one, with the nearest name."""
+    if name not in ARCHITECTURES:
+        raise KernelError(f"no architecture {name!r}{nearest(name, ARCHITECTURES)}")
+    return ARCHITECTURES[name]
+
+
+def cards_of(arch: str) -> list[Card]:
+    return [card for card in CARDS if card.arch == arch]
+
+
+def residence(arch: Architecture, registers: int, shared: int, warps: int) -> Residence:
+    """How many programs of ``warps`` warps, so many registers a thread and ``shared`` bytes fit.
+
+    A quarter holds whole warps, and gives each its registers in whole pieces."""
+    each = _up(max(registers, 1) * arch.warp, arch.register_unit)
+    room = {
+        "warps": arch.warps // warps,
+        "programs": arch.programs,
+        "registers": arch.quarters * (arch.registers // each) // warps,
+    }
+    if shared:
+        needed = _up(shared, arch.shared_unit) + arch.shared_reserved
+        room["shared"] = arch.shared // needed if shared <= arch.shared_each else 0
+    limit = min(room, key=lambda name: room[name])
+    return Residence(room[limit], room[limit] * warps / arch.warps, limit)
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -1,0 +1,203 @@
+"""The kernels of a codec, and those of a planned site, as they can be compiled and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from commpass.codecs import VALUES, Codec, SparseCodec, accumulation_dtype, codec
+from commpass.codecs.exponent.codec import ExponentCodec
+from commpass.errors import KernelError, nearest
+from commpass.lowering.chain import (
+    Add,
+    Cast,
+    Chain,
+    Decode,
+    Encode,
+    Enter,
+    Leave,
+    Step,
+    Sum,
+)
+from commpass.lowering.fused import encoded_dtype, made_dtype, role_of
+from commpass.lowering.gpu import generate, launch
+from commpass.lowering.inspect.apart import of_exponent, of_sparse
+from commpass.lowering.inspect.lowerable import FP8, NUMEL, Lowerable
+from commpass.lowering.inspect.matmuls import of_matmul
+from commpass.stage import Stage
+
+# --- by name --------------------------------------------------------------------------------------
+
+
+def _encode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+    return Chain(dtype, (Encode(coder),))
+
+
+def _decode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+    return Chain(torch.uint8, (Decode(coder, dtype), Cast(dtype)))
+
+
+def _decode_sum(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+    """The end of a reduction. Sums are made in the codec's domain and leave it once."""
+    leave = () if coder.domain == VALUES else (Leave(coder.domain),)
+    return Chain(torch.uint8, (Decode(coder.within, dtype), Sum(ranks), *leave, Cast(dtype)))
+
+
+def _decode_sum_encode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
+    """The middle of a two-shot; it never leaves the codec's domain."""
+    return Chain(torch.uint8, (Decode(coder.within, dtype), Sum(ranks), Encode(coder.within)))
+
+
+CHAINS: Mapping[str, Callable[[Codec, torch.dtype, int], Chain]] = {
+    "encode": _encode,
+    "decode": _decode,
+    "decode_sum": _decode_sum,
+    "decode_sum_encode": _decode_sum_encode,
+}
+"""What a kernel of each name does with the rows of ``ranks`` ranks."""
+KERNELS = (*CHAINS, "matmul_encode")
+
+
+def named(
+    name: str, coder: Codec, dtype: torch.dtype, ranks: int, arch: str
+) -> tuple[Lowerable, ...]:
+    """What a codec has under this name: one kernel, or several that follow one another. Raises
+    KernelError for an unknown name, and where there is none for the codec: it says why."""
+    if name not in KERNELS:
+        raise KernelError(f"no kernel {name!r}{nearest(name, KERNELS)}")
+    if name == "matmul_encode":
+        return (of_matmul(coder, dtype, ranks, arch),)
+    if isinstance(coder, ExponentCodec):
+        return of_exponent(name, coder, dtype, NUMEL)
+    if isinstance(coder, SparseCodec):
+        return of_sparse(name, coder, dtype, ranks, arch, NUMEL)
+    return (of_chain(CHAINS[name](coder, dtype, ranks), arch, name=name),)
+
+
+def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Lowerable:
+    """The kernel of a chain for rows of ``numel`` values."""
+    if why := generate.obstacle(chain, numel):
+        raise KernelError(f"no kernel: {why}")
+    made = generate.kernel(chain, numel)
+    taken, written = row_bytes(chain, numel)
+    stride = taken if chain.decodes else numel
+    numbers = launch.scalars(made, numel, stride, written if chain.encodes else numel)
+    added = sum(step.dtype.itemsize for step in chain.steps if isinstance(step, Add))
+    programs, _ = launch.grid(made, numel, 1)
+    loops = [chain.ranks - 1.0] if chain.ranks > generate.UNROLLED else []
+    return Lowerable(
+        name=name or made.source.entry,
+        source=made.source,
+        signature=made.signature,
+        constants=made.constants | {"CASTS": True, "FP8": arch in FP8},
+        # As Triton finds it when it is called with these sizes.
+        hints={key: 16 for key, number in numbers.items() if number % 16 == 0},
+        num_warps=made.num_warps,
+        fuses=made.fuses,
+        moved=(chain.ranks * taken + written + added * numel) / programs,
+        trips=tuple(loops),
+    )
+
+
+def row_bytes(chain: Chain, numel: int) -> tuple[int, int]:
+    """Bytes of one row that a chain takes, and of one that it makes."""
+    taken = made = 0
+    if chain.decodes is not None:
+        taken = chain.decodes.codec.wire_bytes(numel, chain.decodes.dtype)
+    if chain.encodes is not None:
+        made = chain.encodes.codec.wire_bytes(numel, encoded_dtype(chain))
+    return (
+        taken or numel * chain.taken.itemsize,
+        made or numel * made_dtype(chain).itemsize,
+    )
+
+
+# --- of a site ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """A chain of a site, for rows of ``numel`` values, and in how many places it has it."""
+
+    chain: Chain
+    numel: int
+    times: int
+
+
+def of_stages(stages: Sequence[Stage], dtype: torch.dtype, ranks: int) -> list[Place]:
+    """The chains of a site's algorithm: what a rank computes between two exchanges, in order.
+
+    A codec has its transform to itself where values enter and leave no domain around it. Where
+    values are coded again that were not summed, those of the rank itself are added to them (a
+    ring). A sum of values that were not coded is none of ours."""
+    entered = any(stage.role == "enter" for stage in stages)
+    found: list[Place] = []
+    for run in _runs(stages):
+        place = _place(run, stages, dtype, ranks, entered)
+        same = [n for n, one in enumerate(found) if replace(one, times=1) == place]
+        if same:
+            found[same[0]] = replace(place, times=found[same[0]].times + 1)
+        else:
+            found.append(place)
+    return found
+
+
+def of_place(place: Place, arch: str) -> tuple[Lowerable, ...]:
+    """The kernels of a place."""
+    return (of_chain(place.chain, arch, place.numel, role_of(place.chain)),)
+
+
+def _runs(stages: Sequence[Stage]) -> list[list[Stage]]:
+    """Stages of which each takes what the one before it made, without an exchange between them."""
+    runs: list[list[Stage]] = []
+    for number, stage in enumerate(stages):
+        if stage.role == "exchange":
+            continue
+        before = number - 1
+        if runs and runs[-1] and before in stage.after and stages[before] is runs[-1][-1]:
+            runs[-1].append(stage)
+        elif stage.role != "sum":
+            runs.append([stage])
+        else:
+            runs.append([])
+    return [run for run in runs if any(stage.codec for stage in run)]
+
+
+def _place(
+    run: Sequence[Stage], stages: Sequence[Stage], dtype: torch.dtype, ranks: int, entered: bool
+) -> Place:
+    roles = [stage.role for stage in run]
+    coders = [codec(stage.codec) if stage.codec else None for stage in run]
+    steps: list[Step] = []
+    rows = 1
+    for number, (stage, coder) in enumerate(zip(run, coders, strict=True)):
+        if coder is not None:
+            inner = coder.within if entered else coder
+            if stage.role == "encode" and number and roles[number - 1] == "decode":
+                steps.append(Add(accumulation_dtype(dtype)))
+            steps.append(Decode(inner, dtype) if stage.role == "decode" else Encode(inner))
+        elif stage.role == "sum":
+            after = [stage.values for stage in run[number + 1 :]]
+            rows = stage.values // after[0] if after else ranks
+            steps.append(Sum(rows))
+        else:  # the domain is that of the codec beside it
+            near = [each for each in (*coders[number:], *coders[::-1]) if each is not None]
+            steps.append((Enter if stage.role == "enter" else Leave)(near[0].domain))
+    if roles[-1] != "encode":
+        steps.append(Cast(dtype))
+    if roles[0] == "decode":
+        # Of what was gathered there is one row from each rank.
+        several = rows if "sum" in roles else 1 if roles[-1] == "encode" else ranks
+        return Place(Chain(torch.uint8, tuple(steps)), run[0].values // several, 1)
+    summed = any(stage.role == "sum" for stage in stages[: stages.index(run[0])])
+    taken = accumulation_dtype(dtype) if summed else dtype
+    return Place(Chain(taken, tuple(steps)), _row(run[-1], stages), 1)
+
+
+def _row(stage: Stage, stages: Sequence[Stage]) -> int:
+    """Values of one row of what is encoded: of an all-to-all, what goes to one rank."""
+    sent = next(each for each in stages[stages.index(stage) :] if each.role == "exchange")
+    apart = sent.kind == "all_to_all" and sent.peers is not None and sent.peers > 1
+    return stage.values // (sent.peers + 1 if apart and sent.peers else 1)

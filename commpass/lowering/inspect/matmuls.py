@@ -1,0 +1,49 @@
+"""Matmuls that encode their result, as they can be compiled and judged."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from commpass.codecs import Codec
+from commpass.codecs.block.codec import BlockCodec
+from commpass.errors import KernelError
+from commpass.lowering.gpu.matmul_encode import obstacle
+from commpass.lowering.gpu.matmul_launch import call
+from commpass.lowering.gpu.matmul_sizes import Matmul, Problem, configuration
+from commpass.lowering.inspect.lowerable import FP8, Lowerable
+
+EDGE = 4096
+"""Rows, columns and depth of the matmul that is judged."""
+
+
+def of_matmul(coder: Codec, dtype: torch.dtype, ranks: int, arch: str) -> Lowerable:
+    """The matmul of two square matrices, the second as ``F.linear`` has its weight, with the result
+    encoded for a two-shot. What is told of one of its programs is one tile's part of it."""
+    matmul = Matmul(dtype, dtype, a_by_rows=True, b_by_rows=False)
+    problem = Problem(EDGE, EDGE, EDGE, ranks)
+    if why := obstacle(coder, matmul, problem, arch=arch):
+        raise KernelError(f"no kernel: {why}")
+    assert isinstance(coder, BlockCodec)
+    by = configuration(coder, matmul, problem, arch)
+    made = call(coder, matmul, problem, by, (EDGE, EDGE), fp8=arch in FP8)
+    operands = 2 * EDGE * EDGE * dtype.itemsize
+    wire = ranks * coder.wire_bytes(problem.rows * EDGE, torch.float32)
+    steps = float(math.ceil(EDGE / by.block_k))
+    return Lowerable(
+        name="matmul_encode",
+        source=made.kernel.source,
+        signature=made.kernel.signature,
+        constants=made.constants,
+        hints={name: 16 for name, number in made.numbers.items() if number % 16 == 0},
+        num_warps=by.num_warps,
+        num_stages=by.num_stages,
+        fuses=made.kernel.fuses,
+        moved=(operands + wire) / made.tiles,
+        flops=2.0 * EDGE**3 / made.tiles,
+        # Of one loop made of two, the end of a tile is a branch.
+        trips=((steps, 1.0),) if by.flatten else (1.0, steps),
+        of="tensor",
+        stays=True,
+    )

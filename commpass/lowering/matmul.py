@@ -1,0 +1,65 @@
+"""A matmul and the encode of its result as one coded operator of the middle level. It stands for
+both, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from commpass.codecs import Codec, operators
+
+
+@dataclass(frozen=True)
+class Product:
+    """What follows a product ``a @ b`` before its rows are on the wire: a bias is added, the sum is
+    rounded to the operands' dtype, ``activation`` (relu, or none) is applied, and the values are
+    coded as so many ``rows`` of equal length."""
+
+    codec: Codec
+    rows: int
+    activation: str = ""
+
+
+_held: dict[str, Product] = {}
+
+
+def named(name: str) -> Product:
+    """The product of an operator's argument."""
+    return _held[name]
+
+
+def name_of(product: Product) -> str:
+    """What it is called in a graph."""
+    then = f"{product.activation}, " if product.activation else ""
+    name = f"{then}{product.rows} rows, {product.codec.spec}"
+    while _held.setdefault(name, product) != product:
+        name += "'"
+    return name
+
+
+def compute(a: Tensor, b: Tensor, bias: Tensor | None, name: str) -> Tensor:
+    product = named(name)
+    values = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    if product.activation == "relu":
+        values = torch.relu(values)
+    rows = values.reshape(product.rows, -1).to(torch.float32)
+    return product.codec.encode_rows(rows).contiguous()
+
+
+def _shape(a: Tensor, b: Tensor, bias: Tensor | None, name: str) -> Tensor:
+    product = named(name)
+    numel = a.shape[0] * b.shape[1] // product.rows
+    width = product.codec.wire_bytes(numel, torch.float32)
+    return a.new_empty((product.rows, width), dtype=torch.uint8)
+
+
+MATMUL = operators.define(
+    "matmul_encode",
+    "(Tensor a, Tensor b, Tensor? bias, str product) -> Tensor",
+    compute,
+    _shape,
+    "matmul+encode",
+)
+"""``a [m, k]``, ``b [k, n]`` and a bias ``[n]`` to the wires of ``[rows, m n / rows]`` values."""

@@ -1,0 +1,418 @@
+"""fuse: coded operators that one kernel can do -> one operator each.
+
+needs: a rewritten graph.
+gives: the same graph, in which what a site computes between two exchanges is one operator where a
+kernel can be generated for it: encode with what leads to it, decode with the sum and the encode
+that follow, decode with what takes its values.
+changes: nothing that is computed; for each fusion that was missed the plan has the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from commpass import lowering
+from commpass.codecs import Codec, operators
+from commpass.codecs.block.codec import BlockCodec
+from commpass.costmodel import Profile
+from commpass.lowering import fused, matmul
+from commpass.lowering.chain import (
+    Add,
+    Cast,
+    Chain,
+    Decode,
+    Divide,
+    Encode,
+    Enter,
+    Leave,
+    Step,
+    Sum,
+)
+from commpass.passes.graph import meta
+from commpass.passes.graph.fakes import is_view, mode_of
+from commpass.passes.graph.marks import MARK
+from commpass.passes.graph.parse import graph_modules
+from commpass.plan import PlannedSite
+
+ops = operators.ops
+CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+DIVISIONS = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
+ADD = torch.ops.aten.add.Tensor
+RELU = torch.ops.aten.relu.default
+ADDMM = torch.ops.aten.addmm.default
+MATMULS = (torch.ops.aten.mm.default, ADDMM)
+APART = (ops.encode_parts.default, ops.decode_parts.default)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Nodes that follow each other, each taken by the next one alone, and the steps that they are.
+    ``others`` are what later steps take besides."""
+
+    nodes: tuple[fx.Node, ...]
+    steps: tuple[Step, ...]
+    others: tuple[fx.Node, ...] = ()
+
+    @property
+    def taken(self) -> fx.Node:
+        """What the first of them takes."""
+        return self.nodes[0].all_input_nodes[0]
+
+    @property
+    def chain(self) -> Chain:
+        return Chain(self.taken.meta["val"].dtype, self.steps)
+
+    @property
+    def numel(self) -> Any:
+        """Values in a row."""
+        coded = next(n for n in self.nodes if n.target in operators.IMPLEMENTATIONS)
+        return _numel(coded)
+
+
+@dataclass
+class Fusions:
+    """What was fused at a site, and what was not and why."""
+
+    done: list[str] = dataclasses.field(default_factory=list)
+    missed: list[str] = dataclasses.field(default_factory=list)
+
+    def told(self, site: PlannedSite) -> PlannedSite:
+        """The site with what became of it in its reason."""
+        reason = site.reason
+        if self.done:
+            reason += f"; in one kernel each: {_counted(self.done)}"
+        if self.missed:
+            reason += f"; not fused: {'; '.join(dict.fromkeys(self.missed))}"
+        return dataclasses.replace(site, reason=reason, fused=bool(self.done))
+
+
+def fuse(
+    gm: fx.GraphModule, plan: Sequence[PlannedSite], profile: Profile
+) -> tuple[PlannedSite, ...]:
+    """Fuses in place; the plan with what was done."""
+    by_kernel = {site.name: site for site in plan if site.lowering == "kernel"}
+    found: dict[str, Fusions] = defaultdict(Fusions)
+    for _, module in graph_modules(gm) if by_kernel else ():
+        own: dict[str, list[fx.Node]] = defaultdict(list)
+        for node in module.graph.nodes:
+            if MARK in node.meta and node.meta[MARK].site in by_kernel:
+                own[node.meta[MARK].site].append(node)
+        for name, nodes in own.items():
+            _fuse_site(nodes, found[name], profile)
+        if own:
+            module.recompile()
+    return tuple(found[each.name].told(each) if each.name in found else each for each in plan)
+
+
+def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> None:
+    for run in list(runs(nodes)):
+        role, device = fused.role_of(run.chain), run.taken.meta["val"].device
+        if why := _obstacle(run):
+            found.missed.append(f"{role}: {why}")
+            continue
+        if run.chain.decodes is None:
+            made, missed = with_matmul(run, profile)
+            if made is not None:
+                _replace_matmul(run, made)
+                found.done.append("matmul+encode")
+                continue
+            if missed:
+                found.missed.append(f"matmul+encode: {missed}")
+        longer, missed = with_consumer(run)
+        fits = not lowering.obstacle(longer.chain, longer.numel, device)
+        chosen = longer if fits else run
+        if missed:
+            found.missed.append(missed)
+        found.done.append(fused.role_of(chosen.chain))
+        _replace(chosen)
+    found.missed += [
+        f"{operators.ROLES[node.target]}: its wire travels in parts"
+        for node in nodes
+        if node.target in APART
+    ]
+
+
+def _obstacle(run: Run) -> str:
+    """Why no kernel can do a run; "" if one can."""
+    if not isinstance(run.numel, int) or not _is_fixed(run.taken):
+        return "its sizes are not fixed"
+    if not _side_by_side(run.taken):
+        return "its values do not lie side by side"
+    return lowering.obstacle(run.chain, run.numel, run.taken.meta["val"].device)
+
+
+def _side_by_side(node: fx.Node) -> bool:
+    """Whether the values of each row follow each other in memory, as kernels read them."""
+    value = node.meta["val"]
+    return bool(value.shape[-1] <= 1 or value.stride(-1) == 1)
+
+
+# --- finding --------------------------------------------------------------------------------------
+
+
+def runs(nodes: Sequence[fx.Node]) -> Iterator[Run]:
+    """The runs of a site's nodes, as long as can be, in graph order: from each decode on, and up to
+    each encode that no such run ends in."""
+    own, used = set(nodes), set[fx.Node]()
+    for node in nodes:
+        if node in used or node.target not in (ops.decode.default, ops.encode.default):
+            continue
+        starts = node.target is ops.decode.default
+        run = _onwards(node, own) if starts else _back(node, own)
+        used.update(run.nodes)
+        yield run
+
+
+def _onwards(node: fx.Node, own: set[fx.Node]) -> Run:
+    nodes, steps = [node], [_step(node)]
+    while (following := _only_user(nodes[-1])) in own:
+        assert following is not None
+        step = _step(following)
+        if step is None or isinstance(step, Decode):
+            break
+        nodes.append(following)
+        steps.append(step)
+        if isinstance(step, Encode):
+            break
+    return Run(tuple(nodes), tuple(step for step in steps if step is not None))
+
+
+def _back(node: fx.Node, own: set[fx.Node]) -> Run:
+    nodes, steps = [node], [_step(node)]
+    while (before := nodes[0].all_input_nodes[0]) in own and len(before.users) == 1:
+        step = _step(before)
+        if not isinstance(step, (Cast, Enter, Divide)):
+            break
+        nodes.insert(0, before)
+        steps.insert(0, step)
+    return Run(tuple(nodes), tuple(step for step in steps if step is not None))
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _step(node: fx.Node) -> Step | None:
+    """What a node is as a step of a chain; None if it is none."""
+    if node.target is ops.decode.default:
+        return Decode(operators.named(str(node.args[1])), node.args[3])  # type: ignore[arg-type]
+    if node.target is ops.encode.default:
+        salt: Any = node.args[2] if len(node.args) > 2 else ()
+        return Encode(operators.named(str(node.args[1])).salted(*salt))
+    if node.target is ops.sum_rows.default:
+        rows = node.all_input_nodes[0].meta["val"].shape[0]
+        return Sum(rows) if isinstance(rows, int) else None
+    if node.target is ops.enter.default:
+        return Enter(operators.named(str(node.args[1])))
+    if node.target is ops.leave.default:
+        return Leave(operators.named(str(node.args[1])))
+    if node.target in DIVISIONS and isinstance(node.args[1], (int, float)):
+        return Divide(float(node.args[1]))
+    if node.target in CASTS and _only_casts(node):
+        return Cast(node.meta["val"].dtype)
+    return None
+
+
+def _only_casts(node: fx.Node) -> bool:
+    """Whether a copy changes nothing but the dtype."""
+    said = {key for key, value in node.kwargs.items() if value is not None}
+    return said <= {"dtype"} and node.meta["val"].is_floating_point()
+
+
+def with_consumer(run: Run) -> tuple[Run, str]:
+    """A run with the addition that takes its values, if one does, or itself and why not."""
+    last = run.nodes[-1]
+    if last.target is ops.encode.default:
+        return run, ""
+    nodes = list(run.nodes)
+    while (user := _only_user(nodes[-1])) is not None and _is_reshape(user):
+        nodes.append(user)
+    user = _only_user(nodes[-1])
+    if user is None:
+        return run, "decode with the addition after it: others take its values too" if len(
+            nodes[-1].users
+        ) > 1 else ""
+    if user.target is not ADD:
+        return run, ""
+    other = next((arg for arg in user.args[:2] if arg is not nodes[-1]), None)
+    if not isinstance(other, fx.Node) or user.kwargs.get("alpha", 1) != 1:
+        return run, "decode with the addition after it: of a number"
+    mine, its = nodes[-1].meta["val"], other.meta["val"]
+    same = (mine.shape, mine.dtype, mine.device) == (its.shape, its.dtype, its.device)
+    if not same or not its.is_contiguous():
+        return run, "decode with the addition after it: of another shape, dtype or layout"
+    return Run((*nodes, user), (*run.steps, Add(mine.dtype)), (other,)), ""
+
+
+@dataclass(frozen=True)
+class Multiplied:
+    """A matmul whose result a run encodes, and nobody else takes: ``a @ b``, a bias, and nodes
+    between."""
+
+    a: fx.Node
+    b: fx.Node
+    bias: fx.Node | None
+    nodes: tuple[fx.Node, ...]
+    product: matmul.Product
+
+
+def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
+    """The matmul that makes what a run encodes, if one kernel should do both; else why not, where
+    there is one."""
+    nodes, activation, node = list[fx.Node](), "", run.taken
+    while node.target in (RELU, *MATMULS) or _is_reshape(node):
+        nodes.append(node)
+        if node.target in MATMULS:
+            break
+        activation = "relu" if node.target is RELU else activation
+        node = node.all_input_nodes[0]
+    if node.target not in MATMULS:
+        return None, ""
+    if any(len(each.users) > 1 for each in nodes):
+        return None, "others take the matmul's result too"
+    given: list[Any] = list(node.args)
+    bias, a, b = given if node.target is ADDMM else (None, *given)
+    if bias is not None:
+        if {node.kwargs.get("alpha", 1), node.kwargs.get("beta", 1)} != {1}:
+            return None, "its terms are scaled"
+        if not _is_row(bias, b):
+            return None, "its bias is no row"
+    coder = _whole_codec(run.steps)
+    if coder is None:
+        return None, "something else happens to the values before they are encoded"
+    product = matmul.Product(coder, run.taken.meta["val"].shape[0], activation)
+    made = Multiplied(a, b, bias, tuple(nodes), product)
+    values: list[Any] = [e.meta["val"] if e is not None else None for e in (a, b, bias)]
+    if not all(_is_fixed(each) for each in (a, b, node)):
+        return None, "its sizes are not fixed"
+    why = lowering.product_obstacle(values[0], values[1], values[2], product)
+    return (None, why) if why else _if_quicker(made, profile)
+
+
+def _is_row(bias: fx.Node, b: fx.Node) -> bool:
+    """Whether a bias is one row in memory, with a value for each column of ``b``: the kernel reads
+    it so, and repeats no value."""
+    value, columns = bias.meta["val"], b.meta["val"].shape[1]
+    return bool(value.dim() == 1 and value.shape[0] == columns and value.is_contiguous())
+
+
+def _if_quicker(made: Multiplied, profile: Profile) -> tuple[Multiplied | None, str]:
+    """A matmul is a little slower for what follows it; an encode of its own is a kernel more."""
+    a, b = made.a.meta["val"], made.b.meta["val"]
+    values = a.shape[0] * b.shape[1]
+    nbytes = (a.numel() + b.numel() + values) * a.itemsize
+    alone = profile.kernels.compute_us(2 * values * a.shape[1], nbytes)
+    encode = profile.kernels.us(made.product.codec.spec, "encode", values)
+    fused_us = alone * profile.kernels.matmul_encode
+    if fused_us >= alone + encode:
+        return None, (
+            f"matmul and encode apart take {alone + encode:,.0f} us, together {fused_us:,.0f} us"
+        )
+    return made, ""
+
+
+def _whole_codec(steps: Sequence[Step]) -> Codec | None:
+    """The codec of the steps before and in an encode: one that enters its domain itself."""
+    *before, last = steps
+    assert isinstance(last, Encode)
+    domain = None
+    for step in before:
+        if isinstance(step, Enter):
+            domain = step.domain
+        elif not (isinstance(step, Cast) and step.dtype == torch.float32):
+            return None
+    if domain is None:
+        return last.codec
+    assert isinstance(last.codec, BlockCodec)
+    return dataclasses.replace(last.codec, transform=domain.transform)
+
+
+def _is_reshape(node: fx.Node) -> bool:
+    """Whether a node is all values of another in another shape, in the same order."""
+    if not is_view(node) or not _is_fixed(node):
+        return False
+    own, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    return bool(own.is_contiguous() and source.is_contiguous() and own.numel() == source.numel())
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and all(
+        isinstance(number, int) for number in (*value.shape, *value.stride())
+    )
+
+
+def _numel(node: fx.Node) -> Any:
+    """Values in a row of what a coded operator takes or gives."""
+    if node.target is ops.decode.default:
+        return node.args[2]
+    return node.all_input_nodes[0].meta["val"].shape[1]
+
+
+def _counted(words: Sequence[str]) -> str:
+    """``a, b (3 times)``."""
+    counts = {word: words.count(word) for word in words}
+    return ", ".join(f"{w} ({n} times)" if n > 1 else w for w, n in counts.items())
+
+
+# --- replacing ------------------------------------------------------------------------------------
+
+
+def _replace(run: Run) -> None:
+    """Puts one fused operator in the place of a run."""
+    last, graph = run.nodes[-1], run.nodes[-1].graph
+    inside = set(run.nodes)
+    coded = next(n for n in run.nodes if n.target in operators.IMPLEMENTATIONS)
+    chain, value = run.chain, last.meta["val"]
+    with mode_of(graph), graph.inserting_before(last):
+        others = [_as_rows(other, run.numel, coded) for other in run.others]
+        args = ([run.taken, *others], fused.name_of(chain), run.numel)
+        made = graph.call_function(fused.FUSED, args)
+        taken = [node.meta["val"] for node in (run.taken, *others)]
+        made.meta = _meta(coded, fused.FUSED(taken, *args[1:]), fused.role_of(chain))
+        result = made
+        if made.meta["val"].shape != value.shape:
+            result = graph.call_function(torch.ops.aten.view.default, (made, list(value.shape)))
+            view = torch.ops.aten.view.default(made.meta["val"], list(value.shape))
+            result.meta = _meta(coded, view, "layout")
+    last.replace_all_uses_with(result)
+    for node in reversed(run.nodes):
+        if node in inside:
+            graph.erase_node(node)
+
+
+def _replace_matmul(run: Run, made: Multiplied) -> None:
+    """Puts a matmul that encodes its own result in the place of both."""
+    last, graph = run.nodes[-1], run.nodes[-1].graph
+    coded = next(n for n in run.nodes if n.target in operators.IMPLEMENTATIONS)
+    given = [made.a, made.b, made.bias]
+    values = [each.meta["val"] if each is not None else None for each in given]
+    name = matmul.name_of(made.product)
+    with mode_of(graph), graph.inserting_before(last):
+        node = graph.call_function(matmul.MATMUL, (*given, name))
+        node.meta = _meta(coded, matmul.MATMUL(*values, name), "matmul+encode")
+    last.replace_all_uses_with(node)
+    for each in (*reversed(run.nodes), *made.nodes):
+        graph.erase_node(each)
+
+
+def _as_rows(other: fx.Node, numel: int, coded: fx.Node) -> fx.Node:
+    value = other.meta["val"]
+    view = other.graph.call_function(torch.ops.aten.view.default, (other, [-1, numel]))
+    view.meta = _meta(coded, torch.ops.aten.view.default(value, [-1, numel]), "layout")
+    return view
+
+
+def _meta(coded: fx.Node, value: Any, role: str) -> dict[str, Any]:
+    held: dict[str, Any] = {
+        MARK: dataclasses.replace(coded.meta[MARK], role=role),
+        "val": value,
+    }
+    return held | {key: coded.meta[key] for key in meta.CARRIED if key in coded.meta}

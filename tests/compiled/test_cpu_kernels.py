@@ -1,0 +1,387 @@
+"""C++ kernels of chains: the bits of the aten form."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commpass.codecs import codec, operators
+from commpass.codecs.block.domain import Domain
+from commpass.codecs.block.transforms import Hadamard
+from commpass.errors import CommpassError
+from commpass.lowering import Form, Generated, Piece, Taken, cpu, form_of, make
+from commpass.lowering.chain import (
+    Add,
+    Cast,
+    Chain,
+    Decode,
+    Divide,
+    Encode,
+    Enter,
+    Leave,
+    Normalise,
+    Sum,
+)
+
+INT8 = codec("int8")
+F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
+PLAIN = ("int8", "int8(stored=bf16,block=64)", "int4(stored=pow2)", "int6(block=48)")
+CASES = [*((PLAIN[0], dtype) for dtype in (F32, BF16, F16)), *((spec, BF16) for spec in PLAIN[1:])]
+SIZES = (1, 2, 63, 256, 1000, 2049)
+SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-40, -3e-45, 3.3e38, -3.3e38)
+
+
+def values(rows: int, n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Rows of values, some of them such as kernels get wrong: in the first row none, so that all
+    scales are finite there; the second has blocks of zeros, and subnormals."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, n, generator=generator) * torch.logspace(-3, 3, rows)[:, None]
+    if rows > 1:
+        x[1, : n // 2] = 0
+        x[1, n // 2 :] *= 1e-38
+    for row in range(2, rows):
+        for place in torch.randint(0, n, (2,), generator=generator).tolist():
+            x[row, place] = SPECIAL[(place + row) % len(SPECIAL)]
+    return x.to(dtype)
+
+
+def apart(x: torch.Tensor, more: int = 5) -> torch.Tensor:
+    """The same rows further apart, and not at the start of a storage."""
+    wide = torch.full((x.shape[0], x.shape[1] + more), 77, dtype=x.dtype)
+    part = wide[:, 3 : 3 + x.shape[1]]
+    return part.copy_(x)
+
+
+def run(chain: Chain, inputs: list[torch.Tensor], numel: int) -> torch.Tensor:
+    """What a kernel makes of inputs, written between values that it must not touch."""
+    rows = inputs[0].shape[0] // chain.ranks
+    last = chain.steps[-1]
+    dtype = chain.taken if chain.decodes is None else chain.decodes.dtype
+    width = last.codec.wire_bytes(numel, dtype) if isinstance(last, Encode) else numel
+    made = F32
+    for step in chain.steps:
+        made = step.dtype if isinstance(step, (Cast, Add)) else made
+    if isinstance(last, Encode):
+        made = U8
+    if isinstance(last, Decode) and last.codec.lossless:
+        made = last.dtype
+    whole = torch.full((rows, width + 7), 55, dtype=made)
+    output = whole[:, 2 : 2 + width]
+    cpu.compiled(chain)([apart(x) for x in inputs], output, numel)
+    assert (whole[:, :2] == 55).all()
+    assert (whole[:, 2 + width :] == 55).all()
+    return output.clone(memory_format=torch.contiguous_format)
+
+
+def same(made: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal values, NaNs anywhere alike, zeros whatever their sign."""
+    return (
+        made.dtype == right.dtype
+        and torch.equal(made.nan_to_num(nan=7.5), right.nan_to_num(nan=7.5))
+        and torch.equal(made.isnan(), right.isnan())
+    )
+
+
+def wires(coder, made: torch.Tensor, right: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
+    """Two wires are equal, but for codes of blocks that decode to NaN."""
+    decoded = coder.decode_rows(right, numel, dtype)
+    assert same(coder.decode_rows(made, numel, dtype), decoded)
+    finite = ~decoded.isnan().any(1)
+    assert finite[0]
+    assert torch.equal(made[finite], right[finite])
+
+
+# --- codecs without a rotation: bit for bit -------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spec", "dtype"), CASES, ids=str)
+def test_a_wire_has_the_bytes_of_the_aten_form(spec, dtype):
+    coder = codec(spec)
+    chain = Chain(dtype, (Encode(coder),))
+    for n in SIZES:
+        x = values(5, n, dtype, n)
+        wires(coder, run(chain, [x], n), coder.encode_rows(x), n, dtype)
+
+
+@pytest.mark.parametrize(("spec", "dtype"), CASES, ids=str)
+def test_a_wire_is_decoded_to_the_values_of_the_aten_form(spec, dtype):
+    coder = codec(spec)
+    chain = Chain(U8, (Decode(coder, dtype), Cast(dtype)))
+    for n in SIZES:
+        wire = coder.encode_rows(values(5, n, dtype, n))
+        assert same(run(chain, [wire], n), coder.decode_rows(wire, n, dtype).to(dtype))
+
+
+RANKS = 3
+
+
+def test_a_sum_is_in_rank_order_and_goes_on_as_a_wire_or_as_values():
+    coder, n = codec(PLAIN[1]), 1000
+    wire = coder.encode_rows(torch.cat([values(1, n, BF16, seed) for seed in range(RANKS)]))
+    total = operators.sum_rows(coder.decode_rows(wire, n, BF16))
+    start = (Decode(coder, BF16), Sum(RANKS))
+    assert same(run(Chain(U8, start), [wire], n), total)
+    halved = run(Chain(U8, (*start, Divide(3.0), Cast(BF16))), [wire], n)
+    assert same(halved, (total / 3.0).to(BF16))
+    again = run(Chain(U8, (*start, Divide(3.0), Encode(coder))), [wire], n)
+    wires(coder, again, coder.encode_rows(total / 3.0), n, F32)
+    many = coder.encode_rows(values(2 * RANKS, n, BF16, 2))
+    sums = coder.decode_rows(many, n, BF16).unflatten(0, (2, RANKS))
+    right = torch.cat([operators.sum_rows(part) for part in sums])
+    assert same(run(Chain(U8, start), [many], n), right)
+
+
+def test_casts_and_residuals_are_rounded_as_torch_rounds():
+    coder, n = codec("int8"), 700
+    x, other = values(4, n, F32), values(4, n, BF16, 1)[:, :n]
+    narrow = run(Chain(F32, (Cast(F16), Encode(coder))), [x], n)
+    wires(coder, narrow, coder.encode_rows(x.to(F16)), n, F16)
+    wire = coder.encode_rows(x)
+    chain = Chain(U8, (Decode(coder, F32), Cast(BF16), Add(BF16)))
+    right = coder.decode_rows(wire, n, F32).to(BF16) + other
+    assert same(run(chain, [wire, other], n), right)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(width=32), min_size=1, max_size=40),
+    st.integers(1, 900),
+    st.sampled_from(["int8", "int4(stored=pow2)", "rotated(bits=4)"]),
+)
+def test_what_is_not_finite_stays_so_and_nothing_else_becomes_it(some, n, spec):
+    """Law 2, for any bits."""
+    coder = codec(spec)
+    x = torch.tensor((some * n)[:n]).reshape(1, -1)
+    wire = run(Chain(F32, (Encode(coder),)), [x], n)
+    made = run(Chain(U8, (Decode(coder, F32), Cast(F32))), [wire], n)
+    assert not made[~x.isfinite()].isfinite().any()
+    blocks = torch.nn.functional.pad(x.isfinite(), (0, -n % coder.block), value=True)
+    clean = blocks.unflatten(1, (-1, coder.block)).all(2, keepdim=True).expand(-1, -1, coder.block)
+    assert made[clean.flatten(1)[:, :n]].isfinite().all()
+
+
+def test_no_rows_and_no_values_are_nothing():
+    coder = codec("int8")
+    for shape in [(0, 300), (3, 0)]:
+        wire = torch.empty((shape[0], coder.wire_bytes(shape[1], BF16)), dtype=U8)
+        wire.fill_(0xAB)
+        cpu.compiled(Chain(BF16, (Encode(coder),)))(
+            [torch.empty(shape, dtype=BF16)], wire, shape[1]
+        )
+        assert (wire == 0xAB).all()
+
+
+# --- rotated codecs: the butterfly's bits ---------------------------------------------------------
+
+
+@cache
+def signs(width: int) -> torch.Tensor:
+    """Signs of places: the parity of the products of their bits 0 and 1, 2 and 3, ..."""
+    place = torch.arange(width)
+    parity = torch.zeros_like(place)
+    for bit in range(0, width.bit_length() - 2, 2):
+        parity ^= (place >> bit) & (place >> (bit + 1)) & 1
+    return (1 - 2 * parity).float()
+
+
+def stages(x: torch.Tensor, distances: list[int]) -> torch.Tensor:
+    """a + b and a - b for values of the last dimension at each of the distances, in float32."""
+    for distance in distances:
+        pair = x.unflatten(-1, (-1, 2, distance))
+        a, b = pair[..., 0, :], pair[..., 1, :]
+        x = torch.stack([a + b, a - b], -2).flatten(-3)
+    return x
+
+
+def forward(x: torch.Tensor, width: int, signed: bool = True) -> torch.Tensor:
+    down = [1 << bit for bit in reversed(range(width.bit_length() - 1))]
+    factors = (signs(width) if signed else torch.ones(width)) / width
+    return stages(x.unflatten(-1, (-1, width)) * factors, down).flatten(-2)
+
+
+def inverse(x: torch.Tensor, width: int, signed: bool = True) -> torch.Tensor:
+    """Of values divided by the width."""
+    up = [1 << bit for bit in range(width.bit_length() - 1)]
+    factors = (signs(width) if signed else torch.ones(width)) * width
+    return (stages(x.unflatten(-1, (-1, width)), up) * factors).flatten(-2)
+
+
+ROTATED = ("rotated", "rotated(bits=4,block=32)", "rotated(form=int,block=512)")
+
+
+@pytest.mark.parametrize("spec", [*ROTATED, "sdp4bit"])
+def test_a_rotation_has_the_bits_of_its_butterfly(spec):
+    coder = codec(spec)
+    width, signed = coder.transform.width, coder.transform.signed
+    inside, dtype = coder.within if spec != "sdp4bit" else codec("int4"), BF16
+    for n in (coder.block, 4 * coder.block, 3072):
+        x = values(5, n, dtype, n)
+        wire = run(Chain(dtype, (Encode(coder),)), [x], n)
+        wires(coder, wire, inside.encode_rows(forward(x.float(), width, signed)), n, dtype)
+        made = run(Chain(U8, (Decode(coder, dtype), Cast(dtype))), [wire], n)
+        right = inverse(inside.decode_rows(wire, n, F32) / width, width, signed)
+        limit = torch.finfo(dtype).max
+        assert same(made, right.clamp(-limit, limit).to(dtype))
+
+
+@pytest.mark.parametrize("spec", ROTATED)
+def test_a_rotation_is_close_to_the_aten_form(spec):
+    coder, n = codec(spec), 1 << 14
+    x = torch.randn(1, n, generator=torch.Generator().manual_seed(0))
+    wire, right = run(Chain(F32, (Encode(coder),)), [x], n), coder.encode_rows(x)
+    assert (wire != right).float().mean() < 1e-3
+    if coder.grid.bits == 8:
+        size = coder.parts(n, F32)[0]
+        assert (wire[:, :size].int() - right[:, :size].int()).abs().max() <= 1
+    made = run(Chain(U8, (Decode(coder, F32),)), [right], n)
+    torch.testing.assert_close(made, coder.decode_rows(right, n, F32), rtol=1e-5, atol=1e-5)
+
+
+def test_domains_are_entered_and_left_on_the_way():
+    outer, n = codec("rotated"), 1024
+    inner, domain = outer.within, outer.domain
+    x = values(RANKS, n, F32)[:1]
+    entered = run(Chain(F32, (Enter(domain), Encode(inner))), [x], n)
+    assert torch.equal(entered, inner.encode_rows(forward(x, 256)))
+    three = inner.encode_rows(torch.randn(RANKS, n, generator=torch.Generator().manual_seed(1)))
+    total = operators.sum_rows(inner.decode_rows(three, n, F32))
+    chain = Chain(U8, (Decode(inner, F32), Sum(RANKS), Leave(domain), Cast(BF16)))
+    assert same(run(chain, [three], n), inverse(total * (1 / 256), 256).to(BF16))
+    again = run(Chain(U8, (Decode(inner, F32), Sum(RANKS), Encode(inner))), [three], n)
+    assert torch.equal(again, inner.encode_rows(total))
+
+
+# --- exponents: any bits --------------------------------------------------------------------------
+
+
+def raw(seed: int, n: int, dtype: torch.dtype, kind: int) -> torch.Tensor:
+    """Rows of any bits: those of a Gaussian; with many zeros; wild; mixed; of one value."""
+    g = torch.Generator().manual_seed(seed)
+    whole = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    bits = torch.randint(-(2**15), 2**15, (n,), generator=g).to(whole)
+    if dtype.itemsize == 4:
+        bits = bits << 16 | torch.randint(0, 2**16, (n,), generator=g).to(whole)
+    gaussian = (torch.randn(n, generator=g) * 10.0 ** (seed % 7 - 3)).to(dtype)
+    if kind == 0:
+        return gaussian
+    if kind == 1:
+        return gaussian.relu()
+    if kind == 2:
+        return bits.view(dtype)
+    if kind == 3:
+        wild = (torch.arange(n) // 700) % 3 == 1
+        return torch.where(wild, bits, gaussian.view(whole)).view(dtype)
+    return gaussian[:1].expand(n).contiguous()
+
+
+@pytest.mark.parametrize(("dtype", "planes"), [(BF16, 2), (F16, 2), (F32, 2), (BF16, 3)], ids=str)
+def test_exponents_travel_in_the_same_bytes(dtype, planes):
+    coder = codec(f"exponent(planes={planes})")
+    whole = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    encode, decode = Chain(dtype, (Encode(coder),)), Chain(U8, (Decode(coder, dtype),))
+    for n in (1, 33, 1024, 1025, 9000):
+        x = torch.stack([raw(n + kind, n, dtype, kind) for kind in range(5)])
+        wire = run(encode, [x], n)
+        assert torch.equal(wire, coder.encode_rows(x)), n
+        assert torch.equal(run(decode, [wire], n).view(whole), x.view(whole)), n
+
+
+def test_a_wire_of_exponents_that_holds_anything_is_read_within_bounds():
+    coder, n = codec("exponent"), 5000
+    g = torch.Generator().manual_seed(3)
+    for _ in range(20):
+        wire = torch.randint(0, 256, (2, coder.wire_bytes(n, BF16)), generator=g).to(U8)
+        run(Chain(U8, (Decode(coder, BF16),)), [wire], n)
+
+
+# --- threads, refusals, and the operator ----------------------------------------------------------
+
+
+def test_chains_say_whether_they_have_the_bits_of_the_aten_form():
+    inner = codec("rotated").within
+    assert cpu.exact(Chain(BF16, (Encode(INT8),)))
+    assert cpu.exact(Chain(U8, (Decode(inner, BF16), Sum(2), Encode(inner))))
+    assert not cpu.exact(Chain(BF16, (Encode(codec("rotated")),)))
+    assert not cpu.exact(Chain(U8, (Decode(inner, BF16), Leave(codec("rotated").domain))))
+
+
+@pytest.mark.parametrize("spec", ["int8", "rotated", "exponent"])
+def test_the_number_of_threads_changes_nothing(spec):
+    coder, n = codec(spec), 300_001
+    x = values(2, n, BF16)
+    encode = Chain(BF16, (Encode(coder),))
+    decode = Chain(U8, (Decode(coder, BF16), Cast(BF16)))
+    before = torch.get_num_threads()
+    made = []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            wire = run(encode, [x], n)
+            made.append((wire, run(decode, [wire], n)))
+    finally:
+        torch.set_num_threads(before)
+    for wire, decoded in made[1:]:
+        assert torch.equal(wire, made[0][0])
+        assert same(decoded, made[0][1])
+
+
+@pytest.mark.parametrize(
+    ("chain", "reason"),
+    [
+        (Chain(BF16, (Encode(codec("fp8")),)), "no C\\+\\+ for Fp8Grid"),
+        (Chain(BF16, (Encode(codec("topk")),)), "no C\\+\\+ for SparseCodec"),
+        (Chain(BF16, (Encode(codec("int8(rounding=stochastic)")),)), "rounding at random"),
+        (Chain(BF16, (Encode(codec("int8(static=2.0)")),)), "mark what is not finite"),
+        (Chain(BF16, (Encode(codec("int8(scale=rms)")),)), "Rms scales"),
+        (Chain(BF16, (Encode(codec("tahquant")),)), "offsets"),
+        (Chain(BF16, (Encode(codec("equarx")),)), "Lanes"),
+        (Chain(BF16, (Encode(codec("int8(block=8)")),)), "multiples of 16"),
+        (Chain(torch.float64, (Encode(INT8),)), "float64"),
+        (Chain(F32, (Normalise(64, 1e-6, F32), Encode(INT8))), "Normalise"),
+        (Chain(U8, (Decode(INT8, BF16), Sum(17))), "torch.sum"),
+        (Chain(BF16, (Enter(Domain(Hadamard(64))), Encode(INT8))), "float32 alone"),
+        (Chain(U8, (Decode(codec("exponent"), BF16), Cast(F32), Sum(2))), "nothing besides"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_there_is_no_kernel_for_says_why(chain, reason):
+    with pytest.raises(CommpassError, match=reason):
+        cpu.compiled(chain)
+    assert cpu.supports(chain)
+
+
+def test_a_kernel_that_is_slower_than_inline_says_so():
+    assert "inline form is quicker" in cpu.supports(Chain(BF16, (Encode(codec("int4")),)))
+    assert not cpu.supports(Chain(BF16, (Encode(codec("rotated(bits=4)")),)))
+    assert not cpu.supports(Chain(BF16, (Encode(codec("int8")),)))
+
+
+def test_a_kernel_refuses_tensors_that_it_would_read_wrongly():
+    chain, x = Chain(F32, (Encode(INT8),)), torch.randn(2, 512)
+    kernel, wire = cpu.compiled(chain), torch.empty(2, INT8.wire_bytes(512, F32), dtype=U8)
+    kernel([x], wire, 512)
+    for wrong in ([x.t()], [x[:, :500]], [x.to(BF16)], [x, x], [torch.randn(2, 1024)[:, ::2]]):
+        with pytest.raises(CommpassError):
+            kernel(wrong, wire, 512)
+    with pytest.raises(CommpassError):
+        kernel([x], wire[:, 1:], 512)
+
+
+def test_the_operator_calls_a_generated_kernel_by_name():
+    """Rows that lie in a larger buffer, and a wire that is a part of one."""
+    n, size = 512, INT8.wire_bytes(512, BF16)
+    buffer, joined = torch.randn(2, 3 * n).to(BF16), torch.zeros(2, 2 * size, dtype=U8)
+    part = buffer[:, n : 2 * n]
+    taken = Taken(form_of(buffer), form_of(part))
+    piece = Piece(0, size, Form(U8, part.device, (2, size), (2 * size, 1)))
+    kernel = Generated(Chain(BF16, (Encode(INT8),)), n, (taken,), piece)
+    assert kernel == Generated(Chain(BF16, (Encode(codec("int8")),)), n, (taken,), piece)
+    make([kernel])
+    torch.ops.commpass.kernel_([buffer], [joined], [part.storage_offset(), 0], kernel.name)
+    assert torch.equal(joined[:, size:], INT8.encode_rows(part))
+    assert not joined[:, :size].any()

@@ -1,0 +1,391 @@
+"""Coded operators that one kernel can do become one; where they must not they stay apart, with the
+reason in the plan. The graphs are a GPU's, and nothing runs on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from unittest.mock import patch
+
+import fake_cuda
+import pytest
+import torch
+from graphs import ops
+
+from commpass import lowering
+from commpass.codecs import codec as codec_named
+from commpass.codecs import operators
+from commpass.costmodel import default_profile
+from commpass.errors import VerifyError
+from commpass.lowering import fused, generated, matmul
+from commpass.passes import Road, pipeline
+from commpass.passes.fuse import fuse
+from commpass.passes.graph.marks import CODED, MARK, Mark
+from commpass.passes.lower import lower
+from commpass.policy import Policy, Rule
+
+pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
+
+wait = ops.wait_tensor
+FUNCTIONAL = torch.ops.higher_order.triton_kernel_wrapper_functional
+RANKS = 4
+NAMES = [step.name for step in pipeline.PASSES]
+X = torch.empty(64, 256, dtype=torch.bfloat16)
+
+
+def forced(codec: str, algorithm: str = "two_shot", **more) -> Policy:
+    return Policy(rules=[Rule(codec=codec, algorithm=algorithm, force=True, **more)])
+
+
+def run(function, policy, *inputs, passes=pipeline.PASSES, profile="cuda"):
+    """A graph of a GPU after some passes, its fake inputs and its plan."""
+    with fake_cuda.a_card():
+        gm, inputs = fake_cuda.trace(function, *inputs)
+        road = Road(
+            gm=gm,
+            direction="forward",
+            policy=policy,
+            profile=default_profile(profile) if isinstance(profile, str) else profile,
+            stateless=None,
+            kernels=True,
+        )
+        outcome = pipeline.run(road, "0", passes, strict=True)
+    if outcome.error is not None:
+        raise outcome.error
+    return gm, inputs, outcome.plan
+
+
+def fused_roles(gm) -> list[str]:
+    return [n.meta[MARK].role for n in gm.graph.nodes if n.target is fused.FUSED]
+
+
+def before(name: str):
+    return pipeline.PASSES[: NAMES.index(name)]
+
+
+def summed(x):
+    return [wait(ops.all_reduce(torch.relu(x), "sum", "0")) * 2]
+
+
+def with_residual(x, r):
+    return [wait(ops.all_reduce(torch.relu(x), "sum", "0")) + r]
+
+
+# --- what is fused --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codec", "algorithm", "roles"),
+    [
+        ("int8", "two_shot", ["encode", "decode+sum+encode", "decode"]),
+        ("rotated", "two_shot", ["enter+encode", "decode+sum+encode", "decode+leave"]),
+        ("fp8", "one_shot", ["encode", "decode+sum"]),
+        ("rotated", "one_shot", ["enter+encode", "decode+sum+leave"]),
+        ("int4", "two_shot(chunks=2)", ["encode", "decode+sum+encode", "decode"] * 2),
+    ],
+)
+def test_all_between_two_exchanges_is_one_kernel(fake_group, codec, algorithm, roles):
+    fake_group(RANKS)
+    gm, _, plan = run(summed, forced(codec, algorithm), X, passes=before("lower"))
+    assert sorted(fused_roles(gm)) == sorted(roles)
+    left = [n for n in gm.graph.nodes if n.target in operators.IMPLEMENTATIONS]
+    assert {n.target for n in left} <= {fused.FUSED, ops_join()}
+    assert plan.sites[0].fused
+    assert plan.sites[0].lowering == "kernel"
+    assert "not fused" not in plan.sites[0].reason
+    for role in set(roles):
+        assert role in plan.sites[0].reason
+
+
+def ops_join():
+    return torch.ops.commpass.join.default
+
+
+def test_a_mean_and_a_residual_are_part_of_the_kernel(fake_group):
+    fake_group(RANKS)
+
+    def mean(x, r):
+        return [wait(ops.all_reduce(torch.relu(x), "avg", "0")) + r]
+
+    gm, _, _ = run(mean, forced("int8", "one_shot"), X, X, passes=before("lower"))
+    node = next(n for n in gm.graph.nodes if n.meta.get(MARK) and "sum" in n.meta[MARK].role)
+    words = [type(step).__name__ for step in fused.named(node.args[1]).steps]
+    assert words == ["Decode", "Sum", "Divide", "Cast", "Add"]
+    assert not any(n.target is torch.ops.aten.add.Tensor for n in gm.graph.nodes)
+
+
+def test_inductor_gets_calls_that_it_sees(fake_group):
+    fake_group(RANKS)
+    gm, inputs, plan = run(with_residual, forced("rotated"), X, X)
+    calls = [n for n in gm.graph.nodes if n.target is FUNCTIONAL]
+    assert [n.kwargs["tensors_to_clone"] for n in calls] == [["made"]] * 3
+    assert not any(n.target in operators.IMPLEMENTATIONS for n in gm.graph.nodes)
+    assert sum(len(n.meta.get(CODED, ())) for n in gm.graph.nodes) == 4  # 2 encodes, 2 decodes
+    code = fake_cuda.code_of(gm, inputs)
+    for name in ("enter_encode", "decode_sum_encode", "decode_leave_add"):
+        assert f"def {name}(" in code
+        assert f"{name}_" in code.split("def call")[-1]
+    assert "clone" not in code.split("def call")[-1]
+    assert plan.sites[0].fused
+
+
+def test_an_equal_kernel_is_defined_once(fake_group):
+    fake_group(RANKS)
+
+    def twice(x):
+        y = wait(ops.all_reduce(torch.relu(x), "sum", "0")) * 2
+        return [wait(ops.all_reduce(torch.sin(y), "sum", "0")) * 2]
+
+    gm, inputs, _ = run(twice, forced("int8"), X)
+    assert sum(n.target is FUNCTIONAL for n in gm.graph.nodes) == 6
+    code = fake_cuda.code_of(gm, inputs)
+    assert code.count("def decode_sum_encode(") == 1
+
+
+@pytest.mark.parametrize("codec", ["int8", "rotated", "int4(stored=bf16)", "taco"])
+@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot", "two_shot(chunks=2)"])
+def test_the_numbers_are_those_of_the_operators(fake_group, codec, algorithm):
+    """The fused operators compute what those did that they stand for: run as they are, on a CPU."""
+    fake_group(2)
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 256, generator=random).to(torch.bfloat16)
+
+    def graph(passes, any_device):
+        from graphs import trace
+
+        gm = trace(summed, x)
+        profile = default_profile("cpu")
+        road = Road(gm=gm, direction="forward", policy=forced(codec, algorithm, lowering="kernel"),
+                    profile=profile, stateless=None)  # fmt: skip
+        with patch.object(lowering, "obstacle", any_device):
+            outcome = pipeline.run(road, "0", passes)
+        assert outcome.error is None
+        return gm
+
+    plain = graph(before("fuse"), lowering.obstacle)
+    one = graph(before("lower"), lambda chain, numel, device: "")
+    assert fused_roles(one)
+    assert not fused_roles(plain)
+    for a, b in zip(plain(x), one(x), strict=True):
+        assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+# --- what must not be -----------------------------------------------------------------------------
+
+
+def test_what_several_take_is_not_fused_with_one_of_them(fake_group):
+    fake_group(RANKS)
+
+    def shared(x, r):
+        y = wait(ops.all_reduce(torch.relu(x), "sum", "0"))
+        return [y + r, y * 2]
+
+    gm, _, plan = run(shared, forced("int8"), X, X, passes=before("lower"))
+    assert "decode+add" not in fused_roles(gm)
+    assert "others take its values too" in plan.sites[0].reason
+
+
+@pytest.mark.parametrize(
+    ("other", "of"),
+    [
+        (torch.empty(256, dtype=torch.bfloat16), "another shape"),
+        (torch.empty(64, 256), "dtype"),
+        (torch.empty(256, 64, dtype=torch.bfloat16).t(), "layout"),
+    ],
+)
+def test_an_addition_of_something_else_stays(fake_group, other, of):
+    fake_group(RANKS)
+    gm, _, plan = run(with_residual, forced("int8"), X, other, passes=before("lower"))
+    assert fused_roles(gm)[-1] == "decode"
+    assert of in plan.sites[0].reason
+
+
+def test_micro_shards_travel_in_parts(fake_group):
+    fake_group(RANKS)
+    gm, _, plan = run(summed, forced("int8", "two_shot(shards=2)"), X, passes=before("lower"))
+    assert fused_roles(gm) == []
+    assert "its wire travels in parts" in plan.sites[0].reason
+    assert not plan.sites[0].fused
+
+
+@pytest.mark.parametrize(
+    ("policy", "x", "said"),
+    [
+        (forced("int8", lowering="kernel"), torch.empty(64, 256, dtype=torch.float64), "float64"),
+        (forced("int8(block=24)", lowering="kernel"), X, "blocks of 24 values"),
+        (forced("topk", "sparse", lowering="kernel"), X, "not fused"),
+    ],
+)
+def test_the_plain_form_takes_over_with_the_reason(fake_group, policy, x, said):
+    fake_group(RANKS)
+    gm, _, plan = run(summed, policy, x, passes=before("lower"))
+    assert fused_roles(gm) == []
+    assert said in plan.sites[0].reason
+
+
+def test_without_triton_nothing_is_generated(fake_group):
+    fake_group(RANKS)
+    with patch.object(generated, "find_spec", lambda name: None):
+        gm, _, plan = run(summed, forced("int8", lowering="kernel"), X, passes=before("lower"))
+        assert fused_roles(gm) == []
+        assert "Triton is not installed" in plan.sites[0].reason
+        _, _, plan = run(summed, forced("int8"), X)
+        assert plan.sites[0].lowering == "inline"
+
+
+def test_inline_sites_are_left_to_inductor(fake_group):
+    fake_group(RANKS)
+    gm, inputs, plan = run(summed, forced("int8", lowering="inline"), X)
+    assert not any(n.target is FUNCTIONAL for n in gm.graph.nodes)
+    assert not plan.sites[0].fused
+    assert "def decode" not in fake_cuda.code_of(gm, inputs)
+
+
+def test_nothing_is_done_to_graphs_without_kernels(fake_group):
+    fake_group(RANKS)
+    gm, _, plan = run(summed, forced("int8", lowering="inline"), X, passes=before("fuse"))
+    nodes = list(gm.graph.nodes)
+    assert fuse(gm, plan.sites, default_profile("cuda")) == plan.sites
+    assert list(gm.graph.nodes) == nodes
+
+
+# --- a matmul before it ---------------------------------------------------------------------------
+
+A = torch.empty(2048, 512, dtype=torch.bfloat16)
+B = torch.empty(512, 1024, dtype=torch.bfloat16)
+
+
+def multiplied(x, w):
+    return [wait(ops.all_reduce(x @ w, "sum", "0")) * 2]
+
+
+def roles_of(gm) -> list[str]:
+    return [n.meta[MARK].role for n in gm.graph.nodes if n.target in operators.IMPLEMENTATIONS]
+
+
+@pytest.mark.parametrize("codec", ["int8", "rotated", "fp8", "int4"])
+@pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
+def test_a_matmul_encodes_its_own_result(fake_group, codec, algorithm):
+    fake_group(RANKS)
+    policy = forced(codec, algorithm)
+    gm, _, plan = run(multiplied, policy, A, B, passes=before("lower"))
+    assert roles_of(gm)[0] == "matmul+encode"
+    assert not any(n.target is torch.ops.aten.mm.default for n in gm.graph.nodes)
+    assert "matmul+encode" in plan.sites[0].reason
+    gm, inputs, _ = run(multiplied, policy, A, B)
+    code = fake_cuda.code_of(gm, inputs)
+    assert "def matmul_encode(" in code
+    assert "extern_kernels.mm(" not in code
+
+
+def test_views_bias_and_relu_may_lie_between(fake_group):
+    fake_group(RANKS)
+
+    def linear(x, w, b):
+        y = torch.relu(torch.nn.functional.linear(x, w, b))
+        return [wait(ops.all_reduce(y.view(4, 512, 1024), "sum", "0")) * 2]
+
+    bias = torch.empty(1024, dtype=torch.bfloat16)
+    gm, _, _ = run(linear, forced("int8"), A, B.t().contiguous(), bias, passes=before("lower"))
+    assert roles_of(gm)[0] == "matmul+encode"
+    node = next(n for n in gm.graph.nodes if n.target in operators.IMPLEMENTATIONS)
+    assert node.args[2] is not None
+    assert "relu" in node.args[3]
+
+
+def scaled(x, w):
+    return [wait(ops.all_reduce((x @ w) * 3, "sum", "0")) * 2]
+
+
+def taken_twice(x, w):
+    y = x @ w
+    return [wait(ops.all_reduce(y, "sum", "0")) * 2, y + 1]
+
+
+def mixed_rows(x, w):
+    return [wait(ops.all_reduce((x @ w).t(), "sum", "0")) * 2]
+
+
+@pytest.mark.parametrize(
+    ("function", "policy", "inputs", "said"),
+    [
+        (taken_twice, forced("int8"), (A, B), "others take the matmul's result too"),
+        (multiplied, forced("int8"), (A, B[:, :1000].contiguous()), "blocks cross rows"),
+        (multiplied, forced("int8"), (A[:2046], B), "shards begin inside a row"),
+        (multiplied, forced("int8(block=512)"), (A, B), "wider than a tile"),
+        (multiplied, forced("int8"), (A.float(), B.float()), "float32 operands"),
+        (scaled, forced("int8"), (A, B), ""),
+        (mixed_rows, forced("int8"), (A, B), ""),
+    ],
+)
+def test_a_matmul_stays_apart_where_it_must(fake_group, function, policy, inputs, said):
+    fake_group(RANKS)
+    gm, _, plan = run(function, policy, *inputs, passes=before("lower"))
+    assert "matmul+encode" not in roles_of(gm)
+    assert any(n.target is torch.ops.aten.mm.default for n in gm.graph.nodes)
+    assert said in plan.sites[0].reason
+    assert bool(said) == ("not fused" in plan.sites[0].reason)
+
+
+def test_the_cost_model_keeps_them_apart_where_that_is_quicker(fake_group):
+    fake_group(RANKS)
+    profile = default_profile("cuda")
+    slow = dataclasses.replace(profile.kernels, matmul_encode=3.0, gflops=1000.0)
+    costly = dataclasses.replace(profile, kernels=slow)
+    gm, _, plan = run(multiplied, forced("int8"), A, B, passes=before("lower"), profile=costly)
+    assert roles_of(gm)[0] == "encode"
+    assert "apart take" in plan.sites[0].reason
+
+
+def test_a_matmul_that_encodes_computes_what_both_did(fake_group):
+    fake_group(2)
+    random = torch.Generator().manual_seed(0)
+    a, b = torch.randn(64, 32, generator=random), torch.randn(32, 512, generator=random)
+    bias = torch.randn(512, generator=random)
+    coder = codec_named("rotated")
+    product = matmul.Product(coder, 2, "relu")
+    wire = matmul.MATMUL(a, b, bias, matmul.name_of(product))
+    want = coder.encode_rows(torch.relu(torch.addmm(bias, a, b)).reshape(2, -1))
+    assert torch.equal(wire, want)
+
+
+# --- lossless -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [2048, 2050])
+def test_lossless_encode_and_decode_are_kernels_of_their_own(numel):
+    coder = codec_named("exponent")
+
+    def there_and_back(x):
+        with operators.as_operators():
+            wire = operators.encode(coder, x)
+            static, room = coder.parts(numel, x.dtype)
+            parts = wire.narrow(1, 0, static), wire.narrow(1, static, room)
+            return [operators.decode_parts(coder, parts, numel, x.dtype)]
+
+    with fake_cuda.a_card():
+        gm, inputs = fake_cuda.trace(there_and_back, torch.empty(4, numel, dtype=torch.bfloat16))
+        site = types.SimpleNamespace(name="site", lowering="kernel")
+        for node in gm.graph.nodes:
+            if node.target in operators.IMPLEMENTATIONS:
+                node.meta[MARK] = Mark("site", 0, operators.ROLES[node.target])
+        lower(gm, [site])
+    assert sum(n.target is FUNCTIONAL for n in gm.graph.nodes) == 2 + 4
+    code = fake_cuda.code_of(gm, inputs)
+    for name in ("exponent_split", "exponent_place", "exponent_follow", "exponent_join"):
+        assert f"def {name}(" in code
+
+
+def test_a_kernel_that_triton_does_not_compile_leaves_the_graph_as_it_was(fake_group):
+    fake_group(RANKS)
+    from commpass.lowering.gpu import source
+
+    def spoiled(text):
+        return source.Source(text.entry, text.text.replace("peak = peak_of(x)", "peak = nothing"))
+
+    whole = source.load.__wrapped__
+    with (
+        patch("commpass.lowering.gpu.graph.load", lambda text: whole(spoiled(text))),
+        pytest.raises(VerifyError, match="Triton does not compile its kernel"),
+    ):
+        run(summed, forced("int8(block=32)"), X)

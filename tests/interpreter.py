@@ -1,0 +1,45 @@
+"""Kernels in Triton's interpreter: a process of its own, since Triton is told before it is imported
+whether it interprets.
+
+    interpreted(function, *args)
+
+calls a function of a test module there, once Triton interprets, and returns what it returns. It is
+found by module and name; its arguments and its result are copied.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+
+def interpreted(function: Callable[..., Any], *args: Any) -> Any:
+    return _process().submit(function, *args).result(timeout=240)
+
+
+@lru_cache(maxsize=1)
+def _process() -> ProcessPoolExecutor:
+    """One for each process of the tests; it starts with the first call."""
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        pool.submit(_ready).result(timeout=240)
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
+    atexit.register(pool.shutdown)
+    return pool
+
+
+def _ready() -> None:
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,0 +1,211 @@
+"""An all_reduce that is one kernel, on ranks that are processes: each interprets it over memory
+that all have mapped. They really run at once, and really wait for each other's signals.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from exchanging import mapped, plain
+from plain_form import bits_of, plainly, sample
+from processes import Ranks
+
+import commpass
+from commpass.codecs import codec
+
+pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
+pytestmark = pytest.mark.xdist_group("ranks")
+
+PROGRAMS = 2
+SHORT = 40
+"""Looks at the signals that are enough where nobody will come."""
+
+
+def _ranks(size: int) -> Iterator[Ranks]:
+    ranks = Ranks(size, {"TRITON_INTERPRET": "1"})
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def ranks2() -> Iterator[Ranks]:
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="module")
+def ranks4() -> Iterator[Ranks]:
+    yield from _ranks(4)
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+
+
+def values(numel: int, dtype: torch.dtype, rank: int, call: int) -> torch.Tensor:
+    """What a rank brings to a call."""
+    return sample(numel, dtype, 100 * call + rank)[call % 3].contiguous()
+
+
+def several(folder: Path, text: str, algorithm: str, numel: int, dtype, op: str, calls: int, after):
+    """Calls in a row, in each of which another rank comes late: results, what the library's own
+    algorithm gives, and this rank's memory after each. ``after`` is how many calls were before."""
+    from commpass.lowering.gpu.exchange import Exchange, memory_of, obstacle, run
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    exchange = Exchange(algorithm, codec(text), dtype, numel, ranks, op, PROGRAMS)
+    assert obstacle(exchange, processors=PROGRAMS) == ""
+    space = mapped(folder, exchange)
+    first = memory_of(exchange).counters
+    space.memory[first : first + 4 * PROGRAMS].view(torch.int32).fill_(after)
+    made, wanted, held = [], [], []
+    for call in range(calls):
+        x = values(numel, dtype, rank, call)
+        if rank == call % ranks:
+            time.sleep(0.2)
+        made.append(run(space, x))
+        held.append(space.memory.clone())
+    assert space.missing() == []
+    for call in range(calls):
+        x = values(numel, dtype, rank, call)
+        with plainly():
+            wanted.append(commpass.all_reduce(x, op=op, codec=codec(text), algorithm=algorithm))
+    return made, wanted, held
+
+
+def alone(folder: Path, algorithm: str, gone: int):
+    """Calls to which one rank does not come, then one to which all do."""
+    from commpass.lowering.gpu.exchange import Exchange, run
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    exchange = Exchange(algorithm, codec("int8"), torch.float32, 900, ranks, "sum", PROGRAMS)
+    space = mapped(folder, exchange, SHORT)
+    x = values(900, torch.float32, rank, 0)
+    made = [] if rank == gone else [run(space, x)]
+    missing = space.missing()
+    dist.barrier()
+    made.append(run(space, x))
+    made.append(run(space, x))
+    return made, missing
+
+
+# --- what is right --------------------------------------------------------------------------------
+
+
+def agree(found: torch.Tensor, want: torch.Tensor) -> bool:
+    """The same bits, but any NaN for a NaN."""
+    nan = found.isnan()
+    if not torch.equal(nan, want.isnan()):
+        return False
+    return torch.equal(bits_of(found.masked_fill(nan, 0)), bits_of(want.masked_fill(nan, 0)))
+
+
+def check(
+    ranks: Ranks, folder: Path, text, algorithm, numel, dtype, op="sum", calls=3, after=0
+) -> None:
+    from commpass.lowering.gpu.exchange_kernel import Exchange, memory_of
+
+    given = (text, algorithm, numel, dtype, op)
+    results = ranks.run(several, folder, *given, calls, after)
+    exchange = Exchange(algorithm, codec(text), dtype, numel, ranks.size, op, PROGRAMS)
+    at, size = memory_of(exchange), exchange.wire_bytes
+    for call in range(calls):
+        brought = [values(numel, dtype, rank, call) for rank in range(ranks.size)]
+        wires, coded, want = plain(codec(text), algorithm, brought, op)
+        for rank, (made, library, memory) in enumerate(results):
+            assert torch.equal(bits_of(made[call]), bits_of(results[0][0][call])), "not law 1"
+            assert agree(made[call], want)
+            assert agree(made[call], library[call])
+            buffer = (after + call + 1) % exchange.buffers  # calls are counted from 1
+            first = at.wires + buffer * exchange.rows * size
+            lies = memory[call][first : first + exchange.rows * size]
+            assert torch.equal(lies, wires[rank].flatten())
+            if coded:
+                assert torch.equal(memory[call][at.sums : at.sums + size], coded[rank].flatten())
+
+
+BOTH = ("one_shot", "two_shot")
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize(
+    ("text", "numel", "dtype"),
+    [
+        ("int8", 3000, torch.bfloat16),
+        ("rotated", 2500, torch.float32),
+        ("fp8", 1900, torch.float16),
+        ("int6", 2100, torch.bfloat16),
+    ],
+)
+def test_two_ranks(ranks2, tmp_path, text, algorithm, numel, dtype):
+    check(ranks2, tmp_path, text, algorithm, numel, dtype)
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize(
+    ("text", "numel", "dtype"),
+    [("int8", 2600, torch.bfloat16), ("rotated(bits=4)", 4100, torch.bfloat16)],
+)
+def test_four_ranks(ranks4, tmp_path, text, algorithm, numel, dtype):
+    check(ranks4, tmp_path, text, algorithm, numel, dtype, calls=4)
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+def test_a_mean(ranks2, tmp_path, algorithm):
+    check(ranks2, tmp_path, "fp8(form=e5m2)", algorithm, 1300, torch.float32, op="avg")
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize("text", ["int8(rounding=stochastic)", "sdp4bit", "tahquant(block=64)"])
+def test_other_parts(ranks2, tmp_path, algorithm, text):
+    check(ranks2, tmp_path, text, algorithm, 1500, torch.bfloat16, calls=2)
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+def test_fewer_values_than_a_block_and_ranks(ranks4, tmp_path, algorithm):
+    check(ranks4, tmp_path, "int8", algorithm, 3, torch.float32, calls=2)
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+def test_numbers_of_calls_wrap_around(ranks2, tmp_path, algorithm):
+    check(ranks2, tmp_path, "int8", algorithm, 900, torch.bfloat16, calls=4, after=2**31 - 2)
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+def test_who_waits_in_vain_says_for_whom_and_makes_no_numbers(ranks4, tmp_path, algorithm):
+    """And never makes any again: the others have no wire of that rank, or not that one."""
+    gone = 2
+    results = ranks4.run(alone, tmp_path, algorithm, gone)
+    for rank, (made, missing) in enumerate(results):
+        if rank != gone:
+            assert gone in missing  # and those whose later programs, having seen that, gave up
+            assert all(bool(each.isnan().all()) for each in made)
+    late, after = results[gone][0]
+    assert bool(after.isnan().all())
+    if algorithm == "two_shot":
+        assert bool(late.isnan().all())  # nobody has made the sums of the other shards
+        return
+    # Those programs of the others that had begun have left their wires of the call that it missed:
+    # it gets what it came for, or NaN.
+    brought = [values(900, torch.float32, rank, 0) for rank in range(4)]
+    want = plain(codec("int8"), algorithm, brought, "sum")[2]
+    got = late.isfinite()
+    assert bool(got.any())
+    assert torch.equal(late[got], want[got])
+
+
+def refused() -> str:
+    from commpass.errors import CommpassError
+    from commpass.lowering.gpu.exchange import all_reduce
+
+    with pytest.raises(CommpassError) as told:
+        all_reduce(torch.ones(300))
+    return str(told.value)
+
+
+def test_all_ranks_say_what_stands_in_the_way(ranks2):
+    for said in ranks2.run(refused):
+        assert said == "no kernel: rank 0: tensors on cpu: ranks reach the memory of cards"

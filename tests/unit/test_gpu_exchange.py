@@ -1,0 +1,239 @@
+"""The all_reduce that is one kernel: what a card is told, what cannot be exchanged, and why so many
+buffers are enough."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commpass.codecs import codec
+from commpass.errors import CommpassError
+
+triton = pytest.importorskip("triton", reason="kernels are written in Triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from commpass.lowering.gpu.exchange import Workspace, numbers, run  # noqa: E402
+from commpass.lowering.gpu.exchange_kernel import (  # noqa: E402
+    RESIDENT,
+    Exchange,
+    kernel,
+    memory_of,
+    obstacle,
+)
+from commpass.lowering.gpu.source import load  # noqa: E402
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+BOTH = ("one_shot", "two_shot")
+INT8 = Exchange("one_shot", codec("int8"), torch.bfloat16, 1 << 17, 8, programs=64)
+
+
+# --- what a card is told --------------------------------------------------------------------------
+
+
+def compiled(arch: str, exchange: Exchange) -> Any:
+    exchange = replace(exchange, lanes=TARGETS[arch].warp_size)
+    made = kernel(exchange)
+    given = numbers(exchange, 2)
+    constants = made.constants | {"FP8": arch in ("sm_90", "sm_100")}
+    whole = [
+        place
+        for place, (name, kind) in enumerate(made.signature.items())
+        if kind.startswith("*") or given[name] % 16 == 0
+    ]
+    source = ASTSource(
+        load(made.source),
+        {**made.signature, **dict.fromkeys(constants, "constexpr")},
+        constants,
+        {(place,): [["tt.divisibility", 16]] for place in whole},
+    )
+    options = {"num_warps": made.num_warps, "enable_fp_fusion": made.fuses}
+    return triton.compile(source, target=TARGETS[arch], options=options)
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory."""
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "kernel.cubin"
+        file.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", said)[-1]) for name in ("REG", "STACK"))
+    return registers, stack
+
+
+SPECS = ["int8", "rotated", "fp8"]
+NVIDIA = [(arch, spec) for arch in ("sm_80", "sm_90", "sm_100") for spec in SPECS]
+NVIDIA += [("sm_90", "rotated(bits=4)"), ("sm_100", "rotated(bits=4)")]
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize(("arch", "spec"), NVIDIA)
+def test_nvidia_releases_and_acquires_for_the_system(arch, algorithm, spec):
+    exchange = replace(INT8, algorithm=algorithm, codec=codec(spec))
+    made = compiled(arch, exchange)
+    registers, stack = usage(made.asm["cubin"])
+    assert stack == 0, "spills"
+    # What `obstacle` promises: so many programs of one processor run at once.
+    assert registers * made.metadata.num_warps * 32 * RESIDENT <= 65536
+    lines = made.asm["ptx"].splitlines()
+    order = [each for each in lines if re.search(r"bar\.sync|atom\.global\.sys", each)]
+    released = [place for place, line in enumerate(order) if "sys.release.exch" in line]
+    acquired = [place for place, line in enumerate(order) if "sys.acquire.add" in line]
+    assert len(released) == len(acquired) == exchange.phases
+    for place in released:
+        assert "bar.sync" in order[place - 1]  # all threads have written
+    for place in acquired:
+        assert "bar.sync" in order[place + 1]  # no thread reads before one has seen the signals
+    assert "ld.global.nc" not in made.asm["ptx"]  # memory that others write
+    assert re.search(r"ld\.global\S*\.v4\.b32", made.asm["ptx"])
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "rotated(bits=4)"])
+@pytest.mark.parametrize("algorithm", BOTH)
+def test_amd_releases_and_acquires_for_the_system(algorithm, spec):
+    exchange = replace(INT8, algorithm=algorithm, codec=codec(spec))
+    made = compiled("gfx942", exchange)
+    text = made.asm["amdgcn"]
+    assert re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", text) == ["0", "0"]
+    # The write-back comes before the exchange, the invalidation after the look: an exchange that
+    # adds nothing has become a load. `sc0 sc1` is the whole system.
+    order = re.findall(
+        r"buffer_wbl2 sc0 sc1|global_atomic_swap .* sc1|global_load_dword .* sc0 sc1|buffer_inv.*",
+        text,
+    )
+    said = " ".join(each.split()[0] for each in order)
+    once = "buffer_wbl2 global_atomic_swap global_load_dword buffer_inv"
+    assert said == " ".join([once] * exchange.phases)
+
+
+# --- what cannot be exchanged ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"algorithm": "ring"}, "ring: kernels exchange by one_shot or two_shot"),
+        ({"op": "max"}, "max of values"),
+        ({"ranks": 33}, "33 ranks: a line of signals holds 32"),
+        ({"codec": codec("exponent")}, "exponent: no block codec"),
+        ({"codec": codec("int8", block=24)}, "blocks of 24 values"),
+        ({"dtype": torch.float64}, "float64 values"),
+        ({"numel": 2**31}, "kernels count to 2^31"),
+        ({"numel": 2**31 - 2**12, "programs": 1}, "bytes of memory: kernels count to 2^31"),
+        ({"programs": 100 * RESIDENT + 1}, "is waited for in vain"),
+    ],
+)
+def test_what_no_kernel_can_exchange_is_said(changed, said):
+    assert obstacle(INT8, processors=100, card=(9, 0)) == ""
+    assert said in obstacle(replace(INT8, **changed), processors=100, card=(9, 0))
+
+
+def test_a_card_that_is_too_old_is_named():
+    assert "sm_61: it does not release and acquire" in obstacle(INT8, card=(6, 1))
+
+
+def test_a_workspace_is_for_values_of_one_kind():
+    exchange = replace(INT8, ranks=1)
+    space = Workspace(exchange, 0, torch.zeros(1, dtype=torch.int64), torch.zeros(1))
+    with pytest.raises(CommpassError, match="a workspace for 131072 values"):
+        run(space, torch.zeros(7, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("algorithm", BOTH)
+@pytest.mark.parametrize("ranks", [1, 3, 32])
+def test_nothing_in_memory_overlaps(algorithm, ranks):
+    exchange = replace(INT8, algorithm=algorithm, ranks=ranks, numel=100_003, programs=77)
+    at = memory_of(exchange)
+    signals = exchange.phases * 77 * 32 * 4
+    wires = exchange.buffers * exchange.rows * exchange.wire_bytes
+    begins = [at.signals, at.counters, at.late, at.wires, at.sums, at.total]
+    sizes = [signals, 77 * 4, 4, wires, exchange.wire_bytes if algorithm == "two_shot" else 0]
+    for place, size, following in zip(begins, sizes, begins[1:], strict=False):
+        assert place % 128 == 0
+        assert place + size <= following
+
+
+# --- why so many buffers are enough ---------------------------------------------------------------
+
+WRITE, SIGNAL, WAIT, READ = "write", "signal", "wait", "read"
+
+
+def steps_of(algorithm: str) -> list[tuple[str, str]]:
+    """What one program does in a call, in order, and with what: the wires of a rank (``w``), the
+    wire of its sum (``s``); signals have a name for each phase."""
+    first = [(WRITE, "w"), (SIGNAL, "0"), (WAIT, "0"), (READ, "w")]
+    return first if algorithm == "one_shot" else [*first, *[(WRITE, "s"), (SIGNAL, "1")], *LAST]
+
+
+LAST = [(WAIT, "1"), (READ, "s")]
+
+
+def overwritten(algorithm: str, buffers: int, ranks: int, calls: int) -> bool:
+    """Whether in any order in which ranks can run some rank reads what is not of its own call.
+
+    A state is where each rank is; what memory holds follows from that: who has made so many writes
+    has made those of these calls. A read of all peers takes several steps, one for each peer."""
+    program = [
+        (call, kind, what, peer)
+        for call in range(1, calls + 1)
+        for kind, what in steps_of(algorithm)
+        for peer in (range(ranks) if kind in (WAIT, READ) else [0])
+    ]
+    writes = [
+        {what: _held(program[:at], what, buffers) for what in "ws"}
+        for at in range(len(program) + 1)
+    ]
+    signals = [
+        {what: sum(s[1:3] == (SIGNAL, what) for s in program[:at]) for what in "01"}
+        for at in range(len(program) + 1)
+    ]
+    seen, todo = set(), [(0,) * ranks]
+    while todo:
+        state = todo.pop()
+        for rank, at in enumerate(state):
+            if at == len(program):
+                continue
+            call, kind, what, peer = program[at]
+            if kind == WAIT and signals[state[peer]][what] < call:
+                continue
+            if kind == READ and writes[state[peer]][what][call % buffers] != call:
+                return True
+            following = (*state[:rank], at + 1, *state[rank + 1 :])
+            if following not in seen:
+                seen.add(following)
+                todo.append(following)
+    assert (len(program),) * ranks in seen, "nobody may wait for ever"
+    return False
+
+
+def _held(done: list, what: str, buffers: int) -> list[int]:
+    """The call whose wire lies in each buffer."""
+    held = [0] * buffers
+    for call, kind, of, _ in done:
+        if (kind, of) == (WRITE, what):
+            held[call % buffers] = call
+    return held
+
+
+@pytest.mark.parametrize(("algorithm", "ranks", "calls"), [("one_shot", 3, 4), ("two_shot", 2, 4)])
+def test_no_rank_overwrites_what_another_still_reads(algorithm, ranks, calls):
+    enough = replace(INT8, algorithm=algorithm).buffers
+    assert not overwritten(algorithm, enough, ranks, calls)
+
+
+def test_one_buffer_is_too_few_for_one_shot():
+    assert overwritten("one_shot", 1, 2, 2)

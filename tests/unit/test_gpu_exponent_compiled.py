@@ -1,0 +1,170 @@
+"""The kernels of the lossless codec, compiled for GPUs that need not be there: nothing spills, what
+streams is loaded and stored 16 bytes at a time, and a value costs few instructions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from commpass.codecs.exponent import ExponentCodec, exponent
+from commpass.lowering.gpu.exponent import Launch, Tiling, decoding, encoding
+from commpass.lowering.gpu.source import load
+
+triton = pytest.importorskip("triton")
+
+NUMEL = 1 << 26
+VALUES_OF_A_THREAD = 128
+"""4 columns of 32."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What ptxas and nvdisasm say of a kernel."""
+
+    registers: int
+    spilled: int
+    opcodes: Counter[str]
+
+    @property
+    def instructions(self) -> int:
+        return sum(self.opcodes.values()) - self.opcodes["NOP"]
+
+
+def launches_of(
+    planes: int,
+    dtype: torch.dtype,
+    tiling: Tiling,
+    numel: int = NUMEL,
+) -> dict[str, Launch]:
+    """All kernels of both directions, by name."""
+    coder = exponent(f"exponent(planes={planes})", planes=planes)
+    assert isinstance(coder, ExponentCodec)
+    found = {}
+    for kernels in (encoding, decoding):
+        halves = dtype.itemsize == 2 and numel % 2 == 1
+        for launch in kernels(coder, 1, numel, dtype, halves, tiling).launches:
+            step = dict(launch.constants).get("STEP", "")
+            found[f"{launch.source.entry}{step}"] = launch
+    return found
+
+
+def compiled(launch: Launch, backend: str, arch: int | str) -> object:
+    """As a launch would: tensors begin at, and numbers are, multiples of 16 where they are; ones
+    are part of the code."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    sixteen = [["tt.divisibility", 16]]
+    known = {(place,): sixteen for place in range(len(launch.tensors))}
+    for place, (_, number) in enumerate(launch.numbers, start=len(launch.tensors)):
+        if number % 16 == 0:
+            known[(place,)] = sixteen
+    ones = {name: 1 for name, number in launch.numbers if number == 1}
+    signature = {**launch.signature, **dict.fromkeys(ones, "constexpr")}
+    source = ASTSource(load(launch.source), signature, {**dict(launch.constants), **ones}, known)
+    target = GPUTarget(backend, arch, 32 if backend == "cuda" else 64)
+    return triton.compile(source, target=target, options={"num_warps": launch.warps})
+
+
+def machine_code(kernel: object, arch: int, folder: Path) -> Machine:
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    text, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
+    text.write_text(kernel.asm["ptx"])
+    name = f"--gpu-name={sm_arch_from_capability(arch)}"
+    said = subprocess.run(
+        [get_ptxas(arch).path, "-v", name, str(text), "-o", str(cubin)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stderr
+    disassembler = triton.knobs.nvidia.nvdisasm.path
+    lines = subprocess.run(
+        [disassembler, "-c", str(cubin)], capture_output=True, text=True, check=True
+    ).stdout
+    codes = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", lines)
+    registers = re.search(r"Used (\d+) registers", said)
+    spilled = re.findall(r"(\d+) bytes spill", said)
+    assert registers, said
+    assert spilled, said
+    return Machine(int(registers[1]), sum(map(int, spilled)), Counter(codes))
+
+
+def check(planes: int, dtype: torch.dtype, arch: int, folder: Path) -> dict[str, Machine]:
+    """Of all kernels: no spills, and 16 bytes at a time where they stream."""
+    found = {}
+    for name, launch in launches_of(planes, dtype, Tiling()).items():
+        found[name] = machine_code(compiled(launch, "cuda", arch), arch, folder)
+        assert found[name].spilled == 0, name
+        assert found[name].registers <= 168, name
+    width = dtype.itemsize
+    split, join = found["exponent_split"].opcodes, found["exponent_join"].opcodes
+    rest = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}[dtype]
+    assert wide(split, "LDG") == 8 * width
+    assert narrow(split, "LDG") == 0
+    # Static part, and 8 words of zeros for each column.
+    assert wide(split, "STG") == rest + planes + 8
+    assert wide(join, "LDG") >= rest + planes
+    assert wide(join, "STG") == 8 * width
+    assert narrow(join, "STG") == 0
+    return found
+
+
+def wide(opcodes: Counter[str], kind: str) -> int:
+    return sum(n for code, n in opcodes.items() if code.startswith(kind) and ".128" in code)
+
+
+def narrow(opcodes: Counter[str], kind: str) -> int:
+    return sum(n for code, n in opcodes.items() if code.startswith(kind) and ".128" not in code)
+
+
+def test_quick_code_of_hopper(tmp_path: Path) -> None:
+    """Instructions for each value, loops counted once: at 26 issue slots a bf16 value the copy
+    bandwidth of an H100 is reached."""
+    found = check(3, torch.bfloat16, 90, tmp_path)
+    assert found["exponent_split"].instructions / VALUES_OF_A_THREAD < 15
+    assert found["exponent_join"].instructions / VALUES_OF_A_THREAD < 16
+    assert found["exponent_count"].instructions / VALUES_OF_A_THREAD < 2
+
+
+def test_dense_code_of_hopper(tmp_path: Path) -> None:
+    found = check(2, torch.bfloat16, 90, tmp_path)
+    assert found["exponent_split"].instructions / VALUES_OF_A_THREAD < 24
+    assert found["exponent_join"].instructions / VALUES_OF_A_THREAD < 24
+    for step in (1, 2):
+        assert found[f"exponent_follow{step}"].instructions / VALUES_OF_A_THREAD < 7
+
+
+@pytest.mark.parametrize("arch", [80, 100])
+def test_other_cards(arch: int, tmp_path: Path) -> None:
+    check(3, torch.bfloat16, arch, tmp_path)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_other_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    check(3, dtype, 90, tmp_path)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("numel", [1, 1 << 30])
+def test_the_least_and_the_most(numel: int, tmp_path: Path) -> None:
+    """Numbers that are one, halves of words, and sums of 64 bits."""
+    for name, launch in launches_of(3, torch.bfloat16, Tiling(), numel).items():
+        assert machine_code(compiled(launch, "cuda", 90), 90, tmp_path).spilled == 0, name
+
+
+def test_mi300() -> None:
+    for name, launch in launches_of(3, torch.bfloat16, Tiling(columns=256)).items():
+        text = compiled(launch, "hip", "gfx942").asm["amdgcn"]
+        spilled = re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", text)
+        assert spilled, name
+        assert set(spilled) == {"0"}, name
+    assert "global_load_dwordx4" in text
+    assert "global_store_dwordx4" in text

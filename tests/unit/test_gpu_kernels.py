@@ -1,0 +1,295 @@
+"""Generated kernels in Triton's interpreter: the bits of the codecs' plain form, for every part.
+
+A rotation adds in another order than the plain form's small matmuls do: there the plain form is
+given a butterfly. A root mean square and a least-squares fit are sums as well: there
+scales may differ in their last bit, and codes at a tie.
+"""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interpreter import interpreted
+from plain_form import plainly, same, sample
+from test_codecs import CORE
+
+from commpass.codecs import codec
+from commpass.codecs.block import grids, layouts, noise, scales, transforms
+from commpass.codecs.block.scales import STORED
+from commpass.lowering.chain import (
+    Add,
+    Cast,
+    Chain,
+    Decode,
+    Divide,
+    Encode,
+    Enter,
+    Leave,
+    Normalise,
+    Sum,
+)
+
+pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POISON = 0xAB
+
+
+# --- in the interpreter ---------------------------------------------------------------------------
+
+
+def ran(chain: Chain, taken: torch.Tensor, numel: int, *others: torch.Tensor) -> torch.Tensor:
+    """What the kernel of a chain makes, in a buffer that held something else before."""
+    from commpass.lowering.gpu import generate, launch
+
+    assert generate.obstacle(chain, numel) == ""
+    made = generate.kernel(chain, numel)
+    out = launch.empty(made, taken.shape[0] // chain.ranks, numel, taken.device)
+    out.view(torch.uint8).fill_(POISON)
+    launch.launch(made, [taken, *others], out, numel)
+    return out
+
+
+def obstacle_of(chain: Chain, numel: int) -> str:
+    from commpass.lowering.gpu import generate
+
+    return generate.obstacle(chain, numel)
+
+
+def without_tile() -> list[str]:
+    """The parts of codecs that some function of ``parts`` does not know."""
+    from commpass.lowering.gpu import generate, parts
+
+    kinds = {
+        parts.place: layouts.Layout,
+        parts.forward: transforms.Transform,
+        parts.inverse: transforms.Transform,
+        parts.measured: scales.Scale,
+        parts.units: scales.Scale,
+        parts.refitted: scales.Scale,
+        parts.multiplied: scales.Scale,
+        parts.encoded: grids.Grid,
+        parts.decoded: grids.Grid,
+        parts.noise: noise.Rounding,
+    }
+    assert set(kinds) == set(parts.PARTS)
+    lacking = [
+        f"{function.__name__} of {kind.__name__}"
+        for function, union in kinds.items()
+        for kind in typing.get_args(union)
+        if kind not in function.registry
+    ]
+    names = [f"{what}_{form}" for what in ("up", "nearest", "store", "load") for form in STORED]
+    return lacking + [name for name in names if name not in generate.KNOWN]
+
+
+def sums(coder) -> bool:
+    """Whether a scale of it is made of a sum, and travels with all its bits, or decides codes."""
+    rule = coder.scale
+    return isinstance(rule, (scales.Rms, scales.Dual, scales.LeastSquares))
+
+
+ALL = [text for text in CORE if text not in ("outlier(width=4)",)]
+
+
+def generated() -> list[str]:
+    """The settings for which kernels are generated, whatever the number of values."""
+    return [text for text in ALL if getattr(codec(text), "grid", None) is not None]
+
+
+@pytest.mark.parametrize("text", generated())
+def test_encode_and_decode_give_the_bits_of_the_plain_form(text):
+    coder = codec(text).salted(3, 1)
+    for dtype, some in zip(DTYPES, (2051, 1024, 999), strict=True):
+        encode, numel = Chain(dtype, (Encode(coder),)), some
+        if why := interpreted(obstacle_of, encode, numel):
+            assert "blocks of" in why, why
+            numel = 1024 * 8  # equarx makes blocks of a size that follows from this number
+        x = sample(numel, dtype)
+        decode = Chain(torch.uint8, (Decode(coder, dtype), Cast(dtype)))
+        with plainly():
+            wire = coder.encode_rows(x)
+            values = coder.decode_rows(wire, numel, dtype).to(dtype)
+        found = interpreted(ran, encode, x, numel)
+        if sums(coder):
+            nearly(coder, found, wire, numel, dtype)
+        else:
+            same(found, wire)
+        same(interpreted(ran, decode, wire, numel), values)
+
+
+def nearly(coder, found: torch.Tensor, wire: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
+    """Two wires of which one in a hundred values differs by a level, and scales in a last bit."""
+    with plainly():
+        mine, its = (coder.decode_rows(each, numel, dtype) for each in (found, wire))
+    with_peak = its.abs().amax(dim=1, keepdim=True)
+    off = (mine - its).abs() > 1e-5 * with_peak
+    assert off.float().mean() < 0.01
+    assert bool(((mine - its).abs() <= 0.6 * with_peak).all())
+    assert (found != wire).float().mean() < 0.02
+
+
+KINDS = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-40, 3e38, -3.3e38, float("inf"), float("-inf")]
+KINDS += [float("nan"), 0.5, 1.5, -2.5, 126.5, 127.0, 2.0**-126, 65504.0, 1e-7]
+VALUES = st.sampled_from(KINDS)
+TEXTS = ["int8", "int4", "int6", "int2", "fp8", "fp8(form=e5m2)", "int8(static=0.05)"]
+TEXTS += ["fp8(static=1.0)", "rotated(block=64)", "rotated(bits=4, block=32)", "tahquant(block=32)"]
+TEXTS += ["int8(stored=bf16)", "int4(stored=pow2)", "int8(rounding=stochastic)", "sdp4bit"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(TEXTS),
+    st.sampled_from(DTYPES),
+    st.lists(VALUES, min_size=1, max_size=200),
+    st.integers(0, 3),
+)
+def test_values_of_every_kind(text, dtype, values, seed):
+    coder = codec(text)
+    x = torch.tensor(values, dtype=torch.float64).to(dtype).reshape(1, -1)
+    if seed:
+        random = torch.Generator().manual_seed(seed)
+        x = x[:, torch.randint(x.shape[1], (130,), generator=random)]
+    numel = x.shape[1]
+    with plainly():
+        wire = coder.encode_rows(x)
+        want = coder.decode_rows(wire, numel, dtype)
+    found = interpreted(ran, Chain(dtype, (Encode(coder),)), x, numel)
+    decode = Chain(torch.uint8, (Decode(coder, dtype),))
+    with plainly():
+        mine = coder.decode_rows(found, numel, dtype)
+    finite = want.isfinite()
+    assert torch.equal(mine.isfinite(), finite)  # law 2
+    assert torch.equal(mine[finite], want[finite])
+    same(interpreted(ran, decode, wire, numel), want)
+
+
+# --- chains ---------------------------------------------------------------------------------------
+
+SUMMED = ["int8", "int4(stored=bf16)", "fp8", "int6", "rotated", "rotated(bits=4)", "sdp4bit"]
+
+
+@pytest.mark.parametrize("text", SUMMED)
+@pytest.mark.parametrize("ranks", [1, 2, 5, 19])
+def test_sums_are_made_in_rank_order(text, ranks):
+    coder = codec(text).within
+    numel, dtype = 700, torch.bfloat16
+    x = torch.cat([sample(numel, dtype, seed) for seed in range(8)])[:ranks].float()
+    with plainly():
+        wires = coder.encode_rows(x)
+        total = torch.zeros(0)
+        for row in coder.decode_rows(wires, numel, dtype):
+            total = total + row if total.numel() else row
+        total = total.reshape(1, -1)
+        wire = coder.encode_rows(total / ranks)
+    steps = (Decode(coder, dtype), Sum(ranks))
+    same(interpreted(ran, Chain(torch.uint8, steps), wires, numel), total)
+    again = Chain(torch.uint8, (*steps, Divide(float(ranks)), Encode(coder)))
+    same(interpreted(ran, again, wires, numel), wire)
+
+
+@pytest.mark.parametrize("text", ["int8(stored=pow2)", "int4(stored=pow2)", "fp8(stored=pow2)"])
+@pytest.mark.parametrize("first", [0.0, float("nan"), float("inf")])
+def test_the_largest_values_are_cut_beside_a_block_that_is_not_finite(text, first):
+    """Scales rounded up to a power of two decode the largest values to more than the largest."""
+    coder, numel, dtype = codec(text), 1024, torch.float32
+    x = torch.full((2, numel), 3.3e38)
+    x[:, ::2] *= -1
+    x[1] *= -1  # uncut, the sum of the two would be no number
+    x[0, 0] = first
+    wires = coder.encode_rows(x)
+    rows = coder.decode_rows(wires, numel, dtype)
+    assert rows[0, coder.block :].isfinite().all()
+    chain = Chain(torch.uint8, (Decode(coder, dtype), Sum(2)))
+    same(interpreted(ran, chain, wires, numel), rows[:1] + rows[1:])
+
+
+@pytest.mark.parametrize("text", ["rotated", "rotated(bits=3, block=64)", "sdp4bit", "taco"])
+def test_a_domain_is_entered_and_left_within_the_kernel(text):
+    coder = codec(text)
+    numel, dtype = coder.padded_numel(900), torch.bfloat16
+    x = sample(numel, dtype).float()
+    domain, within = coder.domain, coder.within
+    with plainly():
+        entered = domain.enter(x)
+        wire = within.encode_rows(entered)
+        left = domain.leave(within.decode_rows(wire, numel, dtype)).to(dtype)
+    found = interpreted(ran, Chain(dtype, (Enter(domain), Encode(within))), x.to(dtype), numel)
+    if sums(coder):
+        nearly(within, found, wire, numel, dtype)
+    else:
+        same(found, wire)
+    back = Chain(torch.uint8, (Decode(within, dtype), Leave(domain), Cast(dtype)))
+    same(interpreted(ran, back, wire, numel), left)
+
+
+def test_a_residual_is_added_after_the_values_were_rounded():
+    coder, numel, dtype = codec("int8"), 1500, torch.bfloat16
+    wire, other = coder.encode_rows(sample(numel, dtype)), sample(numel, dtype, 5)
+    chain = Chain(torch.uint8, (Decode(coder, dtype), Cast(dtype), Add(dtype)))
+    want = coder.decode_rows(wire, numel, dtype).to(dtype) + other
+    same(interpreted(ran, chain, wire, numel, other), want)
+
+
+def test_a_norm_follows_the_residual():
+    coder, width, dtype = codec("int8"), 512, torch.float32
+    numel = 3 * width
+    wire, other = coder.encode_rows(sample(numel, dtype)), sample(numel, dtype, 5)
+    weight = torch.randn(width, generator=torch.Generator().manual_seed(1))
+    steps = (Decode(coder, dtype), Add(dtype), Normalise(width, 1e-6, dtype))
+    found = interpreted(ran, Chain(torch.uint8, steps), wire, numel, other, weight)
+    values = (coder.decode_rows(wire, numel, dtype) + other).double().reshape(3, 3, width)
+    over = (values.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    want = values * over * weight.double()
+    torch.testing.assert_close(found.double().reshape(want.shape), want, rtol=1e-6, atol=1e-6)
+
+
+def test_rows_may_lie_apart():
+    coder, numel = codec("int4"), 640
+    wide = sample(2000, torch.bfloat16)
+    x = wide[:, 64 : 64 + numel]
+    same(interpreted(strided, coder, wide, 64, numel), coder.encode_rows(x.contiguous()))
+
+
+def strided(coder, wide: torch.Tensor, first: int, numel: int) -> torch.Tensor:
+    return ran(Chain(wide.dtype, (Encode(coder),)), wide[:, first : first + numel], numel)
+
+
+def test_nothing_is_written_for_no_values():
+    coder = codec("int8")
+    empty = torch.zeros(2, 0)
+    assert interpreted(ran, Chain(torch.float32, (Encode(coder),)), empty, 0).shape == (2, 0)
+
+
+# --- what cannot be generated ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chain", "numel", "said"),
+    [
+        (Chain(torch.float64, (Encode(codec("int8")),)), 512, "float64 values"),
+        (Chain(torch.float32, (Encode(codec("int8", block=24)),)), 512, "blocks of 24 values"),
+        (Chain(torch.float32, (Encode(codec("int8", block=8192)),)), 512, "more than a tile"),
+        (Chain(torch.float32, (Encode(codec("int8")),)), 2**31, "kernels count to 2^31"),
+        (Chain(torch.float32, (Encode(codec("exponent")),)), 512, "no block codec"),
+        (Chain(torch.float32, (Cast(torch.bfloat16),)), 512, "nothing is encoded or decoded"),
+        (
+            Chain(
+                torch.uint8,
+                (Decode(codec("int8"), torch.float32), Encode(codec("int4"))),
+            ),
+            512,
+            "codecs of different blocks",
+        ),
+    ],
+)
+def test_what_no_kernel_can_do_is_said(chain, numel, said):
+    assert said in interpreted(obstacle_of, chain, numel)
+
+
+def test_every_part_has_a_tile():
+    assert interpreted(without_tile) == []

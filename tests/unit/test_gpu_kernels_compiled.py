@@ -1,0 +1,54 @@
+"""Generated kernels compiled for cards that are not there: they fit into registers, move memory in
+whole words of 128 bits, and as many programs run at once as was planned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiers import sampled
+
+from commpass.codecs import codec
+
+pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
+
+from commpass.lowering.inspect.kernels import named
+from commpass.lowering.inspect.lowerable import lowered
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+KERNELS = ("encode", "decode", "decode_sum", "decode_sum_encode")
+CODECS = ("int8", "int4", "int6", "int2(stored=bf16)", "fp8", "fp8(form=e5m2)", "rotated")
+CODECS += ("rotated(bits=4)", "rotated(form=int)", "table", "taco", "sdp4bit", "tahquant")
+CODECS += ("int8(rounding=stochastic)", "equarx(width=1024)")
+USUAL = [(c, k, "sm_90") for c in ("int8", "rotated") for k in KERNELS]
+USUAL += [(c, "decode_sum_encode", a) for c in ("int8", "fp8") for a in ARCHS]
+USUAL += [
+    ("int4", "encode", "sm_100"),
+    ("taco", "encode", "sm_80"),
+    ("rotated", "encode", "gfx942"),
+]
+ALL = [(c, k, a) for c in CODECS for k in KERNELS for a in ARCHS if (c, k, a) not in USUAL]
+WARPS = 8
+"""Of a multiprocessor, at least: a fraction of what it holds, but each with 8 loads in the air."""
+
+
+def compiled(text: str, kernel: str, arch: str):
+    (made,) = named(kernel, codec(text), torch.bfloat16, 4, arch)
+    return lowered(made, arch)
+
+
+@pytest.mark.parametrize(
+    ("text", "kernel", "arch"), sampled([*USUAL, *ALL], lambda case: case in USUAL)
+)
+def test_kernels_fit_and_move_whole_words(text, kernel, arch):
+    found = compiled(text, kernel, arch).compiled
+    assert found.spills == 0
+    assert found.residence.programs * found.num_warps >= WARPS
+    for accesses in (found.loads, found.stores):
+        moved = {width: width * number for width, number in accesses.items()}
+        assert moved.get(16, 0) > 0.5 * sum(moved.values()), accesses
+
+
+def test_an_architecture_without_8_bit_floats_has_them_in_whole_numbers():
+    """sm_80 has no e4m3: the same text computes it."""
+    assert "e4m3" not in compiled("fp8", "encode", "sm_80").compiled.assembly
+    assert "e4m3x2" in compiled("fp8", "encode", "sm_90").compiled.assembly

@@ -1,0 +1,259 @@
+"""The matmul that encodes its own result, in Triton's interpreter: its wire is that of the codec's
+aten form for the result of a plain matmul.
+
+Operands are small whole numbers: their products and sums are exact in float32 in any order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from interpreter import interpreted
+from torch import Tensor
+
+from commpass.codecs import codec
+from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.grids import Fp8Grid
+from commpass.codecs.block.packing import unpack
+from commpass.lowering.gpu import matmul_encode, matmul_launch, matmul_sizes
+
+
+@dataclass(frozen=True)
+class Case:
+    """``m x k @ k x n`` for so many ranks."""
+
+    spec: str
+    m: int = 32
+    n: int = 256
+    k: int = 48
+    ranks: int = 2
+    chunks: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    made: torch.dtype | None = None
+    a_by_rows: bool = True
+    b_by_rows: bool = True
+    bias: bool = False
+    activation: str = ""
+    counts: bool = False
+    by: dict[str, Any] = field(default_factory=dict)
+
+
+SMALL = {"block_m": 16, "block_n": 256, "block_k": 32, "num_warps": 4, "num_stages": 2}
+
+
+def operands(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    a = torch.randint(-4, 5, (case.m, case.k)).to(case.dtype)
+    b = torch.randint(-4, 5, (case.k, case.n)).to(case.dtype)
+    bias = torch.randint(-8, 9, (case.n,)).to(torch.bfloat16)
+    a = a if case.a_by_rows else a.t().contiguous().t()
+    b = b if case.b_by_rows else b.t().contiguous().t()
+    return a, b, bias
+
+
+def kernel_wire(case: Case) -> tuple[Tensor, Tensor | None]:
+    """What the kernel makes, and what it counted. Called in the interpreter."""
+    a, b, bias = operands(case)
+    scales = None
+    if case.dtype.itemsize == 1:
+        scales = (torch.tensor(0.5), torch.tensor(4.0))
+    ready = torch.zeros(case.ranks * case.chunks, dtype=torch.int32) if case.counts else None
+    wire = matmul_launch.run(
+        a,
+        b,
+        codec(case.spec),
+        case.ranks,
+        chunks=case.chunks,
+        made=case.made,
+        bias=bias if case.bias else None,
+        activation=case.activation,
+        scales=scales,
+        by=matmul_sizes.Configuration(**{**SMALL, **case.by}),
+        ready=ready,
+    )
+    return wire, ready
+
+
+def plain_result(case: Case) -> Tensor:
+    """The matmul alone, rounded as it is where nothing is fused."""
+    a, b, bias = operands(case)
+    made = case.made or (torch.bfloat16 if case.dtype.itemsize == 1 else case.dtype)
+    exact = a.double() @ b.double()
+    if case.dtype.itemsize == 1:
+        exact = exact * 2
+    exact = (exact + bias.double() if case.bias else exact).to(made)
+    activations = {
+        "": lambda x: x,
+        "relu": F.relu,
+        "silu": F.silu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }
+    return activations[case.activation](exact)
+
+
+def plain_wire(case: Case) -> Tensor:
+    """Segments of the result, encoded by the codec itself."""
+    coder = codec(case.spec)
+    rows = plain_result(case).reshape(case.ranks, case.chunks, -1).transpose(0, 1)
+    wires = [coder.encode_rows(each.contiguous()) for each in rows]
+    return torch.stack(wires)
+
+
+EXACT = [
+    Case("int8"),
+    Case("int8", m=48, n=512, k=40, ranks=3),
+    Case("int8(block=128)", n=384, by={"block_n": 128}),
+    Case("int8(stored=bf16)", b_by_rows=False),
+    Case("int8(stored=pow2)", a_by_rows=False, b_by_rows=False),
+    Case("int8(static=0.5)"),
+    Case("int8(rounding=stochastic)"),
+    Case("int6"),
+    Case("int4", dtype=torch.float16),
+    Case("int2", made=torch.float32),
+    Case("fp8"),
+    Case("fp8(form=e5m2)", b_by_rows=False),
+    Case("int8", m=64, ranks=2, chunks=2, counts=True),
+    Case("int4", m=48, ranks=3, by={"cuts": 2}),
+    Case("int8(block=64)", n=192, by={"block_n": 128, "block_k": 64}),
+    Case("int8", m=64, n=512, by={"block_m": 32, "cuts": 2, "group": 1}),
+    Case("int4", m=40, n=384, ranks=2, bias=True, counts=True),
+    Case("int8", bias=True, activation="relu"),
+    Case("int8", dtype=torch.float8_e4m3fn, b_by_rows=False),
+    Case("int8", k=64, by={"descriptors": True}),
+    Case("int8", m=48, k=40, bias=True, a_by_rows=False, by={"descriptors": True}),
+    Case("int8", k=40, b_by_rows=False, by={"descriptors": True, "flatten": False}),
+]
+
+NEAR = [
+    Case("int8", activation="silu"),
+    Case("int8", bias=True, activation="gelu_tanh"),
+    Case("rotated"),
+    Case("rotated(bits=4)", bias=True, b_by_rows=False),
+    Case("table"),
+    Case("taco"),
+    Case("tahquant"),
+]
+
+
+def name_of(case: Case) -> str:
+    plain = Case("")
+    told = [f"{k}={v}" for k, v in vars(case).items() if v != getattr(plain, k) and k != "spec"]
+    return " ".join([case.spec, *told])
+
+
+@pytest.mark.parametrize("case", EXACT, ids=name_of)
+def test_the_wire_is_that_of_the_codec(case: Case) -> None:
+    wire, ready = interpreted(kernel_wire, case)
+    assert torch.equal(wire, plain_wire(case))
+    if ready is not None:
+        tiles = -(-case.m // case.ranks // case.chunks // 16) * -(-case.n // 256)
+        assert ready.tolist() == [tiles] * (case.ranks * case.chunks)
+
+
+@pytest.mark.parametrize("case", NEAR, ids=name_of)
+def test_what_is_summed_in_another_order_is_nearly_the_same(case: Case) -> None:
+    """Rotations and activations differ in the last bits: few codes do, and by one."""
+    coder, (wire, _), wanted = codec(case.spec), interpreted(kernel_wire, case), plain_wire(case)
+    numel = case.m * case.n // case.ranks
+    apart = (codes_of(coder, wire[0], numel) - codes_of(coder, wanted[0], numel)).abs()
+    assert apart.max() <= 1
+    assert (apart > 0).float().mean() < 0.01
+    got, want = (coder.decode_rows(each[0], numel, torch.bfloat16) for each in (wire, wanted))
+    assert torch.isclose(got, want, rtol=1e-4, atol=float(want.std()) / 100).float().mean() > 0.98
+
+
+def codes_of(coder: BlockCodec, wire: Tensor, numel: int) -> Tensor:
+    """Codes as whole numbers in the order of what they stand for."""
+    raw = wire[:, : numel * coder.grid.bits // 8].reshape(-1, coder.block * coder.grid.bits // 8)
+    codes = unpack(raw, coder.grid.bits).to(torch.int32)
+    signed = isinstance(coder.grid, Fp8Grid)
+    return torch.where(codes >= 128, 128 - codes, codes) if signed else codes
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    """Of the blocks with an Inf or NaN, and of no other."""
+    wire = interpreted(spoiled_wire)
+    decoded = codec("int8").decode_rows(wire[0], 16 * 256, torch.bfloat16)
+    finite = decoded.isfinite().reshape(32, 256)
+    assert not finite[[3, 20]].any()
+    assert finite[[*range(3), *range(4, 20), *range(21, 32)]].all()
+
+
+def spoiled_wire() -> Tensor:
+    a, b, _ = operands(Case("int8"))
+    a[3, 0], a[20, 5] = float("inf"), float("nan")
+    by = matmul_sizes.Configuration(**SMALL)
+    return matmul_launch.run(a, b, codec("int8"), 2, by=by)
+
+
+PROBLEM = matmul_sizes.Problem(m=4096, n=4096, k=4096, ranks=8)
+LINEAR = matmul_sizes.Matmul(torch.bfloat16, torch.bfloat16, b_by_rows=False)
+E4M3 = replace(LINEAR, operands=torch.float8_e4m3fn)
+
+REFUSED = [
+    ("int8", LINEAR, replace(PROBLEM, n=4000), {}, "4000 columns are no multiple"),
+    ("int8", LINEAR, replace(PROBLEM, m=4100), {}, "4100 rows for 8 ranks: shards begin inside"),
+    ("int8", LINEAR, replace(PROBLEM, chunks=3), {}, "chunks begin inside a row"),
+    ("int8", LINEAR, PROBLEM, {"shards": 2}, "2 micro-shards"),
+    ("int8(block=512)", LINEAR, PROBLEM, {}, "blocks of 512 values, wider than a tile"),
+    ("int8(block=24)", LINEAR, PROBLEM, {}, "powers of two"),
+    ("equarx", LINEAR, PROBLEM, {}, "no consecutive values"),
+    ("exponent", LINEAR, PROBLEM, {}, "no block codec"),
+    ("int8(rounding=stochastic)", LINEAR, replace(PROBLEM, chunks=2), {}, "noise of its own"),
+    ("int8", replace(LINEAR, operands=torch.float32), PROBLEM, {}, "float32 operands"),
+    ("int8", replace(LINEAR, made=torch.float64), PROBLEM, {}, "a result in float64"),
+    ("int8", replace(LINEAR, activation="gelu"), PROBLEM, {}, "activation 'gelu'"),
+    ("int8", replace(LINEAR, bias=torch.int8), PROBLEM, {}, "a bias in int8"),
+    ("int8", LINEAR, PROBLEM, {"arch": "sm_75"}, "sm_75: no kernels"),
+    ("int8", E4M3, PROBLEM, {"arch": "sm_80"}, "e4m3 operands: sm_80"),
+    ("int8", replace(E4M3, b_by_rows=True), PROBLEM, {}, "whose k lies contiguous"),
+    ("int8", LINEAR, replace(PROBLEM, m=1 << 20), {}, "kernels count to 2^31"),
+    ("int8", LINEAR, replace(PROBLEM, k=0), {}, "nothing to multiply"),
+]
+
+
+@pytest.mark.parametrize(("spec", "matmul", "problem", "others", "reason"), REFUSED)
+def test_what_cannot_be_fused_says_why(
+    spec: str,
+    matmul: matmul_sizes.Matmul,
+    problem: matmul_sizes.Problem,
+    others: dict[str, Any],
+    reason: str,
+) -> None:
+    assert reason in matmul_encode.obstacle(codec(spec), matmul, problem, **others)
+
+
+@pytest.mark.parametrize(
+    "spec", ["int8", "int6", "int4", "int2", "fp8", "rotated", "table", "taco"]
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_what_can_be_fused_has_tiles_of_whole_blocks(spec: str, arch: str) -> None:
+    coder = codec(spec)
+    assert isinstance(coder, BlockCodec)
+    for problem in (PROBLEM, replace(PROBLEM, m=512, n=1536), replace(PROBLEM, n=128 * 3 * 256)):
+        assert matmul_encode.obstacle(coder, LINEAR, problem, arch=arch) == ""
+        for by in matmul_sizes.configurations(coder, LINEAR, problem, arch):
+            assert by.block_n % coder.block == 0
+            shared = matmul_sizes.shared_bytes(by, coder, LINEAR, arch)
+            assert shared <= matmul_sizes.SHARED[arch]
+
+
+def test_operands_that_lie_neither_by_rows_nor_by_columns_are_refused() -> None:
+    matrix = torch.zeros(8, 6)
+    assert matmul_launch.lies_by_rows(matrix) is True
+    assert matmul_launch.lies_by_rows(matrix.t()) is False
+    assert matmul_launch.lies_by_rows(matrix[:, ::2]) is None
+    assert matmul_launch.lies_by_rows(torch.zeros(1, 6).expand(8, 6)) is None
+
+
+def test_descriptors_only_where_operands_are_aligned() -> None:
+    by = matmul_sizes.Configuration(128, 256, 64, 8, 3, descriptors=True)
+    matrix = torch.zeros(8, 64, dtype=torch.bfloat16)
+    assert matmul_launch.fitting(by, matrix, matrix) == by
+    assert not matmul_launch.fitting(by, matrix[:, 1:], matrix).descriptors
+    narrow = torch.zeros(8, 60, dtype=torch.bfloat16)
+    assert not matmul_launch.fitting(by, matrix, narrow).descriptors

@@ -1,0 +1,214 @@
+"""The matmul that encodes its own result, compiled for cards that are not there: which instructions
+it is made of, and that its tiles fit in the registers and the shared memory of a program."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from commpass.codecs import codec
+from commpass.lowering.gpu.matmul_launch import call, run
+from commpass.lowering.gpu.matmul_sizes import (
+    SHARED,
+    Configuration,
+    Matmul,
+    Problem,
+    configuration,
+    shared_bytes,
+)
+from commpass.lowering.gpu.source import load
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+PROBLEM = Problem(m=4096, n=4096, k=4096, ranks=8)
+LINEAR = Matmul(torch.bfloat16, torch.bfloat16, b_by_rows=False)
+E4M3 = replace(LINEAR, operands=torch.float8_e4m3fn)
+REGISTERS = 65536
+"""Of a processor; a program's threads share them."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    by: Configuration
+    shared: int
+    registers: int
+    spilled: int
+    instructions: Counter[str]
+
+    def some(self, *starts: str) -> bool:
+        return any(name.startswith(starts) for name in self.instructions)
+
+
+def compiled(
+    arch: str, spec: str, matmul: Matmul = LINEAR, counts: bool = False, **others: Any
+) -> Compiled:
+    coder = codec(spec)
+    by = replace(configuration(coder, matmul, PROBLEM, arch), **others)
+    steps = (PROBLEM.k, PROBLEM.k if not matmul.b_by_rows else PROBLEM.n)
+    made = call(coder, matmul, PROBLEM, by, steps, fp8=arch in ("sm_90", "sm_100"), counts=counts)
+    types = made.kernel.signature
+    whole = [
+        place
+        for place, (name, kind) in enumerate(types.items())
+        if kind.startswith("*") or made.numbers[name] % 16 == 0
+    ]
+    source = ASTSource(
+        load(made.kernel.source),
+        {**types, **dict.fromkeys(made.constants, "constexpr")},
+        made.constants,
+        {(place,): [["tt.divisibility", 16]] for place in whole},
+    )
+    options = {
+        "num_warps": by.num_warps,
+        "num_stages": by.num_stages,
+        "enable_fp_fusion": made.kernel.fuses,
+    }
+    result = triton.compile(source, target=TARGETS[arch], options=options)
+    if arch == "gfx942":
+        text = result.asm["amdgcn"]
+        registers, spilled = (
+            int(re.findall(rf"\.{name}:\s*(\d+)", text)[0])
+            for name in ("vgpr_count", "vgpr_spill_count")
+        )
+        found = Counter(re.findall(r"^\s+([a-z]+_\w+)", text, re.MULTILINE))
+        return Compiled(by, result.metadata.shared, registers, spilled, found)
+    assert shared_bytes(by, coder, matmul, arch) >= result.metadata.shared
+    return Compiled(by, result.metadata.shared, *_read(result.asm["cubin"]))
+
+
+def _read(cubin: bytes) -> tuple[int, int, Counter[str]]:
+    """Registers, bytes of local memory, and instructions of a kernel."""
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place) / "kernel.cubin"
+        file.write_bytes(cubin)
+        sass = _told(triton.knobs.nvidia.nvdisasm.path, "-c", str(file))
+        usage = _told(triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(file))
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
+    pattern = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z0-9_.]+)"
+    return registers, stack, Counter(re.findall(pattern, sass, re.MULTILINE))
+
+
+def _told(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def fits(made: Compiled, arch: str) -> None:
+    threads = made.by.num_warps * TARGETS[arch].warp_size
+    assert made.spilled == 0
+    assert not made.some("STL", "LDL", "scratch_")
+    assert made.shared * made.by.programs <= SHARED[arch]
+    if arch != "gfx942":
+        assert made.registers * threads * made.by.programs <= REGISTERS
+
+
+PRODUCT = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma_f32"}
+"""What the tensor cores of an arch are told, for 16-bit operands."""
+LOAD = {"sm_80": "LDGSTS", "sm_90": "UTMALDG", "sm_100": "UTMALDG", "gfx942": "global_load_dwordx4"}
+
+CASES = [
+    *((arch, "int8") for arch in TARGETS),
+    ("sm_90", "int4"),
+    ("sm_90", "fp8"),
+    ("sm_80", "rotated"),
+    ("sm_90", "rotated"),
+    ("sm_100", "rotated"),
+    ("gfx942", "rotated"),
+    ("sm_90", "taco"),
+]
+
+
+@pytest.mark.parametrize(("arch", "spec"), CASES)
+def test_what_a_card_is_told(arch: str, spec: str) -> None:
+    made = compiled(arch, spec)
+    fits(made, arch)
+    assert made.some(PRODUCT[arch])
+    assert made.some(LOAD[arch])
+    if arch != "gfx942":
+        assert made.some("STG.E.128")
+
+
+@pytest.mark.parametrize(
+    ("arch", "matmul", "product"),
+    [
+        ("sm_90", E4M3, "QGMMA"),
+        ("sm_90", replace(E4M3, fast=True), "QGMMA"),
+        ("sm_100", E4M3, "UTCQMMA"),
+    ],
+)
+def test_products_of_8_bit_floats(arch: str, matmul: Matmul, product: str) -> None:
+    made = compiled(arch, "int8", matmul)
+    fits(made, arch)
+    assert made.some(product)
+
+
+@pytest.mark.parametrize(
+    "matmul",
+    [
+        replace(LINEAR, b_by_rows=True, bias=torch.bfloat16, activation="gelu_tanh"),
+        replace(LINEAR, a_by_rows=False, operands=torch.float16, made=torch.float16),
+    ],
+)
+def test_other_operands_and_an_activation(matmul: Matmul) -> None:
+    made = compiled("sm_90", "int8", matmul)
+    fits(made, "sm_90")
+    assert made.some("HGMMA")
+
+
+def test_without_descriptors_operands_come_by_asynchronous_copies() -> None:
+    made = compiled("sm_90", "int8", descriptors=False)
+    fits(made, "sm_90")
+    assert made.some("LDGSTS.E.BYPASS.128")
+    assert not made.some("UTMALDG")
+
+
+def test_tiles_are_counted_and_loads_are_pipelined_all_the_same() -> None:
+    made = compiled("sm_90", "int8", counts=True)
+    fits(made, "sm_90")
+    assert made.some("RED", "ATOMG.E.ADD")
+    assert made.some("MEMBAR")
+    one_stage = (made.by.block_m + made.by.block_n) * made.by.block_k * 2
+    assert made.shared >= made.by.num_stages * one_stage
+
+
+def test_two_programs_share_a_processor_where_tiles_are_small() -> None:
+    made = compiled("sm_90", "int4", block_n=128, num_warps=4, programs=2)
+    fits(made, "sm_90")
+
+
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_inductor_sees_the_kernel_in_a_graph(descriptors: bool) -> None:
+    """As a call with its constants, between what makes the operands and what takes the wire."""
+
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        coder = codec("int8")
+        by = replace(configuration(coder, LINEAR, PROBLEM, "sm_90"), descriptors=descriptors)
+        fused = partial(run, coder=coder, ranks=8, by=by, graph=True)
+        wire = torch.func.functionalize(fused)(x.relu(), weight.t())
+        return (wire + 1,)
+
+    x = torch.empty(2048, 512, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(4096, 512, dtype=torch.bfloat16, device="meta")
+    with fake_cuda.a_card():
+        graph, inputs = fake_cuda.trace(function, x, weight)
+    code = fake_cuda.code_of(graph, inputs)
+    assert code.count("matmul_encode_0.run(") == 1
+    assert "extern_kernels.mm" not in code
+    assert ("make_tensor_descriptor(" in code.split("def matmul_encode")[1]) == descriptors

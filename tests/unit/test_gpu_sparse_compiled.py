@@ -1,0 +1,189 @@
+"""The kernels of the sparse codecs, compiled for GPUs that need not be there: no spills, loads and
+stores of 16 bytes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from commpass.codecs import codec
+from commpass.codecs.sparse import SparseCodec
+from commpass.lowering.gpu import sparse
+from commpass.lowering.gpu.call import Call, divisible, signature
+from commpass.lowering.gpu.source import load
+from commpass.lowering.gpu.sparse_measure import Seen
+
+AMD = "gfx942"
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    AMD: GPUTarget("hip", AMD, 64),
+}
+LONG = 1 << 24
+
+
+def compiled(call: Call, target: str) -> dict[str, str | bytes]:
+    types = signature(call)
+    names = list(types)
+    constants = {(names.index(name),): value for name, value in call.constants.items()}
+    known = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible(call)}
+    source = ASTSource(load(call.source), types, constants, known)
+    options = {"num_warps": call.warps, **call.options}
+    return triton.compile(source, target=TARGETS[target], options=options).asm
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+
+def calls(spec: str, dtype: torch.dtype, target: str, n: int = LONG) -> dict[str, Call]:
+    """All kernels of a codec for a row of ``n``, of tensors that hold nothing."""
+    coder = codec(spec)
+    assert isinstance(coder, SparseCodec)
+    sizes = sparse.Sizes(warp=TARGETS[target].warp_size)
+    layout = sparse.layout_of(coder, n, dtype)
+    k = layout.chosen
+    x, residual = torch.empty(1, n, dtype=dtype, device="meta"), torch.empty(1, n, device="meta")
+    wire = torch.empty(1, layout.pitch, dtype=torch.uint8, device="meta")
+    arrived = ints(8, k) if layout.later else sparse.values_of(layout, wire).expand(8, -1)
+    values, indices, one = sparse.values_of(layout, wire), ints(1, k), ints(1)
+    tiles = ints(1, -(-layout.second // sizes.tile))
+    made = {
+        "select": sparse.select_call(
+            layout, sizes, x, residual, residual, values, indices, wire, one, ints(1, 3), one
+        ),
+        "take": sparse.take_call(layout, sizes, x, residual, residual, values, indices, one),
+        "pack": sparse.pack_call(layout, sizes, indices, one, one, values, wire, False),
+        "sum": sparse.sum_call(layout, sizes, arrived, ints(8, k), torch.empty(n, device="meta")),
+    }
+    if layout.code == 3:
+        made["places16"] = sparse.places16_call(layout, sizes, wire, indices)
+    else:
+        made["ones"] = sparse.ones_call(layout, sizes, wire, tiles)
+        made["places"] = sparse.places_call(layout, sizes, wire, indices, tiles)
+    if layout.later:
+        own = torch.empty(1, k, device="meta")
+        made["settle"] = sparse.settle_call(layout, sizes, residual, indices, values, own, one)
+    return made
+
+
+def assembled(call: Call, target: str, folder: Path) -> tuple[str, int, int]:
+    """The machine code, its registers a thread and its spilled bytes."""
+    asm = compiled(call, target)
+    if target == AMD:
+        text = asm["amdgcn"]
+        assert isinstance(text, str)
+        read = {name: int(number) for name, number in re.findall(r"\.(\w+):\s+(\d+)$", text, re.M)}
+        spilled = read["vgpr_spill_count"] + read["sgpr_spill_count"]
+        return text, read["vgpr_count"], spilled + read["private_segment_fixed_size"]
+    written, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
+    written.write_text(str(asm["ptx"]))
+    arch = re.search(r"^\.target (\w+)", str(asm["ptx"]), re.M)
+    assert arch is not None
+    ptxas = Path(get_ptxas(TARGETS[target].arch).path)
+    said = subprocess.run(
+        [ptxas, "-v", f"--gpu-name={arch[1]}", written, "-o", cubin],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stderr
+    used = re.search(r"Used (\d+) registers", said)
+    assert used is not None
+    spilled = sum(int(number) for number in re.findall(r"(\d+) bytes spill", said))
+    assert len(re.findall(r"bytes spill", said)) >= 2
+    shown = subprocess.run(
+        [ptxas.parent / "nvdisasm", cubin], check=True, capture_output=True, text=True
+    ).stdout
+    return shown, int(used[1]), spilled
+
+
+def operations(text: str) -> list[str]:
+    """The operations of NVIDIA machine code, one for each line that has one."""
+    return re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)", text, re.M)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_selection_loads_and_stores_16_bytes_and_spills_nothing(dtype, target, tmp_path):
+    """Whatever the length of the row: here it is no multiple of anything."""
+    call = calls("gaussiank", dtype, target, LONG - 3)["select"]
+    text, registers, spilled = assembled(call, target, tmp_path)
+    assert spilled == 0
+    if target == AMD:
+        assert registers <= 128
+        # Of 4096 entries each of 256 threads has 16.
+        loads = 4 + (4 if dtype == torch.float32 else 2)
+        assert len(re.findall("global_load_dwordx4", text)) == loads
+        assert len(re.findall("global_store_dwordx4", text)) == 4
+        return
+    assert registers <= 128, "fewer than 4 programs of 128 threads on a multiprocessor"
+    found = operations(text)
+    # Of 4096 entries each of 128 threads has 32; the last block, cut short, goes one by one.
+    loads = 8 + (8 if dtype == torch.float32 else 4)
+    assert sum(name.startswith("LDG.E.128") for name in found) == loads
+    assert sum(name.startswith("STG.E.128") for name in found) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_selection_issues_less_than_memory_leaves_time_for(dtype, tmp_path):
+    """An H200 issues 29.6e12 operations of threads a second (132 multiprocessors, 4 x 32, 1.75
+    GHz), and moves 4.8e12 bytes: 61 for each entry of 10 bytes, 74 for each of 12. What a block
+    cut short needs, and no other, is counted as well."""
+    call = calls("gaussiank", dtype, "sm_90")["select"]
+    text, *_ = assembled(call, "sm_90", tmp_path)
+    assert len(operations(text)) / 32 <= 40
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_the_look_back_keeps_all_warps_together(target, tmp_path):
+    """The word that other programs change is read once a thread, and what follows of it goes by a
+    barrier: a warp on its own could see another word."""
+    text, *_ = assembled(calls("gaussiank", torch.bfloat16, target)["select"], target, tmp_path)
+    found = operations(text)
+    [read] = [place for place, name in enumerate(found) if name.startswith("LDG.E.64.STRONG")]
+    back = next(place for place in range(read, len(found)) if found[place] == "BRA")
+    assert any(name.startswith("BAR.SYNC") for name in found[read:back])
+
+
+@pytest.mark.parametrize(
+    ("target", "spec", "dtype"),
+    [
+        *((target, "topk", torch.bfloat16) for target in TARGETS),
+        ("sm_90", "dgc(density=0.3, values=bf16)", torch.float32),
+        (AMD, "redsync(indices=blocks16, values=int8)", torch.float16),
+    ],
+)
+def test_all_kernels_compile_and_spill_nothing(target, spec, dtype, tmp_path):
+    made = calls(spec, dtype, target)
+    if spec == "topk":
+        del made["select"]  # as above
+    for name, call in made.items():
+        _, _, spilled = assembled(call, target, tmp_path)
+        assert spilled == 0, name
+
+
+@pytest.mark.parametrize("target", ["sm_90", AMD])
+def test_statistics_compile_and_spill_nothing(target, tmp_path):
+    x = torch.empty(1, LONG, dtype=torch.bfloat16, device="meta")
+    seen = Seen(x, torch.empty(1, LONG, device="meta"), ints(2, 1), 2048, 8)
+    sums = torch.empty(1, 2, dtype=torch.int64, device="meta")
+    made = [
+        seen.peak_call(),
+        seen.counts_call(ints(1, 17), None, ints(1, 17)),
+        seen.moments_call(ints(1, 1), sums),
+        seen.above_call(ints(1, 1), torch.empty(1, 1, device="meta"), sums),
+    ]
+    for call in made:
+        text, _, spilled = assembled(call, target, tmp_path)
+        assert spilled == 0, call.source.entry
+        assert "LDG.E.128" in text or "global_load_dwordx4" in text

@@ -1,0 +1,360 @@
+"""``commpass lower``: what it prints, what it says of sites in dumps, and about bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from commpass import dump, plan
+from commpass.codecs import codec
+from commpass.collectives.request import Request
+from commpass.collectives.stages import Payload, read_stages
+from commpass.lowering.chain import Add, Cast, Decode, Encode, Enter, Leave, Sum
+from commpass.lowering.fused import role_of
+from commpass.lowering.inspect.kernels import (
+    KERNELS,
+    Place,
+    named,
+    of_stages,
+    row_bytes,
+)
+from commpass.report.cli import app
+
+NUMEL, RANKS = 1 << 20, 8
+
+
+def run(*args: object, width: int = 400):
+    return CliRunner().invoke(app, ["lower", *map(str, args)], env={"COLUMNS": str(width)})
+
+
+def said(*args: object) -> str:
+    """The one line that an error is told in."""
+    result = run(*args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+@lru_cache
+def data(*args: object):
+    result = run(*args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+# Codecs
+
+
+def test_one_kernel_as_data():
+    made = data("--codec", "int8", "--kernel", "encode", "--arch", "sm_90")
+    assert made["kernel"] == "encode"
+    assert made["arch"] == "sm_90"
+    assert 0 < made["registers"] <= 255
+    assert made["spills"] == made["local"] == 0
+    assert made["threads"] == 32 * made["warps"]
+    assert 0 < made["occupancy"] <= 1
+    assert set(made["loads"]) == {"128"}
+    assert "128" in made["stores"]
+    assert [card["card"] for card in made["cards"]] == ["H100 SXM", "H200"]
+    assert made["predicted_share"] == made["cards"][0]["share"]
+    for card in made["cards"]:
+        assert 0 < card["share"] <= 1
+        assert card["limit"] == max(card["ns"], key=card["ns"].get)
+        assert card["share"] == pytest.approx(card["ns"]["memory"] / max(card["ns"].values()))
+    kinds = made["instructions"]
+    assert kinds["all"] == pytest.approx(sum(kinds.values()) - kinds["all"])
+
+
+def test_bytes_are_those_of_all_rows():
+    """Eight wires are read for one that is written."""
+    one = data("--codec", "int8", "--kernel", "decode_sum", "--ranks", 2)
+    other = data("--codec", "int8", "--kernel", "decode_sum", "--ranks", 4)
+    kernel = named("decode_sum", codec("int8"), torch.bfloat16, 2, "sm_90")[0]
+    wire = codec("int8").wire_bytes(NUMEL, torch.bfloat16)
+    programs = (2 * wire + 2 * NUMEL) / kernel.moved
+    assert one["bytes"] == pytest.approx((2 * wire + 2 * NUMEL) / programs)
+    assert other["bytes"] == pytest.approx((4 * wire + 2 * NUMEL) / programs)
+    assert programs == int(programs)
+
+
+def test_a_table_of_all_kernels():
+    result = run("--codec", "int8")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "int8 of bfloat16, 8 ranks, sm_90"
+    for word in ("registers", "spills", "shared", "warps", "occupancy", "H100 SXM", "H200"):
+        assert word in lines[1]
+    shown = {line.split()[0]: line for line in lines[3:]}
+    assert set(KERNELS) <= set(shown)
+    made = data("--codec", "int8", "--kernel", "encode")
+    assert f" {made['registers']} " in shown["encode"]
+    assert f"{made['predicted_share']:.2f} {made['limit']}" in shown["encode"]
+    assert "Predicted share of the bandwidth of a copy" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arch", "used"), [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA")]
+)
+def test_a_matmul_that_encodes(arch, used):
+    made = data("--codec", "int8", "--kernel", "matmul_encode", "--arch", arch)
+    assert set(made["tensor"]) == {used}
+    assert made["spills"] == 0
+    (card, *_) = made["cards"]
+    assert made["predicted_share"] == pytest.approx(card["ns"]["tensor"] / max(card["ns"].values()))
+    # Operands once, and a wire of about a byte a value: what the tiles of the whole share.
+    tiles = 4096 * 4096 // (128 * 256)
+    assert made["bytes"] * tiles == pytest.approx((2 * 2 + 1) * 4096**2, rel=0.05)
+    shown = run("--codec", "int8", "--kernel", "matmul_encode", "--arch", arch).stdout
+    assert "the share of the tensor cores' peak" in shown
+
+
+def test_codecs_of_several_kernels():
+    made = data("--codec", "exponent", "--kernel", "encode")
+    names = [one["kernel"] for one in made]
+    assert names == ["encode: exponent_split", "encode: exponent_place"]
+    assert all(one["predicted_share"] is None and one["registers"] > 0 for one in made)
+    made = data("--codec", "gaussiank", "--kernel", "encode", "--arch", "gfx942")
+    assert [one["kernel"] for one in made] == ["encode: sparse_select", "encode: sparse_pack"]
+    shown = run("--codec", "gaussiank", "--kernel", "encode", "--arch", "gfx942").stdout
+    assert "Where bytes depend on the values nothing is predicted." in shown
+
+
+def test_what_codecs_have_no_kernel_for():
+    assert "it has encode and decode alone" in said("--codec", "exponent", "--kernel", "decode_sum")
+    asked = ("--codec", "topk", "--kernel")
+    assert "sums are not made sparse again" in said(*asked, "decode_sum_encode")
+    assert "topk: no block codec" in said(*asked, "matmul_encode")
+    assert "bf16: no block codec" in said("--codec", "bf16", "--kernel", "encode")
+    asked = ("--codec", "int8(block=512)", "--kernel", "matmul_encode")
+    assert "wider than a tile" in said(*asked)
+
+
+def test_what_has_no_matmul_says_why():
+    asked = ("--kernel", "matmul_encode", "--codec")
+    assert "topk: no block codec" in said(*asked, "topk")
+    assert "wider than a tile" in said(*asked, "int8(block=512)")
+    assert "float32 operands" in said(*asked, "int8", "--dtype", "float32")
+
+
+def test_amd_is_not_predicted():
+    made = data("--codec", "int8", "--kernel", "decode", "--arch", "gfx942")
+    assert made["predicted_share"] is None
+    assert made["cards"] == []
+    assert made["scalars"] > 0
+    assert "instructions" not in made
+    shown = run("--codec", "int8", "--kernel", "decode", "--arch", "gfx942").stdout
+    assert "gfx942: instructions are not counted, so nothing is predicted." in shown
+    assert "scalar" in shown
+
+
+def test_texts_of_a_kernel():
+    asked = ("--codec", "int8", "--kernel", "decode")
+    triton = run(*asked, "--triton").stdout
+    assert triton.startswith("import triton\n")
+    compile(triton, "kernel", "exec")
+    assert ".target sm_90a" in run(*asked, "--ptx").stdout
+    assert ".target sm_80" in run(*asked, "--ptx", "--arch", "sm_80").stdout
+    assert "LDG.E" in run(*asked, "--sass").stdout
+    assert "amdgcn-amd-amdhsa" in run(*asked, "--ptx", "--arch", "gfx942").stdout
+    every = run("--codec", "int8", "--triton").stdout
+    assert [line[2:] for line in every.splitlines() if line[2:] in KERNELS] == list(KERNELS)
+
+
+def test_dtype_and_ranks_are_those_that_are_asked_for():
+    asked = ("--codec", "int8", "--kernel", "encode", "--ptx")
+    assert run(*asked, "--dtype", "float32").stdout != run(*asked, "--dtype", "float16").stdout
+    many = data("--codec", "int8", "--kernel", "decode_sum", "--ranks", 32)
+    assert many["instructions"]["global load"] == pytest.approx(
+        32
+        * data("--codec", "int8", "--kernel", "decode_sum", "--ranks", 1)["instructions"][
+            "global load"
+        ]
+    )
+
+
+# What is refused
+
+
+def test_what_is_unknown_is_told_with_the_nearest_name():
+    assert "unknown codec 'int7'; did you mean 'int8'?" in said("--codec", "int7")
+    asked = ("--codec", "int8")
+    assert "no kernel 'encod'; did you mean 'encode'?" in said(*asked, "--kernel", "encod")
+    assert "no architecture 'sm90'; did you mean 'sm_90'?" in said(*asked, "--arch", "sm90")
+    assert "unknown dtype 'bf16'" in said(*asked, "--dtype", "bf16")
+
+
+def test_what_has_no_kernel_says_why():
+    asked = ("--codec", "int8(block=96)", "--kernel", "encode")
+    assert "int8(block=96): blocks of 96 values" in said(*asked)
+    assert "float64 values" in said("--codec", "int8", "--kernel", "decode", "--dtype", "float64")
+    shown = run("--codec", "int8(block=96)")
+    assert shown.exit_code == 0
+    assert shown.stdout.count("blocks of 96 values") == len(
+        [name for name in KERNELS if f"{name}: " in shown.stdout]
+    )
+
+
+def test_questions_that_do_not_fit_together():
+    assert "give --codec SPEC, or --dump DIR with --site NAME" in said()
+    assert "give one of them" in said("--codec", "int8", "--dump", "here")
+    assert "give one of them" in said("--kernel", "encode", "--dump", "here", "--site", "a")
+    assert "--dump needs --site" in said("--dump", "here")
+    assert "--site needs --dump" in said("--codec", "int8", "--site", "a")
+    asked = ("--codec", "int8", "--kernel", "encode")
+    assert "gfx942 has no SASS" in said(*asked, "--arch", "gfx942", "--sass")
+    assert run(*asked, "--ptx", "--sass").exit_code == 2
+    assert run(*asked, "--ptx", "--json").exit_code == 2
+
+
+def test_without_triton_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "pip install 'commpass[kernels]'" in said("--codec", "int8", "--kernel", "encode")
+
+
+# Sites
+
+
+def stages_of(kind: str, algorithm: str, spec: str):
+    payload = Payload(NUMEL, 1024, torch.bfloat16)
+    request = Request(group="0", ranks=RANKS)
+    return tuple(read_stages(kind, algorithm, spec, payload, request))
+
+
+def places(kind: str, algorithm: str, spec: str) -> list[Place]:
+    return of_stages(stages_of(kind, algorithm, spec), torch.bfloat16, RANKS)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def test_a_two_shot_has_three_kernels():
+    int8 = codec("int8")
+    first, middle, last = places("all_reduce", "two_shot", "int8")
+    assert first.chain.steps == (Encode(int8),)
+    assert middle.chain.steps == (Decode(int8, BF16), Sum(RANKS), Encode(int8))
+    assert last.chain.steps == (Decode(int8, BF16), Cast(BF16))
+    assert [each.numel for each in (first, middle, last)] == [NUMEL // RANKS] * 3
+    assert [each.chain.taken for each in (first, middle, last)] == [BF16, torch.uint8, torch.uint8]
+
+
+def test_sums_are_made_in_the_domain():
+    rotated = codec("rotated")
+    first, middle, last = places("all_reduce", "two_shot", "rotated")
+    assert first.chain.steps == (Enter(rotated.domain), Encode(rotated.within))
+    assert middle.chain.steps == (Decode(rotated.within, BF16), Sum(RANKS), Encode(rotated.within))
+    assert last.chain.steps == (Decode(rotated.within, BF16), Leave(rotated.domain), Cast(BF16))
+
+
+def test_what_is_only_moved_keeps_its_transform():
+    first, last = places("all_gather", "direct", "rotated")
+    assert first.chain.steps == (Encode(codec("rotated")),)
+    assert last.chain.steps == (Decode(codec("rotated"), BF16), Cast(BF16))
+    assert last.numel == NUMEL
+
+
+def test_a_ring_adds_at_every_hop():
+    int8 = codec("int8")
+    first, hop, last = places("all_reduce", "ring", "int8")
+    assert hop.chain.steps == (Decode(int8, BF16), Add(FP32), Encode(int8))
+    assert (first.times, hop.times, last.times) == (1, RANKS - 1, 1)
+    assert hop.numel == NUMEL // RANKS
+
+
+def test_other_algorithms():
+    names = {
+        ("all_reduce", "one_shot"): ["encode", "decode+sum"],
+        ("reduce_scatter", "direct"): ["encode", "decode+sum"],
+        ("all_to_all", "direct"): ["encode", "decode"],
+        ("all_reduce", "two_shot(stage=ag)"): ["encode", "decode"],
+        ("all_reduce", "two_shot(stage=rs)"): ["encode", "decode+sum"],
+    }
+    for (kind, algorithm), expected in names.items():
+        found = places(kind, algorithm, "int8")
+        assert [role_of(each.chain) for each in found] == expected, (kind, algorithm)
+    assert places("all_reduce", "two_shot(stage=ag)", "int8")[0].chain.taken == FP32
+
+
+def test_chunks_share_their_kernels():
+    found = places("all_reduce", "two_shot(chunks=2)", "int8")
+    assert [each.times for each in found] == [2, 2, 2]
+    assert {each.numel for each in found} == {NUMEL // RANKS // 2}
+
+
+def test_codecs_may_differ_between_hops():
+    found = places("all_reduce", "hierarchical(node=4, between=int4)", "int8")
+    assert [step.ranks for each in found for step in each.chain.steps if isinstance(step, Sum)] == [
+        4,
+        2,
+    ]
+    middle = found[1].chain
+    assert (middle.decodes.codec, middle.encodes.codec) == (codec("int8"), codec("int4"))
+
+
+def test_bytes_of_rows():
+    middle = places("all_reduce", "two_shot", "int8")[1]
+    taken, made = row_bytes(middle.chain, middle.numel)
+    assert taken == made == codec("int8").wire_bytes(middle.numel, FP32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    def site(name: str, **changes: object) -> plan.PlannedSite:
+        fields = {
+            "name": name,
+            "kind": "all_reduce",
+            "reduce_op": "sum",
+            "group": "7",
+            "group_size": RANKS,
+            "dtype": "bfloat16",
+            "shape": (1024, 1024),
+            "bytes": 2 * NUMEL,
+            "reason": "too small",
+        }
+        return plan.PlannedSite(**(fields | changes))
+
+    small = {
+        "codec": "int8",
+        "algorithm": "two_shot",
+        "stages": stages_of("all_reduce", "two_shot(chunks=2)", "int8"),
+    }
+    whole = {"dtype": "int64", "codec": "raw", "algorithm": "two_shot"}
+    sites = (site("all_reduce"), site("all_reduce_1", **small), site("all_reduce_2", **whole))
+    one = dump.Dump(
+        run="run-1",
+        commpass="0.1.0",
+        torch="2.13.0",
+        rank=0,
+        world_size=RANKS,
+        written="2026-01-01T10:00:00Z",
+        plan=plan.Plan(policy="p", profile="q", graph="g", direction="forward", sites=sites),
+    )
+    dump.write(tmp_path, one)
+    return tmp_path
+
+
+def test_the_kernels_of_a_site(folder):
+    made = data("--dump", folder, "--site", "all_reduce_1")
+    assert [one["kernel"] for one in made] == ["encode", "decode+sum+encode", "decode"]
+    assert [one["places"] for one in made] == [2, 2, 2]
+    assert all(one["spills"] == 0 for one in made)
+    shown = run("--dump", folder, "--site", "all_reduce_1").stdout.splitlines()
+    assert shown[0] == "all_reduce_1: int8 by two_shot, bfloat16, 8 ranks, sm_90"
+    assert shown[1].split()[:3] == ["kernel", "places", "registers"]
+    texts = run("--dump", folder, "--site", "all_reduce_1", "--triton").stdout
+    assert texts.startswith("# encode\nimport triton\n")
+
+
+def test_sites_that_have_no_kernels_say_why(folder):
+    asked = ("--dump", folder, "--site")
+    assert "no site 'all_reduce_3'; did you mean" in said(*asked, "all_reduce_3")
+    assert "site 'all_reduce' is left alone (too small)" in said(*asked, "all_reduce")
+    assert "holds int64" in said(*asked, "all_reduce_2")
+    assert "no run 'x' here" in said(*asked, "all_reduce_1", "--run", "x")
+    assert "no such file" in said("--dump", folder / "other", "--site", "all_reduce_1")
