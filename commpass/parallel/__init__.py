@@ -1,0 +1,6 @@
+"""Data, sharded-data and pipeline parallelism: every collective of a training run under one policy.
+
+In the graph: ``replicate`` and ``shard`` put the exchange of gradients and parameters into the
+compiled graph. Eager doors, for exchanges that never reach a graph: ``compress_fsdp`` and
+``compress_ddp``. Stages: ``pipeline``.
+"""
