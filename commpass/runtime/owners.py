@@ -234,6 +234,32 @@ class Calls:
             self._now.owner = before
 
 
+class HookCalls(Calls):
+    """The calls of a graph that a hook made, of one collective: whose state it keeps is known from
+    the start, and so is its direction."""
+
+    def __init__(self, direction: str, name: str, parameters: Sequence[Tensor]):
+        self.autograd = direction == "backward"
+        self.code, self.fixed, self.positions = Code("", 0, name), (), []
+        self.inputs = self.buffers = 0
+        self.keeps: bool | None = None
+        self.last = False
+        self.whose = owner_of(parameters) if parameters else None
+
+    def stateless(self, direction: str, inference: bool) -> str | None:
+        if direction == "forward":
+            return FORWARD
+        return None if self.whose is not None else NOBODYS
+
+    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        return compiled
+
+    def owner(self) -> Owner:
+        assert self.whose is not None
+        self.whose.used += 1
+        return self.whose
+
+
 def _flat(inputs: Sequence[Any]) -> list[Any]:
     """The inputs of a graph; those of compiled autograd begin with a list of tensors."""
     return [*inputs[0], *inputs[1:]] if inputs and isinstance(inputs[0], list) else list(inputs)
