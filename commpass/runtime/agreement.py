@@ -22,11 +22,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from datetime import timedelta
-
-import torch
 
 from commpass.errors import PlanMismatch, Unanswered
+from commpass.groups import timeout_of
 from commpass.plan import NONE, Plan, Site, left_alone
 from commpass.runtime import differences
 from commpass.runtime.board import Board, History, Note, Now, Speaker, Statement, board
@@ -134,13 +132,7 @@ def _say_nothing(here: Board, part: Part, past: History, plan: Plan, speaker: Sp
 
 def _timeout(waiting: Iterable[Part]) -> float:
     """The longest time-out of some groups, in seconds."""
-    found = []
-    for part in waiting:
-        for device in part.group._device_types:
-            options = getattr(part.group._get_backend(torch.device(device)), "options", None)
-            given = getattr(options, "_timeout", None)
-            found.append(given.total_seconds() if isinstance(given, timedelta) else 0.0)
-    return max(found, default=0.0) or DEFAULT_TIMEOUT_S
+    return max((timeout_of(part.group) for part in waiting), default=0.0) or DEFAULT_TIMEOUT_S
 
 
 def _names(some: Iterable[Part]) -> str:
