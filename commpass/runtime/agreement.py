@@ -25,6 +25,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from commpass.errors import PlanMismatch, Unanswered
 from commpass.plan import NONE, Plan, Site, left_alone
@@ -132,15 +133,19 @@ def _say_nothing(here: Board, part: Part, past: History, plan: Plan, speaker: Sp
         log.debug("commpass could not reach the store: %s", error)
 
 
-def _timeout(waiting: Iterable[Part]) -> float:
+def timeout_of(groups: Iterable[dist.ProcessGroup]) -> float:
     """The longest time-out of some groups, in seconds."""
     found = []
-    for part in waiting:
-        for device in part.group._device_types:
-            options = getattr(part.group._get_backend(torch.device(device)), "options", None)
+    for group in groups:
+        for device in group._device_types:
+            options = getattr(group._get_backend(torch.device(device)), "options", None)
             given = getattr(options, "_timeout", None)
             found.append(given.total_seconds() if isinstance(given, timedelta) else 0.0)
     return max(found, default=0.0) or DEFAULT_TIMEOUT_S
+
+
+def _timeout(waiting: Iterable[Part]) -> float:
+    return timeout_of(part.group for part in waiting)
 
 
 def _names(some: Iterable[Part]) -> str:
