@@ -62,8 +62,9 @@ def lines(stage: Any, direction: str) -> tuple[Line, ...]:
         count: dict[int, int] = {}
         for peer, value in tensors:
             number = count[peer] = count.get(peer, -1) + 1
-            ends = (peer, index) if kind == "recv" else (index, peer)
-            found.append(Line(kind, direction, *ends, number, tuple(value.shape), value.dtype))
+            source, target = (peer, index) if kind == "recv" else (index, peer)
+            shape = tuple(value.shape)
+            found.append(Line(kind, direction, source, target, number, shape, value.dtype))
     return tuple(found)
 
 

@@ -131,7 +131,9 @@ class Compressed:
 
     def __init__(self, stage: Any, shared: Backend):
         self.stage, self.backend = stage, shared
-        self.group: dist.ProcessGroup = stage.group or dist.group.WORLD
+        group = stage.group or dist.group.WORLD
+        assert group is not None
+        self.group: dist.ProcessGroup = group
         greet()
         count = (board().nonce, self.group.group_name, stage.stage_index)
         _pipelines[count] += 1
