@@ -23,6 +23,8 @@ import logging
 import time
 from collections.abc import Iterable
 
+import torch.distributed as dist
+
 from commpass.errors import PlanMismatch, Unanswered
 from commpass.groups import timeout_of
 from commpass.plan import NONE, Plan, Site, left_alone
@@ -130,9 +132,13 @@ def _say_nothing(here: Board, part: Part, past: History, plan: Plan, speaker: Sp
         log.debug("commpass could not reach the store: %s", error)
 
 
-def _timeout(waiting: Iterable[Part]) -> float:
+def longest_timeout(some: Iterable[dist.ProcessGroup]) -> float:
     """The longest time-out of some groups, in seconds."""
-    return max((timeout_of(part.group) for part in waiting), default=0.0) or DEFAULT_TIMEOUT_S
+    return max(map(timeout_of, some), default=0.0) or DEFAULT_TIMEOUT_S
+
+
+def _timeout(waiting: Iterable[Part]) -> float:
+    return longest_timeout(part.group for part in waiting)
 
 
 def _names(some: Iterable[Part]) -> str:
