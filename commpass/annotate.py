@@ -25,6 +25,9 @@ from commpass.policy import Rule, Word, covers
 KEY = "commpass"
 """The key in ``node.meta["custom"]`` under which the word of the nearest enclosing scope stands."""
 
+WORD = "_commpass_word"
+"""The attribute of a function under a word that holds it."""
+
 _open: ContextVar[tuple[str, ...]] = ContextVar("commpass_open_scopes", default=())
 
 
@@ -32,6 +35,16 @@ def open_scopes() -> tuple[str, ...]:
     """The words of the scopes that are open around the caller, outside any compiled call; the
     nearest last."""
     return _open.get()
+
+
+@contextmanager
+def outside_scopes() -> Iterator[None]:
+    """Within, no scope is open: what runs there has its word from elsewhere."""
+    token = _open.set(())
+    try:
+        yield
+    finally:
+        _open.reset(token)
 
 
 class Scope:
@@ -82,6 +95,20 @@ def _word_of(module: nn.Module) -> str | None:
         if isinstance(forward, functools.partial) and forward.func is _forward_under
         else None
     )
+
+
+def word_at(model: nn.Module, path: str) -> str | None:
+    """The nearest word around a module of a model, as JSON; None where nothing was said."""
+    known: dict[str, list[nn.Module]] = {}
+    for name, module in names(model):
+        known.setdefault(name, []).append(module)
+    parts = path.split(".") if path else []
+    for length in range(len(parts), -1, -1):
+        for module in known.get(".".join(parts[:length]), []):
+            word = getattr(type(module).forward, WORD, None) or _word_of(module)
+            if word is not None:
+                return str(word)
+    return None
 
 
 def _refuse_if_taken(module: nn.Module, name: str) -> None:
@@ -194,6 +221,7 @@ def _under(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
         with _eagerly(word):
             return function(*args, **kwargs)
 
+    setattr(wrapped, WORD, word)
     return wrapped
 
 

@@ -233,13 +233,20 @@ class Backend:
         return self._compiled(gm, example_inputs, number, calls, mode, options)
 
     def of_hook(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], calls: Calls
-    ) -> Callable[..., Any]:
-        """Compiles a graph that no one traced: the collective of a hook."""
+        self,
+        gm: fx.GraphModule,
+        direction: str,
+        calls: Calls,
+        compile_graph: Compiler,
+        obstacle: str | None = None,
+    ) -> Callable[[list[Any]], Any]:
+        """Compiles a graph that no one traced, the collective of a hook, whose nodes have fake
+        values: ``compile_graph`` gets it at the end of the road."""
         greet()
         number = str(self.graphs)
         self.graphs += 1
-        return self._compiled(gm, example_inputs, number, calls, None, {})
+        stateless = calls.stateless(direction, False)
+        return self.compile(gm, number, direction, calls, stateless, compile_graph, None, obstacle)
 
     def _compiled(
         self,

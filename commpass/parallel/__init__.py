@@ -4,3 +4,6 @@ In the graph: ``replicate`` and ``shard`` put the exchange of gradients and para
 compiled graph. Eager doors, for exchanges that never reach a graph: ``compress_fsdp`` and
 ``compress_ddp``. Stages: ``pipeline``.
 """
+
+from commpass.parallel.fsdp import FSDPDoor as FSDPDoor
+from commpass.parallel.fsdp import compress_fsdp as compress_fsdp
