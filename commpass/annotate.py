@@ -25,9 +25,6 @@ from commpass.policy import Rule, Word, covers
 KEY = "commpass"
 """The key in ``node.meta["custom"]`` under which the word of the nearest enclosing scope stands."""
 
-WORD = "_commpass_word"
-"""The attribute of a function under a word that holds it."""
-
 _open: ContextVar[tuple[str, ...]] = ContextVar("commpass_open_scopes", default=())
 
 
@@ -95,20 +92,6 @@ def _word_of(module: nn.Module) -> str | None:
         if isinstance(forward, functools.partial) and forward.func is _forward_under
         else None
     )
-
-
-def word_at(model: nn.Module, path: str) -> str | None:
-    """The nearest word around a module of a model, as JSON; None where nothing was said."""
-    known: dict[str, list[nn.Module]] = {}
-    for name, module in names(model):
-        known.setdefault(name, []).append(module)
-    parts = path.split(".") if path else []
-    for length in range(len(parts), -1, -1):
-        for module in known.get(".".join(parts[:length]), []):
-            word = getattr(type(module).forward, WORD, None) or _word_of(module)
-            if word is not None:
-                return str(word)
-    return None
 
 
 def _refuse_if_taken(module: nn.Module, name: str) -> None:
@@ -221,8 +204,20 @@ def _under(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
         with _eagerly(word):
             return function(*args, **kwargs)
 
-    setattr(wrapped, WORD, word)
+    wrapped.commpass_word = word  # type: ignore[attr-defined]
     return wrapped
+
+
+def words_of(model: nn.Module) -> dict[str, str]:
+    """The nearest word around each module of a model that has one, as JSON by its path."""
+    found: dict[str, str] = {}
+    for path, module in names(model):  # outer ones first
+        around = found.get(path) or found.get(path.rpartition(".")[0])
+        own = getattr(type(module).forward, "commpass_word", None)
+        word = own or _word_of(module) or around
+        if word is not None:
+            found[path] = word
+    return found
 
 
 def _forward_under(

@@ -31,8 +31,8 @@ from commpass.runtime.owners import HookCalls
 class Exchange:
     """What a hook sends: ``kind`` and ``op`` as in a site, over the group named ``group`` of
     ``ranks`` ranks, for the module at ``module``, in ``direction``; ``hook`` is who sends it, in
-    the names of its state. ``word`` is what ``compress`` or ``keep`` says of it, as JSON; ``obstacle`` is why it is left
-    as it is, if it must be.
+    the names of its state. ``word`` is what ``compress`` or ``keep`` says of it, as JSON;
+    ``obstacle`` is why it is left as it is, if it must be.
 
     A mean (``op="avg"``) is the sum of values that each rank has divided by the number of ranks
     before it sends them, as DDP has it: the library need not know means, and no sum overflows that

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from commpass import paths
-from commpass.annotate import word_at
+from commpass.annotate import words_of
 from commpass.backend import backend
 from commpass.costmodel import Profile
-from commpass.errors import CommpassError
+from commpass.errors import PolicyError
 from commpass.parallel.exchange import Exchange, Exchanges
 from commpass.plan import Plan
 from commpass.policy import Policy
@@ -46,12 +46,12 @@ OTHER_OP = "FSDP2 reduces with {}, and codes are summed or averaged alone"
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank has handed to the collectives of a kind: ``calls`` of FSDP2, the ``before``
-    bytes that these would be, and those ``after`` compression."""
+    """What one rank handed to the collectives of a kind: in how many ``calls`` of FSDP2, the bytes
+    without the policy, and those with it."""
 
     calls: int = 0
-    before: int = 0
-    after: int = 0
+    plain: int = 0
+    sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,14 +186,14 @@ class FSDPDoor:
         so_far = self._sent.get(what.kind, Sent())
         self._sent[what.kind] = Sent(
             so_far.calls + 1,
-            so_far.before + sum(site.bytes for site in plan.sites),
-            so_far.after + wire_bytes(plan),
+            so_far.plain + sum(site.bytes for site in plan.sites),
+            so_far.sent + wire_bytes(plan),
         )
         return function if plan.changed else None
 
     def __repr__(self) -> str:
         sent = [
-            f"{kind}: {each.calls} calls, {each.before:,} bytes as {each.after:,}"
+            f"{kind}: {each.calls} calls, {each.plain:,} bytes as {each.sent:,}"
             for kind, each in self._sent.items()
         ]
         policy = self.exchanges.backend.policy.name
@@ -223,15 +223,15 @@ def compress_fsdp(
     unit in the model, and ``a+b`` for ``fully_shard([a, b])``. What a plan leaves alone is sent as
     FSDP2 sends it.
 
-    Raises CommpassError if nothing in the model was sharded by FSDP2, or if its exchanges go
+    Raises PolicyError if nothing in the model was sharded by FSDP2, or if its exchanges go
     through something else already; then nothing is changed.
     """
     if not isinstance(model, nn.Module):
-        raise CommpassError(f"compress_fsdp(model={model!r}): must be a module, torch.nn.Module")
+        raise PolicyError(f"compress_fsdp(model={model!r}): must be a module, torch.nn.Module")
     units = list(_units(model))
     name = type(model).__name__
     if not units:
-        raise CommpassError(_nothing(model, name))
+        raise PolicyError(_nothing(model, name))
     for unit in units:
         _refuse_if_taken(unit)
     made = backend(policy, profile=profile, strict=strict, dump=dump, timeout=timeout)
@@ -250,6 +250,7 @@ NOT_REACHED = (
 def _units(model: nn.Module) -> Iterator[Unit]:
     """The parameter groups of a model's FSDP2 modules, outer ones first, each once."""
     named: dict[int, tuple[Any, list[str]]] = {}
+    said = words_of(model)
     for path, module in paths.names(model):
         if not isinstance(module, FSDPModule):
             continue
@@ -259,9 +260,9 @@ def _units(model: nn.Module) -> Iterator[Unit]:
                 if path not in known:
                     known.append(path)
     for group, names in named.values():
-        words = {word_at(model, name) for name in names}
+        words = {said.get(name) for name in names}
         if len(words) > 1:
-            raise CommpassError(
+            raise PolicyError(
                 f"compress_fsdp: fully_shard sends {' and '.join(names)} together, but compress or"
                 f" keep say different things about them: {', '.join(map(str, words))}"
             )
@@ -269,16 +270,16 @@ def _units(model: nn.Module) -> Iterator[Unit]:
 
 
 def _refuse_if_taken(unit: Unit) -> None:
-    """Raises CommpassError where someone else carries out the exchanges of a unit."""
+    """Raises PolicyError where someone else carries out the exchanges of a unit."""
     where = unit.name or "the root module"
     for comm in (unit.group._all_gather_comm, unit.group._reduce_scatter_comm):
         if isinstance(comm, (CompressedAllGather, CompressedReduceScatter)):
-            raise CommpassError(
+            raise PolicyError(
                 f"compress_fsdp: {where} already goes through another door, {comm.door!r}: call its"
                 " remove() first, or give one policy with rules for both"
             )
         if not type(comm).__module__.startswith("torch."):
-            raise CommpassError(
+            raise PolicyError(
                 f"compress_fsdp: {where} already has {type(comm).__name__} from"
                 " set_custom_all_gather or set_custom_reduce_scatter, and one of the two can send:"
                 " leave out one"
