@@ -52,7 +52,7 @@ from commpass.paths import Places
 from commpass.policy import Policy, policy_named
 from commpass.runtime import agreement, record
 from commpass.runtime.board import greet
-from commpass.runtime.calls import before_each_call, boxed, of_whom, raising, residuals_of
+from commpass.runtime.calls import before_each_call, boxed, of_whom, raising, state_of
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.summary import Summary
@@ -349,6 +349,7 @@ class Backend:
             profile=profile,
             decompositions=decompositions,
             stateless=stateless,
+            weights=calls.weights(gm, direction, stateless),
             obstacle=obstacle,
             kernels=self.inner == "inductor",
             hidden=self.hidden,
@@ -402,17 +403,19 @@ class Backend:
             raise outcome.error
         if direction == "backward":
             calls.keeps = bool(outcome.state)
+        elif outcome.state:
+            calls.refers = True
         more = [kept.fake for kept in outcome.state]
         planned_us = _predicted_us(gm, profile) if plain_us is not None else None
         compiled = compile_graph(gm, more, outcome.pinned or chunked(gm))
-        residuals = functools.partial(residuals_of, of_whom(outcome.state, gm, calls), calls)
+        state = functools.partial(state_of, of_whom(outcome.state, gm, calls), calls, direction)
         timed = None
         if outcome.plan.sites and planned_us is not None and plain_us is not None:
             name, judged = f"{number} ({direction})", outcome.plan.changed and profile.measured
             graph = Watched(name, planned_us, plain_us, judged)
             timed = functools.partial(self.watch.timed, graph=graph)
         return before_each_call(
-            compiled, functools.partial(self._check, number + direction), residuals, timed
+            compiled, functools.partial(self._check, number + direction), state, timed
         )
 
     def _planned(
