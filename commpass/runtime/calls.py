@@ -20,7 +20,8 @@ Compiler = Callable[..., Any]
 @dataclass(frozen=True)
 class OfParameters:
     """State that a site keeps, the numbers of the parameters that it is of, or whose gradients it
-    serves (() if that is not known), and which one of its place it is among those that serve the same."""
+    serves (() if that is not known), and which one of its place it is among those that have the
+    same."""
 
     of: StateInput
     parameters: tuple[int, ...]
@@ -66,7 +67,8 @@ def before_each_call(
     timed: Callable[[Compiler], Compiler] | None = None,
 ) -> Any:
     """The compiled function, with ``hook`` before each call and its last inputs from ``more``,
-    which is given the others; ``timed`` wraps what is then called. Inductor's object stays itself: torch asks for its type."""
+    which is given the others; ``timed`` wraps what is then called. Inductor's object stays itself:
+    torch asks for its type."""
     inner = getattr(compiled, "current_callable", None)
     function = inner if inner is not None else compiled
     hooked = _hooked(timed(function) if timed is not None else function, hook, more)

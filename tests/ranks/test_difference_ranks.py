@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import commpass
+from commpass.codecs import ALIGNMENT
 from commpass.parallel.exchange import Exchange, Exchanges
 from commpass.runtime import owners
 
@@ -130,6 +131,7 @@ def check_closed_loop(inner: str, steps: int, dtype: torch.dtype) -> None:
     held = call(function, model)
     assert torch.equal(held, weights(0).to(dtype))  # it begins with the weights themselves
     losses = []
+    ties = 0.01 if dtype == torch.float32 else 0.2  # differences of few last places
     for step in range(1, steps):
         new = weights(step).to(dtype)
         wanted, scale = closed_loop(held, new)
@@ -139,7 +141,7 @@ def check_closed_loop(inner: str, steps: int, dtype: torch.dtype) -> None:
         off = (held.double() - wanted).abs()
         # A value halfway between two codes may go to either: it is then off by one scale.
         assert bool((off <= rounding + scale * (1 + 1e-3)).all())
-        assert float((off > rounding).double().mean()) < 0.01
+        assert float((off > rounding).double().mean()) < ties
         assert bool(((held.double() - new.double()).abs() <= scale * 0.501 + rounding).all())
         change = float((new.double() - before.double()).norm())
         losses.append(float((held.double() - new.double()).norm()) / change)
@@ -177,7 +179,7 @@ def check_bytes() -> None:
     (plan,) = [plan for plan in commpass.plans()[-2:] if plan.direction == "forward"]
     (site,) = plan.sites
     padded = -(-numel // 2048) * 2048
-    assert site.wire_bytes == padded // 2 + 4 * padded // 2048  # codes, and a scale a group
+    assert site.wire_bytes == padded // 2 + ALIGNMENT  # codes, and two scales
     sent = [row for row in group.seen if row[0] == "all_gather"]
     assert sent == [("all_gather", torch.uint8, site.wire_bytes)]
 
@@ -407,10 +409,10 @@ def check_exchange() -> None:
         everybody = [torch.empty_like(x) for _ in range(size)]
         dist.all_gather(everybody, x)
         seen.append(float((out - torch.cat(everybody)).norm()))
-    assert seen[0] == 0 and 0 < seen[1] and max(seen[1:]) < 1.2 * seen[1]
+    assert seen[0] == 0 and seen[1] > 0 and max(seen[1:]) < 1.2 * seen[1]
     (plan,) = doors.plans
     assert [site.codec for site in plan.sites] == [CODEC]
-    assert plan.sites[0].wire_bytes == 4096 // 2 + 8
+    assert plan.sites[0].wire_bytes == 4096 // 2 + ALIGNMENT
     (said,) = refusals(lambda: doors.run(what, x, out))
     assert "forces a codec" in said
 
