@@ -344,10 +344,14 @@ def show(codecs: list[dict[str, Any]], gradients: list[dict[str, Any]]) -> None:
         size: dict[str, list[int]] = {}
         for key, (before, after, _) in row["bytes"].items():
             label, kind, _ = key.split(", ")
-            place = "tp" if label == "tp" else f"dp, {'weights' if 'gather' in kind else 'gradients'}"
+            place = (
+                "tp" if label == "tp" else f"dp, {'weights' if 'gather' in kind else 'gradients'}"
+            )
             held = size.setdefault(place, [0, 0])
             size[place] = [held[0] + before, held[1] + after]
-        cells = [f"{a:,} -> {b:,}" for a, b in map(size.get, ("tp", "dp, weights", "dp, gradients"))]
+        cells = [
+            f"{a:,} -> {b:,}" for a, b in map(size.get, ("tp", "dp, weights", "dp, gradients"))
+        ]
         table.add_row(row["preset"], row["compressed"], f"{row['error']:.3%}", *cells)
     Console(width=160).print(table)
 

@@ -462,6 +462,16 @@ SDP4BIT = (
         max_error=0.15,
     ),
 )
+# Gradients go back as the published scripts have it, as plain 6-bit integers in tiles of 32.
+TAHQUANT = (
+    Rule(kind=("send", "recv"), direction="forward", codec="tahquant", max_error=0.15),
+    Rule(
+        kind=("send", "recv"),
+        direction="backward",
+        codec="int6(block=32, stored=bf16)",
+        max_error=0.15,
+    ),
+)
 SUMS_OF_LAYERS = ("all_reduce", "all_gather", "reduce_scatter")
 """What tensor parallelism sends, with sequence parallelism or without."""
 THREE_D: dict[str, dict[str, tuple[Rule, ...]]] = {
@@ -477,7 +487,7 @@ THREE_D: dict[str, dict[str, tuple[Rule, ...]]] = {
             ),
         ),
         "dp": SDP4BIT,
-        "pp": (Rule(kind=("send", "recv"), codec="tahquant", max_error=0.15),),
+        "pp": TAHQUANT,
     },
     # Our own: at each of these sites no more bytes, and less error (benchmarks/three_d.py).
     "balanced-3d": {
@@ -504,7 +514,20 @@ THREE_D: dict[str, dict[str, tuple[Rule, ...]]] = {
                 max_error=0.15,
             ),
         ),
-        "pp": (Rule(kind=("send", "recv"), codec="tahquant(form=companded)", max_error=0.15),),
+        "pp": (
+            Rule(
+                kind=("send", "recv"),
+                direction="forward",
+                codec="tahquant(form=companded)",
+                max_error=0.15,
+            ),
+            Rule(
+                kind=("send", "recv"),
+                direction="backward",
+                codec="rotated(bits=6, block=32, scale=lsq)",
+                max_error=0.15,
+            ),
+        ),
     },
 }
 """Presets of three dimensions: the rules of each role, tensor, data and pipeline parallelism."""
@@ -571,13 +594,9 @@ PRESETS: dict[str, Policy] = {
     # hold; gradients in 8 bits inside a host, in 4 between hosts that the profile knows.
     # Better at the same bits: what "balanced-3d" has for data parallelism.
     "sdp4bit": Policy(name="sdp4bit", rules=SDP4BIT, max_error=0.2),
-    # TahQuant: activations from one pipeline stage to the next.
-    # Better at the same bits: "aggressive", if no few values are far above all others.
-    "tahquant": Policy(
-        name="tahquant",
-        rules=(Rule(kind=("send", "recv"), direction="forward", codec="tahquant"),),
-        max_error=0.15,
-    ),
+    # TahQuant: activations from one pipeline stage to the next, and their gradients back.
+    # Better at the same bits: what "balanced-3d" has for pipeline parallelism.
+    "tahquant": Policy(name="tahquant", rules=TAHQUANT, max_error=0.15),
     **{
         name: Policy(name=name, rules=tuple(_rules_over(roles, DIMENSIONS)))
         for name, roles in THREE_D.items()

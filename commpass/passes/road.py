@@ -26,6 +26,7 @@ class Road:
     ``stateless`` and ``weights`` say which of its collectives may keep state, as in ``discover``;
     ``obstacle`` says why none of its collectives may be changed, whatever the policy says;
     ``kernels`` whether Inductor compiles it, which can then compile what sites share as well.
+    ``hook`` says that it is the one exchange of a hook, which has many graphs like it.
     ``hidden`` says of sites that were compiled before whether they are hidden behind what is
     computed, and ``hides`` whether others may be found to be so: only where ranks agree on it."""
 
@@ -45,6 +46,7 @@ class Road:
     weights: Weights = UNKNOWN
     obstacle: str | None = None
     kernels: bool = False
+    hook: bool = False
     hidden: Known | None = None
     hides: bool = False
     limits: tuple[Limit, ...] = ()
