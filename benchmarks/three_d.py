@@ -17,6 +17,7 @@ parallelism 2, uncompressed. Then:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -178,7 +179,8 @@ def off(coded: Tensor, exact: Tensor, whole: Tensor) -> list[float]:
 
 
 def by_codec(name: str, sent: dict[str, list[Tensor]], weights: list[list[Tensor]]) -> dict:
-    """What this rank sent, encoded once by each codec of a preset: [error, whole, bytes, values]."""
+    """What this rank sent, encoded once by each codec of a preset: the squares of the error and of
+    what it is relative to, bytes and values."""
     tp, (gathers, sums), pp = (THREE_D[name][role] for role in ("tp", "dp", "pp"))
     between = sums.algorithm[-1].removeprefix("hierarchical(between=").removesuffix(")")
     coders = {
@@ -187,7 +189,7 @@ def by_codec(name: str, sent: dict[str, list[Tensor]], weights: list[list[Tensor
         "dp, gradients": sums.codec[0],
         "dp, gradients between hosts": between,
         "pp, activations": pp[0].codec[0],
-        "pp, their gradients": pp[0].codec[0],
+        "pp, their gradients": pp[1].codec[0],
     }
     found: dict[str, Any] = {}
 
@@ -202,13 +204,14 @@ def by_codec(name: str, sent: dict[str, list[Tensor]], weights: list[list[Tensor
             add(what, spec, [*off(coder.decode(coder.encode(x)), x, x), size, x.numel()])
     coder = codec(gathers.codec[0])
     held = weights[0]
-    for before, now in zip(weights, weights[1:], strict=False):
+    for before, now in itertools.pairwise(weights):
         for number, x in enumerate(now):
             against = coder.against(held[number])
             size = coder.wire_bytes(x.numel(), x.dtype)
-            row = [*off(new := against.decode(against.encode(x)), x, x - before[number])]
+            new = against.decode(against.encode(x))
             held = [*held[:number], new, *held[number + 1 :]]
-            add("dp, weights", gathers.codec[0], [*row, size, x.numel()])
+            row = [*off(new, x, x - before[number]), size, x.numel()]
+            add("dp, weights", gathers.codec[0], row)
     return found
 
 
@@ -344,9 +347,8 @@ def show(codecs: list[dict[str, Any]], gradients: list[dict[str, Any]]) -> None:
         size: dict[str, list[int]] = {}
         for key, (before, after, _) in row["bytes"].items():
             label, kind, _ = key.split(", ")
-            place = (
-                "tp" if label == "tp" else f"dp, {'weights' if 'gather' in kind else 'gradients'}"
-            )
+            sent = "weights" if kind == "all_gather" else "gradients"
+            place = "tp" if label == "tp" else f"dp, {sent}"
             held = size.setdefault(place, [0, 0])
             size[place] = [held[0] + before, held[1] + after]
         cells = [

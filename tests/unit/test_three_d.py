@@ -29,6 +29,7 @@ CODED = {
     ),
 }
 """Of sums of layers, weights, gradients, and what goes from stage to stage."""
+OUR_SIX = "rotated(bits=6, block=32, scale=lsq)"
 NAMES = {
     "tp": ("tp", "tensor", "tensor_parallel", "model", "mp"),
     "dp": ("dp", "dp_shard", "dp_replicate", "dp_shard_cp", "fsdp", "efsdp", "data", "shard"),
@@ -70,11 +71,13 @@ def test_each_role_gets_its_own_codecs(preset):
             found = planned(preset, kind, "backward", label)
             between = "sdp4bit" if preset == "taco-3d" else "rotated(bits=4)"
             assert found.codec == gradients
-            assert found.algorithm == f"hierarchical(between={between}, node=4)"
+            if kind == "reduce_scatter":
+                assert found.algorithm == f"hierarchical(between={between}, node=4)"
+    back = "int6(block=32, stored=bf16)" if preset == "taco-3d" else OUR_SIX
     for label in NAMES["pp"]:
         for kind in ("send", "recv"):
-            for direction in ("forward", "backward"):
-                assert planned(preset, kind, direction, label).codec == stages
+            assert planned(preset, kind, "forward", label).codec == stages
+            assert planned(preset, kind, "backward", label).codec == back
 
 
 @pytest.mark.parametrize("preset", CODED)
@@ -109,9 +112,14 @@ def test_ours_sends_no_more_and_loses_less_at_each_site():
     for profile in (HOSTS, dataclasses.replace(HOSTS, node=0, inside=None)):
         for one in sites:
             theirs, ours = (planned(name, *one, profile=profile) for name in THREE_D)
-            assert theirs.compressed and ours.compressed  # noqa: PT018
-            assert ours.wire_bytes <= theirs.wire_bytes, one
             assert ours.error < 0.95 * theirs.error, one
+            if ours.algorithm.partition("(")[0] == theirs.algorithm.partition("(")[0]:
+                assert ours.wire_bytes <= theirs.wire_bytes, one
+            else:  # the cost model may take another algorithm, if hosts are known
+                assert (profile, one[0]) == (HOSTS, "all_reduce")
+    theirs, ours = (planned(name, "send", "backward", "pp") for name in THREE_D)
+    assert ours.wire_bytes <= theirs.wire_bytes
+    assert ours.error < theirs.error  # on a Gaussian; by more on gradients: benchmarks/three_d.py
 
 
 def test_the_companded_form_has_the_wire_of_the_published_one():
