@@ -455,6 +455,20 @@ PRESETS: dict[str, Policy] = {
         ),
         max_error=0.15,
     ),
+    # SSFusion, gradients of data parallelism: one entry in a hundred, the rest made up for later.
+    # Whole, with its fusion buffers, by commpass.parallel.ssfusion.
+    "ssfusion": Policy(
+        name="ssfusion",
+        rules=(
+            Rule(
+                kind="all_reduce",
+                direction="backward",
+                codec="dgc(density=0.01)",
+                algorithm="sparse",
+            ),
+        ),
+        max_error=1.0,
+    ),
     # TahQuant: activations from one pipeline stage to the next.
     # Better at the same bits: "aggressive", if no few values are far above all others.
     "tahquant": Policy(

@@ -4,3 +4,7 @@ In the graph: ``replicate`` and ``shard`` put the exchange of gradients and para
 compiled graph. Eager doors, for exchanges that never reach a graph: ``compress_fsdp`` and
 ``compress_ddp``. Stages: ``pipeline``.
 """
+
+from commpass.parallel.ssfusion import SSFusion, ssfusion
+
+__all__ = ["SSFusion", "ssfusion"]
