@@ -29,6 +29,7 @@ from commpass.costmodel.kernels import KernelRate
 from commpass.errors import PolicyError
 from commpass.plan import NONE, PlannedSite, Site
 from commpass.policy import DIRECTIONS, PRESETS, Policy, Rule, policy_named
+from commpass.runtime.owners import FORWARD as FORWARD_STATE
 from commpass.runtime.summary import Summary
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,7 @@ TOUCHED = {
         "all_reduce": (BOTH, "exponent(planes=3)", {"two_shot"}),
     },
     "lowbit-tp": {"all_reduce": (FORWARD, "int4", {"one_shot"})},
+    "ssfusion": {"all_reduce": (BACKWARD, "dgc", {"sparse"})},
     "sdp4bit": {"reduce_scatter": (BACKWARD, "sdp4bit(bits=8)", {"direct"})},
     "tahquant": {
         "send": (FORWARD, "tahquant", {"direct"}),
@@ -72,6 +74,7 @@ def site(kind: str, direction: str = "forward", numel: int = 1 << 20, ranks: int
         "shape": (numel,),
         "bytes": 2 * numel,
         "direction": direction,
+        "stateless": None if direction == "backward" else FORWARD_STATE,
         "peer": 1 if kind in ("send", "recv") else None,
     }
     return Site(**facts | changes)
@@ -376,6 +379,7 @@ COMPILED = {
     "taco": (["all_reduce"], ["all_reduce"]),
     "equarx": (["all_reduce"], []),
     "lowbit-tp": (["all_reduce"], []),
+    "ssfusion": ([], ["all_reduce"]),
     "sdp4bit": ([], ["reduce_scatter"]),
     "tahquant": ([], []),
 }
