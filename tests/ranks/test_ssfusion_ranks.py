@@ -347,7 +347,7 @@ def check_bytes(options: dict) -> None:
         if step == 1:
             group.seen.clear()
     (*_, plan) = commpass.plans()[seen:]
-    assert len(commpass.plans()) == seen + 1
+    assert len(commpass.plans()) == seen + 2  # that of the measured step, and this one
     assert sum(size for *_, size in group.seen) == sum(site.wire_bytes for site in plan)
     sparse = [site for site in plan if site.algorithm == "sparse"]
     assert sparse
