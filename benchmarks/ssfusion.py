@@ -1,4 +1,4 @@
-"""What each part of SSFusion gains: a data-parallel step of a transformer, on links of a given rate.
+"""What each part of SSFusion gains: a data-parallel step of a transformer on links of given rates.
 
     python -m benchmarks.ssfusion [--ranks 4] [--gbit 0.1 1] [--selector topk] [--json FILE]
 

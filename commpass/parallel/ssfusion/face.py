@@ -88,7 +88,7 @@ def ssfusion(
     options = Options(settings, selector, momentum, clip, warmup, step, profile_steps, dense)
     check_optimizer(optimizer, momentum)
     own = _group_of(model, group)
-    lane = dist.new_group(dist.get_process_group_ranks(own), use_local_synchronization=True)
+    lane = _lane(own)
     weights = _weights(model)
     shown = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
     agree(lane, (shown, options), "parameters and options", "the same model and arguments")
@@ -174,6 +174,15 @@ def _group_of(model: nn.Module, group: Any) -> dist.ProcessGroup:
     if not isinstance(found, dist.ProcessGroup):
         raise PolicyError(f"group={group!r}: this rank is in no such group")
     return found
+
+
+def _lane(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of the same ranks, with the same time-out: exchanges on it keep an order of
+    their own."""
+    backend = group._get_backend(group._device_types[0])
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
 
 def _weights(model: nn.Module) -> list[Weight]:

@@ -60,13 +60,13 @@ class Clock:
         return [number for number, _ in last if number >= 0]
 
     def backward_us(self, count: int) -> list[float]:
-        """Of each of ``count`` gradients, the median time since the one before was there; 0 for
-        those that never came."""
+        """Of each of ``count`` gradients, the least time since the one before was there, for what
+        disturbs a step only adds; 0 for those that never came."""
         found: list[list[float]] = [[] for _ in range(count)]
         for step in self.steps:
             for (_, before), (number, there) in pairwise(step):
                 found[number].append(self._us(before, there))
-        return [median(times) if times else 0.0 for times in found]
+        return [min(times, default=0.0) for times in found]
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -122,7 +122,7 @@ def _rate(
         row = torch.randn((1, size), generator=generator).to(dtype).to(device)
         call(row)
         took = [_seconds(call, row, device) for _ in range(REPEATS)]
-        times.append(1e6 * median(took))
+        times.append(1e6 * min(took))
     return Rate(tuple(sizes), tuple(times))
 
 
