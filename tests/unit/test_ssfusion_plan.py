@@ -105,7 +105,10 @@ def test_the_share_that_is_sent_is_the_density_or_selection_is_at_its_bound(
     picked = [math.ceil(each.density * model[each.number].entries) for each in plan.sparse]
     for each in plan.sparse:
         assert chosen.bound <= each.density <= chosen.density
-    if plan.sparse and plan.sparse[0].density > chosen.bound:
+    must = [n for n, e in enumerate(model) if row_bytes(e.entries, chosen.density) >= e.nbytes]
+    least = sum(model[n].entries for n in must) + len(model) - len(must)
+    least += chosen.bound * sum(e.entries for n, e in enumerate(model) if n not in must)
+    if plan.sparse and (plan.sparse[0].density > chosen.bound or least <= chosen.density * total):
         assert whole + sum(picked) <= chosen.density * total * (1 + 1e-9)
 
 

@@ -3,6 +3,7 @@ a fusion plan, one function each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -155,11 +156,13 @@ class _Gathered:
     reduced: int = 0
 
 
-def excluded(problem: Problem, runs: Runs, dense: Collection[int]) -> list[int]:
+def excluded(
+    problem: Problem, runs: Runs, dense: Collection[int], room: float = math.inf
+) -> list[int]:
     """Which gradients are left dense beside those that are: in each buffer, from the last to the
     second, the smallest ones, until the exchange of the buffer before takes as long as backward and
     selection of this one (equation 2). It stops earlier where sending one more whole would end the
-    step later than selecting from it."""
+    step later than selecting from it, or would be more than ``room`` entries in all."""
     held, found = set(dense), []
 
     def end_us(whole: Collection[int]) -> float:
@@ -173,9 +176,11 @@ def excluded(problem: Problem, runs: Runs, dense: Collection[int]) -> list[int]:
                 break
             if number in held:
                 continue
+            entries = problem.gradients[number].entries
             later = end_us(held | {number})
-            if later > end:
+            if entries > room or later > end:
                 break
+            room -= entries
             held.add(number)
             found.append(number)
             end = later

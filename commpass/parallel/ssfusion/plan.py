@@ -183,7 +183,8 @@ def _selected(problem: Problem, settings: Settings) -> FusionPlan:
     problem = replace(problem, density=settings.density)
     runs = fused(problem, frozenset(why), "all_gather") if settings.fuse else _each(problem)
     if settings.fuse:
-        for number in excluded(problem, runs, frozenset(why)):
+        room = spare(problem.gradients, why, settings)
+        for number in excluded(problem, runs, frozenset(why), room):
             why[number] = "sent whole: its selection would outlast the exchange before (equation 2)"
     density = thinned(problem.gradients, why, settings) if settings.aware else settings.density
     problem = replace(problem, density=density)
@@ -199,6 +200,16 @@ def _selected(problem: Problem, settings: Settings) -> FusionPlan:
         buffers.append(Buffer(sent, cut_off(problem, sent) if settings.interleave else 0))
     made = tuple(buffers)
     return FusionPlan(made, problem.end_us(made))
+
+
+def spare(gradients: Sequence[Tensor], whole: Collection[int], settings: Settings) -> float:
+    """How many entries more than those of ``whole`` can be sent whole, so that the entries sent
+    are still ``settings.density`` of all if all others are thinned to ``settings.bound``, each
+    gradient's rounded up."""
+    dense = sum(gradients[number].entries for number in whole)
+    total = sum(each.entries for each in gradients)
+    room = (settings.density - settings.bound) * total - (len(gradients) - len(whole))
+    return room / max(1 - settings.bound, 1 / FINEST) - dense
 
 
 def thinned(gradients: Sequence[Tensor], whole: Collection[int], settings: Settings) -> float:
