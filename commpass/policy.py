@@ -591,6 +591,20 @@ PRESETS: dict[str, Policy] = {
         rules=(Rule(kind="all_reduce", direction="forward", codec="int4", algorithm="one_shot"),),
         max_error=0.15,
     ),
+    # SSFusion, gradients of data parallelism: one entry in a hundred, the rest made up for later.
+    # Whole, with its fusion buffers, by commpass.parallel.ssfusion.
+    "ssfusion": Policy(
+        name="ssfusion",
+        rules=(
+            Rule(
+                kind="all_reduce",
+                direction="backward",
+                codec="dgc(density=0.01)",
+                algorithm="sparse",
+            ),
+        ),
+        max_error=1.0,
+    ),
     # SDP4Bit, sharded data parallelism: weights as 4 bits of their difference to what receivers
     # hold; gradients in 8 bits inside a host, in 4 between hosts that the profile knows.
     # Better at the same bits: what "balanced-3d" has for data parallelism.
