@@ -11,7 +11,6 @@ slot. With vLLM the pass goes into its compilation config: docs/vllm.md.
 
 from __future__ import annotations
 
-import os
 from argparse import ArgumentParser
 from statistics import fmean
 from typing import Any
@@ -25,15 +24,12 @@ import commpass
 from commpass.doors.vllm import SLOT, CollectivePass
 from commpass.report.tables import totals
 
-# A pass does not run, and makes no plan, where Inductor's cache has what it made.
-os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 GROUP = "tp:0"  # as vLLM calls its first tensor-parallel group
 
 
-def define_operators() -> torch.library.Library:
-    """vLLM's collectives, as its ``parallel_state`` has them, over the group of all ranks. They
-    last as long as what is returned."""
-    library = torch.library.Library("vllm", "FRAGMENT")
+def define_operators(library: torch.library.Library) -> None:
+    """Adds vLLM's collectives, as its ``parallel_state`` has them, over the group of all ranks, to
+    a library for fragments of the namespace vllm. They last as long as that."""
     library.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
     rest = "Tensor tensor, SymInt dim, SymInt world_size, str group_name"
     library.define(f"all_gather({rest}) -> Tensor")
@@ -62,7 +58,6 @@ def define_operators() -> torch.library.Library:
     ):
         library.impl(name, real, "CPU")
         torch.library.register_fake(f"vllm::{name}", fake, lib=library)
-    return library
 
 
 class RowParallel(nn.Module):
@@ -104,7 +99,10 @@ def main() -> None:
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    operators = define_operators()
+    library = torch.library.Library("vllm", "FRAGMENT")
+    define_operators(library)
+    # a pass does not run, and makes no plan, where Inductor's cache has what it made
+    torch.compiler.config.force_disable_caches = True
     text, held_out = read_texts()
     model = trained(options.steps, text)
     divide(model, dist.get_rank(), dist.get_world_size())
@@ -117,13 +115,12 @@ def main() -> None:
             losses[policy] = fmean(compiled(batch).item() for batch in batches(held_out, 8, seed=1))
     if dist.get_rank() == 0:
         for policy, loss in losses.items():
-            print(f"loss on held-out text, {policy:10} {loss:.4f}")
+            print(f"loss on held-out text, {policy:10} {loss:.5f}")
         plan = commpass.plans()[-1]
         for site in plan:
-            print(f"{site.kind}, {site.bytes} bytes -> {site.wire_bytes}: {site.reason}")
+            print(f"{site.kind:10} {site.bytes:>8} bytes -> {site.wire_bytes:>7}  {site.codec}")
         print(totals([plan]))
     dist.barrier()
-    del operators
     dist.destroy_process_group()
 
 

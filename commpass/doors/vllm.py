@@ -26,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from commpass.costmodel import Profile
 from commpass.costmodel.files import digest as digest_of
 from commpass.errors import CommpassError
+from commpass.groups import ready
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import is_wait
 from commpass.plan import Plan
@@ -130,10 +131,12 @@ class CollectivePass(_base()):  # type: ignore[misc]
                 module.graph = graph
 
     def uuid(self) -> str:
-        """Changes with all that decides what becomes of a graph."""
+        """Changes with all that decides what becomes of a graph. A rank is part of that: caches may
+        be shared by ranks, who have the same graph before the pass, but not after it."""
         profile = digest_of(self.profile) if self.profile is not None else ""
         groups = f"{self.groups.__module__}.{self.groups.__qualname__}"
-        said = [msgspec.to_builtins(self.policy), profile, groups, self.strict, _sources()]
+        rank = (dist.get_rank(), dist.get_world_size()) if ready() else None
+        said = [msgspec.to_builtins(self.policy), profile, groups, self.strict, rank, _sources()]
         return msgspec.json.encode(said).hex()
 
 
