@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] [EIGHTH=text] | make test-all | make scenarios | make fuzz [MINUTES=30] | make format | make clean
+# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make scenarios | make fuzz [MINUTES=30] | make format | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -12,9 +12,9 @@ MINUTES ?= 30
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
 
-# The quick tests; with EIGHTH=text also an eighth of the long ones, which the text chooses.
+# The quick tests; with SHARE=text also one in 32 of the long ones, which the text chooses.
 test: check
-	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup $(if $(EIGHTH),--eighth $(EIGHTH))
+	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup $(if $(SHARE),--share $(SHARE))
 
 # With every combination of which `make test` tries a few.
 test-all: check

@@ -1,5 +1,5 @@
-"""Which tests run: the quick ones always, those marked ``every`` with ``--every``, or an eighth of
-them with ``--eighth TEXT``."""
+"""Which tests run: the quick ones always, those marked ``every`` with ``--every``, or one in
+32 of them with ``--share TEXT``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-PARTS = 8
+PARTS = 32
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 runs_again = pytest.mark.skipif(
     VERSION < (2, 12), reason="torch 2.11 keeps the results of these sums: nothing is run again"
@@ -20,7 +20,7 @@ runs_again = pytest.mark.skipif(
 
 
 def part(text: str) -> int:
-    """0 to 7, the same on every machine and in every process."""
+    """0 to 31, the same on every machine and in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % PARTS
 
 
@@ -59,10 +59,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--every", action="store_true", help="also the tests marked every: all combinations"
     )
     parser.addoption(
-        "--eighth",
+        "--share",
         metavar="TEXT",
         default="",
-        help="also an eighth of the tests marked every; TEXT, such as a commit, says which",
+        help="also one in 32 of the tests marked every; TEXT, such as a commit, says which",
     )
 
 
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep_group(item)
     if config.getoption("--every"):
         return
-    text = config.getoption("--eighth")
+    text = config.getoption("--share")
     left = [item for item in items if item.get_closest_marker("every") and not _chosen(item, text)]
     if left:
         out = set(left)

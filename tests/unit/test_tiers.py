@@ -1,4 +1,4 @@
-"""Which tests run with ``--every`` and ``--eighth``."""
+"""Which tests run with ``--every`` and ``--share``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiers import PARTS, part, sampled
 TESTS = """
 import pytest
 
-@pytest.mark.parametrize("n", range(40))
+@pytest.mark.parametrize("n", range(400))
 @pytest.mark.every
 def test_long(n):
     pass
@@ -43,22 +43,22 @@ def collected(folder: Path, *runs: list[str]) -> list[list[str]]:
     return [[line for line in text.splitlines() if "::" in line] for text in made]
 
 
-TEXTS = ["l", "d", "a", "o", "v", "g", "k", "h"]
+TEXTS = [next(t for t in map(str, range(10_000)) if part(t) == n) for n in range(PARTS)]
 """One for each part, in order."""
 
 
 def test_the_part_of_a_text_is_always_the_same():
-    assert [part(text) for text in TEXTS] == list(range(PARTS))
+    assert [part(text) for text in "ldaovgkh"] == [16, 9, 10, 27, 12, 5, 22, 31]
 
 
 def test_the_parts_are_disjoint_and_together_all_of_the_long_tests(tmp_path):
-    eighths = [["--eighth", text] for text in TEXTS]
-    grouped = ["--eighth", TEXTS[3], "-n", "0", "--dist", "loadgroup"]
-    quick, whole, again, *parts = collected(tmp_path, [], ["--every"], grouped, *eighths)
+    shares = [["--share", text] for text in TEXTS]
+    grouped = ["--share", TEXTS[3], "-n", "0", "--dist", "loadgroup"]
+    quick, whole, again, *parts = collected(tmp_path, [], ["--every"], grouped, *shares)
     assert quick == ["test_these.py::test_quick"]
-    assert len(whole) == 41
+    assert len(whole) == 401
     assert all(quick[0] in some and len(some) > 1 for some in parts)
-    assert sum(len(some) - 1 for some in parts) == 40
+    assert sum(len(some) - 1 for some in parts) == 400
     assert set().union(*parts) == set(whole)
     assert again == parts[3]
 

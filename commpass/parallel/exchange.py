@@ -1,0 +1,129 @@
+"""One collective of a hook, as a graph of its own that takes the road of the passes.
+
+Hooks of FSDP2 and DDP send eagerly what never reaches a graph. Each such exchange is written as a
+graph of one collective and compiled by the same backend as any other: so a policy's words, the cost
+model, plans, dumps, the agreement between ranks, error feedback and kernels are those of all
+graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from commpass.annotate import KEY
+from commpass.backend import Backend
+from commpass.errors import CommpassError
+from commpass.passes.graph.meta import PLACE
+from commpass.plan import Plan
+from commpass.runtime import record
+from commpass.runtime.owners import HookCalls
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a hook sends: ``kind`` and ``op`` as in a site, over the group named ``group`` of
+    ``ranks`` ranks, for the module at ``module``, in ``direction``; ``hook`` is who sends it, in
+    the names of its state. ``word`` is what ``compress`` or ``keep`` says of it, as JSON. ``flat``
+    says that it sends the gradients of its parameters one after another: state is then kept by
+    parameter.
+
+    A mean (``op="avg"``) is the sum of values that each rank has multiplied by 1 / ``ranks`` before
+    it sends them, as DDP has it: the library need not know means, and no sum overflows that its
+    mean would not.
+    """
+
+    kind: str
+    group: str
+    ranks: int
+    module: str
+    direction: str
+    hook: str
+    op: str = "sum"
+    word: str | None = None
+    flat: bool = False
+
+    def graph(self, inplace: bool) -> fx.GraphModule:
+        """``x -> None``, which puts the result into ``x``, or ``(x, out) -> None``, into ``out``:
+        all flat tensors."""
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        out = x if inplace else graph.placeholder("out")
+        with_words = {PLACE: self.module} | ({KEY: self.word} if self.word else {})
+        sent = x
+        if self.op == "avg":
+            sent = graph.call_function(torch.ops.aten.mul.Tensor, (x, 1.0 / self.ranks))
+        functional = torch.ops._c10d_functional
+        calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
+            "all_reduce": (functional.all_reduce.default, (sent, "sum", self.group)),
+            "all_gather": (
+                functional.all_gather_into_tensor.default,
+                (sent, self.ranks, self.group),
+            ),
+            "reduce_scatter": (
+                functional.reduce_scatter_tensor.default,
+                (sent, "sum", self.ranks, self.group),
+            ),
+        }
+        target, args = calls[self.kind]
+        started = graph.call_function(target, args)
+        done = graph.call_function(functional.wait_tensor.default, (started,))
+        graph.call_function(torch.ops.aten.copy_.default, (out, done))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                node.meta["custom"] = dict(with_words)
+        graph.output(())
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+
+@dataclass
+class Exchanges:
+    """The compiled exchanges of one hook, each compiled when it first happens, on all ranks
+    alike."""
+
+    backend: Backend
+    compiled: dict[Any, tuple[Callable[..., Any], Plan]] = field(default_factory=dict)
+
+    def run(
+        self, what: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
+    ) -> None:
+        """Sends ``x`` and puts the result into ``out``, or into ``x`` itself. ``of`` are the
+        parameters whose state is kept, if a codec keeps any."""
+        self.get(what, x, out, of)[0](*([x] if out is None else [x, out]))
+
+    def get(
+        self, what: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
+    ) -> tuple[Callable[..., Any], Plan]:
+        """The compiled exchange and its plan."""
+        shape = None if out is None else tuple(out.shape)
+        key = (what, tuple(x.shape), x.dtype, x.device, shape, *map(id, of))
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(what, x, out, of)
+        return self.compiled[key]
+
+    def _compile(
+        self, what: Exchange, x: Tensor, out: Tensor | None, of: Sequence[Tensor]
+    ) -> tuple[Callable[..., Any], Plan]:
+        before = len(record.plans())
+        inputs = [x] if out is None else [x, out]
+        with torch.no_grad():
+            calls = HookCalls(what.direction, what.hook, of, what.flat)
+            function = self.backend.of_hook(what.graph(out is None), inputs, calls)
+            made = record.plans()[before:]
+        if len(made) != 1:
+            raise CommpassError(f"the exchange of {what} made {len(made)} plans instead of one")
+
+        def run(*tensors: Tensor) -> None:
+            with torch.no_grad():
+                function(*tensors)
+
+        return run, made[0]
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plan of each, in the order in which they first happened."""
+        return [plan for _, plan in self.compiled.values()]
