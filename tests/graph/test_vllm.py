@@ -40,8 +40,8 @@ def four(fake_group):
         library.define("unified_attention(Tensor q, Tensor k, Tensor v, str layer_name) -> Tensor")
         library.impl("unified_attention", lambda q, k, v, name: torch.empty_like(q), "Meta")
         library.define(
-            "fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon)"
-            " -> ()"
+            "fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight,"
+            " float epsilon) -> ()"
         )
         library.impl("fused_add_rms_norm", lambda *_: None, "Meta")
         yield
