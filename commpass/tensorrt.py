@@ -78,8 +78,10 @@ class Piece(nn.Module):
 def cut(gm: fx.GraphModule) -> fx.GraphModule:
     """The graph as calls of its pieces in order, those for engines and those outside, by name. Each
     takes what earlier ones give, and gives a tuple."""
-    levels = _levels(gm.graph)
-    pieces = split_module(gm, gm, levels.__getitem__, tuple_return=True)
+    levels, output = _levels(gm.graph), gm.graph.output_node()
+    for node in sorted(levels, key=levels.__getitem__):
+        output.prepend(node)
+    pieces = split_module(gm, gm, levels.__getitem__, keep_original_order=True, tuple_return=True)
     for name, piece in list(pieces.named_children()):
         level = int(name.removeprefix("submod_"))
         new = f"{OUTSIDE if level % 2 else ENGINE}_{level // 2}"
