@@ -233,32 +233,28 @@ class Backend:
         calls.last = _is_last_compile()
         if calls.autograd:
             keep_metadata(gm)
-        return self._compiled(gm, example_inputs, number, calls, mode, options)
-
-    def of_hook(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], calls: Calls
-    ) -> Callable[..., Any]:
-        """Compiles a graph that no one traced: the collective of a hook."""
-        greet()
-        number = str(self.graphs)
-        self.graphs += 1
-        return self._compiled(gm, example_inputs, number, calls, None, {})
-
-    def _compiled(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        number: str,
-        calls: Calls,
-        mode: str | None,
-        options: Mapping[str, Any],
-    ) -> Any:
         with torch._functorch.config.patch(enable_autograd_cache=False):
             if self.inner in ("inductor", "eager"):
                 return calls.around(
                     self._with_inductor(gm, example_inputs, number, calls, mode, options)
                 )
             return calls.around(self._with_aot(gm, example_inputs, number, calls))
+
+    def of_hook(
+        self,
+        gm: fx.GraphModule,
+        direction: str,
+        calls: Calls,
+        compile_graph: Compiler,
+        obstacle: str | None = None,
+    ) -> Callable[[list[Any]], Any]:
+        """Compiles a graph that no one traced, the collective of a hook, whose nodes have fake
+        values: ``compile_graph`` gets it at the end of the road."""
+        greet()
+        number = str(self.graphs)
+        self.graphs += 1
+        stateless = calls.stateless(direction, False)
+        return self.compile(gm, number, direction, calls, stateless, compile_graph, None, obstacle)
 
     def reset(self) -> None:
         """torch._dynamo.reset calls this: all will be compiled, and compared, anew."""
