@@ -33,15 +33,17 @@ TP = 2  # ranks that share a layer
 def parallelize(
     model: Transformer, mesh: DeviceMesh, policy: str, profile: Any, inner: str = "inductor"
 ) -> Any:
-    """Divides, checkpoints, compiles and shards the blocks, in torchtitan's order. Returns the door
-    to what FSDP2 sends."""
+    """Divides, compiles, checkpoints and shards the blocks. Returns the door to what FSDP2
+    sends."""
     divide(model, mesh["tp"])
     backend = commpass.backend(policy, profile=profile, inner=inner)
     for name, block in list(model.blocks.named_children()):
-        kept_less = checkpoint_wrapper(block, preserve_rng_state=False)
-        kept_less.compile(backend=backend, fullgraph=True)
-        model.blocks.register_module(name, kept_less)
-        fully_shard(kept_less, mesh=mesh["dp"])
+        block.compile(backend=backend, fullgraph=True)
+        # torchtitan compiles what it has checkpointed; torch 2.13 fails there with DTensors, with
+        # every backend
+        checkpointed = checkpoint_wrapper(block, preserve_rng_state=False)
+        model.blocks.register_module(name, checkpointed)
+        fully_shard(checkpointed, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     return compress_fsdp(model, policy, profile=profile)
 
