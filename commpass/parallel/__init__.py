@@ -4,3 +4,13 @@ In the graph: ``replicate`` and ``shard`` put the exchange of gradients and para
 compiled graph. Eager doors, for exchanges that never reach a graph: ``compress_fsdp`` and
 ``compress_ddp``. Stages: ``pipeline``.
 """
+
+from commpass.parallel.in_graph import (
+    accumulate,
+    distributed_parameters,
+    drop_accumulated,
+    replicate,
+    shard,
+)
+
+__all__ = ["accumulate", "distributed_parameters", "drop_accumulated", "replicate", "shard"]
