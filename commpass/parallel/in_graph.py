@@ -8,9 +8,6 @@ the distributed parameters, under their own names.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,41 +15,36 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_map
 
-from commpass.errors import ParallelError
+from commpass.errors import ParallelError, nearest
 from commpass.parallel import layout
-from commpass.parallel.exchange import Exchange, Exchanged, Kept, gathered
-
-HELD = "_commpass_held"
-"""The attribute of a module that says how its parameters are exchanged."""
+from commpass.parallel.exchange import Exchange
+from commpass.parallel.reading import HELD, Held, Inner, reading
 
 
 @dataclass(frozen=True)
-class Inner:
-    """What modules had before: a DTensor over the other dimensions of the mesh."""
+class Terms:
+    """What the user asked for, of all parameters alike."""
 
-    mesh: DeviceMesh
-    placements: tuple[Any, ...]
-    shape: torch.Size
-    stride: tuple[int, ...]
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    reduce_op: str
+    keep_gathered: bool = True
 
-
-@dataclass(eq=False)
-class Held:
-    """One parameter, however many modules have it: how it is exchanged, and what is accumulated.
-
-    While ``accumulating``, gradients go to ``leaf``, which takes no memory, and from there to
-    ``pending``.
-    """
-
-    how: Exchange
-    inner: Inner | None
-    keep_gathered: bool
-    accumulating: bool = False
-    as_it_is: bool = False
-    leaf: Tensor | None = None
-    pending: Tensor | None = None
+    def check(self) -> None:
+        for what in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, what)
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ParallelError(
+                    f"{what}={dtype!r}: must be a floating-point dtype, such as torch.bfloat16"
+                )
+        if self.reduce_op not in ("avg", "sum"):
+            raise ParallelError(
+                f"reduce_op={self.reduce_op!r}" + nearest(str(self.reduce_op), ("avg", "sum"))
+            )
 
 
 def replicate(
@@ -62,6 +54,7 @@ def replicate(
     dim: str | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    cast_forward_inputs: bool = True,
     reduce_op: str = "avg",
 ) -> nn.Module:
     """Makes a model data-parallel inside the graph: each rank has all parameters, and backward has
@@ -69,12 +62,14 @@ def replicate(
 
     ``mesh`` has one dimension, or ``dim`` names it. Parameters become DTensors on it: in place, and
     with the values of the first rank. A model that is tensor-parallel over another dimension of the
-    same mesh stays so. ``param_dtype`` is what modules compute with, ``reduce_dtype`` what gradients
-    are reduced in (``param_dtype``, if not said); gradients end in the parameter's own dtype.
-    ``reduce_op`` is "avg" or "sum". Returns the model. Raises ParallelError for a model, mesh or
-    parameter of which this cannot be made, before anything is changed.
+    same mesh stays so. ``param_dtype`` is what modules compute with, ``reduce_dtype`` that in which
+    gradients are reduced (``param_dtype``, if not said). Gradients end in the parameter's own
+    dtype. The model's floating-point inputs are cast to ``param_dtype`` unless ``cast_forward_inputs`` is
+    False. ``reduce_op`` is "avg" or "sum". Returns the model. Raises ParallelError for a model,
+    mesh or parameter of which this cannot be made, before anything is changed.
     """
-    return _distribute(model, mesh, dim, False, param_dtype, reduce_dtype, reduce_op, True)
+    terms = Terms(param_dtype, reduce_dtype, reduce_op)
+    return _distribute(model, mesh, dim, False, terms, cast_forward_inputs)
 
 
 def shard(
@@ -84,6 +79,7 @@ def shard(
     dim: str | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    cast_forward_inputs: bool = True,
     reduce_op: str = "avg",
     keep_gathered: bool = True,
 ) -> nn.Module:
@@ -95,7 +91,8 @@ def shard(
     the fewest bytes sent. Without, backward gathers again what it needs. The other arguments and
     errors are those of ``replicate``; parameters travel in ``param_dtype``.
     """
-    return _distribute(model, mesh, dim, True, param_dtype, reduce_dtype, reduce_op, keep_gathered)
+    terms = Terms(param_dtype, reduce_dtype, reduce_op, keep_gathered)
+    return _distribute(model, mesh, dim, True, terms, cast_forward_inputs)
 
 
 def _distribute(
@@ -103,19 +100,13 @@ def _distribute(
     mesh: DeviceMesh,
     dim: str | None,
     sharded: bool,
-    param_dtype: torch.dtype | None,
-    reduce_dtype: torch.dtype | None,
-    reduce_op: str,
-    keep_gathered: bool,
+    terms: Terms,
+    cast: bool,
 ) -> nn.Module:
     outer = layout.one_dimension(mesh, dim)
+    _check(model, outer)
+    terms.check()
     parameters = dict(model.named_parameters())
-    _check(model, parameters, outer)
-    for what, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
-        if dtype is not None and not dtype.is_floating_point:
-            raise ParallelError(f"{what}={dtype}: must be a floating-point dtype")
-    if reduce_op not in ("avg", "sum"):
-        raise ParallelError(f"reduce_op={reduce_op!r}: must be 'avg' or 'sum'")
     inner = {one.device_mesh for one in parameters.values() if isinstance(one, DTensor)}
     around = {mesh: layout.around(outer, mesh) for mesh in inner}
     layout.check_alike(parameters, outer)
@@ -124,16 +115,7 @@ def _distribute(
     plain = next(iter(around.values())) if len(around) == 1 else outer
     made: dict[int, tuple[nn.Parameter, Held]] = {}
     for parameter in parameters.values():
-        floating = parameter.is_floating_point()
-        held = _held(
-            parameter,
-            outer,
-            sharded,
-            param_dtype if floating and param_dtype else parameter.dtype,
-            reduce_dtype if floating else None,
-            reduce_op,
-            keep_gathered,
-        )
+        held = _held(parameter, outer, sharded, terms)
         whole = around[parameter.device_mesh] if isinstance(parameter, DTensor) else plain
         placed = layout.placed(parameter, outer, whole, held.how.sharded)
         made[id(parameter)] = nn.Parameter(placed, parameter.requires_grad), held
@@ -142,23 +124,20 @@ def _distribute(
         if own:
             module._parameters.update({name: new for name, (new, _) in own.items()})
             module.__dict__[HELD] = {name: held for name, (_, held) in own.items()}
-            module.__class__ = _reading(type(module), tuple(own))
+            kind: Any = type(module)
+            module.__class__ = reading(kind, tuple(own))
+    if cast and terms.param_dtype is not None:
+        model.register_forward_pre_hook(_casting(terms.param_dtype), with_kwargs=True)
     return model
 
 
-def _held(
-    parameter: nn.Parameter,
-    outer: DeviceMesh,
-    sharded: bool,
-    param_dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None,
-    op: str,
-    keep_gathered: bool,
-) -> Held:
+def _held(parameter: nn.Parameter, outer: DeviceMesh, sharded: bool, terms: Terms) -> Held:
     local, inner = parameter.detach(), None
     if isinstance(local, DTensor):
         inner = Inner(local.device_mesh, local.placements, local.shape, local.stride())
         local = local.to_local()
+    floating = parameter.is_floating_point()
+    param_dtype = (terms.param_dtype if floating else None) or parameter.dtype
     how = Exchange(
         group=outer.get_group().group_name,
         rank=outer.get_local_rank(),
@@ -167,13 +146,24 @@ def _held(
         shape=tuple(local.shape),
         dtype=parameter.dtype,
         param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype or param_dtype,
-        op=op,
+        reduce_dtype=terms.reduce_dtype or param_dtype,
+        op=terms.reduce_op,
     )
-    return Held(how, inner, keep_gathered or not how.sharded)
+    return Held(how, inner, terms.keep_gathered or not how.sharded)
 
 
-def _check(model: nn.Module, parameters: dict[str, nn.Parameter], outer: DeviceMesh) -> None:
+def _casting(dtype: torch.dtype) -> Any:
+    def cast(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    return before
+
+
+def _check(model: nn.Module, outer: DeviceMesh) -> None:
     """Raises ParallelError for a model that cannot be made parallel."""
     if not isinstance(model, nn.Module):
         raise ParallelError(f"model is {type(model).__name__}, but must be a torch.nn.Module")
@@ -191,7 +181,7 @@ def _check(model: nn.Module, parameters: dict[str, nn.Parameter], outer: DeviceM
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise ParallelError(f"{where} is TorchScript, whose parameters cannot be exchanged")
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ParallelError(
                 f"{name} is {parameter.dtype}, which is not exchanged: keep its real and imaginary"
@@ -202,124 +192,3 @@ def _check(model: nn.Module, parameters: dict[str, nn.Parameter], outer: DeviceM
                 f"{name} is on {parameter.device}, but the mesh is of {outer.device_type}: move the"
                 f" model first, as in model.to({outer.device_type!r})"
             )
-
-
-@functools.cache
-def _reading(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The subclass on which these parameters are read whole. Instances share it, and so what is
-    compiled of it."""
-
-    def read(name: str) -> property:
-        return property(lambda module: _whole(module, name))
-
-    members = {name: read(name) for name in names} | {"__module__": kind.__module__}
-    return type(f"Parallel{kind.__name__}", (kind,), members)
-
-
-def _whole(module: nn.Module, name: str) -> Tensor:
-    """What a module sees of a parameter."""
-    parameter, held = module._parameters[name], module.__dict__[HELD][name]
-    if held.as_it_is or parameter is None:
-        return parameter
-    if not isinstance(parameter, DTensor):
-        raise ParallelError(
-            f"{name} of {type(module).__name__} was replaced by a {type(parameter).__name__} after"
-            " the model was made data-parallel: change its values, as load_state_dict does"
-        )
-    if held.keep_gathered or not torch.is_grad_enabled():
-        whole = _read(parameter.to_local(), held)
-    else:  # backward runs it again
-        whole = checkpoint(_read, parameter.to_local(), held, use_reentrant=False)
-    inner = held.inner
-    if inner is None:
-        return whole
-    return DTensor.from_local(
-        whole,
-        inner.mesh,
-        inner.placements,
-        run_check=False,
-        shape=inner.shape,
-        stride=inner.stride,
-    )
-
-
-def _read(part: Tensor, held: Held) -> Tensor:
-    if held.accumulating and held.leaf is not None and part.requires_grad:
-        return Kept.apply(gathered(part.detach(), held.how), held.leaf)
-    return Exchanged.apply(part, held.pending, held.how)
-
-
-@contextmanager
-def accumulate(model: nn.Module) -> Iterator[None]:
-    """Gradients of what the model computes in here stay on their rank, and are exchanged with those
-    of the next backward outside: all micro-batches but the last are run in here, forward and
-    backward, as in ``no_sync`` of DistributedDataParallel.
-
-    They are kept in ``reduce_dtype``, in memory of the size of the gathered parameters, which is
-    used again in later steps; ``drop_accumulated`` gives it back. A parameter that the last
-    micro-batch does not use sends what it has with the next one that does. Raises ParallelError for
-    a model that ``replicate`` and ``shard`` have not seen.
-    """
-    held = [one for one, parameter in _all(model) if parameter.requires_grad]
-    before = [one.accumulating for one in held]
-    for one in held:
-        if one.leaf is None:
-            _make_room(one, next(p for o, p in _all(model) if o is one))
-        one.accumulating = True
-    try:
-        yield
-    finally:
-        for one, was in zip(held, before, strict=True):
-            one.accumulating = was
-
-
-def _make_room(held: Held, parameter: Tensor) -> None:
-    shape, dtype = held.how.shape, held.how.reduce_dtype
-    device = parameter.device
-    held.leaf = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
-    held.pending = torch.zeros(shape, dtype=dtype, device=device)
-
-    def add(leaf: Tensor) -> None:
-        # A forward that is under way may hold it: backward takes what is there by then.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(held.pending):
-            held.pending.add_(leaf.grad)
-        leaf.grad = None
-
-    held.leaf.register_post_accumulate_grad_hook(add)
-
-
-def drop_accumulated(model: nn.Module) -> None:
-    """Forgets what ``accumulate`` kept and was not exchanged yet, as ``zero_grad`` does with
-    gradients, and gives its memory back."""
-    for held, _ in _all(model):
-        held.leaf = held.pending = None
-
-
-@contextmanager
-def distributed_parameters(model: nn.Module) -> Iterator[None]:
-    """In here modules see their parameters as they are, DTensors, as to fill them in place: what a
-    module sees otherwise is a copy."""
-    held = [one for one, _ in _all(model)]
-    for one in held:
-        one.as_it_is = True
-    try:
-        yield
-    finally:
-        for one in held:
-            one.as_it_is = False
-
-
-def _all(model: nn.Module) -> Iterable[tuple[Held, nn.Parameter]]:
-    """Each parameter of a model once. Raises ParallelError if it is not data-parallel."""
-    found = {
-        id(held): (held, parameter)
-        for module in model.modules()
-        for name, held in module.__dict__.get(HELD, {}).items()
-        if (parameter := module._parameters[name]) is not None
-    }
-    if not found:
-        raise ParallelError(
-            f"{type(model).__name__} is not data-parallel in the graph: call"
-            " commpass.parallel.replicate(model, mesh) or commpass.parallel.shard(model, mesh)"
-        )
-    return found.values()

@@ -68,7 +68,8 @@ def placed(parameter: nn.Parameter, outer: DeviceMesh, mesh: DeviceMesh, sharded
 
     Ranks of ``outer`` must hold equal values: see ``equalize``.
     """
-    local, inner = parameter.detach(), (Replicate(),) * (mesh.ndim - outer.ndim)
+    local = parameter.detach()
+    inner: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - outer.ndim)
     if isinstance(local, DTensor):
         inner, local = local.placements, local.to_local()
     first: Placement = Replicate()
@@ -95,7 +96,7 @@ def _rows(mesh: DeviceMesh, inner: Iterable[Placement]) -> Placement:
     the parts of one rank do not lie side by side."""
     within = 1
     for dimension, placement in enumerate(inner, 1):
-        if placement.is_shard(0):
+        if getattr(placement, "dim", None) == 0:
             within *= mesh.size(dimension)
     return _StridedShard(0, split_factor=within) if within > 1 else Shard(0)
 
