@@ -41,6 +41,11 @@ class Exchange:
         return -(-self.shape[0] // self.size)
 
     @property
+    def uneven(self) -> bool:
+        """Whether the last ranks have fewer rows than the first."""
+        return self.rows * self.size > self.shape[0]
+
+    @property
     def start(self) -> int:
         return min(self.rank * self.rows, self.shape[0])
 
@@ -53,32 +58,39 @@ class Exchange:
 def gathered(part: Tensor, how: Exchange) -> Tensor:
     """The whole parameter, in ``param_dtype``, of the part that this rank has."""
     part = part.to(how.param_dtype)
-    if how.size == 1 or not how.sharded:
+    if how.size == 1 or not how.sharded or 0 in how.shape:
         return part.view_as(part)
-    part = _filled(part, how.rows)
+    part = _of_rows(part, how.rows) if how.uneven else part
     whole = ops.wait_tensor(ops.all_gather_into_tensor(part, how.size, how.group))
-    return whole.narrow(0, 0, how.shape[0]) if how.rows * how.size > how.shape[0] else whole
+    return whole.narrow(0, 0, how.shape[0]) if how.uneven else whole
 
 
 def reduced(gradient: Tensor, how: Exchange) -> Tensor:
     """This rank's part of the gradient of all ranks, in the parameter's dtype."""
     gradient = gradient.to(how.reduce_dtype)
-    if how.size == 1:
+    if how.size == 1 or 0 in how.shape:
         pass
     elif how.sharded:
-        gradient = _filled(gradient.contiguous(), how.rows * how.size)
-        sent = ops.reduce_scatter_tensor(gradient, how.op, how.size, how.group)
+        if how.uneven:
+            missing = how.rows * how.size - how.shape[0]
+            gradient = pad(gradient, (0, 0) * (gradient.dim() - 1) + (0, missing))
+        sent = ops.reduce_scatter_tensor(gradient.contiguous(), how.op, how.size, how.group)
         gradient = ops.wait_tensor(sent)
-        gradient = gradient.narrow(0, 0, how.length) if how.length < how.rows else gradient
+        gradient = _of_rows(gradient, how.length) if how.uneven else gradient
     else:
         gradient = ops.wait_tensor(ops.all_reduce(gradient.contiguous(), how.op, how.group))
     return gradient.to(how.dtype)
 
 
-def _filled(part: Tensor, rows: int) -> Tensor:
-    """A tensor with rows of zeros after its own, up to ``rows``."""
-    missing = rows - part.shape[0]
-    return pad(part, (0, 0) * (part.dim() - 1) + (0, missing)) if missing else part
+def _of_rows(part: Tensor, rows: int) -> Tensor:
+    """The first rows of a tensor, and zeros where it has fewer.
+
+    Ranks cut off, or add, different numbers of rows, and some none. All of them must do it by the
+    same operators, which no pass removes where there is nothing to do: what ranks decide about
+    their collectives, each by its own graph, must be the same.
+    """
+    line = torch.cat([part, part.new_zeros(1, *part.shape[1:])])
+    return line.index_select(0, torch.arange(rows, device=part.device).clamp(max=part.shape[0]))
 
 
 class Exchanged(torch.autograd.Function):

@@ -64,9 +64,10 @@ def replicate(
     with the values of the first rank. A model that is tensor-parallel over another dimension of the
     same mesh stays so. ``param_dtype`` is what modules compute with, ``reduce_dtype`` that in which
     gradients are reduced (``param_dtype``, if not said). Gradients end in the parameter's own
-    dtype. The model's floating-point inputs are cast to ``param_dtype`` unless ``cast_forward_inputs`` is
-    False. ``reduce_op`` is "avg" or "sum". Returns the model. Raises ParallelError for a model,
-    mesh or parameter of which this cannot be made, before anything is changed.
+    dtype. The model's floating-point inputs are cast to ``param_dtype`` unless
+    ``cast_forward_inputs`` is False. ``reduce_op`` is "avg" or "sum". Returns the model. Raises
+    ParallelError for a model, mesh or parameter of which this cannot be made, before anything is
+    changed.
     """
     terms = Terms(param_dtype, reduce_dtype, reduce_op)
     return _distribute(model, mesh, dim, False, terms, cast_forward_inputs)
@@ -86,10 +87,11 @@ def shard(
     """Makes a model sharded-data-parallel inside the graph: each rank has a part of the rows of
     each parameter, gathered where it is used, and backward has a reduce_scatter for each gradient.
 
-    Parameters without rows (of no dimension, or empty) are replicated. With ``keep_gathered`` the
-    gathered parameters are kept from forward to backward, as torch's partitioner does by itself:
-    the fewest bytes sent. Without, backward gathers again what it needs. The other arguments and
-    errors are those of ``replicate``; parameters travel in ``param_dtype``.
+    Parameters without rows to divide (of no dimension, of one row, or empty) are replicated. With
+    ``keep_gathered`` the gathered parameters are kept from forward to backward, as torch's
+    partitioner does by itself: the fewest bytes sent. Without, backward gathers again what it
+    needs. The other arguments and errors are those of ``replicate``; parameters travel in
+    ``param_dtype``.
     """
     terms = Terms(param_dtype, reduce_dtype, reduce_op, keep_gathered)
     return _distribute(model, mesh, dim, True, terms, cast_forward_inputs)
@@ -133,6 +135,7 @@ def _distribute(
 
 def _held(parameter: nn.Parameter, outer: DeviceMesh, sharded: bool, terms: Terms) -> Held:
     local, inner = parameter.detach(), None
+    sharded = sharded and layout.has_rows(local)
     if isinstance(local, DTensor):
         inner = Inner(local.device_mesh, local.placements, local.shape, local.stride())
         local = local.to_local()
@@ -142,7 +145,7 @@ def _held(parameter: nn.Parameter, outer: DeviceMesh, sharded: bool, terms: Term
         group=outer.get_group().group_name,
         rank=outer.get_local_rank(),
         size=outer.size(),
-        sharded=sharded and local.dim() > 0 and local.numel() > 0,
+        sharded=sharded,
         shape=tuple(local.shape),
         dtype=parameter.dtype,
         param_dtype=param_dtype,

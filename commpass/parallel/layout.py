@@ -4,11 +4,12 @@ tensor parallelism."""
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -91,13 +92,32 @@ def placed(parameter: nn.Parameter, outer: DeviceMesh, mesh: DeviceMesh, sharded
     )
 
 
+def has_rows(parameter: Tensor) -> bool:
+    """Whether there is more than one row to divide, on any rank of the other dimensions of a mesh:
+    all of them must answer alike."""
+    if parameter.dim() == 0 or parameter.numel() == 0:
+        return False
+    within = 1
+    if isinstance(parameter, DTensor):
+        within = _parts_of_rows(parameter.device_mesh, parameter.placements)
+    return parameter.shape[0] > within
+
+
+def _parts_of_rows(mesh: DeviceMesh, placements: Iterable[Placement]) -> int:
+    """Into how many parts the last dimensions of a mesh, one for each placement, divide rows."""
+    placements = tuple(placements)
+    first = mesh.ndim - len(placements)
+    return math.prod(
+        mesh.size(first + dimension)
+        for dimension, placement in enumerate(placements)
+        if getattr(placement, "dim", None) == 0
+    )
+
+
 def _rows(mesh: DeviceMesh, inner: Iterable[Placement]) -> Placement:
     """The placement of the rows of what is already a part of a tensor: where that is rows as well,
     the parts of one rank do not lie side by side."""
-    within = 1
-    for dimension, placement in enumerate(inner, 1):
-        if getattr(placement, "dim", None) == 0:
-            within *= mesh.size(dimension)
+    within = _parts_of_rows(mesh, inner)
     return _StridedShard(0, split_factor=within) if within > 1 else Shard(0)
 
 

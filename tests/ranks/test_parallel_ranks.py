@@ -31,7 +31,7 @@ ROTATED = Policy(rules=[Rule(group="dp", codec="rotated", force=True)], max_erro
 
 class Odd(nn.Module):
     """All that is unusual: a tied, a frozen and an unused parameter, one without a dimension, one
-    with fewer rows than ranks, one that only some steps use, a buffer."""
+    with one row, one with fewer rows than ranks, one that only some steps use, a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -43,12 +43,13 @@ class Odd(nn.Module):
         self.fixed = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.spare = nn.Linear(3, 3)
         self.few = nn.Linear(WIDTH, 1)
+        self.two = nn.Parameter(torch.ones(2, WIDTH))
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.register_buffer("shift", torch.ones(WIDTH))
 
     def forward(self, x):
         y = torch.tanh(self.norm(self.up(x + self.shift)))
-        return self.fixed(self.down(y)) * self.scale + self.again(y) + self.few(x)
+        return self.fixed(self.down(y)) * self.scale + self.again(y) + self.few(x * self.two.sum(0))
 
 
 def seeded(kind=Odd) -> nn.Module:
@@ -219,11 +220,6 @@ def test_accumulated_and_clipped(ranks2, how):
     ranks2.run(train, how, EXACT, 2e-5, "eager", 3, 0.05)
 
 
-def mixed(how: str, **more) -> None:
-    more = {name: getattr(torch, value) for name, value in more.items()}
-    train(how, EXACT, 0.03, **more)
-
-
 def mixed_precision(how: str) -> None:
     train(how, EXACT, 0.05, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -233,7 +229,7 @@ def test_mixed_precision(ranks2, how):
     ranks2.run(mixed_precision, how)
 
 
-# --- what is really sent ---------------------------------------------------------------------------
+# --- what is really sent --------------------------------------------------------------------------
 
 
 def counted(how: str, policy) -> tuple[list, list]:
@@ -288,7 +284,7 @@ def test_bytes_are_those_of_the_plan(ranks2, how, policy):
     )
 
 
-# --- error feedback --------------------------------------------------------------------------------
+# --- error feedback -------------------------------------------------------------------------------
 
 
 def fed_back() -> list[str]:
@@ -334,7 +330,7 @@ def test_error_feedback_belongs_to_the_parameters(ranks2):
     assert names == sorted(name for name, _ in Block().named_parameters())
 
 
-# --- checkpoints -----------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def made(seed: int) -> nn.Module:
@@ -368,7 +364,7 @@ def test_a_checkpoint_goes_to_other_numbers_of_ranks(ranks2, ranks4, tmp_path):
     ranks2.run(load, str(tmp_path / "four"), 7)
 
 
-# --- ranks that begin differently ------------------------------------------------------------------
+# --- ranks that begin differently -----------------------------------------------------------------
 
 
 def begun_differently() -> None:
@@ -393,7 +389,7 @@ def test_ranks_begin_with_the_values_of_the_first(ranks2):
         ranks2.run(other_models)
 
 
-# --- DistributedDataParallel in the graph ----------------------------------------------------------
+# --- DistributedDataParallel in the graph ---------------------------------------------------------
 
 
 def ddp(policy) -> tuple[list, list]:
