@@ -177,7 +177,7 @@ def test_small_gradients_go_in_buckets(fake_group, group_bytes):
 def test_backward_gathers_again_only_where_asked(fake_group, keep_gathered):
     fake_group(4)
     model = make("shard", Net(), mesh_of(4), keep_gathered=keep_gathered)
-    forward, backward = plans_of(model, torch.randn(4, 32))
+    _, backward = plans_of(model, torch.randn(4, 32))
     again = [site.module for site in backward if site.kind == "all_gather"]
     # The weight of up is not needed: the input wants no gradient. Those of the norm are small.
     assert ("down" in again) is not keep_gathered
