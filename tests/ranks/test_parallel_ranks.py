@@ -48,7 +48,7 @@ class Odd(nn.Module):
         self.register_buffer("shift", torch.ones(WIDTH))
 
     def forward(self, x):
-        y = torch.tanh(self.norm(self.up(x + self.shift)))
+        y = torch.tanh(self.norm(self.up(x + self.shift.to(x.dtype))))
         return self.fixed(self.down(y)) * self.scale + self.again(y) + self.few(x * self.two.sum(0))
 
 
