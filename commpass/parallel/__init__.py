@@ -5,8 +5,8 @@ compiled graph. Eager doors, for exchanges that never reach a graph: ``compress_
 ``compress_ddp``. Stages: ``pipeline``.
 """
 
-from commpass.parallel.accumulation import accumulate, drop_accumulated
-from commpass.parallel.in_graph import replicate, shard
-from commpass.parallel.reading import distributed_parameters
+from commpass.parallel.in_graph.accumulation import accumulate, drop_accumulated
+from commpass.parallel.in_graph.model import replicate, shard
+from commpass.parallel.in_graph.reading import distributed_parameters
 
 __all__ = ["accumulate", "distributed_parameters", "drop_accumulated", "replicate", "shard"]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from commpass.errors import ParallelError
-from commpass.parallel.exchange import Exchange, Exchanged, Kept, gathered
+from commpass.parallel.in_graph.traced import Exchange, Exchanged, Kept, gathered
 
 HELD = "_commpass_held"
 """The attribute of a module that says how its parameters are exchanged."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from commpass.parallel.reading import Held, every_held
+from commpass.parallel.in_graph.reading import Held, every_held
 
 
 @contextmanager

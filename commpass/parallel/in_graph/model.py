@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_map
 
 from commpass.errors import ParallelError, nearest
 from commpass.parallel import layout
-from commpass.parallel.exchange import Exchange
-from commpass.parallel.reading import HELD, Held, Inner, reading
+from commpass.parallel.in_graph.traced import Exchange
+from commpass.parallel.in_graph.reading import HELD, Held, Inner, reading
 
 
 @dataclass(frozen=True)
