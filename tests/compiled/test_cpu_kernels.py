@@ -265,7 +265,8 @@ def test_pivots_and_offsets_are_those_of_the_aten_form(spec, dtype):
         assert (right[1, places:] == 5).any() == (n > 5)
         made, wanted = run(decode, [right], n), coder.decode_rows(right, n, dtype).to(dtype)
         for row, other in zip(made.double(), wanted.double(), strict=True):
-            assert (row - other).norm() <= 1e-5 * other.norm()
+            near = 1e-5 if dtype == F32 else 1e-3  # where a value is cast to one of its neighbours
+            assert (row - other).norm() <= near * other.norm()
 
 
 def test_a_wire_with_places_that_are_none_is_read_within_bounds():
