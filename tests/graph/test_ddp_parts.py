@@ -43,7 +43,7 @@ def test_parameters_under_other_rules_are_sent_apart_and_put_back(fake_group):
     of = model()
     policy = Policy(rules=[Rule(module="1", codec="int8")])
     x, (outer, inner) = parts(policy, of, fake_group(4))
-    assert [part.what.module for part in (outer, inner)] == ["0", "1"]
+    assert [part.what.module for part in (outer, inner)] == ["", "1"]
     assert outer.ranges == ((0, 20), (40, 20))
     assert inner.ranges == ((20, 20),)
     before = x.clone()

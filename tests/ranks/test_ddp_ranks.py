@@ -1,4 +1,4 @@
-"""DDP's gradients by a policy, on real ranks: each way in which DDP trains, errors, state, bytes."""
+"""DDP's gradients by a policy, on real ranks: all ways of training, errors, state, bytes."""
 
 from __future__ import annotations
 
@@ -191,8 +191,13 @@ def test_coded_gradients_are_near_and_alike_on_all_ranks(way, ranks2):
         assert set(codecs) == {"int8"}, shown
 
 
+def wide():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(16, 512), *(nn.Linear(512, 512) for _ in range(3)))
+
+
 def compiled_and_trained():
-    model, plain, door = pair(INT8)
+    model, plain, door = pair(INT8, wide, small=1)  # buckets of 1 MiB: Dynamo's least
     both = torch.compile(model, backend="aot_eager"), torch.compile(plain, backend="aot_eager")
     for step in range(3):
         for each in both:
