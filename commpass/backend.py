@@ -25,7 +25,9 @@ import msgspec
 import torch
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
-from torch._guards import CompileContext
+from torch._guards import CompileContext, TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from commpass.annotate import open_scopes
 from commpass.costmodel import Profile
@@ -239,7 +241,10 @@ class Backend:
         greet()
         number = str(self.graphs)
         self.graphs += 1
-        return self._compiled(gm, example_inputs, number, calls, None, {})
+        mode = FakeTensorMode(shape_env=ShapeEnv())  # for wires whose size depends on the values
+        fakes = [mode.from_tensor(each, static_shapes=True) for each in example_inputs]
+        with tracing(TracingContext(mode)):
+            return self._compiled(gm, fakes, number, calls, None, {})
 
     def _compiled(
         self,
