@@ -31,11 +31,11 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 WIDTH, LAYERS = 24, 3  # rows that 3 and 4 ranks do not share evenly would be 26: see UNEVEN
 UNEVEN = 26
-EXACT = Policy(name="exact", rules=[Rule(codec="exponent", force=True)])
+EXACT = Policy(name="exact", rules=[Rule(codec="raw", force=True)])
 
 
 def forced(codec: str, **more) -> Policy:
-    return Policy(name=codec, rules=[Rule(codec=codec, force=True, **more)], max_error=2.0)
+    return Policy(name=codec, rules=[Rule(codec=codec, force=True, **more)], max_error=1.0)
 
 
 class Block(nn.Module):
@@ -154,7 +154,7 @@ def exact(policy, steps: int, compressed: bool) -> None:
     assert compressed == any(plan.compressed for plan in door.plans)
 
 
-@pytest.mark.parametrize(("policy", "compressed"), [("off", False), (EXACT, True)])
+@pytest.mark.parametrize(("policy", "compressed"), [("off", False), (EXACT, True), rarely(forced("exponent"), True)])
 def test_lossless_ones_train_bit_for_bit_as_without(ranks2, policy, compressed):
     ranks2.run(exact, policy, 50, compressed)
 
@@ -162,7 +162,7 @@ def test_lossless_ones_train_bit_for_bit_as_without(ranks2, policy, compressed):
 def test_the_preset_lossless_and_three_ranks(ranks3):
     """What is exact on three ranks: gathers. A sum of three may be rounded in another order."""
     ranks3.run(exact, "lossless", 4, False)
-    gathers = Policy(name="g", rules=[Rule(codec="exponent", direction="forward", force=True)])
+    gathers = Policy(name="g", rules=[Rule(codec="raw", direction="forward", force=True)])
     ranks3.run(exact, gathers, 4, True)
 
 
@@ -399,9 +399,13 @@ def counted() -> None:
     door.clear()
     plain_steps(model, optimizer, 1)
     assert {kind for kind, _, _ in group.seen} <= {"all_gather", "all_to_all", "reduce_scatter"}
-    assert sum(size for _, _, size in group.seen) == sum(s.sent for s in door.bytes.values())
-    root = next(p for p in door.plans if p.sites[0].module == "" and p.direction == "forward")
-    assert root.sites[0].codec == "none"
+    seen = sum(size for _, _, size in group.seen)
+    root_gather = next(
+        p.sites[0] for p in door.plans if p.sites[0].module == "" and p.direction == "forward"
+    )
+    assert root_gather.codec == "none"
+    by_torch = root_gather.bytes  # torch calls gloo for it, and not the group that counts
+    assert seen + by_torch == sum(s.sent for s in door.bytes.values()), (group.seen, door.bytes)
     of_layers = 2 * LAYERS  # in forward, and again in backward
     gathers = [dtype for kind, dtype, _ in group.seen if kind == "all_gather"]
     assert gathers.count(torch.uint8) + gathers.count(torch.int8) >= of_layers
@@ -559,7 +563,7 @@ def hybrid() -> None:
     weights = []
     for on in (False, True):
         model = sharded(Net(), mesh=mesh)
-        policy = Policy(rules=[Rule(codec="exponent", group="fsdp", force=True)])
+        policy = Policy(rules=[Rule(codec="raw", group="fsdp", force=True)])
         with listening() as said:
             door = opened(model, policy) if on else None
         plain_steps(model, adam(model), 3)
