@@ -24,13 +24,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import commpass
 from commpass import Policy, Rule
-from commpass.errors import PolicyError
 from commpass.parallel import compress_fsdp
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-WIDTH, LAYERS = 24, 3  # rows that 3 and 4 ranks do not share evenly would be 26: see UNEVEN
-UNEVEN = 26
+WIDTH, LAYERS = 24, 3
+UNEVEN = 26  # rows that 3 and 4 ranks do not share evenly
 EXACT = Policy(name="exact", rules=[Rule(codec="raw", force=True)])
 
 
@@ -154,7 +153,9 @@ def exact(policy, steps: int, compressed: bool) -> None:
     assert compressed == any(plan.compressed for plan in door.plans)
 
 
-@pytest.mark.parametrize(("policy", "compressed"), [("off", False), (EXACT, True), rarely(forced("exponent"), True)])
+@pytest.mark.parametrize(
+    ("policy", "compressed"), [("off", False), (EXACT, True), rarely(forced("exponent"), True)]
+)
 def test_lossless_ones_train_bit_for_bit_as_without(ranks2, policy, compressed):
     ranks2.run(exact, policy, 50, compressed)
 
@@ -310,7 +311,7 @@ def feature(name: str) -> list[str]:
 def test_features_train_bit_for_bit_as_without(ranks2, name):
     units = ranks2.run(feature, name)[0]
     if name == "several":
-        assert units == ["", "first+last", "layers.0+layers.1"][1:]
+        assert units == ["", "first+last", "layers.0+layers.1"]
 
 
 # --- laws ----------------------------------------------------------------------------------------
@@ -647,7 +648,6 @@ def taken() -> list[str]:
         lambda: compress_fsdp(wrapped, "off"),
         lambda: compress_fsdp(model.state_dict(), "off"),
     )
-    assert type(other.layers[0]._get_fsdp_state()._fsdp_param_groups[0]._all_gather_comm).__name__
     door.remove()
     again = opened(model, "off")  # the place is free again
     try:
@@ -686,5 +686,3 @@ def test_what_is_refused_names_both_sides(ranks2):
     assert "parallel.shard" not in ddp
     assert "must be a module" in no_module
     assert "CompressedAllGather" in torchs
-    with pytest.raises(PolicyError):
-        raise PolicyError(door)
