@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import signal
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from counting import counting_group
+from processes import Ranks, RanksFailed
+from refusals import refusals
 from tiers import rarely
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+import commpass
 from commpass import Policy, Rule
 from commpass.parallel import compress_fsdp
 
