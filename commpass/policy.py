@@ -403,7 +403,8 @@ class Policy(_Named):
             raise PolicyError(f"preset {preset!r} has no dimensions{nearest(str(preset), THREE_D)}")
         roles = {"tp": _names(tp), "dp": _names(dp), "pp": _names(pp)}
         told = {role: names for role, names in roles.items() if names is not None}
-        known, role_of = groups.dimensions(), {}
+        known = groups.dimensions()
+        role_of: dict[str, str] = {}
         for role, names in told.items():
             for name in names:
                 if name not in known:
