@@ -19,10 +19,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -43,6 +40,7 @@ import commpass
 from commpass.codecs import codec
 from commpass.costmodel import Link, Profile
 from commpass.policy import DIMENSIONS, THREE_D, Policy
+from tests.processes import Ranks
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "three_d.json"
@@ -256,10 +254,7 @@ def total(rows: list[float]) -> list[float]:
     return summed.tolist()
 
 
-def work(rank: int, folder: str, steps: int, path: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(os.path.join(folder, "store"), TP * DP)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=TP * DP)
+def work(steps: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
     dp_rank, tp_rank = mesh.get_coordinate()
     tp, dp = (mesh.get_group(name).group_name for name in ("tp", "dp"))
@@ -295,9 +290,7 @@ def work(rank: int, folder: str, steps: int, path: str) -> None:
             row = by_gradients(model, policy, weights, exact, data, dp_rank, steps)
             row["sums"] = total(row["sums"])
             found["whole"][name][" + ".join(roles)] = row
-    if rank == 0:
-        Path(path).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def relative(row: list[float]) -> float:
@@ -363,10 +356,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150, help="of training before measuring")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "found.json")
-        multiprocessing.spawn(work, (folder, options.steps, path), nprocs=TP * DP)
-        found = json.loads(Path(path).read_text())
+    ranks = Ranks(TP * DP)
+    found = ranks.run(work, options.steps, timeout=3600)[0]
+    ranks.stop()
     codecs, gradients = tables(found)
     show(codecs, gradients)
     facts = {
