@@ -77,10 +77,8 @@ DEVICE, SENT = "eth0", 8  # the column of bytes sent
 
 def sent_so_far() -> int:
     """Bytes that have left this rank's host, as its device counts them."""
-    (line,) = (
-        line for line in DEVICES.read_text().splitlines() if line.lstrip().startswith("eth0")
-    )
-    return int(line.split(":")[1].split()[SENT_COLUMN])
+    lines = (line.split(":") for line in DEVICES.read_text().splitlines()[2:])
+    return next(int(row.split()[SENT]) for name, row in lines if name.strip() == DEVICE)
 
 
 def on_core() -> tuple[int, int]:
