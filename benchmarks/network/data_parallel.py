@@ -171,22 +171,19 @@ def way_rows(found: list[dict[str, Row]], known: Row) -> list[Row]:
         row["more_cpu_ms"] = row["cpu_ms"] - alone["cpu_ms"]
     base = rows[BASE]
     compare(made, "way", BASE, "of_base")
-    first = min(row["elapsed_s"][-1] for row in made if sends(row))
+    first = min(row["elapsed_s"][-1] for row in made if row["learns"])
     for row in made:
-        gains = sends(row) and row["exposed_ms"] > 0
+        gains = row["learns"] and row["exposed_ms"] > 0
         row["less_exposed"] = base["exposed_ms"] / row["exposed_ms"] if gains else None
-        row["of_wire"] = row["exposed_ms"] / row["wire_ms"] if sends(row) else None
-        row["more_loss"] = row["held_out"] - base["held_out"] if sends(row) else None
+        row["of_wire"] = row["exposed_ms"] / row["wire_ms"] if row["learns"] else None
+        row["more_loss"] = row["held_out"] - base["held_out"] if row["learns"] else None
         row["by_s"], row["loss_by"] = first, loss_by(row, first)
     return made
 
 
-def sends(row: Row) -> bool:
-    return WAYS[row["way"]].alone != row["way"]
-
-
 def way_row(name: str, ranks: list[Row], known: Row) -> Row:
-    row = {**known, "way": name, "ms": slowest([each["ms"] for each in ranks])}
+    row = {**known, "way": name, "learns": WAYS[name].alone != name}
+    row["ms"] = slowest([each["ms"] for each in ranks])
     for key in ("cpu_ms", "ran_ms", "queued_ms"):
         row[key] = fmean(median(each[key][-len(each["ms"]) :]) for each in ranks)
     own_ms = fmean(median(each["ms"]) for each in ranks)
@@ -196,15 +193,15 @@ def way_row(name: str, ranks: list[Row], known: Row) -> Row:
     steps = [max(each) for each in zip(*(each["ms"] for each in ranks), strict=True)]
     usual = [row["ms"][1]] * WARM_UP  # the first steps compile
     row["elapsed_s"] = [ms / 1e3 for ms in accumulate(usual + steps)]
-    row["losses"] = [fmean(each) for each in zip(*(each["loss"] for each in ranks), strict=True)]
+    losses = [fmean(each) for each in zip(*(each["loss"] for each in ranks), strict=True)]
+    row["losses"] = [fmean(losses[max(0, end - SMOOTH) : end]) for end in range(1, 1 + len(losses))]
     row["held_out"] = fmean(each["held_out"] for each in ranks)
     return row | {key: ranks[0][key] for key in ("sites", "compressed", "parameters")}
 
 
 def loss_by(row: Row, seconds: float) -> float:
-    """The mean loss of the last steps that a way has made by then."""
-    made = bisect_right(row["elapsed_s"], seconds)
-    return fmean(row["losses"][max(0, made - SMOOTH) : made])
+    """The loss in training that a way has reached by then."""
+    return row["losses"][max(0, bisect_right(row["elapsed_s"], seconds) - 1)]
 
 
 COLUMNS = {

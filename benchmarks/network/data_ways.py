@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import commpass
+import commpass.parallel
 
 from .shared import Allowed, compiled, forced
 
@@ -82,11 +82,15 @@ def power(net: nn.Module, mesh: DeviceMesh, profile: str, rank: int, start: int 
 
 
 def compress_ddp(net: nn.Module, mesh: DeviceMesh, profile: str, policy: Allowed) -> Forward:
-    from commpass.parallel import compress_ddp
-
     model = ddp(net, mesh)
-    compress_ddp(model, policy, profile=profile)
+    commpass.parallel.compress_ddp(model, policy, profile=profile)
     return model
+
+
+def ssfusion(net: nn.Module, mesh: DeviceMesh, profile: str, density: float = 0.01) -> Forward:
+    block_by_block(net)
+    commpass.parallel.ssfusion(net, density=density, profile=profile, group=dist.new_group())
+    return net
 
 
 def fsdp(net: nn.Module, mesh: DeviceMesh, profile: str, policy: Allowed = None) -> Forward:
@@ -95,9 +99,7 @@ def fsdp(net: nn.Module, mesh: DeviceMesh, profile: str, policy: Allowed = None)
         fully_shard(block, mesh=mesh)
     fully_shard(net, mesh=mesh)
     if policy is not None:
-        from commpass.parallel import compress_fsdp
-
-        compress_fsdp(net, policy, profile=profile)
+        commpass.parallel.compress_fsdp(net, policy, profile=profile)
     return net
 
 
@@ -119,6 +121,7 @@ WAYS = {
     "balanced": Way(partial(compress_ddp, policy="balanced")),
     "aggressive": Way(partial(compress_ddp, policy="aggressive")),
     "sdp4bit": Way(partial(compress_ddp, policy="sdp4bit")),
+    "ssfusion": Way(ssfusion),
     "fsdp": Way(fsdp),
     "fsdp-balanced": Way(partial(fsdp, policy="balanced")),
     "fsdp-sdp4bit": Way(partial(fsdp, policy="sdp4bit")),
