@@ -135,8 +135,9 @@ def train(options: Options, profile: str) -> dict[str, Row]:
     dist.barrier()
     sent = [after - before for before, after in pairwise([*marks, sent_so_far()])]
     for turn, (name, one) in enumerate(every.items()):
-        with torch.no_grad():
-            losses = [one.net(batch).item() for batch in common.batches(texts[1], HELD_OUT, rank)]
+        # in grad mode and batches as in training: for others, all would be compiled again
+        unseen = torch.cat([*common.batches(texts[1], HELD_OUT, rank)]).split(options.batch)
+        losses = [one.net(batch).item() for batch in unseen]
         row = {key: [each[key] for each in one.found] for key in one.found[0]}
         row |= {"sent": sent[turn :: len(every)], "held_out": fmean(losses)}
         found[name] |= row | counted(one.plans)
