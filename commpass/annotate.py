@@ -194,7 +194,20 @@ def _under(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
         with _eagerly(word):
             return function(*args, **kwargs)
 
+    wrapped.commpass_word = word  # type: ignore[attr-defined]
     return wrapped
+
+
+def words_of(model: nn.Module) -> dict[str, str]:
+    """The nearest word around each module of a model that has one, as JSON by its path."""
+    found: dict[str, str] = {}
+    for path, module in names(model):  # outer ones first
+        around = found.get(path) or found.get(path.rpartition(".")[0])
+        own = getattr(type(module).forward, "commpass_word", None)
+        word = own or _word_of(module) or around
+        if word is not None:
+            found[path] = word
+    return found
 
 
 def _forward_under(

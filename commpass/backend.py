@@ -52,7 +52,7 @@ from commpass.paths import Places
 from commpass.policy import Policy, policy_named
 from commpass.runtime import agreement, record
 from commpass.runtime.board import greet
-from commpass.runtime.calls import before_each_call, boxed, of_whom, raising, residuals_of
+from commpass.runtime.calls import before_each_call, boxed, raising, residuals_for
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.summary import Summary
@@ -351,6 +351,7 @@ class Backend:
             stateless=stateless,
             obstacle=obstacle,
             kernels=self.inner == "inductor",
+            hook=calls.hook,
             hidden=self.hidden,
             hides=True,
         )
@@ -405,7 +406,7 @@ class Backend:
         more = [kept.fake for kept in outcome.state]
         planned_us = _predicted_us(gm, profile) if plain_us is not None else None
         compiled = compile_graph(gm, more, outcome.pinned or chunked(gm))
-        residuals = functools.partial(residuals_of, of_whom(outcome.state, gm, calls), calls)
+        residuals = residuals_for(outcome.state, gm, calls)
         timed = None
         if outcome.plan.sites and planned_us is not None and plain_us is not None:
             name, judged = f"{number} ({direction})", outcome.plan.changed and profile.measured

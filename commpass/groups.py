@@ -7,6 +7,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -61,10 +62,41 @@ def labels_of(name: str) -> tuple[str, ...]:
     return labels(group) if group is not None else ()
 
 
+_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A new group of the same ranks, backend, time-out and labels, in which exchanges keep an order
+    of their own. All ranks of the group call this alike."""
+    made = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timedelta(seconds=timeout_of(group)) if timeout_of(group) else None,
+        backend=dist.get_backend_config(group),
+        use_local_synchronization=True,
+        group_desc=group.group_desc,
+        sort_ranks=False,
+    )
+    _twins[made] = group
+    return made
+
+
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """The longest time-out of a group in seconds; 0.0 where it does not say."""
+    found = [0.0]
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        given = getattr(options, "_timeout", None)
+        found += [given.total_seconds()] if isinstance(given, timedelta) else []
+    return max(found)
+
+
 def labels(group: dist.ProcessGroup) -> tuple[str, ...]:
     """What users call a group: the dimensions of meshes that it belongs to, such as ``tp``; last
     ``world`` if all ranks are in it. Several where several meshes share a group, as those of one
-    dimension do with the group of all ranks."""
+    dimension do with the group of all ranks. A twin has those of its group."""
+    group = _twins.get(group, group)
     own = (group.group_desc or "").removeprefix("mesh_")
     found = [] if own in ("", "undefined", "default_pg", "default") else [own]
     found += sorted(name for mesh in meshes() for name in _dimensions(mesh, group))

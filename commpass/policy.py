@@ -455,11 +455,15 @@ PRESETS: dict[str, Policy] = {
         ),
         max_error=0.15,
     ),
-    # TahQuant: activations from one pipeline stage to the next.
+    # TahQuant: activations from one pipeline stage to the next, and their gradients back, which its
+    # published scripts code as plain 6-bit integers in tiles of 32.
     # Better at the same bits: "aggressive", if no few values are far above all others.
     "tahquant": Policy(
         name="tahquant",
-        rules=(Rule(kind=("send", "recv"), direction="forward", codec="tahquant"),),
+        rules=(
+            Rule(kind=("send", "recv"), direction="forward", codec="tahquant"),
+            Rule(kind=("send", "recv"), direction="backward", codec="int6(block=32, stored=bf16)"),
+        ),
         max_error=0.15,
     ),
 }

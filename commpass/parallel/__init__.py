@@ -2,5 +2,10 @@
 
 In the graph: ``replicate`` and ``shard`` put the exchange of gradients and parameters into the
 compiled graph. Eager doors, for exchanges that never reach a graph: ``compress_fsdp`` and
-``compress_ddp``. Stages: ``pipeline``.
+``compress_ddp``. Stages: ``compress_pipeline``.
 """
+
+from commpass.parallel.ddp import compress_ddp
+from commpass.parallel.pipeline import compress_pipeline
+
+__all__ = ["compress_ddp", "compress_pipeline"]

@@ -28,11 +28,13 @@ from commpass.runtime.owners import HookCalls
 class Exchange:
     """What a hook sends: ``kind`` and ``op`` as in a site, over the group named ``group`` of
     ``ranks`` ranks, for the module at ``module``, in ``direction``; ``hook`` is who sends it, in
-    the names of its state. ``word`` is what ``compress`` or ``keep`` says of it, as JSON.
+    the names of its state. ``word`` is what ``compress`` or ``keep`` says of it, as JSON. ``flat``
+    says that it sends the gradients of its parameters one after another: state is then kept by
+    parameter.
 
-    A mean (``op="avg"``) is the sum of values that each rank has divided by the number of ranks
-    before it sends them, as DDP has it: the library need not know means, and no sum overflows that
-    its mean would not.
+    A mean (``op="avg"``) is the sum of values that each rank has multiplied by 1 / ``ranks`` before
+    it sends them, as DDP has it: the library need not know means, and no sum overflows that its
+    mean would not.
     """
 
     kind: str
@@ -43,6 +45,7 @@ class Exchange:
     hook: str
     op: str = "sum"
     word: str | None = None
+    flat: bool = False
 
     def graph(self, inplace: bool) -> fx.GraphModule:
         """``x -> None``, which puts the result into ``x``, or ``(x, out) -> None``, into ``out``:
@@ -53,7 +56,7 @@ class Exchange:
         with_words = {PLACE: self.module} | ({KEY: self.word} if self.word else {})
         sent = x
         if self.op == "avg":
-            sent = graph.call_function(torch.ops.aten.div.Tensor, (x, float(self.ranks)))
+            sent = graph.call_function(torch.ops.aten.mul.Tensor, (x, 1.0 / self.ranks))
         functional = torch.ops._c10d_functional
         calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
             "all_reduce": (functional.all_reduce.default, (sent, "sum", self.group)),
@@ -108,7 +111,7 @@ class Exchanges:
         before = len(record.plans())
         inputs = [x] if out is None else [x, out]
         with torch.no_grad():
-            calls = HookCalls(what.direction, what.hook, of)
+            calls = HookCalls(what.direction, what.hook, of, what.flat)
             function = self.backend.of_hook(what.graph(out is None), inputs, calls)
             made = record.plans()[before:]
         if len(made) != 1:

@@ -36,11 +36,12 @@ def choose(
     profile: Profile,
     *,
     kernels: bool = False,
+    hook: bool = False,
     course: Course | None = None,
     known: Known | None = None,
 ) -> tuple[PlannedSite, ...]:
     """The chosen candidate of every site. ``kernels`` says whether sites may share kernels that
-    nobody asked for. Where it is ``known`` from before whether a site is hidden it stays so; of the
+    nobody asked for; the one site of a ``hook`` shares them with other graphs. Where it is ``known`` from before whether a site is hidden it stays so; of the
     others the end of the graph decides, if its ``course`` is there."""
     rows = zip(sites, options, allowed, strict=True)
     plan = [_chosen(site, its, terms, profile) for site, its, terms in rows]
@@ -48,7 +49,7 @@ def choose(
         pairs = zip(sites, options, strict=True)
         alone = [planned(site, its.alone, "", its.alone.predicted_us) for site, its in pairs]
         plan = leave_hidden(plan, alone, allowed, known, course)
-    return _lowered(plan, [terms.lowering for terms in allowed], kernels)
+    return _lowered(plan, [terms.lowering for terms in allowed], kernels, 1 if hook else SHARE)
 
 
 def _chosen(site: Site, options: Options, allowed: Allowed, profile: Profile) -> PlannedSite:
@@ -118,10 +119,10 @@ def rank(candidate: Candidate) -> tuple[Any, ...]:
 
 
 def _lowered(
-    plan: Sequence[PlannedSite], named: Sequence[str | None], kernels: bool
+    plan: Sequence[PlannedSite], named: Sequence[str | None], kernels: bool, share: int
 ) -> tuple[PlannedSite, ...]:
-    """The plan with what encode and decode become: as is named, else kernels where several sites,
-    or chunks of them, of fixed sizes on a CPU do the same."""
+    """The plan with what encode and decode become: as is named, else kernels where ``share`` sites
+    or more, or chunks of them, of fixed sizes on a CPU do the same."""
     alike: Counter[Any] = Counter()
     for each in plan:
         alike[_work_of(each)] += each.chunks
@@ -132,7 +133,7 @@ def _lowered(
         # Every rank of the group must find the same: what only it knows does not count.
         common = not (site.uneven or site.pairwise)
         fixed = common and all(isinstance(size, int) for size in site.shape)
-        shared = site.device == "cpu" and alike[_work_of(site)] >= SHARE
+        shared = site.device == "cpu" and alike[_work_of(site)] >= share
         worth = kernels and fixed and (shared or _has_bits_of_its_own(site) or _generated(site))
         if name == "kernel" and (site.uneven or not fixed):
             return "inline"

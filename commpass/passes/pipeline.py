@@ -95,6 +95,7 @@ def _choose(road: Road) -> Road:
         allowed,
         road.profile,
         kernels=road.kernels,
+        hook=road.hook,
         known=road.hidden if road.policy.leave_hidden else None,
         course=course_of(road.gm, road.found, road.policy, road.profile) if timed else None,
     )

@@ -220,7 +220,7 @@ def trace(region: Region, decompositions: Decompositions) -> Source:
     without_tensors(body.graph, " and ".join(str(node.target) for node in region.nodes))
     made: Any = body.graph.output_node().args[0]
     pieces = tuple(_pieces(region, [node.meta["val"] for node in made]))
-    _write(body, made, pieces)
+    write(body, made, pieces)
     return Source(body, tuple(map(taken, region.inputs)), pieces)
 
 
@@ -279,7 +279,7 @@ def _pieces(region: Region, values: Sequence[Tensor]) -> Iterator[Piece]:
                 break
 
 
-def _write(body: fx.GraphModule, made: Sequence[fx.Node], pieces: Sequence[Piece]) -> None:
+def write(body: fx.GraphModule, made: Sequence[fx.Node], pieces: Sequence[Piece]) -> None:
     """Lets a body write what it returned into further inputs."""
     graph = body.graph
     last, output = graph.find_nodes(op="placeholder")[-1], graph.output_node()

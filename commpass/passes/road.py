@@ -24,6 +24,7 @@ class Road:
     """A graph on its way: what goes in, and what the passes have found and chosen so far.
     ``obstacle`` says why none of its collectives may be changed, whatever the policy says;
     ``kernels`` whether Inductor compiles it, which can then compile what sites share as well.
+    ``hook`` says that it is the one exchange of a hook, which has many graphs like it.
     ``hidden`` says of sites that were compiled before whether they are hidden behind what is
     computed, and ``hides`` whether others may be found to be so: only where ranks agree on it."""
 
@@ -42,6 +43,7 @@ class Road:
     stateless: str | None = NOBODY
     obstacle: str | None = None
     kernels: bool = False
+    hook: bool = False
     hidden: Known | None = None
     hides: bool = False
     limits: tuple[Limit, ...] = ()

@@ -22,11 +22,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from datetime import timedelta
 
-import torch
+import torch.distributed as dist
 
 from commpass.errors import PlanMismatch, Unanswered
+from commpass.groups import timeout_of
 from commpass.plan import NONE, Plan, Site, left_alone
 from commpass.runtime import differences
 from commpass.runtime.board import Board, History, Note, Now, Speaker, Statement, board
@@ -132,15 +132,13 @@ def _say_nothing(here: Board, part: Part, past: History, plan: Plan, speaker: Sp
         log.debug("commpass could not reach the store: %s", error)
 
 
-def _timeout(waiting: Iterable[Part]) -> float:
+def longest_timeout(some: Iterable[dist.ProcessGroup]) -> float:
     """The longest time-out of some groups, in seconds."""
-    found = []
-    for part in waiting:
-        for device in part.group._device_types:
-            options = getattr(part.group._get_backend(torch.device(device)), "options", None)
-            given = getattr(options, "_timeout", None)
-            found.append(given.total_seconds() if isinstance(given, timedelta) else 0.0)
-    return max(found, default=0.0) or DEFAULT_TIMEOUT_S
+    return max(map(timeout_of, some), default=0.0) or DEFAULT_TIMEOUT_S
+
+
+def _timeout(waiting: Iterable[Part]) -> float:
+    return longest_timeout(part.group for part in waiting)
 
 
 def _names(some: Iterable[Part]) -> str:

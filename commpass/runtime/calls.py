@@ -3,6 +3,7 @@ inputs."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,8 @@ from torch import fx
 
 from commpass.passes.rewrite import StateInput
 from commpass.runtime import state
-from commpass.runtime.owners import Calls, part_of
+from commpass.runtime.flat import Flat
+from commpass.runtime.owners import Calls, HookCalls, part_of
 
 Compiler = Callable[..., Any]
 
@@ -38,6 +40,16 @@ def of_whom(kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> lis
         ]
         found.append(OfParameters(one, parameters, len(like)))
     return found
+
+
+def residuals_for(
+    kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls
+) -> Callable[[], list[torch.Tensor]]:
+    """What gives the state that each call of a graph needs."""
+    if isinstance(calls, HookCalls) and calls.parameters_of_flat:
+        flats = [Flat(one, calls) for one in kept]
+        return lambda: [flat.now() for flat in flats]
+    return functools.partial(residuals_of, of_whom(kept, gm, calls), calls)
 
 
 def residuals_of(kept: Sequence[OfParameters], calls: Calls) -> list[torch.Tensor]:

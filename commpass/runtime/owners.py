@@ -145,6 +145,9 @@ class Calls:
     """The calls of one graph of Dynamo's. ``autograd`` says that compiled autograd made it: then
     it is a backward graph."""
 
+    hook = False
+    """Whether it is the graph of a hook, of which there are many alike."""
+
     def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], autograd: bool):
         self.autograd = autograd
         self.code = COMPILED_AUTOGRAD if autograd else _code()
@@ -236,9 +239,13 @@ class Calls:
 
 class HookCalls(Calls):
     """The calls of a graph that a hook made, of one collective: whose state it keeps is known from
-    the start, and so is its direction."""
+    the start, and so is its direction. With ``flat`` its tensor holds the gradients of the
+    parameters one after another, and the state belongs to each of them."""
 
-    def __init__(self, direction: str, name: str, parameters: Sequence[Tensor]):
+    hook = True
+
+    def __init__(self, direction: str, name: str, parameters: Sequence[Tensor], flat: bool = False):
+        self.parameters_of_flat = tuple(parameters) if flat else ()
         self.autograd = direction == "backward"
         self.code, self.fixed, self.positions = Code("", 0, name), (), []
         self.inputs = self.buffers = 0

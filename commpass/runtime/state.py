@@ -18,6 +18,7 @@ import re
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,20 @@ def residual(kept: StateInput, number: int, code: Code, owner: Owner) -> Tensor:
     """The residual of a site, of its place the one of that ``number`` for an owner: zeros when it
     is first asked for, or what was loaded for it. Raises PolicyError if state was loaded that this
     site is not part of, or of which it is not known whose it is."""
+    return owner.state[_kept_under(kept, number, code, owner)][1]
+
+
+def move(kept: StateInput, code: Code, owner: Owner, into: Tensor) -> Any:
+    """Keeps the residual of ``residual(kept, 0, code, owner)`` in ``into`` from now on, with what
+    it was. Returns its key in the owner's state."""
+    key = _kept_under(kept, 0, code, owner)
+    name, before = owner.state[key]
+    owner.state[key] = name, into.copy_(before)
+    return key
+
+
+def _kept_under(kept: StateInput, number: int, code: Code, owner: Owner) -> Any:
+    """The key of a residual in its owner's state, where it is made if it is not there."""
     ranks = _ranks(kept.group)
     everybody = not ready() or len(ranks) == dist.get_world_size()
     first = "world" if everybody else str(ranks[0])
@@ -107,7 +122,7 @@ def residual(kept: StateInput, number: int, code: Code, owner: Owner) -> Tensor:
         for loaded in _loads(None):
             _take(loaded, name, owner, made)
         owner.state[key] = name, made
-    return owner.state[key][1]
+    return key
 
 
 def _take(loaded: Loaded, name: Name, owner: Owner, into: Tensor) -> None:

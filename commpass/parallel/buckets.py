@@ -1,0 +1,109 @@
+"""The parts of a bucket: parameters for which a policy says different things are sent apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commpass.groups import labels
+from commpass.parallel.exchange import Exchange
+from commpass.passes.graph.meta import dtype_name
+from commpass.paths import common
+from commpass.plan import Site
+from commpass.policy import Allowed, Policy
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some parameters of a bucket, and where they lie in it: (start, values) in values."""
+
+    what: Exchange
+    parameters: tuple[Tensor, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+    def of(self, x: Tensor) -> Tensor:
+        """This part of a bucket's tensor: a view where it lies in one piece, else a copy."""
+        pieces = [x.narrow(0, start, length) for start, length in self.ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def exchange(self, run: Callable[[Tensor], Any], x: Tensor) -> None:
+        """Sends it, with ``run``, and puts the result into the bucket's tensor."""
+        piece = self.of(x)
+        run(piece)
+        if len(self.ranges) > 1:
+            lengths = [length for _, length in self.ranges]
+            for (start, length), new in zip(self.ranges, piece.split(lengths), strict=True):
+                x.narrow(0, start, length).copy_(new)
+
+
+def parts_of(
+    policy: Policy,
+    group: dist.ProcessGroup,
+    x: Tensor,
+    parameters: Sequence[Tensor],
+    names: Mapping[int, str],
+    words: Mapping[str, str],
+) -> list[Part]:
+    """What is sent of a bucket whose tensor ``x`` holds the gradients of ``parameters`` one after
+    another. ``names`` are theirs by id, ``words`` the nearest ones by module."""
+    site = Site(
+        name="bucket",
+        kind="all_reduce",
+        reduce_op="sum",
+        group=group.group_name,
+        group_labels=labels(group),
+        group_size=group.size(),
+        dtype=dtype_name(x.dtype),
+        shape=tuple(x.shape),
+        bytes=x.nbytes,
+        direction="backward",
+    )
+    ranges: list[tuple[int, int]] = []
+    alike: list[tuple[Allowed, list[int]]] = []
+    modules = [names[id(parameter)].rpartition(".")[0] for parameter in parameters]
+    start = 0
+    for number, (parameter, module) in enumerate(zip(parameters, modules, strict=True)):
+        ranges.append((start, parameter.numel()))
+        start += parameter.numel()
+        terms = _terms(policy, site, module, words.get(module))
+        same = next((numbers for other, numbers in alike if other == terms), None)
+        if same is None:
+            alike.append((terms, [number]))
+        else:
+            same.append(number)
+    found = []
+    for terms, numbers in alike:
+        module, word = common(modules[number] for number in numbers), None
+        if _terms(policy, site, module, None) != terms:  # what is said of one is said of all
+            module, word = modules[numbers[0]], words.get(modules[numbers[0]])
+        what = Exchange(
+            "all_reduce",
+            *(group.group_name, group.size(), module, "backward", "ddp", "avg"),
+            word=word,
+            flat=True,
+        )
+        mine = tuple(parameters[number] for number in numbers)
+        found.append(Part(what, mine, _joined([ranges[number] for number in numbers])))
+    return found
+
+
+def _terms(policy: Policy, site: Site, module: str, word: str | None) -> Allowed:
+    """What a policy allows to the gradients of one module."""
+    return policy.allowed(dataclasses.replace(site, module=module, word=word))[0].terms
+
+
+def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges with those made one that follow each other."""
+    found: list[tuple[int, int]] = []
+    for start, length in ranges:
+        if found and sum(found[-1]) == start:
+            found[-1] = found[-1][0], found[-1][1] + length
+        else:
+            found.append((start, length))
+    return tuple(found)

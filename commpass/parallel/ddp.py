@@ -1,0 +1,293 @@
+"""DDP's gradients under one policy: a comm hook that sends each bucket by a plan.
+
+DDP puts gradients into buckets and gives each to the hook as soon as it is full, while backward
+goes on. Each is written as one exchange (``exchange.py``), compiled by the backend when it first
+comes, and carried out by a thread of the door's own (``worker.py``) in a process group of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from commpass import paths
+from commpass.annotate import words_of
+from commpass.backend import backend
+from commpass.costmodel import Profile
+from commpass.errors import PolicyError
+from commpass.groups import twin
+from commpass.parallel.buckets import Part, parts_of
+from commpass.parallel.exchange import Exchanges
+from commpass.parallel.worker import Worker
+from commpass.plan import Plan
+from commpass.policy import Policy
+from commpass.runtime.owners import parameter_names
+from commpass.runtime.record import wire_bytes
+
+
+class Bytes(NamedTuple):
+    """What one rank handed to collectives in a step: without the policy, and with it."""
+
+    plain: int
+    sent: int
+
+
+def compress_ddp(
+    model: nn.Module,
+    policy: str | Path | Policy = "lossless",
+    *,
+    profile: str | Path | Profile | None = None,
+    strict: bool = False,
+    dump: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+) -> DDPDoor:
+    """Sends the gradients of a DistributedDataParallel model as a policy allows.
+
+        model = DistributedDataParallel(model)
+        door = commpass.parallel.compress_ddp(model, "balanced")
+
+    Every rank of the model's group calls this alike, before the first backward. The other arguments
+    are those of ``commpass.backend``. Returns the door, which shows plans and bytes; it need not be
+    kept. Error feedback is in ``commpass.state_dict(model)``, by the names of parameters.
+
+    Raises PolicyError for a model that is not DDP's, one that has a comm hook, and one whose
+    gradients never come to a hook.
+    """
+    ddp = _checked(model)
+    made = backend(policy, profile=profile, strict=strict, dump=dump, timeout=timeout)
+    door = DDPDoor(ddp, Exchanges(made))
+    ddp.register_comm_hook(door, _hook)
+    return door
+
+
+def _checked(model: Any) -> DistributedDataParallel:
+    """The DDP model in what was given. Raises PolicyError where there is none that takes a hook."""
+    ddp = getattr(model, "_orig_mod", model)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise PolicyError(
+            f"compress_ddp(model={type(ddp).__name__}): must be a DistributedDataParallel model."
+            " Wrap it first: DistributedDataParallel(model); use"
+            " commpass.parallel.compress_fsdp(model, policy) for FSDP2's fully_shard, or"
+            " commpass.parallel.replicate(model, mesh) for gradients in the compiled graph"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise PolicyError(
+            "compress_ddp: optimize_ddp='python_reducer' puts the gradients' collectives into the"
+            " compiled graph, where no hook is: use torch.compile(model,"
+            " backend=commpass.backend(policy)) alone"
+        )
+    if not hasattr(ddp, "reducer"):
+        raise PolicyError(
+            "compress_ddp: delay_all_reduce_named_params names all parameters, so that DDP has no"
+            " buckets to give to a hook: leave it out"
+        )
+    if taken := _hook_of(ddp):
+        why = "mixed_precision= registers it" if ddp.mixed_precision is not None else "by hand"
+        raise PolicyError(
+            f"compress_ddp: this model already has the comm hook {taken} ({why}), and DDP takes one"
+            f" alone: {_hook.__qualname__} of commpass cannot be added. Leave one of the two out"
+        )
+    sparse = [
+        name
+        for name, module in paths.names(ddp)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and module.sparse
+        and module.weight.requires_grad
+    ]
+    if sparse:
+        raise PolicyError(
+            f"compress_ddp: {sparse[0]} has sparse=True, and codecs are for dense gradients: set"
+            " sparse=False, or leave the module out of DDP"
+        )
+    return ddp
+
+
+def _hook_of(ddp: DistributedDataParallel) -> str:
+    """The name of the comm hook that a model has; "" if none."""
+    if ddp._comm_hooks:
+        hook, state = ddp._comm_hooks[0]
+        ours = "of commpass.parallel.compress_ddp" if isinstance(state, DDPDoor) else ""
+        return f"{hook.__module__}.{hook.__qualname__} {ours}".strip()
+    return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+
+
+def _hook(state: DDPDoor, bucket: dist.GradBucket) -> Future[Tensor]:
+    return state.send(bucket)
+
+
+_hook.__annotations__.clear()  # DDP compares them with classes, and in this file they are texts
+
+
+@dataclass
+class _Step:
+    """What was sent since the last bucket of the step before."""
+
+    plans: list[Plan]
+    plain: int = 0
+    sent: int = 0
+
+
+class DDPDoor:
+    """What sends the gradients of one DDP model."""
+
+    def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges):
+        self.exchanges = exchanges
+        self.group = twin(ddp.process_group)
+        self.worker = Worker("commpass-ddp", functools.partial(_leave, weakref.ref(self.group)))
+        self._ddp = weakref.ref(ddp)
+        self._names = parameter_names(ddp)
+        self._words = words_of(ddp)
+        self._parts: dict[tuple[int, ...], list[Part]] = {}
+        self._provisional = _provisional_steps(ddp)
+        self._now, self._last = _Step([]), _Step([])
+        self._waits_for_end = False
+        self._streams: dict[torch.device, Any] = {}
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans by which the last step was sent, in the order of its buckets."""
+        return list(self._last.plans)
+
+    @property
+    def bytes(self) -> Bytes:
+        """What this rank sent in the last step."""
+        return Bytes(self._last.plain, self._last.sent)
+
+    def __repr__(self) -> str:
+        policy = self.exchanges.backend.policy.name
+        if not self._last.plain:
+            return f"<compress_ddp, policy {policy!r}: no step yet>"
+        if not self._last.plans:
+            return (
+                f"<compress_ddp, policy {policy!r}: the last step was sent as it is, since DDP"
+                " makes its final buckets after it>"
+            )
+        sites = [site for plan in self._last.plans for site in plan.sites]
+        coded = sum(site.compressed for site in sites)
+        return (
+            f"<compress_ddp, policy {policy!r}: {coded} of {len(sites)} exchanges compressed, "
+            f"{self._last.sent:,} instead of {self._last.plain:,} bytes a step>"
+        )
+
+    def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Starts the exchange of one bucket; its future is the bucket's own tensor, in which the
+        mean over all ranks is then. Errors are raised when backward ends, by then DDP is ready for
+        another one."""
+        x = bucket.buffer()
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and not self._waits_for_end:
+            self._waits_for_end = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
+        job: Callable[[], None] = _nothing
+        try:
+            if self.worker.error is None:
+                job = self._job(bucket, x)
+        except Exception as error:
+            self.worker.fail(error)
+        future = self._submit(job, x)
+        if bucket.is_last():
+            self._step_done()
+        if not in_backward:  # the shadow of a backward, of a rank that has no more inputs: join()
+            future.wait()
+            self.worker.check()
+        return future
+
+    def _backward_done(self) -> None:
+        """Called at the end of backward, maybe before DDP ends it: errors wait until it has."""
+        self._waits_for_end = False
+        torch.autograd.Variable._execution_engine.queue_callback(self.worker.check)
+
+    def _step_done(self) -> None:
+        self._last, self._now = self._now, _Step([])
+        self._provisional = max(0, self._provisional - 1)
+
+    def _job(self, bucket: dist.GradBucket, x: Tensor) -> Callable[[], None]:
+        """What carries out the exchange of a bucket, compiled if it is new."""
+        ddp = self._ddp()
+        if ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+            raise PolicyError(
+                "compress_ddp: join(divide_by_initial_world_size=False) divides by the number of"
+                " ranks that still have inputs, which a comm hook is not told: leave it True"
+            )
+        if self._provisional:
+            self._now.plain += x.nbytes
+            self._now.sent += x.nbytes
+            return functools.partial(_plain, x, self.group)
+        parameters = bucket.parameters()
+        key = (*map(id, parameters), x.dtype)
+        if key not in self._parts:
+            self._parts[key] = parts_of(
+                self.exchanges.backend.policy, self.group, x, parameters, self._names, self._words
+            )
+        jobs = []
+        for part in self._parts[key]:
+            piece = part.of(x)
+            run, plan = self.exchanges.get(part.what, piece, of=part.parameters)
+            self._now.plans.append(plan)
+            self._now.plain += piece.nbytes
+            self._now.sent += wire_bytes(plan)
+            jobs.append(functools.partial(part.exchange, run, x))
+        return functools.partial(_in_order, jobs)
+
+    def _submit(self, job: Callable[[], None], x: Tensor) -> Future[Tensor]:
+        """On a CPU the worker's thread does it. A GPU's exchanges run beside its other work on a
+        stream of their own: there the thread that starts them need not wait."""
+        if x.device.type == "cpu":
+            return self.worker.submit(job, x)
+        module = torch.get_device_module(x.device)
+        if x.device not in self._streams:
+            self._streams[x.device] = module.Stream(x.device)
+        stream = self._streams[x.device]
+        stream.wait_stream(module.current_stream(x.device))
+        future: Future[Tensor] = Future(devices=[x.device])
+        with module.stream(stream):
+            try:
+                job()
+            except Exception as error:
+                self.worker.fail(error)
+            x.record_stream(stream)
+            future.set_result(x)
+        return future
+
+
+def _provisional_steps(ddp: DistributedDataParallel) -> int:
+    """How many steps DDP makes before it puts its parameters into final buckets, in the order in
+    which their gradients come. Each bucket is compiled, so these steps are sent as they are. They
+    are counted, since a rank in join() does not know whether its buckets are final."""
+    rebuilds = ddp.static_graph or not ddp.find_unused_parameters
+    if ddp._has_rebuilt_buckets or not rebuilds:
+        return 0
+    return 2 if ddp.static_graph else 1
+
+
+def _plain(x: Tensor, group: dist.ProcessGroup) -> None:
+    with torch.no_grad():
+        x.mul_(1.0 / group.size())
+        dist.all_reduce(x, group=group)
+
+
+def _in_order(jobs: list[Callable[[], None]]) -> None:
+    for job in jobs:
+        job()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _leave(group: weakref.ref[dist.ProcessGroup]) -> None:
+    """Closes a group of which one exchange failed here, so that no other rank waits for this one
+    until its time is up."""
+    if (held := group()) is not None:
+        dist.destroy_process_group(held)

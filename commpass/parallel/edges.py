@@ -1,0 +1,194 @@
+"""What goes between the stages of a pipeline, as sites, and what is decided about it.
+
+A *line* is one tensor that a stage sends to, or receives from, another stage once a microbatch. Its
+two ends decide alike, each on its own rank: from shape, dtype, group and stages, and not from what
+one of them alone knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpass import groups
+from commpass.codecs import codec
+from commpass.costmodel import Profile
+from commpass.kinds import KINDS
+from commpass.parallel.coding import Coding
+from commpass.passes.candidates import Options, candidates
+from commpass.passes.choose import choose
+from commpass.passes.graph import meta
+from commpass.plan import Candidate, PlannedSite, Site, planned
+from commpass.policy import Policy
+
+STATELESS = "a pipeline keeps no state between microbatches"
+TOGETHER = "both stages are on this rank: nothing is sent"
+WHOLE = "a stage's message is sent whole"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One end of what goes between two stages for each microbatch, in ``direction``: ``source`` and
+    ``target`` are the stages that send and receive it, and ``number`` tells apart several."""
+
+    kind: str
+    direction: str
+    source: int
+    target: int
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def peer(self) -> int:
+        """The stage at the other end."""
+        return self.target if self.kind == "send" else self.source
+
+
+def lines(stage: Any, direction: str) -> tuple[Line, ...]:
+    """All that a stage receives and sends in a direction, in the order in which torch does it. To
+    be asked once torch has prepared the stage for that direction."""
+    index, forward = stage.stage_index, direction == "forward"
+    received = _received(stage.args_recv_info if forward else stage.grad_recv_info)
+    sent = _activations(stage) if forward else _gradients(stage)
+    found: list[Line] = []
+    for kind, tensors in (("recv", received), ("send", sent)):
+        count: dict[int, int] = {}
+        for peer, value in tensors:
+            number = count[peer] = count.get(peer, -1) + 1
+            source, target = (peer, index) if kind == "recv" else (index, peer)
+            shape = tuple(value.shape)
+            found.append(Line(kind, direction, source, target, number, shape, value.dtype))
+    return tuple(found)
+
+
+def _received(infos: dict[int, Sequence[Any]]) -> Iterator[tuple[int, Any]]:
+    """(stage, buffer) of what arrives for a microbatch. All of them receive the same."""
+    for info in infos.get(0, ()):
+        if not _is_root(info) and info.buffer is not None:
+            yield info.source, info.buffer
+
+
+def _activations(stage: Any) -> Iterator[tuple[int, Any]]:
+    """(stage, metadata) of the outputs that are sent on."""
+    outputs = _metas(stage).outputs if _metas(stage) else stage.get_outputs_meta()
+    for number, targets in stage.act_send_info.items():
+        for target in targets:
+            if target is not None:
+                yield target, outputs[number]
+
+
+def _gradients(stage: Any) -> Iterator[tuple[int, Any]]:
+    """(stage, metadata) of the gradients that go back: those of all inputs that were received, but
+    for inputs without one, which torch says nothing of before 2.13."""
+    known = getattr(stage, "_get_grad_send_meta", None)
+    for number, info in enumerate(stage.args_recv_info.get(0, ())):
+        if not _is_root(info):
+            value = known(number) if known else info.buffer
+            if value is not None:
+                yield info.source, value
+
+
+def _metas(stage: Any) -> Any:
+    return getattr(stage, "_stage_meta", None)
+
+
+def _is_root(info: Any) -> bool:
+    """Whether it is an input of the whole pipeline, of which torch before 2.13 has another type."""
+    return getattr(info, "is_root_arg", not hasattr(info, "buffer"))
+
+
+# --- what is decided ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage runs: its process group, the rank in it of every stage, and the device."""
+
+    group: dist.ProcessGroup
+    ranks: dict[int, int]
+    device: torch.device
+
+    def is_here(self, stage: int) -> bool:
+        return self.ranks[stage] == self.group.rank()
+
+
+def site_of(line: Line, place: Place) -> Site:
+    """A line as a site. Its module is ``stages.I``, the stage that sends the activations: so all
+    that goes between two stages has one name, whoever sends it."""
+    low = line.source if line.direction == "forward" else line.target
+    several = f".{line.number}" if line.number else ""
+    group = place.group
+    labels = groups.labels(group)
+    nbytes = math.prod(line.shape) * line.dtype.itemsize
+    return Site(
+        name=f"stage_{line.source}_to_{line.target}{several}",
+        kind=line.kind,
+        group=group.group_name,
+        group_label=next(iter(labels), ""),
+        group_labels=labels,
+        group_size=group.size(),
+        members=tuple(dist.get_process_group_ranks(group)),
+        dtype=meta.dtype_name(line.dtype),
+        shape=line.shape,
+        bytes=0 if place.is_here(line.peer) else nbytes,
+        width=math.prod(line.shape[1:]),
+        peer=place.ranks[line.peer],
+        stateless=STATELESS,
+        device=place.device.type,
+        module=f"stages.{low}",
+        direction=line.direction,
+    )
+
+
+def decide(site: Site, policy: Policy, profile: Profile) -> tuple[PlannedSite, Options]:
+    """What is done about a line that goes from rank to rank, and what might be."""
+    allowed = policy.allowed(site)[0]
+    whole = dataclasses.replace(allowed, chunks=1, rows=1)
+    options = candidates(site, whole, profile, policy.reassociate)
+    (chosen,) = choose([site], [options], [whole], profile)
+    if chosen.compressed:
+        # There is no graph to put codes into: they are compiled alone, or run as they are.
+        form = "inline" if allowed.lowering == "inline" else "kernel"
+        chosen = dataclasses.replace(chosen, lowering=form)
+        if (allowed.chunks or 1) > 1:
+            reason = f"{chosen.reason}; chunks={allowed.chunks} does not apply: {WHOLE}"
+            chosen = dataclasses.replace(chosen, reason=reason)
+    return chosen, options
+
+
+def decide_all(
+    wanted: Iterable[Line], place: Place, policy: Policy, profile: Profile
+) -> tuple[tuple[PlannedSite, ...], dict[str, Options]]:
+    """The decisions on lines, in order, and what might have been decided, by the site's name."""
+    sites, considered = [], {}
+    for line in wanted:
+        site = site_of(line, place)
+        if place.is_here(line.peer):
+            sites.append(planned(site, Candidate(), TOGETHER, 0.0))
+            continue
+        chosen, options = decide(site, policy, profile)
+        sites.append(chosen)
+        considered[site.name] = options
+    return tuple(sites), considered
+
+
+def coding_of(line: Line, site: PlannedSite, place: Place) -> Coding | None:
+    """How a line is coded, None where it is left alone."""
+    if not site.compressed:
+        return None
+    assert KINDS[line.kind].pairwise
+    return Coding(
+        codec(site.codec),
+        math.prod(line.shape),
+        line.dtype,
+        place.device,
+        salt=(place.ranks[line.source],),
+        compiled=site.lowering == "kernel",
+    )

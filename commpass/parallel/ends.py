@@ -1,0 +1,113 @@
+"""The two ends of an edge between stages agree on what goes over it, before anything does (law 5).
+
+Each says on the board what it has decided, as soon as torch has prepared its stage, and goes on. It
+reads what the other end said before the first message of that edge: by then the other has said it,
+or does so without waiting for this one. So nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch.distributed as dist
+
+from commpass.errors import PlanMismatch, Unanswered
+from commpass.runtime.agreement import LONGEST_PAUSE_S, PATIENCE_S
+from commpass.runtime.board import ROOT, board
+from commpass.runtime.pairs import End, mismatches
+
+log = logging.getLogger("commpass")
+
+
+@dataclass(frozen=True)
+class Word:
+    """What one end of an edge has decided: under which policy, and each of its messages."""
+
+    policy: str
+    ends: tuple[End, ...]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What goes in one direction between two stages, as its ranks know it. ``key`` is the same at
+    both ends, and another each time that torch prepares the stages; ``rank`` is the global number
+    of the rank at the other end."""
+
+    key: str
+    source: int
+    target: int
+    direction: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"what goes {self.direction} from stage {self.source} to stage {self.target}"
+
+
+def answers() -> bool:
+    """Whether there are other ranks: not in a fake group, which stands for many with one."""
+    return "fake" not in dist.get_backend(dist.group.WORLD)
+
+
+def say(edge: Edge, word: Word) -> None:
+    """Says what this end has decided."""
+    try:
+        here = board()
+        here.store.set(f"{ROOT}/{here.nonce}/{edge.key}", msgspec.json.encode(word))
+    except RuntimeError as error:
+        raise _unreachable(edge, error) from error
+
+
+def compare(edge: Edge, mine: Word, timeout_s: float) -> None:
+    """Waits for what the other end says. Raises PlanMismatch where it differs, and Unanswered
+    where nothing was said in time."""
+    try:
+        other = _heard(edge, timeout_s)
+    except RuntimeError as error:
+        if isinstance(error, PlanMismatch):
+            raise
+        raise _unreachable(edge, error) from error
+    if found := mismatches((mine.ends, other.ends)):
+        policies = f"policy {mine.policy!r} on this rank, {other.policy!r} on rank {edge.rank}"
+        raise PlanMismatch(
+            f"two ranks planned {edge} differently ({policies}; ranks below are those of the"
+            " group):\n  " + "\n  ".join(found) + "\nGive compress_pipeline the same policy and"
+            " profile on all ranks."
+        )
+
+
+def _heard(edge: Edge, timeout_s: float) -> Word:
+    here, start, told, pause = board(), time.monotonic(), False, 0.001
+    while True:
+        nonces = here.nonces([edge.rank])
+        places = {rank: f"{ROOT}/{nonce}/{edge.key}" for rank, nonce in nonces.items()}
+        if read := here.read(places):
+            return msgspec.json.decode(read[edge.rank], type=Word)
+        waited = time.monotonic() - start
+        if waited > timeout_s:
+            raise Unanswered(
+                f"rank {edge.rank} did not say within {timeout_s:.0f} s how it has planned {edge}."
+                " Call commpass.parallel.compress_pipeline for all stages of a pipeline, on all of"
+                " its ranks, before the first step"
+            )
+        if waited > PATIENCE_S and not told:
+            told = True
+            log.warning("waiting for rank %d to say how it has planned %s", edge.rank, edge)
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+
+
+def _unreachable(edge: Edge, error: RuntimeError) -> Unanswered:
+    return Unanswered(
+        f"the ranks could not compare how they planned {edge}: the store of torch.distributed does"
+        f" not answer ({str(error).splitlines()[0]})"
+    )
+
+
+def ends_of(every: Sequence[End], source: int, target: int) -> tuple[End, ...]:
+    """Those that belong to an edge, by the names of their sites."""
+    name = f"stage_{source}_to_{target}"
+    return tuple(end for end in every if end.name.partition(".")[0] == name)

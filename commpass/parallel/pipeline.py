@@ -1,0 +1,297 @@
+"""Compressed pipeline stages: activations and their gradients travel between the stages of
+``torch.distributed.pipelining`` as codes.
+
+torch's schedules ask a stage for the messages of a microbatch, and start and wait for them
+themselves. A compressed stage hands out the same messages, to the same ranks and in the same order,
+with a wire in place of the values; what arrives is decoded into torch's own buffer just before the
+stage takes it from there. So every schedule works that asks its stages. The gradient of a decoded
+activation goes back as if it were the original (straight through).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commpass.backend import Backend, backend
+from commpass.costmodel import Profile
+from commpass.errors import CommpassError, PolicyError
+from commpass.parallel import ends
+from commpass.parallel.coding import Coding
+from commpass.parallel.edges import Line, Place, coding_of, decide_all, lines
+from commpass.passes import Outcome
+from commpass.plan import Plan, PlannedSite
+from commpass.policy import DIRECTIONS, Policy
+from commpass.runtime import pairs, record
+from commpass.runtime.agreement import longest_timeout
+from commpass.runtime.board import board, greet
+from commpass.runtime.machine import default_here
+from commpass.timeline import Timeline
+
+PREPARE = {"forward": "_prepare_forward_infra", "backward": "_prepare_backward_infra"}
+TAKE = {"forward": "_retrieve_recv_activations", "backward": "_retrieve_recv_grads"}
+MESSAGES = {
+    ("recv", "forward"): "get_fwd_recv_ops",
+    ("send", "forward"): "get_fwd_send_ops",
+    ("recv", "backward"): "get_bwd_recv_ops",
+    ("send", "backward"): "get_bwd_send_ops",
+}
+"""The methods of a stage that are ours for a compressed one."""
+FACTS = (
+    *("stage_index", "num_stages", "group", "device", "stage_index_to_group_rank"),
+    *("args_recv_info", "act_send_info", "grad_recv_info"),
+)
+"""What is read of a stage."""
+MARK = "_commpass_compressed"
+"""The attribute of a stage that is compressed."""
+ALONE = "the pipeline has one stage: nothing is sent"
+NO_EVENTS = "stages of a pipeline have no graph of their own"
+
+
+def compress_pipeline(
+    stages: Any,
+    policy: str | Path | Policy,
+    *,
+    profile: str | Path | Profile | None = None,
+    dump: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+) -> None:
+    """Lets the stages of a pipeline send codes, as the policy allows: ``compress_pipeline(stage,
+    "tahquant")``, before the first step of a schedule.
+
+    stages: a stage of ``torch.distributed.pipelining`` (``PipelineStage``, or what ``build_stage``
+    makes), or all those of this rank. Each is changed in place, and it alone.
+    policy, profile, dump: as in ``commpass.backend``. A site is one tensor that goes between two
+    stages, of kind ``send`` or ``recv``, in direction ``forward`` (an activation) or ``backward``
+    (its gradient); its module is ``stages.I``, the stage that sends the activation.
+    timeout: seconds that the ranks of two stages wait for each other's plans; the process group's
+    own time-out if None.
+
+    All ranks of the pipeline call it, for all of its stages. Raises PolicyError for what is no
+    stage, for one that is compressed already or has run, and for a policy that is not known. The
+    first step raises PlanMismatch where two stages planned differently.
+    """
+    every = list(stages) if isinstance(stages, (list, tuple)) else [stages]
+    if not every:
+        raise PolicyError("compress_pipeline([]): give the stages of this rank, at least one")
+    for stage in every:
+        _check(stage)
+    if len({id(stage) for stage in every}) < len(every):
+        raise PolicyError("compress_pipeline was given the same stage twice")
+    shared = backend(policy, profile=profile, dump=dump, timeout=timeout)
+    for stage in every:
+        Compressed(stage, shared)
+
+
+def _check(stage: Any) -> None:
+    """Raises PolicyError for what cannot be compressed."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    if not isinstance(stage, _PipelineStageBase):
+        raise PolicyError(
+            f"compress_pipeline: {type(stage).__name__} is no stage of"
+            " torch.distributed.pipelining; give a PipelineStage, or what build_stage makes"
+        )
+    methods = (*PREPARE.values(), *TAKE.values(), *MESSAGES.values())
+    missing = [name for name in (*methods, *FACTS) if not hasattr(stage, name)]
+    if not hasattr(stage, "_stage_meta") and not hasattr(stage, "get_outputs_meta"):
+        missing.append("_stage_meta")
+    if missing:
+        raise CommpassError(
+            f"compress_pipeline knows the stages of torch 2.11 to 2.15; that of torch"
+            f" {torch.__version__} has no {', '.join(missing)}"
+        )
+    number = stage.stage_index
+    if (before := vars(stage).get(MARK)) is not None:
+        raise PolicyError(
+            f"stage {number} is compressed already, under policy {before!r}: call"
+            " compress_pipeline once for each stage"
+        )
+    if stage.args_recv_info:
+        raise PolicyError(
+            f"stage {number} has run already: call compress_pipeline before the first step"
+        )
+
+
+_pipelines: Counter[tuple[str, str, int]] = Counter()
+"""How often a stage of a number was compressed, by the run of this process and its group: the
+other end counts the same, so that two pipelines of one group are not mistaken for each other."""
+
+
+class Compressed:
+    """What a compressed stage knows beside torch's: its methods are this object's."""
+
+    def __init__(self, stage: Any, shared: Backend):
+        self.stage, self.backend = stage, shared
+        group = stage.group or dist.group.WORLD
+        assert group is not None
+        self.group: dist.ProcessGroup = group
+        greet()
+        self.answers = ends.answers()
+        count = (board().nonce if self.answers else "", self.group.group_name, stage.stage_index)
+        _pipelines[count] += 1
+        self.number = _pipelines[count]
+        self.prepared: Counter[str] = Counter()
+        self.plans: dict[str, Plan] = {}
+        self.coded: dict[tuple[str, str], list[tuple[Line, PlannedSite, Coding | None]]] = {}
+        self.unheard: dict[tuple[str, str], list[tuple[ends.Edge, ends.Word]]] = {}
+        self.arriving: dict[tuple[str, int], list[tuple[Coding, Tensor, Tensor]]] = {}
+        setattr(stage, MARK, shared.policy.name)
+        for direction in DIRECTIONS:
+            self._replace(PREPARE[direction], self._prepare, direction)
+            self._replace(TAKE[direction], self._take, direction)
+        for what, name in MESSAGES.items():
+            self._replace(name, self._messages, what)
+
+    def _replace(self, name: str, method: Callable[..., Any], what: Any) -> None:
+        setattr(self.stage, name, functools.partial(method, what, getattr(self.stage, name)))
+
+    # --- the methods ------------------------------------------------------------------------------
+
+    def _prepare(
+        self, direction: str, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Torch prepares the stage for a direction; then what it will send is known."""
+        result = original(*args, **kwargs)
+        self._plan(direction)
+        return result
+
+    def _messages(
+        self, what: tuple[str, str], original: Callable[[int], list[Any]], microbatch: int
+    ) -> list[Any]:
+        """The messages of a microbatch, as torch makes them, of codes where that was planned."""
+        messages = original(microbatch)
+        if not messages:
+            return messages
+        kind, direction = what
+        for edge, word in self.unheard.pop(what, ()):
+            ends.compare(edge, word, self.backend.timeout or longest_timeout([self.group]))
+        coded = self.coded.get(what, [])
+        self._check_messages(what, messages, coded)
+        for message, (_, _, coding) in zip(messages, coded, strict=True):
+            if coding is None:
+                continue
+            if kind == "send":
+                message.tensor = coding.encode(message.tensor)
+                continue
+            wire, buffer = coding.empty_wire(), message.tensor
+            self.arriving.setdefault((direction, microbatch), []).append((coding, wire, buffer))
+            message.tensor = wire
+        return messages
+
+    def _take(self, direction: str, original: Callable[[int], Any], microbatch: int) -> Any:
+        """What has arrived for a microbatch is put where torch takes it from."""
+        for coding, wire, buffer in self.arriving.pop((direction, microbatch), ()):
+            coding.decode(wire, buffer)
+        return original(microbatch)
+
+    def _check_messages(
+        self, what: tuple[str, str], messages: Sequence[Any], coded: Sequence[Any]
+    ) -> None:
+        """Raises CommpassError where torch sends something else than was planned: another number
+        of messages would be taken for one another."""
+        place = self._place()
+        wanted = [(place.ranks[line.peer], line.shape, line.dtype) for line, _, _ in coded]
+        ranks = [dist.get_group_rank(self.group, each.peer) for each in messages]
+        tensors = [each.tensor for each in messages]
+        found = [
+            (rank, tuple(tensor.shape), tensor.dtype)
+            for rank, tensor in zip(ranks, tensors, strict=True)
+        ]
+        if wanted != found:
+            kind, direction = what
+            raise CommpassError(
+                f"stage {self.stage.stage_index} was planned to {kind} {_said(wanted)} {direction}"
+                f" for each microbatch, but torch asks it to {kind} {_said(found)}. All"
+                " microbatches must have the same shapes; other shapes need stages of their own"
+            )
+
+    # --- the plan ---------------------------------------------------------------------------------
+
+    def _place(self) -> Place:
+        ranks = dict(self.stage.stage_index_to_group_rank)  # which a schedule may change
+        return Place(self.group, ranks, torch.device(self.stage.device))
+
+    def _plan(self, direction: str) -> None:
+        """Decides on all that the stage sends and receives in a direction, says so to the other
+        ends, and compiles what will be needed."""
+        place = self._place()
+        profile = self.backend.profile or default_here(place.device.type)
+        wanted = lines(self.stage, direction)
+        sites, considered = decide_all(wanted, place, self.backend.policy, profile)
+        rules = enumerate(self.backend.policy.rules)
+        plan = Plan(
+            graph=f"stage {self.stage.stage_index} of {self.stage.num_stages}",
+            direction=direction,
+            policy=self.backend.policy.name,
+            profile=profile.name,
+            sites=sites,
+            fallback=ALONE if self.stage.num_stages == 1 else "",
+            matched=tuple(n for n, rule in rules if any(map(rule.matches, sites))),
+        )
+        if self.plans.get(direction) != plan:
+            self.plans[direction] = plan
+            self._record(Outcome(plan, options=considered), profile)
+        self.prepared[direction] += 1
+        for kind in ("recv", "send"):
+            rows = [
+                (line, site, coding_of(line, site, place))
+                for line, site in zip(wanted, sites, strict=True)
+                if line.kind == kind
+            ]
+            self.coded[kind, direction] = rows
+            self.unheard[kind, direction] = self._said(rows, place) if self.answers else []
+            for _, _, coding in rows:
+                if coding is not None:
+                    coding.prepare(encodes=kind == "send")
+
+    def _said(
+        self, rows: Sequence[tuple[Line, PlannedSite, Coding | None]], place: Place
+    ) -> list[tuple[ends.Edge, ends.Word]]:
+        """The edges of some lines to stages of other ranks, with what was said to these."""
+        every = pairs.ends([site for _, site, _ in rows], self.group.rank())
+        found = {}
+        for line, _, _ in rows:
+            if place.is_here(line.peer) or (line.source, line.target) in found:
+                continue
+            times = f"{self.number}/{line.direction}/{self.prepared[line.direction]}"
+            key = f"pipeline/{self.group.group_name}/{line.source}-{line.target}/{times}"
+            rank = dist.get_global_rank(self.group, place.ranks[line.peer])
+            edge = ends.Edge(key, line.source, line.target, line.direction, rank)
+            own = ends.ends_of(every, line.source, line.target)
+            word = ends.Word(self.backend.policy.name, own)
+            ends.say(edge, word)
+            found[line.source, line.target] = (edge, word)
+        return list(found.values())
+
+    def _record(self, outcome: Outcome, profile: Profile) -> None:
+        record.record(outcome)
+        self.backend.summary.add(outcome.plan, trained=False)
+        if (folder := self.backend.dump) is None:
+            return
+        nothing: dict[str, tuple[Any, ...]] = {"before": (), "after": (), "lowered": ()}
+        policy, run = self.backend.policy, self.backend.run
+        try:
+            timeline = Timeline(note=NO_EVENTS)
+            record.write_dump(folder, run, outcome, nothing, timeline, policy, profile)
+        except OSError as error:
+            # A full disk ends no job: the others go on with what was agreed on.
+            record.log.warning(
+                "%s: the dump of %s was not written: %s", folder, outcome.plan.graph, error.strerror
+            )
+
+
+def _said(messages: Sequence[tuple[int, tuple[int, ...], torch.dtype]]) -> str:
+    said = (
+        f"{str(dtype).removeprefix('torch.')}{list(shape)} (rank {rank})"
+        for rank, shape, dtype in messages
+    )
+    return ", ".join(said) or "nothing"

@@ -1,0 +1,55 @@
+"""The residual of a tensor that holds the gradients of several parameters one after another.
+
+The compiled exchange takes it as one tensor. It is kept, named, saved and loaded by parameter, each
+of which has its part of that tensor: so it stays right when parameters are put into other buckets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commpass.passes.rewrite import StateInput
+from commpass.runtime import state
+from commpass.runtime.owners import HookCalls, Owner, owner_of
+
+PLACE = "gradient"
+"""What the residual of a parameter's gradient is called, whatever bucket it is sent in."""
+
+
+class Flat:
+    """The residual of one exchange: flat, in the order of its parameters."""
+
+    def __init__(self, kept: StateInput, calls: HookCalls):
+        self.kept, self.calls = kept, calls
+        self.whole: Tensor | None = None
+        self.parts: list[tuple[Owner, Any, Tensor]] = []
+
+    def now(self) -> Tensor:
+        """It, with what other exchanges of these parameters, a reset or a load have left there."""
+        if self.whole is None:
+            kept = self.kept
+            self.whole = torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
+            self.parts = [(owner, None, part) for owner, part in self._parts(self.whole)]
+        for number, (owner, key, part) in enumerate(self.parts):
+            owner.used += 1
+            if key not in owner.state or owner.state[key][1] is not part:
+                one = dataclasses.replace(self.kept, place=PLACE, number=0, shape=tuple(part.shape))
+                key = state.move(one, self.calls.code, owner, part)
+                self.parts[number] = owner, key, part
+        return self.whole
+
+    def _parts(self, whole: Tensor) -> list[tuple[Owner, Tensor]]:
+        """Each parameter's owner and its part, laid out in memory as the parameter is."""
+        found, start = [], 0
+        for parameter in self.calls.parameters_of_flat:
+            part = whole.narrow(0, start, parameter.numel()).view(parameter.shape)
+            dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+            if dense:
+                part = whole.as_strided(parameter.shape, parameter.stride(), start)
+            found.append((owner_of([parameter]), part))
+            start += parameter.numel()
+        return found
