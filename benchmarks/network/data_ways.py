@@ -24,7 +24,8 @@ import commpass.parallel
 
 from .shared import Allowed, compiled, forced
 
-BUCKET_MB = 4
+BUCKET_MB = 4  # small enough for some to travel while others are computed
+DEFAULT_MB = 25  # DDP's own
 ONE_BUCKET_MB = 1024
 INT8 = forced("int8")
 GRAPH = "graph-alone"
@@ -114,6 +115,7 @@ def in_graph(
 WAYS = {
     "ddp": Way(plain),
     "compute": Way(alone),
+    "ddp-25mb": Way(partial(plain, bucket=DEFAULT_MB)),
     "fp16": Way(fp16),
     "powersgd-1": Way(partial(power, rank=1)),
     "powersgd-4": Way(partial(power, rank=4)),
