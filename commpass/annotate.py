@@ -34,6 +34,16 @@ def open_scopes() -> tuple[str, ...]:
     return _open.get()
 
 
+@contextmanager
+def outside_scopes() -> Iterator[None]:
+    """Within, no scope is open: what runs there has its word from elsewhere."""
+    token = _open.set(())
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
 class Scope:
     """A word to put on a part of a model: decorator of a module class, a module or a function, or
     context manager."""

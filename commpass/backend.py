@@ -52,7 +52,7 @@ from commpass.paths import Places
 from commpass.policy import Policy, policy_named
 from commpass.runtime import agreement, record
 from commpass.runtime.board import greet
-from commpass.runtime.calls import before_each_call, boxed, raising, residuals_for
+from commpass.runtime.calls import before_each_call, boxed, raising, state_for
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.summary import Summary
@@ -230,32 +230,28 @@ class Backend:
         calls.last = _is_last_compile()
         if calls.autograd:
             keep_metadata(gm)
-        return self._compiled(gm, example_inputs, number, calls, mode, options)
-
-    def of_hook(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], calls: Calls
-    ) -> Callable[..., Any]:
-        """Compiles a graph that no one traced: the collective of a hook."""
-        greet()
-        number = str(self.graphs)
-        self.graphs += 1
-        return self._compiled(gm, example_inputs, number, calls, None, {})
-
-    def _compiled(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        number: str,
-        calls: Calls,
-        mode: str | None,
-        options: Mapping[str, Any],
-    ) -> Any:
         with torch._functorch.config.patch(enable_autograd_cache=False):
             if self.inner in ("inductor", "eager"):
                 return calls.around(
                     self._with_inductor(gm, example_inputs, number, calls, mode, options)
                 )
             return calls.around(self._with_aot(gm, example_inputs, number, calls))
+
+    def of_hook(
+        self,
+        gm: fx.GraphModule,
+        direction: str,
+        calls: Calls,
+        compile_graph: Compiler,
+        obstacle: str | None = None,
+    ) -> Callable[[list[Any]], Any]:
+        """Compiles a graph that no one traced, the collective of a hook, whose nodes have fake
+        values: ``compile_graph`` gets it at the end of the road."""
+        greet()
+        number = str(self.graphs)
+        self.graphs += 1
+        stateless = calls.stateless(direction, False)
+        return self.compile(gm, number, direction, calls, stateless, compile_graph, None, obstacle)
 
     def reset(self) -> None:
         """torch._dynamo.reset calls this: all will be compiled, and compared, anew."""
@@ -349,6 +345,7 @@ class Backend:
             profile=profile,
             decompositions=decompositions,
             stateless=stateless,
+            weights=calls.weights(gm, direction, stateless),
             obstacle=obstacle,
             kernels=self.inner == "inductor",
             hook=calls.hook,
@@ -403,17 +400,19 @@ class Backend:
             raise outcome.error
         if direction == "backward":
             calls.keeps = bool(outcome.state)
+        elif outcome.state:
+            calls.refers = True
         more = [kept.fake for kept in outcome.state]
         planned_us = _predicted_us(gm, profile) if plain_us is not None else None
         compiled = compile_graph(gm, more, outcome.pinned or chunked(gm))
-        residuals = residuals_for(outcome.state, gm, calls)
+        state = state_for(outcome.state, gm, calls, direction)
         timed = None
         if outcome.plan.sites and planned_us is not None and plain_us is not None:
             name, judged = f"{number} ({direction})", outcome.plan.changed and profile.measured
             graph = Watched(name, planned_us, plain_us, judged)
             timed = functools.partial(self.watch.timed, graph=graph)
         return before_each_call(
-            compiled, functools.partial(self._check, number + direction), residuals, timed
+            compiled, functools.partial(self._check, number + direction), state, timed
         )
 
     def _planned(

@@ -118,6 +118,12 @@ def _dimensions(mesh: DeviceMesh, group: dist.ProcessGroup) -> Iterator[str]:
             yield name
 
 
+def dimensions() -> tuple[str, ...]:
+    """The names of the dimensions of every mesh of this process, and ``world``."""
+    named = (name for mesh in meshes() for name in mesh.mesh_dim_names or ())
+    return tuple(dict.fromkeys((*named, "world")))
+
+
 class _Meshes:
     """Every mesh of this process. torch keeps no list of them, and a mesh of one dimension leaves
     no other trace: it shares the group of all ranks. So they are found as what refers to their

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from commpass import groups
 from commpass.codecs import codec as codec_named
 from commpass.collectives import DEFAULTS, MOST_CHUNKS, algorithm, check_name, own
 from commpass.errors import PolicyError, nearest
@@ -210,21 +211,25 @@ class Word(_Named):
 @dataclass(frozen=True, kw_only=True)
 class Rule(Word):
     """A word for the sites that match: ``module`` is a glob over module paths (``layers.*.mlp``
-    covers all that is inside; ``**`` crosses dots), ``kind`` one kind or several, ``group`` a glob
-    over group labels or names, ``min_bytes`` the least size of a site in bytes."""
+    covers all that is inside; ``**`` crosses dots), ``kind`` one kind or several, ``group`` one or
+    several globs over group labels or names, ``min_bytes`` the least size of a site in bytes."""
 
     module: str = "**"
     kind: Words = None
     direction: str | None = None
-    group: str | None = None
+    group: Words = None
     min_bytes: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind is not None and not isinstance(self.kind, str):
-            object.__setattr__(self, "kind", tuple(self.kind))
+        for field in ("kind", "group"):
+            words = getattr(self, field)
+            if words is not None and not isinstance(words, str):
+                object.__setattr__(self, field, tuple(words))
         if self.kinds == ():
             raise PolicyError(f"kind=[]: must name a kind{nearest('', KINDS)}")
+        if self.groups == ():
+            raise PolicyError("group=[]: must name a dimension of a mesh, such as 'tp'")
         for kind in self.kinds or ():
             if kind not in KINDS:
                 raise PolicyError(f"unknown kind {kind!r}{nearest(kind, KINDS)}")
@@ -248,9 +253,18 @@ class Rule(Word):
             self._is_about(site.module)
             and (self.kinds is None or site.kind in self.kinds)
             and self.direction in (None, site.direction)
-            and (self.group is None or any(covers(self.group, text) for text in site.labels))
+            and (self.groups is None or self.is_over(site))
             and site.common_bytes >= self.min_bytes
         )
+
+    @property
+    def groups(self) -> tuple[str, ...] | None:
+        """The globs over group labels, None for all."""
+        return _names(self.group)
+
+    def is_over(self, site: Site) -> bool:
+        """Whether the group of a site is one that it names."""
+        return any(covers(glob, text) for glob in self.groups or () for text in site.labels)
 
     def _is_about(self, path: str) -> bool:
         """Whether the module glob covers a path. In a graph that serves several blocks
@@ -373,6 +387,39 @@ class Policy(_Named):
         return Policy(**own | fields | {"rules": (*rules, *base.rules)})
 
     @staticmethod
+    def for_mesh(
+        preset: str, *, tp: Words = None, dp: Words = None, pp: Words = None, **fields: Any
+    ) -> Policy:
+        """A preset of three dimensions, ``taco-3d`` or ``balanced-3d``, told which dimensions of
+        this process's meshes are tensor, data and pipeline parallelism:
+        ``Policy.for_mesh("taco-3d", tp="x", dp=("a", "b"))``.
+
+        ``world`` is the group of all ranks. A role that is not told has the usual names
+        (``DIMENSIONS``), after those that are; one that is ``()`` is left alone. ``fields`` as in
+        ``from_preset``. Raises PolicyError for a preset without dimensions, for one that no mesh
+        has, and for one with two roles.
+        """
+        if preset not in THREE_D:
+            raise PolicyError(f"preset {preset!r} has no dimensions{nearest(str(preset), THREE_D)}")
+        roles = {"tp": _names(tp), "dp": _names(dp), "pp": _names(pp)}
+        told = {role: names for role, names in roles.items() if names is not None}
+        known, role_of = groups.dimensions(), {}
+        for role, names in told.items():
+            for name in names:
+                if name not in known:
+                    why = "no mesh of this process has such a dimension"
+                    raise PolicyError(f"{role}={name!r}: {why}{nearest(name, known)}")
+                if role_of.setdefault(name, role) != role:
+                    raise PolicyError(f"{name!r} is both {role_of[name]} and {role}: give it one")
+        over = told | {role: names for role, names in DIMENSIONS.items() if role not in told}
+        return Policy.from_preset(preset, **{"rules": (), **fields})._over(preset, over)
+
+    def _over(self, preset: str, over: Mapping[str, Sequence[str]]) -> Policy:
+        """A policy whose last rules are those of a preset, with other dimensions."""
+        own = self.rules[: len(self.rules) - len(PRESETS[preset].rules)]
+        return dataclasses.replace(self, rules=(*own, *_rules_over(THREE_D[preset], over)))
+
+    @staticmethod
     def from_toml(path: str | Path) -> Policy:
         """A policy from a file. Raises PolicyError with file, line and what was expected there."""
         return _from_toml(Path(path))
@@ -391,6 +438,108 @@ def _said(of: Policy | Rule) -> dict[str, Any]:
     """The fields that are not what they are if nothing is said."""
     values = {f.name: (getattr(of, f.name), f.default) for f in dataclasses.fields(of)}
     return {name: value for name, (value, default) in values.items() if value != default}
+
+
+DIMENSIONS = {
+    "tp": ("tp", "tensor*", "model", "model_parallel", "mp"),
+    "dp": ("dp", "dp_*", "*fsdp", "hsdp", "ddp", "data*", "shard", "replicate"),
+    "pp": ("pp", "pipe*", "stage*"),
+}
+"""What the dimensions of meshes are usually called (torch's tutorials, torchtitan, Accelerate,
+Lightning, Megatron): globs by role."""
+SDP4BIT = (
+    Rule(
+        kind="all_gather",
+        direction="forward",
+        codec="difference(inner=sdp4bit(part=weight))",
+        max_error=0.2,  # of the difference, not of the weight
+    ),
+    Rule(
+        kind=("reduce_scatter", "all_reduce"),
+        direction="backward",
+        codec="sdp4bit(bits=8)",
+        algorithm=("direct", "two_shot", "hierarchical(between=sdp4bit)"),
+        max_error=0.15,
+    ),
+)
+# Gradients go back as the published scripts have it, as plain 6-bit integers in tiles of 32.
+TAHQUANT = (
+    Rule(kind=("send", "recv"), direction="forward", codec="tahquant", max_error=0.15),
+    Rule(
+        kind=("send", "recv"),
+        direction="backward",
+        codec="int6(block=32, stored=bf16)",
+        max_error=0.15,
+    ),
+)
+SUMS_OF_LAYERS = ("all_reduce", "all_gather", "reduce_scatter")
+"""What tensor parallelism sends, with sequence parallelism or without."""
+THREE_D: dict[str, dict[str, tuple[Rule, ...]]] = {
+    # TACO, section 5: tensor parallelism by TACO, data parallelism by SDP4Bit, pipeline
+    # parallelism by TahQuant.
+    "taco-3d": {
+        "tp": (
+            Rule(
+                kind=SUMS_OF_LAYERS,
+                codec="taco",
+                algorithm=("two_shot", "direct"),
+                max_error=0.04,
+            ),
+        ),
+        "dp": SDP4BIT,
+        "pp": TAHQUANT,
+    },
+    # Our own: at each of these sites no more bytes, and less error (benchmarks/three_d.py).
+    "balanced-3d": {
+        "tp": (
+            Rule(
+                kind=SUMS_OF_LAYERS,
+                codec="rotated",
+                algorithm=("two_shot", "direct"),
+                max_error=0.04,
+            ),
+        ),
+        "dp": (
+            Rule(
+                kind="all_gather",
+                direction="forward",
+                codec="difference(inner=table(bits=4, block=2048))",
+                max_error=0.2,
+            ),
+            Rule(
+                kind=("reduce_scatter", "all_reduce"),
+                direction="backward",
+                codec="rotated",
+                algorithm=("direct", "two_shot", "hierarchical(between=rotated(bits=4))"),
+                max_error=0.15,
+            ),
+        ),
+        "pp": (
+            Rule(
+                kind=("send", "recv"),
+                direction="forward",
+                codec="tahquant(form=companded)",
+                max_error=0.15,
+            ),
+            Rule(
+                kind=("send", "recv"),
+                direction="backward",
+                codec="rotated(bits=6, block=32, scale=lsq)",
+                max_error=0.15,
+            ),
+        ),
+    },
+}
+"""Presets of three dimensions: the rules of each role, tensor, data and pipeline parallelism."""
+
+
+def _rules_over(
+    roles: Mapping[str, Sequence[Rule]], over: Mapping[str, Sequence[str]]
+) -> Iterator[Rule]:
+    """The rules of all roles over their dimensions, in the order of ``over``."""
+    for role, names in over.items():
+        for rule in roles[role] if names else ():
+            yield dataclasses.replace(rule, group=tuple(names))
 
 
 PRESETS: dict[str, Policy] = {
@@ -441,31 +590,17 @@ PRESETS: dict[str, Policy] = {
         rules=(Rule(kind="all_reduce", direction="forward", codec="int4", algorithm="one_shot"),),
         max_error=0.15,
     ),
-    # SDP4Bit, gradients of sharded data parallelism: 8 bits inside a host, 4 between hosts that
-    # the profile knows. Better at the same bits: "balanced" inside, "aggressive" between.
-    "sdp4bit": Policy(
-        name="sdp4bit",
-        rules=(
-            Rule(
-                kind="reduce_scatter",
-                direction="backward",
-                codec="sdp4bit(bits=8)",
-                algorithm=("direct", "hierarchical(between=sdp4bit)"),
-            ),
-        ),
-        max_error=0.15,
-    ),
-    # TahQuant: activations from one pipeline stage to the next, and their gradients back, which its
-    # published scripts code as plain 6-bit integers in tiles of 32.
-    # Better at the same bits: "aggressive", if no few values are far above all others.
-    "tahquant": Policy(
-        name="tahquant",
-        rules=(
-            Rule(kind=("send", "recv"), direction="forward", codec="tahquant"),
-            Rule(kind=("send", "recv"), direction="backward", codec="int6(block=32, stored=bf16)"),
-        ),
-        max_error=0.15,
-    ),
+    # SDP4Bit, sharded data parallelism: weights as 4 bits of their difference to what receivers
+    # hold; gradients in 8 bits inside a host, in 4 between hosts that the profile knows.
+    # Better at the same bits: what "balanced-3d" has for data parallelism.
+    "sdp4bit": Policy(name="sdp4bit", rules=SDP4BIT, max_error=0.2),
+    # TahQuant: activations from one pipeline stage to the next, and their gradients back.
+    # Better at the same bits: what "balanced-3d" has for pipeline parallelism.
+    "tahquant": Policy(name="tahquant", rules=TAHQUANT, max_error=0.15),
+    **{
+        name: Policy(name=name, rules=tuple(_rules_over(roles, DIMENSIONS)))
+        for name, roles in THREE_D.items()
+    },
 }
 """Policies by name. ``lossless`` is the default and loses no bit of what travels; the lossy ones
 are opted into. Those with the names of papers are as published, as far as rules can say it, and

@@ -231,6 +231,7 @@ class _Planner(Backend):
                 profile=profile,
                 decompositions=decompositions,
                 stateless=stateless,
+                weights=calls.weights(gm, direction, stateless),
                 obstacle=obstacle,
                 hidden=run.hidden,
                 hides=True,

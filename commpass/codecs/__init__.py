@@ -9,6 +9,12 @@ from commpass.codecs.raw import RawCodec
 from commpass.codecs.registry import NAMES, codec
 from commpass.codecs.rows import ALIGNMENT, cut, cut_apart, pad
 from commpass.codecs.sparse import SparseCodec, sum_by_index
+from commpass.codecs.wrappers.difference import (
+    DifferenceCodec,
+    change,
+    changed,
+    next_reference,
+)
 
 __all__ = [
     "ALIGNMENT",
@@ -17,14 +23,18 @@ __all__ = [
     "VALUES",
     "CastCodec",
     "Codec",
+    "DifferenceCodec",
     "Domain",
     "RawCodec",
     "SparseCodec",
     "Wire",
     "accumulation_dtype",
+    "change",
+    "changed",
     "codec",
     "cut",
     "cut_apart",
+    "next_reference",
     "operators",
     "pad",
     "sum_by_index",

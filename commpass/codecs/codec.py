@@ -104,6 +104,11 @@ class Codec(ABC):
         """The codec of values that have entered the domain: its decode does not leave it."""
         return self
 
+    def kept(self, x: Tensor, ranks: int) -> Tensor:
+        """Zeros of the shape and dtype of the ``state`` for a collective of ``x`` on so many ranks:
+        what was not sent, in which sums are made. For codecs that need some."""
+        return x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype))
+
     def salted(self, *salt: int) -> Codec:
         """The same codec for one who encodes: ``salt`` says who and where (the rank, the hop of the
         algorithm, the piece); random numbers are others for each. Any of them decodes a wire; since

@@ -22,7 +22,7 @@ def _fits_all(codec: Codec, ranks: int) -> str | None:
 class Algorithm:
     """An algorithm of one kind of collective, by name with its parameters (``spec``).
 
-    ``run(x, request, codec)`` are its steps; of a ``stateful`` one ``run(x, request, codec,
+    ``run(x, request, codec)`` are its steps; with a codec that needs state ``run(x, request, codec,
     state)``, which end in the result and the new state. ``encodes(codec, ranks)`` are the codecs
     that a value meets on its way, each with the share of the result's variance that is then in it
     (for ranks whose values are independent). ``obstacle`` says why it cannot work with a codec on
@@ -38,7 +38,6 @@ class Algorithm:
     encodes: Callable[[Codec, int], Encodes] = lambda codec, ranks: ((codec, 1.0),)
     obstacle: Callable[[Codec, int], str | None] = _fits_all
     domain: Callable[[Codec], str] = lambda codec: ""
-    stateful: bool = False
     keeps: Callable[[Codec], bool] = lambda codec: isinstance(codec, RawCodec)
     chunks: int = 1
     sends: Callable[[Codec], torch.dtype] = lambda codec: torch.uint8

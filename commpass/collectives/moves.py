@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.codecs import Codec, cut_apart, operators
+from commpass.codecs import (
+    Codec,
+    DifferenceCodec,
+    change,
+    changed,
+    cut_apart,
+    next_reference,
+    operators,
+)
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.reductions import flow_of, no_sparse
 from commpass.collectives.request import Broadcast, Gather, Move, Request, Rows, ops, scatter
@@ -24,6 +32,19 @@ def all_gather_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> S
     """``[n, ...]`` of every rank to ``[ranks * n, ...]``: encode once, gather, decode all."""
     rows = yield from _moved(x.reshape(1, -1), x.dtype, coder, flow, Gather(request))
     return rows.reshape(request.ranks * x.shape[0], *x.shape[1:])
+
+
+def difference_steps(
+    x: Tensor, request: Request, coder: DifferenceCodec, held: Tensor, flow: Flow
+) -> Steps:
+    """``[n, ...]`` of every rank to ``[ranks * n, ...]``, as the difference to what all ranks
+    ``held`` of it, of that shape; the steps end in what they hold now, and in what the next
+    difference is taken to (SDP4Bit, weights)."""
+    rows = held.reshape(request.ranks, -1)
+    own = change(x.reshape(1, -1), rows.narrow(0, request.rank, 1))
+    by = yield from _moved(own, own.dtype, coder.inner, flow, Gather(request))
+    now = changed(rows, by, x.dtype).to(x.dtype).reshape(held.shape)
+    return now, next_reference(now, held)
 
 
 def broadcast_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
@@ -140,8 +161,24 @@ def direct(
     ``static``, its static part goes first, and has the sizes of the rest in it; ``sizes``, sizes go
     first, then all together (ZipCCL, designs 2 and 1)."""
     flow = flow_of(chunks, shards, first)
-    if kind == "all_to_all":
-        steps: Any = all_to_all_steps
-    else:
-        steps = all_gather_steps if kind == "all_gather" else broadcast_steps
-    return Algorithm(spec, kind, partial(steps, flow=flow), obstacle=no_sparse, chunks=flow.chunks)
+    steps: Any = {
+        "all_gather": gather_steps,
+        "all_to_all": all_to_all_steps,
+        "broadcast": broadcast_steps,
+    }[kind]
+    obstacle = _gather_obstacle if kind == "all_gather" else no_sparse
+    return Algorithm(spec, kind, partial(steps, flow=flow), obstacle=obstacle, chunks=flow.chunks)
+
+
+def gather_steps(
+    x: Tensor, request: Request, coder: Codec, held: Tensor | None = None, *, flow: Flow
+) -> Steps:
+    """An all_gather of codes, or of codes of the difference to what all ranks ``held``."""
+    if isinstance(coder, DifferenceCodec):
+        assert held is not None
+        return difference_steps(x, request, coder, held, flow)
+    return all_gather_steps(x, request, coder, flow)
+
+
+def _gather_obstacle(coder: Codec, ranks: int) -> str | None:
+    return None if isinstance(coder, DifferenceCodec) else no_sparse(coder, ranks)

@@ -20,7 +20,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from commpass.codecs import FLOATS, Codec, SparseCodec, accumulation_dtype
+from commpass.codecs import FLOATS, Codec, DifferenceCodec, SparseCodec, accumulation_dtype
 from commpass.codecs import codec as codec_named
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.data_sized import sizes_of_data
@@ -235,6 +235,12 @@ def _checked(kind: str, codec: str, name: str, ranks: int) -> str:
     """The algorithm's full name. Raises PolicyError if it cannot carry out this kind with this
     codec on so many ranks."""
     chosen = _named(kind, name)
+    if isinstance(codec_named(codec), DifferenceCodec):
+        raise PolicyError(
+            f"{kind}: codec {codec!r} needs what the receivers hold, which graphs and the doors of"
+            " commpass.parallel keep for parameters; give a codec without state, or encode and"
+            " decode with commpass.codec(...).against(reference)"
+        )
     if obstacle := chosen.obstacle(codec_named(codec), ranks):
         raise PolicyError(f"{kind} by {chosen.spec}: {obstacle}")
     return chosen.spec

@@ -211,7 +211,7 @@ def no_sparse(coder: Codec, ranks: int) -> str | None:
     if isinstance(coder, SparseCodec):
         return f"{coder.spec} needs {coder.state}, which only algorithm 'sparse' keeps"
     return (
-        f"{coder.spec} needs {coder.state}, which no algorithm keeps"
+        f"{coder.spec} needs {coder.state}, which is kept for an all_gather of parameters alone"
         if coder.state is not None
         else None
     )
@@ -361,7 +361,7 @@ def hierarchical(
 def sparse(kind: str, spec: str) -> Algorithm:
     """An all-gather of selected values and indices, with error feedback; for codecs that select
     (topk, dgc, ...)."""
-    return Algorithm(spec, kind, sparse_steps, obstacle=_needs_sparse, stateful=True)
+    return Algorithm(spec, kind, sparse_steps, obstacle=_needs_sparse)
 
 
 MOST_CHUNKS = 64

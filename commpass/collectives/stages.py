@@ -19,7 +19,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commpass.codecs import Codec, accumulation_dtype, codec, operators
+from commpass.codecs import Codec, codec, operators
 from commpass.collectives import data_sized, messages
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.request import Request, ops
@@ -103,7 +103,7 @@ def record_stages(
     """The stages of an algorithm for a tensor on ``meta``, or a fake one, whose sizes may be
     symbolic: then so are those of the stages. Bytes that depend on values are a ``gaussian``'s, or
     else the fewest that there can be."""
-    state = [x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype))] if chosen.stateful else []
+    state = [coder.kept(x, request.ranks)] if coder.state is not None else []
     recorder = _Recorder(request)
     fixed = all(isinstance(size, int) for size in x.shape)
     with (

@@ -6,6 +6,7 @@ compiled graph. Eager doors, for exchanges that never reach a graph: ``compress_
 """
 
 from commpass.parallel.ddp import compress_ddp
+from commpass.parallel.fsdp import compress_fsdp
 from commpass.parallel.pipeline import compress_pipeline
 
-__all__ = ["compress_ddp", "compress_pipeline"]
+__all__ = ["compress_ddp", "compress_fsdp", "compress_pipeline"]

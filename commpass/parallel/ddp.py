@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ def compress_ddp(
     model: nn.Module,
     policy: str | Path | Policy = "lossless",
     *,
+    inner: str | Callable[..., Any] = "inductor",
     profile: str | Path | Profile | None = None,
     strict: bool = False,
     dump: str | os.PathLike[str] | None = None,
@@ -65,7 +66,7 @@ def compress_ddp(
     gradients never come to a hook.
     """
     ddp = _checked(model)
-    made = backend(policy, profile=profile, strict=strict, dump=dump, timeout=timeout)
+    made = backend(policy, inner=inner, profile=profile, strict=strict, dump=dump, timeout=timeout)
     door = DDPDoor(ddp, Exchanges(made))
     ddp.register_comm_hook(door, _hook)
     return door
@@ -148,7 +149,7 @@ class DDPDoor:
         self._ddp = weakref.ref(ddp)
         self._names = parameter_names(ddp)
         self._words = words_of(ddp)
-        self._parts: dict[tuple[int, ...], list[Part]] = {}
+        self._parts: dict[Any, list[Part]] = {}
         self._provisional = _provisional_steps(ddp)
         self._now, self._last = _Step([]), _Step([])
         self._waits_for_end = False
@@ -277,7 +278,7 @@ def _plain(x: Tensor, group: dist.ProcessGroup) -> None:
         dist.all_reduce(x, group=group)
 
 
-def _in_order(jobs: list[Callable[[], None]]) -> None:
+def _in_order(jobs: Sequence[Callable[[], None]]) -> None:
     for job in jobs:
         job()
 

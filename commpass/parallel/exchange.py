@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from commpass.annotate import KEY
+from commpass.annotate import KEY, outside_scopes
 from commpass.backend import Backend
 from commpass.errors import CommpassError
+from commpass.parallel.sharing import Shared, with_fakes
+from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.meta import PLACE
 from commpass.plan import Plan
 from commpass.runtime import record
+from commpass.runtime.calls import boxed
 from commpass.runtime.owners import HookCalls
 
 
@@ -28,9 +31,9 @@ from commpass.runtime.owners import HookCalls
 class Exchange:
     """What a hook sends: ``kind`` and ``op`` as in a site, over the group named ``group`` of
     ``ranks`` ranks, for the module at ``module``, in ``direction``; ``hook`` is who sends it, in
-    the names of its state. ``word`` is what ``compress`` or ``keep`` says of it, as JSON. ``flat``
-    says that it sends the gradients of its parameters one after another: state is then kept by
-    parameter.
+    the names of its state. ``word`` is what ``compress`` or ``keep`` says of it, as JSON;
+    ``obstacle`` is why it is left as it is, if it must be. ``flat`` says that it sends the
+    gradients of its parameters one after another: state is then kept by parameter.
 
     A mean (``op="avg"``) is the sum of values that each rank has multiplied by 1 / ``ranks`` before
     it sends them, as DDP has it: the library need not know means, and no sum overflows that its
@@ -45,6 +48,7 @@ class Exchange:
     hook: str
     op: str = "sum"
     word: str | None = None
+    obstacle: str | None = None
     flat: bool = False
 
     def graph(self, inplace: bool) -> fx.GraphModule:
@@ -87,18 +91,20 @@ class Exchanges:
 
     backend: Backend
     compiled: dict[Any, tuple[Callable[..., Any], Plan]] = field(default_factory=dict)
+    shared: Shared = field(default_factory=Shared)
 
     def run(
         self, what: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
     ) -> None:
-        """Sends ``x`` and puts the result into ``out``, or into ``x`` itself. ``of`` are the
-        parameters whose state is kept, if a codec keeps any."""
+        """Sends ``x`` and puts the result into ``out``, or into ``x`` itself; the two do not
+        overlap. ``of`` are the parameters whose state is kept, if a codec keeps any."""
         self.get(what, x, out, of)[0](*([x] if out is None else [x, out]))
 
     def get(
         self, what: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
     ) -> tuple[Callable[..., Any], Plan]:
-        """The compiled exchange and its plan."""
+        """The compiled exchange and its plan. One that the plan leaves as it is may be sent as it
+        would be without us: nothing was compiled for it."""
         shape = None if out is None else tuple(out.shape)
         key = (what, tuple(x.shape), x.dtype, x.device, shape, *map(id, of))
         if key not in self.compiled:
@@ -109,17 +115,25 @@ class Exchanges:
         self, what: Exchange, x: Tensor, out: Tensor | None, of: Sequence[Tensor]
     ) -> tuple[Callable[..., Any], Plan]:
         before = len(record.plans())
-        inputs = [x] if out is None else [x, out]
-        with torch.no_grad():
-            calls = HookCalls(what.direction, what.hook, of, what.flat)
-            function = self.backend.of_hook(what.graph(out is None), inputs, calls)
-            made = record.plans()[before:]
+        gm = what.graph(out is None)
+        with_fakes(gm, [x] if out is None else [x, out])
+        calls = HookCalls(what.direction, what.hook, of, what.flat)
+        inductor = self.backend.inner == "inductor"
+
+        def compile_graph(gm: fx.GraphModule, more: Sequence[Any], pinned: bool) -> Any:
+            if not inductor or not any(MARK in node.meta for node in gm.graph.nodes):
+                return boxed(gm.forward)
+            return self.shared.compiled(gm, pinned)
+
+        with torch.no_grad(), outside_scopes():
+            function = self.backend.of_hook(gm, what.direction, calls, compile_graph, what.obstacle)
+        made = record.plans()[before:]
         if len(made) != 1:
             raise CommpassError(f"the exchange of {what} made {len(made)} plans instead of one")
 
         def run(*tensors: Tensor) -> None:
-            with torch.no_grad():
-                function(*tensors)
+            with torch.no_grad(), outside_scopes():
+                function(list(tensors))
 
         return run, made[0]
 

@@ -175,6 +175,8 @@ class Compressed:
         for edge, word in self.unheard.pop(what, ()):
             ends.compare(edge, word, self.backend.timeout or longest_timeout([self.group]))
         coded = self.coded.get(what, [])
+        if all(coding is None for _, _, coding in coded):
+            return messages
         self._check_messages(what, messages, coded)
         for message, (_, _, coding) in zip(messages, coded, strict=True):
             if coding is None:

@@ -250,7 +250,7 @@ def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> s
     """Why an algorithm cannot, or may not, carry out a site with a codec."""
     if obstacle := chosen.obstacle(coder, site.group_size):
         return obstacle
-    if chosen.stateful and site.stateless:
+    if coder.state is not None and site.stateless:
         return f"{coder.spec} needs {coder.state}, but {site.stateless}"
     if site.reduce_op is not None and coder.lossless and not reassociate:
         return (

@@ -41,8 +41,9 @@ def choose(
     known: Known | None = None,
 ) -> tuple[PlannedSite, ...]:
     """The chosen candidate of every site. ``kernels`` says whether sites may share kernels that
-    nobody asked for; the one site of a ``hook`` shares them with other graphs. Where it is ``known`` from before whether a site is hidden it stays so; of the
-    others the end of the graph decides, if its ``course`` is there."""
+    nobody asked for; the one site of a ``hook`` shares them with other graphs. Where it is
+    ``known`` from before whether a site is hidden it stays so; of the others the end of the graph
+    decides, if its ``course`` is there."""
     rows = zip(sites, options, allowed, strict=True)
     plan = [_chosen(site, its, terms, profile) for site, its, terms in rows]
     if known is not None and any(site.compressed for site in plan):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -28,6 +28,13 @@ from commpass.passes.graph.parse import (
     parse,
     value_of,
     waited,
+)
+from commpass.passes.references import (
+    SEVERAL_TIMES,
+    UNKNOWN,
+    Weights,
+    is_gathered_again,
+    parameters_behind,
 )
 from commpass.plan import NOBODY, Site
 from commpass.policy import NOTHING, Allowed
@@ -80,7 +87,8 @@ AGAIN = "it runs again what forward sent, and must send the same"
 @dataclass(frozen=True)
 class GraphSite:
     """A site with its place in the graph, and what the policy allows it: ``outputs`` hold its
-    result after the wait; all are replaced together."""
+    result after the wait; all are replaced together. ``parameters`` are the numbers, among what the
+    owner of a call has, of those that an all_gather is of, if it may keep a reference."""
 
     site: Site
     module: fx.GraphModule
@@ -88,6 +96,7 @@ class GraphSite:
     position: int
     outputs: tuple[fx.Node, ...]
     allowed: Allowed = NOTHING
+    parameters: tuple[int, ...] = ()
 
     @property
     def input(self) -> fx.Node:
@@ -103,11 +112,14 @@ class GraphSite:
 
 
 def discover(
-    gm: fx.GraphModule, direction: str = "forward", stateless: str | None = NOBODY
+    gm: fx.GraphModule,
+    direction: str = "forward",
+    stateless: str | None = NOBODY,
+    weights: Weights = UNKNOWN,
 ) -> list[GraphSite]:
     """Every site of a graph and its sub-graphs, whatever form its collective takes. ``stateless``
-    says why no state can be kept. A collective that a backward graph recomputes is a forward
-    site."""
+    says why what was not sent cannot be kept, and ``weights`` which gathers may keep a reference.
+    A collective that a backward graph recomputes is a forward site."""
     found: list[GraphSite] = []
     labels_of = functools.cache(groups.labels_of)  # the meshes are looked for once
     for prefix, module in graph_modules(gm):
@@ -118,19 +130,24 @@ def discover(
             if call is None:
                 continue
             again = direction == "backward" and recomputed(node, reached)
-            why = (
-                "it is in a region that may run several times"
-                if prefix
-                else AGAIN
-                if again
-                else stateless
-            )
+            why = SEVERAL_TIMES if prefix else AGAIN if again else stateless
             towards = "forward" if again else direction
-            found += [
-                _found(module, prefix, call, i, order, towards, why, labels_of)
-                for i in range(len(call.inputs))
-            ]
+            for i in range(len(call.inputs)):
+                one = _found(module, prefix, call, i, order, towards, why, labels_of)
+                if one.site.kind == "all_gather" and not prefix:
+                    one = _with_parameters(one, weights, again or is_gathered_again(node))
+                found.append(one)
     return found
+
+
+def _with_parameters(found: GraphSite, weights: Weights, again: bool) -> GraphSite:
+    """An all_gather with the parameters that it is of, or with why it may keep no reference."""
+    source = found.call.inputs[found.position]
+    behind = parameters_behind(source, weights, again)
+    if isinstance(behind, str):
+        return replace(found, site=replace(found.site, stateless=behind))
+    symbolic = SYMBOLIC if found.site.dynamic else None
+    return replace(found, site=replace(found.site, stateless=symbolic), parameters=behind)
 
 
 def _found(

@@ -20,7 +20,7 @@ from commpass.passes.candidates import scoring
 from commpass.passes.choose import choose
 from commpass.passes.chunk import chunk
 from commpass.passes.contract import Contracts, Pass
-from commpass.passes.discover import discover
+from commpass.passes.discover import GraphSite, discover
 from commpass.passes.fuse import fuse
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules
@@ -40,11 +40,15 @@ CHECK = "COMMPASS_CHECK"
 does."""
 
 
+def _discovered(road: Road) -> list[GraphSite]:
+    return discover(road.gm, road.direction, road.stateless, road.weights)
+
+
 def _discover(road: Road) -> Road:
     for _, module in graph_modules(road.gm):  # a graph that has been here before
         for node in module.graph.nodes:
             node.meta.pop(MARK, None)
-    found = tuple(discover(road.gm, road.direction, road.stateless))
+    found = tuple(_discovered(road))
     if (why := road.obstacle) is not None:
         found = tuple(
             dataclasses.replace(f, site=dataclasses.replace(f.site, obstacle=why)) for f in found
@@ -57,7 +61,7 @@ def _simplify(road: Road) -> Road:
     if not road.found or road.policy.off or road.obstacle is not None:
         return road
     applied = simplify(road.gm, road.found, road.policy, road.profile)
-    found = still_allowed(discover(road.gm, road.direction, road.stateless), road.policy)
+    found = still_allowed(_discovered(road), road.policy)
     return dataclasses.replace(road, simplified=applied, found=found)
 
 
@@ -67,7 +71,7 @@ def _group(road: Road) -> Road:
     grouped = group(road.gm, road.found, road.policy, road.profile, road.direction)
     if not grouped:
         return road
-    found = still_allowed(discover(road.gm, road.direction, road.stateless), road.policy)
+    found = still_allowed(_discovered(road), road.policy)
     return dataclasses.replace(road, grouped=grouped, found=found)
 
 
@@ -75,7 +79,7 @@ def _chunk(road: Road) -> Road:
     if not road.found or road.policy.off or road.obstacle is not None:
         return road
     done = chunk(road.gm, road.found, road.policy, road.profile, road.direction)
-    found = still_allowed(discover(road.gm, road.direction, road.stateless), road.policy)
+    found = still_allowed(_discovered(road), road.policy)
     return dataclasses.replace(road, chunked=done, found=found)
 
 

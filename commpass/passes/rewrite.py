@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from commpass.codecs import accumulation_dtype
+from commpass.codecs import Codec, codec
 from commpass.passes.discover import GraphSite
 from commpass.passes.graph.marks import MARK, PARTS
 from commpass.passes.graph.parse import is_size, is_wait, items, parse, value_of
+from commpass.passes.references import Source, source_of
 from commpass.passes.template import (
     Decompositions,
     Templates,
-    algorithm_of,
     fake_of,
     inductor_decompositions,
     inputs_of,
@@ -39,7 +39,10 @@ from commpass.plan import PlannedSite
 class StateInput:
     """State that a site keeps between calls: a new last input of its graph. ``place`` names it for
     good: where in the model, which direction, kind and shape; ``number`` which of several such in
-    its graph. ``reaches`` are the numbers of those outputs of the graph that depend on the site."""
+    its graph. ``reaches`` are the numbers of those outputs of the graph that depend on the site.
+
+    State of an all_gather is what all ranks hold of its result: ``source`` is what it gathers, with
+    which that begins, and ``parameters`` the numbers of those that it is of."""
 
     place: str
     number: int
@@ -50,6 +53,8 @@ class StateInput:
     dtype: torch.dtype
     device: torch.device
     fake: Tensor
+    source: Source | None = None
+    parameters: tuple[int, ...] = ()
 
 
 def rewrite(
@@ -73,10 +78,10 @@ def rewrite(
         mode,
     ):  # the dispatcher: for symbolic sizes
         for site, planned in chosen:
-            how = algorithm_of(planned)
-            if how.stateful:
-                kept.append(_keep(site, planned, kept))
-            inputs = inputs_of(site, how)
+            coder = codec(planned.codec)
+            if coder.state is not None:
+                kept.append(_keep(site, planned, coder, kept))
+            inputs = inputs_of(site, coder)
             results = splice(site, planned.name, templates.of(site, planned, inputs), inputs)
             if len(results) > 1:
                 _update(inputs[-1], results[1])
@@ -98,18 +103,21 @@ STATE = "commpass_state"
 """The beginning of the names of inputs that hold state."""
 
 
-def _keep(found: GraphSite, planned: PlannedSite, before: Sequence[StateInput]) -> StateInput:
-    """Adds an input for the state of a site: of its shape, in the dtype in which sums are made."""
+def _keep(
+    found: GraphSite, planned: PlannedSite, coder: Codec, before: Sequence[StateInput]
+) -> StateInput:
+    """Adds an input for the state that a codec needs for a site."""
     fake, graph = fake_of(found.input), found.module.graph
     shape = "x".join(str(size) for size in planned.shape)
     place = (
         f"{planned.module or 'root'}/{planned.direction}/{planned.kind}/{planned.dtype}[{shape}]"
     )
     number = sum(state.place == place for state in before)
+    source = source_of(found.input) if found.parameters else None
     placeholders = graph.find_nodes(op="placeholder")
     with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before():
         node = graph.placeholder(f"{STATE}_{len(before)}")
-    value = torch.zeros(fake.shape, dtype=accumulation_dtype(fake.dtype), device=fake.device)
+    value = coder.kept(fake, planned.group_size)
     node.meta["val"] = value
     reaches = reached_outputs(found.outputs)
     op = planned.reduce_op or "sum"
@@ -119,10 +127,12 @@ def _keep(found: GraphSite, planned: PlannedSite, before: Sequence[StateInput]) 
         reaches,
         op,
         planned.group,
-        tuple(fake.shape),
+        tuple(value.shape),
         value.dtype,
         fake.device,
         value,
+        source,
+        found.parameters,
     )
 
 

@@ -12,6 +12,7 @@ from commpass.passes.chunk import Chunked
 from commpass.passes.discover import GraphSite
 from commpass.passes.hidden import Known
 from commpass.passes.move import Moved
+from commpass.passes.references import UNKNOWN, Weights
 from commpass.passes.rewrite import StateInput
 from commpass.passes.sizes import Limit
 from commpass.passes.template import Decompositions
@@ -22,6 +23,7 @@ from commpass.policy import Policy
 @dataclass(frozen=True, kw_only=True)
 class Road:
     """A graph on its way: what goes in, and what the passes have found and chosen so far.
+    ``stateless`` and ``weights`` say which of its collectives may keep state, as in ``discover``;
     ``obstacle`` says why none of its collectives may be changed, whatever the policy says;
     ``kernels`` whether Inductor compiles it, which can then compile what sites share as well.
     ``hook`` says that it is the one exchange of a hook, which has many graphs like it.
@@ -41,6 +43,7 @@ class Road:
     options: tuple[Options, ...] = ()
     sites: tuple[PlannedSite, ...] | None = None
     stateless: str | None = NOBODY
+    weights: Weights = UNKNOWN
     obstacle: str | None = None
     kernels: bool = False
     hook: bool = False

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass import groups
-from commpass.codecs import codec, operators
+from commpass.codecs import Codec, codec, operators
 from commpass.collectives import Algorithm, Request, algorithm
 from commpass.collectives import run as run_steps
 from commpass.collectives.data_sized import sizes_of_data
@@ -106,7 +106,7 @@ def trace(
             tag=planned.tag,
             by_messages=planned.by_messages,
         )
-        state = given[len(values) - chosen.stateful :]
+        state = given[len(values) - (coder.state is not None) :]
         return run_steps(chosen.run(given[0], request, coder, *state))
 
     with sizes_of_data(coder, values[0], traced=True), operators.as_operators():
@@ -128,10 +128,11 @@ def without_tensors(traced: fx.Graph, what: str) -> fx.Graph:
     return traced
 
 
-def inputs_of(found: GraphSite, chosen: Algorithm) -> list[fx.Node]:
+def inputs_of(found: GraphSite, coder: Codec) -> list[fx.Node]:
     """What an algorithm takes from the graph: its tensor, the symbolic lengths of an all-to-all,
-    and the state that it keeps, which is the input that was added last."""
-    state = found.module.graph.find_nodes(op="placeholder")[-1:] if chosen.stateful else []
+    and the state that the codec needs, which is the input that was added last."""
+    added = coder.state is not None
+    state = found.module.graph.find_nodes(op="placeholder")[-1:] if added else []
     return [found.input, *sizes_of(found), *state]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from commpass.passes.rewrite import StateInput
-from commpass.runtime import state
+from commpass.runtime import references, state
 from commpass.runtime.flat import Flat
 from commpass.runtime.owners import Calls, HookCalls, part_of
 
@@ -21,8 +21,9 @@ Compiler = Callable[..., Any]
 
 @dataclass(frozen=True)
 class OfParameters:
-    """State that a site keeps, the numbers of the parameters whose gradients it serves (() if that
-    is not known), and which one of its place it is among those that serve the same."""
+    """State that a site keeps, the numbers of the parameters that it is of, or whose gradients it
+    serves (() if that is not known), and which one of its place it is among those that have the
+    same."""
 
     of: StateInput
     parameters: tuple[int, ...]
@@ -34,7 +35,7 @@ def of_whom(kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> lis
     outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
     found: list[OfParameters] = []
     for one in kept:
-        parameters = calls.parameters(outputs, one.reaches)
+        parameters = one.parameters or calls.parameters(outputs, one.reaches)
         like = [
             each for each in found if (each.of.place, each.parameters) == (one.place, parameters)
         ]
@@ -42,35 +43,44 @@ def of_whom(kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> lis
     return found
 
 
-def residuals_for(
-    kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls
-) -> Callable[[], list[torch.Tensor]]:
-    """What gives the state that each call of a graph needs."""
+def state_for(
+    kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls, direction: str
+) -> Callable[[Sequence[Any]], list[torch.Tensor]]:
+    """What gives the state that each call of a graph needs beside its inputs."""
     if isinstance(calls, HookCalls) and calls.parameters_of_flat:
         flats = [Flat(one, calls) for one in kept]
-        return lambda: [flat.now() for flat in flats]
-    return functools.partial(residuals_of, of_whom(kept, gm, calls), calls)
+        return lambda inputs: [flat.now() for flat in flats]
+    return functools.partial(state_of, of_whom(kept, gm, calls), calls, direction)
 
 
-def residuals_of(kept: Sequence[OfParameters], calls: Calls) -> list[torch.Tensor]:
-    """The state that a graph is called with: that of the instance whose call it is."""
+def state_of(
+    kept: Sequence[OfParameters], calls: Calls, direction: str, inputs: Sequence[Any]
+) -> list[torch.Tensor]:
+    """The state that a graph is called with beside its ``inputs``: that of the instance whose call
+    it is."""
     if not kept:
         return []
-    owner = calls.owner()
-    return [
-        state.residual(one.of, one.number, calls.code, part_of(owner, one.parameters))
-        for one in kept
-    ]
+    owner = calls.owner(direction)
+    found = []
+    for one in kept:
+        part = part_of(owner, one.parameters)
+        if one.of.source is None:
+            found.append(state.residual(one.of, one.number, calls.code, part))
+        else:
+            key = (calls.code, one.of.place, one.number)
+            found.append(references.reference(one.of, key, part, inputs))
+    return found
 
 
 def before_each_call(
     compiled: Any,
     hook: Callable[[], None],
-    more: Callable[[], list[Any]],
+    more: Callable[[Sequence[Any]], list[Any]],
     timed: Callable[[Compiler], Compiler] | None = None,
 ) -> Any:
-    """The compiled function, with ``hook`` before each call and its last inputs from ``more``;
-    ``timed`` wraps what is then called. Inductor's object stays itself: torch asks for its type."""
+    """The compiled function, with ``hook`` before each call and its last inputs from ``more``,
+    which is given the others; ``timed`` wraps what is then called. Inductor's object stays itself:
+    torch asks for its type."""
     inner = getattr(compiled, "current_callable", None)
     function = inner if inner is not None else compiled
     hooked = _hooked(timed(function) if timed is not None else function, hook, more)
@@ -81,11 +91,11 @@ def before_each_call(
 
 
 def _hooked(
-    function: Compiler, hook: Callable[[], None], more: Callable[[], list[Any]]
+    function: Compiler, hook: Callable[[], None], more: Callable[[Sequence[Any]], list[Any]]
 ) -> Compiler:
     def run(inputs: list[Any]) -> Any:
         hook()
-        inputs.extend(more())
+        inputs.extend(more(inputs))
         return function(inputs)
 
     run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]

@@ -38,8 +38,7 @@ class Flat:
             owner.used += 1
             if key not in owner.state or owner.state[key][1] is not part:
                 one = dataclasses.replace(self.kept, place=PLACE, number=0, shape=tuple(part.shape))
-                key = state.move(one, self.calls.code, owner, part)
-                self.parts[number] = owner, key, part
+                self.parts[number] = owner, state.move(one, self.calls.code, owner, part), part
         return self.whole
 
     def _parts(self, whole: Tensor) -> list[tuple[Owner, Tensor]]:

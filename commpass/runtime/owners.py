@@ -25,6 +25,7 @@ from torch.utils.weak import TensorWeakRef
 
 from commpass import paths
 from commpass.errors import PolicyError
+from commpass.passes.references import BACKWARD, Weights
 
 log = logging.getLogger("commpass")
 
@@ -39,6 +40,10 @@ INFERENCE = (
 FORWARD = (
     "what a forward collective does not send cannot be made up in the next step, which has other"
     " activations: give the rule direction='backward', or this site a codec without state"
+)
+NOT_TRAINED = (
+    "inference changes no parameters, so that there is no next difference: what is gathered here"
+    " travels as it is, or take a codec without state"
 )
 NOBODYS = (
     "none of its graph's inputs is a parameter, so that it is not known whose state it would be:"
@@ -57,6 +62,7 @@ class Owner:
         self.parameters = [TensorWeakRef(parameter) for parameter in parameters]
         self._watch = [weakref.ref(parameter, lambda _: _forget(key)) for parameter in parameters]
         self.state: dict[Any, tuple[Any, Tensor]] = {}
+        self.references: dict[Any, tuple[Any, Tensor]] = {}
         self.used = 0
 
     def name_in(self, names: dict[int, str]) -> str | None:
@@ -153,6 +159,9 @@ class Calls:
         self.code = COMPILED_AUTOGRAD if autograd else _code()
         self.keeps: bool | None = None
         """Whether its backward graph keeps state; None until that is compiled."""
+        self.refers = False
+        """Whether its forward graph keeps references."""
+        self.names = [name for name, _ in gm.named_parameters()]
         self.fixed = tuple(gm.parameters())
         inputs = _flat(example_inputs)
         self.positions = [i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter)]
@@ -185,13 +194,37 @@ class Calls:
             return INFERENCE if inference else FORWARD
         return None if self.positions or self.fixed else NOBODYS
 
+    def weights(self, gm: fx.GraphModule, direction: str, stateless: str | None) -> Weights:
+        """Which inputs of a graph of AOTAutograd's are parameters, or the shards of such: it says
+        of each input which one of Dynamo's it is. ``stateless`` is what this says of the graph."""
+        if direction == "backward" or stateless == INFERENCE:
+            return Weights(why=BACKWARD if direction == "backward" else NOT_TRAINED)
+        numbers = {}
+        for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            number = self._number(node.meta.get("desc"))
+            if number is not None:
+                numbers[place] = (number,)
+        return Weights(numbers, why=None if numbers else NOBODYS)
+
+    def _number(self, said: Any) -> int | None:
+        """The number, among what an owner has, of a parameter as AOTAutograd describes it."""
+        while hasattr(said, "base"):  # a part of a tensor subclass: of a DTensor its shard
+            said = said.base
+        target, index = getattr(said, "target", None), getattr(said, "idx", None)
+        if target in self.names:
+            return self.names.index(target)
+        if index in self.positions:
+            return len(self.fixed) + self.positions.index(index)
+        return None
+
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph, which lets its backward graph know who called it."""
+        """The compiled graph, which lets its forward and backward graph know who called it."""
         if not self.positions and not self.fixed:
             return compiled
 
         def run(*inputs: Any) -> Any:
-            if self.keeps is False or not (self.autograd or torch.is_grad_enabled()):
+            trains = self.autograd or torch.is_grad_enabled()
+            if not self.refers and (self.keeps is False or not trains):
                 return compiled(*inputs)
             flat = _flat(inputs)
             owner = owner_of([*self.fixed, *(flat[position] for position in self.positions)])
@@ -200,7 +233,8 @@ class Calls:
                 with self._calling(owner):
                     return compiled(*inputs)
             start = torch.autograd._get_sequence_nr()
-            outputs = compiled(*inputs)
+            with self._calling(owner):
+                outputs = compiled(*inputs)
             _write(
                 [*tree_leaves(outputs), *inputs],
                 range(start, torch.autograd._get_sequence_nr()),
@@ -210,19 +244,18 @@ class Calls:
 
         return run
 
-    def owner(self) -> Owner:
-        """Whose the call of a backward graph is that goes on now. Raises PolicyError where that
-        is not known."""
-        if self.autograd:
-            owner = self._now.owner
+    def owner(self, direction: str) -> Owner:
+        """Whose the call of a forward or backward graph is that goes on now. Raises PolicyError
+        where that is not known."""
+        if self.autograd or direction == "forward":
+            owner = getattr(self._now, "owner", None)
         else:
             node: Any = torch._C._current_autograd_node()
             owner = node.metadata.get(KEY) if node is not None else None
         if owner is None:
             raise PolicyError(
-                f"error feedback in the backward graph of {self.code.name}: it is not known whose"
-                " it is, since autograd does not run it for a call of that function. Use a codec"
-                " without state here"
+                f"state in the {direction} graph of {self.code.name}: it is not known whose it is,"
+                " since it does not run for a call of that function. Use a codec without state here"
             )
         owner.used += 1
         return owner
@@ -250,7 +283,7 @@ class HookCalls(Calls):
         self.code, self.fixed, self.positions = Code("", 0, name), (), []
         self.inputs = self.buffers = 0
         self.keeps: bool | None = None
-        self.last = False
+        self.refers = self.last = False
         self.whose = owner_of(parameters) if parameters else None
 
     def stateless(self, direction: str, inference: bool) -> str | None:
@@ -261,7 +294,12 @@ class HookCalls(Calls):
     def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         return compiled
 
-    def owner(self) -> Owner:
+    def weights(self, gm: fx.GraphModule, direction: str, stateless: str | None) -> Weights:
+        if direction == "backward" or self.whose is None:
+            return Weights(why=BACKWARD if direction == "backward" else NOBODYS)
+        return Weights({0: tuple(range(len(self.whose.parameters)))})
+
+    def owner(self, direction: str) -> Owner:
         assert self.whose is not None
         self.whose.used += 1
         return self.whose

@@ -235,7 +235,8 @@ def _stored(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
 
 def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None) -> None:
     """Carries on with residuals that ``state_dict`` gave, of as many ranks or of others; an empty
-    one begins again with zeros.
+    one begins again with zeros. References of differences are not saved: those there are, are
+    forgotten, and the next step gathers the parameters anew. So every rank must call it.
 
     With ``model`` they are given to its parameters by name, and other models keep theirs. Without,
     each site takes what was saved for it, which is refused where several instances ask for it.
@@ -270,6 +271,8 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
         )
     for (_, tensor), value in zip(live, loaded, strict=True):
         tensor.copy_(value)
+    for owner in _owners_of(model):
+        owner.references.clear()
     for old in _loads(model):
         _loaded.remove(old)
     if given:
@@ -278,14 +281,21 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
 
 
 def reset_state(model: nn.Module | None = None) -> None:
-    """Forgets what was not sent, and what was loaded and not asked for yet: all of it, or that
-    of one model's parameters. The next step begins with zeros, as in a new process."""
-    names = parameter_names(model) if model is not None else None
-    for owner in owners():
-        if names is None or owner.name_in(names) is not None:
-            owner.state.clear()
+    """Forgets what was not sent, what was loaded and not asked for yet, and the references of
+    differences: all of it, or that of one model's parameters. The next step begins as in a new
+    process: with nothing left to send, and references of the parameters as they then are. Every
+    rank must call it at the same step."""
+    for owner in _owners_of(model):
+        owner.state.clear()
+        owner.references.clear()
     for loaded in _loads(model):
         _loaded.remove(loaded)
+
+
+def _owners_of(model: nn.Module | None) -> list[Owner]:
+    """All, or those of a model's parameters."""
+    names = parameter_names(model) if model is not None else None
+    return [each for each in owners() if names is None or each.name_in(names) is not None]
 
 
 def _check_parameters(given: Iterable[Name], known: set[str]) -> None:

@@ -174,8 +174,8 @@ def _conditions(
     }
     yield (
         "group",
-        rule.group,
-        lambda site: any(covers(rule.group or "", label) for label in site.labels),
+        None if rule.groups is None else " or ".join(rule.groups),
+        rule.is_over,
         groups,
     )
 

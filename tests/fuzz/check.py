@@ -484,6 +484,8 @@ class Coded:
             for key, x in zip(keys, values, strict=True)
         ]
 
+        stateful = coder.state is not None
+
         def steps(number: int) -> Any:
             settings = together[number].settings
             request = Request(
@@ -496,12 +498,12 @@ class Coded:
                 settings.get("output_split_sizes"),
                 unknown=not all(isinstance(n, int) for row in site.splits or () for n in row),
             )
-            more = [states[number]] if how.stateful else []
+            more = [states[number]] if stateful else []
             return how.run(values[number], request, coder, *more)
 
         with pytest.MonkeyPatch.context() as patch:
             ended, _ = lockstep(steps, ranks, patch)
-        if how.stateful:
+        if stateful:
             new = [state for _, state in ended]
             ended = [result for result, _ in ended]
             self.states |= dict(zip(keys, new, strict=True))
@@ -523,9 +525,9 @@ class Coded:
                     about,
                     f"ranks {together[0].rank} and {together[number].rank} differ",
                 )
-        if how.stateful:
+        if stateful:
             exact = [wanted + self._kept(states, new, site) for wanted in exact]
-        self._near(ended, exact, values, site, about, how.stateful)
+        self._near(ended, exact, values, site, about, stateful)
         return ended
 
     def _exact(self, together: Any, position: int) -> list[Tensor]:

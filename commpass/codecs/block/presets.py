@@ -184,9 +184,11 @@ def sdp4bit(spec: str, *, part: str = "gradient", bits: int = 4, block: int = 0)
     return BlockCodec(spec, Flat(block or 128), IntGrid(bits), transform=Hadamard(32))
 
 
-def tahquant(spec: str, *, bits: int = 4, block: int = 128, stored: str = "bf16") -> Codec:
+def tahquant(
+    spec: str, *, bits: int = 4, block: int = 128, stored: str = "bf16", form: str = "int"
+) -> Codec:
     """TahQuant: tiles of contiguous channels, pivot swap and Hadamard rotation, asymmetric 3 or 4
-    bits."""
+    bits. ``form="companded"`` is our own: the same wire on a grid that loses less of a Gaussian."""
     if bits not in (3, 4):
         raise PolicyError(f"bits={bits}: must be 3 or 4")
     if _power(_block(block), block) > 128:
@@ -195,7 +197,9 @@ def tahquant(spec: str, *, bits: int = 4, block: int = 128, stored: str = "bf16"
     return BlockCodec(
         spec,
         Flat(block),
-        LevelGrid(bits),
+        LevelGrid(bits)
+        if _one_of("form", form, ("int", "companded")) == "int"
+        else CompandedGrid(bits, companding(block)),
         Absmax(stored),
         Hadamard(block, pivot=True),
         Midrange(stored),

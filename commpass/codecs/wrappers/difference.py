@@ -3,7 +3,10 @@
 
 Weights change little from step to step: their difference is far smaller than they are, and so is
 its error. Law 1 asks that sender and receivers hold the same bits for a reference: that is the
-decoded weight of the last step, not the original.
+decoded weight of the last step, not the original. So errors do not add up: what one step lost is
+part of the next difference.
+
+An all_gather keeps its reference between calls (``kept``, ``next_reference``).
 """
 
 from __future__ import annotations
@@ -84,16 +87,16 @@ class DifferenceCodec(Codec):
         return Codec.decode(self.against(reference), wire, like)
 
     def encode_rows(self, rows: Tensor) -> Tensor:
-        work = accumulation_dtype(rows.dtype)
-        held = self._held(tuple(rows.shape)).to(work)
-        wide = rows.to(work)
-        return self.inner.encode_rows(_cut(wide - held, wide, held, work))
+        return self.inner.encode_rows(change(rows, self._held(tuple(rows.shape))))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        work = accumulation_dtype(dtype)
-        held = self._held((wire.shape[0], numel)).to(work)
-        change = self.inner.decode_rows(wire, numel, work)
-        return _cut(held + change, held, change, dtype)
+        held = self._held((wire.shape[0], numel))
+        return changed(held, self.inner.decode_rows(wire, numel, accumulation_dtype(dtype)), dtype)
+
+    def kept(self, x: Tensor, ranks: int) -> Tensor:
+        """What all ranks hold of the shards ``x`` of an all_gather: zeros ``[ranks * n, ...]``, in
+        the dtype of ``x``."""
+        return x.new_zeros((ranks * x.shape[0], *x.shape[1:]))
 
     def _held(self, shape: tuple[int, ...]) -> Tensor:
         if self.reference is None:
@@ -109,6 +112,25 @@ class DifferenceCodec(Codec):
         return self.reference
 
 
+def change(x: Tensor, held: Tensor) -> Tensor:
+    """``x - held``, in the accumulation dtype of ``x``."""
+    work = accumulation_dtype(x.dtype)
+    wide, reference = x.to(work), held.to(work)
+    return _cut(wide - reference, wide, reference, work)
+
+
+def changed(held: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """``held + by``, in the accumulation dtype of ``dtype``, in which it does not overflow."""
+    reference = held.to(accumulation_dtype(dtype))
+    return _cut(reference + by, reference, by, dtype)
+
+
+def next_reference(received: Tensor, held: Tensor) -> Tensor:
+    """What the next difference is taken to: what was received, but where that is not finite what
+    was held before. A NaN of one step would else be in all that follow."""
+    return torch.where(received.isfinite(), received, held)
+
+
 def _cut(values: Tensor, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
     """Values of two finite numbers cut at the largest number of ``dtype``, so that none overflows;
     others as they are."""
@@ -117,6 +139,6 @@ def _cut(values: Tensor, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tens
 
 
 def difference(resolve: Resolve, spec: str, *, inner: str = "int4(block=2048)") -> Codec:
-    """What receivers hold, and 4 bits of the difference in groups of 2048 (SDP4Bit, weights). The
-    reference is the caller's."""
+    """What receivers hold, and 4 bits of the difference in groups of 2048 (SDP4Bit, weights). An
+    all_gather of parameters keeps the reference itself; elsewhere it is the caller's."""
     return DifferenceCodec(spec, inner_codec(resolve, "inner", inner))

@@ -1,0 +1,327 @@
+"""The door of FSDP2: what ``fully_shard`` sends eagerly goes through a policy.
+
+FSDP2 gathers the parameters of a unit before its forward, once more before its backward, and
+scatters the sums of its gradients. ``compress_fsdp`` takes the place of the calls that send these;
+when and on which stream they happen stays FSDP2's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from commpass import paths
+from commpass.annotate import words_of
+from commpass.backend import backend
+from commpass.costmodel import Profile
+from commpass.errors import PolicyError
+from commpass.parallel.exchange import Exchange, Exchanges
+from commpass.plan import Plan
+from commpass.policy import Policy
+from commpass.runtime.record import wire_bytes
+
+log = logging.getLogger("commpass")
+
+PACKED = (
+    "its parameters are gathered in several dtypes, which FSDP2 packs as bytes: give fully_shard a"
+    " MixedPrecisionPolicy(param_dtype=...), or make them one dtype"
+)
+RESHARDED = (
+    "it gathers again what was gathered for forward, from shards over fewer ranks"
+    " (reshard_after_forward is a number): other blocks would round the weights once more, and the"
+    " gradients would be those of weights that forward did not use"
+)
+OTHER_OP = "FSDP2 reduces with {}, and codes are summed or averaged alone"
+"""Why an exchange is left as it is."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank handed to the collectives of a kind: in how many ``calls`` of FSDP2, the bytes
+    without the policy, and those with it."""
+
+    calls: int = 0
+    plain: int = 0
+    sent: int = 0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one call of ``fully_shard`` made: the names of its modules, the word on them, and
+    torch's parameter group."""
+
+    name: str
+    word: str | None
+    group: Any
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [each.sharded_param for each in self.group.fsdp_params]
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold the same shard (HSDP)."""
+        return int(getattr(self.group.mesh_info, "replicate_mesh_size", 1))
+
+    def is_whole(self, group: dist.ProcessGroup) -> bool:
+        """Whether it is over this group that the parameters are sharded between steps."""
+        return group is getattr(self.group.mesh_info, "shard_process_group", None)
+
+
+class CompressedAllGather:
+    """FSDP2's ``AllGather``: every rank gets the values that the codes stand for, its own shard
+    among them. Backward's gather is the same exchange as forward's, so it gives the same bits."""
+
+    def __init__(self, door: FSDPDoor, unit: Unit, plain: Any):
+        self.door, self.unit, self.plain = door, unit, plain
+
+    def allocate(self, size: Sequence[Any], **how: Any) -> Tensor:
+        made: Tensor = self.plain.allocate(size, **how)
+        return made
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        what = _exchange("all_gather", "forward", self.unit, group)
+        if input_tensor.dtype == torch.uint8:
+            what = replace(what, obstacle=PACKED)
+        elif not self.unit.is_whole(group):
+            what = replace(what, direction="backward", obstacle=RESHARDED)
+        send = self.door.sending(what, input_tensor, output_tensor, self.unit)
+        if send is None:
+            plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, async_op)
+            return plain
+        send(input_tensor.clone(), output_tensor)  # FSDP2's input is a part of its output
+        return _done(output_tensor) if async_op else None
+
+
+class CompressedReduceScatter:
+    """FSDP2's ``ReduceScatter``: each rank gets the sum, or the mean, of what the codes of all
+    ranks stand for."""
+
+    def __init__(self, door: FSDPDoor, unit: Unit, plain: Any):
+        self.door, self.unit, self.plain = door, unit, plain
+
+    def allocate(self, size: Sequence[Any], **how: Any) -> Tensor:
+        made: Tensor = self.plain.allocate(size, **how)
+        return made
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        what = _exchange("reduce_scatter", "backward", self.unit, group)
+        factor = _factor(op)
+        if op == dist.ReduceOp.AVG:
+            what = replace(what, op="avg")
+        elif factor is None:
+            what = replace(what, obstacle=OTHER_OP.format(op))
+        send = self.door.sending(what, input_tensor, output_tensor, self.unit)
+        if send is None:
+            plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, op, async_op)
+            return plain
+        if factor not in (None, 1.0):
+            input_tensor.mul_(factor)  # a buffer of FSDP2's own, which nobody reads after this
+        send(input_tensor, output_tensor)
+        return _done(output_tensor) if async_op else None
+
+
+class FSDPDoor:
+    """The exchanges of a model's FSDP2 units under a policy; ``compress_fsdp`` makes it."""
+
+    def __init__(self, exchanges: Exchanges, units: Sequence[Unit], name: str):
+        self.exchanges, self.units, self.name = exchanges, tuple(units), name
+        self._sent: dict[str, Sent] = {}
+        for unit in self.units:
+            group = unit.group
+            group._all_gather_comm = CompressedAllGather(self, unit, group._all_gather_comm)
+            group._reduce_scatter_comm = CompressedReduceScatter(
+                self, unit, group._reduce_scatter_comm
+            )
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plan of each exchange, in the order in which they first happened."""
+        return self.exchanges.plans
+
+    @property
+    def bytes(self) -> dict[str, Sent]:
+        """By kind, what this rank has sent since the door was opened or ``clear`` was called:
+        that of a step, if ``clear`` was called before it."""
+        return dict(self._sent)
+
+    def clear(self) -> None:
+        """Counts bytes from nothing again."""
+        self._sent.clear()
+
+    def remove(self) -> None:
+        """Closes the door: FSDP2 sends as it did before. Call it between steps, on all ranks."""
+        for unit in self.units:
+            group = unit.group
+            for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+                comm = getattr(group, name)
+                if getattr(comm, "door", None) is self:
+                    setattr(group, name, comm.plain)
+
+    def sending(self, what: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
+        """What sends this exchange compressed, or None where its plan leaves it as it is."""
+        function, plan = self.exchanges.get(what, x, out, unit.parameters)
+        so_far = self._sent.get(what.kind, Sent())
+        self._sent[what.kind] = Sent(
+            so_far.calls + 1,
+            so_far.plain + sum(site.bytes for site in plan.sites),
+            so_far.sent + wire_bytes(plan),
+        )
+        return function if plan.changed else None
+
+    def __repr__(self) -> str:
+        sent = [
+            f"{kind}: {each.calls} calls, {each.plain:,} bytes as {each.sent:,}"
+            for kind, each in self._sent.items()
+        ]
+        policy = self.exchanges.backend.policy.name
+        return (
+            f"FSDPDoor of {self.name}: {len(self.units)} units under policy {policy!r};"
+            f" {'; '.join(sent) or 'nothing sent yet'}"
+        )
+
+
+def compress_fsdp(
+    model: nn.Module,
+    policy: str | Path | Policy = "lossless",
+    *,
+    profile: str | Path | Profile | None = None,
+    strict: bool = False,
+    dump: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+) -> FSDPDoor:
+    """Lets all that FSDP2 sends for a model go through a policy, and returns the door.
+
+    model: holds modules that ``torch.distributed.fsdp.fully_shard`` was called on; the root need
+    not be one. Call this after ``fully_shard``, on all ranks alike, before the first step.
+    The others: as in ``commpass.backend``.
+
+    In rules an all_gather of parameters has direction "forward" (backward's gather as well: it is
+    the same exchange), a reduce_scatter of gradients "backward"; ``module`` is the name of the
+    unit in the model, and ``a+b`` for ``fully_shard([a, b])``. What a plan leaves alone is sent as
+    FSDP2 sends it.
+
+    Raises PolicyError if nothing in the model was sharded by FSDP2, or if its exchanges go
+    through something else already; then nothing is changed.
+    """
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"compress_fsdp(model={model!r}): must be a module, torch.nn.Module")
+    units = list(_units(model))
+    name = type(model).__name__
+    if not units:
+        raise PolicyError(_nothing(model, name))
+    for unit in units:
+        _refuse_if_taken(unit)
+    made = backend(policy, profile=profile, strict=strict, dump=dump, timeout=timeout)
+    if any(unit.replicas > 1 for unit in units):
+        log.warning(NOT_REACHED, name)
+    return FSDPDoor(Exchanges(made), units, name)
+
+
+NOT_REACHED = (
+    "compress_fsdp(%s): the mesh has a dimension of replicas (HSDP). FSDP2 sends the all_reduce"
+    " over it itself and has no door for it: it stays as it is. The gathers and scatters over the"
+    " shards are compressed"
+)
+
+
+def _units(model: nn.Module) -> Iterator[Unit]:
+    """The parameter groups of a model's FSDP2 modules, outer ones first, each once."""
+    named: dict[int, tuple[Any, list[str]]] = {}
+    said = words_of(model)
+    for path, module in paths.names(model):
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if module in group.modules:
+                _, known = named.setdefault(id(group), (group, []))
+                if path not in known:
+                    known.append(path)
+    for group, names in named.values():
+        words = {said.get(name) for name in names}
+        if len(words) > 1:
+            raise PolicyError(
+                f"compress_fsdp: fully_shard sends {' and '.join(names)} together, but compress or"
+                f" keep say different things about them: {', '.join(map(str, words))}"
+            )
+        yield Unit("+".join(names), words.pop(), group)
+
+
+def _refuse_if_taken(unit: Unit) -> None:
+    """Raises PolicyError where someone else carries out the exchanges of a unit."""
+    where = unit.name or "the root module"
+    for comm in (unit.group._all_gather_comm, unit.group._reduce_scatter_comm):
+        if isinstance(comm, (CompressedAllGather, CompressedReduceScatter)):
+            raise PolicyError(
+                f"compress_fsdp: {where} already goes through another door, {comm.door!r}: call its"
+                " remove() first, or give one policy with rules for both"
+            )
+        if not type(comm).__module__.startswith("torch."):
+            raise PolicyError(
+                f"compress_fsdp: {where} already has {type(comm).__name__} from"
+                " set_custom_all_gather or set_custom_reduce_scatter, and one of the two can send:"
+                " leave out one"
+            )
+
+
+def _nothing(model: nn.Module, name: str) -> str:
+    """What to call instead, for a model without FSDP2 modules."""
+    said = f"compress_fsdp: no module of {name} was sharded by torch.distributed.fsdp.fully_shard"
+    if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
+        return (
+            f"{said}, but FullyShardedDataParallel (FSDP1) wraps it, which has no such door: use"
+            " fully_shard"
+        )
+    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules()):
+        return f"{said}. It is in DistributedDataParallel: call commpass.parallel.compress_ddp"
+    return (
+        f"{said}. Call fully_shard before; or for data parallelism without FSDP2,"
+        " commpass.parallel.compress_ddp for DistributedDataParallel, and commpass.parallel.shard"
+        " for a compiled model"
+    )
+
+
+def _exchange(kind: str, direction: str, unit: Unit, group: dist.ProcessGroup) -> Exchange:
+    return Exchange(
+        kind, group.group_name, group.size(), unit.name, direction, "fsdp", word=unit.word
+    )
+
+
+def _factor(op: Any) -> float | None:
+    """What values are multiplied by before they are summed; None for what is no sum."""
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return float(op.__getstate__()[1])
+    return None
+
+
+def _done(result: Tensor) -> dist.Work:
+    """What to wait for where the current stream, if there are streams, is still at work."""
+    future: Any = torch.futures.Future(devices=[result.device] if result.is_cuda else None)
+    future.set_result(result)
+    torch_c10d: Any = torch._C._distributed_c10d
+    work: dist.Work = torch_c10d._create_work_from_future(future)
+    return work

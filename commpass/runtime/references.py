@@ -1,0 +1,49 @@
+"""References: what all ranks hold of gathered parameters, to which the next difference is taken.
+
+A reference begins with the parameters themselves, gathered uncompressed when its site first runs,
+on all ranks alike. After that the graph changes it in place, by what all ranks decode: so all hold
+the same bits. It belongs to the parameters and goes with them. It is not saved: another process, or
+another group of ranks, gathers anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the operators
+from torch import Tensor
+
+from commpass.groups import group_named
+from commpass.passes.rewrite import StateInput
+from commpass.runtime.owners import Owner
+
+log = logging.getLogger("commpass")
+ops = torch.ops._c10d_functional
+
+
+def reference(kept: StateInput, key: Any, owner: Owner, inputs: Sequence[Any]) -> Tensor:
+    """The reference of a site for an owner, gathered when it is first asked for, or first since its
+    process group was made. ``inputs`` are those of the call."""
+    group: Any = group_named(kept.group)
+    made, held = owner.references.get((key, kept.group), (None, None))
+    if held is None or made() is not group:
+        held = _gathered(kept, inputs)
+        owner.references[key, kept.group] = weakref.ref(group), held
+    return held
+
+
+def _gathered(kept: StateInput, inputs: Sequence[Any]) -> Tensor:
+    """What all ranks hold of their parameters now; 0 where that is not finite."""
+    assert kept.source is not None
+    shard = kept.source.value(inputs)
+    ranks = kept.shape[0] // shard.shape[0]
+    log.debug("%s: gathers %d values for the first difference", kept.place, shard.numel() * ranks)
+    with torch.no_grad():
+        everything = ops.wait_tensor(
+            ops.all_gather_into_tensor(shard.contiguous(), ranks, kept.group)
+        )
+        return torch.where(everything.isfinite(), everything, 0).to(kept.dtype)

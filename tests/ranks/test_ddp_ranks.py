@@ -1,0 +1,578 @@
+"""DDP's gradients by a policy, on real ranks: every way in which DDP trains, errors, state, bytes."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import CountingGroup, counting_group
+from processes import RanksFailed
+from refusals import refusals
+from tiers import rarely
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
+
+import commpass
+from commpass.errors import CommpassError, PlanMismatch, PolicyError
+from commpass.parallel import compress_ddp
+from commpass.runtime import owners
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def forced(spec: str, **rule) -> commpass.Policy:
+    return commpass.Policy(rules=[commpass.Rule(codec=spec, force=True, **rule)], max_error=1.0)
+
+
+INT8 = forced("int8")
+TOPK = forced("topk(density=0.1)")
+
+
+class Net(nn.Module):
+    """Three layers of other sizes, one that only some inputs use, and a checkpoint if wished."""
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3, again: bool = False):
+        super().__init__()
+        torch.manual_seed(7)
+        sizes = [(16, 48), (48, 48), (48, 8)]
+        self.layers = nn.ModuleList(
+            nn.Linear(*size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)
+        )
+        self.seldom = nn.Linear(48, 48)
+        self.again = again
+
+    def forward(self, x: torch.Tensor, seldom: bool = True) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x.to(layer.weight.dtype)
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+            x = torch.tanh(x) if number < 2 else x
+            if number == 1 and seldom:
+                x = x + self.seldom(x.float()).to(x.dtype)
+        return x.float()
+
+
+def batch(step: int, rank: int | None = None) -> torch.Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def pair(policy, build=Net, inner="eager", small=0.01, **options):
+    """The same model twice: with the door, and plain."""
+    made = (
+        DDP(build(), bucket_cap_mb=small, **options),
+        DDP(build(), bucket_cap_mb=small, **options),
+    )
+    return *made, compress_ddp(made[0], policy, strict=True, inner=inner)
+
+
+def same_on_all(tensors: list[torch.Tensor]) -> bool:
+    flat = torch.cat([tensor.flatten().double() for tensor in tensors])
+    everybody = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everybody, flat)
+    return all(torch.equal(flat, other) for other in everybody)
+
+
+# --- every way in which DDP trains ----------------------------------------------------------------
+
+
+def plainly(model, step):
+    model(batch(step)).square().mean().backward()
+
+
+def seldom_used(model, step):
+    model(batch(step), seldom=dist.get_rank() == 0 and step % 2 == 0).square().mean().backward()
+
+
+def accumulated(model, step):
+    with model.no_sync():
+        model(batch(step)).square().mean().backward()
+    model(batch(step + 50)).square().mean().backward()
+
+
+def with_an_eval_before(model, step):
+    model.eval()
+    with torch.no_grad():
+        model(batch(step))
+    model.train()
+    plainly(model, step)
+
+
+def clipped(model, step):
+    plainly(model, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def frozen():
+    model = Net()
+    model.layers[1].weight.requires_grad_(False)
+    return model
+
+
+def of_two_dtypes():
+    return Net((torch.float32, torch.bfloat16, torch.bfloat16))
+
+
+def checkpointed():
+    return Net(again=True)
+
+
+def with_channels_last():
+    torch.manual_seed(7)
+    model = nn.Sequential(
+        *(nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 8, 3), nn.Conv2d(8, 4, 2)), nn.Flatten()
+    )
+    return model.to(memory_format=torch.channels_last)
+
+
+WAYS = {
+    "plain": ({}, Net, plainly),
+    "unused": ({"find_unused_parameters": True}, Net, seldom_used),
+    "static": ({"static_graph": True}, Net, plainly),
+    "views": ({"gradient_as_bucket_view": True}, Net, plainly),
+    "no_sync": ({}, Net, accumulated),
+    "eval": ({}, Net, with_an_eval_before),
+    "clipped": ({}, Net, clipped),
+    "frozen": ({}, frozen, plainly),
+    "dtypes": ({}, of_two_dtypes, plainly),
+    "checkpoint": ({}, checkpointed, plainly),
+    "static checkpoint": ({"static_graph": True}, checkpointed, plainly),
+    "channels_last": ({}, with_channels_last, plainly),
+}
+
+
+def trained(way: str, policy, steps: int = 4):
+    """Whether gradients are bit-equal to plain DDP's in each step, their largest distance from
+    them, relative to their norm, and whether all ranks hold the same ones."""
+    options, build, step = WAYS[way]
+    model, plain, door = pair(policy, build, **options)
+    found = []
+    for number in range(steps):
+        for each in (model, plain):
+            each.zero_grad()
+            step(each, number)
+        mine, theirs = gradients(model), gradients(plain)
+        assert len(mine) == len(theirs) > 0
+        equal = all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        norm = sum(b.double().square().sum() for b in theirs).sqrt()
+        away = sum(
+            (a - b).double().square().sum() for a, b in zip(mine, theirs, strict=True)
+        ).sqrt()
+        found.append((equal, float(away / norm), same_on_all(mine)))
+    return found, repr(door), [site.codec for plan in door.plans for site in plan]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_a_codec_gradients_are_those_of_ddp_bit_by_bit(way, ranks2):
+    for found, _, codecs in ranks2.run(trained, way, "lossless"):
+        assert all(equal and same for equal, _, same in found)
+        assert set(codecs) == {"none"}
+
+
+@pytest.mark.parametrize("size", [3, rarely(4)])
+@pytest.mark.parametrize("policy", ["off", rarely("lossless")])
+def test_bits_are_those_of_ddp_on_more_ranks(policy, size, request):
+    for found, _, _ in request.getfixturevalue(f"ranks{size}").run(trained, "plain", policy):
+        assert all(equal for equal, _, _ in found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_coded_gradients_are_near_and_alike_on_all_ranks(way, ranks2):
+    for found, shown, codecs in ranks2.run(trained, way, INT8):
+        assert all(same for _, _, same in found)
+        assert 1e-4 < found[-1][1] < 0.03  # coded, and by 8 bits
+        assert set(codecs) == {"int8"}, shown
+
+
+def compiled_and_trained():
+    model, plain, door = pair(INT8)
+    both = torch.compile(model, backend="aot_eager"), torch.compile(plain, backend="aot_eager")
+    for step in range(3):
+        for each in both:
+            each.zero_grad()
+            each(batch(step)).square().mean().backward()
+    norms = [
+        (a - b).norm() / b.norm() for a, b in zip(*map(gradients, (model, plain)), strict=True)
+    ]
+    return max(norms).item(), same_on_all(gradients(model)), len(door.plans)
+
+
+def test_with_a_compiled_model(ranks2):
+    for away, same, plans in ranks2.run(compiled_and_trained):
+        assert 0 < away < 0.05 and same and plans > 1
+
+
+def uneven_inputs():
+    found = []
+    for policy in ("lossless", INT8):
+        model, plain, _ = pair(policy)
+        inputs = [batch(step) for step in range(3 + 2 * dist.get_rank())]
+        for each in (model, plain):
+            optimizer = torch.optim.SGD(each.parameters(), 0.1)
+            with each.join():
+                for x in inputs:
+                    optimizer.zero_grad()
+                    each(x).square().mean().backward()
+                    optimizer.step()
+        weights = [p.detach() for p in model.parameters()]
+        away = max(
+            (a - b).abs().max().item() for a, b in zip(weights, plain.parameters(), strict=True)
+        )
+        found.append((away, same_on_all(weights)))
+    return found
+
+
+def test_uneven_inputs_in_join(ranks2):
+    for (exact, alike), (near, same) in ranks2.run(uneven_inputs):
+        assert exact == 0 and alike
+        assert 0 < near < 0.01 and same
+
+
+def join_that_divides_by_who_is_left():
+    model, _, _ = pair(INT8)
+    with (
+        pytest.raises(PolicyError, match="leave it True"),
+        model.join(divide_by_initial_world_size=False),
+    ):
+        plainly(model, 0)
+    return True
+
+
+def test_join_with_another_divisor_is_refused(ranks2):
+    assert all(ranks2.run(join_that_divides_by_who_is_left))
+
+
+# --- codecs ---------------------------------------------------------------------------------------
+
+
+def losses(spec: str | None, steps: int) -> tuple[float, float]:
+    """The first loss and the last one of a student that learns from a teacher."""
+    torch.manual_seed(3)
+    teacher = Net()
+    for p in teacher.parameters():
+        p.data = torch.randn_like(p) * 0.2
+    model = DDP(Net(), bucket_cap_mb=0.01)
+    if spec is not None:
+        compress_ddp(model, forced(spec), inner="eager", strict=True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = (model(batch(step)) - teacher(batch(step)).detach()).square().mean()
+        loss.backward()
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        found.append(mean.item() / dist.get_world_size())
+    return found[0], sum(found[-5:]) / 5
+
+
+FAMILIES = [
+    *("bf16", "int8", "rotated", "topk(density=0.1)", "exponent"),
+    *(rarely(spec) for spec in ("int4", "fp8", "rotated(bits=4)", "taco", "sdp4bit", "tahquant")),
+    *(rarely(spec) for spec in ("dgc(density=0.1)", "gaussiank(density=0.1)", "equarx")),
+    *(rarely(spec) for spec in ("redsync(density=0.1)", "sidco(density=0.1)", "lowbit-tp")),
+]
+
+
+@pytest.mark.parametrize("spec", FAMILIES)
+def test_loss_after_50_steps_is_that_without(spec, ranks2):
+    ((first, wanted), *_) = ranks2.run(losses, None, 50)
+    for _, found in ranks2.run(losses, spec, 50):
+        assert wanted < 0.7 * first
+        assert abs(found - wanted) < 0.1 * (first - wanted)
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def counted(spec: str):
+    group = counting_group()
+    model = DDP(Net(), process_group=group, bucket_cap_mb=0.01)
+    door = compress_ddp(model, forced(spec) if spec else "lossless", inner="eager", strict=True)
+    assert isinstance(door.group, CountingGroup) and door.group is not group
+    found = []
+    for step in range(3):
+        door.group.seen.clear()
+        plainly(model, step)
+        found.append(list(door.group.seen))
+    return (
+        found,
+        door.bytes,
+        [
+            tuple(site)
+            for plan in door.plans
+            for site in [(s.codec, s.bytes, s.wire_bytes) for s in plan]
+        ],
+    )
+
+
+@pytest.mark.parametrize("spec", ["", "int8", "topk(density=0.1)"])
+def test_the_bytes_that_are_sent_are_those_of_the_plans(spec, ranks2):
+    for found, bytes, sites in ranks2.run(counted, spec):
+        plain = 4 * sum(p.numel() for p in Net().parameters())
+        assert [sum(n for _, _, n in step) for step in found] == [plain, *(2 * [bytes.sent])]
+        assert bytes.plain == plain == sum(site[1] for site in sites)
+        assert bytes.sent == sum(site[2] for site in sites)
+        assert {dtype for _, dtype, _ in found[-1]} == {torch.uint8 if spec else torch.float32}
+        assert (bytes.sent < plain / 2) == bool(spec)
+
+
+def words_and_rules():
+    model = Net()
+    commpass.apply_policy(model, {"layers.0": commpass.keep()})
+    policy = commpass.Policy(
+        rules=[
+            commpass.Rule(module="layers.2", codec="bf16", force=True),
+            commpass.Rule(group="dp", codec="int8", algorithm="two_shot", force=True),
+        ],
+        max_error=1.0,
+    )
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = DDP(model, process_group=mesh.get_group("dp"))
+    door = compress_ddp(model, policy, inner="eager", strict=True)
+    for step in range(2):
+        plainly(model, step)
+    return sorted((s.module, s.codec, s.algorithm, s.group_labels) for p in door.plans for s in p)
+
+
+def test_rules_and_words_hold_for_each_parameter_of_a_bucket(ranks2):
+    for found in ranks2.run(words_and_rules):
+        assert [(module, codec, how) for module, codec, how, _ in found] == [
+            ("", "int8", "two_shot"),
+            ("layers.0", "none", "none"),
+            ("layers.2", "bf16", found[2][2]),
+        ]
+        assert all("dp" in names and "world" in names for *_, names in found)
+
+
+# --- error feedback -------------------------------------------------------------------------------
+
+
+def exact_mean(model: nn.Module, step: int) -> list[torch.Tensor]:
+    """The mean of all ranks' gradients, in float64, without DDP."""
+    total = None
+    for rank in range(dist.get_world_size()):
+        model.zero_grad()
+        model(batch(step, rank)).square().mean().backward()
+        mine = [p.grad.double() / dist.get_world_size() for p in model.parameters()]
+        total = mine if total is None else [a + b for a, b in zip(total, mine, strict=True)]
+    model.zero_grad()
+    return total
+
+
+def nothing_is_lost(options):
+    model = DDP(Net(), bucket_cap_mb=0.01, **options)
+    compress_ddp(model, TOPK, inner="eager", strict=True)
+    applied, wanted = None, None
+    for step in range(8):
+        model.zero_grad()
+        plainly(model, step)
+        mine, exact = [g.double() for g in gradients(model)], exact_mean(model.module, step)
+        applied = mine if applied is None else [a + b for a, b in zip(applied, mine, strict=True)]
+        wanted = exact if wanted is None else [a + b for a, b in zip(wanted, exact, strict=True)]
+    state = commpass.state_dict(model)
+    found = []
+    for (name, parameter), a, b in zip(
+        model.module.named_parameters(), applied, wanted, strict=True
+    ):
+        (residual,) = (state[key] for key in state if key.split("/")[1] == name)
+        assert residual.shape == parameter.shape
+        left = residual.double()
+        dist.all_reduce(left)
+        found.append((((a + left - b).norm() / b.norm()).item(), (left.norm() / b.norm()).item()))
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, rarely({"static_graph": True})])
+def test_what_was_applied_and_what_is_left_are_the_gradients(options, ranks2):
+    for found in ranks2.run(nothing_is_lost, options):
+        assert max(off for off, _ in found) < 1e-5
+        assert max(left for _, left in found) > 0.1  # there was something to keep
+
+
+def trained_and_saved(folder):
+    commpass.reset_state()
+    model = DDP(Net(), bucket_cap_mb=0.01)
+    compress_ddp(model, TOPK, inner="eager", strict=True)
+    for step in range(4):
+        plainly(model, step)
+    state = commpass.state_dict(model)
+    dist.checkpoint.save({"commpass": state}, checkpoint_id=folder)
+    total = [tensor.double() for _, tensor in sorted(state.items())]
+    for tensor in total:
+        dist.all_reduce(tensor)
+    return [tensor.numpy() for tensor in total]
+
+
+def resumed(folder):
+    commpass.reset_state()
+    owners._owners.clear()
+    model = DDP(Net(), bucket_cap_mb=1)  # other buckets
+    compress_ddp(model, TOPK, inner="eager", strict=True)
+    state = commpass.state_dict(of=folder)
+    dist.checkpoint.load({"commpass": state}, checkpoint_id=folder)
+    commpass.load_state_dict(state, model)
+    for p in model.parameters():  # nothing new: all that is sent was left
+        p.register_hook(torch.zeros_like)
+    sent = None
+    for step in range(3):
+        model.zero_grad()
+        plainly(model, step)
+        mine = [g.double() for g in gradients(model)]
+        sent = mine if sent is None else [a + b for a, b in zip(sent, mine, strict=True)]
+    left = commpass.state_dict(model)
+    names = [name for name, _ in model.module.named_parameters()]
+    by_name = dict(zip(names, sent, strict=True))
+    total = []
+    for key, tensor in sorted(left.items()):
+        rest = tensor.double()
+        dist.all_reduce(rest)
+        total.append((rest + by_name[key.split("/")[1]]).numpy())
+    return total
+
+
+def test_saved_with_2_ranks_and_resumed_with_4_in_other_buckets(ranks2, ranks4, tmp_path):
+    ((saved), *_) = ranks2.run(trained_and_saved, str(tmp_path))
+    for found in ranks4.run(resumed, str(tmp_path)):
+        for a, b in zip(found, saved, strict=True):
+            assert abs(a - b).max() < 1e-6 and abs(b).max() > 0
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def not_finite():
+    found = []
+    for policy in (INT8, TOPK, forced("rotated")):
+        model = DDP(Net(), bucket_cap_mb=0.01)
+        compress_ddp(model, policy, inner="eager", strict=True)
+        plainly(model, 0)
+        model.zero_grad()
+        x = batch(1)
+        if dist.get_rank() == 1:
+            x[0, 0] = float("nan")
+        model(x).square().mean().backward()
+        found.append(bool(torch.stack([g.isfinite().all() for g in gradients(model)]).all()))
+    return found
+
+
+def test_what_is_not_finite_on_one_rank_is_so_on_all(ranks2):
+    assert ranks2.run(not_finite) == [[False] * 3] * 2
+
+
+def refused():
+    made = DDP(Net())
+    compress_ddp(made, "lossless")
+    by_hand = DDP(Net())
+    by_hand.register_comm_hook(None, lambda state, bucket: None)
+    built_in = DDP(Net())
+    built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    sparse = DDP(nn.Sequential(nn.Embedding(4, 4, sparse=True)))
+    low = DDP(Net(), mixed_precision=nn.parallel.distributed._MixedPrecision(torch.bfloat16))
+    models = (made, by_hand, built_in, low, sparse, Net(), 3)
+    return refusals(*(lambda model=model: compress_ddp(model, "lossless") for model in models))
+
+
+def test_what_is_refused_says_what_to_do(ranks2):
+    twice, by_hand, built_in, low, sparse, plain, number = ranks2.run(refused)[0]
+    assert "commpass.parallel.compress_ddp" in twice and "already has the comm hook" in twice
+    assert "<lambda>" in by_hand and "_hook of commpass" in by_hand
+    assert "fp16" in built_in.lower()
+    assert "mixed_precision=" in low
+    assert "module.0 has sparse=True" not in sparse and "0 has sparse=True" in sparse
+    assert "DistributedDataParallel(model)" in plain and "compress_fsdp" in plain
+    assert "int" in number
+
+
+def one_dies():
+    model = DDP(Net(), bucket_cap_mb=0.01)
+    compress_ddp(model, INT8, inner="eager", strict=True)
+    for step in range(2):
+        plainly(model, step)
+    if dist.get_rank() == 1:
+        os._exit(7)
+    start, said = time.monotonic(), []
+    for step in range(2):  # the next step neither hangs nor says something else
+        with pytest.raises(RuntimeError) as error:
+            plainly(model, step)
+        said.append(str(error.value))
+    raise CommpassError(f"told {said[0] == said[1]} {time.monotonic() - start < 20}")
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_in_time(ranks3):
+    with pytest.raises(RanksFailed) as caught:
+        ranks3.run(one_dies)
+    assert str(caught.value).count("CommpassError: told True True") == 2, str(caught.value)
+
+
+def one_fails():
+    """Nothing is compiled for a rank whose policy is another one; in a thread of one rank, an
+    exchange fails."""
+    found = []
+    model = DDP(Net(), bucket_cap_mb=0.01)
+    compress_ddp(model, forced("int8" if dist.get_rank() else "fp8"), inner="eager", timeout=30)
+    plainly(model, 0)
+    for step in range(2):
+        with pytest.raises(PlanMismatch, match="fp8"):
+            plainly(model, step)
+    found.append(True)
+    model = DDP(Net(), bucket_cap_mb=0.01)
+    door = compress_ddp(model, INT8, inner="eager")
+    for step in range(2):
+        plainly(model, step)
+    if dist.get_rank() == 1:
+        door.worker.submit(lambda: [][0], None)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError if dist.get_rank() == 0 else IndexError):
+        plainly(model, 2)
+    return [*found, time.monotonic() - start < 20, (dist.barrier(), True)[1]]
+
+
+def test_an_error_on_one_rank_is_one_on_all_in_time_and_as_itself(ranks2):
+    assert ranks2.run(one_fails) == [[True] * 3] * 2
+
+
+# --- several doors --------------------------------------------------------------------------------
+
+
+def others_beside_it():
+    """Two models, each with a door, of which one belongs to a part of the ranks, and exchanges of
+    the user's own in between, in another order than the door's."""
+    size = dist.get_world_size()
+    group, alone = (
+        dist.new_group(),
+        dist.new_group([dist.get_rank()], use_local_synchronization=True),
+    )
+    model, plain, _ = pair("lossless")
+    other = DDP(Net(), process_group=group, bucket_cap_mb=0.01)
+    door = compress_ddp(other, INT8, inner="eager", strict=True)
+    single = DDP(Net(), process_group=alone)
+    lonely = compress_ddp(single, INT8, inner="eager", strict=True)
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.new_ones(1)))
+    for step in range(3):
+        for each in (model, plain, other, single):
+            each.zero_grad()
+        (model(batch(step)).square().mean() + other(batch(step)).square().mean()).backward()
+        plainly(plain, step)
+        plainly(single, step)
+    equal = all(map(torch.equal, gradients(model), gradients(plain)))
+    own = Net()
+    own(batch(2)).square().mean().backward()
+    mine = all(map(torch.equal, gradients(single), gradients(own)))
+    reasons = {site.reason for plan in lonely.plans for site in plan}
+    return equal, same_on_all(gradients(other)), len(door.plans) > 1, mine, reasons, size
+
+
+def test_two_doors_a_group_of_one_and_other_exchanges_in_between(ranks2):
+    for equal, same, several, mine, reasons, _ in ranks2.run(others_beside_it):
+        assert equal and same and several and mine
+        assert len(reasons) == 1 and "one rank" in str(reasons), reasons
