@@ -57,8 +57,9 @@ from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.summary import Summary
 from commpass.runtime.watch import Watch, Watched
+from commpass.tensorrt import Engines
 
-INNER = ("inductor", "eager", "aot_eager")
+INNER = ("inductor", "eager", "aot_eager", "tensorrt")
 Compiler = Callable[..., Any]
 
 
@@ -75,10 +76,10 @@ def backend(
 
     policy: a preset by name, the path of a TOML file, or a Policy.
     inner: what compiles the rewritten graphs. ``"inductor"``; ``"eager"``, the very graphs that
-    Inductor would get, run
-        operator by operator; ``"aot_eager"``, AOTAutograd's graphs without Inductor's
-        decompositions, likewise; or a
-        function ``(graph_module, example_inputs) -> callable`` that is given each of the latter.
+        Inductor would get, run operator by operator; ``"aot_eager"``, AOTAutograd's graphs without
+        Inductor's decompositions, likewise; ``"tensorrt"``, those in torch-tensorrt's engines, for
+        inference; or a function ``(graph_module, example_inputs) -> callable`` that is given each
+        of the latter.
     profile: what the cost model knows about links and kernels: a Profile, or one by name
     (``"nvlink-4"``, ``"ethernet-25g"``), or by the path of a .json or .toml file; if None the
         environment variable COMMPASS_PROFILE, else a default for the device.
@@ -106,6 +107,8 @@ def backend(
     if dump is not None and not isinstance(dump, (str, os.PathLike)):
         raise PolicyError(f'dump={dump!r}: must be the path of a folder, e.g. dump="dumps"')
     folder = dump if dump is not None else os.environ.get("COMMPASS_DUMP")
+    if inner == "tensorrt":
+        inner = Engines()
     return Backend(
         chosen, inner, profile_here(profile), strict, Path(folder) if folder else None, timeout
     )
@@ -304,6 +307,9 @@ class Backend:
             direction = "backward" if calls.autograd else direction
 
             def compile_aot(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+                if not inference and getattr(self.inner, "inference_only", False):
+                    raise PolicyError(TRAINS)
+
                 def run_inner(gm: fx.GraphModule, more: Sequence[Any], _: bool) -> Any:
                     return boxed(
                         self.inner(gm, [*example_inputs, *more])
@@ -461,6 +467,12 @@ class Backend:
                 " separates the two, remove the break or move the word to the inner module."
             )
         self.summary.called(graph)
+
+
+TRAINS = (
+    'inner="tensorrt" is for inference alone, and this call wants gradients: make it under'
+    ' torch.inference_mode() or torch.no_grad(), or train with inner="inductor"'
+)
 
 
 CPP_WRAPPER = "cpp_wrapper is on: torch's C++ wrapper cannot call the collectives that carry codes"

@@ -403,7 +403,8 @@ class Policy(_Named):
             raise PolicyError(f"preset {preset!r} has no dimensions{nearest(str(preset), THREE_D)}")
         roles = {"tp": _names(tp), "dp": _names(dp), "pp": _names(pp)}
         told = {role: names for role, names in roles.items() if names is not None}
-        known, role_of = groups.dimensions(), {}
+        known = groups.dimensions()
+        role_of: dict[str, str] = {}
         for role, names in told.items():
             for name in names:
                 if name not in known:
@@ -589,6 +590,20 @@ PRESETS: dict[str, Policy] = {
         name="lowbit-tp",
         rules=(Rule(kind="all_reduce", direction="forward", codec="int4", algorithm="one_shot"),),
         max_error=0.15,
+    ),
+    # SSFusion, gradients of data parallelism: one entry in a hundred, the rest made up for later.
+    # Whole, with its fusion buffers, by commpass.parallel.ssfusion.
+    "ssfusion": Policy(
+        name="ssfusion",
+        rules=(
+            Rule(
+                kind="all_reduce",
+                direction="backward",
+                codec="dgc(density=0.01)",
+                algorithm="sparse",
+            ),
+        ),
+        max_error=1.0,
     ),
     # SDP4Bit, sharded data parallelism: weights as 4 bits of their difference to what receivers
     # hold; gradients in 8 bits inside a host, in 4 between hosts that the profile knows.

@@ -8,5 +8,6 @@ compiled graph. Eager doors, for exchanges that never reach a graph: ``compress_
 from commpass.parallel.ddp import compress_ddp
 from commpass.parallel.fsdp import compress_fsdp
 from commpass.parallel.pipeline import compress_pipeline
+from commpass.parallel.ssfusion import SSFusion, ssfusion
 
-__all__ = ["compress_ddp", "compress_fsdp", "compress_pipeline"]
+__all__ = ["SSFusion", "compress_ddp", "compress_fsdp", "compress_pipeline", "ssfusion"]

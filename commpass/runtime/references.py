@@ -29,7 +29,7 @@ def reference(kept: StateInput, key: Any, owner: Owner, inputs: Sequence[Any]) -
     """The reference of a site for an owner, gathered when it is first asked for, or first since its
     process group was made. ``inputs`` are those of the call."""
     group: Any = group_named(kept.group)
-    made, held = owner.references.get((key, kept.group), (None, None))
+    made, held = owner.references.get((key, kept.group), (lambda: None, None))
     if held is None or made() is not group:
         held = _gathered(kept, inputs)
         owner.references[key, kept.group] = weakref.ref(group), held

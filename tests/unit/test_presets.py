@@ -29,6 +29,7 @@ from commpass.costmodel.kernels import KernelRate
 from commpass.errors import PolicyError
 from commpass.plan import NONE, PlannedSite, Site
 from commpass.policy import DIRECTIONS, PRESETS, Policy, Rule, policy_named
+from commpass.runtime.owners import FORWARD as FORWARD_STATE
 from commpass.runtime.summary import Summary
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,7 @@ TOUCHED = {
         "all_reduce": (BOTH, "exponent(planes=3)", {"two_shot"}),
     },
     "lowbit-tp": {"all_reduce": (FORWARD, "int4", {"one_shot"})},
+    "ssfusion": {"all_reduce": (BACKWARD, "dgc", {"sparse"})},
     "sdp4bit": {
         "all_gather": (FORWARD, "difference(inner=sdp4bit(part=weight))", {"direct"}),
         "reduce_scatter": (BACKWARD, "sdp4bit(bits=8)", {"direct"}),
@@ -76,7 +78,8 @@ def site(kind: str, direction: str = "forward", numel: int = 1 << 20, ranks: int
         "bytes": 2 * numel,
         "direction": direction,
         "peer": 1 if kind in ("send", "recv") else None,
-        "stateless": None if kind == "all_gather" else "no place",  # as if of a parameter
+        # As if of a parameter.
+        "stateless": None if kind == "all_gather" or direction == "backward" else FORWARD_STATE,
     }
     return Site(**facts | changes)
 
@@ -385,6 +388,7 @@ COMPILED = {
     "taco": (["all_reduce"], ["all_reduce"]),
     "equarx": (["all_reduce"], []),
     "lowbit-tp": (["all_reduce"], []),
+    "ssfusion": ([], ["all_reduce"]),
     "sdp4bit": ([], ["all_reduce", "reduce_scatter"]),
     "tahquant": ([], []),
 }

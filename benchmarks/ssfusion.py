@@ -1,0 +1,169 @@
+"""What each part of SSFusion gains: a data-parallel step of a transformer on links of given rates.
+
+    python -m benchmarks.ssfusion [--ranks 4] [--gbit 0.1 1] [--selector topk] [--json FILE]
+
+Needs Linux and root (docs/netlab.md). Every rank is a host of its own. All ways begin with the same
+weights, take the same batches, and take turns in one loop, each step behind a barrier; a time is a
+median, [lower and upper quartile], of the slowest rank. The first is DistributedDataParallel.
+The others add one part each to sparse gradients that go one by one; all are forced, but for the
+last, which leaves gradients dense where that is predicted to be as fast. ``sent`` is what a rank
+hands over in a step, ``measuring`` what measuring and planning took once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import benchmarks.network  # noqa: F401 (finds the folders of tests and examples)
+import commpass
+from benchmarks import netlab
+from benchmarks.network.cli import facts
+from benchmarks.network.shared import (
+    LINKS,
+    PATIENCE_S,
+    WIDTH,
+    Options,
+    Row,
+    compare,
+    number,
+    on_links,
+    slowest,
+    spread,
+    table,
+    take_turns,
+    text,
+)
+from commpass.parallel import SSFusion, ssfusion
+
+PARTS = ("fuse", "aware", "interleave", "offload")
+WAYS: dict[str, dict[str, Any] | None] = {
+    "dense DDP": None,
+    "sparse, one by one": dict.fromkeys(PARTS, False) | {"force": True},
+    "+ fusion": dict.fromkeys(PARTS[1:], False) | {"force": True},
+    "+ density-aware": dict.fromkeys(PARTS[2:], False) | {"force": True},
+    "+ interleaved": {"offload": False, "force": True},
+    "+ offload": {"force": True},
+    "ssfusion": {},
+}
+PROFILE_STEPS = 2
+
+
+def train(options: Options) -> dict[str, Row]:
+    """On a rank: times of a step of each way, what it sends, and the loss of its last batch."""
+    import common
+    import torch.distributed as dist
+
+    texts = common.read_texts()
+    ways, steps, kib = {}, {}, {}
+    for name, asked in WAYS.items():
+        torch.manual_seed(0)
+        net = common.Transformer(options.layers, options.width)
+        ways[name] = applied(net, asked, options)
+        own = common.batches(texts[0], 10_000, 1 + dist.get_rank())
+        learn = torch.optim.SGD(net.parameters(), lr=0.02)
+        batches = (batch[: options.batch] for batch in own)
+        steps[name] = partial(learned, ways[name][0], batches, learn, [])
+        for _ in range(PROFILE_STEPS + 1):  # the last one makes the plan
+            steps[name]()
+        whole = sum(weight.numel() * weight.itemsize for weight in net.parameters())
+        wire = sum(site.wire_bytes for site in commpass.plans()[-1]) if asked is not None else whole
+        kib[name] = wire / 1024
+    found = take_turns(steps, options.repeats)
+    for name, (_, handle) in ways.items():
+        found[name] |= facts_of(handle) | {"loss": steps[name].args[3][-1]}
+        found[name]["kib"] = kib[name]
+    return found
+
+
+def applied(
+    net: nn.Module, asked: dict[str, Any] | None, options: Options
+) -> tuple[nn.Module, SSFusion | None]:
+    if asked is None:
+        return DistributedDataParallel(net), None
+    more = {"selector": options.selector, "density": options.density}
+    return net, ssfusion(net, profile_steps=PROFILE_STEPS, **more, **asked)
+
+
+def learned(net: nn.Module, batches: Any, learn: Any, losses: list[float]) -> None:
+    loss = net(next(batches))
+    learn.zero_grad()
+    loss.backward()
+    learn.step()
+    losses.append(loss.item())
+
+
+def facts_of(handle: SSFusion | None) -> Row:
+    if handle is None or handle.plan is None:
+        return {}
+    return {
+        "buffers": len(handle.plan.buffers),
+        "sparse": len(handle.plan.sparse),
+        "offloaded": sum(each.offloaded for each in handle.plan.sparse),
+        "density": min((each.density for each in handle.plan.sparse), default=1.0),
+        "predicted_ms": handle.plan.end_us / 1e3,
+        "why": handle.plan.why,
+        "overhead_s": handle.overhead_s,
+    }
+
+
+def rows_of(found: list[dict[str, Row]], known: Row) -> list[Row]:
+    made = []
+    for name, first in found[0].items():
+        row = {**known, "way": name, "ms": slowest([each[name]["ms"] for each in found])}
+        made.append(row | {key: value for key, value in first.items() if key not in row})
+    compare(made, "way", "dense DDP", "of_ddp")
+    return made
+
+
+COLUMNS = {
+    **LINKS,
+    "way": text("way"),
+    "step ms": spread,
+    "x DDP": number("of_ddp"),
+    "sent KiB": number("kib", ".0f"),
+    "buffers": number("buffers", "d"),
+    "sparse": number("sparse", "d"),
+    "offloaded": number("offloaded", "d"),
+    "loss": number("loss", ".3f"),
+    "measuring s": number("overhead_s"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ssfusion", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4])
+    parser.add_argument("--gbit", type=float, nargs="+", default=[0.1, 1.0])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--selector", default="dgc")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    try:
+        netlab.stand_apart()
+    except netlab.LabError as error:
+        parser.error(str(error))
+    rows: list[Row] = []
+    for ranks, gbit in on_links("ssfusion", options):
+        found = ranks.run(train, options, timeout=PATIENCE_S)
+        rows += rows_of(found, {"ranks": ranks.size, "gbit": gbit})
+        ranks.stop()  # hooks stay in a process; new ranks come by themselves
+        if options.json:
+            asked = {key: value for key, value in vars(options).items() if key != "json"}
+            options.json.write_text(json.dumps({**facts({"": rows}), "asked": asked}, indent=1))
+    Console(width=WIDTH).print(table(rows, COLUMNS))
+
+
+if __name__ == "__main__":
+    main()

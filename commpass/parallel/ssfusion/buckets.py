@@ -1,0 +1,88 @@
+"""DistributedDataParallel's buckets, whose futures wait until the fusion buffers of all their
+gradients have come back. (Without postponed annotations, which DDP would not understand.)"""
+
+import threading
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from commpass.errors import PolicyError
+from commpass.parallel.ssfusion.driver import Driver
+from commpass.parallel.ssfusion.hooks import after_forward
+from commpass.parallel.ssfusion.planner import Planner
+
+
+class BucketHooks:
+    """Gradients of a DistributedDataParallel: a comm hook, which cannot be taken back."""
+
+    def __init__(self, module: DistributedDataParallel, planner: Planner):
+        self.module, self.driver = module, Driver(planner, self._done, self._broken)
+        self._lock = threading.Lock()
+        self._of: dict[int, _Bucket] = {}
+        self._used: set[int] = set()
+        self._handles: list[Any] = [
+            each.parameter.register_post_accumulate_grad_hook(self._accumulated)
+            for each in planner.weights
+        ]
+        self._handles.append(after_forward(module, self.driver))
+
+        def ssfusion(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+            return self._take(bucket)
+
+        module.register_comm_hook(None, ssfusion)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = self.module.no_sync()
+        return found
+
+    def remove(self) -> None:
+        raise PolicyError(
+            "DistributedDataParallel keeps its comm hook for good: wrap the module anew"
+        )
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        """This parameter was used, in this backward or in one that accumulated."""
+        self._used.add(id(parameter))
+
+    def _take(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        parameters, views = bucket.parameters(), bucket.gradients()
+        devices: list[int | str | torch.device] = []
+        if bucket.buffer().is_cuda:
+            devices.append(bucket.buffer().device)
+        held = _Bucket(bucket.buffer(), Future(devices=devices), {id(p) for p in parameters})
+        with self._lock:
+            self._of.update(dict.fromkeys(held.missing, held))
+        for parameter, view in zip(parameters, views, strict=True):
+            used = id(parameter) in self._used
+            self.driver.ready(parameter, view, used)  # type: ignore[arg-type]
+        if bucket.is_last():
+            self._used.clear()
+            self.driver.end()
+        return held.future
+
+    def _done(self, parameter: nn.Parameter) -> None:
+        with self._lock:
+            held = self._of.pop(id(parameter))
+            held.missing.discard(id(parameter))
+            complete = not held.missing
+        if complete:
+            held.future.set_result(held.buffer)
+
+    def _broken(self, error: BaseException) -> None:
+        with self._lock:
+            waiting = list({id(each): each for each in self._of.values()}.values())
+            self._of.clear()
+        for held in waiting:
+            held.future.set_exception(error)  # type: ignore[arg-type]
+
+
+class _Bucket:
+    """The buffer of a bucket, its future, and the parameters whose means have not come."""
+
+    def __init__(self, buffer: Tensor, future: Future[Tensor], missing: set[int]):
+        self.buffer, self.future, self.missing = buffer, future, missing

@@ -1,0 +1,243 @@
+"""Gradients as backward makes them: remembered, selected from, exchanged in fusion buffers.
+
+Three threads: backward's own, which adds and selects; one that selects beside it (offload); one
+that exchanges, message by message in the order of the plan, which is that of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from commpass.codecs.codec import accumulation_dtype
+from commpass.errors import CommpassError, PolicyError
+from commpass.parallel.ssfusion import messages
+from commpass.parallel.ssfusion.memory import Memory
+from commpass.parallel.ssfusion.messages import Part
+from commpass.parallel.ssfusion.plan import FusionPlan, Message, Sent
+from commpass.parallel.ssfusion.planner import Planner
+from commpass.passes.rewrite import StateInput
+from commpass.runtime import state
+from commpass.runtime.owners import Code, owner_of
+
+CODE = Code("", 0, "ssfusion")
+"""Whose state it is, in the names of ``commpass.state_dict``."""
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Step:
+    """A step under way: where the mean of each gradient goes, by its number (None: its parameter
+    had no gradient), what is sent of it, what messages still wait for, those on their way, and the
+    means of parameters without a gradient."""
+
+    missing: list[set[int]]
+    views: dict[int, Tensor | None] = field(default_factory=dict)
+    wires: dict[int, Tensor | Future[Tensor] | None] = field(default_factory=dict)
+    sent: list[Future[None]] = field(default_factory=list)
+    late: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Driver:
+    """The exchange of gradients. Whoever sees them calls ``ready`` for each, once a step and in any
+    order, then ``end``; ``done`` is told of each whose mean is there, and ``broken`` why none will
+    be, both in the thread that exchanges."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        done: Callable[[nn.Parameter], None] = lambda parameter: None,
+        broken: Callable[[BaseException], None] = lambda error: None,
+    ):
+        self.planner, self.options, self.lane = planner, planner.options, planner.lane
+        self.done, self.broken = done, broken
+        self.device = planner.device
+        self.count = 0
+        self.step: Step | None = None
+        self.failed: BaseException | None = None
+        self.plan: FusionPlan | None = None
+        self._exchanger, self._selector = (
+            ThreadPoolExecutor(1, f"commpass-{name}") for name in ("exchange", "select")
+        )
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def begin(self) -> Step:
+        """The step under way, or a new one."""
+        if self.failed is not None:
+            raise CommpassError(
+                "an exchange of gradients failed, and ranks may hold different ones: begin again"
+                " from a checkpoint"
+            ) from self.failed
+        if self.step is None:
+            plan = self.planner.plan_at(self.count)
+            if plan is not self.plan:
+                self._adopt(plan)
+            self.step = Step([{each.number for each in message.sent} for message in self.messages])
+            if self.planner.measures(self.count):
+                self.planner.clock.step()
+        return self.step
+
+    def _adopt(self, plan: FusionPlan) -> None:
+        self.plan, self.messages = plan, plan.messages
+        weights = self.planner.weights
+        self.numbers = {id(each.parameter): number for number, each in enumerate(weights)}
+        self.sent = {each.number: each for message in plan.messages for each in message.sent}
+        self.parts = {number: self.planner.part(sent) for number, sent in self.sent.items()}
+
+    def ready(self, parameter: nn.Parameter, gradient: Tensor | None, used: bool = True) -> None:
+        """Takes the gradient of a parameter, and puts the mean into it later. None, or not
+        ``used``: this rank had none in this step, and sends nothing of it."""
+        step = self.begin()
+        number = self.numbers[id(parameter)]
+        name = self.planner.weights[number].name
+        if number in step.wires:
+            raise CommpassError(
+                f"{name} has a second gradient in one step: either the backward before did not"
+                " end, or it ran twice through one parameter (reentrant checkpoint)"
+            )
+        if gradient is not None and gradient.layout != torch.strided:
+            raise PolicyError(
+                f"{name} has a gradient of layout {gradient.layout}: use Embedding(sparse=False)"
+            )
+        if self.planner.measures(self.count) and used and gradient is not None:
+            self.planner.clock.mark(number)
+        step.views[number] = gradient
+        with torch.no_grad():
+            step.wires[number] = self._prepared(number, gradient if used else None)
+        for missing in step.missing:
+            missing.discard(number)
+        self._send(step)
+
+    def end(self) -> Step:
+        """All gradients were given: the next one begins a new step."""
+        step, self.step = self.begin(), None
+        self.count += 1
+        return step
+
+    def memory(self, number: int) -> Memory:
+        """What this rank has not sent of a gradient."""
+        velocity = self._kept(number, "velocity") if self.options.momentum else None
+        return Memory(self._kept(number, "residual"), velocity, self.options.momentum)
+
+    def _kept(self, number: int, what: str) -> Tensor:
+        parameter = self.planner.weights[number].parameter
+        kept = StateInput(
+            place=what,
+            number=0,
+            reaches=(),
+            op="avg",
+            group=self.planner.group.group_name,
+            shape=tuple(parameter.shape),
+            dtype=accumulation_dtype(parameter.dtype),
+            device=parameter.device,
+            fake=parameter,
+        )
+        return state.residual(kept, 0, CODE, owner_of([parameter]))
+
+    def _prepared(self, number: int, gradient: Tensor | None) -> Tensor | Future[Tensor] | None:
+        if gradient is None:
+            return None
+        sent, part, memory = self.sent[number], self.parts[number], self.memory(number)
+        if sent.offloaded:
+            return self._selector.submit(self._aside, memory, gradient, part, self._event())
+        return self._selected(memory, gradient, part, self.device)
+
+    def _selected(self, memory: Memory, gradient: Tensor, part: Part, on: torch.device) -> Tensor:
+        clip = self.options.clip
+        memory.add(gradient, None if clip is None else clip / math.sqrt(self.lane.size()))
+        if part.coder is None:
+            return memory.take(part.dtype)
+        return memory.select(part.coder, part.dtype, on)
+
+    def _aside(self, memory: Memory, gradient: Tensor, part: Part, event: Any) -> Tensor:
+        with torch.no_grad(), self._beside(event):
+            return self._selected(memory, gradient, part, CPU)
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _send(self, step: Step) -> None:
+        """Hands over all messages that are complete, in the order of the plan. In measured steps
+        only when all are, so that backward is measured alone."""
+        if self.planner.measures(self.count) and any(step.missing):
+            return
+        while len(step.sent) < len(self.messages) and not step.missing[len(step.sent)]:
+            message = self.messages[len(step.sent)]
+            step.sent.append(self._exchanger.submit(self._run, message, step, self._event()))
+
+    def _run(self, message: Message, step: Step, event: Any) -> None:
+        """In the thread that exchanges."""
+        if self.failed is not None:
+            raise self.failed
+        try:
+            with torch.no_grad(), self._beside(event):
+                means = self._exchanged(message.sent, message.kind, step)
+                for sent, mean in zip(message.sent, means, strict=True):
+                    self._put(sent.number, mean, step)
+        except BaseException as error:
+            self.failed = error
+            self.broken(error)
+            raise
+
+    def _exchanged(self, sent: tuple[Sent, ...], kind: str, step: Step) -> list[Tensor | None]:
+        parts = [self.parts[each.number] for each in sent]
+        given = []
+        for each in sent:
+            wire = step.wires[each.number]
+            wire = wire.result() if isinstance(wire, Future) else wire
+            if wire is not None and self._stream is not None:
+                wire.record_stream(self._stream)
+            given.append(wire)
+        if kind == "all_gather":
+            return messages.gather(parts, given, self.lane, self.device)
+        return messages.sums(parts, given, self.lane, self.device, self.options.dense)
+
+    def _put(self, number: int, mean: Tensor | None, step: Step) -> None:
+        parameter = self.planner.weights[number].parameter
+        view = step.views[number]
+        if mean is not None and view is not None:
+            view.copy_(mean.view(view.shape))
+        elif mean is not None:
+            step.late[number] = mean.reshape(parameter.shape).clone()
+        self.done(parameter)
+
+    def wait(self, step: Step) -> None:
+        """Until all messages of a step have come back. Parameters that had no gradient here, but
+        had one elsewhere, get theirs."""
+        for future in step.sent:
+            future.result()
+        for number, mean in step.late.items():
+            self.planner.weights[number].parameter.grad = mean
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._exchanger.shutdown(wait=False)
+        self._selector.shutdown(wait=False)
+
+    # --- the stream of the threads, on a GPU ------------------------------------------------------
+
+    def _event(self) -> Any:
+        """Where the stream of backward stands now."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    @contextmanager
+    def _beside(self, event: Any) -> Iterator[None]:
+        """Work that comes after ``event``, in a stream of its own."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(event)
+            yield

@@ -1,0 +1,223 @@
+"""The public face of SSFusion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from commpass.codecs.codec import FLOATS
+from commpass.costmodel import Link, Profile
+from commpass.errors import PolicyError
+from commpass.groups import labels, ready
+from commpass.parallel.ssfusion.buckets import BucketHooks
+from commpass.parallel.ssfusion.hooks import ModuleHooks
+from commpass.parallel.ssfusion.options import Options, check_optimizer
+from commpass.parallel.ssfusion.plan import FusionPlan, Settings
+from commpass.parallel.ssfusion.planner import Planner, Weight, agree
+from commpass.paths import join, names
+from commpass.policy import PRESETS, Policy, policy_named
+from commpass.runtime import state
+from commpass.runtime.machine import profile_here
+
+_applied: WeakKeyDictionary[nn.Module, SSFusion] = WeakKeyDictionary()
+
+
+def ssfusion(
+    model: nn.Module,
+    *,
+    density: float = 0.01,
+    bound: float = 0.001,
+    selector: str = "dgc",
+    momentum: float = 0.0,
+    optimizer: optim.Optimizer | None = None,
+    clip: float | None = None,
+    warmup: int = 0,
+    step: int = 0,
+    dense: str | None = None,
+    fuse: bool = True,
+    aware: bool = True,
+    interleave: bool = True,
+    offload: bool = True,
+    force: bool = False,
+    profile: str | Path | Profile | None = None,
+    profile_steps: int = 5,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> SSFusion:
+    """Data-parallel training with sparsified gradients in fusion buffers (SSFusion). Every rank
+    calls it, with the same model and the same arguments.
+
+    ``model`` is a plain module, whose parameters and buffers are set to those of the group's first
+    rank, and whose gradients are means over ``group`` (None: all ranks) when ``backward()``
+    returns; or a ``DistributedDataParallel``, which gets a comm hook, and whose group it is then.
+
+    density: the share of all gradient entries that is sent; bound: the least share of one gradient
+    that selection is thinned to.
+    selector: a sparse codec, such as ``"dgc"``, ``"topk"`` or ``"dgc(values=bf16)"``.
+    momentum: that of momentum correction, for plain SGD whose own momentum is 0; with 0 what is not
+    sent is added to the next gradient as it is. ``optimizer``, if given, is checked for that.
+    clip: the largest 2-norm of the mean of one gradient; that of each rank is held to ``clip /
+    sqrt(ranks)`` before it is accumulated.
+    warmup: steps in which the density falls from 25 % to the target; ``step``: how many steps were
+    done before, in a run that is resumed.
+    dense: a codec for what is sent whole, such as ``"bf16"``; its rounding is not made up for.
+    fuse, aware, interleave, offload: parts of the method that can be left out (see ``Settings``);
+    force: sparse even where dense is predicted to be as fast.
+    profile: the link, as in ``commpass.backend``; None measures it after ``profile_steps`` steps,
+    in which backward is measured and all is sent whole.
+
+    Raises PolicyError for what cannot be, and PlanMismatch on all ranks if they differ.
+    """
+    if not ready():
+        raise PolicyError(
+            "there are no ranks yet: call torch.distributed.init_process_group before ssfusion"
+        )
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"model={model!r}: must be a module or a DistributedDataParallel")
+    if model in _applied:
+        raise PolicyError("ssfusion was applied to this model already: call remove() on it first")
+    settings = Settings(density, bound, fuse, aware, interleave, offload, force)
+    options = Options(settings, selector, momentum, clip, warmup, step, profile_steps, dense)
+    check_optimizer(optimizer, momentum)
+    own = _group_of(model, group)
+    lane = _lane(own)
+    weights = _weights(model)
+    shown = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
+    agree(lane, (shown, options), "parameters and options", "the same model and arguments")
+    link = _link(profile, own)
+    planner = Planner(weights, options, own, lane, weights[0].parameter.device, link)
+    hooks: ModuleHooks | BucketHooks
+    if isinstance(model, DistributedDataParallel):
+        hooks = BucketHooks(model, planner)
+    else:
+        _spread(model, lane)
+        hooks = ModuleHooks(model, planner)
+    made = _applied[model] = SSFusion(model, hooks)
+    return made
+
+
+def door_for(policy: str | Path | Policy) -> Callable[..., SSFusion] | None:
+    """Who carries out a policy for a ``DistributedDataParallel`` altogether: ``ssfusion`` for the
+    preset of that name, None for all others."""
+    return ssfusion if policy_named(policy) == PRESETS["ssfusion"] else None
+
+
+class SSFusion:
+    """The exchange of one model's gradients."""
+
+    def __init__(self, model: nn.Module, hooks: ModuleHooks | BucketHooks):
+        self._model, self._hooks = model, hooks
+
+    @property
+    def plan(self) -> FusionPlan | None:
+        """The plan of the last step; None before the first."""
+        return self._hooks.driver.plan
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters by the numbers that they have in the plan."""
+        return tuple(each.name for each in self._hooks.driver.planner.weights)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were exchanged."""
+        return self._hooks.driver.count
+
+    @property
+    def overhead_s(self) -> float:
+        """What measuring and planning took so far, in seconds."""
+        return self._hooks.driver.planner.overhead_s
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward in here accumulates gradients, and exchanges nothing."""
+        return self._hooks.no_sync()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this rank has not sent yet, and its velocities: ``commpass.state_dict(model)``."""
+        return state.state_dict(self._model)
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """As ``commpass.load_state_dict(saved, model)``: of as many ranks, or of others."""
+        state.load_state_dict(saved, self._model)
+
+    def remove(self) -> None:
+        """Leaves gradients alone from now on. What was not sent stays in the state."""
+        self._hooks.remove()
+        _applied.pop(self._model, None)
+
+
+def _group_of(model: nn.Module, group: Any) -> dist.ProcessGroup:
+    if isinstance(model, DistributedDataParallel):
+        if group is not None:
+            raise PolicyError(
+                "group: a DistributedDataParallel has its own, give it process_group=... instead"
+            )
+        found: Any = model.process_group
+    elif isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            known = ", ".join(group.mesh_dim_names or ())
+            raise PolicyError(
+                f"group: a mesh of {group.ndim} dimensions ({known}); give one of them, such as"
+                " mesh['dp']"
+            )
+        found = group.get_group()
+    else:
+        found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        raise PolicyError(f"group={group!r}: this rank is in no such group")
+    return found
+
+
+def _lane(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of the same ranks, with the same time-out: exchanges on it keep an order of
+    their own."""
+    backend = group._get_backend(group._device_types[0])
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+
+
+def _weights(model: nn.Module) -> list[Weight]:
+    """The parameters that want a gradient, the last one first: about the order of backward."""
+    found: dict[int, Weight] = {}
+    for path, module in names(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in found:
+                found[id(parameter)] = Weight(join(path, name), parameter)
+    weights = list(found.values())[::-1]
+    if not weights:
+        raise PolicyError("model: no parameter wants a gradient, so there is nothing to exchange")
+    for each in weights:
+        if isinstance(each.parameter, DTensor):
+            raise PolicyError(
+                f"{each.name} is a DTensor: ssfusion is for models that every rank holds whole"
+            )
+        if each.parameter.dtype not in FLOATS:
+            raise PolicyError(f"{each.name} is {each.parameter.dtype}, which no codec carries")
+    if len({each.parameter.device for each in weights}) > 1:
+        raise PolicyError("model: its parameters are on several devices, but must be on one")
+    return weights
+
+
+def _link(profile: str | Path | Profile | None, group: dist.ProcessGroup) -> Link | None:
+    found = profile_here(profile)
+    if found is None:
+        return None
+    return found.link_of(*labels(group), ranks=dist.get_process_group_ranks(group))
+
+
+def _spread(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Sets a model to that of the group's first rank."""
+    source = dist.get_global_rank(group, 0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, source, group=group)
+        tensor.detach().copy_(whole)

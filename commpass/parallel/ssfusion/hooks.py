@@ -1,0 +1,95 @@
+"""Who sees gradients: hooks on the parameters of a module, or DistributedDataParallel's buckets."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from commpass.errors import PolicyError
+from commpass.parallel.ssfusion.driver import Driver
+from commpass.parallel.ssfusion.planner import Planner
+
+
+class ModuleHooks:
+    """Gradients of a plain module, each as soon as it is accumulated; backward returns when all
+    means are there. What has no gradient when backward ends is not used by this rank."""
+
+    def __init__(self, module: nn.Module, planner: Planner):
+        self.module, self.driver = module, Driver(planner)
+        self.syncs = True
+        self._task = -1
+        self._handles: list[Any] = [
+            each.parameter.register_post_accumulate_grad_hook(self._ready)
+            for each in planner.weights
+        ]
+        self._handles.append(after_forward(module, self.driver))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward in here accumulates, and exchanges nothing."""
+        before, self.syncs = self.syncs, False
+        try:
+            yield
+        finally:
+            self.syncs = before
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self.driver.close()
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        if not self.syncs:
+            return
+        task = torch._C._current_graph_task_id()
+        if task != self._task:  # a checkpoint may run a backward within this one
+            self._task = task
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(self._finish)
+        assert isinstance(parameter, nn.Parameter)
+        self.driver.ready(parameter, parameter.grad)
+
+    def _finish(self) -> None:
+        """At the end of a backward: of one within another only if nothing is missing."""
+        step = self.driver.step
+        if step is None or (_within() and any(step.missing)):
+            return
+        known = {id(each.parameter) for each in self.driver.planner.weights}
+        for name, parameter in self.module.named_parameters():
+            if (
+                parameter.grad is not None
+                and parameter.requires_grad
+                and id(parameter) not in known
+            ):
+                raise PolicyError(
+                    f"{name} has a gradient, but wanted none, or was not there, when ssfusion was"
+                    " applied: its gradient is this rank's alone. Call remove(), then ssfusion"
+                    " again"
+                )
+        for number, each in enumerate(self.driver.planner.weights):
+            if number not in step.wires:
+                self.driver.ready(each.parameter, each.parameter.grad)
+        self.driver.wait(self.driver.end())
+
+
+def _within() -> bool:
+    """Whether autograd is in the middle of another backward."""
+    return torch._C._current_autograd_node() is not None
+
+
+def after_forward(module: nn.Module, driver: Driver) -> Any:
+    """Tells the clock when forward has ended, as long as times are measured."""
+    held = weakref.ref(driver)  # so that the module can be copied
+
+    def begin(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        found = held()
+        if found is not None and found.planner.measures(found.count):
+            found.planner.clock.begin()
+
+    return module.register_forward_hook(begin)

@@ -1,0 +1,166 @@
+"""What a fusion plan is made of: times of backward, of selection and of the link, measured in the
+first steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commpass.codecs.codec import Codec
+from commpass.costmodel import Link
+from commpass.costmodel.fit import Point, regions
+from commpass.costmodel.links import steps
+
+ops = torch.ops._c10d_functional
+REPEATS = 3
+SMALLEST = 1 << 10
+"""Entries: what selecting from fewer takes does not depend on their number."""
+LARGEST = 1 << 22
+"""Entries: the time of more is that of so many, times as often."""
+FACTOR = 8
+"""Between sizes that are measured."""
+LINK_BYTES = (1 << 12, 1 << 16, 1 << 20)
+
+
+@dataclass
+class Clock:
+    """When gradients were there, in each of the steps that are measured: on a GPU by events in its
+    stream, so that nobody waits for it."""
+
+    device: torch.device
+    steps: list[list[tuple[int, Any]]] = field(default_factory=list)
+    begun: Any = None
+
+    def begin(self) -> None:
+        """Forward has ended: what follows is backward."""
+        self.begun = self._now()
+
+    def step(self) -> None:
+        """A backward begins to make gradients."""
+        self.steps.append([])
+
+    def mark(self, number: int) -> None:
+        """Gradient ``number`` is there."""
+        if self.steps and not self.steps[-1] and self.begun is not None:
+            self.steps[-1].append((-1, self.begun))
+        if self.steps:
+            self.steps[-1].append((number, self._now()))
+
+    def order(self) -> list[int]:
+        """Gradients as they came in the last step."""
+        last = self.steps[-1] if self.steps else []
+        return [number for number, _ in last if number >= 0]
+
+    def backward_us(self, count: int) -> list[float]:
+        """Of each of ``count`` gradients, the least time since the one before was there, for what
+        disturbs a step only adds; 0 for those that never came."""
+        found: list[list[float]] = [[] for _ in range(count)]
+        for step in self.steps:
+            for (_, before), (number, there) in pairwise(step):
+                found[number].append(self._us(before, there))
+        return [min(times, default=0.0) for times in found]
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _us(self, before: Any, there: Any) -> float:
+        if self.device.type != "cuda":
+            return 1e6 * (there - before)
+        there.synchronize()
+        return 1e3 * before.elapsed_time(there)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Microseconds of a selection by number of entries, between the sizes that were measured."""
+
+    sizes: tuple[int, ...]
+    us: tuple[float, ...]
+
+    def of(self, entries: int) -> float:
+        if entries >= self.sizes[-1]:
+            return self.us[-1] * entries / self.sizes[-1]
+        if entries <= self.sizes[0]:
+            return self.us[0]
+        at = next(i for i, size in enumerate(self.sizes) if size > entries)
+        (a, b), (low, high) = self.sizes[at - 1 : at + 1], self.us[at - 1 : at + 1]
+        return low + (high - low) * (entries - a) / (b - a)
+
+
+def selection(coder: Codec, entries: Sequence[int], dtype: torch.dtype, device: Any) -> Rate:
+    """What selecting from rows of so many entries takes on a device."""
+    return _rate(coder.encode_rows, entries, dtype, device)
+
+
+def by_the_cpu(coder: Codec, entries: Sequence[int], dtype: torch.dtype, device: Any) -> Rate:
+    """The same by the CPU for a gradient on a device, copies there and back included."""
+    return _rate(lambda row: coder.encode_rows(row.cpu()).to(device), entries, dtype, device)
+
+
+def _rate(
+    call: Callable[[Tensor], Tensor], entries: Sequence[int], dtype: torch.dtype, device: Any
+) -> Rate:
+    most = min(max(entries, default=SMALLEST), LARGEST)
+    sizes = [SMALLEST]
+    while sizes[-1] < most:
+        sizes.append(min(sizes[-1] * FACTOR, most))
+    generator = torch.Generator().manual_seed(0)
+    times = []
+    for size in sizes:
+        row = torch.randn((1, size), generator=generator).to(dtype).to(device)
+        call(row)
+        took = [_seconds(call, row, device) for _ in range(REPEATS)]
+        times.append(1e6 * min(took))
+    return Rate(tuple(sizes), tuple(times))
+
+
+def _seconds(call: Callable[[Tensor], Any], x: Tensor, device: Any) -> float:
+    _settle(device)
+    start = time.perf_counter()
+    call(x)
+    _settle(device)
+    return time.perf_counter() - start
+
+
+def _settle(device: Any) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def link_of(group: Any, device: Any) -> Link:
+    """Alpha and beta of all_reduce and all_gather between the ranks of a group, all of which call
+    it; of the slowest rank."""
+    ranks = dist.get_world_size(group)
+    calls: dict[str, Callable[[Tensor], Any]] = {
+        "all_reduce": lambda x: dist.all_reduce(x, group=group),
+        "all_gather": lambda x: ops.wait_tensor(
+            ops.all_gather_into_tensor(x, ranks, group.group_name)
+        ),
+    }
+    measured = {}
+    for kind, call in calls.items():
+        points = []
+        for size in LINK_BYTES:
+            x = torch.zeros(size // 4, device=device)
+            call(x)
+            dist.barrier(group)
+            took = [_seconds(call, x, device) for _ in range(REPEATS)]
+            slowest = torch.tensor([median(took)], dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+            messages, sent = steps(kind, ranks, size)
+            points.append(Point(messages, sent, max(1e6 * float(slowest), 0.1)))
+        measured[kind] = regions(points)
+    slow = measured["all_reduce"][-1]
+    return Link(measured["all_reduce"][0].alpha_us, slow.gbytes_per_s, measured=measured)

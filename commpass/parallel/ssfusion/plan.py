@@ -1,0 +1,230 @@
+"""What is sent of each gradient, in which buffers, by which collective: SSFusion, section IV.
+
+Pure functions of numbers: same numbers, same plan, on every rank. Times are microseconds, of one
+step, gradients are numbered in the order in which backward makes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from commpass.costmodel import Link
+from commpass.errors import PolicyError, check_number
+from commpass.parallel.ssfusion.buffers import Problem, Tensor, cut_off, excluded, fused, offloaded
+
+BUCKET_BYTES = 25 << 20
+"""Of dense buffers as long as nothing was measured: what DDP takes."""
+FINEST = 10**6
+"""Densities are whole numbers of so many parts: what codecs can say exactly."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one parameter: ``entries`` of ``itemsize`` bytes. ``backward_us`` is how long
+    backward takes from the one before to this one, ``select_us`` how long what runs backward then
+    selects from it, ``offload_us`` how long a thread of the CPU does, copies there and back
+    included."""
+
+    name: str
+    entries: int
+    itemsize: int = 4
+    backward_us: float = 0.0
+    select_us: float = 0.0
+    offload_us: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        return self.entries * self.itemsize
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``density`` is the share of all entries that is sent, ``bound`` the least share of one
+    gradient; the others switch parts of the method off: ``fuse`` (else each gradient is a buffer),
+    ``aware`` (density-aware: large gradients make up for what is sent whole), ``interleave``
+    (all_reduce for what is sent whole), ``offload`` (selection by the CPU). ``force``: sparse even
+    where dense is predicted to be as fast, else the gain must be more than the share ``margin`` of
+    what dense exchange adds to backward."""
+
+    density: float = 0.01
+    bound: float = 0.001
+    fuse: bool = True
+    aware: bool = True
+    interleave: bool = True
+    offload: bool = True
+    force: bool = False
+    margin: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_number("density", self.density, 1 / FINEST, most=1.0)
+        check_number("bound", self.bound, 1 / FINEST, most=1.0)
+        check_number("margin", self.margin, most=1.0)
+        if self.bound > self.density:
+            raise PolicyError(
+                f"bound={self.bound}: is the least density of one gradient, and so must be at most"
+                f" density={self.density}"
+            )
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is sent of gradient ``number``: the share ``density`` of it, 1 for all. ``offloaded``:
+    chosen by a thread of the CPU. ``why`` says so in words."""
+
+    number: int
+    density: float = 1.0
+    offloaded: bool = False
+    why: str = ""
+
+    @property
+    def dense(self) -> bool:
+        return self.density == 1.0
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective: ``all_reduce`` of gradients sent whole, or ``all_gather`` of all others."""
+
+    kind: str
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Gradients that follow one another in backward. Those of the first ``reduced`` that are sent
+    whole go by all_reduce, as soon as they are there; all others by one all_gather."""
+
+    sent: tuple[Sent, ...]
+    reduced: int = 0
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        reduce = tuple(each for each in self.sent[: self.reduced] if each.dense)
+        gather = tuple(each for each in self.sent if each not in reduce)
+        made = (Message("all_reduce", reduce), Message("all_gather", gather))
+        return tuple(message for message in made if message.sent)
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """The buffers in the order of their exchange; ``end_us`` is the predicted end of the last one,
+    from the start of backward, and ``dense_us`` that of dense all_reduces in the best buffers.
+    ``why`` says why nothing is sparse, where nothing is."""
+
+    buffers: tuple[Buffer, ...]
+    end_us: float = 0.0
+    dense_us: float = 0.0
+    why: str = ""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(message for buffer in self.buffers for message in buffer.messages)
+
+    @property
+    def sparse(self) -> tuple[Sent, ...]:
+        return tuple(each for buffer in self.buffers for each in buffer.sent if not each.dense)
+
+
+def make(
+    gradients: Sequence[Gradient],
+    ranks: int,
+    link: Link,
+    row_bytes: Callable[[int, float], int],
+    settings: Settings,
+) -> FusionPlan:
+    """The plan of a step. ``row_bytes(entries, density)`` are the bytes of a sparse row."""
+    problem = Problem(gradients, ranks, link, row_bytes)
+    whole = _whole(problem, settings)
+    if ranks == 1:
+        return replace(whole, why="one rank: nothing is sent")
+    found = _selected(problem, settings)
+    found = replace(found, dense_us=whole.end_us)
+    gain = whole.end_us - found.end_us
+    added = whole.end_us - sum(each.backward_us for each in gradients)
+    if settings.force or gain > settings.margin * added:
+        return found
+    why = f"sent whole: {found.end_us:.0f} us if sparse, {whole.end_us:.0f} us dense"
+    return replace(whole, why=why)
+
+
+def unmeasured(gradients: Sequence[Gradient]) -> FusionPlan:
+    """All sent whole, in buffers of a fixed size: until times are known."""
+    buffers: list[list[Sent]] = []
+    room = 0
+    for number, each in enumerate(gradients):
+        if not buffers or each.nbytes > room:
+            buffers.append([])
+            room = BUCKET_BYTES
+        buffers[-1].append(Sent(number, why="sent whole: times are being measured"))
+        room -= each.nbytes
+    return FusionPlan(tuple(Buffer(tuple(sent), len(sent)) for sent in buffers))
+
+
+def _whole(problem: Problem, settings: Settings) -> FusionPlan:
+    """All sent whole, by all_reduce, in the best buffers."""
+    everything = frozenset(range(len(problem.gradients)))
+    runs = fused(problem, everything, "all_reduce") if settings.fuse else _each(problem)
+    sent = [tuple(Sent(number, why="sent whole") for number in run) for run in runs]
+    buffers = tuple(Buffer(some, len(some)) for some in sent)
+    end = problem.end_us(buffers)
+    return FusionPlan(buffers, end, end)
+
+
+def _selected(problem: Problem, settings: Settings) -> FusionPlan:
+    """Buffers, selection, densities, offload and separation, one after the other, as in the
+    paper."""
+    why = {
+        number: "sent whole: its codes would be no smaller"
+        for number, each in enumerate(problem.gradients)
+        if problem.row_bytes(each.entries, settings.density) >= each.nbytes
+    }
+    problem = replace(problem, density=settings.density)
+    runs = fused(problem, frozenset(why), "all_gather") if settings.fuse else _each(problem)
+    if settings.fuse:
+        room = spare(problem.gradients, why, settings)
+        for number in excluded(problem, runs, frozenset(why), room):
+            why[number] = "sent whole: its selection would outlast the exchange before (equation 2)"
+    density = thinned(problem.gradients, why, settings) if settings.aware else settings.density
+    problem = replace(problem, density=density)
+    buffers = []
+    for run in runs:
+        aside = offloaded(problem, run, frozenset(why)) if settings.offload else frozenset()
+        sent = tuple(
+            Sent(number, why=why[number])
+            if number in why
+            else Sent(number, density, number in aside, f"{density:.4g} of its entries")
+            for number in run
+        )
+        buffers.append(Buffer(sent, cut_off(problem, sent) if settings.interleave else 0))
+    made = tuple(buffers)
+    return FusionPlan(made, problem.end_us(made))
+
+
+def spare(gradients: Sequence[Tensor], whole: Collection[int], settings: Settings) -> float:
+    """How many entries more than those of ``whole`` can be sent whole, so that the entries sent
+    are still ``settings.density`` of all if all others are thinned to ``settings.bound``, each
+    gradient's rounded up."""
+    dense = sum(gradients[number].entries for number in whole)
+    total = sum(each.entries for each in gradients)
+    room = (settings.density - settings.bound) * total - (len(gradients) - len(whole))
+    return room / max(1 - settings.bound, 1 / FINEST) - dense
+
+
+def thinned(gradients: Sequence[Tensor], whole: Collection[int], settings: Settings) -> float:
+    """Density-aware sparsification: the density of all that are not sent ``whole`` (a set of
+    numbers) at which the entries sent are ``settings.density`` of all entries at most, each
+    gradient's rounded up; not below ``settings.bound``."""
+    numbers = range(len(gradients))
+    dense = sum(gradients[n].entries for n in numbers if n in whole)
+    total = sum(each.entries for each in gradients)
+    sparse = [n for n in numbers if n not in whole]
+    room = settings.density * total - dense - len(sparse)
+    share = room / (total - dense) if total > dense else 1.0
+    found = math.floor(max(share, 0.0) * FINEST) / FINEST
+    return min(max(found, settings.bound), settings.density)
+
+
+def _each(problem: Problem) -> list[range]:
+    return [range(number, number + 1) for number in range(len(problem.gradients))]

@@ -1,0 +1,168 @@
+"""The plan of each step: measured in the first ones, made when the density changes, the same on all
+ranks, and proved to be (law 5)."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from commpass.costmodel import Link
+from commpass.errors import PlanMismatch
+from commpass.parallel.ssfusion import measure, recorded
+from commpass.parallel.ssfusion.messages import Part
+from commpass.parallel.ssfusion.options import Options
+from commpass.parallel.ssfusion.plan import FusionPlan, Gradient, Message, Sent, make, unmeasured
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter that wants a gradient, by its name."""
+
+    name: str
+    parameter: nn.Parameter
+
+
+@dataclass
+class Planner:
+    """``weights`` are in the order of backward: the reverse of the model's at first, then as they
+    came. ``group`` is the user's, ``lane`` one of the same ranks for this alone. ``link`` is None
+    until it is measured; ``overhead_s`` is what measuring and planning took."""
+
+    weights: list[Weight]
+    options: Options
+    group: dist.ProcessGroup
+    lane: dist.ProcessGroup
+    device: torch.device
+    link: Link | None
+    overhead_s: float = 0.0
+    measured: bool = False
+    _select: measure.Rate | None = None
+    _aside: measure.Rate | None = None
+    _backward_us: list[float] = field(default_factory=list)
+    _plans: dict[float, FusionPlan] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clock = measure.Clock(self.device)
+
+    def measures(self, step: int) -> bool:
+        """Whether a step is one of those that are measured."""
+        return step < self.options.profile_steps
+
+    def plan_at(self, step: int) -> FusionPlan:
+        """The plan of a step, the same object as long as it is the same plan. All ranks call it
+        before the step's first message."""
+        density = 1.0 if self.measures(step) else self.options.at(step).density
+        if density not in self._plans or (not self.measured and not self.measures(step)):
+            begun = time.perf_counter()
+            if self.measures(step):
+                plan = unmeasured(self.gradients())
+            else:
+                if not self.measured:
+                    self._measure()
+                plan = self._made(step)
+            self._plans[density] = plan
+            agree(self.lane, plan, "fusion plans", "the same profile and options")
+            self._record(plan)
+            self.overhead_s += time.perf_counter() - begun
+        return self._plans[density]
+
+    def gradients(self) -> list[Gradient]:
+        """What is known of each gradient."""
+        found = []
+        for number, each in enumerate(self.weights):
+            entries = each.parameter.numel()
+            found.append(
+                Gradient(
+                    each.name,
+                    entries,
+                    each.parameter.dtype.itemsize,
+                    self._backward_us[number] if self._backward_us else 0.0,
+                    self._select.of(entries) if self._select else 0.0,
+                    self._aside.of(entries) if self._aside else 0.0,
+                )
+            )
+        return found
+
+    def part(self, sent: Sent) -> Part:
+        """What is sent of a gradient, as part of a message."""
+        parameter = self.weights[sent.number].parameter
+        coder = None if sent.dense else self.options.coder(sent.density)
+        return Part(parameter.numel(), parameter.dtype, coder)
+
+    def parts(self, message: Message) -> list[Part]:
+        return [self.part(each) for each in message.sent]
+
+    def _made(self, step: int) -> FusionPlan:
+        assert self.link is not None
+        gradients = self.gradients()
+        itemsize = max(each.itemsize for each in gradients)
+        dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
+
+        def row_bytes(entries: int, density: float) -> int:
+            return self.options.coder(density).wire_bytes(entries, dtype)
+
+        settings = self.options.at(step)
+        return make(gradients, self.lane.size(), self.link, row_bytes, settings)
+
+    def _measure(self) -> None:
+        """Times of backward and selection as the mean over ranks, the order of rank 0, the link as
+        the slowest rank has it: so that all ranks plan alike."""
+        order: list[Any] = [self.clock.order()]
+        dist.broadcast_object_list(order, dist.get_global_rank(self.lane, 0), self.lane)
+        came = order[0] + sorted(set(range(len(self.weights))) - set(order[0]))
+        if self.link is None:
+            alone = self.lane.size() == 1
+            self.link = Link(0.0, 1.0) if alone else measure.link_of(self.lane, self.device)
+        sizes = [each.parameter.numel() for each in self.weights]
+        coder = self.options.coder(self.options.settings.density)
+        dtype = self.weights[0].parameter.dtype
+        select = measure.selection(coder, sizes, dtype, self.device)
+        aside = select
+        if self.device.type != "cpu":
+            aside = measure.by_the_cpu(coder, sizes, dtype, self.device)
+        us = [*self.clock.backward_us(len(sizes)), *select.us, *aside.us]
+        mean = torch.tensor(us, dtype=torch.float64, device=self.device) / self.lane.size()
+        dist.all_reduce(mean, group=self.lane)
+        (*backward,) = (round(each, 1) for each in mean[: len(sizes)].tolist())
+        selected, offloaded = mean[len(sizes) :].view(2, -1).tolist()
+        self._select = measure.Rate(select.sizes, tuple(selected))
+        self._aside = measure.Rate(aside.sizes, tuple(offloaded))
+        self.weights = [self.weights[number] for number in came]
+        self._backward_us = [backward[number] for number in came]
+        self._plans.clear()
+        self.measured = True
+
+    def _record(self, plan: FusionPlan) -> None:
+        names = [each.name for each in self.weights]
+        parts = [self.parts(message) for message in plan.messages]
+        link = self.link or Link(0.0, 1.0)
+        dense = self.options.dense
+        recorded.keep(plan, names, parts, self.group, link, dense, self.device)
+
+
+def agree(group: Any, mine: Any, what: str, need: str) -> None:
+    """Raises PlanMismatch, on all ranks of a group, if they do not all have the same."""
+    text = repr(mine)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, digest, group=group)
+    if len(set(said)) == 1:
+        return
+    texts: list[Any] = [None] * len(said)
+    dist.all_gather_object(texts, text, group=group)
+    other = next(rank for rank, each in enumerate(said) if each != said[0])
+    start = next(
+        (i for i, (a, b) in enumerate(zip(texts[0], texts[other], strict=False)) if a != b), 0
+    )
+    begin = max(start - 40, 0)
+    first, second = (each[begin : begin + 120] for each in (texts[0], texts[other]))
+    raise PlanMismatch(
+        f"the {what} of rank 0 and rank {other} differ: ...{first}... and ...{second}...; give all"
+        f" ranks {need}"
+    )

@@ -1,0 +1,123 @@
+"""A fusion plan as a plan of commpass: what ``commpass.plans()`` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpass import groups, paths
+from commpass.collectives.request import Request
+from commpass.collectives.stages import Payload, read_stages
+from commpass.costmodel import Link
+from commpass.parallel.ssfusion.messages import USED_BYTES, Part, gather_bytes, message_dtype
+from commpass.parallel.ssfusion.plan import FusionPlan, Message
+from commpass.passes import Outcome
+from commpass.plan import NONE, Candidate, Grouped, Plan, PlannedSite, Site, planned
+from commpass.runtime import record
+
+CODED_BY = "two_shot"
+"""The algorithm of what is sent whole by a codec."""
+
+
+def keep(
+    plan: FusionPlan,
+    names: Sequence[str],
+    parts: Sequence[Sequence[Part]],
+    group: dist.ProcessGroup,
+    link: Link,
+    coded: str | None,
+    device: torch.device,
+) -> Plan:
+    """Records a plan of gradients ``names``, of whose messages ``parts`` are what is sent: a site
+    for what goes in one message by one codec."""
+    sites: list[PlannedSite] = []
+    grouped: list[Grouped] = []
+    for number, (message, sent) in enumerate(zip(plan.messages, parts, strict=True)):
+        rows = list(zip(message.sent, sent, strict=True))
+        for whole, some in groupby(
+            sorted(rows, key=lambda row: row[0].dense), key=lambda row: row[0].dense
+        ):
+            held = list(some)
+            what = [part for _, part in held]
+            own = [names[each.number] for each, _ in held]
+            by = coded if whole and message.kind == "all_reduce" else None
+            site = _site(f"{'whole' if whole else 'sparse'}_{number}", own, what, group, device)
+            wire = _wire_bytes(message, what, group, by)
+            candidate = Candidate(
+                codec=by or (NONE if what[0].coder is None else what[0].coder.spec),
+                algorithm=CODED_BY if by else NONE if what[0].coder is None else "sparse",
+                wire_bytes=wire,
+                predicted_us=round(link.us(message.kind, wire, group.size()), 1),
+            )
+            plain = round(link.us("all_reduce", site.bytes, group.size()), 1)
+            reason = "; ".join(dict.fromkeys(each.why for each, _ in held if each.why))
+            sites.append(planned(site, candidate, f"by {message.kind}: {reason}", plain))
+            if len(held) > 1:
+                grouped.append(_grouped(site, own, [e.number for e, _ in held], what))
+    made = Plan(
+        graph="ssfusion",
+        direction="backward",
+        policy="ssfusion",
+        profile="",
+        sites=tuple(sites),
+        grouped=tuple(grouped),
+    )
+    record.record(Outcome(made))
+    return made
+
+
+def _site(
+    name: str, own: Sequence[str], parts: Sequence[Part], group: Any, device: torch.device
+) -> Site:
+    labels = groups.labels(group)
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+    return Site(
+        name=name,
+        kind="all_reduce",
+        reduce_op="avg",
+        group=group.group_name,
+        group_label=labels[0] if labels else "",
+        group_labels=labels,
+        group_size=group.size(),
+        members=tuple(dist.get_process_group_ranks(group)),
+        dtype=str(dtype).removeprefix("torch."),
+        shape=(sum(part.entries for part in parts),),
+        bytes=sum(part.entries * part.dtype.itemsize for part in parts),
+        stateless=None,
+        device=device.type,
+        module=paths.common(name.rpartition(".")[0] for name in own),
+        direction="backward",
+    )
+
+
+def _wire_bytes(message: Message, parts: Sequence[Part], group: Any, coded: str | None) -> int:
+    """What a rank hands over, flags included."""
+    if message.kind == "all_gather":
+        return gather_bytes(parts)
+    dtype, entries = message_dtype(parts), sum(part.entries for part in parts)
+    if coded is None:
+        return (entries + len(parts)) * dtype.itemsize
+    request = Request(group=group.group_name, ranks=group.size(), op="avg")
+    payload = Payload(entries, 1, dtype)
+    read = read_stages("all_reduce", CODED_BY, coded, payload, request)
+    return read.wire_bytes + len(parts) * USED_BYTES
+
+
+def _grouped(
+    site: Site, own: Sequence[str], numbers: Sequence[int], parts: Sequence[Part]
+) -> Grouped:
+    return Grouped(
+        sites=tuple(own),
+        modules=tuple(name.rpartition(".")[0] for name in own),
+        into=site.name,
+        group=site.group,
+        numbers=tuple(numbers),
+        bytes=tuple(part.entries * part.dtype.itemsize for part in parts),
+        gain_us=0.0,
+        reason="a fusion buffer",
+    )

@@ -1,0 +1,121 @@
+"""torch-tensorrt behind the passes (``inner="tensorrt"``): engines for what a model computes,
+Inductor for what it sends.
+
+A rewritten graph is cut where exchanges are. torch-tensorrt gets the pieces between, which hold no
+collective. Encodes, exchanges and decodes stay outside engines: an engine may compute in another
+precision on another rank, and the copies of a sum would no longer be the same bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.passes.split_module import split_module
+
+from commpass.errors import PolicyError
+from commpass.passes.graph.marks import MARK
+from commpass.passes.graph.parse import is_wait, parse
+
+ENGINE, OUTSIDE = "engine", "outside"
+
+
+class Engines:
+    """An inner compiler for ``commpass.backend``: ``inner="tensorrt"``, or
+    ``inner=commpass.tensorrt.Engines(min_block_size=1)`` with settings of torch-tensorrt's.
+
+    Engines are for inference alone. Raises PolicyError where torch_tensorrt cannot be imported.
+    """
+
+    inference_only = True
+
+    def __init__(self, **settings: Any):
+        self.settings: Mapping[str, Any] = settings
+        try:
+            self.compiler = importlib.import_module("torch_tensorrt.dynamo.backend")
+        except ImportError as error:
+            raise PolicyError(
+                'inner="tensorrt" needs torch-tensorrt, which cannot be imported here'
+                f" ({error}): pip install torch-tensorrt, the release of this torch"
+                f" ({torch.__version__}), on a machine with TensorRT and an NVIDIA GPU"
+            ) from error
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiles a graph of AOTAutograd's, of which every node has a fake value."""
+        pieces = cut(gm)
+        for name, piece in list(pieces.named_children()):
+            given = [node.meta["val"] for node in piece.graph.nodes if node.op == "placeholder"]
+            compiler = self._engine if name.startswith(ENGINE) else _outside
+            setattr(pieces, name, Piece(compiler(piece, given)))
+        return pieces
+
+    def _engine(self, piece: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        compiled = self.compiler.torch_tensorrt_backend(piece, given, options=dict(self.settings))
+        return compiled
+
+
+def _outside(piece: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    compiled = compile_fx_inner(piece, list(given))
+    return lambda *args: compiled(list(args))
+
+
+class Piece(nn.Module):
+    """A compiled piece of a graph, where the piece was."""
+
+    def __init__(self, compiled: Callable[..., Any]):
+        super().__init__()
+        self.compiled = compiled
+
+    def forward(self, *args: Any) -> Any:
+        return self.compiled(*args)
+
+
+def cut(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph as calls of its pieces in order, those for engines and those outside, by name. Each
+    takes what earlier ones give, and gives a tuple."""
+    levels, output = _levels(gm.graph), gm.graph.output_node()
+    for node in sorted(levels, key=levels.__getitem__):
+        output.prepend(node)
+    pieces = split_module(gm, gm, levels.__getitem__, keep_original_order=True, tuple_return=True)
+    for name, piece in list(pieces.named_children()):
+        level = int(name.removeprefix("submod_"))
+        new = f"{OUTSIDE if level % 2 else ENGINE}_{level // 2}"
+        pieces.add_module(new, piece)
+        for node in pieces.graph.find_nodes(op="call_module", target=name):
+            node.target = new
+        delattr(pieces, name)
+    pieces.recompile()
+    return pieces
+
+
+def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
+    """In which piece a node is: the first that has all it takes, an even one for an engine. What
+    writes into a tensor comes behind all before it, and before all behind it."""
+    levels: dict[fx.Node, int] = {}
+    floor = highest = 0
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        writes = _writes(node)
+        least = max([floor, *(levels[each] for each in node.all_input_nodes if each in levels)])
+        if writes:
+            least = max(least, highest)
+        level = least + (least % 2 != (writes or _sends(node)))
+        levels[node], highest = level, max(highest, level)
+        floor = level if writes else floor
+    return levels
+
+
+def _sends(node: fx.Node) -> bool:
+    """Whether a node is a collective or its wait, or codes or decodes what one carries."""
+    return MARK in node.meta or is_wait(node) or parse(node) is not None
+
+
+def _writes(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable

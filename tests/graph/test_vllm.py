@@ -1,0 +1,269 @@
+"""The pass for vLLM's slot, on graphs with operators of the names and schemas that vLLM's have."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import pickle
+import sys
+import weakref
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from graphs import as_rank, collectives, trace
+from serve_vllm import define_operators
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from commpass.doors import vllm
+from commpass.doors.vllm import CollectivePass
+from commpass.errors import CommpassError, PolicyError
+from commpass.policy import Policy, Rule
+
+INT8 = Policy(rules=[Rule(codec="int8", algorithm="one_shot", force=True)], skip=("chunk", "group"))
+KEPT = Policy(rules=[Rule(keep=True)])
+
+
+def world(name: str) -> dist.ProcessGroup:
+    assert name == "tp:0"
+    return dist.group.WORLD
+
+
+@pytest.fixture
+def four(fake_group):
+    """Rank 0 of 4, with vLLM's operators."""
+    fake_group(4)
+    with torch.library._scoped_library("vllm", "FRAGMENT") as library:
+        define_operators(library)
+        library.define("unified_attention(Tensor q, Tensor k, Tensor v, str layer_name) -> Tensor")
+        library.impl("unified_attention", lambda q, k, v, name: torch.empty_like(q), "Meta")
+        library.define(
+            "fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight,"
+            " float epsilon) -> ()"
+        )
+        library.impl("fused_add_rms_norm", lambda *_: None, "Meta")
+        yield
+
+
+def layer(x, residual, weight, norm):
+    """What a layer of vLLM's is at the slot: attention, a matmul of its own rows, the sum, and a
+    norm in place, functionalised."""
+    ops = torch.ops.vllm
+    attended = ops.unified_attention(x, x, x, "model.layers.0.self_attn")
+    summed = ops.all_reduce(attended @ weight, "tp:0")
+    _, normed, residual = auto_functionalized(
+        ops.fused_add_rms_norm.default, input=summed, residual=residual, weight=norm, epsilon=1e-6
+    )
+    return normed, residual
+
+
+def layer_graph():
+    x, residual = torch.randn(64, 256), torch.randn(64, 256)
+    return trace(layer, x, residual, torch.randn(256, 256), torch.randn(256))
+
+
+def form(graph) -> list:
+    """What a graph does, whatever its nodes are called, and what is known of each value."""
+    number = {node: at for at, node in enumerate(graph.nodes)}
+    return [
+        (
+            node.op,
+            node.target,
+            *torch.fx.map_arg((node.args, node.kwargs), number.__getitem__),
+            sorted(node.meta),
+            id(node.meta.get("val")),
+        )
+        for node in graph.nodes
+    ]
+
+
+def targets(gm) -> list[str]:
+    return [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def test_a_sum_of_vllms_is_compressed_and_the_rest_of_the_graph_stays(four):
+    gm = layer_graph()
+    graph = gm.graph
+    CollectivePass(INT8, groups=world, strict=True)(graph)
+    assert gm.graph is graph
+    names = targets(gm)
+    assert "vllm.all_reduce.default" not in names
+    assert names[0] == "vllm.unified_attention.default"
+    assert names.count("auto_functionalized") == 1
+    [(_, dtype, size)] = collectives(gm)
+    assert dtype == torch.uint8
+    assert size == 64 * 256 + 4 * (64 * 256 // 256)  # a byte each, a scale of 4 for each block
+    graph.lint()
+
+
+def test_what_is_kept_stays_as_it_was(four):
+    gm = layer_graph()
+    before = form(gm.graph)
+    CollectivePass(KEPT, groups=world, strict=True)(gm.graph)
+    assert form(gm.graph) == before
+
+
+def test_of_two_only_the_one_that_is_allowed_is_compressed(four):
+    def two(x, y):
+        return torch.ops.vllm.all_reduce(x, "tp:0"), torch.ops.vllm.all_reduce(y, "tp:0")
+
+    gm = trace(two, torch.randn(64, 256), torch.randint(9, (8, 8)))  # nobody codes integers
+    CollectivePass(INT8, groups=world, strict=True)(gm.graph)
+    [own] = [node for node in gm.graph.nodes if str(node.target) == "vllm.all_reduce.default"]
+    assert own.meta["val"].shape == (8, 8)
+    assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gathers_and_scatters_along_the_first_dimension_are_taken(four, dim, caplog):
+    def around(x):
+        part = torch.ops.vllm.reduce_scatter(x, dim, 4, "tp:0")
+        return torch.ops.vllm.all_gather(part.sin(), dim, 4, "tp:0")
+
+    gm = trace(around, torch.randn(64, 64))
+    with caplog.at_level(logging.INFO, "commpass"):
+        policy = Policy(rules=[Rule(codec="int8", force=True)], skip=("chunk", "group"))
+        CollectivePass(policy, groups=world, strict=True)(gm.graph)
+    left = [name for name in targets(gm) if name.startswith("vllm.")]
+    if dim == 0:
+        assert left == []
+        assert {dtype for _, dtype, _ in collectives(gm)} == {torch.uint8}
+    else:
+        assert left == ["vllm.reduce_scatter.default", "vllm.all_gather.default"]
+        assert f"along dimension {dim}" in caplog.text
+
+
+def test_a_gather_and_a_scatter_that_are_kept_stay_as_they_were(four):
+    def around(x):
+        part = torch.ops.vllm.reduce_scatter(x, 0, 4, "tp:0")
+        return torch.ops.vllm.all_gather(part.sin(), 0, 4, "tp:0")
+
+    gm = trace(around, torch.randn(64, 64))
+    before = form(gm.graph)
+    CollectivePass(KEPT, groups=world, strict=True)(gm.graph)
+    assert form(gm.graph) == before
+
+
+def fails(*_):
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize("how", ["a pass fails", "no such group", "a pass is left out"])
+def test_a_graph_of_which_nothing_comes_is_left_as_it_was(four, how, monkeypatch, caplog):
+    gm = layer_graph()
+    graph = gm.graph
+    before = form(graph)
+    own = CollectivePass(INT8, groups=world)
+    if how == "a pass fails":
+        monkeypatch.setattr("commpass.passes.pipeline.PASSES", _failing())
+        monkeypatch.setattr("commpass.passes.pipeline.run.__defaults__", (None, None))
+    elif how == "no such group":
+        own = CollectivePass(INT8, groups=fails)
+    else:
+        own = CollectivePass(Policy(skip="lower", rules=INT8.rules), groups=world)
+    own(graph)
+    assert gm.graph is graph
+    assert form(graph) == before
+    assert "untouched" in caplog.text
+    graph.lint()
+    gm.recompile()
+
+
+def _failing():
+    import dataclasses
+
+    from commpass.passes import pipeline
+
+    return tuple(
+        dataclasses.replace(step, run=fails) if step.name == "verify" else step
+        for step in pipeline.PASSES
+    )
+
+
+def test_strict_raises_instead(four):
+    with pytest.raises(ValueError, match="on purpose"):
+        CollectivePass(INT8, groups=fails, strict=True)(layer_graph().graph)
+
+
+def test_its_name_in_caches_changes_with_what_it_does():
+    same = [CollectivePass("balanced", profile="ethernet-1g").uuid() for _ in range(2)]
+    others = [
+        CollectivePass("aggressive", profile="ethernet-1g"),
+        CollectivePass("balanced", profile="ethernet-10g"),
+        CollectivePass("balanced"),
+        CollectivePass("balanced", profile="ethernet-1g", groups=world),
+        CollectivePass("balanced", profile="ethernet-1g", strict=True),
+    ]
+    assert same[0] == same[1]
+    assert len({same[0], *(other.uuid() for other in others)}) == 6
+
+
+def test_ranks_that_share_a_cache_do_not_take_each_others_code():
+    own = CollectivePass("balanced", profile="ethernet-1g")
+    names = []
+    for rank, size in ((0, 2), (1, 2), (0, 4)):
+        with as_rank(rank, size):
+            names.append(own.uuid())
+    assert len({*names, own.uuid()}) == 4
+
+
+def test_it_goes_to_other_processes():
+    own = CollectivePass("balanced", profile="ethernet-1g", groups=world)
+    back = pickle.loads(pickle.dumps(own))
+    assert back.uuid() == own.uuid()
+    assert back.groups is world
+
+
+def test_a_policy_that_is_not_known():
+    with pytest.raises(PolicyError, match="balanced"):
+        CollectivePass("balancd")
+
+
+def test_groups_are_found_in_vllms_registry(monkeypatch):
+    class Coordinator:
+        device_group = object()
+
+    held = Coordinator()
+    state = SimpleNamespace(_groups={"tp:0": weakref.ref(held)})
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
+    assert vllm.group_of_vllm("tp:0") is held.device_group
+    with pytest.raises(CommpassError, match=r"no group 'tp:1'.*It has: tp:0"):
+        vllm.group_of_vllm("tp:1")
+    del held
+    with pytest.raises(CommpassError, match="no group 'tp:0'"):
+        vllm.group_of_vllm("tp:0")
+
+
+def test_without_vllm_it_says_what_to_give():
+    with pytest.raises(CommpassError, match="CollectivePass\\(groups="):
+        vllm.group_of_vllm("tp:0")
+
+
+@pytest.mark.parametrize(
+    "place", ["vllm.compilation.passes.inductor_pass", "vllm.compilation.inductor_pass"]
+)
+def test_it_is_one_of_vllms_own_passes_where_vllm_is(monkeypatch, place):
+    class InductorPass(CustomGraphPass):
+        def is_applicable_for_range(self, compile_range):
+            return True
+
+    *parents, _ = place.split(".")
+    for number in range(1, len(parents) + 1):
+        name = ".".join(parents[:number])
+        package = ModuleType(name)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, name, package)
+    module = ModuleType(place)
+    module.InductorPass = InductorPass
+    monkeypatch.setitem(sys.modules, place, module)
+    try:
+        there = importlib.reload(vllm)
+        own = there.CollectivePass("balanced")
+        assert isinstance(own, InductorPass)
+        assert own.is_applicable_for_range((1, 8192))
+        assert own.uuid() != CollectivePass("aggressive").uuid()
+    finally:
+        monkeypatch.undo()
+        importlib.reload(vllm)

@@ -1,0 +1,566 @@
+"""SSFusion on real ranks: what is sent and what is left is what the gradients were, replicas are
+alike, and state is carried over to other numbers of ranks."""
+
+from __future__ import annotations
+
+import copy
+import os
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from counting import counting_group
+from processes import Ranks, RanksFailed
+from tiers import rarely
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commpass
+from commpass.costmodel import Link, Profile
+from commpass.errors import CommpassError, PlanMismatch, PolicyError
+from commpass.parallel import ssfusion
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+SLOW = Profile("slow", Link(10.0, 1e-5))
+"""A link on which bytes are all that counts, so that plans do not depend on how fast tests run."""
+USUAL = {"profile": SLOW, "profile_steps": 1, "density": 0.05, "bound": 0.01}
+STEPS = 6
+
+
+def net(dtype: torch.dtype = torch.float64, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(40, 80), nn.Tanh(), nn.Linear(80, 60), nn.Tanh(), nn.Linear(60, 5)
+    ).to(dtype)
+
+
+def batch(step: int, rank: int | None = None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(8, 40, generator=generator, dtype=dtype)
+
+
+def everybodys(x):
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, x)
+    return found
+
+
+def alike(*tensors) -> bool:
+    """Whether all ranks hold the same bits."""
+    return len({t.detach().numpy().tobytes() for t in everybodys(flat(tensors))}) == 1
+
+
+def flat(tensors) -> torch.Tensor:
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    return flat([p.grad for p in model.parameters()])
+
+
+def residuals(handle, model: nn.Module) -> torch.Tensor:
+    """The sum of all ranks' residuals, in the order of parameters."""
+    driver = handle._hooks.driver
+    numbers = {id(w.parameter): n for n, w in enumerate(driver.planner.weights)}
+    own = flat([driver.memory(numbers[id(p)]).residual for p in model.parameters()])
+    return sum(everybodys(own))
+
+
+def exact(model: nn.Module, step: int) -> torch.Tensor:
+    """The sum of all ranks' gradients, by itself."""
+    mine = copy.deepcopy(model)
+    for p in mine.parameters():
+        p.grad = None
+    mine(batch(step)).square().sum().backward()
+    return sum(everybodys(gradients(mine)))
+
+
+# --- nothing is lost ------------------------------------------------------------------------------
+
+
+def check_sum(ddp: bool, options: dict) -> None:
+    model = net(seed=dist.get_rank())
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02) if ddp else model
+    handle = ssfusion(wrapped, **USUAL | options)
+    assert alike(*model.parameters())
+    size, given, right = dist.get_world_size(), 0, 0
+    for step in range(STEPS):
+        right = right + exact(model, step)
+        wrapped.zero_grad()
+        wrapped(batch(step)).square().sum().backward()
+        assert alike(gradients(model))  # law 1
+        given = given + size * gradients(model)
+    left = residuals(handle, model)
+    scale = right.abs().max()
+    assert (given + left - right).abs().max() <= 1e-12 * scale
+    assert (given - right).abs().max() > 1e-3 * scale  # much is held back, or nothing was tested
+    assert handle.steps == STEPS
+    plan = handle.plan
+    assert {handle.names[each.number] for each in plan.sparse} >= {"0.weight", "2.weight"}
+    offloaded = {each.offloaded for each in plan.sparse}
+    assert options.get("offload", True) or offloaded == {False}
+    kinds = {message.kind for message in plan.messages}
+    assert kinds == {"all_gather"} if not options.get("interleave", True) else "all_gather" in kinds
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        rarely({"fuse": False, "interleave": False, "aware": False, "offload": False}),
+        rarely({"selector": "topk"}),
+        rarely({"selector": "dgc(values=bf16)"}),
+        rarely({"clip": None, "warmup": 4}),
+        rarely({"selector": "sidco"}),
+        rarely({"selector": "randomk"}),
+    ],
+)
+def test_what_was_sent_and_what_is_left_is_the_sum_of_all_gradients(ddp, options, ranks3):
+    ranks3.run(check_sum, ddp, options)
+
+
+def test_on_two_ranks_as_well(ranks2):
+    ranks2.run(check_sum, False, {"interleave": False})
+
+
+def check_reference(momentum: float) -> None:
+    """Algorithm 4 of Deep Gradient Compression on all ranks, in float64, with exact top-k."""
+    weight = nn.Parameter(torch.zeros(6, 10, dtype=torch.float64))
+    model = nn.Module()
+    model.weight = weight
+    options = USUAL | {"density": 0.1, "selector": "topk", "momentum": momentum, "clip": 3.0}
+    ssfusion(model, **options, force=True, aware=False)
+    size, rank = dist.get_world_size(), dist.get_rank()
+    u, v = ({r: torch.zeros(60, dtype=torch.float64) for r in range(size)} for _ in range(2))
+    for step in range(10):
+        weight.grad = None
+        (weight * given(step, rank)).sum().backward()
+        mean = torch.zeros(60, dtype=torch.float64)
+        for r in range(size):
+            g = given(step, r).flatten()
+            u[r] = momentum * u[r] + g * min(1.0, 3.0 / size**0.5 / g.norm())
+            v[r] = v[r] + u[r]
+            whole = step < 1  # the step that is measured
+            top = torch.arange(60) if whole else v[r].abs().topk(6).indices
+            mean[top] += v[r][top] / size
+            v[r][top] = 0
+            if not whole:
+                u[r][top] = 0
+        torch.testing.assert_close(weight.grad.flatten(), mean, rtol=1e-12, atol=1e-14)
+
+
+def given(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7 * step + rank)
+    return torch.randn(6, 10, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("momentum", [0.9, rarely(0.0)])
+def test_momentum_correction_on_several_ranks_is_that_of_the_paper(momentum, ranks3):
+    ranks3.run(check_reference, momentum)
+
+
+# --- what is learned ------------------------------------------------------------------------------
+
+
+def learned(steps: int, sparse: bool, options: dict) -> float:
+    """The loss after so many steps of a task that every rank has other data of."""
+    model = net(torch.float32)
+    wrapped = model if sparse else DistributedDataParallel(model)
+    if sparse:
+        ssfusion(model, **USUAL | options)
+    momentum = 0.0 if options.get("momentum") else 0.9
+    learn = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    generator = torch.Generator().manual_seed(3)
+    task = torch.randn(40, 5, generator=generator) / 6
+    for step in range(steps):
+        x = batch(step, dtype=torch.float32)
+        learn.zero_grad()
+        (wrapped(x) - x @ task).square().mean().backward()
+        learn.step()
+    assert alike(*model.parameters())
+    x = batch(10_000, 0, torch.float32)
+    with torch.no_grad():
+        return (model(x) - x @ task).square().mean().item()
+
+
+def check_learned(options: dict) -> None:
+    before, dense = learned(0, False, {}), learned(50, False, {})
+    sparse = learned(50, True, options)
+    assert dense < 0.6 * before
+    assert sparse < dense + 0.25 * (before - dense)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9, "warmup": 10, "clip": 2.0},
+        rarely({}),
+        rarely({"dense": "bf16"}),
+        rarely({"dense": "int8"}),
+    ],
+)
+def test_fifty_steps_learn_nearly_as_much_as_dense_ones(options, ranks4):
+    ranks4.run(check_learned, options)
+
+
+# --- not finite, not used, accumulated ------------------------------------------------------------
+
+
+def check_nan() -> None:
+    model = net(torch.float32)
+    ssfusion(model, **USUAL)
+    for step in range(4):
+        model.zero_grad()
+        x = batch(step, dtype=torch.float32)
+        loss = model(x).square().sum()
+        if step == 2 and dist.get_rank() == 1:
+            loss = loss * float("nan")
+        loss.backward()
+        assert alike(gradients(model))
+        finite = gradients(model).isfinite()
+        assert not finite.any() if step == 2 else finite.all()
+
+
+def test_a_nan_of_one_rank_reaches_all_and_does_not_come_back(ranks3):
+    ranks3.run(check_nan)
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always = nn.Linear(40, 40, dtype=torch.float64)
+        self.some = nn.Linear(40, 30, dtype=torch.float64)
+        self.never = nn.Linear(40, 20, dtype=torch.float64)
+        self.frozen = nn.Linear(40, 10, dtype=torch.float64).requires_grad_(False)
+
+    def forward(self, x, some: bool):
+        x = self.always(x)
+        loss = x.square().sum() + self.frozen(x).square().sum()
+        return loss + self.some(x).square().sum() if some else loss
+
+
+def check_unused(ddp: bool) -> None:
+    torch.manual_seed(0)
+    model = Parts()
+    wrapped = model
+    if ddp:
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.01)
+    handle = ssfusion(wrapped, **USUAL)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    given, right = 0, 0
+    for step in range(4):
+        some = step != 2 and rank == 1  # one rank alone, and in one step nobody
+        mine = copy.deepcopy(model)
+        mine.zero_grad()
+        mine(batch(step), some).backward()
+        grad = mine.some.weight.grad
+        right = right + sum(everybodys(torch.zeros(30, 40) if grad is None else grad)).double()
+        wrapped.zero_grad()
+        wrapped(batch(step), some).backward()
+        assert model.never.weight.grad is None
+        assert model.frozen.weight.grad is None
+        if step == 2:
+            assert model.some.weight.grad is None
+        else:
+            assert alike(model.some.weight.grad)
+            given = given + size * model.some.weight.grad
+    driver = handle._hooks.driver
+    number = handle.names.index("some.weight")
+    left = sum(everybodys(driver.memory(number).residual))
+    assert left.abs().max() > 0
+    torch.testing.assert_close(given + left, right, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_what_a_rank_does_not_use_and_what_nobody_uses(ddp, ranks3):
+    ranks3.run(check_unused, ddp)
+
+
+def check_accumulated(ddp: bool) -> None:
+    model, other = net(), net()
+    wrapped = DistributedDataParallel(model) if ddp else model
+    handle = ssfusion(wrapped, **USUAL)
+    second = ssfusion(other, **USUAL)
+    for step in range(3):
+        model.zero_grad(), other.zero_grad()
+        for micro in range(3):
+            with handle.no_sync() if micro < 2 else nullcontext():
+                wrapped(batch(10 * step + micro)).square().sum().backward()
+        sum(other(batch(10 * step + micro)).square().sum() for micro in range(3)).backward()
+        assert handle.steps == second.steps == step + 1
+        torch.testing.assert_close(gradients(model), gradients(other), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("ddp", [False, rarely(True)])
+def test_no_exchange_until_the_last_micro_batch(ddp, ranks2):
+    ranks2.run(check_accumulated, ddp)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.blocks, self.reentrant = net(), reentrant
+
+    def forward(self, x):
+        from torch.utils.checkpoint import checkpoint
+
+        x = self.blocks[0](x).tanh()
+        x = checkpoint(lambda x: self.blocks[2](x).tanh(), x, use_reentrant=self.reentrant)
+        return checkpoint(self.blocks[4], x, use_reentrant=self.reentrant)
+
+
+def check_checkpointed(reentrant: bool) -> None:
+    model, other = Checkpointed(reentrant), net()
+    handle = ssfusion(model, **USUAL)
+    ssfusion(other, **USUAL)
+    for step in range(3):
+        model.zero_grad(), other.zero_grad()
+        model(batch(step)).square().sum().backward()
+        other(batch(step)).square().sum().backward()
+        assert handle.steps == step + 1
+        torch.testing.assert_close(gradients(model), gradients(other), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, rarely(False)])
+def test_checkpointed_activations(reentrant, ranks2):
+    ranks2.run(check_checkpointed, reentrant)
+
+
+# --- the plan tells the truth ---------------------------------------------------------------------
+
+
+def check_bytes(options: dict) -> None:
+    model = net(torch.float32)
+    handle = ssfusion(model, **USUAL | options)
+    group = counting_group()
+    driver = handle._hooks.driver
+    seen = len(commpass.plans())
+    for step in range(3):
+        model.zero_grad()
+        model(batch(step, dtype=torch.float32)).square().sum().backward()
+        driver.lane = group  # what is agreed on, and how the link is measured, is not counted
+        if step == 1:
+            group.seen.clear()
+    (*_, plan) = commpass.plans()[seen:]
+    assert len(commpass.plans()) == seen + 2  # that of the measured step, and this one
+    assert sum(size for *_, size in group.seen) == sum(site.wire_bytes for site in plan)
+    sparse = [site for site in plan if site.algorithm == "sparse"]
+    assert sparse
+    assert {site.kind for site in plan} == {"all_reduce"}
+    assert all(site.codec.startswith("dgc(density=") for site in sparse)
+    assert sum(site.bytes for site in plan) == 4 * sum(p.numel() for p in model.parameters())
+    gathered = [row for row in group.seen if row[0] == "all_gather"]
+    assert {dtype for _, dtype, _ in gathered} == {torch.uint8}
+    assert sum(site.wire_bytes for site in sparse) < sum(site.bytes for site in sparse) / 8
+    assert all(site.reason for site in plan)
+    fused = {name for each in plan.grouped for name in each.sites}
+    alone = len(handle.plan.messages) == len(handle.names)
+    assert alone or fused <= set(handle.names)
+    assert everybodys(plan.digest()) == [plan.digest()] * dist.get_world_size()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"interleave": False}, rarely({"dense": "bf16"}), rarely({"dense": "int8"})]
+)
+def test_what_is_sent_is_what_the_plan_says(options, ranks2):
+    ranks2.run(check_bytes, options)
+
+
+# --- state ----------------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, steps: range) -> torch.Tensor:
+    total = 0
+    for step in steps:
+        model.zero_grad()
+        model(batch(step)).square().sum().backward()
+        total = total + gradients(model)
+    return total
+
+
+def save(folder: str, momentum: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean over ranks of what is left, and of the velocities."""
+    model = net()
+    handle = ssfusion(model, **USUAL | {"momentum": momentum})
+    train(model, range(STEPS))
+    state = handle.state_dict()
+    assert state.keys() == commpass.state_dict(model).keys()
+    assert len(state) == 6 * (2 if momentum else 1)
+    dcp.save({"commpass": state}, checkpoint_id=folder)
+    return means(handle)
+
+
+def means(handle) -> tuple[torch.Tensor, torch.Tensor]:
+    driver = handle._hooks.driver
+    by_name = dict(zip(handle.names, range(len(handle.names)), strict=True))
+    held = [driver.memory(by_name[name]) for name in sorted(by_name)]
+    kinds = [[m.residual for m in held], [m.velocity for m in held if m.velocity is not None]]
+    return tuple(sum(everybodys(flat(x))) / dist.get_world_size() for x in kinds if x)
+
+
+def load(folder: str, momentum: float, first: bool):
+    """State that comes before the first step, or after some."""
+    model = net()
+    handle = ssfusion(model, **USUAL | {"momentum": momentum})
+    if not first:
+        train(model, range(3))
+    state = commpass.state_dict(of=folder)
+    dcp.load({"commpass": state}, checkpoint_id=folder)
+    handle.load_state_dict(state)
+    held = means(handle)
+    train(model, range(3))
+    assert alike(gradients(model))
+    return held
+
+
+@pytest.fixture(scope="module")
+def ranks1():
+    ranks = Ranks(1)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize(
+    ("size", "momentum", "first"),
+    [(4, 0.9, True), rarely(4, 0.0, False), rarely(1, 0.9, False), (1, 0.0, True)],
+)
+def test_state_of_two_ranks_is_carried_over_to_others(
+    size, momentum, first, ranks1, ranks2, ranks4, tmp_path
+):
+    folder = os.fspath(tmp_path)
+    saved = ranks2.run(save, folder, momentum)[0]
+    for found in {1: ranks1, 4: ranks4}[size].run(load, folder, momentum, first):
+        for a, b in zip(found, saved, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert all(x.abs().max() > 0 for x in saved)
+
+
+def check_foreign_state() -> None:
+    model = net()
+    handle = ssfusion(model, **USUAL)
+    train(model, range(3))
+    before = {name: tensor.clone() for name, tensor in handle.state_dict().items()}
+    other = nn.Linear(40, 7, dtype=torch.float64)
+    strange = ssfusion(other, **USUAL)
+    train(other, range(2))
+    with pytest.raises(PolicyError, match=r"another model.*weight.*this model has"):
+        handle.load_state_dict(strange.state_dict())
+    cut = {name: tensor[:1] for name, tensor in before.items()}
+    with pytest.raises(PolicyError, match=r"the state is \[1\].* but here it is"):
+        handle.load_state_dict(cut)
+    for name, tensor in handle.state_dict().items():
+        assert tensor.equal(before[name])
+
+
+def test_state_of_another_model_or_shape_is_refused_and_nothing_is_lost(ranks2):
+    ranks2.run(check_foreign_state)
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+
+def check_refused() -> None:
+    rank = dist.get_rank()
+    model = net()
+    handle = ssfusion(model, **USUAL)
+    with pytest.raises(PolicyError, match="already"):
+        ssfusion(model, **USUAL)
+    handle.remove()
+    ssfusion(model, **USUAL)
+    with pytest.raises(PlanMismatch, match=r"density=0\.0[12].* and .*density=0\.0[12]"):
+        ssfusion(net(), density=0.01 + 0.01 * rank)
+    with pytest.raises(PlanMismatch, match=r"weight"):
+        ssfusion(nn.Linear(3 + rank, 4))
+    sparse = nn.Embedding(50, 4, sparse=True)
+    ssfusion(sparse, **USUAL)
+    with pytest.raises(PolicyError, match="weight has a gradient of layout"):
+        sparse(torch.tensor([rank])).sum().backward()
+    later = nn.Linear(4, 4)
+    later.bias.requires_grad_(False)
+    ssfusion(later, **USUAL)
+    later.bias.requires_grad_(True)
+    with pytest.raises(PolicyError, match="bias has a gradient, but wanted none"):
+        later(torch.ones(1, 4)).sum().backward()
+    half = net()
+    ssfusion(half, **USUAL)
+    half[4].weight.register_hook(lambda gradient: 1 / 0)
+    for _ in range(2):
+        with pytest.raises((ZeroDivisionError, CommpassError)):
+            half(batch(0)).sum().backward()
+    with pytest.raises(PolicyError, match="no parameter wants a gradient"):
+        ssfusion(net().requires_grad_(False))
+    with pytest.raises(PolicyError, match="has its own"):
+        ssfusion(DistributedDataParallel(net()), group=dist.group.WORLD)
+    links = Profile("one", Link(10.0, 1e-5 * (1 + rank)))
+    planned = net()
+    ssfusion(planned, **USUAL | {"profile": links})
+    planned(batch(0)).sum().backward()
+    with pytest.raises(PlanMismatch, match="fusion plans"):
+        planned(batch(1)).sum().backward()
+
+
+def test_what_cannot_be_is_refused_on_all_ranks(ranks2):
+    ranks2.run(check_refused)
+
+
+def dies() -> None:
+    model = net()
+    ssfusion(model, **USUAL)
+    train(model, range(2))
+    if dist.get_rank() == 1:
+        os._exit(3)
+    train(model, range(1))
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others():
+    ranks = Ranks(2)
+    with pytest.raises(RanksFailed) as caught:
+        ranks.run(dies, timeout=60)
+    assert "exit code 3" in str(caught.value)
+    assert "no answer" not in str(caught.value)
+    assert "RuntimeError" in str(caught.value)
+
+
+def check_measured() -> None:
+    """Without a profile the link is measured; all ranks plan alike, whatever they measured."""
+    model = net(torch.float32)
+    handle = ssfusion(model, force=True, profile_steps=2, density=0.05)
+    seen = len(commpass.plans())
+    for step in range(4):
+        model.zero_grad()
+        model(batch(step, dtype=torch.float32)).square().sum().backward()
+    assert handle.names[0].startswith("4.")  # backward begins at the end
+    assert len(set(everybodys(repr(handle.plan)))) == 1
+    assert handle.overhead_s > 0
+    first, then = commpass.plans()[seen:]
+    assert {site.codec for site in first} == {"none"}
+    assert [each.backward_us > 0 for each in handle._hooks.driver.planner.gradients()].count(
+        True
+    ) == 6
+    assert then.digest() != first.digest() or not handle.plan.sparse
+
+
+def test_what_is_measured_makes_one_plan_for_all_ranks(ranks3):
+    ranks3.run(check_measured)
+
+
+def test_a_model_with_hooks_can_be_copied(ranks2):
+    ranks2.run(check_copied)
+
+
+def check_copied() -> None:
+    model = net()
+    handle = ssfusion(model, **USUAL)
+    train(model, range(1))
+    twin = copy.deepcopy(model)
+    twin(batch(0)).sum().backward()
+    assert handle.steps == 1
+    handle.remove()
+    model.zero_grad()
+    model(batch(0)).sum().backward()
+    assert handle.steps == 1

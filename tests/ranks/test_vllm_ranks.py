@@ -1,0 +1,87 @@
+"""vLLM's operators on real ranks, compiled by Inductor with the pass in its post-grad slot."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commpass
+from commpass.policy import Policy, Rule
+
+pytestmark = pytest.mark.xdist_group("ranks")
+SHAPE = (96, 256)
+INT8 = Policy(rules=[Rule(codec="int8", force=True)], skip=("chunk", "group"))
+KEPT = Policy(rules=[Rule(keep=True)])
+
+
+def world(name: str) -> dist.ProcessGroup:
+    return dist.group.WORLD
+
+
+def brought(rank: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank))
+
+
+def served(policies: list[Policy], salt: float) -> list[tuple]:
+    """For each policy what comes out, and the plans made: the sum of what ranks bring, and its
+    sines scattered and gathered. ``salt`` tells the graph from those in Inductor's cache."""
+    from serve_vllm import define_operators
+
+    from commpass.doors.vllm import SLOT, CollectivePass
+
+    ops = torch.ops.vllm
+
+    def around(x):
+        total = ops.all_reduce(x * 1.0, "tp:0")
+        part = ops.reduce_scatter(total.sin(), 0, 2, "tp:0")
+        return total, ops.all_gather(part * 1.0, 0, 2, "tp:0"), x * salt
+
+    found = []
+    with torch.library._scoped_library("vllm", "FRAGMENT") as library:
+        define_operators(library)
+        for policy in policies:
+            torch._dynamo.reset()
+            seen = len(commpass.plans())
+            own = CollectivePass(policy, groups=world, strict=True)
+            compiled = torch.compile(around, options={SLOT: own}, fullgraph=True)
+            with torch.inference_mode():
+                total, gathered, _ = compiled(brought(dist.get_rank()))
+            found.append((total, gathered, commpass.plans()[seen:]))
+    return found
+
+
+def test_collectives_of_vllms_at_inductors_slot(ranks2):
+    told = ranks2.run(served, [INT8, KEPT, INT8], random.random())
+    coded, kept, again = told[0]
+    for mine, other in zip(told[0], told[1], strict=True):  # replicas
+        assert torch.equal(mine[0], other[0])
+        assert torch.equal(mine[1], other[1])
+
+    total, gathered, [plan] = coded
+    exact = sum(brought(rank).double() for rank in range(2))
+    steps = [max(brought(rank).abs().max() for rank in range(2)) / 127, 1 / 127, 2 / 127]
+    assert (total.double() - exact).abs().max() <= 2 * steps[0] / 2 + 1e-5
+    # sines differ by no more than the sums do; two ranks' are coded, then the shards of their sums
+    bound = 2 * steps[0] + 2 * steps[1] / 2 + steps[2] / 2 + 1e-4
+    assert (gathered.double() - 2 * exact.sin()).abs().max() <= bound
+    numel, block = SHAPE[0] * SHAPE[1], 256
+    # a byte each, and 4 for each block's scale in a region of whole 128 bytes
+    whole, part = (n + -(-4 * n // block // 128) * 128 for n in (numel, numel // 2))
+    assert [(site.kind, site.bytes, site.wire_bytes) for site in plan] == [
+        ("all_reduce", 4 * numel, whole),
+        ("reduce_scatter", 4 * numel, part),  # to the other rank
+        ("all_gather", 2 * numel, part),
+    ]
+
+    total, gathered, [plan] = kept  # vLLM's own operators
+    assert torch.equal(total, brought(0) + brought(1))
+    assert torch.allclose(gathered.double(), 2 * exact.sin(), rtol=1e-5, atol=1e-5)
+    assert not plan.compressed
+
+    assert torch.equal(again[0], coded[0])  # out of the cache: the pass does not run
+    assert torch.equal(again[1], coded[1])
+    assert again[2] == []
+    assert not torch.equal(coded[0], kept[0])

@@ -1,0 +1,417 @@
+"""SSFusion's plan: every gradient once, buffers and cuts as good as trying all, equation 2, the
+density kept; and what is asked of it, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import commpass
+from commpass.costmodel import Link
+from commpass.errors import PolicyError
+from commpass.parallel.ssfusion import door_for, ssfusion
+from commpass.parallel.ssfusion.buffers import Problem, cut_off, excluded, fused, offloaded
+from commpass.parallel.ssfusion.memory import Memory, clipped
+from commpass.parallel.ssfusion.options import WARM_UP, Options, check_optimizer
+from commpass.parallel.ssfusion.plan import (
+    BUCKET_BYTES,
+    Gradient,
+    Sent,
+    Settings,
+    make,
+    thinned,
+    unmeasured,
+)
+
+LINK = Link(50.0, 0.125)
+CPU = torch.device("cpu")
+
+
+def row_bytes(entries: int, density: float) -> int:
+    return 16 + 6 * math.ceil(density * entries)
+
+
+times = st.integers(0, 5000).map(float)
+gradient = st.builds(
+    Gradient, st.just("g"), st.integers(1, 1 << 20), st.sampled_from([2, 4]), times, times, times
+)
+links = st.builds(
+    Link, st.integers(0, 500).map(float), st.sampled_from([0.0125, 0.125, 1.25, 100.0])
+)
+ranks = st.integers(2, 64)
+models = st.lists(gradient, min_size=1, max_size=7)
+choices = st.builds(
+    Settings,
+    density=st.sampled_from([0.001, 0.01, 0.25]),
+    fuse=st.booleans(),
+    aware=st.booleans(),
+    interleave=st.booleans(),
+    offload=st.booleans(),
+    force=st.booleans(),
+)
+
+
+def all_reduce_us(link: Link, ranks: int, nbytes: float) -> float:
+    """Equation 4."""
+    return 2 * (ranks - 1) * link.alpha_us + 2 * (ranks - 1) / ranks * nbytes / (
+        link.gbytes_per_s * 1e3
+    )
+
+
+def all_gather_us(link: Link, ranks: int, nbytes: float) -> float:
+    """Equation 3."""
+    return (ranks - 1) * (link.alpha_us + nbytes / (link.gbytes_per_s * 1e3))
+
+
+# --- the whole plan -------------------------------------------------------------------------------
+
+
+@given(models, ranks, links, choices)
+@settings(deadline=None)
+def test_every_gradient_is_sent_once_in_the_order_of_backward(model, size, link, chosen):
+    plan = make(model, size, link, row_bytes, chosen)
+    sent = [each for buffer in plan.buffers for each in buffer.sent]
+    assert [each.number for each in sent] == list(range(len(model)))
+    carried = sorted(each.number for message in plan.messages for each in message.sent)
+    assert carried == list(range(len(model)))
+    for message in plan.messages:
+        assert message.kind == "all_gather" or all(each.dense for each in message.sent)
+        assert all(each.why for each in message.sent)
+    if not chosen.interleave and plan.sparse:
+        assert {message.kind for message in plan.messages} == {"all_gather"}
+    if not chosen.fuse and plan.sparse:
+        assert all(len(buffer.sent) == 1 for buffer in plan.buffers)
+    if not chosen.offload:
+        assert not any(each.offloaded for each in sent)
+
+
+@given(models, ranks, links, choices)
+@settings(deadline=None)
+def test_the_share_that_is_sent_is_the_density_or_selection_is_at_its_bound(
+    model, size, link, chosen
+):
+    plan = make(model, size, link, row_bytes, dataclasses.replace(chosen, aware=True, force=True))
+    total = sum(each.entries for each in model)
+    whole = sum(
+        model[each.number].entries for buffer in plan.buffers for each in buffer.sent if each.dense
+    )
+    picked = [math.ceil(each.density * model[each.number].entries) for each in plan.sparse]
+    for each in plan.sparse:
+        assert chosen.bound <= each.density <= chosen.density
+    must = [n for n, e in enumerate(model) if row_bytes(e.entries, chosen.density) >= e.nbytes]
+    least = sum(model[n].entries for n in must) + len(model) - len(must)
+    least += chosen.bound * sum(e.entries for n, e in enumerate(model) if n not in must)
+    if plan.sparse and (plan.sparse[0].density > chosen.bound or least <= chosen.density * total):
+        assert whole + sum(picked) <= chosen.density * total * (1 + 1e-9)
+
+
+def test_large_gradients_make_up_for_what_is_sent_whole_and_not_without_aware():
+    model = [Gradient("w", 1_000_000), Gradient("b", 5_000), Gradient("v", 1_000_000)]
+    assert thinned(model, {1}, Settings()) == pytest.approx(
+        (20_050 - 5_000 - 2) / 2_000_000, rel=1e-3
+    )
+    assert thinned(model, {}, Settings()) == pytest.approx(0.01, rel=1e-3)
+    assert thinned(model, {0}, Settings()) == 0.001
+    slow = Link(50.0, 0.001)
+    for aware in (True, False):
+        some = [*model, Gradient("c", 3)]
+        plan = make(some, 2, slow, row_bytes, Settings(aware=aware))
+        dense = [each.number for buffer in plan.buffers for each in buffer.sent if each.dense]
+        assert 3 in dense
+        assert {each.density < 0.01 for each in plan.sparse} == {aware}
+
+
+@given(models, ranks, links, choices)
+@settings(deadline=None)
+def test_nothing_is_sparse_where_that_is_predicted_to_take_longer(model, size, link, chosen):
+    plan = make(model, size, link, row_bytes, dataclasses.replace(chosen, force=False))
+    assert plan.end_us <= plan.dense_us
+    assert not (plan.why and plan.sparse)
+    again = make(model, size, link, row_bytes, dataclasses.replace(chosen, force=False))
+    assert plan == again
+
+
+def test_dense_where_the_link_is_fast_sparse_where_it_is_slow_and_forced_in_any_case():
+    model = [Gradient("w", 1 << 20, 4, 1000.0, 20_000.0, 20_000.0)] * 4
+    fast = make(model, 4, Link(1.0, 100.0), row_bytes, Settings())
+    assert not fast.sparse
+    assert "dense" in fast.why
+    slow = make(model, 4, Link(1.0, 0.0125), row_bytes, Settings())
+    assert len(slow.sparse) == 4
+    assert slow.end_us < slow.dense_us / 4
+    assert make(model, 4, Link(1.0, 100.0), row_bytes, Settings(force=True)).sparse
+    assert not make(model, 1, Link(1.0, 0.0125), row_bytes, Settings(force=True)).sparse
+
+
+def test_until_times_are_known_all_goes_whole_in_buckets():
+    model = [Gradient(str(n), BUCKET_BYTES // 8) for n in range(5)]  # half a bucket each
+    plan = unmeasured(model)
+    assert [len(buffer.sent) for buffer in plan.buffers] == [2, 2, 1]
+    assert {message.kind for message in plan.messages} == {"all_reduce"}
+    huge = unmeasured([Gradient("w", BUCKET_BYTES), *model])
+    assert [len(buffer.sent) for buffer in huge.buffers] == [1, 2, 2, 1]
+
+
+# --- its parts ------------------------------------------------------------------------------------
+
+
+def end_of(model, runs, dense, kind, link, size, density):
+    """When the exchanges of runs end: written anew, from the definition."""
+    formula = {"all_reduce": all_reduce_us, "all_gather": all_gather_us}[kind]
+    clock = link_free = 0.0
+    for run in runs:
+        nbytes = 0
+        for number in run:
+            each = model[number]
+            clock += each.backward_us + (0 if number in dense else each.select_us)
+            nbytes += each.nbytes if number in dense else row_bytes(each.entries, density)
+        link_free = max(link_free, clock) + formula(link, size, nbytes)
+    return link_free
+
+
+def divisions(count):
+    for cuts in itertools.product([False, True], repeat=count - 1):
+        runs, begin = [], 0
+        for end, cut in enumerate([*cuts, True], start=1):
+            if cut:
+                runs.append(range(begin, end))
+                begin = end
+        yield runs
+
+
+@given(models, ranks, links, st.sampled_from(["all_reduce", "all_gather"]), st.data())
+@settings(deadline=None)
+def test_buffers_are_the_best_of_all_divisions(model, size, link, kind, data):
+    dense = data.draw(st.sets(st.integers(0, len(model) - 1)))
+    found = fused(Problem(model, size, link, row_bytes, 0.01), dense, kind)
+    ends = [end_of(model, runs, dense, kind, link, size, 0.01) for runs in divisions(len(model))]
+    mine = end_of(model, found, dense, kind, link, size, 0.01)
+    assert mine == pytest.approx(min(ends))
+
+
+@given(models, ranks, links, st.data())
+@settings(deadline=None)
+def test_the_cut_makes_t1_and_t2_least(model, size, link, data):
+    dense = data.draw(st.sets(st.integers(0, len(model) - 1)))
+    sent = [Sent(n, 1.0 if n in dense else 0.01) for n in range(len(model))]
+    busy = [e.backward_us + (0 if n in dense else e.select_us) for n, e in enumerate(model)]
+
+    def sum_of_times(cut):
+        reduced = sum(model[n].nbytes for n in range(cut) if n in dense)
+        gathered = sum(
+            model[n].nbytes if n in dense else row_bytes(model[n].entries, 0.01)
+            for n in range(len(model))
+            if not (n < cut and n in dense)
+        )
+        reduce = all_reduce_us(link, size, reduced) if reduced else 0.0
+        gather = all_gather_us(link, size, gathered) if gathered else 0.0
+        return sum(busy[:cut]) + max(reduce, sum(busy[cut:])) + gather
+
+    cut = cut_off(Problem(model, size, link, row_bytes, 0.01), sent)
+    assert sum_of_times(cut) == pytest.approx(min(map(sum_of_times, range(len(model) + 1))))
+
+
+@given(models, ranks, links, st.data())
+@settings(deadline=None)
+def test_the_smallest_of_a_buffer_are_left_dense_until_equation_2_holds(model, size, link, data):
+    problem = Problem(model, size, link, row_bytes, 0.01)
+    runs = data.draw(st.sampled_from(list(divisions(len(model)))))
+    found = excluded(problem, runs, frozenset())
+    assert len(set(found)) == len(found)
+    assert not set(found) & set(runs[0])
+    end = end_of(model, runs, found, "all_gather", link, size, 0.01)
+    assert end <= end_of(model, runs, [], "all_gather", link, size, 0.01) * (1 + 1e-9)
+    for before, run in itertools.pairwise(runs):
+        order = sorted(run, key=lambda n: (model[n].entries, n))
+        held = [n for n in order if n in found]
+        assert held == order[: len(held)]
+        exchange = problem.gather_us(before, found)
+        left = [n for n in order if n not in found]
+        busy = problem.compute_us(run, found)
+        if exchange < busy and left:  # not yet, and the next one would cost more than it saves
+            later = end_of(model, runs, [*found, left[0]], "all_gather", link, size, 0.01)
+            earlier = [n for n in found if n >= run[0]]  # what was decided when this one was
+            then = end_of(model, runs, earlier, "all_gather", link, size, 0.01)
+            one_more = [*earlier, left[0]]
+            assert (
+                end_of(model, runs, one_more, "all_gather", link, size, 0.01) > then or later > end
+            )
+
+
+def test_equation_2_leaves_a_small_one_dense_and_a_large_one_not():
+    slow_to_select = Gradient("small", 2_000, 4, 10.0, 3_000.0)
+    large = Gradient("large", 1_000_000, 4, 1_000.0, 2_000.0)
+    model = [large, slow_to_select, large]
+    problem = Problem(model, 4, Link(10.0, 0.05), row_bytes, 0.01)
+    runs = [range(1), range(1, 3)]
+    assert problem.gather_us([0], []) < problem.compute_us([1, 2], [])
+    assert excluded(problem, runs, frozenset()) == [1]
+    assert problem.gather_us([0], []) >= problem.compute_us([1, 2], [1])
+
+
+@given(models, st.data())
+@settings(deadline=None)
+def test_the_cpu_selects_where_it_ends_before_backward_of_the_buffer(model, data):
+    dense = data.draw(st.sets(st.integers(0, len(model) - 1)))
+    problem = Problem(model, 4, LINK, row_bytes, 0.01)
+    run = range(len(model))
+    found = offloaded(problem, run, dense)
+    assert not found & dense
+    whole, busy = sum(each.backward_us for each in model), 0.0
+    for number in run:
+        there = sum(each.backward_us for each in model[: number + 1])
+        done = max(busy, there) + model[number].offload_us
+        assert (number in found) == (number not in dense and done <= whole)
+        busy = done if number in found else busy
+
+
+# --- momentum correction --------------------------------------------------------------------------
+
+
+def dgc(gradients, k, momentum, norm):
+    """Deep Gradient Compression on one rank, algorithm 4 and section 3: what each step sends, and
+    what is left, in float64."""
+    u, v = np.zeros_like(gradients[0]), np.zeros_like(gradients[0])
+    sent = []
+    for g in gradients:
+        u = momentum * u + g * min(1.0, norm / np.linalg.norm(g))
+        v = v + u
+        top = np.argsort(-np.abs(v), kind="stable")[:k]
+        out = np.zeros_like(v)
+        out[top] = v[top]
+        sent.append(out)
+        v[top] = 0
+        u[top] = 0
+    return sent, u, v
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_momentum_correction_is_that_of_the_paper(momentum):
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(12)]
+    coder = commpass.codec("topk", density=0.1)
+    velocity = torch.zeros(5, 7, dtype=torch.float64) if momentum else None
+    memory = Memory(torch.zeros(5, 7, dtype=torch.float64), velocity, momentum)
+    expected, u, v = dgc([g.numpy().ravel() for g in gradients], 4, momentum, 4.0)
+    for g, right in zip(gradients, expected, strict=True):
+        memory.add(g, 4.0)
+        wire = memory.select(coder, torch.float64, CPU)
+        sent = coder.decode_rows(wire, 35, torch.float64)[0].numpy()
+        np.testing.assert_allclose(sent, right, rtol=1e-12)
+        assert np.count_nonzero(sent) == 4
+    np.testing.assert_allclose(memory.residual.numpy().ravel(), v, rtol=1e-12, atol=1e-15)
+    if velocity is not None:
+        np.testing.assert_allclose(velocity.numpy().ravel(), u, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("values", ["raw", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_sent_and_what_is_left_is_what_came(values, dtype):
+    memory = Memory(torch.zeros(300))
+    coder = commpass.codec("dgc", density=0.05, values=values)
+    given, sent = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
+    for step in range(20):
+        g = torch.randn(300, generator=torch.Generator().manual_seed(step)).to(dtype)
+        memory.add(g)
+        given += g.double()
+        if step == 10:
+            sent += memory.take(dtype).double()
+        else:
+            wire = memory.select(coder, dtype, CPU)
+            sent += coder.decode_rows(wire, 300, dtype)[0].double()
+    assert (sent + memory.residual.double() - given).abs().max() < 1e-4
+    assert memory.residual.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("many", [1, 50])
+def test_what_is_not_finite_goes_out_once_and_does_not_come_back(many):
+    memory = Memory(torch.zeros(100), torch.zeros(100), 0.9)
+    coder = commpass.codec("dgc", density=0.05)
+    bad = torch.ones(100)
+    bad[:many] = math.nan
+    memory.add(bad)
+    out = coder.decode_rows(memory.select(coder, torch.float32, CPU), 100, torch.float32)[0]
+    assert out[:many].isnan().all()  # 50 are more than there are slots: the row is lost
+    assert memory.residual.isfinite().all()
+    memory.add(torch.ones(100))
+    out = coder.decode_rows(memory.select(coder, torch.float32, CPU), 100, torch.float32)[0]
+    assert out.isfinite().all()
+    memory.add(bad)
+    assert memory.take(torch.float32)[:many].isnan().all()
+    assert memory.residual.isfinite().all()
+    assert memory.velocity.isfinite().all()
+
+
+def test_a_row_of_zeros_sends_nothing_and_keeps_its_velocity():
+    memory = Memory(torch.zeros(10), torch.arange(10.0), 0.5)
+    coder = commpass.codec("dgc", density=0.1)
+    memory.select(coder, torch.float32, CPU)
+    assert memory.residual.eq(0).all()
+    assert memory.velocity.equal(torch.arange(10.0))
+
+
+def test_clipping_holds_the_norm_and_lets_what_is_not_finite_through():
+    assert clipped(torch.full((4,), 3.0), 1.5).norm() == pytest.approx(1.5)
+    assert clipped(torch.full((4,), 0.3), 1.5).equal(torch.full((4,), 0.3))
+    assert clipped(torch.zeros(4), 1.5).equal(torch.zeros(4))
+    assert clipped(torch.tensor([math.nan, 1.0]), 1.5).isnan().tolist() == [True, False]
+
+
+# --- what is asked --------------------------------------------------------------------------------
+
+
+def test_the_density_falls_exponentially_to_the_target():
+    options = Options(Settings(density=0.001), warmup=8)
+    densities = [options.at(step).density for step in range(10)]
+    assert densities == [*(each for each in WARM_UP for _ in range(2)), 0.001, 0.001]
+    assert all(a / b == pytest.approx(4, rel=0.03) for a, b in itertools.pairwise(WARM_UP))
+    usual = Options(Settings(), warmup=3)
+    assert [usual.at(step).density for step in range(4)] == [0.25, 0.0625, 0.015625, 0.01]
+    assert Options(Settings(), warmup=3, step=3).at(0).density == 0.01
+    assert Options(Settings()).at(0).density == 0.01
+
+
+@pytest.mark.parametrize(
+    ("make_it", "words"),
+    [
+        (lambda: Settings(density=0.0), ["density", "at least"]),
+        (lambda: Settings(density=2.0), ["density", "at most 1"]),
+        (lambda: Settings(density=0.0001), ["bound=0.001", "density=0.0001"]),
+        (lambda: Options(Settings(), selector="int8"), ["'int8'", "dgc"]),
+        (lambda: Options(Settings(), selector="dgcc"), ["did you mean 'dgc'"]),
+        (lambda: Options(Settings(), momentum=1.0), ["momentum=1", "below 1"]),
+        (lambda: Options(Settings(), clip=0.0), ["clip", "above 0"]),
+        (lambda: Options(Settings(), profile_steps=0), ["profile_steps=0", "1 or more"]),
+        (lambda: Options(Settings(), dense="topk"), ["'topk'", "error feedback"]),
+        (lambda: ssfusion(torch.nn.Linear(1, 1)), ["init_process_group"]),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(make_it, words):
+    with pytest.raises(PolicyError) as caught:
+        make_it()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_momentum_on_both_sides_is_refused():
+    weight = [torch.nn.Parameter(torch.zeros(1))]
+    for optimizer in (torch.optim.SGD(weight, momentum=0.9), torch.optim.AdamW(weight)):
+        with pytest.raises(PolicyError, match="of its own"):
+            check_optimizer(optimizer, 0.9)
+        check_optimizer(optimizer, 0.0)
+    check_optimizer(torch.optim.SGD(weight, lr=0.1), 0.9)
+    check_optimizer(None, 0.9)
+
+
+def test_the_preset_has_a_door_of_its_own_and_no_other_has():
+    assert door_for("ssfusion") is ssfusion
+    assert door_for(commpass.Policy.from_preset("ssfusion")) is ssfusion
+    assert door_for("balanced") is None
+    assert door_for(commpass.Policy.from_preset("ssfusion", max_error=0.5)) is None
