@@ -11,7 +11,7 @@ rate. ``CPU`` is processor time of a rank beyond ``compute``: codecs, and handin
 its own that code; ``queues`` how long it could run but had no core.
 
 ``loss`` is on held-out text after ``--steps`` steps, the mean over ranks, each with text of its
-own. ``loss by T s`` is what a way has reached by the time at which the first of all has made its
+own. ``by T`` is what a way has reached by the time at which the first of all has made its
 steps: the mean loss in training of the last ten steps until then.
 """
 
@@ -210,17 +210,17 @@ COLUMNS = {
     "way": text("way"),
     "step ms": spread,
     "x ddp": number("of_base"),
-    "exposed ms": number("exposed_ms", ".0f"),
-    "times less": number("less_exposed"),
+    "exposed": number("exposed_ms", ".0f"),
+    "x less": number("less_exposed"),
     "sent MB": lambda row: f"{row['sent'] / 1e6:.2f}",
-    "wire ms": number("wire_ms", ".0f"),
+    "wire": number("wire_ms", ".0f"),
     "x wire": number("of_wire"),
-    "CPU ms": number("more_cpu_ms", ".0f"),
+    "CPU": number("more_cpu_ms", ".0f"),
     "waits": number("waits_ms", ".0f"),
     "queues": number("queued_ms", ".0f"),
     "loss": number("held_out", ".3f"),
-    "more than ddp": number("more_loss", "+.3f"),
-    "loss by T s": number("loss_by", ".3f"),
+    "to ddp": number("more_loss", "+.3f"),
+    "by T": number("loss_by", ".3f"),
 }
 
 

@@ -88,9 +88,10 @@ def compress_ddp(net: nn.Module, mesh: DeviceMesh, profile: str, policy: Allowed
     return model
 
 
-def ssfusion(net: nn.Module, mesh: DeviceMesh, profile: str, density: float = 0.01) -> Forward:
+def ssfusion(net: nn.Module, mesh: DeviceMesh, profile: str, force: bool = False) -> Forward:
+    """At its density of 1 %; ``force``: sparse even where dense is predicted to be as fast."""
     block_by_block(net)
-    commpass.parallel.ssfusion(net, density=density, profile=profile, group=dist.new_group())
+    commpass.parallel.ssfusion(net, profile=profile, group=dist.new_group(), force=force)
     return net
 
 
@@ -124,6 +125,7 @@ WAYS = {
     "aggressive": Way(partial(compress_ddp, policy="aggressive")),
     "sdp4bit": Way(partial(compress_ddp, policy="sdp4bit")),
     "ssfusion": Way(ssfusion),
+    "ssfusion-forced": Way(partial(ssfusion, force=True)),
     "fsdp": Way(fsdp),
     "fsdp-balanced": Way(partial(fsdp, policy="balanced")),
     "fsdp-sdp4bit": Way(partial(fsdp, policy="sdp4bit")),
