@@ -52,13 +52,13 @@ LAST = 8
 SLOW = Profile("slow", Link(60.0, 1e-4))
 """A link so slow that all that may be compressed is: what is lost does not depend on it."""
 ops = torch.ops._c10d_functional
-captured: dict[str, list[Tensor]] | None = None
-"""What is sent, by what it is, while it is recorded."""
+recorded: list[dict[str, list[Tensor]]] = []
+"""What is sent, by what it is, in the steps that are recorded."""
 
 
 def note(what: str, x: Tensor) -> Tensor:
-    if captured is not None:
-        captured.setdefault(what, []).append(x.detach().clone())
+    if recorded:
+        recorded[-1].setdefault(what, []).append(x.detach().clone())
     return x
 
 
@@ -257,7 +257,6 @@ def total(rows: list[float]) -> list[float]:
 
 
 def work(rank: int, folder: str, steps: int, path: str) -> None:
-    global captured
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), TP * DP)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=TP * DP)
@@ -270,20 +269,21 @@ def work(rank: int, folder: str, steps: int, path: str) -> None:
         dtype=torch.uint8,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses, weights, exact, sent = [], [], [], {}
+    losses, weights, exact = [], [], []
     for step in range(steps + LAST):
         kept = step >= steps
-        captured = {} if kept else None
         if kept:
+            recorded[:] = [{}]
             weights.append([each.detach().clone() for each in model.parameters()])
         loss = model(batch(step, dp_rank, data))
         loss.backward()
-        sent, captured = captured or sent, None
         if kept:
             exact.append([each.grad.clone() for each in model.parameters()])
         losses.append(total([loss.item()])[0] / (TP * DP))
         optimizer.step()
         optimizer.zero_grad()
+    (sent,) = recorded
+    recorded.clear()
     found: dict[str, Any] = {"losses": losses[:: max(steps // 10, 1)], "codecs": {}, "whole": {}}
     for name in THREE_D:
         found["codecs"][name] = by_codec(name, sent, weights)

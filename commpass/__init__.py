@@ -5,6 +5,7 @@
 
 from importlib.metadata import version as _version
 
+from commpass import parallel
 from commpass.annotate import apply_policy, compress, keep
 from commpass.backend import backend
 from commpass.calibration import Calibration, calibrate
@@ -15,6 +16,7 @@ from commpass.errors import (
     CalibrationError,
     CommpassError,
     DumpError,
+    ParallelError,
     PlanMismatch,
     PolicyError,
     ProfileError,
@@ -39,6 +41,7 @@ __all__ = [
     "KernelRate",
     "Kernels",
     "Link",
+    "ParallelError",
     "Plan",
     "PlanMismatch",
     "Policy",
@@ -60,6 +63,7 @@ __all__ = [
     "ethernet",
     "keep",
     "load_state_dict",
+    "parallel",
     "plans",
     "reduce_scatter",
     "reset_state",

@@ -31,6 +31,10 @@ class Unanswered(PlanMismatch):
     again."""
 
 
+class ParallelError(CommpassError, ValueError):
+    """A model, mesh or parameter that cannot be made parallel as asked."""
+
+
 class DumpError(CommpassError, ValueError):
     """A dump that is not ours, cut short, or written by a newer version."""
 

@@ -460,7 +460,7 @@ SDP4BIT = (
         direction="backward",
         codec="sdp4bit(bits=8)",
         algorithm=("direct", "two_shot", "hierarchical(between=sdp4bit)"),
-        max_error=0.15,
+        max_error=0.2,  # of an all_reduce between hosts, whose 4 bits are twice in it
     ),
 )
 # Gradients go back as the published scripts have it, as plain 6-bit integers in tiles of 32.
@@ -512,7 +512,7 @@ THREE_D: dict[str, dict[str, tuple[Rule, ...]]] = {
                 direction="backward",
                 codec="rotated",
                 algorithm=("direct", "two_shot", "hierarchical(between=rotated(bits=4))"),
-                max_error=0.15,
+                max_error=0.2,
             ),
         ),
         "pp": (

@@ -47,6 +47,7 @@ class Engines:
         """Compiles a graph of AOTAutograd's, of which every node has a fake value."""
         pieces = cut(gm)
         for name, piece in list(pieces.named_children()):
+            assert isinstance(piece, fx.GraphModule)
             given = [node.meta["val"] for node in piece.graph.nodes if node.op == "placeholder"]
             compiler = self._engine if name.startswith(ENGINE) else _outside
             setattr(pieces, name, Piece(compiler(piece, given)))

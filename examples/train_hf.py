@@ -4,7 +4,7 @@ collectives.
     torchrun --nproc-per-node 2 examples/train_hf.py
     python examples/train_hf.py --ranks 2 --policy aggressive --link-gbit 0.1
 
-Needs ``transformers``. The model has random weights and is small; it is saved and loaded from a
+Needs ``transformers`` and ``accelerate``. The model has random weights and is small; it is saved and loaded from a
 folder, as one from a hub would be: ``from_pretrained`` with a ``tp_plan`` divides it over the
 ranks. All that is particular to commpass is its backend, two lines in ``train`` of common.py.
 """

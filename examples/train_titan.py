@@ -70,7 +70,6 @@ def train(
     for batch in batches(text, steps, seed=mesh["dp"].get_local_rank()):
         loss = model(batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean(loss.item()))

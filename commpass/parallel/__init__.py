@@ -7,7 +7,25 @@ compiled graph. Eager doors, for exchanges that never reach a graph: ``compress_
 
 from commpass.parallel.ddp import compress_ddp
 from commpass.parallel.fsdp import compress_fsdp
+from commpass.parallel.in_graph import (
+    accumulate,
+    distributed_parameters,
+    drop_accumulated,
+    replicate,
+    shard,
+)
 from commpass.parallel.pipeline import compress_pipeline
 from commpass.parallel.ssfusion import SSFusion, ssfusion
 
-__all__ = ["SSFusion", "compress_ddp", "compress_fsdp", "compress_pipeline", "ssfusion"]
+__all__ = [
+    "SSFusion",
+    "accumulate",
+    "compress_ddp",
+    "compress_fsdp",
+    "compress_pipeline",
+    "distributed_parameters",
+    "drop_accumulated",
+    "replicate",
+    "shard",
+    "ssfusion",
+]

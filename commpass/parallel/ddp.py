@@ -152,7 +152,7 @@ class DDPDoor:
         self._parts: dict[Any, list[Part]] = {}
         self._provisional = _provisional_steps(ddp)
         self._now, self._last = _Step([]), _Step([])
-        self._waits_for_end = False
+        self._backward = -1
         self._streams: dict[torch.device, Any] = {}
 
     @property
@@ -183,12 +183,15 @@ class DDPDoor:
 
     def send(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Starts the exchange of one bucket; its future is the bucket's own tensor, in which the
-        mean over all ranks is then. Errors are raised when backward ends, by then DDP is ready for
+        mean over all ranks is then. Errors are raised when backward ends, when DDP is ready for
         another one."""
         x = bucket.buffer()
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and not self._waits_for_end:
-            self._waits_for_end = True
+        if bucket.index() == 0:  # the step before may have ended in an error of the user's
+            self._now = _Step([])
+        backward = torch._C._current_graph_task_id()
+        in_backward = backward != -1
+        if in_backward and backward != self._backward:
+            self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
         job: Callable[[], None] = _nothing
         try:
@@ -206,7 +209,6 @@ class DDPDoor:
 
     def _backward_done(self) -> None:
         """Called at the end of backward, maybe before DDP ends it: errors wait until it has."""
-        self._waits_for_end = False
         torch.autograd.Variable._execution_engine.queue_callback(self.worker.check)
 
     def _step_done(self) -> None:

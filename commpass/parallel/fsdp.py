@@ -227,7 +227,8 @@ def compress_fsdp(
     through something else already; then nothing is changed.
     """
     if not isinstance(model, nn.Module):
-        raise PolicyError(f"compress_fsdp(model={model!r}): must be a module, torch.nn.Module")
+        given = type(model).__name__
+        raise PolicyError(f"compress_fsdp(model={given}): must be a module, torch.nn.Module")
     units = list(_units(model))
     name = type(model).__name__
     if not units:

@@ -3,6 +3,7 @@ on computing."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -37,7 +38,8 @@ class Worker:
         """Lets nothing more be carried out, because of an error."""
         if self.error is None:
             self.error = error
-            self._failed()
+            with contextlib.suppress(Exception):  # what failed first is what the user needs to know
+                self._failed()
 
     def check(self) -> None:
         """Raises the error of a job, every time."""

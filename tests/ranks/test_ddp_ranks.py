@@ -1,4 +1,4 @@
-"""DDP's gradients by a policy, on real ranks: every way in which DDP trains, errors, state, bytes."""
+"""DDP's gradients by a policy, on real ranks: all ways of training, errors, state, bytes."""
 
 from __future__ import annotations
 
@@ -191,8 +191,13 @@ def test_coded_gradients_are_near_and_alike_on_all_ranks(way, ranks2):
         assert set(codecs) == {"int8"}, shown
 
 
+def wide():
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(16, 512), *(nn.Linear(512, 512) for _ in range(3)))
+
+
 def compiled_and_trained():
-    model, plain, door = pair(INT8)
+    model, plain, door = pair(INT8, wide, small=1)  # buckets of 1 MiB: Dynamo's least
     both = torch.compile(model, backend="aot_eager"), torch.compile(plain, backend="aot_eager")
     for step in range(3):
         for each in both:
@@ -206,7 +211,9 @@ def compiled_and_trained():
 
 def test_with_a_compiled_model(ranks2):
     for away, same, plans in ranks2.run(compiled_and_trained):
-        assert 0 < away < 0.05 and same and plans > 1
+        assert 0 < away < 0.05
+        assert same
+        assert plans > 1
 
 
 def uneven_inputs():
@@ -231,8 +238,10 @@ def uneven_inputs():
 
 def test_uneven_inputs_in_join(ranks2):
     for (exact, alike), (near, same) in ranks2.run(uneven_inputs):
-        assert exact == 0 and alike
-        assert 0 < near < 0.01 and same
+        assert exact == 0
+        assert alike
+        assert 0 < near < 0.01
+        assert same
 
 
 def join_that_divides_by_who_is_left():
@@ -297,7 +306,8 @@ def counted(spec: str):
     group = counting_group()
     model = DDP(Net(), process_group=group, bucket_cap_mb=0.01)
     door = compress_ddp(model, forced(spec) if spec else "lossless", inner="eager", strict=True)
-    assert isinstance(door.group, CountingGroup) and door.group is not group
+    assert isinstance(door.group, CountingGroup)
+    assert door.group is not group
     found = []
     for step in range(3):
         door.group.seen.clear()
@@ -443,7 +453,8 @@ def test_saved_with_2_ranks_and_resumed_with_4_in_other_buckets(ranks2, ranks4, 
     ((saved), *_) = ranks2.run(trained_and_saved, str(tmp_path))
     for found in ranks4.run(resumed, str(tmp_path)):
         for a, b in zip(found, saved, strict=True):
-            assert abs(a - b).max() < 1e-6 and abs(b).max() > 0
+            assert abs(a - b).max() < 1e-6
+            assert abs(b).max() > 0
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -483,12 +494,16 @@ def refused():
 
 def test_what_is_refused_says_what_to_do(ranks2):
     twice, by_hand, built_in, low, sparse, plain, number = ranks2.run(refused)[0]
-    assert "commpass.parallel.compress_ddp" in twice and "already has the comm hook" in twice
-    assert "<lambda>" in by_hand and "_hook of commpass" in by_hand
+    assert "commpass.parallel.compress_ddp" in twice
+    assert "already has the comm hook" in twice
+    assert "<lambda>" in by_hand
+    assert "_hook of commpass" in by_hand
     assert "fp16" in built_in.lower()
     assert "mixed_precision=" in low
-    assert "module.0 has sparse=True" not in sparse and "0 has sparse=True" in sparse
-    assert "DistributedDataParallel(model)" in plain and "compress_fsdp" in plain
+    assert "module.0 has sparse=True" not in sparse
+    assert "0 has sparse=True" in sparse
+    assert "DistributedDataParallel(model)" in plain
+    assert "compress_fsdp" in plain
     assert "int" in number
 
 
@@ -529,9 +544,9 @@ def one_fails():
     for step in range(2):
         plainly(model, step)
     if dist.get_rank() == 1:
-        door.worker.submit(lambda: [][0], None)
+        door.worker.submit(lambda: {}["gone"], None)
     start = time.monotonic()
-    with pytest.raises(RuntimeError if dist.get_rank() == 0 else IndexError):
+    with pytest.raises(RuntimeError if dist.get_rank() == 0 else KeyError):
         plainly(model, 2)
     return [*found, time.monotonic() - start < 20, (dist.barrier(), True)[1]]
 
@@ -574,5 +589,8 @@ def others_beside_it():
 
 def test_two_doors_a_group_of_one_and_other_exchanges_in_between(ranks2):
     for equal, same, several, mine, reasons, _ in ranks2.run(others_beside_it):
-        assert equal and same and several and mine
-        assert len(reasons) == 1 and "one rank" in str(reasons), reasons
+        assert equal
+        assert same
+        assert several
+        assert mine
+        assert reasons == set()  # nothing is sent, and no site is left

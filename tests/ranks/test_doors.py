@@ -22,7 +22,6 @@ TINY = Namespace(layers=1, width=64)
 def next_byte(policies: list) -> list[tuple]:
     """For each policy the loss and gradients of a Hugging Face model that its own plan divides, and
     the plans; first those of the whole model, in float64."""
-    pytest.importorskip("transformers")
     from common import CONTEXT
     from torch.distributed.tensor import DTensor
     from train_hf import build
@@ -64,6 +63,7 @@ def apart(one: dict, other: dict) -> float:
 
 def test_a_model_by_its_own_tp_plan(ranks2):
     pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")  # transformers divides no model without it
     told = ranks2.run(next_byte, ["off", INT8])
     for mine, other in zip(told[0], told[1], strict=True):  # replicas
         assert torch.equal(mine[0], other[0])

@@ -237,15 +237,15 @@ def test_what_travels_is_what_the_plan_says(ranks2: Ranks, name, policy, dtype):
         assert any(chosen != NONE for _, chosen, *_ in sites)
 
 
-def wide(policy):
-    """With activations of 96 KiB, by kernels and operator by operator."""
+def coded_how(policy):
     grads, output, plans = run("1F1B", policy, torch.bfloat16)
     return grads, output, {site.lowering for plan in plans for site in plan}
 
 
 def test_kernels_give_the_same_bits(ranks2: Ranks):
     by_kernels, by_operators = (
-        ranks2.run(wide, forced("int8", "tahquant", lowering=how)) for how in (None, "inline")
+        ranks2.run(coded_how, forced("int8", "int6(block=32, stored=bf16)", lowering=how))
+        for how in (None, "inline")
     )
     for (grads, output, how), (others, other, plain) in zip(by_kernels, by_operators, strict=True):
         assert (how, plain) == ({"kernel"}, {"inline"})

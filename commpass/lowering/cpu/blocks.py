@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 from commpass.codecs.block.codec import BlockCodec
+from commpass.codecs.block.grids import LevelGrid
 from commpass.codecs.block.layouts import Flat
 from commpass.codecs.block.noise import Nearest
-from commpass.codecs.block.transforms import Hadamard
 from commpass.lowering.cpu import grids, rotation, scales
 
 LONGEST = 4096
 """Values of the longest block: as float32 they fill half of a first cache."""
 
 BLOCKS = """
-// A row of n values as blocks: all codes, then all scales.
-template <int BLOCK, class Grid, class Scale, class Stored, class Transform> struct Blocks {
+// A row of n values as blocks: all codes, then all offsets, all scales, and all places of pivots.
+template <int BLOCK, class Grid, class Scale, class Stored, class Transform, class Offset>
+struct Blocks {
   static constexpr int CODES = BLOCK * Grid::BITS / 8;
   // Blocks of whole tiles may be coded turned.
   static constexpr bool TURNED = Transform::SUMS > 1 && BLOCK % (W * W) == 0;
 
+  // Where the regions of a row begin, and the last one ends.
+  struct Regions {
+    int64_t offsets, scales, places, end;
+    explicit Regions(int64_t blocks)
+        : offsets(aligned(blocks * CODES)),
+          scales(offsets + aligned(blocks * Offset::BYTES)),
+          places(scales + aligned(blocks * Scale::BYTES)),
+          end(places + aligned(Transform::PIVOT ? blocks : 0)) {}
+  };
+
+  // Zeros from the end of the blocks of a region to where the next one begins.
+  static inline void fill(Byte* wire, int64_t from, int64_t until) {
+    std::memset(wire + from, 0, until - from);
+  }
+
   // UNIT values, of which the first is number `first` of its row, to their places in the wire.
   static inline void encode(float* v, Byte* wire, int64_t n, int64_t first) {
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK, scales = aligned(blocks * CODES);
-    Transform::template forward<TURNED>(v);
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    const Regions at(blocks);
     const int64_t from = first / BLOCK, until = std::min(blocks, from + UNIT / BLOCK);
+    if constexpr (Transform::PIVOT) {
+      for (int64_t block = from; block < until; ++block) {
+        float* own = v + (block - from) * BLOCK;
+        const int place = pivot_of<BLOCK>(own);
+        std::swap(own[0], own[place]);
+        wire[at.places + block] = static_cast<Byte>(place);
+      }
+    }
+    Transform::template forward<TURNED>(v);
     for (int64_t block = from; block < until; ++block, v += BLOCK) {
+      const float offset = Offset::template subtract<BLOCK>(v);
+      Offset::store(wire + at.offsets + block * Offset::BYTES, offset);
       const float scale = Scale::template measure<BLOCK>(v);
-      Stored::store(wire + scales + block * Scale::BYTES, scale);
+      Stored::store(wire + at.scales + block * Scale::BYTES, scale);
       const Vec factor(Scale::reciprocal(scale));
       Byte* to = wire + block * CODES;
       alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : BLOCK];
       Byte* codes = Grid::BITS == 8 ? to : unpacked;
-      const auto code = [&](const float* at) { return Grid::encode(Vec::loadu(at) * factor); };
+      const auto code = [&](const float* x) { return Grid::encode(Vec::loadu(x) * factor); };
       if constexpr (TURNED) {
         for (int i = 0; i < BLOCK; i += W * W)
           put_turned_codes([&](int row) { return code(v + i + row * W); }, codes + i);
@@ -40,20 +67,23 @@ template <int BLOCK, class Grid, class Scale, class Stored, class Transform> str
       if constexpr (Grid::BITS != 8) pack<BLOCK, Grid::BITS>(codes, to);
     }
     if (until == blocks) {
-      std::memset(wire + blocks * CODES, 0, scales - blocks * CODES);
-      const int64_t end = blocks * Scale::BYTES;
-      std::memset(wire + scales + end, 0, aligned(end) - end);
+      fill(wire, blocks * CODES, at.offsets);
+      fill(wire, at.offsets + blocks * Offset::BYTES, at.scales);
+      fill(wire, at.scales + blocks * Scale::BYTES, at.places);
+      if constexpr (Transform::PIVOT) fill(wire, at.places + blocks, at.end);
     }
   }
 
   // The inverse; what lies behind the last block is zeros.
   static inline void decode(const Byte* wire, int64_t n, int64_t first, float limit, float* v) {
-    const int64_t blocks = (n + BLOCK - 1) / BLOCK, scales = aligned(blocks * CODES);
+    const int64_t blocks = (n + BLOCK - 1) / BLOCK;
+    const Regions at(blocks);
     const int64_t from = first / BLOCK, until = std::min(blocks, from + UNIT / BLOCK);
     float* to = v;
     for (int64_t block = from; block < until; ++block, to += BLOCK) {
-      const float scale = Stored::load(wire + scales + block * Scale::BYTES);
+      const float scale = Stored::load(wire + at.scales + block * Scale::BYTES);
       const Vec factor(scale / Transform::SUMS);
+      const Vec offset(Offset::load(wire + at.offsets + block * Offset::BYTES) / Transform::SUMS);
       const Byte* codes = wire + block * CODES;
       alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : BLOCK];
       if constexpr (Grid::BITS != 8) {
@@ -65,11 +95,21 @@ template <int BLOCK, class Grid, class Scale, class Stored, class Transform> str
           for (int row = 0; row < W; ++row)
             (Grid::template decode<W>(codes + i + row) * factor).store(to + i + row * W);
       } else {
-        for (int i = 0; i < BLOCK; i += W) (Grid::decode(codes + i) * factor).store(to + i);
+        for (int i = 0; i < BLOCK; i += W) {
+          Vec x = Grid::decode(codes + i) * factor;
+          if constexpr (Offset::BYTES > 0) x = x + offset;
+          x.store(to + i);
+        }
       }
     }
     cut<UNIT>(v, to - v);
     Transform::template inverse<TURNED && Grid::TABLE>(v);
+    if constexpr (Transform::PIVOT) {
+      for (int64_t block = from; block < until; ++block) {
+        float* own = v + (block - from) * BLOCK;
+        std::swap(own[0], own[std::min<int>(wire[at.places + block], BLOCK - 1)]);
+      }
+    }
     for (int i = 0; i < UNIT; i += W)
       at::vec::clamp(Vec::loadu(v + i), Vec(-limit), Vec(limit)).store(v + i);
   }
@@ -83,12 +123,10 @@ def why_not(codec: BlockCodec) -> str:
         return f"there is no C++ for blocks laid out as {type(codec.layout).__name__}"
     if codec.block % 16 or codec.block > LONGEST:
         return f"blocks of {codec.block}: C++ has multiples of 16 up to {LONGEST}"
-    if codec.offset is not None:
-        return "there is no C++ for offsets"
+    if codec.offset is not None and not isinstance(codec.grid, LevelGrid):
+        return "C++ has offsets of level grids alone"
     if not isinstance(codec.rounding, Nearest):
         return "there is no C++ for rounding at random"
-    if isinstance(codec.transform, Hadamard) and codec.transform.pivot:
-        return "there is no C++ for a pivot swap"
     return str(grids.why_not(codec.grid) or scales.why_not(codec.scale))
 
 
@@ -100,6 +138,7 @@ def text(codec: BlockCodec, name: str) -> str:
         grids.grid(codec.grid, grid),
         rotation.transform(codec.transform, transform),
         f"using {name}Scale = {scales.scale(codec.scale, grid)};",
-        f"using {name} = Blocks<{codec.block}, {grid}, {name}Scale, {stored}, {transform}>;\n",
+        f"using {name} = Blocks<{codec.block}, {grid}, {name}Scale, {stored}, {transform},"
+        f" {scales.offset(codec.offset)}>;\n",
     ]
     return "\n".join(parts)

@@ -151,7 +151,7 @@ def source(chain: Chain) -> str:
 def _source(chain: Chain) -> str:
     if _lossless(chain) is not None:
         return _lossless_source(chain)
-    parts = [PRELUDE, f"constexpr int UNIT = {_unit(chain)};\n", ROTATION, SCALES, CODES]
+    parts = [PRELUDE, f"constexpr int UNIT = {_unit(chain)};\n", SCALES, ROTATION, CODES]
     parts.append(blocks.BLOCKS)
     lines: list[str] = []
     dtypes, more = _dtypes(chain), 0

@@ -110,6 +110,24 @@ template <int N, int WIDTH> inline void multiply(float* v, const float* factors)
   }
 }
 
+// The place of a value that is more than twice as large as all others of a block, else 0.
+template <int BLOCK> inline int pivot_of(const float* v) {
+  const float peak = peak_of<BLOCK>(v);
+  Vec many(0.0f);
+  for (int i = 0; i < BLOCK; i += W) {
+    const Vec size = Vec::loadu(v + i).abs();
+    many = many + (size + size).ge(Vec(peak));
+  }
+  alignas(64) float lanes[W];
+  many.store(lanes);
+  float found = 0.0f;
+  for (int lane = 0; lane < W; ++lane) found += lanes[lane];
+  if (found != 1.0f) return 0;
+  int place = 0;
+  while (std::abs(v[place]) != peak) ++place;
+  return place;
+}
+
 // Whether tiles are left turned in the end, or come so.
 template <int N, int WIDTH, bool TURNED> inline void rotate_down(float* v) {
   far_down<N, WIDTH / 2>(v);
@@ -136,6 +154,7 @@ def _none(part: NoTransform, name: str) -> str:
     return f"""
 struct {name} {{
   static constexpr int SUMS = 1;
+  static constexpr bool PIVOT = false;
   template <bool TURNED = false> static inline void forward(float* v) {{}}
   template <bool TURNED = false> static inline void inverse(float* v) {{}}
 }};
@@ -154,6 +173,7 @@ def _hadamard(part: Hadamard, name: str) -> str:
     return f"""
 struct {name} {{
   static constexpr int SUMS = {width};
+  static constexpr bool PIVOT = {"true" if part.pivot else "false"};
   alignas(64) static constexpr float BEFORE[{width}] = {{{before}}};
   alignas(64) static constexpr float AFTER[{width}] = {{{after}}};
   template <bool TURNED = false> static inline void forward(float* v) {{

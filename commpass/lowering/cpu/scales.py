@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commpass.codecs.block.scales import Absmax, Scale
+from commpass.codecs.block.scales import Absmax, Midrange, Scale
 from commpass.codecs.dispatch import by_type
 
 SCALES = """
@@ -38,6 +38,7 @@ template <int LOW> inline float up_to_bits(float x, float largest) {
 struct AsFp32 {
   static constexpr int BYTES = 4;
   static inline float up(float x) { return x; }
+  static inline float nearest(float x) { return x; }
   static inline void store(Byte* to, float x) { put<float>(to, x); }
   static inline float load(const Byte* from) { return get<float>(from); }
 };
@@ -45,6 +46,11 @@ struct AsFp32 {
 struct AsBf16 {
   static constexpr int BYTES = 2;
   static inline float up(float x) { return up_to_bits<16>(x, 0x1.fep127f); }
+  static inline float nearest(float x) {
+    const uint32_t bits = bits_of<uint32_t>(x), odd = (bits >> 16) & 1;
+    const float even = bits_of<float>(((bits + 0x7FFF + odd) >> 16) << 16);
+    return std::clamp(even, -0x1.fep127f, 0x1.fep127f) + (x - x);
+  }
   static inline void store(Byte* to, float x) {
     put<uint16_t>(to, static_cast<uint16_t>(bits_of<uint32_t>(x) >> 16));
   }
@@ -78,9 +84,47 @@ template <class Stored, class Grid> struct Absmax {
     return 1.0f / (!Grid::HAS_ZERO && scale == 0.0f ? TINY : scale);
   }
 };
+
+// Symmetric grids have none.
+struct NoOffset {
+  static constexpr int BYTES = 0;
+  template <int N> static inline float subtract(float* v) { return 0.0f; }
+  static inline void store(Byte* to, float x) {}
+  static inline float load(const Byte* from) { return 0.0f; }
+};
+
+// Midway between the least and the largest value of a block, which is taken off all of them.
+template <class Stored> struct Midrange {
+  static constexpr int BYTES = Stored::BYTES;
+  template <int N> static inline float subtract(float* v) {
+    Vec least = Vec::loadu(v), most = least;
+    for (int i = W; i < N; i += W) {
+      least = at::vec::minimum(least, Vec::loadu(v + i));  // NaN where one is
+      most = at::vec::maximum(most, Vec::loadu(v + i));
+    }
+    alignas(64) float low[W], high[W];
+    least.store(low);
+    most.store(high);
+    float a = low[0], b = high[0];
+    for (int lane = 1; lane < W; ++lane) {
+      a = low[lane] < a || low[lane] != low[lane] ? low[lane] : a;
+      b = high[lane] > b || high[lane] != high[lane] ? high[lane] : b;
+    }
+    const float middle = Stored::nearest(a / 2 + b / 2);
+    for (int i = 0; i < N; i += W) (Vec::loadu(v + i) - Vec(middle)).store(v + i);
+    return middle;
+  }
+  static inline void store(Byte* to, float x) { Stored::store(to, x); }
+  static inline float load(const Byte* from) { return Stored::load(from); }
+};
 """
 
 STORED = {"fp32": "AsFp32", "bf16": "AsBf16", "pow2": "AsPower"}
+
+
+def offset(part: Midrange | None) -> str:
+    """The C++ type of what is taken off a block before it is scaled."""
+    return f"Midrange<{STORED[part.stored]}>" if part is not None else "NoOffset"
 
 
 @by_type

@@ -1,0 +1,9 @@
+"""Data parallelism inside the compiled graph: a model whose parameters gather themselves where they
+are read, and whose gradients are reduced there in backward (as SimpleFSDP has it, Zhang et al.
+2024)."""
+
+from commpass.parallel.in_graph.accumulation import accumulate, drop_accumulated
+from commpass.parallel.in_graph.model import replicate, shard
+from commpass.parallel.in_graph.reading import distributed_parameters
+
+__all__ = ["accumulate", "distributed_parameters", "drop_accumulated", "replicate", "shard"]

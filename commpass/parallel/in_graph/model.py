@@ -1,0 +1,197 @@
+"""Data parallelism inside the compiled graph: parameters are distributed, and whoever reads one
+gets the whole of it by collectives that torch.compile sees.
+
+As in SimpleFSDP (Zhang et al. 2024, arXiv 2411.00284), a module's class becomes a subclass on which
+each parameter is a property. ``parameters()`` and ``state_dict()`` do not go through it: they have
+the distributed parameters, under their own names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
+
+from commpass.errors import ParallelError, nearest
+from commpass.parallel.in_graph import layout
+from commpass.parallel.in_graph.reading import HELD, Held, Inner, reading
+from commpass.parallel.in_graph.traced import Exchange
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the user asked for, of all parameters alike."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    reduce_op: str
+    keep_gathered: bool = True
+
+    def check(self) -> None:
+        for what in ("param_dtype", "reduce_dtype"):
+            dtype = getattr(self, what)
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ParallelError(
+                    f"{what}={dtype!r}: must be a floating-point dtype, such as torch.bfloat16"
+                )
+        if self.reduce_op not in ("avg", "sum"):
+            raise ParallelError(
+                f"reduce_op={self.reduce_op!r}" + nearest(str(self.reduce_op), ("avg", "sum"))
+            )
+
+
+def replicate(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    dim: str | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    cast_forward_inputs: bool = True,
+    reduce_op: str = "avg",
+) -> nn.Module:
+    """Makes a model data-parallel inside the graph: each rank has all parameters, and backward has
+    an all_reduce for each gradient.
+
+    ``mesh`` has one dimension, or ``dim`` names it. Parameters become DTensors on it: in place, and
+    with the values of the first rank. A model that is tensor-parallel over another dimension of the
+    same mesh stays so. ``param_dtype`` is what modules compute with, ``reduce_dtype`` that in which
+    gradients are reduced (``param_dtype``, if not said). Gradients end in the parameter's own
+    dtype. The model's floating-point inputs are cast to ``param_dtype`` unless
+    ``cast_forward_inputs`` is False. ``reduce_op`` is "avg" or "sum". Returns the model. Raises
+    ParallelError for a model, mesh or parameter of which this cannot be made, before anything is
+    changed.
+    """
+    terms = Terms(param_dtype, reduce_dtype, reduce_op)
+    return _distribute(model, mesh, dim, False, terms, cast_forward_inputs)
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    dim: str | None = None,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    cast_forward_inputs: bool = True,
+    reduce_op: str = "avg",
+    keep_gathered: bool = True,
+) -> nn.Module:
+    """Makes a model sharded-data-parallel inside the graph: each rank has a part of the rows of
+    each parameter, gathered where it is used, and backward has a reduce_scatter for each gradient.
+
+    Parameters without rows to divide (of no dimension, of one row, or empty) are replicated. With
+    ``keep_gathered`` the gathered parameters are kept from forward to backward, as torch's
+    partitioner does by itself: the fewest bytes sent. Without, backward gathers again what it
+    needs. The other arguments and errors are those of ``replicate``; parameters travel in
+    ``param_dtype``.
+    """
+    terms = Terms(param_dtype, reduce_dtype, reduce_op, keep_gathered)
+    return _distribute(model, mesh, dim, True, terms, cast_forward_inputs)
+
+
+def _distribute(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    dim: str | None,
+    sharded: bool,
+    terms: Terms,
+    cast: bool,
+) -> nn.Module:
+    outer = layout.one_dimension(mesh, dim)
+    _check(model, outer)
+    terms.check()
+    parameters = dict(model.named_parameters())
+    inner = {one.device_mesh for one in parameters.values() if isinstance(one, DTensor)}
+    around = {mesh: layout.around(outer, mesh) for mesh in inner}
+    layout.check_alike(parameters, outer)
+    layout.equalize(parameters.values(), outer)
+    # Plain parameters go onto the mesh of the others: norms of gradients on two do not add up.
+    plain = next(iter(around.values())) if len(around) == 1 else outer
+    made: dict[int, tuple[nn.Parameter, Held]] = {}
+    for parameter in parameters.values():
+        held = _held(parameter, outer, sharded, terms)
+        whole = around[parameter.device_mesh] if isinstance(parameter, DTensor) else plain
+        placed = layout.placed(parameter, outer, whole, held.how.sharded)
+        made[id(parameter)] = nn.Parameter(placed, parameter.requires_grad), held
+    for module in list(model.modules()):
+        own = {name: made[id(one)] for name, one in module._parameters.items() if one is not None}
+        if own:
+            module._parameters.update({name: new for name, (new, _) in own.items()})
+            module.__dict__[HELD] = {name: held for name, (_, held) in own.items()}
+            kind: Any = type(module)
+            module.__class__ = reading(kind, tuple(own))
+    if cast and terms.param_dtype is not None:
+        model.register_forward_pre_hook(_casting(terms.param_dtype), with_kwargs=True)
+    return model
+
+
+def _held(parameter: nn.Parameter, outer: DeviceMesh, sharded: bool, terms: Terms) -> Held:
+    local, inner = parameter.detach(), None
+    sharded = sharded and layout.has_rows(local)
+    if isinstance(local, DTensor):
+        inner = Inner(local.device_mesh, local.placements, local.shape, local.stride())
+        local = local.to_local()
+    floating = parameter.is_floating_point()
+    param_dtype = (terms.param_dtype if floating else None) or parameter.dtype
+    how = Exchange(
+        group=outer.get_group().group_name,
+        rank=outer.get_local_rank(),
+        size=outer.size(),
+        sharded=sharded,
+        shape=tuple(local.shape),
+        dtype=parameter.dtype,
+        param_dtype=param_dtype,
+        reduce_dtype=terms.reduce_dtype or param_dtype,
+        op=terms.reduce_op,
+    )
+    return Held(how, inner, terms.keep_gathered or not how.sharded)
+
+
+def _casting(dtype: torch.dtype) -> Any:
+    def cast(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(cast, args), tree_map(cast, kwargs)
+
+    return before
+
+
+def _check(model: nn.Module, outer: DeviceMesh) -> None:
+    """Raises ParallelError for a model that cannot be made parallel."""
+    if not isinstance(model, nn.Module):
+        raise ParallelError(f"model is {type(model).__name__}, but must be a torch.nn.Module")
+    for path, module in model.named_modules():
+        where = f"{path or 'the model'} ({type(module).__name__})"
+        if HELD in module.__dict__:
+            raise ParallelError(
+                f"{where} is data-parallel already, by replicate or shard, and cannot be so over"
+                f" {layout.name_of(outer)} again: call one of them, once, with the whole model"
+            )
+        if isinstance(module, nn.RNNBase):
+            raise ParallelError(
+                f"{where} takes its parameters from a list of its own, not by name: torch.compile"
+                " leaves it out of graphs as well. Use fully_shard or DistributedDataParallel"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ParallelError(f"{where} is TorchScript, whose parameters cannot be exchanged")
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ParallelError(
+                f"{name} is {parameter.dtype}, which is not exchanged: keep its real and imaginary"
+                " part, as torch.view_as_real gives them"
+            )
+        if parameter.device.type not in (outer.device_type, "meta"):
+            raise ParallelError(
+                f"{name} is on {parameter.device}, but the mesh is of {outer.device_type}: move the"
+                f" model first, as in model.to({outer.device_type!r})"
+            )

@@ -1,0 +1,127 @@
+"""What a module sees of a parameter: a whole tensor, by the collective that makes it so."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from commpass.errors import ParallelError
+from commpass.parallel.in_graph.traced import Exchange, Exchanged, Kept, gathered
+
+HELD = "_commpass_held"
+"""The attribute of a module that says how its parameters are exchanged."""
+
+
+@dataclass(frozen=True)
+class Inner:
+    """What modules had before: a DTensor over the other dimensions of the mesh."""
+
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Held:
+    """One parameter, however many modules have it: how it is exchanged, and what is accumulated.
+
+    While ``accumulating``, gradients go to ``leaf``, which takes no memory, and from there to
+    ``pending``.
+    """
+
+    how: Exchange
+    inner: Inner | None
+    keep_gathered: bool
+    accumulating: bool = False
+    as_it_is: bool = False
+    leaf: Tensor | None = None
+    pending: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+        """That of a copy of the model, which has accumulated nothing."""
+        return memo.setdefault(id(self), Held(self.how, self.inner, self.keep_gathered))
+
+
+@functools.cache
+def reading(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
+    """The subclass on which these parameters are read whole. Instances share it, and so what is
+    compiled of it."""
+
+    def read(name: str) -> property:
+        return property(lambda module: _whole(module, name))
+
+    members = {name: read(name) for name in names} | {"__module__": kind.__module__}
+    return type(f"Parallel{kind.__name__}", (kind,), members)
+
+
+def _whole(module: nn.Module, name: str) -> Tensor:
+    """What a module sees of a parameter."""
+    parameter, held = module._parameters[name], module.__dict__[HELD][name]
+    if held.as_it_is and parameter is not None:
+        return parameter
+    if not isinstance(parameter, DTensor):
+        raise ParallelError(
+            f"{name} of {type(module).__name__} was replaced by a {type(parameter).__name__} after"
+            " the model was made data-parallel: change its values, as load_state_dict does"
+        )
+    if held.keep_gathered or not torch.is_grad_enabled():
+        whole = _read(parameter.to_local(), held)
+    else:  # backward runs it again
+        whole = checkpoint(_read, parameter.to_local(), held, use_reentrant=False)
+    inner = held.inner
+    if inner is None:
+        return whole
+    return DTensor.from_local(
+        whole,
+        inner.mesh,
+        inner.placements,
+        run_check=False,
+        shape=inner.shape,
+        stride=inner.stride,
+    )
+
+
+def _read(part: Tensor, held: Held) -> Tensor:
+    if held.accumulating and held.leaf is not None and part.requires_grad:
+        return Kept.apply(gathered(part.detach(), held.how), held.leaf)
+    return Exchanged.apply(part, held.pending, held.how)
+
+
+def every_held(model: nn.Module) -> Collection[tuple[Held, nn.Parameter]]:
+    """Each parameter of a model once. Raises ParallelError if it is not data-parallel."""
+    found = {
+        id(held): (held, parameter)
+        for module in model.modules()
+        for name, held in module.__dict__.get(HELD, {}).items()
+        if (parameter := module._parameters[name]) is not None
+    }
+    if not found:
+        raise ParallelError(
+            f"{type(model).__name__} is not data-parallel in the graph: call"
+            " commpass.parallel.replicate(model, mesh) or commpass.parallel.shard(model, mesh)"
+        )
+    return found.values()
+
+
+@contextmanager
+def distributed_parameters(model: nn.Module) -> Iterator[None]:
+    """In here modules see their parameters as they are, DTensors, as to fill them in place: what a
+    module sees otherwise is a copy."""
+    held = [one for one, _ in every_held(model)]
+    for one in held:
+        one.as_it_is = True
+    try:
+        yield
+    finally:
+        for one in held:
+            one.as_it_is = False

@@ -1,0 +1,198 @@
+"""The parts of DDP's buckets, the group and the thread of the door, and where residuals lie."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import commpass
+from commpass.annotate import words_of
+from commpass.groups import labels, timeout_of, twin
+from commpass.parallel.buckets import parts_of
+from commpass.parallel.exchange import Exchange, Exchanges
+from commpass.parallel.worker import Worker
+from commpass.policy import Policy, Rule
+from commpass.runtime import owners
+from commpass.runtime.owners import parameter_names
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+
+def parts(policy: Policy, of: nn.Module, group: dist.ProcessGroup):
+    parameters = list(of.parameters())
+    x = torch.arange(float(sum(p.numel() for p in parameters)))
+    found = parts_of(policy, group, x, parameters, parameter_names(of), words_of(of))
+    return x, found
+
+
+def test_a_bucket_under_one_rule_is_one_view(fake_group):
+    x, (part,) = parts(Policy(), model(), fake_group(4))
+    assert part.of(x).data_ptr() == x.data_ptr()
+    assert part.of(x).shape == x.shape
+    assert (part.what.module, part.what.flat, part.what.op) == ("", True, "avg")
+
+
+def test_parameters_under_other_rules_are_sent_apart_and_put_back(fake_group):
+    of = model()
+    policy = Policy(rules=[Rule(module="1", codec="int8")])
+    x, (outer, inner) = parts(policy, of, fake_group(4))
+    assert [part.what.module for part in (outer, inner)] == ["", "1"]
+    assert outer.ranges == ((0, 20), (40, 20))
+    assert inner.ranges == ((20, 20),)
+    before = x.clone()
+    outer.exchange(lambda piece: piece.mul_(-1), x)
+    assert torch.equal(x, torch.cat([-before[:20], before[20:40], -before[40:]]))
+
+
+def test_rules_that_say_the_same_part_nothing(fake_group):
+    policy = Policy(rules=[Rule(module="1", codec="int8"), Rule(codec="int8")])
+    _, found = parts(policy, model(), fake_group(4))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("by_class", [False, True])
+def test_words_in_the_model_are_nearer_than_rules(by_class, fake_group):
+    class Head(nn.Linear):
+        pass
+
+    of = nn.Sequential(nn.Linear(4, 4), Head(4, 4))
+    commpass.keep(Head if by_class else of[1])
+    _, found = parts(Policy(rules=[Rule(codec="int8")]), of, fake_group(4))
+    assert [(part.what.module, part.what.word) for part in found][1:] == [("1", '{"keep":true}')]
+    assert len(found) == 2
+
+
+def test_a_common_module_that_another_rule_means_is_not_named(fake_group):
+    of = nn.Module()
+    of.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    policy = Policy(rules=[Rule(module="layers.*", codec="int8")])
+    (_, (part,)) = parts(policy, of, fake_group(4))
+    assert part.what.module == "layers.0"
+
+
+def test_a_twin_has_the_labels_of_its_group_and_another_name(fake_group):
+    group = fake_group(8)
+    mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    for one in (group, mesh.get_group("dp")):
+        made = twin(one)
+        assert labels(made) == labels(one)
+        assert dist.get_process_group_ranks(made) == dist.get_process_group_ranks(one)
+        assert made.group_name != one.group_name
+        assert timeout_of(made) == timeout_of(one)
+    assert "dp" in labels(mesh.get_group("dp"))
+
+
+# --- the thread -----------------------------------------------------------------------------------
+
+
+def test_jobs_are_done_in_order_in_another_thread():
+    worker, done = Worker("test", lambda: None), []
+
+    def job(number: int) -> None:
+        time.sleep(0.01 * (3 - number))
+        done.append((number, threading.current_thread().name))
+
+    futures = [worker.submit(lambda n=n: job(n), n) for n in range(3)]
+    assert [future.wait() for future in futures] == [0, 1, 2]
+    assert done == [(0, "test"), (1, "test"), (2, "test")]
+    worker.check()
+
+
+def test_after_an_error_nothing_is_done_and_nothing_waits():
+    told, done = [], []
+
+    def told_and_fails() -> None:
+        told.append(True)
+        raise ValueError("another one")
+
+    worker = Worker("test", told_and_fails)
+    assert worker.submit(lambda: {}["gone"], 1).wait() == 1
+    assert worker.submit(lambda: done.append(1), 2).wait() == 2
+    for _ in range(2):
+        with pytest.raises(KeyError, match="gone"):
+            worker.check()
+    assert told == [True]
+    assert done == []
+
+
+def test_the_thread_ends_with_the_worker():
+    worker = Worker("ends", lambda: None)
+    worker.submit(lambda: None, None).wait()
+    del worker
+    deadline = time.monotonic() + 10
+    while any(thread.name == "ends" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# --- exchanges of hooks ---------------------------------------------------------------------------
+
+
+def exchanges(policy: Policy | str, inner: str = "eager") -> Exchanges:
+    return Exchanges(commpass.backend(policy, inner=inner, strict=True))
+
+
+def all_reduce(group: dist.ProcessGroup) -> Exchange:
+    name, size = group.group_name, group.size()
+    return Exchange("all_reduce", name, size, "", "backward", "ddp", "avg", flat=True)
+
+
+def test_what_is_left_alone_is_not_compiled(fake_group, monkeypatch):
+    from torch._inductor import compile_fx
+
+    def compiled(*_, **__):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", compiled)
+    made, group = exchanges("lossless", "inductor"), fake_group(4)
+    x = torch.full((64,), 3.0)
+    made.run(all_reduce(group), x)
+    assert torch.equal(x, torch.full((64,), 0.75))
+    with pytest.raises(AssertionError, match="compiled"):
+        exchanges(Policy(rules=[Rule(codec="int8", force=True)]), "inductor").run(
+            all_reduce(group), torch.ones(4096)
+        )
+
+
+def test_residuals_follow_parameters_into_other_buckets(fake_group):
+    commpass.reset_state()
+    owners._owners.clear()
+    of, group = model(), fake_group(4)
+    of[1].to(memory_format=torch.contiguous_format)
+    made = exchanges(Policy(rules=[Rule(codec="topk(density=0.05)", force=True)], max_error=1.0))
+    names = [name for name, _ in of.named_parameters()]
+
+    def send(order: list[int], value: float) -> None:
+        held = [list(of.parameters())[number] for number in order]
+        x = torch.cat(
+            [torch.full((p.numel(),), value + n) for n, p in zip(order, held, strict=True)]
+        )
+        made.run(all_reduce(group), x, of=held)
+
+    def left() -> dict[str, torch.Tensor]:
+        found = {key.split("/")[1]: t for key, t in commpass.state_dict(of).items()}
+        return {name: found[name].clone() for name in names if name in found}
+
+    send([0, 1, 2, 3, 4, 5], 1.0)
+    first = left()
+    assert list(first) == names
+    assert all(t.shape == dict(of.named_parameters())[n].shape for n, t in first.items())
+    send([5, 3, 4], 0.0)  # other buckets
+    send([2, 1, 0], 0.0)
+    for number, name in enumerate(names):
+        gained = left()[name] - first[name]
+        # 5 % of the entries were sent and are 0 now; the others gained a quarter of the gradient.
+        assert ((gained - number / 4).abs() < 1e-6).sum() >= 0.5 * gained.numel(), name
+    commpass.reset_state(of)
+    assert left() == {}
+    send([0, 1, 2, 3, 4, 5], 0.0)
+    again = left()
+    assert float(again["0.weight"].abs().max()) == 0.0
+    assert float(again["2.bias"].abs().max()) == 1.25
