@@ -15,13 +15,33 @@ from rich.console import Console
 
 from benchmarks import netlab
 
-from . import gathers, gradients, levels, never_slower, predicted, reduces, steps, wholes
+from . import (
+    data_parallel,
+    gathers,
+    gradients,
+    levels,
+    never_slower,
+    predicted,
+    reduces,
+    steps,
+    wholes,
+)
 from .plot import PAINTED, draw
 from .shared import HEAP, WARM_UP, WIDTH, Measurement, Options, Row, table
 
 MEASUREMENTS: dict[str, Measurement] = {
     each.MEASUREMENT.name: each.MEASUREMENT
-    for each in (reduces, steps, gradients, gathers, never_slower, levels, predicted, wholes)
+    for each in (
+        reduces,
+        steps,
+        gradients,
+        gathers,
+        never_slower,
+        levels,
+        predicted,
+        wholes,
+        data_parallel,
+    )
 }
 LISTS = {
     "ranks": int,
@@ -32,7 +52,11 @@ LISTS = {
     "policies": str,
     "ways": str,
 }
-KNOWN = {"models": steps.MODELS, "policies": steps.POLICIES, "ways": gradients.WAYS}
+KNOWN = {
+    "models": steps.MODELS,
+    "policies": steps.POLICIES,
+    "ways": gradients.WAYS | data_parallel.WAYS,
+}
 SINGLE = {
     "chunks": int,
     "algorithm": str,
@@ -100,8 +124,8 @@ def facts(rows: dict[str, list[Row]]) -> Row:
     }
 
 
-def main() -> None:
-    parser, options = parsed()
+def main(arguments: list[str] | None = None) -> None:
+    parser, options = parsed(arguments)
     try:
         netlab.stand_apart()
     except netlab.LabError as error:

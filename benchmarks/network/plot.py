@@ -1,7 +1,7 @@
 """A picture of what was measured: for each rate a column with the share of the ideal and the
-speed-up of all_reduce over size, and the times of steps as bars.
+speed-up of all_reduce over size, the times of steps as bars, and losses over time.
 
-    python -m benchmarks.network.plot FILE.json FILE.png
+    python -m benchmarks.network.plot FILE.json [FILE.json ...] FILE.png
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ Row = dict[str, Any]
 Rows = dict[str, list[Row]]
 STYLES = {"-": "solid", "--": "dashed", ":": "dotted", "-.": "dash and dot"}
 PER_COLUMN, PER_ROW, DPI = 4.6, 3.3, 110
+COLOURS = 10
 
 
 def draw(rows: Rows, file: Path) -> None:
@@ -116,13 +117,31 @@ def gradients(axes: Axes, rows: list[Row]) -> None:
     axes.set_title("a data-parallel step")
 
 
+def losses(axes: Axes, rows: list[Row]) -> None:
+    """The loss in training over the time that the steps took."""
+    for number, row in enumerate(row for row in rows if row["learns"]):
+        style = list(STYLES)[number // COLOURS % len(STYLES)]
+        color = f"C{number % COLOURS}"
+        axes.plot(row["elapsed_s"], row["losses"], style, color=color, label=row["way"])
+    axes.set_xlabel("seconds of training", fontsize=8)
+    axes.set_ylabel("loss in training", fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=6, ncols=2)
+    axes.set_title("data-parallel training")
+
+
 PAINTED: dict[str, tuple[Callable[[Axes, list[Row]], None], ...]] = {
     "reduces": (shares, gains),
     "steps": (steps,),
     "gradients": (gradients,),
+    "data_parallel": (losses,),
 }
 """Measurements that are shown, and what is drawn of each."""
 
 if __name__ == "__main__":
-    source, target = map(Path, sys.argv[1:])
-    draw(json.loads(source.read_text())["rows"], target)
+    *sources, target = map(Path, sys.argv[1:])
+    merged: Rows = {}
+    for source in sources:
+        for name, rows in json.loads(source.read_text())["rows"].items():
+            merged.setdefault(name, []).extend(rows)
+    draw(merged, target)

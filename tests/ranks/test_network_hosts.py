@@ -13,6 +13,27 @@ from test_netlab_hosts import ROOT, WHY, left
 pytestmark = [pytest.mark.every, pytest.mark.skipif(bool(WHY), reason=WHY)]
 
 
+def test_training_is_measured(tmp_path):
+    """By its own command. What left the hosts is what the model's gradients are: a ring of two
+    sends them once, fp16 half of that."""
+    ways = ["ddp", "compute", "fp16"]
+    command = [sys.executable, "benchmarks/data_parallel.py", "--quick", "--ways", "fp16"]
+    command += ["--json", str(tmp_path / "made.json"), "--plot", str(tmp_path / "made.png")]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "made.json").read_text())["rows"]["data_parallel"]
+    assert [row["way"] for row in rows] == ways
+    ddp, compute, fp16 = rows
+    assert ddp["sent"] == pytest.approx(4 * ddp["parameters"], rel=0.05)
+    assert fp16["sent"] == pytest.approx(2 * ddp["parameters"], rel=0.05)
+    assert compute["sent"] < 0.05 * ddp["sent"]
+    assert fp16["held_out"] == pytest.approx(ddp["held_out"], rel=0.01)
+    assert len(ddp["losses"]) == len(ddp["elapsed_s"]) == 6
+    assert (tmp_path / "made.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_levels_are_measured_and_nothing_is_left_behind(tmp_path):
     before = left(str(tmp_path))
     command = [sys.executable, "-m", "benchmarks.network", "--quick", "--only", "levels"]

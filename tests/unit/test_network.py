@@ -8,7 +8,18 @@ import pickle
 import pytest
 import torch
 
-from benchmarks.network import calls, cli, gradients, levels, never_slower, plot, shared, steps
+from benchmarks.network import (
+    calls,
+    cli,
+    data_parallel,
+    gradients,
+    levels,
+    never_slower,
+    plot,
+    shared,
+    steps,
+)
+from benchmarks.network.data_ways import WAYS
 from commpass.collectives import Payload, Request, read_stages
 from commpass.stage import Stage
 
@@ -133,6 +144,54 @@ def test_rows_of_gradients():
     assert [row["of_ddp"] for row in rows] == [1.0, 2.0]
 
 
+def learned(steps=5, **ms):
+    """What two ranks found in so many steps, of which the first three warm up; the second takes a
+    millisecond more."""
+    found = [{}, {}]
+    for rank, each in enumerate(found):
+        for name, time in ms.items():
+            times = [time + rank] * (steps - shared.WARM_UP)
+            row = {"ms": times, "cpu_ms": [80.0 + rank] * len(times), "held_out": 2.0 + rank}
+            row |= {"ran_ms": [900.0] * 3 + [60.0] * len(times), "queued_ms": [10.0] * steps}
+            row |= {"sent": [10**9] * 3 + [10**6 * (1 + rank)] * len(times), "parameters": 10}
+            row |= {"loss": [float(rank + step) for step in range(steps)]}
+            each[name] = row | {"sites": None, "compressed": None}
+    return found
+
+
+def test_rows_of_data_parallel_training():
+    found = learned(compute=99.0, ddp=299.0, int8=199.0)
+    known = {"ranks": 2, "gbit": 1.0}
+    compute, ddp, int8 = data_parallel.way_rows(found, known)
+    assert [row["exposed_ms"] for row in (compute, ddp, int8)] == [0, 200, 100]
+    assert (ddp["less_exposed"], int8["less_exposed"]) == (1, 2)
+    assert compute["less_exposed"] is compute["of_wire"] is compute["more_loss"] is None
+    assert int8["wire_ms"] == 16  # 2 MB, of the busier one, without those that warm up
+    assert int8["of_wire"] == 100 / 16
+    assert int8["waits_ms"] == 199.5 - 60 - 10
+    assert int8["held_out"] == 2.5
+
+
+def test_losses_over_time_leave_compiling_out():
+    found = learned(steps=14, compute=99.0, ddp=299.0, int8=199.0)
+    for each in found:  # a step that is slow is not the first
+        each["int8"]["ms"][4] = 999.0
+    _, ddp, int8 = data_parallel.way_rows(found, {"ranks": 2, "gbit": 1.0})
+    assert ddp["elapsed_s"] == pytest.approx([0.3 * step for step in range(1, 15)])
+    assert int8["elapsed_s"][6:8] == pytest.approx([1.4, 2.399])
+    assert int8["losses"][:3] == [0.5, 1, 1.5]  # means of ranks, then of steps so far
+    assert int8["losses"][-1] == 9  # of the steps 4.5 to 13.5
+    assert ddp["by_s"] == int8["by_s"] == int8["elapsed_s"][-1]
+    assert int8["loss_by"] == 9
+    assert ddp["loss_by"] == ddp["losses"][10]  # the 12th step ends at 3.6 s, and this is 3.599
+
+
+def test_what_a_way_is_compared_with_takes_part():
+    assert data_parallel.taking_part(["int8"]) == ["ddp", "compute", "int8"]
+    assert data_parallel.taking_part(["graph"]) == ["ddp", "compute", "graph-alone", "graph"]
+    assert all(WAYS[way.alone].alone == way.alone for way in WAYS.values())
+
+
 def told(*arguments):
     options = cli.parsed(list(arguments))[1]
     return {name: cli.told(cli.MEASUREMENTS[name], options) for name in options.only}
@@ -164,7 +223,7 @@ def test_quick_has_no_options_of_its_own(name):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "levels", "--ways", "ddp"], "--ways: is for gradients, none of --only"),
+        (["--only", "levels", "--ways", "ddp"], "--ways: is for gradients, data_parallel, none of"),
         (["--only", "levels", "--plot", "x.png"], "--plot: shows reduces, steps, gradients"),
         (["--only", "speed"], "invalid choice: 'speed'"),
         (["--repeats", "1"], "--repeats 1: must be at least 2, for quartiles"),
@@ -224,6 +283,9 @@ def test_a_picture_is_drawn(tmp_path):
     }
     plot.draw(rows, tmp_path / "all.png")
     plot.draw({"steps": rows["steps"]}, tmp_path / "steps.png")
+    found = learned(steps=9, compute=99.0, ddp=299.0, int8=199.0)
+    plot.draw({"data_parallel": data_parallel.way_rows(found, known)}, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
     sizes = []
     for name in ("all.png", "steps.png"):
         made = (tmp_path / name).read_bytes()
