@@ -144,8 +144,8 @@ class DDPDoor:
 
     def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges):
         self.exchanges = exchanges
-        self.group = twin(ddp.process_group)
-        self.worker = Worker("commpass-ddp", functools.partial(_leave, weakref.ref(self.group)))
+        self.group: dist.ProcessGroup | None = twin(ddp.process_group)
+        self.worker = Worker("commpass-ddp", functools.partial(_leave, weakref.ref(self)))
         self._ddp = weakref.ref(ddp)
         self._names = parameter_names(ddp)
         self._words = words_of(ddp)
@@ -223,10 +223,11 @@ class DDPDoor:
                 "compress_ddp: join(divide_by_initial_world_size=False) divides by the number of"
                 " ranks that still have inputs, which a comm hook is not told: leave it True"
             )
+        assert self.group is not None  # as long as nothing has failed
         if self._provisional:
             self._now.plain += x.nbytes
             self._now.sent += x.nbytes
-            return functools.partial(_plain, x, self.group)
+            return functools.partial(_plain, x, self.group.group_name, self.group.size())
         parameters = bucket.parameters()
         key = (*map(id, parameters), x.dtype)
         if key not in self._parts:
@@ -274,10 +275,10 @@ def _provisional_steps(ddp: DistributedDataParallel) -> int:
     return 2 if ddp.static_graph else 1
 
 
-def _plain(x: Tensor, group: dist.ProcessGroup) -> None:
+def _plain(x: Tensor, group: str, ranks: int) -> None:
+    functional = torch.ops._c10d_functional
     with torch.no_grad():
-        x.mul_(1.0 / group.size())
-        dist.all_reduce(x, group=group)
+        functional.wait_tensor(functional.all_reduce_(x.mul_(1.0 / ranks), "sum", group))
 
 
 def _in_order(jobs: Sequence[Callable[[], None]]) -> None:
@@ -289,8 +290,9 @@ def _nothing() -> None:
     pass
 
 
-def _leave(group: weakref.ref[dist.ProcessGroup]) -> None:
-    """Closes a group of which one exchange failed here, so that no other rank waits for this one
-    until its time is up."""
-    if (held := group()) is not None:
-        dist.destroy_process_group(held)
+def _leave(door: weakref.ref[DDPDoor]) -> None:
+    """Closes the group of a door of which one exchange failed here, so that no other rank waits for
+    this one until its time is up. It is closed when nothing holds it any more."""
+    if (held := door()) is not None and held.group is not None:
+        group, held.group = held.group, None
+        dist.destroy_process_group(group)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ class Worker:
         """Lets nothing more be carried out, because of an error."""
         if self.error is None:
             self.error = error
+            traceback.clear_frames(error.__traceback__)  # they may hold the group
             with contextlib.suppress(Exception):  # what failed first is what the user needs to know
                 self._failed()
 

@@ -136,7 +136,8 @@ def check_closed_loop(inner: str, steps: int, dtype: torch.dtype) -> None:
         new = weights(step).to(dtype)
         wanted, scale = closed_loop(held, new)
         before, held = held, call(function, model, weights(step))
-        assert held.dtype == dtype and one_bits(held)
+        assert held.dtype == dtype
+        assert one_bits(held)
         rounding = torch.finfo(dtype).eps * new.double().abs().clamp(min=1)
         off = (held.double() - wanted).abs()
         # A value halfway between two codes may go to either: it is then off by one scale.
@@ -198,7 +199,8 @@ def check_hostile() -> None:
     bad[1, 2], bad[ROWS + 3, 4] = torch.nan, torch.inf
     held = call(function, model, bad)
     assert one_bits(held)
-    assert not held[1, 2].isfinite() and not held[ROWS + 3, 4].isfinite()  # law 2
+    assert not held[1, 2].isfinite()
+    assert not held[ROWS + 3, 4].isfinite()
     healed = call(function, model, weights(2))
     assert one_bits(healed)
     off = (healed - weights(2)).abs().max()
@@ -210,7 +212,8 @@ def check_hostile() -> None:
         held = call(function, model)
     assert float(held.abs().max()) < 1e-3
     tiny = weights(4) * 1e-40
-    assert tiny.any() and bool(call(function, model, tiny).isfinite().all())
+    assert tiny.any()
+    assert bool(call(function, model, tiny).isfinite().all())
 
 
 def test_what_is_not_finite_does_not_stay_in_the_reference(ranks2):
@@ -251,7 +254,8 @@ def check_restart() -> None:
         held = call(function, model, weights(0, seed=7))
         assert one_bits(held)
         off.append(float((held - weights(0, seed=7)).abs().max()))
-    assert off[0] > 0.1 and off[3] < off[0] / 1000
+    assert off[0] > 0.1
+    assert off[3] < off[0] / 1000
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -294,7 +298,8 @@ def test_no_reference_is_kept_where_none_would_be_right(ranks2):
     assert "inference changes no parameters" in inference
     assert "reshard_after_forward=False" in again
     assert "reshard_after_forward=False" in backward  # both are left alone, and give the same bits
-    assert "forces a codec" in forced and "not computed from parameters alone" in forced
+    assert "forces a codec" in forced
+    assert "not computed from parameters alone" in forced
 
 
 def check_accumulation(inner: str) -> None:
@@ -409,7 +414,9 @@ def check_exchange() -> None:
         everybody = [torch.empty_like(x) for _ in range(size)]
         dist.all_gather(everybody, x)
         seen.append(float((out - torch.cat(everybody)).norm()))
-    assert seen[0] == 0 and seen[1] > 0 and max(seen[1:]) < 1.2 * seen[1]
+    assert seen[0] == 0
+    assert seen[1] > 0
+    assert max(seen[1:]) < 1.2 * seen[1]
     (plan,) = doors.plans
     assert [site.codec for site in plan.sites] == [CODEC]
     assert plan.sites[0].wire_bytes == 4096 // 2 + ALIGNMENT
