@@ -33,7 +33,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commpass
 from commpass.passes import Road, run
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 WIDTH = 128
 

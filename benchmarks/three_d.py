@@ -39,7 +39,8 @@ from torch.nn.functional import cross_entropy, gelu, layer_norm, scaled_dot_prod
 import commpass
 from commpass.codecs import codec
 from commpass.costmodel import Link, Profile
-from commpass.policy import DIMENSIONS, THREE_D, Policy
+from commpass.policy import Policy
+from commpass.presets import DIMENSIONS, THREE_D
 from tests.processes import Ranks
 
 ROOT = Path(__file__).parents[1]

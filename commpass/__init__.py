@@ -24,7 +24,8 @@ from commpass.errors import (
     VerifyError,
 )
 from commpass.plan import Plan
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 from commpass.runtime.record import plans
 from commpass.runtime.state import load_state_dict, reset_state, state_dict
 from commpass.simulate import simulate

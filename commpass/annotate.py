@@ -20,7 +20,7 @@ from torch.fx.traceback import annotate
 
 from commpass.errors import PolicyError, nearest
 from commpass.paths import clean, names, remember, star
-from commpass.policy import Rule, Word, covers
+from commpass.rules import Rule, Word, covers
 
 KEY = "commpass"
 """The key in ``node.meta["custom"]`` under which the word of the nearest enclosing scope stands."""

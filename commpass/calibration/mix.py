@@ -17,7 +17,8 @@ from commpass.errors import CalibrationError, check_number, nearest
 from commpass.passes.candidates import Options, candidates
 from commpass.passes.choose import rank
 from commpass.plan import NONE, Candidate
-from commpass.policy import Allowed, Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Allowed, Rule
 from commpass.runtime.machine import default_here
 
 CHEAPEST = ("bytes", "time")

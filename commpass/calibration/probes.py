@@ -22,7 +22,8 @@ from commpass.passes.discover import GraphSite, discover
 from commpass.passes.graph import meta
 from commpass.passes.simplify import simplify
 from commpass.plan import Site
-from commpass.policy import Allowed, Policy
+from commpass.policy import Policy
+from commpass.rules import Allowed
 from commpass.runtime.calls import boxed
 from commpass.runtime.machine import default_here
 from commpass.runtime.owners import Calls

@@ -16,7 +16,8 @@ from commpass.parallel.exchange import Exchange
 from commpass.passes.graph.meta import dtype_name
 from commpass.paths import common
 from commpass.plan import Site
-from commpass.policy import Allowed, Policy
+from commpass.policy import Policy
+from commpass.rules import Allowed
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from commpass.parallel.coding import Coding
 from commpass.parallel.edges import Line, Place, coding_of, decide_all, lines
 from commpass.passes import Outcome
 from commpass.plan import Plan, PlannedSite
-from commpass.policy import DIRECTIONS, Policy
+from commpass.policy import Policy
+from commpass.rules import DIRECTIONS
 from commpass.runtime import pairs, record
 from commpass.runtime.agreement import longest_timeout
 from commpass.runtime.board import board, greet

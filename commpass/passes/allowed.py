@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Iterable
 
 from commpass.passes.discover import GraphSite
-from commpass.policy import Allowed, Policy
+from commpass.policy import Policy
+from commpass.rules import Allowed
 
 ALLOWED = "commpass_allowed"
 """Key in ``node.meta`` of a collective: by the position of its input, what it is allowed."""

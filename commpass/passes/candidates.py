@@ -32,7 +32,7 @@ from commpass.collectives import (
 from commpass.costmodel import HOST, Link, Profile, Task, finished_us
 from commpass.kinds import KINDS
 from commpass.plan import ROWS, Candidate, Site
-from commpass.policy import Allowed
+from commpass.rules import Allowed
 from commpass.stage import Stage
 
 

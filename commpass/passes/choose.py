@@ -22,7 +22,7 @@ from commpass.lowering.chain import Chain, Encode
 from commpass.passes.candidates import Options
 from commpass.passes.hidden import Course, Known, leave_hidden
 from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
-from commpass.policy import Allowed
+from commpass.rules import Allowed
 
 SHARE = 3
 """Sites of a graph that do the same before they share kernels. One compiles no quicker with kernels

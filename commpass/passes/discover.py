@@ -37,7 +37,7 @@ from commpass.passes.references import (
     parameters_behind,
 )
 from commpass.plan import NOBODY, Site
-from commpass.policy import NOTHING, Allowed
+from commpass.rules import NOTHING, Allowed
 
 MATMULS = (
     "mm",

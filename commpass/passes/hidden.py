@@ -27,7 +27,8 @@ from commpass.passes.graph.memory import memory
 from commpass.passes.graph.schedule import Clock, Work, timed
 from commpass.passes.move import obstacle, ordered, work_of
 from commpass.plan import ALIKE, Plan, PlannedSite, Site
-from commpass.policy import Allowed, Policy
+from commpass.policy import Policy
+from commpass.rules import Allowed
 
 UNSURE = 0.5
 """The share of the predicted compute that a collective must hide behind: what a matmul takes is

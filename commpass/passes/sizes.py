@@ -27,7 +27,7 @@ from commpass.passes.candidates import Options, nameless
 from commpass.passes.discover import GraphSite
 from commpass.passes.graph import meta
 from commpass.plan import PlannedSite, Site
-from commpass.policy import Allowed
+from commpass.rules import Allowed
 
 MOST = 2
 """At how many sizes of a group's sites a graph is compiled anew, those of the most sites: Dynamo

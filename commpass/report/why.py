@@ -15,8 +15,8 @@ from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
 from commpass.passes.breakeven import break_even, in_words
 from commpass.plan import Candidate, PlannedSite
-from commpass.policy import covers
 from commpass.report.tables import micros, plain_table, ratio, size
+from commpass.rules import covers
 
 
 def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite]]:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from commpass.errors import nearest
 from commpass.groups import is_first_rank
 from commpass.plan import Plan, PlannedSite
-from commpass.policy import Policy, Rule, covers
+from commpass.policy import Policy
+from commpass.rules import Rule, covers
 
 log = logging.getLogger("commpass")
 

@@ -19,7 +19,8 @@ from torch import nn
 import commpass
 from commpass import dump as dumps
 from commpass.errors import PolicyError
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 X = torch.ones(64, 64)
 FORCED = Policy(rules=[Rule(codec="int8", force=True)])

@@ -17,7 +17,8 @@ from tiers import rarely
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import commpass
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional

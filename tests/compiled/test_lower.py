@@ -20,7 +20,8 @@ from commpass.lowering.constants import without_tables
 from commpass.passes import Road, pipeline
 from commpass.passes.choose import SHARE
 from commpass.passes.graph.marks import MARK
-from commpass.policy import Policy, PolicyError, Rule
+from commpass.policy import Policy, PolicyError
+from commpass.rules import Rule
 
 wait = ops.wait_tensor
 RANKS = 4

@@ -11,7 +11,8 @@ from tiers import rarely
 from torch._inductor.utils import run_and_get_code
 
 import commpass
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 wait = ops.wait_tensor
 CALL = re.compile(

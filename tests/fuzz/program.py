@@ -21,7 +21,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 from commpass.annotate import KEY
-from commpass.policy import PRESETS, Policy, Rule, Word
+from commpass.policy import PRESETS, Policy
+from commpass.rules import Rule, Word
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh

@@ -19,7 +19,8 @@ import commpass
 from commpass.annotate import open_scopes
 from commpass.errors import PolicyError, ScopeError
 from commpass.plan import NONE
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 RANKS = 2
 NOTHING = Policy(codecs=())

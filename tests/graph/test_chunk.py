@@ -16,7 +16,8 @@ from commpass.passes.graph.parse import is_wait, parse
 from commpass.passes.pipeline import run
 from commpass.passes.road import Road
 from commpass.plan import diff
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 LINK = ethernet(1)
 M, N = 128, 64

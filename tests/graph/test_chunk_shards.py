@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import commpass
 from commpass.passes.graph.parse import is_wait, parse
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 N = 64
 aten = torch.ops.aten

@@ -16,7 +16,8 @@ from commpass.groups import labels, timeout_of, twin
 from commpass.parallel.buckets import parts_of
 from commpass.parallel.exchange import Exchange, Exchanges
 from commpass.parallel.worker import Worker
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 from commpass.runtime import owners
 from commpass.runtime.owners import parameter_names
 

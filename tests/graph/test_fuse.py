@@ -22,7 +22,8 @@ from commpass.passes import Road, pipeline
 from commpass.passes.fuse import fuse
 from commpass.passes.graph.marks import CODED, MARK, Mark
 from commpass.passes.lower import lower
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 

@@ -20,7 +20,8 @@ from commpass.errors import PolicyError
 from commpass.passes.graph.parse import parse
 from commpass.paths import common
 from commpass.plan import Plan, diff
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 wait = ops.wait_tensor
 RANKS = 4

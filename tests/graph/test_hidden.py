@@ -16,7 +16,8 @@ from commpass.passes.hidden import MANY, UNSURE, course, facts_of
 from commpass.passes.pipeline import run
 from commpass.passes.road import Road
 from commpass.plan import NONE
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 N = 64
 wait = ops.wait_tensor

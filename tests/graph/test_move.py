@@ -20,7 +20,8 @@ from commpass.passes.graph.parse import is_wait, parse
 from commpass.passes.move import NEEDED, move
 from commpass.passes.pipeline import run
 from commpass.passes.road import Road
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 N = 64
 LINK = ethernet(1)

@@ -20,7 +20,8 @@ from commpass.errors import VerifyError
 from commpass.passes import pipeline
 from commpass.passes.graph.parse import is_wait
 from commpass.plan import NONE
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 wait = ops.wait_tensor
 SLOW = commpass.ethernet(0.01)

@@ -323,7 +323,7 @@ def test_off_and_skip_leave_the_graph_as_it_was(fake_group):
 
 def test_what_is_left_is_compressed_and_the_plan_says_both(fake_group):
     fake_group(8)
-    from commpass.policy import Rule
+    from commpass.rules import Rule
 
     gm = trace(lambda x: ar(x.sin()) + ar(x.cos()), X)
     plan = commpass.rewrite(gm, [], Policy(rules=[Rule(codec="int8", force=True)]), strict=True)

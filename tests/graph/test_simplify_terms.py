@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import commpass
 from commpass.annotate import KEY
 from commpass.passes.graph.parse import parse
-from commpass.policy import Policy, Rule, Word
+from commpass.policy import Policy
+from commpass.rules import Rule, Word
 from commpass.runtime.summary import Summary
 
 wait = ops.wait_tensor

@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 import commpass
 from commpass.passes.breakeven import break_even
 from commpass.passes.sizes import MOST
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 WIDTH = 256
 PROFILE = commpass.ethernet(1)
@@ -59,7 +60,7 @@ def _gains(site, nbytes: int) -> bool:
     from commpass.passes.candidates import candidates
     from commpass.passes.choose import choose
     from commpass.plan import Site
-    from commpass.policy import Allowed
+    from commpass.rules import Allowed
 
     fields = {each.name: getattr(site, each.name) for each in dataclasses.fields(Site)}
     like = Site(**fields | {"bytes": nbytes, "shape": (nbytes // (WIDTH * 4), WIDTH)})

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import commpass
 from commpass.groups import meshes
 from commpass.plan import Plan, PlannedSite
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 from commpass.runtime.summary import Summary
 
 LAYERS = 2

@@ -20,7 +20,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from commpass.doors import vllm
 from commpass.doors.vllm import CollectivePass
 from commpass.errors import CommpassError, PolicyError
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 INT8 = Policy(rules=[Rule(codec="int8", algorithm="one_shot", force=True)], skip=("chunk", "group"))
 KEPT = Policy(rules=[Rule(keep=True)])

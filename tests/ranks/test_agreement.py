@@ -17,7 +17,8 @@ import commpass
 from commpass.errors import PlanMismatch, Unanswered
 from commpass.lowering import kernel
 from commpass.passes import pipeline
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 from commpass.runtime import agreement
 from commpass.runtime.parts import parts
 

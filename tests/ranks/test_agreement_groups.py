@@ -16,7 +16,8 @@ from torch import nn
 import commpass
 from commpass.errors import PlanMismatch
 from commpass.passes import pipeline
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 from commpass.runtime import board as boards
 
 pytestmark = pytest.mark.xdist_group("ranks")

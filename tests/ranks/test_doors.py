@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import commpass
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 INT8 = Policy(rules=[Rule(codec="int8", force=True)], skip=("chunk", "group", "simplify"))

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import commpass
 from commpass.collectives import Payload, Request, algorithm, read_stages
-from commpass.policy import PRESETS, Policy, Rule
+from commpass.policy import PRESETS, Policy
+from commpass.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 FORMS = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,7 +18,8 @@ import commpass
 from commpass import dump
 from commpass.errors import PlanMismatch
 from commpass.passes import pipeline
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 from commpass.runtime.meeting import Meeting
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -17,7 +17,8 @@ import commpass
 from commpass.errors import PlanMismatch
 from commpass.passes.discover import discover
 from commpass.plan import NONE, PlannedSite
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 from commpass.runtime.pairs import ends, mismatches
 
 pytestmark = [

@@ -20,7 +20,8 @@ from commpass.codecs import codec
 from commpass.errors import CommpassError, PlanMismatch
 from commpass.parallel import compress_pipeline
 from commpass.plan import NONE
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 WIDTH, BATCH, MICROBATCHES = 96, 8, 4

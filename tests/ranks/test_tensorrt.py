@@ -14,7 +14,8 @@ from torch import fx
 import commpass
 from commpass.errors import PolicyError
 from commpass.passes.graph.parse import is_wait, parse
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 from commpass.tensorrt import Engines, cut
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import commpass
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SHAPE = (96, 256)

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import commpass
 from commpass.plan import Plan
-from commpass.policy import PRESETS, Policy, Rule
+from commpass.policy import PRESETS, Policy
+from commpass.rules import Rule
 from scenarios import everything
 from scenarios.scenario import Job, Results, Scenario
 

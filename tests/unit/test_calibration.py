@@ -25,9 +25,10 @@ from commpass.errors import CalibrationError, PolicyError
 from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
 from commpass.plan import NONE, Site
-from commpass.policy import PRESETS, Policy, Rule
+from commpass.policy import PRESETS, Policy
 from commpass.report.calibrated import draw
 from commpass.report.cli import app
+from commpass.rules import Rule
 
 examples = settings(max_examples=150, deadline=None)
 option = st.builds(Option, cost=st.integers(0, 9), loss=st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0]))

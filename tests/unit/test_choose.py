@@ -40,7 +40,8 @@ from commpass.costmodel.kernels import CPU
 from commpass.errors import PolicyError
 from commpass.kinds import KINDS
 from commpass.plan import NONE, Plan, PlannedSite, Site
-from commpass.policy import PRESETS, Policy, Rule, Word
+from commpass.policy import PRESETS, Policy
+from commpass.rules import Rule, Word
 from commpass.runtime.parts import Part
 
 COMPRESSIBLE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import commpass
 from commpass.errors import PolicyError
 from commpass.paths import clean, names
-from commpass.policy import Policy, Rule
+from commpass.policy import Policy
+from commpass.rules import Rule
 
 NOTHING = Policy(codecs=())
 WHOLE = ["layers.0.attn", "layers.0.mlp", "layers.1.attn", "layers.1.mlp", "head"]

@@ -19,8 +19,9 @@ from commpass.parallel import compress_pipeline
 from commpass.parallel.coding import Coding
 from commpass.parallel.edges import Line, Place, coding_of, decide_all, lines
 from commpass.plan import NONE
-from commpass.policy import DIRECTIONS, Policy, Rule, policy_named
+from commpass.policy import Policy, policy_named
 from commpass.report.cli import app
+from commpass.rules import DIRECTIONS, Rule
 
 SLOW = ethernet(0.1)
 CPU = torch.device("cpu")

@@ -22,7 +22,8 @@ from commpass.errors import PolicyError
 from commpass.kinds import KINDS
 from commpass.passes import PASSES
 from commpass.plan import Site
-from commpass.policy import PASS_NAMES, PRESETS, Policy, Rule, Word, covers, policy_named
+from commpass.policy import PASS_NAMES, PRESETS, Policy, policy_named
+from commpass.rules import Rule, Word, covers
 
 examples = settings(max_examples=80, deadline=None)
 

@@ -28,7 +28,8 @@ from commpass.costmodel import Kernels, Link, Profile, ethernet
 from commpass.costmodel.kernels import KernelRate
 from commpass.errors import PolicyError
 from commpass.plan import NONE, PlannedSite, Site
-from commpass.policy import DIRECTIONS, PRESETS, Policy, Rule, policy_named
+from commpass.policy import PRESETS, Policy, policy_named
+from commpass.rules import DIRECTIONS, Rule
 from commpass.runtime.owners import FORWARD as FORWARD_STATE
 from commpass.runtime.summary import Summary
 

@@ -22,7 +22,7 @@ from commpass.passes.graph.parse import Call, describe_group, is_wait, parse
 from commpass.passes.simplify.held import Held, nothing_held
 from commpass.passes.simplify.values import memory, value_numbers
 from commpass.plan import ROWS
-from commpass.policy import Allowed
+from commpass.rules import Allowed
 
 aten = torch.ops.aten
 ops = torch.ops._c10d_functional
