@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,19 +66,25 @@ def labels_of(name: str) -> tuple[str, ...]:
 _twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new group of the same ranks, backend, time-out and labels, in which exchanges keep an order
-    of their own. All ranks of the group call this alike."""
-    made = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timedelta(seconds=timeout_of(group)) if timeout_of(group) else None,
-        backend=dist.get_backend_config(group),
-        use_local_synchronization=True,
-        group_desc=group.group_desc,
-        sort_ranks=False,
-    )
+    of their own. All ranks of the group call this alike, and no others need to."""
+    _numbers[group] = _numbers.get(group, 0) + 1
+    name = f"{group.group_name}-twin-{_numbers[group]}"
+    # torch counts the groups that a rank has at the moment. Ranks may have different numbers of
+    # them, and a name that was there before leads to addresses where nobody listens any more.
+    with mock.patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: name):
+        made = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=timeout_of(group)) if timeout_of(group) else None,
+            backend=dist.get_backend_config(group),
+            use_local_synchronization=True,
+            group_desc=group.group_desc,
+            sort_ranks=False,
+        )
     _twins[made] = group
     return made
 

@@ -461,8 +461,9 @@ def test_blocks_that_are_compiled_one_by_one_share_their_graphs(fake_group, how)
     fake_group(4)
     model = make(how, nn.Sequential(Net(), Net(), Net()), mesh_of(4))
     seen = len(commpass.plans())
+    backend = commpass.backend(BARE, inner="eager", strict=True)
     for block in model:
-        block.compile(backend=commpass.backend(BARE, inner="eager", strict=True), fullgraph=True)
+        block.compile(backend=backend, fullgraph=True)
     model(torch.randn(4, 32)).square().mean().backward()
     # The first block's input wants no gradient, which is one more graph.
     assert len(commpass.plans()[seen:]) <= 4

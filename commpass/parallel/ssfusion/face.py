@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commpass.codecs.codec import FLOATS
 from commpass.costmodel import Link, Profile
 from commpass.errors import PolicyError
-from commpass.groups import labels, ready
+from commpass.groups import labels, ready, twin
 from commpass.parallel.ssfusion.buckets import BucketHooks
 from commpass.parallel.ssfusion.hooks import ModuleHooks
 from commpass.parallel.ssfusion.options import Options, check_optimizer
@@ -88,7 +88,7 @@ def ssfusion(
     options = Options(settings, selector, momentum, clip, warmup, step, profile_steps, dense)
     check_optimizer(optimizer, momentum)
     own = _group_of(model, group)
-    lane = _lane(own)
+    lane = twin(own)
     weights = _weights(model)
     shown = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
     agree(lane, (shown, options), "parameters and options", "the same model and arguments")
@@ -174,15 +174,6 @@ def _group_of(model: nn.Module, group: Any) -> dist.ProcessGroup:
     if not isinstance(found, dist.ProcessGroup):
         raise PolicyError(f"group={group!r}: this rank is in no such group")
     return found
-
-
-def _lane(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Another group of the same ranks, with the same time-out: exchanges on it keep an order of
-    their own."""
-    backend = group._get_backend(group._device_types[0])
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
 
 
 def _weights(model: nn.Module) -> list[Weight]:
