@@ -192,7 +192,8 @@ def test_three_ranks_have_unequal_parts(ranks3, how, policy, bound):
     ranks3.run(train, how, policy, bound)
 
 
-@pytest.mark.parametrize("how", ["replicate", rarely("shard")])
+@pytest.mark.every
+@pytest.mark.parametrize("how", ["replicate", "shard"])
 def test_four_ranks_under_inductor(ranks4, how):
     ranks4.run(train, how, EXACT, 2e-5, "inductor")
 
