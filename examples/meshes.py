@@ -1,7 +1,8 @@
-"""What the examples on a mesh share: one model trained twice, without and with compression, and
-what both gave: losses, bytes by mesh dimension, and the time of a step.
+"""What the examples on a mesh share: one model trained twice, without and with compression, and a
+comparison of the two: losses, bytes by mesh dimension, and the time of a step.
 
-No text comes twice in a training, so every loss is one on text that the model has not seen.
+The two trainings take turns, step by step, so that whatever else the machine does hits both alike.
+No text comes twice, so every loss is one on text that the model has not seen.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import pairwise
-from math import nan
-from statistics import median
+from dataclasses import dataclass, field
+from math import isnan, nan
+from pathlib import Path
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from common import (
     RANK,
     STARTED,
     Parser,
+    Transformer,
     batches,
     begin,
     check_options,
@@ -37,124 +39,152 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import commpass
 
-DEVICES = "/proc/thread-self/net/dev"  # counters of this host's network devices
+TP = 2  # ranks that share a layer
+DEVICES = Path("/proc/thread-self/net/dev")  # what this host's network devices have counted
+Plans = list[commpass.Plan]
 
 
 @dataclass(frozen=True)
 class Training:
-    """A model, ready to be trained. ``step`` runs forward and backward on a batch and gives the
-    loss, or None on a rank that does not have it. ``sent`` gives the bytes that this rank hands to
-    the collectives of each mesh dimension in a step, once steps have been made."""
+    """What an example sets up. ``step`` runs forward and backward on a batch and gives the loss, or
+    None on a rank that does not have it. ``sent`` gives what this rank hands to the collectives of
+    each mesh dimension in a step, in bytes, from the plans of the training."""
 
     model: nn.Module
     step: Callable[[Tensor], Tensor | None]
-    sent: Callable[[], Counter[str]]
+    sent: Callable[[Plans], Counter[str]]
 
 
 Setup = Callable[[str, DeviceMesh, Namespace], Training]
-"""What an example is: a training under a policy, on a mesh."""
+"""Sets a training up under a policy, on a mesh."""
+
+
+@dataclass
+class Run:
+    """A training and what its steps gave on this rank: losses, milliseconds, and the bytes that
+    left its host (both NaN where that is not known)."""
+
+    training: Training
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)
+    ms: list[float] = field(default_factory=list)
+    left: list[float] = field(default_factory=list)
+    plans: Plans = field(default_factory=list)
+
+    def step(self, batch: Tensor) -> None:
+        dist.barrier()
+        earlier, before, start = len(commpass.plans()), left_host(), time.perf_counter()
+        loss = self.training.step(batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.ms.append(1e3 * (time.perf_counter() - start))
+        self.losses.append(nan if loss is None else loss.item())
+        dist.barrier()  # all that was sent has arrived
+        self.left.append(left_host() - before)
+        self.plans += commpass.plans()[earlier:]
 
 
 @dataclass(frozen=True)
-class Run:
-    """What one training gave, means over ranks: the loss of every step, milliseconds a step, the
-    bytes of a step by mesh dimension, and those that left a rank's host (None where ranks share
-    one)."""
+class Found:
+    """Means over the ranks: the loss of every step; of a late step (the first ones compile) the
+    time, the bytes by mesh dimension, and those that left a host."""
 
     losses: list[float]
     step_ms: float
     sent: dict[str, float]
-    left: float | None
+    left: float
 
 
-def sent(plans: Iterable[commpass.Plan], times: float = 1) -> Counter[str]:
-    """What a rank hands to the collectives of graphs that run so many ``times`` in a step: bytes
-    by mesh dimension."""
+def sent(plans: Iterable[commpass.Plan], times: int = 1) -> Counter[str]:
+    """What a rank hands to the collectives of graphs that run so many ``times`` in a step: bytes by
+    mesh dimension."""
     found = Counter[str]()
     for plan in plans:
         for site in plan:
-            if site.kind != "recv":  # counted by the rank that sends it
-                found[site.group_label] += times * (plan.fallback and site.bytes or site.wire_bytes)
+            if site.kind != "recv":  # the rank that sends it counts it
+                found[site.group_label] += times * (site.bytes if plan.fallback else site.wire_bytes)
     return found
 
 
 def left_host() -> float:
-    """Bytes that have left this rank's host so far, headers included."""
-    with open(DEVICES) as file:
-        rows = dict(line.split(":") for line in file.readlines()[2:])
-    return next(float(row.split()[8]) for name, row in rows.items() if name.strip() == "eth0")
+    """Bytes that have left this rank's host so far, headers included; NaN if ranks share one."""
+    if OWN_HOSTS not in os.environ:
+        return nan
+    rows = (line.split(":") for line in DEVICES.read_text().splitlines()[2:])
+    return next(float(row.split()[8]) for name, row in rows if name.strip() == "eth0")
 
 
-def train(setup: Setup, policy: str, mesh: DeviceMesh, options: Namespace, text: Tensor) -> Run:
-    """Trains a new model, from the same seed and on the same batches, under ``policy``. Ranks that
-    share their layers have the same batches, and data-parallel ones their own."""
-    torch._dynamo.reset()
-    commpass.reset_state()
-    torch.manual_seed(options.seed)
-    training = setup(policy, mesh, options)
-    optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3, foreach=False)
+def mean_known(values: list[float]) -> list[float]:
+    """The means over the ranks that know them (whose value is not NaN)."""
+    rows = torch.tensor([[0.0, 0.0] if isnan(x) else [x, 1.0] for x in values], dtype=torch.float64)
+    dist.all_reduce(rows)
+    return (rows[:, 0] / rows[:, 1]).tolist()
+
+
+def train(
+    setup: Setup, policies: Iterable[str], mesh: DeviceMesh, options: Namespace
+) -> list[Found]:
+    """Trains a model under each policy, from the same seed and on the same batches. Data-parallel
+    ranks have batches of their own, all others the same ones."""
+    runs = []
+    for policy in policies:
+        torch.manual_seed(options.seed)
+        training = setup(policy, mesh, options)
+        weights = training.model.parameters()
+        runs.append(Run(training, torch.optim.AdamW(weights, lr=1e-3, foreach=False)))
     own = mesh["dp"].get_local_rank() if "dp" in mesh.mesh_dim_names else 0
-    every = batches(text, options.steps, options.seed + (own << 32))
-    losses, ends, left = list[float](), list[float](), list[float]()
-    for batch in track(every, policy, options.steps, console=console, disable=RANK > 0):
-        loss = training.step(batch)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(nan if loss is None else loss.item())
-        ends.append(time.perf_counter())
-        left.append(left_host() if OWN_HOSTS in os.environ else nan)
-    late = options.steps // 2  # the first steps compile, and some profile
-    step_ms = 1e3 * median([b - a for a, b in pairwise(ends[late - 1 :])] or [nan])
-    handed = training.sent()
-    return Run(
-        [mean_known(loss) for loss in losses],
-        mean(step_ms),
-        {name: mean(handed[name]) for name in mesh.mesh_dim_names},
-        mean((left[-1] - left[late - 1]) / (options.steps - late)),
-    )
+    every = batches(read_texts()[0], options.steps, options.seed + (own << 32))
+    for batch in track(every, "steps", options.steps, console=console, disable=RANK > 0):
+        for run in runs:
+            run.step(batch)
+    late = options.steps // 2
+    found = []
+    for run in runs:
+        handed = run.training.sent(run.plans)
+        by_name = {name: mean(handed[name]) for name in mesh.mesh_dim_names}
+        step_ms, left = mean(median(run.ms[late:])), mean(fmean(run.left[late:]))
+        found.append(Found(mean_known(run.losses), step_ms, by_name, left))
+    return found
 
 
-def mean_known(value: float) -> float:
-    """The mean over the ranks that have one."""
-    known = torch.tensor([0.0, 0.0] if value != value else [value, 1.0], dtype=torch.float64)
-    dist.all_reduce(known)
-    return (known[0] / known[1]).item()
-
-
-def report(off: Run, on: Run, options: Namespace) -> None:
-    """Prints the losses side by side, and what a step takes and sends."""
+def report(off: Found, on: Found, options: Namespace) -> None:
+    """Prints the losses side by side, and what a step sends and takes."""
     from commpass.report import tables
 
     table = tables.plain_table("step", "loss, off", f"loss, {options.policy}", "difference")
-    for step in sorted({1, options.steps, *range(0, options.steps, max(1, options.steps // 8))}):
-        if step:
-            left, right = off.losses[step - 1], on.losses[step - 1]
-            table.add_row(str(step), f"{left:.4f}", f"{right:.4f}", f"{right - left:+.4f}")
-    console.print("", table)
+    last = options.steps
+    for step in sorted({1, last, *range(0, last, max(1, last // 8))} - {0}):
+        left, right = off.losses[step - 1], on.losses[step - 1]
+        table.add_row(str(step), f"{left:.4f}", f"{right:.4f}", f"{right - left:+.4f}")
+    console.print("", table, "")
     table = tables.plain_table("a step of a rank", "off", options.policy, "ratio")
     rows = [(f"bytes over {name}", off.sent[name], on.sent[name]) for name in off.sent]
-    if on.left == on.left:
+    if not isnan(on.left):
         rows.append(("bytes that left its host", off.left, on.left))
     for name, before, after in rows:
-        ratio = tables.ratio(after, before)
-        table.add_row(name, tables.size(before), tables.size(after), ratio)
-    time_ratio = tables.ratio(on.step_ms, off.step_ms)
-    table.add_row("time", f"{off.step_ms:.0f} ms", f"{on.step_ms:.0f} ms", time_ratio)
-    console.print("", table)
+        sizes = tables.size(before), tables.size(after)
+        table.add_row(name, *sizes, tables.ratio(after, before))
+    share = tables.ratio(on.step_ms, off.step_ms)
+    table.add_row("time", f"{off.step_ms:.0f} ms", f"{on.step_ms:.0f} ms", share)
+    console.print(table)
 
 
-def compare(file: str, setup: Setup, build: Callable[[Namespace], nn.Module],
-            parser: Parser, shape: Callable[[Namespace], dict[str, int]]) -> None:
-    options = parser.parse_args()
-    dims = shape(options)
-    check_options(parser, options, dims.get("tp", 1))
+def beside_tp(name: str, parser: Parser, options: Namespace) -> dict[str, int]:
+    """The shape of a mesh of ``name`` and, within it, tensor parallelism of 2 ranks."""
+    if options.ranks % TP:
+        parser.error(f"--ranks {options.ranks}: must be a multiple of {TP}, the ranks of tp")
+    return {name: options.ranks // TP, "tp": TP}
+
+
+def main(file: str, setup: Setup, parser: Parser, options: Namespace, shape: dict[str, int]) -> None:
+    """Starts the ranks; on each, trains without and with the policy, and reports."""
+    check_options(parser, options, shape.get("tp", 1))
     if not STARTED:
         start(file, options)
         return
-    begin(options, build(options))
-    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
-    text, _ = read_texts()
-    off, on = (train(setup, policy, mesh, options, text) for policy in ("off", options.policy))
+    begin(options, Transformer(options.layers, options.width))
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    off, on = train(setup, ("off", options.policy), mesh, options)
     report(off, on, options)
     dist.barrier()
     dist.destroy_process_group()
