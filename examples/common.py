@@ -90,12 +90,23 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width, mlp) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
 
+    def embed(self, text: Tensor) -> Tensor:
+        return self.token(text) + self.position.weight
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x))
+
     def forward(self, text: Tensor) -> Tensor:
         """Bytes ``[BATCH, CONTEXT + 1]`` in, the mean cross entropy of each next byte out."""
-        x = self.token(text[:, :-1]) + self.position.weight
+        x = self.embed(text[:, :-1])
         for block in self.blocks:
             x = block(x)
-        return cross_entropy(self.head(self.norm(x)).flatten(0, 1), text[:, 1:].flatten())
+        return loss_of(self.logits(x), text[:, 1:])
+
+
+def loss_of(logits: Tensor, text: Tensor) -> Tensor:
+    """The mean cross entropy of bytes ``[sequences, CONTEXT]`` by their logits."""
+    return cross_entropy(logits.flatten(0, 1), text.flatten())
 
 
 def read_texts(most: int = 4_000_000) -> tuple[Tensor, ...]:
