@@ -90,23 +90,12 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width, mlp) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 256, bias=False)
 
-    def embed(self, text: Tensor) -> Tensor:
-        return self.token(text) + self.position.weight
-
-    def logits(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x))
-
     def forward(self, text: Tensor) -> Tensor:
         """Bytes ``[BATCH, CONTEXT + 1]`` in, the mean cross entropy of each next byte out."""
-        x = self.embed(text[:, :-1])
+        x = self.token(text[:, :-1]) + self.position.weight
         for block in self.blocks:
             x = block(x)
-        return loss_of(self.logits(x), text[:, 1:])
-
-
-def loss_of(logits: Tensor, text: Tensor) -> Tensor:
-    """The mean cross entropy of bytes ``[sequences, CONTEXT]`` by their logits."""
-    return cross_entropy(logits.flatten(0, 1), text.flatten())
+        return cross_entropy(self.head(self.norm(x)).flatten(0, 1), text[:, 1:].flatten())
 
 
 def read_texts(most: int = 4_000_000) -> tuple[Tensor, ...]:
@@ -121,9 +110,11 @@ def read_texts(most: int = 4_000_000) -> tuple[Tensor, ...]:
     return torch.frombuffer(text, dtype=torch.uint8).tensor_split([len(text) // 10 * 9])
 
 
-def batches(text: Tensor, count: int, seed: int) -> Iterator[Tensor]:
-    """Random windows of the text ``[BATCH, CONTEXT + 1]``: the same ones for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
+def batches(text: Tensor, count: int, seed: int, rank: int = 0) -> Iterator[Tensor]:
+    """Random windows of the text ``[BATCH, CONTEXT + 1]``: the same ones for the same seed, and
+    others for another data-parallel rank."""
+    # torch's generator for a CPU reads no more than 32 bits of a seed
+    generator = torch.Generator().manual_seed(seed + (rank << 16))
     windows = text.unfold(0, CONTEXT + 1, 1)
     return (
         windows[torch.randint(len(windows), (BATCH,), generator=generator)].long()
@@ -181,9 +172,9 @@ def train(
     backend = commpass.backend(policy, profile=commpass.ethernet(options.link_gbit), dump=folder)
     loss_of = torch.compile(model, backend=backend, fullgraph=True)
     losses, ends = list[float](), list[float]()
-    seed = options.seed + (RANK << 32 if example.data_parallel else 0)
+    own = RANK if example.data_parallel else 0
     for batch in track(
-        batches(texts[0], options.steps, seed),
+        batches(texts[0], options.steps, options.seed, own),
         f"{name:3}",
         options.steps,
         console=console,
@@ -198,7 +189,7 @@ def train(
         ends.append(time.perf_counter())
     # not under no_grad: that would compile another graph, and it is the one of the training that is
     # to be judged
-    held_out = fmean(loss_of(batch).item() for batch in batches(texts[1], 16, seed))
+    held_out = fmean(loss_of(batch).item() for batch in batches(texts[1], 16, options.seed, own))
     trace_step(lambda: loss_of(batch).backward(), folder / TRACE)
     plans = commpass.plans()[earlier:]
     unknown = any(site.bytes < 0 for plan in plans for site in plan)
