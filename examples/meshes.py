@@ -133,7 +133,7 @@ def train(
         weights = training.model.parameters()
         runs.append(Run(training, torch.optim.AdamW(weights, lr=1e-3, foreach=False)))
     own = mesh["dp"].get_local_rank() if "dp" in mesh.mesh_dim_names else 0
-    every = batches(read_texts()[0], options.steps, options.seed + (own << 32))
+    every = batches(read_texts()[0], options.steps, options.seed, own)
     for batch in track(every, "steps", options.steps, console=console, disable=RANK > 0):
         for run in runs:
             run.step(batch)

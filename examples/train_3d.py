@@ -19,10 +19,11 @@ from typing import Any
 
 import meshes
 import torch
-from common import Transformer, loss_of, shared_options
+from common import Transformer, shared_options
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.functional import cross_entropy
 from train_tp import build, divide
 
 import commpass
@@ -32,26 +33,37 @@ MICROBATCHES = 4
 
 
 class Part(nn.Module):
-    """The blocks of one pipeline stage, behind the embedding on the first and before the head on
-    the last."""
+    """What one pipeline stage has of the model."""
 
     def __init__(self, model: Transformer, stage: int, stages: int):
         super().__init__()
-        some = torch.arange(len(model.blocks)).tensor_split(stages)[stage].tolist()
-        self.blocks = nn.ModuleList(model.blocks[number] for number in some)
-        self.embed = model.embed if stage == 0 else nn.Identity()
-        self.logits = model.logits if stage == stages - 1 else nn.Identity()
+        mine = torch.arange(len(model.blocks)).tensor_split(stages)[stage].tolist()
+        self.first, self.last = stage == 0, stage == stages - 1
+        self.blocks = nn.ModuleList(model.blocks[number] for number in mine)
+        if self.first:
+            self.token, self.position = model.token, model.position
+        if self.last:
+            self.norm, self.head = model.norm, model.head
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
+        x = self.token(x) + self.position.weight if self.first else x
         for block in self.blocks:
             x = block(x)
-        return self.logits(x)
+        return self.head(self.norm(x)) if self.last else x
 
 
-def sharded(model: Transformer, mesh: DeviceMesh, backend: Any) -> meshes.Training:
-    """Tensor and data parallelism, both in one graph."""
+def over(policy: str, *names: str) -> commpass.Policy | str:
+    """A preset of three dimensions, told which of them a door sees; another policy as it is."""
+    if not policy.endswith("-3d"):
+        return policy
+    told = {name: name if name in names else () for name in ("tp", "dp", "pp")}
+    return commpass.Policy.for_mesh(policy, **told)
+
+
+def sharded(model: Transformer, mesh: DeviceMesh, policy: str, profile: Any) -> meshes.Training:
+    """Data parallelism: weights are gathered and gradients scattered in the compiled graph."""
     shard(model, mesh["dp"])
+    backend = commpass.backend(over(policy, "tp", "dp"), profile=profile)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
 
     def step(batch: Tensor) -> Tensor:
@@ -62,31 +74,39 @@ def sharded(model: Transformer, mesh: DeviceMesh, backend: Any) -> meshes.Traini
     return meshes.Training(model, step, meshes.sent)
 
 
-def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
-    model, profile = build(options), commpass.ethernet(options.link_gbit)
-    divide(model, mesh["tp"])
-    backend = commpass.backend(policy, profile=profile)
-    if "dp" in mesh.mesh_dim_names:
-        return sharded(model, mesh, backend)
-    line = mesh["pp"]
-    number, stages = line.get_local_rank(), line.size()
+def pipelined(model: Transformer, mesh: DeviceMesh, policy: str, profile: Any) -> meshes.Training:
+    """Pipeline parallelism: a compiled stage on each rank, and a door to what stages send."""
+    number, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
     part = Part(model, number, stages)
+    backend = commpass.backend(over(policy, "tp"), profile=profile)
     compiled = torch.compile(part, backend=backend, fullgraph=True)
-    stage = PipelineStage(compiled, number, stages, torch.device("cpu"), group=line.get_group())
-    compress_pipeline(stage, policy, profile=profile)
+    stage = PipelineStage(
+        compiled, number, stages, torch.device("cpu"), group=mesh["pp"].get_group()
+    )
+    compress_pipeline(stage, over(policy, "pp"), profile=profile)
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
 
     def step(batch: Tensor) -> Tensor | None:
+        text = (batch[:, :-1],) if part.first else ()
         losses: list[Tensor] = []
-        inputs = (batch[:, :-1],) if stage.is_first else ()
-        target = batch[:, 1:] if stage.is_last else None
-        schedule.step(*inputs, target=target, losses=losses)
-        return torch.stack(losses).mean() if losses else None
+        schedule.step(*text, target=batch[:, 1:] if part.last else None, losses=losses)
+        return torch.stack(losses).mean() if part.last else None
 
     def sent(plans: meshes.Plans) -> Counter[str]:
-        return meshes.sent(plans, MICROBATCHES)  # plans are of one microbatch
+        return meshes.sent(plans, MICROBATCHES)  # they are of one microbatch
 
     return meshes.Training(part, step, sent)
+
+
+def loss_of(logits: Tensor, text: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), text.flatten())
+
+
+def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
+    model, profile = build(options), commpass.ethernet(options.link_gbit)
+    divide(model, mesh["tp"])
+    parallel = sharded if "dp" in mesh.mesh_dim_names else pipelined
+    return parallel(model, mesh, policy, profile)
 
 
 if __name__ == "__main__":
