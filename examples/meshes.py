@@ -44,6 +44,10 @@ DEVICES = Path("/proc/thread-self/net/dev")  # what this host's network devices 
 Plans = list[commpass.Plan]
 
 
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+
 @dataclass(frozen=True)
 class Training:
     """What an example sets up. ``step`` runs forward and backward on a batch and gives the loss, or
@@ -53,6 +57,7 @@ class Training:
     model: nn.Module
     step: Callable[[Tensor], Tensor | None]
     sent: Callable[[Plans], Counter[str]]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
 
 
 Setup = Callable[[str, DeviceMesh, Namespace], Training]
@@ -130,8 +135,7 @@ def train(
     for policy in policies:
         torch.manual_seed(options.seed)
         training = setup(policy, mesh, options)
-        weights = training.model.parameters()
-        runs.append(Run(training, torch.optim.AdamW(weights, lr=1e-3, foreach=False)))
+        runs.append(Run(training, training.optimizer(training.model)))
     own = mesh["dp"].get_local_rank() if "dp" in mesh.mesh_dim_names else 0
     every = batches(read_texts()[0], options.steps, options.seed, own)
     for batch in track(every, "steps", options.steps, console=console, disable=RANK > 0):
