@@ -107,7 +107,9 @@ def sent(plans: Iterable[commpass.Plan], times: int = 1) -> Counter[str]:
     for plan in plans:
         for site in plan:
             if site.kind != "recv":  # the rank that sends it counts it
-                found[site.group_label] += times * (site.bytes if plan.fallback else site.wire_bytes)
+                found[site.group_label] += times * (
+                    site.bytes if plan.fallback else site.wire_bytes
+                )
     return found
 
 
@@ -180,7 +182,9 @@ def beside_tp(name: str, parser: Parser, options: Namespace) -> dict[str, int]:
     return {name: options.ranks // TP, "tp": TP}
 
 
-def main(file: str, setup: Setup, parser: Parser, options: Namespace, shape: dict[str, int]) -> None:
+def main(
+    file: str, setup: Setup, parser: Parser, options: Namespace, shape: dict[str, int]
+) -> None:
     """Starts the ranks; on each, trains without and with the policy, and reports."""
     check_options(parser, options, shape.get("tp", 1))
     if not STARTED:

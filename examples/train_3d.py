@@ -4,11 +4,10 @@ under one policy for all three.
     python examples/train_3d.py --mesh tp,dp
     python examples/train_3d.py --mesh tp,pp --policy taco-3d
 
-Tensor parallelism (tp) has 2 ranks, the other dimension all the rest: with 4 ranks 2, with 8 ranks
-4. With data parallelism (dp) weights are sharded within the compiled graph, so that everything is
-sent from there. With pipeline parallelism (pp) each stage is compiled, and its messages go through
-``compress_pipeline``. The policy knows dimensions by these names; a mesh that has others is told by
-``commpass.Policy.for_mesh("balanced-3d", tp="x", dp="y")``.
+Tensor parallelism (tp) has 2 ranks, and the other dimension 2 as well where there are 4. With data
+parallelism (dp) weights are sharded in the compiled graph, so that all is sent from there. With
+pipeline parallelism (pp) each stage of ``--layers`` blocks is compiled, and what goes between
+stages passes through ``compress_pipeline``.
 """
 
 from __future__ import annotations
@@ -111,11 +110,10 @@ def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
 
 if __name__ == "__main__":
     parser = shared_options(
-        steps=40, layers=2, width=128, ranks=4, link_gbit=0.1, policy="balanced-3d"
+        steps=40, layers=1, width=128, ranks=4, link_gbit=0.1, policy="balanced-3d"
     )
     parser.add_argument("--mesh", choices=["tp,dp", "tp,pp"], default="tp,dp", help="dimensions")
     options = parser.parse_args()
     shape = meshes.beside_tp(options.mesh.removeprefix("tp,"), parser, options)
-    if options.layers < shape.get("pp", 1):
-        parser.error(f"--layers {options.layers}: must be one for each of {shape['pp']} stages")
+    options.layers *= shape.get("pp", 1)  # so many in each stage
     meshes.main(__file__, setup, parser, options, shape)
