@@ -112,7 +112,7 @@ if __name__ == "__main__":
     parser = shared_options(
         steps=40, layers=1, width=128, ranks=4, link_gbit=0.1, policy="balanced-3d"
     )
-    parser.add_argument("--mesh", choices=["tp,dp", "tp,pp"], default="tp,dp", help="dimensions")
+    parser.add_argument("--mesh", choices=["tp,dp", "tp,pp"], default="tp,pp", help="dimensions")
     options = parser.parse_args()
     shape = meshes.beside_tp(options.mesh.removeprefix("tp,"), parser, options)
     options.layers *= shape.get("pp", 1)  # so many in each stage
