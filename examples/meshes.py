@@ -7,6 +7,7 @@ No text comes twice, so every loss is one on text that the model has not seen.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from argparse import Namespace
@@ -191,6 +192,7 @@ def main(
         start(file, options)
         return
     begin(options, Transformer(options.layers, options.width))
+    logging.getLogger("commpass").setLevel(logging.WARNING)  # each door would say a line of its own
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     off, on = train(setup, ("off", options.policy), mesh, options)
     report(off, on, options)
