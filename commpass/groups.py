@@ -76,7 +76,7 @@ def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
     name = f"{group.group_name}-twin-{_numbers[group]}"
     # torch counts the groups that a rank has at the moment. Ranks may have different numbers of
     # them, and a name that was there before leads to addresses where nobody listens any more.
-    with mock.patch.object(dist.distributed_c10d, "_process_group_name", lambda *_, **__: name):
+    with mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name):
         made = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=timedelta(seconds=timeout_of(group)) if timeout_of(group) else None,

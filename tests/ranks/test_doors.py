@@ -124,6 +124,7 @@ def as_torchtitan(policies: list) -> list[tuple]:
     return found
 
 
+@pytest.mark.every
 def test_blocks_compiled_apart_within_fsdp2(ranks4):
     told = ranks4.run(as_torchtitan, ["off", INT8], timeout=280)
     (off, held_off, _, plain), (on, held_on, sites, sent) = told[0]

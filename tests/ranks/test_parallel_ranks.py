@@ -192,7 +192,8 @@ def test_three_ranks_have_unequal_parts(ranks3, how, policy, bound):
     ranks3.run(train, how, policy, bound)
 
 
-@pytest.mark.parametrize("how", ["replicate", rarely("shard")])
+@pytest.mark.every
+@pytest.mark.parametrize("how", ["replicate", "shard"])
 def test_four_ranks_under_inductor(ranks4, how):
     ranks4.run(train, how, EXACT, 2e-5, "inductor")
 
@@ -279,6 +280,7 @@ def test_bytes_are_those_of_the_plan(ranks2, how, policy):
         # they are, and adds them here as float32.
         assert sum(narrow) == (parameters if how == "shard" else 2 * parameters)
         assert sum(wide) == (4 * parameters if how == "shard" else 0)
+        assert how == "shard" or len(narrow) <= 2  # of eight gradients
     else:
         assert {dtype for _, dtype, _ in sent} == {"uint8"}
     assert set(kept) == (

@@ -154,11 +154,15 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
         node, before, after, editor
     ):
         return None
-    more = (size if scatter else size * ranks) + nbytes(node)
+    arrives = size if scatter else size * ranks
+    more = arrives + nbytes(node)
     if all(len(each.users) == 1 for each in (cast, *views)):  # else the wide values stay for others
         more -= wide + (size if len(source.users) == 1 else 0)
     if not editor.hold(place, node, more, wide):
         return None
+    # What arrives is added where the sum is first needed, if it takes no more memory until then: so
+    # others may travel together with it.
+    needed = min(node.users, default=node) if arrives <= nbytes(node) else node
     rule = "widen then reduce"
     rows = editor.emit(
         place, rule, cast, aten.reshape.default, source, [ranks if scatter else 1, -1]
@@ -180,24 +184,24 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
             place, rule, place, functional.all_gather_into_tensor.default, rows, ranks, call.group
         )
     )
-    arrived = editor.emit(node, rule, place, functional.wait_tensor.default, start)
+    arrived = editor.emit(needed, rule, place, functional.wait_tensor.default, start)
     total: fx.Node | None = None
     for rank in range(ranks):
-        row = editor.emit(node, rule, place, aten.slice.Tensor, arrived, 0, rank, rank + 1)
+        row = editor.emit(needed, rule, place, aten.slice.Tensor, arrived, 0, rank, rank + 1)
         # A wide sum and a narrow row add as the row widened, without a copy of it.
         total = (
-            editor.emit(node, rule, cast, convert, row, dtypes[1])
+            editor.emit(needed, rule, cast, convert, row, dtypes[1])
             if total is None
-            else editor.emit(node, rule, place, aten.add.Tensor, total, row)
+            else editor.emit(needed, rule, place, aten.add.Tensor, total, row)
         )
     assert total is not None
     if call.reduce_op == "avg":
-        total = editor.emit(node, rule, place, aten.div.Tensor, total, ranks)
+        total = editor.emit(needed, rule, place, aten.div.Tensor, total, ranks)
     done = Applied(
         place.name, f"{start.name} of {meta.dtype_name(dtypes[0])}, summed here", wide - size
     )
     editor.replace(
-        node, editor.emit(node, rule, place, aten.reshape.default, total, list(fake(node).shape))
+        node, editor.emit(needed, rule, place, aten.reshape.default, total, list(fake(node).shape))
     )
     return done
 
