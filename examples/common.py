@@ -110,9 +110,11 @@ def read_texts(most: int = 4_000_000) -> tuple[Tensor, ...]:
     return torch.frombuffer(text, dtype=torch.uint8).tensor_split([len(text) // 10 * 9])
 
 
-def batches(text: Tensor, count: int, seed: int) -> Iterator[Tensor]:
-    """Random windows of the text ``[BATCH, CONTEXT + 1]``: the same ones for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
+def batches(text: Tensor, count: int, seed: int, rank: int = 0) -> Iterator[Tensor]:
+    """Random windows of the text ``[BATCH, CONTEXT + 1]``: the same ones for the same seed, and
+    others for another data-parallel rank."""
+    # torch's generator for a CPU reads no more than 32 bits of a seed
+    generator = torch.Generator().manual_seed(seed + (rank << 16))
     windows = text.unfold(0, CONTEXT + 1, 1)
     return (
         windows[torch.randint(len(windows), (BATCH,), generator=generator)].long()
@@ -170,9 +172,9 @@ def train(
     backend = commpass.backend(policy, profile=commpass.ethernet(options.link_gbit), dump=folder)
     loss_of = torch.compile(model, backend=backend, fullgraph=True)
     losses, ends = list[float](), list[float]()
-    seed = options.seed + (RANK << 32 if example.data_parallel else 0)
+    own = RANK if example.data_parallel else 0
     for batch in track(
-        batches(texts[0], options.steps, seed),
+        batches(texts[0], options.steps, options.seed, own),
         f"{name:3}",
         options.steps,
         console=console,
@@ -187,7 +189,7 @@ def train(
         ends.append(time.perf_counter())
     # not under no_grad: that would compile another graph, and it is the one of the training that is
     # to be judged
-    held_out = fmean(loss_of(batch).item() for batch in batches(texts[1], 16, seed))
+    held_out = fmean(loss_of(batch).item() for batch in batches(texts[1], 16, options.seed, own))
     trace_step(lambda: loss_of(batch).backward(), folder / TRACE)
     plans = commpass.plans()[earlier:]
     unknown = any(site.bytes < 0 for plan in plans for site in plan)
@@ -319,34 +321,39 @@ class Parser(ArgumentParser):
         self.exit(2, f"{self.prog}: {' '.join(message.split())}\n" if RANK == 0 else None)
 
 
-def read_options(example: Example) -> Namespace:
+def shared_options(
+    *,
+    steps: int,
+    layers: int,
+    policy: str = "balanced",
+    width: int = 256,
+    ranks: int = RANKS,
+    link_gbit: float = 1.0,
+) -> Parser:
+    """The options that all trainings have, with their defaults."""
     parser = Parser(
         description="Train without and with compressed collectives.",
         formatter_class=ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--policy", default="balanced", help="a preset by name, or a .toml file")
+    parser.add_argument("--policy", default=policy, help="a preset by name, or a .toml file")
     parser.add_argument(
         "--ranks",
         type=int,
-        default=RANKS,
+        default=RANKS if STARTED else ranks,
         help="processes to start, where torchrun has not done so",
     )
-    parser.add_argument(
-        "--steps", type=int, default=example.steps, help="training steps of each run"
-    )
+    parser.add_argument("--steps", type=int, default=steps, help="training steps of each run")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument(
-        "--link-gbit", type=float, default=1.0, help="the network to decide for, in Gbit/s"
+        "--link-gbit", type=float, default=link_gbit, help="the network to decide for, in Gbit/s"
     )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default="demo-out",
-        help="folder for plans and graphs; earlier ones are replaced",
-    )
-    parser.add_argument("--layers", type=int, default=example.layers, help="blocks of the model")
-    parser.add_argument("--width", type=int, default=256, help="features of the model")
-    options = parser.parse_args()
+    parser.add_argument("--layers", type=int, default=layers, help="blocks of the model")
+    parser.add_argument("--width", type=int, default=width, help="features of the model")
+    return parser
+
+
+def check_options(parser: Parser, options: Namespace, sharing: int) -> None:
+    """Leaves with an error where an option cannot be; ``sharing`` ranks divide the heads."""
     for name in ("ranks", "steps", "layers", "width"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: must be at least 1")
@@ -355,18 +362,32 @@ def read_options(example: Example) -> Namespace:
             f"--ranks {options.ranks}: torchrun started {RANKS}; leave it out, or start with python"
             " instead"
         )
-    sharing = 1 if example.data_parallel else options.ranks
     if options.width % (unit := HEAD * sharing):
         which = f"heads of {HEAD}" if sharing == 1 else f"{sharing} ranks, heads of {HEAD}"
         parser.error(f"--width {options.width}: must be a multiple of {unit} ({which})")
-    if example.sequence_parallel and CONTEXT % options.ranks:
-        parser.error(f"--ranks {options.ranks}: must divide the {CONTEXT} positions of a sequence")
     if not 0 < options.link_gbit < inf:
         parser.error(f"--link-gbit {options.link_gbit}: must be a number of Gbit/s above 0")
     try:
         commpass.backend(options.policy)
+    except commpass.CommpassError as error:
+        parser.error(str(error))
+
+
+def read_options(example: Example) -> Namespace:
+    parser = shared_options(steps=example.steps, layers=example.layers)
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default="demo-out",
+        help="folder for plans and graphs; earlier ones are replaced",
+    )
+    options = parser.parse_args()
+    check_options(parser, options, 1 if example.data_parallel else options.ranks)
+    if example.sequence_parallel and CONTEXT % options.ranks:
+        parser.error(f"--ranks {options.ranks}: must divide the {CONTEXT} positions of a sequence")
+    try:
         (options.out / "on").mkdir(parents=True, exist_ok=True)
-    except (commpass.CommpassError, OSError) as error:
+    except OSError as error:
         parser.error(str(error))
     return options
 
@@ -385,11 +406,8 @@ def start(file: str, options: Namespace) -> None:
     torchrun(["--standalone", f"--nproc-per-node={options.ranks}", file, *sys.argv[1:]])
 
 
-def main(file: str, example: Example) -> None:
-    options = read_options(example)
-    if not STARTED:
-        start(file, options)
-        return
+def begin(options: Namespace, model: nn.Module) -> None:
+    """Joins the ranks, and says what is trained where."""
     handler = RichHandler(
         console=console if RANK == 0 else Console(stderr=True), show_time=False, show_path=False
     )
@@ -397,8 +415,7 @@ def main(file: str, example: Example) -> None:
     logging.getLogger("commpass").setLevel(logging.INFO if RANK == 0 else logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("ranks",))
-    millions = sum(weight.numel() for weight in example.build(options).parameters()) / 1e6
+    millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     console.print(
         f"{millions:.1f} million parameters on {options.ranks} ranks, policy {options.policy}",
         style="bold",
@@ -414,6 +431,15 @@ def main(file: str, example: Example) -> None:
             " what is gained."
         )
     console.print(where)
+
+
+def main(file: str, example: Example) -> None:
+    options = read_options(example)
+    if not STARTED:
+        start(file, options)
+        return
+    begin(options, example.build(options))
+    mesh = init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("ranks",))
     texts = read_texts()
     off = train("off", "off", example, options, mesh, texts)
     on = train("on", options.policy, example, options, mesh, texts)

@@ -6,7 +6,7 @@ torch.compile for each block, FSDP2 around it; without and with compressed colle
 
 The sums of tensor parallelism are in the graphs of the compiled blocks, where the backend finds
 them. FSDP2 sends parameters and gradients eagerly: ``compress_fsdp`` is the door to these. All that
-is particular to commpass is in ``parallelize``.
+is particular to commpass is in ``parallelize`` of train_fsdp_tp.py, which has no checkpointing.
 """
 
 from __future__ import annotations
@@ -18,34 +18,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import HEAD, Transformer, batches, mean, read_texts
+from meshes import TP
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from train_tp import divide
+from train_fsdp_tp import parallelize
 
 import commpass
-from commpass.parallel import compress_fsdp
 from commpass.report.tables import totals
 
-TP = 2  # ranks that share a layer
 
-
-def parallelize(
-    model: Transformer, mesh: DeviceMesh, policy: str, profile: Any, inner: str = "inductor"
-) -> Any:
-    """Divides, compiles, checkpoints and shards the blocks. Returns the door to what FSDP2
-    sends."""
-    divide(model, mesh["tp"])
-    backend = commpass.backend(policy, profile=profile, inner=inner)
-    for name, block in list(model.blocks.named_children()):
-        block.compile(backend=backend, fullgraph=True)
-        # torchtitan compiles what it has checkpointed; torch 2.13 fails there with DTensors, with
-        # every backend
-        checkpointed = checkpoint_wrapper(block, preserve_rng_state=False)
-        model.blocks.register_module(name, checkpointed)
-        fully_shard(checkpointed, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    return compress_fsdp(model, policy, profile=profile)
+def checkpointed(block: nn.Module) -> nn.Module:
+    """torchtitan compiles what it has checkpointed; torch 2.13 fails there with DTensors, with
+    every backend."""
+    return checkpoint_wrapper(block, preserve_rng_state=False)
 
 
 def train(
@@ -64,10 +50,10 @@ def train(
     text, held_out = read_texts()
     model = Transformer(layers, width)
     earlier = len(commpass.plans())
-    door = parallelize(model, mesh, policy, profile, inner)
+    door = parallelize(model, mesh, policy, profile, inner, wrap=checkpointed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
-    for batch in batches(text, steps, seed=mesh["dp"].get_local_rank()):
+    for batch in batches(text, steps, 0, mesh["dp"].get_local_rank()):
         loss = model(batch)
         loss.backward()
         optimizer.step()

@@ -1,0 +1,119 @@
+"""Trains on two dimensions of 3-D parallelism at a time, without and with compressed collectives,
+under one policy for all three.
+
+    python examples/train_3d.py --mesh tp,dp
+    python examples/train_3d.py --mesh tp,pp --policy taco-3d
+
+Tensor parallelism (tp) has 2 ranks, and the other dimension 2 as well where there are 4. With data
+parallelism (dp) weights are sharded in the compiled graph, so that all is sent from there. With
+pipeline parallelism (pp) each stage of ``--layers`` blocks is compiled, and what goes between
+stages passes through ``compress_pipeline``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from typing import Any
+
+import meshes
+import torch
+from common import Transformer, shared_options
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.functional import cross_entropy
+from train_tp import build, divide
+
+import commpass
+from commpass.parallel import compress_pipeline, shard
+
+MICROBATCHES = 4
+
+
+class Part(nn.Module):
+    """What one pipeline stage has of the model."""
+
+    def __init__(self, model: Transformer, stage: int, stages: int):
+        super().__init__()
+        mine = torch.arange(len(model.blocks)).tensor_split(stages)[stage].tolist()
+        self.first, self.last = stage == 0, stage == stages - 1
+        self.blocks = nn.ModuleList(model.blocks[number] for number in mine)
+        if self.first:
+            self.token, self.position = model.token, model.position
+        if self.last:
+            self.norm, self.head = model.norm, model.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.token(x) + self.position.weight if self.first else x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) if self.last else x
+
+
+def over(policy: str, *names: str) -> commpass.Policy | str:
+    """A preset of three dimensions, told which of them a door sees; another policy as it is."""
+    if not policy.endswith("-3d"):
+        return policy
+    told = {name: name if name in names else () for name in ("tp", "dp", "pp")}
+    return commpass.Policy.for_mesh(policy, **told)
+
+
+def sharded(model: Transformer, mesh: DeviceMesh, policy: str, profile: Any) -> meshes.Training:
+    """Data parallelism: weights are gathered and gradients scattered in the compiled graph."""
+    shard(model, mesh["dp"])
+    backend = commpass.backend(over(policy, "tp", "dp"), profile=profile)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+
+    def step(batch: Tensor) -> Tensor:
+        loss = compiled(batch)
+        loss.backward()
+        return loss
+
+    return meshes.Training(model, step, meshes.sent)
+
+
+def pipelined(model: Transformer, mesh: DeviceMesh, policy: str, profile: Any) -> meshes.Training:
+    """Pipeline parallelism: a compiled stage on each rank, and a door to what stages send."""
+    number, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
+    part = Part(model, number, stages)
+    backend = commpass.backend(over(policy, "tp"), profile=profile)
+    compiled = torch.compile(part, backend=backend, fullgraph=True)
+    stage = PipelineStage(
+        compiled, number, stages, torch.device("cpu"), group=mesh["pp"].get_group()
+    )
+    compress_pipeline(stage, over(policy, "pp"), profile=profile)
+    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_of)
+
+    def step(batch: Tensor) -> Tensor | None:
+        text = (batch[:, :-1],) if part.first else ()
+        losses: list[Tensor] = []
+        schedule.step(*text, target=batch[:, 1:] if part.last else None, losses=losses)
+        return torch.stack(losses).mean() if part.last else None
+
+    def sent(plans: meshes.Plans) -> Counter[str]:
+        return meshes.sent(plans, MICROBATCHES)  # they are of one microbatch
+
+    return meshes.Training(part, step, sent)
+
+
+def loss_of(logits: Tensor, text: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), text.flatten())
+
+
+def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
+    model, profile = build(options), commpass.ethernet(options.link_gbit)
+    divide(model, mesh["tp"])
+    parallel = sharded if "dp" in mesh.mesh_dim_names else pipelined
+    return parallel(model, mesh, policy, profile)
+
+
+if __name__ == "__main__":
+    parser = shared_options(
+        steps=40, layers=1, width=128, ranks=4, link_gbit=0.1, policy="balanced-3d"
+    )
+    parser.add_argument("--mesh", choices=["tp,dp", "tp,pp"], default="tp,pp", help="dimensions")
+    options = parser.parse_args()
+    shape = meshes.beside_tp(options.mesh.removeprefix("tp,"), parser, options)
+    options.layers *= shape.get("pp", 1)  # so many in each stage
+    meshes.main(__file__, setup, parser, options, shape)

@@ -1,0 +1,71 @@
+"""Trains on a mesh of FSDP2 and tensor parallelism, without and with compressed collectives.
+
+    python examples/train_fsdp_tp.py
+    torchrun --nproc-per-node 4 examples/train_fsdp_tp.py --policy aggressive --link-gbit 0.1
+
+The sums of tensor parallelism are in the graphs of the compiled blocks, where the backend finds
+them. FSDP2 sends parameters and gradients eagerly: ``compress_fsdp`` is the door to these. Both
+have one policy. All that is particular to commpass is in ``parallelize``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import meshes
+from common import Transformer, shared_options
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from train_tp import build, divide
+
+import commpass
+from commpass.parallel import compress_fsdp
+
+
+def parallelize(
+    model: Transformer,
+    mesh: DeviceMesh,
+    policy: Any,
+    profile: Any,
+    inner: str = "inductor",
+    wrap: Callable[[nn.Module], nn.Module] = lambda block: block,
+) -> Any:
+    """Divides, compiles and shards the blocks; what is compiled may be wrapped before it is
+    sharded. Returns the door to what FSDP2 sends."""
+    divide(model, mesh["tp"])
+    backend = commpass.backend(policy, profile=profile, inner=inner)
+    for name, block in list(model.blocks.named_children()):
+        block.compile(backend=backend, fullgraph=True)
+        wrapped = wrap(block)
+        model.blocks.register_module(name, wrapped)
+        fully_shard(wrapped, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return compress_fsdp(model, policy, profile=profile)
+
+
+def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
+    model = build(options)
+    door = parallelize(model, mesh, policy, commpass.ethernet(options.link_gbit))
+
+    def step(batch: Tensor) -> Tensor:
+        door.clear()  # so that it counts the bytes of one step
+        loss = model(batch)
+        loss.backward()
+        return loss
+
+    def sent(plans: meshes.Plans) -> Counter[str]:
+        eager = sum(each.sent for each in door.bytes.values())
+        graphs = [plan for plan in plans if plan not in door.plans]
+        return meshes.sent(graphs, options.layers) + Counter(dp=eager)  # all blocks share a graph
+
+    return meshes.Training(model, step, sent)
+
+
+if __name__ == "__main__":
+    parser = shared_options(steps=40, layers=2, width=128, ranks=4, link_gbit=0.1)
+    options = parser.parse_args()
+    meshes.main(__file__, setup, parser, options, meshes.beside_tp("dp", parser, options))

@@ -1,0 +1,69 @@
+"""Data-parallel training that sends one gradient entry in a hundred (SSFusion), beside
+DistributedDataParallel, which sends all of them.
+
+    python examples/train_ssfusion.py
+    torchrun --nproc-per-node 4 examples/train_ssfusion.py --density 0.02 --link-gbit 0.1
+
+What is not sent is added to what is sent later, so that nothing is lost. The optimizer is SGD with
+momentum 0.9. Where gradients are sparse, ``ssfusion`` takes care of the momentum, and SGD has none.
+With another ``--policy`` gradients go through ``compress_ddp``.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from functools import partial
+
+import meshes
+import torch
+from common import shared_options
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from train_tp import build
+
+import commpass
+from commpass.parallel import compress_ddp, ssfusion
+
+MOMENTUM = 0.9
+
+
+def sgd(model: nn.Module, momentum: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=momentum, foreach=False)
+
+
+def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
+    model, profile = build(options), commpass.ethernet(options.link_gbit)
+    if policy == "ssfusion":
+        settings = {"density": options.density, "selector": options.selector}
+        ssfusion(model, **settings, momentum=MOMENTUM, group=mesh, profile=profile)
+    else:
+        model = DistributedDataParallel(model, device_mesh=mesh)
+        if policy != "off":
+            door = compress_ddp(model, policy, profile=profile)
+
+    def step(batch: Tensor) -> Tensor:
+        loss = model(batch)
+        loss.backward()
+        return loss
+
+    def sent(plans: meshes.Plans) -> Counter[str]:
+        if policy == "off":
+            return Counter(dp=sum(weight.nbytes for weight in model.parameters()))
+        if policy == "ssfusion":
+            return meshes.sent(plans[-1:])  # earlier ones are of the steps that measure
+        return Counter(dp=door.bytes.sent)
+
+    momentum = 0.0 if policy == "ssfusion" else MOMENTUM
+    return meshes.Training(model, step, sent, partial(sgd, momentum=momentum))
+
+
+if __name__ == "__main__":
+    parser = shared_options(
+        steps=100, layers=2, width=128, ranks=2, link_gbit=0.1, policy="ssfusion"
+    )
+    parser.add_argument("--density", type=float, default=0.01, help="share of gradients sent")
+    parser.add_argument("--selector", default="topk", help="the sparse codec that selects them")
+    options = parser.parse_args()
+    meshes.main(__file__, setup, parser, options, {"dp": options.ranks})

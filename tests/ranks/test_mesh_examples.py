@@ -1,0 +1,160 @@
+"""The examples on a mesh, run as a user runs them: what they print, against one process that trains
+the whole model on the batches of all ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+STEPS, WIDTH = 4, 64
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20}
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+def run(script: str, ranks: int, *options: str) -> list[str]:
+    """The lines that an example prints, its ranks on this host."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", f"examples/{script}.py"]
+    command += [f"--steps={STEPS}", f"--width={WIDTH}", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def cells(lines: list[str]) -> dict[str, list[str]]:
+    """The rows of the printed tables by their first cell."""
+    rows = (re.split(r" {2,}", line.strip()) for line in lines)
+    return {first: rest for first, *rest in rows if len(rest) == 3}
+
+
+def losses(rows: dict[str, list[str]]) -> list[tuple[float, float]]:
+    """Without and with compression, step by step."""
+    return [(float(rows[str(n)][0]), float(rows[str(n)][1])) for n in range(1, STEPS + 1)]
+
+
+def shares(rows: dict[str, list[str]]) -> dict[str, float]:
+    """The bytes with compression, of those without, by mesh dimension."""
+    found = {}
+    for title, (off, on, _) in rows.items():
+        if title.startswith("bytes over "):
+            (a, unit), (b, other) = off.split(), on.split()
+            found[title.removeprefix("bytes over ")] = (
+                float(b) * UNITS[other] / (float(a) * UNITS[unit])
+            )
+    return found
+
+
+def alone(layers: int, parts: int, optimizer=None) -> list[float]:
+    """The losses of the whole model in one process, on the batches of so many data-parallel
+    ranks."""
+    from common import Transformer, batches, read_texts
+
+    torch.manual_seed(0)
+    model = Transformer(layers, WIDTH)
+    learn = (optimizer or partial(torch.optim.AdamW, lr=1e-3))(model.parameters())
+    every = zip(*(batches(read_texts()[0], STEPS, 0, part) for part in range(parts)), strict=True)
+    found = []
+    for some in every:
+        loss = model(torch.cat(some))
+        loss.backward()
+        learn.step()
+        learn.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def check_losses(rows: dict[str, list[str]], exact: list[float], bound: float) -> None:
+    for (off, on), wanted in zip(losses(rows), exact, strict=True):
+        assert off == pytest.approx(wanted, abs=2e-3)
+        assert on == pytest.approx(off, abs=bound)
+    assert any(off != on for off, on in losses(rows))
+    assert rows["time"][0].endswith(" ms")
+
+
+def test_data_parallel_ranks_have_batches_of_their_own():
+    from common import batches
+
+    text = torch.arange(100_000) % 256
+    first, second, again = (next(batches(text, 1, 7, rank)) for rank in (0, 1, 0))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, again)
+
+
+def test_ssfusion():
+    """With steps that measure: the last two of 4 would not do, so it says what it has by then."""
+    lines = run("train_ssfusion", 2, "--layers=1", "--steps=8")
+    rows = cells(lines)
+    sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
+    first, *_, last = alone(1, 2, sgd)
+    assert float(rows["1"][0]) == float(rows["1"][1]) == pytest.approx(first, abs=2e-3)
+    assert float(rows["4"][0]) == pytest.approx(last, abs=2e-3)
+    assert float(rows["4"][1]) == pytest.approx(last, abs=2e-3)  # whole until it has measured
+    assert float(rows["8"][1]) == pytest.approx(float(rows["8"][0]), abs=0.5)
+    assert rows["8"][0] != rows["8"][1]
+    assert 0.005 < shares(rows)["dp"] < 0.04
+    assert "over loopback" in " ".join(lines)
+
+
+@pytest.mark.every
+def test_uncompressed_gradients_beside_ssfusion():
+    rows = cells(run("train_ssfusion", 2, "--layers=1", "--policy=off"))
+    assert all(off == on for off, on in losses(rows))
+    assert shares(rows) == {"dp": 1.0}
+
+
+@pytest.mark.every
+def test_fsdp_and_tensor_parallelism():
+    rows = cells(run("train_fsdp_tp", 4, "--layers=1"))
+    check_losses(rows, alone(1, 2), 0.01)
+    found = shares(rows)
+    assert 0.1 < found["dp"] < 0.4
+    assert 0.2 < found["tp"] < 0.4
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("policy", ["balanced-3d", "taco-3d"])
+def test_tensor_and_pipeline_parallelism(policy):
+    rows = cells(run("train_3d", 4, "--mesh=tp,pp", f"--policy={policy}"))
+    check_losses(rows, alone(2, 1), 0.03)
+    found = shares(rows)
+    assert 0.1 < found["pp"] < 0.25
+    assert 0.2 < found["tp"] < 0.6
+
+
+@pytest.mark.every
+def test_tensor_and_data_parallelism():
+    rows = cells(run("train_3d", 4, "--mesh=tp,dp"))
+    check_losses(rows, alone(1, 2), 0.1)
+    found = shares(rows)
+    assert found["dp"] < 0.6
+    assert 0.2 < found["tp"] < 0.6
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "said"),
+    [
+        ("train_fsdp_tp", ["--ranks=3"], "--ranks 3: must be a multiple of 2"),
+        ("train_3d", ["--policy=balanced-4d"], "did you mean 'balanced-3d'"),
+        ("train_3d", ["--mesh=dp,pp"], "invalid choice: 'dp,pp'"),
+    ],
+)
+def test_options_that_cannot_be(script, options, said):
+    command = [sys.executable, f"examples/{script}.py", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
