@@ -152,13 +152,16 @@ class Policy(Named):
         if preset not in THREE_D:
             raise PolicyError(f"preset {preset!r} has no dimensions{nearest(str(preset), THREE_D)}")
         roles = {"tp": as_names(tp), "dp": as_names(dp), "pp": as_names(pp)}
+        words = {*roles, *(field.name for field in dataclasses.fields(Policy))}
+        for word in fields.keys() - words:
+            raise PolicyError(f"for_mesh has no role or field {word!r}{nearest(word, words)}")
         told = {role: names for role, names in roles.items() if names is not None}
         known = groups.dimensions()
         role_of: dict[str, str] = {}
         for role, names in told.items():
             for name in names:
                 if name not in known:
-                    why = "no mesh of this process has such a dimension"
+                    why = "no mesh of this process has such a dimension; make the mesh first"
                     raise PolicyError(f"{role}={name!r}: {why}{nearest(name, known)}")
                 if role_of.setdefault(name, role) != role:
                     raise PolicyError(f"{name!r} is both {role_of[name]} and {role}: give it one")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -76,12 +77,8 @@ def _checked(model: Any) -> DistributedDataParallel:
     """The DDP model in what was given. Raises PolicyError where there is none that takes a hook."""
     ddp = getattr(model, "_orig_mod", model)
     if not isinstance(ddp, DistributedDataParallel):
-        raise PolicyError(
-            f"compress_ddp(model={type(ddp).__name__}): must be a DistributedDataParallel model."
-            " Wrap it first: DistributedDataParallel(model); use"
-            " commpass.parallel.compress_fsdp(model, policy) for FSDP2's fully_shard, or"
-            " commpass.parallel.replicate(model, mesh) for gradients in the compiled graph"
-        )
+        what = f"compress_ddp(model={type(ddp).__name__}): must be a DistributedDataParallel model"
+        raise PolicyError(f"{what}{_instead(ddp)}")
     if getattr(ddp, "_use_python_reducer", False):
         raise PolicyError(
             "compress_ddp: optimize_ddp='python_reducer' puts the gradients' collectives into the"
@@ -112,6 +109,22 @@ def _checked(model: Any) -> DistributedDataParallel:
             " sparse=False, or leave the module out of DDP"
         )
     return ddp
+
+
+def _instead(model: Any) -> str:
+    """What to call, or to give, for what is no DDP model."""
+    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, DistributedDataParallel):
+            return f", and {path!r} in it is one: give that one"
+        if isinstance(module, FSDPModule):
+            return ", but has modules of fully_shard: call commpass.parallel.compress_fsdp"
+        if isinstance(module, FullyShardedDataParallel):
+            return ", but is FSDP1's, which has no door: use fully_shard and compress_fsdp"
+    return (
+        ". Wrap it first: DistributedDataParallel(model); use"
+        " commpass.parallel.compress_fsdp(model, policy) for FSDP2's fully_shard, or"
+        " commpass.parallel.replicate(model, mesh) for gradients in the compiled graph"
+    )
 
 
 def _hook_of(ddp: DistributedDataParallel) -> str:

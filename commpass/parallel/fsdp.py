@@ -146,9 +146,10 @@ class CompressedReduceScatter:
 class FSDPDoor:
     """The exchanges of a model's FSDP2 units under a policy; ``compress_fsdp`` makes it."""
 
-    def __init__(self, exchanges: Exchanges, units: Sequence[Unit], name: str):
-        self.exchanges, self.units, self.name = exchanges, tuple(units), name
+    def __init__(self, exchanges: Exchanges, units: Sequence[Unit], model: nn.Module):
+        self.exchanges, self.units, self.name = exchanges, tuple(units), type(model).__name__
         self._sent: dict[str, Sent] = {}
+        self._unseen: nn.Module | None = model  # until its first exchange
         for unit in self.units:
             group = unit.group
             group._all_gather_comm = CompressedAllGather(self, unit, group._all_gather_comm)
@@ -182,6 +183,9 @@ class FSDPDoor:
 
     def sending(self, what: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
         """What sends this exchange compressed, or None where its plan leaves it as it is."""
+        if self._unseen is not None:
+            self._warn_of_later(self._unseen)
+            self._unseen = None
         function, plan = self.exchanges.get(what, x, out, unit.parameters)
         so_far = self._sent.get(what.kind, Sent())
         self._sent[what.kind] = Sent(
@@ -190,6 +194,12 @@ class FSDPDoor:
             so_far.sent + wire_bytes(plan),
         )
         return function if plan.changed else None
+
+    def _warn_of_later(self, model: nn.Module) -> None:
+        """Says which modules were sharded after the door was opened."""
+        known = {id(unit.group) for unit in self.units}
+        if later := [unit.name for unit in _units(model) if id(unit.group) not in known]:
+            log.warning(LATER, self.name, ", ".join(name or "the root module" for name in later))
 
     def __repr__(self) -> str:
         sent = [
@@ -238,9 +248,13 @@ def compress_fsdp(
     made = backend(policy, profile=profile, strict=strict, dump=dump, timeout=timeout)
     if any(unit.replicas > 1 for unit in units):
         log.warning(NOT_REACHED, name)
-    return FSDPDoor(Exchanges(made), units, name)
+    return FSDPDoor(Exchanges(made), units, model)
 
 
+LATER = (
+    "compress_fsdp(%s): fully_shard was called afterwards on %s, whose exchanges stay as they are:"
+    " call compress_fsdp behind the last fully_shard"
+)
 NOT_REACHED = (
     "compress_fsdp(%s): the mesh has a dimension of replicas (HSDP). FSDP2 sends the all_reduce"
     " over it itself and has no door for it: it stays as it is. The gathers and scatters over the"

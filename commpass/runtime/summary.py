@@ -3,13 +3,14 @@ rest."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable
 
 from commpass.errors import nearest
 from commpass.groups import is_first_rank
 from commpass.plan import Plan, PlannedSite
-from commpass.policy import Policy
+from commpass.policy import PRESETS, Policy
 from commpass.rules import Rule, covers
 
 log = logging.getLogger("commpass")
@@ -109,17 +110,60 @@ class Summary:
         )
 
     def unmatched_rules(self) -> dict[int, str]:
-        """A sentence for each rule, by number from 0, that matched no site of any graph."""
+        """A sentence for each rule, by number from 0, that matched no site of any graph. Those of a
+        preset, which the user did not write, have one together, under ``OF_PRESET``."""
         sites = [site for plan in self.plans for site in plan.sites]
         matched = {number for plan in self.plans for number in plan.matched}
-        return {
+        preset = {n for n, rule in enumerate(self.policy.rules) if _alike(rule) in _PRESET_RULES}
+        said = {
             number: (
                 f"{rule} of {self.policy.label} matched no collective of the {len(self.plans)}"
                 f" graphs so far{_instead(rule, sites)}"
             )
             for number, rule in enumerate(self.policy.rules)
-            if number not in matched
+            if number not in matched | preset
         }
+        if preset and (left := self._left_by_preset(sites, preset, matched)):
+            said[OF_PRESET] = left
+        return said
+
+    def _left_by_preset(
+        self, sites: list[PlannedSite], preset: set[int], matched: set[int]
+    ) -> str | None:
+        """What no rule of the preset is for, in words: groups with names that it does not know, or
+        all that there is. None where each group has a rule."""
+        rules = [self.policy.rules[number] for number in sorted(preset)]
+        if all(rule.groups is not None for rule in rules):
+            groups = {
+                site.group_label or site.group
+                for site in sites
+                if not any(rule.is_over(site) for rule in rules)
+                and not any(rule.matches(site) for rule in self.policy.rules)
+            }
+            return NO_ROLE.format(self.policy.label, ", ".join(sorted(groups))) if groups else None
+        if preset & matched:
+            return None
+        asked = sorted({kind for rule in rules for kind in rule.kinds or ()})
+        return (
+            f"no rule of {self.policy.label} matched a collective of the {len(self.plans)} graphs"
+            f" so far: it is for {' and '.join(asked)}, in certain directions, and they have"
+            f" {', '.join(sorted({site.kind for site in sites})) or 'none'}"
+        )
+
+
+OF_PRESET = -1
+NO_ROLE = (
+    "{} has no rule for what is sent over {}, and leaves it alone. Where that is tensor, data or"
+    " pipeline parallelism, say so: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"
+)
+
+
+def _alike(rule: Rule) -> Rule:
+    """A rule without its groups, which ``Policy.for_mesh`` replaces."""
+    return dataclasses.replace(rule, group=None)
+
+
+_PRESET_RULES = [_alike(rule) for policy in PRESETS.values() for rule in policy.rules]
 
 
 def _instead(rule: Rule, sites: list[PlannedSite]) -> str:

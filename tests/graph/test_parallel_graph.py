@@ -429,6 +429,9 @@ def test_what_cannot_be_made_is_said(fake_group):
     refused("param_dtype=torch.int8", shard, Net(), flat, param_dtype=torch.int8)
     refused("reduce_op='mean'|avg", replicate, Net(), flat, reduce_op="mean")
     refused("LSTM", shard, nn.Sequential(nn.LSTM(4, 4)), flat)
+    ddp = nn.Sequential(nn.parallel.DistributedDataParallel(Net()))
+    for door in (shard, replicate):
+        refused("0 (DistributedDataParallel)|itself|compress_ddp", door, ddp, flat)
     refused("complex64", shard, nn.ParameterList([torch.zeros(3, dtype=torch.complex64)]), flat)
     once = make("shard", Net(), mesh, dim="dp")
     refused("up|Linear|already|tp", replicate, once, mesh["tp"])

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import commpass
 from commpass.groups import meshes
 from commpass.plan import Plan, PlannedSite
-from commpass.policy import Policy
+from commpass.policy import PRESETS, Policy
 from commpass.rules import Rule
 from commpass.runtime.summary import Summary
 
@@ -221,6 +221,23 @@ def test_a_rule_that_matched_nothing_is_told_with_what_there_is(what):
     assert number == 1
     for part in (str(rule), "matched no collective", *parts):
         assert part in sentence
+
+
+def test_a_preset_tells_groups_that_it_has_no_role_for_and_nothing_of_the_others(fake_group):
+    fake_group(8)
+    summary = Summary(PRESETS["balanced-3d"])
+    summary.add(plan("0", "forward", planned(), rules=summary.policy.rules), trained=True)
+    assert not summary.unmatched_rules()  # nothing of dp and pp, which are not there
+    other = planned(group="9", group_label="d", group_labels=("d", "world"))
+    summary.add(plan("1", "forward", other, rules=summary.policy.rules), trained=True)
+    (sentence,) = summary.unmatched_rules().values()
+    assert "no rule for what is sent over d, and leaves it alone" in sentence
+    assert "for_mesh" in sentence
+    summary.policy = Policy.for_mesh("balanced-3d", dp="world")
+    assert not summary.unmatched_rules()
+    summary.policy = Policy.from_preset("balanced-3d", rules=[Rule(group="d", keep=True)])
+    summary.plans = [plan("0", "forward", other, rules=summary.policy.rules)]
+    assert not summary.unmatched_rules()
 
 
 def test_a_rule_for_one_of_the_blocks_that_share_a_graph_is_told_why():

@@ -14,6 +14,7 @@ from processes import RanksFailed
 from refusals import refusals
 from tiers import rarely
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -489,12 +490,13 @@ def refused():
     built_in._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
     sparse = DDP(nn.Sequential(nn.Embedding(4, 4, sparse=True)))
     low = DDP(Net(), mixed_precision=nn.parallel.distributed._MixedPrecision(torch.bfloat16))
-    models = (made, by_hand, built_in, low, sparse, Net(), 3)
+    sharded = nn.Sequential(fully_shard(Net()))
+    models = (made, by_hand, built_in, low, sparse, Net(), 3, nn.Sequential(DDP(Net())), sharded)
     return refusals(*(lambda model=model: compress_ddp(model, "lossless") for model in models))
 
 
 def test_what_is_refused_says_what_to_do(ranks2):
-    twice, by_hand, built_in, low, sparse, plain, number = ranks2.run(refused)[0]
+    twice, by_hand, built_in, low, sparse, plain, number, inside, sharded = ranks2.run(refused)[0]
     assert "commpass.parallel.compress_ddp" in twice
     assert "already has the comm hook" in twice
     assert "<lambda>" in by_hand
@@ -506,6 +508,9 @@ def test_what_is_refused_says_what_to_do(ranks2):
     assert "DistributedDataParallel(model)" in plain
     assert "compress_fsdp" in plain
     assert "int" in number
+    assert "'0' in it is one: give that one" in inside
+    assert "Wrap it first" not in inside + sharded
+    assert "fully_shard: call commpass.parallel.compress_fsdp" in sharded
 
 
 def one_dies():

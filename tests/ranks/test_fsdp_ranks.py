@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -671,6 +672,28 @@ def test_reasons_words_and_groups_of_one_rank(ranks2):
     ranks2.run(reasons)
     ranks2.run(words)
     ranks2.run(alone)
+
+
+def opened_too_early(late: bool) -> tuple[int, list[str]]:
+    """The units of a door, and what is logged in two steps, where the root is sharded behind it."""
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer)
+    if not late:
+        fully_shard(model)
+    door = opened(model, "off")
+    if late:
+        fully_shard(model)
+    with mock.patch.object(logging.getLogger("commpass"), "warning") as warning:
+        plain_steps(model, adam(model), 2)
+    return len(door.units), [call.args[0] % call.args[1:] for call in warning.call_args_list]
+
+
+def test_what_is_sharded_behind_the_door_is_told_once(ranks2):
+    units, said = ranks2.run(opened_too_early, True)[0]
+    assert len(said) == 1
+    assert "afterwards on the root module" in said[0]
+    assert ranks2.run(opened_too_early, False)[0] == (units + 1, [])
 
 
 def test_what_is_refused_names_both_sides(ranks2):

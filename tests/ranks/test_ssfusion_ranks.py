@@ -88,6 +88,7 @@ def check_sum(ddp: bool, options: dict) -> None:
     model = net(seed=dist.get_rank())
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02) if ddp else model
     handle = ssfusion(wrapped, **USUAL | options)
+    assert repr(handle) == "<ssfusion: no step yet>"
     assert alike(*model.parameters())
     size, given, right = dist.get_world_size(), 0, 0
     for step in range(STEPS):
@@ -103,6 +104,7 @@ def check_sum(ddp: bool, options: dict) -> None:
     assert handle.steps == STEPS
     plan = handle.plan
     assert {handle.names[each.number] for each in plan.sparse} >= {"0.weight", "2.weight"}
+    assert f"{len(plan.sparse)} of {len(handle.names)} gradients sparse" in repr(handle)
     offloaded = {each.offloaded for each in plan.sparse}
     assert options.get("offload", True) or offloaded == {False}
     kinds = {message.kind for message in plan.messages}
@@ -496,6 +498,10 @@ def check_refused() -> None:
             half(batch(0)).sum().backward()
     with pytest.raises(PolicyError, match="no parameter wants a gradient"):
         ssfusion(net().requires_grad_(False))
+    hooked = DistributedDataParallel(net())
+    commpass.parallel.compress_ddp(hooked, "off")
+    with pytest.raises(PolicyError, match=r"has a comm hook.*compress_ddp"):
+        ssfusion(hooked)
     with pytest.raises(PolicyError, match="has its own"):
         ssfusion(DistributedDataParallel(net()), group=dist.group.WORLD)
     links = Profile("one", Link(10.0, 1e-5 * (1 + rank)))
@@ -526,6 +532,24 @@ def test_a_rank_that_dies_is_an_error_on_the_others():
     assert "exit code 3" in str(caught.value)
     assert "no answer" not in str(caught.value)
     assert "RuntimeError" in str(caught.value)
+
+
+def check_dense() -> None:
+    """Where the link is fast nothing is sparse, and what is recorded says why."""
+    model = net()
+    handle = ssfusion(model, profile=Profile("fast", Link(1.0, 100.0)), profile_steps=1)
+    for step in range(2):
+        model(batch(step)).square().sum().backward()
+    sites = commpass.plans()[-1].sites
+    assert handle.plan is not None
+    assert all(site.codec == "none" for site in sites)
+    assert all(site.reason.endswith(handle.plan.why) for site in sites)
+    assert "us if sparse" in handle.plan.why
+    assert handle.plan.why in repr(handle)
+
+
+def test_what_is_sent_whole_says_why(ranks2):
+    ranks2.run(check_dense)
 
 
 def check_measured() -> None:

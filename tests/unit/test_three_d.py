@@ -147,15 +147,18 @@ def test_a_mesh_with_other_names_is_told(fake_group):
     assert more.rules[0] == kept
     assert more.max_error == 0.3
     assert len(more.rules) == 1 + sum(map(len, THREE_D["taco-3d"].values()))
-    unknown, both, plain = refusals(
+    unknown, both, plain, no_role = refusals(
         lambda: Policy.for_mesh("taco-3d", tp="modle"),
         lambda: Policy.for_mesh("taco-3d", tp="x", dp="x"),
         lambda: Policy.for_mesh("taco", tp="x"),
+        lambda: Policy.for_mesh("taco-3d", ddp="x"),
     )
     assert "tp='modle'" in unknown
     assert "did you mean 'model'? Known: model, world, x, z" in unknown
     assert "'x' is both tp and dp" in both
     assert "did you mean 'taco-3d'" in plain
+    assert "no role or field 'ddp'; did you mean 'dp'?" in no_role
+    assert "make the mesh first" in unknown
     del mesh
 
 

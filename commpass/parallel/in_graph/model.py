@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from commpass.errors import ParallelError, nearest
@@ -176,6 +178,12 @@ def _check(model: nn.Module, outer: DeviceMesh) -> None:
             raise ParallelError(
                 f"{where} is data-parallel already, by replicate or shard, and cannot be so over"
                 f" {layout.name_of(outer)} again: call one of them, once, with the whole model"
+            )
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+            raise ParallelError(
+                f"{where} exchanges gradients itself, and replicate or shard would do so once more:"
+                " give the module inside of it, or call commpass.parallel.compress_ddp for"
+                " DistributedDataParallel"
             )
         if isinstance(module, nn.RNNBase):
             raise ParallelError(

@@ -21,6 +21,12 @@ class BucketHooks:
     """Gradients of a DistributedDataParallel: a comm hook, which cannot be taken back."""
 
     def __init__(self, module: DistributedDataParallel, planner: Planner):
+        if module._comm_hooks:
+            raise PolicyError(
+                "ssfusion: this model already has a comm hook,"
+                f" {module._comm_hooks[0][0].__qualname__}, and DDP takes one alone. compress_ddp"
+                " sets one as well: leave one of the two out"
+            )
         self.module, self.driver = module, Driver(planner, self._done, self._broken)
         self._lock = threading.Lock()
         self._of: dict[int, _Bucket] = {}

@@ -136,6 +136,15 @@ class SSFusion:
         """What measuring and planning took so far, in seconds."""
         return self._hooks.driver.planner.overhead_s
 
+    def __repr__(self) -> str:
+        if self.plan is None:
+            return "<ssfusion: no step yet>"
+        why = f" ({self.plan.why})" if self.plan.why else ""
+        return (
+            f"<ssfusion: step {self.steps}, {len(self.plan.sparse)} of {len(self.names)} gradients"
+            f" sparse, in {len(self.plan.messages)} messages{why}>"
+        )
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward in here accumulates gradients, and exchanges nothing."""
         return self._hooks.no_sync()

@@ -55,7 +55,7 @@ def keep(
                 predicted_us=round(link.us(message.kind, wire, group.size()), 1),
             )
             plain = round(link.us("all_reduce", site.bytes, group.size()), 1)
-            reason = "; ".join(dict.fromkeys(each.why for each, _ in held if each.why))
+            reason = plan.why or "; ".join(dict.fromkeys(each.why for each, _ in held if each.why))
             sites.append(planned(site, candidate, f"by {message.kind}: {reason}", plain))
             if len(held) > 1:
                 grouped.append(_grouped(site, own, [e.number for e, _ in held], what))
