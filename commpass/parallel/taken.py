@@ -1,0 +1,85 @@
+"""Which DistributedDataParallel models can be given a comm hook: DDP takes one alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commpass import paths
+from commpass.errors import PolicyError
+
+DOORS = ("commpass.parallel.ssfusion", "commpass.parallel.compress_ddp")
+
+
+class Gone:
+    """What a copy of a model has in the place of our hook's state: torch copies the list of hooks,
+    and not the hook."""
+
+
+def checked(model: Any) -> DistributedDataParallel:
+    """The DDP model in what was given. Raises PolicyError where there is none that takes a hook of
+    ``compress_ddp``."""
+    ddp = getattr(model, "_orig_mod", model)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise PolicyError(
+            f"compress_ddp(model={type(ddp).__name__}): must be a DistributedDataParallel model."
+            " Wrap it first: DistributedDataParallel(model); use"
+            " commpass.parallel.compress_fsdp(model, policy) for FSDP2's fully_shard, or"
+            " commpass.parallel.replicate(model, mesh) for gradients in the compiled graph"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise PolicyError(
+            "compress_ddp: optimize_ddp='python_reducer' puts the gradients' collectives into the"
+            " compiled graph, where no hook is: use torch.compile(model,"
+            " backend=commpass.backend(policy)) alone"
+        )
+    if not hasattr(ddp, "reducer"):
+        raise PolicyError(
+            "compress_ddp: delay_all_reduce_named_params names all parameters, so that DDP has no"
+            " buckets to give to a hook: leave it out"
+        )
+    refuse_if_taken(ddp, "compress_ddp")
+    sparse = [
+        name
+        for name, module in paths.names(ddp)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and module.sparse
+        and module.weight.requires_grad
+    ]
+    if sparse:
+        raise PolicyError(
+            f"compress_ddp: {sparse[0]} has sparse=True, and codecs are for dense gradients: set"
+            " sparse=False, or leave the module out of DDP"
+        )
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise PolicyError(
+                f"compress_ddp: {name} is {parameter.dtype}, and codecs are for real numbers: keep"
+                " a real parameter and use torch.view_as_complex in the module, or use DDP alone"
+            )
+    return ddp
+
+
+def refuse_if_taken(ddp: DistributedDataParallel, door: str) -> None:
+    """Raises PolicyError for a model that has a comm hook already, on behalf of a ``door``."""
+    ddp._comm_hooks[:] = [each for each in ddp._comm_hooks if not isinstance(each[1], Gone)]
+    if taken := _hook_of(ddp):
+        why = "mixed_precision= registers it" if ddp.mixed_precision is not None else "by hand"
+        why = "by that call" if "commpass.parallel" in taken else why
+        raise PolicyError(
+            f"{door}: this model already has the comm hook {taken} ({why}), and DDP takes one"
+            f" alone: that of commpass.parallel.{door} cannot be added. Leave one of the two out"
+        )
+
+
+def _hook_of(ddp: DistributedDataParallel) -> str:
+    """The name of the comm hook that a model has; "" if none."""
+    if ddp._comm_hooks:
+        hook, _ = ddp._comm_hooks[0]
+        name = f"{hook.__module__}.{hook.__qualname__}"
+        if hook.__module__.startswith("commpass.parallel."):
+            return DOORS[hook.__module__ == "commpass.parallel.ddp"]
+        return name
+    return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
