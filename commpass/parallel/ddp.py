@@ -25,11 +25,11 @@ from commpass.annotate import words_of
 from commpass.backend import backend
 from commpass.costmodel import Profile
 from commpass.errors import PolicyError
-from commpass.groups import twin
+from commpass.groups import goes_with, twin
 from commpass.parallel.buckets import Part, parts_of
 from commpass.parallel.dropped import Dropped
 from commpass.parallel.exchange import Exchanges
-from commpass.parallel.taken import Gone, checked
+from commpass.parallel.taken import Gone, checked, claim
 from commpass.parallel.worker import Worker
 from commpass.plan import Plan
 from commpass.policy import Policy
@@ -70,6 +70,7 @@ def compress_ddp(
     made = backend(policy, inner=inner, profile=profile, strict=strict, dump=dump, timeout=timeout)
     door = DDPDoor(ddp, Exchanges(made))
     ddp.register_comm_hook(door, _hook)
+    claim(ddp, "compress_ddp")
     return door
 
 
@@ -95,6 +96,7 @@ class DDPDoor:
     def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges):
         self.exchanges = exchanges
         self.group: dist.ProcessGroup | None = twin(ddp.process_group)
+        goes_with(self, self.group)
         self.worker = Worker("commpass-ddp", functools.partial(_leave, weakref.ref(self)))
         self._ddp = weakref.ref(ddp)
         self._names = parameter_names(ddp)

@@ -1,8 +1,11 @@
-"""Which DistributedDataParallel models can be given a comm hook: DDP takes one alone."""
+"""Which models can be given a door: gradients are exchanged by one, and DDP takes one comm hook."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Collection
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,6 +14,43 @@ from commpass import paths
 from commpass.errors import PolicyError
 
 DOORS = ("commpass.parallel.ssfusion", "commpass.parallel.compress_ddp")
+
+
+_claimed: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
+def claim(model: nn.Module, door: str) -> None:
+    """From now on ``door`` exchanges the gradients of a model."""
+    _claimed[model] = door
+
+
+def release(model: nn.Module) -> None:
+    """The model has no door any more."""
+    _claimed.pop(model, None)
+
+
+def refuse_if_claimed(model: nn.Module, door: str, others: Collection[str]) -> None:
+    """Raises PolicyError for a model of which a parameter is exchanged by one of ``others``
+    already."""
+    mine = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def found() -> str:
+        return next(
+            (
+                f"{door}: {mine[id(parameter)]} of this model is exchanged by"
+                f" commpass.parallel.{other} of a {type(held).__name__} already, and would be"
+                f" exchanged twice. Leave one of the two out, or call remove() on ssfusion's first"
+                for held, other in list(_claimed.items())
+                for parameter in held.parameters()
+                if other in others and id(parameter) in mine
+            ),
+            "",
+        )
+
+    if found():
+        gc.collect()  # a model that nobody holds any more does not count
+        if why := found():
+            raise PolicyError(why)
 
 
 class Gone:
@@ -41,6 +81,7 @@ def checked(model: Any) -> DistributedDataParallel:
             " buckets to give to a hook: leave it out"
         )
     refuse_if_taken(ddp, "compress_ddp")
+    refuse_if_claimed(ddp, "compress_ddp", ("ssfusion",))
     sparse = [
         name
         for name, module in paths.names(ddp)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import time
+import weakref
 
 import pytest
 import torch
@@ -576,6 +578,25 @@ def copied():
 
 def test_a_model_with_a_door_can_be_copied_and_saved_and_the_copy_given_a_door(ranks2):
     assert ranks2.run(copied) == [[(True, True)] * 2] * 2
+
+
+def opened_and_gone():
+    found = []
+    for _ in range(3):
+        model = DDP(Net(), bucket_cap_mb=0.01)
+        held = weakref.ref(compress_ddp(model, INT8, inner="eager", strict=True))
+        for step in range(2):
+            plainly(model, step)
+        del model
+        gc.collect()
+        found.append((held(), len(dist.distributed_c10d._world.pg_map)))
+    return found
+
+
+def test_a_door_that_is_gone_leaves_no_groups_behind(ranks2):
+    for (first, _), *others in ranks2.run(opened_and_gone):
+        assert first is None
+        assert len({*others}) == 1
 
 
 class Complex(nn.Module):
