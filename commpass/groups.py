@@ -72,6 +72,7 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new group of the same ranks, backend, time-out and labels, in which exchanges keep an order
     of their own. All ranks of the group call this alike, and no others need to."""
+    _close_idle()
     _numbers[group] = _numbers.get(group, 0) + 1
     name = f"{group.group_name}-twin-{_numbers[group]}"
     # torch counts the groups that a rank has at the moment. Ranks may have different numbers of
@@ -80,13 +81,42 @@ def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
         made = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=timedelta(seconds=timeout_of(group)) if timeout_of(group) else None,
-            backend=dist.get_backend_config(group),
+            # by one name, since torch warns when it closes a group of several backends
+            backend="gloo" if _is_gloo(group) else dist.get_backend_config(group),
             use_local_synchronization=True,
             group_desc=group.group_desc,
             sort_ranks=False,
         )
     _twins[made] = group
     return made
+
+
+_idle: list[weakref.ref[dist.ProcessGroup]] = []
+
+
+def goes_with(owner: object, group: dist.ProcessGroup) -> None:
+    """Lets a twin be closed once its ``owner`` is gone: when the next twin is made, since an owner
+    may go in the middle of anything. On gloo alone, where a rank closes its part by itself."""
+    if _is_gloo(group):
+        weakref.finalize(owner, _idle.append, weakref.ref(group)).atexit = False
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether gloo carries all of a group's exchanges."""
+    carriers = dist.get_backend_config(group).split(",")
+    return all(carrier.endswith(":gloo") for carrier in carriers)
+
+
+def _close_idle() -> None:
+    while _idle:
+        group = _idle.pop()()
+        if group is not None and group in _known():
+            dist.destroy_process_group(group)
+
+
+def _known() -> Any:
+    """The groups that torch knows."""
+    return dist.distributed_c10d._world.pg_map
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from commpass import paths
 from commpass.annotate import words_of
 from commpass.backend import backend
 from commpass.costmodel import Profile
 from commpass.errors import PolicyError
-from commpass.groups import twin
+from commpass.groups import goes_with, twin
 from commpass.parallel.buckets import Part, parts_of
+from commpass.parallel.dropped import Dropped
 from commpass.parallel.exchange import Exchanges
+from commpass.parallel.taken import Gone, checked, claim
 from commpass.parallel.worker import Worker
 from commpass.plan import Plan
 from commpass.policy import Policy
@@ -63,77 +63,15 @@ def compress_ddp(
     are those of ``commpass.backend``. Returns the door, which shows plans and bytes; it need not be
     kept. Error feedback is in ``commpass.state_dict(model)``, by the names of parameters.
 
-    Raises PolicyError for a model that is not DDP's, one that has a comm hook, and one whose
-    gradients never come to a hook.
+    Raises PolicyError for a model that is not DDP's, one that has a comm hook, one whose gradients
+    never come to a hook, and one with complex or sparse gradients.
     """
-    ddp = _checked(model)
+    ddp = checked(model)
     made = backend(policy, inner=inner, profile=profile, strict=strict, dump=dump, timeout=timeout)
     door = DDPDoor(ddp, Exchanges(made))
     ddp.register_comm_hook(door, _hook)
+    claim(ddp, "compress_ddp")
     return door
-
-
-def _checked(model: Any) -> DistributedDataParallel:
-    """The DDP model in what was given. Raises PolicyError where there is none that takes a hook."""
-    ddp = getattr(model, "_orig_mod", model)
-    if not isinstance(ddp, DistributedDataParallel):
-        what = f"compress_ddp(model={type(ddp).__name__}): must be a DistributedDataParallel model"
-        raise PolicyError(f"{what}{_instead(ddp)}")
-    if getattr(ddp, "_use_python_reducer", False):
-        raise PolicyError(
-            "compress_ddp: optimize_ddp='python_reducer' puts the gradients' collectives into the"
-            " compiled graph, where no hook is: use torch.compile(model,"
-            " backend=commpass.backend(policy)) alone"
-        )
-    if not hasattr(ddp, "reducer"):
-        raise PolicyError(
-            "compress_ddp: delay_all_reduce_named_params names all parameters, so that DDP has no"
-            " buckets to give to a hook: leave it out"
-        )
-    if taken := _hook_of(ddp):
-        why = "mixed_precision= registers it" if ddp.mixed_precision is not None else "by hand"
-        raise PolicyError(
-            f"compress_ddp: this model already has the comm hook {taken} ({why}), and DDP takes one"
-            f" alone: {_hook.__qualname__} of commpass cannot be added. Leave one of the two out"
-        )
-    sparse = [
-        name
-        for name, module in paths.names(ddp)
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        and module.sparse
-        and module.weight.requires_grad
-    ]
-    if sparse:
-        raise PolicyError(
-            f"compress_ddp: {sparse[0]} has sparse=True, and codecs are for dense gradients: set"
-            " sparse=False, or leave the module out of DDP"
-        )
-    return ddp
-
-
-def _instead(model: Any) -> str:
-    """What to call, or to give, for what is no DDP model."""
-    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, DistributedDataParallel):
-            return f", and {path!r} in it is one: give that one"
-        if isinstance(module, FSDPModule):
-            return ", but has modules of fully_shard: call commpass.parallel.compress_fsdp"
-        if isinstance(module, FullyShardedDataParallel):
-            return ", but is FSDP1's, which has no door: use fully_shard and compress_fsdp"
-    return (
-        ". Wrap it first: DistributedDataParallel(model); use"
-        " commpass.parallel.compress_fsdp(model, policy) for FSDP2's fully_shard, or"
-        " commpass.parallel.replicate(model, mesh) for gradients in the compiled graph"
-    )
-
-
-def _hook_of(ddp: DistributedDataParallel) -> str:
-    """The name of the comm hook that a model has; "" if none."""
-    if ddp._comm_hooks:
-        hook, state = ddp._comm_hooks[0]
-        ours = "of commpass.parallel.compress_ddp" if isinstance(state, DDPDoor) else ""
-        return f"{hook.__module__}.{hook.__qualname__} {ours}".strip()
-    return str(ddp._get_ddp_logging_data().get("comm_hook", ""))
 
 
 def _hook(state: DDPDoor, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -158,6 +96,7 @@ class DDPDoor:
     def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges):
         self.exchanges = exchanges
         self.group: dist.ProcessGroup | None = twin(ddp.process_group)
+        goes_with(self, self.group)
         self.worker = Worker("commpass-ddp", functools.partial(_leave, weakref.ref(self)))
         self._ddp = weakref.ref(ddp)
         self._names = parameter_names(ddp)
@@ -166,6 +105,8 @@ class DDPDoor:
         self._provisional = _provisional_steps(ddp)
         self._now, self._last = _Step([]), _Step([])
         self._backward = -1
+        drops = ddp.find_unused_parameters and not ddp.static_graph
+        self._dropped = Dropped("ddp", self.group.size()) if drops else None
         self._streams: dict[torch.device, Any] = {}
 
     @property
@@ -177,6 +118,10 @@ class DDPDoor:
     def bytes(self) -> Bytes:
         """What this rank sent in the last step."""
         return Bytes(self._last.plain, self._last.sent)
+
+    def __reduce__(self) -> Any:
+        """A copy of the model has no comm hook, and so no door."""
+        return Gone, ()
 
     def __repr__(self) -> str:
         policy = self.exchanges.backend.policy.name
@@ -212,6 +157,8 @@ class DDPDoor:
                 job = self._job(bucket, x)
         except Exception as error:
             self.worker.fail(error)
+        if self._dropped is not None and in_backward:
+            self._dropped.sent(bucket)
         future = self._submit(job, x)
         if bucket.is_last():
             self._step_done()
@@ -222,7 +169,12 @@ class DDPDoor:
 
     def _backward_done(self) -> None:
         """Called at the end of backward, maybe before DDP ends it: errors wait until it has."""
-        torch.autograd.Variable._execution_engine.queue_callback(self.worker.check)
+        torch.autograd.Variable._execution_engine.queue_callback(self._ddp_done)
+
+    def _ddp_done(self) -> None:
+        self.worker.check()
+        if self._dropped is not None:
+            self._dropped.end()
 
     def _step_done(self) -> None:
         self._last, self._now = self._now, _Step([])

@@ -52,3 +52,11 @@ class Flat:
             found.append((owner_of([parameter]), part))
             start += parameter.numel()
         return found
+
+
+def put_back(hook: str, parameter: Tensor, values: Tensor) -> None:
+    """Adds to what is kept of a parameter's gradient for the exchanges of a ``hook``, if that is
+    anything."""
+    for name, residual in owner_of([parameter]).state.values():
+        if name.function == hook and name.own.startswith(f"{PLACE}/"):
+            residual.add_(values)

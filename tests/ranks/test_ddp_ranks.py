@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
 import os
 import time
+import weakref
 
 import pytest
 import torch
@@ -410,6 +414,49 @@ def test_what_was_applied_and_what_is_left_are_the_gradients(options, ranks2):
         assert max(left for _, left in found) > 0.1  # there was something to keep
 
 
+class Seldom(nn.Module):
+    """In float64, of two layers, of which one is used if wished."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.always = nn.Linear(16, 16, dtype=torch.float64)
+        self.seldom = nn.Linear(16, 16, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, seldom: bool) -> torch.Tensor:
+        x = self.always(x.double())
+        return x + self.seldom(x) if seldom else x
+
+
+def dropped(view):
+    """``seldom`` is used by one rank, or by nobody: DDP drops what comes back for it then."""
+    net = Seldom()
+    model = DDP(net, find_unused_parameters=True, gradient_as_bucket_view=view)
+    compress_ddp(model, TOPK, inner="eager", strict=True)
+    weights = list(net.seldom.parameters())
+    lost = [torch.zeros_like(weight) for weight in weights]
+    for step in range(6):
+        model.zero_grad()
+        somebody = step % 3 == 0
+        model(batch(step), somebody and dist.get_rank() == 0).square().mean().backward()
+        assert all((weight.grad is not None) == somebody for weight in weights)
+        if somebody:
+            exact = torch.autograd.grad(net(batch(step, 0), True).square().mean(), weights)
+            for total, weight, mine in zip(lost, weights, exact, strict=True):
+                total.add_(mine / dist.get_world_size() - weight.grad)
+    state = commpass.state_dict(model)
+    for total, name in zip(lost, ("seldom.weight", "seldom.bias"), strict=True):
+        (left,) = (state[key].clone() for key in state if key.split("/")[1] == name)
+        dist.all_reduce(left)
+        total.sub_(left)
+    return max(float(total.abs().max()) for total in lost)
+
+
+@pytest.mark.parametrize("view", [False, rarely(True)])
+def test_what_comes_back_for_a_parameter_that_nobody_used_is_not_lost(view, ranks2):
+    assert max(ranks2.run(dropped, view)) < 1e-12
+
+
 def trained_and_saved(folder):
     commpass.reset_state()
     model = DDP(Net(), bucket_cap_mb=0.01)
@@ -491,16 +538,21 @@ def refused():
     sparse = DDP(nn.Sequential(nn.Embedding(4, 4, sparse=True)))
     low = DDP(Net(), mixed_precision=nn.parallel.distributed._MixedPrecision(torch.bfloat16))
     sharded = nn.Sequential(fully_shard(Net()))
-    models = (made, by_hand, built_in, low, sparse, Net(), 3, nn.Sequential(DDP(Net())), sharded)
+    models = (
+        *(made, by_hand, built_in, low, sparse, DDP(Complex())),
+        *(Net(), 3, nn.Sequential(DDP(Net())), sharded),
+    )
     return refusals(*(lambda model=model: compress_ddp(model, "lossless") for model in models))
 
 
 def test_what_is_refused_says_what_to_do(ranks2):
-    twice, by_hand, built_in, low, sparse, plain, number, inside, sharded = ranks2.run(refused)[0]
+    twice, by_hand, built_in, low, sparse, imaginary, *wrong = ranks2.run(refused)[0]
+    plain, number, inside, sharded = wrong
     assert "commpass.parallel.compress_ddp" in twice
     assert "already has the comm hook" in twice
     assert "<lambda>" in by_hand
-    assert "_hook of commpass" in by_hand
+    assert "commpass.parallel.compress_ddp cannot be added" in by_hand
+    assert "gain is torch.complex64" in imaginary
     assert "fp16" in built_in.lower()
     assert "mixed_precision=" in low
     assert "module.0 has sparse=True" not in sparse
@@ -511,6 +563,55 @@ def test_what_is_refused_says_what_to_do(ranks2):
     assert "'0' in it is one: give that one" in inside
     assert "Wrap it first" not in inside + sharded
     assert "fully_shard: call commpass.parallel.compress_fsdp" in sharded
+
+
+def copied():
+    model = DDP(Net(), bucket_cap_mb=0.01)
+    compress_ddp(model, TOPK, inner="eager", strict=True)
+    plainly(model, 0)
+    twin = copy.deepcopy(model)
+    read = io.BytesIO()
+    torch.save(model, read)
+    read.seek(0)
+    twins = twin, torch.load(read, weights_only=False)
+    found = []
+    for each in twins:
+        door = compress_ddp(each, INT8, inner="eager", strict=True)
+        for step in range(2):
+            each.zero_grad()
+            plainly(each, step)
+        found.append((door.bytes.sent < door.bytes.plain, same_on_all(gradients(each))))
+    plainly(model, 1)
+    return found
+
+
+def test_a_model_with_a_door_can_be_copied_and_saved_and_the_copy_given_a_door(ranks2):
+    assert ranks2.run(copied) == [[(True, True)] * 2] * 2
+
+
+def opened_and_gone():
+    found = []
+    for _ in range(3):
+        model = DDP(Net(), bucket_cap_mb=0.01)
+        held = weakref.ref(compress_ddp(model, INT8, inner="eager", strict=True))
+        for step in range(2):
+            plainly(model, step)
+        del model
+        gc.collect()
+        found.append((held(), len(dist.distributed_c10d._world.pg_map)))
+    return found
+
+
+def test_a_door_that_is_gone_leaves_no_groups_behind(ranks2):
+    for (first, _), *others in ranks2.run(opened_and_gone):
+        assert first is None
+        assert len({*others}) == 1
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
 
 def one_dies():

@@ -4,7 +4,10 @@ alike, and state is carried over to other numbers of ranks."""
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import time
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -20,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commpass
 from commpass.costmodel import Link, Profile
 from commpass.errors import CommpassError, PlanMismatch, PolicyError
-from commpass.parallel import ssfusion
+from commpass.parallel import compress_ddp, ssfusion
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -510,6 +513,58 @@ def check_refused() -> None:
     planned(batch(0)).sum().backward()
     with pytest.raises(PlanMismatch, match="fusion plans"):
         planned(batch(1)).sum().backward()
+
+
+def check_two_doors() -> None:
+    """The gradients of a parameter are exchanged once, and refusals name both."""
+    held = DistributedDataParallel(net())
+    compress_ddp(held, "off")
+    for model in (held, held.module):
+        with pytest.raises(PolicyError, match=r"^ssfusion: .*0\.weight.*compress_ddp of a Dist"):
+            ssfusion(model, **USUAL)
+    inner = net()
+    ssfusion(inner, **USUAL)
+    with pytest.raises(PolicyError, match=r"^compress_ddp: module\.0\.weight.*ssfusion of a Seq"):
+        compress_ddp(DistributedDataParallel(inner), "off")
+    with pytest.raises(PolicyError, match=r"^ssfusion: weight .*ssfusion of a Sequential already"):
+        ssfusion(inner[0], **USUAL)
+    by_hand = DistributedDataParallel(net())
+    by_hand.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(PolicyError, match=r"^ssfusion: .* comm hook .*<lambda>"):
+        ssfusion(by_hand, **USUAL)
+    inner(batch(0)).sum().backward()
+
+
+def test_a_second_door_of_any_kind_is_refused(ranks2):
+    ranks2.run(check_two_doors)
+
+
+def check_gone(ddp: bool) -> list[tuple[bool, int]]:
+    found = []
+    for _ in range(3):
+        model = DistributedDataParallel(net()) if ddp else net()
+        ssfusion(model, **USUAL)
+        train(model, range(3))
+        held = weakref.ref(next(model.parameters()))
+        del model
+        deadline = time.monotonic() + 10  # the threads may hold the last step for a moment
+        while held() is not None and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.05)
+        found.append((held() is None, len(dist.distributed_c10d._world.pg_map)))
+    layer = net()
+    ssfusion(nn.Sequential(layer), **USUAL)
+    gc.collect()
+    with pytest.raises(CommpassError, match="the model that was given to ssfusion is gone"):
+        layer(batch(0)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_a_model_that_is_gone_leaves_nothing_behind(ddp, ranks2):
+    for found in ranks2.run(check_gone, ddp):
+        assert all(gone for gone, _ in found)
+        assert len({groups for _, groups in found[1:]}) == 1
 
 
 def test_what_cannot_be_is_refused_on_all_ranks(ranks2):

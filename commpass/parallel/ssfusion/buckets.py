@@ -2,6 +2,7 @@
 gradients have come back. (Without postponed annotations, which DDP would not understand.)"""
 
 import threading
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpass.errors import PolicyError
 from commpass.parallel.ssfusion.driver import Driver
-from commpass.parallel.ssfusion.hooks import after_forward
+from commpass.parallel.ssfusion.hooks import after_forward, weakly
 from commpass.parallel.ssfusion.planner import Planner
 
 
@@ -21,18 +22,14 @@ class BucketHooks:
     """Gradients of a DistributedDataParallel: a comm hook, which cannot be taken back."""
 
     def __init__(self, module: DistributedDataParallel, planner: Planner):
-        if module._comm_hooks:
-            raise PolicyError(
-                "ssfusion: this model already has a comm hook,"
-                f" {module._comm_hooks[0][0].__qualname__}, and DDP takes one alone. compress_ddp"
-                " sets one as well: leave one of the two out"
-            )
-        self.module, self.driver = module, Driver(planner, self._done, self._broken)
+        # Its reducer holds the hook, of which Python sees nothing.
+        self.module = weakref.ref(module)
+        self.driver = Driver(planner, self._done, self._broken)
         self._lock = threading.Lock()
         self._of: dict[int, _Bucket] = {}
         self._used: set[int] = set()
         self._handles: list[Any] = [
-            each.parameter.register_post_accumulate_grad_hook(self._accumulated)
+            each.parameter.register_post_accumulate_grad_hook(weakly(self._accumulated))
             for each in planner.weights
         ]
         self._handles.append(after_forward(module, self.driver))
@@ -43,7 +40,9 @@ class BucketHooks:
         module.register_comm_hook(None, ssfusion)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        found: AbstractContextManager[None] = self.module.no_sync()
+        module = self.module()
+        assert module is not None  # whoever calls this holds it
+        found: AbstractContextManager[None] = module.no_sync()
         return found
 
     def remove(self) -> None:

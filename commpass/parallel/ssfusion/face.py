@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn, optim
@@ -17,18 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 from commpass.codecs.codec import FLOATS
 from commpass.costmodel import Link, Profile
 from commpass.errors import PolicyError
-from commpass.groups import labels, ready, twin
+from commpass.groups import goes_with, labels, ready, twin
 from commpass.parallel.ssfusion.buckets import BucketHooks
 from commpass.parallel.ssfusion.hooks import ModuleHooks
 from commpass.parallel.ssfusion.options import Options, check_optimizer
 from commpass.parallel.ssfusion.plan import FusionPlan, Settings
 from commpass.parallel.ssfusion.planner import Planner, Weight, agree
+from commpass.parallel.taken import claim, refuse_if_claimed, refuse_if_taken, release
 from commpass.paths import join, names
 from commpass.policy import PRESETS, Policy, policy_named
 from commpass.runtime import state
 from commpass.runtime.machine import profile_here
-
-_applied: WeakKeyDictionary[nn.Module, SSFusion] = WeakKeyDictionary()
 
 
 def ssfusion(
@@ -82,8 +80,9 @@ def ssfusion(
         )
     if not isinstance(model, nn.Module):
         raise PolicyError(f"model={model!r}: must be a module or a DistributedDataParallel")
-    if model in _applied:
-        raise PolicyError("ssfusion was applied to this model already: call remove() on it first")
+    refuse_if_claimed(model, "ssfusion", ("ssfusion", "compress_ddp"))
+    if isinstance(model, DistributedDataParallel):
+        refuse_if_taken(model, "ssfusion")
     settings = Settings(density, bound, fuse, aware, interleave, offload, force)
     options = Options(settings, selector, momentum, clip, warmup, step, profile_steps, dense)
     check_optimizer(optimizer, momentum)
@@ -100,8 +99,9 @@ def ssfusion(
     else:
         _spread(model, lane)
         hooks = ModuleHooks(model, planner)
-    made = _applied[model] = SSFusion(model, hooks)
-    return made
+    goes_with(hooks.driver, lane)
+    claim(model, "ssfusion")
+    return SSFusion(model, hooks)
 
 
 def door_for(policy: str | Path | Policy) -> Callable[..., SSFusion] | None:
@@ -160,7 +160,7 @@ class SSFusion:
     def remove(self) -> None:
         """Leaves gradients alone from now on. What was not sent stays in the state."""
         self._hooks.remove()
-        _applied.pop(self._model, None)
+        release(self._model)
 
 
 def _group_of(model: nn.Module, group: Any) -> dist.ProcessGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from commpass.errors import PolicyError
+from commpass.errors import CommpassError, PolicyError
 from commpass.parallel.ssfusion.driver import Driver
 from commpass.parallel.ssfusion.planner import Planner
 
@@ -25,10 +25,10 @@ class ModuleHooks:
         self.syncs = True
         self._task = -1
         self._handles: list[Any] = [
-            each.parameter.register_post_accumulate_grad_hook(self._ready)
+            each.parameter.register_post_accumulate_grad_hook(weakly(self._ready, each.name))
             for each in planner.weights
         ]
-        self._handles.append(after_forward(module, self.driver))
+        self._handles.append(after_forward(module, self.driver, keeps=self))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -83,8 +83,29 @@ def _within() -> bool:
     return torch._C._current_autograd_node() is not None
 
 
-def after_forward(module: nn.Module, driver: Driver) -> Any:
-    """Tells the clock when forward has ended, as long as times are measured."""
+def weakly(method: Callable[[torch.Tensor], None], name: str = "") -> Callable[[Any], None]:
+    """A hook for the parameter ``name`` that does not keep the object of a method: Python does not
+    see through these hooks, and would never free what refers to the parameter. Where the object is
+    gone it raises CommpassError, and does nothing without a name."""
+    held = weakref.WeakMethod(method)
+
+    def hook(parameter: torch.Tensor) -> None:
+        found = held()
+        if found is not None:
+            found(parameter)
+        elif name:
+            raise CommpassError(
+                f"{name}: the model that was given to ssfusion is gone, and no one exchanges its"
+                " gradients any more: keep the model as long as its parameters are trained, or call"
+                " remove() on what ssfusion returned"
+            )
+
+    return hook
+
+
+def after_forward(module: nn.Module, driver: Driver, keeps: object = None) -> Any:
+    """Tells the clock when forward has ended, as long as times are measured. The hook ``keeps`` an
+    object as long as there is the module."""
     held = weakref.ref(driver)  # so that the module can be copied
 
     def begin(module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -92,4 +113,5 @@ def after_forward(module: nn.Module, driver: Driver) -> Any:
         if found is not None and found.planner.measures(found.count):
             found.planner.clock.begin()
 
+    vars(begin)["keeps"] = keeps
     return module.register_forward_hook(begin)
