@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import commpass
 from commpass.costmodel import Link
 from commpass.errors import PolicyError
-from commpass.parallel.ssfusion import door_for, ssfusion
+from commpass.parallel.ssfusion import ssfusion
 from commpass.parallel.ssfusion.buffers import Problem, cut_off, excluded, fused, offloaded
 from commpass.parallel.ssfusion.memory import Memory, clipped
 from commpass.parallel.ssfusion.options import WARM_UP, Options, check_optimizer
@@ -408,10 +408,3 @@ def test_momentum_on_both_sides_is_refused():
         check_optimizer(optimizer, 0.0)
     check_optimizer(torch.optim.SGD(weight, lr=0.1), 0.9)
     check_optimizer(None, 0.9)
-
-
-def test_the_preset_has_a_door_of_its_own_and_no_other_has():
-    assert door_for("ssfusion") is ssfusion
-    assert door_for(commpass.Policy.from_preset("ssfusion")) is ssfusion
-    assert door_for("balanced") is None
-    assert door_for(commpass.Policy.from_preset("ssfusion", max_error=0.5)) is None

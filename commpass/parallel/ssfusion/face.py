@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from commpass.parallel.ssfusion.plan import FusionPlan, Settings
 from commpass.parallel.ssfusion.planner import Planner, Weight, agree
 from commpass.parallel.taken import claim, refuse_if_claimed, refuse_if_taken, release
 from commpass.paths import join, names
-from commpass.policy import PRESETS, Policy, policy_named
 from commpass.runtime import state
 from commpass.runtime.machine import profile_here
 
@@ -102,12 +101,6 @@ def ssfusion(
     goes_with(hooks.driver, lane)
     claim(model, "ssfusion")
     return SSFusion(model, hooks)
-
-
-def door_for(policy: str | Path | Policy) -> Callable[..., SSFusion] | None:
-    """Who carries out a policy for a ``DistributedDataParallel`` altogether: ``ssfusion`` for the
-    preset of that name, None for all others."""
-    return ssfusion if policy_named(policy) == PRESETS["ssfusion"] else None
 
 
 class SSFusion:
