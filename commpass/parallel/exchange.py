@@ -33,7 +33,8 @@ class Exchange:
     ``ranks`` ranks, for the module at ``module``, in ``direction``; ``hook`` is who sends it, in
     the names of its state. ``word`` is what ``compress`` or ``keep`` says of it, as JSON;
     ``obstacle`` is why it is left as it is, if it must be. ``flat`` says that it sends the
-    gradients of its parameters one after another: state is then kept by parameter.
+    gradients of its parameters one after another: state is then kept by parameter. ``again`` says
+    that backward sends once more what forward sent, and must get the same bits.
 
     A mean (``op="avg"``) is the sum of values that each rank has multiplied by 1 / ``ranks`` before
     it sends them, as DDP has it: the library need not know means, and no sum overflows that its
@@ -50,6 +51,7 @@ class Exchange:
     word: str | None = None
     obstacle: str | None = None
     flat: bool = False
+    again: bool = False
 
     def graph(self, inplace: bool) -> fx.GraphModule:
         """``x -> None``, which puts the result into ``x``, or ``(x, out) -> None``, into ``out``:
@@ -117,7 +119,7 @@ class Exchanges:
         before = len(record.plans())
         gm = what.graph(out is None)
         with_fakes(gm, [x] if out is None else [x, out])
-        calls = HookCalls(what.direction, what.hook, of, what.flat)
+        calls = HookCalls(what.direction, what.hook, of, what.flat, what.again)
         inductor = self.backend.inner == "inductor"
 
         def compile_graph(gm: fx.GraphModule, more: Sequence[Any], pinned: bool) -> Any:

@@ -72,6 +72,11 @@ class Unit:
         """How many ranks hold the same shard (HSDP)."""
         return int(getattr(self.group.mesh_info, "replicate_mesh_size", 1))
 
+    @property
+    def gathers_again(self) -> bool:
+        """Whether backward gathers from the shards from which forward gathered."""
+        return self.group.post_forward_mesh_info is self.group.mesh_info
+
     def is_whole(self, group: dist.ProcessGroup) -> bool:
         """Whether it is over this group that the parameters are sharded between steps."""
         return group is getattr(self.group.mesh_info, "shard_process_group", None)
@@ -100,6 +105,8 @@ class CompressedAllGather:
             what = replace(what, obstacle=PACKED)
         elif not self.unit.is_whole(group):
             what = replace(what, direction="backward", obstacle=RESHARDED)
+        elif self.unit.gathers_again:
+            what = replace(what, again=True)
         send = self.door.sending(what, input_tensor, output_tensor, self.unit)
         if send is None:
             plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, async_op)

@@ -25,7 +25,7 @@ from torch.utils.weak import TensorWeakRef
 
 from commpass import paths
 from commpass.errors import PolicyError
-from commpass.passes.references import BACKWARD, Weights
+from commpass.passes.references import BACKWARD, GATHERED_AGAIN, Weights
 
 log = logging.getLogger("commpass")
 
@@ -273,11 +273,20 @@ class Calls:
 class HookCalls(Calls):
     """The calls of a graph that a hook made, of one collective: whose state it keeps is known from
     the start, and so is its direction. With ``flat`` its tensor holds the gradients of the
-    parameters one after another, and the state belongs to each of them."""
+    parameters one after another, and the state belongs to each of them. ``again`` says that
+    backward calls it once more for what forward has gathered."""
 
     hook = True
 
-    def __init__(self, direction: str, name: str, parameters: Sequence[Tensor], flat: bool = False):
+    def __init__(
+        self,
+        direction: str,
+        name: str,
+        parameters: Sequence[Tensor],
+        flat: bool = False,
+        again: bool = False,
+    ):
+        self.again = again
         self.parameters_of_flat = tuple(parameters) if flat else ()
         self.autograd = direction == "backward"
         self.code, self.fixed, self.positions = Code("", 0, name), (), []
@@ -297,6 +306,8 @@ class HookCalls(Calls):
     def weights(self, gm: fx.GraphModule, direction: str, stateless: str | None) -> Weights:
         if direction == "backward" or self.whose is None:
             return Weights(why=BACKWARD if direction == "backward" else NOBODYS)
+        if self.again:
+            return Weights(why=GATHERED_AGAIN)
         return Weights({0: tuple(range(len(self.whose.parameters)))})
 
     def owner(self, direction: str) -> Owner:

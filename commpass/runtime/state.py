@@ -72,6 +72,8 @@ class Name:
 
 
 UNKNOWN = "-"
+OF_GRADIENTS = ("ddp", "ssfusion")
+"""Functions that are hooks, which keep one residual for each parameter's gradient."""
 
 
 @dataclass
@@ -254,6 +256,7 @@ def load_state_dict(state: Mapping[str, Tensor], model: nn.Module | None = None)
     live = _live(model)
     if given and model is not None:
         _check_parameters(given, set(parameter_names(model).values()))
+        _check_shapes(given, model)
     loaded = [
         (_shared(name, tensor, given) if given else torch.zeros_like(tensor))
         for name, tensor in live
@@ -302,6 +305,20 @@ def _check_parameters(given: Iterable[Name], known: set[str]) -> None:
     """Raises PolicyError for state of parameters that a model does not have."""
     if left := {saved.parameter for saved in given} - known - {UNKNOWN}:
         raise PolicyError(_foreign(left, known, "was loaded for", "this model has"))
+
+
+def _check_shapes(given: Mapping[Name, Tensor], model: nn.Module) -> None:
+    """Raises PolicyError for state of whole gradients, as hooks keep it, that is not of the shape
+    of their parameters: before a step asks for it, which others might not survive."""
+    names = parameter_names(model)
+    shapes = {names[id(one)]: one.shape for one in model.parameters() if id(one) in names}
+    for saved, tensor in given.items():
+        like = shapes.get(saved.parameter, tensor.shape)
+        if saved.function in OF_GRADIENTS and tensor.shape != like:
+            raise PolicyError(
+                f"{saved.whose}: the state is {list(tensor.shape)}, but here it is of a"
+                f" parameter {list(like)}"
+            )
 
 
 def _same(name: Name, saved: Name) -> bool:

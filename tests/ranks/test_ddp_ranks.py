@@ -608,6 +608,25 @@ def test_a_door_that_is_gone_leaves_no_groups_behind(ranks2):
         assert len({*others}) == 1
 
 
+def of_another_shape():
+    """State that was loaded before the first step is refused at once, and the door goes on."""
+    first, model = (DDP(Net(), bucket_cap_mb=0.01) for _ in range(2))
+    for each in (first, model):
+        compress_ddp(each, TOPK, inner="eager", strict=True)
+    for step in range(2):
+        plainly(first, step)
+    cut = {name: tensor[:1] for name, tensor in commpass.state_dict(first).items()}
+    with pytest.raises(PolicyError, match=r"the state is \[1\], but here .* \[8\]"):
+        commpass.load_state_dict(cut, model)
+    for step in range(2):
+        plainly(model, step)
+    assert all(tensor.shape[0] > 1 for tensor in commpass.state_dict(model).values())
+
+
+def test_state_of_another_shape_is_refused_before_the_first_step(ranks2):
+    ranks2.run(of_another_shape)
+
+
 class Complex(nn.Module):
     def __init__(self):
         super().__init__()

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import commpass
 from commpass import Policy, Rule
+from commpass.costmodel import Link, Profile
 from commpass.parallel import compress_fsdp
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -621,6 +622,34 @@ def reasons() -> None:
     mixed = True
     found = reasons_of(fully_shard(model), "int8")
     assert any("several dtypes" in each for each in found if each.startswith("all_gather"))
+
+
+def differences() -> None:
+    """A reference moves with each gather, so that one in backward must not be a second one."""
+    slow = Profile("slow", Link(1.0, 1e-6))
+    rules = [Rule(kind="all_gather", codec="difference(inner=int8)")]
+    for again in (True, False):
+        model = Net()
+        for layer in model.layers:
+            fully_shard(layer, reshard_after_forward=again)
+        seen: list[torch.Tensor] = []
+
+        def see(layer, *_, seen=seen):
+            seen.append(next(layer.parameters()).detach().clone())
+
+        model.layers[1].register_forward_hook(see)
+        model.layers[1].register_full_backward_pre_hook(see)
+        door = opened(model, Policy(rules=rules, max_error=1.0), profile=slow)
+        plain_steps(model, adam(model), 3)
+        for forward, backward in zip(seen[::2], seen[1::2], strict=True):
+            assert torch.equal(forward, backward)
+        sites = [site for plan in door.plans for site in plan if site.kind == "all_gather"]
+        assert {site.codec.startswith("difference") for site in sites} == {not again}
+        assert all("backward gathers it again" in site.reason for site in sites if again)
+
+
+def test_differences_where_backward_does_not_gather_again_alone(ranks2):
+    ranks2.run(differences)
 
 
 def words() -> None:
