@@ -122,9 +122,10 @@ def _check(stage: Any) -> None:
         )
 
 
-_pipelines: Counter[tuple[str, str, int]] = Counter()
-"""How often a stage of a number was compressed, by the run of this process and its group: the
-other end counts the same, so that two pipelines of one group are not mistaken for each other."""
+_pipelines: Counter[tuple[str, str, int, int]] = Counter()
+"""How often a stage of a number was compressed, by the run of this process, its group and the
+number of stages: the other end counts the same, so that two pipelines of one group are not mistaken
+for each other."""
 
 
 class Compressed:
@@ -137,9 +138,10 @@ class Compressed:
         self.group: dist.ProcessGroup = group
         greet()
         self.answers = ends.answers()
-        count = (board().nonce if self.answers else "", self.group.group_name, stage.stage_index)
+        run, many = board().nonce if self.answers else "", stage.num_stages
+        count = (run, self.group.group_name, many, stage.stage_index)
         _pipelines[count] += 1
-        self.number = _pipelines[count]
+        self.number = f"{many}/{_pipelines[count]}"
         self.prepared: Counter[str] = Counter()
         self.plans: dict[str, Plan] = {}
         self.coded: dict[tuple[str, str], list[tuple[Line, PlannedSite, Coding | None]]] = {}

@@ -31,8 +31,7 @@ class OfParameters:
 
 
 def of_whom(kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> list[OfParameters]:
-    outputs: Any = gm.graph.output_node().args[0]
-    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    outputs = gm.graph.output_node()
     found: list[OfParameters] = []
     for one in kept:
         parameters = one.parameters or calls.parameters(outputs, one.reaches)

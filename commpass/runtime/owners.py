@@ -147,6 +147,14 @@ def _code() -> Code:
     return Code(code.co_filename, code.co_firstlineno, code.co_qualname)
 
 
+def _grad_of(said: Any) -> Any:
+    """The input of which an output is the gradient, as AOTAutograd describes both; None if of
+    none."""
+    while hasattr(said, "base"):  # a part of a tensor subclass
+        said = said.base
+    return getattr(said, "grad_of", None)
+
+
 class Calls:
     """The calls of one graph of Dynamo's. ``autograd`` says that compiled autograd made it: then
     it is a backward graph."""
@@ -171,22 +179,19 @@ class Calls:
             self.positions = [i for i, value in enumerate(inputs) if _is_weight(value)]
         self.last = False
         """Whether Dynamo will compile this code no more."""
-        self.inputs = len(inputs)
-        self.buffers = len(list(gm.buffers()))
         self._now = threading.local()
 
-    def parameters(self, outputs: Sequence[Any], reaches: Iterable[int]) -> tuple[int, ...]:
+    def parameters(self, outputs: fx.Node, reaches: Iterable[int]) -> tuple[int, ...]:
         """The numbers, among what an owner has, of the parameters of which the outputs ``reaches``
-        of the backward graph are the gradients. () where that cannot be told."""
-        fixed = len(self.fixed)
-        if self.autograd or len(outputs) != fixed + self.buffers + self.inputs:
+        of the backward graph are the gradients. () where that cannot be told.
+
+        AOTAutograd says it of each output: their places do not, for the gradient of a DTensor is
+        several outputs."""
+        said = outputs.meta.get("desc")
+        if self.autograd or said is None:
             return ()
-        given = {
-            fixed + self.buffers + position: fixed + number
-            for number, position in enumerate(self.positions)
-        }
-        numbers = {**{number: number for number in range(fixed)}, **given}
-        return tuple(sorted(numbers[output] for output in reaches if output in numbers))
+        numbers = {self._number(_grad_of(said[output])) for output in reaches}
+        return tuple(sorted(number for number in numbers if number is not None))
 
     def stateless(self, direction: str, inference: bool) -> str | None:
         """Why no state can be kept for a site of this graph, if none can."""
@@ -290,7 +295,6 @@ class HookCalls(Calls):
         self.parameters_of_flat = tuple(parameters) if flat else ()
         self.autograd = direction == "backward"
         self.code, self.fixed, self.positions = Code("", 0, name), (), []
-        self.inputs = self.buffers = 0
         self.keeps: bool | None = None
         self.refers = self.last = False
         self.whose = owner_of(parameters) if parameters else None

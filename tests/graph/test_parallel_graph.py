@@ -444,6 +444,15 @@ def test_what_cannot_be_made_is_said(fake_group):
     refused("weight of|replaced", once, torch.randn(4, 32))
 
 
+@pytest.mark.parametrize("how", ["replicate", "shard"])
+def test_other_dtypes_afterwards_are_refused(fake_group, how):
+    fake_group(2)
+    model = make(how, nn.Linear(4, 4), mesh_of(2)).to(torch.bfloat16)
+    x = torch.zeros(1, 4, dtype=torch.bfloat16)
+    refused("weight of ParallelLinear became torch.bfloat16|torch.float32", model, x)
+    assert model.float()(x.float()).shape == (1, 4)
+
+
 def test_what_is_refused_is_left_as_it_was(fake_group):
     fake_group(4)
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))

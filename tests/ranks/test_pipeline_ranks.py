@@ -372,6 +372,23 @@ def test_evaluation_between_steps(ranks2: Ranks):
 # --- what goes wrong ------------------------------------------------------------------------------
 
 
+def several_pipelines(policy):
+    """Two pipelines of one group, of which only some stages have the same numbers."""
+    for name in ("GPipe", "Interleaved1F1B", "GPipe"):
+        schedule, stages = pipeline(name, policy, timeout=20)
+        step(schedule, stages, *data())
+    return grads_of(stages)
+
+
+def test_pipelines_of_other_numbers_of_stages_are_not_mistaken(ranks2: Ranks):
+    alone = ranks2.run(run, "GPipe", forced(), torch.float32, 1)
+    found = ranks2.run(several_pipelines, forced())
+    for (want, _, _), got in zip(alone, found, strict=True):
+        assert {k: [g.tolist() for g in v] for k, v in want.items()} == {
+            k: [g.tolist() for g in v] for k, v in got.items()
+        }
+
+
 def raised(kind, function, *args, **more):
     try:
         function(*args, **more)

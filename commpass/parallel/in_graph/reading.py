@@ -74,6 +74,12 @@ def _whole(module: nn.Module, name: str) -> Tensor:
             f"{name} of {type(module).__name__} was replaced by a {type(parameter).__name__} after"
             " the model was made data-parallel: change its values, as load_state_dict does"
         )
+    if parameter.dtype != held.how.dtype:
+        raise ParallelError(
+            f"{name} of {type(module).__name__} became {parameter.dtype} after the model was made"
+            f" data-parallel with {held.how.dtype}: change dtypes before, as in model.to(...), or"
+            " compute in another one by param_dtype="
+        )
     if held.keep_gathered or not torch.is_grad_enabled():
         whole = _read(parameter.to_local(), held)
     else:  # backward runs it again
