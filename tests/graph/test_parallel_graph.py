@@ -453,6 +453,18 @@ def test_other_dtypes_afterwards_are_refused(fake_group, how):
     assert model.float()(x.float()).shape == (1, 4)
 
 
+@pytest.mark.parametrize("how", HOW)
+def test_parameters_that_are_added_afterwards_are_refused(fake_group, how):
+    fake_group(2)
+    model = make(how, nn.Linear(4, 4), mesh_of(2))
+    more = nn.Parameter(torch.ones(4))
+    refused("gain of ParallelLinear|add it before", setattr, model, "gain", more)
+    refused("gain of ParallelLinear|add it before", model.register_parameter, "gain", more)
+    assert sorted(model.state_dict()) == ["bias", "weight"]
+    model.load_state_dict(model.state_dict(), assign=True)  # sets those that are there
+    assert copy.deepcopy(model)(torch.zeros(1, 4)).shape == (1, 4)
+
+
 def test_what_is_refused_is_left_as_it_was(fake_group):
     fake_group(4)
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))

@@ -60,8 +60,18 @@ def reading(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
     def read(name: str) -> property:
         return property(lambda module: _whole(module, name))
 
-    members = {name: read(name) for name in names} | {"__module__": kind.__module__}
-    return type(f"Parallel{kind.__name__}", (kind,), members)
+    members = {name: read(name) for name in names} | {"register_parameter": _register}
+    return type(f"Parallel{kind.__name__}", (kind,), members | {"__module__": kind.__module__})
+
+
+def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """As of ``nn.Module``, for the parameters that a module had when it was made parallel."""
+    if name not in module.__dict__[HELD]:
+        raise ParallelError(
+            f"{name} of {type(module).__name__} is added after the model was made data-parallel,"
+            " and its gradient would not be exchanged: add it before"
+        )
+    nn.Module.register_parameter(module, name, parameter)
 
 
 def _whole(module: nn.Module, name: str) -> Tensor:
