@@ -63,6 +63,7 @@ def compile_and_run(policy=FORCED, model=None, times=1, grad=False, **options):
     return commpass.plans()[seen:]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("ranks", [rarely(2), rarely(8), 64, rarely(1024)])
 def test_a_model_compiles_for_any_number_of_ranks(ranks, fake_group):
     fake_group(ranks)

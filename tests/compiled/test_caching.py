@@ -76,6 +76,7 @@ def run_policies(order: str, training: bool) -> list[tuple[str, str, bool, int, 
     return rows
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("training", [False, rarely(True)])
 def test_policies_in_turn_give_their_own_numbers_and_plans_with_cache_hits_in_two_processes(
     training, tmp_path

@@ -372,7 +372,6 @@ def test_the_number_of_threads_changes_nothing(spec):
         (Chain(BF16, (Encode(codec("int8(rounding=stochastic)")),)), "rounding at random"),
         (Chain(BF16, (Encode(codec("int8(static=2.0)")),)), "mark what is not finite"),
         (Chain(BF16, (Encode(codec("int8(scale=rms)")),)), "Rms scales"),
-        (Chain(BF16, (Enter(codec("tahquant").domain),)), "pivot swap"),
         (Chain(BF16, (Encode(codec("equarx")),)), "Lanes"),
         (Chain(BF16, (Encode(codec("int8(block=8)")),)), "multiples of 16"),
         (Chain(torch.float64, (Encode(INT8),)), "float64"),

@@ -177,6 +177,7 @@ def test_the_same_is_decided_of_sites_that_nothing_tells_apart():
     assert len({site.hidden for site in plan}) == 1
 
 
+@pytest.mark.every
 def test_of_many_sites_those_that_have_the_most_compute_behind_them_are_left_alone():
     """One after the other on a link that has time for half of them, without codes."""
     many = MANY + 8
@@ -201,6 +202,7 @@ cases = st.tuples(
 )
 
 
+@pytest.mark.every
 @settings(max_examples=30, deadline=None)
 @given(cases)
 def test_against_all_that_could_be_left_alone(case):

@@ -449,6 +449,7 @@ def test_from_the_command_line(tmp_path, trained):
     assert Policy.from_toml(out) == found.policy(0.01, name="p")
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("function", "mesh", "said"),
     [("wrong", "tp=2", "must give a model, batches"), ("build", "tp=4", "a mesh of 4 ranks")],

@@ -145,6 +145,7 @@ def test_two_ranks(ranks2, tmp_path, text, algorithm, numel, dtype):
     check(ranks2, tmp_path, text, algorithm, numel, dtype)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("algorithm", BOTH)
 @pytest.mark.parametrize(
     ("text", "numel", "dtype"),

@@ -128,7 +128,7 @@ def trained(codec: str, steps: int) -> tuple[list[float], list[float], set[str]]
     ("codec", "near"),
     [
         ("int8", 0.05),
-        ("rotated(bits=4)", 0.15),
+        rarely("rotated(bits=4)", 0.15),
         rarely("bf16", 0.02),
         rarely("fp8", 0.1),
         rarely("taco", 0.1),

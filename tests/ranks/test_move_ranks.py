@@ -41,7 +41,10 @@ def check_bits(rule: dict) -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [{}, {"codec": "int8", "algorithm": "two_shot", "force": True, "chunks": 2}],
+    [
+        pytest.param({}, marks=pytest.mark.every),
+        {"codec": "int8", "algorithm": "two_shot", "force": True, "chunks": 2},
+    ],
     ids=["plain", "int8"],
 )
 def test_moved_exchanges_give_the_same_bits(rule, ranks2):

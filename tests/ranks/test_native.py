@@ -296,5 +296,6 @@ def check_model() -> None:
     assert "native" not in [site.algorithm for site in sites]
 
 
+@pytest.mark.every
 def test_a_model_trains_by_native_only_where_it_is_named(ranks4):
     ranks4.run(check_model, timeout=280)

@@ -90,6 +90,7 @@ def launch(*wanted: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.every
 def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path: Path):
     done = launch("--seconds", "300", "-o", str(tmp_path / "none" / "cluster.json"))
     assert done.returncode != 0

@@ -60,6 +60,7 @@ def sizes_change(inner: str) -> None:
     ]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("inner", ["eager", rarely("inductor")])
 def test_each_size_is_sent_by_the_graph_that_is_right_for_it(inner, ranks2):
     ranks2.run(sizes_change, inner)

@@ -261,6 +261,7 @@ print(repr(found.chosen))
 """
 
 
+@pytest.mark.every
 def test_order_and_hash_seed_change_nothing():
     code = SHUFFLED.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[1])])
     said = {
