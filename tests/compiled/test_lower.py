@@ -372,7 +372,7 @@ def check_sizes_of_data(policy, sites=3, dynamic=False, training=False, lowering
         assert {(site.codec, site.lowering) for site in plan} == {("exponent", lowering)}
 
 
-@pytest.mark.parametrize("lowering", ["inline", "kernel"])
+@pytest.mark.parametrize("lowering", [pytest.param("inline", marks=EVERY), "kernel"])
 def test_codes_whose_size_depends_on_values_have_both_forms(
     lowering, fake_group, without_code, made
 ):

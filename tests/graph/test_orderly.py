@@ -171,6 +171,7 @@ def whole_plan() -> str:
     return run(road, "0", strict=True).plan.to_json()
 
 
+@pytest.mark.every
 def test_a_plan_is_the_same_under_every_hash_seed_and_on_every_rank():
     here = Path(__file__).parent
     said = []

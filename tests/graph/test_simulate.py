@@ -246,6 +246,7 @@ def call(tmp_path: Path, *args: str):
     )
 
 
+@pytest.mark.every
 def test_a_table_and_a_picture(tmp_path):
     plot = tmp_path / "out.png"
     result = call(

@@ -77,6 +77,7 @@ def test_a_graph_on_each_side_of_the_size_from_which_codes_gain():
     assert large.sites[0].bytes == 4000 * WIDTH * 4
 
 
+@pytest.mark.every
 def test_it_ends_where_the_cost_model_decides_otherwise():
     (plan,) = run(layer, (4,))
     rows = edge(plan)

@@ -400,6 +400,7 @@ def own_ranks() -> Iterator[Ranks]:
     ranks.stop()
 
 
+@pytest.mark.every
 def test_a_rank_that_fails_lets_the_others_go(own_ranks):
     (waiting, seconds), (failed, _) = own_ranks.run(failing)
     assert failed == "ValueError: the disk is full"

@@ -95,6 +95,7 @@ def by_trainer(policies: list) -> list[tuple]:
     return found
 
 
+@pytest.mark.every
 def test_trainer_sends_gradients_by_the_policy(ranks2):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -144,9 +144,16 @@ def test_tensor_and_data_parallelism():
 @pytest.mark.parametrize(
     ("script", "options", "said"),
     [
-        ("train_fsdp_tp", ["--ranks=3"], "--ranks 3: must be a multiple of 2"),
+        pytest.param(
+            "train_fsdp_tp",
+            ["--ranks=3"],
+            "--ranks 3: must be a multiple of 2",
+            marks=pytest.mark.every,
+        ),
         ("train_3d", ["--policy=balanced-4d"], "did you mean 'balanced-3d'"),
-        ("train_3d", ["--mesh=dp,pp"], "invalid choice: 'dp,pp'"),
+        pytest.param(
+            "train_3d", ["--mesh=dp,pp"], "invalid choice: 'dp,pp'", marks=pytest.mark.every
+        ),
     ],
 )
 def test_options_that_cannot_be(script, options, said):

@@ -430,7 +430,7 @@ def ddp(policy) -> tuple[list, list]:
 ANY_INT8 = Policy(rules=[Rule(codec="int8", force=True)], max_error=0.1)
 
 
-@pytest.mark.parametrize("policy", [EXACT, ANY_INT8])
+@pytest.mark.parametrize("policy", [rarely(EXACT), ANY_INT8])
 def test_the_reducer_of_ddp_in_python(ranks2, policy):
     kinds, sent, planned = ranks2.run(ddp, policy)[0]
     ranks2.stop()  # DDP leaves hooks in the process group

@@ -171,6 +171,7 @@ def of_two_groups() -> list[float]:
     return found
 
 
+@pytest.mark.every
 def test_what_one_group_sees_does_not_depend_on_others(ranks3):
     first, second, _ = ranks3.run(of_two_groups)
     assert first == second

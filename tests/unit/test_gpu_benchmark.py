@@ -122,6 +122,7 @@ def test_a_broken_kernel_is_found(broken, said):
 # --- the command ----------------------------------------------------------------------------------
 
 
+@pytest.mark.every
 def test_the_command_runs_dry(tmp_path):
     path = tmp_path / "found.json"
     names = ["copy", "check int4", "time block codecs"]

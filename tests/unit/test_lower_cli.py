@@ -84,6 +84,7 @@ def test_bytes_are_those_of_all_rows():
     assert programs == int(programs)
 
 
+@pytest.mark.every
 def test_a_table_of_all_kernels():
     result = run("--codec", "int8")
     assert result.exit_code == 0, result.output
