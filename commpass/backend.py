@@ -434,10 +434,12 @@ class Backend:
         except PlanMismatch as mismatch:
             outcome.restore(f"the ranks planned differently: {mismatch}")
             return outcome, mismatch
-        if why == agreement.AGAIN:
+        if why in (agreement.HIDDEN, agreement.OWN):
             record.log.info("graph %s is planned once more: %s", number, why)
             outcome.restore(why)
-            less: dict[str, Any] = {"hides": False} if road.hides else {"hidden": None}
+            less: dict[str, Any] = {"own": False}
+            if why == agreement.HIDDEN:
+                less = {"hides": False} if road.hides else {"hidden": None}
             return self._planned(dataclasses.replace(road, **less), number, watch)
         if why and not plan.fallback:
             outcome.restore(why)

@@ -202,7 +202,7 @@ class Simplification:
     one rank need not send.
 
     ``moved`` holds the numbers by which a result was scaled and now an input is: they must be alike
-    on all ranks.
+    on all ranks. ``own``: the rule found that this rank uses its own part alone; others may not.
     """
 
     rule: str
@@ -211,6 +211,7 @@ class Simplification:
     saved_bytes: int
     group: str = ""
     moved: tuple[str, ...] = ()
+    own: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,7 @@ def _discover(road: Road) -> Road:
 def _simplify(road: Road) -> Road:
     if not road.found or road.policy.off or road.obstacle is not None:
         return road
-    applied = simplify(road.gm, road.found, road.policy, road.profile)
+    applied = simplify(road.gm, road.found, road.policy, road.profile, road.own)
     found = still_allowed(_discovered(road), road.policy)
     return dataclasses.replace(road, simplified=applied, found=found)
 

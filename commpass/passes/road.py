@@ -28,7 +28,8 @@ class Road:
     ``kernels`` whether Inductor compiles it, which can then compile what sites share as well.
     ``hook`` says that it is the one exchange of a hook, which has many graphs like it.
     ``hidden`` says of sites that were compiled before whether they are hidden behind what is
-    computed, and ``hides`` whether others may be found to be so: only where ranks agree on it."""
+    computed, and ``hides`` whether others may be found to be so: only where ranks agree on it.
+    ``own`` says whether rules may look for what this rank alone uses, likewise."""
 
     gm: fx.GraphModule
     direction: str
@@ -49,6 +50,7 @@ class Road:
     hook: bool = False
     hidden: Known | None = None
     hides: bool = False
+    own: bool = True
     limits: tuple[Limit, ...] = ()
     state: tuple[StateInput, ...] = ()
     moved: Moved = field(default_factory=Moved)

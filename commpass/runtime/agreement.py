@@ -10,8 +10,8 @@ on: all who hang together read the same words and come to the same verdict.
   untouched and say why. Ranks whose graphs differ then leave their group apart: whose n-th graph is
   whose is not known any more, and nothing more of it is changed.
 * They change it differently, under different policies: PlanMismatch on all of them.
-* They change it differently because one leaves alone what hides behind its own compute: all plan
-  again without that.
+* They change it differently because one leaves alone what hides behind its own compute, or does
+  not send what others send since it uses its own part alone: all plan again without that.
 
 A rank that changes nothing says that and goes on: there is nothing to wait for. So does one that
 compiles again, alone, what was agreed on before, site by site.
@@ -38,8 +38,10 @@ log = logging.getLogger("commpass")
 PATIENCE_S = 30.0
 """After so long a line says who is waited for."""
 LONGEST_PAUSE_S = 0.25
-AGAIN = "the ranks do not find the same collectives hidden behind what they compute"
+HIDDEN = "the ranks do not find the same collectives hidden behind what they compute"
 """The verdict after which all plan again, and leave nothing alone for that."""
+OWN = "some ranks use only their own part of a result, and others more"
+"""The verdict after which all plan again, and send what a rank alone would not use."""
 DEFAULT_TIMEOUT_S = 1800.0
 """Where a group does not say what its own time-out is: that of torch's groups."""
 
@@ -55,9 +57,9 @@ def agree(
 
     ``first`` are the graph's sites before anything was changed, ``ends`` the (group, peer) of its
     collectives. ``timeout_s``: seconds to wait for the others; None for the groups' own time-out.
-    Returns "" where the plan is to be carried out, AGAIN, or why nobody may. Raises PlanMismatch,
-    on all of them, where ranks changed the same graph differently, and Unanswered where one did not
-    answer in time.
+    Returns "" where the plan is to be carried out, HIDDEN, OWN, or why nobody may. Raises
+    PlanMismatch, on all of them, where ranks changed the same graph differently, and Unanswered
+    where one did not answer in time.
     """
     first, ends = tuple(first), tuple(ends)
     mine = parts(plan, first, ends, speaker.digest)
@@ -85,7 +87,7 @@ def agree(
         verdict = _verdict(meeting)
     finally:
         _count(meeting)
-    if verdict not in ("", AGAIN) and settled:
+    if verdict not in ("", HIDDEN, OWN) and settled:
         raise PlanMismatch(
             f"{verdict}\nSo this {plan.direction} graph cannot be carried out as planned, but what"
             f" was agreed on before with the ranks of {_names(settled)} goes on there. Compile on"
@@ -207,8 +209,10 @@ def _judge(meeting: Meeting) -> str:
     apart |= {key for key in meeting.parts if meeting.other_policy(key)}
     if meeting.nobody():
         why = differences.nobody(meeting)
-    elif (differing := meeting.differing()) and meeting.hidden() and not meeting.several_graphs():
-        return AGAIN
+    elif (differing := meeting.differing()) and not meeting.several_graphs() and meeting.own():
+        return OWN
+    elif differing and not meeting.several_graphs() and meeting.hidden():
+        return HIDDEN
     elif differing:
         why = differences.text(meeting, differing)
         if len({word.policy for _, _, word in words}) > 1:

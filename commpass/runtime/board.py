@@ -51,7 +51,7 @@ class Statement:
     what it had to change, since others do. ``gave_up``: it waited in vain, and raised.
     ``elsewhere`` are the meetings, of another policy, at which it has heard other ranks.
     ``hidden``: it leaves sites alone that hide behind what it computes itself, and would go on
-    without that.
+    without that. ``own``: likewise, it does not send what only this rank would not use.
     """
 
     digest: str = ""
@@ -65,6 +65,7 @@ class Statement:
     gave_up: bool = False
     elsewhere: dict[int, tuple[str, int]] = field(default_factory=dict)
     hidden: bool = False
+    own: bool = False
 
 
 @dataclass(frozen=True)

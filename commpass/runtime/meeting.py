@@ -74,6 +74,7 @@ class Meeting:
                 meets,
                 elsewhere=said.elsewhere,
                 hidden=part.hidden,
+                own=part.own,
             )
             self.here.say(key, self.mine[key][0], word)
             self.here.now(part.where, Now(word=word, place=(key, self.mine[key][0])))
@@ -203,6 +204,11 @@ class Meeting:
     def hidden(self) -> bool:
         """Whether a rank leaves sites alone that hide behind what it computes itself."""
         return any(word.hidden for heard in self.heard.values() for word in heard.values())
+
+    def own(self) -> bool:
+        """Whether a rank does not send what others of its group send, since it uses its own part
+        alone."""
+        return any(len({word.own for word in heard.values()}) > 1 for heard in self.heard.values())
 
     def other_graph(self, key: str) -> bool:
         """Whether the ranks of a group, as far as they said, compile different graphs."""

@@ -58,6 +58,11 @@ class Part:
         """Whether anything is left alone because it hides behind what this rank computes."""
         return not self.plan.fallback and any(site.hidden for site in self.plan.sites)
 
+    @property
+    def own(self) -> bool:
+        """Whether anything is not sent because this rank uses its own part alone."""
+        return any(step.own for step in self.plan.simplified)
+
     @cached_property
     def digest(self) -> str:
         """Of what is changed, alike on all ranks that change the same; "" where nothing is."""

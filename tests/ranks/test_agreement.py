@@ -298,6 +298,37 @@ def test_what_does_not_hide_on_one_rank_of_three_is_compressed_on_all(matmuls, r
         assert found == [("int8", False)] * 2
 
 
+def part_of_gather(first: bool) -> tuple[list[str], list[str], str]:
+    """A sum, and a gather of which each rank takes its own part, or all take that of rank 0."""
+    torch._dynamo.reset()
+    own = 0 if first else dist.get_rank()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        name, ranks = dist.group.WORLD.group_name, dist.get_world_size()
+        whole = ops.wait_tensor(ops.all_gather_into_tensor(x + own, ranks, name))
+        return model(x), whole[own * len(x) : (own + 1) * len(x)]
+
+    policy = Policy(rules=[Rule(kind="all_reduce", codec="int8", force=True)])
+    backend = commpass.backend(policy, inner="eager", profile=SLOW, timeout=20)
+    x = torch.full((700,), 1 / 3) + dist.get_rank()
+    summed, part = torch.compile(function, backend=backend, dynamic=False)(x)
+    torch.testing.assert_close(summed, model(x), rtol=0.02, atol=0)
+    torch.testing.assert_close(part, torch.full((700,), 1 / 3 + 2 * own))
+    plan = commpass.plans()[-1]
+    rules = [step.rule for step in plan.simplified]
+    return [site.codec for site in plan], rules, plan.fallback
+
+
+def test_a_part_that_only_one_rank_owns_leaves_the_rest_compressed_on_all(ranks3):
+    for found in ranks3.run(part_of_gather, True):
+        assert found == (["int8", "none"], [], "")
+
+
+def test_where_each_rank_takes_its_own_part_the_gather_goes(ranks3):
+    for found in ranks3.run(part_of_gather, False):
+        assert found == (["int8"], ["own part"], "")
+
+
 def breaks_on_one_rank(strict: bool) -> tuple[bool, str, str]:
     """A pass that fails on rank 1 alone, half-way through."""
 

@@ -35,15 +35,20 @@ rank takes away must not make room for rules that it then applies alone."""
 
 
 def simplify(
-    gm: fx.GraphModule, found: Sequence[GraphSite], policy: Policy, profile: Profile
+    gm: fx.GraphModule,
+    found: Sequence[GraphSite],
+    policy: Policy,
+    profile: Profile,
+    own: bool = True,
 ) -> tuple[Simplification, ...]:
     """Applies the rules until none fits any more. Linear in the nodes of the graph, for each
-    sweep."""
+    sweep. Without ``own`` those are left out that look for the rank's own part."""
     if policy.off:
         return ()
     applied: list[Simplification] = []
     allowed = {each.call.node: each.allowed for each in found}
-    rules = [rule for rule in RULES if rule.exact or policy.reassociate]
+    rules = [rule for rule in RULES if (rule.exact or policy.reassociate) and (own or not rule.own)]
+    owning = {rule.name for rule in RULES if rule.own}
     for prefix, module in graph_modules(gm):
         if not any(parse(node) is not None for node in module.graph.nodes):
             continue
@@ -60,6 +65,7 @@ def simplify(
                 saved_bytes=did.saved_bytes,
                 group=editor.group_of[did.site],
                 moved=did.moved,
+                own=rule in owning,
             )
             for rule, did in done
         ]

@@ -38,9 +38,11 @@ class Applied:
 @dataclass(frozen=True)
 class Rule:
     """A rule by name. ``exact``: bit-exact; the others round a float sum differently. It looks
-    ``at`` nodes of these operators, or at waits."""
+    ``at`` nodes of these operators, or at waits. ``own``: what it finds is this rank's own part,
+    and other ranks need not find theirs."""
 
     name: str
     apply: Callable[[fx.Node, Editor], Applied | None]
     exact: bool
     at: tuple[Any, ...] = ()
+    own: bool = False
