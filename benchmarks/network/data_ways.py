@@ -95,11 +95,14 @@ def ssfusion(net: nn.Module, mesh: DeviceMesh, profile: str, force: bool = False
     return net
 
 
-def fsdp(net: nn.Module, mesh: DeviceMesh, profile: str, policy: Allowed = None) -> Forward:
+def fsdp(
+    net: nn.Module, mesh: DeviceMesh, profile: str, policy: Allowed = None, keeps: bool = False
+) -> Forward:
+    """``keeps`` what forward gathered for backward (ZeRO-2), so that it is gathered once a step."""
     block_by_block(net)
     for block in net.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(net, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=not keeps)
+    fully_shard(net, mesh=mesh, reshard_after_forward=not keeps)
     if policy is not None:
         commpass.parallel.compress_fsdp(net, policy, profile=profile)
     return net
@@ -120,6 +123,7 @@ WAYS = {
     "fp16": Way(fp16),
     "powersgd-1": Way(partial(power, rank=1)),
     "powersgd-4": Way(partial(power, rank=4)),
+    "powersgd-32": Way(partial(power, rank=32)),
     "int8": Way(partial(compress_ddp, policy=INT8)),
     "balanced": Way(partial(compress_ddp, policy="balanced")),
     "aggressive": Way(partial(compress_ddp, policy="aggressive")),
@@ -128,7 +132,10 @@ WAYS = {
     "ssfusion-forced": Way(partial(ssfusion, force=True)),
     "fsdp": Way(fsdp),
     "fsdp-balanced": Way(partial(fsdp, policy="balanced")),
-    "fsdp-sdp4bit": Way(partial(fsdp, policy="sdp4bit")),
+    "fsdp-kept": Way(partial(fsdp, keeps=True)),
+    "fsdp-kept-balanced": Way(partial(fsdp, policy="balanced", keeps=True)),
+    "fsdp-kept-sdp4bit": Way(partial(fsdp, policy="sdp4bit", keeps=True)),
+    "fsdp-kept-3d": Way(partial(fsdp, policy="balanced-3d", keeps=True)),
     "graph-alone": Way(partial(in_graph, how=None), GRAPH),
     "graph": Way(partial(in_graph, how="replicate"), GRAPH),
     "graph-balanced": Way(partial(in_graph, how="replicate", policy="balanced"), GRAPH),

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import rarely
 
-from commpass.codecs import FLOATS
+from commpass.codecs import FLOATS, codec
 from commpass.codecs.sparse import select
+from commpass.codecs.sparse.at_once import select_at_once
 from commpass.codecs.sparse.select import Selection, density_of
 from commpass.errors import PolicyError
 
@@ -371,3 +372,31 @@ def test_a_density_that_is_none_is_refused(density):
 )
 def test_slots_are_the_density_rounded_up(density, n, k):
     assert density_of(density).slots(n) == k
+
+
+SELECTORS = [select.TopK(), select.RandomK(3), select.Dgc(), select.GaussianK()]
+SELECTORS += [select.RedSync(), select.Sidco()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows_of(not_finite=True), RATIOS, st.sampled_from(SELECTORS))
+def test_at_once_the_same_entries_are_chosen(x, ratio, selector):
+    for row in x.split(1):
+        wanted = select.select(selector, row, density_of(ratio))
+        assert the_same(select_at_once(selector, row, density_of(ratio)), wanted)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "laplace", "shifted", "heavy"])
+@pytest.mark.parametrize("selector", SELECTORS, ids=lambda one: type(one).__name__)
+def test_at_once_little_is_taken_out_of_a_long_row(selector, kind):
+    row, density = torch.from_numpy(data(kind, 50_000)).float().unsqueeze(0), density_of(0.01)
+    found = select_at_once(selector, row, density)
+    assert the_same(found, select.select(selector, row, density))
+    assert int(found.used) > 0
+
+
+def test_at_once_a_row_is_encoded_to_the_same_bytes():
+    row = torch.from_numpy(data("heavy", 5_000)).float().unsqueeze(0)
+    for coder in (codec("dgc(density=0.01)"), codec("sidco"), codec("topk(values=int8)")):
+        assert torch.equal(coder.encode_at_once(row), coder.encode_rows(row))
+    assert codec("dgc").encode_at_once(row[:, :0]).shape == (1, 0)

@@ -17,8 +17,9 @@ from torch import Tensor
 from commpass.codecs.codec import Codec, Wire, accumulation_dtype
 from commpass.codecs.rows import ceil_to, cut, pad
 from commpass.codecs.sparse import indices as index_codes
+from commpass.codecs.sparse.at_once import select_at_once
 from commpass.codecs.sparse.indices import IndexCode
-from commpass.codecs.sparse.select import Density, Selector, kept, select
+from commpass.codecs.sparse.select import Density, Selection, Selector, kept, select
 
 ALIGNMENT = 16
 """Bytes to which a row is padded, so that each begins where vectors can be loaded; a sparse row is
@@ -72,7 +73,17 @@ class SparseCodec(Codec):
         count, numel = rows.shape
         if isinstance(numel, int) and numel == 0:
             return torch.zeros((count, 0), dtype=torch.uint8, device=rows.device)
-        selection = select(self.selector, rows, self.density)
+        return self._wire(rows, select(self.selector, rows, self.density))
+
+    def encode_at_once(self, row: Tensor) -> Tensor:
+        """As ``encode_rows``, of one row ``[1, n]`` on a CPU, outside of graphs: the same bytes, in
+        as few passes over the row as its values allow."""
+        if row.numel() == 0:
+            return self.encode_rows(row)
+        return self._wire(row, select_at_once(self.selector, row, self.density))
+
+    def _wire(self, rows: Tensor, selection: Selection) -> Tensor:
+        numel = rows.shape[1]
         indices = torch.where(selection.lost.unsqueeze(-1), numel, selection.indices)
         values = torch.where(indices < numel, rows.gather(1, indices.clamp(max=numel - 1)), 0)
         values = torch.where(selection.lost.unsqueeze(-1), math.nan, values)

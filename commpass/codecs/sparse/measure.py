@@ -27,9 +27,12 @@ class Statistics(Protocol):
     def at(self, places: Tensor) -> Tensor:
         """The patterns ``[rows, m]`` of the magnitudes at ``[1, m]`` or ``[rows, m]``."""
 
-    def counts(self, thresholds: Tensor, unless: Tensor | None = None) -> Tensor:
+    def counts(
+        self, thresholds: Tensor, unless: Tensor | None = None, enough: int | None = None
+    ) -> Tensor:
         """How many entries reach each of the patterns ``[rows, m]``; anything in rows for which
-        ``unless``, bool ``[rows, 1]``, holds."""
+        ``unless``, bool ``[rows, 1]``, holds. Where thresholds descend, all counts behind one that
+        is ``enough`` may be anything that is."""
 
     def moments(self, peak: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The sums of signed sizes to 24 bits and of their squares to 32 bits behind the point, as
@@ -60,7 +63,9 @@ class Measured:
     def at(self, places: Tensor) -> Tensor:
         return self.bits.gather(1, places.expand(self.bits.shape[0], -1))
 
-    def counts(self, thresholds: Tensor, unless: Tensor | None = None) -> Tensor:
+    def counts(
+        self, thresholds: Tensor, unless: Tensor | None = None, enough: int | None = None
+    ) -> Tensor:
         return counts(self.bits, thresholds)
 
     def moments(self, peak: Tensor) -> tuple[Tensor, Tensor, Tensor]:

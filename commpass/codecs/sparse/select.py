@@ -241,7 +241,7 @@ def _dgc(selector: Dgc, seen: Statistics, density: Density) -> Bounds:
     smallest = sampled.topk(density.slots(sample), dim=-1).values.amin(-1, keepdim=True)
     start = value(smallest).double()
     thresholds = torch.cat([pattern(start * 0.8**round_, peak) for round_ in range(11)], dim=1)
-    found = seen.counts(thresholds)
+    found = seen.counts(thresholds, enough=(4 * k + 4) // 5)
     rounds = (found * 5 < 4 * k).sum(-1, keepdim=True).clamp(max=10)
     return _largest_above(seen, thresholds.gather(1, rounds), peak, k)
 

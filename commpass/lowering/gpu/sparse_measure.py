@@ -45,7 +45,9 @@ class Seen:
         wanted = self.x.gather(1, chosen).float() + self.residual.gather(1, chosen)
         return magnitude_bits(wanted.to(self.x.dtype))
 
-    def counts(self, thresholds: Tensor, unless: Tensor | None = None) -> Tensor:
+    def counts(
+        self, thresholds: Tensor, unless: Tensor | None = None, enough: int | None = None
+    ) -> Tensor:
         found = self.x.new_zeros(thresholds.shape, dtype=torch.int32)
         launch(self.counts_call(thresholds.contiguous(), unless, found))
         return found.to(torch.int64)

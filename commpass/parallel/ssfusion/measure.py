@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commpass.codecs.codec import Codec
+from commpass.codecs.sparse import SparseCodec
 from commpass.costmodel import Link
 from commpass.costmodel.fit import Point, regions
 from commpass.costmodel.links import steps
+from commpass.parallel.ssfusion.memory import encoding
 
 ops = torch.ops._c10d_functional
 REPEATS = 3
@@ -99,14 +100,15 @@ class Rate:
         return low + (high - low) * (entries - a) / (b - a)
 
 
-def selection(coder: Codec, entries: Sequence[int], dtype: torch.dtype, device: Any) -> Rate:
+def selection(coder: SparseCodec, entries: Sequence[int], dtype: torch.dtype, device: Any) -> Rate:
     """What selecting from rows of so many entries takes on a device."""
-    return _rate(coder.encode_rows, entries, dtype, device)
+    return _rate(encoding(coder, torch.device(device)), entries, dtype, device)
 
 
-def by_the_cpu(coder: Codec, entries: Sequence[int], dtype: torch.dtype, device: Any) -> Rate:
+def by_the_cpu(coder: SparseCodec, entries: Sequence[int], dtype: torch.dtype, device: Any) -> Rate:
     """The same by the CPU for a gradient on a device, copies there and back included."""
-    return _rate(lambda row: coder.encode_rows(row.cpu()).to(device), entries, dtype, device)
+    encode = encoding(coder, torch.device("cpu"))
+    return _rate(lambda row: encode(row.cpu()).to(device), entries, dtype, device)
 
 
 def _rate(

@@ -8,6 +8,7 @@ taken out of ``v``; where a selected entry is sent, ``u`` is cleared too (moment
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,7 @@ class Memory:
         """The wire ``[1, wire_bytes]`` of what ``coder`` selects on a device, which is taken
         out."""
         row = self.residual.to(dtype).reshape(1, -1)
-        wire = coder.encode_rows(row.to(on)).to(row.device)
+        wire = encoding(coder, on)(row.to(on)).to(row.device)
         indices, values = coder.decode_sparse(wire, row.shape[1], dtype)
         self.clear(indices.squeeze(0), values.squeeze(0))
         return wire
@@ -74,6 +75,11 @@ class Memory:
             velocity = self.velocity.view(-1)
             velocity[places] = torch.where(nothing, velocity[places], 0)
             velocity.masked_fill_(lost, 0)
+
+
+def encoding(coder: SparseCodec, on: torch.device) -> Callable[[Tensor], Tensor]:
+    """How a row is encoded on a device. A GPU is not asked for what it has counted."""
+    return coder.encode_at_once if on.type == "cpu" else coder.encode_rows
 
 
 def clipped(gradient: Tensor, norm: float) -> Tensor:

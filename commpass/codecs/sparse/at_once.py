@@ -1,0 +1,113 @@
+"""Selection from one row in a CPU's memory, in as few passes over it as its values allow.
+
+``select`` in plain aten operations does the same passes whatever the values are, so that it can be
+compiled, and asks for dozens of counts. Where what was counted can be looked at, most of them are
+not needed: what reaches a threshold is a hundredth of the row, and all else is asked of that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.sparse.measure import Measured, infinity, magnitude_bits
+from commpass.codecs.sparse.select import (
+    Bounds,
+    Density,
+    RandomK,
+    Selection,
+    Selector,
+    TopK,
+    bounds,
+    select,
+)
+
+FEW = 8
+"""Entries are taken out of a row where they are no more than one in so many of it."""
+
+
+def select_at_once(selector: Selector, row: Tensor, density: Density) -> Selection:
+    """What ``select`` gives for one row ``[1, n]`` on a CPU. It looks at values: not for graphs."""
+    if isinstance(selector, (TopK, RandomK)):
+        return select(selector, row, density)
+    seen = _Row(row, magnitude_bits(row))
+    return seen.between(bounds(selector, seen, density), density.slots(row.shape[1]))
+
+
+@dataclass(frozen=True)
+class _Few:
+    """All entries of a row that reach ``least``: where they are, ascending, and their patterns."""
+
+    least: int
+    places: Tensor
+    bits: Tensor
+
+
+@dataclass(frozen=True)
+class _Row(Measured):
+    """Statistics of one row. ``few`` holds at most one: what was taken out of it last."""
+
+    few: list[_Few] = field(default_factory=list)
+
+    @cached_property
+    def _largest(self) -> Tensor:
+        return self.bits.amax(-1, keepdim=True)
+
+    @property
+    def _finite(self) -> bool:
+        return int(self._largest) < infinity(self.bits)
+
+    def peak(self) -> Tensor:
+        return self._largest if self._finite else super().peak()
+
+    def outside(self) -> Tensor:
+        return torch.tensor([[0 if self._finite else self._count(infinity(self.bits))]])
+
+    def counts(
+        self, thresholds: Tensor, unless: Tensor | None = None, enough: int | None = None
+    ) -> Tensor:
+        if unless is not None and bool(unless):
+            return torch.zeros_like(thresholds, dtype=torch.int64)
+        given = thresholds.flatten().tolist()
+        if enough is None and (few := self._taken_out(min(given))) is not None:
+            below = torch.searchsorted(few.bits.sort().values, thresholds.flatten())
+            return (len(few.bits) - below).unsqueeze(0)
+        found: list[int] = []
+        for one in given:
+            known = bool(found) and enough is not None and found[-1] >= enough
+            found.append(found[-1] if known else self._count(one))
+        return torch.tensor([found])
+
+    def between(self, within: Bounds, k: int) -> Selection:
+        """The entries within bounds, as indices in order."""
+        low, high, room = int(within.low), int(within.high), int(within.room)
+        few = self._reaching(low)
+        sure = few.places[few.bits >= high]
+        maybe = few.places[(few.bits >= low) & (few.bits < high)]
+        found = torch.cat([sure[:k], maybe[:room]]).sort().values[:k]
+        rest = found.new_full((k - len(found),), self.entries)
+        indices = torch.cat([found, rest]).unsqueeze(0)
+        return Selection(indices, torch.tensor([len(found)]), within.lost)
+
+    def _count(self, threshold: int) -> int:
+        return int(torch.count_nonzero(self.bits >= threshold))
+
+    def _taken_out(self, least: int) -> _Few | None:
+        """What reaches a threshold, where that is little of the row."""
+        if self.few and self.few[0].least <= least:
+            return self.few[0]
+        return self._reaching(least) if self._count(least) * FEW <= self.entries else None
+
+    def _reaching(self, least: int) -> _Few:
+        """What reaches a threshold."""
+        if self.few and self.few[0].least <= least:
+            few = self.few[0]
+            there = few.bits >= least
+            return few if few.least == least else _Few(least, few.places[there], few.bits[there])
+        places = torch.nonzero(self.bits[0] >= least).squeeze(1)
+        few = _Few(least, places, self.bits[0][places])
+        self.few[:] = [few]
+        return few
