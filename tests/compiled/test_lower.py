@@ -15,7 +15,8 @@ import commpass
 from commpass.codecs import NAMES, codec, operators
 from commpass.collectives import algorithms_of
 from commpass.costmodel import default_profile
-from commpass.lowering import kernel
+from commpass.lowering import cpu, kernel
+from commpass.lowering.chain import Chain, Encode
 from commpass.lowering.constants import without_tables
 from commpass.passes import Road, pipeline
 from commpass.passes.choose import SHARE
@@ -229,15 +230,40 @@ def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
     "name", sampled((n for n in CODECS[1:] if n != ROOTS), ("int8", "rotated"))
 )
 def test_compiled_kernels_give_the_bits_of_the_inline_form(name):
-    """But of ``outlier``, which holds tensors of its own that no graph takes."""
+    """But of ``outlier``, which holds tensors of its own that no graph takes. A kernel in C++ adds
+    up a rotation in another order (``cpu.exact``), which scales in bfloat16 hide and those in
+    float32 do not."""
     how = "sparse" if codec(name).state else "two_shot"
+    alike = same_but_for_order if name in ROTATED_IN_FLOAT32 else same
     both = [
         results(forced(name, algorithm=how, lowering=form), inputs_of((64, 64)))[1]
         for form in ("inline", "kernel")
     ]
     for one, other in zip(*both, strict=True):
         for a, b in zip(one, other, strict=True):
-            same(a, b)
+            alike(a, b)
+
+
+ROTATED_IN_FLOAT32 = {"sdp4bit": 32}
+"""Codecs of which a kernel in C++ has not the bits of the inline form, and the width of the
+rotation."""
+
+
+def same_but_for_order(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Sums of ``width`` products, twice rotated back and once more summed over ranks, in two
+    orders: each is within ``width`` roundings of the largest value. In one block of a hundred, no
+    more, a value may lie so near the middle of two codes that another one is taken."""
+    (width,) = set(ROTATED_IN_FLOAT32.values())
+    rounding = 4 * width * torch.finfo(torch.float32).eps * a.abs().amax()
+    assert ((a - b).abs() > rounding).float().mean() <= 0.01
+
+
+@pytest.mark.parametrize("name", ROTATED_IN_FLOAT32)
+def test_codecs_whose_kernels_sum_in_another_order_say_so(name):
+    chain = Chain(torch.float32, (Encode(codec(name)),))
+    assert not cpu.supports(chain), "there is no kernel in C++ that could differ"
+    assert not cpu.exact(chain)
+    assert codec(name).scale.stored == "fp32"
 
 
 @pytest.fixture

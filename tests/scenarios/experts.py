@@ -16,7 +16,7 @@ from scenarios.parts import Copied, world
 from scenarios.scenario import Job, Results, Scenario, batches, random, train
 
 WIDTH = 32
-EVEN = [[16, 16, 16], [16, 16, 16], [16, 16, 16]]
+EVEN = [[64, 64, 64], [64, 64, 64], [64, 64, 64]]
 UNEVEN = [[1, 2, 30], [4, 9, 3], [5, 1, 2]]
 NOTHING_FOR_ONE = [[0, 9, 3], [0, 4, 20], [0, 0, 0]]
 """Tokens from rank i to rank j: rank 2 has none, and rank 0 gets none."""
