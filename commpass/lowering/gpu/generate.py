@@ -19,7 +19,7 @@ import torch
 from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.domain import VALUES
-from commpass.codecs.block.grids import CompandedGrid
+from commpass.codecs.block.grids import CompandedGrid, TableGrid
 from commpass.codecs.block.layouts import Flat
 from commpass.codecs.block.noise import Stochastic
 from commpass.codecs.block.packing import widths
@@ -206,7 +206,7 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
         body.takes(name, "i64")
     for name in ("numel", "blocks"):
         body.takes(name, "i32")
-    blocks = max(1, TILE // size)
+    blocks = max(1, _tile(chain) // size)
     for step in chain.steps:
         if isinstance(step, Normalise):
             blocks = _blocks_of_norm(step, size)
@@ -219,6 +219,16 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     return Generated(
         chain, of_text(entry, text, KNOWN), body.signature, constants, blocks, WARPS, fuses
     )
+
+
+def _tile(chain: Chain) -> int:
+    """Values of a tile. A sum of what a table or an offset decodes holds more beside the values
+    than there are registers for 64 of them a thread: up to 1,032 bytes were spilled on sm_90 and
+    sm_100, and none are of half a tile, of which more run at once. (On gfx942, which spills
+    neither, half a tile is loaded by 8 bytes a thread instead of 16.)"""
+    decoded = [_block_codec(step.codec) for step in chain.steps if isinstance(step, Decode)]
+    heavy = any(isinstance(each.grid, TableGrid) or each.offset for each in decoded)
+    return TILE // 2 if heavy and any(isinstance(step, Sum) for step in chain.steps) else TILE
 
 
 def _entry(name: str, body: Body) -> str:

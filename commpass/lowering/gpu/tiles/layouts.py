@@ -26,7 +26,10 @@ def tiles(block, inside, numel, HEIGHT: tl.constexpr, ACROSS: tl.constexpr, WIDT
     ALONG: tl.constexpr = (WIDTH + ACROSS - 1) // ACROSS
     line = (block // ALONG) * HEIGHT + inside // ACROSS
     column = (block % ALONG) * ACROSS + inside % ACROSS
-    return tl.where(column < WIDTH, line * WIDTH + column, numel)
+    place = line * WIDTH + column
+    if WIDTH % ACROSS != 0:  # a choice for each value hides that places follow one another
+        place = tl.where(column < WIDTH, place, numel)
+    return place
 
 
 @tile
