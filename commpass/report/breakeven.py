@@ -1,0 +1,188 @@
+"""From which size on compressing pays: a table by link, ranks and dtype, from the cost model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import msgspec
+import torch
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from commpass.codecs import FLOATS
+from commpass.costmodel import Profile
+from commpass.costmodel.kernels import GPU
+from commpass.errors import PolicyError, nearest
+from commpass.kinds import KINDS
+from commpass.passes.candidates import candidates
+from commpass.passes.choose import choose
+from commpass.plan import PlannedSite, Site
+from commpass.policy import Policy, policy_named
+from commpass.report.tables import console_for, micros, plain_table, size
+from commpass.runtime.machine import profile_here
+
+LEAST, MOST = 1 << 10, 1 << 34
+"""Bytes of the smallest and the largest tensor that is tried, in powers of two."""
+DTYPES = [str(dtype).removeprefix("torch.") for dtype in FLOATS]
+LINKS = ("ethernet-1g", "ethernet-10g", "ethernet-100g", "infiniband-ndr", "nvlink-4")
+UNITS = {"": 0, "KIB": 10, "MIB": 20, "GIB": 30}
+
+
+@dataclass(frozen=True)
+class Even:
+    """One link, number of ranks and dtype. ``from_bytes`` is the least tensor of one rank, in
+    powers of two, from which on compressing is chosen (inf: for none up to 16 GiB); the others are
+    for ``at_bytes``."""
+
+    profile: str
+    ranks: int
+    dtype: str
+    from_bytes: float
+    at_bytes: int
+    uncompressed_us: float
+    predicted_us: float
+    codec: str
+    algorithm: str
+    reason: str
+
+
+def run(
+    profiles: Sequence[str],
+    ranks: str,
+    dtypes: str,
+    kind: str,
+    policy: str,
+    at: str,
+    *,
+    gpus: bool,
+    json: bool,
+) -> None:
+    """Prints the table. With ``gpus`` codecs run on those, whatever the link."""
+    if kind not in KINDS or KINDS[kind].pairwise:
+        known = [name for name, each in KINDS.items() if not each.pairwise]
+        raise PolicyError(f"unknown kind {kind!r}{nearest(kind, known)}")
+    chosen, numbers, nbytes = policy_named(policy), _numbers(ranks), _bytes(at)
+    names = [name.strip() for name in dtypes.split(",")]
+    for name in names:
+        if name not in DTYPES:
+            raise PolicyError(f"unknown dtype {name!r}{nearest(name, DTYPES)}")
+    links = [_profile(name, gpus) for name in profiles]
+    rows = [
+        even(link, many, dtype, kind, chosen, nbytes)
+        for link in links
+        for dtype in names
+        for many in numbers
+    ]
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+        return
+    made = table(rows, nbytes)
+    console = console_for(made)
+    console.print(Text(f"{kind} under policy {chosen.name}, predicted by the cost model"))
+    console.print(made)
+
+
+def _profile(name: str, gpus: bool) -> Profile:
+    found = profile_here(name)
+    assert found is not None
+    return dataclasses.replace(found, kernels=GPU) if gpus else found
+
+
+def even(
+    profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy, at_bytes: int
+) -> Even:
+    """From which size on the policy compresses a collective of one rank's tensor, and what that
+    gives at one size."""
+    there = decided(profile, ranks, dtype, kind, policy, at_bytes)
+    return Even(
+        profile.name,
+        ranks,
+        dtype,
+        _least(profile, ranks, dtype, kind, policy),
+        there.bytes,
+        there.plain_us,
+        there.predicted_us,
+        there.codec,
+        there.algorithm,
+        there.reason,
+    )
+
+
+def _least(profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy) -> float:
+    """The least power of two from which on all larger ones are compressed."""
+    least, nbytes = inf, MOST
+    while nbytes >= LEAST:
+        if not decided(profile, ranks, dtype, kind, policy, nbytes).compressed:
+            break
+        least, nbytes = nbytes, nbytes // 2
+    return least
+
+
+def decided(
+    profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy, nbytes: int
+) -> PlannedSite:
+    """What is chosen for one collective that nothing hides."""
+    unit = ranks * getattr(torch, dtype).itemsize
+    entries = max(1, nbytes // unit) * ranks
+    site = Site(
+        name=kind,
+        kind=kind,
+        reduce_op="sum" if KINDS[kind].sums else None,
+        group="",
+        group_size=ranks,
+        dtype=dtype,
+        shape=(entries,),
+        bytes=entries * unit // ranks,
+        direction="backward",
+        device="cuda" if profile.kernels == GPU else "cpu",
+    )
+    allowed = policy.allowed(site)[0]
+    options = candidates(site, allowed, profile, policy.reassociate)
+    return choose([site], [options], [allowed], profile)[0]
+
+
+def table(rows: Sequence[Even], at_bytes: int) -> Table:
+    """One line a link, dtype and number of ranks."""
+    heading = f"at {size(at_bytes)}, predicted"
+    made = plain_table(
+        "link", "dtype", "ranks", "pays from", heading, "times", "codec by algorithm"
+    )
+    for column in made.columns[2:6]:
+        column.justify = "right"
+    for row in rows:
+        made.add_row(*map(Text, _cells(row)))
+    return made
+
+
+def _cells(row: Even) -> Iterator[str]:
+    yield from (row.profile, row.dtype, str(row.ranks))
+    never = f"never up to {size(MOST)}"
+    less = " or less" if row.from_bytes == LEAST else ""
+    yield never if row.from_bytes == inf else size(row.from_bytes) + less
+    times = micros(row.uncompressed_us), micros(row.predicted_us, row.uncompressed_us)
+    yield " -> ".join(times)
+    yield f"{row.uncompressed_us / row.predicted_us:.2f}"
+    yield f"{row.codec} by {row.algorithm}" if row.codec != "none" else "left alone"
+
+
+def _numbers(ranks: str) -> list[int]:
+    try:
+        found = [int(each) for each in ranks.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 2:
+        raise PolicyError(f"--ranks {ranks!r}: must be numbers from 2 on, such as 2,8,64")
+    return found
+
+
+def _bytes(text: str) -> int:
+    """``16MiB``, ``64 KiB`` or a number of bytes."""
+    found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip(), re.IGNORECASE)
+    if not found or found.group(2).upper() not in UNITS or not int(found.group(1)):
+        raise PolicyError(f"--size {text!r}: must be bytes, such as 65536, 64KiB or 16MiB")
+    return int(found.group(1)) << UNITS[found.group(2).upper()]

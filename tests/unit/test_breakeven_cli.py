@@ -1,0 +1,75 @@
+"""``commpass breakeven``: from which size on compressing pays."""
+
+from __future__ import annotations
+
+import json
+from math import inf
+
+import pytest
+from typer.testing import CliRunner
+
+import commpass
+from commpass.policy import policy_named
+from commpass.report.breakeven import LEAST, MOST, decided, even
+from commpass.report.cli import app
+
+BALANCED = policy_named("balanced")
+
+
+def asked(*arguments: str):
+    return CliRunner().invoke(app, ["breakeven", *arguments])
+
+
+def test_from_that_size_on_all_is_compressed_and_half_of_it_is_not():
+    link = commpass.ethernet(1)
+    row = even(link, 64, "float32", "all_reduce", BALANCED, 1 << 24)
+    assert LEAST < row.from_bytes < 1 << 24
+    sizes = [1 << power for power in range(10, 35)]
+    compressed = [decided(link, 64, "float32", "all_reduce", BALANCED, n).compressed for n in sizes]
+    assert all(on for on, n in zip(compressed, sizes, strict=True) if n >= row.from_bytes)
+    assert not compressed[sizes.index(row.from_bytes) - 1]
+    assert row.codec != "none"
+    assert row.predicted_us < row.uncompressed_us
+
+
+def test_a_fast_link_never_pays_and_says_so():
+    found = asked("ethernet-100g", "--ranks", "2", "--dtype", "bfloat16")
+    assert found.exit_code == 0, found.output
+    assert "never up to 16.0 GiB" in found.output
+    assert "left alone" in found.output
+
+
+def test_a_policy_without_lossy_codecs_compresses_nothing_here():
+    row = even(commpass.ethernet(1), 2, "float32", "all_reduce", policy_named("off"), 1 << 24)
+    assert row.from_bytes == inf
+    assert row.predicted_us == row.uncompressed_us
+
+
+def test_the_link_is_what_counts_and_codecs_may_run_on_gpus():
+    arguments = ("ethernet-100g", "--ranks=8", "--dtype=float32", "--json")
+    by_cpu, by_gpu = (json.loads(asked(*arguments, *more).output)[0] for more in ((), ("--gpus",)))
+    assert by_cpu["codec"] == "none"
+    assert by_gpu["codec"] != "none"
+    assert by_gpu["uncompressed_us"] == by_cpu["uncompressed_us"]
+    assert by_gpu["at_bytes"] == 1 << 24
+    assert by_gpu["from_bytes"] <= MOST
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--kind", "all_reduc"], "did you mean 'all_reduce'?"),
+        (["--kind", "send"], "unknown kind 'send'"),
+        (["--dtype", "float33"], "did you mean 'float32'?"),
+        (["--ranks", "1"], "must be numbers from 2 on"),
+        (["--ranks", "two"], "must be numbers from 2 on"),
+        (["--size", "16 parsecs"], "must be bytes, such as"),
+        (["--policy", "balance"], "did you mean 'balanced'?"),
+        (["ethernet"], "unknown profile 'ethernet'"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_to_write(arguments, said):
+    found = asked(*arguments)
+    assert found.exit_code == 2
+    assert said in found.output
+    assert len(found.output.strip().splitlines()) == 1
