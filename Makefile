@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make scenarios | make fuzz [MINUTES=30] | make format | make clean
+# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make scenarios | make fuzz [MINUTES=30] | make format | make docs | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -7,7 +7,7 @@ READY := $(VENV)/ready
 WORKERS ?= 2
 MINUTES ?= 30
 
-.PHONY: demo test test-all scenarios fuzz check format clean setup
+.PHONY: demo test test-all scenarios fuzz check format docs clean setup
 
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
@@ -39,6 +39,15 @@ format: $(READY)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# An environment of its own: what builds the site reads commpass, and need not run it.
+docs: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
+.venv-docs/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	touch .venv-docs/ready
+
 setup: $(READY)
 
 # torch first, at one version: an open range would take a build with several gigabytes of GPU libraries.
@@ -51,4 +60,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf .venv .venv-torch-* demo-out build *.egg-info
+	rm -rf .venv .venv-torch-* .venv-docs demo-out build *.egg-info

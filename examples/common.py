@@ -1,5 +1,5 @@
-"""What the examples share: a small language model, text to train it on, and two trainings of it,
-compared.
+"""What the examples share: a small language model, text to train it on, and trainings of it under
+several policies; ``shown.py`` compares them.
 
 All that is particular to commpass is its backend, two lines in ``train``.
 """
@@ -13,12 +13,10 @@ import sys
 import time
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-from math import inf, nan, prod
+from dataclasses import dataclass, field
+from math import inf, prod
 from pathlib import Path
-from shlex import quote
-from statistics import fmean, median
+from statistics import fmean
 from sysconfig import get_paths
 from typing import Any, NoReturn
 
@@ -43,6 +41,7 @@ RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 STARTED = "RANK" in os.environ  # whether this is one of the ranks
 OWN_HOSTS = "COMMPASS_DEMO_HOSTS"  # environment variable: each rank has a host, and a real link
 TRACE = "step.trace.json"
+ROUNDS = 20  # in which steps are timed
 console = Console(quiet=RANK > 0, highlight=False, markup=False)
 
 
@@ -138,22 +137,23 @@ class Example:
     layers: int = 4
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """What one training gave: the loss of every step and on held-out text (means over ranks),
-    milliseconds a step, the plans, and what one rank sent in a step (a mean), measured where the
-    plans cannot tell."""
+    """What one training gave: the loss of every step and on held-out text (means over ranks), the
+    plans, what one rank sent in a step (a mean), measured where the plans cannot tell, one ``step``
+    more, and milliseconds that each of some steps took."""
 
     losses: list[float]
     held_out: float
-    step_ms: float
     plans: list[commpass.Plan]
     sent: float | None
+    step: Callable[[], Any]
+    took_ms: list[float] = field(default_factory=list)
 
 
 def train(
     name: str,
-    policy: str,
+    policy: str | commpass.Policy,
     example: Example,
     options: Namespace,
     mesh: DeviceMesh,
@@ -171,22 +171,25 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     backend = commpass.backend(policy, profile=commpass.ethernet(options.link_gbit), dump=folder)
     loss_of = torch.compile(model, backend=backend, fullgraph=True)
-    losses, ends = list[float](), list[float]()
+    losses = list[float]()
     own = RANK if example.data_parallel else 0
-    for batch in track(
-        batches(texts[0], options.steps, options.seed, own),
-        f"{name:3}",
-        options.steps,
-        console=console,
-        disable=RANK > 0,
-    ):
+
+    def step(batch: Tensor) -> float:
         loss = loss_of(batch)
         loss.backward()
         example.finish_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        ends.append(time.perf_counter())
+        return loss.item()
+
+    for batch in track(
+        batches(texts[0], options.steps, options.seed, own),
+        f"{name:4}",
+        options.steps,
+        console=console,
+        disable=RANK > 0,
+    ):
+        losses.append(step(batch))
     # not under no_grad: that would compile another graph, and it is the one of the training that is
     # to be judged
     held_out = fmean(loss_of(batch).item() for batch in batches(texts[1], 16, options.seed, own))
@@ -194,10 +197,20 @@ def train(
     plans = commpass.plans()[earlier:]
     unknown = any(site.bytes < 0 for plan in plans for site in plan)
     sent = mean(bytes_sent(lambda: loss_of(batch).backward())) if unknown else None
-    step_ms = 1e3 * median(
-        [end - start for start, end in pairwise(ends)] or [nan]
-    )  # the first step compiles: left out
-    return Run([mean(loss) for loss in losses], mean(held_out), step_ms, plans, sent)
+    return Run([mean(loss) for loss in losses], mean(held_out), plans, sent, lambda: step(batch))
+
+
+def take_turns(runs: dict[str, Run], rounds: int) -> None:
+    """Times some steps more of all runs in turns, so that what else the machine does meets all of
+    them; each begins behind a barrier, and takes as long as the slowest rank."""
+    for _ in track(range(rounds), "time", console=console, disable=RANK > 0):
+        for run in runs.values():
+            dist.barrier()
+            start = time.perf_counter()
+            run.step()
+            took = torch.tensor(1e3 * (time.perf_counter() - start))
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            run.took_ms.append(took.item())
 
 
 def mean(value: float) -> float:
@@ -235,81 +248,6 @@ def bytes_sent(step: Callable[[], Any]) -> int:
         for call in calls
         if what_of(call.name()) in KINDS
     )
-
-
-def draw_overlap(options: Namespace) -> None:
-    """Draws what is computed while exchanges travel, as predicted and as measured in the last step,
-    and says how much of them that hides."""
-    from commpass.report import measured, timeline
-
-    folder, picture = options.out / "on", options.out / "timeline.png"
-    dumps = dump.read_run(folder)
-    without = timeline.left_out(dumps)
-    for line in without:
-        console.print(f"In the picture of what hides behind what {line}")
-    if len(without) == len(dumps):
-        return
-    shown = timeline.timelines(dumps, measured.measured(folder / TRACE, dumps))
-    timeline.write(shown, picture)
-    predicted = timeline.hidden([one.predicted for one in shown])
-    found = timeline.hidden([one.measured for one in shown if one.measured is not None])
-    console.print(
-        f"Hidden behind compute: predicted {predicted}; measured in one step {found}. {picture}"
-        " shows what runs while exchanges travel.",
-        style="bold",
-    )
-
-
-def report(off: Run, on: Run, options: Namespace) -> None:
-    """Prints losses and step times, every collective with its reason, the bytes, and how to see
-    more."""
-    from commpass.report import tables
-
-    table = tables.plain_table("step", "loss, off", f"loss, {options.policy}", "difference")
-    steps = sorted({1, options.steps, *range(0, options.steps, max(1, options.steps // 10))} - {0})
-    rows = [(str(step), off.losses[step - 1], on.losses[step - 1]) for step in steps]
-    for step, left, right in [*rows, ("held out", off.held_out, on.held_out)]:
-        table.add_row(step, f"{left:.4f}", f"{right:.4f}", f"{right - left:+.4f}")
-    console.print("", table)
-    console.print(
-        f"median step here: {off.step_ms:.0f} ms off, {on.step_ms:.0f} ms {options.policy}"
-    )
-
-    console.print(
-        "\nThe collectives of one rank in one step, and what was decided about each, and why:",
-        style="bold",
-    )
-    for plan in on.plans:
-        console.print(
-            plan.direction + (f", compiled UNTOUCHED: {plan.fallback}" if plan.fallback else ""),
-            style="bold",
-        )
-        table = tables.plain_table("#", "module", "kind", "bytes", "wire", "codec", "algorithm")
-        for number, site in enumerate(plan, 1):
-            sizes = tables.size(site.bytes), tables.size(site.wire_bytes)
-            table.add_row(str(number), site.module, site.kind, *sizes, site.codec, site.algorithm)
-        console.print(table, tables.reasons(plan.sites), "")
-    console.print(f"All of a step: {tables.totals(on.plans)}", style="bold")
-    if off.sent is not None and on.sent is not None:
-        share = tables.ratio(on.sent, off.sent)
-        console.print(
-            "Sizes shown as ? depend on the data. Measured in one step, the mean over ranks, all"
-            f" sites: {tables.size(off.sent)} -> {tables.size(on.sent)} ({share})",
-            style="bold",
-        )
-    draw_overlap(options)
-    console.print(
-        f"\nPlans and graphs are in {options.out}/off and {options.out}/on. To read them:"
-    )
-    for command in (
-        "explain {0}/on",
-        "graph {0}/on --text --around 1",
-        "diff {0}/off {0}/on",
-        "timeline {0}/on --measured {0}/on/" + TRACE + " -o timeline.html",
-    ):
-        console.print(
-            f"  commpass {command.format(quote(str(options.out)))}", style="bold", soft_wrap=True
-        )
 
 
 class Parser(ArgumentParser):
@@ -427,13 +365,15 @@ def begin(options: Namespace, model: nn.Module) -> None:
     else:
         where = (
             f"Decisions are made for a link of {options.link_gbit:g} Gbit/s, but the ranks talk"
-            " over loopback, which is faster than any network: the step times below do not show"
-            " what is gained."
+            " over loopback, which is faster than any network: the step times below cannot show"
+            " what is gained. As root (sudo make demo) each rank gets a host and a link of its own."
         )
     console.print(where)
 
 
 def main(file: str, example: Example) -> None:
+    from shown import report
+
     options = read_options(example)
     if not STARTED:
         start(file, options)
@@ -441,9 +381,13 @@ def main(file: str, example: Example) -> None:
     begin(options, example.build(options))
     mesh = init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("ranks",))
     texts = read_texts()
-    off = train("off", "off", example, options, mesh, texts)
-    on = train("on", options.policy, example, options, mesh, texts)
+    policies = {"off": "off", "bf16": commpass.Policy(name="bf16", codecs="bf16")}
+    runs = {
+        name: train(name, policy, example, options, mesh, texts)
+        for name, policy in (policies | {"on": options.policy}).items()
+    }
+    take_turns(runs, ROUNDS)
     if RANK == 0:  # whose dumps and traces those are
-        report(off, on, options)
+        report(runs, options)
     dist.barrier()
     dist.destroy_process_group()

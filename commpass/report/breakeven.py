@@ -71,7 +71,7 @@ def run(
     for name in names:
         if name not in DTYPES:
             raise PolicyError(f"unknown dtype {name!r}{nearest(name, DTYPES)}")
-    links = [_profile(name, gpus) for name in profiles]
+    links = [profile_of(name, gpus) for name in profiles]
     rows = [
         even(link, many, dtype, kind, chosen, nbytes)
         for link in links
@@ -87,7 +87,7 @@ def run(
     console.print(made)
 
 
-def _profile(name: str, gpus: bool) -> Profile:
+def profile_of(name: str, gpus: bool) -> Profile:
     found = profile_here(name)
     assert found is not None
     return dataclasses.replace(found, kernels=GPU) if gpus else found

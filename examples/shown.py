@@ -1,0 +1,115 @@
+"""What the examples print of trainings that they compare."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping
+from shlex import quote
+from statistics import median, quantiles
+
+from common import OWN_HOSTS, TRACE, Run, console
+
+from commpass import dump
+from commpass.report import measured, tables, timeline
+
+
+def report(runs: Mapping[str, Run], options: Namespace) -> None:
+    """Prints losses and step times of the runs ``off``, ``bf16`` and ``on``, every collective with
+    its reason, the bytes, and how to see more."""
+    labels = {"off": "off", "bf16": "bf16", "on": str(options.policy)}
+    show_losses(runs, labels, options.steps)
+    show_plans(runs["on"])
+    show_bytes(runs["off"], runs["on"])
+    draw_overlap(options)
+    show_times(runs, labels, options.link_gbit)
+    console.print(
+        f"\nPlans and graphs are in {options.out}/off and {options.out}/on. To read them:"
+    )
+    for command in (
+        "explain {0}/on",
+        "graph {0}/on --text --around 1",
+        "diff {0}/off {0}/on",
+        "timeline {0}/on --measured {0}/on/" + TRACE + " -o timeline.html",
+    ):
+        said = f"  commpass {command.format(quote(str(options.out)))}"
+        console.print(said, style="bold", soft_wrap=True)
+
+
+def show_losses(runs: Mapping[str, Run], labels: Mapping[str, str], many: int) -> None:
+    names = [f"loss, {labels[name]}" for name in runs]
+    table = tables.plain_table("step", *names, "difference")
+    steps = sorted({1, many, *range(0, many, max(1, many // 10))} - {0})
+    rows = [(str(step), [run.losses[step - 1] for run in runs.values()]) for step in steps]
+    for step, losses in [*rows, ("held out", [run.held_out for run in runs.values()])]:
+        table.add_row(step, *(f"{loss:.4f}" for loss in losses), f"{losses[-1] - losses[0]:+.4f}")
+    console.print("", table)
+
+
+def show_plans(run: Run) -> None:
+    console.print(
+        "\nThe collectives of one rank in one step, and what was decided about each, and why:",
+        style="bold",
+    )
+    for plan in run.plans:
+        console.print(
+            plan.direction + (f", compiled UNTOUCHED: {plan.fallback}" if plan.fallback else ""),
+            style="bold",
+        )
+        table = tables.plain_table("#", "module", "kind", "bytes", "wire", "codec", "algorithm")
+        for number, site in enumerate(plan, 1):
+            sizes = tables.size(site.bytes), tables.size(site.wire_bytes)
+            table.add_row(str(number), site.module, site.kind, *sizes, site.codec, site.algorithm)
+        console.print(table, tables.reasons(plan.sites), "")
+
+
+def show_bytes(off: Run, on: Run) -> None:
+    console.print(f"All of a step: {tables.totals(on.plans)}", style="bold")
+    if off.sent is None or on.sent is None:
+        return
+    share = tables.ratio(on.sent, off.sent)
+    console.print(
+        "Sizes shown as ? depend on the data. Measured in one step, the mean over ranks, all"
+        f" sites: {tables.size(off.sent)} -> {tables.size(on.sent)} ({share})",
+        style="bold",
+    )
+
+
+def draw_overlap(options: Namespace) -> None:
+    """Draws what is computed while exchanges travel, as predicted and as measured in the last step,
+    and says how much of them that hides."""
+    folder, picture = options.out / "on", options.out / "timeline.png"
+    dumps = dump.read_run(folder)
+    without = timeline.left_out(dumps)
+    for line in without:
+        console.print(f"In the picture of what hides behind what {line}")
+    if len(without) == len(dumps):
+        return
+    shown = timeline.timelines(dumps, measured.measured(folder / TRACE, dumps))
+    timeline.write(shown, picture)
+    predicted = timeline.hidden([one.predicted for one in shown])
+    found = timeline.hidden([one.measured for one in shown if one.measured is not None])
+    console.print(
+        f"Hidden behind compute: predicted {predicted}; measured in one step {found}. {picture}"
+        " shows what runs while exchanges travel.",
+        style="bold",
+    )
+
+
+def show_times(runs: Mapping[str, Run], labels: Mapping[str, str], gbit: float) -> None:
+    """The steps that were timed in turns, and on which network."""
+    table = tables.plain_table("policy", "ms a step", "middle half", "times as fast")
+    base = median(runs["off"].took_ms)
+    for name, run in runs.items():
+        low, _, high = quantiles(run.took_ms, n=4)
+        middle = median(run.took_ms)
+        table.add_row(
+            labels[name], f"{middle:.0f}", f"{low:.0f} to {high:.0f}", f"{base / middle:.2f}"
+        )
+    rounds = len(runs["off"].took_ms)
+    where = (
+        f"each rank on a host of its own, behind a real link of {gbit:g} Gbit/s"
+        if OWN_HOSTS in os.environ
+        else "over loopback, where no gain can be seen (sudo make demo shows it)"
+    )
+    console.print("", table, f"{rounds} steps of each, in turns, {where}.")

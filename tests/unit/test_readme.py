@@ -1,0 +1,53 @@
+"""What README.md and docs/ say is there: links, anchors, commands, and the break-even table."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from commpass.policy import policy_named
+from commpass.report.breakeven import LEAST, even, profile_of
+from commpass.report.tables import size
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+ROW = re.compile(r"^\| `([\w-]+)` \| (CPUs|GPUs) \| (.*?) \| (.*?) \|$", re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    names = [line.lstrip("#").strip() for line in text.splitlines() if line.startswith("#")]
+    return {re.sub(r"[^\w\- ]", "", name).strip().lower().replace(" ", "-") for name in names}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(page.read_text()):
+        if link.startswith(("http:", "https:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def said(name: str, gpus: bool, dtype: str) -> str:
+    row = even(profile_of(name, gpus), 8, dtype, "all_reduce", policy_named("balanced"), 1 << 24)
+    if row.codec == "none":
+        return "never"
+    least = "any size" if row.from_bytes == LEAST else f"from {size(row.from_bytes)}"
+    return (
+        f"{least.replace('.0 ', ' ')}; {row.uncompressed_us / row.predicted_us:.1f} times as fast"
+    )
+
+
+def test_the_break_even_table_of_the_readme_is_what_the_cost_model_says():
+    rows = ROW.findall((ROOT / "README.md").read_text())
+    assert len(rows) == 7
+    for name, where, *cells in rows:
+        for dtype, cell in zip(("float32", "bfloat16"), cells, strict=True):
+            assert cell == said(name, where == "GPUs", dtype), (name, where, dtype)
