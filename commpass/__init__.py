@@ -118,20 +118,27 @@ if not TYPE_CHECKING:  # else a type checker would take any name for one of ours
     def __getattr__(name: str) -> object:
         if name in _HOME:
             found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-        elif name == "parallel":
-            return import_module(f"{__name__}.{name}")  # which sets it
         elif name == "__version__":
             from importlib.metadata import version
 
             found = version(__name__)
         else:
-            raise AttributeError(
-                f"module {__name__!r} has no attribute {name!r}",
-                name=name,
-                obj=sys.modules[__name__],
-            )
+            found = _submodule(name)
         globals()[name] = found  # so that it is asked for once
         return found
+
+
+def _submodule(name: str) -> ModuleType:
+    """``parallel``, or any other module of the package."""
+    where = f"{__name__}.{name}"
+    try:
+        if not name.startswith("_"):
+            return import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name != where:
+            raise
+    here = sys.modules[__name__]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=here)
 
 
 def __dir__() -> list[str]:

@@ -19,8 +19,9 @@ from torch import nn
 from torch.fx.traceback import annotate
 
 from commpass.errors import PolicyError, nearest
+from commpass.globs import covers
 from commpass.paths import clean, names, remember, star
-from commpass.rules import Rule, Word, covers
+from commpass.rules import Rule, Word
 
 KEY = "commpass"
 """The key in ``node.meta["custom"]`` under which the word of the nearest enclosing scope stands."""
