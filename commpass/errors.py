@@ -61,9 +61,14 @@ class VerifyError(CommpassError, RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A sentence end that helps: ``; did you mean 'int8'? Known: int4, int8.``"""
+    """A sentence end that helps: ``; did you mean 'int8'? Known: int4, int8.``
+
+    A name is only offered where it is near: at least 60 percent of the letters of both stand in it
+    in the same order (difflib's own bound), or all of them in another one (``sr``, ``rs``)."""
     names = sorted(set(known))
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, names, n=1) or [
+        name for name in names if word and sorted(name) == sorted(word)
+    ]
     hint = f"; did you mean {close[0]!r}?" if close else "."
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
     return (
