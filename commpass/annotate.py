@@ -132,10 +132,11 @@ def compress(
 
     ``@commpass.compress`` or ``@commpass.compress(codec="int8")`` on a module class or function,
     ``with commpass.compress(...):`` inside the compiled code, ``commpass.compress(module)`` or
-    ``commpass.compress(...)(module)`` on one module. The nearest enclosing word wins. ``codec`` and ``algorithm`` are one name or several;
-    ``max_error`` is a relative error; ``force`` compresses even where the cost model sees no gain;
-    ``lowering`` is ``inline`` or ``kernel``; ``chunks`` is into how many a tensor is divided,
-    ``rows`` into how many chunks of rows the matmul before a collective is split.
+    ``commpass.compress(...)(module)`` on one module. The nearest enclosing word wins. ``codec`` and
+    ``algorithm`` are one name or several; ``max_error`` is a relative error; ``force`` compresses
+    even where the cost model sees no gain; ``lowering`` is ``inline`` or ``kernel``; ``chunks`` is
+    into how many a tensor is divided, ``rows`` into how many chunks of rows the matmul before a
+    collective is split.
     Raises PolicyError for unknown names, and for anything given without its name
     (``compress("int8")``).
     """

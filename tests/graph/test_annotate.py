@@ -358,8 +358,8 @@ def test_words_beat_rules():
 
 def test_a_bare_compress_allows_what_the_policy_itself_does_whatever_rules_and_keeps_say():
     policy = Policy(codecs="fp8", max_error=0.1, rules=[Rule(keep=True)])
-    decorated = commpass.compress(lambda x: gather(x))
-    with_arguments = commpass.compress(lambda x: gather(x), codec="int8", force=True)
+    decorated = commpass.compress(gather)
+    with_arguments = commpass.compress(gather, codec="int8", force=True)
 
     def function(x):
         x = gather(x)
@@ -382,7 +382,7 @@ def test_a_bare_compress_allows_what_the_policy_itself_does_whatever_rules_and_k
 
 def test_a_bare_compress_allows_nothing_where_the_policy_itself_does_not():
     policy = Policy(rules=[Rule(codec="int8", force=True)])
-    for plan in plans_of(commpass.compress(lambda x: gather(x)), policy):
+    for plan in plans_of(commpass.compress(gather), policy):
         assert [site.codec for site in plan] == [NONE]
 
 
@@ -621,8 +621,11 @@ def test_compress_with_an_unnamed_codec_inside_compiled_code_says_what_to_write(
 
 
 def test_compress_on_a_function_inside_compiled_code_says_what_to_write():
+    def function(x):
+        return commpass.compress(gather)(x)
+
     with pytest.raises(Exception, match="PolicyError") as wrapped:
-        compiled(lambda x: commpass.compress(gather)(x))(torch.ones(4, 3))
+        compiled(function)(torch.ones(4, 3))
     assert "write `with commpass.compress():` around the call" in str(wrapped.value)
 
 
