@@ -1,5 +1,5 @@
-"""One line a model, and rules that matched nothing: said when what a backend compiles has come to
-rest."""
+"""One line (at INFO) about a model, and rules that matched nothing (at WARNING): said when what a
+backend compiles has come to rest."""
 
 from __future__ import annotations
 
