@@ -29,7 +29,7 @@ from commpass.collectives.request import Request
 from commpass.collectives.steps import run
 from commpass.collectives.table import REDUCE_OPS, algorithm
 from commpass.errors import PolicyError, nearest
-from commpass.groups import group_named, ready, sends_messages
+from commpass.groups import group_named, need_group, sends_messages
 
 _named = algorithm
 
@@ -204,12 +204,7 @@ def _no_group(group: Any, error: Exception) -> str:
 # Dynamo takes the results of these as constants: a group, a codec and an algorithm never change.
 @torch.compiler.assume_constant_result
 def _check_ready(kind: str) -> None:
-    if not ready():
-        raise PolicyError(
-            f"commpass.{kind}: there is no process group yet. Write"
-            " torch.distributed.init_process_group() before it, and start the program with"
-            " torchrun --nproc-per-node RANKS"
-        )
+    need_group(f"commpass.{kind}")
 
 
 @torch.compiler.assume_constant_result

@@ -4,6 +4,7 @@ was imported before."""
 from __future__ import annotations
 
 import ast
+import operator
 import os
 import re
 import subprocess
@@ -161,7 +162,7 @@ USERS = sorted(
 def test_whoever_calls_operators_of_ours_imports_what_registers_them():
     assert "commpass.collectives.public" in USERS
     code = f"""
-import importlib, os, re, sys, torch
+import importlib, os, re, sys, torch._dynamo
 for name in {USERS}:
     if child := os.fork():
         if os.waitpid(child, 0)[1]:
@@ -196,11 +197,15 @@ def test_a_backend_says_what_it_is(tmp_path):
     assert "\n" not in repr(made)
 
 
-@pytest.mark.parametrize("call", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
-def test_a_collective_by_hand_without_a_process_group_says_what_to_write(call):
+BY_HAND = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "parallel.ssfusion")
+
+
+@pytest.mark.parametrize("call", BY_HAND)
+def test_a_call_by_hand_without_a_process_group_says_what_to_write(call):
     assert not torch.distributed.is_initialized()
+    given = torch.nn.Linear(2, 2) if "parallel" in call else torch.ones(4)
     with pytest.raises(PolicyError) as error:
-        getattr(commpass, call)(torch.ones(4))
+        operator.attrgetter(call)(commpass)(given)
     said = str(error.value)
     assert said.startswith(f"commpass.{call}: there is no process group yet")
     assert "torch.distributed.init_process_group()" in said
