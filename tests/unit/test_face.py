@@ -216,6 +216,7 @@ NEAR = {
     "int9": "int8",
     "pf8": "fp8",
     "sr": "rs",
+    "dq": "dp",
     "two-shot": "two_shot",
     "back": "backward",
     "balnced": "balanced",
