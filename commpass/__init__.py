@@ -1,37 +1,44 @@
 """commpass makes the collectives of a compiled PyTorch model smaller and hides what is left.
 
 ``model = torch.compile(model, backend=commpass.backend("balanced"))``
+
+A name is imported when it is first asked for: ``import commpass`` costs next to nothing, and the
+command line reads dumps without torch.
 """
 
-from importlib.metadata import version as _version
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from commpass import parallel
-from commpass.annotate import apply_policy, compress, keep
-from commpass.backend import backend
-from commpass.calibration import Calibration, calibrate
-from commpass.codecs import codec
-from commpass.collectives import Handle, all_gather, all_reduce, all_to_all, reduce_scatter
-from commpass.costmodel import KernelRate, Kernels, Link, Profile, Region, ethernet
-from commpass.errors import (
-    CalibrationError,
-    CommpassError,
-    DumpError,
-    ParallelError,
-    PlanMismatch,
-    PolicyError,
-    ProfileError,
-    ScopeError,
-    VerifyError,
-)
-from commpass.plan import Plan
-from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime.record import plans
-from commpass.runtime.state import load_state_dict, reset_state, state_dict
-from commpass.simulate import simulate
-from commpass.standalone import rewrite
+if TYPE_CHECKING:
+    from commpass import parallel
+    from commpass.annotate import apply_policy, compress, keep
+    from commpass.backend import backend
+    from commpass.calibration import Calibration, calibrate
+    from commpass.codecs import codec
+    from commpass.collectives import Handle, all_gather, all_reduce, all_to_all, reduce_scatter
+    from commpass.costmodel import KernelRate, Kernels, Link, Profile, Region, ethernet
+    from commpass.errors import (
+        CalibrationError,
+        CommpassError,
+        DumpError,
+        ParallelError,
+        PlanMismatch,
+        PolicyError,
+        ProfileError,
+        ScopeError,
+        VerifyError,
+    )
+    from commpass.plan import Plan
+    from commpass.policy import Policy
+    from commpass.rules import Rule
+    from commpass.runtime.record import plans
+    from commpass.runtime.state import load_state_dict, reset_state, state_dict
+    from commpass.simulate import simulate
+    from commpass.standalone import rewrite
 
-__version__ = _version("commpass")
+    __version__: str
 
 __all__ = [
     "Calibration",
@@ -72,3 +79,67 @@ __all__ = [
     "simulate",
     "state_dict",
 ]
+
+_NAMES = {
+    "annotate": "apply_policy compress keep",
+    "backend": "backend",
+    "calibration": "Calibration calibrate",
+    "codecs": "codec",
+    "collectives": "Handle all_gather all_reduce all_to_all reduce_scatter",
+    "costmodel": "KernelRate Kernels Link Profile Region ethernet",
+    "errors": "CalibrationError CommpassError DumpError ParallelError PlanMismatch PolicyError"
+    " ProfileError ScopeError VerifyError",
+    "plan": "Plan",
+    "policy": "Policy",
+    "rules": "Rule",
+    "runtime.record": "plans",
+    "runtime.state": "load_state_dict reset_state state_dict",
+    "simulate": "simulate",
+    "standalone": "rewrite",
+}
+"""The public names by the module that has them."""
+
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+class _Face(ModuleType):
+    """This package. Importing a submodule sets it as an attribute of its package; where the face
+    has a name like that (``backend``, ``simulate``), the name stays what the face says."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _HOME or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face
+
+if not TYPE_CHECKING:  # else a type checker would take any name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name in _HOME:
+            found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        elif name == "__version__":
+            from importlib.metadata import version
+
+            found = version(__name__)
+        else:
+            found = _submodule(name)
+        globals()[name] = found  # so that it is asked for once
+        return found
+
+
+def _submodule(name: str) -> ModuleType:
+    """``parallel``, or any other module of the package."""
+    where = f"{__name__}.{name}"
+    try:
+        if not name.startswith("_"):
+            return import_module(where)
+    except ModuleNotFoundError as error:
+        if error.name != where:
+            raise
+    here = sys.modules[__name__]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=here)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

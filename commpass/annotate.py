@@ -19,8 +19,9 @@ from torch import nn
 from torch.fx.traceback import annotate
 
 from commpass.errors import PolicyError, nearest
+from commpass.globs import covers
 from commpass.paths import clean, names, remember, star
-from commpass.rules import Rule, Word, covers
+from commpass.rules import Rule, Word
 
 KEY = "commpass"
 """The key in ``node.meta["custom"]`` under which the word of the nearest enclosing scope stands."""
@@ -127,23 +128,27 @@ def compress(
     rows: int | None = None,
 ) -> Any:
     """Says how the collectives of a part of the model may be compressed; what is left out is the
-    policy's.
+    policy's own: bare, all of it is, whatever the policy's rules or a ``keep`` around it say.
 
-    ``@commpass.compress(codec="int8")`` on a module class or function, ``with
-    commpass.compress(...):`` inside the compiled code, or ``commpass.compress(...)(module)`` on one
-    module. The nearest enclosing word wins. ``codec`` and ``algorithm`` are one name or several;
-    ``max_error`` is a relative error; ``force`` compresses even where the cost model sees no gain;
-    ``lowering`` is ``inline`` or ``kernel``; ``chunks`` is into how many a tensor is divided,
-    ``rows`` into how many chunks of rows the matmul before a collective is split.
+    ``@commpass.compress`` or ``@commpass.compress(codec="int8")`` on a module class or function,
+    ``with commpass.compress(...):`` inside the compiled code, ``commpass.compress(module)`` or
+    ``commpass.compress(...)(module)`` on one module. The nearest enclosing word wins. ``codec`` and
+    ``algorithm`` are one name or several; ``max_error`` is a relative error; ``force`` compresses
+    even where the cost model sees no gain; ``lowering`` is ``inline`` or ``kernel``; ``chunks`` is
+    into how many a tensor is divided, ``rows`` into how many chunks of rows the matmul before a
+    collective is split.
     Raises PolicyError for unknown names, and for anything given without its name
-    (``compress("int8")``, or ``@compress`` without brackets).
+    (``compress("int8")``).
     """
-    if target is not None:
-        _refuse_unnamed(target)
     if torch.compiler.is_dynamo_compiling():
+        if target is not None:
+            _refuse_inside(target)
         word = _compress_json(codec, algorithm, max_error, force, lowering, chunks, rows)
         return annotate({KEY: word})
-    return Scope(_word(codec, algorithm, max_error, force, lowering, chunks, rows))
+    if target is not None:
+        _refuse_unnamed(target)
+    scope = Scope(_word(codec, algorithm, max_error, force, lowering, chunks, rows))
+    return scope if target is None else scope(target)
 
 
 def keep(target: Any = None) -> Any:
@@ -155,15 +160,19 @@ def keep(target: Any = None) -> Any:
     return scope if target is None else scope(target)
 
 
-@torch.compiler.assume_constant_result
 def _refuse_unnamed(given: Any) -> None:
-    if isinstance(given, str) or not (callable(given) or isinstance(given, nn.Module)):
+    if not callable(given):
         write = f"compress(codec={given!r})" if isinstance(given, str) else 'compress(codec="int8")'
         raise PolicyError(f"compress({given!r}): arguments need their names, write {write}")
+
+
+@torch.compiler.assume_constant_result
+def _refuse_inside(given: Any) -> None:
+    _refuse_unnamed(given)
     name = getattr(given, "__name__", type(given).__name__)
     raise PolicyError(
-        f"compress on {name} does not say how to compress: write the arguments in brackets first, "
-        'e.g. @commpass.compress(codec="int8") or commpass.compress(codec="int8")(module)'
+        f"compress({name}) inside compiled code: write `with commpass.compress():` around the call"
+        " there, or @commpass.compress where it is defined"
     )
 
 
@@ -316,7 +325,8 @@ def _scope(pattern: Any, word: Any) -> Scope:
     if word is keep or (isinstance(word, str) and word == "keep"):
         raise PolicyError(f"{where} is {word!r}: write commpass.keep()")
     if word is compress:
-        raise PolicyError(f'{where} is {word!r}: write commpass.compress(codec="int8")')
+        write = 'commpass.compress(), or commpass.compress(codec="int8")'
+        raise PolicyError(f"{where} is {word!r}: write {write}")
     if not isinstance(word, (Word, Mapping, str, tuple, list)):
         raise PolicyError(
             f"{where} is {word!r}: must be a codec, a list of codecs, a dict of compress(...) "

@@ -213,6 +213,18 @@ class Backend:
         weakref.finalize(self, self.summary.report)
         greet()
 
+    def __repr__(self) -> str:
+        inner = getattr(self.inner, "__name__", type(self.inner).__name__)
+        said = [
+            f"policy {self.policy.name!r}",
+            f"inner {self.inner if isinstance(self.inner, str) else inner!r}",
+            f"profile {self.profile.name!r}" if self.profile else "default profile",
+            *(["strict"] if self.strict else []),
+            *([f"dump {str(self.dump)!r}"] if self.dump else []),
+            f"{self.graphs} graph{'s' * (self.graphs != 1)}",
+        ]
+        return f"<commpass.backend: {', '.join(said)}>"
+
     def __call__(
         self,
         gm: fx.GraphModule,

@@ -61,9 +61,14 @@ class VerifyError(CommpassError, RuntimeError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A sentence end that helps: ``; did you mean 'int8'? Known: int4, int8.``"""
+    """A sentence end that helps: ``; did you mean 'int8'? Known: int4, int8.``
+
+    A name is only offered where it is near: difflib finds 60 percent of the letters of both in the
+    same order, or one slip makes one of the other."""
     names = sorted(set(known))
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, names, n=1) or [
+        name for name in names if _one_slip(word, name)
+    ]
     hint = f"; did you mean {close[0]!r}?" if close else "."
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
     return (
@@ -75,6 +80,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 MOST = 40
 """How many names a message lists."""
+
+
+def _one_slip(word: str, name: str) -> bool:
+    """Whether one letter is another, missing or too many, or they are swapped (``sr``, ``rs``)."""
+    steps = difflib.SequenceMatcher(None, word, name).get_opcodes()
+    sizes = [max(b - a, d - c) for what, a, b, c, d in steps if what != "equal"]
+    return len(word) > 1 and (sizes == [1] or sorted(word) == sorted(name))
 
 
 def check_number(

@@ -14,10 +14,22 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from commpass.errors import PolicyError
+
 
 def ready() -> bool:
     """Whether torch.distributed has been initialised."""
     return dist.is_available() and dist.is_initialized()
+
+
+def need_group(caller: str) -> None:
+    """Raises PolicyError where there is no process group, with what to write."""
+    if not ready():
+        raise PolicyError(
+            f"{caller}: there is no process group yet. Write"
+            " torch.distributed.init_process_group() before it, and start the program with"
+            " torchrun --nproc-per-node RANKS"
+        )
 
 
 def group_named(name: str) -> dist.ProcessGroup | None:

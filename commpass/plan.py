@@ -275,6 +275,30 @@ class Plan:
     def __iter__(self) -> Iterator[PlannedSite]:
         return iter(self.sites)
 
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def __bool__(self) -> bool:
+        return True  # a plan without sites is a plan
+
+    def __repr__(self) -> str:
+        counts = {
+            "compressed": len(self.compressed),
+            "simplified": len(self.simplified),
+            "grouped": len(self.grouped),
+            "split": len(self.split),
+        }
+        said = [
+            f"graph {self.graph!r}",
+            self.direction,
+            f"policy {self.policy!r}",
+            f"profile {self.profile!r}",
+            f"{len(self)} site{'s' * (len(self) != 1)}",
+            *(f"{count} {what}" for what, count in counts.items() if count),
+            *([f"fallback {self.fallback!r}"] if self.fallback else []),
+        ]
+        return f"<Plan: {', '.join(said)}>"
+
     @property
     def compressed(self) -> tuple[PlannedSite, ...]:
         return () if self.fallback else tuple(site for site in self.sites if site.compressed)

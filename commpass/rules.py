@@ -4,7 +4,6 @@ what then is allowed."""
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +14,7 @@ import msgspec
 from commpass.codecs import codec as codec_named
 from commpass.collectives import DEFAULTS, MOST_CHUNKS, algorithm, check_name, own
 from commpass.errors import PolicyError, nearest
+from commpass.globs import covers
 from commpass.kinds import KINDS
 from commpass.paths import star
 from commpass.plan import Site
@@ -242,18 +242,3 @@ class Rule(Word):
             if getattr(self, f.name) != f.default
         ]
         return f"Rule({', '.join(said)})"
-
-
-@lru_cache(maxsize=4096)
-def _pattern(glob: str) -> re.Pattern[str]:
-    parts = re.split(r"(\*\*|\*|\?)", glob)
-    body = "".join(
-        {"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(part, re.escape(part)) for part in parts
-    )
-    return re.compile(body + r"(\..*)?")
-
-
-def covers(glob: str, path: str) -> bool:
-    """Whether a module glob matches a path or one of the modules around it: ``layers.*`` covers
-    ``layers.3.mlp``."""
-    return glob == "" or _pattern(glob).fullmatch(path) is not None

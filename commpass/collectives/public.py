@@ -29,7 +29,7 @@ from commpass.collectives.request import Request
 from commpass.collectives.steps import run
 from commpass.collectives.table import REDUCE_OPS, algorithm
 from commpass.errors import PolicyError, nearest
-from commpass.groups import group_named, ready, sends_messages
+from commpass.groups import group_named, need_group, sends_messages
 
 _named = algorithm
 
@@ -124,7 +124,7 @@ def _collective(
     async_op: bool,
     splits: tuple[Sequence[int] | None, Sequence[int] | None] = (None, None),
 ) -> Any:
-    where = _name(group)
+    where = _name(kind, group)
     ranks, rank = _place(where)
     received, sent = (None if some is None else list(some) for some in splits)
     _check(kind, x, op, ranks, sent is None and received is None)
@@ -149,7 +149,7 @@ def _collective(
 def _sparse(
     x: Tensor, op: str, group: Any, codec: str, name: str, async_op: bool, residual: Tensor | None
 ) -> Tensor:
-    where = _name(group)
+    where = _name("all_reduce", group)
     ranks, rank = _place(where)
     _check("all_reduce", x, op, ranks)
     if residual is None:
@@ -178,8 +178,8 @@ def _sparse(
     return result
 
 
-def _name(group: Any) -> str:
-    _check_ready()
+def _name(kind: str, group: Any) -> str:
+    _check_ready(kind)
     if isinstance(group, str):
         return group
     resolve: Any = functional._resolve_group_name
@@ -203,10 +203,8 @@ def _no_group(group: Any, error: Exception) -> str:
 
 # Dynamo takes the results of these as constants: a group, a codec and an algorithm never change.
 @torch.compiler.assume_constant_result
-def _check_ready() -> None:
-    if not ready():
-        write = "call torch.distributed.init_process_group before a collective"
-        raise PolicyError(f"there are no ranks yet: {write}")
+def _check_ready(kind: str) -> None:
+    need_group(f"commpass.{kind}")
 
 
 @torch.compiler.assume_constant_result

@@ -19,7 +19,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from commpass.lowering.repairs import repaired
-from commpass.passes.post.order import ordered
 
 Compiled = Callable[[list[Any]], Any]
 
@@ -72,6 +71,8 @@ def _inductor(gm: fx.GraphModule, pinned: bool) -> Compiled:
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
+
+    from commpass.passes.post.order import ordered
 
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     mode = values[0].fake_mode

@@ -13,10 +13,9 @@ from rich.text import Text
 from commpass.costmodel import Profile
 from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
-from commpass.passes.breakeven import break_even, in_words
+from commpass.globs import covers
 from commpass.plan import Candidate, PlannedSite
 from commpass.report.tables import micros, plain_table, ratio, size
-from commpass.rules import covers
 
 
 def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite]]:
@@ -88,6 +87,8 @@ def lost(candidate: Candidate, site: PlannedSite) -> str:
 
 def _gains_from(dump: Dump, site: PlannedSite) -> str:
     """From which size on the chosen codec, or else the best that there was, gains."""
+    from commpass.passes.breakeven import break_even, in_words  # traces the algorithm: needs torch
+
     possible = (each for each in candidates(dump, site) if each.compressed and not each.refused)
     best = site if site.compressed else next(possible, None)
     if best is None or dump.plan.fallback:

@@ -1,5 +1,5 @@
-"""One line a model, and rules that matched nothing: said when what a backend compiles has come to
-rest."""
+"""One line (at INFO) about a model, and rules that matched nothing (at WARNING): said when what a
+backend compiles has come to rest."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import logging
 from collections.abc import Callable, Iterable
 
 from commpass.errors import nearest
+from commpass.globs import covers
 from commpass.groups import is_first_rank
 from commpass.plan import Plan, PlannedSite
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule, covers
+from commpass.rules import Rule
 
 log = logging.getLogger("commpass")
 

@@ -118,12 +118,14 @@ def forward_words(function) -> list:
         (commpass.compress(codec="int8"), "int8"),
         (commpass.keep(), "keep"),
         (commpass.keep, "keep"),
+        (commpass.compress, {}),
+        (commpass.compress(), {}),
         (
             commpass.compress(codec=("int8", "fp8"), algorithm="direct", max_error=0.5, force=True),
             {"codec": ["int8", "fp8"], "algorithm": ["direct"], "max_error": 0.5, "force": True},
         ),
     ],
-    ids=["compress", "keep()", "keep", "all that can be said"],
+    ids=["compress", "keep()", "keep", "bare", "bare()", "all that can be said"],
 )
 @pytest.mark.parametrize("target", ["class", "module", "function", "method"])
 def test_a_decorator_puts_its_word_on_all_that_is_inside_in_forward_and_backward(
@@ -354,6 +356,36 @@ def test_words_beat_rules():
         assert "compress(...)" in by_word.reason
 
 
+def test_a_bare_compress_allows_what_the_policy_itself_does_whatever_rules_and_keeps_say():
+    policy = Policy(codecs="fp8", max_error=0.1, rules=[Rule(keep=True)])
+    decorated = commpass.compress(gather)
+    with_arguments = commpass.compress(gather, codec="int8", force=True)
+
+    def function(x):
+        x = gather(x)
+        with commpass.keep():
+            x = decorated(x)
+        with commpass.compress(force=True):
+            x = gather(x)
+        return with_arguments(x)
+
+    forward, backward = plans_of(function, policy)
+    for sites in (forward.sites, backward.sites[::-1]):
+        by_rule, bare, forced_, named = sites
+        assert (by_rule.codec, forced_.codec, named.codec) == (NONE, "fp8", "int8")
+        assert by_rule.reason.startswith("rule 1")
+        assert bare.word == "{}"
+        assert "rule" not in bare.reason
+        assert "keep" not in bare.reason
+        assert "fp8" in bare.reason  # it is 48 bytes: a candidate that loses
+
+
+def test_a_bare_compress_allows_nothing_where_the_policy_itself_does_not():
+    policy = Policy(rules=[Rule(codec="int8", force=True)])
+    for plan in plans_of(commpass.compress(gather), policy):
+        assert [site.codec for site in plan] == [NONE]
+
+
 def test_policy_off_ignores_words():
     @forced("int8")
     def inner(x):
@@ -535,7 +567,7 @@ def test_a_pattern_that_names_no_module_is_refused_with_the_nearest_and_nothing_
         (None, "the word for 'layers.0' is None: must be a codec"),
         ("keep", "write commpass.keep()"),
         (commpass.keep, "write commpass.keep()"),
-        (commpass.compress, 'write commpass.compress(codec="int8")'),
+        (commpass.compress, "write commpass.compress(), or"),
         (Rule(codec="int8", direction="backward"), "put a rule into Policy(rules=[...])"),
     ],
 )
@@ -569,11 +601,10 @@ def test_apply_policy_says_which_argument_cannot_be_meant(model, words, parts):
     [
         ("int8", "write compress(codec='int8')"),
         (["int8"], 'write compress(codec="int8")'),
-        (Leaf, "on Leaf does not say how to compress: write the arguments in brackets"),
-        (gather, "on gather does not say how"),
+        (5, 'write compress(codec="int8")'),
     ],
 )
-def test_compress_without_names_or_brackets_says_what_to_write(given, part):
+def test_compress_without_names_says_what_to_write(given, part):
     with pytest.raises(PolicyError) as error:
         commpass.compress(given)
     assert part in str(error.value)
@@ -587,6 +618,15 @@ def test_compress_with_an_unnamed_codec_inside_compiled_code_says_what_to_write(
     with pytest.raises(Exception, match="PolicyError") as wrapped:
         compiled(function)(torch.ones(4, 3))
     assert "write compress(codec='int8')" in str(wrapped.value)
+
+
+def test_compress_on_a_function_inside_compiled_code_says_what_to_write():
+    def function(x):
+        return commpass.compress(gather)(x)
+
+    with pytest.raises(Exception, match="PolicyError") as wrapped:
+        compiled(function)(torch.ones(4, 3))
+    assert "write `with commpass.compress():` around the call" in str(wrapped.value)
 
 
 def test_words_put_on_after_a_first_call_count_from_the_next_one_on():

@@ -448,9 +448,11 @@ def test_gradients_of_uneven_all_to_all(ranks3):
 def test_without_ranks_it_is_said_what_to_call_first(kind):
     assert not dist.is_initialized()
     (said,) = refusals(lambda: call(kind, None, torch.ones(4), "int8"))
-    assert "call torch.distributed.init_process_group before a collective" in said
+    assert f"commpass.{kind}: there is no process group yet" in said
+    assert "Write torch.distributed.init_process_group() before it" in said
+    assert "torchrun --nproc-per-node" in said
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="init_process_group before a collective"):
+    with pytest.raises(Exception, match=r"Write torch.distributed.init_process_group\(\) before"):
         torch.compile(lambda x: call(kind, None, x, "int8"), backend="eager")(torch.ones(4))
 
 

@@ -776,3 +776,19 @@ def test_a_file_that_is_no_dump_of_ours_is_refused_with_its_name_and_what_is_wro
     with pytest.raises(DumpError, match=said) as error:
         dumps.read_run(tmp_path)
     assert str(path) in str(error.value)
+
+
+def test_a_plan_has_a_length_and_shows_itself_in_one_line():
+    sites = [planned("a", codec="int8"), planned("b", codec=NONE), planned("c", codec=NONE)]
+    one = plan(*sites, graph="7", direction="backward", policy="mine", profile="ethernet-1g")
+    assert len(one) == len(list(one)) == 3
+    assert repr(one) == (
+        "<Plan: graph '7', backward, policy 'mine', profile 'ethernet-1g', 3 sites, 1 compressed>"
+    )
+    given_up = one.untouched(sites[:1], "pass fuse failed:\nKeyError")
+    assert repr(given_up).endswith(", 1 site, fallback 'pass fuse failed:\\nKeyError'>")
+
+
+def test_a_plan_without_sites_is_a_plan_all_the_same():
+    assert len(plan()) == 0
+    assert plan()

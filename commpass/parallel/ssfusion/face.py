@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commpass.codecs.codec import FLOATS
 from commpass.costmodel import Link, Profile
 from commpass.errors import PolicyError
-from commpass.groups import goes_with, labels, ready, twin
+from commpass.groups import goes_with, labels, need_group, twin
 from commpass.parallel.ssfusion.buckets import BucketHooks
 from commpass.parallel.ssfusion.hooks import ModuleHooks
 from commpass.parallel.ssfusion.options import Options, check_optimizer
@@ -73,10 +73,7 @@ def ssfusion(
 
     Raises PolicyError for what cannot be, and PlanMismatch on all ranks if they differ.
     """
-    if not ready():
-        raise PolicyError(
-            "there are no ranks yet: call torch.distributed.init_process_group before ssfusion"
-        )
+    need_group("commpass.parallel.ssfusion")
     if not isinstance(model, nn.Module):
         raise PolicyError(f"model={model!r}: must be a module or a DistributedDataParallel")
     refuse_if_claimed(model, "ssfusion", ("ssfusion", "compress_ddp"))

@@ -1,0 +1,21 @@
+"""Module globs, as rules, words and the command line read them. No torch."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+
+@lru_cache(maxsize=4096)
+def _pattern(glob: str) -> re.Pattern[str]:
+    parts = re.split(r"(\*\*|\*|\?)", glob)
+    body = "".join(
+        {"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(part, re.escape(part)) for part in parts
+    )
+    return re.compile(body + r"(\..*)?")
+
+
+def covers(glob: str, path: str) -> bool:
+    """Whether a module glob matches a path or one of the modules around it: ``layers.*`` covers
+    ``layers.3.mlp``."""
+    return glob == "" or _pattern(glob).fullmatch(path) is not None

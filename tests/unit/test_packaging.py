@@ -1,0 +1,50 @@
+"""What is said about the package agrees with what is in it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import commpass
+
+ROOT = Path(commpass.__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_license_is_there_in_full():
+    assert PROJECT["license"] == "Apache-2.0"
+    (name,) = PROJECT["license-files"]
+    text = (ROOT / name).read_text()
+    assert "Apache License\n                           Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert not any(each.startswith("License ::") for each in PROJECT["classifiers"])
+
+
+def test_the_package_is_typed_and_says_for_which_pythons():
+    assert (ROOT / "commpass" / "py.typed").is_file()
+    assert "Typing :: Typed" in PROJECT["classifiers"]
+    found = re.findall(r":: (3\.\d+)", " ".join(PROJECT["classifiers"]))
+    assert found == ["3.11", "3.12", "3.13"]
+    assert PROJECT["requires-python"] == f">={found[0]}"
+
+
+def test_the_changelog_begins_with_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[(.+?)\]", text, re.MULTILINE)
+    assert next(each for each in versions if each != "Unreleased") == PROJECT["version"]
+    assert f"\n[{PROJECT['version']}]: https://" in text
+
+
+def test_what_the_source_distribution_adds_is_there():
+    for line in (ROOT / "MANIFEST.in").read_text().splitlines():
+        what, *names = line.split()
+        if what in ("include", "graft"):
+            assert all((ROOT / name).exists() for name in names), line
+
+
+def test_every_url_is_that_of_the_project():
+    assert set(PROJECT["urls"]) == {"Homepage", "Documentation", "Changelog", "Issues"}
+    assert all(
+        url.startswith("https://github.com/commpass/commpass") for url in PROJECT["urls"].values()
+    )
