@@ -50,11 +50,12 @@ from commpass.passes.hidden import decided
 from commpass.passes.timeline import timeline, whole_us
 from commpass.paths import Places
 from commpass.policy import Policy, policy_named
-from commpass.runtime import agreement, record
+from commpass.runtime import agreement, ledger, record
 from commpass.runtime.board import greet
-from commpass.runtime.calls import before_each_call, boxed, raising, state_for
+from commpass.runtime.calls import before_each_call, boxed, named, raising, state_for
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.owners import INFERENCE, Calls
+from commpass.runtime.samples import Sampled, Samples, label
 from commpass.runtime.summary import Summary
 from commpass.runtime.watch import Watch, Watched
 from commpass.tensorrt import Engines
@@ -209,7 +210,8 @@ class Backend:
         self.run = uuid.uuid4().hex[:8]
         self.graphs = self.resets = 0
         self.hidden: dict[tuple[Any, ...], bool] = {}  # as agreed on: a rank may compile alone
-        self.summary, self.watch = Summary(policy), Watch()
+        self.ledger = ledger.opened(policy.name)
+        self.summary, self.watch = Summary(policy), Watch(self.ledger.facts)
         weakref.finalize(self, self.summary.report)
         greet()
 
@@ -365,7 +367,8 @@ class Backend:
             if step == "rewrite" and self._writes():
                 nodes["after"] = record.nodes_now(road.gm, road.sites or ())
 
-        watched = is_first_rank() and meta.device_of(gm) == "cpu" and self.inner == "inductor"
+        device = meta.device_of(gm)
+        watched = is_first_rank() and device in ("cpu", "cuda") and self.inner == "inductor"
         plain_us = _predicted_us(gm, profile) if watched else None
         outcome, mismatch = self._planned(road, number, watch)
         if outcome.error is not None:
@@ -412,14 +415,25 @@ class Backend:
         planned_us = _predicted_us(gm, profile) if plain_us is not None else None
         compiled = compile_graph(gm, more, outcome.pinned or chunked(gm))
         state = state_for(outcome.state, gm, calls, direction)
-        timed = None
+        graph = None
         if outcome.plan.sites and planned_us is not None and plain_us is not None:
             name, judged = f"{number} ({direction})", outcome.plan.changed and profile.measured
-            graph = Watched(name, planned_us, plain_us, judged)
-            timed = functools.partial(self.watch.timed, graph=graph)
+            graph = Watched(name, planned_us, plain_us, judged, device)
+        entry = ledger.Entry(outcome.plan, _samples(outcome, self.policy.watch), graph)
+        self.ledger.entries.append(entry)
+        around = functools.partial(self._around, entry=entry)
         return before_each_call(
-            compiled, functools.partial(self._check, number + direction), state, timed
+            compiled, functools.partial(self._check, number + direction), state, around
         )
+
+    def _around(self, function: Compiler, entry: ledger.Entry) -> Compiler:
+        """A compiled graph, sampled, timed and named for profilers as its plan says."""
+        plan, labels = entry.plan, tuple(map(label, entry.plan.sites))
+        name = f"graph {plan.graph} {plan.direction}"
+        if len(labels) == 1:
+            name = f"{labels[0]}, {name}"
+        made = named(function, name, labels, entry.samples)
+        return self.watch.timed(made, entry.watched) if entry.watched is not None else made
 
     def _planned(
         self, road: Road, number: str, watch: Callable[[str, Road], None]
@@ -469,6 +483,21 @@ class Backend:
                 " separates the two, remove the break or move the word to the inner module."
             )
         self.summary.called(graph)
+
+
+def _samples(outcome: Outcome, share: float) -> Samples:
+    """The sites of a graph at the end of its road, as those of which errors may be measured."""
+    bounds: Sequence[float | None] = [each.allowed.max_error for each in outcome.found]
+    if outcome.plan.fallback:
+        bounds = [None] * len(outcome.plan.sites)
+    why = {"": outcome.plan.fallback or "nothing is encoded here"} | outcome.sampled
+    return Samples(
+        share,
+        [
+            Sampled(site, bound, why.get(site.name, why[""]))
+            for site, bound in zip(outcome.plan.sites, bounds, strict=True)
+        ],
+    )
 
 
 TRAINS = (
