@@ -4,6 +4,7 @@
 """
 
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING
 
 from commpass import parallel
 from commpass.annotate import apply_policy, compress, keep
@@ -25,11 +26,15 @@ from commpass.errors import (
 )
 from commpass.plan import Plan
 from commpass.policy import Policy
+from commpass.report.verdict import Report, log_metrics, metrics
 from commpass.rules import Rule
 from commpass.runtime.record import plans
 from commpass.runtime.state import load_state_dict, reset_state, state_dict
 from commpass.simulate import simulate
 from commpass.standalone import rewrite
+
+if TYPE_CHECKING:  # at run time it is the package itself, which can be called
+    from commpass.report.verdict import report
 
 __version__ = _version("commpass")
 
@@ -50,6 +55,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "Region",
+    "Report",
     "Rule",
     "ScopeError",
     "VerifyError",
@@ -64,9 +70,12 @@ __all__ = [
     "ethernet",
     "keep",
     "load_state_dict",
+    "log_metrics",
+    "metrics",
     "parallel",
     "plans",
     "reduce_scatter",
+    "report",
     "reset_state",
     "rewrite",
     "simulate",

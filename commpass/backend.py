@@ -49,10 +49,11 @@ from commpass.passes.graph.parse import describe_group, graph_modules, parse
 from commpass.passes.hidden import decided
 from commpass.passes.timeline import timeline, whole_us
 from commpass.paths import Places
-from commpass.policy import Policy, policy_named
+from commpass.policy import Policy
 from commpass.runtime import agreement, ledger, record
 from commpass.runtime.board import greet
 from commpass.runtime.calls import before_each_call, boxed, named, raising, state_for
+from commpass.runtime.environment import dump_here, policy_here
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.samples import Sampled, Samples, label
@@ -75,7 +76,8 @@ def backend(
 ) -> Backend:
     """A backend for ``torch.compile(model, backend=commpass.backend("balanced"))``.
 
-    policy: a preset by name, the path of a TOML file, or a Policy.
+    policy: a preset by name, the path of a TOML file, or a Policy. The environment variables
+        COMMPASS_POLICY and COMMPASS=off take its place.
     inner: what compiles the rewritten graphs. ``"inductor"``; ``"eager"``, the very graphs that
         Inductor would get, run operator by operator; ``"aot_eager"``, AOTAutograd's graphs without
         Inductor's decompositions, likewise; ``"tensorrt"``, those in torch-tensorrt's engines, for
@@ -94,7 +96,7 @@ def backend(
 
     Raises PolicyError for anything that is not known, with the nearest name that is.
     """
-    chosen = policy_named(policy)
+    chosen = policy_here(policy)
     if not callable(inner) and inner not in INNER:
         raise PolicyError(
             f"unknown inner compiler {inner!r}{nearest(str(inner), INNER)} Or give a function."
@@ -107,12 +109,9 @@ def backend(
         raise PolicyError(f"strict={strict!r}: must be strict=True or strict=False")
     if dump is not None and not isinstance(dump, (str, os.PathLike)):
         raise PolicyError(f'dump={dump!r}: must be the path of a folder, e.g. dump="dumps"')
-    folder = dump if dump is not None else os.environ.get("COMMPASS_DUMP")
     if inner == "tensorrt":
         inner = Engines()
-    return Backend(
-        chosen, inner, profile_here(profile), strict, Path(folder) if folder else None, timeout
-    )
+    return Backend(chosen, inner, profile_here(profile), strict, dump_here(dump), timeout)
 
 
 OPTIONS = ("policy", "inner", "profile", "strict", "dump", "timeout")
@@ -432,8 +431,9 @@ class Backend:
         name = f"graph {plan.graph} {plan.direction}"
         if len(labels) == 1:
             name = f"{labels[0]}, {name}"
-        made = named(function, name, labels, entry.samples)
-        return self.watch.timed(made, entry.watched) if entry.watched is not None else made
+        if entry.watched is not None:
+            function = self.watch.timed(function, entry.watched)
+        return named(function, name, labels, entry.samples)
 
     def _planned(
         self, road: Road, number: str, watch: Callable[[str, Road], None]
@@ -443,6 +443,7 @@ class Backend:
         outcome = run_passes(road, number, watch=watch, strict=self.strict)
         plan, speaker = outcome.plan, self._speaker(road.profile)
         try:
+            agreement.same_environment(self.timeout)
             ends = _ends(road.gm, outcome)
             why = agreement.agree(plan, outcome.first, ends, speaker, self.timeout)
         except PlanMismatch as mismatch:
