@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from commpass.costmodel.links import steps
 from commpass.errors import CommpassError
 from commpass.plan import Plan, PlannedSite
@@ -124,8 +126,9 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """All of it as plain data."""
-        graphs = [dataclasses.asdict(each) for each in self.graphs]
-        return {"totals": dataclasses.asdict(self.totals), "graphs": graphs}
+        held = {"totals": self.totals, "graphs": self.graphs}
+        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(held))
+        return found
 
     def metrics(self) -> dict[str, float]:
         """Flat names to numbers: the totals, and the mean measured error of each pattern of sites.
