@@ -29,6 +29,7 @@ def claim(model: nn.Module, door: str) -> None:
 def release(model: nn.Module) -> None:
     """The model has no door any more."""
     _claimed.pop(model, None)
+    summary.doors.discard(model)
 
 
 def refuse_if_claimed(model: nn.Module, door: str, others: Collection[str]) -> None:
