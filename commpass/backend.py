@@ -62,6 +62,8 @@ from commpass.runtime.watch import Watch, Watched
 from commpass.tensorrt import Engines
 
 INNER = ("inductor", "eager", "aot_eager", "tensorrt")
+LOOKS = INNER[:3]
+"""Those that know the operator by which errors are sampled; others need not."""
 Compiler = Callable[..., Any]
 
 
@@ -345,10 +347,13 @@ class Backend:
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and
         compiles it. ``obstacle`` says why nothing of it may be changed."""
         profile = self.profile or default_here(meta.device_of(gm))
+        policy = self.policy
+        if self.inner not in LOOKS:
+            policy = dataclasses.replace(policy, watch=0.0)
         road = Road(
             gm=gm,
             direction=direction,
-            policy=self.policy,
+            policy=policy,
             profile=profile,
             decompositions=decompositions,
             stateless=stateless,
@@ -418,7 +423,7 @@ class Backend:
         if outcome.plan.sites and planned_us is not None and plain_us is not None:
             name, judged = f"{number} ({direction})", outcome.plan.changed and profile.measured
             graph = Watched(name, planned_us, plain_us, judged, device)
-        entry = ledger.Entry(outcome.plan, _samples(outcome, self.policy.watch), graph)
+        entry = ledger.Entry(outcome.plan, _samples(outcome, policy.watch), graph)
         self.ledger.entries.append(entry)
         around = functools.partial(self._around, entry=entry)
         return before_each_call(
@@ -491,16 +496,21 @@ def _samples(outcome: Outcome, share: float) -> Samples:
     bounds: Sequence[float | None] = [each.allowed.max_error for each in outcome.found]
     if outcome.plan.fallback:
         bounds = [None] * len(outcome.plan.sites)
-    why = {"": outcome.plan.fallback or "nothing is encoded here"} | outcome.sampled
+    unseen = "watch is 0, or the graph is one that is not looked into" if not share else SKIPPED
+    other = outcome.plan.fallback or unseen
     return Samples(
         share,
         [
-            Sampled(site, bound, why.get(site.name, why[""]))
+            Sampled(
+                site, bound, outcome.sampled.get(site.name, other if site.compressed else PLAIN)
+            )
             for site, bound in zip(outcome.plan.sites, bounds, strict=True)
         ],
     )
 
 
+SKIPPED = "the policy skips pass 'sample'"
+PLAIN = "it is sent as it is"
 TRAINS = (
     'inner="tensorrt" is for inference alone, and this call wants gradients: make it under'
     ' torch.inference_mode() or torch.no_grad(), or train with inner="inductor"'

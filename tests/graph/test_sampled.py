@@ -224,6 +224,31 @@ def test_results_are_bit_identical_with_and_without(fake_group, model, lowering,
     assert any(counts) or (model is Fused and lowering == "inline")
 
 
+@pytest.mark.parametrize("more", [{"chunks": 4}, rarely({"rows": 4})])
+def test_so_are_those_in_chunks_each_of_which_is_looked_at(fake_group, more):
+    fake_group(4)
+    made = Layer()
+    plain, _ = steps(made, forced(watch=0.0, **more), 1)
+    sampled, ledger = steps(made, forced(watch=1.0, **more), 1)
+    assert all(map(torch.equal, plain, sampled))
+    assert all(each.count == 1 for each in ledger.entries[0].samples.sites)
+
+
+def test_a_compiler_of_others_is_not_given_the_operator(fake_group):
+    fake_group(4)
+    graphs = []
+
+    def inner(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    _, ledger = steps(Layer(), forced(lowering="inline"), 1, inner=inner)
+    assert len(graphs) == 2
+    assert not any(map(samples_in, graphs))
+    (site,) = ledger.entries[0].samples.sites
+    assert "not looked into" in site.why
+
+
 def test_a_site_above_its_bound_is_told_once_with_its_name(fake_group, caplog):
     fake_group(4)
     caplog.set_level(logging.WARNING, "commpass")
