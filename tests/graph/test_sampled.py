@@ -23,6 +23,10 @@ def reduced(x):
     return ops.wait_tensor(ops.all_reduce(x, "sum", "0"))
 
 
+def gathered(x):
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, 4, "0"))
+
+
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -47,8 +51,8 @@ def forced(spec: str = "int8", watch: float = 1.0, **rule) -> Policy:
     return Policy(rules=[Rule(codec=spec, force=True, **rule)], watch=watch)
 
 
-def planned(function, *inputs, policy):
-    gm = trace(function, *inputs)
+def planned(function, *inputs, policy, dynamic=False):
+    gm = trace(function, *inputs, dynamic=dynamic)
     road = Road(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
     return gm, run(road, "0", strict=True)
 
@@ -123,7 +127,7 @@ def test_but_for_the_operator_the_graph_is_the_same(fake_group):
 
 
 NOT = {
-    "lossless": (forced("exponent"), lambda x: reduced(x @ x), "loses nothing"),
+    "lossless": (forced("exponent"), lambda x: gathered(x @ x), "loses nothing"),
     "feedback": (forced("topk(density=0.1)"), lambda x: reduced(x @ x), None),
     "inside": (forced(lowering="inline"), lambda x: reduced(torch.tanh(x)), "inside of the kernel"),
     "left alone": (Policy(watch=1.0), lambda x: reduced(x @ x), None),
@@ -134,7 +138,8 @@ NOT = {
 def test_what_cannot_be_measured_says_why(fake_group, what):
     fake_group(4)
     policy, function, why = NOT[what]
-    gm, outcome = planned(function, values(0, torch.bfloat16), policy=policy)
+    x = values(0, torch.bfloat16).repeat(8, 8)
+    gm, outcome = planned(function, x, policy=policy, dynamic=True)
     assert not samples_in(gm)
     assert [why in said for said in outcome.sampled.values()] == ([True] if why else [])
 
