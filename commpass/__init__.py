@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from commpass.plan import Plan
     from commpass.policy import Policy
+    from commpass.report.verdict import Report, log_metrics, metrics, report
     from commpass.rules import Rule
     from commpass.runtime.record import plans
     from commpass.runtime.state import load_state_dict, reset_state, state_dict
@@ -57,6 +58,7 @@ __all__ = [
     "Profile",
     "ProfileError",
     "Region",
+    "Report",
     "Rule",
     "ScopeError",
     "VerifyError",
@@ -71,9 +73,12 @@ __all__ = [
     "ethernet",
     "keep",
     "load_state_dict",
+    "log_metrics",
+    "metrics",
     "parallel",
     "plans",
     "reduce_scatter",
+    "report",
     "reset_state",
     "rewrite",
     "simulate",
@@ -91,6 +96,7 @@ _NAMES = {
     " ProfileError ScopeError VerifyError",
     "plan": "Plan",
     "policy": "Policy",
+    "report.verdict": "Report log_metrics metrics",
     "rules": "Rule",
     "runtime.record": "plans",
     "runtime.state": "load_state_dict reset_state state_dict",

@@ -49,17 +49,21 @@ from commpass.passes.graph.parse import describe_group, graph_modules, parse
 from commpass.passes.hidden import decided
 from commpass.passes.timeline import timeline, whole_us
 from commpass.paths import Places
-from commpass.policy import Policy, policy_named
-from commpass.runtime import agreement, record
+from commpass.policy import Policy
+from commpass.runtime import agreement, ledger, record
 from commpass.runtime.board import greet
-from commpass.runtime.calls import before_each_call, boxed, raising, state_for
+from commpass.runtime.calls import before_each_call, boxed, named, raising, state_for
+from commpass.runtime.environment import dump_here, policy_here
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.owners import INFERENCE, Calls
+from commpass.runtime.samples import Sampled, Samples, label
 from commpass.runtime.summary import Summary
 from commpass.runtime.watch import Watch, Watched
 from commpass.tensorrt import Engines
 
 INNER = ("inductor", "eager", "aot_eager", "tensorrt")
+LOOKS = INNER[:3]
+"""Those that know the operator by which errors are sampled; others need not."""
 Compiler = Callable[..., Any]
 
 
@@ -74,7 +78,8 @@ def backend(
 ) -> Backend:
     """A backend for ``torch.compile(model, backend=commpass.backend("balanced"))``.
 
-    policy: a preset by name, the path of a TOML file, or a Policy.
+    policy: a preset by name, the path of a TOML file, or a Policy. The environment variables
+        COMMPASS_POLICY and COMMPASS=off take its place.
     inner: what compiles the rewritten graphs. ``"inductor"``; ``"eager"``, the very graphs that
         Inductor would get, run operator by operator; ``"aot_eager"``, AOTAutograd's graphs without
         Inductor's decompositions, likewise; ``"tensorrt"``, those in torch-tensorrt's engines, for
@@ -93,7 +98,7 @@ def backend(
 
     Raises PolicyError for anything that is not known, with the nearest name that is.
     """
-    chosen = policy_named(policy)
+    chosen = policy_here(policy)
     if not callable(inner) and inner not in INNER:
         raise PolicyError(
             f"unknown inner compiler {inner!r}{nearest(str(inner), INNER)} Or give a function."
@@ -106,12 +111,9 @@ def backend(
         raise PolicyError(f"strict={strict!r}: must be strict=True or strict=False")
     if dump is not None and not isinstance(dump, (str, os.PathLike)):
         raise PolicyError(f'dump={dump!r}: must be the path of a folder, e.g. dump="dumps"')
-    folder = dump if dump is not None else os.environ.get("COMMPASS_DUMP")
     if inner == "tensorrt":
         inner = Engines()
-    return Backend(
-        chosen, inner, profile_here(profile), strict, Path(folder) if folder else None, timeout
-    )
+    return Backend(chosen, inner, profile_here(profile), strict, dump_here(dump), timeout)
 
 
 OPTIONS = ("policy", "inner", "profile", "strict", "dump", "timeout")
@@ -209,7 +211,8 @@ class Backend:
         self.run = uuid.uuid4().hex[:8]
         self.graphs = self.resets = 0
         self.hidden: dict[tuple[Any, ...], bool] = {}  # as agreed on: a rank may compile alone
-        self.summary, self.watch = Summary(policy), Watch()
+        self.ledger = ledger.opened(policy.name)
+        self.summary, self.watch = Summary(policy), Watch(self.ledger.facts)
         weakref.finalize(self, self.summary.report)
         greet()
 
@@ -356,10 +359,13 @@ class Backend:
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and
         compiles it. ``obstacle`` says why nothing of it may be changed."""
         profile = self.profile or default_here(meta.device_of(gm))
+        policy = self.policy
+        if self.inner not in LOOKS:
+            policy = dataclasses.replace(policy, watch=0.0)
         road = Road(
             gm=gm,
             direction=direction,
-            policy=self.policy,
+            policy=policy,
             profile=profile,
             decompositions=decompositions,
             stateless=stateless,
@@ -377,7 +383,8 @@ class Backend:
             if step == "rewrite" and self._writes():
                 nodes["after"] = record.nodes_now(road.gm, road.sites or ())
 
-        watched = is_first_rank() and meta.device_of(gm) == "cpu" and self.inner == "inductor"
+        device = meta.device_of(gm)
+        watched = is_first_rank() and device in ("cpu", "cuda") and self.inner == "inductor"
         plain_us = _predicted_us(gm, profile) if watched else None
         outcome, mismatch = self._planned(road, number, watch)
         if outcome.error is not None:
@@ -424,14 +431,26 @@ class Backend:
         planned_us = _predicted_us(gm, profile) if plain_us is not None else None
         compiled = compile_graph(gm, more, outcome.pinned or chunked(gm))
         state = state_for(outcome.state, gm, calls, direction)
-        timed = None
+        graph = None
         if outcome.plan.sites and planned_us is not None and plain_us is not None:
             name, judged = f"{number} ({direction})", outcome.plan.changed and profile.measured
-            graph = Watched(name, planned_us, plain_us, judged)
-            timed = functools.partial(self.watch.timed, graph=graph)
+            graph = Watched(name, planned_us, plain_us, judged, device)
+        entry = ledger.Entry(outcome.plan, _samples(outcome, policy.watch), graph)
+        self.ledger.entries.append(entry)
+        around = functools.partial(self._around, entry=entry)
         return before_each_call(
-            compiled, functools.partial(self._check, number + direction), state, timed
+            compiled, functools.partial(self._check, number + direction), state, around
         )
+
+    def _around(self, function: Compiler, entry: ledger.Entry) -> Compiler:
+        """A compiled graph, sampled, timed and named for profilers as its plan says."""
+        plan, labels = entry.plan, tuple(map(label, entry.plan.sites))
+        name = f"graph {plan.graph} {plan.direction}"
+        if len(labels) == 1:
+            name = f"{labels[0]}, {name}"
+        if entry.watched is not None:
+            function = self.watch.timed(function, entry.watched)
+        return named(function, name, labels, entry.samples)
 
     def _planned(
         self, road: Road, number: str, watch: Callable[[str, Road], None]
@@ -441,6 +460,7 @@ class Backend:
         outcome = run_passes(road, number, watch=watch, strict=self.strict)
         plan, speaker = outcome.plan, self._speaker(road.profile)
         try:
+            agreement.same_environment(self.timeout)
             ends = _ends(road.gm, outcome)
             why = agreement.agree(plan, outcome.first, ends, speaker, self.timeout)
         except PlanMismatch as mismatch:
@@ -483,6 +503,26 @@ class Backend:
         self.summary.called(graph)
 
 
+def _samples(outcome: Outcome, share: float) -> Samples:
+    """The sites of a graph at the end of its road, as those of which errors may be measured."""
+    bounds: Sequence[float | None] = [each.allowed.max_error for each in outcome.found]
+    if outcome.plan.fallback:
+        bounds = [None] * len(outcome.plan.sites)
+    unseen = "watch is 0, or the graph is one that is not looked into" if not share else SKIPPED
+    other = outcome.plan.fallback or unseen
+    return Samples(
+        share,
+        [
+            Sampled(
+                site, bound, outcome.sampled.get(site.name, other if site.compressed else PLAIN)
+            )
+            for site, bound in zip(outcome.plan.sites, bounds, strict=True)
+        ],
+    )
+
+
+SKIPPED = "the policy skips pass 'sample'"
+PLAIN = "it is sent as it is"
 TRAINS = (
     'inner="tensorrt" is for inference alone, and this call wants gradients: make it under'
     ' torch.inference_mode() or torch.no_grad(), or train with inner="inductor"'

@@ -36,6 +36,7 @@ PASS_NAMES = (
     "lower",
     "move",
     "verify",
+    "sample",
 )
 """In the order in which they run."""
 
@@ -51,7 +52,9 @@ class Policy(Named):
     largest site in bytes that is fused with others, 0 for none, and ``group_delay`` how many
     matmuls, convolutions and attentions fewer an exchange may then be hidden behind.
     ``more_memory`` is by what share the peak memory of a graph may rise where exchanges are moved
-    so that they hide behind matmuls.
+    so that they hide behind matmuls. ``watch`` is the share of calls of a graph on which the real
+    error of its compressed sites is measured (docs/verdict.md): 0 for none, and then nothing is
+    added to the graph.
     """
 
     name: str = "custom"
@@ -69,6 +72,7 @@ class Policy(Named):
     group_delay: int = 2
     more_memory: float = 0.1
     leave_hidden: bool = True
+    watch: float = 0.0
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -76,6 +80,11 @@ class Policy(Named):
             raise PolicyError(
                 f"more_memory={self.more_memory!r}: must be a share of the peak memory, such as 0.1"
                 " for ten percent, and at most 10"
+            )
+        if not 0 <= self.watch <= 1:
+            raise PolicyError(
+                f"watch={self.watch!r}: must be the share of steps on which errors are measured,"
+                " such as 0.01 for one in a hundred, and at most 1; 0 for none"
             )
         if self.group_bytes < 0:
             raise PolicyError(

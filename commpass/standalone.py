@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from commpass.passes import Road
 from commpass.passes import run as run_passes
 from commpass.passes.graph import meta
 from commpass.plan import Plan
-from commpass.policy import Policy, policy_named
+from commpass.policy import Policy
 from commpass.runtime import record
+from commpass.runtime.environment import policy_here
 from commpass.runtime.machine import default_here, profile_here
 
 
@@ -38,7 +40,8 @@ def rewrite(
     ranks are asked: call it on all of them alike. If a pass fails the graph is left as it was and
     the plan's ``fallback`` says why; ``strict`` raises.
     """
-    chosen = policy_named(policy)
+    # Other compile stacks need not know the operator that samples.
+    chosen = dataclasses.replace(policy_here(policy), watch=0.0)
     _fake_values(gm, example_inputs)
     table = (lambda: dict(decompositions)) if decompositions is not None else None
     road = Road(

@@ -30,7 +30,8 @@ from commpass.groups import ready
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import is_wait
 from commpass.plan import Plan
-from commpass.policy import Policy, policy_named
+from commpass.policy import Policy
+from commpass.runtime.environment import policy_here
 from commpass.runtime.machine import profile_here
 from commpass.runtime.record import log
 from commpass.standalone import rewrite
@@ -100,7 +101,7 @@ class CollectivePass(_base()):  # type: ignore[misc]
         groups: Groups | None = None,
         strict: bool = False,
     ):
-        self.policy, self.profile = policy_named(policy), profile_here(profile)
+        self.policy, self.profile = policy_here(policy), profile_here(profile)
         self.groups, self.strict = groups or group_of_vllm, strict
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from commpass.lowering import cpu
 from commpass.lowering.chain import Chain
 from commpass.lowering.constants import without_tables
 from commpass.lowering.repairs import repaired
+from commpass.running import stage
 
 
 @dataclass(frozen=True)
@@ -182,9 +184,18 @@ def _found(name: str) -> Kernel:
     return _kernels[name]
 
 
-def _call(inputs: list[Tensor], outputs: list[Tensor], places: list[int], name: str) -> None:
+def _call(
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    places: list[int],
+    name: str,
+    site: int = -1,
+    role: str = "",
+) -> None:
     """Writes what a kernel computes of ``inputs`` into contiguous ``outputs``; ``places`` are the
-    values of each of those, and then of these, at which its part begins."""
+    values of each of those, and then of these, at which its part begins. ``site`` is the number of
+    the site that it is for in the plan of its graph, -1 for none, and ``role`` what it does there:
+    profilers show both."""
     kernel = _found(name)
     taken = [
         part.of(given, place)
@@ -195,13 +206,17 @@ def _call(inputs: list[Tensor], outputs: list[Tensor], places: list[int], name: 
         piece.form.within(outputs[piece.output], firsts[piece.output] + piece.place)
         for piece in kernel.pieces
     ]
-    kernel.run([*taken, *written])
+    with stage(site, role) if site >= 0 else nullcontext():
+        kernel.run([*taken, *written])
 
 
-def _nothing(inputs: list[Tensor], outputs: list[Tensor], places: list[int], name: str) -> None: ...
+def _nothing(*_: object) -> None: ...
 
 
 _library = torch.library.Library("commpass", "FRAGMENT")
-_library.define("kernel_(Tensor[] inputs, Tensor(a!)[] outputs, int[] places, str name) -> ()")
+_library.define(
+    "kernel_(Tensor[] inputs, Tensor(a!)[] outputs, int[] places, str name, int site=-1,"
+    ' str role="") -> ()'
+)
 _library.impl("kernel_", _call, "CompositeExplicitAutograd")
 torch.library.register_fake("commpass::kernel_", _nothing, lib=_library)

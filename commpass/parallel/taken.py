@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commpass import paths
 from commpass.errors import PolicyError
+from commpass.runtime import summary
 
 DOORS = ("commpass.parallel.ssfusion", "commpass.parallel.compress_ddp")
 
@@ -22,11 +23,13 @@ _claimed: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 def claim(model: nn.Module, door: str) -> None:
     """From now on ``door`` exchanges the gradients of a model."""
     _claimed[model] = door
+    summary.doors.add(model)
 
 
 def release(model: nn.Module) -> None:
     """The model has no door any more."""
     _claimed.pop(model, None)
+    summary.doors.discard(model)
 
 
 def refuse_if_claimed(model: nn.Module, door: str, others: Collection[str]) -> None:

@@ -55,7 +55,7 @@ def lower(
 ) -> None:
     """Replaces every coded operator in place, as the plan says of its site: by a call of a kernel,
     or by what it stands for."""
-    by_kernel = [site.name for site in plan if site.lowering == "kernel"]
+    by_kernel = {site.name: number for number, site in enumerate(plan) if site.lowering == "kernel"}
     kernels, bodies = (
         Kernels(decompositions or inductor_decompositions),
         Bodies(decompositions or inductor_decompositions, frozenset(by_kernel)),
@@ -80,10 +80,11 @@ def lower(
                 enable_python_dispatcher(),
                 mode_of(coded[0].all_input_nodes[0]),
             ):
-                for own in ([n for n in of_site[s] if caller(n) is None] for s in by_kernel):
+                for site, number in by_kernel.items():
+                    own = [node for node in of_site[site] if caller(node) is None]
                     known, buffers = places(own), dict[fx.Node, fx.Node]()
                     for region in regions(own, known):  # each once those before it are calls
-                        outline(region, kernels.of(region).name, buffers)
+                        outline(region, kernels.of(region).name, number, buffers)
                     place_buffers(buffers)
                 for node in module.graph.nodes:
                     if node.target in operators.IMPLEMENTATIONS:

@@ -30,6 +30,7 @@ from commpass.passes.lower import lower
 from commpass.passes.move import move, with_exposure
 from commpass.passes.rewrite import rewrite
 from commpass.passes.road import Outcome, Road
+from commpass.passes.sample import sample
 from commpass.passes.simplify import simplify
 from commpass.passes.sizes import limits, with_limits
 from commpass.passes.verify import verify
@@ -109,8 +110,8 @@ def _choose(road: Road) -> Road:
 
 
 def _rewrite(road: Road) -> Road:
-    state = rewrite(road.found, road.sites or (), road.decompositions)
-    return dataclasses.replace(road, state=state)
+    state, given = rewrite(road.found, road.sites or (), road.decompositions)
+    return dataclasses.replace(road, state=state, given=given)
 
 
 def _fuse(road: Road) -> Road:
@@ -132,6 +133,12 @@ def _move(road: Road) -> Road:
 def _verify(road: Road) -> Road:
     verify(road.gm, road.sites or ())
     return road
+
+
+def _sample(road: Road) -> Road:
+    if not road.policy.watch:
+        return road
+    return dataclasses.replace(road, sampled=sample(road.gm, road.sites or (), road.given))
 
 
 PASSES: tuple[Pass, ...] = (
@@ -180,6 +187,13 @@ PASSES: tuple[Pass, ...] = (
         mutates=True,
     ),
     Pass(name="verify", run=_verify, requires=("plain", "plan")),
+    Pass(
+        name="sample",
+        run=_sample,
+        requires=("plain", "plan"),
+        provides=("plain", "plan"),
+        mutates=True,
+    ),
 )
 
 
@@ -230,7 +244,7 @@ def run(
             outcome.times_ms[step.name] = (time.perf_counter() - start) * 1e3
             outcome.found = road.found
         outcome.state, outcome.pinned = road.state, road.moved.pinned
-        outcome.limits = road.limits
+        outcome.limits, outcome.sampled = road.limits, road.sampled
         outcome.first = outcome.first or tuple(found.site for found in road.found)
         outcome.plan = dataclasses.replace(
             outcome.plan,

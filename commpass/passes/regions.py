@@ -294,9 +294,9 @@ def write(body: fx.GraphModule, made: Sequence[fx.Node], pieces: Sequence[Piece]
     body.recompile()
 
 
-def outline(region: Region, kernel: str, buffers: dict[fx.Node, fx.Node]) -> None:
-    """Puts a call of a kernel in the place of a region, and buffers into which it writes.
-    ``buffers`` has those of joins."""
+def outline(region: Region, kernel: str, site: int, buffers: dict[fx.Node, fx.Node]) -> None:
+    """Puts a call of a kernel in the place of a region of the ``site`` of that number, and buffers
+    into which it writes. ``buffers`` has those of joins."""
     inside, graph = set(region.nodes), region.nodes[0].graph
     users = [(node, [u for u in node.users if u not in inside]) for node in region.nodes]
     new: dict[fx.Node, fx.Node] = {}
@@ -319,6 +319,8 @@ def outline(region: Region, kernel: str, buffers: dict[fx.Node, fx.Node]) -> Non
                 written,
                 [*map(_place, region.inputs), *firsts],
                 kernel,
+                site,
+                region.role,
             ),
         )
         first = next(n for n in region.nodes if n.target in operators.ROLES)

@@ -61,12 +61,13 @@ def rewrite(
     found: Sequence[GraphSite],
     plan: Sequence[PlannedSite],
     decompositions: Decompositions | None = None,
-) -> tuple[StateInput, ...]:
+) -> tuple[tuple[StateInput, ...], dict[str, Tensor]]:
     """Replaces every compressed site in place; returns the state that the graph now takes as its
-    last inputs, in order. On an error the graph is half done: the caller holds the copy to go back
-    to."""
+    last inputs, in order, and the fake value of what each site takes, by its name. On an error the
+    graph is half done: the caller holds the copy to go back to."""
     templates = Templates(decompositions or inductor_decompositions)
     kept: list[StateInput] = []
+    given: dict[str, Tensor] = {}
     chosen = [
         (site, planned) for site, planned in zip(found, plan, strict=True) if planned.compressed
     ]
@@ -82,6 +83,7 @@ def rewrite(
             if coder.state is not None:
                 kept.append(_keep(site, planned, coder, kept))
             inputs = inputs_of(site, coder)
+            given[planned.name] = fake_of(inputs[0])
             results = splice(site, planned.name, templates.of(site, planned, inputs), inputs)
             if len(results) > 1:
                 _update(inputs[-1], results[1])
@@ -96,7 +98,7 @@ def rewrite(
         _drop(node, sites)
     for module in {site.module: None for site, _ in chosen}:
         module.recompile()
-    return tuple(kept)
+    return tuple(kept), given
 
 
 STATE = "commpass_state"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import fx
+from torch import Tensor, fx
 
 from commpass.costmodel import Profile
 from commpass.passes.candidates import Options
@@ -29,7 +29,9 @@ class Road:
     ``hook`` says that it is the one exchange of a hook, which has many graphs like it.
     ``hidden`` says of sites that were compiled before whether they are hidden behind what is
     computed, and ``hides`` whether others may be found to be so: only where ranks agree on it.
-    ``own`` says whether rules may look for what this rank alone uses, likewise."""
+    ``own`` says whether rules may look for what this rank alone uses, likewise. ``given`` has the
+    fake values of what compressed sites take, by name; ``sampled`` says of
+    compressed sites, by name, why their real error is not measured; "" where it is."""
 
     gm: fx.GraphModule
     direction: str
@@ -53,7 +55,9 @@ class Road:
     own: bool = True
     limits: tuple[Limit, ...] = ()
     state: tuple[StateInput, ...] = ()
+    given: dict[str, Tensor] = field(default_factory=dict)
     moved: Moved = field(default_factory=Moved)
+    sampled: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Outcome:
     """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched
     one, and says why. ``options`` has what might have been chosen, by the name of the site, and
     ``state`` what it takes as its last inputs; ``pinned`` says that its order must be kept, and
-    ``limits`` for which sizes it is right."""
+    ``limits`` for which sizes it is right; ``sampled`` is the road's."""
 
     plan: Plan
     found: tuple[GraphSite, ...] = ()
@@ -73,6 +77,7 @@ class Outcome:
     state: tuple[StateInput, ...] = ()
     pinned: bool = False
     limits: tuple[Limit, ...] = ()
+    sampled: dict[str, str] = field(default_factory=dict)
 
     def restore(self, why: str) -> None:
         """Puts the untouched graph back (law 7), because of ``why``."""
@@ -80,6 +85,6 @@ class Outcome:
             module.graph = graph
             module.recompile()
         self.untouched, self.options = {}, {}
-        self.state, self.pinned, self.limits = (), False, ()
+        self.state, self.pinned, self.limits, self.sampled = (), False, (), {}
         sites = tuple(left_alone(site, why) for site in self.first)
         self.plan = self.plan.untouched(sites, why)

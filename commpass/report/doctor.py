@@ -42,7 +42,19 @@ def checks() -> list[Check]:
         except Exception as error:
             why = " ".join(str(error).split()) or type(error).__name__
             found.append(Check(what, "no", False, f"{lack} ({why})", needed))
-    return found
+    return found + variables()
+
+
+def variables() -> list[Check]:
+    """The environment variables of ours, and those that are none."""
+    try:
+        from commpass.runtime.environment import problems
+    except Exception as error:  # without torch: said above
+        return [Check("environment", "unknown", False, str(error), False)]
+    return [
+        Check(name, value, not wrong, wrong or meaning, False, wrong)
+        for name, value, meaning, wrong in problems()
+    ]
 
 
 def torch_version() -> tuple[str, bool]:

@@ -26,10 +26,11 @@ from collections.abc import Iterable
 import torch.distributed as dist
 
 from commpass.errors import PlanMismatch, Unanswered
-from commpass.groups import timeout_of
+from commpass.groups import ready, timeout_of
 from commpass.plan import NONE, Plan, Site, left_alone
 from commpass.runtime import differences
 from commpass.runtime.board import Board, History, Note, Now, Speaker, Statement, board
+from commpass.runtime.environment import difference
 from commpass.runtime.meeting import Meeting
 from commpass.runtime.parts import SEVERAL, Part, alike, parts
 
@@ -94,6 +95,43 @@ def agree(
             " all ranks alike."
         )
     return verdict or why
+
+
+SETTINGS_S = 60.0
+"""How long a rank that has settings of its own waits for those of all others."""
+
+
+def same_environment(timeout_s: float | None = None) -> None:
+    """Raises PlanMismatch where ranks were started with different settings. A rank that has none
+    compares what is there already; one that has some waits for the others, since those that are
+    switched off meet nobody later. Who does not answer in time may not use commpass at all."""
+    if not ready() or dist.get_world_size() == 1 or "fake" in dist.get_backend(dist.group.WORLD):
+        return
+    try:
+        here = board()
+        complete = here.hear_settings()
+        start, pause = time.monotonic(), 0.001
+        patience = min(timeout_s or SETTINGS_S, SETTINGS_S)
+        alone = here.settings[here.rank].words and not here.settings_said
+        while alone and not complete and not difference(here.settings):
+            if time.monotonic() - start > patience:
+                here.settings_said = True
+                log.warning(SILENT, patience, here.settings[here.rank].words)
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+            complete = here.hear_settings()
+    except RuntimeError as error:  # whoever has to compare plans will say so
+        log.debug("commpass could not reach the store: %s", error)
+        return
+    if why := difference(here.settings):
+        raise PlanMismatch(why)
+
+
+SILENT = (
+    "not all ranks have said within %g s whether they were started with %s as well: they are taken"
+    " to be, or not to use commpass"
+)
 
 
 def _settled(part: Part, past: History, speaker: Speaker) -> bool:
@@ -187,6 +225,10 @@ def _wait(meeting: Meeting) -> None:
         if meeting.decided():
             return
         waited = time.monotonic() - start
+        if waited > 1:  # who was switched off will not come
+            meeting.here.hear_settings()
+            if why := difference(meeting.here.settings):
+                raise PlanMismatch(why)
         if waited > meeting.timeout_s:
             for key, (number, _) in meeting.mine.items():
                 meeting.here.say(key, number, Statement(gave_up=True))

@@ -23,6 +23,7 @@ import msgspec
 import torch.distributed as dist
 
 from commpass.groups import ready
+from commpass.runtime.environment import Settings, settings
 
 log = logging.getLogger("commpass")
 
@@ -131,7 +132,8 @@ class History:
 @dataclass
 class Board:
     """The store, as one rank of one run writes and reads it. ``older`` are hellos of older runs,
-    ``spoken`` the policies under which this rank has said anything in a group."""
+    ``spoken`` the policies under which this rank has said anything in a group, ``settings`` what
+    ranks have said of their environment, and ``settings_said`` that not all have in time."""
 
     world: weakref.ref[Any]
     rank: int
@@ -141,6 +143,8 @@ class Board:
     read_nonces: set[str] = field(default_factory=set)
     plans: set[str] = field(default_factory=set)
     spoken: dict[str, set[str]] = field(default_factory=dict)
+    settings: dict[int, Settings] = field(default_factory=dict)
+    settings_said: bool = False
 
     @property
     def store(self) -> Any:
@@ -192,6 +196,18 @@ class Board:
         found = {rank: raw.decode() for rank, raw in read.items()}
         self.read_nonces.update(set(found.values()) - self.older)
         return {rank: nonce for rank, nonce in found.items() if nonce not in self.older}
+
+    def hear_settings(self) -> bool:
+        """Reads what ranks say of their environment. Returns whether all have."""
+        unheard = [rank for rank in range(dist.get_world_size()) if rank not in self.settings]
+        if not unheard:
+            return True
+        places = {
+            rank: _place(nonce, "settings", "all") for rank, nonce in self.nonces(unheard).items()
+        }
+        for rank, raw in self.read(places).items():
+            self.settings[rank] = msgspec.json.decode(raw, type=Settings)
+        return len(self.settings) == dist.get_world_size()
 
     def words(self, places: dict[int, str], key: str, number: int) -> dict[int, Statement]:
         """What ranks have said at a meeting, by their nonces: those that have."""
@@ -246,7 +262,11 @@ def begin() -> None:
     assert world is not None
     older = frozenset().union(*(board.older | board.read_nonces for board in _boards))
     _boards[:] = [Board(weakref.ref(world), dist.get_rank(), uuid.uuid4().hex[:12], older)]
-    _boards[-1].store.set(f"{ROOT}/hello/{_boards[-1].rank}", _boards[-1].nonce)
+    here = _boards[-1]
+    here.settings[here.rank] = settings()
+    said = msgspec.json.encode(here.settings[here.rank])
+    here.store.set(_place(here.nonce, "settings", "all"), said)  # who reads the hello finds it
+    here.store.set(f"{ROOT}/hello/{here.rank}", here.nonce)
 
 
 def epoch(nonces: Iterable[str]) -> str:

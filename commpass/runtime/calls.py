@@ -12,9 +12,11 @@ import torch
 from torch import fx
 
 from commpass.passes.rewrite import StateInput
+from commpass.running import Running, profiled, running
 from commpass.runtime import references, state
 from commpass.runtime.flat import Flat
 from commpass.runtime.owners import Calls, HookCalls, part_of
+from commpass.runtime.samples import Samples
 
 Compiler = Callable[..., Any]
 
@@ -96,6 +98,18 @@ def _hooked(
         hook()
         inputs.extend(more(inputs))
         return function(inputs)
+
+    run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]
+    return run
+
+
+def named(function: Compiler, name: str, labels: tuple[str, ...], samples: Samples) -> Compiler:
+    """The function, which profilers show by ``name`` and whose sites have ``labels``; on some calls
+    they are sampled."""
+
+    def run(inputs: list[Any]) -> Any:
+        with running(Running(labels, samples.look())), profiled(name):
+            return function(inputs)
 
     run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]
     return run

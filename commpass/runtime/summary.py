@@ -5,16 +5,25 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Iterable
+
+import torch.distributed as dist
 
 from commpass.errors import nearest
 from commpass.globs import covers
-from commpass.groups import is_first_rank
+from commpass.groups import is_first_rank, ready
 from commpass.plan import Plan, PlannedSite
 from commpass.policy import PRESETS, Policy
 from commpass.rules import Rule
+from commpass.runtime import record
 
 log = logging.getLogger("commpass")
+
+
+doors: weakref.WeakSet[object] = weakref.WeakSet()
+"""Models of which a door of ours exchanges the gradients without a plan for each graph."""
+_warned_of_no_site: list[bool] = []
 
 
 class Summary:
@@ -60,6 +69,7 @@ class Summary:
             self.say_line()
             if self.rounds > 1 and any(plan.direction == "backward" for plan in self.plans):
                 self.say_unmatched()
+                self.say_no_site()
         self.round.add(graph)
 
     def _backward_to_come(self) -> bool:
@@ -88,6 +98,15 @@ class Summary:
                 if number not in self.warned:
                     self.warned.add(number)
                     log.warning("%s", sentence)
+
+    def say_no_site(self) -> None:
+        """Says that nothing is sent in any graph, where there are ranks to send to: that the
+        gradients go past torch.compile. Once in a process."""
+        many = dist.get_world_size() if ready() else 1
+        silent = _warned_of_no_site or not self.speaks or self.policy.off or many == 1 or doors
+        if not silent and not any(plan.sites or plan.simplified for plan in record.plans()):
+            _warned_of_no_site.append(True)
+            log.warning(NO_SITE, len(self.plans), many)
 
     def line(self) -> str:
         sites = [(plan, site) for plan in self.plans for site in plan.sites]
@@ -152,6 +171,13 @@ class Summary:
         )
 
 
+NO_SITE = (
+    "no collective in any of the %d graphs, but there are %d ranks: what they send is not in the"
+    " compiled graphs, and nothing is compressed. DistributedDataParallel and FSDP2's fully_shard"
+    " send from hooks: call commpass.parallel.compress_ddp(model, policy) or"
+    " commpass.parallel.compress_fsdp(model, policy) as well. For gradients in the graph itself use"
+    " commpass.parallel.replicate(model, mesh). If nothing is to be sent, policy='off' says so"
+)
 OF_PRESET = -1
 NO_ROLE = (
     "{} has no rule for what is sent over {}, and leaves it alone. Where that is tensor, data or"

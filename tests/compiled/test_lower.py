@@ -301,7 +301,7 @@ def test_a_kernel_writes_into_buffers_and_leaves_what_it_was_given(fake_group, m
     calls = [node for node in gm.graph.nodes if node.target is KERNEL]
     assert len(calls) == len(made) == 2
     for node in calls:
-        taken, written, places, name = node.args
+        taken, written, places, name, _, _ = node.args
         values = [torch.ones(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in taken]
         copies = [value.clone() for value in values]
         (buffer,) = [torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in written]

@@ -16,9 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import commpass
 from commpass.groups import meshes
+from commpass.parallel.taken import claim, release
 from commpass.plan import Plan, PlannedSite
 from commpass.policy import PRESETS, Policy
 from commpass.rules import Rule
+from commpass.runtime import record
+from commpass.runtime import summary as summaries
 from commpass.runtime.summary import Summary
 
 LAYERS = 2
@@ -437,3 +440,104 @@ def test_a_mesh_that_is_made_between_two_graphs_is_seen(fake_group):
     del mesh
     gc.collect()
     assert not plan_of(FORCED).compressed
+
+
+# --- where no graph has a collective --------------------------------------------------------------
+
+
+class Alone(nn.Module):
+    """As DDP and FSDP2 leave a graph: what they send is not in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.fixture
+def unsaid(monkeypatch, caplog):
+    """As in a new process, of 8 ranks."""
+    monkeypatch.setattr(summaries, "_warned_of_no_site", [])
+    monkeypatch.setattr(record, "_plans", [])
+    caplog.set_level(logging.INFO, "commpass")
+    torch._dynamo.reset()
+
+
+def told(caplog) -> list[str]:
+    return [text for level, text in said(caplog) if text.startswith("no collective in any")]
+
+
+def test_a_model_of_several_ranks_without_a_site_is_told_what_to_do_once(
+    fake_group, unsaid, caplog
+):
+    fake_group(8)
+    for _ in range(2):
+        steps(torch.compile(Alone(), backend=commpass.backend("balanced", inner="eager")), 4)
+    (text,) = told(caplog)
+    assert ("WARNING", text) in said(caplog)
+    for part in ("8 ranks", "compress_ddp", "compress_fsdp", "replicate", "DistributedDataPara"):
+        assert part in text
+
+
+def one_rank(model, fake_group):
+    fake_group(1)
+    steps(by_itself(model, commpass.backend("balanced", inner="eager")), 4)
+
+
+def switched_off(model, fake_group):
+    fake_group(8)
+    steps(by_itself(model, commpass.backend("off", inner="eager")), 4)
+
+
+def one_step(model, fake_group):
+    fake_group(8)
+    steps(by_itself(model, commpass.backend("balanced", inner="eager")), 1)
+
+
+def inference(model, fake_group):
+    fake_group(8)
+    compiled = by_itself(model, commpass.backend("balanced", inner="eager"))
+    with torch.no_grad():
+        for _ in range(5):
+            compiled(torch.ones(4, 8))
+
+
+def other_graphs_have(model, fake_group):
+    fake_group(8)
+    steps(by_itself(stack(), commpass.backend("balanced", inner="eager")), 1)
+    torch._dynamo.reset()
+    steps(by_itself(model, commpass.backend("balanced", inner="eager")), 4)
+
+
+def has_a_door(model, fake_group):
+    fake_group(8)
+    claim(model, "compress_ddp")
+    steps(by_itself(model, commpass.backend("balanced", inner="eager")), 4)
+    release(model)
+
+
+def not_the_first_rank(model, fake_group):
+    from graphs import as_rank
+
+    with as_rank(1, 8):
+        steps(by_itself(model, commpass.backend("balanced", inner="eager")), 4)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        one_rank,
+        switched_off,
+        one_step,
+        inference,
+        other_graphs_have,
+        has_a_door,
+        not_the_first_rank,
+    ],
+)
+def test_must_not_tell_that_there_is_no_site(fake_group, unsaid, caplog, run):
+    run(Alone(), fake_group)
+    gc.collect()
+    assert not told(caplog)

@@ -25,6 +25,7 @@ from commpass.parallel.ssfusion.planner import Planner, Weight, agree
 from commpass.parallel.taken import claim, refuse_if_claimed, refuse_if_taken, release
 from commpass.paths import join, names
 from commpass.runtime import state
+from commpass.runtime.environment import is_off
 from commpass.runtime.machine import profile_here
 
 
@@ -69,7 +70,7 @@ def ssfusion(
     fuse, aware, interleave, offload: parts of the method that can be left out (see ``Settings``);
     force: sparse even where dense is predicted to be as fast.
     profile: the link, as in ``commpass.backend``; None measures it after ``profile_steps`` steps,
-    in which backward is measured and all is sent whole.
+    in which backward is measured and all is sent whole. With COMMPASS=off all is sent whole always.
 
     Raises PolicyError for what cannot be, and PlanMismatch on all ranks if they differ.
     """
@@ -79,6 +80,8 @@ def ssfusion(
     refuse_if_claimed(model, "ssfusion", ("ssfusion", "compress_ddp"))
     if isinstance(model, DistributedDataParallel):
         refuse_if_taken(model, "ssfusion")
+    if is_off():
+        density, warmup, dense, force = 1.0, 0, None, False
     settings = Settings(density, bound, fuse, aware, interleave, offload, force)
     options = Options(settings, selector, momentum, clip, warmup, step, profile_steps, dense)
     check_optimizer(optimizer, momentum)

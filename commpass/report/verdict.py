@@ -1,0 +1,339 @@
+"""What commpass did for this process, as far as this rank knows: times, bytes and errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from commpass.costmodel.links import steps
+from commpass.errors import CommpassError
+from commpass.plan import Plan, PlannedSite
+from commpass.report.patterns import Pattern, patterns
+from commpass.runtime.ledger import Entry, ledgers
+from commpass.runtime.samples import Sampled
+
+NOTHING = (
+    "commpass has compiled nothing in this process: compile with torch.compile(model,"
+    " backend=commpass.backend(...)) and run a step, then ask again"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteReport:
+    """One site. Bytes are those of one call: ``bytes`` and ``wire_bytes`` are handed to the
+    collectives without and with commpass, ``sent_plain`` and ``sent`` leave this rank (-1: not
+    known). ``error`` is what was expected, ``measured`` and ``worst`` are the mean and the largest
+    of ``samples`` measurements (None before the first), ``max_error`` the bound, if there is one.
+    ``unmeasured`` says why nothing is measured, if so."""
+
+    name: str
+    module: str
+    kind: str
+    direction: str
+    codec: str
+    algorithm: str
+    bytes: int
+    wire_bytes: int
+    sent_plain: int
+    sent: int
+    error: float
+    max_error: float | None
+    measured: float | None
+    worst: float | None
+    samples: int
+    unmeasured: str
+
+    @property
+    def above(self) -> bool:
+        """Whether an error was measured that is above the bound."""
+        return None not in (self.worst, self.max_error) and self.worst > self.max_error  # type: ignore[operator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphReport:
+    """One graph. Times are in microseconds, of one call: predicted, predicted without commpass, and
+    the median of those measured (on rank 0, with Inductor). None where they are not known.
+    ``fallback`` says why it was compiled untouched, if so."""
+
+    policy: str
+    graph: str
+    direction: str
+    calls: int
+    predicted_us: float | None
+    plain_us: float | None
+    measured_us: float | None
+    fallback: str
+    sites: tuple[SiteReport, ...]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over graphs, each called once. Times, in milliseconds, are those of the graphs that were
+    measured; None where none was. Sites of unknown size are not counted among the bytes."""
+
+    graphs: int
+    sites: int
+    compressed: int
+    fallbacks: int
+    bytes_plain: int
+    bytes: int
+    sent_plain: int
+    sent: int
+    predicted_ms: float | None
+    uncompressed_ms: float | None
+    measured_ms: float | None
+    worst_error: float | None
+    above: int
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What ``commpass.report()`` gives. ``print`` it, or take it as data."""
+
+    graphs: tuple[GraphReport, ...]
+    plans: tuple[Plan, ...] = dataclasses.field(default=(), compare=False)
+
+    @property
+    def sites(self) -> tuple[SiteReport, ...]:
+        """Those of all graphs."""
+        return tuple(site for graph in self.graphs for site in graph.sites)
+
+    @property
+    def totals(self) -> Totals:
+        timed = [each for each in self.graphs if each.measured_us is not None]
+        known = [site for site in self.sites if site.bytes >= 0 and site.wire_bytes >= 0]
+        sent = [site for site in known if site.sent_plain >= 0 and site.sent >= 0]
+        errors = [site.worst for site in self.sites if site.worst is not None]
+        return Totals(
+            graphs=len(self.graphs),
+            sites=len(self.sites),
+            compressed=sum(site.codec != "none" for site in self.sites),
+            fallbacks=sum(bool(each.fallback) for each in self.graphs),
+            bytes_plain=sum(site.bytes for site in known),
+            bytes=sum(site.wire_bytes for site in known),
+            sent_plain=sum(site.sent_plain for site in sent),
+            sent=sum(site.sent for site in sent),
+            predicted_ms=_ms(each.predicted_us for each in timed),
+            uncompressed_ms=_ms(each.plain_us for each in timed),
+            measured_ms=_ms(each.measured_us for each in timed),
+            worst_error=max(errors, default=None),
+            above=sum(site.above for site in self.sites),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        held = {"totals": self.totals, "graphs": self.graphs}
+        found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(held))
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Flat names to numbers: the totals, and the mean measured error of each pattern of sites.
+        What is not known is left out."""
+        held = dataclasses.asdict(self.totals)
+        found = {f"commpass/{name}": float(n) for name, n in held.items() if n is not None}
+        for pattern, sites in self._patterns():
+            if (error := _mean(sites)) is not None:
+                where = pattern.module or pattern.first.name
+                name = f"{where}/{pattern.first.kind}/{pattern.first.direction}"
+                found[f"commpass/error/{name}"] = error
+        return found
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return NOTHING
+        return "\n".join([*self._head(), *_table(self._patterns())])
+
+    __repr__ = __str__
+
+    def _head(self) -> Iterable[str]:
+        all_of, policies = self.totals, dict.fromkeys(each.policy for each in self.graphs)
+        names = ", ".join(map(repr, policies))
+        untouched = f", {all_of.fallbacks} graphs untouched" if all_of.fallbacks else ""
+        yield (
+            f"commpass, policy {names}: {all_of.graphs} graphs, {all_of.sites} sites,"
+            f" {all_of.compressed} compressed{untouched}"
+        )
+        if all_of.measured_ms is None:
+            yield "time: not measured (yet): on rank 0, of graphs with collectives, by Inductor"
+        else:
+            yield (
+                f"time: measured {all_of.measured_ms:.4g} ms, predicted {all_of.predicted_ms:.4g}"
+                f" ms, predicted without commpass {all_of.uncompressed_ms:.4g} ms"
+            )
+        yield (
+            f"bytes: {all_of.bytes_plain:,} -> {all_of.bytes:,} handed to collectives,"
+            f" {all_of.sent_plain:,} -> {all_of.sent:,} sent by this rank (each graph called once)"
+        )
+        for each in self.graphs:
+            if each.fallback:
+                yield f"untouched: graph {each.graph} ({each.direction}): {each.fallback}"
+        if all_of.above:
+            first = next(site for site in self.sites if site.above)
+            yield (
+                f"error: {all_of.above} sites above max_error, such as {first.module or first.name}"
+                f" ({first.worst:.3g} > {first.max_error:.3g})"
+            )
+
+    def _patterns(self) -> list[tuple[Pattern, list[SiteReport]]]:
+        """The sites by pattern, each with what is known of its sites."""
+        return [
+            (pattern, [self.graphs[graph].sites[number - 1] for graph, number in pattern.numbers])
+            for pattern in patterns(self.plans)
+        ]
+
+
+def report() -> Report:
+    """What commpass has compiled in this process, with what was measured since: of all backends,
+    and of doors, whose exchanges are graphs too. Waits for nothing. Before anything was compiled
+    it says so."""
+    entries = [(book.policy, entry) for book in ledgers() for entry in book.entries]
+    return Report(
+        tuple(_graph(policy, entry) for policy, entry in entries),
+        tuple(entry.plan for _, entry in entries),
+    )
+
+
+def metrics() -> dict[str, float]:
+    """``commpass.report().metrics()``: flat names to numbers."""
+    return report().metrics()
+
+
+def log_metrics(to: Any, step: int) -> None:
+    """Writes ``metrics()`` to a logger, under the number of a step.
+
+    to: a TensorBoard ``SummaryWriter`` (or what has ``add_scalar(name, number, step)``), a run of
+    Weights & Biases (``log(numbers, step=...)``), or a logger of Lightning's
+    (``log_metrics(numbers, step=...)``). Raises CommpassError for anything else.
+    """
+    numbers = metrics()
+    if hasattr(to, "add_scalar"):
+        for name, number in numbers.items():
+            to.add_scalar(name, number, step)
+    elif hasattr(to, "log_metrics"):
+        to.log_metrics(numbers, step=step)
+    elif hasattr(to, "log") and not hasattr(to, "setLevel"):
+        to.log(numbers, step=step)
+    else:
+        raise CommpassError(
+            f"log_metrics(to={to!r}): must have add_scalar (TensorBoard's SummaryWriter),"
+            " log_metrics (Lightning) or log(numbers, step=...) (Weights & Biases). Or write"
+            " commpass.metrics() yourself: it is a dict"
+        )
+
+
+# --- from what is kept ----------------------------------------------------------------------------
+
+
+def _graph(policy: str, entry: Entry) -> GraphReport:
+    plan, watched = entry.plan, entry.watched
+    entry.samples.settle()
+    if watched is not None:
+        watched.settle()
+    return GraphReport(
+        policy=policy,
+        graph=plan.graph,
+        direction=plan.direction,
+        calls=entry.samples.calls,
+        predicted_us=watched.predicted_us if watched is not None else None,
+        plain_us=watched.plain_us if watched is not None else None,
+        measured_us=watched.measured_us if watched is not None and watched.took_us else None,
+        fallback=plan.fallback,
+        sites=tuple(_site(each, plan) for each in entry.samples.sites),
+    )
+
+
+def _site(sampled: Sampled, plan: Plan) -> SiteReport:
+    site, compressed = sampled.site, sampled.site.compressed and not plan.fallback
+    return SiteReport(
+        name=site.name,
+        module=site.module,
+        kind=site.kind,
+        direction=site.direction,
+        codec=site.codec,
+        algorithm=site.algorithm,
+        bytes=site.bytes,
+        wire_bytes=site.wire_bytes if compressed else site.bytes,
+        sent_plain=_sent(site.kind, site.group_size, site.bytes),
+        sent=_sent_coded(site) if compressed else _sent(site.kind, site.group_size, site.bytes),
+        error=site.error,
+        max_error=sampled.bound,
+        measured=sampled.mean,
+        worst=sampled.worst if sampled.count else None,
+        samples=sampled.count,
+        unmeasured=sampled.why,
+    )
+
+
+def _sent(kind: str, ranks: int, nbytes: float) -> int:
+    """Bytes that leave a rank which hands so many to a collective; -1 where that is not known."""
+    if nbytes < 0:
+        return -1
+    return 0 if kind == "recv" or ranks == 1 else round(steps(kind, ranks, nbytes)[1])
+
+
+def _sent_coded(site: PlannedSite) -> int:
+    """The same of all exchanges of a compressed site. Its stages may be those of another size: then
+    in proportion."""
+    exchanges = [stage for stage in site.stages if stage.role == "exchange"]
+    handed = sum(stage.nbytes for stage in exchanges)
+    if site.wire_bytes < 0 or not handed:
+        return -1
+    sent = sum(
+        stage.leaving
+        if stage.peers is not None
+        else _sent(stage.kind, site.group_size, stage.nbytes)
+        for stage in exchanges
+    )
+    return round(sent * site.wire_bytes / handed)
+
+
+def _ms(times: Iterable[float | None]) -> float | None:
+    known = [each for each in times if each is not None]
+    return sum(known) / 1e3 if known else None
+
+
+def _mean(sites: Sequence[SiteReport]) -> float | None:
+    known = [site.measured for site in sites if site.measured is not None]
+    return sum(known) / len(known) if known else None
+
+
+# --- as a table -----------------------------------------------------------------------------------
+
+HEAD = ("sites", "kind", "codec", "bytes", "expected error", "measured", "worst", "max_error")
+
+
+def _table(rows: Iterable[tuple[Pattern, list[SiteReport]]]) -> list[str]:
+    """A line for each pattern."""
+    cells = [_row(pattern, sites) for pattern, sites in rows]
+    if not cells:
+        return []
+    widths = [max(map(len, column)) for column in zip(HEAD, *cells, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (HEAD, *cells)
+    ]
+
+
+def _row(pattern: Pattern, sites: Sequence[SiteReport]) -> tuple[str, ...]:
+    first, many = sites[0], f" x {len(sites)}" if len(sites) > 1 else ""
+    coded = first.codec != "none"
+    before, after = (sum(max(getattr(s, n), 0) for s in sites) for n in ("bytes", "wire_bytes"))
+    worst = max((site.worst for site in sites if site.worst is not None), default=None)
+    return (
+        f"{pattern.module or first.name}{many}",
+        f"{first.kind} {first.direction}",
+        f"{first.codec}/{first.algorithm}" if coded else "as it is",
+        f"{before:,} -> {after:,}" if coded else f"{before:,}",
+        _percent(max(site.error for site in sites) if coded else None),
+        _percent(_mean(sites)),
+        _percent(worst),
+        _percent(first.max_error),
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.3%}"

@@ -1,0 +1,63 @@
+"""What the backends of this process have compiled, with what was measured of it since."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+from commpass.plan import Plan
+from commpass.runtime.samples import Sampled, Samples
+from commpass.runtime.watch import Watched
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One graph: its plan, its samples, and its times where they are taken."""
+
+    plan: Plan
+    samples: Samples
+    watched: Watched | None
+
+
+@dataclass
+class Ledger:
+    """The graphs of one backend, in the order in which they were compiled."""
+
+    policy: str
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def sampled(self) -> list[Sampled]:
+        """All sites of which something was measured."""
+        found = []
+        for entry in self.entries:
+            entry.samples.settle()
+            found += [each for each in entry.samples.sites if each.count]
+        return found
+
+    def facts(self) -> str:
+        """For a line of the log: bytes and errors."""
+        sites = [(entry.plan, site) for entry in self.entries for site in entry.plan.sites]
+        before = sum(max(site.bytes, 0) for _, site in sites)
+        after = sum(max(s.bytes if plan.fallback else s.wire_bytes, 0) for plan, s in sites)
+        said = f"; {before:,} bytes -> {after:,} handed to collectives" if sites else ""
+        if worst := max(self.sampled, key=lambda each: each.worst, default=None):
+            bound = f" (max_error={worst.bound:.3g})" if worst.bound is not None else ""
+            said += f"; real error at most {worst.worst:.3g} of {worst.site.error:.3g}{bound}"
+        return said
+
+
+_ledgers: list[weakref.ref[Ledger]] = []
+
+
+def opened(policy: str) -> Ledger:
+    """The ledger of a new backend, which goes with it."""
+    made = Ledger(policy)
+    _ledgers[:] = [each for each in _ledgers if each() is not None]
+    _ledgers.append(weakref.ref(made))
+    return made
+
+
+def ledgers() -> list[Ledger]:
+    """Those of all backends that there are, oldest first."""
+    return [found for each in _ledgers if (found := each()) is not None]

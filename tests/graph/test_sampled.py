@@ -1,0 +1,290 @@
+"""Policy(watch=...): what is sampled, where, and that it changes nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from graphs import code, ops, trace
+from tiers import rarely
+from torch import nn
+
+import commpass
+from commpass import Policy, Rule
+from commpass.codecs import codec
+from commpass.errors import PolicyError
+from commpass.passes import Road, run
+
+SAMPLE = torch.ops.commpass.sample_.default
+
+
+def reduced(x):
+    return ops.wait_tensor(ops.all_reduce(x, "sum", "0"))
+
+
+def gathered(x):
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, 4, "0"))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return reduced(self.linear(x))
+
+
+class Fused(nn.Module):
+    """What is sent is made by operators that Inductor fuses with whatever takes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return reduced(torch.tanh(x) * self.scale)
+
+
+def forced(spec: str = "int8", watch: float = 1.0, **rule) -> Policy:
+    return Policy(rules=[Rule(codec=spec, force=True, **rule)], watch=watch)
+
+
+def planned(function, *inputs, policy, dynamic=False):
+    gm = trace(function, *inputs, dynamic=dynamic)
+    road = Road(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
+    return gm, run(road, "0", strict=True)
+
+
+def samples_in(gm) -> list[int]:
+    return [node.args[2] for node in gm.graph.nodes if node.target is SAMPLE]
+
+
+def values(seed: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def steps(model, policy, count: int, **options):
+    """Losses and gradients of some steps, and the report on the backend alone."""
+    torch._dynamo.reset()
+    backend = commpass.backend(policy, strict=True, **options)
+    compiled, found = torch.compile(model, backend=backend), []
+    for step in range(count):
+        model.zero_grad()
+        loss = compiled(values(step, next(model.parameters()).dtype)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(each.grad.clone() for each in model.parameters())]
+    return found, backend.ledger
+
+
+# --- in the graph ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lowering", ["inline", "kernel"])
+def test_each_site_is_looked_at_in_front_of_its_encode(fake_group, lowering):
+    fake_group(4)
+
+    def function(x, w):
+        for _ in range(3):
+            x = reduced(x @ w)
+        return x
+
+    policy = forced(lowering=lowering)
+    gm, outcome = planned(function, values(0), values(1), policy=policy)
+    assert samples_in(gm) == [0, 1, 2]
+    assert set(outcome.sampled.values()) == {""}
+    for node in gm.graph.nodes:
+        if node.target is SAMPLE:
+            x = node.args[0]
+            assert (tuple(x.meta["val"].shape), x.meta["val"].dtype) == ((64, 64), torch.float32)
+            assert x.target is torch.ops.aten.mm.default
+
+
+def test_without_watch_nothing_is_in_the_graph(fake_group):
+    fake_group(4)
+    plain, _ = planned(lambda x: reduced(x * 2), values(0), policy=forced(watch=0.0))
+    assert not samples_in(plain)
+    less = Policy(rules=forced().rules, watch=1.0, skip=("sample",))
+    skipped, _ = planned(lambda x: reduced(x * 2), values(0), policy=less)
+    assert code(plain) == code(skipped)
+
+
+def test_but_for_the_operator_the_graph_is_the_same(fake_group):
+    fake_group(4)
+    graphs = [
+        planned(lambda x: reduced(x @ x), values(0), policy=forced(watch=watch))[0]
+        for watch in (0.0, 1.0)
+    ]
+    gm = graphs[1]
+    for node in reversed(gm.graph.nodes):
+        if node.target is SAMPLE:
+            into = node.args[1]
+            gm.graph.erase_node(node)
+            gm.graph.erase_node(into)
+    targets = [[node.target for node in each.graph.nodes] for each in graphs]
+    assert targets[0] == targets[1]
+
+
+NOT = {
+    "lossless": (forced("exponent"), lambda x: gathered(x @ x), "loses nothing"),
+    "feedback": (forced("topk(density=0.1)"), lambda x: reduced(x @ x), None),
+    "inside": (forced(lowering="inline"), lambda x: reduced(torch.tanh(x)), "inside of the kernel"),
+    "left alone": (Policy(watch=1.0), lambda x: reduced(x @ x), None),
+}
+
+
+@pytest.mark.parametrize("what", NOT)
+def test_what_cannot_be_measured_says_why(fake_group, what):
+    fake_group(4)
+    policy, function, why = NOT[what]
+    x = values(0, torch.bfloat16).repeat(8, 8)
+    gm, outcome = planned(function, x, policy=policy, dynamic=True)
+    assert not samples_in(gm)
+    assert [why in said for said in outcome.sampled.values()] == ([True] if why else [])
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_every_kind_is_sampled(fake_group, kind):
+    fake_group(4)
+    sent = {
+        "all_gather": lambda x: ops.all_gather_into_tensor(x, 4, "0"),
+        "reduce_scatter": lambda x: ops.reduce_scatter_tensor(x, "sum", 4, "0"),
+        "all_to_all": lambda x: ops.all_to_all_single(x, [16] * 4, [16] * 4, "0"),
+    }[kind]
+    gm, _ = planned(lambda x: ops.wait_tensor(sent(x @ x)), values(0), policy=forced())
+    assert samples_in(gm) == [0]
+
+
+def test_the_passes_alone_leave_it_out_for_other_compile_stacks(fake_group):
+    fake_group(4)
+    gm = trace(lambda x: reduced(x @ x), values(0))
+    plan = commpass.rewrite(gm, (), forced(), profile=commpass.ethernet(1))
+    assert plan.compressed
+    assert not samples_in(gm)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan"), "often", None])
+def test_no_share_of_steps(wrong):
+    with pytest.raises(PolicyError, match="watch="):
+        Policy(watch=wrong)
+
+
+def test_a_file_says_it_too(tmp_path):
+    file = tmp_path / "p.toml"
+    file.write_text('preset = "balanced"\nwatch = 0.25\n')
+    policy = Policy.from_toml(file)
+    assert policy.watch == 0.25
+    file.write_text(policy.to_toml())
+    assert Policy.from_toml(file) == policy
+    file.write_text("name = 'x'\nwatch = 2\n")
+    with pytest.raises(PolicyError, match=r"p\.toml:2: watch=2"):
+        Policy.from_toml(file)
+
+
+# --- on calls -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor", rarely("aot_eager")])
+def test_errors_are_those_of_the_values_that_were_sent(fake_group, inner):
+    fake_group(4)
+    model = Layer()
+    _, ledger = steps(
+        model, forced("int4", algorithm="two_shot", lowering="kernel"), 3, inner=inner
+    )
+    forward, _ = ledger.entries
+    (site,) = forward.samples.sites
+    coder, wanted = codec(site.site.codec), []
+    for step in range(3):
+        x = model.linear(values(step)).detach().double()
+        lost = coder.decode(coder.encode(x.float())).double() - x
+        factor = site.site.error / coder.relative_error()
+        wanted.append(float(lost.norm() / x.norm()) * factor)
+    assert site.count == 3
+    assert site.mean == pytest.approx(sum(wanted) / 3, rel=1e-4)
+    assert site.worst == pytest.approx(max(wanted), rel=1e-4)
+    assert site.mean == pytest.approx(site.site.error, rel=0.1)  # these values are Gaussian
+
+
+def test_so_many_calls_are_sampled_and_no_others(fake_group):
+    fake_group(4)
+    _, ledger = steps(Layer(), forced(watch=0.25), 9, inner="eager")
+    for entry in ledger.entries:
+        assert entry.samples.calls == 9
+        assert [each.count for each in entry.samples.sites] == [3]
+
+
+@pytest.mark.parametrize("model", [Layer, Fused])
+@pytest.mark.parametrize("lowering", ["inline", "kernel"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, rarely(torch.float32)])
+def test_results_are_bit_identical_with_and_without(fake_group, model, lowering, dtype):
+    fake_group(4)
+    torch.manual_seed(0)
+    made = model().to(dtype)
+    rule = {"algorithm": "two_shot", "lowering": lowering}
+    plain, _ = steps(made, forced(watch=0.0, **rule), 3)
+    sampled, ledger = steps(made, forced(watch=0.5, **rule), 3)
+    assert all(map(torch.equal, plain, sampled))
+    counts = [each.count for entry in ledger.entries for each in entry.samples.sites]
+    assert any(counts) or (model is Fused and lowering == "inline")
+
+
+@pytest.mark.parametrize("more", [{"chunks": 4}, rarely({"rows": 4})])
+def test_so_are_those_in_chunks_each_of_which_is_looked_at(fake_group, more):
+    fake_group(4)
+    made = Layer()
+    plain, _ = steps(made, forced(watch=0.0, **more), 1)
+    sampled, ledger = steps(made, forced(watch=1.0, **more), 1)
+    assert all(map(torch.equal, plain, sampled))
+    assert all(each.count == 1 for each in ledger.entries[0].samples.sites)
+
+
+def test_a_compiler_of_others_is_not_given_the_operator(fake_group):
+    fake_group(4)
+    graphs = []
+
+    def inner(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    _, ledger = steps(Layer(), forced(lowering="inline"), 1, inner=inner)
+    assert len(graphs) == 2
+    assert not any(map(samples_in, graphs))
+    (site,) = ledger.entries[0].samples.sites
+    assert "not looked into" in site.why
+
+
+def test_a_site_above_its_bound_is_told_once_with_its_name(fake_group, caplog):
+    fake_group(4)
+    caplog.set_level(logging.WARNING, "commpass")
+    bad = nn.Sequential(Layer(), Layer())
+    with torch.no_grad():  # one value in each block of the second layer is much larger than others
+        bad[1].linear.bias[::32] = 1e3
+    bounded = Policy(rules=[Rule(codec="int4(block=32)", force=True, max_error=0.2)], watch=1.0)
+    steps(bad, bounded, 3, inner="eager")
+    warned = [r.getMessage() for r in caplog.records if "real error" in r.getMessage()]
+    assert warned == []  # large values are kept exactly: of the whole, little is lost
+    with torch.no_grad():
+        bad[1].linear.weight.zero_()
+        bad[1].linear.bias.copy_(torch.tensor([7.0] + [0.49] * 31).repeat(2))
+    steps(bad, bounded, 3, inner="eager")
+    (warned,) = [r.getMessage() for r in caplog.records if "real error" in r.getMessage()]
+    assert warned.startswith("1 int4")
+    assert "above max_error=0.2" in warned
+
+
+def test_profilers_show_stages_by_site(fake_group):
+    fake_group(4)
+    torch._dynamo.reset()
+    rule = {"algorithm": "two_shot", "lowering": "kernel"}
+    model = torch.compile(nn.Sequential(Layer(), Layer()), backend=commpass.backend(forced(**rule)))
+    with torch.no_grad():
+        model(values(0))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(values(0))
+    names = [each.name for each in profile.events() if each.name.startswith("commpass: ")]
+    (graph,) = {commpass.plans()[-1].graph}
+    assert names[0] == f"commpass: graph {graph} forward"
+    for layer in range(2):
+        own = [name for name in names if name.startswith(f"commpass: {layer} int8/two_shot ")]
+        assert [name.split()[-1] for name in own] == ["encode", "decode+sum+encode", "decode"]

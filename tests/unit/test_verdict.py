@@ -1,0 +1,329 @@
+"""The verdict of a run as data, as text, and to loggers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiers import rarely
+
+import commpass
+from commpass.codecs import codec
+from commpass.errors import CommpassError
+from commpass.plan import Plan, PlannedSite
+from commpass.report import verdict
+from commpass.runtime import samples
+from commpass.runtime.ledger import Entry, Ledger
+from commpass.runtime.samples import Sampled, Samples, is_sampled, squares
+from commpass.runtime.watch import Watched
+from commpass.stage import Stage
+
+ALONE = {
+    "name": "all_reduce",
+    "kind": "all_reduce",
+    "reduce_op": "sum",
+    "group": "7",
+    "group_size": 4,
+    "dtype": "float32",
+    "shape": (256,),
+    "bytes": 1024,
+    "wire_bytes": 1024,
+    "module": "head",
+}
+CODED = ALONE | {
+    "codec": "int8",
+    "algorithm": "two_shot",
+    "wire_bytes": 400,
+    "error": 2 * codec("int8").relative_error(),
+    "stages": (
+        Stage(role="exchange", kind="all_to_all", nbytes=320, leaving=320),
+        Stage(role="exchange", kind="all_gather", nbytes=80, leaving=80),
+    ),
+}
+
+
+def entry(*sites: PlannedSite, bound=None, fallback="", took=(), why="") -> Entry:
+    plan = Plan(
+        graph="0", direction="forward", policy="p", profile="p", sites=sites, fallback=fallback
+    )
+    watched = Watched("0 (forward)", 2e3, 3e3, False, took_us=list(took)) if took else None
+    kept = Samples(0.5, [Sampled(site, bound, why) for site in sites], calls=3)
+    return Entry(plan, kept, watched)
+
+
+@pytest.fixture
+def book(monkeypatch):
+    """The only ledger that there is."""
+    made = Ledger("balanced")
+    monkeypatch.setattr(verdict, "ledgers", lambda: [made])
+    return made
+
+
+def layers(count: int) -> list[PlannedSite]:
+    return [PlannedSite(**(CODED | {"module": f"layers.{i}.mlp"})) for i in range(count)]
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def test_before_anything_was_compiled_it_says_so(book):
+    assert "compiled nothing" in str(commpass.report())
+    assert commpass.report().as_dict()["totals"]["measured_ms"] is None
+    assert commpass.metrics()["commpass/graphs"] == 0
+
+
+def test_sites_of_repeated_layers_are_one_line_with_their_errors(book):
+    one = entry(*layers(32), PlannedSite(**ALONE), bound=0.05, took=[2500.0, 2400.0, 2600.0])
+    one.samples.sites[0].add(1e-4, 1.0)
+    one.samples.sites[1].add(4e-4, 1.0)
+    book.entries.append(one)
+    text = str(commpass.report())
+    (line,) = [row for row in text.splitlines() if row.startswith("layers.*.mlp x 32")]
+    assert "int8/two_shot" in line
+    assert "32,768 -> 12,800" in line
+    assert f"{2 * 0.015:.3%}" in line  # the mean of 1 % and 2 %, for two encodes
+    assert f"{2 * 0.02:.3%}" in line
+    assert "5.000%" in line
+    assert "as it is" in text
+    assert "measured 2.5 ms, predicted 2 ms, predicted without commpass 3 ms" in text
+    assert max(map(len, text.splitlines())) < 140
+    assert repr(commpass.report()) == text
+
+
+def test_bytes_that_leave_a_rank_are_those_of_its_exchanges(book):
+    book.entries.append(entry(PlannedSite(**CODED), PlannedSite(**ALONE)))
+    first, second = commpass.report().sites
+    assert (first.bytes, first.wire_bytes) == (1024, 400)
+    assert first.sent_plain == second.sent_plain == second.sent == 1536  # a ring: 2 * 3 / 4
+    assert first.sent == 320 * 3 // 4 + 80 * 3
+    totals = commpass.report().totals
+    assert (totals.bytes_plain, totals.bytes) == (2048, 1424)
+    assert (totals.sent_plain, totals.sent) == (3072, 480 + 1536)
+
+
+def test_a_site_of_unknown_size_is_not_counted_and_one_that_only_receives_sends_nothing(book):
+    unknown = PlannedSite(**(ALONE | {"bytes": -1, "wire_bytes": -1}))
+    book.entries.append(entry(unknown, PlannedSite(**(ALONE | {"kind": "recv"}))))
+    first, second = commpass.report().sites
+    assert (first.sent_plain, first.sent) == (-1, -1)
+    assert (second.sent_plain, second.sent) == (0, 0)
+    assert commpass.report().totals.bytes_plain == 1024
+
+
+def test_an_untouched_graph_sends_what_it_did_and_says_why(book):
+    book.entries.append(entry(PlannedSite(**CODED), fallback="pass 'fuse' failed", why="failed"))
+    (site,) = commpass.report().sites
+    assert (site.wire_bytes, site.sent) == (site.bytes, site.sent_plain)
+    assert "pass 'fuse' failed" in str(commpass.report())
+    assert commpass.report().totals.fallbacks == 1
+
+
+def test_a_report_is_plain_data_and_stays_as_it_was(book):
+    book.entries.append(entry(PlannedSite(**CODED), took=[5.0]))
+    before = commpass.report()
+    assert json.loads(json.dumps(before.as_dict())) == before.as_dict()
+    book.entries[0].samples.sites[0].add(1e-4, 1.0)
+    assert before.sites[0].samples == 0
+    assert commpass.report().sites[0].samples == 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.graphs = ()
+
+
+def test_a_backend_that_is_gone_is_not_in_the_report():
+    graphs = len(commpass.report().graphs)
+    made = commpass.backend("off")
+    made.ledger.entries.append(entry(PlannedSite(**ALONE)))
+    assert len(commpass.report().graphs) == graphs + 1
+    del made
+    assert len(commpass.report().graphs) == graphs
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "import commpass; commpass.report(); import commpass.report.tables as t",
+        "import commpass.report as r, commpass; r(); from commpass.report import tables as t",
+        rarely("import commpass.report.tables as t, commpass; commpass.report()"),
+        rarely("from commpass import report; report(); import commpass.report.tables as t"),
+    ],
+)
+def test_the_room_and_the_function_have_one_name(lines):
+    code = f"{lines}; assert t is commpass.report.tables; print(commpass.report())"
+    if lines.startswith("from"):
+        code = code.replace("; import", "; import commpass, ", 1).replace(",  ", ", ")
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "compiled nothing" in done.stdout
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+class Writer:
+    """TensorBoard's, as far as it is used."""
+
+    def __init__(self):
+        self.rows = []
+
+    def add_scalar(self, name, number, step):
+        self.rows.append((name, number, step))
+
+
+class Run:
+    """A run of Weights & Biases."""
+
+    def __init__(self):
+        self.rows = []
+
+    def log(self, numbers, step=None):
+        self.rows += [(name, number, step) for name, number in numbers.items()]
+
+
+class Lightning:
+    """Beside ``log_metrics`` these have methods of other meanings."""
+
+    def __init__(self):
+        self.rows = []
+
+    def log_metrics(self, numbers, step=None):
+        self.rows += [(name, number, step) for name, number in numbers.items()]
+
+    def log(self, *_):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("kind", [Writer, Run, Lightning])
+def test_loggers_get_flat_names_and_numbers(book, kind):
+    book.entries.append(entry(*layers(2)))
+    book.entries[0].samples.sites[0].add(1e-4, 1.0)
+    to = kind()
+    commpass.log_metrics(to, 7)
+    assert {name: number for name, number, _ in to.rows} == commpass.metrics()
+    assert {step for _, _, step in to.rows} == {7}
+    found = commpass.metrics()
+    assert all(type(number) is float for number in found.values())
+    assert found["commpass/error/layers.*.mlp/all_reduce/forward"] == pytest.approx(0.02)
+    assert "commpass/measured_ms" not in found  # nothing is made up
+
+
+def test_tensorboard_itself_takes_them(book, tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not here")
+    book.entries.append(entry(*layers(2)))
+    with tensorboard.SummaryWriter(tmp_path) as writer:
+        commpass.log_metrics(writer, 1)
+    assert list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wrong", [None, {}, print, logging.getLogger("x")])
+def test_what_is_no_logger_is_refused(book, wrong):
+    with pytest.raises(CommpassError, match="SummaryWriter"):
+        commpass.log_metrics(wrong, 1)
+
+
+# --- what is sampled ------------------------------------------------------------------------------
+
+
+@given(st.floats(0, 1), st.integers(0, 2000))
+def test_so_many_calls_are_sampled_as_was_asked_for(share, calls):
+    sampled = sum(is_sampled(call, share) for call in range(calls))
+    assert abs(sampled - share * calls) <= 1
+    assert is_sampled(0, share) == (share > 0)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_none_and_all(share):
+    assert {is_sampled(call, share) for call in range(50)} == {bool(share)}
+
+
+@pytest.mark.parametrize("spec", ["int8", "int4", "fp8", "rotated(bits=6)", "cast"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_measured_is_what_the_codec_does(monkeypatch, spec, dtype):
+    monkeypatch.setattr(samples, "SLICE", 4096)
+    coder = codec(spec)
+    x = torch.randn(3, 3001, generator=torch.Generator().manual_seed(1)).to(dtype)
+    lost, had = squares(coder, x).tolist()
+    whole = coder.decode_rows(coder.encode_rows(x.reshape(1, -1)), x.numel(), x.dtype).double()
+    assert lost == pytest.approx(float((whole - x.reshape(1, -1).double()).square().sum()))
+    assert had == pytest.approx(float(x.double().square().sum()))
+
+
+def test_an_error_is_told_of_the_result_of_all_encodes():
+    site = Sampled(PlannedSite(**CODED), None, "")
+    site.add(9e-4, 1.0)
+    assert site.mean == pytest.approx(2 * 0.03)  # the plan's error is that of two encodes
+
+
+def test_zeros_have_no_error_and_what_is_not_finite_is_only_counted():
+    site = Sampled(PlannedSite(**CODED), 1e-9, "")
+    site.add(0.0, 0.0)
+    site.add(float("nan"), float("inf"))
+    assert (site.mean, site.count, site.unclear, site.warned) == (0.0, 1, 1, False)
+
+
+def test_a_warning_names_the_site_once_and_not_below_the_bound(caplog):
+    site = Sampled(PlannedSite(**CODED), 0.05, "")
+    for lost in (1e-4, 1e-2, 1e-2):
+        site.add(lost, 1.0)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    for part in ("head int8/two_shot", "all_reduce", "0.2", "max_error=0.05", "keep=True"):
+        assert part in record.getMessage()
+
+
+class Late:
+    """An event of a GPU."""
+
+    def __init__(self):
+        self.done = False
+
+    def query(self):
+        return self.done
+
+
+def test_what_a_gpu_has_not_measured_yet_is_not_waited_for():
+    kept, event = entry(PlannedSite(**CODED)).samples, Late()
+    kept._waiting.append((0, torch.tensor([1e-4, 1.0]), event))
+    kept.settle()
+    assert kept.sites[0].count == 0
+    event.done = True
+    kept.settle()
+    assert kept.sites[0].count == 1
+    assert not kept._waiting
+
+
+class Stamp:
+    """An event with a time, of a GPU that is a call behind."""
+
+    made: ClassVar[list[Stamp]] = []
+
+    def __init__(self, enable_timing=False):
+        self.made.append(self)
+        self.number = len(self.made)
+
+    def record(self): ...
+
+    def query(self):
+        return self.number < len(self.made) - 1
+
+    def elapsed_time(self, end):
+        return end.number - self.number
+
+
+def test_a_gpu_is_timed_by_events_that_are_read_when_they_have_come(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda _: type("m", (), {"Event": Stamp}))
+    graph = Watched("0 (forward)", 1.0, 1.0, False, "cuda")
+    assert graph.time(lambda x: x + 1, 1) == 2
+    graph.settle()
+    assert not graph.took_us
+    graph.time(lambda x: x, 1)
+    graph.settle()
+    assert graph.took_us == [1e3]
