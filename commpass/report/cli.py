@@ -17,16 +17,18 @@ from typer.core import TyperGroup
 from commpass import dump
 from commpass.dump import Dump
 from commpass.errors import CommpassError
+from commpass.report import compared, draw, tables
 from commpass.report import doctor as checks_of
-from commpass.report import draw, tables
 from commpass.report import measured as traces
 from commpass.report import timeline as timelines
+from commpass.report.choice import Choice, only
+from commpass.report.explained import explain as explanation
 from commpass.report.why import candidates, considered, refusals, title
 from commpass.report.why import table_of as candidates_table
 
 
 class Commands(TyperGroup):
-    """Every command tells an error of ours as one line, and leaves with 2."""
+    """Every command tells an error of ours as one line, with exit status 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -52,6 +54,23 @@ RunName = Annotated[
     str | None,
     typer.Option("--run", metavar="ID", help="Which run of the folder (default: newest)."),
 ]
+Module = Annotated[
+    str | None,
+    typer.Option("--module", metavar="GLOB", help="Sites of these modules: layers.*.mlp."),
+]
+Kind = Annotated[
+    str | None, typer.Option("--kind", metavar="KIND", help="Sites of this kind: all_reduce.")
+]
+Direction = Annotated[
+    str | None, typer.Option("--direction", metavar="NAME", help="forward or backward.")
+]
+CodecName = Annotated[
+    str | None,
+    typer.Option("--codec", metavar="CODEC", help="Sites with this codec (none: left alone)."),
+]
+Every = Annotated[
+    bool, typer.Option("--all", help="Each site on its own (default: by pattern of modules).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -66,7 +85,7 @@ def commpass(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the version and leave."
+            "--version", callback=print_version, is_eager=True, help="Print the version."
         ),
     ] = False,
 ) -> None:
@@ -89,11 +108,16 @@ def explain(
             help="All candidates of a site, or of the sites of modules (a name or glob).",
         ),
     ] = None,
+    every: Every = False,
+    module: Module = None,
+    kind: Kind = None,
+    direction: Direction = None,
+    codec: CodecName = None,
     run: RunName = None,
     json: Json = False,
 ) -> None:
-    """Show every collective, what was decided about it, and the reason."""
-    dumps = load(path, run)
+    """Show the collectives, what was decided about them, and the reasons."""
+    dumps = only(load(path, run), Choice(module, kind, direction, codec))
     if why is not None:
         show_candidates(dumps, why, json)
         return
@@ -101,9 +125,9 @@ def explain(
         plans = msgspec.json.encode([one.plan for one in dumps])
         typer.echo(msgspec.json.format(plans, indent=1))
         return
-    shown = [tables.sites_table(one.plan.sites, wide=True) for one in dumps]
+    shown = [tables.sites_table(one.plan.sites, wide=True) for one in dumps if every]
     console = tables.console_for(*shown, whole=False)
-    for part in tables.explain(dumps, console):
+    for part in explanation(dumps, console, every=every):
         console.print(part)
 
 
@@ -255,31 +279,36 @@ def diff(
         Path, typer.Argument(metavar="DUMP_A", help="A dump folder, or one file of it.")
     ],
     right: Annotated[Path, typer.Argument(metavar="DUMP_B", help="The one to compare it with.")],
+    *,
+    every: Every = False,
+    module: Module = None,
+    kind: Kind = None,
+    direction: Direction = None,
+    codec: CodecName = None,
     left_run: Annotated[
         str | None, typer.Option("--run-a", metavar="ID", help="Which run of DUMP_A.")
     ] = None,
     right_run: Annotated[
         str | None, typer.Option("--run-b", metavar="ID", help="Which run of DUMP_B.")
     ] = None,
+    json: Json = False,
 ) -> None:
-    """Show what two plans say differently. Leaves with 0 if nothing, 1 if something, 2 on an
-    error."""
+    """Show what two plans say differently. The exit status is 0 if nothing, 1 if something, 2 on
+    an error."""
     a, b = load(left, left_run), load(right, right_run)
-    found = tables.differences(a, b)
-    console = tables.console_for(*[shown for _, shown, _ in found], whole=False)
-    for name, path, dumps in (("A", left, a), ("B", right, b)):
-        plan = dumps[0].plan
-        console.print(
-            Text(
-                f"{name}: {path}, run {dumps[0].run}, policy {plan.policy}, profile {plan.profile}"
-            )
-        )
-    for name, shown, count in found:
-        console.print(Text(f"\n{name}: {count} difference{'s' * (count != 1)}", style="bold"))
-        console.print(shown)
+    found = compared.compared(a, b, Choice(module, kind, direction, codec))
+    if json:
+        told = compared.to_json(a, b, found)
+        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1))
+    else:
+        parts = list(compared.differences(found, every=every))
+        console = tables.console_for(*parts, whole=False)
+        for part in (*compared.heads(a, b, (str(left), str(right))), *parts):
+            console.print(part)
+        if not found:
+            console.print("no differences")
     if found:
         raise typer.Exit(1)
-    console.print("no differences")
 
 
 @app.command()
@@ -488,8 +517,8 @@ def lower(
 
 @app.command()
 def doctor(json: Json = False) -> None:
-    """Show what this installation can do. Leaves with 1 if commpass cannot work here, and with 2 if
-    COMMPASS_PROFILE names what is no profile."""
+    """Show what this installation can do. The exit status is 1 if commpass cannot work here, and 2
+    if COMMPASS_PROFILE names what is no profile."""
     found = checks_of.checks()
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
