@@ -3,6 +3,7 @@ stderr."""
 
 from __future__ import annotations
 
+import gc
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,9 +85,7 @@ def print_version(wanted: bool) -> None:
 def commpass(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the version."
-        ),
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Says what commpass did to the collectives of a compiled model, and why.
@@ -535,8 +534,9 @@ def load(path: Path, run: str | None) -> list[Dump]:
     """One run of a dump. Where the folder has others and none was asked for, that is said on
     stderr."""
     dumps = dump.read_run(path, run)
+    gc.freeze()  # a command ends soon: what it read need not be looked through for garbage
     if run is None and path.is_dir():
-        runs = list(dict.fromkeys(dump.read(file).run for file in dump.files(path)))
+        runs = list(dict.fromkeys(dump.runs(path).values()))
         if len(runs) > 1:
             others = ", ".join(runs[:-1])
             typer.echo(

@@ -87,9 +87,7 @@ def found_and_gone(dumps: Sequence[Dump]) -> tuple[int, int]:
     return found, gone
 
 
-def of_graph(
-    dump: Dump, console: Console, *, every: bool, alone: bool
-) -> Iterator[RenderableType]:
+def of_graph(dump: Dump, console: Console, *, every: bool, alone: bool) -> Iterator[RenderableType]:
     """One graph: its totals, its sites, and why."""
     plan = dump.plan
     yield Text(f"graph {dump.number}: {plan.direction} ({plan.graph})", style="bold")
