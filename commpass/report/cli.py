@@ -18,12 +18,17 @@ from typer.core import TyperGroup
 from commpass import dump
 from commpass.dump import Dump
 from commpass.errors import CommpassError
-from commpass.report import compared, draw, tables
+from commpass.report import compared, tables
 from commpass.report import doctor as checks_of
 from commpass.report import measured as traces
 from commpass.report import timeline as timelines
 from commpass.report.choice import Choice, only
 from commpass.report.explained import explain as explanation
+from commpass.report.graph import dot as drawings
+from commpass.report.graph import nodes
+from commpass.report.graph import text as boxes
+from commpass.report.graph.fold import MANY
+from commpass.report.graph.view import of_sites
 from commpass.report.why import candidates, considered, refusals, title
 from commpass.report.why import table_of as candidates_table
 
@@ -157,11 +162,34 @@ def graph(
     path: DumpPath,
     *,
     number: Annotated[
-        int | None, typer.Option("--graph", metavar="N", help="Which graph, by its number.")
+        int | None,
+        typer.Option("--graph", metavar="N", help="Which graph, by its number (default: newest)."),
     ] = None,
-    text: Annotated[bool, typer.Option("--text", help="One line a node (default).")] = False,
+    text: Annotated[bool, typer.Option("--text", help="One line a box (default).")] = False,
     dot: Annotated[bool, typer.Option("--dot", help="Graphviz source.")] = False,
     svg: Annotated[bool, typer.Option("--svg", help="A drawing; always a file.")] = False,
+    level: Annotated[
+        str,
+        typer.Option(
+            metavar="sites|nodes", help="One box a site (default), or one a node of the graph."
+        ),
+    ] = "sites",
+    site: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="One site, opened, and its surroundings: number or name."),
+    ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(metavar="GLOB", help="The sites of these modules and their surroundings."),
+    ] = None,
+    expand: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE", help="Open this site's box: encode, exchange, decode. Again."),
+    ] = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help=f"Repeated layers each (default: folded above {MANY} sites)."),
+    ] = False,
     before: Annotated[bool, typer.Option("--before", help="The graph as it was found.")] = False,
     after: Annotated[
         bool, typer.Option("--after", help="The graph with coded operators (default).")
@@ -173,10 +201,7 @@ def graph(
         str | None,
         typer.Option(
             metavar="K|all",
-            help=(
-                f"Only nodes within K edges of a site (default: all; {draw.NEAR} in an SVG of more"
-                f" than {draw.SMALL} nodes)."
-            ),
+            help="Only what is within K arrows of a site (default: all; with --site or --module 1).",
         ),
     ] = None,
     output: Annotated[
@@ -184,16 +209,21 @@ def graph(
     ] = None,
     run: RunName = None,
 ) -> None:
-    """Show a graph before, after or lowered; collectives and what was inserted for them are
-    marked."""
+    """Show a graph: its collectives, what was done to them, and what is computed between them."""
     if text + dot + svg > 1:
         raise typer.BadParameter("choose one of them", param_hint="--text/--dot/--svg")
     if before + after + lowered > 1:
         raise typer.BadParameter("choose one of them", param_hint="--before/--after/--lowered")
-    side = "before" if before else "lowered" if lowered else "after"
+    if level not in ("sites", "nodes"):
+        raise typer.BadParameter(f"{level!r} is neither sites nor nodes", param_hint="--level")
+    if level == "nodes" and (site, module, expand, every) != (None, None, None, False):
+        raise typer.BadParameter(
+            "are of the level sites; with --level nodes say --around K",
+            param_hint="--site, --module, --expand and --all",
+        )
     if around not in (None, "all") and not around.isdecimal():
         raise typer.BadParameter(
-            f"{around!r} is neither a number of edges nor 'all'", param_hint="--around"
+            f"{around!r} is neither a number of arrows nor 'all'", param_hint="--around"
         )
     ending = ".svg" if svg else ".dot" if dot else ""
     if ending and output is not None and output.suffix.lower() != ending:
@@ -202,31 +232,42 @@ def graph(
             f"--{ending[1:]} writes {what}: {str(output)!r} must end in {ending}",
             param_hint="--output",
         )
-    dumps = load(path, run)
-    if number is not None or dot or svg:
-        dumps = [pick(dumps, number)]
-    views = []
-    for one in dumps:
-        big = svg and len(draw.nodes_of(one, side)) > draw.SMALL
-        edges = (
-            (draw.NEAR if big else None)
-            if around is None
-            else None
-            if around == "all"
-            else int(around)
+    one = newest(load(path, run), number)
+    side = "before" if before else "lowered" if lowered else "after"
+    steps = None if around in (None, "all") else int(around)
+    if level == "nodes" and not ending:
+        written = nodes.text(one, side, steps)
+        if output is None:
+            typer.echo(written)
+            return
+    else:
+        drawn = (
+            nodes.picture(one, side, steps)
+            if level == "nodes"
+            else of_sites(
+                one,
+                side,
+                module=module,
+                site=site,
+                expand=tuple(expand or ()),
+                around=steps,
+                every=every,
+            )
         )
-        views.append(draw.view(one, side=side, around=edges))
-    if svg and output is None:
-        output = Path(f"graph-{dumps[0].number:04d}-{dumps[0].plan.direction}-{side}.svg")
-    drawn = "" if svg else draw.dot(views[0]) if dot else "\n\n".join(map(draw.text, views))
-    if output is None:
-        typer.echo(drawn)
-        return
-    try:
-        if svg:
-            draw.svg(views[0], output)
+        if not ending:
+            console = tables.console_for(boxes.table_of(drawn), whole=False)
+            if output is None:
+                console.print(boxes.text(drawn))
+                return
+            written = boxes.plain(drawn)
         else:
-            output.write_text(drawn + "\n", encoding="utf-8")
+            written = drawings.svg(drawn) if svg else drawings.dot(drawn)
+            if dot and output is None:
+                typer.echo(written)
+                return
+    output = output or Path(f"graph-{one.number:04d}-{one.plan.direction}-{side}.svg")
+    try:
+        output.write_text(written.rstrip("\n") + "\n", encoding="utf-8")
     except OSError as error:
         raise CommpassError(f"{output}: cannot be written: {error.strerror}") from error
     typer.echo(f"wrote {output}")
@@ -547,13 +588,26 @@ def load(path: Path, run: str | None) -> list[Dump]:
     return dumps
 
 
-def pick(dumps: list[Dump], number: int | None) -> Dump:
-    """The graph of that number; without one, the only graph there is."""
+def newest(dumps: list[Dump], number: int | None) -> Dump:
+    """The graph of that number; without one the newest. Where there are others, that is said on
+    stderr."""
+    if number is not None:
+        return pick(dumps, number)
+    if others := ", ".join(f"{one.number} ({one.plan.direction})" for one in dumps[:-1]):
+        last = dumps[-1]
+        typer.echo(
+            f"this is graph {last.number} ({last.plan.direction}), the newest of {len(dumps)};"
+            f" --graph picks: {others}",
+            err=True,
+        )
+    return dumps[-1]
+
+
+def pick(dumps: list[Dump], number: int) -> Dump:
+    """The graph of that number."""
     known = ", ".join(f"{one.number} ({one.plan.direction})" for one in dumps)
-    if number is None and len(dumps) > 1:
-        raise CommpassError(f"which graph? Pick one with --graph: {known}")
     for one in dumps:
-        if number is None or one.number == number:
+        if one.number == number:
             return one
     raise CommpassError(f"no graph {number} here; there are: {known}")
 

@@ -1,6 +1,6 @@
 """What leaves a rank: bytes on its link, so that a ring and a direct exchange compare like for
-like. What is *handed* to a collective (``bytes``, ``wire_bytes``) does not: of n bytes an all_reduce
-sends 2 (p - 1) / p n by a ring, an all_gather (p - 1) n."""
+like. What is *handed* to a collective (``bytes``, ``wire_bytes``) does not: of n bytes an
+all_reduce sends 2 (p - 1) / p n by a ring, an all_gather (p - 1) n."""
 
 from __future__ import annotations
 
