@@ -201,7 +201,7 @@ def graph(
         str | None,
         typer.Option(
             metavar="K|all",
-            help="Only what is within K arrows of a site (default: all; with --site or --module 1).",
+            help="Only what is within K arrows of a site (default: all; of --site, --module 1).",
         ),
     ] = None,
     output: Annotated[
