@@ -59,8 +59,7 @@ def _box(name: str, some: Sequence[Box], shown: Sketch) -> Box:
         several = [shown.planned[shown.sites[box.name]] for box in some]
         site = several[0][0]
         module = without_numbers(site.module) or "the root module"
-        found = shown.side == "before" or bool(shown.dump.plan.fallback)
-        lines = [f"{site.kind} · {module} x {len(some)}", *done_lines(several, found=found)]
+        lines = [f"{site.kind} · {module} x {len(some)}", *done_lines(several, found=shown.found)]
         return dataclasses.replace(first, lines=tuple(map(clean, lines)))
     last = some[0].lines[0].partition(", for outputs")
     label = runs_label([shown.members[box.name] for box in some]) + "".join(last[1:])

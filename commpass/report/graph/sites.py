@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from commpass.dump import Dump, GraphNode
@@ -21,6 +22,7 @@ from commpass.report.graph.picture import (
     Box,
     Picture,
     clean,
+    in_order,
     kind_of,
     needed,
     taken,
@@ -45,9 +47,12 @@ VIEWS = (
 )
 """Operators that compute nothing. Views of inputs, as of weights, are not drawn, as inputs are
 not."""
-FEW = 3
-"""So many operators behind which nothing comes are drawn with what is before them. And so many
-modules are named in a box."""
+COSTLY = ("mm", "conv", "attention", "linear")
+"""Parts of the names of operators for which a run of few operators has a box of its own."""
+FEW = 12
+"""So many operators, none of them costly, are drawn with the run before them."""
+MODULES = 3
+"""So many modules are named in a box."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,11 @@ class Sketch:
     planned: dict[str, tuple[PlannedSite, ...]] = field(default_factory=dict)
     """From the name of a site to what the plan has of it: the chunks of one that is split, the
     parts of one that is coalesced, none of one that is not sent."""
+
+    @property
+    def found(self) -> bool:
+        """Whether the sites are as they were found, with nothing done to them."""
+        return self.side == "before" or bool(self.dump.plan.fallback)
 
     def numbers(self, site: str) -> str:
         """The numbers of a site in the plan, from 1: "#3", or "#3-6"."""
@@ -96,7 +106,7 @@ def sketch(dump: Dump, side: str, expanded: Collection[str] = ()) -> Sketch:
         if node.name in owner:
             members.setdefault(owner[node.name], []).append(node)
     edges = _between(members, owner, sources)
-    _fold_tails(members, edges, box_site)
+    _fold_small(members, edges, box_site.keys())
     used = {source for some in edges.values() for source in some}
     alone = [box for box in edges if box not in box_site and box not in used and not edges[box]]
     left_out = sum(len(members.pop(box)) for box in alone)
@@ -115,8 +125,8 @@ def _sites(nodes: Sequence[GraphNode], sources: Mapping[str, Sequence[str]]) -> 
     """From the nodes of sites to their names: collectives, their waits, and what was inserted."""
     found: dict[str, str] = {}
     for node in nodes:
-        if node.site:
-            found[node.name] = node.site
+        if node.site or travels(node):
+            found[node.name] = node.site or node.name
         elif waits(node) and (of := [found[each] for each in sources[node.name] if each in found]):
             found[node.name] = of[0]
     return found
@@ -145,6 +155,11 @@ def _runs(
         else:
             key = (before[node.name], after[node.name])
             found[node.name] = numbers.setdefault(key, f"run {len(numbers)}")
+    for node in reversed(nodes):  # what is made of inputs alone goes to the only run that takes it
+        if node.name in found and not before[node.name]:
+            takers = {found.get(user, "") for user in users[node.name]}
+            if len(takers) == 1 and (taker := takers.pop()):
+                found[node.name] = taker
     return found
 
 
@@ -213,18 +228,26 @@ def _between(
     return found
 
 
-def _fold_tails(
+def _fold_small(
     members: dict[str, list[GraphNode]],
     edges: dict[str, tuple[str, ...]],
-    sites: Collection[str],
+    sites: AbstractSet[str],
 ) -> None:
-    """A few operators behind which nothing comes go into the run of operators before them."""
-    used = {source for some in edges.values() for source in some}
-    for box, some in list(edges.items()):
-        short = len(members[box]) <= FEW and box not in sites and box not in used
-        if short and len(some) == 1 and some[0] not in sites:
-            members[some[0]] += members.pop(box)
+    """A few operators that wait for one other run alone become part of it. That makes no circle:
+    whatever takes from them comes behind that run too."""
+    into: dict[str, str] = {}
+    for box in in_order(edges) or ():
+        sources = {into.get(each, each) for each in edges[box]}
+        costly = any(word in node.target for node in members[box] for word in COSTLY)
+        if box in sites or sources & sites or len(sources) != 1 or costly:
+            continue
+        if len(members[box]) <= FEW:
+            into[box] = sources.pop()
+            members[into[box]] += members.pop(box)
             del edges[box]
+    for box, some in edges.items():
+        taken = dict.fromkeys(into.get(each, each) for each in some)
+        edges[box] = tuple(each for each in taken if each != box)
 
 
 # What stands in the boxes
@@ -287,7 +310,7 @@ def done_lines(several: Sequence[Sequence[PlannedSite]], *, found: bool) -> list
         name: sum(max(0, getattr(site, name)) for some in several for site in some) / len(several)
         for name in ("bytes", "wire_bytes", "plain_us", "predicted_us")
     }
-    chunks = f" in {len(several[0])} parts" if len(several[0]) > 1 else ""
+    chunks = f" in {len(several[0])} chunks" if len(several[0]) > 1 else ""
     if found or not first.compressed:
         did = chunks.strip() if found else done(first) + chunks
         size, us = tables.amount(values["bytes"]), tables.durations(values["plain_us"])
@@ -325,13 +348,15 @@ def run_label(nodes: Sequence[GraphNode]) -> str:
 def modules_of(nodes: Sequence[GraphNode]) -> tuple[str, ...]:
     """The modules of some operators, without what is inside them where they are too many."""
     paths = list(dict.fromkeys(node.module for node in nodes if node.module))
+    if not paths:
+        return ("the root module",)
     for depth in range(max((path.count(".") for path in paths), default=0) + 1, 0, -1):
         short = tuple(dict.fromkeys(".".join(path.split(".")[:depth]) for path in paths))
-        if len(short) <= FEW:
+        if len(short) <= MODULES:
             return short
-    if len(paths) > FEW:
+    if len(paths) > MODULES:
         return (paths[0].split(".")[0], f"... {paths[-1].split('.')[0]}")
-    return tuple(paths) or ("the root module",)
+    return tuple(paths)
 
 
 def _part(name: str, nodes: Sequence[GraphNode], site: str, shown: Sketch) -> Box:
@@ -347,7 +372,7 @@ def _part(name: str, nodes: Sequence[GraphNode], site: str, shown: Sketch) -> Bo
             lines.append(mine.codec)
     lines += [first.value] if first.value and role != "exchange" else []
     head = f"{shown.numbers(site)}{some[0].module or 'the root module'}" if some else site
-    box = "transfer" if role == "exchange" else "inserted"
+    box = "transfer" if role == "exchange" else "inserted" if first.inserted else "alone"
     return Box(name, box, tuple(clean(line) for line in lines if line), clean(head))
 
 
@@ -362,7 +387,8 @@ def named(dump: Dump, side: str, name: str) -> set[str]:
     Raises CommpassError where there is none, with the nearest."""
     plan = dump.plan
     whole = {part: split.site for split in plan.split for part in split.into}
-    drawn = {node.site for node in nodes_of(dump, side) if node.site}
+    nodes = nodes_of(dump, side)
+    drawn = {node.site or node.name for node in nodes if node.site or travels(node)}
     if name.isdecimal():
         if not 1 <= int(name) <= len(plan.sites):
             raise CommpassError(
