@@ -106,6 +106,7 @@ def _label(
                 ha="left" if x > 0 else "right" if x < 0 else "center",
                 va="center",
                 fontsize=LABEL,
+                bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.3},
                 color=colours[_family(row)],
                 arrowprops={"arrowstyle": "-", "lw": 0.4, "color": colours[_family(row)]},
             )
