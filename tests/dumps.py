@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from typer.testing import CliRunner
@@ -123,3 +124,37 @@ def fails(result, *said: str) -> None:
     assert re.fullmatch(r"commpass: [^\n]+\n", result.stderr), result.stderr
     for part in said:
         assert part in result.stderr
+
+
+def layered(layers: int, changes: dict | None = None, **more: object) -> dump.Dump:
+    """A model of so many layers, each with an attention and an mlp that end in a compressed
+    all_reduce, with a residual stream; and its loss."""
+    nodes, sites, last = [node("x", "x", module="")], [], "x"
+    for layer in range(layers):
+        for part in ("attn", "mlp"):
+            module, name = f"layers.{layer}.{part}", f"{part}_{layer}"
+            nodes += [
+                node(f"mm_{name}", "aten.mm.default", last, module=module),
+                node(f"act_{name}", "aten.relu.default", f"mm_{name}", module=module),
+                *coded(f"ar_{name}", f"act_{name}", f"{module}.o"),
+                node(f"sum_{name}", "aten.add.Tensor", last, f"decode_ar_{name}", module=module),
+            ]
+            last = f"sum_{name}"
+            sites.append(site(f"ar_{name}", **SMALL | {"module": f"{module}.o"} | (changes or {})))
+    nodes.append(node("loss", "aten.mm.default", last, module="head"))
+    reduce = "_c10d_functional.all_reduce.default"
+    before = tuple(node(each.name, reduce, site=each.name, module=each.module) for each in sites)
+    return dataclasses.replace(make(sites=sites, nodes=tuple(nodes), **more), before=before)
+
+
+def coded(name: str, source: str, module: str) -> list[dump.GraphNode]:
+    """What a compressed collective is on the middle level."""
+    mark = {"site": name, "inserted": True, "module": module}
+    gather = "commpass.all_gather_into_tensor.default"
+    return [
+        node(f"view_{name}", "aten.view.default", source, role="layout", **mark),
+        node(f"encode_{name}", "commpass.encode.default", f"view_{name}", role="encode", **mark),
+        node(f"send_{name}", gather, f"encode_{name}", role="exchange", **mark),
+        node(f"wait_{name}", "c10d.wait", f"send_{name}", role="wait", **mark),
+        node(f"decode_{name}", "commpass.decode.default", f"wait_{name}", role="decode", **mark),
+    ]

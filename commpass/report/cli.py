@@ -121,7 +121,8 @@ def explain(
     json: Json = False,
 ) -> None:
     """Show the collectives, what was decided about them, and the reasons."""
-    dumps = only(load(path, run), Choice(module, kind, direction, codec))
+    choice = Choice(module, kind, direction, codec)
+    dumps = only(load(path, run), choice)
     if why is not None:
         show_candidates(dumps, why, json)
         return
@@ -131,6 +132,8 @@ def explain(
         return
     shown = [tables.sites_table(one.plan.sites, wide=True) for one in dumps if every]
     console = tables.console_for(*shown, whole=False)
+    if not choice.everything:
+        console.print(Text(f"only {choice}", style="bold"))
     for part in explanation(dumps, console, every=every):
         console.print(part)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from dumps import ODD, SMALL, chain, fails, make, node, run, site, words
+from dumps import ODD, chain, coded, fails, layered, make, node, run, words
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -261,38 +261,6 @@ def test_what_a_kernel_writes_is_drawn_as_its_result():
 
 
 # One box a site
-
-
-def layered(layers: int, **more: object) -> dump.Dump:
-    """A model of so many layers, each with an attention and an mlp that end in a compressed
-    all_reduce, with a residual stream; and its loss."""
-    nodes, sites, last = [node("x", "x", module="")], [], "x"
-    for layer in range(layers):
-        for part in ("attn", "mlp"):
-            module, name = f"layers.{layer}.{part}", f"{part}_{layer}"
-            nodes += [
-                node(f"mm_{name}", "aten.mm.default", last, module=module),
-                node(f"act_{name}", "aten.relu.default", f"mm_{name}", module=module),
-                *coded(f"ar_{name}", f"act_{name}", f"{module}.o"),
-                node(f"sum_{name}", "aten.add.Tensor", last, f"decode_ar_{name}", module=module),
-            ]
-            last = f"sum_{name}"
-            sites.append(site(f"ar_{name}", **SMALL | {"module": f"{module}.o"}))
-    nodes.append(node("loss", "aten.mm.default", last, module="head"))
-    return make(sites=sites, nodes=tuple(nodes), **more)
-
-
-def coded(name: str, source: str, module: str) -> list[dump.GraphNode]:
-    """What a compressed collective is on the middle level."""
-    mark = {"site": name, "inserted": True, "module": module}
-    gather = "commpass.all_gather_into_tensor.default"
-    return [
-        node(f"view_{name}", "aten.view.default", source, role="layout", **mark),
-        node(f"encode_{name}", "commpass.encode.default", f"view_{name}", role="encode", **mark),
-        node(f"send_{name}", gather, f"encode_{name}", role="exchange", **mark),
-        node(f"wait_{name}", "c10d.wait", f"send_{name}", role="wait", **mark),
-        node(f"decode_{name}", "commpass.decode.default", f"wait_{name}", role="decode", **mark),
-    ]
 
 
 def lines_of(shown: picture.Picture) -> list[str]:
