@@ -199,6 +199,12 @@ def newer(head: dict) -> str:
     return json.dumps(head | {"version": 99})
 
 
+def spoilt(text: str, change) -> str:
+    head = json.loads(text)
+    change(head)
+    return json.dumps(head)
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -211,6 +217,11 @@ def newer(head: dict) -> str:
             lambda text: text.replace('"sites"', '"sights"').replace('"graph"', '"graf"'),
             "damaged dump",
         ),
+        (lambda text: spoilt(text, lambda head: head.update(plan=[1, 2])), "damaged dump"),
+        (lambda text: spoilt(text, lambda head: head.update(after={"x": 1})), "damaged dump"),
+        (lambda text: spoilt(text, lambda head: head["plan"].update(sites="all")), "damaged dump"),
+        (lambda text: spoilt(text, lambda head: head.pop("run")), "damaged dump"),
+        (lambda text: "", "cut short"),
     ],
 )
 @pytest.mark.parametrize("command", ["explain", "graph", "diff"])
@@ -226,12 +237,15 @@ def test_no_file_and_no_dump_in_the_folder(folder: Path, tmp_path: Path):
     fails(run("diff", folder, tmp_path / "empty"), "no dump in this folder")
 
 
-def test_a_circle_in_a_damaged_graph(tmp_path: Path):
+@pytest.mark.parametrize("form", ["--text", "--dot", "--svg"])
+@pytest.mark.parametrize("level", ["sites", "nodes"])
+def test_a_circle_in_a_damaged_graph(tmp_path: Path, level: str, form: str):
     nodes = (node("a", "aten.neg.default", "b"), node("b", "aten.neg.default", "a"))
-    fails(
-        run("graph", dump.write(tmp_path, make(nodes=nodes)), "--svg", "-o", tmp_path / "x.svg"),
-        "circle",
-    )
+    path = dump.write(tmp_path, make(nodes=nodes))
+    if (level, form) == ("nodes", "--text"):
+        assert "a = aten.neg.default(b)" in words(run("graph", path, "--level", level).stdout)
+    else:
+        fails(run("graph", path, form, "--level", level), "circle", "a takes b")
 
 
 # doctor

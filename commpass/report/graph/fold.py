@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from commpass.dump import GraphNode
+from commpass.report.graph.labels import done_lines, modules_of, picture
 from commpass.report.graph.picture import Arrow, Box, Picture, clean
-from commpass.report.graph.sites import Sketch, done_lines, modules_of, picture
+from commpass.report.graph.sites import Sketch
 from commpass.report.patterns import patterns, without_numbers
 
 MANY = 60

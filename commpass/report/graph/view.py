@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
-from commpass.report.graph import fold, sites
+from commpass.report.graph import fold, labels, sites
 from commpass.report.graph.picture import Picture, near, restricted
 from commpass.rules import covers
 
@@ -40,7 +40,7 @@ def of_sites(
     many = len({name for box, name in shown.sites.items() if box in names})
     if many > fold.MANY and not every and len(names) == len(shown.members):
         return fold.folded(shown)
-    return restricted(sites.picture(shown), shown.edges, names, cut=False)
+    return restricted(labels.picture(shown), shown.edges, names, cut=False)
 
 
 def _of_module(shown: sites.Sketch, module: str) -> set[str]:
