@@ -444,3 +444,10 @@ def test_boxes_hold_every_operator_once_and_form_no_circle(data):
         for source in user.inputs:
             if source in box and user.name in box:
                 assert box[source] in reached[box[user.name]]
+
+
+def test_a_dashed_way_that_follows_from_another_is_not_drawn():
+    edges = {"a": (), "b": ("a",), "p": ("a",), "q": ("b",), "c": ("p", "q"), "d": ("a", "c")}
+    assert picture.between(edges, {"a", "b", "c"}) == [("b", "c")]
+    assert picture.between(edges, {"a", "d"}) == []
+    assert picture.between(edges, {"b", "p", "d"}) == [("b", "d"), ("p", "d")]
