@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from commpass.report import survey
+from commpass.report import glosses, scatter, survey
 from commpass.report.cli import app
 
 
@@ -111,3 +111,35 @@ def test_every_codec_that_needs_nothing_else_is_in_the_survey():
     surveyed = {spec.partition("(")[0] for spec in survey.STANDARD}
     twice = {"bf16", "fp16"}  # other names of what is there
     assert surveyed == set(NAMES) - {"raw", "outlier", "difference"} - twice
+
+
+def test_every_codec_has_a_line_that_says_what_it_is_for():
+    from commpass.codecs import NAMES
+
+    assert set(glosses.GLOSSES) == set(NAMES)
+    shown = run("int8", "taco", "taco(scale=absmax)", "--no-speed").stdout
+    assert shown.count("(TACO)") == 1
+    assert "plain integers" in shown
+
+
+def test_names_in_the_picture_cover_neither_each_other_nor_a_point(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation, Text
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    data = survey.tensors("gaussian", "float32")
+    specs = [spec for spec in survey.STANDARD if not spec.startswith("exponent")]
+    found = [survey.measure(spec, [data[0][:65536]]) for spec in specs]
+    scatter.plot(found, "codecs", tmp_path / "out.png")
+    (figure,) = drawn
+    axes, renderer = figure.axes[0], figure.canvas.get_renderer()
+    names = [each for each in axes.texts if isinstance(each, Annotation)]
+    boxes = [Text.get_window_extent(each, renderer) for each in names]
+    assert {each.get_text() for each in names} >= {row.codec for row in found}
+    assert not any(a.overlaps(b) for at, a in enumerate(boxes) for b in boxes[:at])
+    points = [axes.transData.transform((row.bits, row.error)) for row in found]
+    assert not any(box.contains(*point) for box in boxes for point in points)
+    lines = [line for line in axes.lines if line.get_marker() != "None"]
+    looks = {(line.get_marker(), tuple(line.get_color())) for line in lines}
+    assert len(looks) == len(lines) > 10

@@ -1,0 +1,146 @@
+"""What stands in the boxes of a graph with one box a site."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from commpass.dump import GraphNode
+from commpass.plan import PlannedSite
+from commpass.report import tables
+from commpass.report.explained import done
+from commpass.report.graph.nodes import fallback
+from commpass.report.graph.picture import Arrow, Box, Picture, clean, kind_of, travels
+from commpass.report.graph.sites import Sketch, role_of
+
+MODULES = 3
+"""So many modules are named in a box."""
+
+
+def picture(shown: Sketch) -> Picture:
+    """Every box with its label."""
+    many = Counter(shown.sites.values())
+    used = {source for some in shown.edges.values() for source in some}
+    boxes = []
+    for name, nodes in shown.members.items():
+        site = shown.sites.get(name)
+        if site is None:
+            last = "" if name in used else ", for outputs alone"
+            boxes.append(Box(name, "plain", (clean(run_label(nodes) + last),)))
+        elif many[site] > 1:
+            boxes.append(_part(name, nodes, site, shown))
+        else:
+            lines = site_lines(shown, site, nodes)
+            boxes.append(Box(name, kind(nodes), tuple(map(clean, lines))))
+    arrows = tuple(Arrow(source, box) for box in shown.edges for source in shown.edges[box])
+    return Picture(title(shown), tuple(boxes), arrows)
+
+
+def title(shown: Sketch) -> str:
+    dump = shown.dump
+    sites = len(set(shown.sites.values()))
+    more = f"; {shown.left_out} operators apart from all of them" if shown.left_out else ""
+    counts = f"{sites} site{'s' * (sites != 1)}, times are predicted{more}"
+    return clean(
+        f"graph {dump.number}: {dump.plan.direction}, {shown.side} ({counts}){fallback(dump)}"
+    )
+
+
+def kind(nodes: Sequence[GraphNode]) -> str:
+    return "compressed" if any(node.inserted for node in nodes) else "alone"
+
+
+def site_lines(shown: Sketch, site: str, nodes: Sequence[GraphNode]) -> list[str]:
+    """What stands in the box of a site: what it is and where, what was done to it, and what that
+    saves. One that the plan does not have any more says what became of it."""
+    where = next((node.module for node in nodes if node.module), "") or "the root module"
+    some = shown.planned[site]
+    if not some:
+        node = next((each for each in nodes if travels(each)), nodes[0])
+        return [f"{kind_of(node) or node.name} · {where}", became(shown, site) or site]
+    head = f"{shown.numbers(site)}{some[0].kind} · {where}"
+    return [
+        head,
+        *done_lines([some], found=shown.side == "before" or bool(shown.dump.plan.fallback)),
+    ]
+
+
+def done_lines(several: Sequence[Sequence[PlannedSite]], *, found: bool) -> list[str]:
+    """What was done to sites that are alike, each with its parts, and what that saves one of them.
+    ``found``: as they were found, with nothing done."""
+    first = several[0][0]
+    each = "each " if len(several) > 1 else ""
+    values = {
+        name: sum(max(0, getattr(site, name)) for some in several for site in some) / len(several)
+        for name in ("bytes", "wire_bytes", "plain_us", "predicted_us")
+    }
+    chunks = f" in {len(several[0])} chunks" if len(several[0]) > 1 else ""
+    if found or not first.compressed:
+        did = chunks.strip() if found else done(first) + chunks
+        size, us = tables.amount(values["bytes"]), tables.durations(values["plain_us"])
+        return [" · ".join(filter(None, (did, each + size, us)))]
+    overlapped = f" x{first.chunks}" if first.chunks > 1 else ""
+    return [
+        f"{first.codec}/{first.algorithm}{overlapped}{chunks}",
+        f"{each}{tables.amounts(values['bytes'], values['wire_bytes'], arrow='→')} · "
+        f"{tables.durations(values['plain_us'], values['predicted_us'], arrow='→')}",
+    ]
+
+
+def became(shown: Sketch, name: str) -> str:
+    """What became of a site that the plan does not have any more, in words."""
+    plan = shown.dump.plan
+    for step in plan.simplified:
+        if step.site == name:
+            return f"{step.rule}: {step.into}"
+    for split in plan.split:
+        if split.site == name:
+            return f"split into {len(split.into)} chunks of rows"
+    for group in plan.grouped:
+        if name in group.sites:
+            return f"sent with {len(group.sites) - 1} others"
+    return ""
+
+
+def run_label(nodes: Sequence[GraphNode]) -> str:
+    """``layers.0.mlp, layers.0.norm: 14 operators``."""
+    modules = modules_of(nodes)
+    many = len(nodes)
+    return f"{', '.join(modules)}: {many} operator{'s' * (many != 1)}"
+
+
+def modules_of(nodes: Sequence[GraphNode]) -> tuple[str, ...]:
+    """The modules of some operators, without what is inside them where they are too many."""
+    paths = list(dict.fromkeys(node.module for node in nodes if node.module))
+    if not paths:
+        return ("the root module",)
+    for depth in range(max((path.count(".") for path in paths), default=0) + 1, 0, -1):
+        short = tuple(dict.fromkeys(".".join(path.split(".")[:depth]) for path in paths))
+        if len(short) <= MODULES:
+            return short
+    if len(paths) > MODULES:
+        return (paths[0].split(".")[0], f"... {paths[-1].split('.')[0]}")
+    return tuple(paths)
+
+
+def _part(name: str, nodes: Sequence[GraphNode], site: str, shown: Sketch) -> Box:
+    """A box of the middle level: what a site does in one step."""
+    first = next((node for node in nodes if role_of(node)), nodes[0])
+    role, some = role_of(first), shown.planned[site]
+    mine = next((each for each in some if each.name == first.site), some[0] if some else None)
+    lines = [role if role != "exchange" else f"exchange: {kind_of(first)}"]
+    if mine is not None and mine.compressed:
+        if role == "exchange":
+            lines.append(_on_the_wire(mine, first.hop))
+        elif "code" in role:
+            lines.append(mine.codec)
+    lines += [first.value] if first.value and role != "exchange" else []
+    head = f"{shown.numbers(site)}{some[0].module or 'the root module'}" if some else site
+    box = "transfer" if role == "exchange" else "inserted" if first.inserted else "alone"
+    return Box(name, box, tuple(clean(line) for line in lines if line), clean(head))
+
+
+def _on_the_wire(site: PlannedSite, hop: int) -> str:
+    """The bytes that the rank hands to one exchange of a site."""
+    exchanges = [stage for stage in site.stages if stage.role == "exchange"]
+    return tables.amount(exchanges[hop].nbytes) if hop < len(exchanges) else ""

@@ -1,0 +1,104 @@
+"""What explain, diff and graph print, as text files that people can read. To write them anew:
+
+PYTHONPATH=tests python tests/unit/test_snapshots.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import pytest
+from dumps import layered, node, run
+
+from commpass import dump, plan
+
+FOLDER = Path(__file__).resolve().parent / "snapshots"
+REDUCE = "_c10d_functional.all_reduce.default"
+
+
+def backward() -> dump.Dump:
+    """A graph in which little is compressed: one collective is not sent, one is split."""
+    one = layered(2, {"codec": "none", "algorithm": "none", "chunks": 1, "wire_bytes": 8 << 20})
+    reason = "left alone: the link is faster than the codec"
+    times = {"predicted_us": 100.0, "exposed_us": 20.0, "unmoved_us": 60.0}
+    sites = [
+        dataclasses.replace(
+            each, **times, direction="backward", reason=reason, missed="all that is left needs it"
+        )
+        for each in one.plan.sites
+    ]
+    names = ("whole", "ar_attn_1", "ar_mlp_1", "ar_twice")
+    before = [node(name, REDUCE, site=name) for name in names]
+    simplified = plan.Simplification(
+        rule="sent_already",
+        site="ar_twice",
+        into="whole, which sends the same",
+        saved_bytes=8 << 20,
+    )
+    split = plan.Split(
+        site="whole", into=("ar_attn_0", "ar_mlp_0"), rows=(64, 64), reason="12 us instead of 20"
+    )
+    changed = dataclasses.replace(
+        one.plan, sites=tuple(sites), simplified=(simplified,), split=(split,), direction="backward"
+    )
+    return dataclasses.replace(one, plan=changed, before=tuple(before))
+
+
+def written(folder: Path) -> dict[str, Path]:
+    """Two runs to look at."""
+    found = {}
+    for name, change in (("int8", {}), ("int4", {"codec": "int4", "wire_bytes": 1 << 20})):
+        found[name] = folder / name
+        for one in (layered(2, change), backward()):
+            dump.write(found[name], one)
+    return found
+
+
+COMMANDS = {
+    "explain": lambda at: ("explain", at["int8"]),
+    "explain-all": lambda at: ("explain", at["int8"], "--all"),
+    "explain-filtered": lambda at: ("explain", at["int8"], "--module", "**.mlp", "--kind",
+                                    "all_reduce", "--direction", "forward", "--codec", "int8"),
+    "diff": lambda at: ("diff", at["int8"], at["int4"]),
+    "diff-all": lambda at: ("diff", at["int8"], at["int4"], "--all"),
+    "graph": lambda at: ("graph", at["int8"], "--text", "--graph", 0),
+    "graph-site": lambda at: ("graph", at["int8"], "--text", "--graph", 0, "--site", 2),
+    "graph-nodes": lambda at: ("graph", at["int8"], "--text", "--graph", 0, "--level", "nodes"),
+}  # fmt: skip
+WIDTHS = (80, 140)
+
+
+def printed(name: str, width: int, folder: Path) -> str:
+    """What a command says, without spaces at the ends of lines."""
+    result = run(*COMMANDS[name](written(folder)), width=width)
+    assert result.stderr == ""
+    assert result.exit_code == (1 if name.startswith("diff") else 0)
+    text = result.stdout
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_is_printed_is_what_it_was(name: str, width: int, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    was = (FOLDER / f"{name}-{width}.txt").read_text(encoding="utf-8")
+    assert printed(name, width, Path("dumps")) == was
+
+
+def test_there_is_no_other_snapshot():
+    known = {f"{name}-{width}.txt" for name in COMMANDS for width in WIDTHS}
+    assert {path.name for path in FOLDER.iterdir()} == known
+
+
+if __name__ == "__main__":
+    import os
+
+    FOLDER.mkdir(exist_ok=True)
+    for each in COMMANDS:
+        for columns in WIDTHS:
+            with tempfile.TemporaryDirectory() as scratch:
+                os.chdir(scratch)
+                text = printed(each, columns, Path("dumps"))
+            (FOLDER / f"{each}-{columns}.txt").write_text(text, encoding="utf-8")
