@@ -37,7 +37,7 @@ class Side:
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """A place where two runs differ. ``what`` is what they say differently; empty where they decide
-    alike, and predict other times or bytes."""
+    alike, about other bytes or another number of sites, or predict other times."""
 
     graph: str
     module: str
@@ -67,7 +67,7 @@ def compare(left: Run, right: Run) -> Comparison:
         sides = tuple(_side(sites) if sites else None for sites in both)
         if what := _differences(*both):
             changes.append(_change(place, what, sides))
-        elif sides[0] != sides[1]:
+        elif _sizes(sides[0]) != _sizes(sides[1]):
             changes.append(_change(place, [], sides))
     return Comparison(
         runs=(left, right),
@@ -120,15 +120,19 @@ def _side(sites: Sites) -> Side:
     )
 
 
+def _sizes(side: Side | None) -> tuple[float, ...]:
+    return () if side is None else (side.sites, side.bytes, side.wire_bytes, side.predicted_us)
+
+
 def _differences(left: Sites, right: Sites) -> list[str]:
     """What is decided about the sites of a place, where the two say it differently."""
     if not left or not right:
         return [f"only in {'A' if left else 'B'}"]
     found = []
     for what, of in FACTS.items():
-        a, b = (Counter(of(site, fallback) for site, fallback in sites) for sites in (left, right))
+        a, b = (_counted(of(site, fallback) for site, fallback in sites) for sites in (left, right))
         if a != b:
-            found.append(f"{what}{_counted(a.elements())} → {_counted(b.elements())}")
+            found.append(f"{what}{a} → {b}")
     return found
 
 

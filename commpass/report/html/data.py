@@ -194,7 +194,8 @@ class _Tables:
             for dump in dumps
         ]
         self._before = [_before(dump) for dump in dumps]
-        self._measured = [_exposed(measured.get(dump.number)) for dump in dumps]
+        self._predicted = [_exposed(dump.timeline) for dump in dumps]
+        self._measured = [_told(measured.get(dump.number)) for dump in dumps]
 
     def group(self, pattern: Pattern) -> Group:
         first = pattern.first
@@ -217,7 +218,7 @@ class _Tables:
         )
 
     def _row(self, site: PlannedSite, at: int, number: int, fallback: bool) -> Row:
-        measured = self._measured[at]
+        predicted, measured = self._predicted[at], self._measured[at]
         return Row(
             graph=self.dumps[at].number,
             number=number,
@@ -227,7 +228,7 @@ class _Tables:
             wire_bytes=wire_bytes(site, fallback),
             plain_us=site.plain_us,
             predicted_us=predicted_us(site, fallback),
-            exposed_us=0.0 if fallback else site.exposed_us,
+            exposed_us=predicted.get(site.name, 0.0),
             measured_us=None if measured is None else measured.get(site.name, 0.0),
             reason=self._text(site.reason),
             missed=self._text(site.missed),
@@ -281,13 +282,16 @@ def _before(dump: Dump) -> dict[str, tuple[str, ...]]:
     return found | {name: (each.site,) for each in dump.plan.split for name in each.into}
 
 
-def _exposed(measured: Timeline | None) -> dict[str, float] | None:
-    """How long the rank stood still for each site; None where nobody measured, or where a trace
-    does not tell sites apart. A coalesced collective's time stands at the first of its sites."""
-    if measured is None or measured.note:
-        return None
+def _exposed(timeline: Timeline | None) -> dict[str, float]:
+    """How long the rank stands still for each site. A coalesced collective's time stands at the
+    first of its sites."""
     found: dict[str, float] = {}
-    for event in measured.events:
+    for event in timeline.events if timeline is not None else ():
         if event.exposed:
             found[event.site] = found.get(event.site, 0.0) + event.us
     return found | {f"{name}.0": us for name, us in found.items()}
+
+
+def _told(measured: Timeline | None) -> dict[str, float] | None:
+    """The same as measured; None where nobody did, or where the trace does not tell sites apart."""
+    return None if measured is None or measured.note else _exposed(measured)

@@ -84,6 +84,7 @@ def _environment() -> Environment:
     )
     made.filters |= {"size": size, "micros": micros, "ms": ms, "percent": percent, "rest": rest}
     made.globals |= {"drawing": drawing, "missing": missing, "ratio": ratio, "change": change}
+    made.globals |= {"arrow": arrow}
     return made
 
 
@@ -93,7 +94,14 @@ def percent(share: float | None) -> str:
 
 def change(before: float, after: float) -> str:
     """By how much a number grew or shrank."""
-    return f"{after / before - 1:+.0%}" if before > 0 else "-"
+    if before <= 0:
+        return "-"
+    return "the same" if after == before else f"{after / before - 1:+.0%}"
+
+
+def arrow(before: str, after: str) -> str:
+    """What was and what is, or one of them where they are the same."""
+    return after if before == after else f"{before} → {after}"
 
 
 def rest(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 /* Sparklines: a bar for each site, or for several neighbours, of which the largest counts. */
 const SVG = "http://www.w3.org/2000/svg";
 
-function bars(rows, field, most, what) {
+function bars(rows, field, { least, most }, what) {
   const count = Math.min(most, rows.length);
   const high = Math.max(...rows.map((row) => row[field] ?? 0), 0);
   const made = document.createElementNS(SVG, "svg");
@@ -19,7 +19,7 @@ function bars(rows, field, most, what) {
     path.setAttribute("class", kind);
     made.append(path);
   }
-  made.setAttribute("viewBox", `0 0 ${Math.max(count, 8)} 1`);
+  made.setAttribute("viewBox", `0 0 ${Math.max(count, least)} 1`);
   made.setAttribute("preserveAspectRatio", "none");
   made.setAttribute("class", "bars");
   made.setAttribute("role", "img");

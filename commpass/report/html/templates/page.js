@@ -29,7 +29,7 @@ function changesTable(place, changes) {
     columns: [
       { head: "place", sort: (change) => change.module, cell: (change) => make("span", {}, make("code", {}, change.module || "(root)"), make("span", { className: "sub" }, `${change.graph} · ${change.kind}`)) },
       { head: "sites", number: true, sort: (change) => of(change, "sites")[0], cell: both("sites", String) },
-      { head: "what", sort: (change) => change.what.join(), cell: (change) => (change.what.length ? make("span", {}, ...change.what.map((text) => make("div", {}, text))) : "decided alike; other predictions or bytes") },
+      { head: "what", sort: (change) => change.what.join(), cell: (change) => (change.what.length ? make("span", {}, ...change.what.map((text) => make("div", {}, text))) : "decided alike; other times, bytes or number of sites") },
       { head: "bytes on the wire", number: true, sort: (change) => of(change, "wire_bytes")[1], cell: both("wire_bytes", size) },
       { head: "time, predicted", number: true, sort: (change) => of(change, "predicted_us")[1], cell: both("predicted_us", micros) },
     ],

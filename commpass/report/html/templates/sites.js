@@ -30,8 +30,9 @@ function sitesTable(place, run) {
     const field = metric.value;
     const top = inOrder.reduce((best, row) => ((row[field] ?? 0) > (best[field] ?? 0) ? row : best));
     const { head, say } = METRICS[field];
-    const text = `${head} of ${counted(inOrder.length, "site")} in graph order; most: ${say(top[field])}, ${top.name}${top.module ? ` in ${top.module}` : ""}`;
-    const made = bars(inOrder, field, 400, text);
+    const where = top.module ? ` in ${top.module}` : "";
+    const text = `${counted(inOrder.length, "site")} in graph order, by ${head}; the highest bar is ${say(top[field])}, ${top.name}${where}`;
+    const made = bars(inOrder, field, { least: 40, most: 400 }, text);
     made.classList.add("all");
     all.replaceChildren(made, make("p", { className: "quiet" }, `${text}. Compressed sites are green.`));
   }
@@ -45,7 +46,7 @@ function sitesTable(place, run) {
     { head: "exposed, predicted", number: true, sort: (group) => group.exposed_us, cell: (group) => micros(group.exposed_us) },
     ...(run.measured ? [{ head: "exposed, measured", number: true, sort: (group) => group.measured_us, cell: (group) => micros(group.measured_us) }] : []),
     { head: "by site", cell: (group) => {
-      const made = bars(group.sites, metric.value, 60, `${METRICS[metric.value].head} of each site`);
+      const made = bars(group.sites, metric.value, { least: 8, most: 60 }, `${METRICS[metric.value].head} of each site`);
       made.classList.add("spark");
       return made;
     } },
@@ -71,7 +72,7 @@ function title(group) {
 }
 
 function twice(before, after, part) {
-  return make("span", {}, before === after ? after : `${before} → ${after}`, make("span", { className: "sub" }, part));
+  return make("span", {}, before === after ? after : `${before} → ${after}`, before === after ? "" : make("span", { className: "sub" }, part));
 }
 
 /* Each site of a group that has the wanted words. What all share is said once, above. */
@@ -81,7 +82,7 @@ function groupDetail(run, group, wanted) {
   const place = make("div");
   if (alike("reason")) place.append(make("p", {}, make("strong", {}, "Reason: "), run.texts[rows[0].reason] || "none was recorded"));
   if (group.error > 0) place.append(make("p", {}, `Expected relative error: ${(100 * group.error).toPrecision(3)}%.`));
-  if (rows.length > 1 && alike("choice")) {
+  if (group.sites.length > 1 && alike("choice")) {
     const shared = make("details", {}, make("summary", {}, "All candidates, and why others lost: the same for each"));
     whenOpened(shared, () => candidates(run, rows[0]));
     place.append(shared);
@@ -107,7 +108,7 @@ function site(run, group, row, alike) {
     make("p", {}, make("code", {}, row.name), row.before.length ? `, made of ${row.before.join(", ")}` : ""),
     alike("reason") && group.sites.length > 1 ? "" : make("p", {}, make("strong", {}, "Reason: "), run.texts[row.reason] || "none was recorded"),
     run.texts[row.missed] ? make("p", {}, make("strong", {}, "Still exposed: "), run.texts[row.missed]) : "",
-    candidates(run, row),
+    alike("choice") && group.sites.length > 1 ? "" : candidates(run, row),
   ));
   return made;
 }

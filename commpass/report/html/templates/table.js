@@ -59,7 +59,7 @@ function table(place, { name, rows, columns, detail, words, tools = [] }) {
       const inside = column.cell(row);
       const first = at === 0;
       return make(first ? "th" : "td", {
-        className: (column.number ? "number" : "") + (first ? "name" : ""),
+        className: first ? "name" : column.number ? "number" : "text",
         ...(first ? { scope: "row" } : { "data-label": column.head }),
       }, first && detail ? opener(row, inside) : inside);
     });
