@@ -2,6 +2,6 @@
 needs nothing beside itself."""
 
 from commpass.report.html.page import check, write
-from commpass.report.html.runs import runs
+from commpass.report.html.runs import Read, runs
 
-__all__ = ["check", "runs", "write"]
+__all__ = ["Read", "check", "runs", "write"]

@@ -145,11 +145,13 @@ FACTS = {
 
 
 def _counted(values: Iterator[str]) -> str:
-    """``int8 x24, left alone x8``; one value alone is not counted."""
+    """``int8 x24, left alone x8``; what is there once, or is all there is, is not counted."""
     counts = Counter(values)
     if len(counts) == 1:
         return next(iter(counts))
-    return ", ".join(f"{value} x{count}" for value, count in counts.most_common())
+    return ", ".join(
+        f"{value} x{count}" if count > 1 else value for value, count in counts.most_common()
+    )
 
 
 def _notes(left: Sequence[Dump], right: Sequence[Dump]) -> Iterator[str]:

@@ -3,7 +3,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 function bars(rows, field, { least, most }, what) {
   const count = Math.min(most, rows.length);
-  const high = Math.max(...rows.map((row) => row[field] ?? 0), 0);
+  const high = rows.reduce((most, row) => Math.max(most, row[field] ?? 0), 0);
   const made = document.createElementNS(SVG, "svg");
   const paths = { plain: "", compressed: "" };
   for (let at = 0; at < count; at++) {

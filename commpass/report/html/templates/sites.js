@@ -82,12 +82,13 @@ function groupDetail(run, group, wanted) {
   const place = make("div");
   if (alike("reason")) place.append(make("p", {}, make("strong", {}, "Reason: "), run.texts[rows[0].reason] || "none was recorded"));
   if (group.error > 0) place.append(make("p", {}, `Expected relative error: ${(100 * group.error).toPrecision(3)}%.`));
-  if (group.sites.length > 1 && alike("choice")) {
-    const shared = make("details", {}, make("summary", {}, "All candidates, and why others lost: the same for each"));
+  if (alike("choice")) {
+    const same = rows.length > 1 ? ": the same for each site" : "";
+    const shared = make("details", {}, make("summary", {}, `All candidates, and why others lost${same}`));
     whenOpened(shared, () => candidates(run, rows[0]));
     place.append(shared);
   }
-  place.append(list(rows, (row) => site(run, group, row, alike)));
+  place.append(list(rows, (row) => site(run, row, alike)));
   return place;
 }
 
@@ -95,7 +96,7 @@ function whenOpened(details, made) {
   details.addEventListener("toggle", () => details.append(made()), { once: true });
 }
 
-function site(run, group, row, alike) {
+function site(run, row, alike) {
   const exposed = [row.exposed_us > 0 ? `exposed ${micros(row.exposed_us)} predicted` : "", row.measured_us > 0 ? `${micros(row.measured_us)} measured` : ""].filter(Boolean).join(", ");
   const made = make("details", { className: "site" }, make("summary", {},
     make("code", {}, row.module || row.name),
@@ -106,9 +107,9 @@ function site(run, group, row, alike) {
   ));
   whenOpened(made, () => make("div", {},
     make("p", {}, make("code", {}, row.name), row.before.length ? `, made of ${row.before.join(", ")}` : ""),
-    alike("reason") && group.sites.length > 1 ? "" : make("p", {}, make("strong", {}, "Reason: "), run.texts[row.reason] || "none was recorded"),
+    alike("reason") ? "" : make("p", {}, make("strong", {}, "Reason: "), run.texts[row.reason] || "none was recorded"),
     run.texts[row.missed] ? make("p", {}, make("strong", {}, "Still exposed: "), run.texts[row.missed]) : "",
-    alike("choice") && group.sites.length > 1 ? "" : candidates(run, row),
+    alike("choice") ? "" : candidates(run, row),
   ));
   return made;
 }
