@@ -277,7 +277,7 @@ def report(
     html.check(output)
     if names and len(paths) > 1:
         raise typer.BadParameter("picks runs of one DUMP, not of several", param_hint="--run")
-    found = [(path, load(path, name)) for path in paths for name in names or [None]]
+    found = [(path, load(path, name)) for path in paths for name in names or (None,)]
     html.write(html.runs(found, measured or ()), output)
     typer.echo(f"wrote {output}")
 
