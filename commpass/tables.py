@@ -40,26 +40,39 @@ def read_json(path: Path, form: Format, struct: type[T]) -> T:
         raw = path.read_bytes()
     except OSError as error:
         raise form.error(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        head = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        cut = "it is cut short" if "truncated" in str(error) else f"it is not JSON ({error})"
-        raise form.error(f"{path}: {cut}; {form.again}") from error
-    if not isinstance(head, dict) or head.get("format") != form.name:
-        raise form.error(
-            f'{path}: this is not a commpass {form.what} (no "format": "{form.name}" in it)'
-        )
-    version = head.get("version")
+    version = _field(head := _head(path, raw, form), "version")
     if not isinstance(version, int) or version > form.version:
         raise form.error(
             f"{path}: {form.what} version {version!r} was written by commpass"
-            f" {head.get('commpass', '?')}; this one reads up to version {form.version}: install a"
-            " newer commpass"
+            f" {_field(head, 'commpass') or '?'}; this one reads up to version {form.version}:"
+            " install a newer commpass"
         )
     try:
-        return msgspec.convert(head, struct)
+        return msgspec.json.decode(raw, type=struct)
     except msgspec.ValidationError as error:
         raise form.error(f"{path}: damaged {form.what}: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise form.error(f"{path}: it is not JSON ({error}); {form.again}") from error
+
+
+def _head(path: Path, raw: bytes, form: Format) -> dict[str, msgspec.Raw]:
+    """The fields of such a file, not yet decoded: nothing is made of a big file twice."""
+    try:
+        head = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:  # some other JSON
+        head = {}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        cut = "it is cut short" if "truncated" in str(error) else f"it is not JSON ({error})"
+        raise form.error(f"{path}: {cut}; {form.again}") from error
+    if _field(head, "format") != form.name:
+        raise form.error(
+            f'{path}: this is not a commpass {form.what} (no "format": "{form.name}" in it)'
+        )
+    return head
+
+
+def _field(head: Mapping[str, msgspec.Raw], name: str) -> Any:
+    return msgspec.json.decode(head[name]) if name in head else None
 
 
 def write_whole(path: Path, raw: bytes, error: type[CommpassError]) -> None:

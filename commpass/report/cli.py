@@ -3,6 +3,7 @@ stderr."""
 
 from __future__ import annotations
 
+import gc
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,16 +18,23 @@ from typer.core import TyperGroup
 from commpass import dump
 from commpass.dump import Dump
 from commpass.errors import CommpassError
+from commpass.report import compared, tables
 from commpass.report import doctor as checks_of
-from commpass.report import draw, tables
 from commpass.report import measured as traces
 from commpass.report import timeline as timelines
+from commpass.report.choice import Choice, only
+from commpass.report.explained import explain as explanation
+from commpass.report.graph import dot as drawings
+from commpass.report.graph import nodes
+from commpass.report.graph import text as boxes
+from commpass.report.graph.fold import MANY
+from commpass.report.graph.view import of_sites
 from commpass.report.why import candidates, considered, refusals, title
 from commpass.report.why import table_of as candidates_table
 
 
 class Commands(TyperGroup):
-    """Every command tells an error of ours as one line, and leaves with 2."""
+    """Every command tells an error of ours as one line, with exit status 2."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -52,6 +60,23 @@ RunName = Annotated[
     str | None,
     typer.Option("--run", metavar="ID", help="Which run of the folder (default: newest)."),
 ]
+Module = Annotated[
+    str | None,
+    typer.Option("--module", metavar="GLOB", help="Sites of these modules: layers.*.mlp."),
+]
+Kind = Annotated[
+    str | None, typer.Option("--kind", metavar="KIND", help="Sites of this kind: all_reduce.")
+]
+Direction = Annotated[
+    str | None, typer.Option("--direction", metavar="NAME", help="forward or backward.")
+]
+CodecName = Annotated[
+    str | None,
+    typer.Option("--codec", metavar="CODEC", help="Sites with this codec (none: left alone)."),
+]
+Every = Annotated[
+    bool, typer.Option("--all", help="Each site on its own (default: by pattern of modules).")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -65,9 +90,7 @@ def print_version(wanted: bool) -> None:
 def commpass(
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", callback=print_version, is_eager=True, help="Print the version and leave."
-        ),
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
     """Says what commpass did to the collectives of a compiled model, and why.
@@ -89,11 +112,16 @@ def explain(
             help="All candidates of a site, or of the sites of modules (a name or glob).",
         ),
     ] = None,
+    every: Every = False,
+    module: Module = None,
+    kind: Kind = None,
+    direction: Direction = None,
+    codec: CodecName = None,
     run: RunName = None,
     json: Json = False,
 ) -> None:
-    """Show every collective, what was decided about it, and the reason."""
-    dumps = load(path, run)
+    """Show the collectives, what was decided about them, and the reasons."""
+    dumps = only(load(path, run), Choice(module, kind, direction, codec))
     if why is not None:
         show_candidates(dumps, why, json)
         return
@@ -101,9 +129,9 @@ def explain(
         plans = msgspec.json.encode([one.plan for one in dumps])
         typer.echo(msgspec.json.format(plans, indent=1))
         return
-    shown = [tables.sites_table(one.plan.sites, wide=True) for one in dumps]
+    shown = [tables.sites_table(one.plan.sites, wide=True) for one in dumps if every]
     console = tables.console_for(*shown, whole=False)
-    for part in tables.explain(dumps, console):
+    for part in explanation(dumps, console, every=every):
         console.print(part)
 
 
@@ -134,11 +162,34 @@ def graph(
     path: DumpPath,
     *,
     number: Annotated[
-        int | None, typer.Option("--graph", metavar="N", help="Which graph, by its number.")
+        int | None,
+        typer.Option("--graph", metavar="N", help="Which graph, by its number (default: newest)."),
     ] = None,
-    text: Annotated[bool, typer.Option("--text", help="One line a node (default).")] = False,
+    text: Annotated[bool, typer.Option("--text", help="One line a box (default).")] = False,
     dot: Annotated[bool, typer.Option("--dot", help="Graphviz source.")] = False,
     svg: Annotated[bool, typer.Option("--svg", help="A drawing; always a file.")] = False,
+    level: Annotated[
+        str,
+        typer.Option(
+            metavar="sites|nodes", help="One box a site (default), or one a node of the graph."
+        ),
+    ] = "sites",
+    site: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="One site, opened, and its surroundings: number or name."),
+    ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(metavar="GLOB", help="The sites of these modules and their surroundings."),
+    ] = None,
+    expand: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE", help="Open this site's box: encode, exchange, decode. Again."),
+    ] = None,
+    every: Annotated[
+        bool,
+        typer.Option("--all", help=f"Repeated layers each (default: folded above {MANY} sites)."),
+    ] = False,
     before: Annotated[bool, typer.Option("--before", help="The graph as it was found.")] = False,
     after: Annotated[
         bool, typer.Option("--after", help="The graph with coded operators (default).")
@@ -150,10 +201,7 @@ def graph(
         str | None,
         typer.Option(
             metavar="K|all",
-            help=(
-                f"Only nodes within K edges of a site (default: all; {draw.NEAR} in an SVG of more"
-                f" than {draw.SMALL} nodes)."
-            ),
+            help="Only what is within K arrows of a site (default: all; with --site or --module 1).",
         ),
     ] = None,
     output: Annotated[
@@ -161,16 +209,21 @@ def graph(
     ] = None,
     run: RunName = None,
 ) -> None:
-    """Show a graph before, after or lowered; collectives and what was inserted for them are
-    marked."""
+    """Show a graph: its collectives, what was done to them, and what is computed between them."""
     if text + dot + svg > 1:
         raise typer.BadParameter("choose one of them", param_hint="--text/--dot/--svg")
     if before + after + lowered > 1:
         raise typer.BadParameter("choose one of them", param_hint="--before/--after/--lowered")
-    side = "before" if before else "lowered" if lowered else "after"
+    if level not in ("sites", "nodes"):
+        raise typer.BadParameter(f"{level!r} is neither sites nor nodes", param_hint="--level")
+    if level == "nodes" and (site, module, expand, every) != (None, None, None, False):
+        raise typer.BadParameter(
+            "are of the level sites; with --level nodes say --around K",
+            param_hint="--site, --module, --expand and --all",
+        )
     if around not in (None, "all") and not around.isdecimal():
         raise typer.BadParameter(
-            f"{around!r} is neither a number of edges nor 'all'", param_hint="--around"
+            f"{around!r} is neither a number of arrows nor 'all'", param_hint="--around"
         )
     ending = ".svg" if svg else ".dot" if dot else ""
     if ending and output is not None and output.suffix.lower() != ending:
@@ -179,31 +232,42 @@ def graph(
             f"--{ending[1:]} writes {what}: {str(output)!r} must end in {ending}",
             param_hint="--output",
         )
-    dumps = load(path, run)
-    if number is not None or dot or svg:
-        dumps = [pick(dumps, number)]
-    views = []
-    for one in dumps:
-        big = svg and len(draw.nodes_of(one, side)) > draw.SMALL
-        edges = (
-            (draw.NEAR if big else None)
-            if around is None
-            else None
-            if around == "all"
-            else int(around)
+    one = newest(load(path, run), number)
+    side = "before" if before else "lowered" if lowered else "after"
+    steps = None if around in (None, "all") else int(around)
+    if level == "nodes" and not ending:
+        written = nodes.text(one, side, steps)
+        if output is None:
+            typer.echo(written)
+            return
+    else:
+        drawn = (
+            nodes.picture(one, side, steps)
+            if level == "nodes"
+            else of_sites(
+                one,
+                side,
+                module=module,
+                site=site,
+                expand=tuple(expand or ()),
+                around=steps,
+                every=every,
+            )
         )
-        views.append(draw.view(one, side=side, around=edges))
-    if svg and output is None:
-        output = Path(f"graph-{dumps[0].number:04d}-{dumps[0].plan.direction}-{side}.svg")
-    drawn = "" if svg else draw.dot(views[0]) if dot else "\n\n".join(map(draw.text, views))
-    if output is None:
-        typer.echo(drawn)
-        return
-    try:
-        if svg:
-            draw.svg(views[0], output)
+        if not ending:
+            console = tables.console_for(boxes.table_of(drawn), whole=False)
+            if output is None:
+                console.print(boxes.text(drawn))
+                return
+            written = boxes.plain(drawn)
         else:
-            output.write_text(drawn + "\n", encoding="utf-8")
+            written = drawings.svg(drawn) if svg else drawings.dot(drawn)
+            if dot and output is None:
+                typer.echo(written)
+                return
+    output = output or Path(f"graph-{one.number:04d}-{one.plan.direction}-{side}.svg")
+    try:
+        output.write_text(written.rstrip("\n") + "\n", encoding="utf-8")
     except OSError as error:
         raise CommpassError(f"{output}: cannot be written: {error.strerror}") from error
     typer.echo(f"wrote {output}")
@@ -288,31 +352,36 @@ def diff(
         Path, typer.Argument(metavar="DUMP_A", help="A dump folder, or one file of it.")
     ],
     right: Annotated[Path, typer.Argument(metavar="DUMP_B", help="The one to compare it with.")],
+    *,
+    every: Every = False,
+    module: Module = None,
+    kind: Kind = None,
+    direction: Direction = None,
+    codec: CodecName = None,
     left_run: Annotated[
         str | None, typer.Option("--run-a", metavar="ID", help="Which run of DUMP_A.")
     ] = None,
     right_run: Annotated[
         str | None, typer.Option("--run-b", metavar="ID", help="Which run of DUMP_B.")
     ] = None,
+    json: Json = False,
 ) -> None:
-    """Show what two plans say differently. Leaves with 0 if nothing, 1 if something, 2 on an
-    error."""
+    """Show what two plans say differently. The exit status is 0 if nothing, 1 if something, 2 on
+    an error."""
     a, b = load(left, left_run), load(right, right_run)
-    found = tables.differences(a, b)
-    console = tables.console_for(*[shown for _, shown, _ in found], whole=False)
-    for name, path, dumps in (("A", left, a), ("B", right, b)):
-        plan = dumps[0].plan
-        console.print(
-            Text(
-                f"{name}: {path}, run {dumps[0].run}, policy {plan.policy}, profile {plan.profile}"
-            )
-        )
-    for name, shown, count in found:
-        console.print(Text(f"\n{name}: {count} difference{'s' * (count != 1)}", style="bold"))
-        console.print(shown)
+    found = compared.compared(a, b, Choice(module, kind, direction, codec))
+    if json:
+        told = compared.to_json(a, b, found)
+        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1))
+    else:
+        parts = list(compared.differences(found, every=every))
+        console = tables.console_for(*parts, whole=False)
+        for part in (*compared.heads(a, b, (str(left), str(right))), *parts):
+            console.print(part)
+        if not found:
+            console.print("no differences")
     if found:
         raise typer.Exit(1)
-    console.print("no differences")
 
 
 @app.command()
@@ -521,8 +590,8 @@ def lower(
 
 @app.command()
 def doctor(json: Json = False) -> None:
-    """Show what this installation can do. Leaves with 1 if commpass cannot work here, and with 2 if
-    COMMPASS_PROFILE names what is no profile."""
+    """Show what this installation can do. The exit status is 1 if commpass cannot work here, and 2
+    if COMMPASS_PROFILE names what is no profile."""
     found = checks_of.checks()
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1))
@@ -539,8 +608,9 @@ def load(path: Path, run: str | None) -> list[Dump]:
     """One run of a dump. Where the folder has others and none was asked for, that is said on
     stderr."""
     dumps = dump.read_run(path, run)
+    gc.freeze()  # a command ends soon: what it read need not be looked through for garbage
     if run is None and path.is_dir():
-        runs = list(dict.fromkeys(dump.read(file).run for file in dump.files(path)))
+        runs = list(dict.fromkeys(dump.runs(path).values()))
         if len(runs) > 1:
             others = ", ".join(runs[:-1])
             typer.echo(
@@ -551,13 +621,26 @@ def load(path: Path, run: str | None) -> list[Dump]:
     return dumps
 
 
-def pick(dumps: list[Dump], number: int | None) -> Dump:
-    """The graph of that number; without one, the only graph there is."""
+def newest(dumps: list[Dump], number: int | None) -> Dump:
+    """The graph of that number; without one the newest. Where there are others, that is said on
+    stderr."""
+    if number is not None:
+        return pick(dumps, number)
+    if others := ", ".join(f"{one.number} ({one.plan.direction})" for one in dumps[:-1]):
+        last = dumps[-1]
+        typer.echo(
+            f"this is graph {last.number} ({last.plan.direction}), the newest of {len(dumps)};"
+            f" --graph picks: {others}",
+            err=True,
+        )
+    return dumps[-1]
+
+
+def pick(dumps: list[Dump], number: int) -> Dump:
+    """The graph of that number."""
     known = ", ".join(f"{one.number} ({one.plan.direction})" for one in dumps)
-    if number is None and len(dumps) > 1:
-        raise CommpassError(f"which graph? Pick one with --graph: {known}")
     for one in dumps:
-        if number is None or one.number == number:
+        if one.number == number:
             return one
     raise CommpassError(f"no graph {number} here; there are: {known}")
 

@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from commpass.dump import Dump
-from commpass.plan import (
-    AGREED_FIELDS,
-    Difference,
-    Grouped,
-    Plan,
-    PlannedSite,
-    Simplification,
-    Split,
-    diff,
-)
-
-if TYPE_CHECKING:
-    from commpass.report.survey import Measured
-
-FORECASTS = ("wire_bytes", "plain_us", "predicted_us", "error", "reason")
-"""What a diff shows besides the decisions: what the cost model thought of them."""
+from commpass.plan import Grouped, Plan, PlannedSite, Simplification, Split
+from commpass.report import sent
 
 COLUMNS = (
     ("site", "module", "direction"),
     ("collective", "group", "tensor"),
-    ("bytes", "on the wire", "ratio"),
+    ("bytes", "on the wire", "ratio", "sent"),
     ("codec", "algorithm", "chunks"),
-    ("plain us", "predicted us", "error"),
+    ("uncompressed us", "predicted us", "error"),
 )
-"""One table column each on a wide terminal; on a narrow one each group is a column of three
+"""One table column each on a wide terminal; on a narrow one each group is a column of so many
 lines."""
 
 
@@ -55,6 +37,34 @@ def size(count: float) -> str:
     return f"{count / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
+def amount(count: float) -> str:
+    """As ``size``, with no more than three digits, and no more of them than tell something."""
+    if count < 0:
+        return "?"
+    power = min(3, int(math.log2(count) // 10)) if count >= 1024 else 0
+    if round(count / 1024**power, 0) >= 1000 and power < 3:
+        power += 1
+    return f"{float(f'{count / 1024**power:.3g}'):g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def amounts(*counts: float, arrow: str = "->") -> str:
+    """Bytes before and after: ``1 MiB -> 260 KiB``; or those that stay."""
+    return f" {arrow} ".join(map(amount, counts))
+
+
+def durations(*us: float, arrow: str = "->") -> str:
+    """Times before and after in one unit: ``8.5 -> 2.5 ms``; or one that stays."""
+    most = max(us)
+    unit, scale = ("us", 1.0) if most < 1000 else ("ms", 1e3) if most < 1e6 else ("s", 1e6)
+    return f" {arrow} ".join(_short(each / scale) for each in us) + f" {unit}"
+
+
+def _short(value: float) -> str:
+    if value >= 10 or value == 0:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 0.1 else f"{value:.1g}"
+
+
 def micros(value: float, beside: float | None = None) -> str:
     """A time in the unit that fits it, or the number that it stands ``beside``."""
     return (
@@ -66,65 +76,6 @@ def micros(value: float, beside: float | None = None) -> str:
 
 def ratio(after: float, before: float) -> str:
     return f"{100 * after / before:.0f}%" if before > 0 and after >= 0 else "-"
-
-
-def explain(dumps: Sequence[Dump], console: Console) -> Iterator[RenderableType]:
-    """The plans of one run, graph by graph, and what they come to."""
-    for dump in dumps:
-        plan = dump.plan
-        yield Text(f"graph {dump.number}: {plan.direction} ({plan.graph})", style="bold")
-        passes = f", passes took {sum(dump.passes_ms.values()):.1f} ms" if dump.passes_ms else ""
-        yield Text(f"policy {plan.policy}, profile {plan.profile}{passes}")
-        if plan.fallback:
-            yield Panel(
-                Text.assemble(
-                    "The untouched graph was compiled, nothing below was carried out:\n",
-                    plan.fallback,
-                ),
-                title="FALLBACK",
-                style="bold red",
-            )
-        if plan.sites:
-            table = sites_table(plan.sites, wide=True)
-            needs = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-            yield (
-                table
-                if needs <= console.width
-                else sites_table(plan.sites, wide=False, whole=console.width >= NARROW)
-            )
-            yield Text()
-            yield reasons(plan.sites)
-            if any(site.missed for site in plan.sites):
-                yield Text()
-                yield exposed(plan.sites)
-                yield Text()
-            yield Text(totals([plan]), style="bold")
-        elif plan.simplified:
-            yield Text("no collective is left in this graph")
-        else:
-            yield Text(
-                "no collective in this graph, so there was nothing to decide (backward graphs often"
-                " have none)"
-            )
-        if plan.simplified:
-            yield Text()
-            yield simplified(plan.simplified)
-        if plan.grouped:
-            yield Text()
-            yield grouped(plan.grouped)
-        if plan.split:
-            yield Text()
-            yield splits(plan.split)
-        yield Text()
-    if len(dumps) > 1:
-        yield Text(
-            f"all {len(dumps)} graphs: {totals([dump.plan for dump in dumps])}", style="bold"
-        )
-    last = dumps[-1]
-    yield Text(
-        f"run {last.run}, written {last.written} by rank {last.rank} of {last.world_size}, "
-        f"commpass {last.commpass}, torch {last.torch}"
-    )
 
 
 NARROW = 80
@@ -163,10 +114,18 @@ def cells(site: PlannedSite) -> tuple[tuple[str, ...], ...]:
     return (
         (site.name, site.module or "-", site.direction),
         (kind, f"{site.group_label or site.group}/{site.group_size}", tensor),
-        (size(site.bytes), size(site.wire_bytes), ratio(site.wire_bytes, site.bytes)),
+        (
+            size(site.bytes),
+            size(site.wire_bytes),
+            ratio(site.wire_bytes, site.bytes),
+            size(sent.planned(site)),
+        ),
         (site.codec, algorithm, f"{site.chunks} chunks" if site.chunks > 1 else "-"),
         (f"{site.plain_us:,.1f}", f"{site.predicted_us:,.1f}", f"{100 * site.error:.3g}%"),
     )
+
+
+NO_REASON = "(no reason was recorded)"
 
 
 def reasons(sites: Sequence[PlannedSite]) -> Table:
@@ -174,20 +133,25 @@ def reasons(sites: Sequence[PlannedSite]) -> Table:
     line."""
     numbers: dict[str, list[int]] = {}
     for number, site in enumerate(sites, 1):
-        numbers.setdefault(site.reason or "(no reason was recorded)", []).append(number)
+        numbers.setdefault(site.reason or NO_REASON, []).append(number)
+    return numbered(numbers)
+
+
+def numbered(said: Mapping[str, Sequence[int]]) -> Table:
+    """What is said, each behind the numbers of those of whom it is said."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(max_width=16, overflow="fold")
     table.add_column(overflow="fold")
-    for reason, which in numbers.items():
-        table.add_row(Text(spans(which)), Text(reason))
+    for text, which in said.items():
+        table.add_row(Text(spans(which)), Text(text))
     return table
 
 
-def exposed(sites: Sequence[PlannedSite]) -> Table:
+def exposed(sites: Sequence[PlannedSite], numbers: Sequence[int] | None = None) -> Table:
     """For how long the rank is predicted to stand still, and why; sites of one reason share a
-    line."""
+    line. ``numbers`` are those of the lines in which the sites stand, if not 1, 2, ..."""
     missed: dict[str, list[tuple[int, PlannedSite]]] = {}
-    for number, site in enumerate(sites, 1):
+    for number, site in zip(numbers or range(1, len(sites) + 1), sites, strict=True):
         if site.missed:
             missed.setdefault(site.missed, []).append((number, site))
     table = plain_table(
@@ -197,8 +161,8 @@ def exposed(sites: Sequence[PlannedSite]) -> Table:
         us = [
             sum(getattr(site, f"{when}_us") for _, site in found) for when in ("exposed", "unmoved")
         ]
-        numbers = spans([number for number, _ in found])
-        table.add_row(*map(Text, (micros(us[0]), numbers, micros(us[1]), why)))
+        which = spans(list(dict.fromkeys(number for number, _ in found)))
+        table.add_row(*map(Text, (micros(us[0]), which, micros(us[1]), why)))
     return table
 
 
@@ -278,74 +242,6 @@ def totals(plans: Sequence[Plan]) -> str:
     )
 
 
-def named(dumps: Sequence[Dump]) -> dict[str, Dump]:
-    """The graphs by place and direction ("forward 1"): what two runs of one model have in
-    common."""
-    seen = Counter[str]()
-    found = {}
-    for dump in dumps:
-        seen[dump.plan.direction] += 1
-        found[f"{dump.plan.direction} {seen[dump.plan.direction]}"] = dump
-    return found
-
-
-def differences(
-    left: Sequence[Dump], right: Sequence[Dump]
-) -> list[tuple[str, RenderableType, int]]:
-    """For every graph that differs: its name, what to show, and how many differences that are."""
-    found: list[tuple[str, RenderableType, int]] = []
-    lefts, rights = named(left), named(right)
-    for name in dict.fromkeys((*lefts, *rights)):
-        a, b = lefts.get(name), rights.get(name)
-        if a is None or b is None:
-            found.append((name, Text(f"only in {'B' if a is None else 'A'}"), 1))
-        elif rows := diff(a.plan, b.plan, (*AGREED_FIELDS, *FORECASTS)):
-            found.append((name, diff_table(rows, a.plan, b.plan), len(rows)))
-    return found
-
-
-def diff_table(rows: Sequence[Difference], left: Plan, right: Plan) -> Table:
-    modules = {site.name: site.module for plan in (right, left) for site in plan.sites}
-    table = plain_table("site", "module", "field", "A", "B", folded=("module", "A", "B"))
-    for row in rows:
-        texts = (
-            row.site,
-            modules.get(row.site) or "-",
-            row.field,
-            shown(row, row.left),
-            shown(row, row.right),
-        )
-        table.add_row(*map(Text, texts))
-    return table
-
-
-def codecs(rows: Sequence[Measured]) -> Table:
-    """Codecs on some data, one a line."""
-    timed = any(row.encode_gbs is not None for row in rows)
-    speed_headers = ("encode GB/s", "decode GB/s") if timed else ()
-    table = plain_table("codec", "bits", "error", "cosine", "bound", "above", *speed_headers)
-    table.caption = (
-        "above: bits above 2^-b, the least for a Gaussian (lossless: above the entropy of the"
-        " exponents)"
-    )
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        speeds = [f"{speed:.2f}" for speed in (row.encode_gbs, row.decode_gbs) if speed is not None]
-        error = "lossless" if row.lossless else f"{row.error:.3%}"
-        bound = "" if row.lossless else f"{row.bound:.2f}"
-        table.add_row(
-            row.codec,
-            f"{row.bits:.3f}",
-            error,
-            f"{row.cosine:.6f}",
-            bound,
-            f"{row.distance:.2f}",
-            *speeds,
-        )
-    return table
-
-
 def plain_table(*headers: str, folded: Sequence[str] = ()) -> Table:
     """A table whose cells stay whole: half a number or half a name reads as another one. Those of
     the columns ``folded`` are free text, which may go on in the next line."""
@@ -386,11 +282,3 @@ def _keep_whole(table: Table) -> None:
 
 def _wide(console: Console) -> ConsoleOptions:
     return console.options.update(width=WIDE, max_width=WIDE)
-
-
-def shown(row: Difference, value: Any) -> str:
-    if row.field == "site":
-        return "(no such site)" if value is None else str(value)
-    if row.field == "wire_bytes":
-        return f"{value:,} ({size(value)})"
-    return "-" if value in (None, "") else str(value)

@@ -1,0 +1,91 @@
+"""Which sites of a dump are shown: those of a module, a kind, a direction, a codec."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from commpass.dump import Dump
+from commpass.errors import CommpassError, nearest
+from commpass.kinds import KINDS
+from commpass.plan import PlannedSite
+from commpass.rules import covers
+
+DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a site must be to be shown; None asks for nothing. ``module`` is a glob as in a rule,
+    ``codec`` a name with or without its parameters.
+
+    Raises CommpassError for a kind or direction that does not exist, with the nearest name."""
+
+    module: str | None = None
+    kind: str | None = None
+    direction: str | None = None
+    codec: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("kind", KINDS), ("direction", DIRECTIONS)):
+            given = getattr(self, name)
+            if given is not None and given not in known:
+                raise CommpassError(f"--{name} {given}: there is none{nearest(given, known)}")
+
+    @property
+    def everything(self) -> bool:
+        return self == Choice()
+
+    def __str__(self) -> str:
+        given = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return " ".join(f"--{name} {value}" for name, value in given if value is not None)
+
+    def takes(self, site: PlannedSite) -> bool:
+        return all(test(site) for _, test in self._tests())
+
+    def _tests(self) -> Iterable[tuple[str, Callable[[PlannedSite], bool]]]:
+        """By name, what each part of it asks of a site."""
+        module, codec = self.module, self.codec
+        if module is not None:
+            yield "module", lambda site: covers(module, site.module)
+        if self.kind is not None:
+            yield "kind", lambda site: site.kind == self.kind
+        if self.direction is not None:
+            yield "direction", lambda site: site.direction == self.direction
+        if codec is not None:
+            yield "codec", lambda site: codec in (site.codec, site.codec.partition("(")[0])
+
+
+def only(dumps: Sequence[Dump], choice: Choice) -> list[Dump]:
+    """The same graphs with the sites that are asked for alone; a graph without any is left out.
+    What was simplified, grouped or split is not told there: it has no module. Raises CommpassError
+    where nothing is left, with what there is."""
+    if choice.everything:
+        return list(dumps)
+    check(dumps, choice)
+    found = []
+    for dump in dumps:
+        if sites := tuple(site for site in dump.plan.sites if choice.takes(site)):
+            plan = dataclasses.replace(dump.plan, sites=sites, simplified=(), grouped=(), split=())
+            found.append(dataclasses.replace(dump, plan=plan))
+    return found
+
+
+def check(dumps: Sequence[Dump], choice: Choice) -> None:
+    """Raises CommpassError where no site is meant, with what there is in place of each part that
+    none meets."""
+    sites = [site for dump in dumps for site in dump.plan.sites]
+    if any(map(choice.takes, sites)):
+        return
+    if not sites:
+        raise CommpassError(f"{choice}: there are no sites here")
+    parts = []
+    for name, test in choice._tests():
+        if not any(map(test, sites)):
+            known = {getattr(site, name) for site in sites}
+            parts.append(f"no site with {name} {getattr(choice, name)!r}")
+            parts[-1] += nearest(getattr(choice, name), known)
+    raise CommpassError(
+        " ".join(parts) or f"no site meets all of {choice}, though each of them has some"
+    )

@@ -1,0 +1,302 @@
+"""What two runs say differently: totals of both, then what changed, by pattern of sites."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from commpass.dump import Dump
+from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, diff
+from commpass.report import sent, tables
+from commpass.report.choice import Choice, check
+from commpass.report.explained import done
+from commpass.report.patterns import without_numbers
+from commpass.report.tables import amounts, durations, plain_table, size
+
+FORECASTS = ("wire_bytes", "plain_us", "predicted_us", "error", "reason")
+"""What a diff shows besides the decisions: what the cost model thought of them."""
+SAID = {"wire_bytes": "on the wire", "plain_us": "uncompressed us", "predicted_us": "predicted us"}
+"""Fields whose names say less than they should."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A graph of both runs by its name ("forward 1"), or of one of them, and how it differs."""
+
+    name: str
+    left: Plan | None
+    right: Plan | None
+    rows: tuple[Difference, ...]
+
+    @property
+    def only_in(self) -> str:
+        return "" if self.left and self.right else "A" if self.left else "B"
+
+
+def named(dumps: Sequence[Dump]) -> dict[str, Dump]:
+    """The graphs by place and direction ("forward 1"): what two runs of one model have in
+    common."""
+    seen = Counter[str]()
+    found = {}
+    for dump in dumps:
+        seen[dump.plan.direction] += 1
+        found[f"{dump.plan.direction} {seen[dump.plan.direction]}"] = dump
+    return found
+
+
+def compared(
+    left: Sequence[Dump], right: Sequence[Dump], choice: Choice | None = None
+) -> list[Compared]:
+    """Every graph that differs. With a ``choice``, as far as sites differ that it takes in one of
+    the runs; CommpassError where it takes none."""
+    choice = choice or Choice()
+    if not choice.everything:
+        check([*left, *right], choice)
+    found = []
+    lefts, rights = named(left), named(right)
+    for name in dict.fromkeys((*lefts, *rights)):
+        a, b = (_of(some.get(name)) for some in (lefts, rights))
+        if not choice.everything:
+            taken = {s.name for plan in (a, b) if plan for s in plan if choice.takes(s)}
+            a, b = (plan and _only(plan, taken) for plan in (a, b))
+            if not taken:
+                continue
+        rows = () if a is None or b is None else diff(a, b, (*AGREED_FIELDS, *FORECASTS))
+        if a is None or b is None or rows:
+            found.append(Compared(name, a, b, tuple(rows)))
+    return found
+
+
+def _of(dump: Dump | None) -> Plan | None:
+    return dump and dump.plan
+
+
+def _only(plan: Plan, names: set[str]) -> Plan:
+    """The plan of those sites alone, without what is said of the whole graph."""
+    sites = tuple(site for site in plan.sites if site.name in names)
+    return dataclasses.replace(plan, sites=sites, simplified=(), grouped=(), split=(), reordered=())
+
+
+def heads(left: Sequence[Dump], right: Sequence[Dump], names: Sequence[str]) -> Iterator[Text]:
+    """Which two runs they are, and what each comes to."""
+    for letter, path, dumps in zip("AB", names, (left, right), strict=True):
+        plans = [dump.plan for dump in dumps]
+        yield Text(
+            f"{letter}: {path}, run {dumps[0].run}, policy {plans[0].policy}, profile"
+            f" {plans[0].profile}"
+        )
+        before, after, _ = sent.of_plans(plans)
+        yield Text(f"   {tables.totals(plans)}", style="bold")
+        yield Text(f"   sent to other ranks: {size(before)} -> {size(after)}", style="bold")
+
+
+def differences(found: Sequence[Compared], *, every: bool) -> Iterator[RenderableType]:
+    """Graph by graph, what differs: a line for each pattern, or for each field of each site."""
+    for one in found:
+        if one.only_in:
+            plan = one.left or one.right
+            many = len(plan.sites) if plan else 0
+            yield Text(f"\n{one.name}: 1 difference", style="bold")
+            yield Text(f"only in {one.only_in} ({many} site{'s' * (many != 1)})")
+            continue
+        many = len(one.rows)
+        yield Text(f"\n{one.name}: {many} difference{'s' * (many != 1)}", style="bold")
+        yield diff_table(one) if every else changes_table(one)
+
+
+def diff_table(one: Compared) -> Table:
+    """A line for each field of each site."""
+    table = plain_table("site", "module", "field", "A", "B", folded=("module", "A", "B"))
+    modules = _modules(one)
+    for row in one.rows:
+        field = SAID.get(row.field, row.field)
+        texts = (row.site, modules.get(row.site) or "-", field, *map(_shown(row), _both(row)))
+        table.add_row(*map(Text, texts))
+    return table
+
+
+def _modules(one: Compared) -> dict[str, str]:
+    plans = [plan for plan in (one.right, one.left) if plan]
+    return {site.name: site.module for plan in plans for site in plan.sites}
+
+
+def _both(row: Difference) -> tuple[Any, Any]:
+    return row.left, row.right
+
+
+def _shown(row: Difference) -> Any:
+    def text(value: Any) -> str:
+        if row.field == "site":
+            return "(no such site)" if value is None else str(value)
+        if row.field == "wire_bytes":
+            return f"{value:,} ({size(value)})"
+        return "-" if value in (None, "") else str(value)
+
+    return text
+
+
+def to_json(
+    left: Sequence[Dump], right: Sequence[Dump], found: Sequence[Compared]
+) -> dict[str, Any]:
+    """The two runs with their totals, and each difference: for programs."""
+    return {
+        **{name: _totals(dumps) for name, dumps in (("a", left), ("b", right))},
+        "graphs": [
+            {
+                "graph": one.name,
+                "only_in": one.only_in.lower(),
+                "differences": [
+                    {
+                        "site": row.site,
+                        "module": _modules(one).get(row.site, ""),
+                        "field": row.field,
+                        "a": row.left,
+                        "b": row.right,
+                    }
+                    for row in one.rows
+                ],
+            }
+            for one in found
+        ],
+    }
+
+
+def _totals(dumps: Sequence[Dump]) -> dict[str, Any]:
+    plans = [dump.plan for dump in dumps]
+    sites = [(site, not plan.fallback) for plan in plans for site in plan.sites]
+    before, after, _ = sent.of_plans(plans)
+    return {
+        "run": dumps[0].run,
+        "policy": plans[0].policy,
+        "profile": plans[0].profile,
+        "sites": len(sites),
+        "compressed": sum(len(plan.compressed) for plan in plans),
+        "bytes": sum(max(site.bytes, 0) for site, _ in sites),
+        "wire_bytes": sum(max(s.wire_bytes if did else s.bytes, 0) for s, did in sites),
+        "sent_plain_bytes": before,
+        "sent_bytes": after,
+        "plain_us": sum(site.plain_us for site, _ in sites),
+        "predicted_us": sum(s.predicted_us if did else s.plain_us for s, did in sites),
+    }
+
+
+# By pattern. What one run has split into chunks is compared as a whole with what the other has.
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A collective as it was found, in one run: its site, or the several into which it is split."""
+
+    sites: tuple[PlannedSite, ...]
+
+    def said(self, field: str) -> str:
+        """What its sites say alike of a field, or that they do not."""
+        values = {str(getattr(site, field)) for site in self.sites}
+        return values.pop() if len(values) == 1 else "several"
+
+    def total(self, field: str) -> float:
+        return sum(max(0, getattr(site, field)) for site in self.sites)
+
+
+def wholes(plan: Plan) -> dict[str, Whole]:
+    """The collectives of a plan by the names under which they were found."""
+    of = {part: split.site for split in plan.split for part in split.into}
+    found: dict[str, list[PlannedSite]] = {}
+    for site in plan.sites:
+        found.setdefault(of.get(site.name, site.name), []).append(site)
+    return {name: Whole(tuple(sites)) for name, sites in found.items()}
+
+
+Key = tuple[str, str, tuple[str, ...]]
+"""Pattern of modules, kind, and what changed in words: what one line has in common."""
+
+
+def changes_table(one: Compared) -> Table:
+    """A line for each pattern of sites of which the same changed."""
+    assert one.left is not None
+    assert one.right is not None
+    lefts, rights = wholes(one.left), wholes(one.right)
+    lines: dict[Key, list[tuple[Whole | None, Whole | None]]] = {}
+    for name in dict.fromkeys((*lefts, *rights)):
+        a, b = lefts.get(name), rights.get(name)
+        if changed := changes(a, b):
+            site = (a or b or Whole(())).sites[0]
+            key = (without_numbers(site.module), site.kind, changed)
+            lines.setdefault(key, []).append((a, b))
+    table = plain_table("sites", "changed", "on the wire, all", "predicted, all", folded=HEADS)
+    for (module, kind, changed), pairs in lines.items():
+        modules = {each.sites[0].module for pair in pairs for each in pair if each}
+        name = module if len(modules) > 1 else modules.pop()
+        what = f"{len(pairs)} {kind} of {name or 'the root module'}"
+        texts = (what, "; ".join(changed), _two(pairs, "wire_bytes"), _two(pairs, "predicted_us"))
+        table.add_row(*map(Text, texts))
+    for row in one.rows:
+        if row.site == "(graph)" and row.field != "split":  # those stand at their sites
+            was, now = map(_often, _both(row))
+            table.add_row(Text("the graph"), Text(f"{row.field}: {was} -> {now}"), "", "")
+    return table
+
+
+def _often(value: Any) -> str:
+    """A list in words in which what stands there several times is told once."""
+    counted = Counter(str(value).split("; "))
+    said = (each + (f" (x {many})" if many > 1 else "") for each, many in counted.items())
+    return "; ".join(said) if value else "-"
+
+
+HEADS = ("sites", "changed")
+
+
+def changes(left: Whole | None, right: Whole | None) -> tuple[str, ...]:
+    """What changed of one collective, in words; () if nothing did. Sums stand beside it."""
+    if left is None or right is None:
+        return (f"only in {'B' if left is None else 'A'}",)
+    found = []
+    chunks = [len(one.sites) for one in (left, right)]
+    if chunks[0] != chunks[1]:
+        found.append(f"chunks of rows {chunks[0]} -> {chunks[1]}")
+    fields = [f for f in AGREED_FIELDS if f != "common_shape" or chunks[0] == chunks[1]]
+    a, b = left.sites[0], right.sites[0]
+    if a.compressed != b.compressed:
+        found.append(f"{done(a)} -> {done(b)}")
+        fields = [f for f in fields if f not in ("codec", "algorithm", "chunks", "lowering")]
+    for field in fields:
+        was, now = left.said(field), right.said(field)
+        if was != now:
+            found.append(f"{field} {was or '-'} -> {now or '-'}")
+    if not found:
+        found = _forecasts(left, right)
+    return tuple(found)
+
+
+def _forecasts(left: Whole, right: Whole) -> list[str]:
+    """Where all was decided alike: what the cost model thought otherwise, without numbers."""
+    changed = [
+        field
+        for field in FORECASTS
+        if [getattr(site, field) for site in left.sites]
+        != [getattr(site, field) for site in right.sites]
+    ]
+    numbers = [SAID.get(field, field) for field in changed if field != "reason"]
+    if not changed:
+        return []
+    said = [*numbers, "reason"] if "reason" in changed else numbers
+    return [f"decided alike, with other {', '.join(said)}"]
+
+
+def _two(pairs: Sequence[tuple[Whole | None, Whole | None]], field: str) -> str:
+    """The sums of both runs, or of the one that has the sites."""
+    sums = [
+        sum(each.total(field) for each in side if each)
+        for side in zip(*pairs, strict=True)
+        if any(side)
+    ]
+    same = len(sums) == 2 and sums[0] == sums[1]
+    return (amounts if field == "wire_bytes" else durations)(*(sums[:1] if same else sums))

@@ -1,0 +1,84 @@
+"""A picture as Graphviz source, and as SVG, which Graphviz lays out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commpass.errors import CommpassError
+from commpass.report.graph.picture import LOOKS, Box, Picture, clean
+
+INSTALL = (
+    "install Graphviz (apt-get install graphviz, brew install graphviz, conda install graphviz)"
+)
+"""What else an SVG needs, beside the Python package."""
+
+
+def quoted(*lines: str) -> str:
+    """A DOT string: backslash and quote escaped, so that any name is one."""
+    return (
+        '"'
+        + "\\n".join(clean(line).replace("\\", "\\\\").replace('"', '\\"') for line in lines)
+        + '"'
+    )
+
+
+def dot(shown: Picture) -> str:
+    """Graphviz source, with the boxes of a site in one frame."""
+    looks = [f"{LOOKS[kind].called}: {LOOKS[kind].meaning}" for kind in shown.kinds]
+    if any(arrow.hidden for arrow in shown.arrows):
+        looks.append("dashed arrow: by way of what is not shown")
+    lines = [
+        f"digraph {quoted(shown.title)} {{",
+        f"  label={quoted(shown.title, ', '.join(looks), '')}; labelloc=t; fontname=Helvetica;",
+        "  fontsize=12; ranksep=0.3; nodesep=0.25;",
+        '  node [shape=box, style="rounded,filled", fontname=Helvetica, fontsize=10];',
+        '  edge [color="#666666", arrowsize=0.7, fontname=Helvetica, fontsize=9];',
+    ]
+    for number, (cluster, boxes) in enumerate(_clusters(shown.boxes).items()):
+        if cluster:
+            lines += [
+                f"  subgraph cluster_{number} {{",
+                f"  label={quoted(cluster)}; style=rounded; color={quoted('#5c9bd1')};",
+            ]
+        for box in boxes:
+            cut = ', style="rounded,filled,dashed"' if box.cut else ""
+            fill = quoted(LOOKS[box.kind].colour)
+            lines.append(
+                f"  {quoted(box.name)} [label={quoted(*box.lines)}, fillcolor={fill}{cut}];"
+            )
+        if cluster:
+            lines.append("  }")
+    for arrow in shown.arrows:
+        looks = ["style=dashed"] if arrow.hidden else []
+        looks += [f"label={quoted(arrow.label)}"] if arrow.label else []
+        about = f" [{', '.join(looks)}]" if looks else ""
+        lines.append(f"  {quoted(arrow.source)} -> {quoted(arrow.user)}{about};")
+    return "\n".join([*lines, "}"])
+
+
+def _clusters(boxes: Sequence[Box]) -> dict[str, list[Box]]:
+    found: dict[str, list[Box]] = {}
+    for box in boxes:
+        found.setdefault(box.cluster, []).append(box)
+    return found
+
+
+def svg(shown: Picture) -> str:
+    """The drawing as SVG text. Raises CommpassError where Graphviz is missing, with how to install
+    it."""
+    try:
+        import graphviz
+    except ImportError as error:
+        raise CommpassError(
+            f"an SVG needs the package graphviz ({error}): pip install 'commpass[graph]', and"
+            f" {INSTALL}. --dot and --text work without"
+        ) from error
+    try:
+        return graphviz.pipe("dot", "svg", dot(shown).encode()).decode()
+    except graphviz.ExecutableNotFound as error:
+        raise CommpassError(
+            f"an SVG needs the program dot, which is not on the PATH: {INSTALL}. --dot and --text"
+            " work without"
+        ) from error
+    except graphviz.CalledProcessError as error:
+        raise CommpassError(f"Graphviz cannot draw this graph: {error}") from error

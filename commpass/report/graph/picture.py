@@ -1,0 +1,236 @@
+"""What is drawn, whatever it shows: boxes and the arrows between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from commpass.dump import GraphNode
+from commpass.errors import CommpassError
+from commpass.kinds import KIND_OF, NAMESPACES, WAITS, without_form
+
+BUFFER, KERNEL = "aten.empty.memory_format", "commpass.kernel_.default"
+"""What a kernel that a CPU calls writes into, and the call."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How boxes of a kind are drawn: what the legend says of them, their mark in text, and their
+    colour with its name."""
+
+    meaning: str
+    mark: str
+    colour: str
+    called: str
+
+
+LOOKS = {
+    "transfer": Look("travels between ranks", "*", "#ffb74d", "orange"),
+    "alone": Look("a collective, left alone", "*", "#ffe0b2", "pale orange"),
+    "compressed": Look("a collective, compressed", "+", "#b9dfb4", "green"),
+    "inserted": Look("inserted for a collective", "+", "#b5dcff", "blue"),
+    "plain": Look("what else is computed", " ", "#f4f4f4", "grey"),
+}
+"""By kind of box, in the order of the legend."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """``lines`` are what stands in it; ``cluster`` the site whose boxes are framed together;
+    ``cut``: it has neighbours that are not shown, nor what is behind them."""
+
+    name: str
+    kind: str
+    lines: tuple[str, ...]
+    cluster: str = ""
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """``user`` takes what ``source`` gives; ``hidden``: by way of boxes that are not shown."""
+
+    source: str
+    user: str
+    hidden: bool = False
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    title: str
+    boxes: tuple[Box, ...]
+    arrows: tuple[Arrow, ...]
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of boxes that there are, in the order of the legend."""
+        found = {box.kind for box in self.boxes}
+        return [kind for kind in LOOKS if kind in found]
+
+
+Edges = Mapping[str, Collection[str]]
+"""From each name to the names that it takes from."""
+
+
+def taken(nodes: Iterable[GraphNode]) -> dict[str, tuple[str, ...]]:
+    """What each node takes. Of a buffer that kernels write into, that is what they wrote. Raises
+    CommpassError where a node takes what comes after it."""
+    found: dict[str, tuple[str, ...]] = {}
+    writers: dict[str, list[str]] = {}
+    nodes = tuple(nodes)
+    names = {node.name for node in nodes}
+    for node in nodes:
+        sources = [each for each in dict.fromkeys(node.inputs) if each in names]
+        if late := next((each for each in sources if each not in found), None):
+            raise CommpassError(
+                f"the nodes of this graph form a circle, or are out of order: {node.name} takes"
+                f" {late}, which comes later. The dump is damaged"
+            )
+        taken = [each for source in sources for each in writers.get(source) or (source,)]
+        found[node.name] = tuple(dict.fromkeys(taken))
+        if node.target == BUFFER:
+            writers[node.name] = []
+        if node.target == KERNEL:
+            for source in sources:  # buffers that it writes into come last
+                if source in writers and (not writers[source] or source == node.inputs[-1]):
+                    writers[source].append(node.name)
+    return found
+
+
+def travels(node: GraphNode) -> bool:
+    """Whether a node is a collective."""
+    return node.role == "exchange" or _operator(node) in KIND_OF
+
+
+def waits(node: GraphNode) -> bool:
+    return _operator(node) in WAITS
+
+
+def kind_of(node: GraphNode) -> str:
+    """The kind of collective that a node is, "" for any other."""
+    return KIND_OF.get(_operator(node), "")
+
+
+def _operator(node: GraphNode) -> str:
+    """The name of an operator among the collectives, "" for any other."""
+    space, _, rest = node.target.partition(".")
+    return without_form(rest.partition(".")[0]) if space in NAMESPACES else ""
+
+
+def clean(text: str) -> str:
+    """One line without control characters: a name must not break a line, a terminal or an XML
+    file."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
+def in_order(edges: Edges) -> list[str] | None:
+    """The names so that each comes behind what it takes, as near to their own order as that
+    allows; None where they form a circle."""
+    place = {name: at for at, name in enumerate(edges)}
+    users: dict[str, list[str]] = {name: [] for name in edges}
+    missing = {name: len(set(sources)) for name, sources in edges.items()}
+    for name, sources in edges.items():
+        for source in set(sources):
+            users[source].append(name)
+    ready = [place[name] for name, many in missing.items() if not many]
+    heapq.heapify(ready)
+    names, found = list(edges), []
+    while ready:
+        name = names[heapq.heappop(ready)]
+        found.append(name)
+        for user in users[name]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, place[user])
+    return found if len(found) == len(names) else None
+
+
+def needed(edges: Edges) -> dict[str, tuple[str, ...]]:
+    """The edges that do not follow from others: what a box waits for anyway is left out (the
+    transitive reduction). All of them where they form a circle."""
+    order = in_order(edges)
+    if order is None:
+        return {name: tuple(sources) for name, sources in edges.items()}
+    bit = {name: 1 << at for at, name in enumerate(order)}
+    before: dict[str, int] = {}
+    found = {}
+    for name in order:
+        implied = 0
+        for source in edges[name]:
+            implied |= before[source]
+        found[name] = tuple(source for source in edges[name] if not bit[source] & implied)
+        for source in found[name]:
+            implied |= bit[source]
+        before[name] = implied
+    return {name: found[name] for name in edges}
+
+
+def near(edges: Edges, names: Iterable[str], steps: int) -> set[str]:
+    """Those names and all that are within so many edges of them, in either direction."""
+    around: dict[str, set[str]] = {name: set(sources) for name, sources in edges.items()}
+    for name, sources in edges.items():
+        for source in sources:
+            around[source].add(name)
+    found = set(names)
+    for _ in range(steps):
+        found |= {other for name in found for other in around[name]}
+    return found
+
+
+def between(edges: Edges, shown: Collection[str]) -> list[tuple[str, str]]:
+    """The pairs of shown names that a path of hidden ones alone connects, source first; of several
+    sources only those that no other of them waits for."""
+    order = in_order(edges) or list(edges)
+    names = [name for name in order if name in shown]
+    bit = {name: 1 << at for at, name in enumerate(names)}
+    before: dict[str, int] = {}  # of a shown name: all shown ones that it waits for
+    reach: dict[str, int] = {}  # of a hidden name: the last shown ones that it waits for
+
+    def waited_for(some: int) -> int:
+        found = 0
+        for at in _places(some):
+            found |= before[names[at]]
+        return found
+
+    found = []
+    for name in order:
+        direct = hidden = 0
+        for source in edges[name]:
+            direct |= bit.get(source, 0)
+            hidden |= reach.get(source, 0)
+        implied = waited_for(direct | hidden)
+        if name in bit:
+            found += [(names[at], name) for at in _places(hidden & ~direct & ~implied)]
+            before[name] = direct | hidden | implied
+        else:
+            reach[name] = (direct | hidden) & ~implied
+    return found
+
+
+def _places(some: int) -> list[int]:
+    """The places of the bits of a number."""
+    found = []
+    while some:
+        found.append((some & -some).bit_length() - 1)
+        some &= some - 1
+    return found
+
+
+def restricted(picture: Picture, edges: Edges, shown: Collection[str], *, cut: bool) -> Picture:
+    """The part of a picture with these boxes, and dashed arrows in place of what lies between them.
+    ``cut`` marks boxes with neighbours that are not shown."""
+    if all(box.name in shown for box in picture.boxes):
+        return picture
+    ends = {source for name, some in edges.items() if name not in shown for source in some}
+    ends |= {name for name, some in edges.items() if any(each not in shown for each in some)}
+    boxes = tuple(
+        dataclasses.replace(box, cut=cut and box.name in ends)
+        for box in picture.boxes
+        if box.name in shown
+    )
+    arrows = [each for each in picture.arrows if each.source in shown and each.user in shown]
+    arrows += [Arrow(source, user, hidden=True) for source, user in between(edges, shown)]
+    return Picture(picture.title, boxes, tuple(arrows))

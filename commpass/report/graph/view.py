@@ -1,0 +1,58 @@
+"""What of a graph is shown: which level, which sites and their surroundings, folded or not."""
+
+from __future__ import annotations
+
+from commpass.dump import Dump
+from commpass.errors import CommpassError, nearest
+from commpass.report.graph import fold, sites
+from commpass.report.graph.picture import Picture, near, restricted
+from commpass.rules import covers
+
+
+def of_sites(
+    dump: Dump,
+    side: str = "after",
+    *,
+    module: str | None = None,
+    site: str | None = None,
+    expand: tuple[str, ...] = (),
+    around: int | None = None,
+    every: bool = False,
+) -> Picture:
+    """One box a site: of all, or of those of a ``module`` (a glob), or of the one ``site`` (its
+    number or name), with what is within ``around`` boxes of them (one, where it is not said).
+    ``expand`` names sites whose middle level is shown; that of ``site`` always is. More than
+    ``fold.MANY`` sites are folded by pattern unless ``every`` one is asked for.
+
+    Raises CommpassError where there is no such site, or no site at all."""
+    wanted = (*expand, *([] if site is None else [site]))
+    opened = {name for each in wanted for name in sites.named(dump, side, each)}
+    shown = sites.sketch(dump, side, opened)
+    names = set(shown.members)
+    if site is not None:
+        chosen = sites.named(dump, side, site)
+        names = {box for box, name in shown.sites.items() if name in chosen}
+    if module is not None:
+        names &= _of_module(shown, module)
+    if len(names) < len(shown.members) or around is not None:
+        names &= shown.sites.keys()
+        names = near(shown.edges, names, 1 if around is None else around)
+    many = len({name for box, name in shown.sites.items() if box in names})
+    if many > fold.MANY and not every and len(names) == len(shown.members):
+        return fold.folded(shown)
+    return restricted(sites.picture(shown), shown.edges, names, cut=False)
+
+
+def _of_module(shown: sites.Sketch, module: str) -> set[str]:
+    """The boxes of sites in modules that a glob covers."""
+    found, known = set(), set()
+    for box in shown.sites:
+        modules = {node.module for node in shown.members[box]}
+        known |= modules
+        if any(covers(module, each) for each in modules):
+            found.add(box)
+    if not found:
+        raise CommpassError(
+            f"no site of graph {shown.dump.number} is in module {module!r}{nearest(module, known)}"
+        )
+    return found
