@@ -10,6 +10,7 @@ from typing import Any
 from commpass.dump import Dump
 from commpass.plan import NONE, Candidate, PlannedSite
 from commpass.report import why
+from commpass.report.html.drawing import drawing
 from commpass.report.html.runs import Read
 from commpass.report.html.strips import Strip, strips
 from commpass.report.html.totals import Times, Totals, predicted_us, times, totals, wire_bytes
@@ -81,9 +82,11 @@ class Rule:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """One graph of a run, with its sums. ``measured`` is None where no trace was given."""
+    """One graph of a run, with its sums. ``measured`` is None where no trace was given, and
+    ``drawing`` is HTML."""
 
     dump: Dump
+    drawing: str
     totals: Totals
     predicted: Times | None
     measured: Times | None
@@ -118,6 +121,10 @@ class Run:
         return self.graphs[0].dump
 
     @property
+    def drawn(self) -> bool:
+        return any(graph.drawing for graph in self.graphs)
+
+    @property
     def dumps(self) -> tuple[Dump, ...]:
         return tuple(graph.dump for graph in self.graphs)
 
@@ -133,6 +140,7 @@ def run(key: str, read: Read) -> Run:
         graphs=tuple(
             Graph(
                 dump=dump,
+                drawing=drawing(dump, f"{key}-{dump.number}-"),
                 totals=totals([dump.plan]),
                 predicted=times(_predicted([dump])),
                 measured=times([measured[dump.number]] if dump.number in measured else []),

@@ -16,7 +16,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from commpass.errors import CommpassError
 from commpass.report.html.compare import compare
 from commpass.report.html.data import run
-from commpass.report.html.drawing import drawing
 from commpass.report.html.runs import Read
 from commpass.report.html.strips import KINDS, missing
 from commpass.report.tables import micros, ratio, size
@@ -83,8 +82,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"size": size, "micros": micros, "ms": ms, "percent": percent, "rest": rest}
-    made.globals |= {"drawing": drawing, "missing": missing, "ratio": ratio, "change": change}
-    made.globals |= {"arrow": arrow}
+    made.globals |= {"arrow": arrow, "change": change, "missing": missing, "ratio": ratio}
     return made
 
 
