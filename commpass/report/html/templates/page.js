@@ -49,5 +49,6 @@ for (const place of document.querySelectorAll("[data-table]")) {
   else changesTable(place, data.changes);
 }
 for (const place of document.querySelectorAll("[data-timelines]")) {
-  for (const strip of data.runs[place.dataset.timelines].strips) place.append(timeline(strip, data.kinds));
+  const { strips } = data.runs[place.dataset.timelines];
+  if (strips.length) place.append(legend(data.kinds), ...strips.map((strip) => timeline(strip, data.kinds)));
 }

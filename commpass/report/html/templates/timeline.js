@@ -138,13 +138,6 @@ function timeline(strip, kinds) {
 
   const button = (text, name, act, off = false) => make("button", { type: "button", ariaLabel: name, title: name, disabled: off, onclick: act }, text);
   const none = waits.length === 0;
-  const legend = make("ul", { className: "legend" }, ...[...kinds, "latency"].map((kind, at) => {
-    const name = BAR_COLOURS[at] ?? "latency";
-    const swatch = make("span", { className: "swatch" });
-    swatch.style.background = name === "exposed" ? "none" : `var(--${name})`;
-    if (name === "exposed") swatch.style.borderColor = "var(--exposed)";
-    return make("li", {}, swatch, kind);
-  }));
   new ResizeObserver(draw).observe(canvas);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   addEventListener("beforeprint", draw);
@@ -156,5 +149,16 @@ function timeline(strip, kinds) {
       button("All", "All of it", () => look(0, strip.end_us)),
       button("Previous wait", "Previous wait", () => toWait(-1), none), button("Next wait", "Next wait", () => toWait(1), none),
     ),
-    canvas, legend, said);
+    canvas, said);
+}
+
+/* What the colours of bars mean. */
+function legend(kinds) {
+  return make("ul", { className: "legend" }, ...[...kinds, "latency"].map((kind, at) => {
+    const name = BAR_COLOURS[at] ?? "latency";
+    const swatch = make("span", { className: "swatch" });
+    swatch.style.background = name === "exposed" ? "none" : `var(--${name})`;
+    if (name === "exposed") swatch.style.borderColor = "var(--exposed)";
+    return make("li", {}, swatch, kind);
+  }));
 }
