@@ -82,6 +82,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"size": size, "micros": micros, "ms": ms, "percent": percent, "rest": rest}
+    made.filters |= {"thousands": "{:,}".format}
     made.globals |= {"arrow": arrow, "change": change, "missing": missing, "ratio": ratio}
     return made
 

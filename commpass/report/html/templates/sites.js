@@ -8,6 +8,9 @@ const METRICS = {
   bytes: { head: "bytes before", say: size },
 };
 
+/* Bars of the overview; more sites share one. */
+const MOST = 400;
+
 function sitesTable(place, run) {
   for (const group of run.groups) {
     const about = [group.module, group.direction, group.kind, group.group, group.tensor, group.choice].join(" ");
@@ -32,9 +35,10 @@ function sitesTable(place, run) {
     const { head, say } = METRICS[field];
     const where = top.module ? ` in ${top.module}` : "";
     const text = `${counted(inOrder.length, "site")} in graph order, by ${head}; the highest bar is ${say(top[field])}, ${top.name}${where}`;
-    const made = bars(inOrder, field, { least: 40, most: 400 }, text);
+    const made = bars(inOrder, field, { least: 40, most: MOST }, text);
     made.classList.add("all");
-    all.replaceChildren(made, make("p", { className: "quiet" }, `${text}. Compressed sites are green.`));
+    const several = inOrder.length > MOST ? " A bar is the highest of several neighbours." : "";
+    all.replaceChildren(made, make("p", { className: "quiet" }, `${text}.${several} Compressed sites are green.`));
   }
 
   const columns = [
