@@ -16,6 +16,7 @@ webdriver = pytest.importorskip("selenium.webdriver", reason="needs: pip install
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.select import Select  # noqa: E402
+from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
@@ -114,6 +115,11 @@ def tab_to(browser, wanted) -> None:
     raise AssertionError("the tab key does not lead there")
 
 
+def soon(browser, what):
+    """What a function gives once it gives something: details are filled after they have opened."""
+    return WebDriverWait(browser, 20).until(what)
+
+
 def in_table(browser, table: str, css: str, at: int = 0):
     return browser.find_elements(By.CSS_SELECTOR, f"[data-table={table}] {css}")[at]
 
@@ -207,7 +213,7 @@ def test_a_site_and_its_candidates_by_keyboard(opened):
     assert len(sites) == 8
     tab_to(opened, shared)
     press(opened, Keys.ENTER)
-    lines = detail.find_elements(By.CSS_SELECTOR, "table > tbody > tr")
+    lines = soon(opened, lambda _: detail.find_elements(By.CSS_SELECTOR, "table > tbody > tr"))
     assert [line.find_element(By.TAG_NAME, "th").text for line in lines] == [
         "int8 by two_shot, 2 chunks, kernel",
         "left alone",
@@ -215,7 +221,7 @@ def test_a_site_and_its_candidates_by_keyboard(opened):
     ]
     tab_to(opened, sites[0])
     press(opened, Keys.ENTER)
-    assert "all_reduce_0, made of all_reduce_p, all_reduce_q" in detail.text
+    soon(opened, lambda _: "all_reduce_0, made of all_reduce_p, all_reduce_q" in detail.text)
     opener.send_keys(Keys.ENTER)
     assert not opened.find_elements(By.CSS_SELECTOR, "#a .detail")
 

@@ -88,6 +88,7 @@ class Page(HTMLParser):
             return
         if where != "style":
             self.words.append(text)
+        text = text.replace("\u00a0", " ")
         if "td" in self._open or "th" in self._open:
             self.rows[-1][-1] += text
         elif "dt" in self._open or "dd" in self._open:

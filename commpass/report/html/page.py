@@ -82,6 +82,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     made.filters |= {"size": size, "micros": micros, "ms": ms, "percent": percent, "rest": rest}
+    made.filters |= {"thousands": "{:,}".format}
     made.globals |= {"arrow": arrow, "change": change, "missing": missing, "ratio": ratio}
     return made
 
@@ -98,8 +99,10 @@ def change(before: float, after: float) -> str:
 
 
 def arrow(before: str, after: str) -> str:
-    """What was and what is, or one of them where they are the same."""
-    return after if before == after else f"{before} → {after}"
+    """What was and what is, or one of them where they are the same. Lines break at the arrow
+    alone."""
+    was, now = (text.replace(" ", "\u00a0") for text in (before, after))
+    return now if was == now else f"{was} → {now}"
 
 
 def rest(table: Mapping[str, Any]) -> dict[str, Any]:

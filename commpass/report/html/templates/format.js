@@ -23,6 +23,12 @@ function share(after, before) {
   return before > 0 && after >= 0 ? `${Math.round((100 * after) / before)}%` : "-";
 }
 
+/* What was and what is, or one of them where they are the same. Lines break at the arrow alone. */
+function arrow(before, after) {
+  const whole = (text) => String(text).replaceAll(" ", "\u00a0");
+  return before === after ? whole(after) : `${whole(before)} → ${whole(after)}`;
+}
+
 function counted(count, what) {
   return `${count.toLocaleString("en")} ${what}${count === 1 ? "" : "s"}`;
 }

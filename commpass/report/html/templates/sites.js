@@ -8,6 +8,9 @@ const METRICS = {
   bytes: { head: "bytes before", say: size },
 };
 
+/* Bars of the overview; more sites share one. */
+const MOST = 400;
+
 function sitesTable(place, run) {
   for (const group of run.groups) {
     const about = [group.module, group.direction, group.kind, group.group, group.tensor, group.choice].join(" ");
@@ -32,9 +35,10 @@ function sitesTable(place, run) {
     const { head, say } = METRICS[field];
     const where = top.module ? ` in ${top.module}` : "";
     const text = `${counted(inOrder.length, "site")} in graph order, by ${head}; the highest bar is ${say(top[field])}, ${top.name}${where}`;
-    const made = bars(inOrder, field, { least: 40, most: 400 }, text);
+    const made = bars(inOrder, field, { least: 40, most: MOST }, text);
     made.classList.add("all");
-    all.replaceChildren(made, make("p", { className: "quiet" }, `${text}. Compressed sites are green.`));
+    const several = inOrder.length > MOST ? " A bar is the highest of several neighbours." : "";
+    all.replaceChildren(made, make("p", { className: "quiet" }, `${text}.${several} Compressed sites are green.`));
   }
 
   const columns = [
@@ -72,7 +76,7 @@ function title(group) {
 }
 
 function twice(before, after, part) {
-  return make("span", {}, before === after ? after : `${before} → ${after}`, before === after ? "" : make("span", { className: "sub" }, part));
+  return make("span", {}, arrow(before, after), before === after ? "" : make("span", { className: "sub" }, part));
 }
 
 /* Each site of a group that has the wanted words. What all share is said once, above. */
@@ -97,25 +101,23 @@ function whenOpened(details, made) {
 }
 
 function site(run, row, alike) {
-  const exposed = [row.exposed_us > 0 ? `exposed ${micros(row.exposed_us)} predicted` : "", row.measured_us > 0 ? `${micros(row.measured_us)} measured` : ""].filter(Boolean).join(", ");
+  const exposed = (us, how) => (us > 0 ? make("span", {}, `exposed ${micros(us)} ${how}`) : "");
+  const origin = row.before.length > 1 ? ", made of " : ", a part of ";
   const made = make("details", { className: "site" }, make("summary", {},
     make("code", {}, row.module || row.name),
     make("span", { className: "quiet" }, `graph ${row.graph}, no. ${row.number}`),
-    make("span", {}, twiceText(size(row.bytes), size(row.wire_bytes))),
-    make("span", {}, `${twiceText(micros(row.plain_us), micros(row.predicted_us, row.plain_us))} predicted`),
-    make("span", {}, exposed),
+    make("span", {}, arrow(size(row.bytes), size(row.wire_bytes))),
+    make("span", {}, `${arrow(micros(row.plain_us), micros(row.predicted_us, row.plain_us))} predicted`),
+    exposed(row.exposed_us, "predicted"),
+    exposed(row.measured_us, "measured"),
   ));
   whenOpened(made, () => make("div", {},
-    make("p", {}, make("code", {}, row.name), row.before.length ? `, made of ${row.before.join(", ")}` : ""),
+    make("p", {}, make("code", {}, row.name), row.before.length ? origin + row.before.join(", ") : ""),
     alike("reason") ? "" : make("p", {}, make("strong", {}, "Reason: "), run.texts[row.reason] || "none was recorded"),
     run.texts[row.missed] ? make("p", {}, make("strong", {}, "Still exposed: "), run.texts[row.missed]) : "",
     alike("choice") ? "" : candidates(run, row),
   ));
   return made;
-}
-
-function twiceText(before, after) {
-  return before === after ? after : `${before} → ${after}`;
 }
 
 /* What might have been done to a site, best first. */

@@ -7,9 +7,10 @@ function timeline(strip, kinds) {
   const said = make("output", { className: "said", ariaLive: "polite" });
   const waits = strip.bars.filter((bar) => kinds[bar[1]].startsWith("exposed"));
   const view = { begin: 0, end: strip.end_us, picked: null };
+  const about = (label) => strip.labels[label].split(",")[0];
   const sites = new Map();
   for (const bar of strip.bars) {
-    const text = strip.labels[bar[5]].split(",")[0];
+    const text = about(bar[5]);
     if (BAR_COLOURS[bar[1]] === "exchange" && !sites.has(text)) sites.set(text, sites.size);
   }
 
@@ -32,23 +33,26 @@ function timeline(strip, kinds) {
       pen.fillStyle = colour("raised");
       pen.fillRect(0, at * (LANE + NAMES) + NAMES, wide, LANE);
     });
-    const last = new Map();
+    const narrow = new Map();
     for (const bar of strip.bars) {
       const [lane, kind, begin, us, latency, label] = bar;
       if (begin + us + latency < view.begin || begin > view.end) continue;
       const name = BAR_COLOURS[kind], top = lane * (LANE + NAMES) + NAMES;
       const left = Math.max(-1, x(begin)), right = Math.min(wide + 1, x(begin + us));
-      const place = `${lane} ${kind} ${Math.floor(left)}`;
-      if (right - left < 0.5 && last.get(lane) === place) continue;
-      last.set(lane, place);
-      const width = Math.max(right - left, 0.6);
+      const width = right - left;
+      if (width < 1 && bar !== view.picked) {
+        const column = `${lane} ${Math.floor(left)}`;
+        if (!narrow.has(column)) narrow.set(column, BAR_COLOURS.map(() => 0));
+        narrow.get(column)[kind] += width;
+        continue;
+      }
       if (latency > 0) {
         pen.fillStyle = colour("latency");
         pen.fillRect(right, top + LANE / 4, latency * scale, LANE / 2);
       }
-      const second = name === "exchange" && sites.get(strip.labels[label].split(",")[0]) % 2;
+      const second = name === "exchange" && sites.get(about(label)) % 2;
       pen.fillStyle = colour(second ? "exchange-b" : name);
-      if (name === "exposed") hatch(pen, left, top, width, colour);
+      if (name === "exposed" && width > 3) hatch(pen, left, top, width, colour);
       else pen.fillRect(left, top, width, LANE);
       if (bar === view.picked) {
         pen.strokeStyle = colour("text");
@@ -56,7 +60,20 @@ function timeline(strip, kinds) {
         pen.strokeRect(left, top, width, LANE);
       }
     }
+    for (const [column, widths] of narrow) stack(pen, ...column.split(" ").map(Number), widths, colour);
     axis(pen, wide, tall, x, colour);
+  }
+
+  /* Bars that are narrower than a dot: above each other, each as high as its share of the dot. */
+  function stack(pen, lane, left, widths, colour) {
+    const whole = Math.max(1, widths.reduce((all, width) => all + width, 0));
+    let bottom = lane * (LANE + NAMES) + NAMES + LANE;
+    widths.forEach((width, kind) => {
+      const height = (LANE * width) / whole;
+      pen.fillStyle = colour(BAR_COLOURS[kind]);
+      pen.fillRect(left, bottom - height, 1, height);
+      bottom -= height;
+    });
   }
 
   function hatch(pen, left, top, width, colour) {
