@@ -201,7 +201,7 @@ def graph(
         str | None,
         typer.Option(
             metavar="K|all",
-            help="Only what is within K arrows of a site (default: all; with --site or --module 1).",
+            help="Only what is within K arrows of a site (default: all; of --site, --module 1).",
         ),
     ] = None,
     output: Annotated[
@@ -410,7 +410,7 @@ def codecs(
     json: Json = False,
 ) -> None:
     """Measure codecs: bits, error, distance to the bound 2^-b, speed on this machine."""
-    from commpass.report import survey
+    from commpass.report import glosses, scatter, survey
 
     tensors = survey.tensors(data, dtype)
     rows = []
@@ -424,10 +424,10 @@ def codecs(
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
     else:
-        made = tables.codecs(rows)
-        tables.console_for(made).print(made)
+        made, words = survey.table_of(rows), glosses.table_of(row.codec for row in rows)
+        tables.console_for(made).print(made, "", words, sep="\n")
     if plot is not None:
-        survey.plot(rows, f"codecs on {Path(data).name}", plot)
+        scatter.plot(rows, f"codecs on {Path(data).name}", plot)
         typer.echo(f"wrote {plot}", err=json)
 
 

@@ -75,7 +75,7 @@ def compared(
 
 
 def _of(dump: Dump | None) -> Plan | None:
-    return dump and dump.plan
+    return dump.plan if dump is not None else None
 
 
 def _only(plan: Plan, names: set[str]) -> Plan:

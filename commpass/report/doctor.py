@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,10 +100,9 @@ def graph_cache() -> tuple[str, bool]:
 
 
 def drawing() -> tuple[str, bool]:
-    return (
-        ", ".join(f"{name} {metadata.version(name)}" for name in ("networkx", "matplotlib")),
-        True,
-    )
+    found = [f"{name} {metadata.version(name)}" for name in ("graphviz", "matplotlib")]
+    program = shutil.which("dot")
+    return ", ".join([*found, "dot" if program else "no program dot"]), program is not None
 
 
 def profile() -> tuple[str, bool]:
@@ -206,7 +206,13 @@ PROBES = (
         "the cost model assumes one: measure yours with `commpass probe`",
         False,
     ),
-    ("graph --svg", drawing, "", "pip install 'commpass[graph]'", False),
+    (
+        "graph --svg",
+        drawing,
+        "",
+        "pip install 'commpass[graph]', and Graphviz (apt-get install graphviz)",
+        False,
+    ),
 )
 """What, how to find out, what it means to have it, what it means to lack it, and whether nothing
 works without it."""

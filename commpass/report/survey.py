@@ -12,10 +12,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from commpass.codecs import FLOATS, Codec, codec
 from commpass.errors import PolicyError, nearest
+from commpass.report.tables import plain_table
 
 STANDARD = (
     "cast",
@@ -211,53 +213,28 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
     return median(times[2:])
 
 
-def plot(rows: Sequence[Measured], title: str, path: Path) -> None:
-    """Error against bits, one point a codec, with the rate-distortion bound of a Gaussian,
-    ``2^-bits``, as a line."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise PolicyError("a picture needs: pip install 'commpass[graph]'") from error
-    figure = Figure(figsize=(10, 6.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    lossy = [row for row in rows if row.error > 0]
-    if exact := [row.codec for row in rows if row.error == 0]:
-        left_out = f"without error, and not in the picture: {', '.join(exact)}"
-        figure.supxlabel(left_out, fontsize=8, color="#555555")
-    ends = [0.0, max((row.bits for row in lossy), default=8.0) + 0.7]
-    axes.plot(ends, [2.0**-bits for bits in ends], color="black", linewidth=1)
-    middle = ends[1] * 0.55
-    axes.annotate(
-        "bound $2^{-b}$", (middle, 2.0**-middle), (-8, -14), textcoords="offset points", ha="right"
+def table_of(rows: Sequence[Measured]) -> Table:
+    """Codecs on some data, one a line."""
+    timed = any(row.encode_gbs is not None for row in rows)
+    speed_headers = ("encode GB/s", "decode GB/s") if timed else ()
+    table = plain_table("codec", "bits", "error", "cosine", "bound", "above", *speed_headers)
+    table.caption = (
+        "above: bits above 2^-b, the least for a Gaussian (lossless: above the entropy of the"
+        " exponents)"
     )
-    families = list(dict.fromkeys(row.codec.partition("(")[0] for row in lossy))
-    for index, family in enumerate(families):
-        points = sorted(
-            (row.bits, row.error) for row in lossy if row.codec.partition("(")[0] == family
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        speeds = [f"{speed:.2f}" for speed in (row.encode_gbs, row.decode_gbs) if speed is not None]
+        error = "lossless" if row.lossless else f"{row.error:.3%}"
+        bound = "" if row.lossless else f"{row.bound:.2f}"
+        table.add_row(
+            row.codec,
+            f"{row.bits:.3f}",
+            error,
+            f"{row.cosine:.6f}",
+            bound,
+            f"{row.distance:.2f}",
+            *speeds,
         )
-        bits, errors = zip(*points, strict=True)
-        colour, mark = f"C{index % 10}", "osD^vPX*<>dph"[index % 13]
-        axes.plot(
-            bits,
-            errors,
-            linestyle=":" if len(points) > 1 else "",
-            linewidth=0.8,
-            color=colour,
-            marker=mark,
-            label=family,
-        )
-    axes.set(
-        yscale="log",
-        xlabel="bits a value, side data included",
-        ylabel="relative error",
-        title=title,
-        xlim=ends,
-    )
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower left", ncols=2, fontsize=8)
-    try:
-        figure.savefig(path, dpi=140)
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"{path}: cannot be written: {error}") from error
+    return table

@@ -26,6 +26,10 @@ COLUMNS = (
 lines."""
 
 
+SHORT = "uncompressed"
+"""The first of the times in a narrow column: the next line says that they are microseconds."""
+
+
 def size(count: float) -> str:
     """Bytes for people; a negative count is one that nobody knows (a dynamic shape without a
     hint)."""
@@ -86,7 +90,7 @@ def sites_table(sites: Sequence[PlannedSite], *, wide: bool, whole: bool = True)
     table = plain_table("#")
     table.leading = 0 if wide else 1
     for group, columns in enumerate(COLUMNS):
-        for header in columns if wide else ["\n".join(columns)]:
+        for header in columns if wide else ["\n".join(columns).replace("uncompressed us", SHORT)]:
             table.add_column(
                 header,
                 justify="right" if group in (2, 4) else "left",

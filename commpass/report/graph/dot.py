@@ -29,7 +29,7 @@ def dot(shown: Picture) -> str:
         looks.append("dashed arrow: by way of what is not shown")
     lines = [
         f"digraph {quoted(shown.title)} {{",
-        f"  label={quoted(shown.title, ', '.join(looks), '')}; labelloc=t; fontname=Helvetica;",
+        f"  label={quoted(shown.title, '; '.join(looks), '')}; labelloc=t; fontname=Helvetica;",
         "  fontsize=12; ranksep=0.3; nodesep=0.25;",
         '  node [shape=box, style="rounded,filled", fontname=Helvetica, fontsize=10];',
         '  edge [color="#666666", arrowsize=0.7, fontname=Helvetica, fontsize=9];',
@@ -48,8 +48,11 @@ def dot(shown: Picture) -> str:
             )
         if cluster:
             lines.append("  }")
+    sites = {box.name for box in shown.boxes if box.kind in ("alone", "compressed")}
     for arrow in shown.arrows:
         looks = ["style=dashed"] if arrow.hidden else []
+        if {arrow.source, arrow.user} & sites:  # the ways between collectives are straight
+            looks.append("weight=8")
         looks += [f"label={quoted(arrow.label)}"] if arrow.label else []
         about = f" [{', '.join(looks)}]" if looks else ""
         lines.append(f"  {quoted(arrow.source)} -> {quoted(arrow.user)}{about};")

@@ -6,7 +6,9 @@ So no box waits for a site that another operator in it does not wait for, and bo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from commpass.dump import Dump, GraphNode
@@ -20,6 +22,7 @@ from commpass.report.graph.picture import (
     Box,
     Picture,
     clean,
+    in_order,
     kind_of,
     needed,
     taken,
@@ -28,9 +31,28 @@ from commpass.report.graph.picture import (
 )
 
 NOT_DRAWN = ("placeholder", "get_attr", "output")
-FEW = 3
-"""So many operators behind which nothing comes are drawn with what is before them. And so many
-modules are named in a box."""
+VIEWS = (
+    *(
+        "alias",
+        "as_strided",
+        "detach",
+        "expand",
+        "permute",
+        "reshape",
+        "select",
+        "slice",
+        "squeeze",
+    ),
+    *("t", "transpose", "unsqueeze", "view", "_unsafe_view"),
+)
+"""Operators that compute nothing. Views of inputs, as of weights, are not drawn, as inputs are
+not."""
+COSTLY = ("mm", "conv", "attention", "linear")
+"""Parts of the names of operators for which a run of few operators has a box of its own."""
+FEW = 12
+"""So many operators, none of them costly, are drawn with the run before them."""
+MODULES = 3
+"""So many modules are named in a box."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +65,24 @@ class Sketch:
     members: dict[str, list[GraphNode]]
     edges: dict[str, tuple[str, ...]]
     sites: dict[str, str] = field(default_factory=dict)
-    """From box to the name of its site. A site that is expanded has several boxes."""
+    """From box to the name of its site. One that is expanded has several boxes; one that is split
+    into chunks of rows is drawn as the one that it was."""
     left_out: int = 0
     """Operators in boxes that no other box waits for, and that wait for none."""
+    planned: dict[str, tuple[PlannedSite, ...]] = field(default_factory=dict)
+    """From the name of a site to what the plan has of it: the chunks of one that is split, the
+    parts of one that is coalesced, none of one that is not sent."""
+
+    @property
+    def found(self) -> bool:
+        """Whether the sites are as they were found, with nothing done to them."""
+        return self.side == "before" or bool(self.dump.plan.fallback)
+
+    def numbers(self, site: str) -> str:
+        """The numbers of a site in the plan, from 1: "#3", or "#3-6"."""
+        names = {each.name for each in self.planned[site]}
+        some = [at for at, each in enumerate(self.dump.plan.sites, 1) if each.name in names]
+        return f"#{tables.spans(some)} " if some else ""
 
 
 def sketch(dump: Dump, side: str, expanded: Collection[str] = ()) -> Sketch:
@@ -53,37 +90,43 @@ def sketch(dump: Dump, side: str, expanded: Collection[str] = ()) -> Sketch:
     ``expanded``. Raises CommpassError for a graph without sites, or a damaged one."""
     nodes = nodes_of(dump, side)
     sources = taken(nodes)
-    site_of = _sites(nodes, sources)
+    whole = {part: split.site for split in dump.plan.split for part in split.into}
+    site_of = {name: whole.get(site, site) for name, site in _sites(nodes, sources).items()}
     if not site_of:
         raise CommpassError(
             f"graph {dump.number} ({dump.plan.direction}) has no collective to draw: --level nodes"
             " draws every node"
         )
     owner = _runs(nodes, sources, site_of)
-    sites = dict.fromkeys(site_of.values())
     roles = _roles(nodes, sources, site_of, expanded)
     owner |= {name: roles.get(name, f"site {site}") for name, site in site_of.items()}
     box_site = {owner[name]: site for name, site in site_of.items()}
-    assert sites.keys() == set(box_site.values())
     members: dict[str, list[GraphNode]] = {}
     for node in nodes:
         if node.name in owner:
             members.setdefault(owner[node.name], []).append(node)
     edges = _between(members, owner, sources)
-    _fold_tails(members, edges, box_site)
+    _fold_small(members, edges, box_site.keys())
     used = {source for some in edges.values() for source in some}
     alone = [box for box in edges if box not in box_site and box not in used and not edges[box]]
     left_out = sum(len(members.pop(box)) for box in alone)
     kept = {box: some for box, some in edges.items() if box in members}
-    return Sketch(dump, side, members, needed(kept), box_site, left_out)
+    planned: dict[str, list[PlannedSite]] = {site: [] for site in site_of.values()}
+    for each in dump.plan.sites:
+        for name in (whole.get(each.name, each.name), each.name.partition(".")[0]):
+            if name in planned:
+                planned[name].append(each)
+                break
+    known = {site: tuple(some) for site, some in planned.items()}
+    return Sketch(dump, side, members, needed(kept), box_site, left_out, known)
 
 
 def _sites(nodes: Sequence[GraphNode], sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """From the nodes of sites to their names: collectives, their waits, and what was inserted."""
     found: dict[str, str] = {}
     for node in nodes:
-        if node.site:
-            found[node.name] = node.site
+        if node.site or travels(node):
+            found[node.name] = node.site or node.name
         elif waits(node) and (of := [found[each] for each in sources[node.name] if each in found]):
             found[node.name] = of[0]
     return found
@@ -103,21 +146,25 @@ def _runs(
     after = _reached(forwards[::-1], users, site_of, bit)
     numbers: dict[tuple[int, int], str] = {}
     found: dict[str, str] = {}
-    drawn = {node.name for node in nodes if node.op not in NOT_DRAWN}
-    for name in forwards:
-        if name in drawn and name not in site_of:
-            key = (before[name], after[name])
-            found[name] = numbers.setdefault(key, f"run {len(numbers)}")
-    ready = {name for name in forwards if name not in drawn}  # what needs nothing that is computed
-    for name in forwards:
-        if name in found and all(source in ready for source in sources[name]):
-            ready.add(name)
-    for name in reversed(forwards):  # such goes to the only box that takes it
-        if name in found and name in ready:
-            takers = {found.get(user, "") for user in users[name] if user in drawn}
+    inputs = {node.name for node in nodes if node.op in NOT_DRAWN}
+    for node in nodes:
+        if node.name in inputs or node.name in site_of:
+            continue
+        if _is_view(node) and inputs.issuperset(sources[node.name]):
+            inputs.add(node.name)
+        else:
+            key = (before[node.name], after[node.name])
+            found[node.name] = numbers.setdefault(key, f"run {len(numbers)}")
+    for node in reversed(nodes):  # what is made of inputs alone goes to the only run that takes it
+        if node.name in found and not before[node.name]:
+            takers = {found.get(user, "") for user in users[node.name]}
             if len(takers) == 1 and (taker := takers.pop()):
-                found[name] = taker
+                found[node.name] = taker
     return found
+
+
+def _is_view(node: GraphNode) -> bool:
+    return node.target.partition(".")[2].partition(".")[0] in VIEWS
 
 
 def _reached(
@@ -148,9 +195,8 @@ def _roles(
     found: dict[str, str] = {}
     mine = [node for node in nodes if site_of.get(node.name) in expanded]
     for node in mine:
-        role = _role(node)
-        if role:
-            found[node.name] = f"{site_of[node.name]} {node.chunk} {node.hop} {role}"
+        if role := _role(node):
+            found[node.name] = f"{node.site or site_of[node.name]} {node.chunk} {node.hop} {role}"
     for node in reversed(mine):
         for source in sources[node.name]:
             if site_of.get(source) == site_of[node.name] and node.name in found:
@@ -182,18 +228,26 @@ def _between(
     return found
 
 
-def _fold_tails(
+def _fold_small(
     members: dict[str, list[GraphNode]],
     edges: dict[str, tuple[str, ...]],
-    sites: Collection[str],
+    sites: AbstractSet[str],
 ) -> None:
-    """A few operators behind which nothing comes go into the run of operators before them."""
-    used = {source for some in edges.values() for source in some}
-    for box, some in list(edges.items()):
-        short = len(members[box]) <= FEW and box not in sites and box not in used
-        if short and len(some) == 1 and some[0] not in sites:
-            members[some[0]] += members.pop(box)
+    """A few operators that wait for one other run alone become part of it. That makes no circle:
+    whatever takes from them comes behind that run too."""
+    into: dict[str, str] = {}
+    for box in in_order(edges) or ():
+        sources = {into.get(each, each) for each in edges[box]}
+        costly = any(word in node.target for node in members[box] for word in COSTLY)
+        if box in sites or sources & sites or len(sources) != 1 or costly:
+            continue
+        if len(members[box]) <= FEW:
+            into[box] = sources.pop()
+            members[into[box]] += members.pop(box)
             del edges[box]
+    for box, some in edges.items():
+        taken = dict.fromkeys(into.get(each, each) for each in some)
+        edges[box] = tuple(each for each in taken if each != box)
 
 
 # What stands in the boxes
@@ -201,22 +255,19 @@ def _fold_tails(
 
 def picture(shown: Sketch) -> Picture:
     """Every box with its label."""
-    plan = shown.dump.plan
-    numbers = {site.name: at for at, site in enumerate(plan.sites, 1)}
-    many = dict.fromkeys(shown.sites.values(), 0)
-    for site in shown.sites.values():
-        many[site] += 1
+    many = Counter(shown.sites.values())
+    used = {source for some in shown.edges.values() for source in some}
     boxes = []
     for name, nodes in shown.members.items():
         site = shown.sites.get(name)
         if site is None:
-            boxes.append(Box(name, "plain", (clean(run_label(nodes)),)))
+            last = "" if name in used else ", for outputs alone"
+            boxes.append(Box(name, "plain", (clean(run_label(nodes) + last),)))
         elif many[site] > 1:
-            boxes.append(_part(name, nodes, site, shown, numbers))
+            boxes.append(_part(name, nodes, site, shown))
         else:
-            planned = plan.sites[numbers[site] - 1] if site in numbers else None
-            lines = site_lines(planned, numbers.get(site, 0), nodes, shown)
-            boxes.append(Box(name, _kind(nodes, planned), tuple(map(clean, lines))))
+            lines = site_lines(shown, site, nodes)
+            boxes.append(Box(name, kind(nodes), tuple(map(clean, lines))))
     arrows = tuple(Arrow(source, box) for box in shown.edges for source in shown.edges[box])
     return Picture(title(shown), tuple(boxes), arrows)
 
@@ -231,31 +282,44 @@ def title(shown: Sketch) -> str:
     )
 
 
-def _kind(nodes: Sequence[GraphNode], site: PlannedSite | None) -> str:
-    inserted = any(node.inserted for node in nodes)
-    return "compressed" if inserted or (site and site.compressed and not nodes) else "alone"
+def kind(nodes: Sequence[GraphNode]) -> str:
+    return "compressed" if any(node.inserted for node in nodes) else "alone"
 
 
-def site_lines(
-    site: PlannedSite | None, number: int, nodes: Sequence[GraphNode], shown: Sketch
-) -> list[str]:
+def site_lines(shown: Sketch, site: str, nodes: Sequence[GraphNode]) -> list[str]:
     """What stands in the box of a site: what it is and where, what was done to it, and what that
-    saves. A site that the plan does not have any more says what became of it."""
+    saves. One that the plan does not have any more says what became of it."""
     where = next((node.module for node in nodes if node.module), "") or "the root module"
-    if site is None:
+    some = shown.planned[site]
+    if not some:
         node = next((each for each in nodes if travels(each)), nodes[0])
-        name = node.site or node.name
-        return [f"{kind_of(node) or node.name} · {where}", became(shown, name) or name]
-    lines = [f"#{number} {site.kind} · {where}"]
-    if shown.side == "before" or not site.compressed or shown.dump.plan.fallback:
-        alone = "" if shown.side == "before" else f"{done(site)} · "
-        return [*lines, f"{alone}{tables.amount(site.bytes)} · {tables.durations(site.plain_us)}"]
-    chunks = f" x{site.chunks}" if site.chunks > 1 else ""
+        return [f"{kind_of(node) or node.name} · {where}", became(shown, site) or site]
+    head = f"{shown.numbers(site)}{some[0].kind} · {where}"
     return [
-        *lines,
-        f"{site.codec}/{site.algorithm}{chunks}",
-        f"{tables.amounts(site.bytes, site.wire_bytes, arrow='→')} · "
-        f"{tables.durations(site.plain_us, site.predicted_us, arrow='→')}",
+        head,
+        *done_lines([some], found=shown.side == "before" or bool(shown.dump.plan.fallback)),
+    ]
+
+
+def done_lines(several: Sequence[Sequence[PlannedSite]], *, found: bool) -> list[str]:
+    """What was done to sites that are alike, each with its parts, and what that saves one of them.
+    ``found``: as they were found, with nothing done."""
+    first = several[0][0]
+    each = "each " if len(several) > 1 else ""
+    values = {
+        name: sum(max(0, getattr(site, name)) for some in several for site in some) / len(several)
+        for name in ("bytes", "wire_bytes", "plain_us", "predicted_us")
+    }
+    chunks = f" in {len(several[0])} chunks" if len(several[0]) > 1 else ""
+    if found or not first.compressed:
+        did = chunks.strip() if found else done(first) + chunks
+        size, us = tables.amount(values["bytes"]), tables.durations(values["plain_us"])
+        return [" · ".join(filter(None, (did, each + size, us)))]
+    overlapped = f" x{first.chunks}" if first.chunks > 1 else ""
+    return [
+        f"{first.codec}/{first.algorithm}{overlapped}{chunks}",
+        f"{each}{tables.amounts(values['bytes'], values['wire_bytes'], arrow='→')} · "
+        f"{tables.durations(values['plain_us'], values['predicted_us'], arrow='→')}",
     ]
 
 
@@ -284,32 +348,32 @@ def run_label(nodes: Sequence[GraphNode]) -> str:
 def modules_of(nodes: Sequence[GraphNode]) -> tuple[str, ...]:
     """The modules of some operators, without what is inside them where they are too many."""
     paths = list(dict.fromkeys(node.module for node in nodes if node.module))
+    if not paths:
+        return ("the root module",)
     for depth in range(max((path.count(".") for path in paths), default=0) + 1, 0, -1):
         short = tuple(dict.fromkeys(".".join(path.split(".")[:depth]) for path in paths))
-        if len(short) <= FEW:
+        if len(short) <= MODULES:
             return short
-    if len(paths) > FEW:
+    if len(paths) > MODULES:
         return (paths[0].split(".")[0], f"... {paths[-1].split('.')[0]}")
-    return tuple(paths) or ("the root module",)
+    return tuple(paths)
 
 
-def _part(
-    name: str, nodes: Sequence[GraphNode], site: str, shown: Sketch, numbers: Mapping[str, int]
-) -> Box:
+def _part(name: str, nodes: Sequence[GraphNode], site: str, shown: Sketch) -> Box:
     """A box of the middle level: what a site does in one step."""
     first = next((node for node in nodes if _role(node)), nodes[0])
-    role = _role(first)
-    planned = shown.dump.plan.sites[numbers[site] - 1] if site in numbers else None
+    role, some = _role(first), shown.planned[site]
+    mine = next((each for each in some if each.name == first.site), some[0] if some else None)
     lines = [role if role != "exchange" else f"exchange: {kind_of(first)}"]
-    if planned is not None and planned.compressed:
+    if mine is not None and mine.compressed:
         if role == "exchange":
-            lines.append(_on_the_wire(planned, first.hop))
+            lines.append(_on_the_wire(mine, first.hop))
         elif "code" in role:
-            lines.append(planned.codec)
+            lines.append(mine.codec)
     lines += [first.value] if first.value and role != "exchange" else []
-    kind = "transfer" if role == "exchange" else "inserted"
-    head = f"#{numbers[site]} {planned.module or 'the root module'}" if planned else site
-    return Box(name, kind, tuple(clean(line) for line in lines if line), clean(head))
+    head = f"{shown.numbers(site)}{some[0].module or 'the root module'}" if some else site
+    box = "transfer" if role == "exchange" else "inserted" if first.inserted else "alone"
+    return Box(name, box, tuple(clean(line) for line in lines if line), clean(head))
 
 
 def _on_the_wire(site: PlannedSite, hop: int) -> str:
@@ -319,10 +383,12 @@ def _on_the_wire(site: PlannedSite, hop: int) -> str:
 
 
 def named(dump: Dump, side: str, name: str) -> set[str]:
-    """The sites of a graph that a number (as ``explain --all`` has it), a name, or what a name
-    becomes, means. Raises CommpassError where there is none, with the nearest."""
+    """The sites, as they are drawn, that a number (as ``explain --all`` has it) or a name means.
+    Raises CommpassError where there is none, with the nearest."""
     plan = dump.plan
-    drawn = {node.site for node in nodes_of(dump, side) if node.site}
+    whole = {part: split.site for split in plan.split for part in split.into}
+    nodes = nodes_of(dump, side)
+    drawn = {node.site or node.name for node in nodes if node.site or travels(node)}
     if name.isdecimal():
         if not 1 <= int(name) <= len(plan.sites):
             raise CommpassError(
@@ -330,9 +396,13 @@ def named(dump: Dump, side: str, name: str) -> set[str]:
                 " (commpass explain --all numbers them)"
             )
         name = plan.sites[int(name) - 1].name
-    parts = {part for split in plan.split if split.site == name for part in split.into}
-    parts |= {each.into for each in plan.grouped if name in each.sites}
-    found = {each for each in (name, name.partition(".")[0], *parts) if each in drawn}
+    meant = {name, name.partition(".")[0], *(g.into for g in plan.grouped if name in g.sites)}
+    if side == "before":  # there it is what it was made of
+        meant |= {each for group in plan.grouped if group.into == name for each in group.sites}
+    known = {whole.get(site, site) for site in drawn}
+    found = {whole.get(each, each) for each in meant} & known
     if not found:
-        raise CommpassError(f"no site {name!r} in graph {dump.number}{nearest(name, drawn)}")
+        raise CommpassError(
+            f"no site {name!r} in graph {dump.number}{nearest(name, known | drawn)}"
+        )
     return found
