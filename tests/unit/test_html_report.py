@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from commpass import dump as dumps
+from commpass.errors import CommpassError
 from commpass.report import html
 from commpass.report.cli import app
+from commpass.report.graph import dot
 from commpass.report.html.page import page
 from commpass.timeline import Timeline
 
@@ -422,7 +424,7 @@ def test_the_page_loads_nothing():
     found = Page(text)
     links = [value for name, value in found.attributes if name in ("href", "src", "action")]
     assert [link for link in links if not link.startswith("#")] == ["data:,"]
-    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/2000/svg)", text)
+    assert not re.search(r"url\(|@import|https?://(?!www\.w3\.org/(2000/svg|1999/xlink))", text)
     (policy,) = [value for _, value in found.attributes if value.startswith("default-src")]
     digest = base64.b64encode(hashlib.sha256(found.scripts[1].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in policy
@@ -523,3 +525,28 @@ def test_the_command_writes_the_page_and_says_so(folder, tmp_path):
     assert (result.exit_code, result.stdout) == (0, f"wrote {out}\n")
     assert Page(out.read_text()).term("Sites compressed")[0] == "7 of 8"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dump", "out.html"]
+
+
+# --- drawings -------------------------------------------------------------------------------------
+
+
+def test_each_graph_has_a_drawing_of_its_own(monkeypatch):
+    monkeypatch.setattr(dot, "svg", lambda picture: '<?xml?><svg id="graph0"><g id="node1"/></svg>')
+    found = shown([made.eventful(), made.dump(made.layers(2), number=1)], [made.eventful(run="b")])
+    assert {"A-0-graph0", "A-1-graph0", "B-0-node1", "a-graph", "b-graph"} <= set(found.ids)
+    assert len(found.ids) == len(set(found.ids))
+
+
+def test_without_graphviz_the_page_says_so(monkeypatch):
+    def missing(picture):
+        raise CommpassError("an SVG needs <dot>")
+
+    monkeypatch.setattr(dot, "svg", missing)
+    assert "There is no drawing: an SVG needs <dot>." in shown([made.eventful()]).text
+
+
+def test_a_drawing_that_nobody_could_read_is_not_made(monkeypatch):
+    monkeypatch.setattr(dot, "svg", lambda picture: pytest.fail("drawn"))
+    sites = [made.site(f"all_reduce_{n}", f"part{n}.mlp") for n in range(1000)]
+    found = shown([made.dump(sites)])
+    assert re.search(r"There is no drawing: it would have 2,\d+ boxes", found.text)

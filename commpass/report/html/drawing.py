@@ -9,6 +9,9 @@ from commpass.errors import CommpassError
 from commpass.report.graph import dot
 from commpass.report.graph.view import of_sites
 
+MOST = 400
+"""Boxes of a drawing that can still be looked at, and takes seconds."""
+
 
 def drawing(dump: Dump, prefix: str) -> str:
     """A graph as HTML: an SVG whose ids begin with ``prefix``, for a page has several, or a
@@ -16,7 +19,13 @@ def drawing(dump: Dump, prefix: str) -> str:
     if not dump.after:
         return ""
     try:
-        text = dot.svg(of_sites(dump))
+        picture = of_sites(dump)
+        if len(picture.boxes) > MOST:
+            raise CommpassError(
+                f"it would have {len(picture.boxes):,} boxes; 'commpass graph --module GLOB' draws"
+                " a part of it"
+            )
+        text = dot.svg(picture)
     except CommpassError as error:
         return f"<p>There is no drawing: {escape(str(error))}.</p>"
     return text[text.index("<svg") :].replace(' id="', f' id="{prefix}')
