@@ -1,0 +1,182 @@
+"""Two runs side by side: what they come to, and what they decided differently, by pattern.
+
+Sites are compared by where they are (graph, module without its layer's number, kind), and not by
+name: one run may split or group what the other leaves whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from commpass.dump import Dump
+from commpass.plan import PlannedSite
+from commpass.report.html.data import Run, described
+from commpass.report.html.totals import predicted_us, wire_bytes
+from commpass.report.patterns import without_numbers
+
+Place = tuple[str, str, str]
+Sites = list[tuple[PlannedSite, bool]]
+"""Sites, each with whether its graph fell back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """The sites of a place in one of two runs: how many, what one rank hands to their collectives
+    in bytes, and their predicted times, each by itself."""
+
+    sites: int
+    bytes: int
+    wire_bytes: int
+    predicted_us: float
+    choice: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A place where two runs differ. ``what`` is what they say differently; empty where they decide
+    alike, about other bytes or another number of sites, or predict other times."""
+
+    graph: str
+    module: str
+    kind: str
+    what: tuple[str, ...]
+    sides: tuple[Side | None, Side | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two runs: places that differ, those that do not (``same``, counted), and what graphs as a
+    whole say differently (``notes``)."""
+
+    runs: tuple[Run, Run]
+    changes: tuple[Change, ...]
+    same: int
+    notes: tuple[str, ...]
+
+
+def compare(left: Run, right: Run) -> Comparison:
+    """What the second run does otherwise than the first."""
+    places = _places(left.dumps), _places(right.dumps)
+    changes = []
+    every = list(dict.fromkeys((*places[0], *places[1])))
+    for place in every:
+        both = places[0].get(place, []), places[1].get(place, [])
+        sides = tuple(_side(sites) if sites else None for sites in both)
+        if what := _differences(*both):
+            changes.append(_change(place, what, sides))
+        elif _sizes(sides[0]) != _sizes(sides[1]):
+            changes.append(_change(place, [], sides))
+    return Comparison(
+        runs=(left, right),
+        changes=tuple(changes),
+        same=len(every) - len(changes),
+        notes=tuple(_notes(left.dumps, right.dumps)),
+    )
+
+
+def named(dumps: Sequence[Dump]) -> dict[str, Dump]:
+    """The graphs by direction and place ("forward 1"): what runs of one model have in common."""
+    seen = Counter[str]()
+    found = {}
+    for dump in dumps:
+        seen[dump.plan.direction] += 1
+        found[f"{dump.plan.direction} {seen[dump.plan.direction]}"] = dump
+    return found
+
+
+def _places(dumps: Sequence[Dump]) -> dict[Place, Sites]:
+    found: dict[Place, Sites] = {}
+    for name, dump in named(dumps).items():
+        for site in dump.plan.sites:
+            place = (name, without_numbers(site.module), _kind(site))
+            found.setdefault(place, []).append((site, bool(dump.plan.fallback)))
+    return found
+
+
+def _kind(site: PlannedSite) -> str:
+    return site.kind + (f"({site.reduce_op})" if site.reduce_op else "")
+
+
+def _choice(site: PlannedSite, fallback: bool) -> str:
+    return "left alone" if fallback else described(site)
+
+
+def _change(place: Place, what: Sequence[str], sides: tuple) -> Change:
+    graph, module, kind = place
+    return Change(graph=graph, module=module, kind=kind, what=tuple(what), sides=sides)
+
+
+def _side(sites: Sites) -> Side:
+    return Side(
+        sites=len(sites),
+        bytes=sum(max(0, site.bytes) for site, _ in sites),
+        wire_bytes=sum(max(0, wire_bytes(site, fallback)) for site, fallback in sites),
+        predicted_us=sum(predicted_us(site, fallback) for site, fallback in sites),
+        choice=_counted(_choice(site, fallback) for site, fallback in sites),
+        reasons=tuple(dict.fromkeys(site.reason for site, _ in sites)),
+    )
+
+
+def _sizes(side: Side | None) -> tuple[float, ...]:
+    return () if side is None else (side.sites, side.bytes, side.wire_bytes, side.predicted_us)
+
+
+def _differences(left: Sites, right: Sites) -> list[str]:
+    """What is decided about the sites of a place, where the two say it differently."""
+    if not left or not right:
+        return [f"only in {'A' if left else 'B'}"]
+    found = []
+    for what, of in FACTS.items():
+        a, b = (_counted(of(site, fallback) for site, fallback in sites) for sites in (left, right))
+        if a != b:
+            found.append(f"{what}{a} → {b}")
+    return found
+
+
+FACTS = {
+    "": _choice,
+    "ranks: ": lambda site, _: str(site.group_size),
+    "tensor: ": lambda site, _: f"{site.dtype}[{', '.join(map(str, site.shape))}]",
+}
+"""What is compared, and the words before it."""
+
+
+def _counted(values: Iterator[str]) -> str:
+    """``int8 x24, left alone x8``; what is there once, or is all there is, is not counted."""
+    counts = Counter(values)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(
+        f"{value} x{count}" if count > 1 else value for value, count in counts.most_common()
+    )
+
+
+def _notes(left: Sequence[Dump], right: Sequence[Dump]) -> Iterator[str]:
+    worlds = left[0].world_size, right[0].world_size
+    if worlds[0] != worlds[1]:
+        yield f"A ran on {worlds[0]} ranks, B on {worlds[1]}"
+    for what in ("commpass", "torch"):
+        a, b = getattr(left[0], what), getattr(right[0], what)
+        if a != b:
+            yield f"A was written with {what} {a}, B with {b}"
+    lefts, rights = named(left), named(right)
+    for name in dict.fromkeys((*lefts, *rights)):
+        if name not in lefts or name not in rights:
+            yield f"graph {name} is only in {'A' if name in lefts else 'B'}"
+            continue
+        a, b = lefts[name].plan, rights[name].plan
+        for what, of in OF_GRAPHS.items():
+            if of(a) != of(b):
+                yield f"graph {name}, {what}: {of(a)} → {of(b)}"
+
+
+OF_GRAPHS = {
+    "simplified": lambda plan: _counted(step.rule for step in plan.simplified) or "nothing",
+    "grouped sites": lambda plan: sum(len(each.sites) for each in plan.grouped),
+    "split sites": lambda plan: len(plan.split),
+    "order of exchanges": lambda plan: "moved" if plan.reordered else "the program's",
+    "fallback": lambda plan: plan.fallback or "none",
+}

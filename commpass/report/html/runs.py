@@ -1,0 +1,57 @@
+"""Which graphs belong together, and what was measured of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from commpass.dump import Dump
+from commpass.errors import CommpassError
+from commpass.report.measured import measured
+from commpass.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Read:
+    """The graphs of one run, where they were read (for people), and their measured timelines by
+    number, none where there is no trace."""
+
+    source: str
+    dumps: tuple[Dump, ...]
+    measured: Mapping[int, Timeline]
+
+
+def runs(found: Iterable[tuple[Path, Sequence[Dump]]], traces: Sequence[Path] = ()) -> list[Read]:
+    """What was read from some paths, run by run: files of one run are taken together, and a graph
+    that is there already begins another run. The first trace is of the first run, and so on. Raises
+    CommpassError for more traces than runs, TraceError for one that is of another program."""
+    groups: list[tuple[list[Path], dict[int, Dump]]] = []
+    for path, dumps in found:
+        for dump in dumps:
+            group = next(
+                (
+                    (paths, own)
+                    for paths, own in groups
+                    if dump.run == next(iter(own.values())).run and dump.number not in own
+                ),
+                None,
+            )
+            if group is None:
+                group = ([], {})
+                groups.append(group)
+            group[0].append(path)
+            group[1][dump.number] = dump
+    if len(traces) > len(groups):
+        raise CommpassError(
+            f"{len(traces)} traces for {len(groups)} run{'s' * (len(groups) != 1)}: --measured"
+            " names one for each run at most"
+        )
+    return [
+        Read(
+            ", ".join(map(str, dict.fromkeys(paths))),
+            dumps := tuple(own[number] for number in sorted(own)),
+            measured(traces[at], dumps) if at < len(traces) else {},
+        )
+        for at, (paths, own) in enumerate(groups)
+    ]

@@ -1,0 +1,89 @@
+"""What the graphs of a run come to: sites, bytes, and times, predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commpass.plan import Plan, PlannedSite
+from commpass.timeline import Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Microseconds of some timelines: until the rank is done, in which anything travels, and for
+    which the rank stands still."""
+
+    us: float
+    travel_us: float
+    exposed_us: float
+
+    @property
+    def hidden_us(self) -> float:
+        return max(0.0, self.travel_us - self.exposed_us)
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of what travels for which the rank does not stand still, 0 to 1; None where
+        nothing travels."""
+        return self.hidden_us / self.travel_us if self.travel_us else None
+
+
+def times(timelines: Sequence[Timeline]) -> Times | None:
+    """The sum of timelines, None if there are none."""
+    return (
+        Times(
+            us=sum(each.us for each in timelines),
+            travel_us=sum(each.travel_us for each in timelines),
+            exposed_us=sum(each.exposed_us for each in timelines),
+        )
+        if timelines
+        else None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over some plans. ``bytes`` and ``wire_bytes`` are what one rank hands to the collectives
+    without and with commpass, of those sites of which both are known (``unknown`` others).
+    ``plain_us`` and ``predicted_us`` are the predicted times of the collectives, each by itself.
+    ``saved_bytes`` are those of what was simplified away: they are in neither of the two."""
+
+    sites: int
+    compressed: int
+    bytes: int
+    wire_bytes: int
+    unknown: int
+    plain_us: float
+    predicted_us: float
+    simplified: int
+    saved_bytes: int
+
+
+def totals(plans: Sequence[Plan]) -> Totals:
+    """Adds plans up. A graph that fell back sends what it did before, whatever its plan says."""
+    sites = [(site, bool(plan.fallback)) for plan in plans for site in plan.sites]
+    sizes = [(site.bytes, wire_bytes(site, fallback)) for site, fallback in sites]
+    known = [(before, after) for before, after in sizes if before >= 0 and after >= 0]
+    steps = [step for plan in plans for step in plan.simplified]
+    return Totals(
+        sites=len(sites),
+        compressed=sum(len(plan.compressed) for plan in plans),
+        bytes=sum(before for before, _ in known),
+        wire_bytes=sum(after for _, after in known),
+        unknown=len(sizes) - len(known),
+        plain_us=sum(site.plain_us for site, _ in sites),
+        predicted_us=sum(predicted_us(site, fallback) for site, fallback in sites),
+        simplified=len(steps),
+        saved_bytes=sum(step.saved_bytes for step in steps),
+    )
+
+
+def wire_bytes(site: PlannedSite, fallback: bool) -> int:
+    """What one rank hands to the collectives of a site, as it was really compiled."""
+    return site.bytes if fallback else site.wire_bytes
+
+
+def predicted_us(site: PlannedSite, fallback: bool) -> float:
+    """The predicted time of a site, as it was really compiled."""
+    return site.plain_us if fallback else site.predicted_us
