@@ -11,7 +11,7 @@ from statistics import median, quantiles
 from common import OWN_HOSTS, TRACE, Run, console
 
 from commpass import dump
-from commpass.report import measured, tables, timeline
+from commpass.report import html, measured, tables, timeline
 
 
 def report(runs: Mapping[str, Run], options: Namespace) -> None:
@@ -23,12 +23,13 @@ def report(runs: Mapping[str, Run], options: Namespace) -> None:
     show_bytes(runs["off"], runs["on"])
     draw_overlap(options)
     show_times(runs, labels, options.link_gbit)
+    write_page(options)
     console.print(
         f"\nPlans and graphs are in {options.out}/off and {options.out}/on. To read them:"
     )
     for command in (
         "explain {0}/on",
-        "graph {0}/on --text --around 1",
+        "graph {0}/on --text",
         "diff {0}/off {0}/on",
         "timeline {0}/on --measured {0}/on/" + TRACE + " -o timeline.html",
     ):
@@ -94,6 +95,17 @@ def draw_overlap(options: Namespace) -> None:
         " shows what runs while exchanges travel.",
         style="bold",
     )
+
+
+def write_page(options: Namespace) -> None:
+    """Writes one HTML page of the first and the last run, predicted and as measured in one step."""
+    folders = [options.out / name for name in ("on", "off")]
+    read = html.runs(
+        [(folder, dump.read_run(folder)) for folder in folders],
+        [folder / TRACE for folder in folders],
+    )
+    html.write(read, options.out / "report.html")
+    console.print(f"All of it on one page: {options.out}/report.html", style="bold")
 
 
 def show_times(runs: Mapping[str, Run], labels: Mapping[str, str], gbit: float) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
+from commpass.globs import covers
 from commpass.kinds import KINDS
 from commpass.plan import PlannedSite
-from commpass.rules import covers
 
 DIRECTIONS = ("forward", "backward")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from commpass.costmodel.links import steps
 from commpass.errors import CommpassError
-from commpass.plan import Plan, PlannedSite
+from commpass.plan import Plan
+from commpass.report import sent
 from commpass.report.patterns import Pattern, patterns
 from commpass.runtime.ledger import Entry, ledgers
 from commpass.runtime.samples import Sampled
@@ -106,7 +106,7 @@ class Report:
     def totals(self) -> Totals:
         timed = [each for each in self.graphs if each.measured_us is not None]
         known = [site for site in self.sites if site.bytes >= 0 and site.wire_bytes >= 0]
-        sent = [site for site in known if site.sent_plain >= 0 and site.sent >= 0]
+        told = [site for site in known if site.sent_plain >= 0 and site.sent >= 0]
         errors = [site.worst for site in self.sites if site.worst is not None]
         return Totals(
             graphs=len(self.graphs),
@@ -115,8 +115,8 @@ class Report:
             fallbacks=sum(bool(each.fallback) for each in self.graphs),
             bytes_plain=sum(site.bytes for site in known),
             bytes=sum(site.wire_bytes for site in known),
-            sent_plain=sum(site.sent_plain for site in sent),
-            sent=sum(site.sent for site in sent),
+            sent_plain=sum(site.sent_plain for site in told),
+            sent=sum(site.sent for site in told),
             predicted_ms=_ms(each.predicted_us for each in timed),
             uncompressed_ms=_ms(each.plain_us for each in timed),
             measured_ms=_ms(each.measured_us for each in timed),
@@ -257,8 +257,8 @@ def _site(sampled: Sampled, plan: Plan) -> SiteReport:
         algorithm=site.algorithm,
         bytes=site.bytes,
         wire_bytes=site.wire_bytes if compressed else site.bytes,
-        sent_plain=_sent(site.kind, site.group_size, site.bytes),
-        sent=_sent_coded(site) if compressed else _sent(site.kind, site.group_size, site.bytes),
+        sent_plain=sent.plain(site),
+        sent=sent.planned(site) if compressed else sent.plain(site),
         error=site.error,
         max_error=sampled.bound,
         measured=sampled.mean,
@@ -266,29 +266,6 @@ def _site(sampled: Sampled, plan: Plan) -> SiteReport:
         samples=sampled.count,
         unmeasured=sampled.why,
     )
-
-
-def _sent(kind: str, ranks: int, nbytes: float) -> int:
-    """Bytes that leave a rank which hands so many to a collective; -1 where that is not known."""
-    if nbytes < 0:
-        return -1
-    return 0 if kind == "recv" or ranks == 1 else round(steps(kind, ranks, nbytes)[1])
-
-
-def _sent_coded(site: PlannedSite) -> int:
-    """The same of all exchanges of a compressed site. Its stages may be those of another size: then
-    in proportion."""
-    exchanges = [stage for stage in site.stages if stage.role == "exchange"]
-    handed = sum(stage.nbytes for stage in exchanges)
-    if site.wire_bytes < 0 or not handed:
-        return -1
-    sent = sum(
-        stage.leaving
-        if stage.peers is not None
-        else _sent(stage.kind, site.group_size, stage.nbytes)
-        for stage in exchanges
-    )
-    return round(sent * site.wire_bytes / handed)
 
 
 def _ms(times: Iterable[float | None]) -> float | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
+from commpass.globs import covers
 from commpass.report.graph import fold, labels, sites
 from commpass.report.graph.picture import Picture, near, restricted
-from commpass.rules import covers
 
 
 def of_sites(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from commpass.dump import Dump
 from commpass.plan import PlannedSite
+from commpass.report.compared import named
 from commpass.report.html.data import Run, described
 from commpass.report.html.totals import predicted_us, wire_bytes
 from commpass.report.patterns import without_numbers
@@ -75,16 +76,6 @@ def compare(left: Run, right: Run) -> Comparison:
         same=len(every) - len(changes),
         notes=tuple(_notes(left.dumps, right.dumps)),
     )
-
-
-def named(dumps: Sequence[Dump]) -> dict[str, Dump]:
-    """The graphs by direction and place ("forward 1"): what runs of one model have in common."""
-    seen = Counter[str]()
-    found = {}
-    for dump in dumps:
-        seen[dump.plan.direction] += 1
-        found[f"{dump.plan.direction} {seen[dump.plan.direction]}"] = dump
-    return found
 
 
 def _places(dumps: Sequence[Dump]) -> dict[Place, Sites]:
