@@ -439,6 +439,7 @@ def groups_agree_on_their_own() -> None:
     assert torch.allclose(got, torch.full((500,), 5.0), atol=0.1)
 
 
+@pytest.mark.every
 def test_groups_agree_each_on_their_own(ranks4):
     ranks4.run(groups_agree_on_their_own)
 

@@ -435,6 +435,7 @@ def launch(*wanted: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.every
 def test_from_the_command_line(tmp_path, trained):
     (tmp_path / "model.py").write_text(FILE)
     out, data = tmp_path / "p.toml", tmp_path / "c.json"

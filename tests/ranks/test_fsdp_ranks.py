@@ -479,6 +479,7 @@ def shared() -> None:
         assert torch.allclose(value, weights[1][name], atol=2e-3), name
 
 
+@pytest.mark.every
 def test_units_that_are_alike_share_compiled_code(ranks2):
     ranks2.run(shared)
 

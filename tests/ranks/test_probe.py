@@ -97,6 +97,7 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path
     assert "is no folder that can be written to" in done.stderr
 
 
+@pytest.mark.every
 def test_from_the_command_line(tmp_path: Path):
     out, plot = tmp_path / "cluster.json", tmp_path / "cluster.png"
     done = launch("--seconds", "2", "-o", str(out), "--plot", str(plot))
