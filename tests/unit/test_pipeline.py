@@ -192,12 +192,11 @@ def test_dumps_are_explained(fake_group, tmp_path):
 
     first._inference_mode = InferenceMode.STATIC
     first._prepare_forward_infra(2, (torch.zeros(2, 8),), {}, has_backward=False)
-    for command in ("explain", "graph"):
-        said = CliRunner().invoke(app, [command, str(tmp_path)])
+    for command in (["explain"], ["explain", "--all"], ["graph"]):
+        said = CliRunner().invoke(app, [*command, str(tmp_path)], env={"COLUMNS": "200"})
         assert said.exit_code == 0, said.output
-        if command == "explain":
-            assert "stage_0_to_1" in said.output
-            assert "int8" in said.output
+        assert "int8" in said.output
+        assert command != ["explain", "--all"] or "stage_0_to_1" in said.output
     sites = lines(first, "forward")
     assert [(each.kind, each.peer, each.shape) for each in sites] == [("send", 1, (2, 8))]
 

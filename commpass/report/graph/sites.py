@@ -83,7 +83,7 @@ class Sketch:
 def sketch(dump: Dump, side: str, expanded: Collection[str] = ()) -> Sketch:
     """The boxes of one side of a graph, with those of the middle level for the sites that are
     ``expanded``. Raises CommpassError for a graph without sites, or a damaged one."""
-    nodes = nodes_of(dump, side)
+    nodes = nodes_of(dump, side) or _of_plan(dump)
     sources = taken(nodes)
     whole = {part: split.site for split in dump.plan.split for part in split.into}
     site_of = {name: whole.get(site, site) for name, site in _sites(nodes, sources).items()}
@@ -114,6 +114,21 @@ def sketch(dump: Dump, side: str, expanded: Collection[str] = ()) -> Sketch:
                 break
     known = {site: tuple(some) for site, some in planned.items()}
     return Sketch(dump, side, members, needed(kept), box_site, left_out, known)
+
+
+def _of_plan(dump: Dump) -> tuple[GraphNode, ...]:
+    """The sites alone, for what has a plan and no graph: the exchanges of a pipeline's stage."""
+    return tuple(
+        GraphNode(
+            name=site.name,
+            op="call_function",
+            target=site.kind,
+            module=site.module,
+            site=site.name,
+            inserted=site.compressed,
+        )
+        for site in dump.plan.sites
+    )
 
 
 def _sites(nodes: Sequence[GraphNode], sources: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -250,7 +265,7 @@ def named(dump: Dump, side: str, name: str) -> set[str]:
     Raises CommpassError where there is none, with the nearest."""
     plan = dump.plan
     whole = {part: split.site for split in plan.split for part in split.into}
-    nodes = nodes_of(dump, side)
+    nodes = nodes_of(dump, side) or _of_plan(dump)
     drawn = {node.site or node.name for node in nodes if node.site or travels(node)}
     if name.isdecimal():
         if not 1 <= int(name) <= len(plan.sites):
