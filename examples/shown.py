@@ -99,7 +99,7 @@ def draw_overlap(options: Namespace) -> None:
 
 def write_page(options: Namespace) -> None:
     """Writes one HTML page of the first and the last run, predicted and as measured in one step."""
-    folders = [options.out / name for name in ("on", "off")]
+    folders = [options.out / name for name in ("off", "on")]
     read = html.runs(
         [(folder, dump.read_run(folder)) for folder in folders],
         [folder / TRACE for folder in folders],
