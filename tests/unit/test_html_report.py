@@ -139,6 +139,11 @@ def test_totals_are_the_sums_of_the_plan():
         f"12.0 MiB → {sum(handed) / 2**20:.1f} MiB",
         f"{100 * sum(handed) / (12 << 20):.0f}% of what it was",
     ]
+    # of n bytes an all_reduce over 4 ranks sends 2 (4 - 1) / 4 n; these plans have no stages
+    assert found.term("Sent to other ranks") == [
+        "3.0 MiB",
+        "what leaves this rank, by any algorithm; 10 sites not counted",
+    ]
     assert found.term("Sites compressed")[0] == "10 of 12"
     assert found.term("Collectives, predicted")[0] == "102.0 ms → 42.0 ms"
     assert found.term("Simplified")[0] == "7.0 KiB less"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commpass.plan import Plan, PlannedSite
+from commpass.report import sent
 from commpass.timeline import Timeline
 
 
@@ -45,7 +46,9 @@ def times(timelines: Sequence[Timeline]) -> Times | None:
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """Sums over some plans. ``bytes`` and ``wire_bytes`` are what one rank hands to the collectives
-    without and with commpass, of those sites of which both are known (``unknown`` others).
+    without and with commpass, of those sites of which both are known (``unknown`` others);
+    ``sent_plain`` and ``sent`` are what leaves the rank, so that algorithms compare (``untold``
+    sites not counted).
     ``plain_us`` and ``predicted_us`` are the predicted times of the collectives, each by itself.
     ``saved_bytes`` are those of what was simplified away: they are in neither of the two."""
 
@@ -54,6 +57,9 @@ class Totals:
     bytes: int
     wire_bytes: int
     unknown: int
+    sent_plain: int
+    sent: int
+    untold: int
     plain_us: float
     predicted_us: float
     simplified: int
@@ -66,12 +72,16 @@ def totals(plans: Sequence[Plan]) -> Totals:
     sizes = [(site.bytes, wire_bytes(site, fallback)) for site, fallback in sites]
     known = [(before, after) for before, after in sizes if before >= 0 and after >= 0]
     steps = [step for plan in plans for step in plan.simplified]
+    sent_plain, sent_coded, untold = sent.of_plans(plans)
     return Totals(
         sites=len(sites),
         compressed=sum(len(plan.compressed) for plan in plans),
         bytes=sum(before for before, _ in known),
         wire_bytes=sum(after for _, after in known),
         unknown=len(sizes) - len(known),
+        sent_plain=sent_plain,
+        sent=sent_coded,
+        untold=untold,
         plain_us=sum(site.plain_us for site, _ in sites),
         predicted_us=sum(predicted_us(site, fallback) for site, fallback in sites),
         simplified=len(steps),
