@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make scenarios | make fuzz [MINUTES=30] | make format | make docs | make clean
+# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make scenarios | make fuzz [MINUTES=30] | make format | make docs | make tools | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -7,7 +7,7 @@ READY := $(VENV)/ready
 WORKERS ?= 2
 MINUTES ?= 30
 
-.PHONY: demo test test-all scenarios fuzz check format docs clean setup
+.PHONY: demo test test-all scenarios fuzz check format docs tools clean setup
 
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
@@ -49,6 +49,11 @@ docs: .venv-docs/ready
 	touch .venv-docs/ready
 
 setup: $(READY)
+
+# Programs that drawings and the tests of the page use, where Debian's packages are: without them those tests are skipped.
+tools:
+	apt-get update --quiet --quiet
+	DEBIAN_FRONTEND=noninteractive apt-get install --quiet --quiet --yes --no-install-recommends graphviz chromium chromium-driver
 
 # torch first, at one version: an open range would take a build with several gigabytes of GPU libraries.
 $(READY): pyproject.toml constraints.txt

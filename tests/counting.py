@@ -11,7 +11,12 @@ import torch.distributed as dist
 
 class CountingGroup(dist.ProcessGroup):
     """Passes every collective on to a gloo group and notes (kind, dtype, bytes of one rank's
-    input)."""
+    input).
+
+    Each that is used must be a method here: what torch does instead of a missing one holds the
+    interpreter while it waits for a thread of gloo, which waits for the interpreter to free a
+    tensor.
+    """
 
     def __init__(self, gloo: dist.ProcessGroup):
         super().__init__(gloo.rank(), gloo.size())
@@ -73,6 +78,10 @@ class CountingGroup(dist.ProcessGroup):
         return self.gloo.alltoall_base(
             output, tensor, output_splits, input_splits, opts or dist.AllToAllOptions()
         )
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        self._note("broadcast", tensors)
+        return self.gloo.broadcast(tensors, opts or dist.BroadcastOptions())
 
     def send(self, tensors: Any, peer: int, tag: int) -> Any:
         self._note("send", tensors)
