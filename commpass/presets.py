@@ -71,7 +71,7 @@ THREE_D: dict[str, dict[str, tuple[Rule, ...]]] = {
             Rule(
                 kind="all_gather",
                 direction="forward",
-                codec="difference(inner=table(bits=4, block=2048))",
+                codec="difference(inner=rotated(bits=4, block=2048))",
                 max_error=0.2,
             ),
             Rule(

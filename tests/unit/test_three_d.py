@@ -25,7 +25,7 @@ CODED = {
     "taco-3d": ("taco", "difference(inner=sdp4bit(part=weight))", "sdp4bit(bits=8)", "tahquant"),
     "balanced-3d": (
         "rotated",
-        "difference(inner=table(bits=4, block=2048))",
+        "difference(inner=rotated(bits=4, block=2048))",
         "rotated",
         "tahquant(form=companded)",
     ),
