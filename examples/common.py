@@ -161,7 +161,6 @@ def train(
 ) -> Run:
     """Trains a new model, from the same seed and on the same batches, with its collectives under
     ``policy``."""
-    torch._dynamo.reset()
     torch.manual_seed(options.seed)
     model = example.build(options)
     example.divide(model, mesh)

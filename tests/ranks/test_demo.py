@@ -1,0 +1,41 @@
+"""What ``make demo`` runs, and the examples that share its code: run as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiers import rarely
+
+from commpass import dump
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("ranks")
+
+
+@pytest.mark.parametrize("script", ["train_tp", rarely("train_sp"), rarely("train_moe")])
+def test_it_ends_with_steps_timed_in_turns_and_one_page(script, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", f"examples/{script}.py", f"--out={tmp_path}"]
+    command += ["--steps=3", "--layers=1", "--width=64"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
+    for policy in ("off", "bf16", "balanced"):
+        assert float(rows[policy][1]) > 0
+    assert "over loopback, where no gain can be seen" in " ".join(done.stdout.split())
+    # The steps in turns compile nothing anew: each run has the graphs of its trace alone.
+    for run in ("off", "bf16", "on"):
+        assert [one.plan.direction for one in dump.read_run(tmp_path / run)] == [
+            "forward",
+            "backward",
+        ]
+    page = (tmp_path / "report.html").read_text()
+    assert "balanced" in page
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
