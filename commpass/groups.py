@@ -4,6 +4,8 @@ ask about them."""
 from __future__ import annotations
 
 import gc
+import itertools
+import operator
 import sys
 import weakref
 from collections.abc import Iterator
@@ -185,7 +187,7 @@ class _Meshes:
 
     def all(self) -> list[DeviceMesh]:
         alive = [mesh for reference in self.seen if (mesh := reference()) is not None]
-        if len(alive) != len(self.seen) or self.signs != _signs() or _young() - set(map(id, alive)):
+        if len(alive) != len(self.seen) or self.signs != _signs():
             alive = [found for found in gc.get_referrers(DeviceMesh) if type(found) is DeviceMesh]
             self.seen = [weakref.ref(mesh) for mesh in alive]
             self.signs = _signs()
@@ -195,14 +197,18 @@ class _Meshes:
 def _signs() -> tuple[int, ...]:
     """What changes when a mesh is made, or may have left the two young generations of objects."""
     _, middle, old = gc.get_stats()
-    return sys.getrefcount(DeviceMesh), middle["collections"], old["collections"]
+    return sys.getrefcount(DeviceMesh), _young(), middle["collections"], old["collections"]
 
 
-def _young() -> set[int]:
-    """The meshes among the objects made lately. A reference to the class that went as one was made
-    would leave the count as it was."""
-    lately = (*gc.get_objects(generation=0), *gc.get_objects(generation=1))
-    return {id(found) for found in lately if type(found) is DeviceMesh}
+def _young() -> int:
+    """How many meshes are among the objects made lately. A reference to the class that went as one
+    was made would leave the count as it was.
+
+    One call of C code, within which no other thread runs: a tuple that another thread is just
+    building is among these objects, and Python refuses to finish one that is referred to twice.
+    """
+    lately = itertools.chain.from_iterable(map(gc.get_objects, (0, 1)))
+    return operator.countOf(map(type, lately), DeviceMesh)
 
 
 meshes = _Meshes().all

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from commpass.errors import CommpassError
+from commpass.groups import is_first_rank
 from commpass.plan import Plan
 from commpass.report import sent
 from commpass.report.patterns import Pattern, patterns
@@ -28,7 +29,8 @@ class SiteReport:
     collectives without and with commpass, ``sent_plain`` and ``sent`` leave this rank (-1: not
     known). ``error`` is what was expected, ``measured`` and ``worst`` are the mean and the largest
     of ``samples`` measurements (None before the first), ``max_error`` the bound, if there is one.
-    ``unmeasured`` says why nothing is measured, if so."""
+    ``unclear`` counts those without a relative error: of what was not finite, or zero everywhere.
+    ``unmeasured`` says why nothing is measured, if so, and ``reason`` why the plan is as it is."""
 
     name: str
     module: str
@@ -45,7 +47,9 @@ class SiteReport:
     measured: float | None
     worst: float | None
     samples: int
+    unclear: int
     unmeasured: str
+    reason: str
 
     @property
     def above(self) -> bool:
@@ -57,12 +61,14 @@ class SiteReport:
 class GraphReport:
     """One graph. Times are in microseconds, of one call: predicted, predicted without commpass, and
     the median of those measured (on rank 0, with Inductor). None where they are not known.
-    ``fallback`` says why it was compiled untouched, if so."""
+    ``watch`` is the share of calls on which errors are measured. ``fallback`` says why it was
+    compiled untouched, if so."""
 
     policy: str
     graph: str
     direction: str
     calls: int
+    watch: float
     predicted_us: float | None
     plain_us: float | None
     measured_us: float | None
@@ -145,7 +151,7 @@ class Report:
     def __str__(self) -> str:
         if not self.graphs:
             return NOTHING
-        return "\n".join([*self._head(), *_table(self._patterns())])
+        return "\n".join([*self._head(), *_table(self._patterns()), *self._reasons()])
 
     __repr__ = __str__
 
@@ -158,7 +164,7 @@ class Report:
             f" {all_of.compressed} compressed{untouched}"
         )
         if all_of.measured_ms is None:
-            yield "time: not measured (yet): on rank 0, of graphs with collectives, by Inductor"
+            yield f"time: not measured{_why_untimed(self.graphs)}"
         else:
             yield (
                 f"time: measured {all_of.measured_ms:.4g} ms, predicted {all_of.predicted_ms:.4g}"
@@ -177,6 +183,18 @@ class Report:
                 f"error: {all_of.above} sites above max_error, such as {first.module or first.name}"
                 f" ({first.worst:.3g} > {first.max_error:.3g})"
             )
+
+    def _reasons(self) -> Iterable[str]:
+        """Why sites are as they are, and why nothing was measured of others."""
+        alone = [site for each in self.graphs if not each.fallback for site in each.sites]
+        yield from _counted("as it is", [(s, s.reason) for s in alone if s.codec == "none"])
+        coded = [site for site in alone if site.codec != "none"]
+        if coded and not any(each.watch for each in self.graphs):
+            yield "errors: not measured; Policy(watch=0.01) measures them on one call in a hundred"
+            return
+        yield from _counted("not measured", [(s, s.unmeasured) for s in coded])
+        unclear = [site for site in coded if site.unclear]
+        yield from _counted("no relative error", [(s, UNCLEAR) for s in unclear])
 
     def _patterns(self) -> list[tuple[Pattern, list[SiteReport]]]:
         """The sites by pattern, each with what is known of its sites."""
@@ -238,6 +256,7 @@ def _graph(policy: str, entry: Entry) -> GraphReport:
         graph=plan.graph,
         direction=plan.direction,
         calls=entry.samples.calls,
+        watch=entry.samples.share,
         predicted_us=watched.predicted_us if watched is not None else None,
         plain_us=watched.plain_us if watched is not None else None,
         measured_us=watched.measured_us if watched is not None and watched.took_us else None,
@@ -264,7 +283,9 @@ def _site(sampled: Sampled, plan: Plan) -> SiteReport:
         measured=sampled.mean,
         worst=sampled.worst if sampled.count else None,
         samples=sampled.count,
+        unclear=sampled.unclear,
         unmeasured=sampled.why,
+        reason=site.reason,
     )
 
 
@@ -277,6 +298,31 @@ def _mean(sites: Sequence[SiteReport]) -> float | None:
     known = [site.measured for site in sites if site.measured is not None]
     return sum(known) / len(known) if known else None
 
+
+UNCLEAR = "some samples were not finite, or zero everywhere"
+
+
+def _why_untimed(graphs: Sequence[GraphReport]) -> str:
+    if not is_first_rank():
+        return ": that is done on rank 0 alone"
+    if not any(each.sites for each in graphs):
+        return ": no graph has a collective"
+    return " yet: calls of graphs that Inductor compiles are, some calls after the first"
+
+
+def _counted(what: str, found: Sequence[tuple[SiteReport, str]]) -> Iterable[str]:
+    """A line for each reason, the commonest first."""
+    by_reason: dict[str, list[SiteReport]] = {}
+    for site, why in found:
+        if why:
+            by_reason.setdefault(why, []).append(site)
+    for why, sites in sorted(by_reason.items(), key=lambda each: -len(each[1]))[:REASONS]:
+        many = f"{len(sites)} site{'s' if len(sites) > 1 else ''}"
+        yield f"{what}: {many}, such as {sites[0].module or sites[0].name}: {why}"
+
+
+REASONS = 3
+"""Reasons that are told; ``commpass explain`` and ``SiteReport.reason`` have all."""
 
 # --- as a table -----------------------------------------------------------------------------------
 

@@ -73,13 +73,13 @@ class Sampled:
         return self.total / self.count if self.count else None
 
     def add(self, lost: float, had: float) -> None:
-        """Takes two squared norms. What is not finite has no relative error: it is counted."""
-        if not (math.isfinite(lost) and math.isfinite(had)):
+        """Takes two squared norms. What is not finite, or zero everywhere, has no relative error:
+        it is counted."""
+        if not (math.isfinite(lost) and math.isfinite(had) and had):
             self.unclear += 1
             return
         one = codec(self.site.codec).relative_error()
-        error = math.sqrt(lost / had) if had else 0.0
-        self.last = error * (self.site.error / one if one else 1.0)
+        self.last = math.sqrt(lost / had) * (self.site.error / one if one else 1.0)
         self.worst, self.total = max(self.worst, self.last), self.total + self.last
         self.count += 1
         if self.bound is not None and self.last > self.bound and not self.warned:

@@ -98,6 +98,36 @@ def test_sites_of_repeated_layers_are_one_line_with_their_errors(book):
     assert repr(commpass.report()) == text
 
 
+def test_it_says_why_sites_are_as_they_are_and_what_was_not_measured(book):
+    alone = [PlannedSite(**(ALONE | {"reason": why})) for why in ("too small", "slow", "slow")]
+    coded = entry(*layers(2), why="its codec loses nothing")
+    book.entries += [entry(*alone), coded]
+    lines = str(commpass.report()).splitlines()
+    assert lines[-3:] == [
+        "as it is: 2 sites, such as head: slow",
+        "as it is: 1 site, such as head: too small",
+        "not measured: 2 sites, such as layers.0.mlp: its codec loses nothing",
+    ]
+    assert [site.reason for site in commpass.report().sites[:3]] == ["too small", "slow", "slow"]
+    coded.samples.sites[1].why = ""
+    coded.samples.sites[1].add(float("nan"), 1.0)
+    assert "no relative error: 1 site, such as layers.1.mlp: " in str(commpass.report())
+    assert commpass.report().sites[4].unclear == 1
+    coded.samples.share = book.entries[0].samples.share = 0.0
+    assert "Policy(watch=0.01)" in str(commpass.report()).splitlines()[-1]
+
+
+def test_why_no_time_is_known(book, monkeypatch):
+    book.entries.append(entry())
+    assert "time: not measured: no graph has a collective" in str(commpass.report())
+    book.entries.append(entry(*layers(1)))
+    assert "time: not measured yet: calls of graphs that Inductor compiles" in str(
+        commpass.report()
+    )
+    monkeypatch.setattr(verdict, "is_first_rank", lambda: False)
+    assert "time: not measured: that is done on rank 0 alone" in str(commpass.report())
+
+
 def test_bytes_that_leave_a_rank_are_those_of_its_exchanges(book):
     book.entries.append(entry(PlannedSite(**CODED), PlannedSite(**ALONE)))
     first, second = commpass.report().sites
@@ -262,11 +292,11 @@ def test_an_error_is_told_of_the_result_of_all_encodes():
     assert site.mean == pytest.approx(2 * 0.03)  # the plan's error is that of two encodes
 
 
-def test_zeros_have_no_error_and_what_is_not_finite_is_only_counted():
+def test_zeros_and_what_is_not_finite_have_no_relative_error_and_are_only_counted():
     site = Sampled(PlannedSite(**CODED), 1e-9, "")
     site.add(0.0, 0.0)
     site.add(float("nan"), float("inf"))
-    assert (site.mean, site.count, site.unclear, site.warned) == (0.0, 1, 1, False)
+    assert (site.mean, site.count, site.unclear, site.warned) == (None, 0, 2, False)
 
 
 def test_a_warning_names_the_site_once_and_not_below_the_bound(caplog):
