@@ -20,7 +20,8 @@ from pathlib import Path
 import msgspec
 
 from commpass.errors import DumpError, nearest
-from commpass.plan import Candidate, Plan
+from commpass.kinds import KINDS
+from commpass.plan import Candidate, Plan, PlannedSite
 from commpass.tables import Format, read_json
 from commpass.timeline import Timeline
 
@@ -127,7 +128,23 @@ def _number(path: Path) -> int:
 def read(path: Path) -> Dump:
     """One dump file. Raises DumpError that says what is wrong with it and where."""
     with _uncollected():
-        return read_json(path, FORMAT, Dump)
+        found = read_json(path, FORMAT, Dump)
+    for number, site in enumerate(found.plan.sites):
+        if wrong := _wrong(site):
+            raise DumpError(f"{path}: plan.sites[{number}].{wrong}")
+    return found
+
+
+def _wrong(site: PlannedSite) -> str:
+    """What no site can be, though its type is right."""
+    if site.kind not in KINDS:
+        return f"kind: no kind {site.kind!r}{nearest(site.kind, KINDS)}"
+    if site.group_size < 1:
+        return f"group_size: {site.group_size}, must be at least 1"
+    for name in ("bytes", "wire_bytes"):
+        if getattr(site, name) < -1:
+            return f"{name}: {getattr(site, name)}, must be at least 0, or -1 for not known"
+    return ""
 
 
 @contextmanager

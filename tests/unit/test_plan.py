@@ -778,6 +778,24 @@ def test_a_file_that_is_no_dump_of_ours_is_refused_with_its_name_and_what_is_wro
     assert str(path) in str(error.value)
 
 
+IMPOSSIBLE = {
+    "kind": ({"kind": "all_reduced"}, r"sites\[0\]\.kind.*did you mean 'all_reduce'"),
+    "ranks": ({"group_size": 0}, r"sites\[0\]\.group_size: 0, must be at least 1"),
+    "bytes": ({"bytes": -5}, r"sites\[0\]\.bytes: -5, must be at least 0"),
+    "wire bytes": ({"wire_bytes": -2}, r"sites\[0\]\.wire_bytes: -2"),
+}
+
+
+@pytest.mark.parametrize("what", IMPOSSIBLE)
+def test_a_site_that_cannot_be_is_refused_with_its_place(what, tmp_path):
+    changes, said = IMPOSSIBLE[what]
+    spoilt = dataclasses.replace(planned("a"), **changes)
+    with pytest.raises(DumpError, match=said):
+        dumps.read(dumps.write(tmp_path, dataclasses.replace(dump(), plan=plan(spoilt))))
+    unknown = dataclasses.replace(planned("a"), bytes=-1, wire_bytes=-1)  # sizes not known yet
+    dumps.read(dumps.write(tmp_path, dataclasses.replace(dump(), plan=plan(unknown))))
+
+
 def test_a_plan_has_a_length_and_shows_itself_in_one_line():
     sites = [planned("a", codec="int8"), planned("b", codec=NONE), planned("c", codec=NONE)]
     one = plan(*sites, graph="7", direction="backward", policy="mine", profile="ethernet-1g")
