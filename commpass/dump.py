@@ -172,9 +172,14 @@ def runs(folder: Path) -> dict[Path, str]:
     return {file: read_json(file, FORMAT, _Head).run for file in files(folder)}
 
 
+ALL = "all"
+"""The name of all runs of a folder together."""
+
+
 def read_run(path: Path, run: str | None = None) -> list[Dump]:
     """The graphs of one run: of the newest in a folder, of the one named ``run``, or the one file
-    that ``path`` is."""
+    that ``path`` is. ``all`` are all runs of a folder as one: those of a program that has several
+    backends and doors."""
     if path.is_file():
         return [read(path)]
     if not path.is_dir():
@@ -183,6 +188,8 @@ def read_run(path: Path, run: str | None = None) -> list[Dump]:
     if not found:
         raise DumpError(f"{path}: no dump in this folder (files like 0000-forward.json)")
     known = list(dict.fromkeys(found.values()))
+    if run == ALL:
+        return [dataclasses.replace(read(file), run=", ".join(known)) for file in found]
     if run is not None and run not in known:
-        raise DumpError(f"{path}: no run {run!r} here{nearest(run, known)}")
+        raise DumpError(f"{path}: no run {run!r} here{nearest(run, (*known, ALL))}")
     return [read(file) for file, its_run in found.items() if its_run == (run or known[-1])]

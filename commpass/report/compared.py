@@ -17,6 +17,7 @@ from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, diff
 from commpass.report import sent, tables
 from commpass.report.choice import Choice, check
 from commpass.report.explained import done
+from commpass.report.merged import merged
 from commpass.report.patterns import without_numbers
 from commpass.report.tables import amounts, durations, plain_table, size
 
@@ -42,10 +43,10 @@ class Compared:
 
 def named(dumps: Sequence[Dump]) -> dict[str, Dump]:
     """The graphs by place and direction ("forward 1"): what two runs of one model have in
-    common."""
+    common. Those of one exchange each are one graph."""
     seen = Counter[str]()
     found = {}
-    for dump in dumps:
+    for dump in (one.dump for one in merged(dumps)):
         seen[dump.plan.direction] += 1
         found[f"{dump.plan.direction} {seen[dump.plan.direction]}"] = dump
     return found

@@ -14,6 +14,7 @@ from rich.text import Text
 from commpass.dump import Dump
 from commpass.plan import Grouped, Plan, Simplification, Split
 from commpass.report import sent, tables
+from commpass.report.merged import Merged, merged
 from commpass.report.patterns import Pattern, patterns
 from commpass.report.tables import WIDE, amount, amounts, durations, plain_table, ratio, size
 
@@ -40,9 +41,9 @@ def explain(
     if len(dumps) > 1:
         yield Text(f"all {len(dumps)} graphs: {tables.totals(plans)}", style="bold")
         yield from (Text(line, style="bold") for line in headlines(dumps))
-    for dump in dumps:
+    for one in merged(dumps):
         yield Text()
-        yield from of_graph(dump, console, every=every, alone=len(dumps) == 1)
+        yield from of_graph(one, console, every=every)
 
 
 def headlines(dumps: Sequence[Dump]) -> list[str]:
@@ -87,10 +88,10 @@ def found_and_gone(dumps: Sequence[Dump]) -> tuple[int, int]:
     return found, gone
 
 
-def of_graph(dump: Dump, console: Console, *, every: bool, alone: bool) -> Iterator[RenderableType]:
+def of_graph(one: Merged, console: Console, *, every: bool) -> Iterator[RenderableType]:
     """One graph: its totals, its sites, and why."""
-    plan = dump.plan
-    yield Text(f"graph {dump.number}: {plan.direction} ({plan.graph})", style="bold")
+    dump, plan = one.dump, one.dump.plan
+    yield Text(one.title, style="bold")
     passes = f", passes took {sum(dump.passes_ms.values()):.1f} ms" if dump.passes_ms else ""
     yield Text(f"policy {plan.policy}, profile {plan.profile}{passes}")
     if plan.fallback:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from commpass.plan import Plan, PlannedSite
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-ALIKE = ("kind", "reduce_op", "direction", "dtype", "shape", "codec", "algorithm", "chunks")
-"""What sites of one pattern share, beside their module and group."""
+ALIKE = ("kind", "reduce_op", "direction", "dtype", "bytes", "codec", "algorithm", "chunks")
+"""What sites of one pattern share, beside their module, group and shape."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ def patterns(plans: Iterable[Plan]) -> list[Pattern]:
     for graph, plan in enumerate(plans):
         for number, site in enumerate(plan.sites, 1):
             where = (without_numbers(site.module), site.group_label or site.group, plan.fallback)
-            key = (*where, *(getattr(site, name) for name in ALIKE))
+            # Sizes that are not known have another name in each layer.
+            shape = tuple("?" if isinstance(size, str) else size for size in site.shape)
+            key = (*where, shape, *(getattr(site, name) for name in ALIKE))
             found.setdefault(key, []).append((site, (graph, number)))
     return [
         Pattern(

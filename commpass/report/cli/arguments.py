@@ -18,7 +18,7 @@ DumpPath = Annotated[
 ]
 RunName = Annotated[
     str | None,
-    typer.Option("--run", metavar="ID", help="Which run of the folder (default: newest)."),
+    typer.Option("--run", metavar="ID", help="Which run of the folder, or all (default: newest)."),
 ]
 Module = Annotated[
     str | None,
@@ -51,7 +51,7 @@ def load(path: Path, run: str | None) -> list[Dump]:
             others = ", ".join(runs[:-1])
             typer.echo(
                 f"{path} has {len(runs)} runs; this is the newest, {runs[-1]}. --run picks:"
-                f" {others}",
+                f" {others}, or all (each backend and each door of a program is a run)",
                 err=True,
             )
     return dumps

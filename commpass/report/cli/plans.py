@@ -148,7 +148,7 @@ def report(
     ] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--run", metavar="ID", help="Which run of one folder; may be given again."),
+        typer.Option("--run", metavar="ID", help="Which run of one folder, or all. Again: more."),
     ] = None,
 ) -> None:
     """Write one HTML page about a run, or about several: then the first two are compared."""

@@ -70,10 +70,7 @@ def done_lines(several: Sequence[Sequence[PlannedSite]], *, found: bool) -> list
     ``found``: as they were found, with nothing done."""
     first = several[0][0]
     each = "each " if len(several) > 1 else ""
-    values = {
-        name: sum(max(0, getattr(site, name)) for some in several for site in some) / len(several)
-        for name in ("bytes", "wire_bytes", "plain_us", "predicted_us")
-    }
+    values = {name: _of_one(name, several) for name in VALUES}
     chunks = f" in {len(several[0])} chunks" if len(several[0]) > 1 else ""
     if found or not first.compressed:
         did = chunks.strip() if found else done(first) + chunks
@@ -85,6 +82,15 @@ def done_lines(several: Sequence[Sequence[PlannedSite]], *, found: bool) -> list
         f"{each}{tables.amounts(values['bytes'], values['wire_bytes'], arrow='→')} · "
         f"{tables.durations(values['plain_us'], values['predicted_us'], arrow='→')}",
     ]
+
+
+VALUES = ("bytes", "wire_bytes", "plain_us", "predicted_us")
+
+
+def _of_one(name: str, several: Sequence[Sequence[PlannedSite]]) -> float:
+    """The value of one of these sites, which are alike; -1 where a size is not known."""
+    values = [getattr(site, name) for some in several for site in some]
+    return -1 if min(values) < 0 else sum(values) / len(several)
 
 
 def became(shown: Sketch, name: str) -> str:
