@@ -85,12 +85,16 @@ def _only(plan: Plan, names: set[str]) -> Plan:
     return dataclasses.replace(plan, sites=sites, simplified=(), grouped=(), split=(), reordered=())
 
 
+def _policies(plans: Sequence[Plan]) -> str:
+    return ", ".join(dict.fromkeys(plan.policy for plan in plans))
+
+
 def heads(left: Sequence[Dump], right: Sequence[Dump], names: Sequence[str]) -> Iterator[Text]:
     """Which two runs they are, and what each comes to."""
     for letter, path, dumps in zip("AB", names, (left, right), strict=True):
         plans = [dump.plan for dump in dumps]
         yield Text(
-            f"{letter}: {path}, run {dumps[0].run}, policy {plans[0].policy}, profile"
+            f"{letter}: {path}, run {dumps[0].run}, policy {_policies(plans)}, profile"
             f" {plans[0].profile}"
         )
         before, after, _ = sent.of_plans(plans)
@@ -175,7 +179,7 @@ def _totals(dumps: Sequence[Dump]) -> dict[str, Any]:
     before, after, _ = sent.of_plans(plans)
     return {
         "run": dumps[0].run,
-        "policy": plans[0].policy,
+        "policy": _policies(plans),
         "profile": plans[0].profile,
         "sites": len(sites),
         "compressed": sum(len(plan.compressed) for plan in plans),

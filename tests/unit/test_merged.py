@@ -77,6 +77,13 @@ def test_all_runs_of_a_folder_are_told_as_one(tmp_path):
     assert "run backend, door, written" in " ".join(both.stdout.split())
     assert "all 7 graphs: 8 sites" in both.stdout
     assert both.stderr == ""
+    others = dataclasses.replace(make().plan, policy="other")
+    written(tmp_path, [dataclasses.replace(make(), plan=others)], "third")
+    text = run("diff", tmp_path, tmp_path, "--run-a", "all", "--run-b", "third").stdout
+    assert "policy balanced, other, profile h100" in " ".join(text.split())
+    page = tmp_path / "page.html"
+    assert run("report", tmp_path, "--run", "all", "-o", page).exit_code == 0
+    assert "policy balanced, other on h100" in page.read_text()
     fails(run("explain", tmp_path, "--run", "al"), "did you mean 'all'")
 
 

@@ -121,6 +121,11 @@ class Run:
         return self.graphs[0].dump
 
     @property
+    def policies(self) -> str:
+        """The policies of all graphs, in the order in which they come."""
+        return ", ".join(dict.fromkeys(graph.dump.plan.policy for graph in self.graphs))
+
+    @property
     def drawn(self) -> bool:
         return any(graph.drawing for graph in self.graphs)
 
