@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from commpass.plan import Plan, PlannedSite
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-ALIKE = ("kind", "reduce_op", "direction", "dtype", "bytes", "codec", "algorithm", "chunks")
+ALIKE = ("kind", "reduce_op", "direction", "dtype", "codec", "algorithm", "chunks")
 """What sites of one pattern share, beside their module, group and shape."""
 
 
@@ -46,9 +46,10 @@ def patterns(plans: Iterable[Plan]) -> list[Pattern]:
     for graph, plan in enumerate(plans):
         for number, site in enumerate(plan.sites, 1):
             where = (without_numbers(site.module), site.group_label or site.group, plan.fallback)
-            # Sizes that are not known have another name in each layer.
+            # Sizes that are not known have another name in each layer; their bytes tell them apart.
             shape = tuple("?" if isinstance(size, str) else size for size in site.shape)
-            key = (*where, shape, *(getattr(site, name) for name in ALIKE))
+            hint = site.bytes if "?" in shape else None
+            key = (*where, shape, hint, *(getattr(site, name) for name in ALIKE))
             found.setdefault(key, []).append((site, (graph, number)))
     return [
         Pattern(
