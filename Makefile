@@ -12,7 +12,7 @@ MINUTES ?= 30
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
 
-# The quick tests; with SHARE=text also one in 128 of the long ones, which the text chooses.
+# The quick tests; with SHARE=text also one in 256 of the long ones, which the text chooses.
 test: check
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup $(if $(SHARE),--share $(SHARE))
 

@@ -1,5 +1,5 @@
 """Which tests run: the quick ones always, those marked ``every`` with ``--every``, or one in
-128 of them with ``--share TEXT``."""
+256 of them with ``--share TEXT``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-PARTS = 128
+PARTS = 256
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 runs_again = pytest.mark.skipif(
     VERSION < (2, 12), reason="torch 2.11 keeps the results of these sums: nothing is run again"
@@ -20,7 +20,7 @@ runs_again = pytest.mark.skipif(
 
 
 def part(text: str) -> int:
-    """0 to 127, the same on every machine and in every process."""
+    """0 to 255, the same on every machine and in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % PARTS
 
 
@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--share",
         metavar="TEXT",
         default="",
-        help="also one in 128 of the tests marked every; TEXT, such as a commit, says which",
+        help="also one in 256 of the tests marked every; TEXT, such as a commit, says which",
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from graphs import as_rank, code, ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import thinned
 
 import commpass
 from commpass.costmodel import ethernet
@@ -250,9 +251,15 @@ def test_what_could_all_start_at_once_keeps_its_order(rows, more):
     assert plan.reordered == ()
 
 
-@pytest.mark.parametrize("codec", ["int8", "rotated", "bf16"])
-@pytest.mark.parametrize("lowering", ["inline", "kernel"])
-@pytest.mark.parametrize(("algorithm", "chunks"), [("two_shot", 1), ("ring", 1), ("one_shot", 2)])
+@pytest.mark.parametrize(
+    ("algorithm", "chunks", "lowering", "codec"),
+    thinned(
+        [("two_shot", 1), ("ring", 1), ("one_shot", 2)],
+        ["inline", "kernel"],
+        ["int8", "rotated", "bf16"],
+        one_in=2,
+    ),
+)
 def test_coding_takes_what_the_choice_counted(algorithm, chunks, lowering, codec):
     """Inline it is many nodes, of which Inductor makes few kernels."""
     gm = traced(lambda x: reduced(x * 2) + 1, 1, 512)

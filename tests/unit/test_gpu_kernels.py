@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from interpreter import interpreted
 from plain_form import plainly, same, sample
 from test_codecs import CORE
+from tiers import sampled
 
 from commpass.codecs import codec
 from commpass.codecs.block import grids, layouts, noise, scales, transforms
@@ -101,7 +102,7 @@ def generated() -> list[str]:
     return [text for text in ALL if getattr(codec(text), "grid", None) is not None]
 
 
-@pytest.mark.parametrize("text", generated())
+@pytest.mark.parametrize("text", sampled(generated(), generated()[::2]))
 def test_encode_and_decode_give_the_bits_of_the_plain_form(text):
     coder = codec(text).salted(3, 1)
     for dtype, some in zip(DTYPES, (2051, 1024, 999), strict=True):
