@@ -187,7 +187,9 @@ def exponent_bits(x: Tensor) -> float:
 
 
 def speeds(coder: Codec, x: Tensor, *, repeats: int = 7) -> tuple[float, float]:
-    """GB/s of input of the compiled encode and decode."""
+    """GB/s of input of the compiled encode and decode. Those of other codecs are forgotten: Dynamo
+    compiles the same code eight times, and runs all further ones eagerly."""
+    torch._dynamo.reset()
     rows, dtype = x.reshape(1, -1), x.dtype
     numel = rows.shape[1]
     encode = torch.compile(coder.encode_rows, dynamic=False)

@@ -122,3 +122,39 @@ def test_the_package_is_a_program():
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.stdout.strip() == f"commpass {commpass.__version__}"
+
+
+def output(*arguments: object, **more) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | more.pop("environment", {})
+    command = [sys.executable, "-m", "commpass", *map(str, arguments)]
+    return subprocess.run(command, timeout=100, check=False, env=environment, **more)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_signs_that_an_encoding_does_not_have_are_spelled(encoding, folder):
+    """As on terminals of other systems, and in logs of jobs without a locale."""
+    environment = {"PYTHONIOENCODING": encoding}
+    done = output("graph", folder, capture_output=True, environment=environment)
+    assert done.returncode == 0, done.stderr.decode()
+    text = done.stdout.decode(encoding)
+    assert "#1 all_reduce" in text
+    assert "?" not in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["graph"], ["explain"], ["explain", "--json"]])
+def test_a_full_disk_is_one_line(arguments, folder):
+    with open("/dev/full", "w") as full:
+        done = output(*arguments, folder, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr.decode() == (
+        "commpass: the output cannot be written: No space left on device\n"
+    )
+
+
+def test_who_reads_no_further_gets_no_traceback(folder):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        done = output("explain", folder, stdout=closed, stderr=subprocess.PIPE)
+    assert done.stderr == b""

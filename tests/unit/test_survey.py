@@ -78,6 +78,14 @@ def test_speeds_are_measured_of_compiled_code():
     assert 0.01 < row["decode_gbs"] < 1000
 
 
+def test_however_many_codecs_are_measured_all_are_compiled():
+    """Dynamo compiles the same code so many times, and runs it eagerly from then on."""
+    limits = {"recompile_limit": 1, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits):
+        result = run("cast", "cast(to=fp16)", "--json")
+    assert result.exit_code == 0, result.exception
+
+
 @pytest.mark.parametrize(
     ("args", "part"),
     [

@@ -26,7 +26,6 @@ from commpass.codecs.exponent.floats import (
 )
 from commpass.codecs.exponent.ladder import LADDERS, Ladder
 from commpass.codecs.exponent.strings import LONGEST, concatenate, join_fields, split_fields
-from commpass.codecs.exponent.window import window_shift
 from commpass.codecs.rows import ceil_to, cut, from_bytes, pad, to_bytes
 from commpass.errors import PolicyError
 
@@ -223,8 +222,9 @@ class ExponentCodec(Codec):
             .clamp_min(1)
         )
         inner = self.ladder.steps[0]
-        shift = round(window_shift(inner.high - inner.low) * 256)
-        start = torch.div(total * 256 + present * shift, present * 256, rounding_mode="floor")
+        start = torch.div(
+            total * 256 + present * self.ladder.shift, present * 256, rounding_mode="floor"
+        )
         start = (start + (self.ladder.outer.low - inner.low)).clamp(-BIAS, 255 - BIAS)
         return start, -(present < CHUNK - COMMON).to(torch.int32)
 

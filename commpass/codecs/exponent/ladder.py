@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.exponent.bits import add, any_of, equals, spread, subtract
+from commpass.codecs.exponent.window import window_shift
 
 ZERO = 15
 """Stands in the tables of offsets for the exponent zero itself, wherever the window lies."""
@@ -42,11 +43,14 @@ class Ladder:
     ``offsets``: for each step and code the offset from the start of the outermost window; code 0 is
     unused. ``early``: the step of which the last code is for zero where zeros are many. All bits of
     the last codes are ones, so that a zero that is in the window as well is read as zero.
+    ``shift``: 256ths to add to a mean exponent, so that the floor of the sum is the start of the
+    first step's window (``window_shift``).
     """
 
     steps: tuple[Step, ...]
     offsets: tuple[tuple[int, ...], ...]
     early: int
+    shift: int
 
     @property
     def outer(self) -> Step:
@@ -133,7 +137,8 @@ def ladder(*steps: Step, early: int, zero: bool) -> Ladder:
             table.append(ZERO)
         assert len(table) <= 1 << step.bits, "more exponents than codes"
         offsets.append(tuple(table))
-    return Ladder(steps, tuple(offsets), early)
+    shift = round(window_shift(steps[0].high - steps[0].low) * 256)
+    return Ladder(steps, tuple(offsets), early, shift)
 
 
 LADDERS = {

@@ -4,7 +4,6 @@ without a histogram."""
 from __future__ import annotations
 
 import math
-from functools import cache
 
 
 def best_start(width: int) -> float:
@@ -32,7 +31,6 @@ def _share(exponent: float) -> float:
     return math.erf(2 ** (exponent + 0.5)) - math.erf(2 ** (exponent - 0.5))
 
 
-@cache
 def window_shift(width: int) -> float:
     """What to add to a mean exponent, so that the floor of the sum is the best whole start of a
     window of ``width`` exponents.

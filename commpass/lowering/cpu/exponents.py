@@ -15,7 +15,6 @@ import torch
 from commpass.codecs.exponent.bits import any_of, compress, count, expand, moves, transpose
 from commpass.codecs.exponent.codec import BIAS, COMMON, MANY, WILD, ExponentCodec
 from commpass.codecs.exponent.floats import FORMS, FloatForm, join, pack, split, unpack
-from commpass.codecs.exponent.window import window_shift
 from commpass.lowering.cpu.words import Lines
 
 WORDS = """
@@ -222,7 +221,6 @@ def _encode(codec: ExponentCodec, form: FloatForm, fields: tuple[int, ...]) -> s
         base += bits
 
     inner = ladder.steps[0]
-    shift = round(window_shift(inner.high - inner.low) * 256)
     return f"""
 // So few fields of a chunk are quicker taken one by one.
 constexpr int RARE = 12;
@@ -278,7 +276,7 @@ void encode_chunk(const Byte* row, int64_t bytes, Byte* out, const Row& at, int6
   int32_t sum, present;
   pairs_of(row, bytes, out, chunks, chunk, pairs, sum, present);
   present = std::max(present, 1);
-  const int32_t above = sum * 256 + present * ({shift}), below = present * 256;
+  const int32_t above = sum * 256 + present * ({ladder.shift}), below = present * 256;
   int32_t start = above / below - (above % below < 0);
   start = std::clamp(start + ({ladder.outer.low - inner.low}), -{BIAS}, {255 - BIAS});
   const int32_t many = present < CHUNK - {COMMON} ? -1 : 0;

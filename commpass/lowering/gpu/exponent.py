@@ -20,7 +20,6 @@ from torch.library import wrap_triton
 from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.codecs.exponent.floats import CHUNK, FORMS, LANES
 from commpass.codecs.exponent.ladder import Ladder
-from commpass.codecs.exponent.window import window_shift
 from commpass.lowering.gpu.source import Source, load, of_function
 from commpass.lowering.gpu.tiles.exponent_decode import (
     exponent_count,
@@ -117,7 +116,7 @@ def encoding(
     sizes = _sizes(coder, count, numel, dtype, tiling)
     known = _known(coder, dtype, halves, tiling)
     inner, outer = coder.ladder.steps[0], coder.ladder.outer
-    known["SHIFT"] = round(window_shift(inner.high - inner.low) * 256)
+    known["SHIFT"] = coder.ladder.shift
     known["LOWER"] = outer.low - inner.low
     tensors = (
         ("source", "*i16" if halves else "*i32"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -19,6 +20,11 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except CommpassError as error:
             typer.echo(f"commpass: {' '.join(str(error).splitlines())}", err=True)
+            raise typer.Exit(2) from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            typer.echo(f"commpass: the output cannot be written: {error.strerror}", err=True)
             raise typer.Exit(2) from error
 
 
