@@ -14,6 +14,7 @@ from commpass.codecs.exponent import exponent
 from commpass.codecs.raw import raw
 from commpass.codecs.sparse import presets as sparse
 from commpass.codecs.wrappers.difference import difference
+from commpass.codecs.wrappers.mixed import mixed
 from commpass.codecs.wrappers.outlier import outlier
 from commpass.errors import PolicyError, nearest
 from commpass.spec import changed, parse, spelled
@@ -67,6 +68,7 @@ NAMES: dict[str, Callable[..., Codec]] = {
     # Codecs that have another one inside are given the means to look it up.
     "outlier": partial(outlier, codec),
     "difference": partial(difference, codec),
+    "mixed": partial(mixed, codec),
     "topk": partial(sparse.topk, codec),
     "randomk": partial(sparse.randomk, codec),
     "dgc": partial(sparse.dgc, codec),

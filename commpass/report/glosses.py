@@ -30,6 +30,7 @@ GLOSSES = {
     " parallelism): inference, calibrated",
     "difference": "the change against what receivers hold (SDP4Bit): weights that are gathered"
     " each step",
+    "mixed": "4 bits for four tokens of five, 3 for the others (TahQuant), or any two codecs",
     "topk": "the largest values alone, exactly, with error feedback: gradients of data parallelism",
     "randomk": "values chosen at random, with error feedback: for comparison",
     "dgc": "about the largest values, by a sampled threshold (Deep Gradient Compression)",

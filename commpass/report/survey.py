@@ -39,6 +39,7 @@ STANDARD = (
     "sdp4bit(part=weight)",
     "tahquant(bits=3)",
     "tahquant",
+    "mixed",
     "exponent(planes=3)",
     "exponent",
     "topk",

@@ -340,7 +340,7 @@ def not_finite(policy):
     return None if output is None else output.isfinite().reshape(MICROBATCHES, -1)
 
 
-@pytest.mark.parametrize("name", ["int8", rarely("tahquant"), rarely("rotated(bits=4)")])
+@pytest.mark.parametrize("name", ["int8", "mixed", rarely("tahquant"), rarely("rotated(bits=4)")])
 def test_what_is_not_finite_stays_so(ranks2: Ranks, name):
     _, finite = ranks2.run(not_finite, forced(name, name))
     assert not finite[:, [3]].any()

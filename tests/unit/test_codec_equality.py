@@ -26,7 +26,8 @@ OTHERS = [
     *("topk", "topk(density=0.02)", "topk(values=int8)", "topk(indices=bitmap)", "dgc"),
     *("randomk", "randomk(seed=1)", "gaussiank", "redsync", "sidco"),
     *("outlier(width=8)", "outlier(width=8, seed=1)", "outlier(width=9)", "difference"),
-    "difference(inner=int8)",
+    *("difference(inner=int8)", "mixed", "mixed(by=energy)", "mixed(share=0.5)"),
+    *("mixed(width=256)", "mixed(low=rotated(bits=3, block=128))"),
 ]
 
 
@@ -73,6 +74,7 @@ ALIASES = [
     ("topk", "topk(indices=elias_fano)"),
     ("topk(density=0.5)", "topk(density=0.5, indices=bitmap)"),
     ("outlier(width=8)", "outlier(width=8, inner=int4)"),
+    ("mixed", "mixed(width=128)"),
 ]
 
 

@@ -883,6 +883,7 @@ WHOLE = [
     *CORE,
     "outlier(width=8, inner=int8)",
     "outlier(width=64, inner=rotated)",
+    "mixed",
     "exponent",
     "raw",
     "cast",
