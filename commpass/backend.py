@@ -405,16 +405,7 @@ class Backend:
         if self._writes():
             assert self.dump is not None
             times = timeline(gm, outcome, profile)
-            try:
-                record.write_dump(self.dump, self.run, outcome, nodes, times, self.policy, profile)
-            except OSError as error:
-                # A full disk ends no job: the others go on with what was agreed on.
-                record.log.warning(
-                    "%s: the dump of graph %s was not written: %s",
-                    self.dump,
-                    number,
-                    error.strerror,
-                )
+            record.write_dump(self.dump, self.run, outcome, times, self.policy, profile, nodes)
         if isinstance(mismatch, Unanswered):
             raise _Unanswered(mismatch)
         if mismatch is not None:

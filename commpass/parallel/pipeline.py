@@ -280,18 +280,10 @@ class Compressed:
     def _record(self, outcome: Outcome, profile: Profile) -> None:
         record.record(outcome)
         self.backend.summary.add(outcome.plan, trained=False)
-        if (folder := self.backend.dump) is None:
-            return
-        nothing: dict[str, tuple[Any, ...]] = {"before": (), "after": (), "lowered": ()}
-        policy, run = self.backend.policy, self.backend.run
-        try:
+        if self.backend.dump is not None:
+            policy, run = self.backend.policy, self.backend.run
             timeline = Timeline(note=NO_EVENTS)
-            record.write_dump(folder, run, outcome, nothing, timeline, policy, profile)
-        except OSError as error:
-            # A full disk ends no job: the others go on with what was agreed on.
-            record.log.warning(
-                "%s: the dump of %s was not written: %s", folder, outcome.plan.graph, error.strerror
-            )
+            record.write_dump(self.backend.dump, run, outcome, timeline, policy, profile)
 
 
 def _said(messages: Sequence[tuple[int, tuple[int, ...], torch.dtype]]) -> str:

@@ -151,30 +151,34 @@ def write_dump(
     folder: Path,
     run: str,
     outcome: Outcome,
-    nodes: Mapping[str, tuple[dumps.GraphNode, ...]],
     timeline: Timeline,
-    policy: Policy,
-    profile: Profile,
-) -> Path:
+    policy: Policy | None = None,
+    profile: Profile | None = None,
+    nodes: Mapping[str, tuple[dumps.GraphNode, ...]] | None = None,
+) -> None:
     """Writes the dump of one graph; ``nodes`` are those before, after, and lowered, ``timeline``
-    what is predicted for the last."""
-    return dumps.write(
-        folder,
-        dumps.Dump(
-            run=run,
-            commpass=version("commpass"),
-            torch=str(torch.__version__),
-            rank=dist.get_rank() if ready() else 0,
-            world_size=dist.get_world_size() if ready() else 1,
-            written=datetime.now(UTC).isoformat(timespec="seconds"),
-            plan=outcome.plan,
-            policy=msgspec.to_builtins(policy),
-            profile=msgspec.to_builtins(profile),
-            passes_ms=outcome.times_ms,
-            considered=_considered(outcome),
-            before=nodes["before"],
-            after=nodes["after"],
-            lowered=nodes["lowered"],
-            timeline=timeline,
-        ),
+    what is predicted for the last. A full disk ends no job: it is a warning, and the others go on
+    with what was agreed on."""
+    held = nodes or {}
+    found = dumps.Dump(
+        run=run,
+        commpass=version("commpass"),
+        torch=str(torch.__version__),
+        rank=dist.get_rank() if ready() else 0,
+        world_size=dist.get_world_size() if ready() else 1,
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        plan=outcome.plan,
+        policy=msgspec.to_builtins(policy) if policy else {},
+        profile=msgspec.to_builtins(profile) if profile else {},
+        passes_ms=outcome.times_ms,
+        considered=_considered(outcome),
+        before=held.get("before", ()),
+        after=held.get("after", ()),
+        lowered=held.get("lowered", ()),
+        timeline=timeline,
     )
+    try:
+        dumps.write(folder, found)
+    except OSError as error:
+        graph, why = outcome.plan.graph, error.strerror
+        log.warning("%s: the dump of graph %s was not written: %s", folder, graph, why)

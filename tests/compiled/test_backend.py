@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
+import errno
 import gc
 import json
 import logging
@@ -254,6 +255,18 @@ def test_counters_and_artifacts(fake_group, tmp_path):
     ]
     plan = json.loads(payloads[0])["plan"]
     assert [site["codec"] for site in plan["sites"]] == ["int8", "int8"]
+
+
+def test_a_full_disk_ends_no_job(fake_group, tmp_path, monkeypatch, caplog):
+    fake_group(8)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(dumps, "write", full)
+    (plan,) = compile_and_run(grad=False, dump=tmp_path)
+    assert plan.sites
+    assert f"the dump of graph {plan.graph} was not written: No space left" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["argument", "environment"])

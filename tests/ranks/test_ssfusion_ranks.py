@@ -19,11 +19,15 @@ from processes import Ranks, RanksFailed
 from tiers import rarely
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from typer.testing import CliRunner
 
 import commpass
 from commpass.costmodel import Link, Profile
+from commpass.dump import read_run
+from commpass.dump import runs as read_runs
 from commpass.errors import CommpassError, PlanMismatch, PolicyError
 from commpass.parallel import compress_ddp, ssfusion
+from commpass.report.cli import app
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -628,6 +632,34 @@ def check_measured() -> None:
 
 def test_what_is_measured_makes_one_plan_for_all_ranks(ranks3):
     ranks3.run(check_measured)
+
+
+def dumped(folder: str) -> None:
+    """One plan for the first step, one for each stage of warm-up, one for the rest."""
+    model = net()
+    ssfusion(model, **(FIXED | {"density": 0.003, "bound": 0.001}), warmup=4, dump=folder)
+    for step in range(6):
+        model(batch(step)).square().sum().backward()
+    dist.barrier()
+
+
+def test_each_plan_is_a_run_of_its_own_in_the_dump(ranks2, tmp_path):
+    ranks2.run(dumped, str(tmp_path))
+    runs = read_runs(tmp_path)
+    assert len(runs) == len(set(runs.values())) == len(list(tmp_path.iterdir())) == 5
+    (newest,) = read_run(tmp_path)
+    assert {site.codec for site in newest.plan.sites} == {"dgc(density=0.003)"}
+    assert newest.rank == 0
+    result = CliRunner().invoke(app, ["graph", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    result = CliRunner().invoke(app, ["timeline", str(tmp_path)])
+    assert "fusion buffers have no graph of their own" in result.output
+    explained = CliRunner().invoke(app, ["explain", str(tmp_path)]).output
+    assert "dgc(density=0.003)" in explained
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(page)])
+    assert result.exit_code == 0, result.output
+    assert "dgc(density=0.003)" in page.read_text()
 
 
 def test_a_model_with_hooks_can_be_copied(ranks2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -25,7 +26,7 @@ from commpass.parallel.ssfusion.planner import Planner, Weight, agree
 from commpass.parallel.taken import claim, refuse_if_claimed, refuse_if_taken, release
 from commpass.paths import join, names
 from commpass.runtime import state
-from commpass.runtime.environment import is_off
+from commpass.runtime.environment import dump_here, is_off
 from commpass.runtime.machine import profile_here
 
 
@@ -48,6 +49,7 @@ def ssfusion(
     force: bool = False,
     profile: str | Path | Profile | None = None,
     profile_steps: int = 5,
+    dump: str | os.PathLike[str] | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> SSFusion:
     """Data-parallel training with sparsified gradients in fusion buffers (SSFusion). Every rank
@@ -71,6 +73,7 @@ def ssfusion(
     force: sparse even where dense is predicted to be as fast.
     profile: the link, as in ``commpass.backend``; None measures it after ``profile_steps`` steps,
     in which backward is measured and all is sent whole. With COMMPASS=off all is sent whole always.
+    dump: a folder for plans, as in ``commpass.backend``; each plan is a run of its own there.
 
     Raises PolicyError for what cannot be, and PlanMismatch on all ranks if they differ.
     """
@@ -91,7 +94,9 @@ def ssfusion(
     shown = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
     agree(lane, (shown, options), "parameters and options", "the same model and arguments")
     link = _link(profile, own)
-    planner = Planner(weights, options, own, lane, weights[0].parameter.device, link)
+    planner = Planner(
+        weights, options, own, lane, weights[0].parameter.device, link, dump_here(dump)
+    )
     hooks: ModuleHooks | BucketHooks
     if isinstance(model, DistributedDataParallel):
         hooks = BucketHooks(model, planner)

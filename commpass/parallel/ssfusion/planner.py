@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class Weight:
 class Planner:
     """``weights`` are in the order of backward: the reverse of the model's at first, then as they
     came. ``group`` is the user's, ``lane`` one of the same ranks for this alone. ``link`` is None
-    until it is measured; ``overhead_s`` is what measuring and planning took."""
+    until it is measured; ``dump`` is the folder for plans, ``overhead_s`` what measuring and
+    planning took."""
 
     weights: list[Weight]
     options: Options
@@ -40,6 +42,7 @@ class Planner:
     lane: dist.ProcessGroup
     device: torch.device
     link: Link | None
+    dump: Path | None = None
     overhead_s: float = 0.0
     measured: bool = False
     _select: measure.Rate | None = None
@@ -143,7 +146,7 @@ class Planner:
         parts = [self.parts(message) for message in plan.messages]
         link = self.link or Link(0.0, 1.0)
         dense = self.options.dense
-        recorded.keep(plan, names, parts, self.group, link, dense, self.device)
+        recorded.keep(plan, names, parts, self.group, link, dense, self.device, self.dump)
 
 
 def agree(group: Any, mine: Any, what: str, need: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from functools import reduce
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +21,11 @@ from commpass.parallel.ssfusion.plan import FusionPlan, Message
 from commpass.passes import Outcome
 from commpass.plan import NONE, Candidate, Grouped, Plan, PlannedSite, Site, planned
 from commpass.runtime import record
+from commpass.timeline import Timeline
 
 CODED_BY = "two_shot"
 """The algorithm of what is sent whole by a codec."""
+NO_EVENTS = "fusion buffers have no graph of their own"
 
 
 def keep(
@@ -32,9 +36,11 @@ def keep(
     link: Link,
     coded: str | None,
     device: torch.device,
-) -> Plan:
+    dump: Path | None = None,
+) -> None:
     """Records a plan of gradients ``names``, of whose messages ``parts`` are what is sent: a site
-    for what goes in one message by one codec."""
+    for what goes in one message by one codec. Rank 0 writes it to the folder ``dump`` as a run of
+    its own, since each plan takes the place of the one before."""
     sites: list[PlannedSite] = []
     grouped: list[Grouped] = []
     for number, (message, sent) in enumerate(zip(plan.messages, parts, strict=True)):
@@ -67,8 +73,10 @@ def keep(
         sites=tuple(sites),
         grouped=tuple(grouped),
     )
-    record.record(Outcome(made))
-    return made
+    outcome = Outcome(made)
+    record.record(outcome)
+    if dump is not None and groups.is_first_rank():
+        record.write_dump(dump, uuid.uuid4().hex[:8], outcome, Timeline(note=NO_EVENTS))
 
 
 def _site(
