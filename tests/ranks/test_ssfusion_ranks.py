@@ -28,6 +28,7 @@ from commpass.dump import runs as read_runs
 from commpass.errors import CommpassError, PlanMismatch, PolicyError
 from commpass.parallel import compress_ddp, ssfusion
 from commpass.report.cli import app
+from commpass.report.sent import of_plans
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -650,6 +651,12 @@ def test_each_plan_is_a_run_of_its_own_in_the_dump(ranks2, tmp_path):
     (newest,) = read_run(tmp_path)
     assert {site.codec for site in newest.plan.sites} == {"dgc(density=0.003)"}
     assert newest.rank == 0
+    assert newest.plan.profile == "slow"
+    # An all_gather sends to the one other rank what is handed over.
+    before, after, unknown = of_plans([newest.plan])
+    assert unknown == 0
+    assert after == sum(site.wire_bytes for site in newest.plan.sites)
+    assert before == sum(site.bytes for site in newest.plan.sites)
     result = CliRunner().invoke(app, ["graph", str(tmp_path)])
     assert result.exit_code == 0, result.output
     result = CliRunner().invoke(app, ["timeline", str(tmp_path)])

@@ -93,10 +93,10 @@ def ssfusion(
     weights = _weights(model)
     shown = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
     agree(lane, (shown, options), "parameters and options", "the same model and arguments")
-    link = _link(profile, own)
-    planner = Planner(
-        weights, options, own, lane, weights[0].parameter.device, link, dump_here(dump)
-    )
+    device, known = weights[0].parameter.device, profile_here(profile)
+    link = None if known is None else _link(known, own)
+    name = "measured" if known is None else known.name
+    planner = Planner(weights, options, own, lane, device, link, name, dump_here(dump))
     hooks: ModuleHooks | BucketHooks
     if isinstance(model, DistributedDataParallel):
         hooks = BucketHooks(model, planner)
@@ -205,11 +205,8 @@ def _weights(model: nn.Module) -> list[Weight]:
     return weights
 
 
-def _link(profile: str | Path | Profile | None, group: dist.ProcessGroup) -> Link | None:
-    found = profile_here(profile)
-    if found is None:
-        return None
-    return found.link_of(*labels(group), ranks=dist.get_process_group_ranks(group))
+def _link(profile: Profile, group: dist.ProcessGroup) -> Link:
+    return profile.link_of(*labels(group), ranks=dist.get_process_group_ranks(group))
 
 
 def _spread(model: nn.Module, group: dist.ProcessGroup) -> None:

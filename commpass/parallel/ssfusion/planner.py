@@ -33,8 +33,8 @@ class Weight:
 class Planner:
     """``weights`` are in the order of backward: the reverse of the model's at first, then as they
     came. ``group`` is the user's, ``lane`` one of the same ranks for this alone. ``link`` is None
-    until it is measured; ``dump`` is the folder for plans, ``overhead_s`` what measuring and
-    planning took."""
+    until it is measured; ``profile`` is its name, ``dump`` the folder for plans, ``overhead_s``
+    what measuring and planning took."""
 
     weights: list[Weight]
     options: Options
@@ -42,6 +42,7 @@ class Planner:
     lane: dist.ProcessGroup
     device: torch.device
     link: Link | None
+    profile: str = "measured"
     dump: Path | None = None
     overhead_s: float = 0.0
     measured: bool = False
@@ -146,7 +147,8 @@ class Planner:
         parts = [self.parts(message) for message in plan.messages]
         link = self.link or Link(0.0, 1.0)
         dense = self.options.dense
-        recorded.keep(plan, names, parts, self.group, link, dense, self.device, self.dump)
+        group, device = self.group, self.device
+        recorded.keep(plan, names, parts, group, link, dense, device, self.profile, self.dump)
 
 
 def agree(group: Any, mine: Any, what: str, need: str) -> None:

@@ -21,6 +21,7 @@ from commpass.parallel.ssfusion.plan import FusionPlan, Message
 from commpass.passes import Outcome
 from commpass.plan import NONE, Candidate, Grouped, Plan, PlannedSite, Site, planned
 from commpass.runtime import record
+from commpass.stage import Stage
 from commpass.timeline import Timeline
 
 CODED_BY = "two_shot"
@@ -36,11 +37,12 @@ def keep(
     link: Link,
     coded: str | None,
     device: torch.device,
+    profile: str,
     dump: Path | None = None,
 ) -> None:
     """Records a plan of gradients ``names``, of whose messages ``parts`` are what is sent: a site
     for what goes in one message by one codec. Rank 0 writes it to the folder ``dump`` as a run of
-    its own, since each plan takes the place of the one before."""
+    its own, since each plan takes the place of the one before. ``profile`` is the link's name."""
     sites: list[PlannedSite] = []
     grouped: list[Grouped] = []
     for number, (message, sent) in enumerate(zip(plan.messages, parts, strict=True)):
@@ -53,12 +55,13 @@ def keep(
             own = [names[each.number] for each, _ in held]
             by = coded if whole and message.kind == "all_reduce" else None
             site = _site(f"{'whole' if whole else 'sparse'}_{number}", own, what, group, device)
-            wire = _wire_bytes(message, what, group, by)
+            stages, wire = _stages(message, what, group, by)
             candidate = Candidate(
                 codec=by or (NONE if what[0].coder is None else what[0].coder.spec),
                 algorithm=CODED_BY if by else NONE if what[0].coder is None else "sparse",
                 wire_bytes=wire,
                 predicted_us=round(link.us(message.kind, wire, group.size()), 1),
+                stages=stages,
             )
             plain = round(link.us("all_reduce", site.bytes, group.size()), 1)
             reason = plan.why or "; ".join(dict.fromkeys(each.why for each, _ in held if each.why))
@@ -69,7 +72,7 @@ def keep(
         graph="ssfusion",
         direction="backward",
         policy="ssfusion",
-        profile="",
+        profile=profile,
         sites=tuple(sites),
         grouped=tuple(grouped),
     )
@@ -103,17 +106,22 @@ def _site(
     )
 
 
-def _wire_bytes(message: Message, parts: Sequence[Part], group: Any, coded: str | None) -> int:
-    """What a rank hands over, flags included."""
+def _stages(
+    message: Message, parts: Sequence[Part], group: Any, coded: str | None
+) -> tuple[tuple[Stage, ...], int]:
+    """What a rank does for some parts of a message, as far as it is sent, and the bytes that it
+    hands over, flags included."""
+    if coded is not None:
+        request = Request(group=group.group_name, ranks=group.size(), op="avg")
+        payload = Payload(sum(part.entries for part in parts), 1, message_dtype(parts))
+        read = read_stages("all_reduce", CODED_BY, coded, payload, request)
+        return read.stages, read.wire_bytes + len(parts) * USED_BYTES
     if message.kind == "all_gather":
-        return gather_bytes(parts)
-    dtype, entries = message_dtype(parts), sum(part.entries for part in parts)
-    if coded is None:
-        return (entries + len(parts)) * dtype.itemsize
-    request = Request(group=group.group_name, ranks=group.size(), op="avg")
-    payload = Payload(entries, 1, dtype)
-    read = read_stages("all_reduce", CODED_BY, coded, payload, request)
-    return read.wire_bytes + len(parts) * USED_BYTES
+        wire = gather_bytes(parts)
+    else:
+        entries = sum(part.entries for part in parts)
+        wire = (entries + len(parts)) * message_dtype(parts).itemsize
+    return (Stage(role="exchange", kind=message.kind, nbytes=wire, leaving=wire),), wire
 
 
 def _grouped(
