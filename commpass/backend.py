@@ -52,7 +52,7 @@ from commpass.paths import Places
 from commpass.policy import Policy
 from commpass.runtime import agreement, ledger, record
 from commpass.runtime.board import greet
-from commpass.runtime.calls import before_each_call, boxed, named, raising, state_for
+from commpass.runtime.calls import Raising, before_each_call, boxed, named, state_for
 from commpass.runtime.environment import dump_here, policy_here
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.owners import INFERENCE, Calls
@@ -409,9 +409,9 @@ class Backend:
         if isinstance(mismatch, Unanswered):
             raise _Unanswered(mismatch)
         if mismatch is not None:
-            return raising(mismatch)
+            return Raising(mismatch)
         if isinstance(outcome.error, PolicyError):
-            return raising(outcome.error)
+            return Raising(outcome.error)
         if outcome.error is not None and self.strict:
             raise outcome.error
         if direction == "backward":

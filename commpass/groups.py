@@ -16,7 +16,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from commpass.errors import PolicyError
+from commpass.errors import PolicyError, Unanswered
 
 
 def ready() -> bool:
@@ -85,22 +85,32 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 
 def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new group of the same ranks, backend, time-out and labels, in which exchanges keep an order
-    of their own. All ranks of the group call this alike, and no others need to."""
+    of their own. All ranks of the group call this alike, and no others need to. Raises Unanswered
+    where one of them does not within the group's time-out."""
     _close_idle()
     _numbers[group] = _numbers.get(group, 0) + 1
     name = f"{group.group_name}-twin-{_numbers[group]}"
     # torch counts the groups that a rank has at the moment. Ranks may have different numbers of
     # them, and a name that was there before leads to addresses where nobody listens any more.
-    with mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name):
-        made = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=timedelta(seconds=timeout_of(group)) if timeout_of(group) else None,
-            # by one name, since torch warns when it closes a group of several backends
-            backend="gloo" if _is_gloo(group) else dist.get_backend_config(group),
-            use_local_synchronization=True,
-            group_desc=group.group_desc,
-            sort_ranks=False,
-        )
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        with mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name):
+            made = dist.new_group(
+                ranks,
+                timeout=timedelta(seconds=timeout_of(group)) if timeout_of(group) else None,
+                # by one name, since torch warns when it closes a group of several backends
+                backend="gloo" if _is_gloo(group) else dist.get_backend_config(group),
+                use_local_synchronization=True,
+                group_desc=group.group_desc,
+                sort_ranks=False,
+            )
+    except RuntimeError as error:
+        raise Unanswered(
+            f"rank {dist.get_rank()} waited in vain for a rank of {ranks} to make a group of the"
+            f" same ranks as {group.group_name!r}, in which exchanges have an order of their own"
+            f" ({str(error).splitlines()[0]}). All of them must make the same call of"
+            " commpass.parallel: another one may have been refused there, and said why"
+        ) from error
     _twins[made] = group
     return made
 

@@ -202,11 +202,11 @@ class DDPDoor:
         jobs = []
         for part in self._parts[key]:
             piece = part.of(x)
-            run, plan = self.exchanges.get(part.what, piece, of=part.parameters)
-            self._now.plans.append(plan)
+            compiled = self.exchanges.get(part.what, piece, of=part.parameters)
+            self._now.plans.append(compiled.plan)
             self._now.plain += piece.nbytes
-            self._now.sent += wire_bytes(plan)
-            jobs.append(functools.partial(part.exchange, run, x))
+            self._now.sent += wire_bytes(compiled.plan)
+            jobs.append(functools.partial(part.exchange, compiled.run, x))
         return functools.partial(_in_order, jobs)
 
     def _submit(self, job: Callable[[], None], x: Tensor) -> Future[Tensor]:

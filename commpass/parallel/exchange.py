@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -23,7 +23,7 @@ from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.meta import PLACE
 from commpass.plan import Plan
 from commpass.runtime import record
-from commpass.runtime.calls import boxed
+from commpass.runtime.calls import Raising, boxed
 from commpass.runtime.owners import HookCalls
 
 
@@ -86,13 +86,27 @@ class Exchange:
         return fx.GraphModule(torch.nn.Module(), graph)
 
 
+class Compiled(NamedTuple):
+    """A compiled exchange: what carries it out, its plan, and whether it was ``refused``: then
+    ``run`` raises why, and nothing may be sent."""
+
+    run: Callable[..., Any]
+    plan: Plan
+    refused: bool
+
+    @property
+    def untouched(self) -> bool:
+        """Whether it may be sent as it would be without us: nothing was compiled for it."""
+        return not self.plan.changed and not self.refused
+
+
 @dataclass
 class Exchanges:
     """The compiled exchanges of one hook, each compiled when it first happens, on all ranks
     alike."""
 
     backend: Backend
-    compiled: dict[Any, tuple[Callable[..., Any], Plan]] = field(default_factory=dict)
+    compiled: dict[Any, Compiled] = field(default_factory=dict)
     shared: Shared = field(default_factory=Shared)
 
     def run(
@@ -100,13 +114,12 @@ class Exchanges:
     ) -> None:
         """Sends ``x`` and puts the result into ``out``, or into ``x`` itself; the two do not
         overlap. ``of`` are the parameters whose state is kept, if a codec keeps any."""
-        self.get(what, x, out, of)[0](*([x] if out is None else [x, out]))
+        self.get(what, x, out, of).run(*([x] if out is None else [x, out]))
 
     def get(
         self, what: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
-    ) -> tuple[Callable[..., Any], Plan]:
-        """The compiled exchange and its plan. One that the plan leaves as it is may be sent as it
-        would be without us: nothing was compiled for it."""
+    ) -> Compiled:
+        """The compiled exchange."""
         shape = None if out is None else tuple(out.shape)
         key = (what, tuple(x.shape), x.dtype, x.device, shape, *map(id, of))
         if key not in self.compiled:
@@ -115,7 +128,7 @@ class Exchanges:
 
     def _compile(
         self, what: Exchange, x: Tensor, out: Tensor | None, of: Sequence[Tensor]
-    ) -> tuple[Callable[..., Any], Plan]:
+    ) -> Compiled:
         before = len(record.plans())
         gm = what.graph(out is None)
         with_fakes(gm, [x] if out is None else [x, out])
@@ -137,9 +150,9 @@ class Exchanges:
             with torch.no_grad(), outside_scopes():
                 function(list(tensors))
 
-        return run, made[0]
+        return Compiled(run, made[0], isinstance(function, Raising))
 
     @property
     def plans(self) -> list[Plan]:
         """The plan of each, in the order in which they first happened."""
-        return [plan for _, plan in self.compiled.values()]
+        return [each.plan for each in self.compiled.values()]

@@ -189,18 +189,19 @@ class FSDPDoor:
                     setattr(group, name, comm.plain)
 
     def sending(self, what: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
-        """What sends this exchange compressed, or None where its plan leaves it as it is."""
+        """What sends this exchange compressed, or raises why nothing may be sent; None where its
+        plan leaves it as it is."""
         if self._unseen is not None:
             self._warn_of_later(self._unseen)
             self._unseen = None
-        function, plan = self.exchanges.get(what, x, out, unit.parameters)
+        compiled = self.exchanges.get(what, x, out, unit.parameters)
         so_far = self._sent.get(what.kind, Sent())
         self._sent[what.kind] = Sent(
             so_far.calls + 1,
-            so_far.plain + sum(site.bytes for site in plan.sites),
-            so_far.sent + wire_bytes(plan),
+            so_far.plain + sum(site.bytes for site in compiled.plan.sites),
+            so_far.sent + wire_bytes(compiled.plan),
         )
-        return function if plan.changed else None
+        return None if compiled.untouched else compiled.run
 
     def _warn_of_later(self, model: nn.Module) -> None:
         """Says which modules were sharded after the door was opened."""

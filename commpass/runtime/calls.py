@@ -122,11 +122,12 @@ def boxed(function: Compiler) -> Compiler:
     return function if getattr(function, "_boxed_call", False) else make_boxed_func(function)
 
 
-def raising(error: Exception) -> Compiler:
+@dataclass(frozen=True)
+class Raising:
     """A compiled function that raises: errors then reach the user as they are, from the call, and
     not out of a compiler."""
 
-    def run(*args: Any) -> Any:
-        raise error
+    error: Exception
 
-    return run
+    def __call__(self, *args: Any) -> Any:
+        raise self.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import gc
 import io
 import os
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import commpass
-from commpass.errors import CommpassError, PlanMismatch, PolicyError
+from commpass.errors import CommpassError, PlanMismatch, PolicyError, Unanswered
 from commpass.parallel import compress_ddp
 from commpass.runtime import owners
 
@@ -563,6 +564,26 @@ def test_what_is_refused_says_what_to_do(ranks2):
     assert "'0' in it is one: give that one" in inside
     assert "Wrap it first" not in inside + sharded
     assert "fully_shard: call commpass.parallel.compress_fsdp" in sharded
+
+
+def misspelt_on_one():
+    """What rank 0 is told where the other one's call is refused."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    model = DDP(Net(), process_group=group)
+    if dist.get_rank():
+        return refusals(lambda: compress_ddp(model, "balancd"))[0]
+    start = time.monotonic()
+    with pytest.raises(Unanswered) as error:
+        compress_ddp(model, "balanced")
+    assert time.monotonic() - start < 30
+    return str(error.value)
+
+
+def test_who_waits_for_a_rank_that_was_refused_is_told_of_the_others(ranks2):
+    waited, refused = ranks2.run(misspelt_on_one)
+    assert "did you mean 'balanced'" in refused
+    assert "rank 0 waited in vain for a rank of [0, 1]" in waited
+    assert "may have been refused" in waited
 
 
 def copied():

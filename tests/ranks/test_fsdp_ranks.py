@@ -26,6 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import commpass
 from commpass import Policy, Rule
 from commpass.costmodel import Link, Profile
+from commpass.errors import CommpassError
 from commpass.parallel import compress_fsdp
 
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -651,6 +652,25 @@ def differences() -> None:
 
 def test_differences_where_backward_does_not_gather_again_alone(ranks2):
     ranks2.run(differences)
+
+
+def refused(codecs, says: str) -> None:
+    model = sharded(Net(), reshard_after_forward=True)
+    door = compress_fsdp(model, forced(codecs[dist.get_rank()], kind="all_gather"), timeout=60)
+    door.exchanges.backend.inner = "eager"
+    with pytest.raises(CommpassError, match=says):
+        plain_steps(model, adam(model), 1)
+
+
+@pytest.mark.parametrize(
+    ("codecs", "says"),
+    [
+        (("int8", "int4"), r"codec is 'int[48]' in rank(.|\n)*policy 'int[48]' on rank"),
+        (("difference(inner=int8)",) * 2, "forces a codec .* backward gathers it again"),
+    ],
+)
+def test_what_a_plan_refuses_is_raised_and_not_sent(ranks2, codecs, says):
+    ranks2.run(refused, codecs, says)
 
 
 def words() -> None:
