@@ -81,12 +81,20 @@ class Timeline:
 
     def exposed_of(self, site: str) -> float:
         """Microseconds for which the rank stands still for a site."""
-        return sum(event.us for event in self.events if event.exposed and event.site == site)
+        return sum(event.us for event in self._by_site.get(site, ()) if event.exposed)
 
     def travel_of(self, site: str) -> float:
         """Microseconds in which anything of a site travels."""
-        spans = ((e.begin_us, e.end_us) for e in self.events if e.travels and e.site == site)
-        return length(union(spans))
+        found = (event for event in self._by_site.get(site, ()) if event.travels)
+        return length(union((event.begin_us, event.end_us) for event in found))
+
+    @cached_property
+    def _by_site(self) -> dict[str, list[Event]]:
+        """Looked for once: there may be thousands of sites."""
+        found: dict[str, list[Event]] = {}
+        for event in self.events:
+            found.setdefault(event.site, []).append(event)
+        return found
 
     @property
     def lanes(self) -> tuple[str, ...]:

@@ -23,7 +23,12 @@ from commpass.report.tables import amounts, durations, plain_table, size
 
 FORECASTS = ("wire_bytes", "plain_us", "predicted_us", "error", "reason")
 """What a diff shows besides the decisions: what the cost model thought of them."""
-SAID = {"wire_bytes": "on the wire", "plain_us": "uncompressed us", "predicted_us": "predicted us"}
+SAID = {
+    "wire_bytes": "on the wire",
+    "plain_us": "uncompressed us",
+    "predicted_us": "predicted us",
+    "common_shape": "shape",
+}
 """Fields whose names say less than they should."""
 
 
@@ -275,7 +280,7 @@ def changes(left: Whole | None, right: Whole | None) -> tuple[str, ...]:
     for field in fields:
         was, now = left.said(field), right.said(field)
         if was != now:
-            found.append(f"{field} {was or '-'} -> {now or '-'}")
+            found.append(f"{SAID.get(field, field)} {was or '-'} -> {now or '-'}")
     if not found:
         found = _forecasts(left, right)
     return tuple(found)

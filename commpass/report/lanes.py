@@ -90,7 +90,8 @@ def draw(pictures: Sequence[Picture]) -> Any:
 def _draw(axes: Any, picture: Picture, below: Labels) -> None:
     timeline = picture.timeline
     places = {lane: -number for number, lane in enumerate(timeline.lanes)}
-    sites = list(dict.fromkeys(event.site for event in timeline.events if event.travels))
+    travelling = dict.fromkeys(event.site for event in timeline.events if event.travels)
+    numbers = {site: number for number, site in enumerate(travelling)}
     for event in timeline.events:
         what, place = kind(event), places[event.lane]
         begin, us = event.begin_us / 1000, event.us / 1000
@@ -98,7 +99,7 @@ def _draw(axes: Any, picture: Picture, below: Labels) -> None:
         if event.exposed:
             style |= {"edgecolor": RED, "hatch": "////", "linewidth": 0.4}
         if event.travels:
-            colour = (COLOURS[what], DARKER)[sites.index(event.site) % 2]
+            colour = (COLOURS[what], DARKER)[numbers[event.site] % 2]
             style |= {"facecolor": colour, "edgecolor": "white", "linewidth": 0.4}
             after = [(begin + us, event.latency_us / 1000)]
             axes.broken_barh(after, (place - 0.2, 0.4), facecolor=COLOURS["latency"], zorder=0.5)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -259,11 +260,35 @@ WIDE = 10_000
 """What no table is wider than."""
 
 
+LEAST = 60
+"""Columns below which a table's own are a letter wide: the terminal folds such lines instead."""
+
+
+class Harmless(Console):
+    """A console that shows what a dump says and does not obey it: escapes and other control
+    characters are blanks."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for part in super().render(renderable, options):
+            if part.control or part.text == "\n" or part.text.isprintable():
+                yield part
+            else:
+                yield part._replace(text="\n".join(map(clean, part.text.split("\n"))))
+
+
+def clean(text: str) -> str:
+    """One line without control characters: a name must not break a line, a terminal or an XML
+    file."""
+    return "".join(char if char.isprintable() else " " for char in text)
+
+
 def console_for(*tables: RenderableType, whole: bool = True) -> Console:
     """A console on stdout. In a file or a pipe, where COLUMNS says nothing else, its lines are as
     long as the tables need. On a terminal too narrow for what must stay ``whole`` they are as long
-    as that needs."""
-    console = Console()
+    as that needs; on any, as long as one can read."""
+    console = Harmless()
     for each in tables if whole else ():
         if isinstance(each, Table):
             _keep_whole(each)
@@ -272,7 +297,7 @@ def console_for(*tables: RenderableType, whole: bool = True) -> Console:
         needs = [each.maximum for each in sizes]
     else:
         needs = [each.minimum for each in sizes] if whole else []
-    console.width = max([console.width, *needs])
+    console.width = max([console.width, LEAST, *needs])
     return console
 
 

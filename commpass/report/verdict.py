@@ -16,6 +16,7 @@ from commpass.report import sent
 from commpass.report.patterns import Pattern, patterns
 from commpass.runtime.ledger import Entry, ledgers
 from commpass.runtime.samples import Sampled
+from commpass.runtime.summary import many
 
 NOTHING = (
     "commpass has compiled nothing in this process: compile with torch.compile(model,"
@@ -141,12 +142,13 @@ class Report:
         What is not known is left out."""
         held = dataclasses.asdict(self.totals)
         found = {f"commpass/{name}": float(n) for name, n in held.items() if n is not None}
+        alike: dict[str, list[SiteReport]] = {}  # of all sizes, and of all graphs
         for pattern, sites in self._patterns():
-            if (error := _mean(sites)) is not None:
-                where = pattern.module or pattern.first.name
-                name = f"{where}/{pattern.first.kind}/{pattern.first.direction}"
-                found[f"commpass/error/{name}"] = error
-        return found
+            where = pattern.module or pattern.first.name
+            name = f"{where}/{pattern.first.kind}/{pattern.first.direction}"
+            alike.setdefault(name, []).extend(sites)
+        errors = {name: _mean(sites) for name, sites in alike.items()}
+        return found | {f"commpass/error/{name}": e for name, e in errors.items() if e is not None}
 
     def __str__(self) -> str:
         if not self.graphs:
@@ -158,10 +160,10 @@ class Report:
     def _head(self) -> Iterable[str]:
         all_of, policies = self.totals, dict.fromkeys(each.policy for each in self.graphs)
         names = ", ".join(map(repr, policies))
-        untouched = f", {all_of.fallbacks} graphs untouched" if all_of.fallbacks else ""
+        untouched = f", {many(all_of.fallbacks, 'graph')} untouched" if all_of.fallbacks else ""
         yield (
-            f"commpass, policy {names}: {all_of.graphs} graphs, {all_of.sites} sites,"
-            f" {all_of.compressed} compressed{untouched}"
+            f"commpass, policy {names}: {many(all_of.graphs, 'graph')},"
+            f" {many(all_of.sites, 'site')}, {all_of.compressed} compressed{untouched}"
         )
         if all_of.measured_ms is None:
             yield f"time: not measured{_why_untimed(self.graphs)}"
@@ -180,8 +182,8 @@ class Report:
         if all_of.above:
             first = next(site for site in self.sites if site.above)
             yield (
-                f"error: {all_of.above} sites above max_error, such as {first.module or first.name}"
-                f" ({first.worst:.3g} > {first.max_error:.3g})"
+                f"error: {many(all_of.above, 'site')} above max_error, such as"
+                f" {first.module or first.name} ({first.worst:.3g} > {first.max_error:.3g})"
             )
 
     def _reasons(self) -> Iterable[str]:
@@ -317,8 +319,8 @@ def _counted(what: str, found: Sequence[tuple[SiteReport, str]]) -> Iterable[str
         if why:
             by_reason.setdefault(why, []).append(site)
     for why, sites in sorted(by_reason.items(), key=lambda each: -len(each[1]))[:REASONS]:
-        many = f"{len(sites)} site{'s' if len(sites) > 1 else ''}"
-        yield f"{what}: {many}, such as {sites[0].module or sites[0].name}: {why}"
+        first = sites[0].module or sites[0].name
+        yield f"{what}: {many(len(sites), 'site')}, such as {first}: {why}"
 
 
 REASONS = 3

@@ -102,11 +102,11 @@ class Summary:
     def say_no_site(self) -> None:
         """Says that nothing is sent in any graph, where there are ranks to send to: that the
         gradients go past torch.compile. Once in a process."""
-        many = dist.get_world_size() if ready() else 1
-        silent = _warned_of_no_site or not self.speaks or self.policy.off or many == 1 or doors
+        ranks = dist.get_world_size() if ready() else 1
+        silent = _warned_of_no_site or not self.speaks or self.policy.off or ranks == 1 or doors
         if not silent and not any(plan.sites or plan.simplified for plan in record.plans()):
             _warned_of_no_site.append(True)
-            log.warning(NO_SITE, len(self.plans), many)
+            log.warning(NO_SITE, len(self.plans), ranks)
 
     def line(self) -> str:
         sites = [(plan, site) for plan in self.plans for site in plan.sites]
@@ -122,11 +122,12 @@ class Summary:
         fallbacks = sum(bool(plan.fallback) for plan in self.plans)
         unknown = sum(site.bytes < 0 for _, site in sites)
         return (
-            f"policy {self.policy.name!r}: {len(self.plans)} graphs, {len(sites)} sites,"
+            f"policy {self.policy.name!r}: {many(len(self.plans), 'graph')},"
+            f" {many(len(sites), 'site')},"
             f" {compressed} compressed; each graph run once: {before:,} bytes -> {after:,},"
             f" predicted {plain:,.0f} us -> {predicted:,.0f} us"
-            + (f", {unknown} sites of unknown size not counted" if unknown else "")
-            + (f", {fallbacks} graphs untouched" if fallbacks else "")
+            + (f", {many(unknown, 'site')} of unknown size not counted" if unknown else "")
+            + (f", {many(fallbacks, 'graph')} untouched" if fallbacks else "")
         )
 
     def unmatched_rules(self) -> dict[int, str]:
@@ -169,6 +170,11 @@ class Summary:
             f" so far: it is for {' and '.join(asked)}, in certain directions, and they have"
             f" {', '.join(sorted({site.kind for site in sites})) or 'none'}"
         )
+
+
+def many(count: int, what: str) -> str:
+    """``1 graph``, ``2 graphs``."""
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 NO_SITE = (

@@ -327,3 +327,26 @@ def test_names_run_no_script(browser, tmp_path):
     assert modules(browser) == [bad]
     assert browser.title != "bad"
     assert errors(browser) == []
+
+
+def test_what_only_one_run_has_is_no_share_of_the_other(browser, tmp_path):
+    sites = made.layers(2)
+    runs = [made.dump([*sites, made.site("extra", "head")]), made.dump(sites, run="b")]
+    html.write([html.Read(each.run, (each,), {}) for each in runs], tmp_path / "report.html")
+    show(browser, tmp_path / "report.html")
+    row = in_table(browser, "changes", "tbody > tr").text
+    assert "only in A" in row
+    assert "260.0 KiB → -" in row.replace("\u00a0", " ")
+    assert "%" not in row
+
+
+def test_short_words_stay_whole_on_a_telephone(browser, path):
+    """A policy's name in the first table, of two runs."""
+    show(browser, path, 400)
+    cell = browser.find_element(By.CSS_SELECTOR, ".pairs tbody td.number")
+    script = """
+        const range = document.createRange();
+        range.selectNodeContents(arguments[0]);
+        return range.getClientRects().length;
+    """
+    assert (cell.text, browser.execute_script(script, cell)) == ("balanced", 1)

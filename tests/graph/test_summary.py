@@ -345,7 +345,7 @@ print("the end", flush=True)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
     )
-    assert "INFO policy 'custom': 1 graphs, 0 sites" in done.stderr
+    assert "INFO policy 'custom': 1 graph, 0 sites" in done.stderr
     assert done.stderr.count("WARNING Rule(module='nowhere') of policy 'custom' matched") == 1
 
 

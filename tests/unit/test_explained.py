@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 
 import pytest
+import report_dumps as made
 from dumps import fails, layered, make, node, run, site, words
 
 from commpass import dump, plan
@@ -205,3 +207,30 @@ def test_ten_thousand_sites_are_explained_in_two_seconds_of_a_processor(tmp_path
     result = run("explain", path, width=100)
     assert time.process_time() - start < 2
     assert "layers.*.mlp.o x 5000" in result.stdout
+
+
+def test_no_name_speaks_to_the_terminal(tmp_path: Path):
+    """What a dump says is shown, and not obeyed: no escape, and no letter that turns a line."""
+    name = "\x1b[31mred\x1b]0;title\x07\u202e.layer"
+    sites = [dataclasses.replace(site, module=name, reason=name) for site in made.layers(2)]
+    for which in (name, f"{name} 2"):
+        dump.write(tmp_path, made.dump(sites, run=which, policy=name))
+    asked = [["explain"], ["explain", "--all"], ["explain", "--why", "all_reduce_0"], ["timeline"]]
+    for command, *more in [*asked, ["graph"], ["graph", "--level", "nodes"]]:
+        done = run(command, tmp_path, *more)
+        assert done.exit_code == 0, done.output
+        assert "red" in done.stdout + done.stderr
+        assert not re.search("[\x00-\x09\x0b-\x1f\u202e]", done.stdout + done.stderr), command
+    done = run("explain", tmp_path, "--run", "nope")
+    assert "red" in done.stderr
+    assert "\x1b" not in done.stderr
+
+
+@pytest.mark.parametrize("width", [20, 40])
+def test_no_column_is_a_letter_wide(tmp_path: Path, width: int):
+    dump.write(tmp_path, made.dump(made.layers(4, missed="all that is left needs it")))
+    text = run("explain", tmp_path, width=width).stdout
+    assert max(map(len, text.splitlines())) == 60
+    assert re.search(r"^1 +layers\.\*\.\S+ ", text, re.MULTILINE), text
+    assert "predicted" in text.split("collective")[0]
+    assert not re.search(r"^\s*\S\s*$", text, re.MULTILINE), text

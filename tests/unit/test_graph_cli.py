@@ -130,6 +130,7 @@ def test_dot_is_valid_whatever_the_names(folder: Path, tmp_path: Path):
         (f'"{names[i]}"', f'"{names[n.name]}"') for n in chain(3) for i in n.inputs
     }
     assert drawn.clusters == [['"encode"', '"gather"', '"decode"'], None]
+    assert "labeljust=l" in result.stdout  # beside the arrow into the frame, not below it
     fills = [
         drawn.nodes[f'"{name}"']["fillcolor"] for name in ("mm", "all_reduce", "encode", "gather")
     ]

@@ -296,6 +296,9 @@ def test_two_runs_are_compared_by_place():
     assert [side["wire_bytes"] for side in change["sides"]] == [6 * 266_240, 6 * 133_120]
     assert found.row("policy")[:2] == ["balanced", "aggressive"]
     assert found.row("bytes on the wire") == ["4.5 MiB", "3.8 MiB", "-17%"]
+    (sent,) = [row for row in found.rows if row[0].startswith("sent to other ranks")]
+    assert sent[0] == "sent to other ranks (20 sites not counted)"  # these plans have no stages
+    assert sent[1:] == ["3.0 MiB", "3.0 MiB", "the same"]
     assert "1 place differs, 1 is the same in both" in found.text
 
 

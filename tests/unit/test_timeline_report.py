@@ -7,11 +7,13 @@ import dataclasses
 import gzip
 import json
 import re
+import time
 from html import escape
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import report_dumps as made
 import torch
 from graphs import ops, trace
 from typer.testing import CliRunner
@@ -22,6 +24,7 @@ from commpass.costmodel import Link, Profile
 from commpass.errors import TraceError
 from commpass.passes import PASSES, Road, run
 from commpass.passes.timeline import timeline
+from commpass.report import timeline as timelines
 from commpass.report.cli import app
 from commpass.report.lanes import draw, labels
 from commpass.report.measured import measured
@@ -424,3 +427,12 @@ def test_a_trace_of_real_ranks_is_read(ranks2, tmp_path):
     drawn = call(tmp_path, "--measured", tmp_path / "trace0.json", "-o", tmp_path / "out.html")
     assert drawn.exit_code == 0, drawn.stderr
     assert "measured exposed ms" in (tmp_path / "out.html").read_text()
+
+
+def test_ten_thousand_sites_take_seconds():
+    one = made.dump(made.layers(5000))
+    assert one.timeline is not None
+    start = time.process_time()
+    rows = timelines.rows(Shown(one, one.timeline))
+    assert time.process_time() - start < 5
+    assert (len(rows), rows[0][5:7]) == (10_000, ("2.5", "1.25"))

@@ -245,6 +245,22 @@ def test_loggers_get_flat_names_and_numbers(book, kind):
     assert "commpass/measured_ms" not in found  # nothing is made up
 
 
+def test_one_name_is_that_of_all_sites_whatever_their_size(book):
+    """As where a graph was compiled again for another size."""
+    for nbytes, lost in ((1024, 1e-4), (2048, 9e-4)):
+        book.entries.append(entry(PlannedSite(**(CODED | {"bytes": nbytes, "shape": (nbytes,)}))))
+        book.entries[-1].samples.sites[0].add(lost, 1.0)
+    assert commpass.metrics()["commpass/error/head/all_reduce/forward"] == pytest.approx(0.04)
+
+
+def test_one_is_no_more_than_one(book):
+    book.entries.append(entry(*layers(1), bound=0.01, took=[2500.0]))
+    book.entries[0].samples.sites[0].add(1e-4, 1.0)
+    text = str(commpass.report())
+    assert "1 graph, 1 site, 1 compressed" in text
+    assert "error: 1 site above max_error" in text
+
+
 def test_tensorboard_itself_takes_them(book, tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not here")
     book.entries.append(entry(*layers(2)))

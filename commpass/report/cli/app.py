@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from commpass.errors import CommpassError
+from commpass.report.tables import clean
 
 
 class Commands(TyperGroup):
@@ -19,7 +20,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except CommpassError as error:
-            typer.echo(f"commpass: {' '.join(str(error).splitlines())}", err=True)
+            typer.echo(f"commpass: {clean(' '.join(str(error).splitlines()))}", err=True)
             raise typer.Exit(2) from error
         except OSError as error:
             if error.errno != errno.ENOSPC:

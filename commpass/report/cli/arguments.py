@@ -11,6 +11,7 @@ import typer
 from commpass import dump
 from commpass.dump import Dump
 from commpass.errors import CommpassError
+from commpass.report.tables import clean
 
 DumpPath = Annotated[
     Path,
@@ -49,11 +50,11 @@ def load(path: Path, run: str | None) -> list[Dump]:
         runs = list(dict.fromkeys(dump.runs(path).values()))
         if len(runs) > 1:
             others = ", ".join(runs[:-1])
-            typer.echo(
+            said = (
                 f"{path} has {len(runs)} runs; this is the newest, {runs[-1]}. --run picks:"
-                f" {others}, or all (each backend and each door of a program is a run)",
-                err=True,
+                f" {others}, or all (each backend and each door of a program is a run)"
             )
+            typer.echo(clean(said), err=True)
     return dumps
 
 

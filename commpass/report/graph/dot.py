@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commpass.errors import CommpassError
-from commpass.report.graph.picture import LOOKS, Box, Picture, clean
+from commpass.report.graph.picture import LOOKS, Box, Picture
+from commpass.report.tables import clean
 
 INSTALL = (
     "install Graphviz (apt-get install graphviz, brew install graphviz, conda install graphviz)"
@@ -38,7 +39,8 @@ def dot(shown: Picture) -> str:
         if cluster:
             lines += [
                 f"  subgraph cluster_{number} {{",
-                f"  label={quoted(cluster)}; style=rounded; color={quoted('#5c9bd1')};",
+                f"  label={quoted(cluster)}; labeljust=l;",
+                f"  style=rounded; color={quoted('#5c9bd1')};",
             ]
         for box in boxes:
             cut = ', style="rounded,filled,dashed"' if box.cut else ""

@@ -10,12 +10,12 @@ from commpass.report.graph.picture import (
     Box,
     Edges,
     Picture,
-    clean,
     near,
     restricted,
     taken,
     travels,
 )
+from commpass.report.tables import clean
 
 
 def nodes_of(dump: Dump, side: str) -> tuple[GraphNode, ...]:

@@ -120,12 +120,6 @@ def _operator(node: GraphNode) -> str:
     return without_form(rest.partition(".")[0]) if space in NAMESPACES else ""
 
 
-def clean(text: str) -> str:
-    """One line without control characters: a name must not break a line, a terminal or an XML
-    file."""
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
 def in_order(edges: Edges) -> list[str] | None:
     """The names so that each comes behind what it takes, as near to their own order as that
     allows; None where they form a circle."""

@@ -20,7 +20,8 @@ function changesTable(place, changes) {
   const of = (change, field) => change.sides.map((side) => side?.[field] ?? 0);
   const both = (field, say) => (change) => {
     const [a, b] = of(change, field);
-    return twice(change.sides[0] ? say(a) : "-", change.sides[1] ? say(b) : "-", share(b, a));
+    const [one, other] = change.sides;
+    return twice(one ? say(a) : "-", other ? say(b) : "-", one && other ? share(b, a) : "");
   };
   const wordsOf = (change) => [change.graph, change.module, change.kind, ...change.what].join(" ").toLowerCase();
   table(place, {

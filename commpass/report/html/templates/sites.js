@@ -76,7 +76,7 @@ function title(group) {
 }
 
 function twice(before, after, part) {
-  return make("span", {}, arrow(before, after), before === after ? "" : make("span", { className: "sub" }, part));
+  return make("span", {}, arrow(before, after), before === after || !part ? "" : make("span", { className: "sub" }, part));
 }
 
 /* Each site of a group that has the wanted words. What all share is said once, above. */
