@@ -26,6 +26,7 @@ from commpass.passes.graph import meta
 from commpass.passes.graph.marks import CODED, MARK
 from commpass.passes.graph.parse import graph_modules, items
 from commpass.passes.regions import (
+    PAD,
     Region,
     generated,
     outline,
@@ -86,6 +87,9 @@ def lower(
                     for region in regions(own, known):  # each once those before it are calls
                         outline(region, kernels.of(region).name, number, buffers)
                     place_buffers(buffers)
+                for node in module.graph.find_nodes(op="call_function", target=PAD):
+                    if MARK in node.meta and node.meta[MARK].site in by_kernel:
+                        _fill_beside(node)
                 for node in module.graph.nodes:
                     if node.target in operators.IMPLEMENTATIONS:
                         _inline(node, bodies.of(node))
@@ -93,6 +97,28 @@ def lower(
             _share_tables(module.graph)
             module.recompile()
     make(tuple(kernels.traced.values()))
+
+
+def _fill_beside(node: fx.Node) -> None:
+    """Zeros beside a flat tensor instead of a pad of it, which Inductor makes on a CPU value by
+    value: a quarter of the time for 6 million."""
+    given: Any = node.args
+    x, widths, *value = given
+    made: Tensor = node.meta["val"]
+    fixed = len(widths) == 2 and widths[0] == 0 and isinstance(widths[1], int)
+    if made.device.type != "cpu" or made.dim() != 1 or not fixed or any(value):
+        return
+    graph = node.graph
+    how: dict[str, Any] = {"dtype": made.dtype, "device": made.device}
+    with graph.inserting_before(node):
+        zeros = graph.call_function(torch.ops.aten.full.default, ([widths[1]], 0), how)
+        both = graph.call_function(torch.ops.aten.cat.default, ([x, zeros],))
+    for each in (zeros, both):
+        each.meta = {MARK: node.meta[MARK]}
+        meta.carry(node, each)
+    zeros.meta["val"], both.meta["val"] = made.new_zeros(widths[1]), made
+    node.replace_all_uses_with(both)
+    graph.erase_node(node)
 
 
 def _coded(node: fx.Node) -> tuple[tuple[str, str, int], ...]:

@@ -21,6 +21,7 @@ from commpass.passes.template import Decompositions, without_tensors
 OUTSIDE = ("exchange", "wait", "state", "join")
 """The roles of nodes that are part of no region."""
 EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+PAD = torch.ops.aten.constant_pad_nd.default
 JOIN = operators.ops.join.default
 ENCODE = operators.ops.encode.default
 
@@ -112,7 +113,7 @@ def regions(
         if node.meta[MARK].role not in OUTSIDE and node.target not in EMPTY:
             groups.setdefault((exchanges, waits[node]), []).append(node)
     for group in groups.values():
-        for part in _connected(_without_leading_views(group)):
+        for part in _connected(_without_leading_pads(_without_leading_views(group))):
             coded = [node for node in part if node.target in operators.IMPLEMENTATIONS]
             if not coded:
                 continue
@@ -138,6 +139,27 @@ def _without_leading_views(group: list[fx.Node]) -> list[fx.Node]:
         if is_view(node) and not any(source in inside for source in node.all_input_nodes):
             inside.remove(node)
     return [node for node in group if node in inside]
+
+
+def _without_leading_pads(group: list[fx.Node]) -> list[fx.Node]:
+    """Without a row that is filled up from outside, where later regions take it as well (a ring
+    adds its own values at each hop): it is in memory anyway, and what makes the values can write
+    them there at once. What is left of the region is then one coded operator."""
+    if not group:
+        return group
+    first, inside = group[0], set(group)
+    if first.target is not PAD or inside.issuperset(_readers(first)):
+        return group
+    return _without_leading_views(group[1:])
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Those that take a node, or a view of it."""
+    for user in node.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
 
 
 def _is_fixed(node: fx.Node) -> bool:

@@ -186,6 +186,35 @@ def kernels(gm) -> int:
     return sum(node.target is KERNEL for node in gm.graph.nodes)
 
 
+@pytest.mark.parametrize(("how", "outside"), [("ring", True), ("two_shot", False)])
+def test_values_that_later_hops_take_are_filled_up_outside_of_kernels(how, outside, fake_group):
+    """A ring adds a rank's own values at each hop: Inductor writes them once, with zeros behind
+    them. What is sent as a whole is filled up in the kernel that encodes it."""
+    fake_group(RANKS)
+    gm, _ = rewritten(summed, torch.randn(5000), forced("int8", algorithm=how, lowering="kernel"))
+    cats = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    assert not gm.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.constant_pad_nd.default
+    )
+    assert len(cats) == outside
+    calls = gm.graph.find_nodes(op="call_function", target=KERNEL)
+    written = [made.meta["val"].dtype for call in calls for made in call.args[1]]
+    # One kernel gives values: the last, which decodes.
+    assert written.count(torch.float32) == 1
+    if outside:
+        assert [cats[0] in call.args[0] for call in calls] == [True] * RANKS + [False]
+
+
+@pytest.mark.parametrize("numel", [5000, 4096])
+def test_a_ring_whose_values_are_filled_up_gives_the_bits_of_the_inline_form(numel):
+    both = [
+        results(forced("int8", algorithm="ring", lowering=form), inputs_of((numel,)))[1]
+        for form in ("inline", "kernel")
+    ]
+    for one, other in zip(*both, strict=True):
+        same(torch.cat([x.reshape(-1) for x in one]), torch.cat([x.reshape(-1) for x in other]))
+
+
 SHAPES = [((64, 64), torch.float32), ((7, 33), torch.bfloat16), ((5,), torch.float32)]
 ALGORITHMS = [each.spec for each in algorithms_of("all_reduce") if each.name != "native"]
 FORMS = [
