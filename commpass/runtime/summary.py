@@ -124,7 +124,7 @@ class Summary:
         return (
             f"policy {self.policy.name!r}: {len(self.plans)} graphs, {len(sites)} sites,"
             f" {compressed} compressed; each graph run once: {before:,} bytes -> {after:,},"
-            f" predicted {plain:,.0f} us -> {predicted:,.0f} us"
+            f" collectives predicted {plain:,.0f} us -> {predicted:,.0f} us"
             + (f", {unknown} sites of unknown size not counted" if unknown else "")
             + (f", {fallbacks} graphs untouched" if fallbacks else "")
         )
