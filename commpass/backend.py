@@ -78,21 +78,22 @@ def backend(
 ) -> Backend:
     """A backend for ``torch.compile(model, backend=commpass.backend("balanced"))``.
 
-    policy: a preset by name, the path of a TOML file, or a Policy. The environment variables
-        COMMPASS_POLICY and COMMPASS=off take its place.
-    inner: what compiles the rewritten graphs. ``"inductor"``; ``"eager"``, the very graphs that
-        Inductor would get, run operator by operator; ``"aot_eager"``, AOTAutograd's graphs without
-        Inductor's decompositions, likewise; ``"tensorrt"``, those in torch-tensorrt's engines, for
-        inference; or a function ``(graph_module, example_inputs) -> callable`` that is given each
-        of the latter.
-    profile: what the cost model knows about links and kernels: a Profile, or one by name
-        (``"nvlink-4"``, ``"ethernet-25g"``), or by the path of a .json or .toml file; if None the
-        environment variable COMMPASS_PROFILE, else a default for the device.
-    strict: raise when a pass fails, instead of compiling the untouched graph with a warning.
-    dump: a folder into which rank 0 writes plan and graphs, for ``commpass explain`` and its kin;
-        if None the environment variable COMMPASS_DUMP.
-    timeout: seconds that ranks wait for each other's plans; if None the process groups' own
-        time-out. After 30 s a line says who is waited for.
+    Args:
+        policy: a preset by name, the path of a TOML file, or a Policy. The environment variables
+            COMMPASS_POLICY and COMMPASS=off take its place.
+        inner: what compiles the rewritten graphs. ``"inductor"``; ``"eager"``, the very graphs that
+            Inductor would get, run operator by operator; ``"aot_eager"``, AOTAutograd's graphs
+            without Inductor's decompositions, likewise; ``"tensorrt"``, those in torch-tensorrt's
+            engines, for inference; or a function ``(graph_module, example_inputs) -> callable``
+            that is given each of the latter.
+        profile: what the cost model knows about links and kernels: a Profile, or one by name
+            (``"nvlink-4"``, ``"ethernet-25g"``), or by the path of a .json or .toml file; if None
+            the environment variable COMMPASS_PROFILE, else a default for the device.
+        strict: raise when a pass fails, instead of compiling the untouched graph with a warning.
+        dump: a folder into which rank 0 writes plan and graphs, for ``commpass explain`` and its
+            kin; if None the environment variable COMMPASS_DUMP.
+        timeout: seconds that ranks wait for each other's plans; if None the process groups' own
+            time-out. After 30 s a line says who is waited for.
 
     Raises PolicyError for anything that is not known, with the nearest name that is.
     """

@@ -343,15 +343,19 @@ def start(file: str, options: Namespace) -> None:
     torchrun(["--standalone", f"--nproc-per-node={options.ranks}", file, *sys.argv[1:]])
 
 
+def join() -> None:
+    """Joins the ranks: before a model is built, since that may ask the others."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+
 def begin(options: Namespace, model: nn.Module) -> None:
-    """Joins the ranks, and says what is trained where."""
+    """Says what is trained where."""
     handler = RichHandler(
         console=console if RANK == 0 else Console(stderr=True), show_time=False, show_path=False
     )
     logging.basicConfig(format=f"rank {RANK}: %(message)s", handlers=[handler])
     logging.getLogger("commpass").setLevel(logging.INFO if RANK == 0 else logging.WARNING)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     millions = sum(weight.numel() for weight in model.parameters()) / 1e6
     console.print(
         f"{millions:.1f} million parameters on {options.ranks} ranks, policy {options.policy}",
@@ -377,6 +381,7 @@ def main(file: str, example: Example) -> None:
     if not STARTED:
         start(file, options)
         return
+    join()
     begin(options, example.build(options))
     mesh = init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("ranks",))
     texts = read_texts()

@@ -30,6 +30,7 @@ from common import (
     begin,
     check_options,
     console,
+    join,
     mean,
     read_texts,
     start,
@@ -191,6 +192,7 @@ def main(
     if not STARTED:
         start(file, options)
         return
+    join()
     begin(options, Transformer(options.layers, options.width))
     logging.getLogger("commpass").setLevel(logging.WARNING)  # each door would say a line of its own
     mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))

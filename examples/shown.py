@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from shlex import quote
 from statistics import median, quantiles
 
@@ -33,8 +36,17 @@ def report(runs: Mapping[str, Run], options: Namespace) -> None:
         "diff {0}/off {0}/on",
         "timeline {0}/on --measured {0}/on/" + TRACE + " -o timeline.html",
     ):
-        said = f"  commpass {command.format(quote(str(options.out)))}"
+        said = f"  {quote(program())} {command.format(quote(str(options.out)))}"
         console.print(said, style="bold", soft_wrap=True)
+
+
+def program() -> str:
+    """commpass as this shell finds it: by its path, where it is not on PATH."""
+    beside = Path(sys.executable).with_name("commpass")
+    if shutil.which("commpass") or not beside.exists():
+        return "commpass"
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
 def show_losses(runs: Mapping[str, Run], labels: Mapping[str, str], many: int) -> None:

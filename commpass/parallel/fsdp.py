@@ -232,9 +232,12 @@ def compress_fsdp(
 ) -> FSDPDoor:
     """Lets all that FSDP2 sends for a model go through a policy, and returns the door.
 
-    model: holds modules that ``torch.distributed.fsdp.fully_shard`` was called on; the root need
-    not be one. Call this after ``fully_shard``, on all ranks alike, before the first step.
-    The others: as in ``commpass.backend``.
+    Call it after ``fully_shard``, on all ranks alike, before the first step. The other arguments
+    are those of ``commpass.backend``.
+
+    Args:
+        model: holds modules that ``torch.distributed.fsdp.fully_shard`` was called on; the root
+            need not be one.
 
     In rules an all_gather of parameters has direction "forward" (backward's gather as well: it is
     the same exchange), a reduce_scatter of gradients "backward"; ``module`` is the name of the

@@ -68,13 +68,16 @@ def compress_pipeline(
     """Lets the stages of a pipeline send codes, as the policy allows: ``compress_pipeline(stage,
     "tahquant")``, before the first step of a schedule.
 
-    stages: a stage of ``torch.distributed.pipelining`` (``PipelineStage``, or what ``build_stage``
-    makes), or all those of this rank. Each is changed in place, and it alone.
-    policy, profile, dump: as in ``commpass.backend``. A site is one tensor that goes between two
-    stages, of kind ``send`` or ``recv``, in direction ``forward`` (an activation) or ``backward``
-    (its gradient); its module is ``stages.I``, the stage that sends the activation.
-    timeout: seconds that the ranks of two stages wait for each other's plans; the process group's
-    own time-out if None.
+    ``policy``, ``profile`` and ``dump`` are as in ``commpass.backend``. A site is one tensor that
+    goes between two stages, of kind ``send`` or ``recv``, in direction ``forward`` (an activation)
+    or ``backward`` (its gradient); its module is ``stages.I``, the stage that sends the activation.
+
+    Args:
+        stages: a stage of ``torch.distributed.pipelining`` (``PipelineStage``, or what
+            ``build_stage`` makes), or all those of this rank. Each is changed in place, and it
+            alone.
+        timeout: seconds that the ranks of two stages wait for each other's plans; if None the
+            process group's own time-out.
 
     All ranks of the pipeline call it, for all of its stages. Raises PolicyError for what is no
     stage, for one that is compressed already or has run, and for a policy that is not known. The

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,8 @@ COLOURS = {
     "exposed: the rank waits": "#ffffff",
 }
 EXPOSED = "exposed: the rank waits"
+TRAVELS = "exchange on a link"
+IN_TURNS = " (every other site darker)"
 RED = "#cc2222"
 DARKER = "#27684c"
 """Every other site's exchanges, so that neighbours are told apart."""
@@ -54,7 +57,7 @@ def kind(event: Event) -> str:
     if event.exposed:
         return EXPOSED
     if event.travels:
-        return "exchange on a link"
+        return TRAVELS
     if event.what == EXCHANGE:
         return "starting an exchange"
     return "compute" if event.what == COMPUTE else "encode, decode, sum"
@@ -79,7 +82,11 @@ def draw(pictures: Sequence[Picture]) -> Any:
     for axes, each, under in zip(plots, pictures, below, strict=True):
         _draw(axes, each, under)
     patches = [
-        Patch(facecolor=colour, edgecolor=RED if what == EXPOSED else colour, label=what)
+        Patch(
+            facecolor=colour,
+            edgecolor=RED if what == EXPOSED else colour,
+            label=what + IN_TURNS * (what == TRAVELS),
+        )
         for what, colour in COLOURS.items()
     ]
     patches[-1].set_hatch("////")
@@ -130,18 +137,24 @@ def labels(picture: Picture) -> Labels:
     need, found = LINE if upright else wide, list[tuple[float, str]]()
     for at, site, hop in known:
         if not found or (at - found[-1][0]) * room >= need:
-            found.append((at, f"{site} {hop}" if upright else f"{site}\n{hop}"))
-    tall = CHAR * max((len(text) for _, text in found), default=0) if upright else 2 * LINE
+            found.append((at, f"{site}{' ' if upright else chr(10)}{hop}".rstrip()))
+    rows = max((text.count("\n") + 1 for _, text in found), default=1)
+    tall = CHAR * max((len(text) for _, text in found), default=0) if upright else rows * LINE
     return Labels(tuple(found), upright, tall + 0.1)
 
 
 def _middles(exchanges: Iterable[Event]) -> list[tuple[float, str, str]]:
-    """Where each hop of each site is, in ms, its site and hop: chunks share one."""
+    """Where each hop of each site is, in ms, its site and hop: chunks share one. The only hop of a
+    site needs no name."""
     spans: dict[tuple[str, int], Span] = {}
     for event in exchanges:
         begin, end = spans.get((event.site, event.hop), (event.begin_us, event.end_us))
         spans[event.site, event.hop] = min(begin, event.begin_us), max(end, event.end_us)
-    return sorted(((b + e) / 2000, site, f"hop {hop}") for (site, hop), (b, e) in spans.items())
+    many = Counter(site for site, _ in spans)
+    return sorted(
+        ((b + e) / 2000, site, f"hop {hop}" * (many[site] > 1))
+        for (site, hop), (b, e) in spans.items()
+    )
 
 
 def svg(pictures: Sequence[Picture], prefix: str) -> str:

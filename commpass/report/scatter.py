@@ -119,7 +119,7 @@ def _label(
             label.remove()
         else:
             continue  # no place at all: the table has it
-        taken.append(text)
+        taken.append(text.padded(4, 0))  # names side by side do not read as one
 
 
 def _text_of(label: Any, renderer: Any) -> tuple[float, float, float, float]:

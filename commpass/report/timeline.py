@@ -46,7 +46,7 @@ class Shown:
         what = f"graph {self.dump.number}: {self.dump.plan.direction}"
         was = sum(site.unmoved_us for site in self.dump.plan.sites)
         moved = was > self.predicted.exposed_us + 0.5
-        before = f"; before moving {ms(was)} exposed" if moved else ""
+        before = f"; before moving {ms(was)} ms exposed" if moved else ""
         title = f"{what}, predicted: {said(self.predicted, before)}"
         both = [self.predicted, *([] if self.measured is None else [self.measured])]
         end = max(event.end_us for each in both for event in each.events)

@@ -12,15 +12,23 @@ import msgspec
 from commpass.errors import CommpassError
 from commpass.groups import is_first_rank
 from commpass.plan import Plan
+from commpass.policy import PRESETS
 from commpass.report import sent
 from commpass.report.patterns import Pattern, patterns
 from commpass.runtime.ledger import Entry, ledgers
+from commpass.runtime.record import plans
 from commpass.runtime.samples import Sampled
 from commpass.runtime.summary import many
 
 NOTHING = (
     "commpass has compiled nothing in this process: compile with torch.compile(model,"
-    " backend=commpass.backend(...)) and run a step, then ask again"
+    " backend=commpass.backend(...)), or open a door (compress_ddp, compress_fsdp), and run a step,"
+    " then ask again"
+)
+COMPARE = "is it faster? the same job with COMMPASS=off reports what is measured without commpass"
+ELSEWHERE = (
+    "not in this report: {} of exchanges that it does not follow (compress_pipeline, ssfusion,"
+    " commpass.rewrite, backends that are gone): commpass.plans() has them"
 )
 
 
@@ -99,10 +107,12 @@ class Totals:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What ``commpass.report()`` gives. ``print`` it, or take it as data."""
+    """What ``commpass.report()`` gives. ``print`` it, or take it as data. ``elsewhere`` is how many
+    plans of this process are of exchanges that it does not follow."""
 
     graphs: tuple[GraphReport, ...]
     plans: tuple[Plan, ...] = dataclasses.field(default=(), compare=False)
+    elsewhere: int = dataclasses.field(default=0, compare=False)
 
     @property
     def sites(self) -> tuple[SiteReport, ...]:
@@ -151,9 +161,12 @@ class Report:
         return found | {f"commpass/error/{name}": e for name, e in errors.items() if e is not None}
 
     def __str__(self) -> str:
+        many = f"{self.elsewhere} plan{'s' * (self.elsewhere != 1)}"
+        elsewhere = [ELSEWHERE.format(many)] if self.elsewhere else []
         if not self.graphs:
-            return NOTHING
-        return "\n".join([*self._head(), *_table(self._patterns()), *self._reasons()])
+            return "\n".join(elsewhere or [NOTHING])
+        told = [*self._head(), *_table(self._patterns()), *self._reasons()]
+        return "\n".join([*told, *elsewhere])
 
     __repr__ = __str__
 
@@ -172,6 +185,8 @@ class Report:
                 f"time: measured {all_of.measured_ms:.4g} ms, predicted {all_of.predicted_ms:.4g}"
                 f" ms, predicted without commpass {all_of.uncompressed_ms:.4g} ms"
             )
+            if all_of.compressed:
+                yield COMPARE
         yield (
             f"bytes: {all_of.bytes_plain:,} -> {all_of.bytes:,} handed to collectives,"
             f" {all_of.sent_plain:,} -> {all_of.sent:,} sent by this rank (each graph called once)"
@@ -192,11 +207,18 @@ class Report:
         yield from _counted("as it is", [(s, s.reason) for s in alone if s.codec == "none"])
         coded = [site for site in alone if site.codec != "none"]
         if coded and not any(each.watch for each in self.graphs):
-            yield "errors: not measured; Policy(watch=0.01) measures them on one call in a hundred"
+            yield f"errors: not measured; {self._watching()} measures them on one call in a hundred"
             return
         yield from _counted("not measured", [(s, s.unmeasured) for s in coded])
         unclear = [site for site in coded if site.unclear]
         yield from _counted("no relative error", [(s, UNCLEAR) for s in unclear])
+
+    def _watching(self) -> str:
+        """The policy in use, with ``watch``, as one writes it."""
+        names = {each.policy for each in self.graphs if each.sites}
+        if len(names) == 1 and (name := names.pop()) in PRESETS:
+            return f'Policy.from_preset("{name}", watch=0.01)'
+        return "watch=0.01 in the policy"
 
     def _patterns(self) -> list[tuple[Pattern, list[SiteReport]]]:
         """The sites by pattern, each with what is known of its sites."""
@@ -211,9 +233,11 @@ def report() -> Report:
     and of doors, whose exchanges are graphs too. Waits for nothing. Before anything was compiled
     it says so."""
     entries = [(book.policy, entry) for book in ledgers() for entry in book.entries]
+    followed = {id(entry.plan) for _, entry in entries}
     return Report(
         tuple(_graph(policy, entry) for policy, entry in entries),
         tuple(entry.plan for _, entry in entries),
+        sum(id(plan) not in followed for plan in plans()),
     )
 
 
@@ -225,9 +249,13 @@ def metrics() -> dict[str, float]:
 def log_metrics(to: Any, step: int) -> None:
     """Writes ``metrics()`` to a logger, under the number of a step.
 
-    to: a TensorBoard ``SummaryWriter`` (or what has ``add_scalar(name, number, step)``), a run of
-    Weights & Biases (``log(numbers, step=...)``), or a logger of Lightning's
-    (``log_metrics(numbers, step=...)``). Raises CommpassError for anything else.
+    Args:
+        to: a TensorBoard ``SummaryWriter`` (or what has ``add_scalar(name, number, step)``), a run
+            of Weights & Biases (``log(numbers, step=...)``), or a logger of Lightning's
+            (``log_metrics(numbers, step=...)``).
+        step: the number of the step.
+
+    Raises CommpassError for anything else.
     """
     numbers = metrics()
     if hasattr(to, "add_scalar"):

@@ -125,7 +125,7 @@ class Summary:
             f"policy {self.policy.name!r}: {many(len(self.plans), 'graph')},"
             f" {many(len(sites), 'site')},"
             f" {compressed} compressed; each graph run once: {before:,} bytes -> {after:,},"
-            f" predicted {plain:,.0f} us -> {predicted:,.0f} us"
+            f" collectives predicted {plain:,.0f} us -> {predicted:,.0f} us"
             + (f", {many(unknown, 'site')} of unknown size not counted" if unknown else "")
             + (f", {many(fallbacks, 'graph')} untouched" if fallbacks else "")
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,12 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-@pytest.mark.parametrize("script", ["train_tp", rarely("train_sp"), rarely("train_moe")])
+@pytest.mark.parametrize(
+    "script", ["train_tp", "train_hf", rarely("train_sp"), rarely("train_moe")]
+)
 def test_it_ends_with_steps_timed_in_turns_and_one_page(script, tmp_path):
+    if script == "train_hf":
+        pytest.importorskip("transformers")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", f"examples/{script}.py", f"--out={tmp_path}"]
     command += ["--steps=3", "--layers=1", "--width=64"]
@@ -36,6 +41,9 @@ def test_it_ends_with_steps_timed_in_turns_and_one_page(script, tmp_path):
             "forward",
             "backward",
         ]
+    # What it says to run is there: beside Python, where that is not on the path.
+    said = next(line for line in done.stdout.splitlines() if " explain " in line).split()
+    assert shutil.which(said[0]), said
     page = (tmp_path / "report.html").read_text()
     assert "balanced" in page
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")

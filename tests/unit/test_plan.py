@@ -217,6 +217,7 @@ def test_the_summary_of_a_model_says_what_it_could_not_count():
     assert (
         "2 sites, 2 compressed; each graph run once: 1,048,576 bytes -> 524,288" in summary.line()
     )
+    assert ", collectives predicted " in summary.line()  # not what the graphs take
     assert summary.line().endswith(", 1 site of unknown size not counted")
 
 

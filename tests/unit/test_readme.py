@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import commpass.parallel
 from commpass.policy import policy_named
 from commpass.report.breakeven import LEAST, even, profile_of
 from commpass.report.tables import size
@@ -33,6 +35,21 @@ def test_links_lead_somewhere(page):
         target = page.parent / name if name else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("room", [commpass, commpass.parallel], ids=lambda room: room.__name__)
+def test_the_reference_has_every_public_name(room):
+    headings = set(re.findall(r"heading: ([\w.]+)", (ROOT / "docs" / "api.md").read_text()))
+    names = {f"{room.__name__}.{name}" for name in room.__all__}
+    assert names - {"commpass.parallel"} <= headings
+
+
+def test_the_reference_shows_what_the_names_stand_for():
+    text = (ROOT / "docs" / "api.md").read_text()
+    for full, shown in re.findall(r"^::: ([\w.]+)\n    options: {heading: ([\w.]+)}$", text, re.M):
+        module, _, name = full.rpartition(".")
+        assert hasattr(import_module(module), name), full
+        assert name == shown.rpartition(".")[2], shown
 
 
 def said(name: str, gpus: bool, dtype: str) -> str:

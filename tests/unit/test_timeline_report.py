@@ -26,10 +26,10 @@ from commpass.passes import PASSES, Road, run
 from commpass.passes.timeline import timeline
 from commpass.report import timeline as timelines
 from commpass.report.cli import app
-from commpass.report.lanes import draw, labels
+from commpass.report.lanes import Picture, draw, labels
 from commpass.report.measured import measured
 from commpass.report.timeline import Shown
-from commpass.timeline import HOST, Timeline, union, without
+from commpass.timeline import HOST, Event, Timeline, union, without
 
 wait = ops.wait_tensor
 
@@ -228,6 +228,22 @@ def test_pictures_label_sites_and_hops(folder):
     (picture,) = Shown(one, one.timeline).pictures
     texts = [text.split() for _, text in labels(picture).texts]
     assert texts == [[site.name, "hop", hop] for site in one.plan for hop in ("0", "1")]
+
+
+def test_the_only_hop_of_a_site_has_no_name():
+    events = tuple(
+        Event(name=site, what="exchange", lane="tp", begin_us=begin, us=4000.0, site=site, hop=hop)
+        for site, begin, hop in (("a", 0.0, 0), ("b", 5000.0, 0), ("b", 9500.0, 1))
+    )
+    found = labels(Picture("", Timeline(events=events, us=14000.0), 14000.0))
+    assert [text for _, text in found.texts] == ["a", "b\nhop 0", "b\nhop 1"]
+
+
+def test_what_was_exposed_before_has_a_unit(folder):
+    (one,) = dump.read_run(folder)
+    sites = tuple(dataclasses.replace(site, unmoved_us=1e6) for site in one.plan.sites)
+    moved = dataclasses.replace(one, plan=dataclasses.replace(one.plan, sites=sites))
+    assert Shown(moved, moved.timeline).pictures[0].title.endswith(" ms exposed")
 
 
 def test_what_is_compared_has_one_axis(folder):

@@ -80,6 +80,36 @@ def test_before_anything_was_compiled_it_says_so(book):
     assert commpass.metrics()["commpass/graphs"] == 0
 
 
+def test_exchanges_that_it_does_not_follow_are_named(book, monkeypatch):
+    followed = entry(*layers(1))
+    made = [entry(*layers(1)).plan, followed.plan]  # such as that of a pipeline, and one of ours
+    monkeypatch.setattr(verdict, "plans", lambda: made)
+    book.entries.append(followed)
+    assert str(commpass.report()).splitlines()[-1].startswith("not in this report: 1 plan of")
+    book.entries.clear()
+    said = str(commpass.report())
+    assert said.startswith("not in this report: 2 plans of exchanges")
+    assert "compress_pipeline, ssfusion" in said
+    assert "compiled nothing" not in said
+
+
+def test_the_way_to_measure_errors_keeps_the_policy(book):
+    """Policy(watch=0.01) alone would be another policy, which compresses nothing."""
+    one = entry(*layers(1))
+    one.samples.share = 0.0
+    book.entries.append(one)
+    assert 'Policy.from_preset("balanced", watch=0.01)' in str(commpass.report())
+    book.policy = "custom"
+    assert "watch=0.01 in the policy measures them" in str(commpass.report())
+
+
+def test_it_says_how_to_see_whether_it_is_faster(book):
+    book.entries.append(entry(PlannedSite(**ALONE), took=[1e3]))
+    assert "COMMPASS=off" not in str(commpass.report())
+    book.entries.append(entry(*layers(1), took=[1e3]))
+    assert "COMMPASS=off" in str(commpass.report()).splitlines()[2]
+
+
 def test_sites_of_repeated_layers_are_one_line_with_their_errors(book):
     one = entry(*layers(32), PlannedSite(**ALONE), bound=0.05, took=[2500.0, 2400.0, 2600.0])
     one.samples.sites[0].add(1e-4, 1.0)
@@ -114,7 +144,7 @@ def test_it_says_why_sites_are_as_they_are_and_what_was_not_measured(book):
     assert "no relative error: 1 site, such as layers.1.mlp: " in str(commpass.report())
     assert commpass.report().sites[4].unclear == 1
     coded.samples.share = book.entries[0].samples.share = 0.0
-    assert "Policy(watch=0.01)" in str(commpass.report()).splitlines()[-1]
+    assert 'from_preset("balanced", watch=0.01)' in str(commpass.report()).splitlines()[-1]
 
 
 def test_why_no_time_is_known(book, monkeypatch):

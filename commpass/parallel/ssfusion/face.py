@@ -59,21 +59,26 @@ def ssfusion(
     rank, and whose gradients are means over ``group`` (None: all ranks) when ``backward()``
     returns; or a ``DistributedDataParallel``, which gets a comm hook, and whose group it is then.
 
-    density: the share of all gradient entries that is sent; bound: the least share of one gradient
-    that selection is thinned to.
-    selector: a sparse codec, such as ``"dgc"``, ``"topk"`` or ``"dgc(values=bf16)"``.
-    momentum: that of momentum correction, for plain SGD whose own momentum is 0; with 0 what is not
-    sent is added to the next gradient as it is. ``optimizer``, if given, is checked for that.
-    clip: the largest 2-norm of the mean of one gradient; that of each rank is held to ``clip /
-    sqrt(ranks)`` before it is accumulated.
-    warmup: steps in which the density falls from 25 % to the target; ``step``: how many steps were
-    done before, in a run that is resumed.
-    dense: a codec for what is sent whole, such as ``"bf16"``; its rounding is not made up for.
-    fuse, aware, interleave, offload: parts of the method that can be left out (see ``Settings``);
-    force: sparse even where dense is predicted to be as fast.
-    profile: the link, as in ``commpass.backend``; None measures it after ``profile_steps`` steps,
-    in which backward is measured and all is sent whole. With COMMPASS=off all is sent whole always.
-    dump: a folder for plans, as in ``commpass.backend``; each plan is a run of its own there.
+    ``fuse``, ``aware``, ``interleave`` and ``offload`` are parts of the method that can be left out
+    (see ``Settings``). With COMMPASS=off all is sent whole always.
+
+    Args:
+        density: the share of all gradient entries that is sent.
+        bound: the least share of one gradient that selection is thinned to.
+        selector: a sparse codec, such as ``"dgc"``, ``"topk"`` or ``"dgc(values=bf16)"``.
+        momentum: that of momentum correction, for plain SGD whose own momentum is 0; with 0 what is
+            not sent is added to the next gradient as it is.
+        optimizer: if given, is checked for that.
+        clip: the largest 2-norm of the mean of one gradient; that of each rank is held to ``clip /
+            sqrt(ranks)`` before it is accumulated.
+        warmup: steps in which the density falls from 25 % to the target.
+        step: how many steps were done before, in a run that is resumed.
+        dense: a codec for what is sent whole, such as ``"bf16"``; its rounding is not made up for.
+        force: sparse even where dense is predicted to be as fast.
+        profile: the link, as in ``commpass.backend``; None measures it after the first steps.
+        profile_steps: how many steps these are: backward is measured, and all is sent whole.
+        dump: a folder for plans, as in ``commpass.backend``; each plan is a run of its own there.
+        group: the ranks, for a plain module.
 
     Raises PolicyError for what cannot be, and PlanMismatch on all ranks if they differ.
     """
