@@ -72,7 +72,8 @@ def show_plans(run: Run) -> None:
         table = tables.plain_table("#", "module", "kind", "bytes", "wire", "codec", "algorithm")
         for number, site in enumerate(plan, 1):
             sizes = tables.size(site.bytes), tables.size(site.wire_bytes)
-            table.add_row(str(number), site.module, site.kind, *sizes, site.codec, site.algorithm)
+            how = (site.codec, site.algorithm) if site.compressed else ("left alone", "-")
+            table.add_row(str(number), site.module, site.kind, *sizes, *how)
         console.print(table, tables.reasons(plan.sites), "")
 
 

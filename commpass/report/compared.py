@@ -116,8 +116,9 @@ def differences(found: Sequence[Compared], *, every: bool) -> Iterator[Renderabl
             yield Text(f"\n{one.name}: 1 difference", style="bold")
             yield Text(f"only in {one.only_in} ({many} site{'s' * (many != 1)})")
             continue
-        many = len(one.rows)
-        yield Text(f"\n{one.name}: {many} difference{'s' * (many != 1)}", style="bold")
+        many, sites = len(one.rows), len({row.site for row in one.rows})
+        said = f"{many} difference{'s' * (many != 1)} in {sites} site{'s' * (sites != 1)}"
+        yield Text(f"\n{one.name}: {said}", style="bold")
         yield diff_table(one) if every else changes_table(one)
 
 

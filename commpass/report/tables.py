@@ -160,7 +160,7 @@ def exposed(sites: Sequence[PlannedSite], numbers: Sequence[int] | None = None) 
         if site.missed:
             missed.setdefault(site.missed, []).append((number, site))
     table = plain_table(
-        "exposed, predicted", "sites", "before moving", "why", folded=("sites", "why")
+        "exposed,\npredicted", "sites", "before\nmoving", "why", folded=("sites", "why")
     )
     for why, found in missed.items():
         us = [
@@ -260,7 +260,7 @@ WIDE = 10_000
 """What no table is wider than."""
 
 
-LEAST = 60
+LEAST = 40
 """Columns below which a table's own are a letter wide: the terminal folds such lines instead."""
 
 

@@ -30,9 +30,10 @@ WORDS = ("off", "on")
 
 def is_off() -> bool:
     """Whether commpass is switched off. Raises PolicyError for a word that is not known."""
-    word = os.environ.get(SWITCH) or "on"
+    given = os.environ.get(SWITCH) or "on"
+    word = given.lower()
     if word not in WORDS:
-        raise PolicyError(f"{SWITCH}={word}: must be off or on{nearest(word, WORDS)}")
+        raise PolicyError(f"{SWITCH}={given}: must be off or on{nearest(word, WORDS)}")
     return word == "off"
 
 

@@ -32,9 +32,10 @@ def doctor() -> tuple[int, dict[str, dict], str]:
     return result.exit_code, {row["what"]: row for row in json.loads(result.stdout)}, result.stderr
 
 
-def test_off_takes_the_place_of_every_policy_and_is_said_once(monkeypatch, caplog):
+@pytest.mark.parametrize("word", ["off", "OFF"])
+def test_off_takes_the_place_of_every_policy_and_is_said_once(word, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "commpass")
-    monkeypatch.setenv("COMMPASS", "off")
+    monkeypatch.setenv("COMMPASS", word)
     monkeypatch.setenv("COMMPASS_POLICY", "balanced")
     for given in ("aggressive", PRESETS["taco"], Policy(codecs="int8")):
         assert commpass.backend(given).policy is PRESETS["off"]
