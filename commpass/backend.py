@@ -56,7 +56,7 @@ from commpass.runtime.calls import Raising, before_each_call, boxed, named, stat
 from commpass.runtime.environment import dump_here, policy_here
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.owners import INFERENCE, Calls
-from commpass.runtime.samples import Sampled, Samples, label
+from commpass.runtime.samples import PLAIN, Sampled, Samples, label
 from commpass.runtime.summary import Summary
 from commpass.runtime.watch import Watch, Watched
 from commpass.tensorrt import Engines
@@ -512,7 +512,6 @@ def _samples(outcome: Outcome, share: float) -> Samples:
 
 
 SKIPPED = "the policy skips pass 'sample'"
-PLAIN = "it is sent as it is"
 TRAINS = (
     'inner="tensorrt" is for inference alone, and this call wants gradients: make it under'
     ' torch.inference_mode() or torch.no_grad(), or train with inner="inductor"'

@@ -55,6 +55,7 @@ MARK = "_commpass_compressed"
 """The attribute of a stage that is compressed."""
 ALONE = "the pipeline has one stage: nothing is sent"
 NO_EVENTS = "stages of a pipeline have no graph of their own"
+UNSEEN = "what stages of a pipeline send is not looked into"
 
 
 def compress_pipeline(
@@ -283,6 +284,7 @@ class Compressed:
     def _record(self, outcome: Outcome, profile: Profile) -> None:
         record.record(outcome)
         self.backend.summary.add(outcome.plan, trained=False)
+        self.backend.ledger.add(outcome.plan, UNSEEN)
         if self.backend.dump is not None:
             policy, run = self.backend.policy, self.backend.run
             timeline = Timeline(note=NO_EVENTS)

@@ -27,8 +27,8 @@ NOTHING = (
 )
 COMPARE = "is it faster? the same job with COMMPASS=off reports what is measured without commpass"
 ELSEWHERE = (
-    "not in this report: {} of exchanges that it does not follow (compress_pipeline, ssfusion,"
-    " commpass.rewrite, backends that are gone): commpass.plans() has them"
+    "not in this report: {} of exchanges that it does not follow (commpass.rewrite, calls by hand,"
+    " backends that are gone): commpass.plans() has them"
 )
 
 
@@ -234,6 +234,7 @@ def report() -> Report:
     it says so."""
     entries = [(book.policy, entry) for book in ledgers() for entry in book.entries]
     followed = {id(entry.plan) for _, entry in entries}
+    followed |= {id(plan) for book in ledgers() for plan in book.past}
     return Report(
         tuple(_graph(policy, entry) for policy, entry in entries),
         tuple(entry.plan for _, entry in entries),

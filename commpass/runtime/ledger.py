@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 
 from commpass.plan import Plan
-from commpass.runtime.samples import Sampled, Samples
+from commpass.runtime.samples import PLAIN, Sampled, Samples
 from commpass.runtime.watch import Watched
 
 
@@ -21,10 +21,23 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """The graphs of one backend, in the order in which they were compiled."""
+    """The graphs of one backend or door, in the order in which they were compiled. ``past`` are
+    plans that others took the place of."""
 
     policy: str
     entries: list[Entry] = field(default_factory=list)
+    past: list[Plan] = field(default_factory=list)
+
+    def add(self, plan: Plan, why: str) -> None:
+        """Adds exchanges of which nothing is measured, and why."""
+        sites = [Sampled(site, None, why if site.compressed else PLAIN) for site in plan.sites]
+        self.entries.append(Entry(plan, Samples(0.0, sites), None))
+
+    def replace(self, plan: Plan, why: str) -> None:
+        """As ``add``, in the place of all there was."""
+        self.past += [entry.plan for entry in self.entries]
+        self.entries.clear()
+        self.add(plan, why)
 
     @property
     def sampled(self) -> list[Sampled]:

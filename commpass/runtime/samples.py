@@ -97,6 +97,10 @@ MORE = (
 )
 
 
+PLAIN = "it is sent as it is"
+"""Why nothing is measured of a site that is left alone."""
+
+
 def label(site: PlannedSite) -> str:
     """A site in a few words: ``layers.0.mlp.down int8/two_shot``."""
     where = site.module or site.name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 
@@ -367,6 +368,35 @@ def test_evaluation_between_steps(ranks2: Ranks):
             torch.testing.assert_close(outputs[1], outputs[0].detach(), rtol=0, atol=0)
             torch.testing.assert_close(outputs[2], outputs[0], rtol=0, atol=0)
         torch.testing.assert_close(first, last, rtol=0, atol=0)
+
+
+def reported(policy):
+    gc.collect()  # models of other tests
+    before = commpass.report()
+    schedule, stages = pipeline("1F1B", policy)
+    step(schedule, stages, *data())
+    dist.barrier()
+    found = commpass.report()
+    assert found.elsewhere == before.elsewhere
+    return [
+        (site.kind, site.direction, site.codec, site.wire_bytes, site.unmeasured)
+        for graph in found.graphs[len(before.graphs) :]
+        for site in graph.sites
+    ]
+
+
+def test_what_stages_send_is_in_the_report(ranks2: Ranks):
+    first, last = ranks2.run(reported, forced())
+    assert [site[:3] for site in first] == [
+        ("send", "forward", "int8"),
+        ("recv", "backward", "int8"),
+    ]
+    assert [site[:3] for site in last] == [
+        ("recv", "forward", "int8"),
+        ("send", "backward", "int8"),
+    ]
+    assert first[0][3] == last[0][3] > 0
+    assert all("not looked into" in site[4] for site in (*first, *last))
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

@@ -669,6 +669,31 @@ def test_each_plan_is_a_run_of_its_own_in_the_dump(ranks2, tmp_path):
     assert "dgc(density=0.003)" in page.read_text()
 
 
+def reported() -> None:
+    """The plan in use alone, as one call of a graph; earlier ones are not counted as unknown."""
+    gc.collect()  # models of other tests
+    before = commpass.report()
+    model = net()
+    handle = ssfusion(model, **(FIXED | {"density": 0.003, "bound": 0.001}), warmup=4)
+    for step in range(6):
+        model(batch(step)).square().sum().backward()
+    found = commpass.report()
+    assert found.elsewhere == before.elsewhere
+    assert len(found.graphs) == len(before.graphs) + 1
+    (graph,) = (each for each in found.graphs if each.policy == "ssfusion")
+    plan = commpass.plans()[-1]
+    assert sum(site.wire_bytes for site in graph.sites) == sum(s.wire_bytes for s in plan.sites)
+    assert {site.unmeasured for site in graph.sites} == {
+        "what one step leaves out, later ones send"
+    }
+    assert "dgc(density=0.003)" in str(found)
+    del handle
+
+
+def test_it_is_in_the_report(ranks2):
+    ranks2.run(reported)
+
+
 def test_a_model_with_hooks_can_be_copied(ranks2):
     ranks2.run(check_copied)
 

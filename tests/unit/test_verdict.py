@@ -82,14 +82,14 @@ def test_before_anything_was_compiled_it_says_so(book):
 
 def test_exchanges_that_it_does_not_follow_are_named(book, monkeypatch):
     followed = entry(*layers(1))
-    made = [entry(*layers(1)).plan, followed.plan]  # such as that of a pipeline, and one of ours
+    made = [entry(*layers(1)).plan, followed.plan]  # such as that of a rewrite, and one of ours
     monkeypatch.setattr(verdict, "plans", lambda: made)
     book.entries.append(followed)
     assert str(commpass.report()).splitlines()[-1].startswith("not in this report: 1 plan of")
     book.entries.clear()
     said = str(commpass.report())
     assert said.startswith("not in this report: 2 plans of exchanges")
-    assert "compress_pipeline, ssfusion" in said
+    assert "commpass.rewrite, calls by hand" in said
     assert "compiled nothing" not in said
 
 

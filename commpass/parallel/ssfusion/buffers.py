@@ -25,6 +25,8 @@ class Tensor(Protocol):
     def select_us(self) -> float: ...
     @property
     def offload_us(self) -> float: ...
+    @property
+    def around_us(self) -> float: ...
 
 
 class Part(Protocol):
@@ -87,8 +89,9 @@ class Problem:
         )
 
     def end_us(self, buffers: Iterable[Exchanges]) -> float:
-        """When the last exchange ends: backward and selection one after the other, the CPU's
-        selections beside them, exchanges in order, none before all it sends is there."""
+        """When the last exchange ends: backward, selection and what is done around it one after the
+        other, the CPU's selections beside them, exchanges in order, none before all it sends is
+        there."""
         clock = aside = link = 0.0
         for buffer in buffers:
             early = {p.number for p in buffer.sent[: buffer.reduced] if p.dense}
@@ -97,7 +100,7 @@ class Problem:
             there: dict[int, float] = {}
             for part in buffer.sent:
                 each = self.gradients[part.number]
-                clock += each.backward_us
+                clock += each.backward_us + (0.0 if part.dense else each.around_us)
                 if part.offloaded:
                     aside = max(aside, clock) + each.offload_us
                 elif not part.dense:

@@ -3,6 +3,8 @@ first steps."""
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commpass.codecs.codec import accumulation_dtype
 from commpass.codecs.sparse import SparseCodec
 from commpass.costmodel import Link
 from commpass.costmodel.fit import Point, regions
 from commpass.costmodel.links import steps
-from commpass.parallel.ssfusion.memory import encoding
+from commpass.parallel.ssfusion.memory import Memory, encoding
+from commpass.parallel.ssfusion.messages import Part
 
 ops = torch.ops._c10d_functional
 REPEATS = 3
@@ -100,19 +104,65 @@ class Rate:
         return low + (high - low) * (entries - a) / (b - a)
 
 
-def selection(coder: SparseCodec, entries: Sequence[int], dtype: torch.dtype, device: Any) -> Rate:
-    """What selecting from rows of so many entries takes on a device."""
-    return _rate(encoding(coder, torch.device(device)), entries, dtype, device)
+def selection(
+    coder: SparseCodec, entries: Sequence[int], dtype: torch.dtype, device: Any, group: Any
+) -> Rate:
+    """What selecting from rows of so many entries takes on a device, on all ranks of a group at
+    once: those that share processors do so in a step as well."""
+    encode = encoding(coder, torch.device(device))
+    return _rate(lambda row: functools.partial(encode, row), entries, dtype, device, group)
 
 
-def by_the_cpu(coder: SparseCodec, entries: Sequence[int], dtype: torch.dtype, device: Any) -> Rate:
-    """The same by the CPU for a gradient on a device, copies there and back included."""
-    encode = encoding(coder, torch.device("cpu"))
-    return _rate(lambda row: encode(row.cpu()).to(device), entries, dtype, device)
+def aside(
+    coder: SparseCodec, entries: Sequence[int], dtype: torch.dtype, device: Any, group: Any
+) -> Rate:
+    """The same by a thread of the CPU beside the one that runs backward, which is as busy on a CPU;
+    for a gradient on another device, copies there and back included."""
+    encode, cpu = encoding(coder, torch.device("cpu")), torch.device("cpu")
+
+    def made(row: Tensor) -> Callable[[], object]:
+        if row.device != cpu:
+            return lambda: encode(row.cpu()).to(row.device)
+        return functools.partial(_both, *(functools.partial(encode, row.clone()) for _ in "12"))
+
+    return _rate(made, entries, dtype, device, group)
+
+
+def sparsifying(
+    coder: SparseCodec, entries: Sequence[int], dtype: torch.dtype, device: Any, group: Any
+) -> Rate:
+    """All that it takes to send gradients of so many entries sparse: to add one to what was not
+    sent, to select from it, and to add up what comes back from all ranks of a group."""
+    ranks = dist.get_world_size(group)
+
+    def made(row: Tensor) -> Callable[[], object]:
+        part = Part(row.numel(), row.dtype, coder)
+        memory = Memory(torch.zeros_like(row, dtype=accumulation_dtype(row.dtype)))
+        into = torch.empty_like(row)
+
+        def run() -> None:
+            memory.add(row)
+            wires = memory.select(coder, row.dtype, row.device).repeat(ranks, 1)
+            into.copy_((part.sum(wires) / ranks).view(into.shape))
+
+        return run
+
+    return _rate(made, entries, dtype, device, group)
+
+
+def _both(one: Callable[[], object], other: Callable[[], object]) -> None:
+    beside = threading.Thread(target=other)
+    beside.start()
+    one()
+    beside.join()
 
 
 def _rate(
-    call: Callable[[Tensor], Tensor], entries: Sequence[int], dtype: torch.dtype, device: Any
+    made: Callable[[Tensor], Callable[[], object]],
+    entries: Sequence[int],
+    dtype: torch.dtype,
+    device: Any,
+    group: Any,
 ) -> Rate:
     most = min(max(entries, default=SMALLEST), LARGEST)
     sizes = [SMALLEST]
@@ -120,18 +170,19 @@ def _rate(
         sizes.append(min(sizes[-1] * FACTOR, most))
     generator = torch.Generator().manual_seed(0)
     times = []
-    for size in sizes:
-        row = torch.randn((1, size), generator=generator).to(dtype).to(device)
-        call(row)
-        took = [_seconds(call, row, device) for _ in range(REPEATS)]
-        times.append(1e6 * min(took))
+    with torch.no_grad():
+        for size in sizes:
+            run = made(torch.randn((1, size), generator=generator).to(dtype).to(device))
+            run()
+            dist.barrier(group)
+            times.append(1e6 * median(_seconds(run, device) for _ in range(REPEATS)))
     return Rate(tuple(sizes), tuple(times))
 
 
-def _seconds(call: Callable[[Tensor], Any], x: Tensor, device: Any) -> float:
+def _seconds(call: Callable[[], object], device: Any) -> float:
     _settle(device)
     start = time.perf_counter()
-    call(x)
+    call()
     _settle(device)
     return time.perf_counter() - start
 
@@ -158,7 +209,7 @@ def link_of(group: Any, device: Any) -> Link:
             x = torch.zeros(size // 4, device=device)
             call(x)
             dist.barrier(group)
-            took = [_seconds(call, x, device) for _ in range(REPEATS)]
+            took = [_seconds(functools.partial(call, x), device) for _ in range(REPEATS)]
             slowest = torch.tensor([median(took)], dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
             messages, sent = steps(kind, ranks, size)

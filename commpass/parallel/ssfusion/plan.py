@@ -25,7 +25,8 @@ class Gradient:
     """The gradient of one parameter: ``entries`` of ``itemsize`` bytes. ``backward_us`` is how long
     backward takes from the one before to this one, ``select_us`` how long what runs backward then
     selects from it, ``offload_us`` how long a thread of the CPU does, copies there and back
-    included."""
+    included; ``around_us`` is what else it takes to send it sparse: to add it to what was not sent,
+    and to add up what comes back."""
 
     name: str
     entries: int
@@ -33,6 +34,7 @@ class Gradient:
     backward_us: float = 0.0
     select_us: float = 0.0
     offload_us: float = 0.0
+    around_us: float = 0.0
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from commpass.parallel.ssfusion import measure, recorded
 from commpass.parallel.ssfusion.messages import Part
 from commpass.parallel.ssfusion.options import Options
 from commpass.parallel.ssfusion.plan import FusionPlan, Gradient, Message, Sent, make, unmeasured
+from commpass.runtime import ledger
+
+UNSEEN = "what one step leaves out, later ones send"
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,13 @@ class Planner:
     measured: bool = False
     _select: measure.Rate | None = None
     _aside: measure.Rate | None = None
+    _sparse: measure.Rate | None = None
     _backward_us: list[float] = field(default_factory=list)
     _plans: dict[float, FusionPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.clock = measure.Clock(self.device)
+        self.ledger = ledger.opened("ssfusion")
 
     def measures(self, step: int) -> bool:
         """Whether a step is one of those that are measured."""
@@ -81,14 +86,18 @@ class Planner:
         found = []
         for number, each in enumerate(self.weights):
             entries = each.parameter.numel()
+            backward = self._backward_us[number] if self._backward_us else 0.0
+            rates = (self._select, self._aside, self._sparse)
+            select, aside, sparse = (rate.of(entries) if rate else 0.0 for rate in rates)
             found.append(
                 Gradient(
                     each.name,
                     entries,
                     each.parameter.dtype.itemsize,
-                    self._backward_us[number] if self._backward_us else 0.0,
-                    self._select.of(entries) if self._select else 0.0,
-                    self._aside.of(entries) if self._aside else 0.0,
+                    backward,
+                    select,
+                    aside,
+                    max(0.0, sparse - select),
                 )
             )
         return found
@@ -126,17 +135,16 @@ class Planner:
         sizes = [each.parameter.numel() for each in self.weights]
         coder = self.options.coder(self.options.settings.density)
         dtype = self.weights[0].parameter.dtype
-        select = measure.selection(coder, sizes, dtype, self.device)
-        aside = select
-        if self.device.type != "cpu":
-            aside = measure.by_the_cpu(coder, sizes, dtype, self.device)
-        us = [*self.clock.backward_us(len(sizes)), *select.us, *aside.us]
+        what = (coder, sizes, dtype, self.device, self.lane)
+        rates = [measure.selection(*what), measure.aside(*what), measure.sparsifying(*what)]
+        us = [*self.clock.backward_us(len(sizes)), *(each for rate in rates for each in rate.us)]
         mean = torch.tensor(us, dtype=torch.float64, device=self.device) / self.lane.size()
         dist.all_reduce(mean, group=self.lane)
         (*backward,) = (round(each, 1) for each in mean[: len(sizes)].tolist())
-        selected, offloaded = mean[len(sizes) :].view(2, -1).tolist()
-        self._select = measure.Rate(select.sizes, tuple(selected))
-        self._aside = measure.Rate(aside.sizes, tuple(offloaded))
+        means = mean[len(sizes) :].view(len(rates), -1).tolist()
+        self._select, self._aside, self._sparse = (
+            replace(rate, us=tuple(own)) for rate, own in zip(rates, means, strict=True)
+        )
         self.weights = [self.weights[number] for number in came]
         self._backward_us = [backward[number] for number in came]
         self._plans.clear()
@@ -148,7 +156,9 @@ class Planner:
         link = self.link or Link(0.0, 1.0)
         dense = self.options.dense
         group, device = self.group, self.device
-        recorded.keep(plan, names, parts, group, link, dense, device, self.profile, self.dump)
+        told = (group, link, dense, device, self.profile, self.dump)
+        made = recorded.keep(plan, names, parts, *told)
+        self.ledger.replace(made, UNSEEN)
 
 
 def agree(group: Any, mine: Any, what: str, need: str) -> None:

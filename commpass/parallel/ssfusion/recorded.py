@@ -39,7 +39,7 @@ def keep(
     device: torch.device,
     profile: str,
     dump: Path | None = None,
-) -> None:
+) -> Plan:
     """Records a plan of gradients ``names``, of whose messages ``parts`` are what is sent: a site
     for what goes in one message by one codec. Rank 0 writes it to the folder ``dump`` as a run of
     its own, since each plan takes the place of the one before. ``profile`` is the link's name."""
@@ -80,6 +80,7 @@ def keep(
     record.record(outcome)
     if dump is not None and groups.is_first_rank():
         record.write_dump(dump, uuid.uuid4().hex[:8], outcome, Timeline(note=NO_EVENTS))
+    return made
 
 
 def _site(
