@@ -169,6 +169,8 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones():
 BAD = [
     ({"share": 0}, "share=0"),
     ({"share": 1.0}, "share=1.0"),
+    ({"share": 0.0004}, "share=0.0004: must be from 0.001 to 0.999"),
+    ({"share": 0.9996}, "share=0.9996"),
     ({"by": "entropie"}, "did you mean 'entropy'"),
     ({"width": 100}, "width=100.*multiple of 128"),
     ({"width": -128}, "width=-128"),

@@ -38,6 +38,8 @@ def energy(tokens: Tensor) -> Tensor:
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {"entropy": entropy, "energy": energy}
 """From magnitudes ``|x|`` of tokens, at most 1, to what is compared."""
+LEAST = 0.001
+"""Of a share, and of what is left of it: a share is a fraction of whole numbers up to 1000."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,8 @@ def mixed(
     block. ``by`` says which tokens are in the share: those of highest ``entropy``, as TahQuant has
     it, or of highest ``energy``, which is our own and loses less where tokens differ in size.
     """
-    if not 0 < share < 1:
-        raise PolicyError(f"share={share}: must be above 0 and below 1, such as 0.8")
+    if not LEAST <= share <= 1 - LEAST:
+        raise PolicyError(f"share={share}: must be from {LEAST} to {1 - LEAST}, such as 0.8")
     if by not in SCORES:
         raise PolicyError(f"by={by!r}{nearest(by, SCORES)}")
     more, less = inner_codec(resolve, "high", high), inner_codec(resolve, "low", low)
@@ -159,5 +161,5 @@ def mixed(
     block = math.lcm(more.block, less.block)
     if width < 0 or width % block:
         raise PolicyError(f"width={width}: must be a multiple of {block}, or 0 for {block}")
-    fraction = Fraction(share).limit_denominator(1000)
+    fraction = Fraction(share).limit_denominator(round(1 / LEAST))
     return MixedCodec(spec, more, less, fraction, width or block, by)
