@@ -27,8 +27,8 @@ NOTHING = (
 )
 COMPARE = "is it faster? the same job with COMMPASS=off reports what is measured without commpass"
 ELSEWHERE = (
-    "not in this report: {} of exchanges that it does not follow (commpass.rewrite, calls by hand,"
-    " backends that are gone): commpass.plans() has them"
+    "not in this report: {} of commpass.rewrite, calls by hand and backends that are gone;"
+    " commpass.plans() has them"
 )
 
 
