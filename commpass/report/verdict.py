@@ -63,7 +63,8 @@ class SiteReport:
     @property
     def above(self) -> bool:
         """Whether an error was measured that is above the bound."""
-        return None not in (self.worst, self.max_error) and self.worst > self.max_error  # type: ignore[operator]
+        worst, bound = self.worst, self.max_error
+        return worst is not None and bound is not None and worst > bound
 
 
 @dataclass(frozen=True, kw_only=True)
