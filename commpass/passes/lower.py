@@ -101,7 +101,7 @@ def lower(
 
 def _fill_beside(node: fx.Node) -> None:
     """Zeros beside a flat tensor instead of a pad of it, which Inductor makes on a CPU value by
-    value: a quarter of the time for 6 million."""
+    value."""
     given: Any = node.args
     x, widths, *value = given
     made: Tensor = node.meta["val"]

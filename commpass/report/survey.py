@@ -85,12 +85,19 @@ def gradients(generator: torch.Generator) -> Tensor:
     return x
 
 
+def tokens(generator: torch.Generator) -> Tensor:
+    """Tokens of 256 Gaussian values, whose sizes differ by ``exp(N(0, 1))``."""
+    sizes = torch.exp(torch.randn(VALUES // 256, 1, generator=generator))
+    return sizes * torch.randn(VALUES // 256, 256, generator=generator)
+
+
 DATA: dict[str, Callable[[torch.Generator], Tensor]] = {
     "gaussian": gaussian,
     "laplace": laplace,
     "student": student,
     "outliers": outliers,
     "gradients": gradients,
+    "tokens": tokens,
 }
 
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import commpass
 from commpass.costmodel import Link
 from commpass.errors import PolicyError
 from commpass.parallel.ssfusion import ssfusion
 from commpass.parallel.ssfusion.buffers import Problem, cut_off, excluded, fused, offloaded
+from commpass.parallel.ssfusion.measure import Rate
 from commpass.parallel.ssfusion.memory import Memory, clipped
 from commpass.parallel.ssfusion.options import WARM_UP, Options, check_optimizer
 from commpass.parallel.ssfusion.plan import (
@@ -29,6 +31,7 @@ from commpass.parallel.ssfusion.plan import (
     thinned,
     unmeasured,
 )
+from commpass.parallel.ssfusion.planner import Planner, Weight
 
 LINK = Link(50.0, 0.125)
 CPU = torch.device("cpu")
@@ -148,6 +151,21 @@ def test_dense_where_the_link_is_fast_sparse_where_it_is_slow_and_forced_in_any_
     assert slow.end_us < slow.dense_us / 4
     assert make(model, 4, Link(1.0, 100.0), row_bytes, Settings(force=True)).sparse
     assert not make(model, 1, Link(1.0, 0.0125), row_bytes, Settings(force=True)).sparse
+
+
+def test_gradients_have_the_times_that_were_measured():
+    weights = [
+        Weight("w", nn.Parameter(torch.zeros(1000))),
+        Weight("b", nn.Parameter(torch.zeros(10))),
+    ]
+    planner = Planner(weights, Options(Settings()), None, None, torch.device("cpu"), None)
+    assert [each.around_us for each in planner.gradients()] == [0.0, 0.0]
+    planner._backward_us = [7.0, 8.0]
+    for name, us in (("_select", (1.0, 3.0)), ("_aside", (2.0, 9.0)), ("_sparse", (0.5, 10.0))):
+        setattr(planner, name, Rate((10, 1000), us))
+    w, b = planner.gradients()
+    assert (w.backward_us, w.select_us, w.offload_us, w.around_us) == (7.0, 3.0, 9.0, 7.0)
+    assert (b.backward_us, b.select_us, b.offload_us, b.around_us) == (8.0, 1.0, 2.0, 0.0)
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -38,6 +38,15 @@ def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
     ).to(dtype)
 
 
+def stays_within_its_bound(coder, x: torch.Tensor, back: torch.Tensor) -> None:
+    """The 2-norm of the error of a whole tensor; scaled, so that no square overflows."""
+    values, got = x.double().numpy(), back.double().numpy()
+    largest = np.abs(values).max(initial=0) or 1.0
+    floor = coder.floor(x.dtype) * math.sqrt(x.numel()) / largest
+    lost = np.linalg.norm((got - values) / largest)
+    assert lost <= coder.bound * np.linalg.norm(values / largest) * 1.01 + floor
+
+
 def features(
     tokens: int, width: int, seed: int = 0, wide: tuple[int, ...] = (3, 40)
 ) -> torch.Tensor:
@@ -322,13 +331,7 @@ def test_any_size_comes_back_and_what_is_not_finite_stays_so(numel, dtype, inner
     assert wire.payload.numel() == coder.wire_bytes(numel, dtype)
     back = coder.decode(wire, x)
     assert back.isfinite().all()
-    values, got = x.double().numpy(), back.double().numpy()
-    largest = np.abs(values).max(initial=0) or 1.0
-    floor = coder.floor(dtype) * math.sqrt(numel) / largest
-    assert (
-        np.linalg.norm((got - values) / largest)
-        <= coder.bound * np.linalg.norm(values / largest) * 1.01 + floor
-    )
+    stays_within_its_bound(coder, x, back)
     if numel:
         place = data.draw(st.integers(0, numel - 1))
         broken = x.clone()

@@ -24,7 +24,7 @@ def codecs(
     data: Annotated[
         str,
         typer.Option(
-            metavar="FILE.safetensors|gaussian|laplace|student|outliers|gradients",
+            metavar="FILE.safetensors|gaussian|laplace|student|outliers|gradients|tokens",
             help="What to encode.",
         ),
     ] = "gaussian",
