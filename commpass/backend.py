@@ -17,16 +17,19 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any, get_origin
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._dynamo.exc import ShortenTraceback
-from torch._guards import CompileContext
+from torch._guards import CompileContext, TracingContext, tracing
 
+from commpass import groups
 from commpass.annotate import open_scopes
 from commpass.costmodel import Profile
 from commpass.costmodel.files import digest as digest_of
@@ -38,7 +41,7 @@ from commpass.errors import (
     Unanswered,
     nearest,
 )
-from commpass.groups import is_first_rank
+from commpass.groups import is_first_rank, ready
 from commpass.lowering.repairs import repaired
 from commpass.passes import Outcome, Road
 from commpass.passes import run as run_passes
@@ -47,16 +50,29 @@ from commpass.passes.graph.direction import keep_metadata
 from commpass.passes.graph.marks import chunked
 from commpass.passes.graph.parse import describe_group, graph_modules, parse
 from commpass.passes.hidden import decided
+from commpass.passes.sample import RECEIVED, UNSEEN
 from commpass.passes.timeline import timeline, whole_us
 from commpass.paths import Places
+from commpass.plan import Plan
 from commpass.policy import Policy
 from commpass.runtime import agreement, ledger, record
-from commpass.runtime.board import greet
-from commpass.runtime.calls import Raising, before_each_call, boxed, named, state_for
+from commpass.runtime.board import Round, greet
+from commpass.runtime.budget import Check, Key, keys_of
+from commpass.runtime.calls import (
+    Raising,
+    before_each_call,
+    boxed,
+    callable_of,
+    named,
+    state_for,
+    with_more,
+)
+from commpass.runtime.checked import Built, Checked
 from commpass.runtime.environment import dump_here, policy_here
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.owners import INFERENCE, Calls
-from commpass.runtime.samples import PLAIN, Sampled, Samples, label
+from commpass.runtime.parts import can_compare
+from commpass.runtime.samples import MORE, PLAIN, Sampled, Samples, label
 from commpass.runtime.summary import Summary
 from commpass.runtime.watch import Watch, Watched
 from commpass.tensorrt import Engines
@@ -191,6 +207,23 @@ def _predicted_us(gm: fx.GraphModule, profile: Profile) -> float | None:
         return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One graph to compile: what ``Backend.compile`` is given, its profile, and torch's context of
+    the compilation, in which it can be compiled again."""
+
+    gm: fx.GraphModule
+    number: str
+    direction: str
+    calls: Calls
+    stateless: str | None
+    compile_graph: Compiler
+    decompositions: Callable[[], Any] | None
+    obstacle: str | None
+    profile: Profile
+    context: TracingContext | None
+
+
 class Backend:
     """A configured backend: call it as torch.compile does. Holds what its graphs have in common,
     and nothing else."""
@@ -210,6 +243,8 @@ class Backend:
         self.run = uuid.uuid4().hex[:8]
         self.graphs = self.resets = 0
         self.hidden: dict[tuple[Any, ...], bool] = {}  # as agreed on: a rank may compile alone
+        self.over: dict[tuple[Any, Key], str] = {}  # likewise: what is over its budget
+        self.checked: dict[tuple[Any, str], list[Checked]] = {}
         self.ledger = ledger.opened(policy.name)
         self.summary, self.watch = Summary(policy), Watch(self.ledger.facts)
         weakref.finalize(self, self.summary.report)
@@ -274,6 +309,8 @@ class Backend:
         """torch._dynamo.reset calls this: all will be compiled, and compared, anew."""
         self.resets += 1
         self.hidden.clear()
+        self.over.clear()
+        self.checked.clear()
 
     def _with_inductor(
         self,
@@ -295,7 +332,11 @@ class Backend:
             def compile_graph(gm: fx.GraphModule, more: Sequence[Any], pinned: bool) -> Any:
                 if self.inner == "eager":
                     return boxed(gm.forward)
-                with ordered() if pinned else nullcontext(), repaired():
+                with (
+                    ordered() if pinned else nullcontext(),
+                    repaired(),
+                    torch._inductor.config.patch(patches),  # as in here, when it is compiled again
+                ):
                     return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
 
             direction = "backward" if kwargs.get("is_backward") or calls.autograd else "forward"
@@ -357,19 +398,47 @@ class Backend:
     ) -> Any:
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and
         compiles it. ``obstacle`` says why nothing of it may be changed."""
-        profile = self.profile or default_here(meta.device_of(gm))
+        for other in self.checked.pop((calls.code, direction), ()):
+            other.leave()
+        job = Job(
+            gm=gm,
+            number=number,
+            direction=direction,
+            calls=calls,
+            stateless=stateless,
+            compile_graph=compile_graph,
+            decompositions=decompositions,
+            obstacle=obstacle,
+            profile=self.profile or default_here(meta.device_of(gm)),
+            context=TracingContext.try_get(),
+        )
+        made = self._build(job)
+        if isinstance(made, Raising):
+            return made
+        hook = functools.partial(self._check, number + direction)
+        if made.check.done:
+            return before_each_call(made.compiled, hook, made.function)
+        checked = Checked(made, functools.partial(self._rebuild, job))
+        self.checked.setdefault((calls.code, direction), []).append(checked)
+        return before_each_call(made.compiled, hook, checked)
+
+    def _build(self, job: Job, instead_of: Plan | None = None) -> Built | Raising:
+        """A graph as it is compiled now, of which nothing was changed yet; ``instead_of`` is the
+        plan that it had before."""
+        gm, number, direction = job.gm, job.number, job.direction
+        calls, profile = job.calls, job.profile
         policy = self.policy
         if self.inner not in LOOKS:
-            policy = dataclasses.replace(policy, watch=0.0)
+            policy = dataclasses.replace(policy, watch=0.0, check_calls=0)
         road = Road(
             gm=gm,
             direction=direction,
             policy=policy,
             profile=profile,
-            decompositions=decompositions,
-            stateless=stateless,
-            weights=calls.weights(gm, direction, stateless),
-            obstacle=obstacle,
+            decompositions=job.decompositions,
+            stateless=job.stateless,
+            weights=calls.weights(gm, direction, job.stateless),
+            obstacle=job.obstacle,
             kernels=self.inner == "inductor",
             hook=calls.hook,
             hidden=self.hidden,
@@ -385,7 +454,7 @@ class Backend:
         device = meta.device_of(gm)
         watched = is_first_rank() and device in ("cpu", "cuda") and self.inner == "inductor"
         plain_us = _predicted_us(gm, profile) if watched else None
-        outcome, mismatch = self._planned(road, number, watch)
+        outcome, mismatch, round = self._planned(road, job, watch)
         if outcome.error is not None:
             record.log.warning(
                 "%s graph %s compiled untouched: %s", direction, number, outcome.plan.fallback
@@ -395,9 +464,9 @@ class Backend:
             nodes["lowered"] = record.nodes_now(gm, outcome.plan.sites)
             if outcome.plan.fallback:
                 nodes["after"] = nodes["lowered"]
-        record.record(outcome)
+        record.record(outcome, instead_of)
         record.trace_graph(gm, f"{direction}_after")
-        self.summary.add(outcome.plan, trained=stateless != INFERENCE)
+        self.summary.add(outcome.plan, trained=job.stateless != INFERENCE, instead_of=instead_of)
         if calls.last and outcome.plan.changed:
             calls.last = False
             record.log.warning(LAST, calls.code.name, torch._dynamo.config.recompile_limit)
@@ -419,18 +488,53 @@ class Backend:
             calls.refers = True
         more = [kept.fake for kept in outcome.state]
         planned_us = _predicted_us(gm, profile) if plain_us is not None else None
-        compiled = compile_graph(gm, more, outcome.pinned or chunked(gm))
+        compiled = job.compile_graph(gm, more, outcome.pinned or chunked(gm))
         state = state_for(outcome.state, gm, calls, direction)
         graph = None
         if outcome.plan.sites and planned_us is not None and plain_us is not None:
             name, judged = f"{number} ({direction})", outcome.plan.changed and profile.measured
             graph = Watched(name, planned_us, plain_us, judged, device)
-        entry = ledger.Entry(outcome.plan, _samples(outcome, policy.watch), graph)
-        self.ledger.entries.append(entry)
-        around = functools.partial(self._around, entry=entry)
-        return before_each_call(
-            compiled, functools.partial(self._check, number + direction), state, around
-        )
+        samples = _samples(outcome, policy)
+        entry = ledger.Entry(outcome.plan, samples, graph)
+        self.ledger.put(entry, instead_of)
+        calls_checked = policy.check_calls if _is_compared(outcome.plan, round) else 0
+        check = Check(samples, round, calls_checked, self._patience(outcome.plan))
+        function = with_more(self._around(callable_of(compiled), entry), state)
+        strides = getattr(compiled, "output_strides", None)
+        return Built(compiled, function, check, strides, outcome)
+
+    def _rebuild(self, job: Job, built: Built, over: Mapping[Key, str]) -> Built | None:
+        """The graph compiled again without the sites that are ``over`` their budget; None where it
+        has none of them."""
+        outcome = built.outcome
+        self.over |= {(_place_of(job), key): why for key, why in over.items()}
+        names = self._excluded(job, outcome.plan)
+        if not names:
+            return None
+        if built.check.is_first:
+            for site in outcome.plan.sites:
+                if site.name in names:
+                    record.log.warning(OVER, label(site), site.kind, names[site.name], MORE)
+        plan = outcome.plan
+        outcome.restore("it is compiled again")
+        with torch.inference_mode(False), torch.no_grad(), tracing(job.context):
+            made = self._build(job, plan)
+        if isinstance(made, Raising):
+            raise made.error
+        return made
+
+    def _excluded(self, job: Job, plan: Plan) -> dict[str, str]:
+        """The compressed sites of a plan that are known to be over their budget, and why."""
+        rank = dist.get_rank() if ready() else 0
+        keys, place = keys_of(plan.sites, rank), _place_of(job)
+        found = {site.name: (place, keys[site.name]) for site in plan.compressed}
+        return {name: self.over[key] for name, key in found.items() if key in self.over}
+
+    def _patience(self, plan: Plan) -> float:
+        """Seconds to wait for what other ranks publish."""
+        some = (groups.group_named(name) for name in {site.group for site in plan.sites})
+        known = [group for group in some if group is not None]
+        return self.timeout or agreement.longest_timeout(known)
 
     def _around(self, function: Compiler, entry: ledger.Entry) -> Compiler:
         """A compiled graph, sampled, timed and named for profilers as its plan says."""
@@ -443,33 +547,40 @@ class Backend:
         return named(function, name, labels, entry.samples)
 
     def _planned(
-        self, road: Road, number: str, watch: Callable[[str, Road], None]
-    ) -> tuple[Outcome, PlanMismatch | None]:
-        """A graph at the end of the road, with a plan that was compared with the other ranks'.
-        Where one cannot carry out the same, it is the untouched graph (law 7)."""
-        outcome = run_passes(road, number, watch=watch, strict=self.strict)
+        self, road: Road, job: Job, watch: Callable[[str, Road], None]
+    ) -> tuple[Outcome, PlanMismatch | None, Round | None]:
+        """A graph at the end of the road, with a plan that was compared with the other ranks', and
+        the round in which it was. Where one cannot carry out the same, it is the untouched graph
+        (law 7)."""
+        number, excluded = job.number, dict[str, str]()
+        while True:
+            outcome = run_passes(road, number, watch=watch, strict=self.strict, excluded=excluded)
+            if not (more := self._excluded(job, outcome.plan)):
+                break
+            excluded |= more
+            outcome.restore("a site is left alone")
         plan, speaker = outcome.plan, self._speaker(road.profile)
         try:
             agreement.same_environment(self.timeout)
             ends = _ends(road.gm, outcome)
-            why = agreement.agree(plan, outcome.first, ends, speaker, self.timeout)
+            why, round = agreement.agree(plan, outcome.first, ends, speaker, self.timeout)
         except PlanMismatch as mismatch:
             outcome.restore(f"the ranks planned differently: {mismatch}")
-            return outcome, mismatch
+            return outcome, mismatch, None
         if why in (agreement.HIDDEN, agreement.OWN):
             record.log.info("graph %s is planned once more: %s", number, why)
             outcome.restore(why)
             less: dict[str, Any] = {"own": False}
             if why == agreement.HIDDEN:
                 less = {"hides": False} if road.hides else {"hidden": None}
-            return self._planned(dataclasses.replace(road, **less), number, watch)
+            return self._planned(dataclasses.replace(road, **less), job, watch)
         if why and not plan.fallback:
             outcome.restore(why)
             outcome.error = CommpassError(why)
         self.hidden |= decided(outcome.plan)
         for limit in outcome.limits:
             limit.hold()
-        return outcome, None
+        return outcome, None, round
 
     def _speaker(self, profile: Profile) -> agreement.Speaker:
         """Policy and profile by what they say, and not by their names."""
@@ -493,24 +604,35 @@ class Backend:
         self.summary.called(graph)
 
 
-def _samples(outcome: Outcome, share: float) -> Samples:
+def _samples(outcome: Outcome, policy: Policy) -> Samples:
     """The sites of a graph at the end of its road, as those of which errors may be measured."""
     bounds: Sequence[float | None] = [each.allowed.max_error for each in outcome.found]
+    forced = [each.allowed.force for each in outcome.found]
     if outcome.plan.fallback:
         bounds = [None] * len(outcome.plan.sites)
-    unseen = "watch is 0, or the graph is one that is not looked into" if not share else SKIPPED
-    other = outcome.plan.fallback or unseen
-    return Samples(
-        share,
-        [
-            Sampled(
-                site, bound, outcome.sampled.get(site.name, other if site.compressed else PLAIN)
-            )
-            for site, bound in zip(outcome.plan.sites, bounds, strict=True)
-        ],
-    )
+        forced = [False] * len(outcome.plan.sites)
+    skips = "sample" in policy.skip
+    other = outcome.plan.fallback or (SKIPPED if skips else UNSEEN)
+    rows = zip(outcome.plan.sites, bounds, forced, strict=True)
+    found = []
+    for site, bound, force in rows:
+        why = outcome.sampled.get(site.name, other if site.compressed else PLAIN)
+        checked = bound is not None and not force and why in ("", RECEIVED)
+        found.append(Sampled(site, bound, why, checked and site.compressed))
+    return Samples(policy.watch, found)
 
 
+def _is_compared(plan: Plan, round: Round | None) -> bool:
+    """Whether the ranks of a plan's groups compared it, or there are none that could."""
+    return round is not None or not any(can_compare(site.group) for site in plan.sites)
+
+
+def _place_of(job: Job) -> tuple[Any, ...]:
+    """What is compiled again for other inputs: the code of a graph. Hooks have a graph each."""
+    return (job.calls.code, job.direction, job.number if job.calls.hook else "")
+
+
+OVER = "%s (%s) is left alone from now on, on all ranks: %s. %s"
 SKIPPED = "the policy skips pass 'sample'"
 TRAINS = (
     'inner="tensorrt" is for inference alone, and this call wants gradients: make it under'

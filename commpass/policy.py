@@ -73,6 +73,7 @@ class Policy(Named):
     more_memory: float = 0.1
     leave_hidden: bool = True
     watch: float = 0.0
+    check_calls: int = 2
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -85,6 +86,11 @@ class Policy(Named):
             raise PolicyError(
                 f"watch={self.watch!r}: must be the share of steps on which errors are measured,"
                 " such as 0.01 for one in a hundred, and at most 1; 0 for none"
+            )
+        if self.check_calls < 0:
+            raise PolicyError(
+                f"check_calls={self.check_calls}: must be the number of first calls on which error"
+                " budgets are checked on real values, such as 2; 0 for none"
             )
         if self.group_bytes < 0:
             raise PolicyError(

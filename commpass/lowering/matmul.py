@@ -41,11 +41,14 @@ def name_of(product: Product) -> str:
 
 def compute(a: Tensor, b: Tensor, bias: Tensor | None, name: str) -> Tensor:
     product = named(name)
-    values = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
-    if product.activation == "relu":
-        values = torch.relu(values)
-    rows = values.reshape(product.rows, -1).to(torch.float32)
+    rows = values(a, b, bias, product).reshape(product.rows, -1).to(torch.float32)
     return product.codec.encode_rows(rows).contiguous()
+
+
+def values(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """What a product encodes: ``[m, n]`` in the operands' dtype."""
+    found = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
+    return torch.relu(found) if product.activation == "relu" else found
 
 
 def _shape(a: Tensor, b: Tensor, bias: Tensor | None, name: str) -> Tensor:

@@ -155,4 +155,4 @@ class Exchanges:
     @property
     def plans(self) -> list[Plan]:
         """The plan of each, in the order in which they first happened."""
-        return [each.plan for each in self.compiled.values()]
+        return [self.backend.ledger.current(each.plan) for each in self.compiled.values()]

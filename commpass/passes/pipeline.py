@@ -30,7 +30,7 @@ from commpass.passes.lower import lower
 from commpass.passes.move import move, with_exposure
 from commpass.passes.rewrite import rewrite
 from commpass.passes.road import Outcome, Road
-from commpass.passes.sample import sample
+from commpass.passes.sample import Given, given_to_products, sample, unsupported_reason
 from commpass.passes.simplify import simplify
 from commpass.passes.sizes import limits, with_limits
 from commpass.passes.verify import verify
@@ -111,11 +111,13 @@ def _choose(road: Road) -> Road:
 
 def _rewrite(road: Road) -> Road:
     state, given = rewrite(road.found, road.sites or (), road.decompositions)
-    return dataclasses.replace(road, state=state, given=given)
+    taken = {name: Given((value,)) for name, value in given.items()}
+    return dataclasses.replace(road, state=state, given=taken)
 
 
 def _fuse(road: Road) -> Road:
-    return dataclasses.replace(road, sites=fuse(road.gm, road.sites or (), road.profile))
+    sites = fuse(road.gm, road.sites or (), road.profile)
+    return dataclasses.replace(road, sites=sites, given=road.given | given_to_products(road.gm))
 
 
 def _lower(road: Road) -> Road:
@@ -136,9 +138,21 @@ def _verify(road: Road) -> Road:
 
 
 def _sample(road: Road) -> Road:
-    if not road.policy.watch:
+    checked = checked_sites(road)
+    if not road.policy.watch and not checked:
         return road
-    return dataclasses.replace(road, sampled=sample(road.gm, road.sites or (), road.given))
+    watched = bool(road.policy.watch)
+    why = sample(road.gm, road.sites or (), road.given, checked, others=watched)
+    return dataclasses.replace(road, sampled=why)
+
+
+def checked_sites(road: Road) -> frozenset[str]:
+    """The lossy sites whose budgets are checked on real values, by name."""
+    if not road.policy.check_calls:
+        return frozenset()
+    bounded = {each.site.name for each in road.found if each.allowed.max_error is not None}
+    sites = (site for site in road.sites or () if site.compressed and site.name in bounded)
+    return frozenset(site.name for site in sites if not unsupported_reason(site))
 
 
 PASSES: tuple[Pass, ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor, fx
+from torch import fx
 
 from commpass.costmodel import Profile
 from commpass.passes.candidates import Options
@@ -14,6 +14,7 @@ from commpass.passes.hidden import Known
 from commpass.passes.move import Moved
 from commpass.passes.references import UNKNOWN, Weights
 from commpass.passes.rewrite import StateInput
+from commpass.passes.sample import Given
 from commpass.passes.sizes import Limit
 from commpass.passes.template import Decompositions
 from commpass.plan import NOBODY, Grouped, Plan, PlannedSite, Simplification, Site, left_alone
@@ -29,8 +30,8 @@ class Road:
     ``hook`` says that it is the one exchange of a hook, which has many graphs like it.
     ``hidden`` says of sites that were compiled before whether they are hidden behind what is
     computed, and ``hides`` whether others may be found to be so: only where ranks agree on it.
-    ``own`` says whether rules may look for what this rank alone uses, likewise. ``given`` has the
-    fake values of what compressed sites take, by name; ``sampled`` says of
+    ``own`` says whether rules may look for what this rank alone uses, likewise. ``given`` has what
+    compressed sites encode, by name; ``sampled`` says of
     compressed sites, by name, why their real error is not measured; "" where it is."""
 
     gm: fx.GraphModule
@@ -55,7 +56,7 @@ class Road:
     own: bool = True
     limits: tuple[Limit, ...] = ()
     state: tuple[StateInput, ...] = ()
-    given: dict[str, Tensor] = field(default_factory=dict)
+    given: dict[str, Given] = field(default_factory=dict)
     moved: Moved = field(default_factory=Moved)
     sampled: dict[str, str] = field(default_factory=dict)
 

@@ -3,18 +3,22 @@
 needs: a graph without coded operators, its sites and their plan.
 gives: the same graph with one ``commpass::sample_`` for each site whose real error can be measured;
 of every other compressed site, why not.
-changes: nothing that is computed: only tensors that are there anyway are looked at. Inductor goes
-on to fuse whatever it fused before.
+changes: nothing that is computed. Where errors are sampled only tensors are looked at that are
+there anyway. Where the budget of a site is checked its values are written to memory, if they were
+not before; a product that its encode is fused with is computed again, on the calls that look.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from commpass.codecs import codec
+from commpass.lowering import matmul
 from commpass.passes.graph.costs import is_matmul
 from commpass.passes.graph.fakes import is_view
 from commpass.passes.graph.marks import MARK
@@ -26,15 +30,43 @@ LOSSLESS = "its codec loses nothing"
 STATE = "its codec keeps {}: what one step leaves out, later ones send"
 RECEIVED = "this rank only receives here"
 INSIDE = "its values are made inside of the kernel that encodes them"
+UNSEEN = "watch is 0, and its budget is not checked"
 EMPTY = torch.ops.aten.empty.memory_format
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a site encodes: the fake value itself, or those of two matrices, and a bias or None, of
+    which a ``product`` of ``lowering.matmul`` makes and encodes it."""
+
+    values: tuple[Tensor | None, ...]
+    product: str = ""
+
+
+def given_to_products(gm: fx.GraphModule) -> dict[str, Given]:
+    """What those sites encode whose matmul encodes its own result, by their names."""
+    return {
+        node.meta[MARK].site: Given(
+            tuple(each.meta["val"] if each is not None else None for each in node.args[:3]),
+            str(node.args[3]),
+        )
+        for _, module in graph_modules(gm)
+        for node in module.graph.find_nodes(op="call_function", target=matmul.MATMUL)
+    }
+
+
 def sample(
-    gm: fx.GraphModule, plan: Sequence[PlannedSite], given: Mapping[str, Tensor]
+    gm: fx.GraphModule,
+    plan: Sequence[PlannedSite],
+    given: Mapping[str, Given],
+    checked: Collection[str] = (),
+    *,
+    others: bool = True,
 ) -> dict[str, str]:
     """Puts the operator in front of what encodes, for each site where that can be done. ``given``
-    are the fake values of what the sites take, by name. Returns, by the name of each compressed
-    site, "" for these and for the others why not."""
+    is what the sites encode, ``checked`` are those whose budgets are checked, by name, and
+    ``others`` says whether the rest is sampled too. Returns, by the name of each compressed site,
+    "" for these and for the others why not."""
     nodes = {
         id(node.meta["val"]): node
         for _, module in graph_modules(gm)
@@ -45,20 +77,31 @@ def sample(
     for number, site in enumerate(plan):
         if not site.compressed:
             continue
-        why[site.name] = _obstacle(site)
+        why[site.name] = unsupported_reason(site)
+        check = site.name in checked
+        if not why[site.name] and not (check or others):
+            why[site.name] = UNSEEN
         if not why[site.name]:
-            x = nodes.get(id(given.get(site.name)))
-            takes = _takes(x, site.name) if x is not None else []
-            if x is None or not takes or not (site.lowering == "kernel" or _is_stored(x)):
+            its = given.get(site.name, Given(()))
+            taken = [nodes.get(id(value)) for value in its.values if value is not None]
+            takes = _takes(taken[0], site.name) if taken and taken[0] is not None else []
+            seen = check or (not its.product and _is_seen(taken, site))
+            if not takes or None in taken or not seen:
                 why[site.name] = INSIDE
             else:
-                _insert(x, min(takes), number)
+                _insert(its, nodes, min(takes), number)
     for _, module in graph_modules(gm):
         module.recompile()
     return why
 
 
-def _obstacle(site: PlannedSite) -> str:
+def _is_seen(taken: Sequence[fx.Node | None], site: PlannedSite) -> bool:
+    """Whether what a site encodes is in memory anyway."""
+    (x,) = taken
+    return x is not None and (site.lowering == "kernel" or _is_stored(x))
+
+
+def unsupported_reason(site: PlannedSite) -> str:
     """Why there is nothing to measure at a site; "" where there is."""
     coder = codec(site.codec)
     if coder.lossless:
@@ -83,21 +126,41 @@ def _is_stored(x: fx.Node) -> bool:
     return x.op == "placeholder" or called or is_matmul(x)
 
 
-def _insert(x: fx.Node, before: fx.Node, number: int) -> None:
-    """Looks at ``x`` where its site first takes it: what is written there later is not sent."""
-    held = x.meta["val"]
-    with x.graph.inserting_before(before):
+def _insert(its: Given, nodes: Mapping[int, fx.Node], before: fx.Node, number: int) -> None:
+    """Looks at what a site encodes where it first takes it: what is written there later is not
+    sent."""
+    given: Any = [nodes[id(value)] if value is not None else None for value in its.values]
+    held = given[0].meta["val"]
+    graph = before.graph
+    with graph.inserting_before(before):
         # An operator that gives and changes nothing would be dropped.
-        into = x.graph.call_function(EMPTY, ([1],), {"device": held.device})
+        into = graph.call_function(EMPTY, ([1],), {"device": held.device})
         into.meta["val"] = held.new_empty([1], dtype=torch.float32)
-        x.graph.call_function(torch.ops.commpass.sample_.default, (x, into, number))
+        if its.product:
+            args = (*given, into, number, its.product)
+            graph.call_function(torch.ops.commpass.sample_product_.default, args)
+        else:
+            graph.call_function(torch.ops.commpass.sample_.default, (*given, into, number))
+
+
+def _looking(x: Tensor) -> Any:
+    """Who samples this call, if anybody does; nobody can while a CUDA graph is recorded."""
+    look = now().sample
+    return None if x.is_cuda and torch.cuda.is_current_stream_capturing() else look
 
 
 def _sample(x: Tensor, into: Tensor, site: int) -> None:
-    """Hands what a site is given to who samples this call, if anybody does."""
-    look = now().sample
-    if look is not None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    """Hands what a site is given to who samples this call."""
+    if (look := _looking(x)) is not None:
         look(site, x)
+
+
+def _sample_product(
+    a: Tensor, b: Tensor, bias: Tensor | None, into: Tensor, site: int, product: str
+) -> None:
+    """As ``_sample``, of what a matmul gives that encodes it itself."""
+    if (look := _looking(a)) is not None:
+        look(site, matmul.values(a, b, bias, matmul.named(product)))
 
 
 def _nothing(*_: object) -> None: ...
@@ -106,4 +169,10 @@ def _nothing(*_: object) -> None: ...
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define("sample_(Tensor x, Tensor(a!) into, int site) -> ()")
 _library.impl("sample_", _sample, "CompositeExplicitAutograd")
-torch.library.register_fake("commpass::sample_", _nothing, lib=_library)
+_library.define(
+    "sample_product_(Tensor a, Tensor b, Tensor? bias, Tensor(a!) into, int site, str product)"
+    " -> ()"
+)
+_library.impl("sample_product_", _sample_product, "CompositeExplicitAutograd")
+for _name in ("sample_", "sample_product_"):
+    torch.library.register_fake(f"commpass::{_name}", _nothing, lib=_library)

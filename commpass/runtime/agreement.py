@@ -29,7 +29,16 @@ from commpass.errors import PlanMismatch, Unanswered
 from commpass.groups import ready, timeout_of
 from commpass.plan import NONE, Plan, Site, left_alone
 from commpass.runtime import differences
-from commpass.runtime.board import Board, History, Note, Now, Speaker, Statement, board
+from commpass.runtime.board import (
+    Board,
+    History,
+    Note,
+    Now,
+    Round,
+    Speaker,
+    Statement,
+    board,
+)
 from commpass.runtime.environment import difference
 from commpass.runtime.meeting import Meeting
 from commpass.runtime.parts import SEVERAL, Part, alike, parts
@@ -53,19 +62,19 @@ def agree(
     ends: Iterable[tuple[str, int | None]],
     speaker: Speaker,
     timeout_s: float | None = None,
-) -> str:
+) -> tuple[str, Round | None]:
     """Compares a plan with those of all ranks that it hangs together with.
 
     ``first`` are the graph's sites before anything was changed, ``ends`` the (group, peer) of its
     collectives. ``timeout_s``: seconds to wait for the others; None for the groups' own time-out.
-    Returns "" where the plan is to be carried out, HIDDEN, OWN, or why nobody may. Raises
-    PlanMismatch, on all of them, where ranks changed the same graph differently, and Unanswered
-    where one did not answer in time.
+    Returns "" where the plan is to be carried out, HIDDEN, OWN, or why nobody may; and the round in
+    which its changes were compared, if they were. Raises PlanMismatch, on all of them, where ranks
+    changed the same graph differently, and Unanswered where one did not answer in time.
     """
     first, ends = tuple(first), tuple(ends)
     mine = parts(plan, first, ends, speaker.digest)
     if not mine:
-        return ""
+        return "", None
     here = board()
     for part in mine:
         here.spoken.setdefault(part.where, set()).add(speaker.digest)
@@ -82,7 +91,7 @@ def agree(
         if part not in waiting and part not in settled:
             _say_nothing(here, part, pasts[part.key], plan, speaker)
     if not waiting:
-        return why
+        return why, None
     meeting = Meeting(here, waiting, pasts, plan, speaker, timeout_s or _timeout(waiting))
     try:
         verdict = _verdict(meeting)
@@ -94,7 +103,7 @@ def agree(
             f" was agreed on before with the ranks of {_names(settled)} goes on there. Compile on"
             " all ranks alike."
         )
-    return verdict or why
+    return verdict or why, None if verdict or settled else meeting.round()
 
 
 SETTINGS_S = 60.0

@@ -106,6 +106,15 @@ class Now:
         return said.policy if said is not None else ""
 
 
+@dataclass(frozen=True)
+class Round:
+    """A comparison of plans that ended well: a name that all of its ``ranks`` (global) have for
+    it."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
 ANY = "*"
 
 
@@ -181,6 +190,10 @@ class Board:
         """Says that this rank changes nothing any more in a group."""
         self.store.set(_place(self.nonce, key, "apart"), why)
 
+    def publish_errors(self, round: str, call: int, text: bytes) -> None:
+        """Publishes what this rank measured on a call of the graph whose plan a round compared."""
+        self.store.set(_place(self.nonce, f"errors/{round}", call), text)
+
     def show(self, key: str, number: int, plan: str) -> None:
         """Shows a plan to those who planned something else."""
         place = _place(self.nonce, key, f"{number}/plan")
@@ -223,6 +236,13 @@ class Board:
         """What ranks have said last in a group, by their nonces."""
         read = self.read({rank: _place(nonce, where, "now") for rank, nonce in places.items()})
         return {rank: msgspec.json.decode(raw, type=Now) for rank, raw in read.items()}
+
+    def errors(self, ranks: Sequence[int], round: str, call: int) -> dict[int, bytes]:
+        """What those of these ranks measured that have published it."""
+        nonces = self.nonces(ranks)
+        return self.read(
+            {rank: _place(nonce, f"errors/{round}", call) for rank, nonce in nonces.items()}
+        )
 
     def apart(self, places: dict[int, str], key: str) -> dict[int, str]:
         """The ranks that have left a group, with what they said."""

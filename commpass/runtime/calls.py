@@ -73,29 +73,31 @@ def state_of(
     return found
 
 
-def before_each_call(
-    compiled: Any,
-    hook: Callable[[], None],
-    more: Callable[[Sequence[Any]], list[Any]],
-    timed: Callable[[Compiler], Compiler] | None = None,
-) -> Any:
-    """The compiled function, with ``hook`` before each call and its last inputs from ``more``,
-    which is given the others; ``timed`` wraps what is then called. Inductor's object stays itself:
-    torch asks for its type."""
-    inner = getattr(compiled, "current_callable", None)
-    function = inner if inner is not None else compiled
-    hooked = _hooked(timed(function) if timed is not None else function, hook, more)
-    if inner is None:
-        return hooked
-    compiled.current_callable = hooked
+def callable_of(compiled: Any) -> Compiler:
+    """What a compiled graph calls: Inductor's object has it inside."""
+    inner: Compiler | None = getattr(compiled, "current_callable", None)
+    return inner if inner is not None else compiled
+
+
+def before_each_call(compiled: Any, hook: Callable[[], None], function: Compiler) -> Any:
+    """What calls ``hook``, then ``function``, in the place of a compiled graph. Inductor's object
+    stays itself: torch asks for its type."""
+
+    def run(inputs: list[Any]) -> Any:
+        hook()
+        return function(inputs)
+
+    run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]
+    if getattr(compiled, "current_callable", None) is None:
+        return run
+    compiled.current_callable = run
     return compiled
 
 
-def _hooked(
-    function: Compiler, hook: Callable[[], None], more: Callable[[Sequence[Any]], list[Any]]
-) -> Compiler:
+def with_more(function: Compiler, more: Callable[[Sequence[Any]], list[Any]]) -> Compiler:
+    """A function whose last inputs come from ``more``, which is given the others."""
+
     def run(inputs: list[Any]) -> Any:
-        hook()
         inputs.extend(more(inputs))
         return function(inputs)
 

@@ -33,6 +33,22 @@ class Ledger:
         sites = [Sampled(site, None, why if site.compressed else PLAIN) for site in plan.sites]
         self.entries.append(Entry(plan, Samples(0.0, sites), None))
 
+    def put(self, entry: Entry, instead_of: Plan | None = None) -> None:
+        """Adds a graph, or puts it in the place of the one that had this plan."""
+        places = [n for n, each in enumerate(self.entries) if each.plan is instead_of]
+        if places:
+            self.past.append(self.entries[places[0]].plan)
+            self.entries[places[0]] = entry
+        else:
+            self.entries.append(entry)
+
+    def current(self, plan: Plan) -> Plan:
+        """The plan that a graph has now, which had this one: another where it was compiled
+        again."""
+        name = (plan.graph, plan.direction)
+        plans = (entry.plan for entry in self.entries)
+        return next((each for each in plans if (each.graph, each.direction) == name), plan)
+
     def replace(self, plan: Plan, why: str) -> None:
         """As ``add``, in the place of all there was."""
         self.past += [entry.plan for entry in self.entries]

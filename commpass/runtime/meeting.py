@@ -13,6 +13,7 @@ from commpass.runtime.board import (
     Note,
     Notes,
     Now,
+    Round,
     Speaker,
     Statement,
     epoch,
@@ -175,6 +176,12 @@ class Meeting:
             and note.times > self.pasts[key].noted.get(note.outline, 0)
             and any(site == ANY or alike(site, each) for site in note.sites for each in own)
         ]
+
+    def round(self) -> Round:
+        """What all who compared have for a name of this, and who they are."""
+        ranks = {rank for _, members in self.halls.values() for rank in members}
+        key = min(self.halls)
+        return Round(f"{key}/{self.halls[key][0]}", tuple(sorted(ranks)))
 
     def missing(self, key: str) -> list[int]:
         """The ranks of a meeting that have said nothing yet."""

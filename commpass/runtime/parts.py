@@ -180,6 +180,11 @@ def _talking(name: str) -> Any:
     return group
 
 
+def can_compare(name: str) -> bool:
+    """Whether the ranks of a group can compare plans."""
+    return _talking(name) is not None
+
+
 def _numbered(sites: Sequence[Site], rank: int) -> list[tuple[tuple[int, int, int], int, Site]]:
     """(channel, the how many-th on it, site) of the ends of messages, channel by channel."""
     seen: dict[tuple[int, int, int], int] = {}

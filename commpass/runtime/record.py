@@ -37,25 +37,19 @@ def plans() -> list[Plan]:
     return list(_plans)
 
 
-def record(outcome: Outcome) -> None:
+def record(outcome: Outcome, instead_of: Plan | None = None) -> None:
     """Keeps a plan, counts it among torch's own counters
-    (``torch._dynamo.utils.counters["commpass"]``), and traces it."""
+    (``torch._dynamo.utils.counters["commpass"]``), and traces it. The plan that a graph had before
+    goes, and is not counted any more."""
     from torch._dynamo.utils import counters
     from torch._logging import trace_structured
 
-    plan = outcome.plan
-    _plans.append(plan)
-    counted = counters["commpass"]
-    counted["graphs"] += 1
-    counted["sites"] += len(plan.sites)
-    counted["compressed"] += len(plan.compressed)
-    counted["simplified"] += len(plan.simplified)
-    counted["grouped"] += sum(len(each.sites) for each in plan.grouped)
-    counted["split"] += len(plan.split)
-    counted["saved_bytes"] += sum(step.saved_bytes for step in plan.simplified)
+    plan, counted = outcome.plan, counters["commpass"]
+    place = next((n for n, each in enumerate(_plans) if each is instead_of), len(_plans))
+    _plans[place:] = [plan, *_plans[place + 1 :]]
+    for name, number in _counts(plan).items():
+        counted[name] += number - (_counts(instead_of)[name] if instead_of is not None else 0)
     counted["fallbacks"] += bool(plan.fallback) and outcome.error is not None
-    counted["bytes"] += sum(max(site.bytes, 0) for site in plan.sites)
-    counted["wire_bytes"] += wire_bytes(plan)
     counted["passes_us"] += int(sum(outcome.times_ms.values()) * 1e3)
     trace_structured(
         "artifact",
@@ -63,6 +57,21 @@ def record(outcome: Outcome) -> None:
         payload_fn=lambda: {"plan": msgspec.to_builtins(plan), "passes_ms": outcome.times_ms},
         expect_trace_id=False,
     )
+
+
+def _counts(plan: Plan) -> dict[str, int]:
+    """What is counted of a plan."""
+    return {
+        "graphs": 1,
+        "sites": len(plan.sites),
+        "compressed": len(plan.compressed),
+        "simplified": len(plan.simplified),
+        "grouped": sum(len(each.sites) for each in plan.grouped),
+        "split": len(plan.split),
+        "saved_bytes": sum(step.saved_bytes for step in plan.simplified),
+        "bytes": sum(max(site.bytes, 0) for site in plan.sites),
+        "wire_bytes": wire_bytes(plan),
+    }
 
 
 def trace_graph(gm: fx.GraphModule, name: str) -> None:

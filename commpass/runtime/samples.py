@@ -1,4 +1,5 @@
-"""The real error of compressed sites, measured on some calls of a graph (``Policy(watch=...)``).
+"""The real error of compressed sites, measured on some calls of a graph: on its first ones, where
+there is an error budget (``budget``), and on a share of all (``Policy(watch=...)``).
 
 What is measured is what the codec does to this rank's own values: ``|decode(encode(x)) - x| / |x|``
 of the tensor x that the site is given, in 2-norms. The plan's ``error`` and ``max_error`` are about
@@ -9,6 +10,7 @@ therefore told times the second over the first.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -27,6 +29,8 @@ log = logging.getLogger("commpass")
 
 SLICE = 1 << 22
 """Values that are encoded at a time: what is measured needs little memory."""
+CHECKED = 1 << 18
+"""Values of a site that are measured where its budget is checked: 64 pieces of 4,096."""
 
 
 def is_sampled(call: int, share: float) -> bool:
@@ -35,45 +39,92 @@ def is_sampled(call: int, share: float) -> bool:
     return math.floor(call * share) > math.floor((call - 1) * share)
 
 
+PIECES = 64
+"""Where a tensor is measured in part: from so many places, evenly apart."""
+BLOCK = 256
+"""Values of a block, of a codec that has none of its own."""
+SMALL = 0.01
+"""Share of the mean energy of a block below which the error of one is compared with that share: a
+block of next to nothing may be lost."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one call lost at a site of this rank: the relative root mean square ``error`` of its
+    result; the share of its non-zero values that are ``lost``, which became 0 or are off by as much
+    as they are; and the relative error of its ``worst`` block."""
+
+    error: float
+    lost: float
+    worst: float
+
+
 @torch.no_grad()
-def squares(coder: Codec, x: Tensor) -> Tensor:
-    """The squared 2-norms of what ``coder`` does to ``x`` and of ``x``: float64 ``[2]`` on its
-    device. Nobody waits for it."""
+def measure(coder: Codec, x: Tensor, most: int | None = None) -> Tensor:
+    """What ``coder`` does to ``x``: float64 ``[5]`` on its device, which nobody waits for. The
+    squared 2-norms of the error and of ``x``; how many values are not zero, and how many of those
+    are lost; the largest relative error of a block. With ``most``, of that many values of a larger
+    tensor, where the codec codes blocks by themselves."""
     row = x.detach().reshape(1, -1)
-    step = max(row.shape[1], 1)  # what others choose depends on all values
-    if isinstance(coder, (BlockCodec, CastCodec)) and coder.block <= SLICE:
-        step = SLICE - SLICE % coder.block
-    total = torch.zeros(2, dtype=torch.float64, device=x.device)
-    for part in row.split(step, dim=1):
+    blocks = isinstance(coder, (BlockCodec, CastCodec)) and coder.block <= SLICE
+    block = coder.block if blocks and coder.block > 1 else BLOCK
+    parts = _parts(row, block, most) if blocks else [row]  # what others choose depends on all
+    errors, energies, counts = [], [], []
+    for part in parts:
         decoded = coder.decode_rows(coder.encode_rows(part), part.shape[1], x.dtype)
-        lost = decoded.to(torch.float64) - part.to(torch.float64)
-        total += torch.stack([lost.square().sum(), part.to(torch.float64).square().sum()])
-    return total
+        had, lost = part.to(torch.float64), decoded.to(torch.float64) - part.to(torch.float64)
+        some = had != 0
+        counts.append(torch.stack([some.sum(), (some & (lost.abs() >= had.abs())).sum()]))
+        errors.append(_by_block(lost, block))
+        energies.append(_by_block(had, block))
+    error, energy, count = torch.cat(errors), torch.cat(energies), sum(counts, counts[0] * 0)
+    floor = energy.mean() * SMALL
+    worst = (error / torch.maximum(energy, floor)).nan_to_num(0.0, posinf=0.0).amax().sqrt()
+    return torch.stack([error.sum(), energy.sum(), *count.to(torch.float64), worst])
+
+
+def _parts(row: Tensor, block: int, most: int | None) -> list[Tensor]:
+    """A row in parts of whole blocks, or so many of its values."""
+    if most is None or row.shape[1] <= most:
+        return list(row.split(max(SLICE - SLICE % block, block), dim=1))
+    length = max(most // PIECES // block, 1) * block
+    last = (row.shape[1] - length) // block
+    starts = sorted({round(last * n / (PIECES - 1)) * block for n in range(PIECES)})
+    return [row[:, start : start + length] for start in starts]
+
+
+def _by_block(values: Tensor, block: int) -> Tensor:
+    """The sums of squares of the blocks of a row ``[1, n]``; of none, one of 0."""
+    short = -values.shape[1] % block if values.shape[1] else block
+    return torch.nn.functional.pad(values, (0, short)).reshape(-1, block).square().sum(1)
 
 
 @dataclass
 class Sampled:
     """What was measured of one site on this rank: relative errors of its result, as they would be
     with the error of what this rank encoded. ``why`` says why nothing is measured; "" otherwise.
-    ``bound`` is ``max_error`` as it holds there."""
+    ``bound`` is ``max_error`` as it holds there, and ``checked`` says that the first calls hold the
+    site to it; ``reading`` is that of the latest call, if there was something to measure."""
 
     site: PlannedSite
     bound: float | None
     why: str
+    checked: bool = False
     count: int = 0
     last: float = 0.0
     worst: float = 0.0
     total: float = 0.0
     unclear: int = 0
     warned: bool = False
+    reading: Reading | None = None
 
     @property
     def mean(self) -> float | None:
         """The mean over all samples; None before the first."""
         return self.total / self.count if self.count else None
 
-    def add(self, lost: float, had: float) -> None:
-        """Takes two squared norms. What is not finite, or zero everywhere, has no relative error:
+    def add(self, lost: float, had: float, values: float, gone: float, worst: float) -> None:
+        """Takes what was measured. What is not finite, or zero everywhere, has no relative error:
         it is counted."""
         if not (math.isfinite(lost) and math.isfinite(had) and had):
             self.unclear += 1
@@ -82,7 +133,11 @@ class Sampled:
         self.last = math.sqrt(lost / had) * (self.site.error / one if one else 1.0)
         self.worst, self.total = max(self.worst, self.last), self.total + self.last
         self.count += 1
-        if self.bound is not None and self.last > self.bound and not self.warned:
+        self.reading = Reading(self.last, gone / values, worst)
+
+    def warn(self) -> None:
+        """Says once that the error is above the bound."""
+        if self.count and self.bound is not None and self.last > self.bound and not self.warned:
             self.warned = True
             log.warning(ABOVE, label(self.site), self.site.kind, self.last, self.bound, MORE)
 
@@ -110,38 +165,45 @@ def label(site: PlannedSite) -> str:
 @dataclass
 class Samples:
     """The sites of one graph, in the order of its plan, and what was measured of them. ``share``
-    is the policy's ``watch``."""
+    is the policy's ``watch``. While ``checking``, ``CHECKED`` values of each site are measured as
+    well, and what is above its bound is for others to say."""
 
     share: float
     sites: list[Sampled] = field(default_factory=list)
     calls: int = 0
+    checking: bool = False
     _waiting: list[tuple[int, Tensor, Any]] = field(default_factory=list)
 
     def look(self) -> Callable[[int, Tensor], None] | None:
         """Counts a call. Returns what its sites are to be handed to, if it is sampled."""
         call, self.calls = self.calls, self.calls + 1
-        if not self.share or not any(not each.why for each in self.sites):
+        if not any(not each.why for each in self.sites):
             return None
         self.settle()
-        return self._take if is_sampled(call, self.share) else None
+        if self.share and is_sampled(call, self.share):
+            return self._take
+        return functools.partial(self._take, most=CHECKED) if self.checking else None
 
-    def _take(self, number: int, x: Tensor) -> None:
-        found = squares(codec(self.sites[number].site.codec), x)
+    def _take(self, number: int, x: Tensor, most: int | None = None) -> None:
+        found = measure(codec(self.sites[number].site.codec), x, most)
         event = None
         if found.is_cuda:  # read when it has come, so that nothing waits
             module = torch.get_device_module(found.device)
-            host = torch.empty(2, dtype=torch.float64, pin_memory=True)
+            host = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
             found, event = host.copy_(found, non_blocking=True), module.Event()
             event.record()
         self._waiting.append((number, found, event))
         self.settle()
 
-    def settle(self) -> None:
-        """Reads what has been measured by now."""
+    def settle(self, *, wait: bool = False) -> None:
+        """Reads what has been measured by now, or waits for all."""
         waiting, self._waiting = self._waiting, []
         for number, found, event in waiting:
+            if wait and event is not None:
+                event.synchronize()
             if event is None or event.query():
-                lost, had = found.tolist()
-                self.sites[number].add(lost, had)
+                self.sites[number].add(*found.tolist())
+                if not self.checking:
+                    self.sites[number].warn()
             else:
                 self._waiting.append((number, found, event))

@@ -47,9 +47,13 @@ class Summary:
         self.warned: set[int] = set()
         self.speaks = True
 
-    def add(self, plan: Plan, *, trained: bool) -> None:
-        """Takes a graph's plan. ``trained`` says whether there is a backward of it, which may be
-        compiled only when it runs."""
+    def add(self, plan: Plan, *, trained: bool, instead_of: Plan | None = None) -> None:
+        """Takes a graph's plan, or that of one which was compiled again. ``trained`` says whether
+        there is a backward of it, which may be compiled only when it runs."""
+        for place, each in enumerate(self.plans):
+            if each is instead_of:
+                self.plans[place] = plan
+                return
         self.plans.append(plan)
         if trained:
             self.trained.add(plan.graph)

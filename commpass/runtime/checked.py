@@ -1,0 +1,111 @@
+"""A compiled graph whose error budget is checked on its first calls, and which is compiled anew
+where a site turns out to be over it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commpass.passes import Outcome
+from commpass.runtime.budget import Check, Key
+
+Function = Callable[[list[Any]], Any]
+Rebuild = Callable[["Built", Mapping[Key, str]], "Built | None"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A graph as it is compiled now: what compiled it gave ``compiled``; ``function`` is what is
+    called with its inputs. ``strides`` are Inductor's, of its outputs, where it says them."""
+
+    compiled: Any
+    function: Function
+    check: Check
+    strides: Any
+    outcome: Outcome
+
+
+class Checked:
+    """Calls a graph, and holds it to its budget.
+
+    ``rebuild`` is given the sites that are over their budget, with the reasons. It compiles the
+    graph without them, or returns None where none of them is in this graph.
+    """
+
+    _boxed_call = True
+
+    def __init__(self, built: Built, rebuild: Rebuild):
+        self.built = built
+        self.rebuild: Rebuild | None = rebuild
+        self.strides = built.strides
+        self.found: tuple[tuple[int, ...] | None, ...] = ()
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        if self.rebuild is None:
+            return self.built.function(inputs)
+        self.settle()
+        check = self.built.check
+        check.begin()
+        try:
+            outputs = self.built.function(inputs)
+        finally:
+            check.end()
+        if self.strides is not None and not self.found:
+            self.found = tuple(x.stride() if isinstance(x, Tensor) else None for x in outputs)
+        return outputs
+
+    def settle(self) -> None:
+        """Compares the readings of the latest call with those of all ranks, and compiles anew if
+        that says so."""
+        if self.rebuild is None:
+            return
+        if over := self.built.check.collect():
+            made = self.rebuild(self.built, over)
+            if made is not None:
+                self.built = _with_strides(made, self.strides, self.found)
+        if self.built.check.done:
+            self.rebuild = None  # and with it the graph that it was compiled from
+
+    def leave(self) -> None:
+        """Ends the check: the same code is compiled for other inputs, and other ranks may not call
+        this graph as often as this one."""
+        if self.rebuild is not None:
+            self.settle()
+            self.built.check.leave()
+            self.rebuild = None
+
+
+def _with_strides(built: Built, wanted: Any, found: Sequence[tuple[int, ...] | None]) -> Built:
+    """A graph whose outputs lie in memory as they did before: what was compiled for them (the
+    backward graph, say) takes that for granted. ``wanted`` are Inductor's strides, maybe symbolic,
+    and ``found`` those of a call."""
+    if wanted is None or built.strides is None or list(wanted) == list(built.strides):
+        return built
+    differing = {
+        number: (before, found[number])
+        for number, (before, now) in enumerate(zip(wanted, built.strides, strict=True))
+        if before is not None and before != now
+    }
+
+    def run(inputs: list[Any]) -> Any:
+        outputs = list(built.function(inputs))
+        for number, (strides, example) in differing.items():
+            outputs[number] = _laid_out(outputs[number], strides, example or ())
+        return tuple(outputs)
+
+    return dataclasses.replace(built, function=run)
+
+
+def _laid_out(x: Tensor, strides: Sequence[str], example: Sequence[int]) -> Tensor:
+    """The same values with these strides; where those are symbolic, with dimensions in the order in
+    memory of an example."""
+    if all(stride.isdigit() for stride in map(str, strides)):
+        exact = [int(stride) for stride in strides]
+        return torch.empty_strided(x.shape, exact, dtype=x.dtype, device=x.device).copy_(x)
+    order = sorted(range(x.dim()), key=lambda dim: -example[dim])
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
