@@ -11,12 +11,12 @@ import copy
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import fx
 
 from commpass.passes.allowed import allow, matched, still_allowed
-from commpass.passes.candidates import scoring
+from commpass.passes.candidates import Options, scoring
 from commpass.passes.choose import choose
 from commpass.passes.chunk import chunk
 from commpass.passes.contract import Contracts, Pass
@@ -85,9 +85,28 @@ def _chunk(road: Road) -> Road:
 
 
 def _candidates(road: Road) -> Road:
-    scored = scoring(road.profile, road.policy.reassociate)
-    options = tuple(scored(each.site, each.allowed) for each in road.found)
-    return dataclasses.replace(road, options=options)
+    scored, excluded = scoring(road.profile, road.policy.reassociate), _with_parts(road)
+
+    def options(each: GraphSite) -> Options:
+        why = excluded.get(each.site.name)
+        site = each.site if why is None else dataclasses.replace(each.site, obstacle=why)
+        return scored(site, each.allowed)
+
+    return dataclasses.replace(road, options=tuple(map(options, road.found)))
+
+
+def _with_parts(road: Road) -> dict[str, str]:
+    """What is excluded, with the sites that excluded ones are grouped or split into. Chunks of one
+    collective are excluded together."""
+    excluded = dict(road.excluded)
+    for fusion in road.grouped:
+        if (name := next((name for name in fusion.sites if name in excluded), None)) is not None:
+            excluded.setdefault(fusion.into, excluded[name])
+    for split in road.chunked.done:
+        names = (split.site, *split.into)
+        if (name := next((name for name in names if name in excluded), None)) is not None:
+            excluded |= {part: excluded.get(part, excluded[name]) for part in split.into}
+    return excluded
 
 
 def _choose(road: Road) -> Road:
@@ -221,10 +240,14 @@ def run(
     watch: Watch | None = None,
     *,
     strict: bool = False,
+    excluded: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Takes a graph along the road, in place. All or nothing: if a pass fails, the graph is the
     untouched one again. ``watch`` is called with the name of each pass that has run. ``strict``
-    checks after each pass what it promises: a promise that is not kept is a failure."""
+    checks after each pass what it promises: a promise that is not kept is a failure. ``excluded``
+    are reasons, by the names of sites in a plan of the same untouched graph: those are left alone
+    with them."""
+    road = dataclasses.replace(road, excluded=dict(excluded or {}))
     outcome = Outcome(
         Plan(
             graph=graph,
@@ -282,4 +305,14 @@ def _copies(road: Road) -> dict[fx.GraphModule, fx.Graph]:
     """Copies of the graphs, where there is anything that could be changed."""
     if not road.found:
         return {}
-    return {module: copy.deepcopy(module.graph) for _, module in graph_modules(road.gm)}
+    return {module: _copy(module.graph) for _, module in graph_modules(road.gm)}
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    """A copy in which new nodes get the names that they would get in the graph itself: plans name
+    their sites by them."""
+    copied = copy.deepcopy(graph)
+    names, known = copied._graph_namespace, graph._graph_namespace
+    names._used_names |= known._used_names
+    names._base_count |= known._base_count
+    return copied

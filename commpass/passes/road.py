@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -25,7 +26,8 @@ from commpass.policy import Policy
 class Road:
     """A graph on its way: what goes in, and what the passes have found and chosen so far.
     ``stateless`` and ``weights`` say which of its collectives may keep state, as in ``discover``;
-    ``obstacle`` says why none of its collectives may be changed, whatever the policy says;
+    ``obstacle`` says why none of its collectives may be changed, whatever the policy says, and
+    ``excluded`` why single sites are left alone, by the names that they have in the plan;
     ``kernels`` whether Inductor compiles it, which can then compile what sites share as well.
     ``hook`` says that it is the one exchange of a hook, which has many graphs like it.
     ``hidden`` says of sites that were compiled before whether they are hidden behind what is
@@ -49,6 +51,7 @@ class Road:
     stateless: str | None = NOBODY
     weights: Weights = UNKNOWN
     obstacle: str | None = None
+    excluded: Mapping[str, str] = field(default_factory=dict)
     kernels: bool = False
     hook: bool = False
     hidden: Known | None = None
