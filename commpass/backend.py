@@ -244,7 +244,7 @@ class Backend:
         self.graphs = self.resets = 0
         self.hidden: dict[tuple[Any, ...], bool] = {}  # as agreed on: a rank may compile alone
         self.over: dict[tuple[Any, Key], str] = {}  # likewise: what is over its budget
-        self.checked: dict[tuple[Any, str], list[Checked]] = {}
+        self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
         self.ledger = ledger.opened(policy.name)
         self.summary, self.watch = Summary(policy), Watch(self.ledger.facts)
         weakref.finalize(self, self.summary.report)
@@ -398,8 +398,6 @@ class Backend:
     ) -> Any:
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and
         compiles it. ``obstacle`` says why nothing of it may be changed."""
-        for other in self.checked.pop((calls.code, direction), ()):
-            other.leave()
         job = Job(
             gm=gm,
             number=number,
@@ -412,6 +410,8 @@ class Backend:
             profile=self.profile or default_here(meta.device_of(gm)),
             context=TracingContext.try_get(),
         )
+        for other in list(self.checked.pop(_place_of(job), ())):
+            other.leave()
         made = self._build(job)
         if isinstance(made, Raising):
             return made
@@ -419,7 +419,7 @@ class Backend:
         if made.check.done:
             return before_each_call(made.compiled, hook, made.function)
         checked = Checked(made, functools.partial(self._rebuild, job))
-        self.checked.setdefault((calls.code, direction), []).append(checked)
+        self.checked.setdefault(_place_of(job), weakref.WeakSet()).add(checked)
         return before_each_call(made.compiled, hook, checked)
 
     def _build(self, job: Job, instead_of: Plan | None = None) -> Built | Raising:
@@ -494,7 +494,7 @@ class Backend:
         if outcome.plan.sites and planned_us is not None and plain_us is not None:
             name, judged = f"{number} ({direction})", outcome.plan.changed and profile.measured
             graph = Watched(name, planned_us, plain_us, judged, device)
-        samples = _samples(outcome, policy)
+        samples = _samples(outcome, policy, self.inner in LOOKS)
         entry = ledger.Entry(outcome.plan, samples, graph)
         self.ledger.put(entry, instead_of)
         calls_checked = policy.check_calls if _is_compared(outcome.plan, round) else 0
@@ -604,15 +604,16 @@ class Backend:
         self.summary.called(graph)
 
 
-def _samples(outcome: Outcome, policy: Policy) -> Samples:
-    """The sites of a graph at the end of its road, as those of which errors may be measured."""
+def _samples(outcome: Outcome, policy: Policy, known: bool) -> Samples:
+    """The sites of a graph at the end of its road, as those of which errors may be measured.
+    ``known``: what compiles it knows the operator by which they are."""
     bounds: Sequence[float | None] = [each.allowed.max_error for each in outcome.found]
     forced = [each.allowed.force for each in outcome.found]
     if outcome.plan.fallback:
         bounds = [None] * len(outcome.plan.sites)
         forced = [False] * len(outcome.plan.sites)
-    skips = "sample" in policy.skip
-    other = outcome.plan.fallback or (SKIPPED if skips else UNSEEN)
+    unseen = SKIPPED if "sample" in policy.skip else UNSEEN if known else UNKNOWN
+    other = outcome.plan.fallback or unseen
     rows = zip(outcome.plan.sites, bounds, forced, strict=True)
     found = []
     for site, bound, force in rows:
@@ -634,6 +635,7 @@ def _place_of(job: Job) -> tuple[Any, ...]:
 
 OVER = "%s (%s) is left alone from now on, on all ranks: %s. %s"
 SKIPPED = "the policy skips pass 'sample'"
+UNKNOWN = "what compiles the graph need not know the operator that samples: it is not looked into"
 TRAINS = (
     'inner="tensorrt" is for inference alone, and this call wants gradients: make it under'
     ' torch.inference_mode() or torch.no_grad(), or train with inner="inductor"'

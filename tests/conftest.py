@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
+import hypothesis  # noqa: F401  parsed before there are graphs, whose end inside of a parse crashes it
 import pytest
 import torch
 import torch.distributed as dist

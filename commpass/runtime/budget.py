@@ -188,7 +188,7 @@ class Check:
         found: dict[int, Published] = {}
         while missing := [rank for rank in self.peers if rank not in found]:
             assert self.board is not None
-        assert self.round is not None
+            assert self.round is not None
             try:
                 raw = self.board.errors(missing, self.round.name, self.made)
             except RuntimeError as error:

@@ -1,0 +1,258 @@
+"""max_error on real values: sites over it are left alone after the first calls."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from graphs import ops
+from tiers import rarely
+
+import commpass
+from commpass import Policy, Rule
+from commpass.errors import PolicyError
+from commpass.runtime.budget import excess, keys_of, limits
+from commpass.runtime.samples import CHECKED, Reading, measure
+
+SLOW = commpass.ethernet(0.001)
+BALANCED = Policy.from_preset("balanced")
+
+
+def reduced(x):
+    return ops.wait_tensor(ops.all_reduce(x, "sum", "0"))
+
+
+def two_sums(x, w, y):
+    return reduced(x @ w), reduced(y * 1.0)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_counts() -> torch.Tensor:
+    """Fields, with one count in each 256 values: the count sets the scale of its block."""
+    x = normal(128, 256, seed=2)
+    x[:, ::256] = 1e6
+    return x
+
+
+def codecs_of(backend) -> list[str]:
+    return [site.codec for entry in backend.ledger.entries for site in entry.plan.sites]
+
+
+def called(values, *, policy=BALANCED, calls: int = 3, inner: str = "eager", function=two_sums):
+    """A backend whose function was called with these, and what each call gave."""
+    torch._dynamo.reset()
+    backend = commpass.backend(policy, inner=inner, profile=SLOW, strict=True)
+    compiled = torch.compile(function, backend=backend)
+    return backend, [compiled(*values) for _ in range(calls)]
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level(logging.WARNING, "commpass")
+    return lambda: [r.getMessage() for r in caplog.records if "left alone from now" in r.message]
+
+
+GOOD = normal(128, 128), normal(128, 256, seed=1)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor", rarely("aot_eager")])
+@pytest.mark.parametrize("spec", ["int8", rarely("rotated")])
+def test_site_over_its_budget_is_left_alone_after_the_first_call(fake_group, warnings, inner, spec):
+    fake_group(4)
+    policy = Policy(codecs=(spec,), max_error=0.02)
+    y = with_counts()
+    backend, results = called((*GOOD, y), policy=policy, inner=inner)
+    assert codecs_of(backend) == [spec, "none"]
+    (entry,) = backend.ledger.entries
+    assert "of its non-zero values are lost" in entry.plan.sites[1].reason
+    assert entry.plan in commpass.plans()
+    lost = (results[0][1] != y).float().mean()
+    assert lost > 0.9  # of the first call, whose values nobody knew
+    assert torch.equal(results[1][1], y)  # the fake group gives each rank its own values
+    (warning,) = warnings()
+    assert "all_reduce_1" in warning
+    assert "max_error" in warning
+
+
+@pytest.mark.parametrize(
+    "y",
+    [
+        normal(128, 256),
+        torch.distributions.Laplace(0.0, 1.0).icdf(torch.rand(128, 256).clamp(1e-6, 1 - 1e-6)),
+        torch.relu(normal(128, 256, seed=3)),
+        torch.nn.functional.gelu(normal(128, 256, seed=4)),
+        normal(128, 256) * torch.logspace(-3, 3, 128)[:, None],  # rows that differ in size
+        torch.ones(128, 256),
+    ],
+    ids=["gauss", "laplace", "relu", "gelu", "rows", "ones"],
+)
+def test_sites_within_their_budget_stay_compressed(fake_group, warnings, y):
+    fake_group(4)
+    for spec in ("int8", "rotated"):
+        policy = Policy(codecs=(spec,), max_error=0.02)
+        backend, _ = called((*GOOD, y), policy=policy)
+        assert codecs_of(backend) == [spec, spec]
+    assert warnings() == []
+
+
+def test_check_goes_on_until_there_is_something_to_measure(fake_group, warnings):
+    fake_group(4)
+    torch._dynamo.reset()
+    policy = Policy(codecs=("int8",), max_error=0.02)
+    backend = commpass.backend(policy, inner="eager", profile=SLOW)
+    compiled = torch.compile(two_sums, backend=backend)
+    zeros, infinite = torch.zeros(128, 256), torch.full((128, 256), float("inf"))
+    for y in (zeros, infinite, zeros, with_counts()):  # the fourth call is one that is measured
+        assert codecs_of(backend).count("none") == 0
+        compiled(*GOOD, y)
+    compiled(*GOOD, zeros)
+    assert codecs_of(backend) == ["int8", "none"]
+    assert len(warnings()) == 1
+
+
+def test_site_over_its_budget_stays_so_when_compiled_for_other_sizes(fake_group):
+    fake_group(4)
+    torch._dynamo.reset()
+    policy = Policy(codecs=("int8",), max_error=0.02)
+    backend = commpass.backend(policy, inner="eager", profile=SLOW)
+    compiled = torch.compile(two_sums, backend=backend, dynamic=False)
+    for _ in range(2):
+        compiled(*GOOD, with_counts())
+    compiled(normal(64, 128), GOOD[1], with_counts()[:64])
+    assert codecs_of(backend) == ["int8", "none"] * 2
+
+
+def test_forced_sites_and_sites_without_a_budget_are_not_held_to_one(fake_group, warnings):
+    fake_group(4)
+    for policy in (
+        Policy(codecs=("int8",)),
+        Policy(rules=[Rule(codec="int8", force=True)], max_error=0.02),
+        Policy(codecs=("int8",), max_error=0.02, check_calls=0),
+    ):
+        backend, _ = called((*GOOD, with_counts()), policy=policy)
+        assert codecs_of(backend) == ["int8", "int8"]
+    assert warnings() == []
+
+
+def test_nothing_is_in_the_graph_where_nothing_is_checked(fake_group):
+    fake_group(4)
+    graphs = []
+
+    def inner(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    called((*GOOD, normal(128, 256)), inner=inner)
+    targets = [str(node.target) for gm in graphs for node in gm.graph.nodes]
+    assert not any("sample" in target for target in targets)
+
+
+def test_values_inside_of_a_kernel_are_checked_too(fake_group):
+    fake_group(4)
+
+    def function(x, w, y):
+        return reduced(torch.tanh(x)), reduced(torch.nn.functional.relu(y) + 1)
+
+    policy = Policy(codecs=("int8",), max_error=0.02, lowering="inline")
+    values = (normal(128, 256), normal(1), with_counts())
+    backend, results = called(values, policy=policy, inner="inductor", function=function)
+    assert codecs_of(backend) == ["int8", "none"]
+    assert torch.equal(results[-1][1], torch.relu(values[2]) + 1)
+
+
+def test_gradients_are_those_of_the_graph_that_was_compiled_again(fake_group):
+    """A forward graph that is compiled again hands its backward graph what that expects."""
+    fake_group(4)
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return reduced(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return reduced(grad)
+
+    def function(x, y):
+        return (Sum.apply(x * y).t().contiguous().relu() * Sum.apply(y).t()).sum()
+
+    x, y = normal(128, 128).requires_grad_(), with_counts()[:, :128].clone().requires_grad_()
+    function(x, y).backward()
+    wanted = [x.grad.clone(), y.grad.clone()]
+    torch._dynamo.reset()
+    policy = Policy(codecs=("int8",), max_error=0.02)
+    backend = commpass.backend(policy, inner="inductor", profile=SLOW, strict=True)
+    compiled = torch.compile(function, backend=backend)
+    for _ in range(4):
+        x.grad = y.grad = None
+        compiled(x, y).backward()
+    assert "none" in codecs_of(backend)
+    left = {
+        site.direction
+        for e in backend.ledger.entries
+        for site in e.plan.sites
+        if site.codec == "none"
+    }
+    assert left == {"forward", "backward"}
+    for found, exact in zip((x.grad, y.grad), wanted, strict=True):
+        assert (found - exact).norm() < 0.05 * exact.norm()  # other sites are still compressed
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+def test_readings_are_those_of_the_formulas():
+    coder, x = commpass.codec("int8"), with_counts()
+    decoded = coder.decode(coder.encode(x.flatten())).reshape(x.shape).double()
+    lost, had, values, gone, worst = measure(coder, x).tolist()
+    error = decoded - x.double()
+    assert lost == pytest.approx(float(error.square().sum()), rel=1e-9)
+    assert had == pytest.approx(float(x.double().square().sum()), rel=1e-9)
+    assert values == x.count_nonzero()
+    assert gone == (error.abs() >= x.double().abs()).sum()
+    by_block = error.square().sum(1) / x.double().square().sum(1)
+    assert worst == pytest.approx(float(by_block.max().sqrt()), rel=1e-9)
+
+
+def test_large_tensors_are_measured_in_part():
+    x = normal(4 * CHECKED)
+    coder = commpass.codec("int8")
+    some, every = measure(coder, x, CHECKED).tolist(), measure(coder, x).tolist()
+    assert some[2] == CHECKED
+    assert some[0] / some[1] == pytest.approx(every[0] / every[1], rel=0.05)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, CHECKED + 1])
+@pytest.mark.parametrize("spec", ["int8", "rotated", "bf16", "exponent"])
+def test_any_number_of_values_can_be_measured(numel, spec):
+    found = measure(commpass.codec(spec), normal(numel), CHECKED)
+    assert found.shape == (5,)
+    assert found.isfinite().all()
+
+
+def test_a_budget_is_exceeded_by_its_error_its_lost_values_or_its_worst_block():
+    most = limits(0.02)
+    assert (most.error, most.lost, most.worst) == (0.02, 0.08, 0.2)
+    assert limits(0.001).lost == 0.05
+    assert limits(0.5) == Reading(0.5, 0.5, 1.0)
+    assert excess(most, 0.02) == ""
+    assert "above max_error=0.02" in excess(Reading(0.03, 0, 0), 0.02)
+    assert "non-zero values are lost" in excess(Reading(0, 0.1, 0), 0.02)
+    assert "worst block" in excess(Reading(0, 0, 0.3), 0.02)
+
+
+def test_equal_sites_have_keys_of_their_own(fake_group):
+    fake_group(4)
+    backend, _ = called((*GOOD, normal(128, 256)), calls=1)
+    (entry,) = backend.ledger.entries
+    assert len(set(keys_of(entry.plan.sites, 0).values())) == 2
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "two"])
+def test_calls_that_are_no_number_are_refused(wrong):
+    with pytest.raises(PolicyError, match="check_calls="):
+        Policy(check_calls=wrong)

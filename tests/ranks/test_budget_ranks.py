@@ -1,0 +1,157 @@
+"""max_error on real values, by real ranks: what is over it on one is left alone on all."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiers import rarely
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import commpass
+from commpass.errors import Unanswered
+from commpass.parallel import compress_ddp
+from commpass.policy import Policy
+from commpass.runtime import budget
+
+pytestmark = pytest.mark.xdist_group("ranks")
+ops = torch.ops._c10d_functional
+SLOW = commpass.ethernet(0.001)
+INT8 = Policy(codecs=("int8",), max_error=0.02)
+
+
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    return ops.wait_tensor(ops.all_reduce(x, "sum", dist.group.WORLD.group_name))
+
+
+def two_sums(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return reduced(x @ x), reduced(y * 1.0)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_counts(rank: int) -> torch.Tensor:
+    y = normal(64, 256, seed=rank)
+    y[:, ::256] = 1e6
+    return y
+
+
+def codecs_of(backend) -> list[str]:
+    return [site.codec for entry in backend.ledger.entries for site in entry.plan.sites]
+
+
+def _one_rank_over(inner: str) -> tuple[list[list[str]], list[str], list[torch.Tensor], list[str]]:
+    torch._dynamo.reset()
+    rank, messages = dist.get_rank(), []
+    keeper = logging.Handler()
+    keeper.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("commpass").addHandler(keeper)
+    backend = commpass.backend(INT8, inner=inner, profile=SLOW, timeout=60)
+    compiled = torch.compile(two_sums, backend=backend)
+    x, y = normal(64, 64, seed=rank), with_counts(rank) if rank == 1 else normal(64, 256)
+    codecs, results = [], []
+    for _ in range(4):
+        results.append(compiled(x, y)[1])
+        codecs.append(codecs_of(backend))
+    logging.getLogger("commpass").removeHandler(keeper)
+    reasons = [site.reason for site in backend.ledger.entries[0].plan.sites]
+    return codecs, reasons, results, [m for m in messages if "left alone from now on" in m]
+
+
+@pytest.mark.parametrize("inner", ["eager", rarely("inductor")])
+def test_site_that_is_over_its_budget_on_one_rank_is_left_alone_on_all(ranks2, inner):
+    found = ranks2.run(_one_rank_over, inner)
+    wanted = with_counts(1) + normal(64, 256)
+    for codecs, reasons, results, _ in found:
+        assert codecs == [["int8", "int8"], *[["int8", "none"]] * 3]
+        assert "(rank 1)" in reasons[1]
+        assert all(torch.equal(result, wanted) for result in results[1:])
+    assert found[0][1] == found[1][1]
+    assert [len(messages) for *_, messages in found] == [1, 0]  # one warning, of the first rank
+
+
+def _ddp() -> tuple[list[list[str]], torch.Tensor]:
+    torch.manual_seed(0)
+    model = DDP(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)))
+    door = compress_ddp(model, INT8, profile=SLOW)
+    rank, codecs = dist.get_rank(), []
+    x = normal(32, 64, seed=rank)
+    if rank == 0:
+        x[:, 0] = 1e7  # its weights' gradients are all that is seen in their blocks
+    for _ in range(5):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        codecs.append([site.codec for plan in door.exchanges.plans for site in plan.sites])
+    return codecs, torch.cat([each.grad.flatten() for each in model.parameters()])
+
+
+def test_buckets_of_ddp_are_checked(ranks2):
+    (codecs, grads), (others, other_grads) = ranks2.run(_ddp)
+    assert codecs == others
+    assert "int8" in codecs[0]
+    assert codecs[-1][-1] == "none"
+    assert torch.equal(grads, other_grads)
+
+
+def _one_compiles_again() -> list[str]:
+    """Rank 1 compiles again for another size, alone, while both are still checking."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=30)
+
+    def function(x, y):
+        return reduced(x @ x), y * 2
+
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    x = normal(64, 64, seed=rank)
+    for step in range(5):
+        rows = 3 if rank == 1 and step in (1, 3) else 2
+        compiled(x, normal(rows, 4))
+    return codecs_of(backend)
+
+
+def test_rank_that_compiles_again_alone_keeps_nobody_waiting(ranks2):
+    found = ranks2.run(_one_compiles_again, timeout=60)
+    assert {codec for codecs in found for codec in codecs} == {"int8"}
+    assert [len(codecs) for codecs in found] == [1, 2]
+
+
+def _silent() -> tuple[str, float]:
+    torch._dynamo.reset()
+    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=1.5)
+    compiled = torch.compile(two_sums, backend=backend)
+    x, y = normal(64, 64), normal(64, 256)
+    compiled(x, y)
+    dist.barrier()
+    start, error = time.monotonic(), ""
+    if dist.get_rank() == 0:
+        try:
+            compiled(x, y)
+        except Unanswered as raised:
+            error = str(raised)
+    took = time.monotonic() - start
+    dist.barrier()
+    return error, took
+
+
+def test_rank_that_publishes_nothing_ends_the_wait_of_others(ranks2, monkeypatch):
+    found = ranks2.run(_without_publishing)
+    (error, took), _ = found
+    assert "rank 1 did not publish the real errors of call 1" in error
+    assert 1 < took < 30
+
+
+def _without_publishing() -> tuple[str, float]:
+    publish = budget.Check._publish
+    if dist.get_rank() == 1:
+        budget.Check._publish = lambda *_: None
+    try:
+        return _silent()
+    finally:
+        budget.Check._publish = publish
