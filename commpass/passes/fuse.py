@@ -36,6 +36,7 @@ from commpass.lowering.chain import (
     Sum,
 )
 from commpass.passes.graph import meta
+from commpass.passes.graph.erase import erase
 from commpass.passes.graph.fakes import is_view, mode_of
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules
@@ -112,6 +113,7 @@ def fuse(
 
 
 def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> None:
+    in_parts = [operators.ROLES[node.target] for node in nodes if node.target in APART]
     for run in list(runs(nodes)):
         role, device = fused.role_of(run.chain), run.taken.meta["val"].device
         if why := _obstacle(run):
@@ -132,11 +134,7 @@ def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> No
             found.missed.append(missed)
         found.done.append(fused.role_of(chosen.chain))
         _replace(chosen)
-    found.missed += [
-        f"{operators.ROLES[node.target]}: its wire travels in parts"
-        for node in nodes
-        if node.target in APART
-    ]
+    found.missed += [f"{role}: its wire travels in parts" for role in in_parts]
 
 
 def _obstacle(run: Run) -> str:
@@ -385,7 +383,7 @@ def _replace(run: Run) -> None:
     last.replace_all_uses_with(result)
     for node in reversed(run.nodes):
         if node in inside:
-            graph.erase_node(node)
+            erase(node)
 
 
 def _replace_matmul(run: Run, made: Multiplied) -> None:
@@ -400,7 +398,7 @@ def _replace_matmul(run: Run, made: Multiplied) -> None:
         node.meta = _meta(coded, matmul.MATMUL(*values, name), "matmul+encode")
     last.replace_all_uses_with(node)
     for each in (*reversed(run.nodes), *made.nodes):
-        graph.erase_node(each)
+        erase(each)
 
 
 def _as_rows(other: fx.Node, numel: int, coded: fx.Node) -> fx.Node:

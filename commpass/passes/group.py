@@ -111,7 +111,7 @@ def group(
         chosen = [_best(members, editor) for members in _alike(mine, small, look, policy)]
         fused = [members for members in chosen if len(members) > 1]
         for members in sorted(fused, key=lambda members: look.order[members[-1].start]):
-            made.append(_record(members, editor, prefix + _fuse(members, editor, look).name))
+            made.append(_fuse(members, editor, look, prefix))
         if fused:
             module.graph.lint()
             module.recompile()
@@ -316,8 +316,8 @@ def _record(members: Sequence[Member], editor: Editor, into: str) -> Grouped:
 # --- changing -------------------------------------------------------------------------------------
 
 
-def _fuse(members: Sequence[Member], editor: Editor, look: Look) -> fx.Node:
-    """Lets one exchange carry all members; returns its start."""
+def _fuse(members: Sequence[Member], editor: Editor, look: Look, prefix: str) -> Grouped:
+    """Lets one exchange carry all members; ``prefix`` is that of their graph's names."""
     first, last = members[0].found, members[-1].start
     use = min((each.use for each in members), key=look.order.__getitem__)
     call, ranks = first.now, first.site.group_size
@@ -328,6 +328,7 @@ def _fuse(members: Sequence[Member], editor: Editor, look: Look) -> fx.Node:
     start = editor.start(last, NAME, call, line)
     path = common(each.found.site.module for each in members)
     start.meta["custom"] = {**(start.meta.get("custom") or {}), meta.PLACE: path}
+    made = _record(members, editor, prefix + start.name)
     wait = editor.emit(use, NAME, call.node, ops.wait_tensor.default, start)
     rows = ranks if first.site.kind == "all_gather" else 1
     arrived = editor.emit(use, NAME, call.node, aten.view.default, wait, [rows, sum(lengths)])
@@ -344,7 +345,7 @@ def _fuse(members: Sequence[Member], editor: Editor, look: Look) -> fx.Node:
         value = editor.emit(use, NAME, each.start, aten.view.default, value, shape)
         each.wait.replace_all_uses_with(value)
         editor.prune(each.wait)
-    return start
+    return made
 
 
 def _flat(each: GraphSite, before: fx.Node, editor: Editor) -> fx.Node:

@@ -23,6 +23,7 @@ from commpass.errors import VerifyError
 from commpass.lowering import Generated, Source, caller, fused, make, matmul
 from commpass.lowering.chain import Decode
 from commpass.passes.graph import meta
+from commpass.passes.graph.erase import erase
 from commpass.passes.graph.marks import CODED, MARK
 from commpass.passes.graph.parse import graph_modules, items
 from commpass.passes.regions import (
@@ -118,7 +119,7 @@ def _fill_beside(node: fx.Node) -> None:
         meta.carry(node, each)
     zeros.meta["val"], both.meta["val"] = made.new_zeros(widths[1]), made
     node.replace_all_uses_with(both)
-    graph.erase_node(node)
+    erase(node)
 
 
 def _coded(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
@@ -261,7 +262,7 @@ def _inline(node: fx.Node, body: fx.Graph) -> None:
                 last = copies[each]
     if last is not None:
         last.meta[CODED] = node.meta[CODED]
-    graph.erase_node(node)
+    erase(node)
 
 
 def _copied(each: fx.Node, node: fx.Node, copies: dict[fx.Node, Any]) -> fx.Node:
@@ -284,7 +285,7 @@ def _take_over(node: fx.Node, result: Any, given: Sequence[fx.Node]) -> None:
         if new not in given:  # views of it were made of the fake value that it had
             new.meta["val"] = was.meta["val"]
         if was is not node:
-            node.graph.erase_node(was)
+            erase(was)
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ def _share_tables(graph: fx.Graph) -> None:
         key = (node.target, _frozen((node.args, node.kwargs)))
         if key in tables:
             node.replace_all_uses_with(tables[key])
-            graph.erase_node(node)
+            erase(node)
             continue
         if node is not top:
             top.prepend(node)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Mapping
 
@@ -22,6 +21,7 @@ from commpass.passes.chunk import chunk
 from commpass.passes.contract import Contracts, Pass
 from commpass.passes.discover import GraphSite, discover
 from commpass.passes.fuse import fuse
+from commpass.passes.graph.erase import is_checked
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules
 from commpass.passes.group import group
@@ -35,10 +35,6 @@ from commpass.passes.simplify import simplify
 from commpass.passes.sizes import limits, with_limits
 from commpass.passes.verify import verify
 from commpass.plan import Plan
-
-CHECK = "COMMPASS_CHECK"
-"""Environment variable: 1 checks what passes promise each other on every graph, as ``strict``
-does."""
 
 
 def _discovered(road: Road) -> list[GraphSite]:
@@ -256,7 +252,7 @@ def run(
             profile=road.profile.name,
         )
     )
-    contracts = Contracts() if strict or os.environ.get(CHECK) == "1" else None
+    contracts = Contracts() if strict or is_checked() else None
     for step in PASSES if passes is None else passes:
         if step.name in road.policy.skip:
             if step.needed:

@@ -14,6 +14,7 @@ from commpass.codecs import operators
 from commpass.errors import VerifyError
 from commpass.lowering import Form, Generated, Piece, Source, Taken, form_of, fused, obstacle
 from commpass.passes.graph import meta
+from commpass.passes.graph.erase import erase
 from commpass.passes.graph.fakes import is_view
 from commpass.passes.graph.marks import CODED, MARK
 from commpass.passes.template import Decompositions, without_tensors
@@ -362,7 +363,7 @@ def outline(region: Region, kernel: str, site: int, buffers: dict[fx.Node, fx.No
     for node, place in region.places.items():
         place.join.args = ([part for part in _parts(place.join) if part is not node],)
     for node in reversed(region.nodes):
-        graph.erase_node(node)
+        erase(node)
 
 
 def _parts(join: fx.Node) -> list[fx.Node]:
@@ -388,7 +389,7 @@ def place_buffers(buffers: dict[fx.Node, fx.Node]) -> None:
             raise VerifyError(f"no kernel writes {left[0].name}, a part of {join.name}")
         min(buffer.users).prepend(buffer)
         join.replace_all_uses_with(buffer)
-        join.graph.erase_node(join)
+        erase(join)
 
 
 def _meta(source: fx.Node, value: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from commpass.codecs import Codec, codec
 from commpass.passes.discover import GraphSite
+from commpass.passes.graph.erase import erase
 from commpass.passes.graph.marks import MARK, PARTS
 from commpass.passes.graph.parse import is_size, is_wait, items, parse, value_of
 from commpass.passes.references import Source, source_of
@@ -172,7 +173,7 @@ def _replace(found: GraphSite, result: fx.Node) -> None:
     for held in found.outputs:
         for chained in [user for user in held.users if is_wait(user) and user.args[0] is held]:
             chained.replace_all_uses_with(result)
-            graph.erase_node(chained)
+            erase(chained)
         held.replace_all_uses_with(result)
     value = value_of(call, found.position)
     if received and value is not None:
@@ -184,7 +185,6 @@ def _replace(found: GraphSite, result: fx.Node) -> None:
 def _drop(node: fx.Node, gone: list[GraphSite]) -> None:
     """Erases a collective whose results were all replaced; of a coalesced one, only the parts that
     were."""
-    graph = node.graph
     positions = {found.position for found in gone}
     coalesced = "coalesced" in gone[0].call.form
     removed = {
@@ -194,7 +194,7 @@ def _drop(node: fx.Node, gone: list[GraphSite]) -> None:
     for value in removed:
         for size in [user for user in value.users if is_size(user)]:
             _resize(size, gone[0])
-        graph.erase_node(value)
+        erase(value)
     if coalesced:
         _shrink(
             node, [index for index in range(len(gone[0].call.inputs)) if index not in positions]
@@ -223,14 +223,14 @@ def _resize(size: fx.Node, found: GraphSite) -> None:
     total.meta = {**size.meta, "val": asked}
     size.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
     if not size.users:
-        graph.erase_node(size)
+        erase(size)
 
 
 def _drop_waits(values: set[fx.Node]) -> None:
     """Erases the waits for values; of a wait for several, only the parts for those."""
     for wait in {user: None for value in values for user in value.users if is_wait(user)}:
         if isinstance(wait.args[0], fx.Node):
-            wait.graph.erase_node(wait)
+            erase(wait)
         else:
             waited_for: Any = wait.args[0]
             _shrink(wait, [i for i, each in enumerate(waited_for) if each not in values])
@@ -263,7 +263,7 @@ def _join(found: GraphSite, mark: str) -> None:
             fake if index == position else each for index, each in enumerate(held)
         ]
     own.replace_all_uses_with(value)
-    graph.erase_node(own)
+    erase(own)
 
 
 def _shrink(node: fx.Node, kept: list[int]) -> None:
@@ -273,9 +273,9 @@ def _shrink(node: fx.Node, kept: list[int]) -> None:
         if index in kept:
             item.args = (node, kept.index(index))
         else:
-            node.graph.erase_node(item)
+            erase(item)
     if not kept:
-        node.graph.erase_node(node)
+        erase(node)
         return
     node.args = ([node.args[0][index] for index in kept], *node.args[1:])  # type: ignore[index]
     if isinstance(node.meta.get("val"), (list, tuple)):

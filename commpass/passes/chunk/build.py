@@ -15,6 +15,7 @@ from commpass.passes.allowed import ALLOWED
 from commpass.passes.chunk.region import Join, Region
 from commpass.passes.graph import meta
 from commpass.passes.graph.costs import tensors
+from commpass.passes.graph.erase import erase
 from commpass.passes.graph.fakes import mode_of
 from commpass.passes.graph.rowwise import VIEWS, Axis
 
@@ -43,12 +44,12 @@ class Built:
         for node, following in reversed(self.moved):
             following.prepend(node)
         for node in reversed(self.new):
-            node.graph.erase_node(node)
+            erase(node)
 
     def finish(self) -> None:
         """Erases what the chunks stand for."""
         for node in reversed(self.old):
-            node.graph.erase_node(node)
+            erase(node)
 
 
 def joined_of(region: Region) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:

@@ -93,12 +93,14 @@ def _sweep(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
     done: list[tuple[str, Applied]] = []
     at: dict[Any, list[Rule]] = {}
     for node in list(editor.graph.nodes):
-        if node.op == "call_function" and node.target not in at:
+        if not editor.lives(node) or node.op != "call_function":
+            continue
+        if node.target not in at:
             waits = is_wait(node)
             at[node.target] = [
                 rule for rule in rules if (node.target in rule.at if rule.at else waits)
             ]
-        for rule in at[node.target] if node.op == "call_function" else ():
+        for rule in at[node.target]:
             if editor.lives(node) and (did := rule.apply(node, editor)) is not None:
                 done.append((rule.name, did))
     return done

@@ -17,6 +17,7 @@ from commpass import groups, meshes
 from commpass.costmodel import Link, Profile
 from commpass.passes.allowed import ALLOWED
 from commpass.passes.graph import meta
+from commpass.passes.graph.erase import erase
 from commpass.passes.graph.fakes import mode_of
 from commpass.passes.graph.parse import Call, describe_group, is_wait, parse
 from commpass.passes.simplify.held import Held, nothing_held
@@ -272,10 +273,10 @@ class Editor:
         stack = [node]
         while stack:
             node = stack.pop()
-            if node.users or node.op != "call_function" or node in self.gone or not _pure(node):
+            if node in self.gone or node.users or node.op != "call_function" or not _pure(node):
                 continue
             stack += node.all_input_nodes
-            self.graph.erase_node(node)
+            erase(node)
             self.gone.add(node)
 
 

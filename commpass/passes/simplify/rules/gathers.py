@@ -67,11 +67,12 @@ def gather_then_narrow(node: fx.Node, editor: Editor) -> Applied | None:
     place, rule = exchange.call.node, "gather then narrow"
     value = repeat(maps, exchange.input, place, rule, editor)
     value = editor.emit(place, rule, node, convert, value, narrow)
-    saved, name = nbytes(exchange.input) - nbytes(value), place.name
+    saved = nbytes(exchange.input) - nbytes(value)
     gathered = editor.collective(place, rule, exchange.call, value)
-    editor.replace(node, repeat(rest, gathered, node, rule, editor))
     into = f"{gathered.all_input_nodes[0].name} of {meta.dtype_name(narrow)}"
-    return Applied(name, into, saved, scales(chain))
+    done = Applied(place.name, into, saved, scales(chain))
+    editor.replace(node, repeat(rest, gathered, node, rule, editor))
+    return done
 
 
 def _is_link(node: fx.Node) -> bool:

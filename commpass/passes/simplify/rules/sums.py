@@ -278,14 +278,15 @@ def nested_groups(node: fx.Node, editor: Editor) -> Applied | None:
     together = editor.link(group).us("all_reduce", size, ranks)
     if together + (editor.kernels_us(1) if ops[0] != ops[1] else 0) > apart:
         return None
-    rule, place, name = "nested groups", inner.call.node, inner.call.node.name
+    rule, place = "nested groups", inner.call.node
     merged = editor.collective(place, rule, inner.call, inner.input, reduce_op=op, group_name=group)
     start: Any = merged.args[0]
     into = f"{start.name} over the {ranks} ranks of both, with {outer.call.node.name}"
+    done = Applied(place.name, into, size, scales(chain))
     value = repeat(chain, merged, node, rule, editor)
     if ops[0] != ops[1]:
         value = editor.emit(
             node, rule, place, aten.div.Tensor, value, first if ops[0] == "avg" else second
         )
     editor.replace(node, editor.contiguous(node, rule, value))
-    return Applied(name, into, size, scales(chain))
+    return done
