@@ -24,7 +24,12 @@ from commpass.passes.graph.parse import Call, is_wait, parse
 from commpass.passes.provenance.kinds import FIELD, FIELDS, LIKE, NEUTRAL, UNKNOWN, WHOLE
 from commpass.passes.provenance.kinds import Kind as Kind
 from commpass.passes.provenance.kinds import Provenance as Provenance
-from commpass.passes.provenance.operators import RULES, STATISTICS_OF, arithmetic
+from commpass.passes.provenance.operators import (
+    RULES,
+    STATISTICS_OF,
+    arithmetic,
+    broadcast_later,
+)
 from commpass.passes.provenance.walk import Walk, is_float, is_number, joined, name_of
 from commpass.passes.simplify.values import memory, writes
 
@@ -35,13 +40,17 @@ def lossy_unsupported_reason(found: Provenance) -> str | None:
 
 
 def provenances(graph: fx.Graph, direction: str) -> dict[fx.Node, tuple[Provenance, ...]]:
-    """What each input of every collective of a forward or backward graph is. Linear."""
+    """What each input of every collective of a forward or backward graph is. Linear.
+
+    A sum of gradients is a field as the gradient of a parameter, which leaves the graph; where a
+    larger tensor takes it again, as in a batch norm over all ranks, it is a statistic.
+    """
     backward = direction == "backward"
-    written = any(_written(node) for node in graph.nodes)
+    targets = {node: some for node in graph.nodes if (some := _targets(node))}
     walk = Walk(
         backward,
         gradients(graph) if backward else (),
-        memory(graph)[0] if written else {},
+        memory(graph)[0] if targets else {},
     )
     found: dict[fx.Node, tuple[Provenance, ...]] = {}
     for node in graph.nodes:
@@ -49,9 +58,17 @@ def provenances(graph: fx.Graph, direction: str) -> dict[fx.Node, tuple[Provenan
         if call is not None:
             found[node] = tuple(map(walk.of, call.inputs))
         walk.made[node] = _made(node, walk) if call is None else _given(call, found[node])
-        if written:
-            _write(node, call, walk)
+        if node in targets:
+            _write(node, call, targets[node], walk)
+    if any(each.kind is Kind.GRADIENT for some in found.values() for each in some):
+        later = broadcast_later(graph)
+        of_weights = [node for node in found if node not in later]
+        found |= {node: tuple(map(_as_gradient, found[node])) for node in of_weights}
     return found
+
+
+def _as_gradient(found: Provenance) -> Provenance:
+    return FIELD if found.kind is Kind.GRADIENT else found
 
 
 def _given(call: Call, taken: tuple[Provenance, ...]) -> tuple[Provenance, ...]:
@@ -118,18 +135,18 @@ def _with_dtype(found: Provenance, node: fx.Node, value: torch.Tensor | None) ->
     return found if found.kind in WHOLE | NEUTRAL else Provenance(Kind.INTEGER, name_of(node))
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
+def _targets(node: fx.Node) -> list[fx.Node]:
     """The nodes to whose memory an operator is known to write."""
     return writes(node) if isinstance(node.target, torch._ops.OpOverload) else []
 
 
-def _write(node: fx.Node, call: Call | None, walk: Walk) -> None:
+def _write(node: fx.Node, call: Call | None, targets: list[fx.Node], walk: Walk) -> None:
     """Notes what a node writes to memory that others look at. A collective in place leaves there
     what it took."""
     if call is not None and (call.form != "out" or not call.inputs):
         return
     new = walk.of(node if call is None else call.inputs[0])
-    for target in _written(node):
+    for target in targets:
         root = walk.roots[target]
         old = walk.written.get(root)
         walk.written[root] = new if old is None else joined([old, new], [target, target])

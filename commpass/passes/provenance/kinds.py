@@ -21,6 +21,7 @@ class Kind(Enum):
     COUNT = "counts"
     STATISTIC = "statistics"
     COLUMN_SUM = "sums over the first dimension"
+    GRADIENT = "sums of gradients"
     NORM = "norms"
     LOSS = "losses"
     NUMBERS = "single numbers"
@@ -33,6 +34,9 @@ LIKE = FIELDS | {Kind.ZERO}
 WHOLE = frozenset({Kind.INTEGER, Kind.INDEX, Kind.MASK, Kind.COUNT})
 """What has no fractions."""
 NEUTRAL = frozenset({Kind.ZERO, Kind.CONSTANT})
+SUMS = frozenset({Kind.COLUMN_SUM, Kind.GRADIENT})
+"""Few values that are a field where they lie beside one: gradients of biases beside those of
+weights."""
 ACCUMULATED = frozenset({Kind.COUNT, Kind.STATISTIC, Kind.COLUMN_SUM, Kind.NORM, Kind.LOSS})
 """What stays what it is when an input of the graph is added to it: running counts and means."""
 

@@ -10,7 +10,8 @@ from torch import fx
 
 from commpass.passes.discover import MATMULS
 from commpass.passes.graph import meta
-from commpass.passes.provenance.kinds import FIELD, FIELDS, NEUTRAL, WHOLE, Kind, Provenance
+from commpass.passes.graph.parse import parse
+from commpass.passes.provenance.kinds import FIELD, FIELDS, NEUTRAL, SUMS, WHOLE, Kind, Provenance
 from commpass.passes.provenance.walk import (
     Walk,
     arguments,
@@ -108,14 +109,37 @@ def _multiplied(node: fx.Node, walk: Walk) -> Provenance:
     return Provenance(Kind.SQUARE if fields[0] is fields[1] else Kind.PRODUCT, name_of(node))
 
 
+def broadcast_later(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that a larger tensor is computed from, value by value: what a layer takes again,
+    and not the gradient of a parameter. Linear."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        size = _numel(node)
+        for user in node.users:
+            if name_of(user) in SHRINKING or RULES.get(name_of(user)) is _beside:
+                continue
+            larger = size is not None and (_numel(user) or 0) > size
+            if (larger and parse(user) is None) or user in found:
+                found.add(node)
+                break
+    return found
+
+
+def _numel(node: fx.Node) -> int | None:
+    """How many values a node has, by hints; None for several tensors."""
+    value = meta.tensor(node)
+    sizes = [None] if value is None else [meta.hint(size) for size in value.shape]
+    return None if None in sizes else math.prod(size for size in sizes if size is not None)
+
+
 # --- reductions -----------------------------------------------------------------------------------
 
 
 def _reduced(node: fx.Node, walk: Walk) -> Provenance:
     """A sum, a mean, a variance, a largest value: statistics, where they leave few values.
 
-    A sum that a backward pass makes is a gradient (of a bias, say), and one of products is a
-    matmul's: both are fields. A sum of squares is a norm's, wherever it stands.
+    A sum that a backward pass makes is a gradient (of a bias, say), and one of products a matmul's.
+    A sum of squares is a norm's, wherever it stands.
     """
     if getattr(node.target, "_overloadname", "") == "other":  # max(x, y), value by value
         return arithmetic(node, walk)
@@ -125,13 +149,15 @@ def _reduced(node: fx.Node, walk: Walk) -> Provenance:
     if found.kind in WHOLE:
         return Provenance(Kind.COUNT, how) if name in ADDING else found
     value = meta.tensor(source) if source is not None else None
-    if value is None or found.kind not in FIELDS | {Kind.COLUMN_SUM}:
+    if value is None or found.kind not in FIELDS | SUMS:
         return found
     dims = _dims(node, value.dim())
     adds, every = name == "sum" and found.kind is not Kind.SQUARE, len(dims) == value.dim()
-    if adds and (walk.is_gradient(node) or (found.kind is Kind.PRODUCT and not every)):
-        return FIELD
     if not _is_statistic(value, dims, name == "sum"):
+        return FIELD
+    if adds and walk.is_gradient(node):
+        return Provenance(Kind.GRADIENT, how)
+    if adds and found.kind is Kind.PRODUCT and not every:
         return FIELD
     of_columns = adds and not every and 0 in dims
     return Provenance(Kind.COLUMN_SUM if of_columns else Kind.STATISTIC, how)
@@ -167,6 +193,8 @@ REDUCTIONS = (
     *("sum", "nansum", "mean", "var", "var_mean", "std", "std_mean", "amax", "amin", "aminmax"),
     *("max", "min", "median", "nanmedian", "mode", "prod", "logsumexp", "dot", "vdot"),
 )
+NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
+SHRINKING = frozenset({*REDUCTIONS, *NORMS})
 STATISTICS_OF: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("native_layer_norm", "native_group_norm", "native_batch_norm"), (1, 2)),
     **dict.fromkeys(("cudnn_batch_norm", "miopen_batch_norm", "_fused_rms_norm"), (1, 2)),
@@ -188,7 +216,7 @@ Rule = Callable[[fx.Node, Walk], Provenance]
 ROWS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (_reduced, REDUCTIONS),
     (_matmul, MATMULS),
-    (_always(Kind.NORM), ("linalg_vector_norm", "norm", "_foreach_norm")),
+    (_always(Kind.NORM), NORMS),
     (_always(Kind.COUNT), ("bincount", "histc", "count_nonzero")),
     (_always(Kind.INDEX), ("arange", "iota", "argmax", "argmin", "argsort", "nonzero")),
     (_always(Kind.INDEX), ("searchsorted", "bucketize", "randperm")),

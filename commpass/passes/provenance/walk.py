@@ -16,12 +16,13 @@ from commpass.passes.provenance.kinds import (
     FIELD,
     FIELDS,
     NEUTRAL,
+    SUMS,
     UNKNOWN,
     Kind,
     Provenance,
 )
 
-SUMS = ("add", "sub", "rsub")
+ADDITIONS = ("add", "sub", "rsub")
 
 
 @dataclass
@@ -117,7 +118,7 @@ def merged(node: fx.Node, sources: Sequence[fx.Node], walk: Walk) -> Provenance:
     mixed = next((each for each in others if each.kind is Kind.MIXED), None)
     if mixed is not None and alike:
         return mixed
-    adds = name_of(node) in SUMS and all(each.kind is Kind.UNKNOWN for each in fields)
+    adds = name_of(node) in ADDITIONS and all(each.kind is Kind.UNKNOWN for each in fields)
     if adds and alike:
         return next((each for each in others if each.kind in ACCUMULATED), FIELD)
     return FIELD
@@ -126,7 +127,7 @@ def merged(node: fx.Node, sources: Sequence[fx.Node], walk: Walk) -> Provenance:
 def _constant(node: fx.Node, found: Sequence[Provenance]) -> Provenance:
     """What an operator makes of constants: zeros to which a number is added are none."""
     constant = next((each for each in found if each.kind is Kind.CONSTANT), None)
-    if constant is None and name_of(node) in SUMS and not isinstance(node.args[-1], fx.Node):
+    if constant is None and name_of(node) in ADDITIONS and not isinstance(node.args[-1], fx.Node):
         return Provenance(Kind.CONSTANT, name_of(node))
     return constant or found[0]
 
@@ -137,8 +138,7 @@ def _have_one_shape(nodes: Iterable[fx.Node]) -> bool:
 
 
 def joined(found: Sequence[Provenance], sources: Sequence[fx.Node]) -> Provenance:
-    """What values are that lie beside one another in one tensor. Bias gradients, sums over the
-    tokens, lie beside the gradients of weights."""
+    """What values are that lie beside one another in one tensor."""
     parts = [each for each in found if each.kind is not Kind.ZERO]
     if not parts:
         return found[0] if found else FIELD
@@ -148,6 +148,6 @@ def joined(found: Sequence[Provenance], sources: Sequence[fx.Node]) -> Provenanc
     kinds = {each.kind for each in parts}
     if len(kinds) == 1:
         return parts[0]
-    if kinds <= FIELDS | {Kind.COLUMN_SUM} and kinds & FIELDS:
+    if kinds <= FIELDS | SUMS and kinds & FIELDS:
         return FIELD
     return Provenance(Kind.MIXED, ", ".join(dict.fromkeys(map(str, parts))))
