@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 
 import pytest
 import torch
 from graphs import as_rank, code, ops, trace
 from tiers import rarely
-from torch import nn
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import embedding, layer_norm, linear, one_hot
 from torch.utils.checkpoint import checkpoint
@@ -435,6 +436,50 @@ def test_a_statistic_that_backward_computes_again_is_left_alone_there_too():
     found = planned(lambda x: checkpoint(block, x, use_reentrant=False).sin(), X)
     assert len(found) == 2  # forward, and again in backward
     assert {each.codec for each in found} == {"none"}
+
+
+def test_the_operators_of_torchs_own_batch_norm_are_known():
+    """They have kernels for GPUs alone, and so no fake values here but those that are given."""
+    graph, images, channels = fx.Graph(), torch.empty(8, 12, 6, 6), torch.empty(12)
+
+    def node(target, *args, val):
+        made = graph.call_function(target, args)
+        made.meta["val"] = val
+        return made
+
+    x = graph.placeholder("x")
+    x.meta["val"] = images
+    stats = node(aten.batch_norm_stats.default, x, 1e-5, val=(channels,) * 2)
+    parts = [node(operator.getitem, stats, n, val=channels) for n in range(2)]
+    count = node(aten.full.default, [1], 288, val=torch.empty(1))
+    reduced = node(
+        aten.batch_norm_backward_reduce.default,
+        *(x, x, *parts, None, True, True, True),
+        val=(channels,) * 4,
+    )
+    sums = [node(operator.getitem, reduced, n, val=channels) for n in range(4)]
+    for some in ([*parts, count], sums[:2], sums[2:]):
+        joined = node(aten.cat.default, some, val=torch.empty(24))
+        node(ops.all_reduce.default, joined, "sum", "0", val=torch.empty(24))
+    found = [each for (each,) in provenance.provenances(graph, "backward").values()]
+    assert [lossy_unsupported_reason(each) for each in found] == [
+        "its values are different things in one tensor (statistics (batch_norm_stats), constants"
+        " (full))",
+        "its values are statistics (batch_norm_backward_reduce)",
+        None,
+    ]
+
+
+def test_a_number_that_may_be_a_ranks_own_does_not_decide():
+    def padded(x):
+        return ar(torch.cat([x * 2, torch.zeros(3, 96)]))
+
+    def told(x, number):
+        return ar(torch.cat([x * 2, torch.full((3, 96), number)]))
+
+    assert [each.codec for each in planned(padded, X)] == ["int8"]
+    for number in (0.0, 1.0):
+        assert [each.codec for each in planned(lambda x, n=number: told(x, n), X)] == ["none"]
 
 
 # --- passes that put sites together ---------------------------------------------------------------

@@ -89,11 +89,16 @@ def _copied(node: fx.Node, walk: Walk) -> Provenance:
 
 
 def _full(node: fx.Node, walk: Walk) -> Provenance:
-    """A constant. What is not written yet is neutral, as zeros are."""
+    """A constant; zeros, where the operator that was called says so: a number in the graph may be a
+    rank's own, and another at other ranks. What is not written yet is neutral, as zeros are."""
     given, name = arguments(node), name_of(node)
+    called = node.meta.get("original_aten")
+    by_name = str(getattr(called, "_opname", name)).rstrip("_")
     value = given.get("fill_value", given.get("value", given.get("s", 1)))
-    empty = "zero" in name or "empty" in name or (not isinstance(value, fx.Node) and value == 0)
-    return Provenance(Kind.ZERO if empty else Kind.CONSTANT, name)
+    plain = not isinstance(value, fx.Node) and value == 0
+    zero = "zero" in by_name or "empty" in by_name
+    zero = zero or (plain and (called is None or by_name not in NUMBERED))
+    return Provenance(Kind.ZERO if zero else Kind.CONSTANT, name)
 
 
 def _squared(node: fx.Node, walk: Walk) -> Provenance:
@@ -188,6 +193,7 @@ def _is_statistic(value: torch.Tensor, dims: frozenset[int], adds: bool) -> bool
     return not adds or bool(dims & {0, last})  # else the parts of each token are added up
 
 
+NUMBERED = ("full", "full_like", "new_full", "fill", "scalar_tensor")
 ADDING = ("sum", "nansum", "mean")
 REDUCTIONS = (
     *("sum", "nansum", "mean", "var", "var_mean", "std", "std_mean", "amax", "amin", "aminmax"),
@@ -221,7 +227,7 @@ ROWS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (_always(Kind.INDEX), ("arange", "iota", "argmax", "argmin", "argsort", "nonzero")),
     (_always(Kind.INDEX), ("searchsorted", "bucketize", "randperm")),
     (_always(Kind.MASK), ("bernoulli", "one_hot")),
-    (_always(Kind.FIELD), ("rand_like", "randn_like", "uniform", "normal")),
+    (_always(Kind.FIELD), ("rand_like", "randn_like", "uniform", "normal", "inductor_random")),
     (_always(Kind.LOSS), ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")),
     (_always(Kind.LOSS), ("nll_loss_forward", "nll_loss2d_forward", "binary_cross_entropy")),
     (_beside, ("cat", "stack", "hstack", "vstack")),
