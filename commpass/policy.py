@@ -129,10 +129,12 @@ class Policy(Named):
             return Allowed(source="policy 'off'"), None
         if site.word is not None:
             word = Word.from_json(site.word)
-            return _allowed(self, word, "keep" if word.keep else "compress(...) in the model"), None
+            source = "keep" if word.keep else "compress(...) in the model"
+            return _allowed(self, word, source, names_site=True), None
         for index, rule in enumerate(self.rules):
             if rule.matches(site):
-                return _allowed(self, rule, f"rule {index + 1} ({rule.about})"), index
+                source = f"rule {index + 1} ({rule.about})"
+                return _allowed(self, rule, source, rule.names_module), index
         return _allowed(self, Word(), self.label), None
 
     @property
@@ -203,8 +205,9 @@ class Policy(Named):
         return toml_of(said, {"rule": [_said(rule) for rule in self.rules]})
 
 
-def _allowed(policy: Policy, word: Word, source: str) -> Allowed:
-    """What is allowed to a site that a word covers; what it leaves open is the policy's."""
+def _allowed(policy: Policy, word: Word, source: str, names_site: bool = False) -> Allowed:
+    """What is allowed to a site that a word covers; what it leaves open is the policy's. One that
+    ``names_site`` and a codec, or forces one, means whatever the site carries."""
     if word.keep:
         return Allowed(source=source, split=source, rows=1)
     what = (word.codec, word.algorithm, word.max_error)
@@ -225,6 +228,7 @@ def _allowed(policy: Policy, word: Word, source: str) -> Allowed:
         lowering=word.lowering or policy.lowering,
         chunks=word.chunks or policy.chunks,
         rows=word.rows or policy.rows,
+        names_site=names_site and (word.codec is not None or word.force),
     )
 
 

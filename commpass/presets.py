@@ -179,4 +179,5 @@ PRESETS: dict[str, dict[str, Any]] = {
 """The fields of each policy that has a name. ``lossless`` is the default and loses no bit of what
 travels; the lossy ones are opted into. Those with the names of papers are as published, as far as
 rules can say it, and touch what the paper touches; docs/policies.md says what is left out, and
-compares them to ours."""
+compares them to ours. None names a module: a codec that loses bits is then for fields of like
+values alone (passes/provenance)."""

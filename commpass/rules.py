@@ -71,7 +71,10 @@ class Named:
 class Allowed:
     """What may be done to a site. No codecs means: leave it alone. ``named`` says that the nearest
     word named the algorithms, and not the policy for all sites alike; ``source`` says who said
-    what codes it, ``budget`` the largest error, and ``split`` the ``rows``."""
+    what codes it, ``budget`` the largest error, and ``split`` the ``rows``. ``names_site`` says
+    that a rule that names its module, or an annotation, gave the codecs: they are for whatever it
+    carries. ``lossless_only`` says why codecs that lose bits are not among them.
+    """
 
     codecs: tuple[str, ...] = ()
     algorithms: tuple[str, ...] = DEFAULTS
@@ -84,13 +87,27 @@ class Allowed:
     lowering: str | None = None
     chunks: int | None = None
     rows: int | None = None
+    names_site: bool = False
+    lossless_only: str = ""
 
     @property
     def terms(self) -> Allowed:
-        """What is allowed, without who says so."""
-        return (
-            dataclasses.replace(self, source="", budget="", split="") if self.codecs else Allowed()
+        """What is allowed, without who says so, and why."""
+        if not self.codecs:
+            return Allowed()
+        return dataclasses.replace(
+            self, source="", budget="", split="", names_site=False, lossless_only=""
         )
+
+    @property
+    def lossy(self) -> bool:
+        """Whether a codec that loses bits is allowed."""
+        return not all(codec_named(spec).lossless for spec in self.codecs)
+
+    def without_lossy(self, why: str) -> Allowed:
+        """The same without codecs that lose bits, because of ``why``."""
+        codecs = tuple(spec for spec in self.codecs if codec_named(spec).lossless)
+        return dataclasses.replace(self, codecs=codecs, lossless_only=why)
 
     def allow_like(self, other: Allowed) -> bool:
         """Whether both allow the same, whoever says so."""
@@ -210,6 +227,11 @@ class Rule(Word):
             and (self.groups is None or self.is_over(site))
             and site.common_bytes >= self.min_bytes
         )
+
+    @property
+    def names_module(self) -> bool:
+        """Whether it is about some modules, and not about all of them."""
+        return self.module.strip("*.") != ""
 
     @property
     def groups(self) -> tuple[str, ...] | None:

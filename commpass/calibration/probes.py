@@ -16,10 +16,10 @@ from commpass.calibration.places import Where, bare
 from commpass.codecs import FLOATS, Codec
 from commpass.codecs.wrappers.outlier import Running
 from commpass.costmodel import Profile
-from commpass.passes.allowed import ALLOWED
 from commpass.passes.candidates import candidates
 from commpass.passes.discover import GraphSite, discover
 from commpass.passes.graph import meta
+from commpass.passes.graph.marks import ALLOWED
 from commpass.passes.simplify import simplify
 from commpass.plan import Site
 from commpass.policy import Policy

@@ -3,40 +3,72 @@ what simplify makes of them.
 
 A collective that a rule makes stands for others: it is allowed what they were, whatever rules of
 the policy its own kind, size, group and module would match.
+
+Codecs that lose bits are for fields of like values (``provenance``), and for sites that a rule or
+an annotation names.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
+
+from torch import fx
 
 from commpass.passes.discover import GraphSite
+from commpass.passes.graph.marks import ALLOWED
+from commpass.passes.provenance import Provenance, lossy_unsupported_reason, provenances
 from commpass.policy import Policy
 from commpass.rules import Allowed
 
-ALLOWED = "commpass_allowed"
-"""Key in ``node.meta`` of a collective: by the position of its input, what it is allowed."""
 
-
-def allow(sites: Iterable[GraphSite], policy: Policy) -> tuple[GraphSite, ...]:
-    """The sites of a graph as it comes to the passes, each with what the policy allows it."""
-    sites = tuple(sites)
+def allow(sites: Iterable[GraphSite], policy: Policy, direction: str) -> tuple[GraphSite, ...]:
+    """The sites of a forward or backward graph as it comes to the passes, each with what the policy
+    allows it."""
+    sites, found = tuple(sites), _finder(direction)
     for each in sites:
         each.call.node.meta[ALLOWED] = {}
     for each in sites:
-        each.call.node.meta[ALLOWED][each.position] = policy.allowed(each.site)[0]
-    return still_allowed(sites, policy)
+        each.call.node.meta[ALLOWED][each.position] = _allowed(each, policy, found)
+    return still_allowed(sites, policy, direction)
 
 
-def still_allowed(sites: Iterable[GraphSite], policy: Policy) -> tuple[GraphSite, ...]:
+def still_allowed(
+    sites: Iterable[GraphSite], policy: Policy, direction: str
+) -> tuple[GraphSite, ...]:
     """The sites of a graph after simplify, each with what it, or what it stands for, is allowed; of
     one that stands for none, what the policy says."""
+    found = _finder(direction)
 
     def allowed(each: GraphSite) -> Allowed:
         known = each.call.node.meta.get(ALLOWED, {}).get(each.position)
-        return known or policy.allowed(each.site)[0]
+        return known or _allowed(each, policy, found)
 
     return tuple(dataclasses.replace(each, allowed=allowed(each)) for each in sites)
+
+
+Finder = Callable[[fx.Graph], dict[fx.Node, tuple[Provenance, ...]]]
+
+
+def _finder(direction: str) -> Finder:
+    """``provenances`` in that direction, once for each graph."""
+    return cache(lambda graph: provenances(graph, direction))
+
+
+def _allowed(each: GraphSite, policy: Policy, found: Finder) -> Allowed:
+    """What the policy allows a site, given what it carries. A graph is looked into only for a codec
+    that loses bits."""
+    allowed = policy.allowed(each.site)[0]
+    if allowed.names_site or not allowed.lossy:
+        return allowed
+    why = lossy_unsupported_reason(found(each.module.graph)[each.call.node][each.position])
+    if why is None:
+        return allowed
+    return allowed.without_lossy(
+        f"{why}: {allowed.source} compresses fields of like values only; a rule with module='...'"
+        " and a codec may force it"
+    )
 
 
 def matched(sites: Iterable[GraphSite], policy: Policy) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ def _obstacle(site: Site, allowed: Allowed) -> str | None:
     if getattr(torch, site.dtype, None) not in FLOATS:
         return f"{site.dtype} values must arrive exactly"
     if not allowed.codecs:
-        return f"{allowed.source} allows no codec here"
+        return allowed.lossless_only or f"{allowed.source} allows no codec here"
     if allowed.named and not any(own(site.kind, spec) for spec in allowed.algorithms):
         have = ", ".join(each.name for each in algorithms_of(site.kind))
         return (

@@ -57,10 +57,11 @@ def _chosen(site: Site, options: Options, allowed: Allowed, profile: Profile) ->
     alone = options.alone
 
     def leave(reason: str) -> PlannedSite:
-        return planned(site, alone, reason, alone.predicted_us)
+        words = "; ".join(filter(None, (reason, allowed.lossless_only)))
+        return planned(site, alone, words, alone.predicted_us)
 
     if options.obstacle:
-        return leave(options.obstacle)
+        return planned(site, alone, options.obstacle, alone.predicted_us)
     if not options.possible:
         lacking = [why for why in options.refused if site.stateless and site.stateless in why]
         if allowed.force and lacking:
@@ -88,8 +89,8 @@ def _chosen(site: Site, options: Options, allowed: Allowed, profile: Profile) ->
             below = f"a gain below the model's margin of {profile.margin:.0%}"
             return leave(f"{'no gain' if gain <= 0 else below}: {what} would take {times}")
         reason = f"{what}: {times} ({allowed.source})"
-    if best.note:
-        reason += f"; {best.note}"
+    notes = (best.note, allowed.lossless_only)  # why it is not as was asked, or not smaller
+    reason = "; ".join([reason, *filter(None, notes)])
     return planned(site, best, reason, alone.predicted_us)
 
 

@@ -41,6 +41,10 @@ def _discovered(road: Road) -> list[GraphSite]:
     return discover(road.gm, road.direction, road.stateless, road.weights)
 
 
+def _still_allowed(road: Road) -> tuple[GraphSite, ...]:
+    return still_allowed(_discovered(road), road.policy, road.direction)
+
+
 def _discover(road: Road) -> Road:
     for _, module in graph_modules(road.gm):  # a graph that has been here before
         for node in module.graph.nodes:
@@ -50,7 +54,7 @@ def _discover(road: Road) -> Road:
         found = tuple(
             dataclasses.replace(f, site=dataclasses.replace(f.site, obstacle=why)) for f in found
         )
-    found = allow(found, road.policy)
+    found = allow(found, road.policy, road.direction)
     return dataclasses.replace(road, found=found, matched=matched(found, road.policy))
 
 
@@ -58,7 +62,7 @@ def _simplify(road: Road) -> Road:
     if not road.found or road.policy.off or road.obstacle is not None:
         return road
     applied = simplify(road.gm, road.found, road.policy, road.profile, road.own)
-    found = still_allowed(_discovered(road), road.policy)
+    found = _still_allowed(road)
     return dataclasses.replace(road, simplified=applied, found=found)
 
 
@@ -68,7 +72,7 @@ def _group(road: Road) -> Road:
     grouped = group(road.gm, road.found, road.policy, road.profile, road.direction)
     if not grouped:
         return road
-    found = still_allowed(_discovered(road), road.policy)
+    found = _still_allowed(road)
     return dataclasses.replace(road, grouped=grouped, found=found)
 
 
@@ -76,7 +80,7 @@ def _chunk(road: Road) -> Road:
     if not road.found or road.policy.off or road.obstacle is not None:
         return road
     done = chunk(road.gm, road.found, road.policy, road.profile, road.direction)
-    found = still_allowed(_discovered(road), road.policy)
+    found = _still_allowed(road)
     return dataclasses.replace(road, chunked=done, found=found)
 
 

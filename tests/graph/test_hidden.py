@@ -232,7 +232,7 @@ def _found(gm):
     from commpass.passes.allowed import allow
     from commpass.passes.discover import discover
 
-    return allow(tuple(discover(gm, "backward", "")), Policy(codecs="int8"))
+    return allow(tuple(discover(gm, "backward", "")), Policy(codecs="int8"), "backward")
 
 
 def test_the_order_of_dictionaries_does_not_count():

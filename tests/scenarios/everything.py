@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scenarios import control, data, experts, memory, sharded, tensor
+from scenarios import control, data, experts, memory, sharded, statistics, tensor
 from scenarios.scenario import Scenario
 
 ALL: tuple[Scenario, ...] = (
@@ -12,6 +12,7 @@ ALL: tuple[Scenario, ...] = (
     *data.SCENARIOS,
     *memory.SCENARIOS,
     *control.SCENARIOS,
+    *statistics.SCENARIOS,
 )
 BY_NAME = {scenario.name: scenario for scenario in ALL}
 assert len(BY_NAME) == len(ALL)

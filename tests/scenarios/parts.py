@@ -21,6 +21,11 @@ def total(x: Tensor, group: str, op: str = "sum") -> Tensor:
     return ops.wait_tensor(ops.all_reduce(x.contiguous(), op, group))
 
 
+def gathered(x: Tensor, group: str) -> Tensor:
+    """What all ranks have, one after the other along the first dimension."""
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, dist.get_world_size(), group))
+
+
 class Summed(torch.autograd.Function):
     """The sum over ranks; each gets the gradient as it is (behind a row-parallel matmul)."""
 

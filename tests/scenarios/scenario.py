@@ -58,6 +58,7 @@ class Scenario:
     rounding: relative error where only the order of a sum may differ.
     differ: what ranks want to change differs, so commpass may leave a graph as it is and say so.
     inductor: it is tried with Inductor, too.
+    presets: it is tried under every preset, none of which may lose a bit.
     torch: the first version of torch that has what it needs.
     """
 
@@ -74,6 +75,7 @@ class Scenario:
     rounding: float = 1e-5
     differ: bool = False
     inductor: bool = False
+    presets: bool = False
     torch: tuple[int, int] = (2, 11)
 
 

@@ -9,7 +9,7 @@ from _pytest.mark import ParameterSet
 from tiers import VERSION
 
 import commpass
-from scenarios.compare import POLICIES, outcome
+from scenarios.compare import OTHERS, POLICIES, outcome
 from scenarios.control import other_policies
 from scenarios.everything import ALL
 from scenarios.scenario import Scenario
@@ -36,8 +36,9 @@ def cases() -> Iterator[ParameterSet]:
     """All of them; ``every`` marks those that run with ``--every`` alone."""
     for number, scenario in enumerate(ALL):
         for inner in ("aot_eager", "inductor") if scenario.inductor else ("aot_eager",):
-            for policy in POLICIES:
-                turn = policy == TURNS[number % len(TURNS)] and scenario.name not in LONG
+            for policy in (*POLICIES, *(OTHERS if scenario.presets else ())):
+                own = "balanced" if scenario.presets else TURNS[number % len(TURNS)]
+                turn = policy == own and scenario.name not in LONG
                 compiled = (scenario.name, policy) in COMPILED
                 quick = compiled if inner == "inductor" else turn
                 marks = () if quick else (pytest.mark.every,)
@@ -60,7 +61,8 @@ def test_a_scenario_trains_as_in_plain_torch(scenario: Scenario, policy: str, in
     least = {"int8": scenario.sites, "balanced": few, "topk": scenario.gradients}.get(policy, 0)
     if not scenario.differ:
         assert min(compressed) >= least, f"{compressed} sites were compressed, too few of {least}"
-        assert least or policy == "balanced" or not any(compressed), f"compressed: {compressed}"
+        may = policy == "balanced" and scenario.sites
+        assert least or may or not any(compressed), f"compressed: {compressed}"
 
 
 def test_new_groups_may_have_another_policy(ranks2):

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.passes.allowed import ALLOWED
 from commpass.passes.chunk.region import Join, Region
 from commpass.passes.graph import meta
 from commpass.passes.graph.costs import tensors
 from commpass.passes.graph.erase import erase
 from commpass.passes.graph.fakes import mode_of
+from commpass.passes.graph.marks import ALLOWED
 from commpass.passes.graph.rowwise import VIEWS, Axis
 
 aten = torch.ops.aten

@@ -17,6 +17,8 @@ of its site."""
 CODED = "commpass_coded"
 """Key in ``node.meta`` of what coded operators became: what it encodes and decodes, each as name of
 the codec, role and number of values. Of the nodes that stand for one operator the last has it."""
+ALLOWED = "commpass_allowed"
+"""Key in ``node.meta`` of a collective: by the position of its input, what it is allowed."""
 AFTER_A_WAIT = ("wait", "decode", "used_bytes", "sum", "leave")
 
 

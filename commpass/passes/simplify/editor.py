@@ -15,10 +15,10 @@ from torch import fx
 
 from commpass import groups, meshes
 from commpass.costmodel import Link, Profile
-from commpass.passes.allowed import ALLOWED
 from commpass.passes.graph import meta
 from commpass.passes.graph.erase import erase
 from commpass.passes.graph.fakes import mode_of
+from commpass.passes.graph.marks import ALLOWED
 from commpass.passes.graph.parse import Call, describe_group, is_wait, parse
 from commpass.passes.simplify.held import Held, nothing_held
 from commpass.passes.simplify.values import memory, value_numbers

@@ -1,0 +1,55 @@
+"""What values are, in the words of a reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Kind(Enum):
+    """What values are by how they were made. Its text is what a reason says."""
+
+    FIELD = "a field of like values"
+    UNKNOWN = "an input of the graph"
+    PRODUCT = "a product of two fields"
+    SQUARE = "squares or absolute values"
+    ZERO = "zeros"
+    CONSTANT = "constants"
+    INTEGER = "integers made float"
+    INDEX = "indices"
+    MASK = "a mask"
+    COUNT = "counts"
+    STATISTIC = "statistics"
+    COLUMN_SUM = "sums over the first dimension"
+    GRADIENT = "sums of gradients"
+    NORM = "norms"
+    LOSS = "losses"
+    NUMBERS = "single numbers"
+    MIXED = "different things in one tensor"
+
+
+FIELDS = frozenset({Kind.FIELD, Kind.UNKNOWN, Kind.PRODUCT, Kind.SQUARE})
+LIKE = FIELDS | {Kind.ZERO}
+"""What a lossy codec may be for. Zeros come back from every codec as they were."""
+WHOLE = frozenset({Kind.INTEGER, Kind.INDEX, Kind.MASK, Kind.COUNT})
+"""What has no fractions."""
+NEUTRAL = frozenset({Kind.ZERO, Kind.CONSTANT})
+SUMS = frozenset({Kind.COLUMN_SUM, Kind.GRADIENT})
+"""Few values that are a field where they lie beside one: gradients of biases beside those of
+weights."""
+ACCUMULATED = frozenset({Kind.COUNT, Kind.STATISTIC, Kind.COLUMN_SUM, Kind.NORM, Kind.LOSS})
+"""What stays what it is when an input of the graph is added to it: running counts and means."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What values are, and ``how`` they were made: the names of operators."""
+
+    kind: Kind
+    how: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} ({self.how})" if self.how else self.kind.value
+
+
+FIELD, UNKNOWN = Provenance(Kind.FIELD), Provenance(Kind.UNKNOWN)

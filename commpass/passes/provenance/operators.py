@@ -1,0 +1,248 @@
+"""What each operator makes of what it takes, where that is more than arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from commpass.passes.discover import MATMULS
+from commpass.passes.graph import meta
+from commpass.passes.graph.parse import parse
+from commpass.passes.provenance.kinds import FIELD, FIELDS, NEUTRAL, SUMS, WHOLE, Kind, Provenance
+from commpass.passes.provenance.walk import (
+    Walk,
+    arguments,
+    inputs,
+    is_number,
+    joined,
+    merged,
+    name_of,
+    tensors,
+)
+
+FEW = 1 << 14
+"""Values that a reduction leaves at most, for them to be statistics: 64 KiB of float32."""
+LONG = 16
+"""Entries of a last dimension that become one number, for these to be statistics of rows, however
+many rows there are. Fewer are added up as the outputs of a token's experts are."""
+
+
+def arithmetic(node: fx.Node, walk: Walk) -> Provenance:
+    """Arithmetic, views, casts, copies and whatever has no rule of its own."""
+    return merged(node, inputs(node), walk)
+
+
+def _always(kind: Kind) -> Rule:
+    def rule(node: fx.Node, walk: Walk) -> Provenance:
+        return Provenance(kind, name_of(node))
+
+    return rule
+
+
+def _matmul(node: fx.Node, walk: Walk) -> Provenance:
+    """A matmul, a convolution: a field, if not of whole numbers alone."""
+    kinds = {walk.of(source).kind for source in inputs(node)}
+    if kinds <= WHOLE | NEUTRAL:
+        return Provenance(Kind.COUNT, name_of(node))
+    return FIELD
+
+
+def _beside(node: fx.Node, walk: Walk) -> Provenance:
+    """cat, stack, and slices that are put into another tensor."""
+    sources = inputs(node)
+    return joined([walk.of(source) for source in sources], sources)
+
+
+def _filled(node: fx.Node, walk: Walk) -> Provenance:
+    """Some values of one tensor, others of another or a number: with padding, a field is one."""
+    given = arguments(node)
+    keys = ("self", "other", "src", "values", "source")
+    found = [walk.of(source) for source in tensors(given[key] for key in keys if key in given)]
+    parts = [each for each in found if each.kind not in NEUTRAL]
+    if not parts:
+        return Provenance(Kind.MASK, name_of(node))
+    return joined(parts, [node] * len(parts))
+
+
+def _added_at(node: fx.Node, walk: Walk) -> Provenance:
+    """What is added up where an index says: of ones, that is a count."""
+    given = arguments(node)
+    keys = ("self", "src", "values", "source")
+    found = merged(node, list(tensors(given[key] for key in keys if key in given)), walk)
+    return Provenance(Kind.COUNT, name_of(node)) if found.kind in NEUTRAL | WHOLE else found
+
+
+def _put(node: fx.Node, walk: Walk) -> Provenance:
+    return (_added_at if arguments(node).get("accumulate", False) else _filled)(node, walk)
+
+
+def _first(node: fx.Node, walk: Walk) -> Provenance:
+    """What is looked up in, or masked in, the first tensor."""
+    return walk.of(next(tensors(node.args), None))
+
+
+def _copied(node: fx.Node, walk: Walk) -> Provenance:
+    return walk.of(arguments(node)["src"])
+
+
+def _full(node: fx.Node, walk: Walk) -> Provenance:
+    """A constant; zeros, where the operator that was called says so: a number in the graph may be a
+    rank's own, and another at other ranks. What is not written yet is neutral, as zeros are."""
+    given, name = arguments(node), name_of(node)
+    called = node.meta.get("original_aten")
+    by_name = str(getattr(called, "_opname", name)).rstrip("_")
+    value = given.get("fill_value", given.get("value", given.get("s", 1)))
+    plain = not isinstance(value, fx.Node) and value == 0
+    zero = "zero" in by_name or "empty" in by_name
+    zero = zero or (plain and (called is None or by_name not in NUMBERED))
+    return Provenance(Kind.ZERO if zero else Kind.CONSTANT, name)
+
+
+def _squared(node: fx.Node, walk: Walk) -> Provenance:
+    found = arithmetic(node, walk)
+    even = name_of(node) != "pow" or node.args[1] == 2
+    return Provenance(Kind.SQUARE, name_of(node)) if even and found.kind in FIELDS else found
+
+
+def _multiplied(node: fx.Node, walk: Walk) -> Provenance:
+    fields = [source for source in inputs(node) if walk.of(source).kind in FIELDS]
+    if len(fields) < 2 or any(is_number(meta.tensor(source)) for source in fields):
+        return arithmetic(node, walk)
+    return Provenance(Kind.SQUARE if fields[0] is fields[1] else Kind.PRODUCT, name_of(node))
+
+
+def broadcast_later(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that a larger tensor is computed from, value by value: what a layer takes again,
+    and not the gradient of a parameter. Linear."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        size = _numel(node)
+        for user in node.users:
+            if name_of(user) in SHRINKING or RULES.get(name_of(user)) is _beside:
+                continue
+            larger = size is not None and (_numel(user) or 0) > size
+            if (larger and parse(user) is None) or user in found:
+                found.add(node)
+                break
+    return found
+
+
+def _numel(node: fx.Node) -> int | None:
+    """How many values a node has, by hints; None for several tensors."""
+    value = meta.tensor(node)
+    sizes = [None] if value is None else [meta.hint(size) for size in value.shape]
+    return None if None in sizes else math.prod(size for size in sizes if size is not None)
+
+
+# --- reductions -----------------------------------------------------------------------------------
+
+
+def _reduced(node: fx.Node, walk: Walk) -> Provenance:
+    """A sum, a mean, a variance, a largest value: statistics, where they leave few values.
+
+    A sum that a backward pass makes is a gradient (of a bias, say), and one of products a matmul's.
+    A sum of squares is a norm's, wherever it stands.
+    """
+    if getattr(node.target, "_overloadname", "") == "other":  # max(x, y), value by value
+        return arithmetic(node, walk)
+    name, source = name_of(node), next(tensors(node.args), None)
+    found = walk.of(source)
+    how = f"{name} of {found.how}" if found.how else name
+    if found.kind in WHOLE:
+        return Provenance(Kind.COUNT, how) if name in ADDING else found
+    value = meta.tensor(source) if source is not None else None
+    if value is None or found.kind not in FIELDS | SUMS:
+        return found
+    dims = _dims(node, value.dim())
+    adds, every = name == "sum" and found.kind is not Kind.SQUARE, len(dims) == value.dim()
+    if not _is_statistic(value, dims, name == "sum"):
+        return FIELD
+    if adds and walk.is_gradient(node):
+        return Provenance(Kind.GRADIENT, how)
+    if adds and found.kind is Kind.PRODUCT and not every:
+        return FIELD
+    of_columns = adds and not every and 0 in dims
+    return Provenance(Kind.COLUMN_SUM if of_columns else Kind.STATISTIC, how)
+
+
+def _dims(node: fx.Node, rank: int) -> frozenset[int]:
+    """The dimensions that a reduction takes away."""
+    given = arguments(node)
+    named = given.get("dim", given.get("dims"))
+    some = [named] if isinstance(named, int) else list(named or range(rank))
+    return frozenset(dim % max(rank, 1) for dim in some if rank)
+
+
+def _is_statistic(value: torch.Tensor, dims: frozenset[int], adds: bool) -> bool:
+    """Whether a reduction of a tensor leaves numbers that are no field.
+
+    The size of what is reduced does not count where it may be that of a batch: ranks may have
+    batches of other sizes, and must decide alike.
+    """
+    last = value.dim() - 1
+    length = meta.hint(value.shape[-1]) if value.dim() else None
+    if len(dims) == value.dim() or (dims == {last} and (length or 0) >= LONG):
+        return True
+    sizes = [meta.hint(size) for dim, size in enumerate(value.shape) if dim not in dims]
+    left = [size for size in sizes if size is not None]
+    if len(left) < len(sizes) or math.prod(left) > FEW:
+        return False
+    return not adds or bool(dims & {0, last})  # else the parts of each token are added up
+
+
+NUMBERED = ("full", "full_like", "new_full", "fill", "scalar_tensor")
+ADDING = ("sum", "nansum", "mean")
+REDUCTIONS = (
+    *("sum", "nansum", "mean", "var", "var_mean", "std", "std_mean", "amax", "amin", "aminmax"),
+    *("max", "min", "median", "nanmedian", "mode", "prod", "logsumexp", "dot", "vdot"),
+)
+NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
+SHRINKING = frozenset({*REDUCTIONS, *NORMS})
+STATISTICS_OF: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("native_layer_norm", "native_group_norm", "native_batch_norm"), (1, 2)),
+    **dict.fromkeys(("cudnn_batch_norm", "miopen_batch_norm", "_fused_rms_norm"), (1, 2)),
+    **dict.fromkeys(("_native_batch_norm_legit", "_batch_norm_with_update"), (1, 2)),
+    "_native_batch_norm_legit_functional": (1, 2, 3, 4),
+    "_native_batch_norm_legit_no_training": (1, 2),
+    "_batch_norm_with_update_functional": (1, 2, 4, 5),
+    **dict.fromkeys(("batch_norm_stats", "batch_norm_gather_stats"), (0, 1)),
+    **dict.fromkeys(("batch_norm_gather_stats_with_counts", "batch_norm_backward_reduce"), (0, 1)),
+    "_scaled_dot_product_flash_attention": (1,),
+    "_scaled_dot_product_flash_attention_for_cpu": (1,),
+    "_scaled_dot_product_efficient_attention": (1,),
+    "_scaled_dot_product_cudnn_attention": (1,),
+    "_flash_attention_forward": (1,),
+    "_efficient_attention_forward": (1,),
+}
+"""Which results of an operator are statistics of its input: means, deviations, log-sum-exps."""
+Rule = Callable[[fx.Node, Walk], Provenance]
+ROWS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
+    (_reduced, REDUCTIONS),
+    (_matmul, MATMULS),
+    (_always(Kind.NORM), NORMS),
+    (_always(Kind.COUNT), ("bincount", "histc", "count_nonzero")),
+    (_always(Kind.INDEX), ("arange", "iota", "argmax", "argmin", "argsort", "nonzero")),
+    (_always(Kind.INDEX), ("searchsorted", "bucketize", "randperm")),
+    (_always(Kind.MASK), ("bernoulli", "one_hot")),
+    (_always(Kind.FIELD), ("rand_like", "randn_like", "uniform", "normal", "inductor_random")),
+    (_always(Kind.LOSS), ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")),
+    (_always(Kind.LOSS), ("nll_loss_forward", "nll_loss2d_forward", "binary_cross_entropy")),
+    (_beside, ("cat", "stack", "hstack", "vstack")),
+    (_beside, ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")),
+    (_filled, ("where", "scatter", "index_copy", "masked_scatter")),
+    (_put, ("index_put", "_unsafe_index_put", "_index_put_impl")),
+    (_added_at, ("scatter_add", "scatter_reduce", "index_add")),
+    (_first, ("index", "_unsafe_index", "index_select", "gather", "take", "embedding")),
+    (_first, ("masked_fill", "masked_select", "index_fill")),
+    (_copied, ("copy",)),
+    (_full, ("full", "full_like", "new_full", "fill", "ones", "ones_like", "new_ones")),
+    (_full, ("scalar_tensor", "zeros", "zeros_like", "new_zeros", "zero", "_efficientzerotensor")),
+    (_full, ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")),
+    (_squared, ("pow", "abs", "square")),
+    (_multiplied, ("mul",)),
+)
+RULES = {name: rule for rule, names in ROWS for name in names}
+"""By the name of the operator."""
