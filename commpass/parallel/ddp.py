@@ -29,7 +29,7 @@ from commpass.groups import goes_with, twin
 from commpass.parallel.buckets import Part, parts_of
 from commpass.parallel.dropped import Dropped
 from commpass.parallel.exchange import Exchanges
-from commpass.parallel.taken import Gone, checked, claim
+from commpass.parallel.taken import Gone, checked, claim, refuse_if_optimized_in_backward
 from commpass.parallel.worker import Worker
 from commpass.plan import Plan
 from commpass.policy import Policy
@@ -63,8 +63,12 @@ def compress_ddp(
     are those of ``commpass.backend``. Returns the door, which shows plans and bytes; it need not be
     kept. Error feedback is in ``commpass.state_dict(model)``, by the names of parameters.
 
-    Raises PolicyError for a model that is not DDP's, one that has a comm hook, one whose gradients
-    never come to a hook, and one with complex or sparse gradients.
+    Where DDP is given another process group later (``_update_process_group``), gradients go on in
+    that one, as DDP's own would.
+
+    Raises PolicyError for a model that is not DDP's, one that has a comm hook or optimizers that
+    run in backward, one whose gradients never come to a hook, and one with complex or sparse
+    gradients.
     """
     ddp = checked(model)
     made = backend(policy, inner=inner, profile=profile, strict=strict, dump=dump, timeout=timeout)
@@ -223,6 +227,7 @@ class DDPDoor:
             self._now.sent += x.nbytes
             return functools.partial(_plain, x, self.group.group_name, self.group.size())
         parameters = bucket.parameters()
+        refuse_if_optimized_in_backward(parameters, "compress_ddp")
         key = (*map(id, parameters), x.dtype)
         if key not in self._parts:
             self._parts[key] = parts_of(

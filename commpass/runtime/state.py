@@ -30,8 +30,8 @@ from commpass.passes.rewrite import StateInput
 from commpass.runtime.owners import Code, Owner, owners, parameter_names
 
 VERSION = 2
-_VERSION = re.compile(r"commpass\.v(\d+)/(.+)")
-_NAME = re.compile(r"([^/]+)/([^/]+)/(.+)/(sum|avg)/(world|\d+)/(\d+)of(\d+)")
+_VERSION = re.compile(r"commpass\.v(\d+)/(.+)", re.DOTALL)
+_NAME = re.compile(r"([^/]+)/([^/]+)/(.+)/(sum|avg)/(world|\d+)/(\d+)of(\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Name:
     own: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        whose = f"commpass.v{VERSION}/{self.parameter}/{self.place}"
+        parameter = self.parameter.replace("%", "%25").replace("/", "%2F")
+        whose = f"commpass.v{VERSION}/{parameter}/{self.place}"
         return f"{whose}/{self.op}/{self.first}/{self.rank}of{self.ranks}"
 
     @property
@@ -408,4 +409,5 @@ def _parse(key: str) -> Name:
             f" commpass.v{VERSION}/"
         )
     parameter, function, site, op, first, rank, ranks = found.groups()
+    parameter = parameter.replace("%2F", "/").replace("%25", "%")
     return Name(parameter, function, site, op, first, int(rank), int(ranks))
