@@ -105,11 +105,30 @@ def residual(kept: StateInput, number: int, code: Code, owner: Owner) -> Tensor:
 
 def move(kept: StateInput, code: Code, owner: Owner, into: Tensor) -> Any:
     """Keeps the residual of ``residual(kept, 0, code, owner)`` in ``into`` from now on, with what
-    it was. Returns its key in the owner's state."""
+    it was, also in a group that this one has taken the place of. Returns its key in the owner's
+    state."""
     key = _kept_under(kept, 0, code, owner)
     name, before = owner.state[key]
     owner.state[key] = name, into.copy_(before)
+    for other in [each for each in owner.state if each != key and _of_one_site(each, key)]:
+        old, left = owner.state.pop(other)
+        into += left * _scale(old, name)
     return key
+
+
+def _of_one_site(one: Any, other: Any) -> bool:
+    """Whether two keys are of the same site, whatever the ranks."""
+    (code, name), (code_of_other, name_of_other) = one, other
+    return code == code_of_other and (name.place, name.op) == (
+        name_of_other.place,
+        name_of_other.op,
+    )
+
+
+def _scale(old: Name, new: Name) -> float:
+    """By what a residual is multiplied where there are other ranks: of a sum it stays what it
+    was."""
+    return new.ranks / old.ranks if new.op == "avg" else 1.0
 
 
 def _kept_under(kept: StateInput, number: int, code: Code, owner: Owner) -> Any:
@@ -358,8 +377,7 @@ def _shared(name: Name, like: Tensor, given: Mapping[Name, Tensor]) -> Tensor:
                 f" {list(like.shape)} of {like.dtype}"
             )
         if name.takes(saved):
-            scale = name.ranks / saved.ranks if name.op == "avg" else 1.0
-            total += tensor.to(like.device) * scale
+            total += tensor.to(like.device) * _scale(saved, name)
     groups = {saved.ranks for saved in of_site if saved.first == name.first}
     wanted = {rank for ranks in groups for rank in range(ranks) if rank % name.ranks == name.rank}
     missing = wanted - {saved.rank for saved in of_site if saved.first == name.first}
