@@ -8,9 +8,15 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
+from commpass.printable import clean_lines
+
 
 class CommpassError(Exception):
     """Base of every error that commpass raises on purpose."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        shown = (clean_lines(each) if isinstance(each, str) else each for each in args)
+        super().__init__(*shown, **kwargs)
 
 
 class PolicyError(CommpassError, ValueError):

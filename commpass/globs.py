@@ -12,7 +12,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
     body = "".join(
         {"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(part, re.escape(part)) for part in parts
     )
-    return re.compile(body + r"(\..*)?")
+    return re.compile(body + r"(\..*)?", re.DOTALL)  # a name may have a line break
 
 
 def covers(glob: str, path: str) -> bool:

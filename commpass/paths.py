@@ -33,16 +33,21 @@ def clean(path: str, parallel: Iterable[str] = ()) -> str:
     ``parallel`` are the paths, as raw as ``path``, of those modules whose ``module`` is what they
     wrap.
     """
-    for wrapper in sorted(parallel, key=len, reverse=True):
-        inner = f"{wrapper}.module" if wrapper else "module"
-        if path == inner or path.startswith(inner + "."):
-            path = wrapper + path[len(inner) :]
-    parts = _parts(path)
+    parts = _parts(_without(parallel, path))
     if parts and parts[0] in ("L", "G"):
         parts = parts[2:]
     elif parts and parts[0] in ("self", "L__self__"):
         parts = parts[1:]
     return ".".join(parts)
+
+
+def _without(parallel: Iterable[str], path: str) -> str:
+    """A path without the ``module`` of the wrappers at ``parallel``."""
+    for wrapper in sorted(parallel, key=len, reverse=True):
+        inner = f"{wrapper}.module" if wrapper else "module"
+        if path == inner or path.startswith(inner + "."):
+            path = wrapper + path[len(inner) :]
+    return path
 
 
 def _parts(path: str) -> list[str]:
@@ -62,7 +67,13 @@ def names(model: nn.Module) -> list[tuple[str, nn.Module]]:
     wrapper has that of what it wraps."""
     found = list(model.named_modules(remove_duplicate=False))
     parallel = [name for name, module in found if is_parallel(type(module))]
-    return [(clean(name, parallel), module) for name, module in found]
+    return [(_of_names(_without(parallel, name)), module) for name, module in found]
+
+
+def _of_names(path: str) -> str:
+    """A name of ``named_modules`` without wrappers. A name in it may be anything that has no dot:
+    also ``G``, ``self``, or what Dynamo would write in a source."""
+    return ".".join(name for name in path.split(".") if name and name not in WRAPPERS)
 
 
 def join(*parts: str) -> str:
@@ -106,6 +117,7 @@ class Places:
         self.around = list(_modules_around())
         self.tables: dict[int, dict[int, list[str]]] = {}
         self.found: dict[int, str] = {}
+        self.kept: list[nn.Module] = []  # since the number of one that is gone is used again
 
     def path(self, stack: Mapping[str, tuple[str, Any]] | None) -> str | None:
         """The path that a node's module stack leads to, or that of the compiled code where there is
@@ -123,6 +135,7 @@ class Places:
         """Where a module that is compiled by itself stands, with a star for each number that does
         not count."""
         if id(module) not in self.found:
+            self.kept.append(module)
             self.found[id(module)] = self._look(module)
         return self.found[id(module)]
 
@@ -139,6 +152,7 @@ class Places:
         if id(root) not in self.tables:
             table = self.tables[id(root)] = {}
             for path, module in names(root):
+                self.kept.append(module)
                 table.setdefault(id(module), []).append(path)
         return self.tables[id(root)]
 

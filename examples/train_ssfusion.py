@@ -36,7 +36,7 @@ def sgd(model: nn.Module, momentum: float) -> torch.optim.Optimizer:
 def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
     model, profile = build(options), commpass.ethernet(options.link_gbit)
     if policy == "ssfusion":
-        settings = {"density": options.density, "selector": options.selector}
+        settings = {name: getattr(options, name) for name in ("density", "selector", "force")}
         ssfusion(model, **settings, momentum=MOMENTUM, group=mesh, profile=profile)
     else:
         model = DistributedDataParallel(model, device_mesh=mesh)
@@ -65,5 +65,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("--density", type=float, default=0.01, help="share of gradients sent")
     parser.add_argument("--selector", default="topk", help="the sparse codec that selects them")
+    parser.add_argument(
+        "--force", action="store_true", help="sparse even where dense is predicted to be as fast"
+    )
     options = parser.parse_args()
     meshes.main(__file__, setup, parser, options, {"dp": options.ranks})

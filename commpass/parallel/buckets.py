@@ -88,6 +88,7 @@ def parts_of(
             *(group.group_name, group.size(), module, "backward", "ddp", "avg"),
             word=word,
             flat=True,
+            parameters=tuple(names[id(parameters[number])] for number in numbers),
         )
         mine = tuple(parameters[number] for number in numbers)
         found.append(Part(what, mine, _joined([ranges[number] for number in numbers])))

@@ -29,7 +29,7 @@ from commpass.groups import goes_with, twin
 from commpass.parallel.buckets import Part, parts_of
 from commpass.parallel.dropped import Dropped
 from commpass.parallel.exchange import Exchanges
-from commpass.parallel.taken import Gone, checked, claim
+from commpass.parallel.taken import Gone, checked, claim, refuse_if_optimized_in_backward
 from commpass.parallel.worker import Worker
 from commpass.plan import Plan
 from commpass.policy import Policy
@@ -63,8 +63,12 @@ def compress_ddp(
     are those of ``commpass.backend``. Returns the door, which shows plans and bytes; it need not be
     kept. Error feedback is in ``commpass.state_dict(model)``, by the names of parameters.
 
-    Raises PolicyError for a model that is not DDP's, one that has a comm hook, one whose gradients
-    never come to a hook, and one with complex or sparse gradients.
+    Where DDP is given another process group later (``_update_process_group``), gradients go on in
+    that one, as DDP's own would.
+
+    Raises PolicyError for a model that is not DDP's, one that has a comm hook or optimizers that
+    run in backward, one whose gradients never come to a hook, and one with complex or sparse
+    gradients.
     """
     ddp = checked(model)
     made = backend(policy, inner=inner, profile=profile, strict=strict, dump=dump, timeout=timeout)
@@ -95,19 +99,27 @@ class DDPDoor:
 
     def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges):
         self.exchanges = exchanges
-        self.group: dist.ProcessGroup | None = twin(ddp.process_group)
-        goes_with(self, self.group)
-        self.worker = Worker("commpass-ddp", functools.partial(_leave, weakref.ref(self)))
         self._ddp = weakref.ref(ddp)
         self._names = parameter_names(ddp)
-        self._words = words_of(ddp)
+        self._words: dict[str, str] = {}
         self._parts: dict[Any, list[Part]] = {}
-        self._provisional = _provisional_steps(ddp)
+        self._provisional: int | None = None
         self._now, self._last = _Step([]), _Step([])
         self._backward = -1
-        drops = ddp.find_unused_parameters and not ddp.static_graph
-        self._dropped = Dropped("ddp", self.group.size()) if drops else None
+        self._dropped: Dropped | None = None
         self._streams: dict[torch.device, Any] = {}
+        self._channel = _Channel(ddp.process_group)
+        self._channel.open()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group in which gradients travel; None once an exchange has failed here."""
+        return self._channel.group
+
+    @property
+    def worker(self) -> Worker:
+        """The thread that carries out exchanges."""
+        return self._channel.worker
 
     @property
     def plans(self) -> list[Plan]:
@@ -153,6 +165,8 @@ class DDPDoor:
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
         job: Callable[[], None] = _nothing
         try:
+            if bucket.index() == 0:
+                self._follow()
             if self.worker.error is None:
                 job = self._job(bucket, x)
         except Exception as error:
@@ -178,7 +192,26 @@ class DDPDoor:
 
     def _step_done(self) -> None:
         self._last, self._now = self._now, _Step([])
-        self._provisional = max(0, self._provisional - 1)
+        self._provisional = max(0, (self._provisional or 0) - 1)
+
+    def _follow(self) -> None:
+        """Goes on as DDP is now, before the first bucket of a step. It may have been given another
+        group, of other ranks, by ``_update_process_group``: then all is compiled anew, for ranks
+        that join compile as well, and what failed in the group before no longer counts."""
+        ddp = self._ddp()
+        if ddp is None:
+            return
+        if ddp.process_group is not self._channel.host:
+            self._provisional = None
+            self._parts.clear()
+            self.exchanges.clear()
+            self._channel = _Channel(ddp.process_group)
+            self._channel.open()
+        if self._provisional is None and self.group is not None:
+            self._words = words_of(ddp)
+            self._provisional = _provisional_steps(ddp)
+            drops = ddp.find_unused_parameters and not ddp.static_graph
+            self._dropped = Dropped("ddp", self.group.size()) if drops else None
 
     def _job(self, bucket: dist.GradBucket, x: Tensor) -> Callable[[], None]:
         """What carries out the exchange of a bucket, compiled if it is new."""
@@ -194,6 +227,7 @@ class DDPDoor:
             self._now.sent += x.nbytes
             return functools.partial(_plain, x, self.group.group_name, self.group.size())
         parameters = bucket.parameters()
+        refuse_if_optimized_in_backward(parameters, "compress_ddp")
         key = (*map(id, parameters), x.dtype)
         if key not in self._parts:
             self._parts[key] = parts_of(
@@ -230,6 +264,21 @@ class DDPDoor:
         return future
 
 
+class _Channel:
+    """Where the gradients of a DDP model travel that has the group ``host``: a group of the same
+    ranks, and a thread that sends in it."""
+
+    def __init__(self, host: dist.ProcessGroup):
+        self.host = host
+        self.group: dist.ProcessGroup | None = None
+        self.worker = Worker("commpass-ddp", functools.partial(_leave, weakref.ref(self)))
+
+    def open(self) -> None:
+        """Makes the group: all ranks of the host's call it alike."""
+        self.group = twin(self.host)
+        goes_with(self, self.group)
+
+
 def _provisional_steps(ddp: DistributedDataParallel) -> int:
     """How many steps DDP makes before it puts its parameters into final buckets, in the order in
     which their gradients come. Each bucket is compiled, so these steps are sent as they are. They
@@ -255,9 +304,9 @@ def _nothing() -> None:
     pass
 
 
-def _leave(door: weakref.ref[DDPDoor]) -> None:
-    """Closes the group of a door of which one exchange failed here, so that no other rank waits for
-    this one until its time is up. It is closed when nothing holds it any more."""
-    if (held := door()) is not None and held.group is not None:
+def _leave(channel: weakref.ref[_Channel]) -> None:
+    """Closes the group of a channel in which one exchange failed here, so that no other rank waits
+    for this one until its time is up. It is closed when nothing holds it any more."""
+    if (held := channel()) is not None and held.group is not None:
         group, held.group = held.group, None
         dist.destroy_process_group(group)

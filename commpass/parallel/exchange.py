@@ -34,7 +34,8 @@ class Exchange:
     the names of its state. ``word`` is what ``compress`` or ``keep`` says of it, as JSON;
     ``obstacle`` is why it is left as it is, if it must be. ``flat`` says that it sends the
     gradients of its parameters one after another: state is then kept by parameter. ``again`` says
-    that backward sends once more what forward sent, and must get the same bits.
+    that backward sends once more what forward sent, and must get the same bits. ``parameters`` are
+    the names of those that it carries: they tell it from others of the same module.
 
     A mean (``op="avg"``) is the sum of values that each rank has multiplied by 1 / ``ranks`` before
     it sends them, as DDP has it: the library need not know means, and no sum overflows that its
@@ -52,6 +53,7 @@ class Exchange:
     obstacle: str | None = None
     flat: bool = False
     again: bool = False
+    parameters: tuple[str, ...] = ()
 
     def graph(self, inplace: bool) -> fx.GraphModule:
         """``x -> None``, which puts the result into ``x``, or ``(x, out) -> None``, into ``out``:
@@ -87,11 +89,12 @@ class Exchange:
 
 
 class Compiled(NamedTuple):
-    """A compiled exchange: what carries it out, its plan, and whether it was ``refused``: then
-    ``run`` raises why, and nothing may be sent."""
+    """A compiled exchange: what carries it out, its plan, whose its calls are, and whether it was
+    ``refused``: then ``run`` raises why, and nothing may be sent."""
 
     run: Callable[..., Any]
     plan: Plan
+    calls: HookCalls
     refused: bool
 
     @property
@@ -103,7 +106,8 @@ class Compiled(NamedTuple):
 @dataclass
 class Exchanges:
     """The compiled exchanges of one hook, each compiled when it first happens, on all ranks
-    alike."""
+    alike. They are kept by what is sent and by the names of parameters: a model may be given
+    other parameters of the same names, as ``load_state_dict(assign=True)`` does."""
 
     backend: Backend
     compiled: dict[Any, Compiled] = field(default_factory=dict)
@@ -113,7 +117,8 @@ class Exchanges:
         self, what: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
     ) -> None:
         """Sends ``x`` and puts the result into ``out``, or into ``x`` itself; the two do not
-        overlap. ``of`` are the parameters whose state is kept, if a codec keeps any."""
+        overlap. ``of`` are the parameters of ``what.parameters`` as they are now: their state is
+        kept, if a codec keeps any."""
         self.get(what, x, out, of).run(*([x] if out is None else [x, out]))
 
     def get(
@@ -121,10 +126,18 @@ class Exchanges:
     ) -> Compiled:
         """The compiled exchange."""
         shape = None if out is None else tuple(out.shape)
-        key = (what, tuple(x.shape), x.dtype, x.device, shape, *map(id, of))
+        key = (what, tuple(x.shape), x.dtype, x.device, shape, len(of))
         if key not in self.compiled:
             self.compiled[key] = self._compile(what, x, out, of)
-        return self.compiled[key]
+        compiled = self.compiled[key]
+        compiled.calls.set_parameters(of)
+        return compiled
+
+    def clear(self) -> None:
+        """Lets go of all that was compiled, as of a group that is no longer used."""
+        self.backend.ledger.retire()
+        self.compiled.clear()
+        self.shared.made.clear()
 
     def _compile(
         self, what: Exchange, x: Tensor, out: Tensor | None, of: Sequence[Tensor]
@@ -150,7 +163,7 @@ class Exchanges:
             with torch.no_grad(), outside_scopes():
                 function(list(tensors))
 
-        return Compiled(run, made[0], isinstance(function, Raising))
+        return Compiled(run, made[0], calls, isinstance(function, Raising))
 
     @property
     def plans(self) -> list[Plan]:

@@ -54,14 +54,15 @@ class Sent:
     sent: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Unit:
-    """What one call of ``fully_shard`` made: the names of its modules, the word on them, and
-    torch's parameter group."""
+    """What one call of ``fully_shard`` made: the names of its modules, the word on them (as of the
+    first exchange), torch's parameter group, and the names of its parameters."""
 
     name: str
     word: str | None
     group: Any
+    names: tuple[str, ...]
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -157,6 +158,7 @@ class FSDPDoor:
         self.exchanges, self.units, self.name = exchanges, tuple(units), type(model).__name__
         self._sent: dict[str, Sent] = {}
         self._unseen: nn.Module | None = model  # until its first exchange
+        self._next = dict(zip(self.units, (*self.units[1:], self.units[0]), strict=True))
         for unit in self.units:
             group = unit.group
             group._all_gather_comm = CompressedAllGather(self, unit, group._all_gather_comm)
@@ -192,8 +194,11 @@ class FSDPDoor:
         """What sends this exchange compressed, or raises why nothing may be sent; None where its
         plan leaves it as it is."""
         if self._unseen is not None:
-            self._warn_of_later(self._unseen)
+            self._begin(self._unseen)
             self._unseen = None
+        for each in (unit, self._next[unit]):  # in a step, all units
+            self._refuse_if_replaced(each)
+        what = replace(what, word=unit.word, parameters=unit.names)
         compiled = self.exchanges.get(what, x, out, unit.parameters)
         so_far = self._sent.get(what.kind, Sent())
         self._sent[what.kind] = Sent(
@@ -203,11 +208,27 @@ class FSDPDoor:
         )
         return None if compiled.untouched else compiled.run
 
-    def _warn_of_later(self, model: nn.Module) -> None:
-        """Says which modules were sharded after the door was opened."""
-        known = {id(unit.group) for unit in self.units}
-        if later := [unit.name for unit in _units(model) if id(unit.group) not in known]:
+    def _begin(self, model: nn.Module) -> None:
+        """Reads the words that were put on modules since the door was opened, and says which
+        modules were sharded since."""
+        now = {id(unit.group): unit for unit in _units(model)}
+        for unit in self.units:
+            found = now.pop(id(unit.group), None)
+            unit.word = found.word if found is not None else unit.word
+        if later := [unit.name for unit in now.values()]:
             log.warning(LATER, self.name, ", ".join(name or "the root module" for name in later))
+
+    def _refuse_if_replaced(self, unit: Unit) -> None:
+        """Raises PolicyError where FSDP2 was given other calls for a unit than this door's."""
+        comms = (unit.group._all_gather_comm, unit.group._reduce_scatter_comm)
+        other = next((each for each in comms if getattr(each, "door", None) is not self), None)
+        if other is not None:
+            raise PolicyError(
+                f"compress_fsdp: {unit.name or 'the root module'} was given"
+                f" {type(other).__name__} after compress_fsdp, by set_custom_all_gather or"
+                " set_custom_reduce_scatter, and would no longer be sent by the policy: leave that"
+                " call out, or call remove() on what compress_fsdp returned before it"
+            )
 
     def __repr__(self) -> str:
         sent = [
@@ -276,8 +297,9 @@ NOT_REACHED = (
 def _units(model: nn.Module) -> Iterator[Unit]:
     """The parameter groups of a model's FSDP2 modules, outer ones first, each once."""
     named: dict[int, tuple[Any, list[str]]] = {}
-    said = words_of(model)
-    for path, module in paths.names(model):
+    said, modules = words_of(model), paths.names(model)
+    where = {id(module): path for path, module in reversed(modules)}  # a tied one has its first
+    for path, module in modules:
         if not isinstance(module, FSDPModule):
             continue
         for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -292,7 +314,9 @@ def _units(model: nn.Module) -> Iterator[Unit]:
                 f"compress_fsdp: fully_shard sends {' and '.join(names)} together, but compress or"
                 f" keep say different things about them: {', '.join(map(str, words))}"
             )
-        yield Unit("+".join(names), words.pop(), group)
+        infos = [each._module_info for each in group.fsdp_params]
+        own = tuple(paths.join(where[id(info.module)], info.param_name) for info in infos)
+        yield Unit("+".join(names), words.pop(), group, own)
 
 
 def _refuse_if_taken(unit: Unit) -> None:
@@ -330,9 +354,7 @@ def _nothing(model: nn.Module, name: str) -> str:
 
 
 def _exchange(kind: str, direction: str, unit: Unit, group: dist.ProcessGroup) -> Exchange:
-    return Exchange(
-        kind, group.group_name, group.size(), unit.name, direction, "fsdp", word=unit.word
-    )
+    return Exchange(kind, group.group_name, group.size(), unit.name, direction, "fsdp")
 
 
 def _factor(op: Any) -> float | None:

@@ -126,6 +126,12 @@ def _check(stage: Any) -> None:
         )
 
 
+def _group_of(stage: Any) -> dist.ProcessGroup:
+    found = stage.group or dist.group.WORLD
+    assert found is not None
+    return found
+
+
 _pipelines: Counter[tuple[str, str, int, int]] = Counter()
 """How often a stage of a number was compressed, by the run of this process, its group and the
 number of stages: the other end counts the same, so that two pipelines of one group are not mistaken
@@ -137,9 +143,7 @@ class Compressed:
 
     def __init__(self, stage: Any, shared: Backend):
         self.stage, self.backend = stage, shared
-        group = stage.group or dist.group.WORLD
-        assert group is not None
-        self.group: dist.ProcessGroup = group
+        self.group = _group_of(stage)
         greet()
         self.answers = ends.answers()
         run, many = board().nonce if self.answers else "", stage.num_stages
@@ -178,6 +182,12 @@ class Compressed:
         messages = original(microbatch)
         if not messages:
             return messages
+        if _group_of(self.stage) is not self.group:
+            raise CommpassError(
+                f"stage {self.stage.stage_index} was given another process group after"
+                " compress_pipeline, and what it sends was planned for the ranks of the one"
+                " before: make the stages anew, and call compress_pipeline on these"
+            )
         kind, direction = what
         for edge, word in self.unheard.pop(what, ()):
             ends.compare(edge, word, self.backend.timeout or longest_timeout([self.group]))

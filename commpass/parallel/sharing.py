@@ -21,6 +21,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from commpass.lowering.repairs import repaired
 
 Compiled = Callable[[list[Any]], Any]
+Key = tuple[tuple[Any, str], ...]
 
 
 def with_fakes(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
@@ -35,23 +36,24 @@ def with_fakes(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
 
 @dataclass
 class Shared:
-    """What Inductor made of each graph, by the graph's text."""
+    """What Inductor made of each graph, by all that it depends on."""
 
-    made: dict[str, Compiled] = field(default_factory=dict)
+    made: dict[Key, Compiled] = field(default_factory=dict)
 
     def compiled(self, gm: fx.GraphModule, pinned: bool) -> Compiled:
         """The compiled graph, which takes a list; ``pinned`` keeps its collectives in their
         order."""
-        text = _text(gm)
-        if text is None:
+        key = _key(gm)
+        if key is None:
             return _inductor(gm, pinned)
-        if text not in self.made:
-            self.made[text] = _inductor(gm, pinned)
-        return self.made[text]
+        if key not in self.made:
+            self.made[key] = _inductor(gm, pinned)
+        return self.made[key]
 
 
-def _text(gm: fx.GraphModule) -> str | None:
-    """All that the compiled code depends on; None if that is more than can be written down."""
+def _key(gm: fx.GraphModule) -> Key | None:
+    """All that the compiled code depends on: what is called, and the text of the rest, node by
+    node. None if that is more than can be written down."""
     numbers = {node: f"%{number}" for number, node in enumerate(gm.graph.nodes)}
     lines = []
     for node in gm.graph.nodes:
@@ -59,12 +61,12 @@ def _text(gm: fx.GraphModule) -> str | None:
             return None
         if node.op == "placeholder":
             value = node.meta["val"]
-            lines.append(f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}")
+            form = f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}"
+            lines.append((node.op, form))
         else:
             args = fx.node.map_arg((node.args, dict(node.kwargs)), numbers.__getitem__)
-            target = node.target if node.op == "output" else f"{node.target!r} {id(node.target)}"
-            lines.append(f"{target} {args}")
-    return "\n".join(lines)
+            lines.append((node.target, str(args)))
+    return tuple(lines)
 
 
 def _inductor(gm: fx.GraphModule, pinned: bool) -> Compiled:

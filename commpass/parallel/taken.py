@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from commpass import paths
 from commpass.errors import PolicyError
 from commpass.runtime import summary
+
+log = logging.getLogger("commpass")
 
 DOORS = ("commpass.parallel.ssfusion", "commpass.parallel.compress_ddp")
 
@@ -80,6 +83,20 @@ def checked(model: Any) -> DistributedDataParallel:
             " buckets to give to a hook: leave it out"
         )
     refuse_if_taken(ddp, "compress_ddp")
+    refuse_if_optimized_in_backward(ddp._module_parameters, "compress_ddp")
+    held = {id(parameter) for parameter in ddp.module.parameters()}
+    if any(each.requires_grad and id(each) not in held for each in ddp._module_parameters):
+        raise PolicyError(
+            "compress_ddp: parameters were replaced after DistributedDataParallel was called (by"
+            " load_state_dict(assign=True), say), and it exchanges no gradient of the new ones:"
+            " wrap the model in DistributedDataParallel once more"
+        )
+    if ddp._delay_all_reduce_params:
+        log.warning(
+            "compress_ddp: delay_all_reduce_named_params names %d parameters, whose gradients DDP"
+            " sends itself, and not in buckets: they stay as they are",
+            len(ddp._delay_all_reduce_params),
+        )
     refuse_if_claimed(ddp, "compress_ddp", ("ssfusion",))
     sparse = [
         name
@@ -116,6 +133,17 @@ def _instead(model: Any) -> str:
         " commpass.parallel.compress_fsdp(model, policy) for FSDP2's fully_shard, or"
         " commpass.parallel.replicate(model, mesh) for gradients in the compiled graph"
     )
+
+
+def refuse_if_optimized_in_backward(parameters: Iterable[Any], door: str) -> None:
+    """Raises PolicyError for parameters with an optimizer of _apply_optimizer_in_backward, which
+    DDP runs in a comm hook of its own, or which runs before gradients are exchanged."""
+    if any(hasattr(each, "_in_backward_optimizers") for each in parameters):
+        raise PolicyError(
+            f"{door}: parameters of this model have an optimizer that runs in backward"
+            " (_apply_optimizer_in_backward), for which DDP registers a comm hook of its own, and"
+            " it takes one alone: leave one of the two out, and call step() after backward"
+        )
 
 
 def refuse_if_taken(ddp: DistributedDataParallel, door: str) -> None:

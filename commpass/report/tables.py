@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.plan import Grouped, Plan, PlannedSite, Simplification, Split
+from commpass.printable import clean_lines
 from commpass.report import sent
 
 COLUMNS = (
@@ -275,13 +276,7 @@ class Harmless(Console):
             if part.control or part.text == "\n" or part.text.isprintable():
                 yield part
             else:
-                yield part._replace(text="\n".join(map(clean, part.text.split("\n"))))
-
-
-def clean(text: str) -> str:
-    """One line without control characters: a name must not break a line, a terminal or an XML
-    file."""
-    return "".join(char if char.isprintable() else " " for char in text)
+                yield part._replace(text=clean_lines(part.text))
 
 
 def console_for(*tables: RenderableType, whole: bool = True) -> Console:

@@ -13,6 +13,7 @@ from commpass.errors import CommpassError
 from commpass.groups import is_first_rank
 from commpass.plan import Plan
 from commpass.policy import PRESETS
+from commpass.printable import clean
 from commpass.report import sent
 from commpass.report.patterns import Pattern, patterns
 from commpass.runtime.ledger import Entry, ledgers
@@ -167,7 +168,7 @@ class Report:
         if not self.graphs:
             return "\n".join(elsewhere or [NOTHING])
         told = [*self._head(), *_table(self._patterns()), *self._reasons()]
-        return "\n".join([*told, *elsewhere])
+        return "\n".join(map(clean, [*told, *elsewhere]))
 
     __repr__ = __str__
 

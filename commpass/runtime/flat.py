@@ -25,13 +25,14 @@ class Flat:
 
     def __init__(self, kept: StateInput, calls: HookCalls):
         self.kept, self.calls = kept, calls
+        self.of: tuple[Tensor, ...] = ()
         self.whole: Tensor | None = None
         self.parts: list[tuple[Owner, Any, Tensor]] = []
 
     def now(self) -> Tensor:
         """It, with what other exchanges of these parameters, a reset or a load have left there."""
-        if self.whole is None:
-            kept = self.kept
+        if self.whole is None or self.of is not self.calls.parameters_of_flat:
+            kept, self.of = self.kept, self.calls.parameters_of_flat
             self.whole = torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
             self.parts = [(owner, None, part) for owner, part in self._parts(self.whole)]
         for number, (owner, key, part) in enumerate(self.parts):
@@ -44,7 +45,7 @@ class Flat:
     def _parts(self, whole: Tensor) -> list[tuple[Owner, Tensor]]:
         """Each parameter's owner and its part, laid out in memory as the parameter is."""
         found, start = [], 0
-        for parameter in self.calls.parameters_of_flat:
+        for parameter in self.of:
             part = whole.narrow(0, start, parameter.numel()).view(parameter.shape)
             dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
             if dense:

@@ -51,9 +51,13 @@ class Ledger:
 
     def replace(self, plan: Plan, why: str) -> None:
         """As ``add``, in the place of all there was."""
+        self.retire()
+        self.add(plan, why)
+
+    def retire(self) -> None:
+        """From now on all graphs are past: none of them is called again."""
         self.past += [entry.plan for entry in self.entries]
         self.entries.clear()
-        self.add(plan, why)
 
     @property
     def sampled(self) -> list[Sampled]:

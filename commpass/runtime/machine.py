@@ -67,7 +67,7 @@ def here(places: Sequence[str] = ()) -> Machine:
         cores=len(os.sched_getaffinity(0)),
         hosts=len(set(places)),
         world_size=len(places) or (world.size() if world is not None else 0),
-        backend=str(dist.get_backend()) if world is not None else "",
+        backend=backend_of(world, device) if world is not None else "",
         torch=str(torch.__version__),
     )
 
@@ -86,6 +86,14 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     """What a group's exchanges are fastest on."""
     carriers = dist.get_backend_config(group)
     return torch.device("cuda" if "nccl" in carriers and torch.cuda.is_available() else "cpu")
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries a group's exchanges on a device. A group that was made without
+    naming one has several, and torch calls it "undefined"."""
+    carriers = dist.get_backend_config(group).split(",")
+    named = dict(each.split(":", 1) for each in carriers if ":" in each)
+    return named.get(device.type, dist.get_backend(group))
 
 
 def place() -> str:
@@ -109,10 +117,14 @@ def misfits(measured: Machine, now: Machine) -> Iterator[str]:
     }
     for field, word in words.items():
         then, here_ = getattr(measured, field), getattr(now, field)
-        if here_ and then != here_:
+        if here_ and then not in (here_, UNDEFINED):
             yield f"{word} {then} there, {here_} here"
     if _minor(measured.torch) != _minor(now.torch):
         yield f"torch {measured.torch} there, {now.torch} here"
+
+
+UNDEFINED = "undefined"
+"""The backend in profiles of before it was asked of a device."""
 
 
 def _minor(version: str) -> list[str]:

@@ -11,6 +11,7 @@ several models, in whatever order they run.
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -291,13 +292,23 @@ class HookCalls(Calls):
         flat: bool = False,
         again: bool = False,
     ):
-        self.again = again
-        self.parameters_of_flat = tuple(parameters) if flat else ()
+        self.again, self.flat = again, flat
+        self.parameters_of_flat: tuple[Tensor, ...] = ()
         self.autograd = direction == "backward"
         self.code, self.fixed, self.positions = Code("", 0, name), (), []
         self.keeps: bool | None = None
         self.refers = self.last = False
-        self.whose = owner_of(parameters) if parameters else None
+        self.whose: Owner | None = None
+        self.set_parameters(parameters)
+
+    def set_parameters(self, parameters: Sequence[Tensor]) -> None:
+        """From now on the calls are of these parameters. Those that others took the place of have
+        taken their state with them."""
+        if not parameters:
+            return
+        self.whose = owner_of(parameters)
+        if self.flat and not _are(self.parameters_of_flat, parameters):
+            self.parameters_of_flat = tuple(parameters)
 
     def stateless(self, direction: str, inference: bool) -> str | None:
         if direction == "forward":
@@ -318,6 +329,11 @@ class HookCalls(Calls):
         assert self.whose is not None
         self.whose.used += 1
         return self.whose
+
+
+def _are(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether these are the very same tensors."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _flat(inputs: Sequence[Any]) -> list[Any]:

@@ -30,8 +30,8 @@ from commpass.passes.rewrite import StateInput
 from commpass.runtime.owners import Code, Owner, owners, parameter_names
 
 VERSION = 2
-_VERSION = re.compile(r"commpass\.v(\d+)/(.+)")
-_NAME = re.compile(r"([^/]+)/([^/]+)/(.+)/(sum|avg)/(world|\d+)/(\d+)of(\d+)")
+_VERSION = re.compile(r"commpass\.v(\d+)/(.+)", re.DOTALL)
+_NAME = re.compile(r"([^/]+)/([^/]+)/(.+)/(sum|avg)/(world|\d+)/(\d+)of(\d+)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class Name:
     own: str = field(default="", compare=False)
 
     def __str__(self) -> str:
-        whose = f"commpass.v{VERSION}/{self.parameter}/{self.place}"
+        parameter = self.parameter.replace("%", "%25").replace("/", "%2F")
+        whose = f"commpass.v{VERSION}/{parameter}/{self.place}"
         return f"{whose}/{self.op}/{self.first}/{self.rank}of{self.ranks}"
 
     @property
@@ -104,11 +105,30 @@ def residual(kept: StateInput, number: int, code: Code, owner: Owner) -> Tensor:
 
 def move(kept: StateInput, code: Code, owner: Owner, into: Tensor) -> Any:
     """Keeps the residual of ``residual(kept, 0, code, owner)`` in ``into`` from now on, with what
-    it was. Returns its key in the owner's state."""
+    it was, also in a group that this one has taken the place of. Returns its key in the owner's
+    state."""
     key = _kept_under(kept, 0, code, owner)
     name, before = owner.state[key]
     owner.state[key] = name, into.copy_(before)
+    for other in [each for each in owner.state if each != key and _of_one_site(each, key)]:
+        old, left = owner.state.pop(other)
+        into += left * _scale(old, name)
     return key
+
+
+def _of_one_site(one: Any, other: Any) -> bool:
+    """Whether two keys are of the same site, whatever the ranks."""
+    (code, name), (code_of_other, name_of_other) = one, other
+    return code == code_of_other and (name.place, name.op) == (
+        name_of_other.place,
+        name_of_other.op,
+    )
+
+
+def _scale(old: Name, new: Name) -> float:
+    """By what a residual is multiplied where there are other ranks: of a sum it stays what it
+    was."""
+    return new.ranks / old.ranks if new.op == "avg" else 1.0
 
 
 def _kept_under(kept: StateInput, number: int, code: Code, owner: Owner) -> Any:
@@ -357,8 +377,7 @@ def _shared(name: Name, like: Tensor, given: Mapping[Name, Tensor]) -> Tensor:
                 f" {list(like.shape)} of {like.dtype}"
             )
         if name.takes(saved):
-            scale = name.ranks / saved.ranks if name.op == "avg" else 1.0
-            total += tensor.to(like.device) * scale
+            total += tensor.to(like.device) * _scale(saved, name)
     groups = {saved.ranks for saved in of_site if saved.first == name.first}
     wanted = {rank for ranks in groups for rank in range(ranks) if rank % name.ranks == name.rank}
     missing = wanted - {saved.rank for saved in of_site if saved.first == name.first}
@@ -408,4 +427,5 @@ def _parse(key: str) -> Name:
             f" commpass.v{VERSION}/"
         )
     parameter, function, site, op, first, rank, ranks = found.groups()
+    parameter = parameter.replace("%2F", "/").replace("%25", "%")
     return Name(parameter, function, site, op, first, int(rank), int(ranks))

@@ -6,9 +6,11 @@ import copy
 import datetime
 import gc
 import io
+import logging
 import os
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from refusals import refusals
 from tiers import rarely
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
@@ -566,6 +569,42 @@ def test_what_is_refused_says_what_to_do(ranks2):
     assert "fully_shard: call commpass.parallel.compress_fsdp" in sharded
 
 
+def optimized_in_backward():
+    """Both orders, an optimizer that torch calls fused, and parameters that DDP no longer has."""
+    before, late, fused, replaced, delayed = (Net() for _ in range(5))
+    _apply_optimizer_in_backward(torch.optim.SGD, before.parameters(), {"lr": 0.1})
+    overlapped, assigned = DDP(fused), DDP(replaced)
+    overlapped._register_fused_optim(torch.optim.SGD, 0.1)
+    replaced.load_state_dict({k: v.clone() for k, v in replaced.state_dict().items()}, assign=True)
+    said = refusals(
+        *(
+            lambda model=model: compress_ddp(model, "off")
+            for model in (DDP(before), overlapped, assigned)
+        )
+    )
+    model = DDP(late)
+    compress_ddp(model, "off")
+    for step in range(2):
+        plainly(model, step)
+    _apply_optimizer_in_backward(torch.optim.SGD, [late.seldom.weight], {"lr": 0.1})
+    with mock.patch.object(logging.getLogger("commpass"), "warning") as warning:
+        names = [("layers.0.weight", delayed.layers[0].weight)]
+        options = {"delay_all_reduce_named_params": names}
+        hooked = DDP(delayed, param_to_hook_all_reduce=delayed.layers[2].weight, **options)
+        compress_ddp(hooked, "off")
+    warned = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return [*said, *refusals(lambda: plainly(model, 2)), *warned]
+
+
+def test_optimizers_that_run_in_backward_and_replaced_parameters_are_refused(ranks2):
+    before, fused, replaced, late, delayed = ranks2.run(optimized_in_backward)[0]
+    assert "_apply_optimizer_in_backward" in before
+    assert "already has the comm hook" in fused
+    assert "wrap the model in DistributedDataParallel once more" in replaced
+    assert "_apply_optimizer_in_backward" in late
+    assert "names 1 parameters, whose gradients DDP sends itself" in delayed
+
+
 def misspelt_on_one():
     """What rank 0 is told where the other one's call is refused."""
     group = dist.new_group(timeout=datetime.timedelta(seconds=3))
@@ -700,6 +739,99 @@ def one_fails():
 
 def test_an_error_on_one_rank_is_one_on_all_in_time_and_as_itself(ranks2):
     assert ranks2.run(one_fails) == [[True] * 3] * 2
+
+
+# --- another group --------------------------------------------------------------------------------
+
+
+def in_fewer_and_more_ranks(policy, options):
+    """Rank 2 is left out, and comes back. For each step: the number of ranks
+    that the plans are for, the graphs in the report, and how far gradients are from plain DDP's."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    fewer, again = (dist.new_group(range(n), timeout=SHORT) for n in (size - 1, size))
+    first = dist.new_group(timeout=SHORT)
+
+    options = {"process_group": first, "bucket_cap_mb": 0.01, **options}
+    model, plain = DDP(Net(), **options), DDP(Net(), **options)
+    door, found = compress_ddp(model, policy, inner="eager", strict=True), []
+    for group in (first, fewer, again):
+        if group is not first:
+            for each in (model, plain):
+                each._update_process_group(group)
+        for step in range(4) if rank in dist.get_process_group_ranks(group) else ():
+            for each in (model, plain):
+                each.zero_grad()
+                plainly(each, step)
+            norms = zip(*map(gradients, (model, plain)), strict=True)
+            away = max(((a - b).norm() / b.norm()).item() for a, b in norms)
+            sizes = {site.group_size for plan in door.plans for site in plan}
+            codecs = {site.codec for plan in door.plans for site in plan}
+            found.append((sizes, codecs, len(door.exchanges.backend.ledger.entries), away))
+        dist.barrier()
+    return found
+
+
+SHORT = datetime.timedelta(seconds=60)
+
+
+@pytest.mark.parametrize("options", [{}, rarely({"static_graph": True})])
+@pytest.mark.parametrize("policy", ["off", INT8])
+def test_gradients_follow_ddp_into_another_group(policy, options, ranks3):
+    zero, one, two = ranks3.run(in_fewer_and_more_ranks, policy, options)
+    codec = "none" if policy == "off" else "int8"
+    for found in (zero, one):
+        assert [sizes for sizes, *_ in found[3::4]] == [{3}, {2}, {3}]
+        assert len({graphs for _, _, graphs, _ in found[3::4]}) == 1  # those of before are gone
+    assert [sizes for sizes, *_ in two[3::4]] == [{3}, {3}]
+    for found in (zero, one, two):
+        assert all(codecs <= {codec} for _, codecs, _, _ in found)
+        assert all(away < (1e-9 if policy == "off" else 0.05) for *_, away in found)
+        assert all(away > 1e-4 for *_, away in found[3::4]) == (policy != "off")
+
+
+def after_a_failure():
+    """An exchange fails on one rank. The others go on without it, with what they had not sent:
+    how far the sum of what they apply and what they keep is from all that they had to send."""
+    group = dist.new_group(timeout=SHORT)
+    model = DDP(Net(), process_group=group, bucket_cap_mb=0.01)
+    door = compress_ddp(model, TOPK, inner="eager", strict=True)
+    for step in range(2):
+        plainly(model, step)
+    if dist.get_rank() == 2:
+        door.worker.submit(lambda: {}["gone"], None)
+    with pytest.raises(KeyError if dist.get_rank() == 2 else RuntimeError):
+        plainly(model, 2)
+    fewer = dist.new_group([0, 1], timeout=SHORT)
+    if dist.get_rank() == 2:
+        return None
+    model._update_process_group(fewer)
+
+    def left() -> torch.Tensor:
+        """The sum of what the ranks have not sent, in the order of parameters."""
+        state = {name.split("/")[1]: t for name, t in commpass.state_dict(model).items()}
+        assert len(state) == len(commpass.state_dict(model))  # none of another group
+        names = [name for name, _ in model.module.named_parameters()]
+        flat = torch.cat([state[name].flatten() for name in names])
+        dist.all_reduce(flat, group=fewer)
+        return flat
+
+    before = left()
+    for step in (3, 4):  # the first is sent as it is
+        model.zero_grad()
+        plainly(model, step)
+    applied, after = torch.cat([g.flatten() for g in gradients(model)]), left()
+    model.zero_grad()
+    for rank in (0, 1):
+        model.module(batch(4, rank)).square().mean().backward()
+    wanted = torch.cat([g.flatten() for g in gradients(model)]) / 2 + before
+    return ((applied + after - wanted).norm() / wanted.norm()).item(), before.norm().item()
+
+
+def test_those_who_are_left_go_on_in_a_new_group_after_a_failure(ranks3):
+    first, second, _ = ranks3.run(after_a_failure)
+    for away, kept in (first, second):
+        assert away < 1e-5
+        assert kept > 0.01
 
 
 # --- several doors --------------------------------------------------------------------------------

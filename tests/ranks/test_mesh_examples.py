@@ -92,8 +92,10 @@ def test_data_parallel_ranks_have_batches_of_their_own():
 
 
 def test_ssfusion():
-    """With steps that measure: the last two of 4 would not do, so it says what it has by then."""
-    lines = run("train_ssfusion", 2, "--layers=1", "--steps=8")
+    """With steps that measure: the last two of 4 would not do, so it says what it has by then.
+    Forced, since on a slow machine a plan may send all whole; the seventh step is the first one
+    with weights that sparse gradients have changed."""
+    lines = run("train_ssfusion", 2, "--layers=1", "--steps=8", "--force")
     rows = cells(lines)
     sgd = partial(torch.optim.SGD, lr=0.3, momentum=0.9)
     first, *_, last = alone(1, 2, sgd)
@@ -101,7 +103,8 @@ def test_ssfusion():
     assert float(rows["4"][0]) == pytest.approx(last, abs=2e-3)
     assert float(rows["4"][1]) == pytest.approx(last, abs=2e-3)  # whole until it has measured
     assert float(rows["8"][1]) == pytest.approx(float(rows["8"][0]), abs=0.5)
-    assert rows["8"][0] != rows["8"][1]
+    away = [abs(float(on) - float(off)) for off, on in (rows[str(n)][:2] for n in range(1, 9))]
+    assert max(away[:6]) < 2e-4 < max(away[6:])
     assert 0.005 < shares(rows)["dp"] < 0.04
     assert "over loopback" in " ".join(lines)
 

@@ -23,7 +23,7 @@ class BucketHooks:
 
     def __init__(self, module: DistributedDataParallel, planner: Planner):
         # Its reducer holds the hook, of which Python sees nothing.
-        self.module = weakref.ref(module)
+        self.module, self._group = weakref.ref(module), module.process_group
         self.driver = Driver(planner, self._done, self._broken)
         self._lock = threading.Lock()
         self._of: dict[int, _Bucket] = {}
@@ -55,6 +55,13 @@ class BucketHooks:
         self._used.add(id(parameter))
 
     def _take(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        module = self.module()
+        if module is not None and module.process_group is not self._group:
+            raise PolicyError(
+                "ssfusion: the model's process group was replaced (_update_process_group), and"
+                " fusion plans, and what ranks have not sent yet, are of the ranks before. Wrap the"
+                " module in a new DistributedDataParallel, and call ssfusion on that one"
+            )
         parameters, views = bucket.parameters(), bucket.gradients()
         devices: list[int | str | torch.device] = []
         if bucket.buffer().is_cuda:

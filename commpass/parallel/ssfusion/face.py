@@ -23,7 +23,13 @@ from commpass.parallel.ssfusion.hooks import ModuleHooks
 from commpass.parallel.ssfusion.options import Options, check_optimizer
 from commpass.parallel.ssfusion.plan import FusionPlan, Settings
 from commpass.parallel.ssfusion.planner import Planner, Weight, agree
-from commpass.parallel.taken import claim, refuse_if_claimed, refuse_if_taken, release
+from commpass.parallel.taken import (
+    claim,
+    refuse_if_claimed,
+    refuse_if_optimized_in_backward,
+    refuse_if_taken,
+    release,
+)
 from commpass.paths import join, names
 from commpass.runtime import state
 from commpass.runtime.environment import dump_here, is_off
@@ -88,6 +94,7 @@ def ssfusion(
     refuse_if_claimed(model, "ssfusion", ("ssfusion", "compress_ddp"))
     if isinstance(model, DistributedDataParallel):
         refuse_if_taken(model, "ssfusion")
+        refuse_if_optimized_in_backward(model._module_parameters, "ssfusion")
     if is_off():
         density, warmup, dense, force = 1.0, 0, None, False
     settings = Settings(density, bound, fuse, aware, interleave, offload, force)

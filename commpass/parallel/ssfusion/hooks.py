@@ -103,15 +103,33 @@ def weakly(method: Callable[[torch.Tensor], None], name: str = "") -> Callable[[
     return hook
 
 
+def refuse_if_replaced(module: nn.Module, driver: Driver) -> None:
+    """Raises PolicyError where a module has other parameters than those whose gradients are
+    exchanged: these would never have one, and the others would keep their own."""
+    weights, own = driver.planner.weights, {id(each) for each in module.parameters()}
+    if not torch.is_grad_enabled() or all(id(each.parameter) in own for each in weights):
+        return
+    known = {id(each.parameter) for each in weights}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and id(parameter) not in known:
+            raise PolicyError(
+                f"{name} is not the parameter that ssfusion was given"
+                " (load_state_dict(assign=True) puts others in their place), and its gradient would"
+                " be this rank's alone. Call remove(), then ssfusion again"
+            )
+
+
 def after_forward(module: nn.Module, driver: Driver, keeps: object = None) -> Any:
-    """Tells the clock when forward has ended, as long as times are measured. The hook ``keeps`` an
-    object as long as there is the module."""
+    """Tells the clock when forward has ended, as long as times are measured, and looks whether the
+    parameters are those of before. The hook ``keeps`` an object as long as there is the module."""
     held = weakref.ref(driver)  # so that the module can be copied
 
     def begin(module: nn.Module, inputs: Any, outputs: Any) -> None:
         found = held()
         if found is not None and found.planner.measures(found.count):
             found.planner.clock.begin()
+        if found is not None and not torch.compiler.is_compiling():
+            refuse_if_replaced(module, found)
 
     vars(begin)["keeps"] = keeps
     return module.register_forward_hook(begin)

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from commpass.errors import CommpassError
-from commpass.report.tables import clean
+from commpass.printable import clean
 
 
 class Commands(TyperGroup):

@@ -11,7 +11,7 @@ import typer
 from commpass import dump
 from commpass.dump import Dump
 from commpass.errors import CommpassError
-from commpass.report.tables import clean
+from commpass.printable import clean
 
 DumpPath = Annotated[
     Path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from commpass.dump import Dump, GraphNode
 from commpass.errors import CommpassError
+from commpass.printable import clean
 from commpass.report.graph.picture import (
     LOOKS,
     Arrow,
@@ -15,7 +16,6 @@ from commpass.report.graph.picture import (
     taken,
     travels,
 )
-from commpass.report.tables import clean
 
 
 def nodes_of(dump: Dump, side: str) -> tuple[GraphNode, ...]:

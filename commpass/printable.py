@@ -1,0 +1,30 @@
+"""Text with names in it, as it is shown. A module may be called anything, also what a terminal
+obeys: so what cannot be printed is a blank wherever people read it."""
+
+from __future__ import annotations
+
+import logging
+
+
+def clean(text: str) -> str:
+    """One line without control characters: a name must not break a line, a terminal or an XML
+    file."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def clean_lines(text: str) -> str:
+    """The same of each line of a text."""
+    return "\n".join(map(clean, text.split("\n")))
+
+
+class CleanMessages(logging.Filter):
+    """Log messages without control characters."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if (shown := clean_lines(message)) != message:
+            record.msg, record.args = shown, ()
+        return True
+
+
+logging.getLogger("commpass").addFilter(CleanMessages())
