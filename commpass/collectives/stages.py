@@ -25,7 +25,7 @@ from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.request import Request, ops
 from commpass.collectives.steps import run
 from commpass.collectives.table import algorithm
-from commpass.stage import Stage
+from commpass.stage import Stage, all_to_all
 
 
 @dataclass(frozen=True)
@@ -206,20 +206,8 @@ class _Recorder(TorchDispatchMode):
                 by_messages=kind == "all_gather" and self.request.by_messages,
             )
         _, received, sent, _ = args
-        rank, rows = self.request.rank, wire.shape[0]
-        to, source = (
-            {at for at, n in enumerate(some) if type(n) is not int or n}
-            for some in (sent, received)
-        )
-        of_a_row = nbytes // rows if not _none(rows) else 0
-        return Stage(
-            role="exchange",
-            kind=kind,
-            nbytes=nbytes,
-            leaving=nbytes - of_a_row * sent[rank],
-            peers=len(to - {rank}),
-            inside=to == source and _is_part(to | {rank}, self.request.ranks),
-            by_messages=self.request.by_messages,
+        return all_to_all(
+            nbytes, sent, received, self.request.rank, by_messages=self.request.by_messages
         )
 
 
@@ -236,13 +224,3 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
             yield from value
-
-
-def _none(number: Any) -> bool:
-    """Whether a number is 0 for certain."""
-    return isinstance(number, int) and number == 0
-
-
-def _is_part(ranks: set[int], all_of_them: int) -> bool:
-    """Whether ranks follow one another and are not all."""
-    return len(ranks) < all_of_them and max(ranks) - min(ranks) + 1 == len(ranks)

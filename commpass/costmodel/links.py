@@ -8,10 +8,13 @@ ring for all_reduce and all_gather, direct for the others.
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from commpass.errors import PolicyError, check_number, nearest
+from commpass.stage import ALL, BLOCK, NEXT
 
 ONE, SEVERAL = "message", "messages"
 """Beside the kinds of collectives: an exchange by messages with one other rank, or with several."""
@@ -108,15 +111,17 @@ class Link:
         peers: int | None = None,
         *,
         by_messages: bool = False,
+        sharing: float | None = None,
     ) -> tuple[float, float]:
         """As ``us``, the latency and the time for which the link is taken apart. ``by_messages``:
         as messages between pairs, which are all in the air at once and are none of the library's
-        collectives, to which ``factor`` applies."""
+        collectives, to which ``factor`` applies. ``sharing`` stands for that of the link, which is
+        right where each rank sends to the next or to all others."""
         if ranks <= 1:
             return 0.0, 0.0
         messages, sent = _STEPS[kind](ranks, nbytes) if peers is None else (peers, nbytes)
         called = _measured_as(kind, messages, by_messages)
-        others = self.sharing.get(called, 1.0)
+        others = self.sharing.get(called, 1.0) if sharing is None else sharing
         if region := self.region(called, sent):
             times = min(messages, 1) if by_messages else messages
             return region.alpha_us * times, sent * others / (region.gbytes_per_s * 1e3)
@@ -158,6 +163,39 @@ def steps(kind: str, ranks: int, nbytes: float) -> tuple[int, float]:
 def sharing(ranks: int, on_host: int, per_port: float) -> dict[str, float]:
     """How many times the bytes of one rank pass a port that ``per_port`` ranks of a host use, all
     at the same time, by kind: where all ranks of a job do the same, each in a group of ``ranks`` of
-    which ``on_host`` are on a host. To the next rank only one of those sends through the port."""
-    direct = per_port * (ranks - on_host) / max(ranks - 1, 1)
-    return {kind: max(1.0, direct if kind in DIRECT else per_port / on_host) for kind in MEASURED}
+    which ``on_host`` are on a host."""
+    reaches = {kind: ALL if kind in DIRECT else NEXT for kind in MEASURED}
+    times = {reach: sharing_of(reach, ranks - 1, ranks, on_host, per_port) for reach in (ALL, NEXT)}
+    return {kind: times[reach] for kind, reach in reaches.items()}
+
+
+def sharing_of(reach: str, peers: int, ranks: int, on_host: int, per_port: float) -> float:
+    """As ``sharing``, for an exchange of this ``reach`` (as in ``Stage``) with ``peers``."""
+    return max(1.0, per_port / on_host * crossing(reach, peers, ranks, on_host))
+
+
+@functools.lru_cache(maxsize=1024)
+def crossing(reach: str, peers: int, ranks: int, on_host: int) -> float:
+    """By how many ranks' bytes the busiest host is left in an exchange of this ``reach`` with
+    ``peers``, in a group of ``ranks`` of which ``on_host`` that follow one another are on each
+    host."""
+    if on_host == ranks or not peers:
+        return 0.0
+    if reach == NEXT:  # the first rank of a host and the last one send half of theirs, or one all
+        return 1.0
+    if reach == ALL:
+        return on_host * (ranks - on_host) / max(ranks - 1, 1)
+    size = peers + 1
+
+    step = 1 if reach == BLOCK else ranks // size
+
+    def share_leaving(rank: int) -> float:
+        """Of what a rank sends, the share that goes to other hosts."""
+        host = rank // on_host * on_host
+        first = rank // size * size if reach == BLOCK else rank % step
+        part = range(first, first + step * size, step)
+        near = bisect_left(part, host + on_host) - bisect_left(part, host)
+        return (size - near) / peers
+
+    hosts = range(0, ranks, on_host)
+    return max(sum(map(share_leaving, range(host, host + on_host))) for host in hosts)

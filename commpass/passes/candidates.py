@@ -29,11 +29,11 @@ from commpass.collectives import (
     read_stages,
     whole,
 )
-from commpass.costmodel import HOST, Link, Profile, Task, finished_us
+from commpass.costmodel import Prices, Profile, finished_us, prices
 from commpass.kinds import KINDS
 from commpass.plan import ROWS, Candidate, Site
 from commpass.rules import Allowed
-from commpass.stage import Stage
+from commpass.stage import NEXT, Stage
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _alone(site: Site, profile: Profile) -> Candidate:
     known = getattr(torch, site.dtype, None) in FLOATS
     payload = _scored(site)[0] if site.uneven and known else None
     size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
-    us = _link(site, profile).us(site.kind, size, site.group_size) if site.kind in KINDS else 0.0
+    us = _prices(site, profile).us(site.kind, size) if site.kind in KINDS else 0.0
     exchange = Stage(role="exchange", kind=site.kind, nbytes=size, leaving=size)
     return Candidate(wire_bytes=site.bytes, predicted_us=round(us, 3), stages=(exchange,))
 
@@ -216,9 +216,19 @@ def _is_slow_ring(
         return False
     dtype = _payload(site).dtype
     values = site.bytes // dtype.itemsize // (site.group_size * chunks)
-    travels = coder.expected_bytes(values, dtype) / (_link(site, profile).gbytes_per_s * 1e3)
-    coding = sum(profile.kernels.us(coder.spec, role, values) for role in ("encode", "decode"))
-    return travels >= SLOW * coding
+    nbytes = coder.expected_bytes(values, dtype)
+    move = Stage(
+        role="exchange",
+        kind="all_to_all",
+        nbytes=nbytes,
+        leaving=nbytes,
+        peers=1,
+        reach=NEXT,
+        by_messages=site.by_messages,
+    )
+    coding = [Stage(role=role, codec=coder.spec, values=values) for role in ("encode", "decode")]
+    task = _prices(site, profile).task
+    return task(move).us >= SLOW * sum(task(stage).us for stage in coding)
 
 
 def _whole(chosen: Algorithm, site: Site) -> str | None:
@@ -369,42 +379,10 @@ def _timed(found: Stages, site: Site, chosen: Algorithm, coder: Codec) -> list[S
 
 def _us(found: Sequence[Stage], site: Site, profile: Profile) -> float:
     """The time of stages: what is computed and what travels overlap as far as they can."""
-    return finished_us([_task(stage, site, profile) for stage in found])
+    of_group = _prices(site, profile)
+    return finished_us([of_group.task(stage) for stage in found])
 
 
-def _task(stage: Stage, site: Site, profile: Profile) -> Task:
-    if stage.role == "exchange":
-        name, link = _link_of(stage, site, profile)
-        latency, taken = link.parts_us(
-            stage.kind,
-            stage.leaving,
-            site.group_size,
-            stage.peers,
-            by_messages=stage.by_messages,
-        )
-        messages = site.group_size - 1 if stage.peers is None else stage.peers
-        busy = link.busy_us * messages if stage.by_messages else 0.0
-        return Task(name, taken, latency, stage.after, busy)
-    coded = stage.role in ("encode", "decode")
-    us = profile.kernels.us(stage.codec, stage.role, stage.values) if coded else 0.0
-    return Task(HOST, us, after=stage.after)
-
-
-def _link(site: Site, profile: Profile) -> Link:
-    return profile.link_of(site.group_label, *site.group_labels, ranks=site.global_ranks)
-
-
-def _link_of(stage: Stage, site: Site, profile: Profile) -> tuple[str, Link]:
-    """The link that carries an exchange, with a name."""
-    peers = (stage.peers or 0) + 1
-    if stage.inside and profile.inside is not None and _on_one_host(peers, site, profile):
-        return "inside", profile.inside
-    return "link", _link(site, profile)
-
-
-def _on_one_host(many: int, site: Site, profile: Profile) -> bool:
-    """Whether each so many ranks that follow one another in a group are on one host; as the
-    algorithm says, if the profile does not know."""
-    return not profile.node or profile.on_each_host(
-        site.global_ranks
-    ) % many == 0 < profile.on_each_host(site.global_ranks)
+def _prices(site: Site, profile: Profile) -> Prices:
+    labels = (site.group_label, *site.group_labels)
+    return prices(profile, site.group_size, labels, site.global_ranks)

@@ -162,13 +162,13 @@ def obstacle(gm: fx.GraphModule) -> str:
 
 def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
     """What must stay in order in a graph, and what each of its nodes costs and holds."""
-    before, ports = orders(graph, memory(graph)), costs.ports(profile)
+    before, prices_of = orders(graph, memory(graph)), costs.prices_of(profile)
     tasks, starts, waited, heavy = {}, set(), {}, set()
     latest: dict[str, fx.Node] = {}
     alone = _Alone()
     for node in graph.nodes:
         call = parse(node)
-        tasks[node] = costs.exchange(call, ports) if call else costs.compute(node, profile)
+        tasks[node] = costs.exchange(call, prices_of) if call else costs.compute(node, profile)
         if call is not None:
             starts.add(node)
         elif is_wait(node):

@@ -132,7 +132,9 @@ def test_groups_on_one_link_take_turns_and_others_do_not(fake_group):
         profile = Profile("p", SLOW, inside=SLOW, node=2, links=links)
         work = work_of(gm.graph, memory(gm.graph), profile)
         assert sum(parse(node) is not None for node in gm.graph.nodes) == 2
-        assert {costs.ports(profile)(names[name])[0] for name in (first, second)}.isdisjoint({HOST})
+        assert {
+            costs.prices_of(profile)(names[name], 2).port for name in (first, second)
+        }.isdisjoint({HOST})
         return timed(work, gm.graph.nodes).now
 
     one = SLOW.us("all_reduce", 1e6, 2)

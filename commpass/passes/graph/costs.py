@@ -3,6 +3,7 @@ sent."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,11 +13,12 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from commpass import groups
-from commpass.costmodel import HOST, Link, Profile, Task
+from commpass.costmodel import HOST, Prices, Profile, Task, prices
 from commpass.kinds import KERNEL
 from commpass.passes.graph import meta
 from commpass.passes.graph.marks import CODED, MARK
 from commpass.passes.graph.parse import Call, describe_group
+from commpass.stage import ALL, Stage, all_to_all
 
 UNWRITTEN = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 """What makes memory without writing into it."""
@@ -63,34 +65,41 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     return Task(HOST, profile.kernels.compute_us(operations, 2 * moved))
 
 
-Ports = Callable[[str], tuple[str, Link]]
-"""From the name of a group to the port that carries it, which others may use too, and the link."""
+PricesOf = Callable[[str, int], Prices]
+"""From the name of a group, and its size, to what is asked of what is done in it."""
 
 
-def exchange(call: Call, ports: Ports) -> Task:
+def exchange(call: Call, prices_of: PricesOf) -> Task:
     """What an exchange costs on the link of its group."""
     name, size = describe_group(call)
-    port, link = ports(name)
     fakes = [fake for each in call.inputs for fake in tensors(each.meta.get("val"))]
     nbytes = sum(max(meta.nbytes(fake), 0) for fake in fakes)
-    peers = None
-    if call.splits is not None and all(isinstance(rows, int) for rows in call.splits[0]):
-        sent, rank = call.splits[0], groups.rank_in(name) or 0
-        peers = sum(bool(rows) for at, rows in enumerate(sent) if at != rank)
-        nbytes = nbytes * (sum(sent) - sent[rank]) // max(sum(sent), 1)
-    latency, taken = link.parts_us(call.kind, nbytes, size, peers, by_messages=call.by_messages)
-    messages = size - 1 if peers is None else peers
-    busy = link.busy_us * messages if call.by_messages else 0.0
-    return Task(port, taken, latency, busy_us=busy)
+    return prices_of(name, size).task(_stage(call, name, nbytes))
 
 
-def ports(profile: Profile) -> Ports:
-    """The ports and links of groups; each is looked up once."""
+def _stage(call: Call, group: str, nbytes: int) -> Stage:
+    """An exchange of a graph as a stage. Whom the program's own ranks send to is not the same on
+    all of them, as it is in an algorithm: it is taken to be anyone."""
+    splits = call.splits or (("not known",),)
+    if not all(isinstance(rows, int) for some in splits for rows in some):
+        return Stage(
+            role="exchange",
+            kind=call.kind,
+            nbytes=nbytes,
+            leaving=nbytes,
+            by_messages=call.by_messages,
+        )
+    rank = groups.rank_in(group) or 0
+    found = all_to_all(nbytes, *splits, rank, by_messages=call.by_messages)
+    return found if MARK in call.node.meta else dataclasses.replace(found, reach=ALL)
+
+
+def prices_of(profile: Profile) -> PricesOf:
+    """The prices of groups; each is looked up once."""
 
     @functools.cache
-    def of(name: str) -> tuple[str, Link]:
-        labels, ranks = groups.labels_of(name), groups.ranks_of(name)
-        return profile.port_of(*labels, ranks=ranks), profile.link_of(*labels, ranks=ranks)
+    def of(name: str, size: int) -> Prices:
+        return prices(profile, size, groups.labels_of(name), groups.ranks_of(name))
 
     return of
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import fx
 
 from commpass import groups, meshes
-from commpass.costmodel import Link, Profile
-from commpass.passes.graph import meta
+from commpass.costmodel import Profile
+from commpass.passes.graph import costs, meta
 from commpass.passes.graph.erase import erase
 from commpass.passes.graph.fakes import mode_of
 from commpass.passes.graph.marks import ALLOWED
@@ -61,7 +61,6 @@ class Editor:
     calls: dict[fx.Node, tuple[Any, Any, Call | None]] = field(default_factory=dict)
     group_of: dict[str, str] = field(default_factory=dict)
     unions: dict[tuple[str, str], Any] = field(default_factory=dict)
-    links: dict[str, Link] = field(default_factory=dict)
 
     def look(self) -> None:
         """Looks at the whole graph, at the start of a sweep: which values are equal, and which must
@@ -94,6 +93,11 @@ class Editor:
     def mode(self) -> Any:
         """The fake mode under which the graph was traced."""
         return mode_of(self.graph)
+
+    @cached_property
+    def prices_of(self) -> costs.PricesOf:
+        """What is done in each group costs."""
+        return costs.prices_of(self.profile)
 
     # --- looking ---
 
@@ -157,15 +161,12 @@ class Editor:
         return None if group is None else dist.get_group_rank(group, dist.get_rank())
 
     def us(self, kind: str, nbytes: float, call: Call) -> float:
-        name, size = describe_group(call)
-        return self.link(name).us(kind, nbytes, size)
+        """Microseconds of a plain collective in the group of another one."""
+        return self.us_in(*describe_group(call), kind, nbytes)
 
-    def link(self, group: str) -> Link:
-        """The link between the ranks of a group."""
-        if group not in self.links:
-            labels = groups.labels_of(group) or ("",)
-            self.links[group] = self.profile.link_of(*labels, ranks=groups.ranks_of(group))
-        return self.links[group]
+    def us_in(self, group: str, size: int, kind: str, nbytes: float) -> float:
+        """Microseconds of a plain collective in a group of this name and size."""
+        return self.prices_of(group, size).us(kind, nbytes)
 
     def kernels_us(self, kernels: int, values: float = 0) -> float:
         """Microseconds of so many local operators that copy so many values: a launch each, and the

@@ -275,7 +275,7 @@ def nested_groups(node: fx.Node, editor: Editor) -> Applied | None:
     group, ranks = union
     (_, first), (_, second) = describe_group(inner.call), describe_group(outer.call)
     apart = editor.us("all_reduce", size, inner.call) + editor.us("all_reduce", size, outer.call)
-    together = editor.link(group).us("all_reduce", size, ranks)
+    together = editor.us_in(group, ranks, "all_reduce", size)
     if together + (editor.kernels_us(1) if ops[0] != ops[1] else 0) > apart:
         return None
     rule, place = "nested groups", inner.call.node

@@ -1,0 +1,83 @@
+"""The price list: what each stage of an algorithm, and each plain collective, takes on the links
+and kernels of a profile. Whoever needs such a time asks here: the choice, the timeline, what hides,
+chunks, groups and simplifications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from commpass.costmodel.links import Link, sharing_of
+from commpass.costmodel.profile import INSIDE, Profile
+from commpass.costmodel.timeline import HOST, Task
+from commpass.stage import ALL, BLOCK, Stage
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What is done in one group of ``ranks`` costs, with one profile. ``port`` names what carries
+    its exchanges, which groups of the same port share, and ``link`` says how fast that is;
+    ``on_host`` ranks of the group are on each of its hosts (0: not known)."""
+
+    profile: Profile
+    ranks: int
+    port: str
+    link: Link
+    on_host: int
+
+    def task(self, stage: Stage) -> Task:
+        """A stage with its time."""
+        if stage.role == "exchange":
+            return self._exchange(stage)
+        coded = stage.role in ("encode", "decode")
+        kernels = self.profile.kernels
+        us = kernels.us(stage.codec, stage.role, stage.values) if coded else 0.0
+        return Task(HOST, us, after=stage.after)
+
+    def us(self, kind: str, nbytes: float) -> float:
+        """Microseconds of a plain collective to which each rank hands ``nbytes``."""
+        return self.link.us(kind, nbytes, self.ranks)
+
+    def _exchange(self, stage: Stage) -> Task:
+        port, link, sharing = self.port, self.link, None
+        peers, ports = stage.peers or 0, self.profile.ports
+        if stage.reach == BLOCK and self._is_on_one_host(peers + 1):
+            assert self.profile.inside is not None
+            port, link = INSIDE, self.profile.inside
+        elif stage.reach != ALL and ports and self.on_host:
+            per_port = self.profile.node / ports
+            sharing = sharing_of(stage.reach, peers, self.ranks, self.on_host, per_port)
+        latency, taken = link.parts_us(
+            stage.kind,
+            stage.leaving,
+            self.ranks,
+            stage.peers,
+            by_messages=stage.by_messages,
+            sharing=sharing,
+        )
+        messages = self.ranks - 1 if stage.peers is None else stage.peers
+        busy = link.busy_us * messages if stage.by_messages else 0.0
+        return Task(port, taken, latency, stage.after, busy)
+
+    def _is_on_one_host(self, many: int) -> bool:
+        """Whether the link inside carries what goes among each so many ranks that follow one
+        another in the group; as the algorithm says, if the profile does not know hosts."""
+        if self.profile.inside is None:
+            return False
+        return not self.profile.node or self.on_host % many == 0 < self.on_host
+
+
+def prices(
+    profile: Profile, ranks: int, labels: Sequence[str], members: Sequence[int] = ()
+) -> Prices:
+    """The prices of a group of so many ranks with these labels; ``members`` are their global
+    numbers (0, 1, ... if they are not known)."""
+    labels, members = labels or ("",), members or range(ranks)
+    return Prices(
+        profile,
+        ranks,
+        profile.port_of(*labels, ranks=members),
+        profile.link_of(*labels, ranks=members),
+        profile.on_each_host(members),
+    )

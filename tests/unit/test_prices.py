@@ -1,0 +1,127 @@
+"""Prices of the hops of an algorithm, against times worked out by hand and messages counted one by
+one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from commpass.collectives import Payload, Request, read_stages
+from commpass.costmodel import HOST, KernelRate, Kernels, Link, Profile, finished_us, prices
+from commpass.costmodel.links import crossing
+from commpass.costmodel.profile import INSIDE, LINK
+from commpass.stage import ALL, BLOCK, NEXT, STRIDE, Stage, all_to_all
+
+NODE, RANKS, SHARD = 8, 64, 1024
+"""Ranks of a host and of a group, and values of which each rank sums a shard."""
+FREE = Kernels(0.0, KernelRate(0.0, 0.0))
+PROFILE = Profile(
+    "hosts", Link(10.0, 1.0), inside=Link(2.0, 100.0), node=NODE, ports=1, kernels=FREE
+)
+
+
+def of_group(profile: Profile, ranks: int = RANKS):
+    return prices(profile, ranks, ["tp"])
+
+
+def exchanges(spec: str, profile: Profile = PROFILE, *, by_messages: bool = False) -> list:
+    """Port, latency and microseconds on the link of each exchange of an all_reduce of float32
+    values that are not coded, and its end."""
+    import torch
+
+    request = Request("0", RANKS, by_messages=by_messages)
+    payload = Payload(RANKS * SHARD, 1, torch.float32)
+    found = read_stages("all_reduce", spec, "raw", payload, request)
+    tasks = [of_group(profile).task(stage) for stage in found]
+    rows = [(task.resource, task.latency_us, task.us) for task in tasks if task.resource != HOST]
+    return [*rows, finished_us(tasks)]
+
+
+def test_a_hop_inside_a_host_takes_its_link_and_one_between_hosts_their_port():
+    """7 messages of 8 shards inside; 7 of a shard between hosts, from all 8 ranks by one port; then
+    a ring of shards, of which one rank of a host sends by its port."""
+    shard_us = SHARD * 4 / 1e3
+    inner, outer, gather, end = exchanges("hierarchical(node=8)")
+    assert inner == (INSIDE, 7 * 2.0, pytest.approx(7 * 8 * shard_us / 100))
+    assert outer == (LINK, 7 * 10.0, pytest.approx(7 * shard_us * NODE))
+    assert gather == (LINK, 63 * 10.0, pytest.approx(63 * shard_us))
+    assert end == pytest.approx(sum(sum(times) for _, *times in (inner, outer, gather)))
+
+
+def test_with_a_port_for_each_rank_a_hop_between_hosts_has_its_own():
+    profile = Profile("p", PROFILE.link, inside=PROFILE.inside, node=NODE, ports=NODE, kernels=FREE)
+    _, outer, *_ = exchanges("hierarchical(node=8)", profile)
+    assert outer == (LINK, 70.0, pytest.approx(7 * SHARD * 4 / 1e3))
+
+
+def test_parts_that_are_not_hosts_go_by_the_port_that_their_bytes_pass():
+    """Parts of 16 ranks on two hosts each: 8 of the 15 others are on the other one. The second hop
+    is between 4 of those parts, all on other hosts."""
+    inner, outer, *_ = exchanges("hierarchical(node=16)")
+    assert inner == (LINK, 150.0, pytest.approx(15 * 4 * SHARD * 4 / 1e3 * NODE * 8 / 15))
+    assert outer == (LINK, 30.0, pytest.approx(3 * SHARD * 4 / 1e3 * NODE))
+
+
+def test_parts_of_a_host_without_a_link_of_their_own_do_not_pass_the_port():
+    inner, *_ = exchanges("hierarchical(node=8)", Profile("p", PROFILE.link, node=NODE, ports=1))
+    assert inner == (LINK, 70.0, pytest.approx(7 * 8 * SHARD * 4 / 1e3))
+
+
+@pytest.mark.parametrize("by_messages", [False, True])
+@pytest.mark.parametrize("spec", ["ring", "semi_ring"])
+def test_of_a_host_one_rank_sends_to_the_next_host(spec, by_messages):
+    """What the 8 ranks of a host send by its port is what one of them sends."""
+    first, *_ = exchanges(spec, by_messages=by_messages)
+    messages = {"ring": 1, "semi_ring": 2}[spec]
+    latency = 10.0 if by_messages else 10.0 * messages
+    assert first == (LINK, latency, pytest.approx(messages * SHARD * 4 / 1e3))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(2, 32), st.sampled_from([BLOCK, STRIDE]))
+def test_the_bytes_that_leave_a_host_are_those_of_its_messages(on_host, hosts, size, reach):
+    ranks = on_host * hosts
+    assume(ranks % size == 0 and ranks > size)
+    step = 1 if reach == BLOCK else ranks // size
+    left: Counter[int] = Counter()
+    for rank in range(ranks):
+        first = rank // size * size if reach == BLOCK else rank % step
+        for other in range(first, first + size * step, step):
+            if other // on_host != rank // on_host:
+                left[rank // on_host] += 1
+    most = max(left.values(), default=0)
+    assert crossing(reach, size - 1, ranks, on_host) * (size - 1) == pytest.approx(most)
+
+
+@pytest.mark.parametrize(
+    ("to", "source", "reach"),
+    [
+        ([4, 5, 6, 7], [4, 5, 6, 7], BLOCK),
+        ([1, 5, 9], [1, 5, 9], STRIDE),
+        ([6], [4], NEXT),
+        ([4, 6], [4, 6], NEXT),
+        (range(12), range(12), ALL),
+        ([4, 6, 9], [4, 6, 9], ALL),
+        ([5, 6, 7, 8], [5, 6, 7, 8], ALL),  # no block of four begins there
+        ([4, 5, 6, 7], [4, 5], ALL),
+        ([], [], ALL),
+    ],
+)
+def test_whom_an_exchange_reaches(to, source, reach):
+    sent, received = ([int(rank in some) for rank in range(12)] for some in (to, source))
+    found = all_to_all(100 * sum(sent), sent, received, 5, by_messages=False)
+    away = len(set(to) - {5})
+    assert (found.reach, found.peers, found.leaving) == (reach, away, 100 * away)
+
+
+@pytest.mark.parametrize("role", ["sum", "enter", "leave"])
+def test_what_is_part_of_other_kernels_takes_no_time(role):
+    assert of_group(PROFILE).task(Stage(role=role, values=1 << 20)).us == 0.0
+
+
+def test_a_group_whose_labels_are_not_known_has_the_links_of_any_label():
+    profile = Profile("p", Link(1.0, 1.0), links={"*": Link(7.0, 1.0)})
+    assert prices(profile, 4, []).link == prices(profile, 4, [""]).link == Link(7.0, 1.0)
