@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from commpass.ambient import ambient_free
 from commpass.passes.allowed import allow, matched, still_allowed
 from commpass.passes.candidates import scoring
 from commpass.passes.choose import choose
@@ -200,6 +201,7 @@ PASSES: tuple[Pass, ...] = (
 Watch = Callable[[str, Road], None]
 
 
+@ambient_free
 def run(
     road: Road,
     graph: str,

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from commpass.ambient import ambient_free
 from commpass.codecs import codec
 from commpass.passes.graph.costs import is_matmul
 from commpass.passes.graph.fakes import is_view
@@ -105,5 +106,5 @@ def _nothing(*_: object) -> None: ...
 
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define("sample_(Tensor x, Tensor(a!) into, int site) -> ()")
-_library.impl("sample_", _sample, "CompositeExplicitAutograd")
+_library.impl("sample_", ambient_free(_sample), "CompositeExplicitAutograd")
 torch.library.register_fake("commpass::sample_", _nothing, lib=_library)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commpass.ambient import ambient_free
 from commpass.codecs import Codec, codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.cast import CastCodec
@@ -35,7 +36,7 @@ def is_sampled(call: int, share: float) -> bool:
     return math.floor(call * share) > math.floor((call - 1) * share)
 
 
-@torch.no_grad()
+@ambient_free
 def squares(coder: Codec, x: Tensor) -> Tensor:
     """The squared 2-norms of what ``coder`` does to ``x`` and of ``x``: float64 ``[2]`` on its
     device. Nobody waits for it."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from commpass.ambient import without_ambient_state
 from commpass.passes.allowed import ALLOWED
 from commpass.passes.chunk.region import Join, Region
 from commpass.passes.graph import meta
@@ -210,6 +211,6 @@ class _Work:
         self.built.new.append(node)
         meta.carry(source, node)
         values, named = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
-        with torch.no_grad(), self.mode:
+        with without_ambient_state(), self.mode:
             node.meta["val"] = target(*values, **named)
         return node
