@@ -30,6 +30,7 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._guards import CompileContext, TracingContext, tracing
 
 from commpass import groups
+from commpass.ambient import without_ambient_state
 from commpass.annotate import open_scopes
 from commpass.costmodel import Profile
 from commpass.costmodel.files import digest as digest_of
@@ -517,7 +518,7 @@ class Backend:
                     record.log.warning(OVER, label(site), site.kind, names[site.name], MORE)
         plan = outcome.plan
         outcome.restore("it is compiled again")
-        with torch.inference_mode(False), torch.no_grad(), tracing(job.context):
+        with torch.inference_mode(False), without_ambient_state(), tracing(job.context):
             made = self._build(job, plan)
         if isinstance(made, Raising):
             raise made.error

@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
+from commpass.ambient import ambient_free
 from commpass.backend import Backend, Compiler
 from commpass.calibration.places import Where, bare
 from commpass.codecs import FLOATS, Codec
@@ -137,7 +137,7 @@ class Probe(nn.Module):
         super().__init__()
         self.probes, self.where, self.site, self.in_place = probes, where, site, in_place
 
-    @torch.no_grad()
+    @ambient_free
     def forward(self, x: Tensor) -> Tensor:
         probes, where = self.probes, self.where
         if probes.disturb is not None and where in probes.disturb[0]:

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from commpass.ambient import ambient_free, making_lasting_tensors
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.rows import aligned
 from commpass.errors import PolicyError
@@ -158,6 +159,7 @@ class Codec(ABC):
         """As ``decode_rows``, of parts ``[rows, parts(numel, dtype)[i]]`` that came apart."""
         return self.decode_rows(torch.cat(list(parts), dim=1), numel, dtype)
 
+    @ambient_free
     def encode(self, x: Tensor) -> Wire:
         """Any float tensor to its wire."""
         if x.dtype not in FLOATS:
@@ -167,6 +169,7 @@ class Codec(ABC):
             self.encode_rows(x.reshape(1, -1)).flatten(), self.spec, tuple(x.shape), x.dtype
         )
 
+    @ambient_free
     def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
         """The tensor back, in the shape and dtype that was encoded, which ``like`` must have if it
         is given."""
@@ -210,9 +213,7 @@ def _sample() -> Tensor:
 @lru_cache(maxsize=256)
 def _gaussian_share(codec: Codec, dtype: torch.dtype) -> float:
     """The share of the dynamic part that a fixed Gaussian sample needs."""
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily(), torch.no_grad():
+    with making_lasting_tensors():
         sample = _sample().to(dtype).reshape(1, -1)
         static, room = codec.parts(sample.numel(), dtype)
         used = int(codec.used_bytes(codec.encode_rows(sample), sample.numel(), dtype))
@@ -221,9 +222,7 @@ def _gaussian_share(codec: Codec, dtype: torch.dtype) -> float:
 
 @lru_cache(maxsize=256)
 def _gaussian_error(codec: Codec) -> float:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily(), torch.no_grad():
+    with making_lasting_tensors():
         sample = _sample()
         error = codec.decode(codec.encode(sample)) - sample
         # Rounded, so that ranks whose processors sum in another order still compare the same number

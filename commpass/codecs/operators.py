@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commpass.ambient import ambient_free
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.codec import Codec, accumulation_dtype
 from commpass.codecs.raw import RawCodec
@@ -269,7 +270,7 @@ _library = torch.library.Library("commpass", "FRAGMENT")
 def define(name: str, signature: str, function: Function, shapes: Function, role: str) -> Any:
     """A coded operator: what it computes, the shapes of that, and what it does."""
     _library.define(name + signature)
-    _library.impl(name, function, "CompositeExplicitAutograd")
+    _library.impl(name, ambient_free(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"commpass::{name}", shapes, lib=_library)
     made = getattr(ops, name).default
     IMPLEMENTATIONS[made], ROLES[made] = function, role

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from commpass.ambient import without_ambient_state
 from commpass.collectives.steps import Steps, finish
 
 
@@ -22,7 +23,8 @@ class Handle:
         self._result: Any = None
         self._failure = ""
         try:
-            self._started = next(steps)
+            with without_ambient_state():
+                self._started = next(steps)
             self._steps = steps
         except StopIteration as end:  # a ring of one rank exchanges nothing
             self._result = end.value
@@ -36,7 +38,8 @@ class Handle:
             steps, self._steps = self._steps, None
             self._failure = "it was interrupted"
             try:
-                self._result = finish(steps, self._started)
+                with without_ambient_state():
+                    self._result = finish(steps, self._started)
             except Exception as error:
                 self._failure = f"{type(error).__name__}: {error}"
                 raise

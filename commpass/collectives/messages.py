@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commpass.ambient import ambient_free
+
 ops = torch.ops.commpass
 
 TAG = 0x70617373
@@ -116,5 +118,5 @@ for _name, _arguments, _function, _shape in (
     ),
 ):
     _library.define(f"{_name}({_arguments}) -> Tensor")
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    _library.impl(_name, ambient_free(_function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"commpass::{_name}", _shape, lib=_library)

@@ -20,6 +20,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from commpass.ambient import ambient_free, without_ambient_state
 from commpass.codecs import FLOATS, Codec, DifferenceCodec, SparseCodec, accumulation_dtype
 from commpass.codecs import codec as codec_named
 from commpass.collectives.algorithm import Algorithm
@@ -142,7 +143,8 @@ def _collective(
     if x.requires_grad and torch.is_grad_enabled():
         raise PolicyError("async_op=True has no gradient: give x.detach(), or leave async_op out")
     chosen, coder = _named(kind, spec), codec_named(codec)
-    own = x.clone() if chosen.keeps(coder) else x
+    with without_ambient_state():
+        own = x.clone() if chosen.keeps(coder) else x
     return Handle(chosen.run(own, _request(x, op, where, ranks, rank, sent, received), coder))
 
 
@@ -174,7 +176,8 @@ def _sparse(
     result, left = torch.ops.commpass.sparse_all_reduce(
         x, residual, op, where, ranks, rank, codec, spec, SOURCES
     )
-    residual.copy_(left)
+    with without_ambient_state():
+        residual.copy_(left)
     return result
 
 
@@ -299,7 +302,8 @@ def _sources() -> str:
     """A hash of the version and of the files that say what a collective computes."""
     package = Path(__file__).parent.parent
     parts = [(package / part).rglob("*.py") for part in ("codecs", "collectives")]
-    files = sorted([package / "spec.py", *parts[0], *parts[1]])
+    alone = [package / "ambient.py", package / "spec.py"]
+    files = sorted([*alone, *parts[0], *parts[1]])
     return hashlib.sha256(
         b"".join([version("commpass").encode(), *(file.read_bytes() for file in files)])
     ).hexdigest()[:16]
@@ -314,6 +318,7 @@ class _Straight(torch.autograd.Function):
     """The collective with the gradient of the exact one: rounding is taken for the identity."""
 
     @staticmethod
+    @ambient_free
     def forward(
         ctx: Any,
         x: Tensor,
@@ -334,6 +339,7 @@ class _Straight(torch.autograd.Function):
         )
 
     @staticmethod
+    @ambient_free
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         kind, op, group, ranks, rank, sent, received, codec, name = ctx.call
         request = _request(gradients[0], op, group, ranks, rank, received, sent)
@@ -357,6 +363,7 @@ def _mirror(kind: str, name: str) -> Algorithm:
     return _named("reduce_scatter" if kind == "all_gather" else kind, name)
 
 
+@ambient_free
 def _sparse_run(
     x: Tensor,
     residual: Tensor,

@@ -19,6 +19,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from commpass.ambient import ambient_free
 from commpass.codecs import Codec, codec, operators
 from commpass.collectives import data_sized, messages
 from commpass.collectives.algorithm import Algorithm
@@ -97,6 +98,7 @@ def _read(
     )
 
 
+@ambient_free
 def record_stages(
     chosen: Algorithm, coder: Codec, x: Tensor, request: Request, *, gaussian: bool = True
 ) -> Stages:
@@ -107,7 +109,6 @@ def record_stages(
     recorder = _Recorder(request)
     fixed = all(isinstance(size, int) for size in x.shape)
     with (
-        torch.no_grad(),
         nullcontext() if fixed else enable_python_dispatcher(),
         data_sized.foreseen(gaussian, recorder.read),
         operators.as_operators(),

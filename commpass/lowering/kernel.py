@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from commpass.ambient import ambient_free, making_lasting_tensors
 from commpass.errors import CommpassError
 from commpass.lowering import cpu
 from commpass.lowering.chain import Chain
@@ -138,6 +139,7 @@ class Kernel:
     pieces: tuple[Piece, ...]
 
 
+@ambient_free
 def make(sources: Sequence[Source | Generated]) -> None:
     """Compiles what is not compiled yet: after that the operator knows it by name."""
     for source in sources:
@@ -162,15 +164,14 @@ def _compiled(body: fx.GraphModule, inputs: Sequence[Form]) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
-    from torch.utils._mode_utils import no_dispatch
 
-    with no_dispatch(), torch.no_grad():
+    with making_lasting_tensors():
         rest, tables = without_tables(body)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
         given = [each.empty() for each in (*inputs, *map(form_of, tables))]
     context = torch._guards.TracingContext(mode)
-    with tracing(context), torch.no_grad(), torch._C._DisableAutocast(), repaired():
+    with tracing(context), repaired():
         compiled = compile_fx_inner(rest, given, cudagraphs=BoxedBool(False))
     return lambda taken: compiled([*taken, *tables])
 
@@ -218,5 +219,5 @@ _library.define(
     "kernel_(Tensor[] inputs, Tensor(a!)[] outputs, int[] places, str name, int site=-1,"
     ' str role="") -> ()'
 )
-_library.impl("kernel_", _call, "CompositeExplicitAutograd")
+_library.impl("kernel_", ambient_free(_call), "CompositeExplicitAutograd")
 torch.library.register_fake("commpass::kernel_", _nothing, lib=_library)

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from commpass.ambient import ambient_free, without_ambient_state
 from commpass.codecs import Codec
 from commpass.codecs.rows import cut_apart
 from commpass.lowering import Form, Piece, Source, Taken, cpu, form_of, make
 from commpass.lowering.chain import Cast, Chain, Decode, Encode
 from commpass.passes.regions import write
-from commpass.passes.template import inductor_decompositions, without_autograd, without_tensors
+from commpass.passes.template import inductor_decompositions, without_tensors
 
 Run = Callable[[Tensor, Tensor], object]
 """Takes one row and writes another."""
@@ -52,12 +53,13 @@ class Coding:
         """A buffer for the message, uint8 ``[wire_bytes]``."""
         return torch.empty(self.wire_bytes, dtype=torch.uint8, device=self.device)
 
+    @ambient_free
     def prepare(self, *, encodes: bool) -> None:
         """Compiles what will be needed, so that the first message need not wait for it."""
         if self.compiled:
             (encoder if encodes else decoder)(self)
 
-    @torch.no_grad()
+    @ambient_free
     def encode(self, x: Tensor) -> Tensor:
         """``numel`` values of any shape to a new message, uint8 ``[wire_bytes]``."""
         row = x.detach().reshape(1, self.numel)
@@ -67,7 +69,7 @@ class Coding:
         encoder(self)(row, wire.unsqueeze(0))
         return wire
 
-    @torch.no_grad()
+    @ambient_free
     def decode(self, wire: Tensor, into: Tensor) -> None:
         """A message to ``numel`` values of ``dtype``, written into a tensor of any shape and
         layout."""
@@ -130,7 +132,7 @@ def _compiled(
     dtype: torch.dtype,
 ) -> Run:
     """A function of one row, compiled by Inductor; what it gives is written side by side."""
-    with FakeTensorMode(), without_autograd():
+    with without_ambient_state(), FakeTensorMode():
         fake = torch.empty(shape, dtype=dtype, device=coding.device)
         body = make_fx(lambda row: list(run(row)), decomposition_table=inductor_decompositions())(
             fake

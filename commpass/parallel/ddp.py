@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from commpass.ambient import without_ambient_state
 from commpass.annotate import words_of
 from commpass.backend import backend
 from commpass.costmodel import Profile
@@ -291,7 +292,7 @@ def _provisional_steps(ddp: DistributedDataParallel) -> int:
 
 def _plain(x: Tensor, group: str, ranks: int) -> None:
     functional = torch.ops._c10d_functional
-    with torch.no_grad():
+    with without_ambient_state():
         functional.wait_tensor(functional.all_reduce_(x.mul_(1.0 / ranks), "sum", group))
 
 

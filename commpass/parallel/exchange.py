@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from commpass.ambient import ambient_free, without_ambient_state
 from commpass.annotate import KEY, outside_scopes
 from commpass.backend import Backend
 from commpass.errors import CommpassError
@@ -139,6 +140,7 @@ class Exchanges:
         self.compiled.clear()
         self.shared.made.clear()
 
+    @ambient_free
     def _compile(
         self, what: Exchange, x: Tensor, out: Tensor | None, of: Sequence[Tensor]
     ) -> Compiled:
@@ -153,14 +155,14 @@ class Exchanges:
                 return boxed(gm.forward)
             return self.shared.compiled(gm, pinned)
 
-        with torch.no_grad(), outside_scopes():
+        with outside_scopes():
             function = self.backend.of_hook(gm, what.direction, calls, compile_graph, what.obstacle)
         made = record.plans()[before:]
         if len(made) != 1:
             raise CommpassError(f"the exchange of {what} made {len(made)} plans instead of one")
 
         def run(*tensors: Tensor) -> None:
-            with torch.no_grad(), outside_scopes():
+            with without_ambient_state(), outside_scopes():
                 function(list(tensors))
 
         return Compiled(run, made[0], calls, isinstance(function, Raising))

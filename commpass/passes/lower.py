@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from commpass.ambient import without_ambient_state
 from commpass.codecs import operators
 from commpass.errors import VerifyError
 from commpass.lowering import Generated, Source, caller, fused, make, matmul
@@ -77,8 +78,7 @@ def lower(
                 node.meta[CODED] = _coded(node)
         if coded:
             with (
-                torch.no_grad(),
-                torch._C._DisableAutocast(),
+                without_ambient_state(),
                 enable_python_dispatcher(),
                 mode_of(coded[0].all_input_nodes[0]),
             ):

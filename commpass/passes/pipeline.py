@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
+from commpass.ambient import ambient_free
 from commpass.passes.allowed import allow, matched, still_allowed
 from commpass.passes.candidates import Options, scoring
 from commpass.passes.choose import choose
@@ -233,6 +234,7 @@ PASSES: tuple[Pass, ...] = (
 Watch = Callable[[str, Road], None]
 
 
+@ambient_free
 def run(
     road: Road,
     graph: str,

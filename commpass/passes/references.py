@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from commpass.ambient import ambient_free
 from commpass.passes.graph import meta
 from commpass.passes.graph.direction import AGAIN as TAGGED
 from commpass.passes.graph.parse import parse
@@ -56,10 +57,11 @@ class Source:
     gm: fx.GraphModule
     inputs: tuple[int, ...]
 
+    @ambient_free
     def value(self, inputs: Sequence[Any]) -> Tensor:
         """What the all_gather takes when its graph is called with ``inputs``."""
-        with torch.no_grad():
-            return self.gm(*(inputs[number] for number in self.inputs))
+        taken: Tensor = self.gm(*(inputs[number] for number in self.inputs))
+        return taken
 
 
 def parameters_behind(node: Any, weights: Weights, again: bool) -> tuple[int, ...] | str:

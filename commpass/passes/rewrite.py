@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from commpass.ambient import without_ambient_state
 from commpass.codecs import Codec, codec
 from commpass.passes.discover import GraphSite
 from commpass.passes.graph.erase import erase
@@ -74,8 +75,7 @@ def rewrite(
     ]
     mode = mode_of(chosen[0][0].input) if chosen else contextlib.nullcontext()
     with (
-        torch.no_grad(),
-        torch._C._DisableAutocast(),
+        without_ambient_state(),
         enable_python_dispatcher(),
         mode,
     ):  # the dispatcher: for symbolic sizes

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from commpass.ambient import ambient_free
 from commpass.codecs import codec
 from commpass.lowering import matmul
 from commpass.passes.graph.costs import is_matmul
@@ -168,11 +169,11 @@ def _nothing(*_: object) -> None: ...
 
 _library = torch.library.Library("commpass", "FRAGMENT")
 _library.define("sample_(Tensor x, Tensor(a!) into, int site) -> ()")
-_library.impl("sample_", _sample, "CompositeExplicitAutograd")
+_library.impl("sample_", ambient_free(_sample), "CompositeExplicitAutograd")
 _library.define(
     "sample_product_(Tensor a, Tensor b, Tensor? bias, Tensor(a!) into, int site, str product)"
     " -> ()"
 )
-_library.impl("sample_product_", _sample_product, "CompositeExplicitAutograd")
+_library.impl("sample_product_", ambient_free(_sample_product), "CompositeExplicitAutograd")
 for _name in ("sample_", "sample_product_"):
     torch.library.register_fake(f"commpass::{_name}", _nothing, lib=_library)

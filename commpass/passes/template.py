@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass import groups
+from commpass.ambient import without_ambient_state
 from commpass.codecs import Codec, codec, operators
 from commpass.collectives import Algorithm, Request, algorithm
 from commpass.collectives import run as run_steps
@@ -109,7 +109,11 @@ def trace(
         state = given[len(values) - (coder.state is not None) :]
         return run_steps(chosen.run(given[0], request, coder, *state))
 
-    with sizes_of_data(coder, values[0], traced=True), operators.as_operators():
+    with (
+        without_ambient_state(),
+        sizes_of_data(coder, values[0], traced=True),
+        operators.as_operators(),
+    ):
         traced = make_fx(run, decomposition_table=decompositions())(*values).graph
     return without_tensors(traced, f"{planned.codec} by {planned.algorithm}")
 
@@ -250,11 +254,3 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()
-
-
-def without_autograd() -> contextlib.AbstractContextManager[Any]:
-    """The state of torch in which graphs are traced."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch.no_grad())
-    stack.enter_context(torch._C._DisableAutocast())
-    return stack

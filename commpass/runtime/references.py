@@ -17,6 +17,7 @@ import torch
 import torch.distributed._functional_collectives  # registers the operators
 from torch import Tensor
 
+from commpass.ambient import making_lasting_tensors
 from commpass.groups import group_named
 from commpass.passes.rewrite import StateInput
 from commpass.runtime.owners import Owner
@@ -42,7 +43,7 @@ def _gathered(kept: StateInput, inputs: Sequence[Any]) -> Tensor:
     shard = kept.source.value(inputs)
     ranks = kept.shape[0] // shard.shape[0]
     log.debug("%s: gathers %d values for the first difference", kept.place, shard.numel() * ranks)
-    with torch.no_grad():
+    with making_lasting_tensors():
         everything = ops.wait_tensor(
             ops.all_gather_into_tensor(shard.contiguous(), ranks, kept.group)
         )

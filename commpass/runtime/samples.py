@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commpass.ambient import ambient_free
 from commpass.codecs import Codec, codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.cast import CastCodec
@@ -59,7 +60,7 @@ class Reading:
     worst: float
 
 
-@torch.no_grad()
+@ambient_free
 def measure(coder: Codec, x: Tensor, most: int | None = None) -> Tensor:
     """What ``coder`` does to ``x``: float64 ``[5]`` on its device, which nobody waits for. The
     squared 2-norms of the error and of ``x``; how many values are not zero, and how many of those

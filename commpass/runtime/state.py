@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from commpass.ambient import making_lasting_tensors
 from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, rank_in, ready
 from commpass.passes.rewrite import StateInput
@@ -140,9 +141,10 @@ def _kept_under(kept: StateInput, number: int, code: Code, owner: Owner) -> Any:
     name = Name(UNKNOWN, code.name, site, kept.op, first, rank_in(kept.group) or 0, len(ranks), own)
     key = (code, dataclasses.replace(name, site=own))
     if key not in owner.state:
-        made = torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
-        for loaded in _loads(None):
-            _take(loaded, name, owner, made)
+        with making_lasting_tensors():
+            made = torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
+            for loaded in _loads(None):
+                _take(loaded, name, owner, made)
         owner.state[key] = name, made
     return key
 
@@ -251,7 +253,7 @@ def _stored(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
         if isinstance(entry, TensorStorageMetadata) and (
             name.first != "world" or name.rank % world == rank
         ):
-            state[key] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+            state[key] = torch.zeros(entry.size, dtype=entry.properties.dtype, device="cpu")
     return state
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from commpass.ambient import ambient_free
 from commpass.codecs.codec import FLOATS, Codec, Wire
 from commpass.codecs.exponent.bits import any_of, compress, expand, kept, moves, transpose
 from commpass.codecs.exponent.bits import count as bits_set
@@ -294,12 +295,14 @@ class ExponentCodec(Codec):
 
     # --- whole tensors ----------------------------------------------------------------------------
 
+    @ambient_free
     def encode(self, x: Tensor) -> Wire:
         """Any float tensor to a wire of only as many bytes as its values need."""
         whole = super().encode(x)
         used = self.used_bytes(whole.payload.reshape(1, -1), x.numel(), x.dtype)
         return Wire(whole.payload[: int(used)], whole.codec, whole.shape, whole.dtype)
 
+    @ambient_free
     def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
         """The tensor back from what ``encode`` made; a wire that is cut, longer or another codec's
         is refused."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from commpass.ambient import ambient_free
 from commpass.codecs.codec import Codec, Wire, accumulation_dtype
 from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError
@@ -78,10 +79,12 @@ class DifferenceCodec(Codec):
     def salted(self, *salt: int) -> DifferenceCodec:
         return replace(self, inner=self.inner.salted(*salt))
 
+    @ambient_free
     def encode(self, x: Tensor) -> Wire:
         reference = self._held(tuple(x.shape)).reshape(1, -1)
         return Codec.encode(self.against(reference), x)
 
+    @ambient_free
     def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
         reference = self._held(wire.shape).reshape(1, -1)
         return Codec.decode(self.against(reference), wire, like)

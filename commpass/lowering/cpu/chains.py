@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
+from commpass.ambient import making_lasting_tensors
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.transforms import Hadamard
 from commpass.codecs.exponent.codec import ExponentCodec
@@ -144,7 +144,7 @@ def source(chain: Chain) -> str:
     """The C++ text of a chain that is supported: ``kernel(threads, rows, n, in, its stride, further
     inputs and theirs, out, its stride)``, strides in bytes. Tables of codecs in it are computed
     with real numbers, whatever is being traced around it."""
-    with no_dispatch(), torch.no_grad():
+    with making_lasting_tensors():
         return _source(chain)
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from commpass.ambient import without_ambient_state
 from commpass.parallel.in_graph.reading import Held, every_held
 
 
@@ -42,7 +43,7 @@ def _make_room(held: Held, device: torch.device) -> None:
 
     def add(leaf: Tensor) -> None:
         # A forward that is under way may hold it: backward takes what is there by then.
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(pending):
+        with without_ambient_state(), torch.autograd._unsafe_preserve_version_counter(pending):
             pending.add_(leaf.grad)  # type: ignore[arg-type]
         leaf.grad = None
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from commpass.ambient import without_ambient_state
 from commpass.codecs.codec import accumulation_dtype
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel.ssfusion import messages
@@ -109,7 +110,7 @@ class Driver:
         if self.planner.measures(self.count) and used and gradient is not None:
             self.planner.clock.mark(number)
         step.views[number] = gradient
-        with torch.no_grad():
+        with without_ambient_state():
             step.wires[number] = self._prepared(number, gradient if used else None)
         for missing in step.missing:
             missing.discard(number)
@@ -157,7 +158,7 @@ class Driver:
         return memory.select(part.coder, part.dtype, on)
 
     def _aside(self, memory: Memory, gradient: Tensor, part: Part, event: Any) -> Tensor:
-        with torch.no_grad(), self._beside(event):
+        with without_ambient_state(), self._beside(event):
             return self._selected(memory, gradient, part, CPU)
 
     # --- messages ---------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class Driver:
         if self.failed is not None:
             raise self.failed
         try:
-            with torch.no_grad(), self._beside(event):
+            with without_ambient_state(), self._beside(event):
                 means = self._exchanged(message.sent, message.kind, step)
                 for sent, mean in zip(message.sent, means, strict=True):
                     self._put(sent.number, mean, step)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commpass.ambient import without_ambient_state
 from commpass.codecs.codec import accumulation_dtype
 from commpass.codecs.sparse import SparseCodec
 from commpass.costmodel import Link
@@ -170,7 +171,7 @@ def _rate(
         sizes.append(min(sizes[-1] * FACTOR, most))
     generator = torch.Generator().manual_seed(0)
     times = []
-    with torch.no_grad():
+    with without_ambient_state():
         for size in sizes:
             run = made(torch.randn((1, size), generator=generator).to(dtype).to(device))
             run()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from commpass.ambient import without_ambient_state
 from commpass.passes.chunk.region import Join, Region
 from commpass.passes.graph import meta
 from commpass.passes.graph.costs import tensors
@@ -211,6 +212,6 @@ class _Work:
         self.built.new.append(node)
         meta.carry(source, node)
         values, named = fx.map_arg((args, kwargs), lambda each: each.meta["val"])
-        with torch.no_grad(), self.mode:
+        with without_ambient_state(), self.mode:
             node.meta["val"] = target(*values, **named)
         return node

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import fx
 
 from commpass import groups, meshes
+from commpass.ambient import without_ambient_state
 from commpass.costmodel import Profile
 from commpass.passes.graph import costs, meta
 from commpass.passes.graph.erase import erase
@@ -213,7 +214,7 @@ class Editor:
             self.allowed[node] = self.allowed[source]
             node.meta[ALLOWED] = {0: self.allowed[source]}
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with torch.no_grad(), self.mode:
+        with without_ambient_state(), self.mode:
             node.meta["val"] = target(*values, **named)
         return node
 
