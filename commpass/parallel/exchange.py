@@ -8,9 +8,10 @@ graphs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -89,14 +90,20 @@ class Exchange:
         return fx.GraphModule(torch.nn.Module(), graph)
 
 
-class Compiled(NamedTuple):
-    """A compiled exchange: what carries it out, its plan, whose its calls are, and whether it was
-    ``refused``: then ``run`` raises why, and nothing may be sent."""
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled exchange: what carries it out, what gives its plan, whose its calls are, and
+    whether it was ``refused``: then ``run`` raises why, and nothing may be sent."""
 
     run: Callable[..., Any]
-    plan: Plan
+    current_plan: Callable[[], Plan]
     calls: HookCalls
     refused: bool
+
+    @property
+    def plan(self) -> Plan:
+        """The plan by which it is carried out now."""
+        return self.current_plan()
 
     @property
     def untouched(self) -> bool:
@@ -165,9 +172,10 @@ class Exchanges:
             with without_ambient_state(), outside_scopes():
                 function(list(tensors))
 
-        return Compiled(run, made[0], calls, isinstance(function, Raising))
+        plan = functools.partial(self.backend.ledger.current, made[0])
+        return Compiled(run, plan, calls, isinstance(function, Raising))
 
     @property
     def plans(self) -> list[Plan]:
         """The plan of each, in the order in which they first happened."""
-        return [self.backend.ledger.current(each.plan) for each in self.compiled.values()]
+        return [each.plan for each in self.compiled.values()]

@@ -27,6 +27,7 @@ class Ledger:
     policy: str
     entries: list[Entry] = field(default_factory=list)
     past: list[Plan] = field(default_factory=list)
+    _current: dict[tuple[str, str], Plan] = field(default_factory=dict)
 
     def add(self, plan: Plan, why: str) -> None:
         """Adds exchanges of which nothing is measured, and why."""
@@ -35,6 +36,7 @@ class Ledger:
 
     def put(self, entry: Entry, instead_of: Plan | None = None) -> None:
         """Adds a graph, or puts it in the place of the one that had this plan."""
+        self._current[entry.plan.graph, entry.plan.direction] = entry.plan
         places = [n for n, each in enumerate(self.entries) if each.plan is instead_of]
         if places:
             self.past.append(self.entries[places[0]].plan)
@@ -45,9 +47,7 @@ class Ledger:
     def current(self, plan: Plan) -> Plan:
         """The plan that a graph has now, which had this one: another where it was compiled
         again."""
-        name = (plan.graph, plan.direction)
-        plans = (entry.plan for entry in self.entries)
-        return next((each for each in plans if (each.graph, each.direction) == name), plan)
+        return self._current.get((plan.graph, plan.direction), plan)
 
     def replace(self, plan: Plan, why: str) -> None:
         """As ``add``, in the place of all there was."""
@@ -58,6 +58,7 @@ class Ledger:
         """From now on all graphs are past: none of them is called again."""
         self.past += [entry.plan for entry in self.entries]
         self.entries.clear()
+        self._current.clear()
 
     @property
     def sampled(self) -> list[Sampled]:
