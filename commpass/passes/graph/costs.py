@@ -80,8 +80,8 @@ def exchange(call: Call, prices_of: PricesOf) -> Task:
 def _stage(call: Call, group: str, nbytes: int) -> Stage:
     """An exchange of a graph as a stage. Whom the program's own ranks send to is not the same on
     all of them, as it is in an algorithm: it is taken to be anyone."""
-    splits = call.splits or (("not known",),)
-    if not all(isinstance(rows, int) for some in splits for rows in some):
+    splits = call.splits
+    if splits is None or not all(isinstance(rows, int) for some in splits for rows in some):
         return Stage(
             role="exchange",
             kind=call.kind,
@@ -90,7 +90,8 @@ def _stage(call: Call, group: str, nbytes: int) -> Stage:
             by_messages=call.by_messages,
         )
     rank = groups.rank_in(group) or 0
-    found = all_to_all(nbytes, *splits, rank, by_messages=call.by_messages)
+    sent, received = splits
+    found = all_to_all(nbytes, sent, received, rank, by_messages=call.by_messages)
     return found if MARK in call.node.meta else dataclasses.replace(found, reach=ALL)
 
 
