@@ -423,9 +423,10 @@ class Backend:
         self.checked.setdefault(_place_of(job), weakref.WeakSet()).add(checked)
         return before_each_call(made.compiled, hook, checked)
 
-    def _build(self, job: Job, instead_of: Plan | None = None) -> Built | Raising:
-        """A graph as it is compiled now, of which nothing was changed yet; ``instead_of`` is the
-        plan that it had before."""
+    def _build(self, job: Job, before: Outcome | None = None) -> Built | Raising:
+        """A graph as it is compiled now, of which nothing was changed yet; ``before`` is what it
+        was compiled from so far."""
+        instead_of = before.plan if before is not None else None
         gm, number, direction = job.gm, job.number, job.direction
         calls, profile = job.calls, job.profile
         policy = self.policy
@@ -444,6 +445,7 @@ class Backend:
             hook=calls.hook,
             hidden=self.hidden,
             hides=True,
+            excluded=before.excluded if before is not None else {},
         )
         record.trace_graph(gm, f"{direction}_before")
         nodes: dict[str, Any] = {}
@@ -515,11 +517,13 @@ class Backend:
         if built.check.is_first:
             for site in outcome.plan.sites:
                 if site.name in names:
-                    record.log.warning(OVER, label(site), site.kind, names[site.name], MORE)
+                    why = names[site.name].removeprefix("left alone: ")
+                    record.log.warning(OVER, label(site), site.kind, why, MORE)
         plan = outcome.plan
         outcome.restore("it is compiled again")
+        outcome.plan = plan
         with torch.inference_mode(False), without_ambient_state(), tracing(job.context):
-            made = self._build(job, plan)
+            made = self._build(job, outcome)
         if isinstance(made, Raising):
             raise made.error
         return made
@@ -529,7 +533,7 @@ class Backend:
         rank = dist.get_rank() if ready() else 0
         keys, place = keys_of(plan.sites, rank), _place_of(job)
         found = {site.name: (place, keys[site.name]) for site in plan.compressed}
-        return {name: self.over[key] for name, key in found.items() if key in self.over}
+        return {n: f"left alone: {self.over[key]}" for n, key in found.items() if key in self.over}
 
     def _patience(self, plan: Plan) -> float:
         """Seconds to wait for what other ranks publish."""
@@ -553,13 +557,13 @@ class Backend:
         """A graph at the end of the road, with a plan that was compared with the other ranks', and
         the round in which it was. Where one cannot carry out the same, it is the untouched graph
         (law 7)."""
-        number, excluded = job.number, dict[str, str]()
+        number = job.number
         while True:
-            outcome = run_passes(road, number, watch=watch, strict=self.strict, excluded=excluded)
-            if not (more := self._excluded(job, outcome.plan)):
+            outcome = run_passes(road, number, watch=watch, strict=self.strict)
+            if not (over := self._excluded(job, outcome.plan)):
                 break
-            excluded |= more
             outcome.restore("a site is left alone")
+            road = dataclasses.replace(road, excluded={**outcome.excluded, **over})
         plan, speaker = outcome.plan, self._speaker(road.profile)
         try:
             agreement.same_environment(self.timeout)

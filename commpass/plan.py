@@ -39,7 +39,8 @@ class Site:
     is not known). ``shape`` is the input of one rank; a symbolic size stands there as text ("s0")
     and ``bytes`` is then what the size hints say (-1 where there is no hint); ``width`` are the
     values of one entry of the first dimension. ``stateless`` says why no state can be kept for it
-    between calls, if none can. ``splits`` are what an all-to-all sends to and receives from each
+    between calls, if none can, and ``fixed`` why its graph can hold no sizes that depend on
+    values, if it cannot. ``splits`` are what an all-to-all sends to and receives from each
     rank, in entries of the first dimension. ``peer`` is the number of the rank at the other end of
     a send or recv, and ``tag`` tells apart what goes between the two. ``by_messages``: exchanges of
     its group go as messages between pairs of ranks. ``word`` is the nearest
@@ -63,6 +64,7 @@ class Site:
     tag: int = 0
     by_messages: bool = False
     stateless: str | None = NOBODY
+    fixed: str | None = None
     device: str = "cpu"
     module: str = ""
     direction: str = "forward"

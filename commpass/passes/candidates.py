@@ -136,43 +136,58 @@ def _obstacle(site: Site, allowed: Allowed) -> str | None:
 def _coded(
     site: Site, allowed: Allowed, profile: Profile, reassociate: bool
 ) -> Iterator[Candidate]:
-    """Every codec with every algorithm that is allowed."""
+    """Every codec with every algorithm that is allowed. One that fails on a site is refused."""
     chosen = {each.spec: each for each in _algorithms(site, allowed, profile)}.values()
     for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
-        for each in (
-            part for one in chosen for part in _divided(one, site, allowed, coder, profile)
-        ):
-            named = Candidate(
-                codec=coder.spec,
-                algorithm=whole(each.spec),
-                chunks=each.chunks,
-                note=_undivided(each, site, allowed),
-            )
-            obstacle = _misfit(site, coder, each, reassociate)
-            if obstacle := obstacle or (None if allowed.force else _needless(site, coder)):
-                yield dataclasses.replace(named, refused=obstacle)
-                continue
-            error = round(each.error(coder, site.group_size), 6)
-            if allowed.max_error is not None and error > allowed.max_error:
-                budget = f"the budget of {allowed.max_error:.3%} ({allowed.budget})"
-                above = f"{coder.spec} by {each.spec}: error {error:.3%} is above {budget}"
-                yield dataclasses.replace(named, error=error, refused=above)
-                continue
-            scored = read_stages(site.kind, each.spec, coder.spec, *_scored(site))
-            real = scored
-            if site.uneven and site.bytes >= 0:
-                real = read_stages(site.kind, each.spec, coder.spec, _payload(site), _handed(site))
-            known = site.bytes >= 0
-            yield dataclasses.replace(
-                named,
-                chunks=_made(each, scored, site, coder),
-                stages=scored.stages,
-                wire_bytes=real.wire_bytes if known else -1,
-                dynamic_bytes=real.dynamic_bytes if known else 0,
-                domain=each.domain(coder),
-                predicted_us=round(_us(_timed(scored, site, each, coder), site, profile), 3),
-                error=error,
-            )
+        for each in chosen:
+            parts = _divided(each, site, allowed, coder, profile)
+            try:
+                made = [_candidate(site, coder, p, allowed, profile, reassociate) for p in parts]
+            except Exception as error:
+                said = str(error).strip().partition("\n")[0]
+                why = f"{coder.spec} by {each.spec} fails: {type(error).__name__}: {said}"
+                made = [Candidate(codec=coder.spec, algorithm=whole(each.spec), refused=why)]
+            yield from made
+
+
+def _candidate(
+    site: Site,
+    coder: Codec,
+    chosen: Algorithm,
+    allowed: Allowed,
+    profile: Profile,
+    reassociate: bool,
+) -> Candidate:
+    """One codec with one algorithm: scored, or refused."""
+    named = Candidate(
+        codec=coder.spec,
+        algorithm=whole(chosen.spec),
+        chunks=chosen.chunks,
+        note=_undivided(chosen, site, allowed),
+    )
+    obstacle = _misfit(site, coder, chosen, reassociate)
+    if obstacle := obstacle or (None if allowed.force else _needless(site, coder)):
+        return dataclasses.replace(named, refused=obstacle)
+    error = round(chosen.error(coder, site.group_size), 6)
+    if allowed.max_error is not None and error > allowed.max_error:
+        budget = f"the budget of {allowed.max_error:.3%} ({allowed.budget})"
+        above = f"{coder.spec} by {chosen.spec}: error {error:.3%} is above {budget}"
+        return dataclasses.replace(named, error=error, refused=above)
+    scored = read_stages(site.kind, chosen.spec, coder.spec, *_scored(site))
+    real = scored
+    if site.uneven and site.bytes >= 0:
+        real = read_stages(site.kind, chosen.spec, coder.spec, _payload(site), _handed(site))
+    known = site.bytes >= 0
+    return dataclasses.replace(
+        named,
+        chunks=_made(chosen, scored, site, coder),
+        stages=scored.stages,
+        wire_bytes=real.wire_bytes if known else -1,
+        dynamic_bytes=real.dynamic_bytes if known else 0,
+        domain=chosen.domain(coder),
+        predicted_us=round(_us(_timed(scored, site, chosen, coder), site, profile), 3),
+        error=error,
+    )
 
 
 CHUNKS = (2, 4, 8)
@@ -262,6 +277,8 @@ def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> s
         return obstacle
     if coder.state is not None and site.stateless:
         return f"{coder.spec} needs {coder.state}, but {site.stateless}"
+    if coder.dynamic and site.fixed:
+        return f"{coder.spec} has a wire whose size depends on the values, but {site.fixed}"
     if site.reduce_op is not None and coder.lossless and not reassociate:
         return (
             f"{coder.spec} by {chosen.spec} sums in another order, which reassociate=False forbids"

@@ -198,6 +198,7 @@ def _found(
             if fake is not None and not all(isinstance(n, int) for n in fake.shape)
             else None
         ),
+        fixed=_fixed(fake),
         device=fake.device.type if fake is not None else "cpu",
         module=meta.module_path(call.node),
         direction=direction,
@@ -217,6 +218,12 @@ def _splits(call: Call) -> tuple[tuple[int | str, ...], tuple[int | str, ...]] |
         tuple(n if isinstance(n, int) else str(n.meta["val"]) for n in some) for some in call.splits
     )
     return sent, received
+
+
+def _fixed(fake: torch.Tensor | None) -> str | None:
+    """Why a graph can hold no sizes that depend on values."""
+    mode = getattr(fake, "fake_mode", None)
+    return "its fake values have no ShapeEnv" if mode and mode.shape_env is None else None
 
 
 def _obstacle(

@@ -35,6 +35,7 @@ from commpass.lowering.chain import (
     Step,
     Sum,
 )
+from commpass.passes.failures import site_errors
 from commpass.passes.graph import meta
 from commpass.passes.graph.erase import erase
 from commpass.passes.graph.fakes import is_view, mode_of
@@ -97,18 +98,20 @@ class Fusions:
 def fuse(
     gm: fx.GraphModule, plan: Sequence[PlannedSite], profile: Profile
 ) -> tuple[PlannedSite, ...]:
-    """Fuses in place; the plan with what was done."""
+    """Fuses in place; the plan with what was done. Raises SiteFailure."""
     by_kernel = {site.name: site for site in plan if site.lowering == "kernel"}
     found: dict[str, Fusions] = defaultdict(Fusions)
-    for _, module in graph_modules(gm) if by_kernel else ():
-        own: dict[str, list[fx.Node]] = defaultdict(list)
-        for node in module.graph.nodes:
-            if MARK in node.meta and node.meta[MARK].site in by_kernel:
-                own[node.meta[MARK].site].append(node)
-        for name, nodes in own.items():
-            _fuse_site(nodes, found[name], profile)
-        if own:
-            module.recompile()
+    with site_errors() as errors:
+        for _, module in graph_modules(gm) if by_kernel else ():
+            own: dict[str, list[fx.Node]] = defaultdict(list)
+            for node in module.graph.nodes:
+                if MARK in node.meta and node.meta[MARK].site in by_kernel:
+                    own[node.meta[MARK].site].append(node)
+            for name, nodes in own.items():
+                with errors.of(name):
+                    _fuse_site(nodes, found[name], profile)
+            if own:
+                module.recompile()
     return tuple(found[each.name].told(each) if each.name in found else each for each in plan)
 
 

@@ -9,7 +9,7 @@ changes: nothing that is computed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from commpass.codecs import operators
 from commpass.errors import VerifyError
 from commpass.lowering import Generated, Source, caller, fused, make, matmul
 from commpass.lowering.chain import Decode
+from commpass.passes.failures import SiteErrors, site_errors
 from commpass.passes.graph import meta
 from commpass.passes.graph.erase import erase
 from commpass.passes.graph.marks import CODED, MARK
@@ -57,47 +58,59 @@ def lower(
     decompositions: Decompositions | None = None,
 ) -> None:
     """Replaces every coded operator in place, as the plan says of its site: by a call of a kernel,
-    or by what it stands for."""
+    or by what it stands for. Raises SiteFailure, also for a kernel that does not compile."""
     by_kernel = {site.name: number for number, site in enumerate(plan) if site.lowering == "kernel"}
     kernels, bodies = (
         Kernels(decompositions or inductor_decompositions),
         Bodies(decompositions or inductor_decompositions, frozenset(by_kernel)),
     )
-    for _, module in graph_modules(gm):
-        marked = [node for node in module.graph.nodes if MARK in node.meta]
-        coded = [node for node in marked if node.target in operators.IMPLEMENTATIONS]
-        of_site: dict[str, list[fx.Node]] = defaultdict(list)
-        for node in marked:
-            of_site[node.meta[MARK].site].append(node)
-        for node in coded:
-            if node.target is matmul.MATMUL:
-                node.meta[CODED] = _coded_by_product(node)
-            elif node.target is fused.FUSED:
-                node.meta[CODED] = _coded_by_chain(node)
-            elif operators.ROLES[node.target] in RATED:
-                node.meta[CODED] = _coded(node)
-        if coded:
-            with (
-                without_ambient_state(),
-                enable_python_dispatcher(),
-                mode_of(coded[0].all_input_nodes[0]),
-            ):
-                for site, number in by_kernel.items():
-                    own = [node for node in of_site[site] if caller(node) is None]
-                    known, buffers = places(own), dict[fx.Node, fx.Node]()
-                    for region in regions(own, known):  # each once those before it are calls
-                        outline(region, kernels.of(region).name, number, buffers)
-                    place_buffers(buffers)
-                for node in module.graph.find_nodes(op="call_function", target=PAD):
-                    if MARK in node.meta and node.meta[MARK].site in by_kernel:
-                        _fill_beside(node)
-                for node in module.graph.nodes:
-                    if node.target in operators.IMPLEMENTATIONS:
-                        _inline(node, bodies.of(node))
-        if marked:
-            _share_tables(module.graph)
-            module.recompile()
-    make(tuple(kernels.traced.values()))
+    with site_errors() as errors:
+        for _, module in graph_modules(gm):
+            marked = [node for node in module.graph.nodes if MARK in node.meta]
+            coded = [node for node in marked if node.target in operators.IMPLEMENTATIONS]
+            if coded:
+                with (
+                    without_ambient_state(),
+                    enable_python_dispatcher(),
+                    mode_of(coded[0].all_input_nodes[0]),
+                ):
+                    _lower(module.graph, marked, by_kernel, kernels, bodies, errors)
+            if marked:
+                _share_tables(module.graph)
+                module.recompile()
+    with site_errors() as errors:
+        for source in kernels.traced.values():
+            with errors.of(*kernels.sites[source.name]):
+                make((source,))
+
+
+def _lower(
+    graph: fx.Graph,
+    marked: Sequence[fx.Node],
+    by_kernel: Mapping[str, int],
+    kernels: Kernels,
+    bodies: Bodies,
+    errors: SiteErrors,
+) -> None:
+    of_site: dict[str, list[fx.Node]] = defaultdict(list)
+    for node in marked:
+        of_site[node.meta[MARK].site].append(node)
+        with errors.of(node.meta[MARK].site):
+            _note_coded(node)
+    for site, number in by_kernel.items():
+        with errors.of(site):
+            own = [node for node in of_site[site] if caller(node) is None]
+            known, buffers = places(own), dict[fx.Node, fx.Node]()
+            for region in regions(own, known):  # each once those before it are calls
+                outline(region, kernels.of(region, site).name, number, buffers)
+            place_buffers(buffers)
+    for node in graph.find_nodes(op="call_function", target=PAD):
+        if MARK in node.meta and node.meta[MARK].site in by_kernel:
+            _fill_beside(node)
+    for node in graph.nodes:
+        if node.target in operators.IMPLEMENTATIONS:
+            with errors.of(*([node.meta[MARK].site] if MARK in node.meta else [])):
+                _inline(node, bodies.of(node))
 
 
 def _fill_beside(node: fx.Node) -> None:
@@ -120,6 +133,18 @@ def _fill_beside(node: fx.Node) -> None:
     zeros.meta["val"], both.meta["val"] = made.new_zeros(widths[1]), made
     node.replace_all_uses_with(both)
     erase(node)
+
+
+def _note_coded(node: fx.Node) -> None:
+    """Notes at a coded operator what it encodes or decodes."""
+    if node.target not in operators.IMPLEMENTATIONS:
+        return
+    if node.target is matmul.MATMUL:
+        node.meta[CODED] = _coded_by_product(node)
+    elif node.target is fused.FUSED:
+        node.meta[CODED] = _coded_by_chain(node)
+    elif operators.ROLES[node.target] in RATED:
+        node.meta[CODED] = _coded(node)
 
 
 def _coded(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
@@ -158,16 +183,19 @@ def _coded_by_product(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
 
 @dataclass
 class Kernels:
-    """What the kernels of regions are compiled from: equal ones are traced once."""
+    """What the kernels of regions are compiled from: equal ones are traced once. ``sites`` are
+    those that share a kernel, by its name."""
 
     decompositions: Decompositions
     traced: dict[Any, Source | Generated] = field(default_factory=dict)
+    sites: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
 
-    def of(self, region: Region) -> Source | Generated:
+    def of(self, region: Region, site: str) -> Source | Generated:
         key = region.key()
         if key not in self.traced:
             made = generated(region)
             self.traced[key] = made if made is not None else trace(region, self.decompositions)
+        self.sites[self.traced[key].name][site] = None
         return self.traced[key]
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from torch import fx
@@ -21,6 +23,7 @@ from commpass.passes.choose import choose
 from commpass.passes.chunk import chunk
 from commpass.passes.contract import Contracts, Pass
 from commpass.passes.discover import GraphSite, discover
+from commpass.passes.failures import SiteFailure
 from commpass.passes.fuse import fuse
 from commpass.passes.graph.erase import is_checked
 from commpass.passes.graph.marks import MARK
@@ -36,6 +39,8 @@ from commpass.passes.simplify import simplify
 from commpass.passes.sizes import limits, with_limits
 from commpass.passes.verify import verify
 from commpass.plan import Plan
+
+log = logging.getLogger("commpass")
 
 
 def _discovered(road: Road) -> list[GraphSite]:
@@ -234,6 +239,11 @@ PASSES: tuple[Pass, ...] = (
 Watch = Callable[[str, Road], None]
 
 
+ROUNDS = 8
+"""How many times the passes run again without the sites that failed. One round finds all that fail
+in one pass: more are only needed where that of others comes to light."""
+
+
 @ambient_free
 def run(
     road: Road,
@@ -244,12 +254,40 @@ def run(
     strict: bool = False,
     excluded: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Takes a graph along the road, in place. All or nothing: if a pass fails, the graph is the
-    untouched one again. ``watch`` is called with the name of each pass that has run. ``strict``
-    checks after each pass what it promises: a promise that is not kept is a failure. ``excluded``
-    are reasons, by the names of sites in a plan of the same untouched graph: those are left alone
-    with them."""
-    road = dataclasses.replace(road, excluded=dict(excluded or {}))
+    """Takes a graph along the road, in place. If a pass fails, the graph is the untouched one
+    again; if only some sites failed, the passes run again without those, and a warning names them.
+
+    ``watch`` is called with the name of each pass that has run. ``strict`` checks after each pass
+    what it promises: a promise that is not kept is a failure, and nothing is tried again.
+    ``excluded`` are reasons, by the names of sites in a plan of the same untouched graph: those are
+    left alone with them, as are those of the road.
+    """
+    road = dataclasses.replace(road, excluded={**road.excluded, **(excluded or {})})
+    given, outcome = road.excluded, _run_once(road, graph, passes, watch, strict)
+    times = Counter(outcome.times_ms)
+    for _ in range(0 if strict else ROUNDS):
+        failed = {n: f"left alone: {why}" for n, why in outcome.failed.items()}
+        if failed.keys() <= road.excluded.keys():
+            break
+        road = dataclasses.replace(road, excluded={**failed, **road.excluded})
+        outcome = _run_once(road, graph, passes, watch, strict)
+        times.update(outcome.times_ms)
+    outcome.times_ms, outcome.excluded = dict(times), road.excluded
+    left = [f"{name} is {why}" for name, why in road.excluded.items() if name not in given]
+    if left and outcome.error is None:
+        more = [f"and {len(left) - MOST} more"] if len(left) > MOST else []
+        log.warning("%s graph %s: %s", road.direction, graph, "; ".join([*left[:MOST], *more]))
+    return outcome
+
+
+MOST = 4
+"""Sites that a warning names."""
+
+
+def _run_once(
+    road: Road, graph: str, passes: tuple[Pass, ...] | None, watch: Watch | None, strict: bool
+) -> Outcome:
+    """All or nothing: if a pass fails, the graph is the untouched one again."""
     outcome = Outcome(
         Plan(
             graph=graph,
@@ -274,10 +312,14 @@ def run(
             road = step.run(road)
             if contracts is not None:
                 contracts.end(step, road)
+        except SiteFailure as failure:
+            outcome.failed = {n: _said(step, each) for n, each in failure.errors.items()}
+            outcome.error = failure.first
+            outcome.restore("; ".join(dict.fromkeys(outcome.failed.values())))
+            return outcome
         except Exception as error:
             outcome.error = error
-            said = str(error).strip().partition("\n")[0]  # torch goes on with hints and addresses
-            outcome.restore(f"pass {step.name!r} failed: {type(error).__name__}: {said}")
+            outcome.restore(_said(step, error))
             return outcome
         finally:
             outcome.times_ms[step.name] = (time.perf_counter() - start) * 1e3
@@ -301,6 +343,11 @@ def run(
         names = [site.name for site in road.sites]
         outcome.options = dict(zip(names, road.options, strict=True))
     return outcome
+
+
+def _said(step: Pass, error: Exception) -> str:
+    said = str(error).strip().partition("\n")[0]  # torch goes on with hints and addresses
+    return f"pass {step.name!r} failed: {type(error).__name__}: {said}"
 
 
 def _copies(road: Road) -> dict[fx.GraphModule, fx.Graph]:

@@ -21,6 +21,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from commpass.ambient import without_ambient_state
 from commpass.codecs import Codec, codec
 from commpass.passes.discover import GraphSite
+from commpass.passes.failures import site_errors
 from commpass.passes.graph.erase import erase
 from commpass.passes.graph.marks import MARK, PARTS
 from commpass.passes.graph.parse import is_size, is_wait, items, parse, value_of
@@ -65,8 +66,8 @@ def rewrite(
     decompositions: Decompositions | None = None,
 ) -> tuple[tuple[StateInput, ...], dict[str, Tensor]]:
     """Replaces every compressed site in place; returns the state that the graph now takes as its
-    last inputs, in order, and the fake value of what each site takes, by its name. On an error the
-    graph is half done: the caller holds the copy to go back to."""
+    last inputs, in order, and the fake value of what each site takes, by its name. Raises
+    SiteFailure. On an error the graph is half done: the caller holds the copy to go back to."""
     templates = Templates(decompositions or inductor_decompositions)
     kept: list[StateInput] = []
     given: dict[str, Tensor] = {}
@@ -76,19 +77,21 @@ def rewrite(
     mode = mode_of(chosen[0][0].input) if chosen else contextlib.nullcontext()
     with (
         without_ambient_state(),
-        enable_python_dispatcher(),
+        enable_python_dispatcher(),  # for symbolic sizes
         mode,
-    ):  # the dispatcher: for symbolic sizes
+        site_errors() as errors,
+    ):
         for site, planned in chosen:
-            coder = codec(planned.codec)
-            if coder.state is not None:
-                kept.append(_keep(site, planned, coder, kept))
-            inputs = inputs_of(site, coder)
-            given[planned.name] = fake_of(inputs[0])
-            results = splice(site, planned.name, templates.of(site, planned, inputs), inputs)
-            if len(results) > 1:
-                _update(inputs[-1], results[1])
-            _replace(site, results[0])
+            with errors.of(planned.name):
+                coder = codec(planned.codec)
+                if coder.state is not None:
+                    kept.append(_keep(site, planned, coder, kept))
+                inputs = inputs_of(site, coder)
+                given[planned.name] = fake_of(inputs[0])
+                results = splice(site, planned.name, templates.of(site, planned, inputs), inputs)
+                if len(results) > 1:
+                    _update(inputs[-1], results[1])
+                _replace(site, results[0])
     gone: dict[fx.Node, list[GraphSite]] = {}
     for site, planned in chosen:
         if site.call.form == "batch":

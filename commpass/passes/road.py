@@ -69,7 +69,9 @@ class Outcome:
     """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched
     one, and says why. ``options`` has what might have been chosen, by the name of the site, and
     ``state`` what it takes as its last inputs; ``pinned`` says that its order must be kept, and
-    ``limits`` for which sizes it is right; ``sampled`` is the road's."""
+    ``limits`` for which sizes it is right; ``sampled`` is the road's. ``failed`` says of the sites
+    because of which a pass failed why, and ``excluded`` of those that the plan leaves alone for
+    that, or because the caller said so."""
 
     plan: Plan
     found: tuple[GraphSite, ...] = ()
@@ -82,6 +84,8 @@ class Outcome:
     pinned: bool = False
     limits: tuple[Limit, ...] = ()
     sampled: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    excluded: Mapping[str, str] = field(default_factory=dict)
 
     def restore(self, why: str) -> None:
         """Puts the untouched graph back (law 7), because of ``why``."""

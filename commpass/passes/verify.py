@@ -1,7 +1,7 @@
 """verify: is the rewritten graph what its plan says?
 
 needs: a rewritten graph and its plan.
-gives: nothing; raises VerifyError that names the node or site and what is wrong with it.
+gives: nothing; raises SiteFailure, which says for each site what is wrong with it.
 changes: nothing.
 """
 
@@ -15,6 +15,7 @@ from torch import fx
 
 from commpass.codecs import codec
 from commpass.errors import VerifyError
+from commpass.passes.failures import site_errors
 from commpass.passes.graph import meta
 from commpass.passes.graph.marks import MARK, PARTS
 from commpass.passes.graph.parse import graph_modules, parse, value_of, waited
@@ -26,47 +27,55 @@ BYTES = torch.uint8
 
 def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
     """Checks order and use of all nodes, metadata of the inserted ones, waits, and dtype and bytes
-    on the wire (law 9)."""
+    on the wire (law 9). Raises SiteFailure with a VerifyError for each site."""
     sent: Counter[str] = Counter()
     marked: set[str] = set()
     unknown: set[str] = set()
     dtypes = {
         site.name: algorithm_of(site).sends(codec(site.codec)) for site in plan if site.compressed
     }
-    for _, module in graph_modules(gm):
-        module.graph.lint()
-        for node in module.graph.nodes:
-            for position, part in node.meta.get(PARTS, {}).items():
-                sent[part] += _sent(node, part, dtypes.get(part, BYTES), position)[0]
-            if MARK not in node.meta:
-                continue
-            mark = node.meta[MARK].site
-            marked.add(mark)
-            if "val" not in node.meta:
-                raise VerifyError(f"{mark}: inserted node {node.name} has no fake value")
-            for size in _sent(node, mark, dtypes.get(mark, BYTES)):
-                sent[mark] += max(size, 0)
-                unknown |= {mark} if size < 0 else set()
-    for site in plan:
-        if site.compressed and site.name not in marked:
-            raise VerifyError(
-                f"{site.name}: planned as {site.codec} by {site.algorithm}, but nothing was"
-                " inserted for it"
-            )
-        if not site.compressed and site.name in marked:
-            raise VerifyError(
-                f"{site.name}: planned to be left alone, but nodes were inserted for it"
-            )
-        fixed = site.wire_bytes - site.dynamic_bytes
-        if site.compressed and site.wire_bytes >= 0 and sent[site.name] != fixed:
-            raise VerifyError(
-                f"{site.name}: the plan says {fixed} bytes on the wire, the graph {sent[site.name]}"
-            )
-        if site.name in unknown and site.wire_bytes >= 0 and not codec(site.codec).dynamic:
-            raise VerifyError(
-                f"{site.name}: the plan says {fixed} bytes on the wire, but the graph sends what"
-                " depends on the values"
-            )
+    with site_errors() as errors:
+        for _, module in graph_modules(gm):
+            module.graph.lint()
+            for node in module.graph.nodes:
+                for position, part in node.meta.get(PARTS, {}).items():
+                    with errors.of(part):
+                        sent[part] += _sent(node, part, dtypes.get(part, BYTES), position)[0]
+                if MARK not in node.meta:
+                    continue
+                mark = node.meta[MARK].site
+                marked.add(mark)
+                with errors.of(mark):
+                    if "val" not in node.meta:
+                        raise VerifyError(f"{mark}: inserted node {node.name} has no fake value")
+                    for size in _sent(node, mark, dtypes.get(mark, BYTES)):
+                        sent[mark] += max(size, 0)
+                        unknown |= {mark} if size < 0 else set()
+        for site in plan:
+            with errors.of(site.name):
+                _check(site, site.name in marked, sent[site.name], site.name in unknown)
+
+
+def _check(site: PlannedSite, inserted: bool, sent: int, unknown: bool) -> None:
+    """Raises VerifyError where a site is not what its plan says: whether nodes are ``inserted`` for
+    it, and the bytes that are ``sent`` by them, apart from such as are ``unknown``."""
+    if site.compressed and not inserted:
+        raise VerifyError(
+            f"{site.name}: planned as {site.codec} by {site.algorithm}, but nothing was"
+            " inserted for it"
+        )
+    if not site.compressed and inserted:
+        raise VerifyError(f"{site.name}: planned to be left alone, but nodes were inserted for it")
+    fixed = site.wire_bytes - site.dynamic_bytes
+    if site.compressed and site.wire_bytes >= 0 and sent != fixed:
+        raise VerifyError(
+            f"{site.name}: the plan says {fixed} bytes on the wire, the graph sends {sent}"
+        )
+    if unknown and site.wire_bytes >= 0 and not codec(site.codec).dynamic:
+        raise VerifyError(
+            f"{site.name}: the plan says {fixed} bytes on the wire, but the graph sends what"
+            " depends on the values"
+        )
 
 
 def _sent(node: fx.Node, mark: str, dtype: torch.dtype, position: int | None = None) -> list[int]:

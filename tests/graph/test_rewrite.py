@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import commpass
-from commpass.errors import VerifyError
 from commpass.passes import pipeline
+from commpass.passes.failures import SiteFailure
 from commpass.passes.graph.parse import is_wait
 from commpass.plan import NONE
 from commpass.policy import Policy
@@ -541,14 +541,14 @@ def test_verify_catches_a_graph_that_is_not_what_its_plan_says(fake_group):
         "nothing was inserted": [*plan.sites, dataclasses.replace(plan.sites[0], name="other")],
     }
     for text, sites in wrong.items():
-        with pytest.raises(VerifyError, match=text):
+        with pytest.raises(SiteFailure, match=text):
             verify(gm, sites)
     start = next(node for node in gm.graph.nodes if "all_to_all" in str(node.target))
     start.args[0].meta["val"] = start.args[0].meta["val"].float()
-    with pytest.raises(VerifyError, match="float32, not bytes"):
+    with pytest.raises(SiteFailure, match="float32, not bytes"):
         verify(gm, plan.sites)
     next(node for node in gm.graph.nodes if "commpass" in node.meta).meta.pop("val")
-    with pytest.raises(VerifyError, match="no fake value"):
+    with pytest.raises(SiteFailure, match="no fake value"):
         verify(gm, plan.sites)
 
 
