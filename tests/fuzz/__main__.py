@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import random
 import re
 import time
@@ -102,6 +103,7 @@ def main() -> int:
     parser.add_argument("--into", type=Path, default=FOLDER, help="where cases that fail are kept")
     parser.add_argument("--log", type=Path, help="a file that gets a line about this run")
     given = parser.parse_args()
+    os.environ.setdefault("COMMPASS_CHECK", "1")  # as in the suite
     start = time.monotonic()
     search = Search(start + given.minutes * 60)
     number = given.seed if given.seed is not None else random.SystemRandom().randrange(1 << 32)

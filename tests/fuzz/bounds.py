@@ -100,10 +100,8 @@ class Bounds:
         if target is aten.cat.default:
             dim = args[1] if len(args) > 1 else 0
             return _joined(x, x[0].dtype, dim)
-        if target is aten.full.default:
-            dtype = kwargs["dtype"]
-            number = torch.full(x, args[1], dtype=dtype)
-            return given(number)
+        if target in (aten.full.default, aten.arange.default):
+            return given(target(*args, **kwargs))
         if target in LIPSCHITZ:
             value = target(x.value)
             return rounded(value, x.error, x.dtype, LIPSCHITZ[target])
@@ -113,7 +111,12 @@ class Bounds:
             return self._sum(x, *args[1:])
         return {
             aten.mul.Tensor: self._mul,
+            aten.mul.Scalar: self._mul,
             aten.div.Tensor: self._div,
+            aten.div.Scalar: self._div,
+            aten.gt.Scalar: self._above,
+            aten.eq.Tensor: self._equal,
+            aten.argmax.default: self._argmax,
             aten.add.Tensor: self._add,
             aten.sub.Tensor: self._sub,
             aten.mm.default: self._mm,
@@ -146,6 +149,22 @@ class Bounds:
 
     def _sub(self, x: Bounded, y: Bounded, alpha: float = 1) -> Bounded:
         return self._add(x, y, -alpha)
+
+    def _above(self, x: Bounded, number: float) -> Bounded:
+        unsure = ~((x.value - number).abs() > x.error)
+        return Bounded((x.value > number).double(), unsure.double(), torch.bool)
+
+    def _equal(self, x: Bounded, y: Bounded) -> Bounded:
+        made = x.value == y.value
+        return Bounded(made.double(), torch.zeros(made.shape, dtype=torch.float64), torch.bool)
+
+    def _argmax(self, x: Bounded, dim: int, keep: bool) -> Bounded:
+        """Any place may be that of the largest value, where values are not exact."""
+        place = x.value.argmax(dim, keep)
+        sure = x.error.amax(dim, keep) == 0
+        return Bounded(
+            place.double(), torch.where(sure, 0.0, float(x.value.shape[dim])), torch.int64
+        )
 
     def _mm(self, x: Bounded, y: Bounded) -> Bounded:
         a, b = x.value.abs(), y.value.abs()

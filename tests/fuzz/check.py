@@ -13,7 +13,7 @@ import commpass.passes.rewrite as rewriting
 import pytest
 import torch
 from commpass import groups
-from commpass.codecs import codec
+from commpass.codecs import Codec, codec
 from commpass.collectives import Request, algorithm
 from commpass.passes import PASSES, Outcome, Road, run
 from commpass.passes.discover import discover
@@ -31,6 +31,7 @@ from fuzz.program import (
     Uncompiled,
     as_rank,
     group_names,
+    has_own_number,
     results,
     write,
 )
@@ -207,6 +208,9 @@ def check(case: Case, tried: Tried | None = None) -> None:
         for gm, before in zip(simple.graphs, plain, strict=True):
             _same_text(gm, before)
     _carried(case, simple, plain)
+    if case.autocast:
+        under_autocast(case, plain, simple, DECIDED)
+        tried.met["planned under autocast"] += 1
     if not any(plan.compressed for plan in simple.plans):
         return
     coded = Coded(case, simple.plans, tried)
@@ -425,11 +429,7 @@ def alike(case: Case) -> list[list[int]]:
                     mine = rank if step.op in ("reduce_scatter", "all_to_all") else None
                     row.append(label((number, position, tuple(ranks), all_of_it, mine)))
                 else:
-                    own = (
-                        rank
-                        if "group" in step.how or isinstance(step.how.get("by"), list)
-                        else None
-                    )
+                    own = rank if "group" in step.how or has_own_number(step) else None
                     row.append(label((number, tuple(values[n][rank] for n in step.of), own)))
             values.append(row)
     return values
@@ -510,6 +510,8 @@ class Coded:
         self.tried.met[f"codec: {coder.spec.partition('(')[0]} by {how.name} of {site.kind}"] += 1
         exact = self._exact(together, position)
         about = f"{site.kind} by {site.codec}, {site.algorithm}"
+        if self.case.autocast and not stateful and values[0].numel():
+            _coded_under_autocast(values[0], coder, site.codec)
         for number, (got, wanted) in enumerate(zip(ended, exact, strict=True)):
             if (got.shape, got.dtype) != (wanted.shape, values[number].dtype):
                 raise Fault(
@@ -589,6 +591,38 @@ def _sums(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
+def under_autocast(
+    case: Case, plain: Sequence[fx.GraphModule], without: Compiled, passes: Sequence[Any]
+) -> None:
+    """Passes that run where the user's code has autocast on make the same plans and graphs: nodes,
+    dtypes and all."""
+    with torch.autocast("cpu", torch.bfloat16):
+        within = compiled(case, plain, passes)
+    pairs = zip(within.outcomes, without.outcomes, within.graphs, without.graphs, strict=True)
+    for rank, (one, other, gm, before) in enumerate(pairs):
+        if one.plan != other.plan:
+            raise Fault("autocast", "plan", f"rank {rank} plans otherwise under autocast")
+        if str(gm.graph) != str(before.graph) or _dtypes(gm) != _dtypes(before):
+            raise Fault("autocast", "graph", f"rank {rank}: {gm.graph}")
+
+
+def _dtypes(gm: fx.GraphModule) -> list[Any]:
+    """What each node gives, by its fake value."""
+    values = [node.meta.get("val") for node in gm.graph.nodes]
+    return fx.node.map_aggregate(values, lambda x: x.dtype if isinstance(x, Tensor) else None)
+
+
+def _coded_under_autocast(x: Tensor, coder: Codec, about: str) -> None:
+    """A codec gives the same bits where the user's code has autocast on."""
+    made = []
+    for on in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            wire = coder.encode(x)
+            made.append((wire.payload, coder.decode(wire)))
+    if not all(same_bits(*pair) for pair in zip(*made, strict=True)):
+        raise Fault("autocast", f"codec {about}", "other bits than without")
+
+
 def _rewritten(
     case: Case,
     plain: Sequence[fx.GraphModule],
@@ -604,6 +638,8 @@ def _rewritten(
         if (first.digest(), first.grouped) != (again.digest(), again.grouped):
             raise Fault("determinism", "plan", "planned differently the second time")
     _carried(case, whole, plain)
+    if case.autocast:
+        under_autocast(case, plain, whole, PASSES)
     inputs, members = expected.inputs, expected.members
     kept = [[torch.zeros(k.shape, dtype=k.dtype) for k in end.state] for end in whole.outcomes]
     for _ in range(2 if any(kept) else 1):

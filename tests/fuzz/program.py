@@ -8,6 +8,7 @@ and comes back, so that what was found once can be tried for ever.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import operator
 import sys
@@ -121,7 +122,8 @@ class Step:
 class Case:
     """Values are numbered: the inputs, then what each step gives. ``dependent`` says why ranks may
     decide differently. ``rewritten``: whether algorithms are spliced into the graphs, which takes
-    most of the time; if not, compressed sites are carried out by hand alone."""
+    most of the time; if not, compressed sites are carried out by hand alone. ``autocast``: it is
+    planned, and its codecs run, once more where the user's code has autocast on."""
 
     world: int
     dims: dict[str, Dim]
@@ -135,6 +137,7 @@ class Case:
     dependent: str = ""
     meshes: list[Mesh] = field(default_factory=list)
     rewritten: bool = True
+    autocast: bool = False
 
     def to_json(self) -> str:
         """As JSON with one step a line."""
@@ -244,17 +247,36 @@ def _joined(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
     )
 
 
+def _number(number: Any, where: Where) -> Any:
+    """The number that a rank has in its program: of a list its own."""
+    return number[where.rank] if isinstance(number, list) else number
+
+
+def has_own_number(step: Step) -> bool:
+    """Whether a rank's own number is in a step."""
+    return any(isinstance(step.how.get(key), list) for key in ("by", "alpha"))
+
+
 def _scale(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
-    by = how["by"]
-    return on(aten.mul.Tensor, x, by[where.rank] if isinstance(by, list) else by)
+    target = aten.mul.Scalar if how.get("scalar") else aten.mul.Tensor
+    return on(target, x, _number(how["by"], where))
+
+
+def _divide(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
+    target = aten.div.Scalar if how.get("scalar") else aten.div.Tensor
+    return on(target, x, _number(how["by"], where))
+
+
+def _plus(on: On, x: Any, y: Any, how: dict[str, Any], where: Where, target: Any) -> Any:
+    return on(target, x, y, **{key: _number(value, where) for key, value in how.items()})
+
+
+def _filled(on: On, shape: Sequence[int], number: Any, dtype: torch.dtype) -> Any:
+    return on(aten.full.default, list(shape), number, dtype=dtype, device=torch.device("cpu"))
 
 
 def _full(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
-    by = how["by"]
-    number = by[where.rank] if isinstance(by, list) else by
-    made = on(
-        aten.full.default, list(on.shape(x)), number, dtype=on.dtype(x), device=torch.device("cpu")
-    )
+    made = _filled(on, on.shape(x), _number(how["by"], where), on.dtype(x))
     on.note(
         made, "original_aten", getattr(aten, how["made_as"]).default if how["made_as"] else None
     )
@@ -282,15 +304,70 @@ def _expand(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
     return on(aten.expand.default, x, how["shape"])
 
 
+def _places(on: On, length: int) -> Any:
+    return on(aten.arange.default, length, dtype=torch.int64, device=torch.device("cpu"))
+
+
+def _index(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
+    """Where the largest value of each row is, as a float."""
+    return on(convert, on(aten.argmax.default, x, -1, how["keep"]), on.dtype(x))
+
+
+def _mask(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
+    return on(convert, on(aten.gt.Scalar, x, how["above"]), on.dtype(x))
+
+
+def _counts(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
+    """How many values are above each of some numbers: whole numbers, kept as floats."""
+    masks = [on(convert, on(aten.gt.Scalar, x, above), on.dtype(x)) for above in how["above"]]
+    every = list(range(len(on.shape(x))))
+    return on(
+        aten.cat.default, [_flat(on, on(aten.sum.dim_IntList, m, every, True)) for m in masks]
+    )
+
+
+def _histogram(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
+    """How often each of the integers from 0 to 7 occurs, as a float: a sum of one-hot rows."""
+    hot = on(aten.eq.Tensor, on(aten.reshape.default, x, [-1, 1]), _places(on, 8))
+    return on(aten.sum.dim_IntList, on(convert, hot, getattr(torch, how["dtype"])), [0], False)
+
+
+def _positions(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
+    """The number of each row, as a float."""
+    return on(convert, _places(on, on.shape(x)[0]), on.dtype(x))
+
+
+def _flat(on: On, x: Any) -> Any:
+    return on(aten.reshape.default, x, [-1])
+
+
+def _statistics(on: On, x: Any, how: dict[str, Any], where: Where) -> Any:
+    """What normalization over ranks sends: for each column the mean and the variance, or the sum
+    and that of squares, and how many rows there are."""
+    rows, total = on.shape(x)[0], lambda y: on(aten.sum.dim_IntList, y, [0], False)
+    first, second = total(x), total(on(aten.mul.Tensor, x, x))
+    if how["of"] == "mean":
+        first, second = (on(aten.div.Tensor, y, max(rows, 1)) for y in (first, second))
+        second = on(aten.sub.Tensor, second, on(aten.mul.Tensor, first, first))
+    count = _filled(on, [1], float(rows), on.dtype(x))
+    return on(aten.cat.default, [first, second, count])
+
+
 LOCAL: dict[str, Callable[..., Any]] = {
     "scale": _scale,
-    "divide": lambda on, x, how, where: on(aten.div.Tensor, x, how["by"]),
+    "divide": _divide,
+    "index": _index,
+    "mask": _mask,
+    "counts": _counts,
+    "histogram": _histogram,
+    "positions": _positions,
+    "statistics": _statistics,
     "neg": lambda on, x, how, where: on(aten.neg.default, x),
     "relu": lambda on, x, how, where: on(aten.relu.default, x),
     "tanh": lambda on, x, how, where: on(aten.tanh.default, x),
     "abs": lambda on, x, how, where: on(aten.abs.default, x),
-    "add": lambda on, x, y, how, where: on(aten.add.Tensor, x, y, **how),
-    "sub": lambda on, x, y, how, where: on(aten.sub.Tensor, x, y, **how),
+    "add": functools.partial(_plus, target=aten.add.Tensor),
+    "sub": functools.partial(_plus, target=aten.sub.Tensor),
     "mul": lambda on, x, y, how, where: on(aten.mul.Tensor, x, y),
     "mm": lambda on, x, y, how, where: on(aten.mm.default, x, y),
     "turned mm": _turned_mm,

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 MESHED = ("rows", "columns", "again", "flat", "deep", "middle", "near")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 MODULES = ("", "layers.0.attn", "layers.0.mlp", "layers.1.mlp", "router")
+OWN_NUMBER = "a rank's own number"
 LARGEST = 1 << 13
 """Values of a tensor, at most: a run of all ranks is then quick."""
 
@@ -236,7 +237,11 @@ class Drawer:
         kinds = self.draw(st.sampled_from(STEPS))
         kinds(self)
 
-    def collective(self, kind: str, number: int, group: str, *more: int, **how: Any) -> int | None:
+    def collective(
+        self, kind: str, number: int | None, group: str, *more: int, **how: Any
+    ) -> int | None:
+        if number is None:
+            return None
         value, size = self.values[number], self.dims[group].size
         if value[0].dim() == 0 or (kind != "all_to_all" and ragged(value)):
             return None
@@ -259,6 +264,43 @@ class Drawer:
     def group(self) -> str:
         return self.one_of(list(self.dims))
 
+    def number(self, choices: Sequence[float], one_in: int = 8) -> Any:
+        """A number of the program, or now and then each rank's own."""
+        if not self.chance(one_in):
+            return self.one_of(choices)
+        self.dependent = self.dependent or OWN_NUMBER
+        if self.chance(3):
+            return [self.one_of(choices) for _ in range(self.world)]
+        return [0.5 + rank for rank in range(self.world)]
+
+    def links(self, number: int | None, most: int = 3) -> int | None:
+        """What may stand before or after a collective and moves past it: a chain of scales by one
+        number, negations, views and copies."""
+        if number is None or not is_float(self.values[number]) or not self.chance(2):
+            return number
+        for _ in range(self.draw(st.integers(1, most))):
+            made = self._link(number)
+            number = number if made is None else made
+        return number
+
+    def _link(self, number: int) -> int | None:
+        kind = self.one_of(["scale", "scale", "divide", "neg", "view", "there and back", "clone"])
+        shape = list(self.values[number][0].shape)
+        if kind in ("scale", "divide"):
+            by = self.number([2.0, 0.5, -3.0, 7.0, 1 / 4096])
+            more = {"scalar": True} if self.chance(4) else {}
+            return self.add(kind, number, by=by, **more)
+        if kind == "neg":
+            return self.add("neg", number)
+        if kind == "clone":
+            return self.add("clone", number, format="contiguous_format")
+        if ragged(self.values[number]) or not shape:
+            return None
+        if kind == "there and back":
+            flat = self.add("view", number, shape=[self.values[number][0].numel()])
+            return None if flat is None else self.add("view", flat, shape=shape)
+        return self.add("unsqueeze", number, dim=len(shape))
+
     def case_of(self, policy: dict[str, Any], gbit: float, alpha_us: float) -> Case:
         count = self.draw(st.integers(1, 3))
         last = len(self.values) - 1
@@ -276,6 +318,7 @@ class Drawer:
             self.dependent,
             self.meshes,
             self.chance(3),
+            self.chance(4),
         )
 
 
@@ -293,13 +336,10 @@ def scale(d: Drawer) -> None:
     x = d.pick(is_float)
     if x is None:
         return
-    if d.chance(12):
-        d.dependent = "a rank's own number"
-        d.add("scale", x, by=[0.5 + rank for rank in range(d.world)])
-    elif d.chance(3):
-        d.add("divide", x, by=d.one_of([2.0, 3.0, 7.0, 256.0]))
+    if d.chance(3):
+        d.add("divide", x, by=d.number([2.0, 3.0, 7.0, 256.0], 12))
     else:
-        d.add("scale", x, by=d.one_of([2.0, 0.5, -3.0, 0.1, 1 / 4096, 0.0]))
+        d.add("scale", x, by=d.number([2.0, 0.5, -3.0, 0.1, 1 / 4096, 0.0], 12))
 
 
 def binary(d: Drawer) -> None:
@@ -307,7 +347,7 @@ def binary(d: Drawer) -> None:
     y = d.like(x)
     op = d.one_of(["add", "add", "sub", "mul"])
     how = (
-        {"alpha": d.one_of([2, 0.5])}
+        {"alpha": d.number([2, 0.5])}
         if op != "mul" and d.chance(6) and is_float(d.values[x])
         else {}
     )
@@ -454,14 +494,16 @@ def sums(d: Drawer) -> None:
     d.word = None
     if a is None:
         return
-    if d.chance(3):
-        a = d.add("scale", a, by=d.one_of([0.5, 3.0, -1.0, 1 / 4096]))
+    a = d.links(a)
     d.module = d.one_of(MODULES)
-    b = d.collective(kind, y, other if d.chance(4) else group, reduce=reduce)
-    if b is not None and all(
-        s.shape == t.shape for s, t in zip(d.values[a], d.values[b], strict=True)
-    ):
-        d.add(d.one_of(["add", "sub"]), a, b)
+    b = d.links(d.collective(kind, y, other if d.chance(4) else group, reduce=reduce))
+    if a is not None and b is not None and _same_shapes(d, a, b):
+        how = {"alpha": d.number([2, 0.5], 3)} if d.chance(6) else {}
+        d.add(d.one_of(["add", "sub"]), a, b, **how)
+
+
+def _same_shapes(d: Drawer, a: int, b: int) -> bool:
+    return all(s.shape == t.shape for s, t in zip(d.values[a], d.values[b], strict=True))
 
 
 def twice(d: Drawer) -> None:
@@ -482,9 +524,7 @@ def nested(d: Drawer) -> None:
     groups = d.draw(st.permutations([key for key in d.dims if key in MESHED]))
     first, second = groups[:2] if groups and not d.chance(4) else (d.group(), d.group())
     reduce = ["sum", "sum", "avg", "max"]
-    inner = d.collective("all_reduce", x, first, reduce=d.one_of(reduce))
-    if inner is not None and d.chance(3):
-        inner = d.add("scale", inner, by=d.one_of([0.5, 3.0]))
+    inner = d.links(d.collective("all_reduce", x, first, reduce=d.one_of(reduce)))
     if inner is not None:
         d.collective("all_reduce", inner, second, reduce=d.one_of(reduce))
 
@@ -501,9 +541,8 @@ def own_of(d: Drawer) -> None:
     along = 0
     if y is not None and kind == "all_gather" and d.chance(3):
         y, along = d.add("joined", y, parts=size, dim=1), 1
-    if y is not None and d.chance(3):
-        y = d.add("scale", y, by=3.0)
-    if y is not None and d.chance(3):
+    y = d.links(y)
+    if y is not None and is_matrix(d.values[y]) and d.chance(3):
         y, along = d.add("permute", y, dims=[1, 0]), 1 - along
     if y is not None and (length := d.values[y][0].shape[along]) and length % size == 0:
         d.add(d.one_of(["own", "own item"]), y, dim=along, group=group)
@@ -524,8 +563,7 @@ def narrowed(d: Drawer) -> None:
             y, copied = d.add("view", y, shape=[2, rows // 2, 1, columns]), "channels_last"
     if y is not None and d.chance(3):
         y = d.add("clone", y, format=copied)
-    if y is not None and d.chance(3):
-        y = d.add("scale", y, by=d.one_of([2.0, 1 / 4096]))
+    y = d.links(y)
     if y is None:
         return
     if d.chance(3):
@@ -542,7 +580,7 @@ def widened(d: Drawer) -> None:
     x = d.add("cast", x, dtype=d.one_of(["float32", "float64"]))
     kind = d.one_of(["all_gather", "all_reduce", "reduce_scatter"])
     how = {"reduce": d.one_of(["sum", "avg"])} if kind != "all_gather" else {}
-    d.collective(kind, x, d.group(), **how)
+    d.collective(kind, d.links(x), d.group(), **how)
 
 
 def expanded(d: Drawer) -> None:
@@ -557,7 +595,7 @@ def expanded(d: Drawer) -> None:
     if y is None:
         return
     kind = d.one_of(["all_gather", "all_reduce"])
-    d.collective(kind, y, d.group(), **({"reduce": "sum"} if kind == "all_reduce" else {}))
+    d.collective(kind, d.links(y), d.group(), **({"reduce": "sum"} if kind == "all_reduce" else {}))
 
 
 def gathered_scatter(d: Drawer) -> None:
@@ -568,7 +606,70 @@ def gathered_scatter(d: Drawer) -> None:
         else d.collective("reduce_scatter", x, group, reduce=d.one_of(["sum", "avg"]))
     )
     if y is not None:
-        d.collective("all_gather", y, group)
+        d.collective("all_gather", d.links(y), group)
+
+
+def between_links(d: Drawer) -> None:
+    """Any collective with scales before and after it, and behind those what rules look for."""
+    x = d.links(d.pick(lambda v: is_float(v) and v[0].dim() > 0))
+    if x is None:
+        return
+    kind, group = d.one_of(COLLECTIVES), d.group()
+    how: dict[str, Any] = {}
+    if kind in ("all_reduce", "reduce_scatter"):
+        how["reduce"] = d.reduce_op(d.values[x])
+    if kind == "broadcast":
+        how["root"] = 0
+    if kind == "all_to_all":
+        how["splits"] = None
+    y = d.links(d.collective(kind, x, group, **how))
+    if y is None:
+        return
+    after = d.one_of(["cast", "add", "again", "nothing"])
+    if after == "cast":
+        d.add("cast", y, dtype=d.one_of(["bfloat16", "float16"]))
+    elif after == "add":
+        d.add("add", y, d.like(y))
+    elif after == "again":
+        d.links(d.collective("all_reduce", y, group, reduce="sum"))
+
+
+def no_field(d: Drawer) -> None:
+    """What is no field of like values: counts, indices, masks, statistics, maybe beside others of
+    its kind, in a collective."""
+    y = _no_field(d)
+    if y is not None and d.values[y][0].dim() > 0 and d.chance(3):
+        other = d.like(y) if d.chance(2) else _no_field(d)
+        mine = d.values[y][0]
+        if other is not None and (d.values[other][0].dtype, d.values[other][0].dim()) == (
+            mine.dtype,
+            1,
+        ):
+            y = d.add("cat", d.add("view", y, shape=[mine.numel()]), other, dim=0)
+    if y is None:
+        return
+    kind = d.one_of(["all_reduce", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
+    how: dict[str, Any] = {"splits": None} if kind == "all_to_all" else {}
+    if kind in ("all_reduce", "reduce_scatter"):
+        how["reduce"] = d.one_of(["sum", "avg", "max"])
+    d.collective(kind, y, d.group(), **how)
+
+
+def _no_field(d: Drawer) -> int | None:
+    op = d.one_of(["index", "mask", "counts", "histogram", "positions", "statistics"])
+    if op == "histogram":
+        x = d.pick(lambda v: v[0].dtype is torch.int64)
+        return None if x is None else d.add(op, x, dtype=d.one_of(FLOATS))
+    x = d.pick(lambda v: is_float(v) and is_matrix(v) and v[0].shape[1] > 0 and not ragged(v))
+    if x is None:
+        return None
+    how: dict[str, dict[str, Any]] = {
+        "index": {"keep": d.chance(2)},
+        "mask": {"above": d.one_of([0.0, 1.0])},
+        "counts": {"above": [-1.0, 0.0, 1.0][: d.draw(st.integers(1, 3))]},
+        "statistics": {"of": d.one_of(["mean", "sum"])},
+    }
+    return d.add(op, x, **how.get(op, {}))
 
 
 def tokens(d: Drawer) -> None:
@@ -644,6 +745,10 @@ STEPS: tuple[Callable[[Drawer], None], ...] = (
     widened,
     expanded,
     gathered_scatter,
+    between_links,
+    between_links,
+    no_field,
+    no_field,
     tokens,
     counted_tokens,
 )
