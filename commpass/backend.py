@@ -371,6 +371,7 @@ class Backend:
             weights=calls.weights(gm, direction, stateless),
             obstacle=obstacle,
             kernels=self.inner == "inductor",
+            operators=self.inner in LOOKS,
             hook=calls.hook,
             hidden=self.hidden,
             hides=True,
