@@ -442,6 +442,7 @@ class Backend:
             weights=calls.weights(gm, direction, job.stateless),
             obstacle=job.obstacle,
             kernels=self.inner == "inductor",
+            operators=self.inner in LOOKS,
             hook=calls.hook,
             hidden=self.hidden,
             hides=True,

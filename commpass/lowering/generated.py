@@ -31,11 +31,16 @@ def obstacle(chain: Chain, numel: int, device: torch.device) -> str:
 
 def has_kernels(coder: Codec, numel: int, device: torch.device) -> bool:
     """Whether a GPU has kernels for a codec, for rows of so many values."""
+    if isinstance(coder, ExponentCodec):
+        return has_exponent_kernels(device)
     if _no_triton(device):
         return False
-    if isinstance(coder, ExponentCodec):
-        return True
     return not obstacle(Chain(torch.float32, (Encode(coder),)), numel, device)
+
+
+def has_exponent_kernels(device: torch.device) -> bool:
+    """Whether a GPU has kernels for the exponent codec: for rows of any size."""
+    return not _no_triton(device)
 
 
 def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: matmul.Product) -> str:

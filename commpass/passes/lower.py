@@ -9,8 +9,10 @@ changes: nothing that is computed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from commpass.ambient import without_ambient_state
 from commpass.codecs import operators
 from commpass.errors import VerifyError
-from commpass.lowering import Generated, Source, caller, fused, make, matmul
+from commpass.lowering import Generated, Source, caller, exponent, fused, make, matmul
 from commpass.lowering.chain import Decode
 from commpass.passes.failures import SiteErrors, site_errors
 from commpass.passes.graph import meta
@@ -56,14 +58,21 @@ def lower(
     gm: fx.GraphModule,
     plan: Sequence[PlannedSite],
     decompositions: Decompositions | None = None,
+    *,
+    calls: bool = False,
+    kernels: bool = False,
 ) -> None:
     """Replaces every coded operator in place, as the plan says of its site: by a call of a kernel,
-    or by what it stands for. Raises SiteFailure, also for a kernel that does not compile."""
+    or by what it stands for. Raises SiteFailure, also for a kernel that does not compile.
+
+    ``calls``: what stands for it may hold operators of our own (``lowering.exponent``), which run
+    by ``kernels`` where there are some.
+    """
     by_kernel = {site.name: number for number, site in enumerate(plan) if site.lowering == "kernel"}
-    kernels, bodies = (
-        Kernels(decompositions or inductor_decompositions),
-        Bodies(decompositions or inductor_decompositions, frozenset(by_kernel)),
-    )
+    table = decompositions or inductor_decompositions
+    of_regions = Kernels(table)
+    inline = partial(exponent.as_calls, kernels=kernels) if calls else nullcontext
+    bodies = Bodies(table, frozenset(by_kernel), inline)
     with site_errors() as errors:
         for _, module in graph_modules(gm):
             marked = [node for node in module.graph.nodes if MARK in node.meta]
@@ -74,13 +83,13 @@ def lower(
                     enable_python_dispatcher(),
                     mode_of(coded[0].all_input_nodes[0]),
                 ):
-                    _lower(module.graph, marked, by_kernel, kernels, bodies, errors)
+                    _lower(module.graph, marked, by_kernel, of_regions, bodies, errors)
             if marked:
                 _share_tables(module.graph)
                 module.recompile()
     with site_errors() as errors:
-        for source in kernels.traced.values():
-            with errors.of(*kernels.sites[source.name]):
+        for source in of_regions.traced.values():
+            with errors.of(*of_regions.sites[source.name]):
                 make((source,))
 
 
@@ -201,10 +210,12 @@ class Kernels:
 
 @dataclass
 class Bodies:
-    """What operators stand for, as graphs: equal calls are traced once."""
+    """What operators stand for, as graphs: equal calls are traced once, ``inline`` where no kernel
+    is called."""
 
     decompositions: Decompositions
     by_kernel: frozenset[str]
+    inline: Callable[[], AbstractContextManager[None]] = nullcontext
     traced: dict[Any, fx.Graph] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> fx.Graph:
@@ -238,7 +249,8 @@ class Bodies:
             args, kwargs = fx.map_arg((node.args, node.kwargs), held.__getitem__)
             return function(*args, **kwargs)
 
-        traced = make_fx(run, decomposition_table=self.decompositions())(*values).graph
+        with self.inline():
+            traced = make_fx(run, decomposition_table=self.decompositions())(*values).graph
         return without_tensors(traced, f"{node.name} ({node.target})")
 
 

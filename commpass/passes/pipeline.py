@@ -146,7 +146,8 @@ def _fuse(road: Road) -> Road:
 
 
 def _lower(road: Road) -> Road:
-    lower(road.gm, road.sites or (), road.decompositions)
+    calls = {"calls": road.operators, "kernels": road.kernels}
+    lower(road.gm, road.sites or (), road.decompositions, **calls)
     return road
 
 

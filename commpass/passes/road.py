@@ -29,6 +29,7 @@ class Road:
     ``obstacle`` says why none of its collectives may be changed, whatever the policy says, and
     ``excluded`` why single sites are left alone, by the names that they have in the plan;
     ``kernels`` whether Inductor compiles it, which can then compile what sites share as well.
+    ``operators`` says that whoever compiles the graph lets operators of our own stay in it.
     ``hook`` says that it is the one exchange of a hook, which has many graphs like it.
     ``hidden`` says of sites that were compiled before whether they are hidden behind what is
     computed, and ``hides`` whether others may be found to be so: only where ranks agree on it.
@@ -53,6 +54,7 @@ class Road:
     obstacle: str | None = None
     excluded: Mapping[str, str] = field(default_factory=dict)
     kernels: bool = False
+    operators: bool = False
     hook: bool = False
     hidden: Known | None = None
     hides: bool = False

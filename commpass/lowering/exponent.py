@@ -1,0 +1,114 @@
+"""Encode and decode of the exponent codec as one operator each, for rows whose number or length is
+not fixed.
+
+Inline they are 1,700 plain operators each, which take seconds to trace with symbolic sizes, and far
+longer to compile. The operators run a kernel (C++ on a CPU, Triton on a GPU), or the plain ones one
+after the other: the bytes are the same.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from commpass.codecs import codec
+from commpass.codecs.exponent.codec import ExponentCodec, by_calls
+from commpass.lowering import cpu
+from commpass.lowering.chain import Chain, Decode, Encode
+from commpass.lowering.generated import has_exponent_kernels
+
+_library = torch.library.Library("commpass", "FRAGMENT")
+_library.define("exponent_encode(Tensor rows, str codec, bool kernel) -> Tensor")
+_library.define(
+    "exponent_decode(Tensor wire, str codec, SymInt numel, ScalarType dtype, bool kernel) -> Tensor"
+)
+
+
+def as_calls(*, kernels: bool) -> AbstractContextManager[None]:
+    """While something is traced in here, what has sizes that are not fixed is encoded and decoded
+    by calls. ``kernels``: by those that there are, and inline where there is none; those in C++ are
+    compiled here. Else all run operator by operator, as whoever takes the graph would run them."""
+
+    def encode(coder: ExponentCodec, rows: Tensor) -> Tensor:
+        if kernels and not _has_kernel(_encoding(coder, rows.dtype), rows.device):
+            with by_calls(None):
+                return coder.encode_rows(rows)
+        return torch.ops.commpass.exponent_encode(rows, coder.spec, kernels)
+
+    def decode(coder: ExponentCodec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        if kernels and not _has_kernel(_decoding(coder, dtype), wire.device):
+            with by_calls(None):
+                return coder.decode_rows(wire, numel, dtype)
+        return torch.ops.commpass.exponent_decode(wire, coder.spec, numel, dtype, kernels)
+
+    return by_calls((encode, decode))
+
+
+def _encoding(coder: ExponentCodec, dtype: torch.dtype) -> Chain:
+    return Chain(dtype, (Encode(coder),))
+
+
+def _decoding(coder: ExponentCodec, dtype: torch.dtype) -> Chain:
+    return Chain(torch.uint8, (Decode(coder, dtype),))
+
+
+def _has_kernel(chain: Chain, device: torch.device) -> bool:
+    """Whether there is a kernel for a chain, compiled by now if it is in C++."""
+    if device.type != "cpu":
+        return has_exponent_kernels(device)
+    if cpu.supports(chain):
+        return False
+    cpu.compiled(chain)
+    return True
+
+
+def _encode(rows: Tensor, name: str, kernel: bool) -> Tensor:
+    coder, rows = codec(name), _side_by_side(rows)
+    assert isinstance(coder, ExponentCodec)
+    if not kernel:
+        return coder.encode_rows(rows).contiguous()
+    if rows.device.type != "cpu":
+        from commpass.lowering.gpu import exponent
+
+        return exponent.encode_rows(coder, rows)
+    numel = rows.shape[1]
+    wire = rows.new_empty((rows.shape[0], coder.wire_bytes(numel, rows.dtype)), dtype=torch.uint8)
+    cpu.compiled(_encoding(coder, rows.dtype))([rows], wire, numel)
+    return wire
+
+
+def _decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype, kernel: bool) -> Tensor:
+    coder, wire = codec(name), _side_by_side(wire)
+    assert isinstance(coder, ExponentCodec)
+    if not kernel:
+        return coder.decode_rows(wire, numel, dtype).contiguous()
+    if wire.device.type != "cpu":
+        from commpass.lowering.gpu import exponent
+
+        return exponent.decode_rows(coder, wire, numel, dtype)
+    rows = wire.new_empty((wire.shape[0], numel), dtype=dtype)
+    cpu.compiled(_decoding(coder, dtype))([wire], rows, numel)
+    return rows
+
+
+def _side_by_side(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _shape_of_encode(rows: Tensor, name: str, kernel: bool) -> Tensor:
+    count, numel = rows.shape
+    return rows.new_empty((count, codec(name).wire_bytes(numel, rows.dtype)), dtype=torch.uint8)
+
+
+def _shape_of_decode(
+    wire: Tensor, name: str, numel: int, dtype: torch.dtype, kernel: bool
+) -> Tensor:
+    return wire.new_empty((wire.shape[0], numel), dtype=dtype)
+
+
+_library.impl("exponent_encode", _encode, "CompositeExplicitAutograd")
+_library.impl("exponent_decode", _decode, "CompositeExplicitAutograd")
+torch.library.register_fake("commpass::exponent_encode", _shape_of_encode, lib=_library)
+torch.library.register_fake("commpass::exponent_decode", _shape_of_decode, lib=_library)

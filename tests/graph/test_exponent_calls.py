@@ -1,0 +1,130 @@
+"""The exponent codec where sizes are not fixed: a call each, for those who take calls of ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import ops, trace
+
+import commpass
+from commpass.codecs import codec
+from commpass.lowering import exponent
+from commpass.passes.pipeline import run
+from commpass.passes.road import Road
+from commpass.policy import Policy
+from commpass.rules import Rule
+
+RANKS = 2
+CALLS = ["exponent_encode", "exponent_decode"]
+
+
+@pytest.fixture(autouse=True)
+def _world(fake_group):
+    fake_group(RANKS)
+
+
+def tokens(x, counts):
+    """To each rank as many tokens as ``counts`` says, and from each as many."""
+    sizes = counts.tolist()
+    for size in sizes:
+        torch._check(size >= 0)
+        torch._check(size <= 64)
+    given = x.narrow(0, 0, sum(sizes))
+    return ops.wait_tensor(ops.all_to_all_single(given * 2, sizes, sizes, "0")) + 1
+
+
+def lowered(x, dynamic=True, **road):
+    """The graph of an all_to_all, and the names of commpass's own operators in it."""
+    counts = torch.tensor([3, 4])
+    function = tokens if dynamic else lambda x, _: tokens_fixed(x)
+    gm = trace(function, x, counts, dynamic=True)
+    policy = Policy(rules=[Rule(codec="exponent", force=True)])
+    taken = Road(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1), **road)
+    outcome = run(taken, "0", strict=True)
+    assert outcome.error is None
+    assert len(outcome.plan.compressed) == 1
+    own = [n.target.name().split("::")[1] for n in gm.graph.nodes if "commpass" in str(n.target)]
+    return gm, own
+
+
+def tokens_fixed(x):
+    return ops.wait_tensor(ops.all_to_all_single(x * 2, [64, 64], [64, 64], "0")) + 1
+
+
+X = torch.ones(128, 5)
+
+
+def test_an_exchange_of_tokens_has_few_nodes():
+    gm, own = lowered(X, operators=True)
+    assert own == CALLS
+    assert len(gm.graph.nodes) < 250
+
+
+@pytest.mark.every
+def test_other_compile_stacks_get_plain_operators_alone():
+    gm, own = lowered(X)
+    assert own == []
+    assert len(gm.graph.nodes) > 3000
+
+
+@pytest.mark.every
+def test_fixed_sizes_are_inline():
+    gm, own = lowered(X, dynamic=False, operators=True)
+    assert own == []
+    assert len(gm.graph.nodes) > 3000
+
+
+# --- the operators --------------------------------------------------------------------------------
+
+VALUES = torch.tensor([0.0, -0.0, 1.5, torch.inf, torch.nan, 1e-42, -3e38])
+
+
+def rows(count, numel, dtype):
+    generator = torch.Generator().manual_seed(count + numel)
+    made = torch.randn((count, numel), generator=generator).to(dtype)
+    flat = made.view(-1)
+    flat[: min(len(VALUES), flat.numel())] = VALUES[: flat.numel()].to(dtype)
+    return made
+
+
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=pytest.mark.every)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_calls_give_the_bytes_of_the_codec(kernel, dtype):
+    own, coder = torch.ops.commpass, codec("exponent")
+    for count, numel in [(0, 5), (1, 5), (3, 1025), (5, 2048)]:
+        whole = rows(count, 2 * numel, dtype)
+        for given in (whole[:, :numel], whole[:, ::2]):
+            plain = given.clone(memory_format=torch.contiguous_format)
+            wire = own.exponent_encode(given, "exponent", kernel)
+            assert torch.equal(wire, coder.encode_rows(plain))
+            back = own.exponent_decode(wire, "exponent", numel, dtype, kernel)
+            assert torch.equal(back.view(torch.uint8), plain.view(torch.uint8))
+
+
+def test_shapes_are_those_that_torch_is_told():
+    wire = torch.ops.commpass.exponent_encode(X, "exponent", False)
+    torch.library.opcheck(torch.ops.commpass.exponent_encode.default, (X, "exponent", False))
+    decode = torch.ops.commpass.exponent_decode.default
+    torch.library.opcheck(decode, (wire, "exponent", 5, torch.float32, False))
+
+
+def test_without_a_kernel_it_is_inline_where_a_compiler_fuses(monkeypatch):
+    """One operator after the other is what runs anyway where nothing is compiled."""
+    monkeypatch.setattr(exponent, "_has_kernel", lambda chain, device: False)
+    calls = []
+
+    def inline(coder, *given):
+        calls.append(given)
+        return torch.empty(0)
+
+    monkeypatch.setattr(type(codec("exponent")), "encode_rows", inline)
+    with exponent.as_calls(kernels=True):
+        encode, _ = exponent_calls()
+        encode(codec("exponent"), X)
+    assert len(calls) == 1
+
+
+def exponent_calls():
+    from commpass.codecs.exponent.codec import _calls
+
+    return _calls.get()
