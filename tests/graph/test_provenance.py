@@ -167,6 +167,8 @@ FIELDS = {
     "a scaled tensor": (lambda x: (x * 3 + 1).view(96, 64).clone(), (X,)),
     "largest values": (lambda x: x.topk(8)[0], (X,)),
     "added positions": (lambda x: x + torch.arange(96.0), (X,)),
+    "embedded positions": (lambda x: torch.arange(96.0).outer(x[0].exp()).sin(), (X,)),
+    "waves of positions": (lambda i: (i[:, None] * 0.01 ** torch.arange(8)).cos(), (IDS,)),
     "a masked tensor": (lambda x: torch.where(x > 0, x, 0.0), (X,)),
     "an attention mask added": (
         lambda x: (x @ x.T) + torch.where(torch.ones(64, 64).tril() > 0, 0.0, -1e4),

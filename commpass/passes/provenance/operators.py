@@ -227,6 +227,7 @@ ROWS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (_always(Kind.INDEX), ("arange", "iota", "argmax", "argmin", "argsort", "nonzero")),
     (_always(Kind.INDEX), ("searchsorted", "bucketize", "randperm")),
     (_always(Kind.MASK), ("bernoulli", "one_hot")),
+    (_always(Kind.FIELD), ("sin", "cos")),  # of positions, say
     (_always(Kind.FIELD), ("rand_like", "randn_like", "uniform", "normal", "inductor_random")),
     (_always(Kind.LOSS), ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")),
     (_always(Kind.LOSS), ("nll_loss_forward", "nll_loss2d_forward", "binary_cross_entropy")),
