@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
@@ -197,3 +198,31 @@ def test_residuals_follow_parameters_into_other_buckets(fake_group):
     again = left()
     assert float(again["0.weight"].abs().max()) == 0.0
     assert float(again["2.bias"].abs().max()) == 1.25
+
+
+def test_state_of_parameters_that_are_gone_is_no_others(fake_group):
+    """Whatever the numbers (``id``) of new ones: torch and Python use those of old ones again."""
+    commpass.reset_state()
+    owners._owners.clear()
+    group = fake_group(4)
+    made = exchanges(Policy(rules=[Rule(codec="topk(density=0.05)", force=True)], max_error=1.0))
+    what = dataclasses.replace(all_reduce(group), parameters=("weight",))
+    for _ in range(20):
+        of = nn.Linear(8, 8, bias=False)
+        made.run(what, torch.ones(64), of=[of.weight])
+        (left,) = commpass.state_dict(of).values()
+        assert 0 < float(left.max()) <= 0.25  # what one step left, and none of the steps before
+    assert len(made.plans) == 1
+
+
+def test_exchanges_of_parameters_of_other_names_are_others(fake_group):
+    made, group = exchanges("off"), fake_group(4)
+    for name in ("first", "second", "first"):
+        of = nn.Parameter(torch.ones(64))
+        made.run(
+            dataclasses.replace(all_reduce(group), parameters=(name,)), torch.ones(64), of=[of]
+        )
+    assert len(made.plans) == len(made.backend.ledger.entries) == 2
+    made.clear()
+    assert made.plans == made.backend.ledger.entries == []
+    assert len(made.backend.ledger.past) == 2

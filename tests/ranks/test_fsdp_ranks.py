@@ -673,12 +673,14 @@ def test_what_a_plan_refuses_is_raised_and_not_sent(ranks2, codecs, says):
     ranks2.run(refused, codecs, says)
 
 
-def words() -> None:
-    model = commpass.apply_policy(
-        sharded(Net()),
-        {"layers.0": commpass.keep(), "layers.1": commpass.compress(codec="fp8", force=True)},
-    )
+def words(after: bool = False) -> None:
+    said = {"layers.0": commpass.keep(), "layers.1": commpass.compress(codec="fp8", force=True)}
+    model = sharded(Net())
+    if not after:
+        commpass.apply_policy(model, said)
     door = opened(model, forced("int8"))
+    if after:
+        commpass.apply_policy(model, said)
     plain_steps(model, adam(model), 1)
     chosen = {site.module: site.codec for plan in door.plans for site in plan.sites}
     assert chosen["layers.0"] == "none"
@@ -721,7 +723,53 @@ class Mine:
 def test_reasons_words_and_groups_of_one_rank(ranks2):
     ranks2.run(reasons)
     ranks2.run(words)
+    ranks2.run(words, True)
     ranks2.run(alone)
+
+
+def replaced_parameters(codec: str) -> tuple[list[int], list[int], bool, bool]:
+    """The graphs of a door, and those in its report, step by step, where each step begins with
+    other parameters of the same values; whether that leaves other weights than plain FSDP2's, and
+    whether what is kept belongs to parameters that there are."""
+    weights, plans, listed = [], [], []
+    for on in (True, False):
+        model = sharded(Net())
+        door = opened(model, forced(codec)) if on else None
+        for _ in range(3):
+            saved = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(saved, assign=True)
+            plain_steps(model, torch.optim.SGD(model.parameters(), 0.1), 1)
+            if door is not None:
+                plans.append(len(door.plans))
+                listed.append(len(door.exchanges.backend.ledger.entries))
+        weights.append(whole(model))
+        if door is not None:
+            alive = {id(parameter) for parameter in model.parameters()}
+            whose = [one.calls.whose for one in door.exchanges.compiled.values()]
+            lives = all({id(one()) for one in each.parameters} <= alive for each in whose)
+    return plans, listed, same(*weights), lives
+
+
+@pytest.mark.parametrize("codec", ["raw", "difference(inner=int8)"])
+def test_other_parameters_of_the_same_names_compile_nothing_anew(ranks2, codec):
+    for plans, listed, equal, lives in ranks2.run(replaced_parameters, codec):
+        assert plans == listed == [2 * (LAYERS + 1)] * 3
+        assert equal == (codec == "raw")
+        assert lives
+
+
+def calls_replaced() -> str:
+    model = sharded(Net())
+    opened(model, "off")
+    plain_steps(model, adam(model), 1)
+    model.layers[1].set_custom_all_gather(Mine())
+    return refusals(lambda: plain_steps(model, adam(model), 1))[0]
+
+
+def test_calls_that_are_set_behind_the_door_are_refused(ranks2):
+    said = ranks2.run(calls_replaced)[0]
+    assert "layers.1 was given Mine after compress_fsdp" in said
+    assert "remove()" in said
 
 
 def opened_too_early(late: bool) -> tuple[int, list[str]]:

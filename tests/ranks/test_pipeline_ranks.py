@@ -493,6 +493,19 @@ def test_other_shapes_are_an_error_and_corrupt_nothing(ranks2: Ranks):
     assert other
 
 
+def another_group():
+    schedule, stages = pipeline("1F1B", forced())
+    step(schedule, stages, *data())
+    for stage in stages:
+        stage.group = dist.new_group()
+    return raised(CommpassError, step, schedule, stages, *data())
+
+
+def test_another_group_is_refused(ranks2: Ranks):
+    for said in ranks2.run(another_group, timeout=60):
+        assert "was given another process group after compress_pipeline" in said
+
+
 # --- stages that torch makes of a traced model ----------------------------------------------------
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import commpass
@@ -15,6 +17,7 @@ from commpass.costmodel.files import digest, read
 from commpass.costmodel.links import steps
 from commpass.errors import ProfileError
 from commpass.probe import probe, run
+from commpass.runtime.machine import backend_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -78,6 +81,22 @@ def test_one_rank_has_nothing_to_measure():
     assert "several ranks" in alone()
 
 
+def named() -> list[str]:
+    """The backend by torch's word, and by ours, of a group that was made for several devices."""
+    group = dist.new_group(backend="cpu:gloo,cuda:gloo")
+    return [dist.get_backend(group), *map(partial(backend_of, group), map(torch.device, DEVICES))]
+
+
+DEVICES = ("cpu", "cuda", "xpu")
+
+
+def test_the_backend_is_that_of_the_device(ranks2):
+    torchs, cpu, cuda, xpu = ranks2.run(named)[0]
+    assert torchs != "gloo"
+    assert cpu == cuda == "gloo"
+    assert xpu == torchs
+
+
 def launch(*wanted: str) -> subprocess.CompletedProcess:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     return subprocess.run(
@@ -104,4 +123,5 @@ def test_from_the_command_line(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all_reduce") == 1  # rank 0 alone says it
     assert digest(read(out).profile) in done.stdout
+    assert read(out).machine.backend == "gloo"  # torchrun names none
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -544,6 +544,31 @@ def test_a_second_door_of_any_kind_is_refused(ranks2):
     ranks2.run(check_two_doors)
 
 
+def check_replaced(ddp: bool) -> None:
+    """Another group, or other parameters: neither hangs, nor trains each rank by itself."""
+    model = DistributedDataParallel(net()) if ddp else net()
+    handle = ssfusion(model, **USUAL)
+    train(model, range(3))
+    if ddp:
+        model._update_process_group(dist.new_group())
+        with pytest.raises(PolicyError, match="process group was replaced"):
+            train(model, range(1))
+        return
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(PolicyError, match=r"^0\.weight is not the parameter that ssfusion was"):
+        train(model, range(1))
+    handle.remove()
+    ssfusion(model, **USUAL)
+    train(model, range(3))
+    assert alike(gradients(model))
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_another_group_and_other_parameters_are_refused(ddp, ranks2):
+    ranks2.run(check_replaced, ddp)
+
+
 def check_gone(ddp: bool) -> list[tuple[bool, int]]:
     found = []
     for _ in range(3):

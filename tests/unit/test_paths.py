@@ -17,10 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpass
+from commpass.annotate import words_of
 from commpass.errors import PolicyError
 from commpass.paths import clean, names
 from commpass.policy import Policy
 from commpass.rules import Rule
+from commpass.runtime.state import Name, _parse
 
 NOTHING = Policy(codecs=())
 WHOLE = ["layers.0.attn", "layers.0.mlp", "layers.1.attn", "layers.1.mlp", "head"]
@@ -369,3 +371,52 @@ def test_words_tell_blocks_apart_that_are_compiled_one_by_one():
     assert [row[0] for row in words] == [None, None]
     assert ["keep" in row[1] for row in words] == [True, False]
     assert "int8" in words[1][1]
+
+
+# --- names that nobody expects --------------------------------------------------------------------
+
+ODD = [
+    *("a b", "x\ny", "a-b", "[red]x[/red]", "a|b", "*", "a/b", "<b>", "a\\b", "'q'", '"dq"'),
+    *("\x1b[31mred", "é漢", "l" * 300, "self", "L", "G", "L__self__", "getattr(x, 'y')", "0"),
+]
+
+
+class Sent(nn.Module):
+    def forward(self, x):
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.all_reduce(x * 2, "sum", dist.group.WORLD.group_name))
+
+
+def with_odd_names() -> nn.Module:
+    model = nn.Sequential()
+    for name in ODD:
+        model.add_module(name, nn.Sequential(Sent()))
+    return model
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_module_may_be_called_anything_and_rules_find_it(keeps):
+    rule = Rule(keep=True) if keeps else Rule(codec="int8", force=True)
+    policy = Policy(codecs=("int8",), max_error=0.1, rules=[rule])
+    backend = commpass.backend(policy, inner="aot_eager", profile=commpass.ethernet(0.01))
+    torch.compile(with_odd_names(), backend=backend)(torch.randn(64, 64))
+    sites = commpass.plans()[-1].sites
+    assert [site.module for site in sites] == [f"{name}.0" for name in ODD]
+    assert {site.codec for site in sites} == {"none" if keeps else "int8"}
+
+
+def test_a_rule_and_a_word_name_one_of_them():
+    for name in ODD:
+        if "*" not in name:
+            model = commpass.apply_policy(with_odd_names(), {name: commpass.keep()})
+            rule = Rule(module=name, codec="int8", force=True)
+            assert [path for path, _ in names(model) if rule._is_about(path)] == [name, f"{name}.0"]
+            assert set(words_of(model)) == {name, f"{name}.0"}
+
+
+def test_state_of_a_parameter_may_be_called_anything(fake_group):
+    for name in ODD:
+        kept = Name(f"{name}.weight", "ddp", "gradient/0", "sum", "world", 0, 2)
+        assert _parse(str(kept)) == kept
+    before = "commpass.v2/50%.weight/ddp/gradient/0/sum/world/0of2"
+    assert _parse(before).parameter == "50%.weight"

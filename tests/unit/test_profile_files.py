@@ -211,6 +211,9 @@ def test_what_is_not_known_here_is_no_difference():
     assert not list(misfits(here(), here()))
     started = dataclasses.replace(here(), world_size=4, hosts=2, backend="gloo")
     assert not list(misfits(started, here()))
+    assert not list(misfits(dataclasses.replace(started, backend="undefined"), started))
+    (other,) = misfits(dataclasses.replace(started, backend="nccl"), started)
+    assert other == "backend nccl there, gloo here"
     (other,) = misfits(started, dataclasses.replace(started, world_size=8))
     assert other == "number of ranks 4 there, 8 here"
     (other,) = misfits(dataclasses.replace(started, torch="2.1.0"), started)

@@ -130,6 +130,31 @@ def test_sites_of_repeated_layers_are_one_line_with_their_errors(book):
     assert repr(commpass.report()) == text
 
 
+ODD = "a\nb\x1b[31m\x1b]0;title\x07\u202e[red]|*\x00"
+
+
+def test_names_neither_break_lines_nor_steer_a_terminal(book):
+    site = PlannedSite(**(CODED | {"module": ODD, "reason": ODD}))
+    alone = PlannedSite(**(ALONE | {"module": ODD, "reason": ODD}))
+    book.entries.append(entry(site, alone, why=ODD))
+    book.entries.append(entry(alone, fallback=ODD))
+    book.policy = ODD
+    said = str(commpass.report())
+    assert all(line.isprintable() for line in said.splitlines())
+    assert said.count("[red]|*") >= 5
+    assert {each.module for each in commpass.report().sites} == {ODD}  # data is as it is
+
+
+def test_names_in_errors_and_logs_do_not_steer_a_terminal(caplog):
+    with pytest.raises(CommpassError) as error:
+        raise CommpassError(f"{ODD}:\nthe second line")
+    assert "[red]|*" in str(error.value)
+    assert str(error.value).splitlines()[-1] == "the second line"
+    logging.getLogger("commpass").warning("%s", ODD)
+    for text in (str(error.value), caplog.records[-1].getMessage()):
+        assert all(line.isprintable() for line in text.split("\n"))
+
+
 def test_it_says_why_sites_are_as_they_are_and_what_was_not_measured(book):
     alone = [PlannedSite(**(ALONE | {"reason": why})) for why in ("too small", "slow", "slow")]
     coded = entry(*layers(2), why="its codec loses nothing")
