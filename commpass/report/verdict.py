@@ -209,7 +209,10 @@ class Report:
         yield from _counted("as it is", [(s, s.reason) for s in alone if s.codec == "none"])
         coded = [site for site in alone if site.codec != "none"]
         if coded and not any(each.watch for each in self.graphs):
-            yield f"errors: not measured; {self._watching()} measures them on one call in a hundred"
+            known = (
+                "measured on first calls alone" if any(s.samples for s in coded) else "not measured"
+            )
+            yield f"errors: {known}; {self._watching()} measures them on one call in a hundred"
             return
         yield from _counted("not measured", [(s, s.unmeasured) for s in coded])
         unclear = [site for site in coded if site.unclear]
