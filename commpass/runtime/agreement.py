@@ -174,7 +174,7 @@ def _say_nothing(here: Board, part: Part, past: History, plan: Plan, speaker: Sp
     """Says that nothing is changed, and goes on."""
     if past.apart:
         return
-    note = Note(0, part.outline, part.sites, speaker.digest, speaker.name, plan.fallback)
+    note = Note(0, part.outline, part.sites, speaker.digest, speaker.name, part.failure)
     try:
         here.note(part.where, part.key, past, note)
     except RuntimeError as error:  # the store is gone: nobody can hear it, and nobody need

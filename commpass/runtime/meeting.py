@@ -71,7 +71,7 @@ class Meeting:
                 self.speaker.digest,
                 self.speaker.name,
                 now,
-                self.plan.fallback,
+                part.failure,
                 meets,
                 elsewhere=said.elsewhere,
                 hidden=part.hidden,
