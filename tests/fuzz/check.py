@@ -144,7 +144,8 @@ def written(case: Case) -> list[Uncompiled]:
 
 
 def compiled(case: Case, graphs: Sequence[fx.GraphModule], passes: Sequence[Any]) -> Compiled:
-    """Copies of the graphs, taken along the road by each rank. Raises Fault where a pass fails."""
+    """Copies of the graphs, taken along the road by each rank. Raises Fault where a pass fails,
+    or a site."""
     policy, profile = case.settings()
     stateless = None if case.direction == "backward" else "there is no next step"
     copies, outcomes = [], []
@@ -160,8 +161,9 @@ def compiled(case: Case, graphs: Sequence[fx.GraphModule], passes: Sequence[Any]
         with as_rank(case, rank), remembered_templates():
             outcome = run(road, "0", tuple(passes))
         outcomes.append(outcome)
-        if outcome.error is not None or outcome.plan.fallback:
-            why = outcome.plan.fallback or repr(outcome.error)
+        if outcome.error is not None or outcome.plan.fallback or outcome.excluded:
+            failed = "; ".join(outcome.excluded.values())
+            why = outcome.plan.fallback or failed or repr(outcome.error)
             raise Fault("fallback", _outline(why), f"rank {rank}: {why}") from outcome.error
     return Compiled(copies, outcomes)
 

@@ -77,6 +77,8 @@ def _untold(scenario: Scenario, plans: list[Plan]) -> Iterator[str]:
     for plan in plans:
         if plan.fallback and not scenario.differ:
             yield f"{plan.direction} graph {plan.graph} was left untouched: {plan.fallback}"
+        for site in (each for each in plan.sites if each.failed):
+            yield f"{plan.direction} graph {plan.graph}: {site.name} is {site.reason}"
 
 
 def _differences(
