@@ -58,7 +58,7 @@ from commpass.plan import Plan
 from commpass.policy import Policy
 from commpass.runtime import agreement, ledger, record
 from commpass.runtime.board import Round, greet
-from commpass.runtime.budget import Check, Key, keys_of
+from commpass.runtime.budget import OVER, Check, Key, keys_of
 from commpass.runtime.calls import (
     Raising,
     before_each_call,
@@ -639,7 +639,6 @@ def _place_of(job: Job) -> tuple[Any, ...]:
     return (job.calls.code, job.direction, job.number if job.calls.hook else "")
 
 
-OVER = "%s (%s) is left alone from now on, on all ranks: %s. %s"
 SKIPPED = "the policy skips pass 'sample'"
 UNKNOWN = "what compiles the graph need not know the operator that samples: it is not looked into"
 TRAINS = (
