@@ -22,13 +22,14 @@ GATHERS = ("all_gather", "all_to_all")
 @dataclass(frozen=True)
 class Applied:
     """What a rule did: the site that it took away or made smaller, what became of it, bytes that
-    one rank need not send, and the numbers that were moved across a collective, on which the ranks
-    must agree."""
+    one rank need not send, the numbers that were moved across a collective, and the ``others``
+    sites that it was merged with. On the last two the ranks must agree."""
 
     site: str
     into: str
     saved_bytes: int
     moved: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
