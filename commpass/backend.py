@@ -55,6 +55,7 @@ from commpass.runtime.board import greet
 from commpass.runtime.calls import Raising, before_each_call, boxed, named, state_for
 from commpass.runtime.environment import dump_here, policy_here
 from commpass.runtime.machine import default_here, profile_here
+from commpass.runtime.origin import Origin, call_of, count_call, origin_of_graph
 from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.samples import PLAIN, Sampled, Samples, label
 from commpass.runtime.summary import Summary
@@ -357,6 +358,7 @@ class Backend:
     ) -> Any:
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and
         compiles it. ``obstacle`` says why nothing of it may be changed."""
+        origin = calls.origin if calls.origin.function else origin_of_graph(gm)
         profile = self.profile or default_here(meta.device_of(gm))
         policy = self.policy
         if self.inner not in LOOKS:
@@ -385,7 +387,8 @@ class Backend:
         device = meta.device_of(gm)
         watched = is_first_rank() and device in ("cpu", "cuda") and self.inner == "inductor"
         plain_us = _predicted_us(gm, profile) if watched else None
-        outcome, mismatch = self._planned(road, number, watch)
+        speaker = self._speaker(profile, origin, direction)
+        outcome, mismatch = self._planned(road, number, watch, speaker)
         if outcome.error is not None:
             record.log.warning(
                 "%s graph %s compiled untouched: %s", direction, number, outcome.plan.fallback
@@ -428,8 +431,12 @@ class Backend:
         entry = ledger.Entry(outcome.plan, _samples(outcome, policy.watch), graph)
         self.ledger.entries.append(entry)
         around = functools.partial(self._around, entry=entry)
+        counted = functools.partial(count_call, origin, direction) if outcome.first else None
         return before_each_call(
-            compiled, functools.partial(self._check, number + direction), state, around
+            compiled,
+            functools.partial(self._check, number + direction, counted),
+            state,
+            around,
         )
 
     def _around(self, function: Compiler, entry: ledger.Entry) -> Compiler:
@@ -443,12 +450,16 @@ class Backend:
         return named(function, name, labels, entry.samples)
 
     def _planned(
-        self, road: Road, number: str, watch: Callable[[str, Road], None]
+        self,
+        road: Road,
+        number: str,
+        watch: Callable[[str, Road], None],
+        speaker: agreement.Speaker,
     ) -> tuple[Outcome, PlanMismatch | None]:
         """A graph at the end of the road, with a plan that was compared with the other ranks'.
         Where one cannot carry out the same, it is the untouched graph (law 7)."""
         outcome = run_passes(road, number, watch=watch, strict=self.strict)
-        plan, speaker = outcome.plan, self._speaker(road.profile)
+        plan = outcome.plan
         try:
             agreement.same_environment(self.timeout)
             ends = _ends(road.gm, outcome)
@@ -462,7 +473,7 @@ class Backend:
             less: dict[str, Any] = {"own": False}
             if why == agreement.HIDDEN:
                 less = {"hides": False} if road.hides else {"hidden": None}
-            return self._planned(dataclasses.replace(road, **less), number, watch)
+            return self._planned(dataclasses.replace(road, **less), number, watch, speaker)
         if why and not plan.fallback:
             outcome.restore(why)
             outcome.error = CommpassError(why)
@@ -471,17 +482,25 @@ class Backend:
             limit.hold()
         return outcome, None
 
-    def _speaker(self, profile: Profile) -> agreement.Speaker:
-        """Policy and profile by what they say, and not by their names."""
+    def _speaker(self, profile: Profile, origin: Origin, direction: str) -> agreement.Speaker:
+        """Policy and profile by what they say, and not by their names; and what is compiled."""
         said = [{**msgspec.to_builtins(self.policy), "name": ""}, digest_of(profile)]
         digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
-        return agreement.Speaker(digest, self.policy.name, f"{self.run}/{self.resets}")
+        return agreement.Speaker(
+            digest,
+            self.policy.name,
+            f"{self.run}/{self.resets}",
+            origin.function,
+            call_of(origin, direction) if origin.code else "",
+        )
 
     def _writes(self) -> bool:
         return self.dump is not None and is_first_rank()
 
-    def _check(self, graph: str) -> None:
+    def _check(self, graph: str, counted: Callable[[], None] | None) -> None:
         """Before each call of a compiled graph."""
+        if counted is not None:
+            counted()
         if scopes := open_scopes():
             raise ScopeError(
                 f"compress or keep ({scopes[-1]}) is open around a compiled call, from where it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from commpass.plan import Plan
+from commpass.plan import NONE, Plan
 from commpass.runtime.board import (
     ANY,
     Board,
@@ -19,7 +19,7 @@ from commpass.runtime.board import (
     from_spans,
     spans,
 )
-from commpass.runtime.parts import Part, alike
+from commpass.runtime.parts import Part, alike, call_of
 
 
 class Meeting:
@@ -50,6 +50,7 @@ class Meeting:
         self.heard: dict[str, dict[int, Statement]] = {key: {} for key in self.halls}
         self.alone: dict[str, dict[int, Note]] = {key: {} for key in self.halls}
         self.left: dict[str, dict[int, str]] = {key: {} for key in self.halls}
+        self.reused: dict[str, dict[int, Note]] = {key: {} for key in self.halls}
         self.conflicts: set[str] = set()
         self.said: dict[str, str] = {}
 
@@ -64,6 +65,7 @@ class Meeting:
                 self.heard[key].clear()
             self.said[key] = now
             said = self.heard[key].get(self.here.rank, Statement())
+            call = call_of(part, self.speaker)
             word = Statement(
                 part.digest,
                 part.outline,
@@ -75,6 +77,8 @@ class Meeting:
                 elsewhere=said.elsewhere,
                 hidden=part.hidden,
                 own=part.own,
+                call=call,
+                repeats=self.pasts[key].times_noted(call, part.outline),
             )
             self.here.say(key, self.mine[key][0], word)
             self.here.now(part.where, Now(word=word, place=(key, self.mine[key][0])))
@@ -98,13 +102,16 @@ class Meeting:
             others = self._others(
                 key, places
             )  # before the rest: who goes on has left a word or a note there
+            reused = {}
             if key in self.parts:
                 for rank, notes in self.here.notes(places, key).items():
                     for note in self._about(key, notes):
-                        self.alone[key][rank] = note
+                        (reused if note.digest else self.alone[key])[rank] = note
             for rank, word in self.here.words(places, key, number).items():
                 if word.meets and (not now or word.epoch != now):
                     continue  # from an older run, or by one who has not heard all hellos
+                if key in self.parts and self.pasts[key].is_past(word):
+                    continue
                 self.heard[key][rank] = word
                 for other, (count, members) in word.meets.items():
                     known = self.halls.setdefault(other, (count, from_spans(members)))
@@ -115,7 +122,33 @@ class Meeting:
             silent = {rank: places[rank] for rank in self.missing(key) if rank in places}
             self.left[key] |= self.here.apart(silent, key)
             self._hear(key, others, now)
+            self._reuse(key, {r: reused[r] for r in self.missing(key) if r in reused})
         self._ask_again()
+
+    def _reuse(self, key: str, notes: dict[int, Note]) -> None:
+        """Takes the notes of ranks that go on with what was agreed on for their words."""
+        for rank, note in notes.items():
+            self.reused[key][rank] = note
+            self.heard[key][rank] = Statement(
+                "" if note.digest == NONE else note.digest,
+                note.outline,
+                note.policy,
+                note.policy_name,
+                reused=True,
+            )
+
+    def contradicted(self) -> dict[str, list[int]]:
+        """The ranks that go on with what was agreed on before, by meeting, where this rank would
+        do something else."""
+        found = {
+            key: [
+                rank
+                for rank in self.reused[key]
+                if self.heard[key][rank].digest not in ("", part.digest)
+            ]
+            for key, part in self.parts.items()
+        }
+        return {key: ranks for key, ranks in found.items() if ranks}
 
     def _others(self, key: str, places: dict[int, str]) -> dict[int, Now]:
         """What those ranks said last under a policy that this rank never had there: it is not to
@@ -166,15 +199,26 @@ class Meeting:
 
     def _about(self, key: str, notes: Notes) -> list[Note]:
         """Those notes, since the last meeting, that are about sites of this rank's graph. (Not of
-        one of which this rank has noted the same: that was another graph.)"""
-        own = self.parts[key].sites
-        return [
-            note
-            for note in notes.notes
-            if notes.count == self.halls[key][0] - 1
-            and note.times > self.pasts[key].noted.get(note.outline, 0)
-            and any(site == ANY or alike(site, each) for site in note.sites for each in own)
-        ]
+        one of which this rank has noted the same: that was another graph.) Of those by ranks that
+        reuse a plan the ones of this very call, which wait for nobody."""
+        part, past = self.parts[key], self.pasts[key]
+        call = call_of(part, self.speaker)
+
+        def is_about(note: Note) -> bool:
+            if note.digest:
+                return not note.waits and note.is_of(call, part.outline)
+            return any(
+                site == ANY or alike(site, each) for site in note.sites for each in part.sites
+            )
+
+        def is_fresh(note: Note) -> bool:
+            if note.digest or (note.call and note.call == call):
+                return note.repeats > past.repeats.get(note.graph, 0)
+            return note.times > past.noted.get(note.outline, 0)
+
+        if notes.count != self.halls[key][0] - 1:
+            return []
+        return [note for note in notes.notes if is_about(note) and is_fresh(note)]
 
     def missing(self, key: str) -> list[int]:
         """The ranks of a meeting that have said nothing yet."""
@@ -185,7 +229,7 @@ class Meeting:
         """Whether all have spoken, or enough: one who changes nothing keeps all from it. (But who
         would leave alone what was agreed on before must know that all others do.)"""
         words = [word for heard in self.heard.values() for word in heard.values()]
-        if any(word.gave_up for word in words):
+        if any(word.gave_up for word in words) or self.contradicted():
             return True
         if self.nobody() and not self.contrary:
             return True
