@@ -20,6 +20,7 @@ other code with it waits a while for the others (``reuse``): they may plan that 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable
@@ -30,7 +31,7 @@ from commpass.errors import PlanMismatch, Unanswered
 from commpass.groups import ready, timeout_of
 from commpass.plan import NONE, Plan, Site, left_alone
 from commpass.runtime import differences
-from commpass.runtime.board import Board, History, Note, Now, Speaker, Statement, board
+from commpass.runtime.board import Board, History, Note, Now, Speaker, board
 from commpass.runtime.environment import difference
 from commpass.runtime.meeting import Meeting
 from commpass.runtime.parts import SEVERAL, Part, alike, call_of, parts
@@ -103,7 +104,7 @@ def agree(
         verdict = _verdict(meeting)
     finally:
         _count(meeting)
-    going = settled + [part for part in waiting if meeting.reused[part.key]]
+    going = sorted({part.key for part in settled} | {k for k, by in meeting.reused.items() if by})
     if verdict not in ("", HIDDEN, OWN) and going:
         raise PlanMismatch(
             f"{verdict}\nSo this {plan.direction} graph cannot be carried out as planned, but what"
@@ -209,8 +210,8 @@ def _timeout(waiting: Iterable[Part]) -> float:
     return longest_timeout(part.group for part in waiting)
 
 
-def _names(some: Iterable[Part]) -> str:
-    return ", ".join(f"group {part.group.group_name!r}" for part in some)
+def _names(keys: Iterable[str]) -> str:
+    return ", ".join(f"group {key.partition('@')[0]!r}" for key in keys)
 
 
 def _count(meeting: Meeting) -> None:
@@ -264,19 +265,20 @@ def _wait(meeting: Meeting) -> None:
 
 def _give_up(meeting: Meeting) -> None:
     """Says that this rank raises."""
-    for key, (number, _) in meeting.mine.items():
-        meeting.here.say(key, number, Statement(gave_up=True))
+    for key, part in meeting.parts.items():
+        word = dataclasses.replace(meeting.word_of(part), gave_up=True)
+        meeting.here.say(key, meeting.mine[key][0], word)
 
 
 def _judge(meeting: Meeting) -> str:
+    if against := meeting.contradicted():
+        _give_up(meeting)
+        raise PlanMismatch(differences.reused(meeting, *next(iter(against.items()))))
     words = [
         (key, rank, word) for key in meeting.halls for rank, word in meeting.heard[key].items()
     ]
     if found := [(key, rank) for key, rank, word in words if word.gave_up]:
         raise Unanswered(differences.gave_up(meeting, *found[0]))
-    if against := meeting.contradicted():
-        _give_up(meeting)
-        raise PlanMismatch(differences.reused(meeting, *next(iter(against.items()))))
     apart = {key for key in meeting.parts if key in meeting.conflicts or meeting.other_graph(key)}
     apart |= {key for key in meeting.parts if meeting.other_policy(key)}
     if meeting.nobody():
@@ -302,14 +304,7 @@ def _judge(meeting: Meeting) -> str:
     silent = any(meeting.missing(hall) for hall in meeting.halls)
     for key, part in meeting.parts.items():
         if silent or meeting.without():  # not all can see from what was said that nobody can
-            follows = Statement(
-                outline=part.outline,
-                policy=meeting.speaker.digest,
-                failure=why,
-                policy_name=meeting.speaker.name,
-                epoch=meeting.said[key],
-                follows=True,
-            )
+            follows = dataclasses.replace(meeting.word_of(part), failure=why, follows=True)
             meeting.here.say(key, meeting.mine[key][0], follows)
             meeting.here.now(part.where, Now(word=follows, place=(key, meeting.mine[key][0])))
     for part in (each for each in meeting.parts.values() if not each.changed):

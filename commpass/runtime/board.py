@@ -86,6 +86,16 @@ class Statement:
 
 
 @dataclass(frozen=True)
+class Link:
+    """A group in which a rank reuses a plan: the number of its meetings so far, its ranks, and the
+    call for which the rank compiles there."""
+
+    count: int
+    ranks: str
+    call: str
+
+
+@dataclass(frozen=True)
 class Note:
     """What a rank that changes nothing of a graph leaves on the board before it goes on: the
     outline of its part, which sites those are (ANY if that is not known), policy, and why if it
@@ -94,7 +104,8 @@ class Note:
     noted this outline for that call.
 
     A rank that reuses a plan of this ``digest``, which was agreed on before, leaves one as well.
-    ``waits``: it compares the plan with the others' if they compile that graph too."""
+    ``waits``: it compares the plan with the others' if they compile that graph too. ``links`` are
+    the groups in which it reuses one for the same graph."""
 
     times: int
     outline: str
@@ -106,6 +117,7 @@ class Note:
     repeats: int = 0
     digest: str = ""
     waits: bool = False
+    links: dict[str, Link] = field(default_factory=dict)
 
     @property
     def graph(self) -> str:
