@@ -95,10 +95,14 @@ def agree(
             _say_nothing(here, part, pasts[part.key], plan, speaker)
     timeout_s = timeout_s or _timeout([*waiting, *likely])
     patience_s = min(PATIENCE_S, timeout_s)
-    if waiting or must_compare(here, likely, pasts, speaker, patience_s):
+    round = None
+    if waiting:
         waiting += likely
+    else:
+        compares, round = must_compare(here, likely, pasts, speaker, patience_s)
+        waiting = likely if compares else []
     if not waiting:
-        return why, None
+        return why, None if settled else round
     meeting = Meeting(here, waiting, pasts, plan, speaker, timeout_s)
     try:
         verdict = _verdict(meeting)

@@ -67,6 +67,12 @@ def origin_of_graph(gm: fx.GraphModule) -> Origin:
     return Origin(digest, digest)
 
 
+def origin_of_hook(*facts: Any) -> Origin:
+    """The origin of the graph of a hook's exchange: what tells the exchange from others."""
+    digest = _digest([str(fact) for fact in facts])
+    return Origin(digest, digest)
+
+
 def call_of(origin: Origin, direction: str) -> str:
     """A digest of the next call of a code in a direction, equal on ranks that called it equally
     often."""

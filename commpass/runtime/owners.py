@@ -288,12 +288,13 @@ class HookCalls(Calls):
         parameters: Sequence[Tensor],
         flat: bool = False,
         again: bool = False,
+        origin: Origin | None = None,
     ):
         self.again, self.flat = again, flat
         self.parameters_of_flat: tuple[Tensor, ...] = ()
         self.autograd = direction == "backward"
         self.code, self.fixed, self.positions = Code("", 0, name), (), []
-        self.origin = Origin(name)
+        self.origin = origin or Origin(name)
         self.keeps: bool | None = None
         self.refers = self.last = False
         self.whose: Owner | None = None

@@ -14,7 +14,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from commpass.runtime.board import Board, History, Link, Note, Notes, Speaker, from_spans, spans
+from commpass.runtime.board import (
+    Board,
+    History,
+    Link,
+    Note,
+    Notes,
+    Round,
+    Speaker,
+    from_spans,
+    spans,
+)
 from commpass.runtime.parts import Part, call_of
 
 log = logging.getLogger("commpass")
@@ -60,14 +70,16 @@ def must_compare(
     pasts: Mapping[str, History],
     speaker: Speaker,
     patience_s: float,
-) -> bool:
-    """Whether another rank plans the graph anew, so that this one has to compare its plan.
+) -> tuple[bool, Round | None]:
+    """Whether another rank plans the graph anew, so that this one has to compare its plan; if not,
+    the round in which all ranks published that they reuse theirs, if all have.
 
     ``likely`` are the parts whose plans were agreed on for other code. Waits for at most
     ``patience_s`` seconds.
     """
     if not likely:
-        return False
+        return False, None
+    round = None
     links = {
         part.key: Link(pasts[part.key].count, spans(part.ranks), call_of(part, speaker))
         for part in likely
@@ -81,14 +93,15 @@ def must_compare(
         if asked.is_compared(patience_s):
             for key, note in notes.items():
                 del pasts[key].notes[note.graph]
-            return True
+            return True, None
+        round = asked.round()
         for part in likely:
             publish_reuse(here, part, pasts[part.key], speaker, links)
     except RuntimeError as error:  # the store is gone: nobody can be heard
         log.debug("commpass could not reach the store: %s", error)
     for part in likely:
         pasts[part.key].agree(speaker, part.digest, part.decisions())
-    return False
+    return False, round
 
 
 @dataclass
@@ -124,6 +137,14 @@ class _Asked:
                 return False
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def round(self) -> Round | None:
+        """What all ranks have for a name of this, if all have published."""
+        key = min(self.links)
+        if not self.links[key].call or any(map(self._silent, self.links)):
+            return None
+        ranks = {rank for link in self.links.values() for rank in from_spans(link.ranks)}
+        return Round(f"{key}/reuse/{self.links[key].call}", tuple(sorted(ranks)))
 
     def _silent(self, key: str) -> list[int]:
         return [rank for rank in from_spans(self.links[key].ranks) if rank not in self.notes[key]]

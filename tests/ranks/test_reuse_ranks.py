@@ -87,11 +87,15 @@ def same_operators(a, b):
     return ar(a) + (ar(b) * OWN if is_last() else ar(b))
 
 
+def rules_of(plan) -> list[str]:
+    return [step.rule for step in plan.simplified]
+
+
 def plans_of_another(second, late: int, inner: str) -> tuple[bool, list[str]]:
     compiled = compiler(LOSSLESS, inner)
     a, b = inputs()
     compiled(first)(a, b)
-    assert commpass.plans()[-1].rules() == ["sum of sums"]
+    assert rules_of(commpass.plans()[-1]) == ["sum of sums"]
     if dist.get_rank() == late:
         time.sleep(0.5)
     found, whys = compiled(second)(a, b), commpass.plans()[-1].fallback
@@ -133,7 +137,7 @@ def plans_of_another_backward() -> tuple[bool, str]:
             grads.append(w.grad)
         plan = next(p for p in reversed(commpass.plans()) if p.direction == "backward")
         if function is one:
-            assert plan.rules() == ["sum of sums"]
+            assert rules_of(plan) == ["sum of sums"]
     return torch.equal(*grads), plan.fallback
 
 
@@ -337,7 +341,7 @@ def after_one_changed_nothing(late: int) -> list[tuple[list[str], bool]]:
             time.sleep(0.7)
         compiled(function)(*inputs(rows))
         plan = commpass.plans()[-1]
-        found.append((plan.rules(), "rank 0 changes nothing" in plan.fallback))
+        found.append((rules_of(plan), "rank 0 changes nothing" in plan.fallback))
     return found
 
 
