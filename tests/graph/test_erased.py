@@ -20,7 +20,7 @@ from commpass.policy import Policy
 
 wait = ops.wait_tensor
 SLOW = commpass.ethernet(0.001)
-PASSES = Path(commpass.__file__).parent / "passes"
+PACKAGE = Path(commpass.__file__).parent
 X = torch.ones(64, 32)
 
 
@@ -76,16 +76,17 @@ def test_other_nodes_of_the_graph_can_be_read():
     graph.lint()
 
 
-def test_passes_erase_nodes_in_one_place_only():
-    others = {
-        f"{file.relative_to(PASSES)}: {call.func.attr}"
-        for file in PASSES.rglob("*.py")
+def test_nodes_are_erased_in_one_place_only():
+    places = {
+        f"{file.relative_to(PACKAGE)}: {call.func.attr}"
+        for folder in ("passes", "doors", "parallel")
+        for file in (PACKAGE / folder).rglob("*.py")
         for call in ast.walk(ast.parse(file.read_text()))
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
         and call.func.attr in ("erase_node", "eliminate_dead_code")
     }
-    assert others == {"graph/erase.py: erase_node"}
+    assert places == {"passes/graph/erase.py: erase_node"}
 
 
 # --- what rules say -------------------------------------------------------------------------------

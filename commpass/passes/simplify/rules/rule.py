@@ -2,8 +2,9 @@
 
 A rule looks at one node, changes the graph if it fits, and says so. It must hold: no value that
 somebody else uses, that is an output or that is saved for backward is lost; group and reduce op are
-the same; nothing non-linear is crossed. A number by which a graph scales is taken to be the same on
-all ranks, as graphs are; where it is moved across a collective, the plan names it.
+the same; nothing non-linear is crossed. A number by which a graph scales may be the rank's own:
+where it is moved across a collective, the plan names it, and the ranks compare that. What a rule
+says of nodes is found out before the edit that erases them.
 """
 
 from __future__ import annotations
