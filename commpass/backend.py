@@ -589,6 +589,7 @@ class Backend:
             less: dict[str, Any] = {"own": False}
             if why == agreement.HIDDEN:
                 less = {"hides": False} if road.hides else {"hidden": None}
+                less["excluded"] = outcome.excluded
             return self._planned(dataclasses.replace(road, **less), job, watch, speaker)
         if why and not plan.fallback:
             outcome.restore(why)

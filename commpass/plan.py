@@ -163,6 +163,15 @@ class PlannedSite(Site, Candidate):
     unmoved_us: float = 0.0
     missed: str = ""
 
+    @property
+    def failed(self) -> bool:
+        """Whether it is left alone because a pass could not carry it out."""
+        return self.reason.startswith(f"{LEFT}pass ")
+
+
+LEFT = "left alone: "
+"""How the reason of a site begins that was planned otherwise at first."""
+
 
 def planned(site: Site, candidate: Candidate, reason: str, plain_us: float) -> PlannedSite:
     """A site with its chosen candidate."""

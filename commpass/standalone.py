@@ -37,8 +37,9 @@ def rewrite(
     returns its plan.
 
     ``example_inputs`` give the graph fake values where its nodes have none in ``meta["val"]``. No
-    ranks are asked: call it on all of them alike. If a pass fails the graph is left as it was and
-    the plan's ``fallback`` says why; ``strict`` raises.
+    ranks are asked: call it on all of them alike. A site that cannot be carried out is left alone,
+    with its reason. If a pass fails the graph is left as it was and the plan's ``fallback`` says
+    why; ``strict`` raises.
     """
     # Other compile stacks need not know the operator that samples.
     chosen = dataclasses.replace(policy_here(policy), watch=0.0)

@@ -38,7 +38,7 @@ from commpass.passes.sample import Given, given_to_products, sample, unsupported
 from commpass.passes.simplify import simplify
 from commpass.passes.sizes import limits, with_limits
 from commpass.passes.verify import verify
-from commpass.plan import Plan
+from commpass.plan import LEFT, Plan
 
 log = logging.getLogger("commpass")
 
@@ -267,7 +267,7 @@ def run(
     given, outcome = road.excluded, _run_once(road, graph, passes, watch, strict)
     times = Counter(outcome.times_ms)
     for _ in range(0 if strict else ROUNDS):
-        failed = {n: f"left alone: {why}" for n, why in outcome.failed.items()}
+        failed = {n: LEFT + why for n, why in outcome.failed.items()}
         if failed.keys() <= road.excluded.keys():
             break
         road = dataclasses.replace(road, excluded={**failed, **road.excluded})

@@ -187,7 +187,7 @@ def _say_nothing(here: Board, part: Part, past: History, plan: Plan, speaker: Sp
     if past.apart:
         return
     call = call_of(part, speaker)
-    note = Note(0, part.outline, part.sites, speaker.digest, speaker.name, plan.fallback, call)
+    note = Note(0, part.outline, part.sites, speaker.digest, speaker.name, part.failure, call)
     try:
         here.note(part.where, part.key, past, note)
     except RuntimeError as error:  # the store is gone: nobody can hear it, and nobody need

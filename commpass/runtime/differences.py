@@ -151,6 +151,14 @@ def text(meeting: Meeting, key: str) -> str:
     last = "Give every rank the same policy, profile and model."
     if words[0].policy == words[1].policy:
         last = "Their policies are the same: the model or its inputs differ between ranks."
+    failed = [
+        f"On rank {rank} {site.name} is {site.reason}."
+        for rank, plan in zip(labels, (left, right), strict=True)
+        for site in plan.sites
+        if site.failed
+    ]
+    if failed:
+        last = " ".join(failed[:MOST])
     return head + "\n".join(
         [
             *(f"  {row}" for row in rows[:MOST]),

@@ -86,7 +86,7 @@ class Meeting:
             policy=self.speaker.digest,
             policy_name=self.speaker.name,
             epoch=self.said[part.key],
-            failure=self.plan.fallback,
+            failure=part.failure,
             call=call,
             repeats=self.pasts[part.key].times_noted(call, part.outline),
         )

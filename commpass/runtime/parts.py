@@ -59,6 +59,12 @@ class Part:
         return not self.plan.fallback and any(site.hidden for site in self.plan.sites)
 
     @property
+    def failure(self) -> str:
+        """Why nothing is changed, where that was not the policy's wish."""
+        failed = dict.fromkeys(site.reason for site in self.plan.sites if site.failed)
+        return self.plan.fallback or ("" if self.changed else "; ".join(failed))
+
+    @property
     def own(self) -> bool:
         """Whether anything is not sent because this rank uses its own part alone."""
         return any(step.own for step in self.plan.simplified)

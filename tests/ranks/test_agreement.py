@@ -395,10 +395,14 @@ def kernel_breaks_on_one_rank() -> tuple[bool, str, str]:
 
 
 def test_if_a_kernel_does_not_compile_on_one_rank_all_compile_the_untouched_graph(ranks2):
-    for exact, fallback, warning in ranks2.run(kernel_breaks_on_one_rank):
-        assert exact
-        assert "pass 'lower' failed: RuntimeError: injected" in fallback
-        assert "compiled untouched" in warning
+    (exact, fallback, warning), (other, nothing, own) = ranks2.run(kernel_breaks_on_one_rank)
+    why = "left alone: pass 'lower' failed: RuntimeError: injected"
+    assert exact
+    assert f"rank 1: {why}" in fallback
+    assert "compiled untouched" in warning
+    assert other
+    assert not nothing  # its own plan leaves all sites alone
+    assert f"all_reduce is {why}" in own
 
 
 def strict_raises() -> str:
