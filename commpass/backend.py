@@ -58,7 +58,7 @@ from commpass.plan import Plan
 from commpass.policy import Policy
 from commpass.runtime import agreement, ledger, record
 from commpass.runtime.board import Round, greet
-from commpass.runtime.budget import Check, Key, keys_of
+from commpass.runtime.budget import OVER, Check, Key, keys_of
 from commpass.runtime.calls import (
     Raising,
     before_each_call,
@@ -71,6 +71,7 @@ from commpass.runtime.calls import (
 from commpass.runtime.checked import Built, Checked
 from commpass.runtime.environment import dump_here, policy_here
 from commpass.runtime.machine import default_here, profile_here
+from commpass.runtime.origin import Origin, call_of, count_call, origin_of_graph
 from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.parts import can_compare
 from commpass.runtime.samples import MORE, PLAIN, Sampled, Samples, label
@@ -222,6 +223,7 @@ class Job:
     decompositions: Callable[[], Any] | None
     obstacle: str | None
     profile: Profile
+    origin: Origin
     context: TracingContext | None
 
 
@@ -409,6 +411,7 @@ class Backend:
             decompositions=decompositions,
             obstacle=obstacle,
             profile=self.profile or default_here(meta.device_of(gm)),
+            origin=calls.origin if calls.origin.function else origin_of_graph(gm),
             context=TracingContext.try_get(),
         )
         for other in list(self.checked.pop(_place_of(job), ())):
@@ -416,7 +419,9 @@ class Backend:
         made = self._build(job)
         if isinstance(made, Raising):
             return made
-        hook = functools.partial(self._check, number + direction)
+        counted = functools.partial(count_call, job.origin, direction)
+        first = counted if made.outcome.first else None
+        hook = functools.partial(self._check, number + direction, first)
         if made.check.done:
             return before_each_call(made.compiled, hook, made.function)
         checked = Checked(made, functools.partial(self._rebuild, job))
@@ -458,7 +463,8 @@ class Backend:
         device = meta.device_of(gm)
         watched = is_first_rank() and device in ("cpu", "cuda") and self.inner == "inductor"
         plain_us = _predicted_us(gm, profile) if watched else None
-        outcome, mismatch, round = self._planned(road, job, watch)
+        speaker = self._speaker(profile, job.origin, direction)
+        outcome, mismatch, round = self._planned(road, job, watch, speaker)
         if outcome.error is not None:
             record.log.warning(
                 "%s graph %s compiled untouched: %s", direction, number, outcome.plan.fallback
@@ -553,7 +559,11 @@ class Backend:
         return named(function, name, labels, entry.samples)
 
     def _planned(
-        self, road: Road, job: Job, watch: Callable[[str, Road], None]
+        self,
+        road: Road,
+        job: Job,
+        watch: Callable[[str, Road], None],
+        speaker: agreement.Speaker,
     ) -> tuple[Outcome, PlanMismatch | None, Round | None]:
         """A graph at the end of the road, with a plan that was compared with the other ranks', and
         the round in which it was. Where one cannot carry out the same, it is the untouched graph
@@ -565,7 +575,7 @@ class Backend:
                 break
             outcome.restore("a site is left alone")
             road = dataclasses.replace(road, excluded={**outcome.excluded, **over})
-        plan, speaker = outcome.plan, self._speaker(road.profile)
+        plan = outcome.plan
         try:
             agreement.same_environment(self.timeout)
             ends = _ends(road.gm, outcome)
@@ -580,7 +590,7 @@ class Backend:
             if why == agreement.HIDDEN:
                 less = {"hides": False} if road.hides else {"hidden": None}
                 less["excluded"] = outcome.excluded
-            return self._planned(dataclasses.replace(road, **less), job, watch)
+            return self._planned(dataclasses.replace(road, **less), job, watch, speaker)
         if why and not plan.fallback:
             outcome.restore(why)
             outcome.error = CommpassError(why)
@@ -589,17 +599,25 @@ class Backend:
             limit.hold()
         return outcome, None, round
 
-    def _speaker(self, profile: Profile) -> agreement.Speaker:
-        """Policy and profile by what they say, and not by their names."""
+    def _speaker(self, profile: Profile, origin: Origin, direction: str) -> agreement.Speaker:
+        """Policy and profile by what they say, and not by their names; and what is compiled."""
         said = [{**msgspec.to_builtins(self.policy), "name": ""}, digest_of(profile)]
         digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
-        return agreement.Speaker(digest, self.policy.name, f"{self.run}/{self.resets}")
+        return agreement.Speaker(
+            digest,
+            self.policy.name,
+            f"{self.run}/{self.resets}",
+            origin.function,
+            call_of(origin, direction) if origin.code else "",
+        )
 
     def _writes(self) -> bool:
         return self.dump is not None and is_first_rank()
 
-    def _check(self, graph: str) -> None:
+    def _check(self, graph: str, counted: Callable[[], None] | None) -> None:
         """Before each call of a compiled graph."""
+        if counted is not None:
+            counted()
         if scopes := open_scopes():
             raise ScopeError(
                 f"compress or keep ({scopes[-1]}) is open around a compiled call, from where it"
@@ -640,7 +658,6 @@ def _place_of(job: Job) -> tuple[Any, ...]:
     return (job.calls.code, job.direction, job.number if job.calls.hook else "")
 
 
-OVER = "%s (%s) is left alone from now on, on all ranks: %s. %s"
 SKIPPED = "the policy skips pass 'sample'"
 UNKNOWN = "what compiles the graph need not know the operator that samples: it is not looked into"
 TRAINS = (

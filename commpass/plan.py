@@ -214,6 +214,8 @@ class Simplification:
 
     ``moved`` holds the numbers by which a result was scaled and now an input is: they must be alike
     on all ranks. ``own``: the rule found that this rank uses its own part alone; others may not.
+    ``numbers`` are the places, from 0, of the site and of those that it was merged with among the
+    collectives of their process groups, as the graph came.
     """
 
     rule: str
@@ -223,6 +225,7 @@ class Simplification:
     group: str = ""
     moved: tuple[str, ...] = ()
     own: bool = False
+    numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +372,10 @@ class Plan:
 
     def rules(self) -> list[str]:
         """What was simplified, as far as the ranks must do it alike."""
-        return [", ".join((step.rule, *step.moved)) for step in self.simplified]
+        return [
+            ", ".join((f"{step.rule} at {' and '.join(map(str, step.numbers))}", *step.moved))
+            for step in self.simplified
+        ]
 
     def groups(self) -> list[str]:
         """Which sites were fused, by their places in their process group: as the ranks must do it

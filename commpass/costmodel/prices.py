@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commpass.costmodel.links import Link, sharing_of
+from commpass.costmodel.links import ONE, SEVERAL, Link, sharing_of
 from commpass.costmodel.profile import INSIDE, Profile
 from commpass.costmodel.timeline import HOST, Task
 from commpass.stage import ALL, BLOCK, Stage
@@ -56,8 +56,13 @@ class Prices:
             by_messages=stage.by_messages,
             sharing=sharing,
         )
+        if not stage.by_messages:
+            return Task(port, taken, latency, stage.after)
         messages = self.ranks - 1 if stage.peers is None else stage.peers
-        busy = link.busy_us * messages if stage.by_messages else 0.0
+        busy = link.busy_us * messages
+        if link.region(ONE if messages == 1 else SEVERAL, stage.leaving) is not None:
+            busy = min(busy, latency)  # what was measured of an exchange has it in its alpha
+            latency -= busy
         return Task(port, taken, latency, stage.after, busy)
 
     def _is_on_one_host(self, many: int) -> bool:

@@ -27,6 +27,7 @@ from commpass.costmodel import Profile
 from commpass.costmodel.files import digest as digest_of
 from commpass.errors import CommpassError
 from commpass.groups import ready
+from commpass.passes.graph.erase import erase
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import is_wait
 from commpass.plan import Plan
@@ -187,29 +188,29 @@ def take(graph: fx.Graph, groups: Groups) -> None:
         origin = Origin(node.target, node.args[1:], dict(node.kwargs), node.meta, label, shape)
         start.meta = {**wait.meta, ORIGIN: origin}
         node.replace_all_uses_with(wait)
-        graph.erase_node(node)
+        erase(node)
 
 
 def put_back(graph: fx.Graph) -> None:
     """Replaces functional collectives that were vLLM's, and are not compressed, by vLLM's."""
-    for node in list(graph.nodes):
-        origin = node.meta.pop(ORIGIN, None)
-        if origin is None or MARK in node.meta or not origin.is_still(node):
+    for node in [node for node in graph.nodes if ORIGIN in node.meta]:
+        origin = node.meta.pop(ORIGIN)
+        if MARK in node.meta or not origin.is_still(node):
             continue
         with graph.inserting_before(node):
             own = graph.call_function(origin.target, (node.args[0], *origin.args), origin.kwargs)
         own.meta = dict(origin.meta)
         for wait in [user for user in node.users if is_wait(user)]:
             wait.replace_all_uses_with(own)
-            graph.erase_node(wait)
+            erase(wait)
         node.replace_all_uses_with(own)
-        graph.erase_node(node)
+        erase(node)
 
 
 def _refill(graph: fx.Graph, source: fx.Graph) -> None:
     """Gives a graph the nodes of another: others hold on to the graph itself."""
     for node in reversed(list(graph.nodes)):
-        graph.erase_node(node)
+        erase(node)
     *_, output = source.nodes
     copies: dict[fx.Node, fx.Node] = {}
     result = graph.graph_copy(source, copies)

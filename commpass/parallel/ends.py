@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -79,23 +79,60 @@ def compare(edge: Edge, mine: Word, timeout_s: float) -> None:
         )
 
 
+def publish_errors(edge: Edge, step: int, over: Mapping[str, str]) -> None:
+    """Publishes which messages of a step are over their budget, by the names of their sites."""
+    try:
+        here = board()
+        here.store.set(_place(here.nonce, edge, step), msgspec.json.encode(over))
+    except RuntimeError as error:
+        raise _unreachable(edge, error) from error
+
+
+def errors(edge: Edge, step: int, timeout_s: float) -> dict[str, str]:
+    """Waits for what the end that sends has found in a step. Raises Unanswered where it does not
+    publish it in time."""
+    try:
+        raw = _read(edge, step, timeout_s)
+    except RuntimeError as error:
+        if isinstance(error, PlanMismatch):
+            raise
+        raise _unreachable(edge, error) from error
+    return msgspec.json.decode(raw, type=dict[str, str])
+
+
+def of_edge(edge: Edge, by_site: Mapping[str, str]) -> dict[str, str]:
+    """What belongs to an edge, by the names of its sites."""
+    name = f"stage_{edge.source}_to_{edge.target}"
+    return {site: each for site, each in by_site.items() if site.partition(".")[0] == name}
+
+
+def _place(nonce: str, edge: Edge, step: int) -> str:
+    return f"{ROOT}/{nonce}/{edge.key}" + (f"/errors/{step}" if step else "")
+
+
 def _heard(edge: Edge, timeout_s: float) -> Word:
+    return msgspec.json.decode(_read(edge, 0, timeout_s), type=Word)
+
+
+def _read(edge: Edge, step: int, timeout_s: float) -> bytes:
+    """What the other end has published: its plan (0), or what it found in a step."""
     here, start, told, pause = board(), time.monotonic(), False, 0.001
+    what = f"the errors of step {step} of" if step else "how it has planned"
     while True:
         nonces = here.nonces([edge.rank])
-        places = {rank: f"{ROOT}/{nonce}/{edge.key}" for rank, nonce in nonces.items()}
+        places = {rank: _place(nonce, edge, step) for rank, nonce in nonces.items()}
         if read := here.read(places):
-            return msgspec.json.decode(read[edge.rank], type=Word)
+            return read[edge.rank]
         waited = time.monotonic() - start
         if waited > timeout_s:
             raise Unanswered(
-                f"rank {edge.rank} did not say within {timeout_s:.0f} s how it has planned {edge}."
+                f"rank {edge.rank} did not publish within {timeout_s:.0f} s {what} {edge}."
                 " Call commpass.parallel.compress_pipeline for all stages of a pipeline, on all of"
                 " its ranks, before the first step"
             )
         if waited > PATIENCE_S and not told:
             told = True
-            log.warning("waiting for rank %d to say how it has planned %s", edge.rank, edge)
+            log.warning("waiting for rank %d to publish %s %s", edge.rank, what, edge)
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_S)
 

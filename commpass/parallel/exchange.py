@@ -26,6 +26,7 @@ from commpass.passes.graph.meta import PLACE
 from commpass.plan import Plan
 from commpass.runtime import record
 from commpass.runtime.calls import Raising, boxed
+from commpass.runtime.origin import origin_of_hook
 from commpass.runtime.owners import HookCalls
 
 
@@ -154,7 +155,8 @@ class Exchanges:
         before = len(record.plans())
         gm = what.graph(out is None)
         with_fakes(gm, [x] if out is None else [x, out])
-        calls = HookCalls(what.direction, what.hook, of, what.flat, what.again)
+        origin = origin_of_hook(what.hook, what.kind, what.op, what.module, what.parameters)
+        calls = HookCalls(what.direction, what.hook, of, what.flat, what.again, origin)
         inductor = self.backend.inner == "inductor"
 
         def compile_graph(gm: fx.GraphModule, more: Sequence[Any], pinned: bool) -> Any:

@@ -10,7 +10,9 @@ activation goes back as if it were the original (straight through).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ from commpass.costmodel import Profile
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel import ends
 from commpass.parallel.coding import Coding
+from commpass.parallel.edge_budget import EdgeBudget
 from commpass.parallel.edges import Line, Place, coding_of, decide_all, lines
 from commpass.passes import Outcome
 from commpass.plan import Plan, PlannedSite
@@ -34,8 +37,12 @@ from commpass.rules import DIRECTIONS
 from commpass.runtime import pairs, record
 from commpass.runtime.agreement import longest_timeout
 from commpass.runtime.board import board, greet
+from commpass.runtime.budget import OVER
 from commpass.runtime.machine import default_here
+from commpass.runtime.samples import MORE, label
 from commpass.timeline import Timeline
+
+log = logging.getLogger("commpass")
 
 PREPARE = {"forward": "_prepare_forward_infra", "backward": "_prepare_backward_infra"}
 TAKE = {"forward": "_retrieve_recv_activations", "backward": "_retrieve_recv_grads"}
@@ -154,6 +161,8 @@ class Compressed:
         self.plans: dict[str, Plan] = {}
         self.coded: dict[tuple[str, str], list[tuple[Line, PlannedSite, Coding | None]]] = {}
         self.unheard: dict[tuple[str, str], list[tuple[ends.Edge, ends.Word]]] = {}
+        self.edges: dict[tuple[str, str], list[ends.Edge]] = {}
+        self.budget = EdgeBudget(shared.policy)
         self.arriving: dict[tuple[str, int], list[tuple[Coding, Tensor, Tensor]]] = {}
         setattr(stage, MARK, shared.policy.name)
         for direction in DIRECTIONS:
@@ -189,22 +198,52 @@ class Compressed:
                 " before: make the stages anew, and call compress_pipeline on these"
             )
         kind, direction = what
+        timeout_s = self.backend.timeout or longest_timeout([self.group])
         for edge, word in self.unheard.pop(what, ()):
-            ends.compare(edge, word, self.backend.timeout or longest_timeout([self.group]))
+            ends.compare(edge, word, timeout_s)
         coded = self.coded.get(what, [])
+        lines_coded = {(line.source, line.target) for line, _, coding in coded if coding}
+        edges = [e for e in self.edges.get(what, ()) if (e.source, e.target) in lines_coded]
+        if edges and microbatch == 0 and self.budget.begin(what, edges, timeout_s):
+            self._leave_alone(what)
+            coded = self.coded[what]
         if all(coding is None for _, _, coding in coded):
             return messages
         self._check_messages(what, messages, coded)
-        for message, (_, _, coding) in zip(messages, coded, strict=True):
+        checks = self.budget.is_due(what, microbatch)
+        for message, (_, site, coding) in zip(messages, coded, strict=True):
             if coding is None:
                 continue
             if kind == "send":
+                if checks:
+                    self.budget.measure(what, site, coding.codec, message.tensor)
                 message.tensor = coding.encode(message.tensor)
                 continue
             wire, buffer = coding.empty_wire(), message.tensor
             self.arriving.setdefault((direction, microbatch), []).append((coding, wire, buffer))
             message.tensor = wire
+        if checks:
+            self.budget.publish(what, edges)
         return messages
+
+    def _leave_alone(self, what: tuple[str, str]) -> None:
+        """Sends as they are from now on those messages that are over their budget."""
+        kind, direction = what
+        before = self.plans[direction]
+        plan = dataclasses.replace(before, sites=self.budget.apply(before.sites))
+        now = {site.name: site for site in plan.sites if site.kind == kind}
+        rows = self.coded[what]
+        self.coded[what] = [
+            (line, now[site.name], coding if now[site.name].compressed else None)
+            for line, site, coding in rows
+        ]
+        for _, site, coding in rows:
+            if coding is not None and not now[site.name].compressed and kind == "send":
+                why = now[site.name].reason.removeprefix("left alone: ")
+                log.warning(OVER, label(site), f"{kind} {direction}", why, MORE)
+        self.plans[direction] = plan
+        profile = self.backend.profile or default_here(self._place().device.type)
+        self._record(Outcome(plan), profile, before)
 
     def _take(self, direction: str, original: Callable[[int], Any], microbatch: int) -> Any:
         """What has arrived for a microbatch is put where torch takes it from."""
@@ -246,6 +285,8 @@ class Compressed:
         profile = self.backend.profile or default_here(place.device.type)
         wanted = lines(self.stage, direction)
         sites, considered = decide_all(wanted, place, self.backend.policy, profile)
+        sites = self.budget.apply(sites)
+        self.budget.restart(direction)
         rules = enumerate(self.backend.policy.rules)
         plan = Plan(
             graph=f"stage {self.stage.stage_index} of {self.stage.num_stages}",
@@ -268,6 +309,7 @@ class Compressed:
             ]
             self.coded[kind, direction] = rows
             self.unheard[kind, direction] = self._said(rows, place) if self.answers else []
+            self.edges[kind, direction] = [edge for edge, _ in self.unheard[kind, direction]]
             for _, _, coding in rows:
                 if coding is not None:
                     coding.prepare(encodes=kind == "send")
@@ -291,10 +333,10 @@ class Compressed:
             found[line.source, line.target] = (edge, word)
         return list(found.values())
 
-    def _record(self, outcome: Outcome, profile: Profile) -> None:
-        record.record(outcome)
-        self.backend.summary.add(outcome.plan, trained=False)
-        self.backend.ledger.add(outcome.plan, UNSEEN)
+    def _record(self, outcome: Outcome, profile: Profile, instead_of: Plan | None = None) -> None:
+        record.record(outcome, instead_of)
+        self.backend.summary.add(outcome.plan, trained=False, instead_of=instead_of)
+        self.backend.ledger.add(outcome.plan, UNSEEN, instead_of)
         if self.backend.dump is not None:
             policy, run = self.backend.policy, self.backend.run
             timeline = Timeline(note=NO_EVENTS)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import codec
 from commpass.costmodel import KernelRate, Kernels
@@ -49,7 +50,7 @@ def measure(
     floats = torch.randn(LARGE, device=device)
     held = torch.empty_like(floats)
     one = torch.ones(1, device=device)
-    nothing = seconds(partial(torch.compile(torch.neg, dynamic=False), one))  # Dynamo's own part
+    nothing = seconds(partial(_compiled(torch.neg, one), one))  # a call's own part, not a kernel's
     return dataclasses.replace(
         known,
         rates={**rates, **aliases},
@@ -73,13 +74,13 @@ def _rates(name: str, device: torch.device, seconds: Clock) -> tuple[tuple[float
     took: dict[int, tuple[float, float]] = {}
     for values in (SMALL, LARGE):
         rows = torch.randn(1, values, device=device)
-        encode = torch.compile(coder.encode_rows, dynamic=False)
+        encode = _compiled(coder.encode_rows, rows)
+        wire = encode(rows)
 
         def decoded(wire: Any, values: int = values) -> Tensor:
             return coder.decode_rows(wire, values, torch.float32).to(torch.float32)
 
-        decode = torch.compile(decoded, dynamic=False)
-        wire = encode(rows)
+        decode = _compiled(decoded, wire)
         took[values] = (
             seconds(partial(encode, rows)),
             seconds(partial(decode, wire)),
@@ -88,6 +89,13 @@ def _rates(name: str, device: torch.device, seconds: Clock) -> tuple[tuple[float
     rest = [1e6 * a - ns * SMALL / 1e3 for a, ns in zip(took[SMALL], slopes, strict=True)]
     encode_ns, decode_ns = (round(max(ns, 0.0), 4) for ns in slopes)
     return (encode_ns, decode_ns), max(median(rest), 0.0)
+
+
+def _compiled(function: Callable[..., Any], given: Any) -> Callable[..., Any]:
+    """A function as it is in a compiled graph. It is traced first: Dynamo would check before each
+    call all that a codec is made of, which takes longer than to code a few values, and would no
+    longer compile functions of one code after ``torch._dynamo.config.recompile_limit`` of them."""
+    return torch.compile(make_fx(function)(given), dynamic=False)
 
 
 def slowest(run: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:

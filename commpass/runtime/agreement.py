@@ -14,11 +14,13 @@ on: all who hang together read the same words and come to the same verdict.
   not send what others send since it uses its own part alone: all plan again without that.
 
 A rank that changes nothing says that and goes on: there is nothing to wait for. So does one that
-compiles again, alone, what was agreed on before, site by site.
+compiles the same code again, alone, with what was agreed on before, site by site. One that compiles
+other code with it waits a while for the others (``reuse``): they may plan that graph differently.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable
@@ -29,19 +31,11 @@ from commpass.errors import PlanMismatch, Unanswered
 from commpass.groups import ready, timeout_of
 from commpass.plan import NONE, Plan, Site, left_alone
 from commpass.runtime import differences
-from commpass.runtime.board import (
-    Board,
-    History,
-    Note,
-    Now,
-    Round,
-    Speaker,
-    Statement,
-    board,
-)
+from commpass.runtime.board import Board, History, Note, Now, Round, Speaker, board
 from commpass.runtime.environment import difference
 from commpass.runtime.meeting import Meeting
-from commpass.runtime.parts import SEVERAL, Part, alike, parts
+from commpass.runtime.parts import SEVERAL, Part, alike, call_of, parts
+from commpass.runtime.reuse import must_compare, publish_reuse
 
 log = logging.getLogger("commpass")
 
@@ -80,27 +74,45 @@ def agree(
         here.spoken.setdefault(part.where, set()).add(speaker.digest)
     pasts = {part.key: here.history(part.key, part.group) for part in mine}
     said = [part for part in mine if part.changed or part.hidden]
-    settled = [part for part in said if _settled(part, pasts[part.key], speaker)]
-    fresh = [part for part in said if part not in settled]
+    settled = [part for part in said if _settled(part, pasts[part.key], speaker.scope)]
+    likely = [
+        part
+        for part in said
+        if part not in settled
+        and not pasts[part.key].apart
+        and _settled(part, pasts[part.key], speaker.backend)
+    ]
+    fresh = [part for part in said if part not in settled and part not in likely]
     if why := next((pasts[part.key].apart for part in fresh if pasts[part.key].apart), ""):
         sites = tuple(left_alone(site, why) for site in plan.sites)
         plan = plan.untouched(sites, why)
-        mine, settled, fresh = parts(plan, first, ends, speaker.digest), [], []
+        mine, settled, likely, fresh = parts(plan, first, ends, speaker.digest), [], [], []
     waiting = [part for part in mine if part in fresh or _contrary(part, pasts[part.key], speaker)]
     for part in mine:
-        if part not in waiting and part not in settled:
+        if part in settled:
+            _say_reused(here, part, pasts[part.key], speaker)
+        elif part not in waiting and part not in likely:
             _say_nothing(here, part, pasts[part.key], plan, speaker)
+    timeout_s = timeout_s or _timeout([*waiting, *likely])
+    patience_s = min(PATIENCE_S, timeout_s)
+    round = None
+    if waiting:
+        waiting += likely
+    else:
+        compares, round = must_compare(here, likely, pasts, speaker, patience_s)
+        waiting = likely if compares else []
     if not waiting:
-        return why, None
-    meeting = Meeting(here, waiting, pasts, plan, speaker, timeout_s or _timeout(waiting))
+        return why, None if settled else round
+    meeting = Meeting(here, waiting, pasts, plan, speaker, timeout_s)
     try:
         verdict = _verdict(meeting)
     finally:
         _count(meeting)
-    if verdict not in ("", HIDDEN, OWN) and settled:
+    going = sorted({part.key for part in settled} | {k for k, by in meeting.reused.items() if by})
+    if verdict not in ("", HIDDEN, OWN) and going:
         raise PlanMismatch(
             f"{verdict}\nSo this {plan.direction} graph cannot be carried out as planned, but what"
-            f" was agreed on before with the ranks of {_names(settled)} goes on there. Compile on"
+            f" was agreed on before with the ranks of {_names(going)} goes on there. Compile on"
             " all ranks alike."
         )
     return verdict or why, None if verdict or settled else meeting.round()
@@ -143,11 +155,11 @@ SILENT = (
 )
 
 
-def _settled(part: Part, past: History, speaker: Speaker) -> bool:
-    """Whether all of it was agreed on before: then this rank may go on alone."""
-    if part.changed and part.digest in past.agreed[speaker.backend]:
+def _settled(part: Part, past: History, scope: str) -> bool:
+    """Whether all of it was agreed on before, for a backend or for the same code under it."""
+    if part.changed and part.digest in past.agreed[scope]:
         return True
-    known, wanted = past.known[speaker.backend], part.decisions()
+    known, wanted = past.known[scope], part.decisions()
     for site in part.first:
         key = next((key for key in part.keys_of(site) if key in known), "")
         if not key or not known[key] == wanted[key] != SEVERAL:
@@ -174,10 +186,22 @@ def _say_nothing(here: Board, part: Part, past: History, plan: Plan, speaker: Sp
     """Says that nothing is changed, and goes on."""
     if past.apart:
         return
-    note = Note(0, part.outline, part.sites, speaker.digest, speaker.name, part.failure)
+    call = call_of(part, speaker)
+    note = Note(0, part.outline, part.sites, speaker.digest, speaker.name, part.failure, call)
     try:
         here.note(part.where, part.key, past, note)
     except RuntimeError as error:  # the store is gone: nobody can hear it, and nobody need
+        log.debug("commpass could not reach the store: %s", error)
+
+
+def _say_reused(here: Board, part: Part, past: History, speaker: Speaker) -> None:
+    """Says that what was agreed on for the same code is carried out for this call. (Where the call
+    is not known on other ranks they could not tell which graph that is.)"""
+    if not call_of(part, speaker):
+        return
+    try:
+        publish_reuse(here, part, past, speaker)
+    except RuntimeError as error:  # as above
         log.debug("commpass could not reach the store: %s", error)
 
 
@@ -190,25 +214,19 @@ def _timeout(waiting: Iterable[Part]) -> float:
     return longest_timeout(part.group for part in waiting)
 
 
-def _names(some: Iterable[Part]) -> str:
-    return ", ".join(f"group {part.group.group_name!r}" for part in some)
+def _names(keys: Iterable[str]) -> str:
+    return ", ".join(f"group {key.partition('@')[0]!r}" for key in keys)
 
 
 def _count(meeting: Meeting) -> None:
     """Who only noted a graph has not counted its meeting: nor do those who heeded the note."""
     for key in meeting.parts:
         past = meeting.pasts[key]
-        if meeting.alone[key]:
+        if notes := [*meeting.alone[key].values(), *meeting.reused[key].values()]:
             past.count -= 1
-            like = (
-                note
-                for note in meeting.alone[key].values()
-                if note.policy == meeting.speaker.digest
-            )
-            past.noted |= {note.outline: note.times for note in like}
+            past.heed(note for note in notes if note.policy == meeting.speaker.digest)
         else:
-            past.noted.clear()
-            past.notes.clear()
+            past.forget_notes()
 
 
 def _verdict(meeting: Meeting) -> str:
@@ -239,8 +257,7 @@ def _wait(meeting: Meeting) -> None:
             if why := difference(meeting.here.settings):
                 raise PlanMismatch(why)
         if waited > meeting.timeout_s:
-            for key, (number, _) in meeting.mine.items():
-                meeting.here.say(key, number, Statement(gave_up=True))
+            _give_up(meeting)
             raise Unanswered(differences.silence(meeting))
         if waited > PATIENCE_S and not told:
             told = True
@@ -250,7 +267,17 @@ def _wait(meeting: Meeting) -> None:
         pause = min(2 * pause, LONGEST_PAUSE_S * (1 + many / 256))
 
 
+def _give_up(meeting: Meeting) -> None:
+    """Says that this rank raises."""
+    for key, part in meeting.parts.items():
+        word = dataclasses.replace(meeting.word_of(part), gave_up=True)
+        meeting.here.say(key, meeting.mine[key][0], word)
+
+
 def _judge(meeting: Meeting) -> str:
+    if against := meeting.contradicted():
+        _give_up(meeting)
+        raise PlanMismatch(differences.reused(meeting, *next(iter(against.items()))))
     words = [
         (key, rank, word) for key in meeting.halls for rank, word in meeting.heard[key].items()
     ]
@@ -271,8 +298,7 @@ def _judge(meeting: Meeting) -> str:
         why = "; ".join([*(differences.apart(meeting, key) for key in sorted(apart)), why])
     else:
         for key, part in meeting.parts.items():
-            meeting.pasts[key].agreed[meeting.speaker.backend].add(part.digest)
-            meeting.pasts[key].known[meeting.speaker.backend].update(part.decisions())
+            meeting.pasts[key].agree(meeting.speaker, part.digest, part.decisions())
         return ""
     if meeting.contrary and meeting.without():
         raise PlanMismatch(
@@ -282,20 +308,12 @@ def _judge(meeting: Meeting) -> str:
     silent = any(meeting.missing(hall) for hall in meeting.halls)
     for key, part in meeting.parts.items():
         if silent or meeting.without():  # not all can see from what was said that nobody can
-            follows = Statement(
-                outline=part.outline,
-                policy=meeting.speaker.digest,
-                failure=why,
-                policy_name=meeting.speaker.name,
-                epoch=meeting.said[key],
-                follows=True,
-            )
+            follows = dataclasses.replace(meeting.word_of(part), failure=why, follows=True)
             meeting.here.say(key, meeting.mine[key][0], follows)
             meeting.here.now(part.where, Now(word=follows, place=(key, meeting.mine[key][0])))
     for part in (each for each in meeting.parts.values() if not each.changed):
-        meeting.pasts[part.key].known[meeting.speaker.backend].update(
-            dict.fromkeys(part.decisions(), NONE)
-        )
+        decisions = dict.fromkeys(part.decisions(), NONE)
+        meeting.pasts[part.key].agree(meeting.speaker, "", decisions)
     for key in apart:
         meeting.pasts[key].apart = differences.apart(meeting, key)
         meeting.here.leave(key, meeting.pasts[key].apart)

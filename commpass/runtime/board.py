@@ -24,21 +24,32 @@ import torch.distributed as dist
 
 from commpass.groups import ready
 from commpass.runtime.environment import Settings, settings
+from commpass.runtime.origin import forget_calls
 
 log = logging.getLogger("commpass")
 
 ROOT = "commpass"
+MOST_NOTES = 256
+"""Notes of one rank that stand on the board since its last meeting. No rank is further ahead."""
 
 
 @dataclass(frozen=True)
 class Speaker:
     """Under which policy and profile a rank decides: a digest that equal ones share, and a name.
     ``backend`` tells backends of this process apart, and what was compiled before a reset of
-    Dynamo."""
+    Dynamo; ``function`` the code that the graph was compiled from; ``call`` the call of it for
+    which it is compiled, equal on all ranks, "" where that is not known."""
 
     digest: str
     name: str
     backend: str = ""
+    function: str = ""
+    call: str = ""
+
+    @property
+    def scope(self) -> str:
+        """What was agreed on for the same code under the same backend."""
+        return f"{self.backend}/{self.function}"
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,8 @@ class Statement:
     ``elsewhere`` are the meetings, of another policy, at which it has heard other ranks.
     ``hidden``: it leaves sites alone that hide behind what it computes itself, and would go on
     without that. ``own``: likewise, it does not send what only this rank would not use.
+    ``call`` is the call for which it compiles, ``repeats`` how often it had noted this graph
+    before. ``reused``: the rank did not wait, since this was agreed on before.
     """
 
     digest: str = ""
@@ -67,13 +80,32 @@ class Statement:
     elsewhere: dict[int, tuple[str, int]] = field(default_factory=dict)
     hidden: bool = False
     own: bool = False
+    call: str = ""
+    repeats: int = 0
+    reused: bool = False
+
+
+@dataclass(frozen=True)
+class Link:
+    """A group in which a rank reuses a plan: the number of its meetings so far, its ranks, and the
+    call for which the rank compiles there."""
+
+    count: int
+    ranks: str
+    call: str
 
 
 @dataclass(frozen=True)
 class Note:
     """What a rank that changes nothing of a graph leaves on the board before it goes on: the
     outline of its part, which sites those are (ANY if that is not known), policy, and why if it
-    failed. ``times`` is how often it has noted this outline since its last meeting."""
+    failed. ``times`` is how often it has noted this outline since its last meeting. ``call`` is the
+    call for which it compiles, "" where others cannot tell that, and ``repeats`` how often it has
+    noted this outline for that call.
+
+    A rank that reuses a plan of this ``digest``, which was agreed on before, leaves one as well.
+    ``waits``: it compares the plan with the others' if they compile that graph too. ``links`` are
+    the groups in which it reuses one for the same graph."""
 
     times: int
     outline: str
@@ -81,6 +113,24 @@ class Note:
     policy: str
     policy_name: str
     failure: str
+    call: str = ""
+    repeats: int = 0
+    digest: str = ""
+    waits: bool = False
+    links: dict[str, Link] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> str:
+        """Of which graph it is, as far as other ranks can tell, and whether a plan is reused."""
+        return f"{self.call}/{self.outline}{REUSED * bool(self.digest)}"
+
+    def is_of(self, call: str, outline: str) -> bool:
+        """Whether it is of the graph that another rank compiles for this call, or, where the call
+        is not known, of one with the same collectives."""
+        return self.call == call if call else not self.call and self.outline == outline
+
+
+REUSED = "/reused"
 
 
 @dataclass(frozen=True)
@@ -123,19 +173,50 @@ class History:
     """What one group, or pair of ranks, has agreed on, as one of its ranks knows it.
 
     ``count`` is the number of its meetings; ``noted`` how often each outline was noted since the
-    last, by this rank or by one that it heeded; ``notes`` are this rank's. ``agreed`` and ``known``
-    are the digests and what was decided of each site, by backend, so that a rank which compiles
-    again alone knows what the others go on with. ``apart`` says why its ranks change nothing any
-    more.
+    last, by this rank or by one that it heeded, and ``repeats`` how often each graph was; ``notes``
+    are this rank's. ``agreed`` and ``known``
+    are the digests and what was decided of each site, by backend, and by backend and code, so that
+    a rank which compiles again alone knows what the others go on with. ``apart`` says why its ranks
+    change nothing any more.
     """
 
     group: weakref.ref[Any]
     count: int = 0
     noted: dict[str, int] = field(default_factory=dict)
+    repeats: dict[str, int] = field(default_factory=dict)
     agreed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     known: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
     notes: dict[str, Note] = field(default_factory=dict)
     apart: str = ""
+
+    def agree(self, speaker: Speaker, digest: str, decisions: dict[str, str]) -> None:
+        """Records what was agreed on, for the backend and for the code."""
+        for scope in (speaker.backend, speaker.scope):
+            if digest:
+                self.agreed[scope].add(digest)
+            self.known[scope].update(decisions)
+
+    def is_past(self, word: Statement) -> bool:
+        """Whether a word is of a graph that this rank has noted since: its meeting was not counted,
+        and the next one has the same number."""
+        return bool(word.call) and self.times_noted(word.call, word.outline) > word.repeats
+
+    def times_noted(self, call: str, outline: str) -> int:
+        """How often this rank has noted a graph since the last meeting."""
+        graph = f"{call}/{outline}"
+        return self.repeats.get(graph, 0) + self.repeats.get(graph + REUSED, 0)
+
+    def heed(self, notes: Iterable[Note]) -> None:
+        """Takes the notes of other ranks as if they were this one's."""
+        for note in notes:
+            self.repeats[note.graph] = note.repeats
+            if not note.digest:
+                self.noted[note.outline] = note.times
+
+    def forget_notes(self) -> None:
+        self.noted.clear()
+        self.repeats.clear()
+        self.notes.clear()
 
 
 @dataclass
@@ -165,7 +246,7 @@ class Board:
         found = self.histories.get(key)
         if found is None or found.group() is not group:
             # A group of the same name and ranks goes on counting: its old words are still there.
-            before = (found.count, found.noted) if found else ()
+            before = (found.count, found.noted, found.repeats) if found else ()
             found = self.histories[key] = History(weakref.ref(group), *before)
         return found
 
@@ -179,12 +260,24 @@ class Board:
         self.store.set(_place(self.nonce, where, "now"), msgspec.json.encode(said))
 
     def note(self, where: str, key: str, past: History, note: Note) -> None:
-        """Says that nothing is changed of a graph."""
-        past.noted[note.outline] = times = past.noted.get(note.outline, 0) + 1
-        past.notes[note.outline] = dataclasses.replace(note, times=times)
+        """Says that nothing is changed of a graph, or that what was agreed on is reused."""
+        repeats = past.repeats.get(note.graph, 0) + 1
+        if not note.waits:
+            past.repeats[note.graph] = repeats
+        times = past.noted.get(note.outline, 0) + (not note.digest)
+        if not note.digest:
+            past.noted[note.outline] = times
+        past.notes.pop(note.graph, None)  # the latest is the last
+        past.notes[note.graph] = dataclasses.replace(note, times=times, repeats=repeats)
+        for old in list(past.notes)[:-MOST_NOTES]:
+            del past.notes[old]
+        self._write_notes(key, past)
+        if not note.digest:
+            self.now(where, Now(note=past.notes[note.graph]))
+
+    def _write_notes(self, key: str, past: History) -> None:
         notes = Notes(past.count, tuple(past.notes.values()))
         self.store.set(_place(self.nonce, key, "notes"), msgspec.json.encode(notes))
-        self.now(where, Now(note=past.notes[note.outline]))
 
     def leave(self, key: str, why: str) -> None:
         """Says that this rank changes nothing any more in a group."""
@@ -281,6 +374,7 @@ def begin() -> None:
     world = dist.group.WORLD
     assert world is not None
     older = frozenset().union(*(board.older | board.read_nonces for board in _boards))
+    forget_calls()
     _boards[:] = [Board(weakref.ref(world), dist.get_rank(), uuid.uuid4().hex[:12], older)]
     here = _boards[-1]
     here.settings[here.rank] = settings()

@@ -39,6 +39,8 @@ MOST_LOST = 0.5
 WORST = 10.0
 """How many times ``max_error`` a block may be off."""
 LONGEST_PAUSE_S = 0.05
+OVER = "%s (%s) is left alone from now on, on all ranks: %s. %s"
+"""Site, kind, what is over, and what to do."""
 
 
 def limits(bound: float) -> Reading:

@@ -64,6 +64,21 @@ def gave_up(meeting: Meeting, key: str, rank: int) -> str:
     )
 
 
+def reused(meeting: Meeting, key: str, ranks: list[int]) -> str:
+    """Some ranks go on with what was agreed on before, and others have planned something else."""
+    digest = meeting.heard[key][ranks[0]].digest
+    others = [rank for rank, word in meeting.heard[key].items() if word.digest != digest]
+    other = meeting.heard[key][others[0]].digest
+    return (
+        f"rank {spans(ranks)} of {_where(meeting, key)} goes on with plan {digest}, which was"
+        f" agreed on before, but rank {spans(sorted(others))} plans {other or 'nothing'} for this"
+        f" {meeting.plan.direction} graph, which is that of the same call. The model or its inputs"
+        " differ between ranks: a number of a rank's own, say. Give every rank the same, or keep"
+        " those collectives as they are with commpass.keep. Here the plan is:\n"
+        f"{_outline(meeting.plan)}"
+    )
+
+
 def apart(meeting: Meeting, key: str) -> str:
     return f"the ranks of {_where(meeting, key)} compile different graphs: nothing of it is changed"
 

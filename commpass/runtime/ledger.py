@@ -29,10 +29,10 @@ class Ledger:
     past: list[Plan] = field(default_factory=list)
     _current: dict[tuple[str, str], Plan] = field(default_factory=dict)
 
-    def add(self, plan: Plan, why: str) -> None:
-        """Adds exchanges of which nothing is measured, and why."""
+    def add(self, plan: Plan, why: str, instead_of: Plan | None = None) -> None:
+        """As ``put``, exchanges of which nothing is measured, and why."""
         sites = [Sampled(site, None, why if site.compressed else PLAIN) for site in plan.sites]
-        self.entries.append(Entry(plan, Samples(0.0, sites), None))
+        self.put(Entry(plan, Samples(0.0, sites), None), instead_of)
 
     def put(self, entry: Entry, instead_of: Plan | None = None) -> None:
         """Adds a graph, or puts it in the place of the one that had this plan."""

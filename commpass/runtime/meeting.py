@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from commpass.plan import Plan
+from commpass.plan import NONE, Plan
 from commpass.runtime.board import (
     ANY,
     Board,
@@ -20,7 +20,7 @@ from commpass.runtime.board import (
     from_spans,
     spans,
 )
-from commpass.runtime.parts import Part, alike
+from commpass.runtime.parts import Part, alike, call_of
 
 
 class Meeting:
@@ -51,6 +51,7 @@ class Meeting:
         self.heard: dict[str, dict[int, Statement]] = {key: {} for key in self.halls}
         self.alone: dict[str, dict[int, Note]] = {key: {} for key in self.halls}
         self.left: dict[str, dict[int, str]] = {key: {} for key in self.halls}
+        self.reused: dict[str, dict[int, Note]] = {key: {} for key in self.halls}
         self.conflicts: set[str] = set()
         self.said: dict[str, str] = {}
 
@@ -65,14 +66,10 @@ class Meeting:
                 self.heard[key].clear()
             self.said[key] = now
             said = self.heard[key].get(self.here.rank, Statement())
-            word = Statement(
-                part.digest,
-                part.outline,
-                self.speaker.digest,
-                self.speaker.name,
-                now,
-                part.failure,
-                meets,
+            word = dataclasses.replace(
+                self.word_of(part),
+                digest=part.digest,
+                meets=meets,
                 elsewhere=said.elsewhere,
                 hidden=part.hidden,
                 own=part.own,
@@ -80,6 +77,19 @@ class Meeting:
             self.here.say(key, self.mine[key][0], word)
             self.here.now(part.where, Now(word=word, place=(key, self.mine[key][0])))
             self.heard[key][self.here.rank] = word
+
+    def word_of(self, part: Part) -> Statement:
+        """What this rank says of a part, if it changes nothing of it."""
+        call = call_of(part, self.speaker)
+        return Statement(
+            outline=part.outline,
+            policy=self.speaker.digest,
+            policy_name=self.speaker.name,
+            epoch=self.said[part.key],
+            failure=part.failure,
+            call=call,
+            repeats=self.pasts[part.key].times_noted(call, part.outline),
+        )
 
     def _epoch(self, key: str) -> str:
         ranks = self.halls[key][1]
@@ -99,24 +109,70 @@ class Meeting:
             others = self._others(
                 key, places
             )  # before the rest: who goes on has left a word or a note there
+            notes = self.here.notes(places, key)
             if key in self.parts:
-                for rank, notes in self.here.notes(places, key).items():
-                    for note in self._about(key, notes):
+                for rank, its in notes.items():
+                    for note in self._about(key, its):
                         self.alone[key][rank] = note
             for rank, word in self.here.words(places, key, number).items():
                 if word.meets and (not now or word.epoch != now):
                     continue  # from an older run, or by one who has not heard all hellos
+                if key in self.parts and self.pasts[key].is_past(word):
+                    continue
                 self.heard[key][rank] = word
                 for other, (count, members) in word.meets.items():
                     known = self.halls.setdefault(other, (count, from_spans(members)))
                     self.heard.setdefault(other, {})
                     self.left.setdefault(other, {})
                     self.alone.setdefault(other, {})
+                    self.reused.setdefault(other, {})
                     self.conflicts |= {other} if known[0] != count else set()
             silent = {rank: places[rank] for rank in self.missing(key) if rank in places}
             self.left[key] |= self.here.apart(silent, key)
             self._hear(key, others, now)
+            for rank in self.missing(key):
+                if rank in notes and (found := self._reused(key, notes[rank])):
+                    self._reuse(key, rank, found)
         self._ask_again()
+
+    def _reuse(self, key: str, rank: int, note: Note) -> None:
+        """Takes the note of a rank that goes on with what was agreed on for its word."""
+        self.reused[key][rank] = note
+        digest = "" if note.digest == NONE else note.digest
+        self.heard[key][rank] = Statement(
+            digest, note.outline, note.policy, note.policy_name, reused=True
+        )
+
+    def _reused(self, key: str, notes: Notes) -> Note | None:
+        """The note of a rank that reuses a plan for this very call, and waits for nobody."""
+        part = self.parts.get(key)
+        calls = {word.call for word in self.heard[key].values() if word.call}
+        if part is not None:
+            calls = {call_of(part, self.speaker)}
+        past = self.pasts[key].repeats if part is not None else {}
+        return next(
+            (
+                note
+                for note in notes.notes
+                if note.digest
+                and not note.waits
+                and notes.count == self.halls[key][0] - 1
+                and note.repeats > past.get(note.graph, 0)
+                and any(note.is_of(call, part.outline if part else "") for call in calls)
+            ),
+            None,
+        )
+
+    def contradicted(self) -> dict[str, list[int]]:
+        """The ranks that go on with what was agreed on before, by meeting, where another rank would
+        do something else."""
+        found = {}
+        for key, heard in self.heard.items():
+            digests = {word.digest for word in heard.values() if not word.follows}
+            going = [rank for rank in self.reused[key] if heard[rank].digest]
+            if going and len(digests) > 1:
+                found[key] = going
+        return found
 
     def _others(self, key: str, places: dict[int, str]) -> dict[int, Now]:
         """What those ranks said last under a policy that this rank never had there: it is not to
@@ -168,13 +224,23 @@ class Meeting:
     def _about(self, key: str, notes: Notes) -> list[Note]:
         """Those notes, since the last meeting, that are about sites of this rank's graph. (Not of
         one of which this rank has noted the same: that was another graph.)"""
-        own = self.parts[key].sites
+        part, past = self.parts[key], self.pasts[key]
+        call = call_of(part, self.speaker)
+
+        def is_about(note: Note) -> bool:
+            return any(
+                site == ANY or alike(site, each) for site in note.sites for each in part.sites
+            )
+
+        def is_fresh(note: Note) -> bool:
+            if note.call and note.call == call:
+                return note.repeats > past.repeats.get(note.graph, 0)
+            return note.times > past.noted.get(note.outline, 0)
+
+        if notes.count != self.halls[key][0] - 1:
+            return []
         return [
-            note
-            for note in notes.notes
-            if notes.count == self.halls[key][0] - 1
-            and note.times > self.pasts[key].noted.get(note.outline, 0)
-            and any(site == ANY or alike(site, each) for site in note.sites for each in own)
+            note for note in notes.notes if not note.digest and is_about(note) and is_fresh(note)
         ]
 
     def round(self) -> Round:
@@ -192,7 +258,7 @@ class Meeting:
         """Whether all have spoken, or enough: one who changes nothing keeps all from it. (But who
         would leave alone what was agreed on before must know that all others do.)"""
         words = [word for heard in self.heard.values() for word in heard.values()]
-        if any(word.gave_up for word in words):
+        if any(word.gave_up for word in words) or self.contradicted():
             return True
         if self.nobody() and not self.contrary:
             return True

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.utils.weak import TensorWeakRef
 from commpass import paths
 from commpass.errors import PolicyError
 from commpass.passes.references import BACKWARD, GATHERED_AGAIN, Weights
+from commpass.runtime.origin import Origin, code_here, origin_of
 
 log = logging.getLogger("commpass")
 
@@ -134,17 +136,10 @@ class Code:
 COMPILED_AUTOGRAD = Code("", 0, "compiled_autograd")
 
 
-def _code() -> Code:
-    """The function that Dynamo is compiling now."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        translator: Any = InstructionTranslator.current_tx()
-    except AttributeError:  # none: the backend was called by hand
+def _name_of(code: CodeType | None) -> Code:
+    """The function that Dynamo is compiling; None where the backend was called by hand."""
+    if code is None:
         return Code("", 0, "graph")
-    while getattr(translator, "parent", None) is not None:
-        translator = translator.parent
-    code = translator.f_code
     return Code(code.co_filename, code.co_firstlineno, code.co_qualname)
 
 
@@ -165,7 +160,9 @@ class Calls:
 
     def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], autograd: bool):
         self.autograd = autograd
-        self.code = COMPILED_AUTOGRAD if autograd else _code()
+        code = None if autograd else code_here()
+        self.code = COMPILED_AUTOGRAD if autograd else _name_of(code)
+        self.origin = origin_of(code)
         self.keeps: bool | None = None
         """Whether its backward graph keeps state; None until that is compiled."""
         self.refers = False
@@ -291,11 +288,13 @@ class HookCalls(Calls):
         parameters: Sequence[Tensor],
         flat: bool = False,
         again: bool = False,
+        origin: Origin | None = None,
     ):
         self.again, self.flat = again, flat
         self.parameters_of_flat: tuple[Tensor, ...] = ()
         self.autograd = direction == "backward"
         self.code, self.fixed, self.positions = Code("", 0, name), (), []
+        self.origin = origin or Origin(name)
         self.keeps: bool | None = None
         self.refers = self.last = False
         self.whose: Owner | None = None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from commpass.groups import group_named
 from commpass.plan import ALIKE, NONE, Plan, PlannedSite, Site
-from commpass.runtime.board import ANY, spans
+from commpass.runtime.board import ANY, Speaker, spans
 from commpass.runtime.pairs import channel_of, terms
 
 SEVERAL = "several"
@@ -83,6 +83,11 @@ class Part:
             if isinstance(site, PlannedSite) and site.compressed
         ]
         return _digest([self.plan.direction, rows])
+
+    @property
+    def reused_digest(self) -> str:
+        """``digest``; NONE where nothing is changed, since it is hidden."""
+        return self.digest or NONE
 
     @cached_property
     def outline(self) -> str:
@@ -176,6 +181,12 @@ def parts(
         )
         found.append(Part(where, f"{where}~{policy}", group, ranks, peer is not None, mine, part))
     return found
+
+
+def call_of(part: Part, speaker: Speaker) -> str:
+    """The call for which a part is compiled; "" for what goes between two ranks, since each of them
+    may run other code."""
+    return "" if part.pair else speaker.call
 
 
 def _talking(name: str) -> Any:

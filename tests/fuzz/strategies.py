@@ -74,6 +74,7 @@ class Drawer:
         self.counted: Counted | None = None
         self.module, self.word, self.again = "", None, False
         self.backward = self.chance(2)
+        self.has_own_numbers = self.chance(4)
         self.case = Case(self.world, self.dims, [], [], [])
 
     def one_of(self, choices: Sequence[Any]) -> Any:
@@ -264,9 +265,9 @@ class Drawer:
     def group(self) -> str:
         return self.one_of(list(self.dims))
 
-    def number(self, choices: Sequence[float], one_in: int = 8) -> Any:
-        """A number of the program, or now and then each rank's own."""
-        if not self.chance(one_in):
+    def number(self, choices: Sequence[float]) -> Any:
+        """A number of the program; or each rank's own, in programs that have such."""
+        if not self.has_own_numbers or self.chance(3):
             return self.one_of(choices)
         self.dependent = self.dependent or OWN_NUMBER
         if self.chance(3):
@@ -337,9 +338,9 @@ def scale(d: Drawer) -> None:
     if x is None:
         return
     if d.chance(3):
-        d.add("divide", x, by=d.number([2.0, 3.0, 7.0, 256.0], 12))
+        d.add("divide", x, by=d.number([2.0, 3.0, 7.0, 256.0]))
     else:
-        d.add("scale", x, by=d.number([2.0, 0.5, -3.0, 0.1, 1 / 4096, 0.0], 12))
+        d.add("scale", x, by=d.number([2.0, 0.5, -3.0, 0.1, 1 / 4096, 0.0]))
 
 
 def binary(d: Drawer) -> None:
@@ -498,7 +499,7 @@ def sums(d: Drawer) -> None:
     d.module = d.one_of(MODULES)
     b = d.links(d.collective(kind, y, other if d.chance(4) else group, reduce=reduce))
     if a is not None and b is not None and _same_shapes(d, a, b):
-        how = {"alpha": d.number([2, 0.5], 3)} if d.chance(6) else {}
+        how = {"alpha": d.number([2, 0.5])} if d.chance(6) else {}
         d.add(d.one_of(["add", "sub"]), a, b, **how)
 
 

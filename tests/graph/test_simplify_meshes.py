@@ -252,7 +252,7 @@ def prove(world: World, steps: tuple[Step, ...]) -> list[str]:
     computes."""
     plain: list[fx.GraphModule] = []
     simple: list[fx.GraphModule] = []
-    applied: list[dict[str, list[str]]] = []
+    applied: list[dict[str, list[tuple[Any, ...]]]] = []
     ranks: dict[str, tuple[int, ...]] = {}
     for rank in range(world.size):
         with as_rank(rank, world.size):
@@ -265,7 +265,7 @@ def prove(world: World, steps: tuple[Step, ...]) -> list[str]:
             done = simplify(simple[-1], discover(simple[-1]), Policy(), SLOW)
             applied.append({name: [] for name in names})
             for step in done:
-                applied[-1][step.group].append(", ".join((step.rule, *step.moved)))
+                applied[-1][step.group].append((step.rule, step.numbers, *step.moved))
             del kept
     for group, members in ranks.items():
         rules = {rank: applied[rank][group] for rank in members}
@@ -279,7 +279,7 @@ def prove(world: World, steps: tuple[Step, ...]) -> list[str]:
             narrow = any(step.name in ("narrow", "widen") for step in steps)
             bound = (1e-5 if narrow else 1e-10) * max(1.0, float(b.abs().max()))
             assert (a - b).abs().max() <= bound, (rank, number, applied[0])
-    return [rule for rules in applied[0].values() for rule in rules]
+    return [rule for rules in applied[0].values() for rule, *_ in rules]
 
 
 PHASES = tuple(phase for phase in Phase if phase is not Phase.explain)

@@ -156,3 +156,32 @@ def _without_publishing() -> tuple[str, float]:
         return _silent()
     finally:
         budget.Check._publish = publish
+
+
+class Weighted(nn.Module):
+    """Two parameters whose gradients are what it is called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(64, 256)) for _ in range(2))
+
+    def forward(self, one, other):
+        return (self.first * one).sum() + (self.second * other).sum()
+
+
+def _equal_buckets() -> list[list[str]]:
+    """Two buckets of one plan: what is sent in the second is over its budget."""
+    model, rank, codecs = DDP(Weighted(), bucket_cap_mb=0.01), dist.get_rank(), []
+    door = compress_ddp(model, INT8, profile=SLOW)
+    for _ in range(5):
+        model.zero_grad()
+        model(with_counts(rank), normal(64, 256, seed=rank)).backward()
+        codecs.append([site.codec for plan in door.exchanges.plans for site in plan.sites])
+    return codecs
+
+
+def test_equal_plans_of_two_graphs_are_both_checked(ranks2):
+    found = ranks2.run(_equal_buckets)
+    assert found[0] == found[1]
+    assert found[0][1] == ["int8", "int8"]
+    assert found[0][-1] == ["int8", "none"]

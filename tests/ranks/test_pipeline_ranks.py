@@ -555,3 +555,38 @@ def test_what_needs_no_gradient_sends_none_back(ranks2: Ranks):
         ([("send", "forward")], [False, False]),
         ([("recv", "forward")], [True, True]),
     ]
+
+
+class WithCount(Block):
+    """A block whose result has a count beside the field."""
+
+    def forward(self, x):
+        return super().forward(x) + 1e6 * (torch.arange(WIDTH) == 0)
+
+
+def over_budget(name, calls):
+    """Outputs of each step, those of the stages without compression, and what each step's forward
+    plan codes."""
+    policy = Policy(codecs=("int8",), max_error=0.02, check_calls=calls)
+    slow = commpass.ethernet(1e-4)
+    schedule, stages = pipeline(name, policy, make=WithCount, profile=slow)
+    plain, plain_stages = pipeline(name, None, make=WithCount)
+    outputs, codecs = [], []
+    before = len(commpass.plans())
+    for _ in range(4):
+        outputs.append((step(schedule, stages, *data()), step(plain, plain_stages, *data())))
+        sites = [site for plan in commpass.plans()[before:] for site in plan.sites]
+        codecs.append({site.codec for site in sites if site.direction == "forward" and site.bytes})
+    dist.barrier()
+    return outputs, codecs
+
+
+@pytest.mark.parametrize("name", ["1F1B", rarely("InterleavedZeroBubble"), rarely("GPipe")])
+def test_messages_over_their_budget_are_left_alone_at_both_ends(ranks2: Ranks, name):
+    for outputs, codecs in ranks2.run(over_budget, name, 2):
+        assert codecs == [{"int8"}, *[{"none"}] * 3]
+        for found, wanted in outputs[1:]:
+            if wanted is not None:
+                torch.testing.assert_close(found, wanted, **EXACT)
+    for _, codecs in ranks2.run(over_budget, name, 0):
+        assert codecs == [{"int8"}] * 4

@@ -137,6 +137,34 @@ def test_ranks_with_unequal_batches_and_no_tokens_simplify_alike(ranks2):
     assert first == second == ["same", "widen then gather"]
 
 
+def own_numbers() -> None:
+    """Results of collectives that a rank scales by a number of its own."""
+    rank, group = dist.get_rank(), dist.group.WORLD.group_name
+    k, even = 0.5 + 2.0 * rank, [4, 4]
+
+    def function(x):
+        gathered = wait(ops.all_gather_into_tensor(x, 2, group))
+        sent = wait(ops.all_to_all_single(x, even, even, group))
+        summed = wait(ops.all_reduce(x.sin(), "sum", group))
+        return (
+            (gathered * k).bfloat16(),
+            -(sent.view(-1) / k).half(),
+            summed * k + wait(ops.all_reduce(x.cos(), "sum", group)),
+        )
+
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+    expected = function(x)
+    torch._dynamo.reset()
+    backend = commpass.backend("lossless", inner="eager", profile=commpass.ethernet(0.001))
+    with torch.no_grad():
+        got = torch.compile(function, backend=backend, fullgraph=True)(x)
+    assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+def test_ranks_may_scale_by_numbers_of_their_own(ranks2):
+    ranks2.run(own_numbers)
+
+
 @pytest.mark.parametrize("size", [rarely(2), 3])
 def test_every_rule_gives_the_numbers_of_the_unsimplified_graph(size, request):
     (met, *others) = request.getfixturevalue(f"ranks{size}").run(compare)

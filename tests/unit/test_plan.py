@@ -386,24 +386,26 @@ def test_a_fallback_is_part_of_a_digest_but_its_words_are_not():
     assert failed.digest() == otherwise.digest()
 
 
-def test_a_digest_is_of_what_algebra_did_and_moved_but_not_of_where():
+def test_a_digest_is_of_what_algebra_did_moved_and_merged_but_not_of_names():
     done = {
         "rule": "sum of sums",
         "site": "all_reduce_1",
         "into": "all_reduce",
         "saved_bytes": 256,
         "group": "3",
+        "numbers": (0, 1),
     }
-    one, other, scaled, elsewhere = (
+    one, other, scaled, apart, elsewhere = (
         plan(planned(), simplified=(Simplification(**done | changes),))
         for changes in (
             {},
             {"rule": "same"},
             {"moved": ("mul 2.0",)},
+            {"numbers": (2, 3)},
             {"site": "all_reduce_2", "saved_bytes": 512},
         )
     )
-    assert len({each.digest() for each in (plan(planned()), one, other, scaled)}) == 4
+    assert len({each.digest() for each in (plan(planned()), one, other, scaled, apart)}) == 5
     assert one.digest() == elsewhere.digest()
 
 

@@ -96,7 +96,6 @@ COVERED = [
     ("a.b", "axb", False),
     *((glob, "a\nb.c\nd", True) for glob in ("**", "*", "a\nb", "a?b", "**.c*", "a\nb.*")),
     ("a", "a\n", False),
-    ("*", "", False),
     *(
         (name, f"{name}.mlp", True)
         for name in ("[red]x[/red]", "a|b", "漢字", "\x1b[31m", "x" * 999)

@@ -66,6 +66,7 @@ def simplify(
                 group=editor.group_of[did.site],
                 moved=did.moved,
                 own=rule in owning,
+                numbers=tuple(editor.number_of[name] for name in (did.site, *did.others)),
             )
             for rule, did in done
         ]

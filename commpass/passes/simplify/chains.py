@@ -95,12 +95,15 @@ def before_clone(node: fx.Node) -> fx.Node:
 
 
 def scales(chain: Sequence[fx.Node]) -> tuple[str, ...]:
-    """The numbers by which a chain scales, for the plan: the ranks must agree on them."""
-    links = [link for link in chain if is_scaling(link) and len(link.args) > 1]
-    return tuple(
-        f"{'times' if link.target in SCALINGS[:2] else 'divided by'} {link.args[1]}"
-        for link in links
-    )
+    """The numbers by which a chain scales, for the plan: the ranks must agree on them. Asked before
+    the edit that erases the chain."""
+    return tuple(_scale(link) for link in chain if is_scaling(link))
+
+
+def _scale(link: fx.Node) -> str:
+    if link.target is aten.neg.default:
+        return "times -1"
+    return f"{'times' if link.target in SCALINGS[:2] else 'divided by'} {link.args[1]}"
 
 
 def walk_back(

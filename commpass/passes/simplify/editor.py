@@ -4,6 +4,7 @@ changing the graph."""
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -61,7 +62,19 @@ class Editor:
     changing: set[fx.Node] = field(default_factory=set)
     calls: dict[fx.Node, tuple[Any, Any, Call | None]] = field(default_factory=dict)
     group_of: dict[str, str] = field(default_factory=dict)
+    number_of: dict[str, int] = field(default_factory=dict)
     unions: dict[tuple[str, str], Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Numbers the collectives that all ranks of a group have, within their group, as the graph
+        came: all of its ranks start them in this order. What a rule makes has the number of what it
+        stands for."""
+        count: Counter[str] = Counter()
+        for node in self.graph.nodes:
+            if (call := self.call(node)) is not None and not call.ends:
+                group = self.group_of[node.name]
+                self.number_of[node.name] = count[group]
+                count[group] += 1
 
     def look(self) -> None:
         """Looks at the whole graph, at the start of a sweep: which values are equal, and which must
@@ -210,7 +223,10 @@ class Editor:
         meta.carry(source, node)
         self.held.place[node] = self.held.place[before]
         node.meta[RULE] = rule
-        if source in self.allowed and self.call(node) is not None:
+        made = self.call(node) is not None
+        if made and source.name in self.number_of:
+            self.number_of[node.name] = self.number_of[source.name]
+        if made and source in self.allowed:
             self.allowed[node] = self.allowed[source]
             node.meta[ALLOWED] = {0: self.allowed[source]}
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])

@@ -59,9 +59,9 @@ def same(node: fx.Node, editor: Editor) -> Applied | None:
     until = editor.last_user(first.wait)
     if until < node and not editor.hold(until, node, nbytes(node), nbytes(node)):
         return None
-    name, size = exchange.call.node.name, nbytes(exchange.input)
+    name, size, kept = exchange.call.node.name, nbytes(exchange.input), first.call.node.name
     editor.replace(node, first.wait)
-    return Applied(name, f"{first.call.node.name}, which sends the same", size)
+    return Applied(name, f"{kept}, which sends the same", size, others=(kept,))
 
 
 def _only_for_equal_exchanges(node: fx.Node, editor: Editor) -> bool:

@@ -128,6 +128,7 @@ def gather_of_scatter(node: fx.Node, editor: Editor) -> Applied | None:
         place, "gather of scatter", place, target, inner.input, call.reduce_op, call.group
     )
     whole = editor.emit(node, "gather of scatter", place, functional.wait_tensor.default, start)
-    saved = nbytes(gathered.input)
+    into = f"all_reduce {start.name} with the all_gather behind it"
+    done = Applied(place.name, into, nbytes(gathered.input), others=(gathered.call.node.name,))
     editor.replace(node, whole)
-    return Applied(place.name, f"all_reduce {start.name} with the all_gather behind it", saved)
+    return done

@@ -2,8 +2,9 @@
 
 A rule looks at one node, changes the graph if it fits, and says so. It must hold: no value that
 somebody else uses, that is an output or that is saved for backward is lost; group and reduce op are
-the same; nothing non-linear is crossed. A number by which a graph scales is taken to be the same on
-all ranks, as graphs are; where it is moved across a collective, the plan names it.
+the same; nothing non-linear is crossed. A number by which a graph scales may be the rank's own:
+where it is moved across a collective, the plan names it, and the ranks compare that. What a rule
+says of nodes is found out before the edit that erases them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ GATHERS = ("all_gather", "all_to_all")
 @dataclass(frozen=True)
 class Applied:
     """What a rule did: the site that it took away or made smaller, what became of it, bytes that
-    one rank need not send, and the numbers that were moved across a collective, on which the ranks
-    must agree."""
+    one rank need not send, the numbers that were moved across a collective, and the ``others``
+    sites that it was merged with. On the last two the ranks must agree."""
 
     site: str
     into: str
     saved_bytes: int
     moved: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:

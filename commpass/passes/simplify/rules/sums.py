@@ -64,7 +64,7 @@ def sum_of_sums(node: fx.Node, editor: Editor) -> Applied | None:
         f"{name} {number}" for name, number in node.kwargs.items()
     )
     into = f"merged into {merged.args[0].name} with {b.node.name}"  # type: ignore[union-attr]
-    done = Applied(a.node.name, into, nbytes(a.inputs[0]), moved)
+    done = Applied(a.node.name, into, nbytes(a.inputs[0]), moved, (b.node.name,))
     editor.replace(node, merged)
     return done
 
@@ -282,7 +282,7 @@ def nested_groups(node: fx.Node, editor: Editor) -> Applied | None:
     merged = editor.collective(place, rule, inner.call, inner.input, reduce_op=op, group_name=group)
     start: Any = merged.args[0]
     into = f"{start.name} over the {ranks} ranks of both, with {outer.call.node.name}"
-    done = Applied(place.name, into, size, scales(chain))
+    done = Applied(place.name, into, size, scales(chain), (outer.call.node.name,))
     value = repeat(chain, merged, node, rule, editor)
     if ops[0] != ops[1]:
         value = editor.emit(

@@ -1,0 +1,95 @@
+"""The error budget of what goes between the stages of a pipeline, on real data.
+
+The end that sends measures the first microbatch of a step, and publishes what is over its budget
+before the step ends. Both ends apply it from the first microbatch of the next step on: by then the
+end that receives finds it in the store.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from commpass.codecs import Codec
+from commpass.parallel import ends
+from commpass.passes.sample import unsupported_reason
+from commpass.plan import PlannedSite, left_alone
+from commpass.policy import Policy
+from commpass.runtime.budget import excess
+from commpass.runtime.samples import CHECKED, Reading, measure
+
+What = tuple[str, str]
+"""``send`` or ``recv``, and the direction."""
+
+
+class EdgeBudget:
+    """The checks of one stage's messages. ``over`` has, by direction and the name of a site, why it
+    is left alone."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.over: dict[tuple[str, str], str] = {}
+        self.steps: Counter[What] = Counter()
+        self.found: dict[What, dict[str, str]] = {}
+
+    def restart(self, direction: str) -> None:
+        """Torch has prepared the stage anew: both ends count from the beginning."""
+        for kind in ("send", "recv"):
+            self.steps.pop((kind, direction), None)
+            self.found.pop((kind, direction), None)
+
+    def apply(self, sites: Sequence[PlannedSite]) -> tuple[PlannedSite, ...]:
+        """The sites of a plan, those that are known to be over their budget left alone."""
+        return tuple(
+            left_alone(site, f"left alone: {why}", site.plain_us)
+            if (why := self.over.get((site.direction, site.name))) and site.compressed
+            else site
+            for site in sites
+        )
+
+    def begin(self, what: What, edges: Sequence[ends.Edge], timeout_s: float) -> bool:
+        """At the first microbatch of a step: whether the step before found anything over its
+        budget. Raises Unanswered where the end that sends does not say so in time."""
+        step = self.steps[what]
+        self.steps[what] += 1
+        if not 1 <= step <= self.policy.check_calls:
+            return False
+        kind, direction = what
+        found = dict(self.found.pop(what, {}))
+        if kind == "recv":
+            for edge in edges:
+                found |= ends.errors(edge, step, timeout_s)
+        self.over |= {(direction, name): why for name, why in found.items()}
+        return bool(found)
+
+    def checks(self, site: PlannedSite) -> float | None:
+        """The budget to which a site is held; None where it is held to none."""
+        allowed = self.policy.allowed(site)[0]
+        return None if allowed.force or unsupported_reason(site) else allowed.max_error
+
+    def is_due(self, what: What, microbatch: int) -> bool:
+        """Whether the messages of this microbatch are measured."""
+        sends = what[0] == "send"
+        return sends and microbatch == 0 and self.steps[what] <= self.policy.check_calls
+
+    def measure(self, what: What, site: PlannedSite, coder: Codec, x: Tensor) -> None:
+        """Measures a message that is about to be encoded."""
+        bound = self.checks(site)
+        if bound is None:
+            return
+        lost, had, values, gone, worst = measure(coder, x, CHECKED).tolist()
+        if not (math.isfinite(lost) and math.isfinite(had) and had):
+            return
+        one = coder.relative_error()
+        error = math.sqrt(lost / had) * (site.error / one if one else 1.0)
+        if why := excess(Reading(error, gone / values, worst), bound):
+            self.found.setdefault(what, {})[site.name] = why
+
+    def publish(self, what: What, edges: Sequence[ends.Edge]) -> None:
+        """Publishes what was found, for the other end of each edge."""
+        found: Mapping[str, str] = self.found.get(what, {})
+        for edge in edges:
+            ends.publish_errors(edge, self.steps[what], ends.of_edge(edge, found))
