@@ -10,7 +10,6 @@ import torch
 from commpass.codecs import codec
 from commpass.probe import kernels
 
-
 CODECS = ("int8", "int4", "fp8")
 """Of one class."""
 
