@@ -31,7 +31,7 @@ from commpass.collectives import (
 )
 from commpass.costmodel import Prices, Profile, finished_us, prices
 from commpass.kinds import KINDS
-from commpass.plan import ROWS, Candidate, Site
+from commpass.plan import ROWS, Candidate, PlannedSite, Site
 from commpass.rules import Allowed
 from commpass.stage import NEXT, Stage
 
@@ -378,6 +378,31 @@ def coded_us(site: Site, chosen: Algorithm, coder: Codec, profile: Profile) -> f
 def plain_us(site: Site, profile: Profile) -> float:
     """Predicted microseconds of a site that is left alone."""
     return _alone(site, profile).predicted_us
+
+
+def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
+    """Predicted microseconds of a coalesced collective: one exchange of all that is left alone, and
+    what is done to each of the others. As in the graph, all that waits for nothing comes first."""
+    of_group, kind = _prices(members[0], profile), members[0].kind
+    rest = sum(each.bytes for each in members if not each.compressed)
+    stages = [Stage(role="exchange", kind=kind, nbytes=rest, leaving=rest)] if rest else []
+    waits = [False] * len(stages)
+    for each in members:
+        first = len(stages)
+        for stage in each.stages if each.compressed else ():
+            after = tuple(first + number for number in stage.after)
+            waits.append(any(waits[n] or stages[n].role == "exchange" for n in after))
+            stages.append(dataclasses.replace(stage, after=after))
+    order = sorted(range(len(stages)), key=waits.__getitem__)
+    place = {number: at for at, number in enumerate(order)}
+    return finished_us(
+        [
+            of_group.task(
+                dataclasses.replace(stages[n], after=tuple(place[m] for m in stages[n].after))
+            )
+            for n in order
+        ]
+    )
 
 
 def _timed(found: Stages, site: Site, chosen: Algorithm, coder: Codec) -> list[Stage]:

@@ -8,7 +8,7 @@ changes: nothing. A pure function: same inputs, same plan, on every rank.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +19,7 @@ from commpass.costmodel import Profile
 from commpass.errors import PolicyError
 from commpass.lowering import cpu, has_kernels
 from commpass.lowering.chain import Chain, Encode
-from commpass.passes.candidates import Options
+from commpass.passes.candidates import Options, together_us
 from commpass.passes.hidden import Course, Known, leave_hidden
 from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
 from commpass.rules import Allowed
@@ -46,10 +46,12 @@ def choose(
     decides, if its ``course`` is there."""
     rows = zip(sites, options, allowed, strict=True)
     plan = [_chosen(site, its, terms, profile) for site, its, terms in rows]
-    if known is not None and any(site.compressed for site in plan):
+    if any(site.compressed for site in plan):
         pairs = zip(sites, options, strict=True)
         alone = [planned(site, its.alone, "", its.alone.predicted_us) for site, its in pairs]
-        plan = leave_hidden(plan, alone, allowed, known, course)
+        plan = _leave_coalesced(plan, alone, allowed, profile)
+        if known is not None:
+            plan = leave_hidden(plan, alone, allowed, known, course)
     return _lowered(plan, [terms.lowering for terms in allowed], kernels, 1 if hook else SHARE)
 
 
@@ -92,6 +94,34 @@ def _chosen(site: Site, options: Options, allowed: Allowed, profile: Profile) ->
     notes = (best.note, allowed.lossless_only)  # why it is not as was asked, or not smaller
     reason = "; ".join([reason, *filter(None, notes)])
     return planned(site, best, reason, alone.predicted_us)
+
+
+def _leave_coalesced(
+    plan: Sequence[PlannedSite],
+    alone: Sequence[PlannedSite],
+    allowed: Sequence[Allowed],
+    profile: Profile,
+) -> list[PlannedSite]:
+    """A plan in which coalesced collectives are left alone whose codes gain nothing together: all
+    their tensors are one exchange, which begins once, and each that is coded is one of its own."""
+    calls: dict[str, list[int]] = defaultdict(list)
+    for number, site in enumerate(plan):
+        call, _, position = site.name.rpartition(".")
+        if position.isdecimal() and not site.pairwise:
+            calls[call].append(number)
+    found = list(plan)
+    for numbers in calls.values():
+        members = [plan[n] for n in numbers]
+        coded = {n for n in numbers if plan[n].compressed}
+        if not coded or any(allowed[n].force for n in coded):
+            continue
+        plain, us = (together_us(some, profile) for some in ([alone[n] for n in numbers], members))
+        if plain - us <= profile.margin * plain:
+            reason = f"coalesced: its {len(numbers)} tensors would take {us:,.0f} us with codes"
+            reason += f" instead of {plain:,.0f} us on {profile.name}"
+            for n in coded:
+                found[n] = dataclasses.replace(alone[n], reason=reason)
+    return found
 
 
 SURE = 0.01

@@ -26,7 +26,7 @@ from commpass.codecs import FLOATS, codec
 from commpass.costmodel import Profile
 from commpass.kinds import SUMS
 from commpass.passes.discover import MATMULS, GraphSite
-from commpass.passes.graph import costs, meta
+from commpass.passes.graph import meta
 from commpass.passes.graph.direction import AGAIN
 from commpass.passes.graph.parse import graph_modules
 from commpass.passes.simplify.editor import BY_ADDRESS, Editor, aten, fake, ops
@@ -50,17 +50,14 @@ NAME = "group"
 @dataclass(frozen=True)
 class Member:
     """A small site that may be fused: ``number`` is its place among the sites of its process group,
-    ``use`` the first node that takes its result, ``begin`` and ``end`` how many matmuls and their
-    like stand in the graph before its start and before its use, and ``begin_us`` and ``end_us``
-    what they take; ``sent`` the bytes of its filled up input."""
+    ``use`` the first node that takes its result, ``begin`` and ``end`` how much compute stands in
+    the graph before its start and before its use, ``sent`` the bytes of its filled up input."""
 
     found: GraphSite
     number: int
     use: fx.Node
     begin: int
     end: int
-    begin_us: float
-    end_us: float
     sent: int
 
     @property
@@ -74,14 +71,12 @@ class Member:
 
 @dataclass(frozen=True)
 class Look:
-    """A graph before anything in it is fused: the ``order`` of its nodes, how many matmuls and
-    their like stand before each (``compute``) and what they take (``compute_us``), the node in
-    whose memory each may lie (``roots``), where it is ``written`` to, what stays as it is in memory
-    (``fixed``), and what becomes an output (``leaving``)."""
+    """A graph before anything in it is fused: the ``order`` of its nodes, how much ``compute``
+    stands before each, the node in whose memory each may lie (``roots``), where it is ``written``
+    to, what stays as it is in memory (``fixed``), and what becomes an output (``leaving``)."""
 
     order: dict[fx.Node, int]
     compute: dict[fx.Node, int]
-    compute_us: dict[fx.Node, float]
     roots: dict[fx.Node, fx.Node]
     written: dict[fx.Node, list[int]]
     fixed: frozenset[fx.Node]
@@ -112,7 +107,7 @@ def group(
         if len(small) < 2:
             continue
         editor = Editor(module, profile, {each.call.node: each.allowed for _, each in mine})
-        look = _look(module.graph, profile)
+        look = _look(module.graph)
         chosen = [_best(members, editor) for members in _alike(mine, small, look, policy)]
         fused = [members for members in chosen if len(members) > 1]
         for members in sorted(fused, key=lambda members: look.order[members[-1].start]):
@@ -134,7 +129,7 @@ def _numbers(found: Sequence[GraphSite]) -> Iterator[int]:
 # --- looking --------------------------------------------------------------------------------------
 
 
-def _look(graph: fx.Graph, profile: Profile) -> Look:
+def _look(graph: fx.Graph) -> Look:
     roots, _ = memory(graph)
     nodes = list(graph.nodes)
     written: dict[fx.Node, list[int]] = {}
@@ -143,11 +138,9 @@ def _look(graph: fx.Graph, profile: Profile) -> Look:
             written.setdefault(root, []).append(place)
     readers = (node for node in nodes if node.target in BY_ADDRESS)
     before = itertools.accumulate(map(_computes, nodes), initial=0)
-    takes = (costs.compute(node, profile).us if _computes(node) else 0.0 for node in nodes)
     return Look(
         order={node: place for place, node in enumerate(nodes)},
         compute=dict(zip(nodes, before, strict=False)),
-        compute_us=dict(zip(nodes, itertools.accumulate(takes, initial=0.0), strict=False)),
         roots=roots,
         written=written,
         fixed=frozenset(written) | {roots[node.all_input_nodes[0]] for node in readers},
@@ -206,12 +199,10 @@ def _member(each: GraphSite, number: int, look: Look) -> Member | None:
         return None
     use = min(wait.users, key=look.order.__getitem__)
     begin, end = look.compute[each.call.node], look.compute[use]
-    begin_us, end_us = look.compute_us[each.call.node], look.compute_us[use]
     rows = _rows(each)
     width = fake(each.input).numel() // rows
     values = rows * math.ceil(width / _fill(each)) * _fill(each)
-    sent = values * fake(each.input).dtype.itemsize
-    return Member(each, number, use, begin, end, begin_us, end_us, sent)
+    return Member(each, number, use, begin, end, values * fake(each.input).dtype.itemsize)
 
 
 def _rows(each: GraphSite) -> int:
@@ -270,17 +261,15 @@ def _fits(members: Sequence[Member], new: Member, look: Look, policy: Policy) ->
 
 @dataclass(frozen=True)
 class Times:
-    """Predicted microseconds of exchanges one by one, of the one, and of the copies for it;
-    ``lost`` of what is computed while they travel one by one, and not while the one does."""
+    """Predicted microseconds of exchanges one by one, of the one, and of the copies for it."""
 
     apart: float
     fused: float
     copies: float
-    lost: float
 
     @property
     def gain(self) -> float:
-        return self.apart - self.fused - self.copies - self.lost
+        return self.apart - self.fused - self.copies
 
 
 def _best(members: list[Member], editor: Editor) -> list[Member]:
@@ -299,25 +288,17 @@ def _times(members: Sequence[Member], editor: Editor) -> Times:
     call, kind = members[0].found.call, members[0].found.site.kind
     sent = sum(each.sent for each in members)
     received = sum(meta.nbytes(fake(each.wait)) for each in members)
-    apart = [editor.us(kind, each.found.site.bytes, call) for each in members]
-    hidden = sum(
-        min(us, each.end_us - each.begin_us) for us, each in zip(apart, members, strict=True)
-    )
-    fused = editor.us(kind, sent, call)
-    left = min(each.end_us for each in members) - members[-1].begin_us
     return Times(
-        apart=sum(apart),
-        fused=fused,
+        apart=sum(editor.us(kind, each.found.site.bytes, call) for each in members),
+        fused=editor.us(kind, sent, call),
         copies=editor.profile.kernels.copies_us(1 + len(members), sent + received),
-        lost=max(hidden - min(fused, left), 0.0),
     )
 
 
 def _record(members: Sequence[Member], editor: Editor, into: str) -> Grouped:
     times = _times(members, editor)
-    lost = f" and {times.lost:,.0f} us less behind compute" if times.lost else ""
     reason = (
-        f"{times.fused:,.0f} us and {times.copies:,.0f} us of copies{lost} instead of"
+        f"{times.fused:,.0f} us and {times.copies:,.0f} us of copies instead of"
         f" {times.apart:,.0f} us for {len(members)} exchanges on {editor.profile.name}"
     )
     return Grouped(

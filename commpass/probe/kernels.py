@@ -92,20 +92,26 @@ def _rates(name: str, device: torch.device, seconds: Clock) -> tuple[tuple[float
 
 
 def _compiled(function: Callable[..., Any], given: Any) -> Callable[..., Any]:
-    """A function as it is in a compiled graph. It is traced first: Dynamo would check before each
-    call all that a codec is made of, which takes longer than to code a few values, and would no
-    longer compile functions of one code after ``torch._dynamo.config.recompile_limit`` of them."""
-    return torch.compile(make_fx(function)(given), dynamic=False)
+    """A function as it is in a compiled graph. It is traced first: Dynamo compiles the same code
+    only ``torch._dynamo.config.recompile_limit`` times, and codecs of one class share theirs."""
+
+    def traced(x: Any) -> Any:  # what has defaults cannot be traced as it is
+        return function(x)
+
+    return torch.compile(make_fx(traced)(given), dynamic=False)
 
 
 def slowest(run: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
-    """The median time of a call on the slowest rank in seconds, after two that do not count."""
+    """The median time of a call on the slowest rank in seconds, after two that do not count. Each
+    follows another one at once, as in a graph: after a barrier a rank takes longer, whatever it
+    computes (an empty call 250 us instead of 50)."""
     times = []
     for _ in range(REPEATS + 2):
         dist.barrier(group)
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        for _ in range(2):
+            start = time.perf_counter()
+            run()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     return median(most(times[2:], group, device))

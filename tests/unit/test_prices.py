@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from commpass.collectives import Payload, Request, read_stages
 from commpass.costmodel import HOST, KernelRate, Kernels, Link, Profile, finished_us, prices
-from commpass.costmodel.links import crossing
+from commpass.costmodel.links import ONE, Region, crossing
 from commpass.costmodel.profile import INSIDE, LINK
 from commpass.stage import ALL, BLOCK, NEXT, STRIDE, Stage, all_to_all
 
@@ -115,6 +115,21 @@ def test_whom_an_exchange_reaches(to, source, reach):
     found = all_to_all(100 * sum(sent), sent, received, 5, by_messages=False)
     away = len(set(to) - {5})
     assert (found.reach, found.peers, found.leaving) == (reach, away, 100 * away)
+
+
+def test_what_was_measured_of_messages_holds_the_time_for_which_a_rank_is_busy():
+    """A lone exchange takes what was measured of it, and no more; of several at once the rank
+    begins one after the other."""
+    region = (Region(0.0, 300.0, 1.0),)
+    message = Stage(role="exchange", kind="all_to_all", leaving=5000, peers=1, by_messages=True)
+    for busy_us, one in ((0.0, 305.0), (100.0, 305.0), (400.0, 305.0)):
+        link = Link(1.0, 1.0, busy_us=busy_us, measured={ONE: region})
+        task = of_group(Profile("p", link, kernels=FREE), 4).task(message)
+        assert finished_us([task]) == pytest.approx(one)
+        assert task.busy_us == min(busy_us, 300.0)
+        assert finished_us([task, task]) == pytest.approx(one + max(task.busy_us, 5.0))
+    stated = of_group(Profile("p", Link(10.0, 1.0, busy_us=100.0)), 4).task(message)
+    assert (stated.busy_us, stated.latency_us, stated.us) == (100.0, 10.0, 5.0)
 
 
 @pytest.mark.parametrize("role", ["sum", "enter", "leave"])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from commpass import groups, paths
 from commpass.collectives.request import Request
 from commpass.collectives.stages import Payload, read_stages
-from commpass.costmodel import Link
+from commpass.costmodel import Link, Profile, prices
 from commpass.parallel.ssfusion.messages import USED_BYTES, Part, gather_bytes, message_dtype
 from commpass.parallel.ssfusion.plan import FusionPlan, Message
 from commpass.passes import Outcome
@@ -60,7 +60,7 @@ def keep(
                 codec=by or (NONE if what[0].coder is None else what[0].coder.spec),
                 algorithm=CODED_BY if by else NONE if what[0].coder is None else "sparse",
                 wire_bytes=wire,
-                predicted_us=round(link.us(message.kind, wire, group.size()), 1),
+                predicted_us=round(_us(stages, link, group), 1),
                 stages=stages,
             )
             plain = round(link.us("all_reduce", site.bytes, group.size()), 1)
@@ -123,6 +123,13 @@ def _stages(
         entries = sum(part.entries for part in parts)
         wire = (entries + len(parts)) * message_dtype(parts).itemsize
     return (Stage(role="exchange", kind=message.kind, nbytes=wire, leaving=wire),), wire
+
+
+def _us(stages: Sequence[Stage], link: Link, group: Any) -> float:
+    """Microseconds of what is sent; what is coded is part of what is computed."""
+    of_group = prices(Profile("measured", link), group.size(), groups.labels(group))
+    tasks = (of_group.task(stage) for stage in stages if stage.role == "exchange")
+    return sum(task.busy_us + task.latency_us + task.us for task in tasks)
 
 
 def _grouped(
