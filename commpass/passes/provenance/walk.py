@@ -91,7 +91,7 @@ def is_float(value: torch.Tensor) -> bool:
 
 def is_number(value: torch.Tensor | None) -> bool:
     """Whether a tensor is one number by its form: a batch of one row is none."""
-    return value is not None and tuple(value.shape) in ((), (1,))
+    return value is not None and meta.shape(value) in ((), (1,))
 
 
 # --- putting together -----------------------------------------------------------------------------
