@@ -57,11 +57,6 @@ def _deterministic() -> AbstractContextManager[None]:
     return _set(enabled, use, True)
 
 
-def _precision(precision: str) -> Callable[[], AbstractContextManager[None]]:
-    get, put = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    return lambda: _set(get, put, precision)
-
-
 def _default_device() -> AbstractContextManager[None]:
     return _set(lambda: None, torch.set_default_device, "meta")
 
@@ -78,7 +73,6 @@ MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no gradients": torch.no_grad,
     "dispatch mode": UsersDispatchMode,
     "function mode": UsersFunctionMode,
-    "medium precision": _precision("medium"),
 }
 OF_THE_PROCESS = ("default dtype float64", "default dtype bfloat16", "deterministic")
 NOT_COMPILED = ("dispatch mode",)
