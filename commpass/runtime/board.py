@@ -231,7 +231,7 @@ class Board:
     older: frozenset[str] = frozenset()
     histories: dict[str, History] = field(default_factory=dict)
     read_nonces: set[str] = field(default_factory=set)
-    plans: set[str] = field(default_factory=set)
+    plans: dict[str, str] = field(default_factory=dict)
     spoken: dict[str, set[str]] = field(default_factory=dict)
     settings: dict[int, Settings] = field(default_factory=dict)
     settings_said: bool = False
@@ -290,8 +290,8 @@ class Board:
     def show(self, key: str, number: int, plan: str) -> None:
         """Shows a plan to those who planned something else."""
         place = _place(self.nonce, key, f"{number}/plan")
-        if place not in self.plans:
-            self.plans.add(place)
+        if self.plans.get(place) != plan:  # a meeting that was not counted gave it to another graph
+            self.plans[place] = plan
             self.store.set(place, plan)
 
     # --- reading ---
