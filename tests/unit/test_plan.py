@@ -254,6 +254,7 @@ FREE = {
     "obstacle": "some",
     "width": 7,
     "stateless": None,
+    "fixed": "its fake values have no ShapeEnv",
     "note": "chunks=4 does not apply",
     "wire_bytes": 7,
     "dynamic_bytes": 7,
