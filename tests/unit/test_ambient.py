@@ -149,9 +149,14 @@ def test_compiled_collective_gives_the_same_bits_and_gradients(alone, mode, name
         assert differing(run, (name,), mode) == []
 
 
+BREAKS = "torch raises 'trying to pop from empty mode stack' where a graph breaks in such a mode"
+
+
 @pytest.mark.parametrize(("mode", "name", "backend"), CASES)
-def test_compiled_codec_gives_the_same_bits(mode, name, backend):
+def test_compiled_codec_gives_the_same_bits(request, mode, name, backend):
     """``decode`` breaks the graph where it asks where the wire begins."""
+    if mode == "function mode":  # a known failure (docs/testing.md)
+        request.applymarker(pytest.mark.xfail(strict=True, reason=BREAKS))
     x, coder = data(), codec(name)
 
     def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
