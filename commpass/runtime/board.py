@@ -283,8 +283,9 @@ class Board:
         """Says that this rank changes nothing any more in a group."""
         self.store.set(_place(self.nonce, key, "apart"), why)
 
-    def publish_errors(self, round: str, call: int, text: bytes) -> None:
-        """Publishes what this rank measured on a call of the graph whose plan a round compared."""
+    def publish_errors(self, round: str, call: int | str, text: bytes) -> None:
+        """Publishes what this rank measured on a call of the graph whose plan a round compared, or
+        that it measures no more."""
         self.store.set(_place(self.nonce, f"errors/{round}", call), text)
 
     def show(self, key: str, number: int, plan: str) -> None:
@@ -330,7 +331,7 @@ class Board:
         read = self.read({rank: _place(nonce, where, "now") for rank, nonce in places.items()})
         return {rank: msgspec.json.decode(raw, type=Now) for rank, raw in read.items()}
 
-    def errors(self, ranks: Sequence[int], round: str, call: int) -> dict[int, bytes]:
+    def errors(self, ranks: Sequence[int], round: str, call: int | str) -> dict[int, bytes]:
         """What those of these ranks measured that have published it."""
         nonces = self.nonces(ranks)
         return self.read(

@@ -89,11 +89,14 @@ def keys_of(sites: Sequence[PlannedSite], rank: int) -> dict[str, Key]:
 @dataclass(frozen=True)
 class Published:
     """What a rank publishes of one call: the keys of the sites that it ``measured``, and what of
-    them is ``over`` the budget. ``last``: it measures no more calls."""
+    them is ``over`` the budget."""
 
     measured: tuple[Key, ...] = ()
     over: dict[Key, str] = field(default_factory=dict)
-    last: bool = False
+
+
+LEFT = "left"
+"""Under this, instead of the number of a call, a rank publishes that it has ended the check."""
 
 
 class Check:
@@ -139,7 +142,7 @@ class Check:
         self.samples.checking = False
         self.pending = True
         if self.peers:
-            self._publish(self._own())
+            self._publish(self.made, self._own())
 
     def _own(self) -> Published:
         found = {key: each.reading for key, each in self.sites.items()}
@@ -147,20 +150,19 @@ class Check:
         why = {key: excess(r, self.sites[key].bound or 0.0) for key, r in measured.items()}
         return Published(tuple(measured), {key: text for key, text in why.items() if text})
 
-    def _publish(self, published: Published) -> None:
+    def _publish(self, call: int | str, published: Published) -> None:
         assert self.board is not None
         assert self.round is not None
         text = msgspec.json.encode(published)
         try:
-            self.board.publish_errors(self.round.name, self.made, text)
+            self.board.publish_errors(self.round.name, call, text)
         except RuntimeError as error:  # the others will say whom they wait for
             log.debug("commpass could not reach the store: %s", error)
 
     def leave(self) -> None:
-        """Measures no more; the others do not wait for it."""
+        """Ends the check: the others do not wait for this rank, and end it as well."""
         if not self.done and self.peers:
-            self.made += 1
-            self._publish(Published(last=True))
+            self._publish(LEFT, Published())
         self.done = True
 
     def collect(self) -> dict[Key, str]:
@@ -173,25 +175,31 @@ class Check:
         if self.board is not None and self.board is not board():
             self.done = True  # the process groups were made anew: nobody has the round any more
             return {}
-        everyone = {self.board.rank if self.board is not None else 0: self._own(), **self._others()}
+        others = self._others()
+        if others is None:
+            self.done = True  # what one rank no longer learns cannot be applied by all alike
+            return {}
+        everyone = {self.board.rank if self.board is not None else 0: self._own(), **others}
         over: dict[Key, str] = {}
         for rank, published in sorted(everyone.items()):
             for key, why in published.over.items():
                 over.setdefault(key, f"{why} (rank {rank})")
-            if published.last:
-                self.peers.remove(rank)
         for key in {key for its in everyone.values() for key in its.measured} & self.counts.keys():
             self.counts[key] += 1
         self.done = all(count >= self.calls for count in self.counts.values())
         return over
 
-    def _others(self) -> dict[int, Published]:
+    def _others(self) -> dict[int, Published] | None:
+        """What the others published of the latest call; None where one of them has ended the
+        check before it."""
         start, pause = time.monotonic(), 0.0005
         found: dict[int, Published] = {}
         while missing := [rank for rank in self.peers if rank not in found]:
             assert self.board is not None
             assert self.round is not None
             try:
+                # First: whoever has left published all its calls before that.
+                left = self.board.errors(missing, self.round.name, LEFT)
                 raw = self.board.errors(missing, self.round.name, self.made)
             except RuntimeError as error:
                 raise Unanswered(
@@ -199,6 +207,8 @@ class Check:
                     f" torch.distributed does not answer ({str(error).splitlines()[0]})"
                 ) from error
             found |= {rank: msgspec.json.decode(text, type=Published) for rank, text in raw.items()}
+            if left.keys() - raw.keys():
+                return None
             if len(found) == len(self.peers):
                 break
             if time.monotonic() - start > self.timeout_s:

@@ -40,19 +40,20 @@ class Checked:
     _boxed_call = True
 
     def __init__(self, built: Built, rebuild: Rebuild):
-        self.built = built
-        self.rebuild: Rebuild | None = rebuild
+        self.function = built.function
+        self.built: Built | None = built
+        self.rebuild = rebuild
         self.strides = built.strides
         self.found: tuple[tuple[int, ...] | None, ...] = ()
 
     def __call__(self, inputs: list[Any]) -> Any:
-        if self.rebuild is None:
-            return self.built.function(inputs)
         self.settle()
+        if self.built is None:
+            return self.function(inputs)
         check = self.built.check
         check.begin()
         try:
-            outputs = self.built.function(inputs)
+            outputs = self.function(inputs)
         finally:
             check.end()
         if self.strides is not None and not self.found:
@@ -62,22 +63,29 @@ class Checked:
     def settle(self) -> None:
         """Compares the readings of the latest call with those of all ranks, and compiles anew if
         that says so."""
-        if self.rebuild is None:
+        if self.built is None:
             return
         if over := self.built.check.collect():
             made = self.rebuild(self.built, over)
             if made is not None:
                 self.built = _with_strides(made, self.strides, self.found)
+                self.function = self.built.function
         if self.built.check.done:
-            self.rebuild = None  # and with it the graph that it was compiled from
+            self._release()
 
     def leave(self) -> None:
         """Ends the check: the same code is compiled for other inputs, and other ranks may not call
         this graph as often as this one."""
-        if self.rebuild is not None:
-            self.settle()
+        self.settle()
+        if self.built is not None:
             self.built.check.leave()
-            self.rebuild = None
+            self._release()
+
+    def _release(self) -> None:
+        """Only what is called stays: the graph that it was compiled from, and copies of that, go
+        with all that could compile it again."""
+        self.built = None
+        del self.rebuild
 
 
 def _with_strides(built: Built, wanted: Any, found: Sequence[tuple[int, ...] | None]) -> Built:
@@ -92,8 +100,10 @@ def _with_strides(built: Built, wanted: Any, found: Sequence[tuple[int, ...] | N
         if before is not None and before != now
     }
 
+    function = built.function  # alone: what is called must not keep the graph
+
     def run(inputs: list[Any]) -> Any:
-        outputs = list(built.function(inputs))
+        outputs = list(function(inputs))
         for number, (strides, example) in differing.items():
             outputs[number] = _laid_out(outputs[number], strides, example or ())
         return tuple(outputs)

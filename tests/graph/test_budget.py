@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import logging
+import weakref
 
 import pytest
 import torch
@@ -112,6 +115,27 @@ def test_check_goes_on_until_there_is_something_to_measure(fake_group, warnings)
     compiled(*GOOD, zeros)
     assert codecs_of(backend) == ["int8", "none"]
     assert len(warnings()) == 1
+
+
+@pytest.mark.parametrize("y", [normal(128, 256), with_counts()], ids=["within", "over"])
+def test_untouched_graph_is_released_after_the_check(fake_group, y):
+    fake_group(4)
+    graphs, module = [], importlib.import_module("commpass.backend")
+    run = module.run_passes
+
+    def watched(road, *args, **kwargs):
+        graphs.append(weakref.ref(road.gm))
+        outcome = run(road, *args, **kwargs)
+        graphs.extend(weakref.ref(each) for each in outcome.untouched.values())
+        return outcome
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "run_passes", watched)
+        backend, _ = called((*GOOD, y), calls=4, inner="inductor")
+    gc.collect()
+    assert len(graphs) >= 2
+    assert [graph() for graph in graphs] == [None] * len(graphs)
+    assert len(codecs_of(backend)) == 2
 
 
 def test_site_over_its_budget_stays_so_when_compiled_for_other_sizes(fake_group):

@@ -123,6 +123,30 @@ def test_rank_that_compiles_again_alone_keeps_nobody_waiting(ranks2):
     assert [len(codecs) for codecs in found] == [1, 2]
 
 
+def _one_compiles_again_late(zeros: int, over_from: int) -> list[str]:
+    """Rank 1 compiles again for another size, alone, after ``zeros`` calls with nothing to measure,
+    or before one whose values are over their budget."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=15)
+
+    def function(x, y):
+        return reduced(x * 1.0), y * 2
+
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    for step in range(8):
+        x = with_counts(rank) if step >= over_from else normal(64, 256, seed=rank)
+        rows = 3 if rank == 1 and step >= max(zeros, 1) else 2
+        compiled(x if step >= zeros else torch.zeros_like(x), normal(rows, 4))
+    return codecs_of(backend)
+
+
+@pytest.mark.parametrize(("zeros", "over_from"), [(2, 8), (0, 1)])
+def test_rank_that_compiles_again_alone_ends_the_check_of_all(ranks2, zeros, over_from):
+    found = ranks2.run(_one_compiles_again_late, zeros, over_from, timeout=60)
+    assert found == [["int8"], ["int8", "int8"]]  # nothing that one rank alone would change
+
+
 def _silent() -> tuple[str, float]:
     torch._dynamo.reset()
     backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=1.5)
