@@ -99,17 +99,23 @@ def _raw(x: torch.Tensor) -> torch.Tensor:
     return x.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
-def differing(run: Callable[[str], Any], cases: tuple[str, ...], mode: str) -> list[str]:
-    """The cases whose results are others within a mode, each with what it raised."""
+def differing(
+    run: Callable[[str], Any],
+    cases: tuple[str, ...],
+    mode: str,
+    plain: Callable[[str], Any] | None = None,
+) -> list[str]:
+    """The cases whose results within a mode are others than outside of it (or than those of
+    ``plain``), each with what it raised."""
     found = []
     for case in cases:
-        plain = run(case)
+        wanted = (plain or run)(case)
         try:
             with MODES[mode]():
                 here = run(case)
         except Exception as error:
             found.append(f"{case}: {type(error).__name__}: {error}")
             continue
-        if not same_bits(here, plain):
+        if not same_bits(here, wanted):
             found.append(case)
     return found
