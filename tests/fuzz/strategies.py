@@ -235,7 +235,8 @@ class Drawer:
         self.word, self.again = None, self.backward and self.chance(4)
         if self.chance(8):
             self.word = self.one_of([{"keep": True}, {"codec": "int8", "force": True}])
-        kinds = self.draw(st.sampled_from(STEPS))
+        scaled = self.has_own_numbers and not self.chance(3)
+        kinds = self.draw(st.sampled_from(SCALED if scaled else STEPS))
         kinds(self)
 
     def collective(
@@ -277,7 +278,9 @@ class Drawer:
     def links(self, number: int | None, most: int = 3) -> int | None:
         """What may stand before or after a collective and moves past it: a chain of scales by one
         number, negations, views and copies."""
-        if number is None or not is_float(self.values[number]) or not self.chance(2):
+        if number is None or not is_float(self.values[number]):
+            return number
+        if not (self.has_own_numbers or self.chance(2)):
             return number
         for _ in range(self.draw(st.integers(1, most))):
             made = self._link(number)
@@ -626,9 +629,12 @@ def between_links(d: Drawer) -> None:
     y = d.links(d.collective(kind, x, group, **how))
     if y is None:
         return
-    after = d.one_of(["cast", "add", "again", "nothing"])
-    if after == "cast":
-        d.add("cast", y, dtype=d.one_of(["bfloat16", "float16"]))
+    after = d.one_of(["narrower", "narrower", "add", "again"])
+    if after == "narrower":
+        wide = d.values[y][0].dtype.itemsize
+        narrower = [name for name in FLOATS if getattr(torch, name).itemsize < wide]
+        if narrower:
+            d.add("cast", y, dtype=d.one_of(narrower))
     elif after == "add":
         d.add("add", y, d.like(y))
     elif after == "again":
@@ -753,6 +759,23 @@ STEPS: tuple[Callable[[Drawer], None], ...] = (
     tokens,
     counted_tokens,
 )
+
+
+SCALED: tuple[Callable[[Drawer], None], ...] = (
+    scale,
+    sums,
+    nested,
+    own_of,
+    narrowed,
+    narrowed,
+    widened,
+    expanded,
+    gathered_scatter,
+    between_links,
+    between_links,
+    between_links,
+)
+"""Those with scales around collectives."""
 
 
 # --- policies -------------------------------------------------------------------------------------
