@@ -1,5 +1,5 @@
 """Which tests run: the quick ones always, those marked ``every`` with ``--every``, or one in
-256 of them with ``--share TEXT``."""
+256 of them with ``--share TEXT``. Of a function marked ``few(n)``, n cases are quick."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep_group(item)
     if config.getoption("--every"):
         return
+    _mark_all_but_few(items)
     text = config.getoption("--share")
     left = [item for item in items if item.get_closest_marker("every") and not _chosen(item, text)]
     if left:
@@ -86,6 +87,21 @@ def _keep_group(item: pytest.Item) -> None:
     named = vars(item).get("_nodeid", item.nodeid)
     if named != item.nodeid:
         item._id = type(item._id).parse(named)
+
+
+def _mark_all_but_few(items: list[pytest.Item]) -> None:
+    """Marks ``every`` all cases of a function ``few(n)`` but n, which lie evenly among them."""
+    cases: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("every"):
+            cases.setdefault(getattr(item, "function", item), []).append(item)
+    for found in cases.values():
+        mark = found[0].get_closest_marker("few")
+        assert mark is not None
+        kept = {number * len(found) // mark.args[0] for number in range(mark.args[0])}
+        for number, item in enumerate(found):
+            if number not in kept:
+                item.add_marker(pytest.mark.every)
 
 
 def _chosen(item: pytest.Item, text: str) -> bool:

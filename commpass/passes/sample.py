@@ -21,7 +21,7 @@ from commpass.ambient import ambient_free
 from commpass.codecs import codec
 from commpass.lowering import matmul
 from commpass.passes.graph.costs import is_matmul
-from commpass.passes.graph.fakes import is_view
+from commpass.passes.graph.fakes import is_view, mode_of
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules
 from commpass.plan import PlannedSite
@@ -133,7 +133,7 @@ def _insert(its: Given, nodes: Mapping[int, fx.Node], before: fx.Node, number: i
     given: Any = [nodes[id(value)] if value is not None else None for value in its.values]
     held = given[0].meta["val"]
     graph = before.graph
-    with graph.inserting_before(before):
+    with graph.inserting_before(before), mode_of(graph):
         # An operator that gives and changes nothing would be dropped.
         into = graph.call_function(EMPTY, ([1],), {"device": held.device})
         into.meta["val"] = held.new_empty([1], dtype=torch.float32)

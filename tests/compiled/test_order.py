@@ -102,6 +102,7 @@ def test_kernels_of_chunks_write_into_one_buffer(fake_group):
     assert len({written for _, written, _, _ in kernels[-4:]}) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "chunks", "expected"),
     [

@@ -16,7 +16,7 @@ from tiers import rarely
 tried = Tried()
 
 
-@pytest.mark.parametrize("programs", [15, rarely(80)])
+@pytest.mark.parametrize("programs", [8, rarely(80)])
 def test_random_programs(programs: int) -> None:
     @settings(
         max_examples=programs,

@@ -34,6 +34,7 @@ def rewritten(policy: str | Policy) -> tuple[fx.GraphModule, Callable[[], list[o
     return gm, run
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "policy",
     [

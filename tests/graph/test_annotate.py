@@ -112,6 +112,7 @@ def forward_words(function) -> list:
 # --- decorators and context managers --------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("scope", "word"),
     [
@@ -500,6 +501,7 @@ def test_words_are_put_on_modules_by_glob_without_their_source():
     assert forward_words(Net()) == [None] * 5, "other models of the same classes are as they were"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("pattern", "covered"),
     [
@@ -519,6 +521,7 @@ def test_a_glob_names_modules_and_covers_what_is_inside(pattern, covered):
     assert [word == "int8" for word in forward_words(model)] == covered
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
@@ -545,6 +548,7 @@ UNKNOWN = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("pattern", UNKNOWN)
 def test_a_pattern_that_names_no_module_is_refused_with_the_nearest_and_nothing_is_changed(pattern):
     model = Net()
@@ -555,6 +559,7 @@ def test_a_pattern_that_names_no_module_is_refused_with_the_nearest_and_nothing_
     assert forward_words(model) == [None] * 5
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("word", "part"),
     [
@@ -648,6 +653,7 @@ class Weighted(nn.Module):
         return self.inner(x), gather(x)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "twin_of",
     [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],

@@ -81,6 +81,7 @@ def test_site_over_its_budget_is_left_alone_after_the_first_call(fake_group, war
     assert "max_error" in warning
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "y",
     [

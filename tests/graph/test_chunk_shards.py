@@ -84,6 +84,7 @@ def split(program, ranks, shape, dim, rows, profile=SLOW, **policy):
     return everywhere(lambda rank: program(ranks, dim), given, chosen, profile)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("rows", [2, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

@@ -148,6 +148,7 @@ SCALES = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("place", AROUND)
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_plan_names_the_numbers_that_a_rule_moves(place, scale):

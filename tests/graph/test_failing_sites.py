@@ -131,6 +131,7 @@ FAILING = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("lowering", ["inline", "kernel"])
 @pytest.mark.parametrize("how", FAILING)
 def test_a_codec_that_fails_costs_its_own_site(how, lowering, caplog):

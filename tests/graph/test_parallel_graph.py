@@ -65,6 +65,7 @@ def facts(some) -> list[tuple]:
     return sorted((site.kind, site.module, site.dtype, site.bytes) for site in some)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 8, 1024])
 def test_each_parameter_is_gathered_and_its_gradient_scattered(fake_group, size):
     fake_group(size)
@@ -144,6 +145,7 @@ def test_rules_find_them_by_group_and_module(fake_group):
     assert not [site for plan in plans for site in plan.compressed]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_parameters_travel_in_one_dtype_and_gradients_in_another(fake_group, how):
     fake_group(4)
@@ -159,6 +161,7 @@ def test_parameters_travel_in_one_dtype_and_gradients_in_another(fake_group, how
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("group_bytes", [262_144, 0])
 def test_small_gradients_go_in_buckets(fake_group, group_bytes):
     fake_group(4)
@@ -278,6 +281,7 @@ def test_alone_a_rank_sends_nothing(fake_group, how):
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), rarely(16, 8)])
 def test_around_tensor_parallelism(fake_group, how, dp, tp):
@@ -312,6 +316,7 @@ def test_around_tensor_parallelism(fake_group, how, dp, tp):
     assert max(site.bytes for site in backward if site.group_label == "dp") == 64 * 128 * 4 // tp
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_while_accumulating_no_gradient_travels(fake_group, how):
     fake_group(4)
@@ -480,6 +485,7 @@ def test_other_mesh_with_tensor_parallelism(fake_group):
     assert dist.get_world_size() == 4
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_blocks_that_are_compiled_one_by_one_share_their_graphs(fake_group, how):
     fake_group(4)

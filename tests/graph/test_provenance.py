@@ -206,6 +206,7 @@ def test_a_rule_without_a_name_leaves_alone(name):
     assert "a rule with module='...' and a codec may force it" in found.reason
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_rule_without_a_name_compresses_fields(name):
     function, inputs = FIELDS[name]
@@ -307,6 +308,7 @@ def planned(model, *inputs, policy=INT8):
     return [each for plan in commpass.plans()[seen:] for each in plan.sites]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("rule", "codec"),
     [
@@ -383,6 +385,7 @@ class Layers(nn.Module):
         return linear(x.tanh(), get["down.weight"], get["down.bias"])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("only", ["", "weight", "bias", "norm.bias"])
 def test_gradients_of_layers_in_one_tensor_are_compressed(only):
     (found,) = planned(Layers(only), torch.randn(32, 48))

@@ -106,6 +106,7 @@ def is_short(case) -> bool:
     return n == 8 or (n == 1024 and "ring" not in name)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("kind", "algorithm", "ranks"), sampled(SIZES, is_short))
 def test_wire_dtype_and_bytes_are_the_plans_at_any_number_of_ranks(
     kind, algorithm, ranks, fake_group
@@ -145,6 +146,7 @@ SPLITS = {
 
 # With uneven splits each rank's part is encoded on its own where entries are short: 1024 of them
 # take half a minute to trace.
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("splits", "width", "ranks"), thinned(SPLITS, [None, 1, 40, 4096], [2, 16], one_in=2)
 )
@@ -223,6 +225,7 @@ SIZED = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dim", [0, rarely(1)])
 @pytest.mark.parametrize("kind", SIZED)
 def test_sizes_that_were_asked_of_a_result_stay_known_when_it_is_gone(kind, dim, fake_group):
@@ -260,6 +263,7 @@ LOSSLESS = {
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("splits", "first"),
     sampled(crossed(LOSSLESS, ["static", "sizes"]), [("received unevenly", "sizes")]),
@@ -280,6 +284,7 @@ def test_a_lossless_code_of_parts_is_two_exchanges_whatever_the_splits(splits, f
     assert value(gm) == ((sum(received), 40), torch.float32)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "codec", ["int8", "int4", "fp8", "fp8(form=e5m2)", "rotated", "rotated(bits=4)"]
 )

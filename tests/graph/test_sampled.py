@@ -134,6 +134,7 @@ NOT = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("what", NOT)
 def test_what_cannot_be_measured_says_why(fake_group, what):
     fake_group(4)
@@ -185,6 +186,7 @@ def test_a_file_says_it_too(tmp_path):
 # --- on calls -------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["eager", "inductor", rarely("aot_eager")])
 def test_errors_are_those_of_the_values_that_were_sent(fake_group, inner):
     fake_group(4)
@@ -214,6 +216,7 @@ def test_so_many_calls_are_sampled_and_no_others(fake_group):
         assert [each.count for each in entry.samples.sites] == [3]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("model", [Layer, Fused])
 @pytest.mark.parametrize("lowering", ["inline", "kernel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, rarely(torch.float32)])

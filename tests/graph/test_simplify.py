@@ -148,6 +148,7 @@ FITS = {
 }
 
 
+@pytest.mark.few(27)
 @pytest.mark.parametrize(
     ("rule", "case"), [(rule, case) for rule, cases in FITS.items() for case in range(len(cases))]
 )
@@ -240,6 +241,7 @@ MUST_NOT = {
 }
 
 
+@pytest.mark.few(38)
 @pytest.mark.parametrize("name", MUST_NOT)
 def test_must_not(name, fake_group):
     fake_group(8)

@@ -37,6 +37,7 @@ IN_HALF = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("values", [LARGE, SMALL])
 @pytest.mark.parametrize("name", IN_HALF)
 def test_sums_of_float16_are_not_merged(name, values):
@@ -46,6 +47,7 @@ def test_sums_of_float16_are_not_merged(name, values):
     assert same(ranks)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [BFLOAT, FLOAT, torch.float64])
 @pytest.mark.parametrize("name", IN_HALF)
 def test_of_a_wide_range_they_are(name, dtype):
@@ -59,6 +61,7 @@ def test_of_a_wide_range_they_are(name, dtype):
             assert b.isfinite().all()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("scale", [2.0**40, 2.0**-40, 0.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [BFLOAT, FLOAT])
 def test_a_scale_that_moves_values_far_is_not_moved(scale, dtype):

@@ -31,6 +31,7 @@ def sharded(x, *shards):
     return x
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rows", [(1, 1), (1, 4096), (512, 1), (0, 64), (4096, 4096)])
 def test_gathers_of_parameters_do_not_depend_on_the_batch(rows):
     ranks = everywhere(lambda rank: sharded, batches(*rows))
@@ -82,6 +83,7 @@ def exchanged(sent, narrow):
     return of
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("link", range(len(LINKS)))
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("name", SENT)

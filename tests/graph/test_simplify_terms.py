@@ -58,6 +58,7 @@ EQUAL = lambda x: ar(x.sin()) * ar(x.sin())  # noqa: E731
 KEPT = Rule(module="router", keep=True)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("order", [("router", "mlp"), ("mlp", "router")])
 @pytest.mark.parametrize("function", [SUM, EQUAL])
 @pytest.mark.parametrize("said", ["by a rule", "in the model"])
@@ -72,6 +73,7 @@ def test_what_is_kept_is_not_merged_with_what_is_compressed(function, order, sai
     assert codecs == {"router": "none", "mlp": "int8"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "terms",
     [{"codec": "int4"}, {"max_error": 0.5}, {"force": True}, {"algorithm": "ring"}, {"keep": True}],

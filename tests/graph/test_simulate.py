@@ -126,6 +126,7 @@ def test_what_is_compressed_takes_less():
     assert coded.step_ms < plain.step_ms
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 64, 1024])
 def test_a_dimension_of_the_mesh_is_swept(ranks):
     (found,) = commpass.simulate(

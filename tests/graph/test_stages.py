@@ -84,6 +84,7 @@ def stages_of_graph(gm) -> list[tuple]:
     return found
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(
     ("case", "code"),
     sampled(
@@ -122,6 +123,7 @@ SYMBOLIC = [case for case in CASES if case[0] != "all_to_all"]
 """The splits of an all-to-all are numbers, or symbols of their own."""
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("case", "code"), [*crossed(SYMBOLIC, ["int8", "rotated"]), *NATIVE], ids=str
 )

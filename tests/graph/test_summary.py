@@ -170,6 +170,7 @@ def test_a_second_model_of_the_backend_is_told_too_and_each_warning_stays_one(ca
     assert "4 graphs" in caplog.records[-1].getMessage()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("calls", "before", "at_the_end"), [(0, "", "LW"), (1, "", "LW"), (4, "L", "W")]
 )
@@ -309,6 +310,7 @@ def block_by_block(model, chosen):
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [by_itself, block_by_block])
 def test_evaluation_then_training_is_said_right_and_warns_of_nothing_that_matches(
     how, fake_group, caplog
@@ -364,6 +366,7 @@ def plan_of(policy: Policy, **options) -> Plan:
 FORCED = Policy(rules=[Rule(group="tp", codec="int8", force=True)])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("group", ["tp", "t*", "world", "0"])
 def test_a_mesh_of_one_dimension_gives_the_group_of_all_ranks_its_name(group, fake_group):
     fake_group(4)
@@ -525,6 +528,7 @@ def not_the_first_rank(model, fake_group):
         steps(by_itself(model, commpass.backend("balanced", inner="eager")), 4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "run",
     [

@@ -169,6 +169,7 @@ def prints_on_rank_0(policy, when: int):
     return errors
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("policy", ["off", "lossless"])
 def test_a_print_on_one_rank_is_no_error_where_nothing_is_changed(policy, when, ranks2):

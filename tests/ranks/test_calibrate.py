@@ -320,6 +320,7 @@ def on_a_mesh(shape: tuple[int, ...]) -> list[float]:
     return [place.sensitivity for place in found.places]
 
 
+@pytest.mark.every
 def test_what_several_ranks_hold_counts_once_however_it_is_held(ranks2, ranks4):
     alone, together = ranks2.run(on_a_mesh, (1, 2))[0], ranks4.run(on_a_mesh, (2, 2))[0]
     assert alone == pytest.approx(together, rel=1e-6)

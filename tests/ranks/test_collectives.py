@@ -127,6 +127,7 @@ def check_values(one_in: int) -> int:
     return len(digests)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("size", "one_in"), [(2, 20), (3, 10), (4, 20), rarely(2, 1), rarely(3, 1), rarely(4, 1)]
 )
@@ -243,6 +244,7 @@ def check_wire(one_in: int) -> None:
         assert {dtype for _, dtype, _ in group.seen} == {torch.uint8}, where
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one_in", [7, rarely(1)])
 @pytest.mark.parametrize("size", [3, 4])
 def test_dtype_and_bytes_on_the_wire_are_as_stated(size, one_in, request):
@@ -310,6 +312,7 @@ NATIVE = ("reduce_scatter", "native", "bf16")
 QUICK = [(each, "aot_eager") for each in (TWO_SHOT, RING, NATIVE)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("case", "backend"), sampled(WAYS, QUICK), ids=str)
 def test_eager_and_compiled_calls_agree_bit_for_bit(case, backend, ranks2):
     ranks2.run(check_compiled, [case], backend, timeout=280)

@@ -193,6 +193,7 @@ def test_bits_are_those_of_ddp_on_more_ranks(policy, size, request):
         assert all(equal for equal, _, _ in found)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_coded_gradients_are_near_and_alike_on_all_ranks(way, ranks2):
     for found, shown, codecs in ranks2.run(trained, way, INT8):
@@ -301,6 +302,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("spec", FAMILIES)
 def test_loss_after_50_steps_is_that_without(spec, ranks2):
     ((first, wanted), *_) = ranks2.run(losses, None, 50)
@@ -774,6 +776,7 @@ def in_fewer_and_more_ranks(policy, options):
 SHORT = datetime.timedelta(seconds=60)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("options", [{}, rarely({"static_graph": True})])
 @pytest.mark.parametrize("policy", ["off", INT8])
 def test_gradients_follow_ddp_into_another_group(policy, options, ranks3):

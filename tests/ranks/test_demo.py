@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "script", ["train_tp", "train_hf", rarely("train_sp"), rarely("train_moe")]
 )

@@ -131,6 +131,7 @@ def check(
 BOTH = ("one_shot", "two_shot")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", BOTH)
 @pytest.mark.parametrize(
     ("text", "numel", "dtype"),
@@ -160,12 +161,14 @@ def test_a_mean(ranks2, tmp_path, algorithm):
     check(ranks2, tmp_path, "fp8(form=e5m2)", algorithm, 1300, torch.float32, op="avg")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("algorithm", BOTH)
 @pytest.mark.parametrize("text", ["int8(rounding=stochastic)", "sdp4bit", "tahquant(block=64)"])
 def test_other_parts(ranks2, tmp_path, algorithm, text):
     check(ranks2, tmp_path, text, algorithm, 1500, torch.bfloat16, calls=2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 def test_fewer_values_than_a_block_and_ranks(ranks4, tmp_path, algorithm):
     check(ranks4, tmp_path, "int8", algorithm, 3, torch.float32, calls=2)

@@ -151,6 +151,7 @@ def check_closed_loop(inner: str, steps: int, dtype: torch.dtype) -> None:
     assert (site.codec, site.algorithm) == (CODEC, "direct"), site.reason
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("ranks", "inner", "steps", "dtype"),
     [
@@ -391,6 +392,7 @@ def check_sharded() -> None:
         fresh()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_sharded_parameter_travels_as_its_difference(ranks, request):
     request.getfixturevalue(f"ranks{ranks}").run(check_sharded)

@@ -156,6 +156,7 @@ def exact(policy, steps: int, compressed: bool) -> None:
     assert compressed == any(plan.compressed for plan in door.plans)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "compressed"), [("off", False), (EXACT, True), rarely(forced("exponent"), True)]
 )
@@ -310,6 +311,7 @@ def feature(name: str) -> list[str]:
     return sorted({site.module for plan in door.plans for site in plan.sites})
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_train_bit_for_bit_as_without(ranks2, name):
     units = ranks2.run(feature, name)[0]

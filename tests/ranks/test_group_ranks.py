@@ -56,6 +56,7 @@ def kinds(inner):
     return results
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("size", "inner"), [(2, "inductor"), (4, "eager")])
 def test_every_kind_gives_the_bits_of_the_ungrouped_graph_or_another_order_of_a_sum(
     size, inner, request

@@ -91,6 +91,7 @@ def test_data_parallel_ranks_have_batches_of_their_own():
     assert torch.equal(first, again)
 
 
+@pytest.mark.every
 def test_ssfusion():
     """With steps that measure: the last two of 4 would not do, so it says what it has by then.
     Forced, since on a slow machine a plan may send all whole; the seventh step is the first one

@@ -41,6 +41,7 @@ WIDTHS = crossed(CODECS, [(), (8,), (1024,)])
 """Those of a lossless code take seconds each."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("codec", "width"),
     sampled(WIDTHS, [*zip(CODECS[:3], [(), (8,), (1024,)], strict=True), ("raw", ())]),

@@ -44,6 +44,7 @@ def error(inputs, codec, name, monkeypatch) -> torch.Tensor:
     return sums(inputs, codec, name, monkeypatch)[0].double() - total
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("name", ["one_shot", "two_shot(stage=rs)", "one_shot(shards=2)"])

@@ -145,6 +145,7 @@ def check_blocks(how: str) -> None:
     check_nothing_is_lost(model, given, range(STEPS))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled autograd"])
 def test_blocks_that_share_code_keep_residuals_of_their_own(how, ranks2):
     ranks2.run(check_blocks, how)
@@ -478,6 +479,7 @@ FROZEN = pytest.param(
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", [FROZEN, "not summed", "not used"])
 def test_what_a_weight_held_back_is_sent_for_no_other(what, ranks2):
     for found in ranks2.run(leave_out, what):

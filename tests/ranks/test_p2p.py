@@ -381,6 +381,7 @@ def run_all(inner):
     return rows
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", rarely("inductor")])
 def test_values_on_real_ranks_are_exact_where_plain_and_near_where_compressed(inner, ranks2):
     for rank, rows in enumerate(ranks2.run(run_all, inner)):

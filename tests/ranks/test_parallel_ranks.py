@@ -180,6 +180,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("how", "policy", "bound"), CASES)
 def test_two_ranks(ranks2, how, policy, bound):
     ranks2.run(train, how, policy, bound)
@@ -216,6 +217,7 @@ def test_around_tensor_parallelism_with_clipping_and_accumulation(ranks4, how):
     ranks4.run(train, how, EXACT, 2e-5, "eager", 2, 0.1, plan)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["replicate", "shard"])
 def test_accumulated_and_clipped(ranks2, how):
     ranks2.run(train, how, EXACT, 2e-5, "eager", 3, 0.05)
@@ -265,6 +267,7 @@ def counted(how: str, policy) -> tuple[list, list]:
     return sent, planned, kept
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("how", "policy"),
     [("shard", EXACT), ("replicate", EXACT), ("shard", INT8), ("replicate", INT8)],
@@ -430,6 +433,7 @@ def ddp(policy) -> tuple[list, list]:
 ANY_INT8 = Policy(rules=[Rule(codec="int8", force=True)], max_error=0.1)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("policy", [rarely(EXACT), ANY_INT8])
 def test_the_reducer_of_ddp_in_python(ranks2, policy):
     kinds, sent, planned = ranks2.run(ddp, policy)[0]

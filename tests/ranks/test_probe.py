@@ -53,6 +53,7 @@ def as_on_hosts(hosts: list[int]) -> tuple:
     return digest(profile), profile.node, profile.inside is not None, ranks
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("hosts", "node", "levels"),
     [

@@ -102,6 +102,7 @@ def plans_of_another(second, late: int, inner: str) -> tuple[bool, list[str]]:
     return torch.equal(found, second(a, b)), [whys]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("second", [other_operators, same_operators])
 def test_a_function_whose_graphs_differ_is_compared_though_its_plan_was_agreed_on(
@@ -345,6 +346,7 @@ def after_one_changed_nothing(late: int) -> list[tuple[list[str], bool]]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_word_about_a_graph_that_nobody_changed_is_none_about_the_next(late, ranks2):
     changed = (["sum of sums"], False)

@@ -98,6 +98,7 @@ def soak(steps: int) -> tuple[float, float, int, int, str]:
     )
 
 
+@pytest.mark.every
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("steps", [400, rarely(3000)])
 def test_many_steps_keep_replicas_alike_and_memory_as_it_is(steps, ranks2):

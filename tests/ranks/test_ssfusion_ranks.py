@@ -119,6 +119,7 @@ def check_sum(ddp: bool, options: dict) -> None:
     assert kinds == {"all_gather"} if not options.get("interleave", True) else "all_gather" in kinds
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ddp", [False, True])
 @pytest.mark.parametrize(
     "options",
@@ -288,6 +289,7 @@ def check_unused(ddp: bool) -> None:
     torch.testing.assert_close(given + left, right, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ddp", [False, True])
 def test_what_a_rank_does_not_use_and_what_nobody_uses(ddp, ranks3):
     ranks3.run(check_unused, ddp)
@@ -437,6 +439,7 @@ def ranks1():
     ranks.stop()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "momentum", "first"),
     [(4, 0.9, True), rarely(4, 0.0, False), rarely(1, 0.9, False), (1, 0.0, True)],

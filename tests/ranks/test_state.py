@@ -142,6 +142,7 @@ CHECKPOINTS = crossed(
 QUICK = [((3, 2), "sum", "aot_eager"), ((2, 3), "avg", "aot_eager")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sizes", "op", "inner"), sampled(CHECKPOINTS, QUICK), ids=str)
 def test_a_checkpoint_of_some_ranks_is_carried_on_by_others(sizes, op, inner, tmp_path, request):
     before, after = sizes

@@ -139,6 +139,7 @@ def doors(door: str):
     return all(map(torch.equal, plain, watched)), none, many, text, numbers
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("door", ["ddp", "fsdp"])
 def test_exchanges_of_doors_are_sampled_too(ranks2, door):
     for same, none, many, text, numbers in ranks2.run(doors, door):

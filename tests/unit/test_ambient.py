@@ -85,6 +85,7 @@ def by_hand(kind: str, x: torch.Tensor, name: str) -> torch.Tensor:
     return getattr(commpass, kind)(x, codec=name)
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(
     ("kind", "mode"), sampled(crossed(KINDS, MODES), lambda case: case in QUICK)
 )
@@ -201,6 +202,7 @@ def test_autocast_around_a_compiled_collective_stays_the_callers(alone):
 # --- what is computed once and kept ---------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_facts_about_codecs_are_the_same(mode):
     request, _payload = Request("0", 4), Payload(4096, 64, torch.float32)

@@ -368,6 +368,7 @@ def check_formulas(kind: str, spec: str, ranks: int, dtype: str) -> None:
         assert planned.bytes == numel * ITEM[dtype]
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize(
     ("kind", "spec", "ranks", "dtype"),
     thinned(
@@ -380,6 +381,7 @@ def test_predicted_times_and_bytes_are_those_of_the_formulas(kind, spec, ranks, 
     check_formulas(kind, spec, ranks, dtype)
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize(
     ("kind", "spec", "ranks", "dtype"),
     thinned(
@@ -762,6 +764,7 @@ def shares(kind: str, spec: str, ranks: int) -> list[float]:
     return scattered * (stage != "ag") + gathered * (stage != "rs")
 
 
+@pytest.mark.few(70)
 @pytest.mark.parametrize(
     ("kind", "spec", "ranks"),
     [(*case, ranks) for case in CASES for ranks in [*RANKS, 129] if fits(case[1], ranks)],
@@ -823,6 +826,7 @@ def simulated(spec: str, ranks: int, error: float = 0.05, numel: int = 20_000) -
     return float((total - exact).std() / exact.std())
 
 
+@pytest.mark.few(44)
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 @pytest.mark.parametrize("spec", SPECS["all_reduce"])
 def test_predicted_errors_are_those_of_a_simulation(spec, ranks):
@@ -1104,6 +1108,7 @@ MATRICES = st.integers(2, 6).flatmap(
 WIDTHS = st.sampled_from([None, 1, 7, 512, 4096])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("codec", [*CODECS, "exponent"])
 @examples
 @given(MATRICES, WIDTHS, st.sampled_from(list(ITEM)), LINKS, st.sampled_from([0.0, 0.1]))
@@ -1184,6 +1189,7 @@ def one_way(rows: list[int]) -> int:
     return sum(wire_bytes(row, 256, 8, 4) for row in rows)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("ranks", [2, 8, 1024])
 @pytest.mark.parametrize(("width", "by_entries"), WHETHER_LONG)
 def test_uneven_exchanges_are_scored_for_so_many_rows_a_rank_and_the_reason_says_so(
@@ -1496,6 +1502,7 @@ def test_a_node_that_does_not_divide_the_ranks_is_refused_by_number(ranks, node)
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
+@pytest.mark.few(51)
 @pytest.mark.parametrize("dtype", ITEM)
 @pytest.mark.parametrize("kind", COMPRESSIBLE)
 @pytest.mark.parametrize("codec", ["exponent", "raw", *CODECS])

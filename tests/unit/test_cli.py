@@ -205,6 +205,7 @@ def spoilt(text: str, change) -> str:
     return json.dumps(head)
 
 
+@pytest.mark.few(26)
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [

@@ -81,6 +81,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "dump"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "arguments",
     [

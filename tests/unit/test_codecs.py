@@ -321,6 +321,7 @@ def test_static_scales_far_from_the_values_lose_them_but_make_nothing_infinite(n
     assert (back.abs() <= x.abs() + coder.floor(x.dtype)).all()
 
 
+@pytest.mark.few(43)
 @each_of_the_family
 def test_zeros_decode_to_zeros_and_the_smallest_numbers_to_small_ones(text):
     coder, setting = build(text, 16)
@@ -350,6 +351,7 @@ def test_a_block_of_zeros_among_others_is_zeros(text):
     assert (coder.decode(coder.encode(x))[lost[lost >= 0]] == 0).all()
 
 
+@pytest.mark.few(51)
 @each_of_the_family
 def test_the_largest_finite_numbers_stay_finite_and_large(text):
     coder, setting = build(text)
@@ -523,6 +525,7 @@ SYMBOLIC = [
 ]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("text", sampled(CORE, ["int2", *SYMBOLIC]))
 def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(text):
     coder, _ = build(text, 64)
@@ -549,6 +552,7 @@ RARELY = ["int8", "int4(scale=rms, stored=pow2)", "int8(static=0.05)", "equarx"]
 RARELY += ["rotated(form=int, bits=3)", "rotated(form=e4m3, bits=8)"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", sampled(SYMBOLIC, set(SYMBOLIC) - set(RARELY)))
 def test_a_graph_of_symbolic_sizes_gives_the_bits_of_real_ones(text):
     coder, setting = build(text, 64)

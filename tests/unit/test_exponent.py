@@ -150,6 +150,7 @@ def test_random_patterns_of_wider_floats_survive(planes, dtype):
     assert survives(coder_of(planes), mixed)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 31, 1023, 1024, 1025, 2047, 4097, 131072, 131073])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_every_size_survives(dtype, numel):
@@ -377,6 +378,7 @@ def test_a_graph_traced_once_with_symbolic_sizes_serves_all_sizes(planes, dtype)
         assert bits(decoder(wire, rows)) == bits(rows)
 
 
+@pytest.mark.few(1)
 @floats
 def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(dtype):
     coder = coder_of(2)

@@ -90,6 +90,7 @@ ORDERS = {
 QUICK = ("the face first", "the module first", "all names")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("order", tiers.sampled(ORDERS, QUICK))
 def test_the_name_of_the_face_wins_over_a_module_of_that_name(order):
     clashing = [name for name in commpass._HOME if (PACKAGE / f"{name}.py").is_file()]
@@ -158,6 +159,7 @@ USERS = sorted(
 )
 
 
+@pytest.mark.every
 def test_whoever_calls_operators_of_ours_imports_what_registers_them():
     assert "commpass.collectives.public" in USERS
     code = f"""

@@ -94,6 +94,7 @@ def failed(found: list[dict[str, Any]]) -> list[str]:
     return [f"{each['name']}: {each['said']}" for each in found if not each.get("passed", True)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", ["int8", "rotated(bits=4)"])
 def test_kernels_pass_in_the_interpreter(spec):
     found = interpreted(checked, spec)
@@ -104,6 +105,7 @@ def test_kernels_pass_in_the_interpreter(spec):
     assert ("enter_encode" in names) == spec.startswith("rotated")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("broken", "said"),
     [

@@ -102,6 +102,7 @@ def generated() -> list[str]:
     return [text for text in ALL if getattr(codec(text), "grid", None) is not None]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", sampled(generated(), generated()[::2]))
 def test_encode_and_decode_give_the_bits_of_the_plain_form(text):
     coder = codec(text).salted(3, 1)
@@ -174,6 +175,7 @@ def test_values_of_every_kind(text, dtype, values, seed):
 SUMMED = ["int8", "int4(stored=bf16)", "fp8", "int6", "rotated", "rotated(bits=4)", "sdp4bit"]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("text", SUMMED)
 @pytest.mark.parametrize("ranks", [1, 2, 5, 19])
 def test_sums_are_made_in_rank_order(text, ranks):

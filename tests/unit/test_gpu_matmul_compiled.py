@@ -135,6 +135,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("arch", "spec"), CASES)
 def test_what_a_card_is_told(arch: str, spec: str) -> None:
     made = compiled(arch, spec)

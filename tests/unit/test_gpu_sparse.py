@@ -135,6 +135,7 @@ def check(cases: list[tuple[str, torch.dtype, str, int, int]]) -> dict[object, l
 SELECTORS = ["topk", "randomk", "dgc", "gaussiank", "redsync", "sidco"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("content", list(CONTENTS))
 def test_the_wire_and_what_is_left_are_those_of_the_aten_form(content):
     """Selectors and dtypes by turns: ties at the threshold, fewer candidates than slots and more,
@@ -147,6 +148,7 @@ def test_the_wire_and_what_is_left_are_those_of_the_aten_form(content):
     assert interpreted(check, cases) == {}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("n", "rows"), [(1, 1), (7, 2), (256, 1), (300, 2)])
 def test_any_length_and_several_rows(n, rows):
     cases = [
@@ -165,6 +167,7 @@ FOUND = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("parameters", "which"),
     [
@@ -373,6 +376,7 @@ def equal(one: Tensor | tuple[Tensor, ...], other: Tensor | tuple[Tensor, ...]) 
     return all(torch.equal(*each) for each in zip(one, other, strict=True))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("content", ["gaussian", "zeros", "large", "subnormal", "not finite"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_statistics_are_those_of_the_aten_form(dtype, content):

@@ -112,6 +112,7 @@ def operations(text: str) -> list[str]:
     return re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)", text, re.M)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_selection_loads_and_stores_16_bytes_and_spills_nothing(dtype, target, tmp_path):
@@ -155,6 +156,7 @@ def test_the_look_back_keeps_all_warps_together(target, tmp_path):
     assert any(name.startswith("BAR.SYNC") for name in found[read:back])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("target", "spec", "dtype"),
     [

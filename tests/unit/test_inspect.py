@@ -140,6 +140,7 @@ def test_spills_are_those_that_the_assembler_tells(tmp_path):
     assert found.registers == int(re.search(r"Used (\d+) registers", done.stderr)[1])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("arch", "dtype", "used"),
     [

@@ -100,6 +100,7 @@ def test_a_table_of_all_kernels():
     assert "Predicted share of the bandwidth of a copy" in result.stdout
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arch", "used"), [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA")]
 )
@@ -155,6 +156,7 @@ def test_amd_is_not_predicted():
     assert "scalar" in shown
 
 
+@pytest.mark.every
 def test_texts_of_a_kernel():
     asked = ("--codec", "int8", "--kernel", "decode")
     triton = run(*asked, "--triton").stdout

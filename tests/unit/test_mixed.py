@@ -41,6 +41,7 @@ def in_the_share(x: np.ndarray, share: float, by: str) -> np.ndarray:
     return chosen
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("by", ["entropy", "energy"])
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.01])
 @pytest.mark.parametrize("width", [128, 512])
@@ -140,6 +141,7 @@ def test_eager_and_compiled_calls_agree_bit_for_bit():
         assert bits(one) == bits(other)
 
 
+@pytest.mark.every
 def test_sizes_may_be_symbolic():
     coder = codec("mixed", high="int8(block=128)", low="int4")
 

@@ -244,6 +244,7 @@ def test_latency_moves_the_crossover_up():
     assert fit == 0.3
 
 
+@pytest.mark.every
 def test_other_assumptions_never_count():
     others = tried.all_tried()
     assert len(others) > 20

@@ -215,6 +215,7 @@ LONG = ("compiled twice", "block by block, as modules", "DDP around one called m
 LONG += ("a method of what holds a model", "checkpoint_wrapper of compiled words")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("what", sampled(MODELS, lambda what: what not in LONG))
 def test_paths_are_those_of_the_model_without_what_wraps_it_in_forward_and_backward(what):
     make, expected = MODELS[what]
@@ -251,6 +252,7 @@ def test_a_rule_for_all_blocks_reaches_blocks_that_are_compiled_one_by_one():
         assert len(plan.sites) == 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("which", ["layers.0", "layers.1", "layers.1.mlp"])
 def test_keep_for_one_of_the_blocks_that_share_a_graph_keeps_it_for_all(which):
     """A graph that serves both layers cannot compress one alone: never where it must not."""
@@ -314,6 +316,7 @@ def _wrap_layers(model, wrap):
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("wrapper", WRAPPED)
 def test_words_go_on_modules_by_the_names_that_rules_see(wrapper):
     model = WRAPPED[wrapper](Net())

@@ -286,6 +286,7 @@ def test_calibrated_channels_are_given_by_a_rule():
 # --- aggressive -----------------------------------------------------------------------------------
 
 
+@pytest.mark.few(58)
 @pytest.mark.parametrize("only", [*DEFAULTS, None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_aggressive_never_takes_plain_int4(kind, only):
@@ -354,6 +355,7 @@ def traced(function, name):
         return make_fx(function, decomposition_table=select_decomp_table())(x)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "touched", "direction", "left", "other"), GRAPHS)
 def test_a_graph_is_rewritten_where_the_paper_compresses_and_nowhere_else(
     name, touched, direction, left, other, fake_group
@@ -398,6 +400,7 @@ COMPILED = {
 values, which the fake group has none of."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_model_compiles_with_the_preset(name, fake_group):
     fake_group(2)

@@ -487,6 +487,7 @@ def test_eager_and_compiled_calls_agree_bit_for_bit(how):
         assert bits(eager[1][rows]) == bits(other[1][rows]), coder.spec
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "rows"), [("topk", 1), rarely("randomk", 5), rarely("dgc", 1), ("sidco", 5)]
 )
@@ -510,6 +511,7 @@ def test_one_graph_with_symbolic_sizes_is_right_for_all_sizes(name, rows):
 EACH = [*NAMES, "raw"], FLOATS
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "dtype"), sampled(crossed(*EACH), list(crossed(*EACH, one_in=4))), ids=str
 )

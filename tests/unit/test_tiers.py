@@ -23,10 +23,20 @@ def test_quick():
 """
 
 
-def collected(folder: Path, *runs: list[str]) -> list[list[str]]:
+FEW = """
+import pytest
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("n", range(8))
+def test_these(n):
+    pass
+"""
+
+
+def collected(folder: Path, *runs: list[str], tests: str = TESTS) -> list[list[str]]:
     """The tests that pytest would run with each of some options, in a process of its own, whose
     hashes have another seed."""
-    (folder / "test_these.py").write_text(TESTS)
+    (folder / "test_these.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = every: long\n")
     program = "import pytest, sys\nfor line in sys.stdin:\n    print('run')\n"
     program += "    pytest.main(['-p', 'tiers', '--collect-only', '-q', *line.split()])"
@@ -51,6 +61,13 @@ def test_the_part_of_a_text_is_always_the_same():
     assert [part(text) for text in "ldaovgkh"] == [144, 137, 202, 123, 108, 197, 246, 31]
 
 
+def test_few_cases_of_a_function_lie_evenly_among_them(tmp_path):
+    quick, whole = collected(tmp_path, [], ["--every"], tests=FEW)
+    assert quick == [f"test_these.py::test_these[{n}]" for n in (0, 2, 5)]
+    assert len(whole) == 8
+
+
+@pytest.mark.every
 def test_each_long_test_is_in_one_part(tmp_path):
     shares = [["--share", text] for text in TEXTS[:12]]
     grouped = ["--share", TEXTS[3], "-n", "0", "--dist", "loadgroup"]
@@ -73,6 +90,7 @@ def test_ranks(n):
 """
 
 
+@pytest.mark.every
 def test_a_group_stays_with_one_worker(tmp_path):
     """Ranks would be started by each worker, and share the cores."""
     (tmp_path / "test_these.py").write_text(GROUPED)

@@ -122,9 +122,11 @@ def refuse_if_replaced(module: nn.Module, driver: Driver) -> None:
 def after_forward(module: nn.Module, driver: Driver, keeps: object = None) -> Any:
     """Tells the clock when forward has ended, as long as times are measured, and looks whether the
     parameters are those of before. The hook ``keeps`` an object as long as there is the module."""
-    held = weakref.ref(driver)  # so that the module can be copied
+    held, own = weakref.ref(driver), weakref.ref(module)  # so that the module can be copied
 
     def begin(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        if module is not own():
+            return  # a copy: nobody exchanges its gradients
         found = held()
         if found is not None and found.planner.measures(found.count):
             found.planner.clock.begin()
