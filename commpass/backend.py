@@ -68,7 +68,7 @@ from commpass.runtime.calls import (
     state_for,
     with_more,
 )
-from commpass.runtime.checked import Built, Checked
+from commpass.runtime.checked import Built, Checked, release
 from commpass.runtime.environment import dump_here, policy_here
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.origin import Origin, call_of, count_call, origin_of_graph
@@ -414,7 +414,8 @@ class Backend:
             origin=calls.origin if calls.origin.function else origin_of_graph(gm),
             context=TracingContext.try_get(),
         )
-        for other in list(self.checked.pop(_place_of(job), ())):
+        graphs = self.checked.setdefault(_place_of(job), weakref.WeakSet())
+        for other in list(graphs):
             other.leave()
         made = self._build(job)
         if isinstance(made, Raising):
@@ -423,9 +424,10 @@ class Backend:
         first = counted if made.outcome.first else None
         hook = functools.partial(self._check, number + direction, first)
         if made.check.done:
+            release(graphs)
             return before_each_call(made.compiled, hook, made.function)
-        checked = Checked(made, functools.partial(self._rebuild, job))
-        self.checked.setdefault(_place_of(job), weakref.WeakSet()).add(checked)
+        checked = Checked(made, functools.partial(self._rebuild, job), graphs)
+        graphs.add(checked)
         return before_each_call(made.compiled, hook, checked)
 
     def _build(self, job: Job, before: Outcome | None = None) -> Built | Raising:

@@ -4,6 +4,7 @@ where a site turns out to be over it."""
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,12 +35,16 @@ class Checked:
     """Calls a graph, and holds it to its budget.
 
     ``rebuild`` is given the sites that are over their budget, with the reasons. It compiles the
-    graph without them, or returns None where none of them is in this graph.
+    graph without them, or returns None where none of them is in this graph. ``graphs`` are all that
+    were compiled of the same code, for other sizes: of these the latest is checked, and what is
+    over its budget there is left alone in all of them.
     """
 
     _boxed_call = True
 
-    def __init__(self, built: Built, rebuild: Rebuild):
+    def __init__(self, built: Built, rebuild: Rebuild, graphs: weakref.WeakSet[Checked]):
+        self.graphs = graphs
+        self.over: dict[Key, str] = {}
         self.function = built.function
         self.built: Built | None = built
         self.rebuild = rebuild
@@ -47,6 +52,9 @@ class Checked:
         self.found: tuple[tuple[int, ...] | None, ...] = ()
 
     def __call__(self, inputs: list[Any]) -> Any:
+        for each in list(self.graphs):
+            if each is not self and each.checks:
+                each.settle()  # what another graph found is known to all ranks by now
         self.settle()
         if self.built is None:
             return self.function(inputs)
@@ -60,32 +68,57 @@ class Checked:
             self.found = tuple(x.stride() if isinstance(x, Tensor) else None for x in outputs)
         return outputs
 
+    @property
+    def checks(self) -> bool:
+        """Whether its check goes on."""
+        return self.built is not None and not self.built.check.done
+
     def settle(self) -> None:
         """Compares the readings of the latest call with those of all ranks, and compiles anew if
         that says so."""
         if self.built is None:
             return
-        if over := self.built.check.collect():
-            made = self.rebuild(self.built, over)
-            if made is not None:
-                self.built = _with_strides(made, self.strides, self.found)
-                self.function = self.built.function
+        left = self.built.check.done
+        if not left and (found := self.built.check.collect()):
+            for each in self.graphs:
+                each.over |= found
+            self._leave_alone()
+        elif left and self.over:
+            self._leave_alone()
+            self.built.check.leave()
         if self.built.check.done:
-            self._release()
+            release(self.graphs)
+
+    def _leave_alone(self) -> None:
+        """Compiles the graph again without the sites that are over their budget."""
+        assert self.built is not None
+        over, self.over = self.over, {}
+        made = self.rebuild(self.built, over)
+        if made is not None:
+            self.built = _with_strides(made, self.strides, self.found)
+            self.function = self.built.function
 
     def leave(self) -> None:
         """Ends the check: the same code is compiled for other inputs, and other ranks may not call
-        this graph as often as this one."""
+        this graph as often as this one. It can be compiled again until that check has ended too."""
         self.settle()
         if self.built is not None:
             self.built.check.leave()
-            self._release()
 
-    def _release(self) -> None:
+    def drop(self) -> None:
         """Only what is called stays: the graph that it was compiled from, and copies of that, go
         with all that could compile it again."""
         self.built = None
         del self.rebuild
+
+
+def release(graphs: weakref.WeakSet[Checked]) -> None:
+    """Where the check of the latest of these graphs has ended: drops what could compile them again,
+    but where a site has still to be left alone."""
+    if not any(each.checks for each in graphs):
+        for each in graphs:
+            if each.built is not None and not each.over:
+                each.drop()
 
 
 def _with_strides(built: Built, wanted: Any, found: Sequence[tuple[int, ...] | None]) -> Built:

@@ -151,6 +151,31 @@ def test_site_over_its_budget_stays_so_when_compiled_for_other_sizes(fake_group)
     assert codecs_of(backend) == ["int8", "none"] * 2
 
 
+def alternating(backend, calls: int = 4):
+    """Calls a function with two sizes in turns; what the smaller one is given is over its budget.
+    The bigger one has a graph of its own, and first has nothing to measure."""
+    torch._dynamo.reset()
+    compiled = torch.compile(two_sums, backend=backend, dynamic=False)
+    big = with_counts()
+    codecs = []
+    for call in range(calls):
+        compiled(*GOOD, big * bool(call))
+        compiled(normal(64, 128), GOOD[1], big[:64])
+        codecs.append(codecs_of(backend))
+    return codecs, compiled(*GOOD, big)[1]
+
+
+def test_site_found_over_its_budget_at_one_size_is_left_alone_at_the_others(fake_group):
+    fake_group(4)
+    policy = Policy(codecs=("int8",), max_error=0.02)
+    backend = commpass.backend(policy, inner="eager", profile=SLOW, strict=True)
+    codecs, result = alternating(backend)
+    assert codecs[0] == ["int8"] * 4
+    assert codecs[1:] == [["int8", "none"] * 2] * 3
+    assert torch.equal(result, with_counts())
+    assert not any(each.built for graphs in backend.checked.values() for each in graphs)
+
+
 def test_forced_sites_and_sites_without_a_budget_are_not_held_to_one(fake_group, warnings):
     fake_group(4)
     for policy in (

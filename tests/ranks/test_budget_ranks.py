@@ -76,6 +76,27 @@ def test_site_that_is_over_its_budget_on_one_rank_is_left_alone_on_all(ranks2, i
     assert [len(messages) for *_, messages in found] == [1, 0]  # one warning, of the first rank
 
 
+def _two_sizes() -> tuple[list[list[str]], torch.Tensor]:
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=60)
+    compiled = torch.compile(two_sums, backend=backend, dynamic=False)
+    big, x, codecs = with_counts(rank), normal(64, 64, seed=rank), []
+    for call in range(4):
+        compiled(x, big * bool(call))
+        compiled(x, big[:32] if rank == 1 else normal(32, 256))
+        codecs.append(codecs_of(backend))
+    return codecs, compiled(x, big)[1]
+
+
+def test_site_found_over_its_budget_at_one_size_is_left_alone_at_the_others(ranks2):
+    found = ranks2.run(_two_sizes)
+    for codecs, result in found:
+        assert codecs[0] == ["int8"] * 4
+        assert codecs[1:] == [["int8", "none"] * 2] * 3
+        assert torch.equal(result, with_counts(0) + with_counts(1))
+
+
 def _ddp() -> tuple[list[list[str]], torch.Tensor]:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)))
