@@ -29,7 +29,7 @@ from commpass.errors import PolicyError
 from commpass.groups import goes_with, twin
 from commpass.parallel.buckets import Part, parts_of
 from commpass.parallel.dropped import Dropped
-from commpass.parallel.exchange import Exchanges
+from commpass.parallel.exchange import Compiled, Exchanges
 from commpass.parallel.taken import Gone, checked, claim, refuse_if_optimized_in_backward
 from commpass.parallel.worker import Worker
 from commpass.plan import Plan
@@ -238,10 +238,9 @@ class DDPDoor:
         for part in self._parts[key]:
             piece = part.of(x)
             compiled = self.exchanges.get(part.what, piece, of=part.parameters)
-            self._now.plans.append(compiled.plan)
             self._now.plain += piece.nbytes
-            self._now.sent += wire_bytes(compiled.plan)
             jobs.append(functools.partial(part.exchange, compiled.run, x))
+            jobs.append(functools.partial(_record, self._now, compiled))
         return functools.partial(_in_order, jobs)
 
     def _submit(self, job: Callable[[], None], x: Tensor) -> Future[Tensor]:
@@ -294,6 +293,12 @@ def _plain(x: Tensor, group: str, ranks: int) -> None:
     functional = torch.ops._c10d_functional
     with without_ambient_state():
         functional.wait_tensor(functional.all_reduce_(x.mul_(1.0 / ranks), "sum", group))
+
+
+def _record(step: _Step, compiled: Compiled) -> None:
+    """After an exchange, which may have planned anew before it sent."""
+    step.plans.append(compiled.plan)
+    step.sent += wire_bytes(compiled.plan)
 
 
 def _in_order(jobs: Sequence[Callable[[], None]]) -> None:

@@ -24,7 +24,7 @@ from commpass.annotate import words_of
 from commpass.backend import backend
 from commpass.costmodel import Profile
 from commpass.errors import PolicyError
-from commpass.parallel.exchange import Exchange, Exchanges
+from commpass.parallel.exchange import Compiled, Exchange, Exchanges
 from commpass.plan import Plan
 from commpass.policy import Policy
 from commpass.runtime.record import wire_bytes
@@ -200,13 +200,24 @@ class FSDPDoor:
             self._refuse_if_replaced(each)
         what = replace(what, word=unit.word, parameters=unit.names)
         compiled = self.exchanges.get(what, x, out, unit.parameters)
-        so_far = self._sent.get(what.kind, Sent())
-        self._sent[what.kind] = Sent(
+        if compiled.untouched:
+            self._record(what.kind, compiled)
+            return None
+
+        def run(*tensors: Tensor) -> None:
+            compiled.run(*tensors)
+            self._record(what.kind, compiled)
+
+        return run
+
+    def _record(self, kind: str, compiled: Compiled) -> None:
+        """After an exchange, which may have planned anew before it sent."""
+        so_far = self._sent.get(kind, Sent())
+        self._sent[kind] = Sent(
             so_far.calls + 1,
             so_far.plain + sum(site.bytes for site in compiled.plan.sites),
             so_far.sent + wire_bytes(compiled.plan),
         )
-        return None if compiled.untouched else compiled.run
 
     def _begin(self, model: nn.Module) -> None:
         """Reads the words that were put on modules since the door was opened, and says which

@@ -102,13 +102,16 @@ def _ddp() -> tuple[list[list[str]], torch.Tensor]:
     model = DDP(nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)))
     door = compress_ddp(model, INT8, profile=SLOW)
     rank, codecs = dist.get_rank(), []
-    x = normal(32, 64, seed=rank)
+    x, shown = normal(32, 64, seed=rank), []
     if rank == 0:
         x[:, 0] = 1e7  # its weights' gradients are all that is seen in their blocks
     for _ in range(5):
         model.zero_grad()
         model(x).square().mean().backward()
         codecs.append([site.codec for plan in door.exchanges.plans for site in plan.sites])
+        shown.append([site.codec for plan in door.plans for site in plan.sites])
+        assert (door.bytes.sent < door.bytes.plain) == ("int8" in shown[-1])
+    assert shown == codecs
     return codecs, torch.cat([each.grad.flatten() for each in model.parameters()])
 
 
