@@ -56,8 +56,6 @@ GLOO = {
     torch.bool,
 }
 """What gloo carries."""
-CODECS_UNDER_AUTOCAST = False
-"""Whether codecs shut out the caller's autocast: rotated, taco, sdp4bit and tahquant do not yet."""
 
 
 class Fault(AssertionError):
@@ -522,7 +520,7 @@ class Coded:
         self.tried.met[f"codec: {coder.spec.partition('(')[0]} by {how.name} of {site.kind}"] += 1
         exact = self._exact(together, position)
         about = f"{site.kind} by {site.codec}, {site.algorithm}"
-        if CODECS_UNDER_AUTOCAST and self.case.autocast and not stateful and values[0].numel():
+        if self.case.autocast and not stateful and values[0].numel():
             _coded_under_autocast(values[0], coder, site.codec)
         for number, (got, wanted) in enumerate(zip(ended, exact, strict=True)):
             if (got.shape, got.dtype) != (wanted.shape, values[number].dtype):
