@@ -118,6 +118,7 @@ def first_stays_away() -> str:
     return str(error.value)
 
 
+@pytest.mark.every
 def test_the_first_rank_may_be_the_silent_one(ranks2):
     assert "rank 0 of group" in ranks2.run(first_stays_away)[1]
 
@@ -604,6 +605,7 @@ def graphs_of_two_groups() -> list[torch.Tensor]:
     return list(found)
 
 
+@pytest.mark.every
 def test_all_that_hang_together_plan_again_or_none(ranks3):
     every = ranks3.run(graphs_of_two_groups)
     once, thrice = torch.tensor([4 / 3]), torch.tensor([4.0])

@@ -504,6 +504,7 @@ def resumed(folder):
     return total
 
 
+@pytest.mark.every
 def test_saved_with_2_ranks_and_resumed_with_4_in_other_buckets(ranks2, ranks4, tmp_path):
     ((saved), *_) = ranks2.run(trained_and_saved, str(tmp_path))
     for found in ranks4.run(resumed, str(tmp_path)):

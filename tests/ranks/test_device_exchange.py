@@ -131,7 +131,7 @@ def check(
 BOTH = ("one_shot", "two_shot")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 @pytest.mark.parametrize(
     ("text", "numel", "dtype"),

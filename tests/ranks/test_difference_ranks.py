@@ -218,6 +218,7 @@ def check_hostile() -> None:
     assert bool(call(function, model, tiny).isfinite().all())
 
 
+@pytest.mark.every
 def test_what_is_not_finite_does_not_stay_in_the_reference(ranks2):
     ranks2.run(check_hostile)
 

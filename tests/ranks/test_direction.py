@@ -225,6 +225,7 @@ def check_compiled_autograd() -> None:
     assert not backward.compressed
 
 
+@pytest.mark.every
 def test_compiled_autograd_makes_backward_graphs(ranks2):
     ranks2.run(check_compiled_autograd)
 

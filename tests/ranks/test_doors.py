@@ -62,6 +62,7 @@ def apart(one: dict, other: dict) -> float:
     return float(difference / norm)
 
 
+@pytest.mark.every
 def test_a_model_by_its_own_tp_plan(ranks2):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")  # transformers divides no model without it

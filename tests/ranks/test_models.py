@@ -105,6 +105,7 @@ def train(inner) -> list[str]:
     return [digest([out, grads[0]])]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("size", "inner"), [(2, "inductor"), rarely(3, "inductor")])
 def test_a_tensor_parallel_model_trains_with_replicas_bit_equal(size, inner, request):
     request.getfixturevalue(f"ranks{size}").run(train, inner)

@@ -180,7 +180,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("how", "policy", "bound"), CASES)
 def test_two_ranks(ranks2, how, policy, bound):
     ranks2.run(train, how, policy, bound)
@@ -267,7 +267,7 @@ def counted(how: str, policy) -> tuple[list, list]:
     return sent, planned, kept
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("how", "policy"),
     [("shard", EXACT), ("replicate", EXACT), ("shard", INT8), ("replicate", INT8)],

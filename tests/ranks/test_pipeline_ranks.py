@@ -245,6 +245,7 @@ def coded_how(policy):
     return grads, output, {site.lowering for plan in plans for site in plan}
 
 
+@pytest.mark.every
 def test_kernels_give_the_same_bits(ranks2: Ranks):
     by_kernels, by_operators = (
         ranks2.run(coded_how, forced("int8", "int6(block=32, stored=bf16)", lowering=how))

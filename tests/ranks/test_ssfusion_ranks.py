@@ -208,6 +208,7 @@ def check_learned(options: dict) -> None:
     assert sparse < dense + 0.25 * (before - dense)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     "options",
     [

@@ -54,6 +54,7 @@ def served(policies: list[Policy], salt: float) -> list[tuple]:
     return found
 
 
+@pytest.mark.every
 def test_collectives_of_vllms_at_inductors_slot(ranks2):
     told = ranks2.run(served, [INT8, KEPT, INT8], random.random())
     coded, kept, again = told[0]

@@ -90,7 +90,7 @@ ORDERS = {
 QUICK = ("the face first", "the module first", "all names")
 
 
-@pytest.mark.few(1)
+@pytest.mark.every
 @pytest.mark.parametrize("order", tiers.sampled(ORDERS, QUICK))
 def test_the_name_of_the_face_wins_over_a_module_of_that_name(order):
     clashing = [name for name in commpass._HOME if (PACKAGE / f"{name}.py").is_file()]

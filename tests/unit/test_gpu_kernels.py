@@ -143,6 +143,7 @@ TEXTS += ["fp8(static=1.0)", "rotated(block=64)", "rotated(bits=4, block=32)", "
 TEXTS += ["int8(stored=bf16)", "int4(stored=pow2)", "int8(rounding=stochastic)", "sdp4bit"]
 
 
+@pytest.mark.every
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(TEXTS),
