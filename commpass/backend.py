@@ -419,6 +419,7 @@ class Backend:
             other.leave()
         made = self._build(job)
         if isinstance(made, Raising):
+            release(graphs)
             return made
         counted = functools.partial(count_call, job.origin, direction)
         first = counted if made.outcome.first else None

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import Ranks
-from tiers import pytest_addoption, pytest_collection_modifyitems
+from tiers import pytest_addoption, pytest_collection_modifyitems, pytest_configure
 
 os.environ["COMMPASS_CHECK"] = "1"  # what passes promise each other is checked, on all ranks
 
-__all__ = ["pytest_addoption", "pytest_collection_modifyitems"]
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
 
 
 @pytest.fixture

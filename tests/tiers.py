@@ -19,6 +19,14 @@ runs_again = pytest.mark.skipif(
 )
 
 
+_chosen_tier = {"every": False}
+
+
+def examples(quick: int, every: int) -> int:
+    """How many cases hypothesis tries: so many, or with ``--every`` more."""
+    return every if _chosen_tier["every"] else quick
+
+
 def part(text: str) -> int:
     """0 to 255, the same on every machine and in every process."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) % PARTS
@@ -64,6 +72,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="",
         help="also one in 256 of the tests marked every; TEXT, such as a commit, says which",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _chosen_tier["every"] = config.getoption("--every")
 
 
 @pytest.hookimpl(trylast=True)

@@ -37,7 +37,7 @@ class Checked:
     ``rebuild`` is given the sites that are over their budget, with the reasons. It compiles the
     graph without them, or returns None where none of them is in this graph. ``graphs`` are all that
     were compiled of the same code, for other sizes: of these the latest is checked, and what is
-    over its budget there is left alone in all of them.
+    over its budget there is left alone in all whose check it ended.
     """
 
     _boxed_call = True

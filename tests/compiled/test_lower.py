@@ -588,6 +588,7 @@ def test_sites_whose_kernel_cannot_be_compiled_are_left_alone(
     assert [(site.codec, site.reason) for site in plan.sites] == [("none", why)] * 3
     assert not plan.fallback
     assert str(gm.graph) == before
+    assert of is not kernel or not kernel._kernels
     monkeypatch.setattr(of, what, compiled)
     again = trace(chain(3), torch.randn(64, 64))
     plan = commpass.rewrite(again, [], forced(text, algorithm="two_shot", lowering="kernel"))

@@ -9,7 +9,7 @@ import torch
 from graphs import as_rank, code, ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import thinned
+from tiers import examples, thinned
 
 import commpass
 from commpass.costmodel import ethernet
@@ -475,7 +475,7 @@ def test_any_graph_computes_the_same_in_the_new_order(seed, more):
 
 
 @given(st.integers(0, 10**6), st.sampled_from((0.01, 1.0, 100.0)))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6, 15), deadline=None)
 def test_all_ranks_start_their_exchanges_in_the_same_order(seed, gbit):
     """Whatever each takes its links for, and whatever sizes it computes with."""
 

@@ -12,6 +12,7 @@ import pytest
 from deciding import decide, options
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 import commpass
 from commpass import Policy, Rule
@@ -89,7 +90,7 @@ def _same(one, other) -> bool:
     return (one.codec, one.algorithm, one.chunks) == (other.codec, other.algorithm, other.chunks)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100, 400))
 @given(sites(), profiles(), st.sampled_from((0.003, 0.01, 0.03, 0.1)), st.sampled_from((1, 4, 30)))
 def test_a_larger_budget_never_makes_a_plan_slower(site, profile, budget, times):
     """But for the share that fewer chunks may cost."""
