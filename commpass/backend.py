@@ -424,11 +424,13 @@ class Backend:
         counted = functools.partial(count_call, job.origin, direction)
         first = counted if made.outcome.first else None
         hook = functools.partial(self._check, number + direction, first)
-        if made.check.done:
+        if made.check.done or not made.check.decides:
             release(graphs)
+        if made.check.done:
             return before_each_call(made.compiled, hook, made.function)
-        checked = Checked(made, functools.partial(self._rebuild, job), graphs)
-        graphs.add(checked)
+        together = graphs if made.check.decides else weakref.WeakSet()
+        checked = Checked(made, functools.partial(self._rebuild, job), together)
+        together.add(checked)
         return before_each_call(made.compiled, hook, checked)
 
     def _build(self, job: Job, before: Outcome | None = None) -> Built | Raising:
@@ -510,8 +512,8 @@ class Backend:
         samples = _samples(outcome, policy, self.inner in LOOKS)
         entry = ledger.Entry(outcome.plan, samples, graph)
         self.ledger.put(entry, instead_of)
-        calls_checked = policy.check_calls if _is_compared(outcome.plan, round) else 0
-        check = Check(samples, round, calls_checked, self._patience(outcome.plan))
+        patience, compared = self._patience(outcome.plan), _is_compared(outcome.plan, round)
+        check = Check(samples, round, policy.check_calls, patience, decides=compared)
         function = with_more(self._around(callable_of(compiled), entry), state)
         strides = getattr(compiled, "output_strides", None)
         return Built(compiled, function, check, strides, outcome)

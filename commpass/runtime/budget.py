@@ -24,7 +24,7 @@ from commpass.errors import Unanswered
 from commpass.plan import PlannedSite
 from commpass.runtime.board import Round, board, spans
 from commpass.runtime.pairs import channel_of
-from commpass.runtime.samples import Reading, Sampled, Samples, label
+from commpass.runtime.samples import MORE, Reading, Sampled, Samples, label
 
 log = logging.getLogger("commpass")
 
@@ -41,6 +41,11 @@ WORST = 10.0
 LONGEST_PAUSE_S = 0.05
 OVER = "%s (%s) is left alone from now on, on all ranks: %s. %s"
 """Site, kind, what is over, and what to do."""
+STAYS = (
+    "%s (%s) stays compressed: %s. This rank compiled the graph with what was agreed on before for"
+    " other inputs, and cannot leave the site alone by itself. %s"
+)
+"""Likewise, of a graph that was not compared with other ranks'."""
 
 
 def limits(bound: float) -> Reading:
@@ -104,11 +109,21 @@ class Check:
 
     ``round`` is None where no ranks compare plans. Each site is measured on ``calls`` calls; the
     check is ``done`` once all were. ``made`` is the number of calls so far; ``pending`` says that
-    the ranks have not yet compared what they published of the latest.
+    the ranks have not yet compared what they published of the latest. One that does not ``decide``
+    only warns: other ranks go on with the plan that this one took over.
     """
 
-    def __init__(self, samples: Samples, round: Round | None, calls: int, timeout_s: float):
+    def __init__(
+        self,
+        samples: Samples,
+        round: Round | None,
+        calls: int,
+        timeout_s: float,
+        *,
+        decides: bool = True,
+    ):
         self.samples, self.round, self.calls, self.timeout_s = samples, round, calls, timeout_s
+        self.decides = decides
         self.board = board() if round is not None else None
         rank = self.board.rank if self.board is not None else 0
         self.peers = [each for each in round.ranks if each != rank] if round is not None else []
@@ -187,7 +202,16 @@ class Check:
         for key in {key for its in everyone.values() for key in its.measured} & self.counts.keys():
             self.counts[key] += 1
         self.done = all(count >= self.calls for count in self.counts.values())
-        return over
+        return over if self.decides else self._warn(over)
+
+    def _warn(self, over: dict[Key, str]) -> dict[Key, str]:
+        """Says once of each site that it is over its budget. Returns nothing to leave alone."""
+        for key, why in over.items():
+            sampled = self.sites[key]
+            if not sampled.warned:
+                sampled.warned = True
+                log.warning(STAYS, label(sampled.site), sampled.site.kind, why, MORE)
+        return {}
 
     def _others(self) -> dict[int, Published] | None:
         """What the others published of the latest call; None where one of them has ended the

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -46,20 +48,30 @@ def codecs_of(backend) -> list[str]:
     return [site.codec for entry in backend.ledger.entries for site in entry.plan.sites]
 
 
-def _one_rank_over(inner: str) -> tuple[list[list[str]], list[str], list[torch.Tensor], list[str]]:
-    torch._dynamo.reset()
-    rank, messages = dist.get_rank(), []
-    keeper = logging.Handler()
+@contextlib.contextmanager
+def warnings_of_commpass() -> Iterator[list[str]]:
+    """What is said while it is open."""
+    messages: list[str] = []
+    keeper = logging.Handler(logging.WARNING)
     keeper.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("commpass").addHandler(keeper)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("commpass").removeHandler(keeper)
+
+
+def _one_rank_over(inner: str) -> tuple[list[list[str]], list[str], list[torch.Tensor], list[str]]:
+    torch._dynamo.reset()
+    rank = dist.get_rank()
     backend = commpass.backend(INT8, inner=inner, profile=SLOW, timeout=60)
     compiled = torch.compile(two_sums, backend=backend)
     x, y = normal(64, 64, seed=rank), with_counts(rank) if rank == 1 else normal(64, 256)
     codecs, results = [], []
-    for _ in range(4):
-        results.append(compiled(x, y)[1])
-        codecs.append(codecs_of(backend))
-    logging.getLogger("commpass").removeHandler(keeper)
+    with warnings_of_commpass() as messages:
+        for _ in range(4):
+            results.append(compiled(x, y)[1])
+            codecs.append(codecs_of(backend))
     reasons = [site.reason for site in backend.ledger.entries[0].plan.sites]
     return codecs, reasons, results, [m for m in messages if "left alone from now on" in m]
 
@@ -169,6 +181,36 @@ def _one_compiles_again_late(zeros: int, over_from: int) -> list[str]:
 def test_rank_that_compiles_again_alone_ends_the_check_of_all(ranks2, zeros, over_from):
     found = ranks2.run(_one_compiles_again_late, zeros, over_from, timeout=60)
     assert found == [["int8"], ["int8", "int8"]]  # nothing that one rank alone would change
+
+
+def _one_compiles_again_over_its_budget() -> tuple[list[str], list[str], torch.Tensor]:
+    """Rank 1 compiles again for another size, alone, when both have checked the first one."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=15)
+
+    def function(x, y):
+        return reduced(x * 1.0), y * 2
+
+    compiled = torch.compile(function, backend=backend, dynamic=False)
+    with warnings_of_commpass() as messages:
+        for step in range(7):
+            late = rank == 1 and step >= 3
+            x = with_counts(rank) if late else normal(64, 256, seed=rank)
+            result, _ = compiled(x, normal(3 if late else 2, 4))
+    return codecs_of(backend), messages, result
+
+
+def test_rank_that_compiles_again_alone_warns_of_a_site_over_its_budget(ranks2):
+    (codecs, messages, result), (others, warned, same) = ranks2.run(
+        _one_compiles_again_over_its_budget, timeout=60
+    )
+    assert (codecs, messages) == (["int8"], [])
+    assert others == ["int8", "int8"]
+    (message,) = warned
+    assert "stays compressed" in message
+    assert "of its non-zero values are lost" in message
+    assert torch.equal(result, same)  # both still send what they agreed on
 
 
 def _silent() -> tuple[str, float]:
