@@ -354,7 +354,7 @@ def test_none_and_all(share):
 @pytest.mark.parametrize("spec", ["int8", "int4", "fp8", "rotated(bits=6)", "cast"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_measured_is_what_the_codec_does(monkeypatch, spec, dtype):
-    monkeypatch.setattr(samples, "SLICE", 4096)
+    monkeypatch.setattr(samples, "SLICE_CPU", 4096)
     coder = codec(spec)
     x = torch.randn(3, 3001, generator=torch.Generator().manual_seed(1)).to(dtype)
     lost, had, *_ = measure(coder, x).tolist()
