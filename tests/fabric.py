@@ -55,11 +55,13 @@ class Fabric:
             return torch.cat([each.wire for each in all_of_it])
         if exchange.kind == "broadcast":
             return all_of_it[exchange.how[0]].wire
-        parts = [each.wire.split(each.how[0])[rank] for each in all_of_it]
-        assert [part.shape[0] for part in parts] == exchange.how[1], (
+        parts = [each.wire.split(each.how[0])[rank].flatten() for each in all_of_it]
+        # Of each rank so many bytes: where these are none, one may send rows without bytes.
+        rest = exchange.wire.shape[1:]
+        assert [len(part) for part in parts] == [rows * rest.numel() for rows in exchange.how[1]], (
             "what is sent is not what is waited for"
         )
-        return torch.cat(parts)
+        return torch.cat(parts).reshape(sum(exchange.how[1]), *rest)
 
 
 def lockstep(steps: Callable[[int], Any], ranks: int, monkeypatch: Any) -> tuple[list[Any], Fabric]:

@@ -255,13 +255,20 @@ def _results(together: Sequence[Collective], values: list[Tensor]) -> list[Tenso
     if like.name == "all_to_all_single":
         sent = [one.settings["input_split_sizes"] for one in together]
         received = [one.settings["output_split_sizes"] for one in together]
+        rests = [value.shape[1:] for value in values]
         for to, wanted in enumerate(received):
             coming = [sizes[to] for sizes in sent]
-            if list(wanted) != coming:
+            numels = [n * rest.numel() for n, rest in zip(coming, rests, strict=True)]
+            if [n * rests[to].numel() for n in wanted] != numels:
                 said = f"waits for {list(wanted)} entries and is sent {coming}"
                 raise LockstepError(f"{together[to]} {said}")
+        # Entries may have no bytes on one rank, and be none on another.
         parts = [value.split(list(sizes)) for value, sizes in zip(values, sent, strict=True)]
-        return [torch.cat([part[to] for part in parts]) for to in range(ranks)]
+        flat = [torch.cat([part[to].flatten() for part in parts]) for to in range(ranks)]
+        return [
+            x.reshape(sum(wanted), *rest)
+            for x, wanted, rest in zip(flat, received, rests, strict=True)
+        ]
     for one, value in zip(together, values, strict=True):
         if value.shape != values[0].shape or _agreed(one) != _agreed(like):
             raise LockstepError(f"{DIFFERENT}:\n  {like}\n  {one}")

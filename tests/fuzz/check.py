@@ -257,12 +257,16 @@ def _kinds(simple: Compiled) -> str:
     return ", ".join(sorted(odd)) or "decisions"
 
 
+SIZES_ALONE = ("full", "positions")
+"""Steps that take nothing of a value but its size."""
+
+
 def _directions(case: Case, plain: Sequence[fx.GraphModule]) -> None:
     """What backward computes again is forward's; what a gradient reaches is not that."""
     reached = [given.gradient for given in case.inputs]
     forward = set()
     for index, step in enumerate(case.steps):
-        gradient = step.op != "full" and any(reached[number] for number in step.of)
+        gradient = step.op not in SIZES_ALONE and any(reached[number] for number in step.of)
         reached += [gradient] * results(step)
         if step.again and not gradient:
             forward.add(index)
