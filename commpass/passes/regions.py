@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._prims_common import make_contiguous_strides_for
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import operators
@@ -15,7 +16,7 @@ from commpass.errors import VerifyError
 from commpass.lowering import Form, Generated, Piece, Source, Taken, form_of, fused, obstacle
 from commpass.passes.graph import meta
 from commpass.passes.graph.erase import erase
-from commpass.passes.graph.fakes import is_view
+from commpass.passes.graph.fakes import is_view, mode_of
 from commpass.passes.graph.marks import CODED, MARK
 from commpass.passes.template import Decompositions, without_tensors
 
@@ -292,7 +293,7 @@ def _pieces(region: Region, values: Sequence[Tensor]) -> Iterator[Piece]:
         while place < end or like.numel() == 0:
             value = next(left)
             size = value.itemsize
-            stride = value.new_empty(value.shape).stride()
+            stride: tuple[int, ...] = tuple(make_contiguous_strides_for(value.shape))
             if value.dim() == 2:
                 stride = (width * like.itemsize // size, 1)
             form = Form(value.dtype, value.device, tuple(value.shape), stride)
@@ -309,7 +310,9 @@ def write(body: fx.GraphModule, made: Sequence[fx.Node], pieces: Sequence[Piece]
     for number, (value, piece) in enumerate(zip(made, pieces, strict=True)):
         with graph.inserting_after(last):
             last = graph.placeholder(f"written_{number}")
-        last.meta["val"] = value.meta["val"].new_empty_strided(piece.form.shape, piece.form.stride)
+        with mode_of(graph):
+            shape, stride = piece.form.shape, piece.form.stride
+            last.meta["val"] = value.meta["val"].new_empty_strided(shape, stride)
         with graph.inserting_before(output):
             copied = graph.call_function(torch.ops.aten.copy_.default, (last, value))
         copied.meta["val"] = last.meta["val"]

@@ -63,7 +63,8 @@ def name_of(node: Any) -> str:
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call by name."""
-    names = (argument.name for argument in node.target._schema.arguments)  # type: ignore[union-attr]
+    schema = node.target._schema  # type: ignore[union-attr]
+    names = (argument.name for argument in schema.arguments)
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
