@@ -7,7 +7,6 @@ end that receives finds it in the store.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +18,7 @@ from commpass.passes.sample import unsupported_reason
 from commpass.plan import PlannedSite, left_alone
 from commpass.policy import Policy
 from commpass.runtime.budget import excess
-from commpass.runtime.samples import CHECKED, Reading, measure
+from commpass.runtime.samples import CHECKED, measure, reading_of
 
 What = tuple[str, str]
 """``send`` or ``recv``, and the direction."""
@@ -80,12 +79,8 @@ class EdgeBudget:
         bound = self.checks(site)
         if bound is None:
             return
-        lost, had, values, gone, worst = measure(coder, x, CHECKED).tolist()
-        if not (math.isfinite(lost) and math.isfinite(had) and had):
-            return
-        one = coder.relative_error()
-        error = math.sqrt(lost / had) * (site.error / one if one else 1.0)
-        if why := excess(Reading(error, gone / values, worst), bound):
+        reading = reading_of(measure(coder, x, CHECKED).tolist(), site)
+        if reading is not None and (why := excess(reading, bound)):
             self.found.setdefault(what, {})[site.name] = why
 
     def publish(self, what: What, edges: Sequence[ends.Edge]) -> None:

@@ -67,6 +67,8 @@ def excess(reading: Reading, bound: float) -> str:
         )
     if reading.worst > most.worst:
         found.append(f"its worst block is off by {reading.worst:.3g}, above {most.worst:.3g}")
+    if reading.whole and reading.error:
+        found.append("its values are whole numbers, as counts and ids are, and would not stay so")
     return "; ".join(found)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,37 +55,59 @@ block of next to nothing may be lost."""
 class Reading:
     """What one call lost at a site of this rank: the relative root mean square ``error`` of its
     result; the share of its non-zero values that are ``lost``, which became 0 or are off by as much
-    as they are; and the relative error of its ``worst`` block."""
+    as they are; the relative error of its ``worst`` block; and whether all values are ``whole``
+    numbers, as counts and ids are, though many of them could have a fraction."""
 
     error: float
     lost: float
     worst: float
+    whole: bool = False
+
+
+SOME = 16
+"""Whole numbers that no field has by chance."""
+
+
+def reading_of(found: Sequence[float], site: PlannedSite) -> Reading | None:
+    """What ``measure`` found of a site, with the error as that of its result. None where there was
+    nothing to measure: all values are zero, or some are not finite."""
+    lost, had, values, gone, worst, fractions, could = found
+    if not (math.isfinite(lost) and math.isfinite(had) and had):
+        return None
+    one = codec(site.codec).relative_error()
+    error = math.sqrt(lost / had) * (site.error / one if one else 1.0)
+    return Reading(error, gone / values, worst, whole=could >= SOME and not fractions)
 
 
 @ambient_free
 def measure(coder: Codec, x: Tensor, most: int | None = None) -> Tensor:
-    """What ``coder`` does to ``x``: float64 ``[5]`` on its device, which nobody waits for. The
+    """What ``coder`` does to ``x``: float64 ``[7]`` on its device, which nobody waits for. The
     squared 2-norms of the error and of ``x``; how many values are not zero, and how many of those
-    are lost; the largest relative error of a block. With ``most``, of that many values of a larger
+    are lost; the largest relative error of a block; how many values have a fraction, and how many
+    that are not zero could have one in their dtype. With ``most``, of that many values of a larger
     tensor, where the codec codes blocks by themselves."""
     row = x.detach().reshape(1, -1)
     blocks = isinstance(coder, (BlockCodec, CastCodec)) and coder.block <= SLICE
     block = coder.block if blocks and coder.block > 1 else BLOCK
     parts = _parts(row, block, most) if blocks else [row]  # what others choose depends on all
     wide = torch.promote_types(x.dtype, torch.float32)
+    least_whole = 1 / torch.finfo(x.dtype).eps
     errors, energies, counts = [], [], []
     for part in parts:
         decoded = coder.decode_rows(coder.encode_rows(part), part.shape[1], x.dtype)
         had = part.to(wide)
         lost = decoded.to(wide) - had
-        gone = (lost.abs() >= had.abs()) & (had != 0)
-        counts.append(torch.stack([had.count_nonzero(), gone.count_nonzero()]))
+        size, count = had.abs(), had.count_nonzero()
+        gone = ((lost.abs() >= size) & (size != 0)).count_nonzero()
+        could = count - (size >= least_whole).count_nonzero()
+        counts.append(torch.stack([count, gone, had.frac().count_nonzero(), could]))
         errors.append(_by_block(lost, block))
         energies.append(_by_block(had, block))
     error, energy, count = torch.cat(errors), torch.cat(energies), sum(counts, counts[0] * 0)
     floor = energy.mean() * SMALL
     worst = (error / torch.maximum(energy, floor)).nan_to_num(0.0, posinf=0.0).amax().sqrt()
-    return torch.stack([error.sum(), energy.sum(), *count.to(torch.float64), worst])
+    values, lost_values, *whole = count.to(torch.float64)
+    return torch.stack([error.sum(), energy.sum(), values, lost_values, worst, *whole])
 
 
 def _parts(row: Tensor, block: int, most: int | None) -> list[Tensor]:
@@ -131,17 +153,16 @@ class Sampled:
         """The mean over all samples; None before the first."""
         return self.total / self.count if self.count else None
 
-    def add(self, lost: float, had: float, values: float, gone: float, worst: float) -> None:
+    def add(self, found: Sequence[float]) -> None:
         """Takes what was measured. What is not finite, or zero everywhere, has no relative error:
         it is counted."""
-        if not (math.isfinite(lost) and math.isfinite(had) and had):
+        reading = reading_of(found, self.site)
+        if reading is None:
             self.unclear += 1
             return
-        one = codec(self.site.codec).relative_error()
-        self.last = math.sqrt(lost / had) * (self.site.error / one if one else 1.0)
+        self.reading, self.last = reading, reading.error
         self.worst, self.total = max(self.worst, self.last), self.total + self.last
         self.count += 1
-        self.reading = Reading(self.last, gone / values, worst)
 
     def warn(self) -> None:
         """Says once that the error is above the bound."""
@@ -210,7 +231,7 @@ class Samples:
             if wait and event is not None:
                 event.synchronize()
             if event is None or event.query():
-                self.sites[number].add(*found.tolist())
+                self.sites[number].add(found.tolist())
                 if not self.checking:
                     self.sites[number].warn()
             else:

@@ -6,6 +6,7 @@ import gc
 import importlib
 import logging
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import commpass
 from commpass import Policy, Rule
 from commpass.errors import PolicyError
 from commpass.runtime.budget import excess, keys_of, limits
-from commpass.runtime.samples import CHECKED, Reading, measure
+from commpass.runtime.samples import CHECKED, Reading, measure, reading_of
 
 SLOW = commpass.ethernet(0.001)
 BALANCED = Policy.from_preset("balanced")
@@ -101,6 +102,17 @@ def test_sites_within_their_budget_stay_compressed(fake_group, warnings, y):
         backend, _ = called((*GOOD, y), policy=policy)
         assert codecs_of(backend) == [spec, spec]
     assert warnings() == []
+
+
+def test_counts_that_come_in_as_floats_are_left_alone_after_the_first_call(fake_group, warnings):
+    fake_group(4)
+    counts = torch.randint(0, 200, (128, 256), generator=torch.Generator().manual_seed(0)).float()
+    backend, results = called((*GOOD, counts))
+    assert codecs_of(backend) == ["int8", "none"]
+    (message,) = warnings()
+    assert "its values are whole numbers" in message
+    assert not torch.equal(results[0][1], counts)
+    assert all(torch.equal(result[1], counts) for result in results[1:])
 
 
 def test_check_goes_on_until_there_is_something_to_measure(fake_group, warnings):
@@ -258,12 +270,14 @@ def test_gradients_are_those_of_the_graph_that_was_compiled_again(fake_group):
 def test_readings_are_those_of_the_formulas():
     coder, x = commpass.codec("int8"), with_counts()
     decoded = coder.decode(coder.encode(x.flatten())).reshape(x.shape).double()
-    lost, had, values, gone, worst = measure(coder, x).tolist()
+    lost, had, values, gone, worst, fractions, could = measure(coder, x).tolist()
     error = decoded - x.double()
     assert lost == pytest.approx(float(error.square().sum()), rel=1e-9)
     assert had == pytest.approx(float(x.double().square().sum()), rel=1e-9)
     assert values == x.count_nonzero()
     assert gone == (error.abs() >= x.double().abs()).sum()
+    assert fractions == (x != x.round()).sum()
+    assert could == ((x != 0) & (x.abs() < 2**23)).sum()
     by_block = error.square().sum(1) / x.double().square().sum(1)
     assert worst == pytest.approx(float(by_block.max().sqrt()), rel=1e-9)
 
@@ -280,7 +294,7 @@ def test_large_tensors_are_measured_in_part():
 @pytest.mark.parametrize("spec", ["int8", "rotated", "bf16", "exponent"])
 def test_any_number_of_values_can_be_measured(numel, spec):
     found = measure(commpass.codec(spec), normal(numel), CHECKED)
-    assert found.shape == (5,)
+    assert found.shape == (7,)
     assert found.isfinite().all()
 
 
@@ -293,6 +307,23 @@ def test_a_budget_is_exceeded_by_its_error_its_lost_values_or_its_worst_block():
     assert "above max_error=0.02" in excess(Reading(0.03, 0, 0), 0.02)
     assert "non-zero values are lost" in excess(Reading(0, 0.1, 0), 0.02)
     assert "worst block" in excess(Reading(0, 0, 0.3), 0.02)
+    assert "whole numbers" in excess(Reading(0.001, 0, 0, whole=True), 0.02)
+    assert excess(Reading(0, 0, 0, whole=True), 0.02) == ""  # they arrive as they are
+
+
+def whole(x: torch.Tensor) -> bool:
+    site = SimpleNamespace(codec="int8", error=0.01)
+    return reading_of(measure(commpass.codec("int8"), x).tolist(), site).whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_whole_numbers_are_told_from_values_without_room_for_a_fraction(dtype):
+    counts = torch.randint(0, 100, (4096,), generator=torch.Generator().manual_seed(0))
+    large = normal(4096) * 2.0 ** (4 if dtype == torch.float16 else 12)
+    assert whole(counts.to(dtype))
+    assert not whole((counts + 0.5).to(dtype))
+    assert not whole(large.to(dtype))  # in bfloat16 most of these are whole
+    assert not whole(torch.ones(8, dtype=dtype))  # too few to tell
 
 
 def test_equal_sites_have_keys_of_their_own(fake_group):

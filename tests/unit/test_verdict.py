@@ -49,7 +49,7 @@ CODED = ALONE | {
     ),
 }
 
-REST = (1.0, 0.0, 0.0)
+REST = (1.0, 0.0, 0.0, 1.0, 1.0)
 """Of one value, none is lost."""
 
 
@@ -117,8 +117,8 @@ def test_it_says_how_to_see_whether_it_is_faster(book):
 
 def test_sites_of_repeated_layers_are_one_line_with_their_errors(book):
     one = entry(*layers(32), PlannedSite(**ALONE), bound=0.05, took=[2500.0, 2400.0, 2600.0])
-    one.samples.sites[0].add(1e-4, 1.0, *REST)
-    one.samples.sites[1].add(4e-4, 1.0, *REST)
+    one.samples.sites[0].add([1e-4, 1.0, *REST])
+    one.samples.sites[1].add([4e-4, 1.0, *REST])
     book.entries.append(one)
     text = str(commpass.report())
     (line,) = [row for row in text.splitlines() if row.startswith("layers.*.mlp x 32")]
@@ -170,7 +170,7 @@ def test_it_says_why_sites_are_as_they_are_and_what_was_not_measured(book):
     ]
     assert [site.reason for site in commpass.report().sites[:3]] == ["too small", "slow", "slow"]
     coded.samples.sites[1].why = ""
-    coded.samples.sites[1].add(float("nan"), 1.0, *REST)
+    coded.samples.sites[1].add([float("nan"), 1.0, *REST])
     assert "no relative error: 1 site, such as layers.1.mlp: " in str(commpass.report())
     assert commpass.report().sites[4].unclear == 1
     coded.samples.share = book.entries[0].samples.share = 0.0
@@ -220,7 +220,7 @@ def test_a_report_is_plain_data_and_stays_as_it_was(book):
     book.entries.append(entry(PlannedSite(**CODED), took=[5.0]))
     before = commpass.report()
     assert json.loads(json.dumps(before.as_dict())) == before.as_dict()
-    book.entries[0].samples.sites[0].add(1e-4, 1.0, *REST)
+    book.entries[0].samples.sites[0].add([1e-4, 1.0, *REST])
     assert before.sites[0].samples == 0
     assert commpass.report().sites[0].samples == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -295,7 +295,7 @@ class Lightning:
 @pytest.mark.parametrize("kind", [Writer, Run, Lightning])
 def test_loggers_get_flat_names_and_numbers(book, kind):
     book.entries.append(entry(*layers(2)))
-    book.entries[0].samples.sites[0].add(1e-4, 1.0, *REST)
+    book.entries[0].samples.sites[0].add([1e-4, 1.0, *REST])
     to = kind()
     commpass.log_metrics(to, 7)
     assert {name: number for name, number, _ in to.rows} == commpass.metrics()
@@ -310,13 +310,13 @@ def test_one_name_is_that_of_all_sites_whatever_their_size(book):
     """As where a graph was compiled again for another size."""
     for nbytes, lost in ((1024, 1e-4), (2048, 9e-4)):
         book.entries.append(entry(PlannedSite(**(CODED | {"bytes": nbytes, "shape": (nbytes,)}))))
-        book.entries[-1].samples.sites[0].add(lost, 1.0, *REST)
+        book.entries[-1].samples.sites[0].add([lost, 1.0, *REST])
     assert commpass.metrics()["commpass/error/head/all_reduce/forward"] == pytest.approx(0.04)
 
 
 def test_one_is_no_more_than_one(book):
     book.entries.append(entry(*layers(1), bound=0.01, took=[2500.0]))
-    book.entries[0].samples.sites[0].add(1e-4, 1.0, *REST)
+    book.entries[0].samples.sites[0].add([1e-4, 1.0, *REST])
     text = str(commpass.report())
     assert "1 graph, 1 site, 1 compressed" in text
     assert "error: 1 site above max_error" in text
@@ -365,21 +365,21 @@ def test_what_is_measured_is_what_the_codec_does(monkeypatch, spec, dtype):
 
 def test_an_error_is_told_of_the_result_of_all_encodes():
     site = Sampled(PlannedSite(**CODED), None, "")
-    site.add(9e-4, 1.0, *REST)
+    site.add([9e-4, 1.0, *REST])
     assert site.mean == pytest.approx(2 * 0.03)  # the plan's error is that of two encodes
 
 
 def test_zeros_and_what_is_not_finite_have_no_relative_error_and_are_only_counted():
     site = Sampled(PlannedSite(**CODED), 1e-9, "")
-    site.add(0.0, 0.0, *REST)
-    site.add(float("nan"), float("inf"), *REST)
+    site.add([0.0, 0.0, *REST])
+    site.add([float("nan"), float("inf"), *REST])
     assert (site.mean, site.count, site.unclear, site.warned) == (None, 0, 2, False)
 
 
 def test_a_warning_names_the_site_once_and_not_below_the_bound(caplog):
     site = Sampled(PlannedSite(**CODED), 0.05, "")
     for lost in (1e-4, 1e-2, 1e-2):
-        site.add(lost, 1.0, *REST)
+        site.add([lost, 1.0, *REST])
         site.warn()
     (record,) = caplog.records
     assert record.levelname == "WARNING"
