@@ -730,6 +730,34 @@ def test_reasons_words_and_groups_of_one_rank(ranks2):
     ranks2.run(alone)
 
 
+def over_its_budget() -> list[tuple[int, float]]:
+    """Of each step how many plans compress, and by how much its gathers are smaller, where the
+    weights of one layer are over their budget: a few set the scale of all others."""
+    model = Net(32)
+    with torch.no_grad():
+        model.layers[1].up.weight[:, 0] = 1e7
+    model = sharded(model)
+    policy = Policy(codecs=("int8",), max_error=0.02, check_calls=1)
+    door = opened(model, policy, profile=commpass.ethernet(0.001))
+    found = []
+    for x, y in batches(4):
+        door.clear()
+        loss_of(model, x, y).backward()
+        model.zero_grad()
+        sent = door.bytes["all_gather"]
+        found.append((sum(plan.changed for plan in door.plans), sent.plain / sent.sent))
+    return found
+
+
+def test_a_block_over_its_budget_is_left_alone_and_counted_so_in_that_step(ranks2):
+    steps, others = ranks2.run(over_its_budget)
+    assert steps == others
+    (plans, smaller), *later = steps
+    assert len(set(later)) == 1  # the step that plans anew counts as those after it
+    assert plans > later[0][0] > 0
+    assert smaller > later[0][1] > 1
+
+
 def replaced_parameters(codec: str) -> tuple[list[int], list[int], bool, bool]:
     """The graphs of a door, and those in its report, step by step, where each step begins with
     other parameters of the same values; whether that leaves the weights of plain FSDP2, as a
