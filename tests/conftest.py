@@ -7,14 +7,27 @@ from collections.abc import Callable, Iterator
 
 import hypothesis  # noqa: F401  parsed before there are graphs, whose end inside of a parse crashes it
 import pytest
+import tiers
+import timing
 import torch
 import torch.distributed as dist
 from processes import Ranks
-from tiers import pytest_addoption, pytest_collection_modifyitems, pytest_configure
+from tiers import pytest_collection_modifyitems, pytest_configure
+from timing import pytest_runtest_logreport, pytest_terminal_summary
 
 os.environ["COMMPASS_CHECK"] = "1"  # what passes promise each other is checked, on all ranks
 
-__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
+__all__ = [
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_runtest_logreport",
+    "pytest_terminal_summary",
+]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    tiers.pytest_addoption(parser)
+    timing.pytest_addoption(parser)
 
 
 @pytest.fixture
