@@ -1,0 +1,42 @@
+"""What a run of the tests says of its time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import timing
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+    """Times of a run before, and of this one, which is on a machine of half the speed."""
+    before = {"a.py": 10.0, "b.py": 20.0, "c.py": 30.0, "gone.py": 500.0}
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps({"files": before}))
+    monkeypatch.setattr(timing, "STORED", path)
+    now = Counter({"a.py": 20.0, "b.py": 70.0, "c.py": 60.0, "new.py": 40.0})
+    monkeypatch.setattr(timing, "_seconds", now)
+    return path
+
+
+def test_warning_names_the_files_that_grew_most_whatever_the_machine(stored):
+    first, *files = timing._warning(700.0).splitlines()
+    assert "11.7 minutes" in first
+    assert "2.50 times" in first
+    assert [line.split(":")[0].strip() for line in files[:2]] == ["new.py", "b.py"]
+    assert "b.py: 20 s, now 70 s" in files[1]
+
+
+def test_warning_without_stored_times_gives_the_time_alone(stored):
+    stored.unlink()
+    assert timing._warning(700.0).splitlines() == [
+        "WARNING: this took 11.7 minutes, wanted are 10."
+    ]
+
+
+def test_stored_times_are_those_of_the_run(stored):
+    found = timing._stored(700.0)
+    assert found["took_s"] == 700
+    assert found["files"] == {"a.py": 20.0, "b.py": 70.0, "c.py": 60.0, "new.py": 40.0}
