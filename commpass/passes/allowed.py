@@ -4,8 +4,8 @@ what simplify makes of them.
 A collective that a rule makes stands for others: it is allowed what they were, whatever rules of
 the policy its own kind, size, group and module would match.
 
-Codecs that lose bits are for fields of like values (``provenance``), and for sites that a rule or
-an annotation names.
+Codecs that lose bits are for fields of like values (``provenance``) that are not what the next call
+begins with (``fed_back``), and for sites that a rule or an annotation names.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from functools import cache
 from torch import fx
 
 from commpass.passes.discover import GraphSite
+from commpass.passes.fed_back import fed_back_reason
 from commpass.passes.graph.marks import ALLOWED
 from commpass.passes.provenance import Provenance, lossy_unsupported_reason, provenances
 from commpass.policy import Policy
@@ -63,6 +64,8 @@ def _allowed(each: GraphSite, policy: Policy, found: Finder) -> Allowed:
     if allowed.names_site or not allowed.lossy:
         return allowed
     why = lossy_unsupported_reason(found(each.module.graph)[each.call.node][each.position])
+    if why is None and (why := fed_back_reason(each)) is not None:
+        return allowed.without_lossy(f"{why}; a rule with module='...' and a codec may force it")
     if why is None:
         return allowed
     return allowed.without_lossy(
