@@ -16,28 +16,35 @@ from torch import fx
 from commpass.passes.discover import SEE_THROUGH, GraphSite
 from commpass.passes.provenance.walk import inputs, name_of
 
-ADDED = ("add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "cat", "stack")
-"""Operators that change a tensor a little, value by value, or join its parts."""
+UPDATES = ("add", "sub", "lerp", "addcmul", "addcdiv")
+"""Operators that change a tensor a little, value by value."""
+SCALED = ("mul", "div", "cat", "stack")
+"""Those that scale it, or join its parts."""
+COPIES = ("all_gather", "broadcast")
+"""Kinds whose results may have been changed by somebody else, outside of the graph."""
 
 
 def fed_back_reason(site: GraphSite) -> str | None:
     """Why what is lost at a site is lost for good: the next call begins with the decoded values,
-    and changes smaller than what a code can tell apart never add up."""
+    and changes smaller than what a code can tell apart never add up. (A sum in place of what was
+    not updated here is one of gradients, say, which its caller fills anew.)"""
     kept = set(_overwritten(site))
     source = site.input
     if not kept or not isinstance(source, fx.Node):
         return None
-    seen, queue = {source}, [source]
+    start = (source, site.site.kind in COPIES)
+    seen, queue = {start}, [start]
     while queue:
-        node = queue.pop()
-        if node in kept:
+        node, updated = queue.pop()
+        if node in kept and updated:
             return (
                 f"its result takes the place of {node.name}, of which it was made, so that small"
                 " changes would be lost call by call"
             )
-        if name_of(node) in (*SEE_THROUGH, *ADDED):
-            more = [each for each in inputs(node) if each not in seen]
-            seen.update(more)
+        name = name_of(node)
+        if name in (*SEE_THROUGH, *UPDATES, *SCALED):
+            more = {(each, updated or name in UPDATES) for each in inputs(node)} - seen
+            seen |= more
             queue += more
     return None
 
