@@ -245,6 +245,7 @@ class Backend:
         self.strict, self.dump, self.timeout = strict, dump, timeout
         self.run = uuid.uuid4().hex[:8]
         self.graphs = self.resets = 0
+        self.said_alone = False
         self.hidden: dict[tuple[Any, ...], bool] = {}  # as agreed on: a rank may compile alone
         self.over: dict[tuple[Any, Key], str] = {}  # likewise: what is over its budget
         self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
@@ -332,13 +333,16 @@ class Backend:
         patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
 
         def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-            def compile_graph(gm: fx.GraphModule, more: Sequence[Any], pinned: bool) -> Any:
+            def compile_graph(
+                gm: fx.GraphModule, more: Sequence[Any], pinned: bool, changed: bool = False
+            ) -> Any:
                 if self.inner == "eager":
                     return boxed(gm.forward)
                 with (
                     ordered() if pinned else nullcontext(),
                     repaired(),
                     torch._inductor.config.patch(patches),  # as in here, when it is compiled again
+                    self._alone() if pinned or changed else nullcontext(),
                 ):
                     return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
 
@@ -355,6 +359,17 @@ class Backend:
             gm, example_inputs, inner_compile=inner_compile, config_patches=patches or None
         )
 
+    def _alone(self) -> Any:
+        """Inductor's config in which no rank orders exchanges for itself, for one compile; what is
+        switched off for that is said once."""
+        from commpass.passes.post.alone import off, reordering
+
+        names = reordering()
+        if names and not self.said_alone:
+            self.said_alone = True
+            record.log.warning(ALONE, ", ".join(names))
+        return off(names)
+
     def _with_aot(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: str, calls: Calls
     ) -> Any:
@@ -368,7 +383,7 @@ class Backend:
                 if not inference and getattr(self.inner, "inference_only", False):
                     raise PolicyError(TRAINS)
 
-                def run_inner(gm: fx.GraphModule, more: Sequence[Any], _: bool) -> Any:
+                def run_inner(gm: fx.GraphModule, more: Sequence[Any], *_: bool) -> Any:
                     return boxed(
                         self.inner(gm, [*example_inputs, *more])
                         if callable(self.inner)
@@ -503,7 +518,8 @@ class Backend:
             calls.refers = True
         more = [kept.fake for kept in outcome.state]
         planned_us = _predicted_us(gm, profile) if plain_us is not None else None
-        compiled = job.compile_graph(gm, more, outcome.pinned or chunked(gm))
+        pinned = outcome.pinned or chunked(gm)
+        compiled = job.compile_graph(gm, more, pinned, outcome.plan.changed)
         state = state_for(outcome.state, gm, calls, direction)
         graph = None
         if outcome.plan.sites and planned_us is not None and plain_us is not None:
@@ -674,6 +690,13 @@ TRAINS = (
 CPP_WRAPPER = "cpp_wrapper is on: torch's C++ wrapper cannot call the collectives that carry codes"
 """Why a graph is left as it is with ``torch._inductor.config.cpp_wrapper``. There torch (2.13) can
 call all_reduce and its wait; an all_gather ends in NotImplementedError without us as well."""
+
+
+ALONE = (
+    "torch._inductor.config has %s on: Inductor would order exchanges by what this rank computes,"
+    " and ranks that compute different things would wait for each other. It is off for graphs that"
+    " commpass has changed; pass move hides their exchanges. Other graphs are compiled with it"
+)
 
 
 LAST = (

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from commpass.costmodel import Profile
+from commpass.errors import PolicyError
 from commpass.passes import Road
 from commpass.passes import run as run_passes
 from commpass.passes.graph import meta
@@ -37,10 +38,14 @@ def rewrite(
     returns its plan.
 
     ``example_inputs`` give the graph fake values where its nodes have none in ``meta["val"]``. No
-    ranks are asked: call it on all of them alike. A site that cannot be carried out is left alone,
+    ranks are asked: call it on all of them alike. Of what ``torch.export`` made give the
+    ``graph_module``. A site that cannot be carried out is left alone,
     with its reason. If a pass fails the graph is left as it was and the plan's ``fallback`` says
     why; ``strict`` raises.
+
+    Raises PolicyError where the graph is none, or ``example_inputs`` are no tuple or list.
     """
+    _check(gm, example_inputs)
     # Other compile stacks need not know the operator that samples.
     chosen = dataclasses.replace(policy_here(policy), watch=0.0)
     _fake_values(gm, example_inputs)
@@ -57,6 +62,19 @@ def rewrite(
         raise outcome.error
     record.record(outcome)
     return outcome.plan
+
+
+def _check(gm: Any, example_inputs: Any) -> None:
+    if not isinstance(gm, fx.GraphModule):
+        hint = ""
+        if isinstance(gm, torch.export.ExportedProgram):
+            hint = "; of an exported program give its graph_module, which is rewritten in place"
+        raise PolicyError(f"rewrite: {type(gm).__name__} is no torch.fx.GraphModule{hint}")
+    if isinstance(example_inputs, str) or not isinstance(example_inputs, Sequence):
+        raise PolicyError(
+            f"rewrite: example_inputs is a {type(example_inputs).__name__}, must be a tuple or"
+            " list of the graph's inputs; the policy comes third, or as policy=..."
+        )
 
 
 def _fake_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:

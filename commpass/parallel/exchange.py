@@ -159,7 +159,9 @@ class Exchanges:
         calls = HookCalls(what.direction, what.hook, of, what.flat, what.again, origin)
         inductor = self.backend.inner == "inductor"
 
-        def compile_graph(gm: fx.GraphModule, more: Sequence[Any], pinned: bool) -> Any:
+        def compile_graph(
+            gm: fx.GraphModule, more: Sequence[Any], pinned: bool, changed: bool
+        ) -> Any:
             if not inductor or not any(MARK in node.meta for node in gm.graph.nodes):
                 return boxed(gm.forward)
             return self.shared.compiled(gm, pinned)

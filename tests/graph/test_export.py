@@ -1,0 +1,59 @@
+"""What ``torch.export`` makes: its graph is rewritten in place, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import as_rank, ops
+
+import commpass
+from commpass.errors import PolicyError
+
+FORCED = commpass.Policy(rules=[commpass.Rule(codec="int8", force=True)])
+
+
+class Summed(torch.nn.Module):
+    def forward(self, x):
+        return ops.wait_tensor(ops.all_reduce(x * 2, "sum", "0")).relu()
+
+
+class ByHand(torch.nn.Module):
+    def forward(self, x):
+        return commpass.all_reduce(x * 2, codec="int8").relu()
+
+
+def exported(model):
+    return torch.export.export(model, (torch.randn(64, 256),))
+
+
+def test_the_graph_of_an_exported_program_is_rewritten_in_place():
+    with as_rank(0, 2):
+        program = exported(Summed())
+        plan = commpass.rewrite(program.graph_module, (torch.randn(64, 256),), FORCED)
+        assert [site.codec for site in plan.compressed] == ["int8"]
+        targets = {str(node.target) for node in program.graph.nodes}
+        assert "_c10d_functional.all_gather_into_tensor.default" in targets
+        assert "_c10d_functional.all_reduce.default" not in targets
+        assert program.module()(torch.randn(64, 256)).shape == (64, 256)
+
+
+def test_a_collective_called_by_hand_is_one_operator_of_an_exported_program():
+    with as_rank(0, 2):
+        program = exported(ByHand())
+        targets = [str(node.target) for node in program.graph.nodes]
+        assert targets.count("commpass.collective.default") == 1
+        assert program.module()(torch.randn(64, 256)).shape == (64, 256)
+
+
+def test_an_exported_program_itself_is_refused():
+    with as_rank(0, 2), pytest.raises(PolicyError, match="give its graph_module"):
+        commpass.rewrite(exported(Summed()), (torch.randn(64, 256),), FORCED)
+
+
+@pytest.mark.parametrize("given", [FORCED, "balanced", None])
+def test_a_policy_in_the_place_of_the_inputs_is_refused(given):
+    """It was taken for inputs that nobody needed, and the default policy for what was wanted."""
+    with as_rank(0, 2):
+        module = exported(Summed()).graph_module
+        with pytest.raises(PolicyError, match="the policy comes third"):
+            commpass.rewrite(module, given)
