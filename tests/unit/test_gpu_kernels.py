@@ -278,7 +278,13 @@ def test_nothing_is_written_for_no_values():
         (Chain(torch.float64, (Encode(codec("int8")),)), 512, "float64 values"),
         (Chain(torch.float32, (Encode(codec("int8", block=24)),)), 512, "blocks of 24 values"),
         (Chain(torch.float32, (Encode(codec("int8", block=8192)),)), 512, "more than a tile"),
-        (Chain(torch.float32, (Encode(codec("int8")),)), 2**31, "kernels count to 2^31"),
+        (Chain(torch.float32, (Encode(codec("int8")),)), 2**31, "values in a row: kernels count"),
+        (
+            Chain(torch.bfloat16, (Encode(codec("int8")),)),
+            2_120_000_000,  # with its scales a wire of more than 2^31 bytes
+            "bytes of a wire in a row: kernels count to 2^31",
+        ),
+        (Chain(torch.bfloat16, (Encode(codec("int4")),)), 2**31 - 2**15, "values in a row"),
         (Chain(torch.float32, (Encode(codec("exponent")),)), 512, "no block codec"),
         (Chain(torch.float32, (Cast(torch.bfloat16),)), 512, "nothing is encoded or decoded"),
         (

@@ -92,6 +92,11 @@ class Generated:
         return int(self.constants["SIZE"])
 
 
+MOST = 2**31 - 2**16
+"""Values, or bytes of a wire, of a row: kernels count them, and those of a tile that ends beyond, in
+32 bits."""
+
+
 # --- what can be generated ------------------------------------------------------------------------
 
 
@@ -107,8 +112,10 @@ def obstacle(chain: Chain, numel: int) -> str:
     layouts_ = {_block_codec(coder).layout for coder in coders}
     if len(sizes) > 1 or len(layouts_) > 1:
         return "codecs of different blocks: no tile holds whole blocks of both"
-    if numel >= 2**31:
-        return f"{numel:,} values in a row: kernels count to 2^31"
+    counted = {"values": numel}
+    counted["bytes of a wire"] = max(coder.wire_bytes(numel, torch.float32) for coder in coders)
+    if what := next((name for name, many in counted.items() if many >= MOST), ""):
+        return f"{counted[what]:,} {what} in a row: kernels count to 2^31"
     dtypes = {chain.taken, *(s.dtype for s in chain.steps if isinstance(s, (Cast, Add, Decode)))}
     if unknown := dtypes - {*TYPES, torch.uint8}:
         return f"{str(unknown.pop()).removeprefix('torch.')} values: kernels compute in float32"
