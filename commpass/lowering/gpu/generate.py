@@ -93,8 +93,8 @@ class Generated:
 
 
 MOST = 2**31 - 2**16
-"""Values, or bytes of a wire, of a row: kernels count them, and those of a tile that ends beyond, in
-32 bits."""
+"""Values, or bytes of a wire, of a row: kernels count them in 32 bits, with those of a tile that
+ends beyond."""
 
 
 # --- what can be generated ------------------------------------------------------------------------
