@@ -269,6 +269,24 @@ def test_groups_must_be_the_same(fake_group):
     assert rules == []
 
 
+def test_a_scatter_and_a_gather_over_groups_of_one_size_stay_two(fake_group):
+    fake_group(4)
+    MESHES[:] = [mesh] = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))]
+    dp, tp = (mesh.get_group(name).group_name for name in ("dp", "tp"))
+    both = lambda x, other: ag(rs(x * 2, ranks=2, group=dp), 2, other).sin()  # noqa: E731
+    assert simplified(lambda x: both(x, dp))[1] == ["gather of scatter"]
+    assert simplified(lambda x: both(x, tp))[1] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
+def test_one_number_is_gathered_in_its_own_dtype(dtype, fake_group):
+    fake_group(8)
+    gm, rules, _, _ = simplified(lambda x: ag(torch.full((64, 32), 3, dtype=dtype)) + 1)
+    assert rules == ["gather of expand"]
+    assert collectives(gm) == [("all_gather", dtype, dtype.itemsize)]
+    assert gm.graph.output_node().args[0].meta["val"].dtype == dtype
+
+
 def test_nested_groups_of_a_whole_mesh_become_one(fake_group):
     fake_group(8)
     dp, tp = mesh_names()

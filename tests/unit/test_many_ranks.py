@@ -157,3 +157,21 @@ def test_exponent_sums_are_exact_in_float32_order(name, monkeypatch):
     ]
     results = carried_out("all_reduce", name, "exponent", values, monkeypatch)
     assert all(torch.equal(result, exact("all_reduce", values, 0).bfloat16()) for result in results)
+
+
+@pytest.mark.parametrize("codec", ["int8", "exponent"])
+def test_a_rank_that_sends_even_parts_and_receives_others_does_as_its_peers(codec, monkeypatch):
+    sent = [(2, 2, 2), (1, 2, 3), (4, 2, 0)]
+    generator = torch.Generator().manual_seed(9)
+    values = [torch.randn(sum(some), 3, generator=generator) for some in sent]
+    requests = [
+        Request("0", 3, rank, sent=some, received=tuple(each[rank] for each in sent))
+        for rank, some in enumerate(sent)
+    ]
+    chosen, coder = algorithm("all_to_all", "direct"), commpass.codec(codec)
+    results, _ = lockstep(
+        lambda rank: chosen.run(values[rank], requests[rank], coder), 3, monkeypatch
+    )
+    for rank, result in enumerate(results):
+        parts = [x.split(some)[rank] for x, some in zip(values, sent, strict=True)]
+        assert torch.allclose(result, torch.cat(parts), atol=0.02, rtol=0)
