@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from graphs import code, collectives, ops, trace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.traceback import preserve_node_meta
@@ -310,6 +311,15 @@ def test_a_group_of_one_rank_sends_nothing(fake_group):
     gm, rules, _before, _ = simplified(lambda x: ar(x) + ag(x, 1).sin() + rs(x, ranks=1))
     assert rules == ["alone"] * 3
     assert collectives(gm) == []
+
+
+def test_what_a_group_of_one_rank_does_not_send_makes_no_room_for_other_rules(fake_group):
+    """Other ranks' groups may have more than one, and would not find what this rank then does."""
+    fake_group(8)
+    one = dist.new_group([0]).group_name
+    gm, rules, _, _ = simplified(lambda x: ar(ar(x.sin()), group=one) + ar(x.cos()))
+    assert rules == ["alone"]
+    assert len(collectives(gm)) == 2
 
 
 def test_reassociate_false_leaves_only_the_exact_rules(fake_group):

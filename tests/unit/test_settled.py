@@ -1,13 +1,17 @@
-"""What a rank takes for agreed on before, and carries out without asking the others."""
+"""What a rank takes for agreed on before, and carries out without asking the others; and what it
+takes for their answers."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 
 from commpass.plan import Grouped, Plan, Simplification, Site, left_alone
 from commpass.runtime.agreement import _settled
-from commpass.runtime.board import History, Speaker
-from commpass.runtime.parts import Part
+from commpass.runtime.board import History, Note, Speaker
+from commpass.runtime.parts import Part, call_of
+from commpass.runtime.reuse import _Asked
 
 SPEAKER = Speaker("policy", "custom", "backend", "function", "call")
 
@@ -80,3 +84,28 @@ def test_a_part_of_what_was_agreed_on_is_settled():
     past.agree(SPEAKER, "digest of more", known.decisions())
     assert _settled(known, past, SPEAKER.scope)
     assert not _settled(known, past, "another/function")
+
+
+def test_another_order_of_exchanges_is_not_settled():
+    past = History(group=None)
+    first, second = part(reordered=("b", "a", "c")), part(reordered=("c", "a", "b"))
+    past.agree(SPEAKER, first.digest, first.decisions())
+    assert first.digest != second.digest
+    assert _settled(first, past, SPEAKER.scope)
+    assert not _settled(second, past, SPEAKER.scope)
+
+
+def test_a_note_that_was_heeded_before_is_no_answer():
+    mine = merged(0, 1)
+
+    def note(repeats: int) -> Note:
+        who = (SPEAKER.digest, SPEAKER.name, "")
+        call = call_of(mine, SPEAKER)
+        return Note(0, mine.outline, mine.sites, *who, call, repeats, mine.digest)
+
+    past = History(group=None, repeats={note(0).graph: 1})
+    asked = _Asked(SimpleNamespace(rank=0), {mine.key: mine}, {mine.key: past}, {})
+    asked.mine = {mine.key: note(2)}
+    asked.links = {mine.key: SimpleNamespace(call=SPEAKER.call)}
+    found = [repeats for repeats in range(4) if asked._is_of_graph(mine.key, note(repeats))]
+    assert found == [2, 3]
