@@ -95,7 +95,7 @@ def tested(place: Path, tests: Sequence[str], timeout: float) -> tuple[str, str]
         if process.poll() is None:  # the ranks that it started as well
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
     if process.returncode == 1 and failed:
         return "killed", failed[1]
     if process.returncode == 0:
@@ -125,6 +125,7 @@ def tried(mutant: Mutant, timeout: float) -> Result:
 
 def table_of(results: Sequence[Result]) -> Table:
     table = Table("mutant", "outcome", "by", "s", highlight=False)
+    table.columns[0].overflow = table.columns[2].overflow = "fold"
     for each in results:
         style = None if each.outcome in GOOD else "bold red"
         table.add_row(

@@ -110,6 +110,19 @@ def test_sums_have_the_predicted_error_and_replicas_the_same_bits(
         assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("codec", "between"), [("rotated", "int8"), ("int8", "rotated"), ("rotated", "rotated(bits=4)")]
+)
+def test_codecs_of_other_domains_may_follow_one_another(kind, codec, between, monkeypatch):
+    values = inputs(4, (8, 512))
+    name = f"hierarchical(between={between}, node=2)"
+    results = carried_out(kind, name, codec, values, monkeypatch)
+    for rank, result in enumerate(results):
+        expected = exact(kind, values, rank)
+        assert (result.double() - expected).norm() <= 0.15 * expected.norm()
+
+
 @pytest.mark.few(28)
 @pytest.mark.parametrize(("kind", "name", "ranks", "op"), thinned(CASES, ["sum", "avg"], one_in=2))
 def test_odd_shapes_of_bfloat16_by_a_lossless_codec_lose_no_more_than_one_rounding(
