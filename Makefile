@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make scenarios | make fuzz [MINUTES=30] | make format | make docs | make tools | make clean
+# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make scenarios | make fuzz [MINUTES=30] | make mutants | make format | make docs | make tools | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -7,7 +7,7 @@ READY := $(VENV)/ready
 WORKERS ?= 2
 MINUTES ?= 30
 
-.PHONY: demo test test-all scenarios fuzz check format docs tools clean setup
+.PHONY: demo test test-all scenarios fuzz mutants check format docs tools clean setup
 
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
@@ -27,6 +27,10 @@ scenarios: $(READY)
 # Other random programs each time; what fails is kept in tests/fuzz/found/ and is part of `make test` from then on.
 fuzz: $(READY)
 	PYTHONPATH=tests $(VENV)/bin/python -m fuzz --minutes $(MINUTES)
+
+# Breaks one thing at a time in a copy of the repository: the tests that are responsible must notice.
+mutants: $(READY)
+	PYTHONPATH=tests $(VENV)/bin/python -m mutants
 
 # Types are checked against the pinned torch alone: torch's own annotations differ between versions.
 check: $(READY)

@@ -6,11 +6,12 @@ import re
 
 import pytest
 import torch
-from graphs import Columns, ops
+from graphs import Columns, ops, trace
 from tiers import rarely
 from torch._inductor.utils import run_and_get_code
 
 import commpass
+from commpass.passes.post.order import order
 from commpass.policy import Policy
 from commpass.rules import Rule
 
@@ -220,6 +221,21 @@ def test_a_sum_that_is_pinned_is_made_in_place(fake_group):
     made = re.findall(r"extern_kernels\.mm\(.*out=(?:reinterpret_tensor\()?(buf\d+)", body)
     assert len(summed) == len(made) == 3
     assert [each in made for each in summed].count(True) == 2
+
+
+def test_a_sum_of_an_input_is_pinned_and_leaves_the_input_alone(fake_group):
+    fake_group(4)
+
+    def function(x, w):
+        sums = [wait(ops.all_reduce(each, "sum", "0")) for each in (x @ w, w @ x, x)]
+        return [each * 2 for each in sums]
+
+    gm = trace(function, torch.ones(8, 8), torch.ones(8, 8))
+    order(gm.graph)
+    bodies = [module for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+    targets = [node.target for body in bodies for node in body.graph.nodes]
+    assert targets.count(ops.all_reduce_.default) == 2
+    assert targets.count(ops.all_reduce.default) == 1
 
 
 def test_a_cache_is_written_into_once_it_has_been_sent(fake_group):

@@ -188,6 +188,24 @@ def test_site_found_over_its_budget_at_one_size_is_left_alone_at_the_others(fake
     assert not any(each.built for graphs in backend.checked.values() for each in graphs)
 
 
+def test_site_found_over_its_budget_is_left_alone_at_a_size_that_comes_back_after_the_check(
+    fake_group,
+):
+    fake_group(4)
+    torch._dynamo.reset()
+    policy = Policy(codecs=("int8",), max_error=0.02)
+    backend = commpass.backend(policy, inner="eager", profile=SLOW, strict=True)
+    compiled = torch.compile(two_sums, backend=backend, dynamic=False)
+    big = with_counts()
+    compiled(*GOOD, big * 0)
+    for _ in range(6):
+        compiled(normal(64, 128), GOOD[1], big[:64])
+    (graphs,) = backend.checked.values()
+    assert not any(each.checks for each in graphs)
+    assert torch.equal(compiled(*GOOD, big)[1], big)
+    assert codecs_of(backend) == ["int8", "none"] * 2
+
+
 def test_forced_sites_and_sites_without_a_budget_are_not_held_to_one(fake_group, warnings):
     fake_group(4)
     for policy in (

@@ -473,6 +473,27 @@ def test_what_other_rows_decide_is_computed_of_the_whole():
     assert story(gm) == "msmswwcmmm"
 
 
+@pytest.mark.parametrize(("dim", "of_rows"), [(0, True), (-2, True), (1, False), (-1, False)])
+def test_a_softmax_over_rows_is_computed_of_the_whole(dim, of_rows):
+    """One operator, as other compilers than Inductor leave it."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def function(x, w):
+        return reduced(x @ w).softmax(dim) @ w, room(w)
+
+    mode = torch._subclasses.FakeTensorMode()
+    fakes = [mode.from_tensor(whole(N, N), static_shapes=True) for _ in range(2)]
+    with mode:
+        gm = make_fx(function)(*fakes)
+    assert aten._softmax.default in {node.target for node in gm.graph.nodes}
+    plan = drive(gm, rows=2)
+    through, order = ("mm",), "msmswwcm"
+    if not of_rows:
+        through, order = ("mm", "_softmax", "mm_1"), "msmswmwmc"
+    assert plan.split[0].through == through
+    assert story(gm) == order
+
+
 def test_sizes_that_depend_on_values_are_left_alone():
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

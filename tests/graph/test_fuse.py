@@ -202,6 +202,21 @@ def test_an_addition_of_something_else_stays(fake_group, other, of):
     assert of in plan.sites[0].reason
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_an_addition_with_a_factor_stays(fake_group, first):
+    def function(x, r):
+        reduced = wait(ops.all_reduce(torch.relu(x), "sum", "0"))
+        pair = (reduced, r) if first else (r, reduced)
+        return [torch.add(*pair, alpha=2)]
+
+    fake_group(RANKS)
+    gm, _, plan = run(function, forced("int8"), X, X, passes=before("lower"))
+    (added,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+    assert added.kwargs == {"alpha": 2}
+    assert fused_roles(gm)[-1] == "decode"
+    assert "of a number" in plan.sites[0].reason
+
+
 def test_micro_shards_travel_in_parts(fake_group):
     fake_group(RANKS)
     gm, _, plan = run(summed, forced("int8", "two_shot(shards=2)"), X, passes=before("lower"))

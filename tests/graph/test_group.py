@@ -324,6 +324,15 @@ def test_an_input_that_is_written_to_before_the_fused_start_stays_where_it_is(ma
     assert len(plan.grouped) == 1
 
 
+@pytest.mark.parametrize("make", [add_one, add_one_to_a_view])
+def test_nor_is_a_view_of_what_is_written_to(make):
+    viewed = both(lambda x: ar(x.view(-1)))
+    write = lambda graph, node: make(graph, node.args[0])  # noqa: E731
+    assert len(grouped(viewed)[1].grouped) == 1
+    _, plan = grouped(viewed, inplace=lambda gm: between(gm, write))
+    assert plan.grouped == ()
+
+
 def test_an_input_that_is_written_to_afterwards_may_be_fused():
     def function(x, y):
         one, two = ar(x), ar(y)

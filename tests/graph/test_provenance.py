@@ -82,6 +82,14 @@ def written(x):
     return buffer
 
 
+def written_beside_fields(x):
+    """A field and counts that are written into one buffer."""
+    buffer = torch.empty(2, 96)
+    buffer[0].copy_(x[0].sin())
+    buffer[1].copy_((x > 1).sum(0))
+    return buffer
+
+
 ALONE = {
     "integers": (lambda i: i.float(), (IDS,), "integers made float"),
     "integers, viewed and padded": (
@@ -120,6 +128,11 @@ ALONE = {
         "counts (mm)",
     ),
     "counts, written": (written, (X,), "counts (sum of gt)"),
+    "counts, written beside a field": (
+        written_beside_fields,
+        (X,),
+        "different things in one tensor",
+    ),
     "histogram": (lambda x: torch.histc(x, 64), (X,), "counts (histc)"),
     "constants": (lambda x: torch.full((96,), 3.0) * 2, (X,), "constants (full)"),
     "mean": (lambda x: x.mean(0), (X,), "statistics (mean)"),

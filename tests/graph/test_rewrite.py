@@ -397,6 +397,25 @@ def test_of_a_coalesced_collective_only_the_chosen_parts_are_taken_out(kept, fak
     assert shapes == [(64, 64), (64, 64), (128, 64)]
 
 
+def test_what_is_left_of_a_coalesced_collective_takes_its_own_results(fake_group):
+    fake_group(8)
+
+    def function(x):
+        given = [x, x.repeat(2, 1), x.repeat(4, 1), x.repeat(3, 1)]
+        started = ops.all_reduce_coalesced(given, "sum", "0")
+        return [wait(y) * 2 for y in started]
+
+    gm = trace(function, torch.ones(64, 64))
+    policy = Policy(rules=[Rule(codec="int8", force=True, min_bytes=64 * 64 * 4 * 4)])
+    plan = commpass.rewrite(gm, [], policy, strict=True)
+    assert [site.compressed for site in plan] == [False, False, True, False]
+    (left,) = (node for node in gm.graph.nodes if "coalesced" in str(node.target))
+    taken = {item.args[1]: item.meta["val"].shape[0] for item in left.users}
+    assert taken == {0: 64, 1: 128, 2: 192}
+    assert [value.shape[0] for value in left.meta["val"]] == [64, 128, 192]
+    assert [node.meta["val"].shape[0] for node in left.args[0]] == [64, 128, 192]
+
+
 def test_waits_for_several_tensors_at_once_lose_only_the_parts_that_were_replaced(
     fake_group, wait_tensors
 ):

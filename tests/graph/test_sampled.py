@@ -15,6 +15,7 @@ from commpass import Policy, Rule
 from commpass.codecs import codec
 from commpass.errors import PolicyError
 from commpass.passes import Road, run
+from commpass.passes.graph.marks import MARK
 
 SAMPLE = torch.ops.commpass.sample_.default
 
@@ -99,6 +100,18 @@ def test_each_site_is_looked_at_in_front_of_its_encode(fake_group, lowering):
             x = node.args[0]
             assert (tuple(x.meta["val"].shape), x.meta["val"].dtype) == ((64, 64), torch.float32)
             assert x.target is torch.ops.aten.mm.default
+
+
+def test_a_site_in_chunks_is_looked_at_before_anything_of_it_is_taken(fake_group):
+    fake_group(4)
+    policy = forced(lowering="kernel", algorithm="one_shot", chunks=4)
+    gm, _ = planned(lambda x, w: reduced(x @ w), values(0), values(1), policy=policy)
+    nodes = list(gm.graph.nodes)
+    (sampled,) = (node for node in nodes if node.target is SAMPLE)
+    x = sampled.args[0]
+    takers = [user for view in (x, *x.users) for user in view.users if MARK in user.meta]
+    assert len(takers) > 4
+    assert all(nodes.index(sampled) < nodes.index(node) for node in takers)
 
 
 def test_without_watch_nothing_is_in_the_graph(fake_group):

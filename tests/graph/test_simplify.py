@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from graphs import code, collectives, ops, trace
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.traceback import preserve_node_meta
@@ -269,6 +270,24 @@ def test_groups_must_be_the_same(fake_group):
     assert rules == []
 
 
+def test_a_scatter_and_a_gather_over_groups_of_one_size_stay_two(fake_group):
+    fake_group(4)
+    MESHES[:] = [mesh] = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))]
+    dp, tp = (mesh.get_group(name).group_name for name in ("dp", "tp"))
+    both = lambda x, other: ag(rs(x * 2, ranks=2, group=dp), 2, other).sin()  # noqa: E731
+    assert simplified(lambda x: both(x, dp))[1] == ["gather of scatter"]
+    assert simplified(lambda x: both(x, tp))[1] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64])
+def test_one_number_is_gathered_in_its_own_dtype(dtype, fake_group):
+    fake_group(8)
+    gm, rules, _, _ = simplified(lambda x: ag(torch.full((64, 32), 3, dtype=dtype)) + 1)
+    assert rules == ["gather of expand"]
+    assert collectives(gm) == [("all_gather", dtype, dtype.itemsize)]
+    assert gm.graph.output_node().args[0].meta["val"].dtype == dtype
+
+
 def test_nested_groups_of_a_whole_mesh_become_one(fake_group):
     fake_group(8)
     dp, tp = mesh_names()
@@ -292,6 +311,15 @@ def test_a_group_of_one_rank_sends_nothing(fake_group):
     gm, rules, _before, _ = simplified(lambda x: ar(x) + ag(x, 1).sin() + rs(x, ranks=1))
     assert rules == ["alone"] * 3
     assert collectives(gm) == []
+
+
+def test_what_a_group_of_one_rank_does_not_send_makes_no_room_for_other_rules(fake_group):
+    """Other ranks' groups may have more than one, and would not find what this rank then does."""
+    fake_group(8)
+    one = dist.new_group([0]).group_name
+    gm, rules, _, _ = simplified(lambda x: ar(ar(x.sin()), group=one) + ar(x.cos()))
+    assert rules == ["alone"]
+    assert len(collectives(gm)) == 2
 
 
 def test_reassociate_false_leaves_only_the_exact_rules(fake_group):

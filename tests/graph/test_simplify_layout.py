@@ -76,6 +76,24 @@ def test_what_is_computed_and_how_it_lies(name):
     assert all(a.stride() == b.stride() for a, b in ranks.pairs)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_an_own_part_of_each_dimension_is_scattered(dim):
+    generator = torch.Generator().manual_seed(0)
+    inputs = [[torch.randn(4, 6, 8, generator=generator)] for _ in range(2)]
+    ranks = everywhere(lambda rank: lambda x: ar(x * 2).chunk(2, dim)[rank].sin(), inputs)
+    assert ranks.rules == ["scattered"]
+    assert same(ranks)  # of two addends
+    assert all(a.stride() == b.stride() for a, b in ranks.pairs)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_part_of_another_dimension_than_the_gathered_one_is_not_what_one_gave(dim):
+    inputs = [[torch.randn(4, 6, generator=torch.Generator().manual_seed(n))] for n in range(2)]
+    ranks = everywhere(lambda rank: lambda x: ag(x * 2).chunk(2, dim)[rank].sin(), inputs)
+    assert ranks.rules == ([] if dim else ["own part"])
+    assert same(ranks)
+
+
 def test_sizes_that_are_symbolic():
     """A graph of dynamic shapes is laid out by hints, and computes the same for others."""
     from torch.fx.experimental.proxy_tensor import make_fx

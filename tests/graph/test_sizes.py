@@ -6,6 +6,7 @@ import pytest
 import torch
 from graphs import ops
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
 
 import commpass
 from commpass.passes.breakeven import break_even
@@ -158,6 +159,27 @@ def test_of_many_limits_those_of_the_most_sites_count():
     assert widths == [3, 3, 4, 4]
     assert len(set(widths)) == MOST
     assert len(plan.sites) == 7
+
+
+def test_limits_are_counted_for_each_group():
+    """Ranks of one group may be in other groups beside, whose sites the others do not see."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = (mesh.get_group(name).group_name for name in ("dp", "tp"))
+
+    def many(x, w):
+        def over(group, *widths):
+            given = [x.repeat(1, n) * i for i, n in enumerate(widths, 2)]
+            return [ops.wait_tensor(ops.all_reduce(each, "sum", group)) for each in given]
+
+        return [x @ w, *over(dp, 3, 3, 4, 4, 5), *over(tp, 6, 6, 6, 7, 7, 7, 8)]
+
+    (plan,) = run(many, (4,), Policy(codecs="int8", algorithms="two_shot", skip=("group",)))
+    held = [site for site in plan if "holds" in site.reason]
+    widths = {
+        group: [int(site.shape[1]) // WIDTH for site in held if site.group == group]
+        for group in (dp, tp)
+    }
+    assert widths == {dp: [3, 3, 4, 4], tp: [6, 6, 6, 7, 7, 7]}
 
 
 def test_the_size_is_that_which_explain_names():

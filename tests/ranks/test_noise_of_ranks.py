@@ -56,6 +56,17 @@ def test_the_error_of_a_sum_of_64_is_8_times_that_of_one(name, equal, stored, mo
     assert 0.9 * math.sqrt(RANKS) <= ratio <= 1.1 * math.sqrt(RANKS)
 
 
+@pytest.mark.parametrize(
+    ("name", "rows"), [("one_shot(chunks=2)", 1), ("two_shot(chunks=2)", 4), ("ring(chunks=2)", 4)]
+)
+def test_chunks_of_equal_values_have_noise_of_their_own(name, rows, monkeypatch):
+    """What is exchanged has ``rows``, which are divided by columns."""
+    half = values(0, (rows, 1024))
+    inputs = [torch.cat([half, half], dim=1).flatten()] * 4
+    one, other = error(inputs, coder("fp32"), name, monkeypatch).reshape(rows, 2, -1).unbind(1)
+    assert not torch.equal(one, other)
+
+
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("name", ["two_shot", "ring", "semi_ring", "hierarchical(node=4)"])
 def test_errors_of_all_hops_add_up_as_variances(name, stored, monkeypatch):

@@ -360,6 +360,20 @@ def test_names_go_out_and_come_back(kept):
     assert key == "commpass.v2/-/f/layers.0.mlp/backward/all_reduce/float32[4]/0/sum/world/0of2"
 
 
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (5, 2), (3, 3), (1, 3)])
+def test_what_ranks_had_not_sent_is_shared_out_whole(before, after, op):
+    """Each residual is taken by one rank; of a mean they count less, or more, by the ranks."""
+
+    def of(rank: int, ranks: int) -> Name:
+        return Name("-", "f", "root/backward/all_reduce/float32[4]/0", op, "world", rank, ranks)
+
+    given = {of(rank, before): torch.full((4,), 2.0**rank) for rank in range(before)}
+    shared = [state._shared(of(rank, after), torch.zeros(4), given) for rank in range(after)]
+    factor = after / before if op == "avg" else 1.0
+    assert torch.allclose(sum(shared), sum(given.values()) * factor)
+
+
 def other(name: Name, **changes) -> str:
     import dataclasses
 

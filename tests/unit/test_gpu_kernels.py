@@ -124,6 +124,16 @@ def test_encode_and_decode_give_the_bits_of_the_plain_form(text):
         same(interpreted(ran, decode, wire, numel), values)
 
 
+@pytest.mark.parametrize("text", ["int4(rounding=stochastic)", "int8(rounding=stochastic, seed=9)"])
+def test_equal_blocks_draw_the_noise_of_the_plain_form(text):
+    coder = codec(text).salted(3, 1)
+    numel = 4 * coder.block
+    x = sample(coder.block, torch.float32).repeat(1, 4)
+    with plainly():
+        wire = coder.encode_rows(x)
+    same(interpreted(ran, Chain(torch.float32, (Encode(coder),)), x, numel), wire)
+
+
 def nearly(coder, found: torch.Tensor, wire: torch.Tensor, numel: int, dtype: torch.dtype) -> None:
     """Two wires of which one in a hundred values differs by a level, and scales in a last bit."""
     with plainly():

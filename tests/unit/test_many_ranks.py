@@ -110,6 +110,19 @@ def test_sums_have_the_predicted_error_and_replicas_the_same_bits(
         assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("codec", "between"), [("rotated", "int8"), ("int8", "rotated"), ("rotated", "rotated(bits=4)")]
+)
+def test_codecs_of_other_domains_may_follow_one_another(kind, codec, between, monkeypatch):
+    values = inputs(4, (8, 512))
+    name = f"hierarchical(between={between}, node=2)"
+    results = carried_out(kind, name, codec, values, monkeypatch)
+    for rank, result in enumerate(results):
+        expected = exact(kind, values, rank)
+        assert (result.double() - expected).norm() <= 0.15 * expected.norm()
+
+
 @pytest.mark.few(28)
 @pytest.mark.parametrize(("kind", "name", "ranks", "op"), thinned(CASES, ["sum", "avg"], one_in=2))
 def test_odd_shapes_of_bfloat16_by_a_lossless_codec_lose_no_more_than_one_rounding(
@@ -157,3 +170,21 @@ def test_exponent_sums_are_exact_in_float32_order(name, monkeypatch):
     ]
     results = carried_out("all_reduce", name, "exponent", values, monkeypatch)
     assert all(torch.equal(result, exact("all_reduce", values, 0).bfloat16()) for result in results)
+
+
+@pytest.mark.parametrize("codec", ["int8", "exponent"])
+def test_a_rank_that_sends_even_parts_and_receives_others_does_as_its_peers(codec, monkeypatch):
+    sent = [(2, 2, 2), (1, 2, 3), (4, 2, 0)]
+    generator = torch.Generator().manual_seed(9)
+    values = [torch.randn(sum(some), 3, generator=generator) for some in sent]
+    requests = [
+        Request("0", 3, rank, sent=some, received=tuple(each[rank] for each in sent))
+        for rank, some in enumerate(sent)
+    ]
+    chosen, coder = algorithm("all_to_all", "direct"), commpass.codec(codec)
+    results, _ = lockstep(
+        lambda rank: chosen.run(values[rank], requests[rank], coder), 3, monkeypatch
+    )
+    for rank, result in enumerate(results):
+        parts = [x.split(some)[rank] for x, some in zip(values, sent, strict=True)]
+        assert torch.allclose(result, torch.cat(parts), atol=0.02, rtol=0)

@@ -313,6 +313,16 @@ def test_scales_of_each_rank_are_used_for_what_it_sent():
         coder.at(3)
 
 
+def test_each_rank_decodes_what_the_others_sent_by_their_scales():
+    ranks = [Running.start(features(100, 64, seed=rank) * 10.0**rank) for rank in range(3)]
+    coder = built(calibrate(ranks))
+    sent = [features(7, 64, seed=rank + 5) * 10.0**rank for rank in range(3)]
+    wires = torch.cat([coder.at(rank).encode_rows(x.reshape(1, -1)) for rank, x in enumerate(sent)])
+    expected = bits(coder.decode_rows(wires, 7 * 64, torch.float32))
+    for rank in range(3):
+        assert bits(coder.at(rank).decode_rows(wires, 7 * 64, torch.float32)) == expected
+
+
 @examples
 @given(
     st.integers(0, 200),

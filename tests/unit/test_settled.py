@@ -1,0 +1,111 @@
+"""What a rank takes for agreed on before, and carries out without asking the others; and what it
+takes for their answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from commpass.plan import Grouped, Plan, Simplification, Site, left_alone
+from commpass.runtime.agreement import _settled
+from commpass.runtime.board import History, Note, Speaker
+from commpass.runtime.parts import Part, call_of
+from commpass.runtime.reuse import _Asked
+
+SPEAKER = Speaker("policy", "custom", "backend", "function", "call")
+
+
+def part(**changes: object) -> Part:
+    """A plan of three sums of modules of their own, which are left alone."""
+    sites = [
+        Site(
+            name=name,
+            kind="all_reduce",
+            reduce_op="sum",
+            group="0",
+            group_label="tp",
+            group_size=2,
+            dtype="float32",
+            shape=(64, 32),
+            bytes=64 * 32 * 4,
+            module=f"layers.{name}",
+        )
+        for name in "abc"
+    ]
+    alone = tuple(left_alone(site, "") for site in sites)
+    plan = Plan(
+        graph="graph", direction="forward", policy="custom", profile="link", sites=alone, **changes
+    )
+    return Part("0@0-1", "0@0-1~policy", None, (0, 1), False, tuple(sites), plan)
+
+
+def merged(*numbers: int) -> Part:
+    done = Simplification(
+        rule="sum of sums", site="a", into="", saved_bytes=8192, group="0", numbers=numbers
+    )
+    return part(simplified=(done,))
+
+
+def grouped(*numbers: int) -> Part:
+    done = Grouped(
+        sites=("a", "b", "c"),
+        modules=("layers.a", "layers.b", "layers.c"),
+        into="d",
+        group="0",
+        numbers=numbers,
+        bytes=(8192, 8192, 8192),
+        gain_us=1.0,
+        reason="",
+    )
+    return part(grouped=(done,))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (merged(0, 1), merged(0, 2)),
+        (grouped(0, 1, 2), grouped(0, 2, 1)),
+    ],
+    ids=["simplified", "grouped"],
+)
+def test_the_same_of_each_site_is_not_enough_where_sites_were_put_together(first, second):
+    past = History(group=None)
+    past.agree(SPEAKER, first.digest, first.decisions())
+    assert first.decisions() == second.decisions()
+    assert first.digest != second.digest
+    assert _settled(first, past, SPEAKER.scope)
+    assert not _settled(second, past, SPEAKER.scope)
+
+
+def test_a_part_of_what_was_agreed_on_is_settled():
+    past = History(group=None)
+    known = part()
+    past.agree(SPEAKER, "digest of more", known.decisions())
+    assert _settled(known, past, SPEAKER.scope)
+    assert not _settled(known, past, "another/function")
+
+
+def test_another_order_of_exchanges_is_not_settled():
+    past = History(group=None)
+    first, second = part(reordered=("b", "a", "c")), part(reordered=("c", "a", "b"))
+    past.agree(SPEAKER, first.digest, first.decisions())
+    assert first.digest != second.digest
+    assert _settled(first, past, SPEAKER.scope)
+    assert not _settled(second, past, SPEAKER.scope)
+
+
+def test_a_note_that_was_heeded_before_is_no_answer():
+    mine = merged(0, 1)
+
+    def note(repeats: int) -> Note:
+        who = (SPEAKER.digest, SPEAKER.name, "")
+        call = call_of(mine, SPEAKER)
+        return Note(0, mine.outline, mine.sites, *who, call, repeats, mine.digest)
+
+    past = History(group=None, repeats={note(0).graph: 1})
+    asked = _Asked(SimpleNamespace(rank=0), {mine.key: mine}, {mine.key: past}, {})
+    asked.mine = {mine.key: note(2)}
+    asked.links = {mine.key: SimpleNamespace(call=SPEAKER.call)}
+    found = [repeats for repeats in range(4) if asked._is_of_graph(mine.key, note(repeats))]
+    assert found == [2, 3]
