@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.codec import Codec
+from commpass.codecs.rows import as_bytes
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class RawCodec(Codec):
         return numel * dtype.itemsize
 
     def encode_rows(self, rows: Tensor) -> Tensor:
-        return rows.contiguous().view(torch.uint8)
+        return as_bytes(rows.contiguous())
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         if isinstance(numel, int) and numel == 0:

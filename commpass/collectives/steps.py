@@ -29,13 +29,16 @@ def run(steps: Steps) -> Any:
 
 
 def finish(steps: Steps, started: Tensor | None) -> Any:
-    """The result of an algorithm that has started its first exchange, or (None) has not begun."""
+    """The result of an algorithm that has started its first exchange, or (None) has not begun.
+    It is contiguous, as that of a plain collective is: a view may follow."""
     try:
         while True:
             arrived: Any = None if started is None else ops.wait_tensor(started)
             started = steps.send(arrived)
     except StopIteration as end:
-        return end.value
+        if isinstance(end.value, tuple):  # with the new state of the codec
+            return end.value[0].contiguous(), *end.value[1:]
+        return end.value.contiguous()
 
 
 @dataclass(frozen=True)

@@ -521,6 +521,7 @@ class Coded:
             new = [state for _, state in ended]
             ended = [result for result, _ in ended]
             self.states |= dict(zip(keys, new, strict=True))
+        ended = [result.contiguous() for result in ended]  # as ``steps.finish`` gives them
         self.tried.met[f"codec: {coder.spec.partition('(')[0]} by {how.name} of {site.kind}"] += 1
         exact = self._exact(together, position)
         about = f"{site.kind} by {site.codec}, {site.algorithm}"
@@ -652,10 +653,15 @@ def _rewritten(
         decided = replace(again, reordered=())  # what comes after the plan moves
         if (first.digest(), first.grouped) != (decided.digest(), decided.grouped):
             raise Fault("determinism", "plan", "planned differently the second time")
+    inputs, members = expected.inputs, expected.members
+    if difference := agree(whole.plans, members):  # some ranks have moved their exchanges
+        if not case.dependent:
+            raise Fault("agreement", "order", difference)
+        coded.tried.met[f"disagreed on the order: {case.dependent}"] += 1
+        return
     _carried(case, whole, plain)
     if case.autocast:
         under_autocast(case, plain, whole, PASSES)
-    inputs, members = expected.inputs, expected.members
     kept = [[torch.zeros(k.shape, dtype=k.dtype) for k in end.state] for end in whole.outcomes]
     for _ in range(2 if any(kept) else 1):
         by_hand = _run(case, simple.graphs, inputs, members, coded.exchange)
