@@ -33,8 +33,9 @@ def test_result_is_contiguous_so_that_a_view_may_follow(collective, shape, codec
     with as_rank(0, 2):
         x = torch.randn(rows, *shape[1:])
         gm = trace(lambda x: collective(x).view(-1), x)
-        policy = Policy(rules=[Rule(codec=codec, force=True)], skip=("simplify", "group", "lower"))
-        commpass.rewrite(gm, (x,), policy, strict=True)
+        policy = Policy(rules=[Rule(codec=codec, force=True)], skip=("simplify", "group"))
+        (site,) = commpass.rewrite(gm, (x,), policy, strict=True).sites
+        assert site.codec == codec
         (view,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default)[-1:]
         given = view.args[0].meta["val"]
         assert given.is_contiguous()
