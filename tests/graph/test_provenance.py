@@ -11,7 +11,14 @@ from graphs import as_rank, code, ops, trace
 from tiers import rarely
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.functional import embedding, layer_norm, linear, one_hot
+from torch.nn.functional import (
+    cross_entropy,
+    embedding,
+    layer_norm,
+    linear,
+    normalize,
+    one_hot,
+)
 from torch.utils.checkpoint import checkpoint
 
 import commpass
@@ -146,6 +153,43 @@ ALONE = {
         (X,),
         "statistics (sum of pow)",
     ),
+    "losses of tokens": (lambda x, i: cross_entropy(x, i, reduction="none"), (X, IDS), "(gather)"),
+    "masked losses of tokens": (
+        lambda x, i, mask: cross_entropy(x, i, reduction="none") * mask,
+        (X, IDS, X[:, 0]),
+        "(gather)",
+    ),
+    "logits of labels, of those that are here": (
+        lambda x, i: torch.where(i < 4, x.gather(1, i[:, None])[:, 0], 0.0),
+        (X, IDS),
+        "(gather)",
+    ),
+    "logits of labels, by two indices": (
+        lambda x, i: x[torch.arange(64), i].masked_fill(i > 4, 0.0),
+        (X, IDS),
+        "(index)",
+    ),
+    "entropies": (lambda x: -(x.softmax(1) * x.log_softmax(1)).sum(1), (X,), "(sum of mul)"),
+    "similarities of rows": (lambda x, y: (x * y).sum(1), (X, X + 1), "(sum of mul)"),
+    "squares of rows, by einsum": (
+        lambda x: torch.einsum("nd,nd->n", x, x),
+        (X,),
+        "(sum of mul)",
+    ),
+    "squares of channels, cast twice": (
+        lambda x: (x.float() * x.float()).sum(0),
+        (X.bfloat16(),),
+        "(sum of mul)",
+    ),
+    "quantiles": (lambda x: x.quantile(torch.tensor([0.1, 0.9]), dim=0), (X,), "(gather)"),
+    "the fourth smallest": (lambda x: x.kthvalue(4, dim=0)[0], (X,), "statistics (kthvalue)"),
+    "rounded": (lambda x: (x * 10).round().clamp(-8, 7), (X,), "integers made float (round)"),
+    "random integers": (lambda x: torch.randint_like(x, 0, 9), (X,), "integers made float"),
+    "merged log-sum-exps": (
+        lambda x, y: torch.maximum(x, y.logsumexp(1)) + torch.exp(x - y.logsumexp(1)).log1p(),
+        (X[:, 0], X),
+        "statistics",
+    ),
     "row means of a layer norm": (
         lambda x: torch.ops.aten.native_layer_norm(x, [96], None, None, 1e-5)[1],
         (X,),
@@ -204,6 +248,25 @@ FIELDS = {
     ),
     "a padded tensor": (lambda x: torch.cat([x.sin(), torch.zeros(3, 96)]), (X,)),
     "a filled buffer": (lambda x: torch.zeros(64, 200).slice_scatter(x, 1, 4, 100), (X,)),
+    "what was quantised, decoded": (
+        lambda x: (x / x.abs().amax(1, keepdim=True) * 7).round() * x.abs().amax(1, keepdim=True),
+        (X,),
+    ),
+    "what was quantised by one number, decoded": (
+        lambda x, scale: (x / scale).round().clamp(-8, 7) * scale,
+        (X, torch.ones(())),
+    ),
+    "rounded, with a straight-through gradient": (lambda x: x + (x.round() - x).detach(), (X,)),
+    "sparse values": (lambda x, i: x[i, i + 1], (X, IDS)),
+    "sorted tokens": (lambda x, i: x[i.argsort()], (X, IDS)),
+    "columns": (lambda x, i: x[:, i], (X, IDS)),
+    "similarities of all": (lambda x, y: (x[:, None] * y[None]).sum(-1), (X, X + 1)),
+    "an output of each state": (
+        lambda x, y: (x.view(64, 3, 32) * y[:, None, :32].expand(64, 3, 32)).sum(-1),
+        (X, X + 1),
+    ),
+    "a scaled unit row": (lambda x, s: normalize(x, dim=-1) * s.exp(), (X, torch.ones(()))),
+    "gated by an input of that shape": (lambda x, y: x.tanh() * y, (X, X + 1)),
     "large means": (lambda x: x.view(2, -1, 4).mean(0), (LARGE,)),
     "zeros": (torch.zeros_like, (X,)),
 }

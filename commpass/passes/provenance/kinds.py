@@ -12,6 +12,7 @@ class Kind(Enum):
     FIELD = "a field of like values"
     UNKNOWN = "an input of the graph"
     PRODUCT = "a product of two fields"
+    ALIGNED = "a product of two fields of one shape"
     SQUARE = "squares or absolute values"
     ZERO = "zeros"
     CONSTANT = "constants"
@@ -28,7 +29,7 @@ class Kind(Enum):
     MIXED = "different things in one tensor"
 
 
-FIELDS = frozenset({Kind.FIELD, Kind.UNKNOWN, Kind.PRODUCT, Kind.SQUARE})
+FIELDS = frozenset({Kind.FIELD, Kind.UNKNOWN, Kind.PRODUCT, Kind.ALIGNED, Kind.SQUARE})
 LIKE = FIELDS | {Kind.ZERO}
 """What a lossy codec may be for. Zeros come back from every codec as they were."""
 WHOLE = frozenset({Kind.INTEGER, Kind.INDEX, Kind.MASK, Kind.COUNT})
@@ -38,7 +39,8 @@ SUMS = frozenset({Kind.COLUMN_SUM, Kind.GRADIENT})
 """Few values that are a field where they lie beside one: gradients of biases beside those of
 weights."""
 ACCUMULATED = frozenset({Kind.COUNT, Kind.STATISTIC, Kind.COLUMN_SUM, Kind.NORM, Kind.LOSS})
-"""What stays what it is when an input of the graph is added to it: running counts and means."""
+"""What stays what it is when an input of the graph meets it value by value: running counts and
+means, masked losses, the larger one of two."""
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from commpass.passes.provenance.walk import (
     joined,
     merged,
     name_of,
+    numel,
+    origin,
     tensors,
 )
 
@@ -43,11 +45,20 @@ def _always(kind: Kind) -> Rule:
 
 
 def _matmul(node: fx.Node, walk: Walk) -> Provenance:
-    """A matmul, a convolution: a field, if not of whole numbers alone."""
+    """A matmul, a convolution: a field, if not of whole numbers alone. One of rows with rows, each
+    with its own, leaves a number for each."""
     kinds = {walk.of(source).kind for source in inputs(node)}
     if kinds <= WHOLE | NEUTRAL:
         return Provenance(Kind.COUNT, name_of(node))
-    return FIELD
+    return Provenance(Kind.STATISTIC, name_of(node)) if _is_dot(node) else FIELD
+
+
+def _is_dot(node: fx.Node) -> bool:
+    made = meta.tensor(node) if name_of(node) == "bmm" else None
+    rows = meta.tensor(inputs(node)[0])
+    if made is None or rows is None or meta.shape(made)[1:] != (1, 1):
+        return False
+    return (meta.hint(rows.shape[-1]) or 0) >= LONG
 
 
 def _beside(node: fx.Node, walk: Walk) -> Provenance:
@@ -84,6 +95,44 @@ def _first(node: fx.Node, walk: Walk) -> Provenance:
     return walk.of(next(tensors(node.args), None))
 
 
+def _picked(node: fx.Node, walk: Walk) -> Provenance:
+    """What is picked by an index: of each row one value (the logarithm of the probability of its
+    label), or some of what was sorted (quantiles), is a statistic."""
+    found, value = _first(node, walk), meta.tensor(next(tensors(node.args)))
+    if found.kind not in FIELDS:
+        return found
+    if found.how == SORTED or _one_of_each_row(node, value, walk):
+        return Provenance(Kind.STATISTIC, name_of(node))
+    return found
+
+
+def _one_of_each_row(node: fx.Node, value: torch.Tensor | None, walk: Walk) -> bool:
+    if value is None or not value.dim() or (meta.hint(value.shape[-1]) or 0) < LONG:
+        return False
+    if name_of(node) == "gather":
+        given, index = arguments(node), meta.tensor(arguments(node)["index"])
+        last = int(given["dim"]) % value.dim() == value.dim() - 1
+        return last and index is not None and meta.shape(index)[-1:] == (1,)
+    indices = arguments(node).get("indices", ())
+    whole = len(indices) == value.dim() and all(isinstance(each, fx.Node) for each in indices)
+    return whole and len(indices) > 1 and walk.of(indices[0]).how in ("arange", "iota")
+
+
+def _sorted(node: fx.Node, walk: Walk) -> Provenance:
+    found = arithmetic(node, walk)
+    return Provenance(Kind.FIELD, SORTED) if found.kind in FIELDS else found
+
+
+def _rounded(node: fx.Node, walk: Walk) -> Provenance:
+    found = arithmetic(node, walk)
+    return Provenance(Kind.INTEGER, name_of(node)) if found.kind in FIELDS else found
+
+
+def _between(node: fx.Node, walk: Walk) -> Provenance:
+    """Values between those of two tensors; the weights say where."""
+    return merged(node, inputs(node)[:2], walk)
+
+
 def _copied(node: fx.Node, walk: Walk) -> Provenance:
     return walk.of(arguments(node)["src"])
 
@@ -108,10 +157,31 @@ def _squared(node: fx.Node, walk: Walk) -> Provenance:
 
 
 def _multiplied(node: fx.Node, walk: Walk) -> Provenance:
-    fields = [source for source in inputs(node) if walk.of(source).kind in FIELDS]
+    sources = inputs(node)
+    if _is_scaled(sources, walk):
+        return FIELD
+    fields = [source for source in sources if walk.of(source).kind in FIELDS]
     if len(fields) < 2 or any(is_number(meta.tensor(source)) for source in fields):
         return arithmetic(node, walk)
-    return Provenance(Kind.SQUARE if fields[0] is fields[1] else Kind.PRODUCT, name_of(node))
+    origins = [origin(source) for source in fields]
+    if origins[0] is origins[1]:
+        return Provenance(Kind.SQUARE, name_of(node))
+    alike = len({numel(each) for each in (node, *origins)}) == 1
+    return Provenance(Kind.ALIGNED if alike else Kind.PRODUCT, name_of(node))
+
+
+def _is_scaled(sources: list[fx.Node], walk: Walk) -> bool:
+    """Whether integers are multiplied by what is a number or one for each row, and was measured:
+    what was quantised, decoded."""
+    if len(sources) < 2 or walk.of(sources[0]).kind is not Kind.INTEGER:
+        sources = sources[::-1]
+    size, scales = numel(sources[0]), sources[1:]
+    if walk.of(sources[0]).kind is not Kind.INTEGER or size is None:
+        return False
+    known = [(walk.of(each).kind, numel(each)) for each in scales]
+    return bool(known) and all(
+        kind not in WHOLE | NEUTRAL and each is not None and each < size for kind, each in known
+    )
 
 
 def broadcast_later(graph: fx.Graph) -> set[fx.Node]:
@@ -119,22 +189,15 @@ def broadcast_later(graph: fx.Graph) -> set[fx.Node]:
     and not the gradient of a parameter. Linear."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        size = _numel(node)
+        size = numel(node)
         for user in node.users:
             if name_of(user) in SHRINKING or RULES.get(name_of(user)) is _beside:
                 continue
-            larger = size is not None and (_numel(user) or 0) > size
+            larger = size is not None and (numel(user) or 0) > size
             if (larger and parse(user) is None) or user in found:
                 found.add(node)
                 break
     return found
-
-
-def _numel(node: fx.Node) -> int | None:
-    """How many values a node has, by hints; None for several tensors."""
-    value = meta.tensor(node)
-    sizes = [None] if value is None else [meta.hint(size) for size in value.shape]
-    return None if None in sizes else math.prod(size for size in sizes if size is not None)
 
 
 # --- reductions -----------------------------------------------------------------------------------
@@ -162,7 +225,8 @@ def _reduced(node: fx.Node, walk: Walk) -> Provenance:
         return FIELD
     if adds and walk.is_gradient(node):
         return Provenance(Kind.GRADIENT, how)
-    if adds and found.kind is Kind.PRODUCT and not every:
+    rows = found.kind is Kind.ALIGNED and _last(value) in dims
+    if adds and found.kind in (Kind.PRODUCT, Kind.ALIGNED) and not every and not rows:
         return FIELD
     of_columns = adds and not every and 0 in dims
     return Provenance(Kind.COLUMN_SUM if of_columns else Kind.STATISTIC, how)
@@ -182,8 +246,8 @@ def _is_statistic(value: torch.Tensor, dims: frozenset[int], adds: bool) -> bool
     The size of what is reduced does not count where it may be that of a batch: ranks may have
     batches of other sizes, and must decide alike.
     """
-    last = value.dim() - 1
-    length = meta.hint(value.shape[-1]) if value.dim() else None
+    last = _last(value)
+    length = meta.hint(value.shape[last]) if value.dim() else None
     if len(dims) == value.dim() or (dims == {last} and (length or 0) >= LONG):
         return True
     sizes = [meta.hint(size) for dim, size in enumerate(value.shape) if dim not in dims]
@@ -193,11 +257,18 @@ def _is_statistic(value: torch.Tensor, dims: frozenset[int], adds: bool) -> bool
     return not adds or bool(dims & {0, last})  # else the parts of each token are added up
 
 
+def _last(value: torch.Tensor) -> int:
+    """The last dimension of more than one entry."""
+    sizes = meta.shape(value)
+    return max((dim for dim, size in enumerate(sizes) if size != 1), default=len(sizes) - 1)
+
+
+SORTED = "sort"
 NUMBERED = ("full", "full_like", "new_full", "fill", "scalar_tensor")
 ADDING = ("sum", "nansum", "mean")
 REDUCTIONS = (
     *("sum", "nansum", "mean", "var", "var_mean", "std", "std_mean", "amax", "amin", "aminmax"),
-    *("max", "min", "median", "nanmedian", "mode", "prod", "logsumexp", "dot", "vdot"),
+    *("max", "min", "kthvalue", "median", "nanmedian", "mode", "prod", "logsumexp", "dot", "vdot"),
 )
 NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
 SHRINKING = frozenset({*REDUCTIONS, *NORMS})
@@ -236,8 +307,12 @@ ROWS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (_filled, ("where", "scatter", "index_copy", "masked_scatter")),
     (_put, ("index_put", "_unsafe_index_put", "_index_put_impl")),
     (_added_at, ("scatter_add", "scatter_reduce", "index_add")),
-    (_first, ("index", "_unsafe_index", "index_select", "gather", "take", "embedding")),
+    (_picked, ("gather", "index", "_unsafe_index", "index_select", "take")),
+    (_first, ("embedding",)),
+    (_sorted, ("sort",)),
+    (_rounded, ("round", "floor", "ceil", "trunc", "randint", "randint_like", "poisson")),
     (_first, ("masked_fill", "masked_select", "index_fill")),
+    (_between, ("lerp",)),
     (_copied, ("copy",)),
     (_full, ("full", "full_like", "new_full", "fill", "ones", "ones_like", "new_ones")),
     (_full, ("scalar_tensor", "zeros", "zeros_like", "new_zeros", "zero", "_efficientzerotensor")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,11 @@ from commpass.passes.provenance.kinds import (
 )
 
 ADDITIONS = ("add", "sub", "rsub")
+SAME = (
+    *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "clone", "alias"),
+    *("detach", "_to_copy", "convert_element_type"),
+)
+"""Operators whose result has the values of what they take: another dtype, shape or place."""
 
 
 @dataclass
@@ -95,6 +101,20 @@ def is_number(value: torch.Tensor | None) -> bool:
     return value is not None and meta.shape(value) in ((), (1,))
 
 
+def numel(node: fx.Node) -> int | None:
+    """How many values a node has, by hints; None for several tensors."""
+    value = meta.tensor(node)
+    sizes = [None] if value is None else [meta.hint(size) for size in value.shape]
+    return None if None in sizes else math.prod(size for size in sizes if size is not None)
+
+
+def origin(node: fx.Node) -> fx.Node:
+    """What a node's values are, before casts, views and repetitions."""
+    while name_of(node) in SAME and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
 # --- putting together -----------------------------------------------------------------------------
 
 
@@ -115,12 +135,11 @@ def merged(node: fx.Node, sources: Sequence[fx.Node], walk: Walk) -> Provenance:
     others = [each for each in parts if each.kind not in FIELDS]
     if not fields:
         return others[0]
-    alike = _have_one_shape([*sources, node])
+    alike = _have_one_shape([*sources, *map(origin, sources), node])
     mixed = next((each for each in others if each.kind is Kind.MIXED), None)
     if mixed is not None and alike:
         return mixed
-    adds = name_of(node) in ADDITIONS and all(each.kind is Kind.UNKNOWN for each in fields)
-    if adds and alike:
+    if alike and all(each.kind is Kind.UNKNOWN for each in fields):
         return next((each for each in others if each.kind in ACCUMULATED), FIELD)
     return FIELD
 
