@@ -116,6 +116,13 @@ def test_index_codes_write_what_their_definition_says_and_read_it_back(examples)
     settings(max_examples=examples, deadline=None)(given(slots_of())(check_index_code))()
 
 
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 64, 65536, 65537])
+@pytest.mark.parametrize("code", [Bitmap(), Blocks16(), EliasFano(0), EliasFano(4)], ids=str)
+def test_slots_not_used_lie_one_past_the_last_entry(code, n):
+    k = min(n, 5)
+    check_index_code((n, [[n] * k, [*range(n - k, n)], [n - 1] + [n] * (k - 1)], code))
+
+
 def check_index_code(drawn):
     n, rows, code = drawn
     k = len(rows[0])
