@@ -254,6 +254,11 @@ class Backend:
         weakref.finalize(self, self.summary.report)
         greet()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
+        """Itself, as the functions are that torch has for backends: a copy of a compiled module
+        (weights averaged over time, say) is compiled by what compiled the module."""
+        return self
+
     def __repr__(self) -> str:
         inner = getattr(self.inner, "__name__", type(self.inner).__name__)
         said = [

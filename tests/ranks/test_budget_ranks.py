@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Iterator
@@ -275,3 +276,35 @@ def test_equal_plans_of_two_graphs_are_both_checked(ranks2):
     assert found[0] == found[1]
     assert found[0][1] == ["int8", "int8"]
     assert found[0][-1] == ["int8", "none"]
+
+
+class Scaled(nn.Module):
+    """Has a weight, so that a copy is another module."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, y):
+        return reduced(y * self.scale.detach())
+
+
+def _copied_within_the_check() -> tuple[list[list[str]], list[bool]]:
+    torch._dynamo.reset()
+    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=60)
+    compiled, y = torch.compile(Scaled(), backend=backend), with_counts(dist.get_rank())
+    compiled(y)
+    other = copy.deepcopy(compiled)
+    assert other.scale is not compiled.scale
+    codecs, exact = [codecs_of(backend)], []
+    for _ in range(3):
+        results = other(y), compiled(y)
+        exact.append(all(torch.equal(x, with_counts(0) + with_counts(1)) for x in results))
+    return [*codecs, codecs_of(backend)], exact
+
+
+def test_a_compiled_module_can_be_copied_while_it_is_checked(ranks2):
+    for codecs, exact in ranks2.run(_copied_within_the_check):
+        assert codecs[0] == ["int8"]
+        assert set(codecs[1]) == {"none"}
+        assert exact[-1]
