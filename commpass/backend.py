@@ -499,9 +499,9 @@ class Backend:
             nodes["lowered"] = record.nodes_now(gm, outcome.plan.sites)
             if outcome.plan.fallback:
                 nodes["after"] = nodes["lowered"]
-        record.record(outcome, instead_of)
+        if instead_of is None:
+            self._note(outcome, job, None)
         record.trace_graph(gm, f"{direction}_after")
-        self.summary.add(outcome.plan, trained=job.stateless != INFERENCE, instead_of=instead_of)
         if calls.last and outcome.plan.changed:
             calls.last = False
             record.log.warning(LAST, calls.code.name, torch._dynamo.config.recompile_limit)
@@ -525,6 +525,8 @@ class Backend:
         planned_us = _predicted_us(gm, profile) if plain_us is not None else None
         pinned = outcome.pinned or chunked(gm)
         compiled = job.compile_graph(gm, more, pinned, outcome.plan.changed)
+        if instead_of is not None:  # only now: until then the graph is what it was
+            self._note(outcome, job, instead_of)
         state = state_for(outcome.state, gm, calls, direction)
         graph = None
         if outcome.plan.sites and planned_us is not None and plain_us is not None:
@@ -539,6 +541,11 @@ class Backend:
         strides = getattr(compiled, "output_strides", None)
         return Built(compiled, function, check, strides, outcome)
 
+    def _note(self, outcome: Outcome, job: Job, instead_of: Plan | None) -> None:
+        """Keeps a plan for reports."""
+        record.record(outcome, instead_of)
+        self.summary.add(outcome.plan, trained=job.stateless != INFERENCE, instead_of=instead_of)
+
     def _rebuild(self, job: Job, built: Built, over: Mapping[Key, str]) -> Built | None:
         """The graph compiled again without the sites that are ``over`` their budget; None where it
         has none of them."""
@@ -547,18 +554,22 @@ class Backend:
         names = self._excluded(job, outcome.plan)
         if not names:
             return None
+        plan, untouched = outcome.plan, outcome.copies()
+        outcome.restore("it is compiled again")
+        outcome.plan = plan
+        try:
+            with torch.inference_mode(False), without_ambient_state(), tracing(job.context):
+                made = self._build(job, outcome)
+            if isinstance(made, Raising):
+                raise made.error
+        except BaseException:
+            outcome.untouched = untouched  # for the next call, which tries again
+            raise
         if built.check.is_first:
-            for site in outcome.plan.sites:
+            for site in plan.sites:
                 if site.name in names:
                     why = names[site.name].removeprefix("left alone: ")
                     record.log.warning(OVER, label(site), site.kind, why, MORE)
-        plan = outcome.plan
-        outcome.restore("it is compiled again")
-        outcome.plan = plan
-        with torch.inference_mode(False), without_ambient_state(), tracing(job.context):
-            made = self._build(job, outcome)
-        if isinstance(made, Raising):
-            raise made.error
         return made
 
     def _excluded(self, job: Job, plan: Plan) -> dict[str, str]:

@@ -124,14 +124,23 @@ def _overwritten(site: GraphSite) -> dict[fx.Node, bool]:
         value, weighed = queue.pop()
         for user in value.users:
             if user.target is torch.ops.aten.copy_.default and user.args[1] is value:
-                target = user.args[0]
-                if isinstance(target, fx.Node) and target.op == "placeholder":
+                target = _memory(user.args[0])
+                if target is not None:
                     found[target] = found.get(target, False) or weighed
             for taker in (user, *_items(user)):
                 more = {(taker, weighed or s.weighed) for s in _kept_by(taker) if s.node is value}
                 queue += more - seen
                 seen |= more
     return found
+
+
+def _memory(node: object) -> fx.Node | None:
+    """The input of the graph that a node is, also after it was changed in place."""
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        if not str(getattr(node.target, "_opname", "")).endswith("_") or not node.args:
+            return None
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) and node.op == "placeholder" else None
 
 
 def _kept_by(node: fx.Node) -> Iterator[Source]:

@@ -7,7 +7,6 @@ changes stands here and is checked (``contract``). Each can be left out by name 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import time
@@ -33,7 +32,7 @@ from commpass.passes.hidden import course as course_of
 from commpass.passes.lower import lower
 from commpass.passes.move import move, with_exposure
 from commpass.passes.rewrite import rewrite
-from commpass.passes.road import Outcome, Road
+from commpass.passes.road import Outcome, Road, copied
 from commpass.passes.sample import Given, given_to_products, sample, unsupported_reason
 from commpass.passes.simplify import simplify
 from commpass.passes.sizes import limits, with_limits
@@ -355,14 +354,4 @@ def _copies(road: Road) -> dict[fx.GraphModule, fx.Graph]:
     """Copies of the graphs, where there is anything that could be changed."""
     if not road.found:
         return {}
-    return {module: _copy(module.graph) for _, module in graph_modules(road.gm)}
-
-
-def _copy(graph: fx.Graph) -> fx.Graph:
-    """A copy in which new nodes get the names that they would get in the graph itself: plans name
-    their sites by them."""
-    copied = copy.deepcopy(graph)
-    names, known = copied._graph_namespace, graph._graph_namespace
-    names._used_names |= known._used_names
-    names._base_count |= known._base_count
-    return copied
+    return {module: copied(module.graph) for _, module in graph_modules(road.gm)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -89,6 +90,10 @@ class Outcome:
     failed: dict[str, str] = field(default_factory=dict)
     excluded: Mapping[str, str] = field(default_factory=dict)
 
+    def copies(self) -> dict[fx.GraphModule, fx.Graph]:
+        """The untouched graphs once more."""
+        return {module: copied(graph) for module, graph in self.untouched.items()}
+
     def restore(self, why: str) -> None:
         """Puts the untouched graph back (law 7), because of ``why``."""
         for module, graph in self.untouched.items():
@@ -98,3 +103,13 @@ class Outcome:
         self.state, self.pinned, self.limits, self.sampled = (), False, (), {}
         sites = tuple(left_alone(site, why) for site in self.first)
         self.plan = self.plan.untouched(sites, why)
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy in which new nodes get the names that they would get in the graph itself: plans name
+    their sites by them."""
+    made = copy.deepcopy(graph)
+    names, known = made._graph_namespace, graph._graph_namespace
+    names._used_names |= known._used_names
+    names._base_count |= known._base_count
+    return made

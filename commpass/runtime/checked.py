@@ -80,20 +80,21 @@ class Checked:
             return
         left = self.built.check.done
         if not left and (found := self.built.check.collect()):
-            for each in self.graphs:
+            for each in {self, *self.graphs}:
                 each.over |= found
+        if self.over:
             self._leave_alone()
-        elif left and self.over:
-            self._leave_alone()
-            self.built.check.leave()
+            if left:
+                self.built.check.leave()
         if self.built.check.done:
             release(self.graphs)
 
     def _leave_alone(self) -> None:
-        """Compiles the graph again without the sites that are over their budget."""
+        """Compiles the graph again without the sites that are over their budget. Where that raises,
+        the next call tries again: other ranks leave them alone."""
         assert self.built is not None
-        over, self.over = self.over, {}
-        made = self.rebuild(self.built, over)
+        made = self.rebuild(self.built, self.over)
+        self.over = {}
         if made is not None:
             self.built = _with_strides(made, self.strides, self.found)
             self.function = self.built.function

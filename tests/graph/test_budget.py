@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import logging
@@ -280,6 +281,39 @@ def test_gradients_are_those_of_the_graph_that_was_compiled_again(fake_group):
     assert left == {"forward", "backward"}
     for found, exact in zip((x.grad, y.grad), wanted, strict=True):
         assert (found - exact).norm() < 0.05 * exact.norm()  # other sites are still compressed
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "when all was planned"])
+def test_a_graph_that_could_not_be_compiled_again_is_compiled_with_the_next_call(
+    fake_group, warnings, late
+):
+    fake_group(4)
+    torch._dynamo.reset()
+    policy = Policy(codecs=("int8",), max_error=0.02)
+    backend = commpass.backend(policy, inner="eager", profile=SLOW, strict=True)
+    build, failed, seen = backend._build, [], len(commpass.plans())
+
+    def no_room(*_):
+        failed.append(True)
+        raise MemoryError("no room to compile in")
+
+    def fail_once(job, before=None):
+        if before is None or failed:
+            return build(job, before)
+        return build(dataclasses.replace(job, compile_graph=no_room), before) if late else no_room()
+
+    backend._build = fail_once
+    compiled, values = torch.compile(two_sums, backend=backend), (*GOOD, with_counts())
+    compiled(*values)
+    with pytest.raises(MemoryError):
+        compiled(*values)
+    results = [compiled(*values)[1] for _ in range(2)]
+    assert codecs_of(backend) == ["int8", "none"]
+    assert all(torch.equal(result, values[2]) for result in results)
+    assert len(warnings()) == 1
+    assert [[site.codec for site in plan.sites] for plan in commpass.plans()[seen:]] == [
+        ["int8", "none"]
+    ]
 
 
 # --- what is measured -----------------------------------------------------------------------------

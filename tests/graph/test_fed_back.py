@@ -36,6 +36,10 @@ def broadcast(x):
 FED_BACK = {
     "own part updated, gathered": (lambda w, g: w.copy_(ag(w[:64] - 0.1 * g[:64])), (W, GRADIENT)),
     "own part gathered": (lambda w: w.copy_(ag(w[:64])), (W,)),
+    "updated in place, gathered": (
+        lambda w, g: w.sub_(g).copy_(ag(w[:64])),
+        (W, GRADIENT),
+    ),
     "gathered, viewed": (lambda w: w.copy_(ag(w[:64].view(-1)).view(256, 64)), (W,)),
     "broadcast": (lambda w: w.copy_(broadcast(w)), (W,)),
     "averaged with another": (lambda w, g: w.copy_(ar(w * 0.9 + g * 0.1, "avg")), (W, GRADIENT)),

@@ -308,3 +308,27 @@ def test_a_compiled_module_can_be_copied_while_it_is_checked(ranks2):
         assert codecs[0] == ["int8"]
         assert set(codecs[1]) == {"none"}
         assert exact[-1]
+
+
+def _late_for_the_second_plan() -> tuple[list[str], list[str], bool]:
+    """Rank 1 is asleep when the graph is compiled again, and rank 0 gives up."""
+    torch._dynamo.reset()
+    rank, said = dist.get_rank(), []
+    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=2)
+    compiled = torch.compile(two_sums, backend=backend)
+    x, y = normal(64, 64, seed=rank), with_counts(rank) if rank else normal(64, 256)
+    for call in range(4):
+        dist.barrier()
+        if rank and call == 1:
+            time.sleep(3)
+        try:
+            result = compiled(x, y)[1]
+            said.append("done")
+        except Unanswered:
+            said.append("unanswered")
+    return said, codecs_of(backend), torch.equal(result, with_counts(1) + normal(64, 256))
+
+
+def test_ranks_that_missed_one_another_when_compiling_again_do_so_with_the_next_call(ranks2):
+    wanted = ["done", "unanswered", "done", "done"], ["int8", "none"], True
+    assert ranks2.run(_late_for_the_second_plan) == [wanted] * 2
