@@ -168,7 +168,8 @@ def main() -> int:
         every = list(dict.fromkeys(test for each in chosen for test in each.tests))
         with copy_of_repository() as place:
             outcome, test = tested(place, every, given.timeout * len(chosen))
-        console.print(f"{len(every)} parts without mutants: {outcome} {escape(test)}")
+        said = "passed" if outcome == "survived" else f"{outcome} {escape(test)}"
+        console.print(f"{len(every)} parts without mutants: {said}")
         return outcome != "survived"
     results = []
     for number, mutant in enumerate(chosen, 1):
