@@ -245,7 +245,7 @@ class Backend:
         self.strict, self.dump, self.timeout = strict, dump, timeout
         self.run = uuid.uuid4().hex[:8]
         self.graphs = self.resets = 0
-        self.said_alone = False
+        self.warned_of_reordering = False
         self.hidden: dict[tuple[Any, ...], bool] = {}  # as agreed on: a rank may compile alone
         self.over: dict[tuple[Any, Key], str] = {}  # likewise: what is over its budget
         self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
@@ -347,7 +347,7 @@ class Backend:
                     ordered() if pinned else nullcontext(),
                     repaired(),
                     torch._inductor.config.patch(patches),  # as in here, when it is compiled again
-                    self._alone() if pinned or changed else nullcontext(),
+                    self._without_reordering() if pinned or changed else nullcontext(),
                 ):
                     return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
 
@@ -364,16 +364,16 @@ class Backend:
             gm, example_inputs, inner_compile=inner_compile, config_patches=patches or None
         )
 
-    def _alone(self) -> Any:
+    def _without_reordering(self) -> Any:
         """Inductor's config in which no rank orders exchanges for itself, for one compile; what is
         switched off for that is said once."""
-        from commpass.passes.post.alone import off, reordering
+        from commpass.passes.post.reordering import reordering_settings, switched_off
 
-        names = reordering()
-        if names and not self.said_alone:
-            self.said_alone = True
-            record.log.warning(ALONE, ", ".join(names))
-        return off(names)
+        names = reordering_settings()
+        if names and not self.warned_of_reordering:
+            self.warned_of_reordering = True
+            record.log.warning(REORDERING_OFF, ", ".join(names))
+        return switched_off(names)
 
     def _with_aot(
         self, gm: fx.GraphModule, example_inputs: Sequence[Any], number: str, calls: Calls
@@ -500,7 +500,7 @@ class Backend:
             if outcome.plan.fallback:
                 nodes["after"] = nodes["lowered"]
         if instead_of is None:
-            self._note(outcome, job, None)
+            self._record(outcome, job, None)
         record.trace_graph(gm, f"{direction}_after")
         if calls.last and outcome.plan.changed:
             calls.last = False
@@ -526,7 +526,7 @@ class Backend:
         pinned = outcome.pinned or chunked(gm)
         compiled = job.compile_graph(gm, more, pinned, outcome.plan.changed)
         if instead_of is not None:  # only now: until then the graph is what it was
-            self._note(outcome, job, instead_of)
+            self._record(outcome, job, instead_of)
         state = state_for(outcome.state, gm, calls, direction)
         graph = None
         if outcome.plan.sites and planned_us is not None and plain_us is not None:
@@ -541,8 +541,8 @@ class Backend:
         strides = getattr(compiled, "output_strides", None)
         return Built(compiled, function, check, strides, outcome)
 
-    def _note(self, outcome: Outcome, job: Job, instead_of: Plan | None) -> None:
-        """Keeps a plan for reports."""
+    def _record(self, outcome: Outcome, job: Job, instead_of: Plan | None) -> None:
+        """Keeps a plan for reports, in the place of an earlier one if there is one."""
         record.record(outcome, instead_of)
         self.summary.add(outcome.plan, trained=job.stateless != INFERENCE, instead_of=instead_of)
 
@@ -708,7 +708,7 @@ CPP_WRAPPER = "cpp_wrapper is on: torch's C++ wrapper cannot call the collective
 call all_reduce and its wait; an all_gather ends in NotImplementedError without us as well."""
 
 
-ALONE = (
+REORDERING_OFF = (
     "torch._inductor.config has %s on: Inductor would order exchanges by what this rank computes,"
     " and ranks that compute different things would wait for each other. It is off for graphs that"
     " commpass has changed; pass move hides their exchanges. Other graphs are compiled with it"

@@ -74,8 +74,8 @@ def _inductor(gm: fx.GraphModule, pinned: bool) -> Compiled:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    from commpass.passes.post.alone import off, reordering
     from commpass.passes.post.order import ordered
+    from commpass.passes.post.reordering import reordering_settings, switched_off
 
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     mode = values[0].fake_mode
@@ -84,7 +84,7 @@ def _inductor(gm: fx.GraphModule, pinned: bool) -> Compiled:
         tracing(TracingContext(mode)),
         ordered() if pinned else nullcontext(),
         repaired(),
-        off(reordering()),
+        switched_off(reordering_settings()),
     ):
         compiled: Any = compile_fx_inner(gm, values)
 

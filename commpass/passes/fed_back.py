@@ -128,7 +128,11 @@ def _overwritten(site: GraphSite) -> dict[fx.Node, bool]:
                 if target is not None:
                     found[target] = found.get(target, False) or weighed
             for taker in (user, *_items(user)):
-                more = {(taker, weighed or s.weighed) for s in _kept_by(taker) if s.node is value}
+                more = {
+                    (taker, weighed or s.weighed)
+                    for s in _unchanged_sources(taker)
+                    if s.node is value
+                }
                 queue += more - seen
                 seen |= more
     return found
@@ -143,7 +147,7 @@ def _memory(node: object) -> fx.Node | None:
     return node if isinstance(node, fx.Node) and node.op == "placeholder" else None
 
 
-def _kept_by(node: fx.Node) -> Iterator[Source]:
+def _unchanged_sources(node: fx.Node) -> Iterator[Source]:
     """The sources of a node whose values are still what they were there, but for a number."""
     found = [each for each in _sources(node) if each.name not in (*UPDATES, *ADDED_TO)]
     scaled = any(each.name in ("mul", "div", "minimum", "maximum") for each in found)

@@ -1,4 +1,4 @@
-"""alone: settings of Inductor's by which each rank would order or replace exchanges for itself.
+"""reordering: settings of Inductor's by which each rank would order exchanges for itself.
 
 They decide by what a rank computes: by its memory, by times that are measured or estimated there.
 Ranks that compute different things then start their exchanges in different orders, and wait for
@@ -24,12 +24,12 @@ REORDERING = (
 default) moves starts up and waits down, but past no other one."""
 
 
-def reordering() -> tuple[str, ...]:
+def reordering_settings() -> tuple[str, ...]:
     """Those that are on. A torch that does not have one has it off."""
     return tuple(name for name in REORDERING if _is_on(name))
 
 
-def off(names: tuple[str, ...]) -> Any:
+def switched_off(names: tuple[str, ...]) -> Any:
     """Inductor's config without them, for one compile."""
     return config.patch(dict.fromkeys(names, False))
 
