@@ -170,12 +170,14 @@ def test_a_handle_that_is_dropped_is_warned_of(recwarn):
     with pytest.warns(UserWarning, match=r"dropped without wait\(\)"):
         del handle
 
+    result = torch.full((2, 3), 3.0)
+
     def done():
         yield torch.zeros(1)
-        return 3
+        return result
 
     handle = Handle(done())
-    assert handle.wait() == 3
+    assert handle.wait() is result
     del handle
     assert not recwarn.list
 
