@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from run_example import output_of
 from tiers import rarely
 
 from commpass import dump
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
@@ -24,18 +20,13 @@ pytestmark = pytest.mark.xdist_group("ranks")
 def test_it_ends_with_steps_timed_in_turns_and_one_page(script, tmp_path):
     if script == "train_hf":
         pytest.importorskip("transformers")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", f"examples/{script}.py", f"--out={tmp_path}"]
-    command += ["--steps=3", "--layers=1", "--width=64"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    printed = output_of(
+        f"examples/{script}.py", 2, f"--out={tmp_path}", "--steps=3", "--layers=1", "--width=64"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line.strip()}
+    rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.strip()}
     for policy in ("off", "bf16", "balanced"):
         assert float(rows[policy][1]) > 0
-    assert "over loopback, where no gain can be seen" in " ".join(done.stdout.split())
+    assert "over loopback, where no gain can be seen" in " ".join(printed.split())
     # The steps in turns compile nothing anew: each run has the graphs of its trace alone.
     for run in ("off", "bf16", "on"):
         assert [one.plan.direction for one in dump.read_run(tmp_path / run)] == [
@@ -43,7 +34,7 @@ def test_it_ends_with_steps_timed_in_turns_and_one_page(script, tmp_path):
             "backward",
         ]
     # What it says to run is there: beside Python, where that is not on the path.
-    said = next(line for line in done.stdout.splitlines() if " explain " in line).split()
+    said = next(line for line in printed.splitlines() if " explain " in line).split()
     assert shutil.which(said[0]), said
     page = (tmp_path / "report.html").read_text()
     assert "balanced" in page

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_example import output_of
 
 ROOT = Path(__file__).parents[2]
 STEPS, WIDTH = 4, 64
@@ -21,15 +22,8 @@ pytestmark = pytest.mark.xdist_group("ranks")
 
 def run(script: str, ranks: int, *options: str) -> list[str]:
     """The lines that an example prints, its ranks on this host."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={ranks}", f"examples/{script}.py"]
-    command += [f"--steps={STEPS}", f"--width={WIDTH}", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+    size = (f"--steps={STEPS}", f"--width={WIDTH}")
+    return output_of(f"examples/{script}.py", ranks, *size, *options).splitlines()
 
 
 def cells(lines: list[str]) -> dict[str, list[str]]:

@@ -1,0 +1,48 @@
+"""Examples, run as a user runs them; where one does not end, what each of its processes did."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LONGEST_S = 240.0
+"""Below the time-out of a test, so that the output of an example that hangs is seen."""
+
+
+def output_of(script: str, ranks: int, *options: str, longest_s: float = LONGEST_S) -> str:
+    """What an example prints, its ranks on this host. Raises AssertionError with all that it
+    printed where it fails; where it does not end, with the stacks of its processes as well."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", script, *options]
+    more = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=longest_s)
+        except subprocess.TimeoutExpired:
+            for pid in _descendants(process.pid):
+                os.kill(pid, signal.SIGABRT)
+            out, err = process.communicate()
+            raise AssertionError(f"{script} did not end in {longest_s} s:\n{out}\n{err}") from None
+    assert process.returncode == 0, out + err
+    return out
+
+
+def _descendants(pid: int) -> list[int]:
+    """A process and all that it has started, the latter first."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in path.read_text().split():
+            found += _descendants(int(child))
+    return [*found, pid]
