@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import tempfile
 import time
@@ -129,8 +130,9 @@ def show(args: argparse.Namespace, found: dict[str, list[float]]) -> None:
     if args.json:
         said = {
             "commpass": "budget",
+            "date": time.strftime("%Y-%m-%d"),
             "torch": torch.__version__,
-            "processor": platform.processor(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "layers": args.layers,
             "steps": args.steps,
             "seconds": found,
