@@ -10,20 +10,25 @@ from commpass.errors import PolicyError, check_number
 
 @dataclass(frozen=True)
 class KernelRate:
-    """Nanoseconds per value of a codec's compiled encode and decode."""
+    """Nanoseconds per value of a codec's compiled encode and decode; ``call_us`` is what each of
+    them takes beside its values, in microseconds (None: as long as ``Kernels`` says)."""
 
     encode_ns: float
     decode_ns: float
+    call_us: float | None = None
 
     def __post_init__(self) -> None:
         check_number("KernelRate(encode_ns", self.encode_ns)
         check_number("KernelRate(decode_ns", self.decode_ns)
+        if self.call_us is not None:
+            check_number("KernelRate(call_us", self.call_us)
 
 
 @dataclass(frozen=True)
 class Kernels:
     """Rates by codec name (the part before the bracket), what stands for a codec not listed, and
-    the time of a launch; ``call_us`` is what an encode or decode takes beside its values. For the
+    the time of a launch; ``call_us`` is what an encode or decode takes beside its values, between
+    exchanges: where a rank has just waited, it takes longer than one that follows another. For the
     rest of a graph: ``gflops``, billions of operations that a matmul does in a second, and
     ``gbytes_per_s`` that a simple kernel reads and writes. ``matmul_encode`` is how many times as
     long as a matmul alone one takes that encodes its own result."""
@@ -59,7 +64,8 @@ class Kernels:
             return self.compute_us(values, 0.0) * self.matmul_encode
         rate = self.rates.get(codec.partition("(")[0], self.other)
         ns = rate.encode_ns if role == "encode" else rate.decode_ns
-        return self.launch_us + self.call_us + values * ns / 1e3
+        call = self.call_us if rate.call_us is None else rate.call_us
+        return self.launch_us + call + values * ns / 1e3
 
     def compute_us(self, operations: float, nbytes: float) -> float:
         """Microseconds of what is no codec's: the longer of so many operations and so many bytes
@@ -86,10 +92,11 @@ CPU = Kernels(
         "bf16": CAST,
         "fp16": CAST,
     },
-    call_us=40.0,
+    call_us=140.0,
 )
 """One core of a server processor, kernels made by Inductor: read off benchmarks/codecs.py, and
-copies off benchmarks/group.py, rounded up."""
+copies off benchmarks/group.py, rounded up; the time of a call as ``commpass probe --kernels``
+measures it on two cores."""
 
 GPU = Kernels(launch_us=5.0, other=KernelRate(0.02, 0.02), gflops=200_000.0, gbytes_per_s=500.0)
 """An assumption until it is measured on the user's card: memory-bound kernels at a fraction of a

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -15,15 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from commpass.codecs import codec
+from commpass.codecs import Codec, codec
+from commpass.collectives import messages
 from commpass.costmodel import KernelRate, Kernels
-from commpass.probe.links import most
+from commpass.probe.links import most, seconds_of
 
 CODECS = ("int8", "int4", "fp8", "rotated", "exponent", "cast")
 """Those whose rates a profile knows; the slowest of them stands for all others."""
-SMALL, LARGE = 1 << 14, 1 << 22
-"""Values of the two sizes from which a rate and the time of a call are worked out."""
-REPEATS = 9
+SMALL, LARGE = 1 << 11, 1 << 22
+"""Values of which a call takes longer than they do, and of which it is the other way round."""
+REPEATS, CALLS, WARM_UP = 9, 200, 20
+"""How often a kernel is timed, and a small gather, and how often before that."""
 MATMUL = 1024
 
 
@@ -36,21 +38,15 @@ def measure(
     """What a profile says of kernels, measured here; every rank of the group calls it. Takes about
     a minute of compiling on a CPU."""
 
-    def seconds(run: Callable[[], Any]) -> float:
-        return slowest(run, group, device)
-
-    rates, calls = {}, []
+    clock = partial(slowest, group=group, device=device)
+    rates = {}
     for name in CODECS:
         say(name)
-        (encode, decode), call = _rates(name, device, seconds)
-        rates[name] = KernelRate(encode, decode)
-        calls.append(call)
+        rates[name] = _rate(name, group, device, clock)
     aliases = dict.fromkeys(("bf16", "fp16"), rates["cast"])
     side = torch.randn(MATMUL, MATMUL, device=device)
     floats = torch.randn(LARGE, device=device)
     held = torch.empty_like(floats)
-    one = torch.ones(1, device=device)
-    nothing = seconds(partial(_compiled(torch.neg, one), one))  # a call's own part, not a kernel's
     return dataclasses.replace(
         known,
         rates={**rates, **aliases},
@@ -58,9 +54,9 @@ def measure(
             max(rate.encode_ns for rate in rates.values()),
             max(rate.decode_ns for rate in rates.values()),
         ),
-        call_us=round(max(median(calls) - 1e6 * nothing, 0.0), 1),
-        gflops=round(2e-9 * MATMUL**3 / seconds(lambda: side @ side), 1),
-        gbytes_per_s=round(2e-9 * 4 * LARGE / seconds(lambda: held.copy_(floats)), 2),
+        call_us=median(rate.call_us or 0.0 for rate in rates.values()),
+        gflops=round(2e-9 * MATMUL**3 / clock(lambda: side @ side), 1),
+        gbytes_per_s=round(2e-9 * 4 * LARGE / clock(lambda: held.copy_(floats)), 2),
     )
 
 
@@ -68,27 +64,58 @@ Clock = Callable[[Callable[[], Any]], float]
 """What times a call."""
 
 
-def _rates(name: str, device: torch.device, seconds: Clock) -> tuple[tuple[float, float], float]:
-    """Nanoseconds a value to encode and to decode, and microseconds of a call beside them."""
+def _rate(name: str, group: dist.ProcessGroup, device: torch.device, clock: Clock) -> KernelRate:
+    """Nanoseconds a value to encode and to decode, and microseconds of each beside its values."""
     coder = codec(name)
-    took: dict[int, tuple[float, float]] = {}
-    for values in (SMALL, LARGE):
-        rows = torch.randn(1, values, device=device)
-        encode = _compiled(coder.encode_rows, rows)
-        wire = encode(rows)
+    rows = torch.randn(1, LARGE, device=device)
+    encode = _compiled(coder.encode_rows, rows)
+    wire = encode(rows)
+    decode = _compiled(_decoded(coder, LARGE), wire)
+    encode_ns = 1e9 * clock(partial(encode, rows)) / LARGE
+    decode_ns = 1e9 * clock(partial(decode, wire)) / LARGE
+    call_us = _call_us(coder, encode_ns + group.size() * decode_ns, group, device)
+    return KernelRate(round(encode_ns, 4), round(decode_ns, 4), round(call_us, 1))
 
-        def decoded(wire: Any, values: int = values) -> Tensor:
-            return coder.decode_rows(wire, values, torch.float32).to(torch.float32)
 
-        decode = _compiled(decoded, wire)
-        took[values] = (
-            seconds(partial(encode, rows)),
-            seconds(partial(decode, wire)),
-        )
-    slopes = [1e9 * (b - a) / (LARGE - SMALL) for a, b in zip(*took.values(), strict=True)]
-    rest = [1e6 * a - ns * SMALL / 1e3 for a, ns in zip(took[SMALL], slopes, strict=True)]
-    encode_ns, decode_ns = (round(max(ns, 0.0), 4) for ns in slopes)
-    return (encode_ns, decode_ns), max(median(rest), 0.0)
+def _decoded(coder: Codec, numel: int) -> Callable[[Any], Tensor]:
+    return lambda wire: coder.decode_rows(wire, numel, torch.float32).to(torch.float32)
+
+
+def _call_us(coder: Codec, ns: float, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Microseconds that an encode, and a decode, takes in a graph beside its values, of which one
+    to gather takes ``ns`` nanoseconds in all. It is what is left of a small gather and the sum of
+    what arrives when the exchange alone is taken off, and what a compiled call takes that does
+    next to nothing. By itself a kernel is several times faster: its code is still in the caches."""
+    ranks, decoded = group.size(), _decoded(coder, SMALL)
+    gather = messages.ops if device.type == "cpu" else torch.ops._c10d_functional
+    rows = torch.randn(1, SMALL, device=device)
+
+    def exchange(wire: Tensor) -> Tensor:
+        started = gather.all_gather_into_tensor(wire, ranks, group.group_name)
+        return torch.ops._c10d_functional.wait_tensor(started)
+
+    def site(rows: Tensor) -> Tensor:
+        return decoded(exchange(coder.encode_rows(rows))).sum(0)
+
+    wire, nothing = coder.encode_rows(rows), _compiled(torch.neg, rows[0, :1])
+    calls = {
+        "site": partial(_compiled(site, rows), rows),
+        "exchange": partial(exchange, wire),
+        "call": partial(nothing, rows[0, :1]),
+    }
+    us = {name: 1e6 * in_turns for name, in_turns in _medians(calls, group, device).items()}
+    return max(us["site"] - us["exchange"] - us["call"] - SMALL * ns / 1e3, 0.0) / 2
+
+
+def _medians(
+    calls: Mapping[str, Callable[[], Any]], group: dist.ProcessGroup, device: torch.device
+) -> dict[str, float]:
+    """The median time in seconds of each of some calls, which take turns, on the slowest rank."""
+    took: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(CALLS + WARM_UP):
+        for name, call in calls.items():
+            took[name].append(seconds_of(call, group, device))
+    return {name: median(most(each[WARM_UP:], group, device)) for name, each in took.items()}
 
 
 def _compiled(function: Callable[..., Any], given: Any) -> Callable[..., Any]:

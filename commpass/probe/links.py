@@ -85,8 +85,8 @@ def busy_us(group: dist.ProcessGroup, device: torch.device) -> float:
             for begun in [start() for _ in range(parts)]:
                 ops.wait_tensor(begun)
 
-        seconds = [_seconds(exchange, group, device) for _ in range(LEAST + 1)]
-        took.append(median(most(seconds[1:], group, device)))
+        every = [seconds_of(exchange, group, device) for _ in range(LEAST + 1)]
+        took.append(median(most(every[1:], group, device)))
     return max(1e6 * (took[1] - took[0]) / (PARTS - 1) / (group.size() - 1), 0.0)
 
 
@@ -104,11 +104,11 @@ def _times(
     ranks = group.size()
     nbytes = _handed(kind, size, ranks)
     call = _call(kind, nbytes, group, device)
-    first = most([_seconds(call, group, device), _seconds(call, group, device)], group, device)
+    first = most([seconds_of(call, group, device), seconds_of(call, group, device)], group, device)
     if first[1] * LEAST > left and not needed:
         return None
     repeats = min(MOST, max(LEAST, int(left / 3 / first[1])))
-    took = most([_seconds(call, group, device) for _ in range(repeats)], group, device)
+    took = most([seconds_of(call, group, device) for _ in range(repeats)], group, device)
     low, middle, high = (1e6 * each for each in quantiles(took, n=4, method="inclusive"))
     messages, sent = sent_by(kind, ranks, nbytes)
     return Times(kind, ranks, nbytes, messages, sent, low, middle, high)
@@ -128,7 +128,8 @@ def _handed(kind: str, size: int, ranks: int) -> int:
     return max(round(size / share / unit), 1) * unit
 
 
-def _seconds(call: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
+def seconds_of(call: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
+    """What a call takes on this rank, after all of them have met."""
     dist.barrier(group)
     start = time.perf_counter()
     call()

@@ -135,12 +135,14 @@ def links(file: ProfileFile) -> Table:
 def rates(file: ProfileFile) -> Table:
     """What the profile says of kernels: nanoseconds a value, and how fast the rest is."""
     kernels = file.profile.kernels
-    table = plain_table("codec", "encode ns", "decode ns")
+    table = plain_table("codec", "encode ns", "decode ns", "us a call")
     for name, rate in kernels.rates.items():
-        table.add_row(*map(Text, (name, f"{rate.encode_ns:.3g}", f"{rate.decode_ns:.3g}")))
+        call_us = kernels.call_us if rate.call_us is None else rate.call_us
+        numbers = (rate.encode_ns, rate.decode_ns, call_us)
+        table.add_row(Text(name), *(Text(f"{number:.3g}") for number in numbers))
     table.caption = (
         f"{kernels.gflops:,.0f} GFLOP/s in matmuls, {kernels.gbytes_per_s:.3g} GB/s copied,"
-        f" {kernels.call_us:.3g} us a call"
+        f" {kernels.call_us:.3g} us a call of other codecs"
     )
     return table
 

@@ -153,7 +153,7 @@ def test_gradients_of_weights_are_treated_alike_for_all_batches(batch):
 
 def test_compressed_sites_are_split_as_well():
     rule = Rule(codec="int8", algorithm="two_shot", force=True, chunks=1, rows=2)
-    gm = trace(block, *inputs(256, 256))
+    gm = trace(block, *inputs(1024, 1024))
     plan = drive(gm, rules=[rule])
     assert [site.codec for site in plan] == ["int8", "int8"]
     assert story(gm).replace("c", "") == "msmswswswmwm"

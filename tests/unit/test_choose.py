@@ -1672,14 +1672,15 @@ def test_a_preset_takes_a_cast_where_coding_takes_longer_than_it_saves(name):
     0.65 ns and decoded in 0.25, a cast in 0.30 and 0.40: 0.20 ns less for each of the 2^22, which
     is 839 us. int8 and its scales take 2 - 1 - 1/64 bytes less for each of the 2^21, which
     25 Gbit/s, 3125 bytes a microsecond, carry in 661 us."""
-    a_site = site("all_to_all", 1 << 22, 2, by_messages=True)
-    chosen = one(a_site, dataclasses.replace(PRESETS[name], chunks=1), ethernet(25))
+    a_site, link = site("all_to_all", 1 << 22, 2, by_messages=True), ethernet(25)
+    link = dataclasses.replace(link, kernels=dataclasses.replace(link.kernels, call_us=40.0))
+    chosen = one(a_site, dataclasses.replace(PRESETS[name], chunks=1), link)
     assert (chosen.codec, chosen.algorithm) == ("bf16", "direct")
-    alpha, busy = ethernet(25).link.alpha_us, ethernet(25).link.busy_us
+    alpha, busy = link.link.alpha_us, link.link.busy_us
     assert chosen.predicted_us == pytest.approx(
         alpha + busy + 2 * (2 + 40) + 2**22 * 0.7 / 1e3 + 2**22 / 3125, abs=5.0
     )
-    int8 = one(a_site, forced("int8", chunks=1), ethernet(25))
+    int8 = one(a_site, forced("int8", chunks=1), link)
     assert int8.predicted_us - chosen.predicted_us == pytest.approx(839 - 661, abs=1.0)
 
 
@@ -2030,3 +2031,17 @@ def test_of_several_algorithms_the_chunks_of_the_chosen_one_are_told():
     other = one(site(), Policy(rules=[rule]), profile(Link(0.0, 0.05, {"all_reduce": 9.0})))
     assert (other.algorithm, other.chunks) == ("two_shot", 4)
     assert "does not apply" not in other.reason
+
+
+def test_a_codec_may_have_a_time_of_a_call_of_its_own():
+    """Two calls, an encode and a decode, of 100 us each instead of 40."""
+    own = KernelRate(0.125, 0.0625, call_us=100.0)
+    same, slower = (
+        profile(kernels=dataclasses.replace(KERNELS, call_us=40.0, rates={"int8": rate}))
+        for rate in (KernelRate(0.125, 0.0625), own)
+    )
+    a_site = site("all_gather", 1 << 16, 2)
+    took = [one(a_site, forced("int8", chunks=1), each).predicted_us for each in (same, slower)]
+    assert took[1] - took[0] == pytest.approx(2 * 60.0)
+    with pytest.raises(PolicyError, match="call_us"):
+        KernelRate(1.0, 1.0, call_us=-1.0)
