@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from commpass.errors import PolicyError, Unanswered
@@ -188,31 +189,33 @@ def dimensions() -> tuple[str, ...]:
 class _Meshes:
     """Every mesh of this process. torch keeps no list of them, and a mesh of one dimension leaves
     no other trace: it shares the group of all ranks. So they are found as what refers to their
-    class (30 ms): again when that count has changed, or when what has been made since may be
-    old."""
+    class (30 to 130 ms): again when one of the counts that a new mesh changes is another."""
 
     def __init__(self) -> None:
         self.seen: list[weakref.ref[DeviceMesh]] = []
-        self.signs: tuple[int, ...] = ()
+        self.counts: tuple[int, ...] = ()
 
     def all(self) -> list[DeviceMesh]:
         alive = [mesh for reference in self.seen if (mesh := reference()) is not None]
-        if len(alive) != len(self.seen) or self.signs != _signs():
+        if len(alive) != len(self.seen) or self.counts != _counts():
             alive = [found for found in gc.get_referrers(DeviceMesh) if type(found) is DeviceMesh]
             self.seen = [weakref.ref(mesh) for mesh in alive]
-            self.signs = _signs()
+            self.counts = _counts()
         return alive
 
 
-def _signs() -> tuple[int, ...]:
-    """What changes when a mesh is made, or may have left the two young generations of objects."""
-    _, middle, old = gc.get_stats()
-    return sys.getrefcount(DeviceMesh), _young(), middle["collections"], old["collections"]
+_LAYOUT = getattr(device_mesh, "_MeshLayout", DeviceMesh)  # torch's own, and not promised
+
+
+def _counts() -> tuple[int, ...]:
+    """References to the class of meshes and to that of their layouts, and meshes made lately. A
+    mesh holds a reference to both classes. One to either may go as a mesh is made, so that its
+    count stays as it was, but hardly one to each."""
+    return sys.getrefcount(DeviceMesh), sys.getrefcount(_LAYOUT), _young()
 
 
 def _young() -> int:
-    """How many meshes are among the objects made lately. A reference to the class that went as one
-    was made would leave the count as it was.
+    """How many meshes are among the objects made lately.
 
     One call of C code, within which no other thread runs: a tuple that another thread is just
     building is among these objects, and Python refuses to finish one that is referred to twice.

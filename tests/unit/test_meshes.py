@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 
 import pytest
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from commpass import groups
 
@@ -51,3 +52,27 @@ def test_each_new_mesh_is_found_and_one_that_went_is_not(fake_group):
         assert len(groups.meshes()) >= before + count
     kept.clear()
     assert "a1" not in groups.dimensions()
+
+
+def test_mesh_made_as_another_reference_to_its_class_goes_is_found(fake_group):
+    """The count of references is what it was, and the mesh is old by then."""
+    fake_group(4)
+    init_device_mesh("cpu", (4,), mesh_dim_names=("first",))
+    held = [DeviceMesh]
+    assert "second" not in groups.dimensions()
+    before = sys.getrefcount(DeviceMesh)
+    held.clear()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("second",))
+    gc.collect()
+    assert sys.getrefcount(DeviceMesh) <= before
+    assert mesh.mesh_dim_names[0] in groups.dimensions()
+
+
+def test_meshes_are_looked_for_once_while_none_is_made(fake_group, monkeypatch):
+    fake_group(4)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    gc.collect()  # now it is no new object
+    assert groups.labels(mesh.get_group()) == ("tp", "world")
+    monkeypatch.setattr(gc, "get_referrers", pytest.fail)
+    gc.collect()
+    assert groups.labels(mesh.get_group()) == ("tp", "world")
