@@ -198,7 +198,10 @@ class _Meshes:
     def all(self) -> list[DeviceMesh]:
         alive = [mesh for reference in self.seen if (mesh := reference()) is not None]
         if len(alive) != len(self.seen) or self.counts != _counts():
-            alive = [found for found in gc.get_referrers(DeviceMesh) if type(found) is DeviceMesh]
+            found = [one for one in gc.get_referrers(DeviceMesh) if type(one) is DeviceMesh]
+            known = set(map(id, found))
+            # those among objects that gc.freeze() has set aside are not found again
+            alive = [*found, *(mesh for mesh in alive if id(mesh) not in known)]
             self.seen = [weakref.ref(mesh) for mesh in alive]
             self.counts = _counts()
         return alive

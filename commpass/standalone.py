@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
 from commpass.costmodel import Profile
 from commpass.errors import PolicyError
@@ -47,7 +48,7 @@ def rewrite(
     """
     _check(gm, example_inputs)
     # Other compile stacks need not know the operator that samples.
-    chosen = dataclasses.replace(policy_here(policy), watch=0.0)
+    chosen = dataclasses.replace(policy_here(policy), watch=0.0, check_calls=0)
     _fake_values(gm, example_inputs)
     table = (lambda: dict(decompositions)) if decompositions is not None else None
     road = Road(
@@ -57,11 +58,34 @@ def rewrite(
         profile=profile_here(profile) or default_here(meta.device_of(gm)),
         decompositions=table,
     )
+    names = [node.name for node in _results(gm)]
     outcome = run_passes(road, graph="0", strict=strict)
+    _rename_results(gm, names)
     if outcome.error is not None and strict:
         raise outcome.error
     record.record(outcome)
     return outcome.plan
+
+
+def _results(gm: fx.GraphModule) -> list[fx.Node]:
+    """What a graph returns, each node as often as it does."""
+    return [
+        arg for arg in pytree.tree_leaves(gm.graph.output_node().args) if isinstance(arg, fx.Node)
+    ]
+
+
+def _rename_results(gm: fx.GraphModule, names: Sequence[str]) -> None:
+    """Gives new results the names of those that they stand for: the signature of an exported
+    program says them."""
+    by_name = {node.name: node for node in gm.graph.nodes}
+    for node, name in zip(_results(gm), names, strict=True):
+        if node.name in names:
+            continue
+        if (other := by_name.get(name)) is not None:
+            other.name = node.name
+        node.name = name
+        by_name[name] = node
+    gm.recompile()
 
 
 def _check(gm: Any, example_inputs: Any) -> None:

@@ -18,6 +18,18 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+PRELOADED = (
+    "pytest",
+    "hypothesis",
+    "commpass.backend",
+    "commpass.parallel",
+    "torch.export._trace",
+    "torch.testing._internal.distributed.fake_pg",
+    "torch.utils.cpp_extension",
+    *(f"torch._inductor.{name}" for name in ("compile_fx", "codegen.cuda_combined_scheduling")),
+    *(f"torch._dynamo.backends.{name}" for name in ("inductor", "distributed")),
+)
+"""What a rank needs, and is forked with, since loading takes six seconds."""
 START_S = 120
 PATIENCE_S = 10
 CLONE_NEWNET = 0x40000000
@@ -32,7 +44,8 @@ class Ranks:
 
     ``workers`` is how many exchanges of a group gloo carries out at once; torch's own number is 2.
     With 2, and small exchanges in the air, gloo now and then corrupts the memory of a rank, also
-    without commpass (docs/collectives.md): hence 1.
+    without commpass (docs/collectives.md): hence 1. With an ``environment``, processes are new
+    ones, since libraries read it when they are loaded.
     """
 
     def __init__(self, size: int, environment: dict[str, str] | None = None, workers: int = 1):
@@ -56,11 +69,13 @@ class Ranks:
         self.members = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("spawn" if self.environment else "forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
         folder = tempfile.mkdtemp(prefix="ranks")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            given = (rank, self.size, self.workers, folder, theirs, self.environment)
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment}
+            given = (rank, self.size, self.workers, folder, theirs, environment)
             process = context.Process(target=_member, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -102,9 +117,8 @@ class Ranks:
 def _member(
     rank: int, size: int, workers: int, folder: str, pipe: Connection, environment: dict[str, str]
 ) -> None:
-    os.environ.update(
-        {"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", **environment}
-    )
+    os.environ.clear()
+    os.environ.update({**environment, "RANK": str(rank), "WORLD_SIZE": str(size)})
     if host := environment.get("RANKS_HOST"):
         _enter(f"{host}{rank}")
     import torch

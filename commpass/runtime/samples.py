@@ -177,7 +177,7 @@ ABOVE = (
 )
 MORE = (
     "Give it a codec of more bits (a rule with module=...), leave it alone (keep=True), or allow"
-    " more (max_error)"
+    " more (max_error, and force=True where its values are whole numbers)"
 )
 
 

@@ -37,6 +37,30 @@ def test_the_graph_of_an_exported_program_is_rewritten_in_place():
         assert program.module()(torch.randn(64, 256)).shape == (64, 256)
 
 
+class OnlySummed(torch.nn.Module):
+    def forward(self, x):
+        return ops.wait_tensor(ops.all_reduce(x * 2, "sum", "0"))
+
+
+def test_rewritten_program_can_be_saved_though_it_returns_what_a_collective_gave(tmp_path):
+    with as_rank(0, 2):
+        program = exported(OnlySummed())
+        names = [node.name for node in program.graph.output_node().args[0]]
+        commpass.rewrite(program.graph_module, (torch.randn(64, 256),), FORCED)
+        assert [node.name for node in program.graph.output_node().args[0]] == names
+        torch.export.save(program, tmp_path / "program.pt2")
+        loaded = torch.export.load(tmp_path / "program.pt2")
+        assert loaded.module()(torch.randn(64, 256)).shape == (64, 256)
+
+
+def test_rewritten_graph_has_no_operator_that_samples():
+    """Other compile stacks do not know it."""
+    with as_rank(0, 2):
+        module = exported(Summed()).graph_module
+        commpass.rewrite(module, (torch.randn(64, 256),), FORCED)
+        assert not [node for node in module.graph.nodes if "sample" in str(node.target)]
+
+
 def test_a_collective_called_by_hand_is_one_operator_of_an_exported_program():
     with as_rank(0, 2):
         program = exported(ByHand())

@@ -76,3 +76,16 @@ def test_meshes_are_looked_for_once_while_none_is_made(fake_group, monkeypatch):
     monkeypatch.setattr(gc, "get_referrers", pytest.fail)
     gc.collect()
     assert groups.labels(mesh.get_group()) == ("tp", "world")
+
+
+def test_meshes_are_still_known_after_gc_freeze(fake_group):
+    """Serving stacks freeze what there is when they begin to serve."""
+    fake_group(4)
+    kept = [init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))]
+    assert "tp" in groups.dimensions()
+    gc.freeze()
+    try:
+        kept.append(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+        assert {"tp", "dp"} <= set(groups.dimensions())
+    finally:
+        gc.unfreeze()
