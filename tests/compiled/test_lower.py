@@ -241,7 +241,7 @@ FORMS += [
 """Equal shapes that are not encoded alike: each hop and each chunk has noise of its own."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "how", "shape", "dtype"), FORMS)
 def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
     """Kernels are run here as they are traced; that compiled code and eager code give the same bits
@@ -313,6 +313,7 @@ def made(monkeypatch):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["inline", "kernel"])
 def test_sites_that_differ_by_their_reduce_op_alone_are_apart(form, made):
     def function(x):
@@ -453,6 +454,7 @@ def test_inductor_generates_code_for_codes_whose_size_depends_on_values(fake_gro
     check_sizes_of_data(forced("exponent", algorithm="one_shot"))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("sites", "dynamic", "training"),
     [
@@ -638,7 +640,7 @@ def test_sizes_that_are_not_fixed_stay_inline(fake_group, without_code):
     assert {site.lowering for site in plan} == {"inline"}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", [None, "inline", "kernel"])
 def test_a_plan_names_the_form_that_is_carried_out(form, fake_group, made):
     fake_group(4)
@@ -650,7 +652,7 @@ def test_a_plan_names_the_form_that_is_carried_out(form, fake_group, made):
     assert ("its sizes are not fixed" in site.reason) == (form == "kernel")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["inline", "kernel"])
 @pytest.mark.parametrize("name", ["int8", "exponent"])
 def test_graphs_traced_with_real_values_are_rewritten(name, form, fake_group, made):

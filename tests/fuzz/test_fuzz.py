@@ -33,6 +33,7 @@ def test_random_programs(programs: int) -> None:
     right()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("place", sorted(FOLDER.glob("*.json")), ids=lambda place: place.stem)
 def test_found(place) -> None:
     check(Found.from_json(place.read_text()).case)

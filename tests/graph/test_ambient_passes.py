@@ -34,7 +34,7 @@ def rewritten(policy: str | Policy) -> tuple[fx.GraphModule, Callable[[], list[o
     return gm, run
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -112,7 +112,7 @@ def forward_words(function) -> list:
 # --- decorators and context managers --------------------------------------------------------------
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("scope", "word"),
     [
@@ -501,7 +501,7 @@ def test_words_are_put_on_modules_by_glob_without_their_source():
     assert forward_words(Net()) == [None] * 5, "other models of the same classes are as they were"
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("pattern", "covered"),
     [
@@ -799,6 +799,7 @@ SECOND = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("again", SECOND)
 def test_a_second_word_that_would_do_nothing_is_refused_and_nothing_is_changed(again):
     model = commpass.apply_policy(Net(), {"head": "int8", "layers": "int8"})

@@ -64,6 +64,7 @@ def warnings(caplog):
 GOOD = normal(128, 128), normal(128, 256, seed=1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["eager", "inductor", rarely("aot_eager")])
 @pytest.mark.parametrize("spec", ["int8", rarely("rotated")])
 def test_site_over_its_budget_is_left_alone_after_the_first_call(fake_group, warnings, inner, spec):
@@ -83,7 +84,7 @@ def test_site_over_its_budget_is_left_alone_after_the_first_call(fake_group, war
     assert "max_error" in warning
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "y",
     [
@@ -131,6 +132,7 @@ def test_check_goes_on_until_there_is_something_to_measure(fake_group, warnings)
     assert len(warnings()) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("y", [normal(128, 256), with_counts()], ids=["within", "over"])
 def test_untouched_graph_is_released_after_the_check(fake_group, y):
     fake_group(4)
@@ -283,6 +285,7 @@ def test_gradients_are_those_of_the_graph_that_was_compiled_again(fake_group):
         assert (found - exact).norm() < 0.05 * exact.norm()  # other sites are still compressed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "when all was planned"])
 def test_a_graph_that_could_not_be_compiled_again_is_compiled_with_the_next_call(
     fake_group, warnings, late

@@ -221,6 +221,7 @@ STEPS_ANEW = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", [*STEPS_FED_BACK, *STEPS_ANEW])
 def test_compiled_steps_keep_what_is_fed_back_and_compress_the_rest(name):
     function, inputs, codecs = (STEPS_FED_BACK | STEPS_ANEW)[name]

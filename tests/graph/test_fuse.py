@@ -143,7 +143,7 @@ def test_an_equal_kernel_is_defined_once(fake_group):
     assert code.count("def decode_sum_encode(") == 1
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("codec", ["int8", "rotated", "int4(stored=bf16)", "taco"])
 @pytest.mark.parametrize("algorithm", ["two_shot", "one_shot", "two_shot(chunks=2)"])
 def test_the_numbers_are_those_of_the_operators(fake_group, codec, algorithm):
@@ -280,7 +280,7 @@ def roles_of(gm) -> list[str]:
     return [n.meta[MARK].role for n in gm.graph.nodes if n.target in operators.IMPLEMENTATIONS]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("codec", ["int8", "rotated", "fp8", "int4"])
 @pytest.mark.parametrize("algorithm", ["two_shot", "one_shot"])
 def test_a_matmul_encodes_its_own_result(fake_group, codec, algorithm):

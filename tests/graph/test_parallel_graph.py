@@ -176,6 +176,7 @@ def test_small_gradients_go_in_buckets(fake_group, group_bytes):
         assert sum(len(plan.grouped) for plan in plans) == len(sent)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("keep_gathered", [True, False])
 def test_backward_gathers_again_only_where_asked(fake_group, keep_gathered):
     fake_group(4)
@@ -188,6 +189,7 @@ def test_backward_gathers_again_only_where_asked(fake_group, keep_gathered):
     assert all(site.direction == "forward" for site in backward if site.kind == "all_gather")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_frozen_parameters_are_not_reduced_and_unused_ones_are_left_out(fake_group, how):
     fake_group(4)
@@ -206,6 +208,7 @@ def test_frozen_parameters_are_not_reduced_and_unused_ones_are_left_out(fake_gro
     assert not dict(model.named_parameters())["up.weight"].requires_grad
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_a_tied_parameter_is_one(fake_group, how):
     fake_group(4)
@@ -281,7 +284,7 @@ def test_alone_a_rank_sends_nothing(fake_group, how):
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), rarely(16, 8)])
 def test_around_tensor_parallelism(fake_group, how, dp, tp):

@@ -25,6 +25,7 @@ def reduce_scatter(x):
     return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", 2, "0"))
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("codec", ["int8", "rotated", "raw", "bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("collective", [all_reduce, all_gather, reduce_scatter])

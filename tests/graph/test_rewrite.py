@@ -146,7 +146,7 @@ SPLITS = {
 
 # With uneven splits each rank's part is encoded on its own where entries are short: 1024 of them
 # take half a minute to trace.
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("splits", "width", "ranks"), thinned(SPLITS, [None, 1, 40, 4096], [2, 16], one_in=2)
 )
@@ -225,7 +225,7 @@ SIZED = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dim", [0, rarely(1)])
 @pytest.mark.parametrize("kind", SIZED)
 def test_sizes_that_were_asked_of_a_result_stay_known_when_it_is_gone(kind, dim, fake_group):

@@ -147,7 +147,7 @@ NOT = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", NOT)
 def test_what_cannot_be_measured_says_why(fake_group, what):
     fake_group(4)
@@ -229,7 +229,7 @@ def test_so_many_calls_are_sampled_and_no_others(fake_group):
         assert [each.count for each in entry.samples.sites] == [3]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", [Layer, Fused])
 @pytest.mark.parametrize("lowering", ["inline", "kernel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, rarely(torch.float32)])

@@ -311,7 +311,7 @@ def nested(axis: int, other: int, op: str = "sum") -> tuple[Step, ...]:
     return (Step("nested", 0, 1, axis, other, op, 2.0),)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "axis", "other", "op"),
     [
@@ -332,7 +332,7 @@ def test_sums_over_groups_that_meet_in_one_rank_each_become_one(world, axis, oth
     assert prove(world, nested(axis, other, op)) == ["nested groups"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("world", "axis", "other"),
     [

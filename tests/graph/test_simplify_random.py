@@ -326,7 +326,7 @@ def check(seed: int, ranks: int, exact: bool, monkeypatch) -> list[str]:
     return applied[0]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seeds", [30, rarely(500)])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("exact", [True, False])

@@ -47,7 +47,7 @@ def test_sums_of_float16_are_not_merged(name, values):
     assert same(ranks)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [BFLOAT, FLOAT, torch.float64])
 @pytest.mark.parametrize("name", IN_HALF)
 def test_of_a_wide_range_they_are(name, dtype):

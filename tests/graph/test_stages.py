@@ -123,7 +123,7 @@ SYMBOLIC = [case for case in CASES if case[0] != "all_to_all"]
 """The splits of an all-to-all are numbers, or symbols of their own."""
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("case", "code"), [*crossed(SYMBOLIC, ["int8", "rotated"]), *NATIVE], ids=str
 )

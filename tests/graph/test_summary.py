@@ -152,6 +152,7 @@ def test_blocks_that_are_compiled_one_by_one_are_told_together(caplog):
     assert "8 graphs, 8 sites" in caplog.records[0].getMessage()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "order", [("F0", "B0") * 2, ("F0", "F0", "B0", "B0")], ids=["in turns", "pipelined"]
 )
@@ -170,7 +171,7 @@ def test_a_second_model_of_the_backend_is_told_too_and_each_warning_stays_one(ca
     assert "4 graphs" in caplog.records[-1].getMessage()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("calls", "before", "at_the_end"), [(0, "", "LW"), (1, "", "LW"), (4, "L", "W")]
 )
@@ -366,7 +367,7 @@ def plan_of(policy: Policy, **options) -> Plan:
 FORCED = Policy(rules=[Rule(group="tp", codec="int8", force=True)])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("group", ["tp", "t*", "world", "0"])
 def test_a_mesh_of_one_dimension_gives_the_group_of_all_ranks_its_name(group, fake_group):
     fake_group(4)

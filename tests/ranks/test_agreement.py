@@ -298,7 +298,7 @@ def test_what_hides_on_one_rank_alone_is_compressed_and_stays_so(
         assert found == [decided, decided]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("matmuls", [(3, 0, 3), (0, 3, 0), (0, 0, 3), (3, 3, 0)])
 def test_what_does_not_hide_on_one_rank_of_three_is_compressed_on_all(matmuls, ranks3):
     for found in ranks3.run(hides, matmuls, 0, "eager"):

@@ -148,5 +148,6 @@ def check_training() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.every
 def test_a_training_step_in_chunks_of_rows(ranks2):
     ranks2.run(check_training, timeout=280)

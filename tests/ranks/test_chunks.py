@@ -53,6 +53,7 @@ def check_bits(one_in: int) -> None:
         )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one_in", [29, rarely(4)])
 @pytest.mark.parametrize("size", [3, 4])
 def test_chunks_give_the_same_bits(size, one_in, request):

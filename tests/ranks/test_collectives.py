@@ -127,7 +127,7 @@ def check_values(one_in: int) -> int:
     return len(digests)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("size", "one_in"), [(2, 20), (3, 10), (4, 20), rarely(2, 1), rarely(3, 1), rarely(4, 1)]
 )

@@ -243,6 +243,7 @@ def check_compressed(kind: str, sites: int, bound: float) -> None:
     assert error < bound
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "sites", "bound"),
     [("muon", 5, 0.03), ("sync_batch_norm", 0, 1e-9), ("ring_attention", 4, 0.03)],

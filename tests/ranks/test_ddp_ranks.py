@@ -179,6 +179,7 @@ def trained(way: str, policy, steps: int = 4):
     return found, repr(door), [site.codec for plan in door.plans for site in plan]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_without_a_codec_gradients_are_those_of_ddp_bit_by_bit(way, ranks2):
     for found, _, codecs in ranks2.run(trained, way, "lossless"):
@@ -193,7 +194,7 @@ def test_bits_are_those_of_ddp_on_more_ranks(policy, size, request):
         assert all(equal for equal, _, _ in found)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_coded_gradients_are_near_and_alike_on_all_ranks(way, ranks2):
     for found, shown, codecs in ranks2.run(trained, way, INT8):
@@ -302,7 +303,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", FAMILIES)
 def test_loss_after_50_steps_is_that_without(spec, ranks2):
     ((first, wanted), *_) = ranks2.run(losses, None, 50)
@@ -665,6 +666,7 @@ def opened_and_gone():
     return found
 
 
+@pytest.mark.every
 def test_a_door_that_is_gone_leaves_no_groups_behind(ranks2):
     for (first, _), *others in ranks2.run(opened_and_gone):
         assert first is None

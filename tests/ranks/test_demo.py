@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
-from run_example import output_of
-from tiers import rarely
+from run_example import output_of, output_of_forked
 
 from commpass import dump
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "script", ["train_tp", "train_hf", rarely("train_sp"), rarely("train_moe")]
-)
-def test_it_ends_with_steps_timed_in_turns_and_one_page(script, tmp_path):
+OPTIONS = ("--steps=2", "--layers=1", "--width=64")
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("script", ["train_tp", "train_hf", "train_sp", "train_moe"])
+def test_example_started_by_torchrun_ends_with_one_page(script, tmp_path):
     if script == "train_hf":
         pytest.importorskip("transformers")
-    printed = output_of(
-        f"examples/{script}.py", 2, f"--out={tmp_path}", "--steps=3", "--layers=1", "--width=64"
-    )
+    printed = output_of(f"examples/{script}.py", 2, f"--out={tmp_path}", *OPTIONS)
+    check_demo(printed, tmp_path)
+
+
+def test_demo_ends_with_steps_timed_in_turns_and_one_page(tmp_path):
+    """As torchrun does it, but that torch is loaded when its ranks begin."""
+    printed = output_of_forked("examples/train_tp.py", 2, tmp_path, f"--out={tmp_path}", *OPTIONS)
+    check_demo(printed, tmp_path)
+
+
+def check_demo(printed: str, tmp_path: Path) -> None:
     rows = {line.split()[0]: line.split() for line in printed.splitlines() if line.strip()}
     for policy in ("off", "bf16", "balanced"):
         assert float(rows[policy][1]) > 0

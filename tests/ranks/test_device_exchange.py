@@ -156,24 +156,26 @@ def test_four_ranks(ranks4, tmp_path, text, algorithm, numel, dtype):
     check(ranks4, tmp_path, text, algorithm, numel, dtype, calls=4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 def test_a_mean(ranks2, tmp_path, algorithm):
     check(ranks2, tmp_path, "fp8(form=e5m2)", algorithm, 1300, torch.float32, op="avg")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 @pytest.mark.parametrize("text", ["int8(rounding=stochastic)", "sdp4bit", "tahquant(block=64)"])
 def test_other_parts(ranks2, tmp_path, algorithm, text):
     check(ranks2, tmp_path, text, algorithm, 1500, torch.bfloat16, calls=2)
 
 
-@pytest.mark.few(1)
+@pytest.mark.every
 @pytest.mark.parametrize("algorithm", BOTH)
 def test_fewer_values_than_a_block_and_ranks(ranks4, tmp_path, algorithm):
     check(ranks4, tmp_path, "int8", algorithm, 3, torch.float32, calls=2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 def test_numbers_of_calls_wrap_around(ranks2, tmp_path, algorithm):
     check(ranks2, tmp_path, "int8", algorithm, 900, torch.bfloat16, calls=4, after=2**31 - 2)

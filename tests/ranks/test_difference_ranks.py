@@ -151,7 +151,7 @@ def check_closed_loop(inner: str, steps: int, dtype: torch.dtype) -> None:
     assert (site.codec, site.algorithm) == (CODEC, "direct"), site.reason
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("ranks", "inner", "steps", "dtype"),
     [
@@ -233,6 +233,7 @@ def check_bad_from_the_start() -> None:
     assert bool(call(function, model, weights(0)).isfinite().all())
 
 
+@pytest.mark.every
 def test_a_reference_that_begins_with_a_nan_is_finite(ranks2):
     ranks2.run(check_bad_from_the_start)
 
@@ -261,6 +262,7 @@ def check_restart() -> None:
     assert off[3] < off[0] / 1000
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_reset_gathers_anew_on_any_number_of_ranks(ranks, request):
     request.getfixturevalue(f"ranks{ranks}").run(check_restart)
@@ -325,6 +327,7 @@ def check_accumulation(inner: str) -> None:
         assert float((x.grad - wanted).norm()) <= 1e-5 * float(wanted.norm())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_two_forwards_before_a_backward_each_have_their_own_weights(inner, ranks2):
     ranks2.run(check_accumulation, inner)

@@ -173,6 +173,7 @@ def check_forward_rules(how: str, inner: str) -> None:
         assert not equal(got, exact)  # or the codec did nothing
 
 
+@pytest.mark.every
 @runs_again
 @pytest.mark.parametrize(("how", "inner"), sampled(RUN, RUN[2:]))
 def test_what_is_run_again_is_sent_as_forward_sent_it(how, inner, ranks2):
@@ -245,6 +246,7 @@ def check_kept_words() -> None:
         assert not [site for site in sites if site.compressed]
 
 
+@pytest.mark.every
 def test_words_hold_under_compiled_autograd(ranks2):
     ranks2.run(check_kept_words)
 

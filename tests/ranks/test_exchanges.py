@@ -211,6 +211,7 @@ def check_lossless_bytes() -> None:
             assert sum(sent) > found.wire_bytes
 
 
+@pytest.mark.every
 def test_lossless_wires_carry_only_what_the_values_need(ranks2):
     ranks2.run(check_lossless_bytes)
 
@@ -428,6 +429,7 @@ def check_unknown_splits(inner: str) -> None:
             assert size == 2
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("inner", ["eager", rarely("inductor")])
 def test_splits_that_are_only_known_when_the_graph_runs(inner, ranks2):
     ranks2.run(check_unknown_splits, inner, timeout=280)

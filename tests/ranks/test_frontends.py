@@ -141,5 +141,6 @@ def in_place_calls() -> list[str]:
     return [site.kind for site in commpass.plans()[-1].compressed]
 
 
+@pytest.mark.every
 def test_calls_that_change_their_arguments(ranks2):
     assert ranks2.run(in_place_calls)[0] == ["all_reduce", "all_gather", "reduce_scatter"]

@@ -157,7 +157,7 @@ def exact(policy, steps: int, compressed: bool) -> None:
     assert compressed == any(plan.compressed for plan in door.plans)
 
 
-@pytest.mark.few(1)
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("policy", "compressed"), [("off", False), (EXACT, True), rarely(forced("exponent"), True)]
 )
@@ -312,7 +312,7 @@ def feature(name: str) -> list[str]:
     return sorted({site.module for plan in door.plans for site in plan.sites})
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_train_bit_for_bit_as_without(ranks2, name):
     units = ranks2.run(feature, name)[0]
@@ -504,6 +504,7 @@ def blocks_compiled(inner: str) -> None:
     assert all(plan.compressed for plan in door.plans)
 
 
+@pytest.mark.every
 def test_compiled_blocks_and_the_door_compose(ranks2):
     ranks2.run(blocks_compiled, "eager")
 
@@ -593,6 +594,7 @@ def fewer() -> None:
     assert {site.group_size for site in sites if site.compressed} == {4}
 
 
+@pytest.mark.every
 def test_meshes_of_replicas_and_of_fewer_ranks_after_forward(ranks4):
     ranks4.run(hybrid)
     ranks4.run(fewer)
@@ -723,6 +725,7 @@ class Mine:
         return torch.empty(size, dtype=dtype, device=device)
 
 
+@pytest.mark.every
 def test_reasons_words_and_groups_of_one_rank(ranks2):
     ranks2.run(reasons)
     ranks2.run(words)

@@ -56,7 +56,7 @@ def kinds(inner):
     return results
 
 
-@pytest.mark.few(1)
+@pytest.mark.every
 @pytest.mark.parametrize(("size", "inner"), [(2, "inductor"), (4, "eager")])
 def test_every_kind_gives_the_bits_of_the_ungrouped_graph_or_another_order_of_a_sum(
     size, inner, request
@@ -129,6 +129,7 @@ def gradients(policies, inner):
     return found
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("size", [2, rarely(4)])
 def test_gradients_of_many_small_layers_travel_together(size, request):
     policies = [Policy(group_bytes=0), Policy(), Policy(group_delay=99)]

@@ -158,6 +158,7 @@ def infer_with_one_dynamic_graph(inner: str) -> None:
         assert all(site.dynamic and site.compressed for site in commpass.plans()[-1])
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_one_dynamic_graph_is_right_at_every_size(inner, ranks2):
     ranks2.run(infer_with_one_dynamic_graph, inner)

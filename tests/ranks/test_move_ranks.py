@@ -39,6 +39,7 @@ def check_bits(rule: dict) -> None:
     assert not any(site.unmoved_us for plan in still for site in plan)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     "rule",
     [

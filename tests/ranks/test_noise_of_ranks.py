@@ -44,7 +44,7 @@ def error(inputs, codec, name, monkeypatch) -> torch.Tensor:
     return sums(inputs, codec, name, monkeypatch)[0].double() - total
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("name", ["one_shot", "two_shot(stage=rs)", "one_shot(shards=2)"])
@@ -67,6 +67,7 @@ def test_chunks_of_equal_values_have_noise_of_their_own(name, rows, monkeypatch)
     assert not torch.equal(one, other)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize("name", ["two_shot", "ring", "semi_ring", "hierarchical(node=4)"])
 def test_errors_of_all_hops_add_up_as_variances(name, stored, monkeypatch):

@@ -145,7 +145,7 @@ def check_blocks(how: str) -> None:
     check_nothing_is_lost(model, given, range(STEPS))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled autograd"])
 def test_blocks_that_share_code_keep_residuals_of_their_own(how, ranks2):
     ranks2.run(check_blocks, how)
@@ -393,6 +393,7 @@ def test_sizes_that_were_symbolic_elsewhere(fake_group):
     assert kept.abs().max() > 0
 
 
+@pytest.mark.every
 def test_weights_that_are_new_in_every_step_are_said(fake_group, caplog):
     fake_group(2)
     fresh()

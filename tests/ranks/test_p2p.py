@@ -404,6 +404,7 @@ def run_exchange():
     )
 
 
+@pytest.mark.every
 def test_what_is_not_finite_stays_not_finite(ranks2):
     assert ranks2.run(run_exchange) == [(False, False, True)] * 2
 
@@ -418,6 +419,7 @@ def run_ring():
     return close(got, other), torch.equal(whole, other.int())
 
 
+@pytest.mark.every
 def test_a_ring_of_three(ranks3):
     assert ranks3.run(run_ring) == [(True, True)] * 3
 

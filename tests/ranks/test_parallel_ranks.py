@@ -186,6 +186,7 @@ def test_two_ranks(ranks2, how, policy, bound):
     ranks2.run(train, how, policy, bound)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("how", "policy", "bound"), [("shard", EXACT, 2e-5), *(rarely(*c) for c in CASES[:1])]
 )
@@ -217,7 +218,7 @@ def test_around_tensor_parallelism_with_clipping_and_accumulation(ranks4, how):
     ranks4.run(train, how, EXACT, 2e-5, "eager", 2, 0.1, plan)
 
 
-@pytest.mark.few(1)
+@pytest.mark.every
 @pytest.mark.parametrize("how", ["replicate", "shard"])
 def test_accumulated_and_clipped(ranks2, how):
     ranks2.run(train, how, EXACT, 2e-5, "eager", 3, 0.05)
@@ -227,6 +228,7 @@ def mixed_precision(how: str) -> None:
     train(how, EXACT, 0.05, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("how", ["shard", rarely("replicate")])
 def test_mixed_precision(ranks2, how):
     ranks2.run(mixed_precision, how)
@@ -334,6 +336,7 @@ def fed_back() -> list[str]:
     return sorted({key.split("/")[1] for key in state})
 
 
+@pytest.mark.every
 def test_error_feedback_belongs_to_the_parameters(ranks2):
     names = ranks2.run(fed_back)[0]
     assert names == sorted(name for name, _ in Block().named_parameters())

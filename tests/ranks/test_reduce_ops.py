@@ -111,6 +111,7 @@ FLOATS = ["float32", "bfloat16", "float16", "float64"]
 INTEGERS = ["int64", "int32", "int8", "uint8", "bool"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_of_floats_nothing_but_sums_and_means_is_compressed(dtype, ranks2):
     assert min(ranks2.run(check, dtype, FORCED)) >= 4
@@ -124,6 +125,7 @@ def test_reductions_of_floats_under_presets(dtype, policy, ranks2):
     assert (max(sites) == 0) == (policy == "lossless")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_reductions_of_integers_are_exact_where_codecs_are_forced(dtype, ranks2):
     assert ranks2.run(check, dtype, FORCED) == [0, 0]

@@ -165,6 +165,7 @@ def test_ranks_may_scale_by_numbers_of_their_own(ranks2):
     ranks2.run(own_numbers)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("size", [rarely(2), 3])
 def test_every_rule_gives_the_numbers_of_the_unsimplified_graph(size, request):
     (met, *others) = request.getfixturevalue(f"ranks{size}").run(compare)

@@ -104,7 +104,7 @@ def one_compiles_again(sizes: list[int], alone: int) -> list[tuple[str, float]]:
     return found
 
 
-@pytest.mark.few(1)
+@pytest.mark.every
 @pytest.mark.parametrize("sizes", [[4, 600, 4], [600, 4, 600], [4, 600, 600], [600, 4, 4]])
 def test_a_rank_may_compile_again_alone_on_either_side(sizes, ranks2):
     for found in ranks2.run(one_compiles_again, sizes, 2):

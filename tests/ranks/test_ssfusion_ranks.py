@@ -594,6 +594,7 @@ def check_gone(ddp: bool) -> list[tuple[bool, int]]:
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ddp", [False, True])
 def test_a_model_that_is_gone_leaves_nothing_behind(ddp, ranks2):
     for found in ranks2.run(check_gone, ddp):
@@ -614,6 +615,7 @@ def dies() -> None:
     train(model, range(1))
 
 
+@pytest.mark.every
 def test_a_rank_that_dies_is_an_error_on_the_others():
     ranks = Ranks(2)
     with pytest.raises(RanksFailed) as caught:

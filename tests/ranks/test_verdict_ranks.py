@@ -139,7 +139,7 @@ def doors(door: str):
     return all(map(torch.equal, plain, watched)), none, many, text, numbers
 
 
-@pytest.mark.few(1)
+@pytest.mark.every
 @pytest.mark.parametrize("door", ["ddp", "fsdp"])
 def test_exchanges_of_doors_are_sampled_too(ranks2, door):
     for same, none, many, text, numbers in ranks2.run(doors, door):
@@ -195,6 +195,7 @@ def late(settings: tuple[dict[str, str], ...], who: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("who", [0, rarely(1)])
 def test_nor_does_it_matter_who_comes_first(ranks2, who):
     for text in ranks2.run(late, ({}, OFF), who):

@@ -552,7 +552,7 @@ RARELY = ["int8", "int4(scale=rms, stored=pow2)", "int8(static=0.05)", "equarx"]
 RARELY += ["rotated(form=int, bits=3)", "rotated(form=e4m3, bits=8)"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("text", sampled(SYMBOLIC, set(SYMBOLIC) - set(RARELY)))
 def test_a_graph_of_symbolic_sizes_gives_the_bits_of_real_ones(text):
     coder, setting = build(text, 64)

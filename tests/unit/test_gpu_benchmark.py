@@ -105,7 +105,7 @@ def test_kernels_pass_in_the_interpreter(spec):
     assert ("enter_encode" in names) == spec.startswith("rotated")
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("broken", "said"),
     [

@@ -68,7 +68,7 @@ def mixed(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(chunk % 3 == 2, noise.view(dtype), x)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @both
 @floats
 @pytest.mark.parametrize("numel", [1, 1500])
@@ -76,7 +76,7 @@ def test_sizes(planes: int, dtype: torch.dtype, numel: int) -> None:
     check(planes, gaussian(numel, dtype).reshape(1, -1))
 
 
-@pytest.mark.few(1)
+@pytest.mark.every
 @both
 @floats
 def test_rows_of_tiles_of_groups(planes: int, dtype: torch.dtype) -> None:
@@ -85,14 +85,14 @@ def test_rows_of_tiles_of_groups(planes: int, dtype: torch.dtype) -> None:
     check(planes, mixed(2 * 4609, dtype).reshape(2, -1), (32, 2))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @both
 @floats
 def test_random_bits(planes: int, dtype: torch.dtype) -> None:
     check(planes, patterns(5000, dtype).reshape(2, -1))
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @both
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, float("inf"), float("nan"), 2.0**-140])
 def test_one_value(planes: int, value: float) -> None:
@@ -107,6 +107,7 @@ def test_from_how_many_zeros_on_they_are_many(planes: int) -> None:
     check(planes, x.reshape(2, 1024))
 
 
+@pytest.mark.few(2)
 @both
 @pytest.mark.parametrize("many", [8, 9])
 def test_the_longest_strings(planes: int, many: int) -> None:

@@ -124,6 +124,7 @@ def narrow(opcodes: Counter[str], kind: str) -> int:
     return sum(n for code, n in opcodes.items() if code.startswith(kind) and ".128" not in code)
 
 
+@pytest.mark.every
 def test_quick_code_of_hopper(tmp_path: Path) -> None:
     """Instructions for each value, loops counted once: at 26 issue slots a bf16 value the copy
     bandwidth of an H100 is reached."""
@@ -160,6 +161,7 @@ def test_the_least_and_the_most(numel: int, tmp_path: Path) -> None:
         assert machine_code(compiled(launch, "cuda", 90), 90, tmp_path).spilled == 0, name
 
 
+@pytest.mark.every
 def test_mi300() -> None:
     for name, launch in launches_of(3, torch.bfloat16, Tiling(columns=256)).items():
         text = compiled(launch, "hip", "gfx942").asm["amdgcn"]

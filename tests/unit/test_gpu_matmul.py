@@ -145,7 +145,7 @@ def name_of(case: Case) -> str:
     return " ".join([case.spec, *told])
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", EXACT, ids=name_of)
 def test_the_wire_is_that_of_the_codec(case: Case) -> None:
     wire, ready = interpreted(kernel_wire, case)

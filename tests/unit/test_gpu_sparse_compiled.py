@@ -112,7 +112,7 @@ def operations(text: str) -> list[str]:
     return re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)", text, re.M)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_selection_loads_and_stores_16_bytes_and_spills_nothing(dtype, target, tmp_path):
@@ -156,7 +156,7 @@ def test_the_look_back_keeps_all_warps_together(target, tmp_path):
     assert any(name.startswith("BAR.SYNC") for name in found[read:back])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("target", "spec", "dtype"),
     [
@@ -174,6 +174,7 @@ def test_all_kernels_compile_and_spill_nothing(target, spec, dtype, tmp_path):
         assert spilled == 0, name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["sm_90", AMD])
 def test_statistics_compile_and_spill_nothing(target, tmp_path):
     x = torch.empty(1, LONG, dtype=torch.bfloat16, device="meta")

@@ -170,6 +170,7 @@ def test_texts_of_a_kernel():
     assert [line[2:] for line in every.splitlines() if line[2:] in KERNELS] == list(KERNELS)
 
 
+@pytest.mark.every
 def test_dtype_and_ranks_are_those_that_are_asked_for():
     asked = ("--codec", "int8", "--kernel", "encode", "--ptx")
     assert run(*asked, "--dtype", "float32").stdout != run(*asked, "--dtype", "float16").stdout

@@ -68,6 +68,7 @@ UNEVEN_GROUPS = 1024 * 257
 """Values of a rank's shard in which a codec of groups that are alike pads whole blocks again."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "name", "ranks"),
     [
