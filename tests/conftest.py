@@ -12,7 +12,7 @@ import tiers
 import timing
 import torch
 import torch.distributed as dist
-from processes import Ranks
+from processes import Ranks, do_not_time_guards
 from tiers import pytest_collection_modifyitems, pytest_configure
 from timing import pytest_runtest_logreport, pytest_terminal_summary
 
@@ -86,7 +86,8 @@ def ranks4() -> Iterator[Ranks]:
 
 
 def pytest_collection_finish() -> None:
-    """What is there when the tests begin stays to the end: nobody needs to look for garbage in it,
-    which is a tenth of the time of what compiles."""
+    """What is there when the tests begin stays to the end: nobody needs to look for garbage in
+    it."""
+    do_not_time_guards()
     gc.collect()
     gc.freeze()

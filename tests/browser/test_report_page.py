@@ -140,7 +140,7 @@ def test_everything_opens_without_an_error_and_nothing_is_loaded(opened, tmp_pat
     assert opened.save_screenshot(str(tmp_path / "page.png"))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_width_needs_scrolling_sideways(browser, path, tmp_path, width):
     show(browser, path, width)

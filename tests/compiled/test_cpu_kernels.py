@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from commpass.codecs import codec, operators
 from commpass.codecs.block.domain import Domain
@@ -147,7 +148,7 @@ def test_casts_and_residuals_are_rounded_as_torch_rounds():
     assert same(run(chain, [wire, other], n), right)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(13, 40), deadline=None)
 @given(
     st.lists(st.floats(width=32), min_size=1, max_size=40),
     st.integers(1, 900),

@@ -7,6 +7,7 @@ import torch
 from graphs import as_rank, code, ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 import commpass
 from commpass.costmodel import ethernet
@@ -607,7 +608,7 @@ def chained(names, taken, matmuls):
     st.sampled_from((1, 2, 3, 4)),
     st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(13, 40), deadline=None)
 def test_any_chain_computes_the_same(names, taken, matmuls, rows, moves):
     with as_rank(0, 2):
         generator = torch.Generator().manual_seed(len(names))

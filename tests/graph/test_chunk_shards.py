@@ -8,6 +8,7 @@ from everywhere import SLOW, everywhere
 from graphs import ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 import commpass
 from commpass.passes.graph.parse import is_wait, parse
@@ -145,7 +146,7 @@ def test_rows_that_ranks_do_not_share_evenly():
     assert "does not apply" in found.plans[0].sites[0].reason
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(10, 25), deadline=None)
 @given(
     ranks=st.integers(2, 4),
     local=st.sampled_from([16, 36, 48, 80]),

@@ -10,6 +10,7 @@ import torch
 from graphs import ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.passes.hidden import MANY, UNSURE, course, facts_of
@@ -203,7 +204,7 @@ cases = st.tuples(
 
 
 @pytest.mark.every
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, 30), deadline=None)
 @given(cases)
 def test_against_all_that_could_be_left_alone(case):
     """What is left alone ends the graph later by no more than the margin, and nothing is compressed

@@ -11,6 +11,7 @@ import torch
 from graphs import as_rank, ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from commpass import groups
 from commpass.codecs import codec
@@ -120,7 +121,7 @@ def test_a_lone_site_takes_what_its_choice_was_given(kind, spec, code, chunks, p
         )
         named = algorithm(kind, spec, chunks=site.chunks) if chunks > 1 else algorithm(kind, spec)
 
-        @settings(max_examples=50, deadline=None)
+        @settings(max_examples=examples(16, 50), deadline=None)
         @given(profiles)
         def check(profile: Profile) -> None:
             us = coded_us(site, named, codec(code), profile)
@@ -132,7 +133,7 @@ def test_a_lone_site_takes_what_its_choice_was_given(kind, spec, code, chunks, p
 
 
 @pytest.mark.every
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(33, 100), deadline=None)
 @given(
     way=st.sampled_from(WAYS),
     code=st.sampled_from(["int8", "bf16", "rotated", "int4(block=64)"]),

@@ -457,7 +457,7 @@ def program(seed: int):
 
 
 @given(st.integers(0, 10**6), st.sampled_from((0.0, 0.1, ENOUGH)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 def test_any_graph_computes_the_same_in_the_new_order(seed, more):
     with as_rank(0, 4):
         gm = traced(program(seed), 3, 16)
@@ -475,7 +475,7 @@ def test_any_graph_computes_the_same_in_the_new_order(seed, more):
 
 
 @given(st.integers(0, 10**6), st.sampled_from((0.01, 1.0, 100.0)))
-@settings(max_examples=examples(6, 15), deadline=None)
+@settings(max_examples=examples(3, 15), deadline=None)
 def test_all_ranks_start_their_exchanges_in_the_same_order(seed, gbit):
     """Whatever each takes its links for, and whatever sizes it computes with."""
 

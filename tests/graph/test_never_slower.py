@@ -12,6 +12,7 @@ import torch
 from graphs import as_rank, ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -156,7 +157,7 @@ def program(steps):
 
 
 @pytest.mark.every
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(
     steps=st.lists(steps, min_size=1, max_size=5),
     rows=st.sampled_from([8, 64, 256]),

@@ -54,7 +54,7 @@ def profiles(draw) -> Profile:
     return Profile("some", link, kernels=kernels, margin=draw(st.sampled_from((0.0, 0.1))))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(20, 60))
 @given(sites(), profiles(), st.sampled_from(CODECS), st.floats(1.0, 1000.0))
 def test_a_faster_link_never_makes_fewer_bytes_more_attractive(site, profile, codec, times):
     """What a candidate saves, where it puts fewer bytes on the link than the plain collective. (A
@@ -109,7 +109,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("profile", ["nvlink-4", "ethernet-10g"])
 @pytest.mark.parametrize("codec", ["bf16", "int8", "rotated"])
 @pytest.mark.parametrize(("kind", "way"), CASES)

@@ -98,6 +98,7 @@ def test_each_parameter_is_gathered_and_its_gradient_scattered(fake_group, size)
     assert {site.group_size for site in sent} == {size}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [2, 1024])
 def test_gradients_of_replicas_are_averaged_and_nothing_else_travels(fake_group, size):
     fake_group(size)
@@ -114,6 +115,7 @@ def test_gradients_of_replicas_are_averaged_and_nothing_else_travels(fake_group,
     assert {site.group_label for site in sites(plans, "backward")} == {"dp"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_no_plain_model_has_them(fake_group, how):
     fake_group(4)
@@ -274,6 +276,7 @@ def test_what_cannot_be_divided_by_rows_is_replicated(fake_group):
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_alone_a_rank_sends_nothing(fake_group, how):
     fake_group(1)
@@ -356,6 +359,7 @@ def test_what_was_accumulated_is_dropped_on_demand_alone(fake_group):
     assert gradient() == [1.0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_accumulated_gradients_are_sent_once(fake_group, backend):
     """A parameter that is read twice, two forwards before their backwards, and a gradient that is

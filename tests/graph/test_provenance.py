@@ -385,7 +385,7 @@ def planned(model, *inputs, policy=INT8):
     return [each for plan in commpass.plans()[seen:] for each in plan.sites]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("rule", "codec"),
     [
@@ -462,7 +462,7 @@ class Layers(nn.Module):
         return linear(x.tanh(), get["down.weight"], get["down.bias"])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("only", ["", "weight", "bias", "norm.bias"])
 def test_gradients_of_layers_in_one_tensor_are_compressed(only):
     (found,) = planned(Layers(only), torch.randn(32, 48))

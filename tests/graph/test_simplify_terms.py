@@ -73,7 +73,7 @@ def test_what_is_kept_is_not_merged_with_what_is_compressed(function, order, sai
     assert codecs == {"router": "none", "mlp": "int8"}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "terms",
     [{"codec": "int4"}, {"max_error": 0.5}, {"force": True}, {"algorithm": "ring"}, {"keep": True}],

@@ -145,6 +145,7 @@ def test_rates_and_arguments_are_swept():
     assert many.step_ms == pytest.approx(slow.step_ms)
 
 
+@pytest.mark.every
 def test_what_was_simulated_leaves_nothing_behind():
     before = commpass.simulate(build, CLUSTER, {"tp": 4}, ["balanced"])
     assert commpass.simulate(build, CLUSTER, {"tp": 4}, ["balanced"]) == before

@@ -111,7 +111,7 @@ def test_training_compiles_both_graphs_twice_and_no_more():
 FORCED = Policy(rules=[Rule(codec="int8", algorithm="two_shot", force=True)])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "profile"),
     [

@@ -229,6 +229,7 @@ def a_late_rank() -> None:
     )
 
 
+@pytest.mark.every
 def test_a_late_rank_is_waited_for(ranks2):
     ranks2.run(a_late_rank)
 
@@ -281,6 +282,7 @@ def hides(matmuls: tuple[int, ...], then: int, inner: str) -> list[tuple[str, bo
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("inner", ["eager", rarely("inductor")])
 @pytest.mark.parametrize(
     ("matmuls", "then", "decided"),

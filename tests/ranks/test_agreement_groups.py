@@ -78,6 +78,7 @@ def a_pass_fails_on_rank(broken: int):
         pipeline.PASSES = kept
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("broken", [0, 1, 2])
 def test_a_failure_travels_across_groups(broken, ranks3):
     for exact, why, compressed in ranks3.run(a_pass_fails_on_rank, broken):
@@ -169,7 +170,7 @@ def prints_on_rank_0(policy, when: int):
     return errors
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("policy", ["off", "lossless"])
 def test_a_print_on_one_rank_is_no_error_where_nothing_is_changed(policy, when, ranks2):
@@ -383,6 +384,7 @@ def one_goes_back_to_an_older_policy(reset: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("reset", [False, True])
 def test_what_was_agreed_on_for_one_backend_counts_for_no_other_nor_after_a_reset(reset, ranks2):
     for text in ranks2.run(one_goes_back_to_an_older_policy, reset, timeout=100):

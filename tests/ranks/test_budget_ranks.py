@@ -102,6 +102,7 @@ def _two_sizes() -> tuple[list[list[str]], torch.Tensor]:
     return codecs, compiled(x, big)[1]
 
 
+@pytest.mark.every
 def test_site_found_over_its_budget_at_one_size_is_left_alone_at_the_others(ranks2):
     found = ranks2.run(_two_sizes)
     for codecs, result in found:

@@ -302,6 +302,7 @@ def left_behind() -> tuple[list[float], dict[str, bool]]:
     return [max(p.sensitivity for p in each.places) for each in (first, second)], same
 
 
+@pytest.mark.every
 def test_a_model_that_changes_things_finds_them_as_they_were(ranks2):
     for sensitivities, same in ranks2.run(left_behind):
         assert all(same.values()), same
@@ -351,6 +352,7 @@ def refused(what: str) -> str:
     return "nothing was wrong"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("what", "said"),
     [

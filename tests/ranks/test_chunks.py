@@ -106,6 +106,7 @@ def check_messages(one_in: int) -> None:
         assert sum(sent) == sum(everyone), (kind, spec, codec, numel)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("one_in", [5, rarely(1)])
 @pytest.mark.parametrize("size", [3, 4])
 def test_messages_carry_what_the_librarys_exchanges_do(size, one_in, request):

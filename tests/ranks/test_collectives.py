@@ -170,6 +170,7 @@ def check_not_finite(one_in: int) -> None:
                 assert result.isfinite().all(), (kind, codec, bad)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("one_in", [3, rarely(1)])
 def test_what_is_not_finite_stays_not_finite(one_in, ranks2):
     ranks2.run(check_not_finite, one_in)
@@ -312,7 +313,7 @@ NATIVE = ("reduce_scatter", "native", "bf16")
 QUICK = [(each, "aot_eager") for each in (TWO_SHOT, RING, NATIVE)]
 
 
-@pytest.mark.few(1)
+@pytest.mark.every
 @pytest.mark.parametrize(("case", "backend"), sampled(WAYS, QUICK), ids=str)
 def test_eager_and_compiled_calls_agree_bit_for_bit(case, backend, ranks2):
     ranks2.run(check_compiled, [case], backend, timeout=280)

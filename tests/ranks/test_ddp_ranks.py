@@ -337,6 +337,7 @@ def counted(spec: str):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spec", ["", "int8", "topk(density=0.1)"])
 def test_the_bytes_that_are_sent_are_those_of_the_plans(spec, ranks2):
     for found, bytes, sites in ranks2.run(counted, spec):
@@ -532,6 +533,7 @@ def not_finite():
     return found
 
 
+@pytest.mark.every
 def test_what_is_not_finite_on_one_rank_is_so_on_all(ranks2):
     assert ranks2.run(not_finite) == [[False] * 3] * 2
 
@@ -622,6 +624,7 @@ def misspelt_on_one():
     return str(error.value)
 
 
+@pytest.mark.every
 def test_who_waits_for_a_rank_that_was_refused_is_told_of_the_others(ranks2):
     waited, refused = ranks2.run(misspelt_on_one)
     assert "did you mean 'balanced'" in refused
@@ -649,6 +652,7 @@ def copied():
     return found
 
 
+@pytest.mark.every
 def test_a_model_with_a_door_can_be_copied_and_saved_and_the_copy_given_a_door(ranks2):
     assert ranks2.run(copied) == [[(True, True)] * 2] * 2
 
@@ -688,6 +692,7 @@ def of_another_shape():
     assert all(tensor.shape[0] > 1 for tensor in commpass.state_dict(model).values())
 
 
+@pytest.mark.every
 def test_state_of_another_shape_is_refused_before_the_first_step(ranks2):
     ranks2.run(of_another_shape)
 

@@ -181,6 +181,7 @@ def test_numbers_of_calls_wrap_around(ranks2, tmp_path, algorithm):
     check(ranks2, tmp_path, "int8", algorithm, 900, torch.bfloat16, calls=4, after=2**31 - 2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 def test_who_waits_in_vain_says_for_whom_and_makes_no_numbers(ranks4, tmp_path, algorithm):
     """And never makes any again: the others have no wire of that rank, or not that one."""

@@ -103,6 +103,7 @@ def check_uneven() -> int:
     return checked
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("size", [rarely(2), 3])
 def test_all_to_all_with_any_splits(size, request):
     assert request.getfixturevalue(f"ranks{size}").run(check_uneven) == [6 * 4 * 8] * size

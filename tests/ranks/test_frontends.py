@@ -57,6 +57,7 @@ def sequence_parallel() -> list[list[str]]:
     return run_plain_and_compressed(model, x)
 
 
+@pytest.mark.every
 def test_sequence_parallelism_gathers_and_scatters(ranks2):
     forward, backward = ranks2.run(sequence_parallel)[0]
     assert forward == ["all_gather", "reduce_scatter"]

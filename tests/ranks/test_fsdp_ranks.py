@@ -165,6 +165,7 @@ def test_lossless_ones_train_bit_for_bit_as_without(ranks2, policy, compressed):
     ranks2.run(exact, policy, 50, compressed)
 
 
+@pytest.mark.every
 def test_the_preset_lossless_and_three_ranks(ranks3):
     """What is exact on three ranks: gathers. A sum of three may be rounded in another order."""
     ranks3.run(exact, "lossless", 4, False)
@@ -785,6 +786,7 @@ def replaced_parameters(codec: str) -> tuple[list[int], list[int], bool, bool]:
     return plans, listed, same(*weights), lives
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("codec", ["raw", "difference(inner=int8)"])
 def test_other_parameters_of_the_same_names_compile_nothing_anew(ranks2, codec):
     for plans, listed, equal, lives in ranks2.run(replaced_parameters, codec):

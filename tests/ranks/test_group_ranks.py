@@ -148,6 +148,7 @@ def test_gradients_of_many_small_layers_travel_together(size, request):
     assert all(all(map(torch.equal, first, other)) for other in others)
 
 
+@pytest.mark.every
 def test_grouped_gradients_are_compressed_as_their_blocks_would_be_alone(ranks2):
     rules = [Rule(codec="int8", algorithm="two_shot", force=True)]
     policies = [Policy(rules=rules, group_bytes=n) for n in (0, 1 << 18)]

@@ -85,6 +85,7 @@ def check_input_is_free(ways) -> int:
     return checked
 
 
+@pytest.mark.every
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize(("size", "ways"), [(3, WAYS), rarely(4, NODES)])
 def test_an_input_may_be_changed_as_soon_as_the_call_is_back(size, ways, request):

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from tiers import sampled
+from tiers import rarely, sampled
 from torch.distributed.tensor import DTensor
 
 import commpass
@@ -115,8 +115,9 @@ def tensor_form(layers, inductor):
     assert same_on_all_ranks(replicated)
 
 
-def test_tensor_parallel_needs_four_all_reduces_a_layer(ranks2):
-    ranks2.run(tensor_form, 2, False)
+@pytest.mark.parametrize("layers", [1, rarely(2)])
+def test_tensor_parallel_needs_four_all_reduces_a_layer(layers, ranks2):
+    ranks2.run(tensor_form, layers, False)
 
 
 @pytest.mark.every

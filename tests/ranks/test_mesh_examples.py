@@ -139,6 +139,7 @@ def test_tensor_and_data_parallelism():
     assert 0.2 < found["tp"] < 0.6
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("script", "options", "said"),
     [

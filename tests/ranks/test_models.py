@@ -111,6 +111,7 @@ def test_a_tensor_parallel_model_trains_with_replicas_bit_equal(size, inner, req
     request.getfixturevalue(f"ranks{size}").run(train, inner)
 
 
+@pytest.mark.every
 def test_every_inner_compiler_gives_the_same_numbers(ranks2):
     results = [ranks2.run(train, inner)[0] for inner in ("eager", "aot_eager")]
     results.append(ranks2.run(train_with_function)[0])

@@ -41,7 +41,7 @@ WIDTHS = crossed(CODECS, [(), (8,), (1024,)])
 """Those of a lossless code take seconds each."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("codec", "width"),
     sampled(WIDTHS, [*zip(CODECS[:3], [(), (8,), (1024,)], strict=True), ("raw", ())]),
@@ -165,6 +165,7 @@ def check_by_hand() -> None:
                 assert (result - 1).abs().sum() <= 0.07 * result.numel(), where
 
 
+@pytest.mark.every
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("size", [rarely(2), 3])
 def test_by_hand(size, request):

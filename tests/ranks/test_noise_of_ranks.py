@@ -174,6 +174,7 @@ def check_recomputed(inner: str) -> None:
         assert (off <= (1e-5 if dtype == torch.float32 else 2**-6) * (1 + (y * slope).abs())).all()
 
 
+@pytest.mark.every
 @runs_again
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 def test_a_sum_that_is_computed_again_in_backward_has_the_same_noise(inner, ranks2):

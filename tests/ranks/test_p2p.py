@@ -95,6 +95,7 @@ def values(gm):
     ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "rotated"])
 @pytest.mark.parametrize("function", [sends, receives, into_its_buffer, into_an_input])
 def test_wire_is_the_plans_and_results_keep_shape_and_dtype(function, codec, fake_group):
@@ -481,6 +482,7 @@ def run_mismatch(inner, function, policies):
     return str(error.value)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("function", [pipeline, exchange])
 @pytest.mark.parametrize("inner", ["eager", rarely("inductor"), "aot_eager"])
 def test_ends_that_decide_differently_raise_on_both_ranks(function, inner, ranks2):

@@ -212,6 +212,7 @@ class Block(nn.Module):
         return self.last(self.down(torch.tanh(self.up(self.norm(x)))))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("how", ["shard", rarely("replicate")])
 def test_around_tensor_parallelism_with_clipping_and_accumulation(ranks4, how):
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -453,6 +453,7 @@ def one_sided():
     return raised(RuntimeError, step, schedule, stages, *data())
 
 
+@pytest.mark.every
 def test_a_rank_that_compresses_nothing_is_named(ranks2: Ranks):
     said, other = ranks2.run(one_sided, timeout=60)
     assert "rank 1 did not publish within 3 s" in said

@@ -53,7 +53,7 @@ def as_on_hosts(hosts: list[int]) -> tuple:
     return digest(profile), profile.node, profile.inside is not None, ranks
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("hosts", "node", "levels"),
     [

@@ -102,7 +102,7 @@ def plans_of_another(second, late: int, inner: str) -> tuple[bool, list[str]]:
     return torch.equal(found, second(a, b)), [whys]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("second", [other_operators, same_operators])
 def test_a_function_whose_graphs_differ_is_compared_though_its_plan_was_agreed_on(
@@ -198,6 +198,7 @@ def of_two_groups(late: int) -> tuple[list[bool], str]:
     return [*map(torch.equal, found, two(a, b))], commpass.plans()[-1].fallback
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("late", [1, 2])
 def test_a_graph_that_differs_in_one_group_is_changed_in_no_group_connected_with_it(late, ranks3):
     for exact, why in ranks3.run(of_two_groups, late, timeout=60):

@@ -46,7 +46,7 @@ def cases() -> Iterator[ParameterSet]:
                 yield pytest.param(scenario, policy, inner, id=name, marks=marks)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("scenario", "policy", "inner"), cases())
 def test_a_scenario_trains_as_in_plain_torch(scenario: Scenario, policy: str, inner: str, request):
     if scenario.torch > VERSION:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from tiers import examples
 from typer.testing import CliRunner
 
 import commpass
@@ -30,7 +31,7 @@ from commpass.report.calibrated import draw
 from commpass.report.cli import app
 from commpass.rules import Rule
 
-examples = settings(max_examples=150, deadline=None)
+tried = settings(max_examples=examples(50, 150), deadline=None)
 option = st.builds(Option, cost=st.integers(0, 9), loss=st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0]))
 problem = st.lists(st.lists(option, min_size=1, max_size=4), min_size=0, max_size=5)
 SLOW = commpass.ethernet(0.1)
@@ -49,7 +50,7 @@ def best_by_trying_all(places: list[list[Option]], budget: float) -> float | Non
     return min(sums, default=None)
 
 
-@examples
+@tried
 @given(problem, st.sampled_from([0.0, 0.5, 1.0, 2.75, 6.0]))
 def test_the_cheapest_mix_is_that_of_trying_all(places, budget):
     found, best = cheapest(places, budget), best_by_trying_all(places, budget)
@@ -61,7 +62,7 @@ def test_the_cheapest_mix_is_that_of_trying_all(places, budget):
     assert found.loss == sum(each.loss for each in chosen) <= budget
 
 
-@examples
+@tried
 @given(problem, st.integers(1, 4))
 def test_a_larger_budget_never_costs_more_even_where_little_is_remembered(places, most):
     budgets = [0.0, 0.25, 0.5, 1.0, 1.5, 3.0, 6.0, 15.0]
@@ -162,7 +163,7 @@ def test_a_mix_keeps_the_budget_and_is_smaller_than_one_codec_everywhere():
     assert by_module[""].error < by_module["layers.1.mlp"].error
 
 
-@examples
+@tried
 @given(st.lists(st.floats(1e-4, 2), min_size=1, max_size=5), st.floats(0, 0.2), st.floats(1, 3))
 def test_a_larger_budget_sends_no_more(sensitivities, budget, more):
     found = calibration(*(place(f"m{i}", s) for i, s in enumerate(sensitivities)))
@@ -333,7 +334,7 @@ def test_off_is_no_file():
         PRESETS["off"].to_toml()
 
 
-@examples
+@tried
 @given(st.text(max_size=8), st.floats(0, 1), st.booleans())
 @example('a"b\\\n\x7f\x00', 1e-7, True)
 def test_any_name_and_number_out_and_in(tmp_path_factory, name, number, force):

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_codecs import bits, decoded, one_thread, tensors, wide
+from tiers import examples
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import FLOATS, codec
@@ -30,7 +31,7 @@ def rounded(x: np.ndarray, form: str) -> np.ndarray:
     return np.clip(np.rint(x / step) * step, -largest, largest)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(tensors(), st.sampled_from(sorted(FORMS)))
 def test_values_are_the_nearest_of_the_form_and_within_the_bound(x, form):
     coder = codec("cast", to=form)

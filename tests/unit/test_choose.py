@@ -15,7 +15,7 @@ from deciding import decide, options
 from graphs import KINDS_HERE, trace
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from tiers import thinned
+from tiers import examples, thinned
 
 import commpass
 from commpass.collectives import (
@@ -59,7 +59,7 @@ KERNELS = Kernels(
 )
 FAST, SLOW = Link(5.0, 500.0), Link(50.0, 0.05)
 
-examples = settings(max_examples=80, deadline=None)
+tried = settings(max_examples=examples(26, 80), deadline=None)
 
 
 def profile(
@@ -606,7 +606,7 @@ def choices(kind: str) -> list[str]:
 # --- a pure function, and one that never loses ----------------------------------------------------
 
 
-@examples
+@tried
 @given(st.lists(ANY_SITES, max_size=5), POLICIES, LINKS)
 def test_the_same_inputs_give_the_same_plan_and_sites_do_not_depend_on_each_other(
     sites, policy, link
@@ -617,7 +617,7 @@ def test_the_same_inputs_give_the_same_plan_and_sites_do_not_depend_on_each_othe
     assert decide(reversed(sites), policy, profile(link)) == planned[::-1]
 
 
-@examples
+@tried
 @given(ANY_SITES, POLICIES, LINKS, st.floats(0, 0.5))
 def test_every_site_keeps_its_facts_and_has_a_reason(a_site, policy, link, margin):
     """Law 6, and the parts of law 9 that need no graph."""
@@ -635,7 +635,7 @@ def test_every_site_keeps_its_facts_and_has_a_reason(a_site, policy, link, margi
         assert planned.algorithm in planned.reason
 
 
-@examples
+@tried
 @given(
     SITES,
     LINKS,
@@ -667,7 +667,7 @@ def test_the_chosen_candidate_is_the_fastest_and_never_slower_than_leaving_alone
         assert chosen.predicted_us < (1 - margin) * chosen.plain_us
 
 
-@examples
+@tried
 @given(SITES, st.floats(0.01, 100))
 def test_a_faster_link_never_turns_a_site_that_was_left_alone_into_a_compressed_one(a_site, gbytes):
     slower, faster = profile(Link(0.0, gbytes)), profile(Link(0.0, 2 * gbytes))
@@ -734,7 +734,7 @@ def test_profiles_have_a_margin_of_their_own():
     assert default_profile("cuda").margin > 0
 
 
-@examples
+@tried
 @given(SITES, LINKS)
 def test_force_compresses_whatever_the_times_and_says_so(a_site, link):
     planned = one(a_site, Policy(rules=[Rule(codec="int8", force=True)]), profile(link, 0.5))
@@ -884,7 +884,7 @@ def test_one_stage_coded_is_within_a_budget_that_two_are_not(stage):
     )
 
 
-@examples
+@tried
 @given(
     SITES, st.sampled_from(CODECS), st.floats(0, 0.5), st.sampled_from([0, 2, 4, 8]), st.booleans()
 )
@@ -1108,9 +1108,9 @@ MATRICES = st.integers(2, 6).flatmap(
 WIDTHS = st.sampled_from([None, 1, 7, 512, 4096])
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("codec", [*CODECS, "exponent"])
-@examples
+@tried
 @given(MATRICES, WIDTHS, st.sampled_from(list(ITEM)), LINKS, st.sampled_from([0.0, 0.1]))
 @example([[1, 0], [0, 1]], None, "float32", SLOW, 0.0)
 def test_ranks_that_hold_different_sizes_decide_alike(codec, matrix, width, dtype, link, margin):

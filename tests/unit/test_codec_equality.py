@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from reference import FAMILY, Setting, blocks_for
 from test_codecs import bits, build, gaussian, one_thread
 from test_wrappers import built
+from tiers import examples
 
 from commpass.codecs import NAMES, VALUES, Codec, codec
 from commpass.codecs.block import domain, grids, noise, scales, transforms
@@ -45,7 +46,7 @@ def named(draw: st.DrawFn) -> tuple[Codec, Setting]:
     return build(text, draw(st.sampled_from([None, *blocks_for(text)])))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(named(), named())
 def test_codecs_are_equal_if_and_only_if_their_settings_mean_the_same(one, other):
     (first, its), (second, others) = one, other

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import FAMILY
 from test_codecs import bits, build, codecs, decoded, gaussian, one_thread, roundoff, tensors, wide
+from tiers import examples
 
 from commpass.codecs import FLOATS, codec
 from commpass.codecs.block import grids, noise, packing, scales, transforms
@@ -34,7 +35,7 @@ def verify(text_or_named, x: torch.Tensor) -> None:
     reference.verify(wide(x), wire.payload.numpy(), back, setting, roundoff(x.dtype), limit)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(200, 600), deadline=None)
 @given(codecs(), tensors())
 def test_numbers_codes_and_values_are_those_of_the_reference(named, x):
     verify(named, x)
@@ -396,7 +397,7 @@ def test_float64_scales_travel_whole(stored):
     assert scales.load(scales.store(x, stored), stored, torch.float64).tolist() == x.tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(
     st.sampled_from(
         ["int8", "int4", "fp8", "rotated(form=table, bits=3)", "rotated(form=companded, bits=4)"]

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import FAMILY, Setting
-from tiers import sampled
+from tiers import examples, sampled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -98,7 +98,7 @@ each_of_the_family = pytest.mark.parametrize(
     ],
 )
 
-examples = settings(max_examples=150, deadline=None)
+tried = settings(max_examples=examples(50, 150), deadline=None)
 
 
 def build(text: str, block: int | None = None) -> tuple[Codec, Setting]:
@@ -239,7 +239,7 @@ def relative_norms(
     return *norms, safe[:, 0]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(200, 600), deadline=None)
 @given(codecs(), tensors())
 def test_the_stated_error_bound_is_never_exceeded(named, x):
     coder, setting = named
@@ -263,7 +263,7 @@ def test_the_bound_and_the_floor_are_numbers_that_mean_something(text):
         assert 0.002 < coder.relative_error() <= coder.bound + coder.floor(torch.float64)
 
 
-@examples
+@tried
 @given(codecs(), tensors())
 def test_decode_gives_the_shape_and_dtype_back_rounded_once_and_all_finite(named, x):
     coder, _ = named
@@ -276,7 +276,7 @@ def test_decode_gives_the_shape_and_dtype_back_rounded_once_and_all_finite(named
     assert bits(rows.to(x.dtype)) == bits(back)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(codecs(), tensors(), st.data())
 def test_what_is_not_finite_stays_so_at_its_place_and_leaves_other_blocks_alone(named, x, data):
     """Law 2."""
@@ -390,7 +390,7 @@ def test_one_value_and_nothing_at_all(text):
 # --- the wire -------------------------------------------------------------------------------------
 
 
-@examples
+@tried
 @given(codecs(), tensors())
 def test_the_payload_is_bytes_of_exactly_the_stated_number_and_the_same_each_time(named, x):
     coder, _ = named
@@ -407,7 +407,7 @@ def test_the_payload_is_bytes_of_exactly_the_stated_number_and_the_same_each_tim
     assert bits(x) == before, "encode changed its input"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(codecs(), st.integers(0, 100_000), st.sampled_from(FLOATS))
 def test_the_wire_holds_codes_and_numbers_each_region_padded_to_128_bytes(named, numel, dtype):
     coder, setting = named
@@ -679,7 +679,7 @@ def test_the_relative_error_is_measured_for_real_under_fake_tensors():
         assert codec("int8", block=48).relative_error() == pytest.approx(real, rel=0.1)
 
 
-@examples
+@tried
 @given(codecs())
 def test_the_spec_of_a_codec_makes_an_equal_one(named):
     coder, _ = named

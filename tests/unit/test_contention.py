@@ -9,6 +9,7 @@ import torch
 from graphs import ops, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from commpass.costmodel import HOST, Link, Profile
 from commpass.costmodel.links import DIRECT, MEASURED, ONE, SEVERAL, Region, steps
@@ -38,7 +39,7 @@ def leaving(kind: str, groups: list[range], node: int, nbytes: float) -> float:
     return max(found.values(), default=0.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(
     st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]),
     st.sampled_from([2, 4, 8]),

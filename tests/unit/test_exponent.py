@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import rarely
+from tiers import examples, rarely
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -24,7 +24,7 @@ from commpass.errors import PolicyError
 CODERS = {planes: exponent(f"exponent(planes={planes})", planes=planes) for planes in (2, 3)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EXPONENT_BITS = {torch.bfloat16: 8, torch.float16: 5, torch.float32: 8}
-examples = settings(max_examples=60, deadline=None)
+tried = settings(max_examples=examples(20, 60), deadline=None)
 
 both = pytest.mark.parametrize("planes", [2, 3])
 floats = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -192,7 +192,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
         ).to(draw(st.sampled_from(DTYPES)))
 
 
-@examples
+@tried
 @given(tensors(), st.sampled_from([2, 3]))
 def test_whatever_the_values_they_survive_in_the_bytes_foretold(x, planes):
     coder = coder_of(planes)

@@ -8,13 +8,14 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from commpass.costmodel import Link, Region
 from commpass.costmodel.fit import CLOSE, MOST_REGIONS, Point, regions
 from commpass.errors import PolicyError, ProfileError
 
 SIZES = [1 << power for power in range(10, 27, 2)]
-examples = settings(max_examples=60, deadline=None)
+tried = settings(max_examples=examples(20, 60), deadline=None)
 
 
 def line(alpha: float, gbytes_per_s: float, messages: int = 1, sizes=SIZES) -> list[Point]:
@@ -22,7 +23,7 @@ def line(alpha: float, gbytes_per_s: float, messages: int = 1, sizes=SIZES) -> l
     return [Point(messages, n, alpha * messages + n / (gbytes_per_s * 1000)) for n in sizes]
 
 
-@examples
+@tried
 @given(
     st.floats(1, 1e4), st.floats(0.01, 400), st.integers(1, 64), st.permutations(range(len(SIZES)))
 )
@@ -42,7 +43,7 @@ def test_where_the_rate_changes_a_region_begins():
     assert second.from_bytes == SIZES[5]
 
 
-@examples
+@tried
 @given(st.integers(0, 10**6), st.floats(1, 1e3), st.floats(0.05, 50), st.floats(0, 0.3))
 def test_noise_makes_few_regions_and_never_a_time_that_cannot_be(seed, alpha, rate, noise):
     rng = random.Random(seed)

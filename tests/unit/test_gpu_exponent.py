@@ -92,7 +92,7 @@ def test_random_bits(planes: int, dtype: torch.dtype) -> None:
     check(planes, patterns(5000, dtype).reshape(2, -1))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @both
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.0, float("inf"), float("nan"), 2.0**-140])
 def test_one_value(planes: int, value: float) -> None:
@@ -122,7 +122,7 @@ def test_the_longest_strings(planes: int, many: int) -> None:
     assert used == (256 if many == 8 else 1024)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @both
 @floats
 def test_poisoned_rest(planes: int, dtype: torch.dtype) -> None:

@@ -134,6 +134,7 @@ def test_quick_code_of_hopper(tmp_path: Path) -> None:
     assert found["exponent_count"].instructions / VALUES_OF_A_THREAD < 2
 
 
+@pytest.mark.every
 def test_dense_code_of_hopper(tmp_path: Path) -> None:
     found = check(2, torch.bfloat16, 90, tmp_path)
     assert found["exponent_split"].instructions / VALUES_OF_A_THREAD < 24

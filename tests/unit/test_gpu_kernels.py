@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from interpreter import interpreted
 from plain_form import plainly, same, sample
 from test_codecs import CORE
-from tiers import sampled
+from tiers import examples, sampled
 
 from commpass.codecs import codec
 from commpass.codecs.block import grids, layouts, noise, scales, transforms
@@ -102,7 +102,7 @@ def generated() -> list[str]:
     return [text for text in ALL if getattr(codec(text), "grid", None) is not None]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("text", sampled(generated(), generated()[::2]))
 def test_encode_and_decode_give_the_bits_of_the_plain_form(text):
     coder = codec(text).salted(3, 1)
@@ -124,6 +124,7 @@ def test_encode_and_decode_give_the_bits_of_the_plain_form(text):
         same(interpreted(ran, decode, wire, numel), values)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("text", ["int4(rounding=stochastic)", "int8(rounding=stochastic, seed=9)"])
 def test_equal_blocks_draw_the_noise_of_the_plain_form(text):
     coder = codec(text).salted(3, 1)
@@ -154,7 +155,7 @@ TEXTS += ["int8(stored=bf16)", "int4(stored=pow2)", "int8(rounding=stochastic)",
 
 
 @pytest.mark.every
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, 60), deadline=None)
 @given(
     st.sampled_from(TEXTS),
     st.sampled_from(DTYPES),

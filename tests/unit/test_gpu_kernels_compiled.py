@@ -46,7 +46,7 @@ NARROW |= {("tahquant", "decode_sum_encode", arch) for arch in ARCHS[:3]}
 """Of half a tile the codes are 16 bytes a thread, and scales with what fills up regions 22."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("text", "kernel", "arch"), sampled([*USUAL, *ALL], lambda case: case in USUAL)
 )

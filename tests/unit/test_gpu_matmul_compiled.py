@@ -135,7 +135,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("arch", "spec"), CASES)
 def test_what_a_card_is_told(arch: str, spec: str) -> None:
     made = compiled(arch, spec)
@@ -146,6 +146,7 @@ def test_what_a_card_is_told(arch: str, spec: str) -> None:
         assert made.some("STG.E.128")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arch", "matmul", "product"),
     [

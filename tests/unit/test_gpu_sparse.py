@@ -135,7 +135,7 @@ def check(cases: list[tuple[str, torch.dtype, str, int, int]]) -> dict[object, l
 SELECTORS = ["topk", "randomk", "dgc", "gaussiank", "redsync", "sidco"]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("content", list(CONTENTS))
 def test_the_wire_and_what_is_left_are_those_of_the_aten_form(content):
     """Selectors and dtypes by turns: ties at the threshold, fewer candidates than slots and more,
@@ -148,7 +148,7 @@ def test_the_wire_and_what_is_left_are_those_of_the_aten_form(content):
     assert interpreted(check, cases) == {}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("n", "rows"), [(1, 1), (7, 2), (256, 1), (300, 2)])
 def test_any_length_and_several_rows(n, rows):
     cases = [

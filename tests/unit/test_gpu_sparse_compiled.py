@@ -145,6 +145,7 @@ def test_selection_issues_less_than_memory_leaves_time_for(dtype, tmp_path):
     assert len(operations(text)) / 32 <= 40
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_the_look_back_keeps_all_warps_together(target, tmp_path):
     """The word that other programs change is read once a thread, and what follows of it goes by a

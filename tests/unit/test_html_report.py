@@ -17,6 +17,7 @@ import pytest
 import report_dumps as made
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 from typer.testing import CliRunner
 
 from commpass import dump as dumps
@@ -416,7 +417,7 @@ def test_names_are_data(text):
 
 
 @given(st.text(max_size=30))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10, 30), deadline=None)
 def test_any_text_stays_what_it_is(text):
     one = hostile(text)
     raw = page([html.Read(text, (one,), {})])

@@ -118,6 +118,7 @@ def test_widths_are_those_of_the_dtype():
     assert of_middle("sm_90", dtype="bf16").loads == {16: 4}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_a_kernel_that_spills_is_seen(arch):
     few, many = of_centred(arch, 1024), of_centred(arch, 32768 if arch == "gfx942" else 8192)
@@ -140,7 +141,7 @@ def test_spills_are_those_that_the_assembler_tells(tmp_path):
     assert found.registers == int(re.search(r"Used (\d+) registers", done.stderr)[1])
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arch", "dtype", "used"),
     [

@@ -100,7 +100,7 @@ def test_a_table_of_all_kernels():
     assert "Predicted share of the bandwidth of a copy" in result.stdout
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arch", "used"), [("sm_80", "HMMA"), ("sm_90", "HGMMA"), ("sm_100", "UTCHMMA")]
 )
@@ -343,6 +343,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.every
 def test_the_kernels_of_a_site(folder):
     made = data("--dump", folder, "--site", "all_reduce_1")
     assert [one["kernel"] for one in made] == ["encode", "decode+sum+encode", "decode"]

@@ -90,7 +90,7 @@ def test_shards_of_blocks_that_are_padded_to_groups_arrive_in_their_places(
         assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("kind", "name", "ranks", "codec"), thinned(CASES, ["int8", "rotated"], one_in=2)
 )
@@ -140,7 +140,7 @@ def test_odd_shapes_of_bfloat16_by_a_lossless_codec_lose_no_more_than_one_roundi
         assert ((result.double() - expected).abs() <= twice * 2**-8 * expected.abs() + 1e-5).all()
 
 
-@pytest.mark.few(29)
+@pytest.mark.few(14)
 @pytest.mark.parametrize("codec", ["int8", "rotated", "bf16", "raw", "equarx"])
 @pytest.mark.parametrize("name", ["ring", "ring(stage=rs)", "ring(stage=ag)", "ring(chunks=3)"])
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
@@ -162,7 +162,7 @@ def test_of_a_rings_messages_no_two_meet_and_sums_are_the_same(ranks, name, code
     assert sum(leaving) == sum(others) + (ranks - 1 if ranks > 2 else 1) * sum(gathers)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["one_shot", "two_shot", "ring", "semi_ring"])
 def test_exponent_sums_are_exact_in_float32_order(name, monkeypatch):
     values = [

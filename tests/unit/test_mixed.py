@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_wrappers import bits, gaussian, stays_within_its_bound
+from tiers import examples
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import FLOATS, codec, registry
 from commpass.errors import PolicyError
 
-examples = settings(max_examples=60, deadline=None)
+tried = settings(max_examples=examples(20, 60), deadline=None)
 
 
 def tokens_of(count: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -41,7 +42,7 @@ def in_the_share(x: np.ndarray, share: float, by: str) -> np.ndarray:
     return chosen
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("by", ["entropy", "energy"])
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.01])
 @pytest.mark.parametrize("width", [128, 512])
@@ -81,7 +82,7 @@ def test_energy_loses_less_than_entropy_where_tokens_differ_in_size():
     assert sizes[0] < 1.005 * sizes[1]
 
 
-@examples
+@tried
 @given(
     st.integers(0, 3000),
     st.sampled_from(FLOATS),

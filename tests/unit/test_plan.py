@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from commpass import dump as dumps
 from commpass.dump import Dump, GraphNode
@@ -36,7 +37,7 @@ from commpass.policy import Policy
 from commpass.runtime.summary import Summary
 from commpass.stage import Stage
 
-examples = settings(max_examples=80, deadline=None)
+tried = settings(max_examples=examples(26, 80), deadline=None)
 
 
 def planned(name="all_reduce", **changes) -> PlannedSite:
@@ -165,7 +166,7 @@ def sizes(site: PlannedSite) -> tuple[int | str, ...]:
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-@examples
+@tried
 @given(PLANS)
 def test_a_plan_comes_back_from_json_as_it_was(one):
     back = Plan.from_json(one.to_json())
@@ -453,7 +454,7 @@ def test_digests_tell_a_number_from_a_name_and_one_site_from_two():
     assert len({one.digest() for one in plans}) == len(plans)
 
 
-@examples
+@tried
 @given(PLANS, st.data())
 def test_plans_have_one_digest_if_and_only_if_they_decide_the_same(one, data):
     changes = data.draw(st.lists(st.sampled_from(sorted(OTHER | FREE)), max_size=3, unique=True))

@@ -13,6 +13,7 @@ import torch
 from deciding import decide
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 import commpass
 from commpass.codecs import codec
@@ -25,7 +26,7 @@ from commpass.plan import Site
 from commpass.policy import PASS_NAMES, PRESETS, Policy, policy_named
 from commpass.rules import Rule, Word, covers
 
-examples = settings(max_examples=80, deadline=None)
+tried = settings(max_examples=examples(26, 80), deadline=None)
 
 
 def site(
@@ -111,7 +112,7 @@ def test_a_glob_covers_a_module_and_all_that_is_inside(glob, path, covered):
 NAMES = st.lists(st.text("abc0_", min_size=1, max_size=3), min_size=1, max_size=5)
 
 
-@examples
+@tried
 @given(NAMES, st.data())
 def test_every_prefix_of_a_path_covers_it_whatever_parts_are_stars(parts, data):
     prefix = parts[: data.draw(st.integers(1, len(parts)))]
@@ -395,14 +396,14 @@ WORDS = st.one_of(
 )
 
 
-@examples
+@tried
 @given(WORDS)
 def test_a_word_goes_out_as_json_and_comes_back(word):
     assert Word.from_json(word.to_json()) == word
     assert Word.from_json(word.to_json()).to_json() == word.to_json()
 
 
-@examples
+@tried
 @given(WORDS, WORDS)
 def test_two_words_have_one_text_only_if_they_say_the_same(one, other):
     assert (one.to_json() == other.to_json()) == (one == other)
@@ -447,7 +448,7 @@ def test_every_codec_of_a_preset_is_within_its_own_error_budget_on_eight_ranks(h
             assert 0 < algorithm("all_reduce", how).error(codec(spec), 8) <= preset.max_error
 
 
-@examples
+@tried
 @given(
     st.sampled_from([name for name, preset in PRESETS.items() if preset.max_error is not None]),
     st.sampled_from(["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"]),

@@ -400,7 +400,7 @@ COMPILED = {
 values, which the fake group has none of."""
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_model_compiles_with_the_preset(name, fake_group):
     fake_group(2)

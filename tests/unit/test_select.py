@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import rarely
+from tiers import examples, rarely
 
 from commpass.codecs import FLOATS, codec
 from commpass.codecs.sparse import select
@@ -34,7 +34,7 @@ ALL = {
     "randomk": functools.partial(select.select, select.RandomK(3)),
     **BY_THRESHOLD,
 }
-examples = settings(max_examples=60, deadline=None)
+tried = settings(max_examples=examples(20, 60), deadline=None)
 
 
 def chosen(selection: Selection, row: int) -> np.ndarray:
@@ -183,7 +183,7 @@ def the_same(one: Selection, other: Selection) -> bool:
     )
 
 
-@examples
+@tried
 @given(rows_of(not_finite=True), RATIOS, st.sampled_from(sorted(ALL)))
 def test_slots_are_of_fixed_number_ascending_and_say_how_many_are_used(x, ratio, name):
     n = x.shape[1]
@@ -208,7 +208,7 @@ def test_slots_are_of_fixed_number_ascending_and_say_how_many_are_used(x, ratio,
     ]
 
 
-@examples
+@tried
 @given(rows_of(not_finite=True), RATIOS)
 def test_topk_chooses_the_largest(x, ratio):
     selection = ALL["topk"](x, density_of(ratio))
@@ -218,7 +218,7 @@ def test_topk_chooses_the_largest(x, ratio):
         assert sorted(bits[chosen(selection, row)]) == sorted(bits)[len(bits) - k :]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(rows_of(not_finite=True), RATIOS, st.sampled_from(sorted(BY_THRESHOLD)))
 def test_a_threshold_chooses_the_largest_and_of_equal_ones_the_first(x, ratio, name):
     """Exactly, if it found no more than there are slots; else up to 1/256 of the way from the
@@ -253,7 +253,7 @@ def test_a_threshold_chooses_the_largest_and_of_equal_ones_the_first(x, ratio, n
         assert not first_left or min(first_left) > max(last_taken)
 
 
-@examples
+@tried
 @given(rows_of(), RATIOS, st.sampled_from(sorted(BY_THRESHOLD)))
 def test_the_largest_magnitude_is_chosen_unless_there_are_too_many_of_it(x, ratio, name):
     selection = BY_THRESHOLD[name](x, density_of(ratio))
@@ -378,7 +378,7 @@ SELECTORS = [select.TopK(), select.RandomK(3), select.Dgc(), select.GaussianK()]
 SELECTORS += [select.RedSync(), select.Sidco()]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100, 300), deadline=None)
 @given(rows_of(not_finite=True), RATIOS, st.sampled_from(SELECTORS))
 def test_at_once_the_same_entries_are_chosen(x, ratio, selector):
     for row in x.split(1):

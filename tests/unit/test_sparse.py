@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import crossed, rarely, sampled, thinned
+from tiers import crossed, examples, rarely, sampled, thinned
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -32,7 +32,7 @@ from commpass.codecs.sparse.indices import (
 from commpass.errors import PolicyError
 
 NAMES = ["topk", "randomk", "dgc", "gaussiank", "redsync", "sidco"]
-examples = settings(max_examples=60, deadline=None)
+tried = settings(max_examples=examples(20, 60), deadline=None)
 
 
 def made(name: str, **parameters) -> sparse.SparseCodec:
@@ -134,7 +134,7 @@ def check_index_code(drawn):
     assert index_codes.decode(code, raw, n, k).tolist() == rows
 
 
-@examples
+@tried
 @given(slots_of(), st.integers(0, 2**32 - 1))
 def test_no_bytes_are_read_as_an_index_outside_of_the_row(drawn, seed):
     n, rows, code = drawn
@@ -181,7 +181,7 @@ def test_one_percent_takes_8_56_bits_an_index():
     ) / 10**4 == pytest.approx(8.5625, abs=1e-3)
 
 
-@examples
+@tried
 @given(st.integers(1, 40), st.integers(0, 50), st.integers(0, 2**32 - 1))
 def test_bits_are_packed_without_gaps(width, count, seed):
     values = np.random.default_rng(seed).integers(0, 2**width, (2, count))
@@ -248,7 +248,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(coders(), tensors())
 def test_chosen_entries_arrive_and_all_others_are_zero(coder, x):
     wire = coder.encode(x)
@@ -278,7 +278,7 @@ def test_chosen_entries_arrive_and_all_others_are_zero(coder, x):
         assert bits(back.reshape(-1)[used]) == bits(x.reshape(-1)[used])
 
 
-@examples
+@tried
 @given(coders(), tensors())
 def test_the_error_is_within_the_stated_bound(coder, x):
     values = x.double().reshape(-1).numpy()
@@ -368,7 +368,7 @@ def test_each_row_is_encoded_and_decoded_on_its_own(name):
         )
 
 
-@examples
+@tried
 @given(
     st.integers(1, 6),
     st.integers(1, 400),

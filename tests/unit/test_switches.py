@@ -8,13 +8,14 @@ import torch
 from deciding import decide
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from commpass import Policy
 from commpass.codecs import codec
 from commpass.costmodel import KernelRate, Kernels, Link, Profile, Region
 from commpass.plan import NONE, Site
 
-examples = settings(max_examples=120, deadline=None)
+tried = settings(max_examples=examples(40, 120), deadline=None)
 FREE = Kernels(launch_us=0.0, other=KernelRate(0, 0))
 
 
@@ -47,7 +48,7 @@ times = st.floats(1, 500)
 rates = st.floats(0.5, 200)
 
 
-@examples
+@tried
 @given(times, rates, times, rates, st.integers(10, 24), st.sampled_from([2, 4, 8, 16]))
 def test_zipccl_switches_back_to_the_plain_reduce_scatter(a1, b1, a2, b2, power, ranks):
     """ZipCCL, section 4: a reduce_scatter of d bytes takes ``alpha + beta d``; by a compressed
@@ -66,7 +67,7 @@ def test_zipccl_switches_back_to_the_plain_reduce_scatter(a1, b1, a2, b2, power,
         assert done == (compressed < plain)
 
 
-@examples
+@tried
 @given(
     times,
     rates,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import rarely
+from tiers import examples, rarely
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commpass.codecs import FLOATS, accumulation_dtype, codec, registry
@@ -25,7 +25,7 @@ from commpass.codecs.wrappers.outlier import (
 from commpass.errors import PolicyError
 
 difference, outlier, topk = (registry.NAMES[name] for name in ("difference", "outlier", "topk"))
-examples = settings(max_examples=60, deadline=None)
+tried = settings(max_examples=examples(20, 60), deadline=None)
 
 
 def bits(x: torch.Tensor) -> bytes:
@@ -149,7 +149,7 @@ def statistics_of(draw: st.DrawFn) -> Channels:
     )
 
 
-@examples
+@tried
 @given(statistics_of())
 def test_statistics_survive_json_and_text(channels):
     assert Channels.from_json(channels.to_json()) == channels
@@ -224,7 +224,7 @@ def static_reference(
     return out
 
 
-@examples
+@tried
 @given(
     st.integers(1, 9),
     st.integers(2, 70),
@@ -323,7 +323,7 @@ def test_each_rank_decodes_what_the_others_sent_by_their_scales():
         assert bits(coder.at(rank).decode_rows(wires, 7 * 64, torch.float32)) == expected
 
 
-@examples
+@tried
 @given(
     st.integers(0, 200),
     st.sampled_from(FLOATS),
@@ -386,7 +386,7 @@ def test_bad_parameters_of_outlier_are_refused(parameters, words):
 # --- difference -----------------------------------------------------------------------------------
 
 
-@examples
+@tried
 @given(
     st.integers(0, 5),
     st.integers(0, 300),
