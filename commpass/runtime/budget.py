@@ -72,6 +72,12 @@ def excess(reading: Reading, bound: float) -> str:
     return "; ".join(found)
 
 
+def is_due(call: int, calls: int) -> bool:
+    """Whether the call of that number, from 1, is measured while the check goes on: the first ones,
+    and ever rarer ones where there was nothing to measure."""
+    return 0 < call <= calls or (calls > 0 and call & (call - 1) == 0)
+
+
 Key = str
 """What a site of one graph is called on all ranks, and each time that it is compiled."""
 
@@ -145,9 +151,7 @@ class Check:
     def begin(self) -> None:
         """Before a call: whether it is measured."""
         self.made += 1
-        # The first calls; where there was nothing to measure, ever rarer ones.
-        due = self.made <= self.calls or self.made & (self.made - 1) == 0
-        self.samples.checking = not self.done and due
+        self.samples.checking = not self.done and is_due(self.made, self.calls)
         for each in self.sites.values():
             each.reading = None
 
