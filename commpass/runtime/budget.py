@@ -22,6 +22,7 @@ import msgspec
 
 from commpass.errors import Unanswered
 from commpass.plan import PlannedSite
+from commpass.runtime.agreement import PATIENCE_S
 from commpass.runtime.board import Round, board, spans
 from commpass.runtime.pairs import channel_of
 from commpass.runtime.samples import MORE, Reading, Sampled, Samples, label
@@ -46,6 +47,11 @@ STAYS = (
     " other inputs, and cannot leave the site alone by itself. %s"
 )
 """Likewise, of a graph that was not compared with other ranks'."""
+
+WAITS = (
+    "this rank has waited %.0f s, of at most %g s, for rank %s to publish the real errors of %s: it"
+    " may have stopped"
+)
 
 
 def limits(bound: float) -> Reading:
@@ -143,6 +149,10 @@ class Check:
         self.pending = False
         self.done = not calls or not sites
 
+    def __str__(self) -> str:
+        names = ", ".join(label(each.site) for each in self.sites.values())
+        return f"call {self.made} of the graph with {names}"
+
     @property
     def is_first(self) -> bool:
         """Whether this rank is the one that says for all what comes out."""
@@ -222,7 +232,7 @@ class Check:
     def _others(self) -> dict[int, Published] | None:
         """What the others published of the latest call; None where one of them has ended the
         check before it."""
-        start, pause = time.monotonic(), 0.0005
+        start, told, pause = time.monotonic(), False, 0.0005
         found: dict[int, Published] = {}
         while missing := [rank for rank in self.peers if rank not in found]:
             assert self.board is not None
@@ -241,13 +251,16 @@ class Check:
                 return None
             if len(found) == len(self.peers):
                 break
-            if time.monotonic() - start > self.timeout_s:
-                names = ", ".join(label(each.site) for each in self.sites.values())
+            waited = time.monotonic() - start
+            if waited > self.timeout_s:
                 raise Unanswered(
-                    f"rank {spans(missing)} did not publish the real errors of call {self.made} of"
-                    f" the graph with {names} within {self.timeout_s:g} s: it may have stopped, or"
-                    " does not call this graph as often as this rank"
+                    f"rank {spans(missing)} did not publish the real errors of {self} within"
+                    f" {self.timeout_s:g} s: it may have stopped, or does not call this graph as"
+                    " often as this rank"
                 )
+            if waited > PATIENCE_S and not told:
+                told = True
+                log.warning(WAITS, waited, self.timeout_s, spans(missing), self)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         return found
