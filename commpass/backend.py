@@ -434,21 +434,22 @@ class Backend:
             origin=calls.origin if calls.origin.function else origin_of_graph(gm),
             context=TracingContext.try_get(),
         )
-        graphs = self.checked.setdefault(_place_of(job), weakref.WeakSet())
-        for other in list(graphs):
+        same_code = self.checked.setdefault(_place_of(job), weakref.WeakSet())
+        for other in list(same_code):
             other.leave()
         made = self._build(job)
         if isinstance(made, Raising):
-            release(graphs)
+            release(same_code)
             return made
         counted = functools.partial(count_call, job.origin, direction)
         first = counted if made.outcome.first else None
-        hook = functools.partial(self._check, number + direction, first)
+        members = groups.Members(made.outcome.plan.bound_groups)
+        hook = functools.partial(self._check, number + direction, first, members)
         if made.check.done or not made.check.decides:
-            release(graphs)
+            release(same_code)
         if made.check.done:
             return before_each_call(made.compiled, hook, made.function)
-        together = graphs if made.check.decides else weakref.WeakSet()
+        together = same_code if made.check.decides else weakref.WeakSet()
         checked = Checked(made, functools.partial(self._rebuild, job), together)
         together.add(checked)
         return before_each_call(made.compiled, hook, checked)
@@ -651,8 +652,11 @@ class Backend:
     def _writes(self) -> bool:
         return self.dump is not None and is_first_rank()
 
-    def _check(self, graph: str, counted: Callable[[], None] | None) -> None:
+    def _check(
+        self, graph: str, counted: Callable[[], None] | None, members: groups.Members
+    ) -> None:
         """Before each call of a compiled graph."""
+        members.check()
         if counted is not None:
             counted()
         if scopes := open_scopes():

@@ -8,7 +8,7 @@ import itertools
 import operator
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from commpass.errors import PolicyError, Unanswered
+from commpass.errors import CommpassError, PolicyError, Unanswered
 
 
 def ready() -> bool:
@@ -70,6 +70,45 @@ def ranks_of(name: str) -> tuple[int, ...]:
     """The global ranks of a group, in its own order; () where there is no such group here."""
     group = group_named(name)
     return tuple(dist.get_process_group_ranks(group)) if group is not None else ()
+
+
+class Members:
+    """The ranks of some groups, and which of them this process is, when something was made for
+    them. Torch gives a group that is made anew the name of an older one."""
+
+    def __init__(self, names: Iterable[str]):
+        self.known = {name: (_reference(name), _members(name)) for name in sorted(set(names))}
+
+    def check(self) -> None:
+        """Raises CommpassError where a group of that name has other ranks now."""
+        for name, (known, before) in self.known.items():
+            group = group_named(name)
+            if group is None or group is known():  # without a group, torch says so
+                continue
+            if before[0] and (now := _members(name)) != before:
+                raise CommpassError(OTHER_RANKS.format(name, *_said(before), *_said(now)))
+            self.known[name] = (weakref.ref(group), before)
+
+
+OTHER_RANKS = (
+    "the process groups were made anew, and group {!r} has other ranks than when this graph was"
+    " compiled: then {}, this process was {} of them; now {}, it is {}. The graph sends codes to"
+    " the former. Call torch._dynamo.reset() on all ranks, and it is compiled again"
+)
+
+
+def _members(name: str) -> tuple[tuple[int, ...], int | None]:
+    return ranks_of(name), rank_in(name)
+
+
+def _reference(name: str) -> Callable[[], dist.ProcessGroup | None]:
+    group = group_named(name)
+    return weakref.ref(group) if group is not None else lambda: None
+
+
+def _said(members: tuple[tuple[int, ...], int | None]) -> tuple[str, str]:
+    ranks, own = members
+    return f"ranks {', '.join(map(str, ranks))}", f"number {own}" if own is not None else "none"
 
 
 def labels_of(name: str) -> tuple[str, ...]:

@@ -332,9 +332,18 @@ class Plan:
     @property
     def changed(self) -> bool:
         """Whether what is compiled is another graph than the one that came."""
-        return not self.fallback and any(
-            (self.compressed, self.simplified, self.grouped, self.split, self.reordered)
-        )
+        return not self.fallback and (self._differs or bool(self.reordered))
+
+    @property
+    def bound_groups(self) -> tuple[str, ...]:
+        """The groups whose number of ranks is in what was changed: all but those of which only the
+        order of collectives is another."""
+        names = dict.fromkeys(site.group for site in self.sites) if self.changed else ()
+        return tuple(name for name in names if self.of_group(name)._differs)
+
+    @property
+    def _differs(self) -> bool:
+        return any((self.compressed, self.simplified, self.grouped, self.split))
 
     def of_group(self, group: str) -> Plan:
         """The part of the plan that the ranks of one group share."""

@@ -2,7 +2,8 @@
 
 The end that sends measures the first microbatch of a step, and publishes what is over its budget
 before the step ends. Both ends apply it from the first microbatch of the next step on: by then the
-end that receives finds it in the store.
+end that receives finds it in the store. A step in which a message has nothing to measure (all is
+zero, or some is not finite) does not count: steps 4, 8, 16, ... are measured then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from commpass.parallel import ends
 from commpass.passes.sample import unsupported_reason
 from commpass.plan import PlannedSite, left_alone
 from commpass.policy import Policy
-from commpass.runtime.budget import excess
+from commpass.runtime.budget import excess, is_due
 from commpass.runtime.samples import CHECKED, measure, reading_of
 
 What = tuple[str, str]
@@ -33,12 +34,15 @@ class EdgeBudget:
         self.over: dict[tuple[str, str], str] = {}
         self.steps: Counter[What] = Counter()
         self.found: dict[What, dict[str, str]] = {}
+        self.left: dict[What, dict[str, int]] = {}  # on how many steps a site is yet to be measured
+        self.ended: set[str] = set()  # keys of edges over which nothing more is published
 
     def restart(self, direction: str) -> None:
         """Torch has prepared the stage anew: both ends count from the beginning."""
         for kind in ("send", "recv"):
             self.steps.pop((kind, direction), None)
             self.found.pop((kind, direction), None)
+            self.left.pop((kind, direction), None)
 
     def apply(self, sites: Sequence[PlannedSite]) -> tuple[PlannedSite, ...]:
         """The sites of a plan, those that are known to be over their budget left alone."""
@@ -54,15 +58,20 @@ class EdgeBudget:
         budget. Raises Unanswered where the end that sends does not say so in time."""
         step = self.steps[what]
         self.steps[what] += 1
-        if not 1 <= step <= self.policy.check_calls:
+        if not step or not is_due(step, self.policy.check_calls):
             return False
         kind, direction = what
-        found = dict(self.found.pop(what, {}))
+        over = dict(self.found.pop(what, {}))
         if kind == "recv":
             for edge in edges:
-                found |= ends.errors(edge, step, timeout_s)
-        self.over |= {(direction, name): why for name, why in found.items()}
-        return bool(found)
+                if edge.key in self.ended:
+                    continue
+                found = ends.errors(edge, step, timeout_s)
+                over |= found.over
+                if not found.more:
+                    self.ended.add(edge.key)
+        self.over |= {(direction, name): why for name, why in over.items()}
+        return bool(over)
 
     def checks(self, site: PlannedSite) -> float | None:
         """The budget to which a site is held; None where it is held to none."""
@@ -71,20 +80,32 @@ class EdgeBudget:
 
     def is_due(self, what: What, microbatch: int) -> bool:
         """Whether the messages of this microbatch are measured."""
-        sends = what[0] == "send"
-        return sends and microbatch == 0 and self.steps[what] <= self.policy.check_calls
+        if what[0] != "send" or microbatch or not self._more(what):
+            return False
+        return is_due(self.steps[what], self.policy.check_calls)
+
+    def _more(self, what: What) -> bool:
+        """Whether there is a site that is yet to be measured."""
+        return what not in self.left or any(self.left[what].values())
 
     def measure(self, what: What, site: PlannedSite, coder: Codec, x: Tensor) -> None:
         """Measures a message that is about to be encoded."""
+        left = self.left.setdefault(what, {})
         bound = self.checks(site)
         if bound is None:
             return
+        left.setdefault(site.name, self.policy.check_calls)
         reading = reading_of(measure(coder, x, CHECKED).tolist(), site)
-        if reading is not None and (why := excess(reading, bound)):
+        if reading is None:
+            return
+        left[site.name] = max(left[site.name] - 1, 0)
+        if why := excess(reading, bound):
             self.found.setdefault(what, {})[site.name] = why
+            left[site.name] = 0  # it is left alone
 
     def publish(self, what: What, edges: Sequence[ends.Edge]) -> None:
         """Publishes what was found, for the other end of each edge."""
-        found: Mapping[str, str] = self.found.get(what, {})
+        over: Mapping[str, str] = self.found.get(what, {})
         for edge in edges:
-            ends.publish_errors(edge, self.steps[what], ends.of_edge(edge, found))
+            found = ends.Found(ends.of_edge(edge, over), self._more(what))
+            ends.publish_errors(edge, self.steps[what], found)

@@ -47,6 +47,15 @@ class Edge:
         return f"what goes {self.direction} from stage {self.source} to stage {self.target}"
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the end that sends has found in a step: why messages are over their budget, by the names
+    of their sites, and whether it measures ``more``."""
+
+    over: dict[str, str]
+    more: bool
+
+
 def answers() -> bool:
     """Whether there are other ranks: not in a fake group, which stands for many with one."""
     return "fake" not in dist.get_backend(dist.group.WORLD)
@@ -79,16 +88,16 @@ def compare(edge: Edge, mine: Word, timeout_s: float) -> None:
         )
 
 
-def publish_errors(edge: Edge, step: int, over: Mapping[str, str]) -> None:
-    """Publishes which messages of a step are over their budget, by the names of their sites."""
+def publish_errors(edge: Edge, step: int, found: Found) -> None:
+    """Publishes which messages of a step are over their budget."""
     try:
         here = board()
-        here.store.set(_place(here.nonce, edge, step), msgspec.json.encode(over))
+        here.store.set(_place(here.nonce, edge, step), msgspec.json.encode(found))
     except RuntimeError as error:
         raise _unreachable(edge, error) from error
 
 
-def errors(edge: Edge, step: int, timeout_s: float) -> dict[str, str]:
+def errors(edge: Edge, step: int, timeout_s: float) -> Found:
     """Waits for what the end that sends has found in a step. Raises Unanswered where it does not
     publish it in time."""
     try:
@@ -97,7 +106,7 @@ def errors(edge: Edge, step: int, timeout_s: float) -> dict[str, str]:
         if isinstance(error, PlanMismatch):
             raise
         raise _unreachable(edge, error) from error
-    return msgspec.json.decode(raw, type=dict[str, str])
+    return msgspec.json.decode(raw, type=Found)
 
 
 def of_edge(edge: Edge, by_site: Mapping[str, str]) -> dict[str, str]:

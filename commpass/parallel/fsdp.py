@@ -7,6 +7,7 @@ when and on which stream they happen stays FSDP2's.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from commpass.errors import PolicyError
 from commpass.parallel.exchange import Compiled, Exchange, Exchanges
 from commpass.plan import Plan
 from commpass.policy import Policy
+from commpass.runtime.checked import held
 from commpass.runtime.record import wire_bytes
 
 log = logging.getLogger("commpass")
@@ -78,6 +80,11 @@ class Unit:
         """Whether backward gathers from the shards from which forward gathered."""
         return self.group.post_forward_mesh_info is self.group.mesh_info
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether what is gathered now is for backward."""
+        return getattr(self.group._training_state, "name", "") == "PRE_BACKWARD"
+
     def is_whole(self, group: dist.ProcessGroup) -> bool:
         """Whether it is over this group that the parameters are sharded between steps."""
         return group is getattr(self.group.mesh_info, "shard_process_group", None)
@@ -112,7 +119,8 @@ class CompressedAllGather:
         if send is None:
             plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, async_op)
             return plain
-        send(input_tensor.clone(), output_tensor)  # FSDP2's input is a part of its output
+        with held() if what.again and self.unit.in_backward else contextlib.nullcontext():
+            send(input_tensor.clone(), output_tensor)  # FSDP2's input is a part of its output
         return _done(output_tensor) if async_op else None
 
 

@@ -22,6 +22,7 @@ import msgspec
 
 from commpass.errors import Unanswered
 from commpass.plan import PlannedSite
+from commpass.runtime.agreement import PATIENCE_S
 from commpass.runtime.board import Round, board, spans
 from commpass.runtime.pairs import channel_of
 from commpass.runtime.samples import MORE, Reading, Sampled, Samples, label
@@ -47,6 +48,11 @@ STAYS = (
 )
 """Likewise, of a graph that was not compared with other ranks'."""
 
+WAITS = (
+    "this rank has waited %.0f s, of at most %g s, for rank %s to publish the real errors of %s: it"
+    " may have stopped"
+)
+
 
 def limits(bound: float) -> Reading:
     """The largest readings within a budget of ``max_error``."""
@@ -70,6 +76,12 @@ def excess(reading: Reading, bound: float) -> str:
     if reading.whole and reading.error:
         found.append("its values are whole numbers, as counts and ids are, and would not stay so")
     return "; ".join(found)
+
+
+def is_due(call: int, calls: int) -> bool:
+    """Whether the call of that number, from 1, is measured while the check goes on: the first ones,
+    and ever rarer ones where there was nothing to measure."""
+    return 0 < call <= calls or (calls > 0 and call & (call - 1) == 0)
 
 
 Key = str
@@ -137,6 +149,10 @@ class Check:
         self.pending = False
         self.done = not calls or not sites
 
+    def __str__(self) -> str:
+        names = ", ".join(label(each.site) for each in self.sites.values())
+        return f"call {self.made} of the graph with {names}"
+
     @property
     def is_first(self) -> bool:
         """Whether this rank is the one that says for all what comes out."""
@@ -145,9 +161,7 @@ class Check:
     def begin(self) -> None:
         """Before a call: whether it is measured."""
         self.made += 1
-        # The first calls; where there was nothing to measure, ever rarer ones.
-        due = self.made <= self.calls or self.made & (self.made - 1) == 0
-        self.samples.checking = not self.done and due
+        self.samples.checking = not self.done and is_due(self.made, self.calls)
         for each in self.sites.values():
             each.reading = None
 
@@ -218,7 +232,7 @@ class Check:
     def _others(self) -> dict[int, Published] | None:
         """What the others published of the latest call; None where one of them has ended the
         check before it."""
-        start, pause = time.monotonic(), 0.0005
+        start, told, pause = time.monotonic(), False, 0.0005
         found: dict[int, Published] = {}
         while missing := [rank for rank in self.peers if rank not in found]:
             assert self.board is not None
@@ -237,13 +251,16 @@ class Check:
                 return None
             if len(found) == len(self.peers):
                 break
-            if time.monotonic() - start > self.timeout_s:
-                names = ", ".join(label(each.site) for each in self.sites.values())
+            waited = time.monotonic() - start
+            if waited > self.timeout_s:
                 raise Unanswered(
-                    f"rank {spans(missing)} did not publish the real errors of call {self.made} of"
-                    f" the graph with {names} within {self.timeout_s:g} s: it may have stopped, or"
-                    " does not call this graph as often as this rank"
+                    f"rank {spans(missing)} did not publish the real errors of {self} within"
+                    f" {self.timeout_s:g} s: it may have stopped, or does not call this graph as"
+                    " often as this rank"
                 )
+            if waited > PATIENCE_S and not told:
+                told = True
+                log.warning(WAITS, waited, self.timeout_s, spans(missing), self)
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
         return found

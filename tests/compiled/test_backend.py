@@ -19,7 +19,7 @@ from torch import nn
 
 import commpass
 from commpass import dump as dumps
-from commpass.errors import PolicyError
+from commpass.errors import CommpassError, PolicyError
 from commpass.policy import Policy
 from commpass.rules import Rule
 
@@ -394,3 +394,25 @@ def test_the_last_compile_before_torch_gives_up_is_told_where_anything_was_chang
             assert not any("for the last time" in line for line in caplog.messages)
             function(X[:rows])
     assert any("for the last time" in line for line in caplog.messages) is warned
+
+
+@pytest.mark.parametrize(("codec", "refused"), [("int8", True), ("none", False)])
+def test_a_changed_graph_is_not_called_with_other_ranks_than_it_was_compiled_for(
+    fake_group, codec, refused
+):
+    policy = Policy(rules=[Rule(codec=codec, force=True) if refused else Rule(keep=True)])
+    compiled = torch.compile(
+        lambda x: ops.wait_tensor(ops.all_reduce(x * 2, "sum", "0")),
+        backend=commpass.backend(policy, inner="eager"),
+    )
+    x = torch.ones(64, 64)
+    fake_group(4)
+    compiled(x)
+    fake_group(4)  # made anew, with the same ranks
+    compiled(x)
+    fake_group(8)
+    if refused:
+        with pytest.raises(CommpassError, match=r"then ranks 0, 1, 2, 3, .* 0, 1, 2, 3, 4"):
+            compiled(x)
+        torch._dynamo.reset()
+    compiled(x)

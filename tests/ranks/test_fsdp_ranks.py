@@ -762,6 +762,35 @@ def test_a_block_over_its_budget_is_left_alone_and_counted_so_in_that_step(ranks
     assert smaller > later[0][1] > 1
 
 
+def weights_of_a_block_over_its_budget() -> list[tuple[bool, bool]]:
+    """Of each step whether backward has the weights that forward had, and whether these are the
+    exact ones, of a layer that is over its budget."""
+    model = Net(32)
+    with torch.no_grad():
+        model.layers[1].up.weight[:, 0] = 1e7
+    model = sharded(model)
+    policy = Policy(codecs=("int8",), max_error=0.02)
+    opened(model, policy, profile=commpass.ethernet(0.001))
+    up, found = model.layers[1].up, []
+
+    def keep(module, *_):
+        forward.append(module.weight.detach().clone())
+
+    up.register_forward_hook(keep)
+    up.register_full_backward_pre_hook(lambda module, _: backward.append(module.weight.clone()))
+    for x, y in batches(4):
+        exact, forward, backward = up.weight.full_tensor(), [], []
+        loss_of(model, x, y).backward()
+        model.zero_grad()
+        found.append((torch.equal(forward[0], backward[0]), torch.equal(forward[0], exact)))
+    return found
+
+
+def test_backward_has_the_weights_of_forward_where_their_block_turns_out_over_its_budget(ranks2):
+    wanted = [(True, False), (True, True), (True, True), (True, True)]
+    assert ranks2.run(weights_of_a_block_over_its_budget) == [wanted] * 2
+
+
 def replaced_parameters(codec: str) -> tuple[list[int], list[int], bool, bool]:
     """The graphs of a door, and those in its report, step by step, where each step begins with
     other parameters of the same values; whether that leaves the weights of plain FSDP2, as a

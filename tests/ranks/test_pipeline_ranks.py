@@ -593,3 +593,34 @@ def test_messages_over_their_budget_are_left_alone_at_both_ends(ranks2: Ranks, n
                 torch.testing.assert_close(found, wanted, **EXACT)
     for _, codecs in ranks2.run(over_budget, name, 0):
         assert codecs == [{"int8"}] * 4
+
+
+class ZeroAtFirst(WithCount):
+    """Its result is zero in the first steps."""
+
+    scale = 0.0
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+def with_nothing_to_measure(name):
+    """What each step's forward plan codes, where messages are zero in the first two steps."""
+    policy = Policy(codecs=("int8",), max_error=0.02)
+    profile = commpass.ethernet(1e-4)
+    schedule, stages = pipeline(name, policy, make=ZeroAtFirst, profile=profile)
+    codecs = []
+    before = len(commpass.plans())
+    for number in range(6):
+        ZeroAtFirst.scale = float(number >= 2)
+        step(schedule, stages, *data())
+        sites = [site for plan in commpass.plans()[before:] for site in plan.sites]
+        codecs.append({site.codec for site in sites if site.direction == "forward" and site.bytes})
+    dist.barrier()
+    return codecs
+
+
+@pytest.mark.parametrize("name", ["1F1B", rarely("InterleavedZeroBubble")])
+def test_steps_with_nothing_to_measure_do_not_end_the_check(ranks2: Ranks, name):
+    for codecs in ranks2.run(with_nothing_to_measure, name):
+        assert codecs == [{"int8"}] * 4 + [{"none"}] * 2

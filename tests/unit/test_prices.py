@@ -8,7 +8,6 @@ from collections import Counter
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiers import examples
 
 from commpass.collectives import Payload, Request, read_stages
 from commpass.costmodel import HOST, KernelRate, Kernels, Link, Profile, finished_us, prices
@@ -81,7 +80,7 @@ def test_of_a_host_one_rank_sends_to_the_next_host(spec, by_messages):
     assert first == (LINK, latency, pytest.approx(messages * SHARD * 4 / 1e3))
 
 
-@settings(max_examples=examples(26, 80), deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(2, 32), st.sampled_from([BLOCK, STRIDE]))
 def test_the_bytes_that_leave_a_host_are_those_of_its_messages(on_host, hosts, size, reach):
     ranks = on_host * hosts
