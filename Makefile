@@ -7,6 +7,9 @@ READY := $(VENV)/ready
 WORKERS ?= 2
 MINUTES ?= 30
 
+# Tests start hundreds of processes, each of which would otherwise compile all sources anew.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test test-all scenarios fuzz mutants check format docs tools clean setup
 
 demo: $(READY)
