@@ -241,7 +241,7 @@ FORMS += [
 """Equal shapes that are not encoded alike: each hop and each chunk has noise of its own."""
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "how", "shape", "dtype"), FORMS)
 def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
     """Kernels are run here as they are traced; that compiled code and eager code give the same bits

@@ -287,7 +287,7 @@ def test_alone_a_rank_sends_nothing(fake_group, how):
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), rarely(16, 8)])
 def test_around_tensor_parallelism(fake_group, how, dp, tp):

@@ -272,7 +272,6 @@ FIELDS = {
 }
 
 
-@pytest.mark.few(23)
 @pytest.mark.parametrize("name", ALONE)
 def test_a_rule_without_a_name_leaves_alone(name):
     function, inputs, words = ALONE[name]

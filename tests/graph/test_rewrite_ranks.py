@@ -22,7 +22,7 @@ CASES += [("reduce_scatter", name) for name in ("direct", *SUMS)]
 CASES += [("all_gather", "direct"), ("all_to_all", "direct")]
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "algorithm"), CASES)
 def test_each_rank_gets_what_is_its(kind, algorithm):
     rule = commpass.Rule(codec="int8", algorithm=algorithm, force=True)

@@ -83,7 +83,7 @@ def exchanged(sent, narrow):
     return of
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(14)
 @pytest.mark.parametrize("link", range(len(LINKS)))
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("name", SENT)

@@ -58,7 +58,7 @@ EQUAL = lambda x: ar(x.sin()) * ar(x.sin())  # noqa: E731
 KEPT = Rule(module="router", keep=True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("order", [("router", "mlp"), ("mlp", "router")])
 @pytest.mark.parametrize("function", [SUM, EQUAL])
 @pytest.mark.parametrize("said", ["by a rule", "in the model"])

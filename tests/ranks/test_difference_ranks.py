@@ -233,7 +233,6 @@ def check_bad_from_the_start() -> None:
     assert bool(call(function, model, weights(0)).isfinite().all())
 
 
-@pytest.mark.every
 def test_a_reference_that_begins_with_a_nan_is_finite(ranks2):
     ranks2.run(check_bad_from_the_start)
 

@@ -147,7 +147,6 @@ def check_backward_rules(how: str, inner: str) -> None:
     assert commpass.state_dict() == {}
 
 
-@pytest.mark.every
 @runs_again
 @pytest.mark.parametrize(("how", "inner"), sampled(RUN, RUN[:1]))
 def test_a_rule_for_backward_leaves_what_is_run_again(how, inner, ranks2):

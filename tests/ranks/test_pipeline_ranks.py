@@ -170,7 +170,7 @@ SCHEDULES = [
 EXACT = {"rtol": 1e-5, "atol": 1e-6}
 
 
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_are_those_of_the_whole_model_with_its_messages_coded(ranks2: Ranks, name):
     found = ranks2.run(run, name, forced("int8", "int6(block=32)"))

@@ -42,7 +42,7 @@ def in_the_share(x: np.ndarray, share: float, by: str) -> np.ndarray:
     return chosen
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(9)
 @pytest.mark.parametrize("by", ["entropy", "energy"])
 @pytest.mark.parametrize("share", [0.8, 0.5, 0.01])
 @pytest.mark.parametrize("width", [128, 512])
