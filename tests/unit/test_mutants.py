@@ -3,7 +3,7 @@ and still apply."""
 
 from __future__ import annotations
 
-import ast
+import re
 import shutil
 import subprocess
 
@@ -19,8 +19,7 @@ def test_each_names_tests_that_are_there(mutant: Mutant):
     assert 1 <= len(mutant.tests) <= 4
     for test in mutant.tests:
         path, _, name = test.partition("::")
-        there = ast.parse((ROOT / path).read_text()).body
-        names = {each.name for each in there if isinstance(each, ast.FunctionDef)}
+        names = re.findall(r"^def (\w+)\(", (ROOT / path).read_text(), re.MULTILINE)
         assert not name or name.partition("[")[0] in names, test
 
 
