@@ -79,12 +79,9 @@ def _rename_results(gm: fx.GraphModule, names: Sequence[str]) -> None:
     program says them."""
     by_name = {node.name: node for node in gm.graph.nodes}
     for node, name in zip(_results(gm), names, strict=True):
-        if node.name in names:
-            continue
-        if (other := by_name.get(name)) is not None:
-            other.name = node.name
-        node.name = name
-        by_name[name] = node
+        if (other := by_name.get(name, node)) is not node:
+            other.name, by_name[node.name] = node.name, other
+        node.name, by_name[name] = name, node
     gm.recompile()
 
 

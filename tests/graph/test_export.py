@@ -8,6 +8,7 @@ from graphs import as_rank, ops
 
 import commpass
 from commpass.errors import PolicyError
+from commpass.standalone import _rename_results
 
 FORCED = commpass.Policy(rules=[commpass.Rule(codec="int8", force=True)])
 
@@ -48,9 +49,54 @@ def test_rewritten_program_can_be_saved_though_it_returns_what_a_collective_gave
         names = [node.name for node in program.graph.output_node().args[0]]
         commpass.rewrite(program.graph_module, (torch.randn(64, 256),), FORCED)
         assert [node.name for node in program.graph.output_node().args[0]] == names
+        every = [node.name for node in program.graph.nodes]
+        assert len(set(every)) == len(every)
         torch.export.save(program, tmp_path / "program.pt2")
         loaded = torch.export.load(tmp_path / "program.pt2")
         assert loaded.module()(torch.randn(64, 256)).shape == (64, 256)
+
+
+class Several(torch.nn.Module):
+    def forward(self, x):
+        return tuple(ops.wait_tensor(ops.all_reduce(x * k, "sum", "0")) for k in (2, 3, 4))
+
+
+def test_each_of_several_results_keeps_its_own_name():
+    with as_rank(0, 2):
+        program = exported(Several())
+        names = [node.name for node in program.graph.output_node().args[0]]
+        commpass.rewrite(program.graph_module, (torch.randn(64, 256),), FORCED)
+        assert [node.name for node in program.graph.output_node().args[0]] == names
+        every = [node.name for node in program.graph.nodes]
+        assert len(set(every)) == len(every)
+        program.graph_module.graph.lint()
+
+
+def test_name_that_another_node_has_is_exchanged():
+    graph = torch.fx.Graph()
+    first = graph.call_function(torch.neg, (graph.placeholder("x"),))
+    second = graph.call_function(torch.abs, (first,))
+    names = first.name, second.name
+    graph.output((second,))
+    module = torch.fx.GraphModule({}, graph)
+    _rename_results(module, [first.name])
+    assert (second.name, first.name) == names
+    assert torch.equal(module(torch.tensor(2.0))[0], torch.tensor(2.0))
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x):
+        summed = ops.wait_tensor(ops.all_reduce(x * 2, "sum", "0"))
+        return summed, summed
+
+
+def test_result_that_is_returned_twice_keeps_its_name():
+    with as_rank(0, 2):
+        module = exported(Twice()).graph_module
+        names = [node.name for node in module.graph.output_node().args[0]]
+        assert names[0] == names[1]
+        commpass.rewrite(module, (torch.randn(64, 256),), FORCED)
+        assert [node.name for node in module.graph.output_node().args[0]] == names
 
 
 def test_rewritten_graph_has_no_operator_that_samples():
