@@ -11,25 +11,16 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
+from unittest import mock
 
-PRELOADED = (
-    "pytest",
-    "hypothesis",
-    "commpass.backend",
-    "commpass.parallel",
-    "torch.export._trace",
-    "torch.testing._internal.distributed.fake_pg",
-    "torch.utils.cpp_extension",
-    *(f"torch._inductor.{name}" for name in ("compile_fx", "codegen.cuda_combined_scheduling")),
-    *(f"torch._dynamo.backends.{name}" for name in ("inductor", "distributed")),
-)
-"""What a rank needs, and is forked with, since loading takes six seconds."""
 START_S = 120
 PATIENCE_S = 10
 CLONE_NEWNET = 0x40000000
@@ -69,8 +60,7 @@ class Ranks:
         self.members = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn" if self.environment else "forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context = multiprocessing.get_context("spawn") if self.environment else forked()
         folder = tempfile.mkdtemp(prefix="ranks")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -153,6 +143,15 @@ def _member(
             pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
+
+
+def forked() -> Any:
+    """What makes processes that are forked with all that ``preloaded`` loads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()  # which looks for it there
+    return context
 
 
 def do_not_time_guards() -> None:

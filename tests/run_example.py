@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import runpy
 import signal
@@ -13,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from processes import PRELOADED
+from processes import forked
 
 ROOT = Path(__file__).parents[1]
 LONGEST_S = 240.0
@@ -49,8 +48,7 @@ def output_of(script: str, ranks: int, *options: str, longest_s: float = LONGEST
 def output_of_forked(script: str, ranks: int, folder: Path, *options: str) -> str:
     """As ``output_of``, of ranks that have torch loaded when they begin, and that no torchrun
     starts; what they print goes into files of ``folder``."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
+    context = forked()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}

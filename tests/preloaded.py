@@ -1,0 +1,49 @@
+"""What ranks of tests are forked with, since each would need seconds for it: modules that are
+loaded, and what torch finds out once in a process (``processes.Ranks``)."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+import torch
+
+MODULES = (
+    "pytest",
+    "hypothesis",
+    "commpass.backend",
+    "commpass.parallel",
+    "commpass.report.cli",
+    "torch.export._trace",
+    *(
+        f"torch.distributed.{name}"
+        for name in ("checkpoint", "fsdp", "optim", "pipelining", "tensor.experimental")
+    ),
+    "torch.testing._internal.distributed.fake_pg",
+    "torch.utils.cpp_extension",
+    *(f"torch._inductor.{name}" for name in ("compile_fx", "codegen.cuda_combined_scheduling")),
+    *(f"torch._dynamo.backends.{name}" for name in ("inductor", "distributed")),
+)
+
+
+def _compile() -> None:
+    """Compiles a step, so that torch has read its patterns, asked what the processor can do and
+    looked for its compiler. In this process alone: a pool of others could not be forked."""
+    from torch._inductor import config
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x).relu().sum()
+
+    with config.patch(compile_threads=1):
+        for backend in ("aot_eager", "inductor"):
+            torch._dynamo.reset()
+            torch.compile(step, backend=backend)(torch.ones(8, 8, requires_grad=True)).backward()
+    torch._dynamo.reset()
+
+
+for name in MODULES:
+    importlib.import_module(name)
+torch.set_num_threads(1)
+_compile()
+gc.collect()
+gc.freeze()  # nobody looks for garbage in it, and pages stay shared
