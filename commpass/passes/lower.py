@@ -211,7 +211,7 @@ class Kernels:
 @dataclass
 class Bodies:
     """What operators stand for, as graphs: equal calls are traced once, ``inline`` where no kernel
-    is called."""
+    is called. Those of fixed sizes that call no kernel are kept for the next graph."""
 
     decompositions: Decompositions
     by_kernel: frozenset[str]
@@ -223,8 +223,24 @@ class Bodies:
         values = [each.meta["val"] for each in node.all_input_nodes]
         key = (node.target, _constants(node), tuple(map(_facts, values)), self._call(node) is None)
         if key not in self.traced:
-            self.traced[key] = self._trace(node, values)
+            plain = key[-1] and self.inline is nullcontext and all(map(_is_fixed, values))
+            made = self._kept(key, node, values) if plain else self._trace(node, values)
+            self.traced[key] = made
         return self.traced[key]
+
+    def _kept(self, key: tuple[Any, ...], node: fx.Node, values: Sequence[Any]) -> fx.Graph:
+        """As ``_trace``, or what was traced for a former graph."""
+        coders = _coders(node)
+        key = (*key, self.decompositions, *map(id, coders))
+        if (held := _bodies.get(key)) is not None:
+            return held[0]
+        body = self._trace(node, values)
+        for each in body.nodes:
+            each.meta = {}  # fake values hold all that their graph was traced from
+        while len(_bodies) >= MOST_BODIES:
+            _bodies.pop(next(iter(_bodies)), None)
+        _bodies[key] = body, coders
+        return body
 
     def _call(self, node: fx.Node) -> Any:
         """What calls the kernels of an operator, if its site has kernels and it has some."""
@@ -252,6 +268,23 @@ class Bodies:
         with self.inline():
             traced = make_fx(run, decomposition_table=self.decompositions())(*values).graph
         return without_tensors(traced, f"{node.name} ({node.target})")
+
+
+_bodies: dict[tuple[Any, ...], tuple[fx.Graph, Sequence[Any]]] = {}
+"""Bodies of former graphs, with the codecs by whose numbers they are looked up."""
+MOST_BODIES = 128
+
+
+def _coders(node: fx.Node) -> list[Any]:
+    """The codecs, domains and chains that an operator names."""
+    held = {fused.FUSED: fused.named, matmul.MATMUL: matmul.named}.get(node.target, operators.named)
+    return [held(arg) for arg in node.args if isinstance(arg, str)]
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, Tensor) and all(
+        isinstance(size, int) for size in (*value.shape, *value.stride())
+    )
 
 
 def _check_compiles(traced: fx.Graph, node: fx.Node) -> None:
