@@ -13,7 +13,7 @@ import timing
 import torch
 import torch.distributed as dist
 from processes import Ranks, do_not_time_guards
-from tiers import pytest_collection_modifyitems, pytest_configure
+from tiers import pytest_collection_modifyitems, pytest_configure, pytest_itemcollected
 from timing import pytest_runtest_logreport, pytest_terminal_summary
 
 os.environ["COMMPASS_CHECK"] = "1"  # what passes promise each other is checked, on all ranks
@@ -21,6 +21,7 @@ os.environ["COMMPASS_CHECK"] = "1"  # what passes promise each other is checked,
 __all__ = [
     "pytest_collection_modifyitems",
     "pytest_configure",
+    "pytest_itemcollected",
     "pytest_runtest_logreport",
     "pytest_terminal_summary",
 ]

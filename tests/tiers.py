@@ -13,6 +13,7 @@ import torch
 from _pytest.mark import ParameterSet
 
 PARTS = 256
+RANKS = {"ranks2", "ranks3", "ranks4"}
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 runs_again = pytest.mark.skipif(
     VERSION < (2, 12), reason="torch 2.11 keeps the results of these sums: nothing is run again"
@@ -76,6 +77,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     _chosen_tier["every"] = config.getoption("--every")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests of the same real ranks run in one worker, in which these are started once."""
+    if RANKS & {*getattr(item, "fixturenames", ())} and not item.get_closest_marker("xdist_group"):
+        item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
 @pytest.hookimpl(trylast=True)

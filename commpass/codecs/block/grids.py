@@ -280,12 +280,11 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
     midway between two levels.
 
     Solved from the innermost cell outwards: a guess of the first level determines all others;
-    bisect it until the last level is the mean of the tail.
+    bisect it, as far as floats go, until the last level is the mean of the tail.
     """
     count = 2 ** (bits - 1)
     low, high = 0.0, 2.0
-    for _ in range(200):
-        first = (low + high) / 2
+    while (first := (low + high) / 2) not in (low, high):
         if _last_fits(_levels_from(first, count), count):
             low = first
         else:
@@ -312,8 +311,7 @@ def _levels_from(first: float, count: int) -> list[float] | None:
         if _mean(edge, math.inf) <= levels[-1]:
             return None
         low, high = levels[-1], 12.0
-        for _ in range(100):
-            middle = (low + high) / 2
+        while (middle := (low + high) / 2) not in (low, high):
             low, high = (middle, high) if _mean(edge, middle) < levels[-1] else (low, middle)
         edge = (low + high) / 2
         levels.append(2 * edge - levels[-1])
