@@ -11,8 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from processes import forked
+
+import commpass
 
 ROOT = Path(__file__).parents[1]
 LONGEST_S = 240.0
@@ -45,9 +48,13 @@ def output_of(script: str, ranks: int, *options: str, longest_s: float = LONGEST
     return out
 
 
-def output_of_forked(script: str, ranks: int, folder: Path, *options: str) -> str:
+def output_of_forked(
+    script: str, ranks: int, folder: Path, *options: str, without_code: str
+) -> str:
     """As ``output_of``, of ranks that have torch loaded when they begin, and that no torchrun
-    starts; what they print goes into files of ``folder``."""
+    starts; what they print goes into files of ``folder``. No code is generated under the policy of
+    the name ``without_code``: torch 2.13 finds no graph of DTensors in Inductor's cache, and
+    generates the same code again for seconds."""
     context = forked()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -57,7 +64,7 @@ def output_of_forked(script: str, ranks: int, folder: Path, *options: str) -> st
     for rank in range(ranks):
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         environment = {**os.environ, **address, **{key: str(n) for key, n in numbers.items()}}
-        given = (script, list(options), environment, printed[rank])
+        given = (script, list(options), environment, printed[rank], without_code)
         members.append(context.Process(target=_as_rank, args=given, daemon=True))
         members[-1].start()
     deadline = time.monotonic() + LONGEST_S
@@ -73,7 +80,15 @@ def output_of_forked(script: str, ranks: int, folder: Path, *options: str) -> st
     return told
 
 
-def _as_rank(script: str, options: list[str], environment: dict[str, str], printed: Path) -> None:
+def _as_rank(
+    script: str, options: list[str], environment: dict[str, str], printed: Path, without_code: str
+) -> None:
+    backend = commpass.backend
+
+    def chosen(policy: Any, **how: Any) -> Any:
+        name = getattr(policy, "name", policy)
+        return backend(policy, inner="aot_eager" if name == without_code else "inductor", **how)
+
     os.environ.clear()
     os.environ.update(environment)
     with printed.open("w") as file:
@@ -81,6 +96,7 @@ def _as_rank(script: str, options: list[str], environment: dict[str, str], print
             os.dup2(file.fileno(), stream)
         faulthandler.enable(file)
         os.chdir(ROOT)
+        commpass.backend = chosen
         sys.argv = [script, *options]
         sys.path[:0] = [str(ROOT / script.rpartition("/")[0])]
         runpy.run_path(script, run_name="__main__")
