@@ -10,7 +10,8 @@ Torch keeps such state in two places:
   deterministic algorithms change.
 
 Inference mode changes no values. Only tensors that outlive the call must not be made in it
-(``making_lasting_tensors``): autograd could never write to them.
+(``making_lasting_tensors``): autograd could never write to them. And graphs must not be traced in
+it (``rewriting``): it leaves out nodes that stand for views.
 """
 
 from __future__ import annotations
@@ -49,6 +50,14 @@ def ambient_free(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def rewriting() -> Iterator[None]:
+    """As ``without_ambient_state``, and without inference mode, for what traces and changes
+    graphs."""
+    with torch.inference_mode(False), without_ambient_state():  # in this order: it sets grad mode
+        yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from commpass.ambient import ambient_free
+from commpass.ambient import rewriting
 from commpass.passes.allowed import allow, matched, still_allowed
 from commpass.passes.candidates import Options, scoring
 from commpass.passes.choose import choose
@@ -244,7 +244,7 @@ ROUNDS = 8
 in one pass: more are only needed where that of others comes to light."""
 
 
-@ambient_free
+@rewriting()
 def run(
     road: Road,
     graph: str,

@@ -142,7 +142,9 @@ def test_kernels_come_from_the_cache_in_a_second_process(tmp_path):
     assert all(forms == {"kernel"} for run in runs for forms, *_ in run)
     (_, sums, *_), *others = (row for run in runs for row in run)
     assert all(found == sums for _, found, *_ in others)
-    assert [row[2:] for row in runs[1]] == [(4, 0), (4, 0)]  # three kernels and the graph
+    ((*_, hits, misses), *_), second = runs
+    assert hits + misses > 2  # kernels and the graph
+    assert [row[2:] for row in second] == [(hits + misses, 0)] * 2
 
 
 def decorator_alone() -> list[tuple[str, float]]:

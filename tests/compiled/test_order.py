@@ -138,7 +138,7 @@ def layer(x, w, v):
 HIDDEN = {
     1: "m m a0 m A0 g0 m G0",
     2: "m m a0 a1 m A0 g0 A1 g1 m G0 G1",
-    4: "m m a0 a1 a2 a3 m m A0 g0 A1 g1 A2 g2 A3 g3 G0 G1 G2 G3",
+    4: "m m a0 a1 a2 a3 m A0 g0 A1 g1 A2 g2 A3 g3 m G0 G1 G2 G3",
 }
 """Chunks to the order of a backward graph: the gradients of both weights while that of the input
 travels."""

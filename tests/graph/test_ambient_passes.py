@@ -18,7 +18,13 @@ from commpass.policy import Policy
 from commpass.rules import Rule
 
 BALANCED = Policy(name="two", rules=[Rule(codec="rotated", force=True)], max_error=1.0)
-QUICK = ("autocast to bf16", "default dtype bfloat16", "device as context", "function mode")
+QUICK = (
+    "autocast to bf16",
+    "default dtype bfloat16",
+    "device as context",
+    "function mode",
+    "inference",
+)
 
 
 def rewritten(policy: str | Policy) -> tuple[fx.GraphModule, Callable[[], list[object]]]:

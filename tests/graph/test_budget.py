@@ -93,9 +93,9 @@ def test_site_over_its_budget_is_left_alone_after_the_first_call(fake_group, war
         torch.relu(normal(128, 256, seed=3)),
         torch.nn.functional.gelu(normal(128, 256, seed=4)),
         normal(128, 256) * torch.logspace(-3, 3, 128)[:, None],  # rows that differ in size
-        torch.ones(128, 256),
+        torch.full((128, 256), 0.7),
     ],
-    ids=["gauss", "laplace", "relu", "gelu", "rows", "ones"],
+    ids=["gauss", "laplace", "relu", "gelu", "rows", "constant"],
 )
 def test_sites_within_their_budget_stay_compressed(fake_group, warnings, y):
     fake_group(4)

@@ -299,7 +299,7 @@ FAMILIES = [
     *("int8", "rotated", "topk(density=0.1)", rarely("bf16"), rarely("exponent")),
     *(rarely(spec) for spec in ("int4", "fp8", "rotated(bits=4)", "taco", "sdp4bit", "tahquant")),
     *(rarely(spec) for spec in ("dgc(density=0.1)", "gaussiank(density=0.1)", "equarx")),
-    *(rarely(spec) for spec in ("redsync(density=0.1)", "sidco(density=0.1)", "lowbit-tp")),
+    *(rarely(spec) for spec in ("redsync(density=0.1)", "sidco(density=0.1)")),
 ]
 
 

@@ -14,6 +14,7 @@ from tiers import examples, rarely
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commpass.codecs import FLOATS, accumulation_dtype, codec, registry
+from commpass.codecs.wrappers.difference import change
 from commpass.codecs.wrappers.outlier import (
     KEPT,
     Channels,
@@ -469,6 +470,20 @@ def test_differences_of_the_largest_numbers_stay_finite(dtype):
     x = torch.full((64,), 1.0, dtype=dtype) * limit
     coder = difference("difference", inner="int8").against(-x)
     assert coder.decode(coder.encode(x)).isfinite().all()
+
+
+def test_compiled_code_takes_the_values_that_were_rounded():
+    """Inductor leaves out a cast to 16 bits that is widened again: of weights that have not
+    changed, the difference would be what they lost in rounding."""
+    torch._dynamo.reset()
+    weights = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    held = weights.to(torch.bfloat16)
+
+    def send(weights: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        return change(weights.to(torch.bfloat16), held)
+
+    assert not send(weights, held).any()
+    assert not torch.compile(send)(weights, held).any()
 
 
 def test_a_missing_or_wrong_reference_is_refused():
