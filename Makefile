@@ -1,4 +1,4 @@
-# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make scenarios | make fuzz [MINUTES=30] | make mutants | make format | make docs | make tools | make clean
+# make demo | make test [TORCH=2.15.0] [SHARE=text] | make test-all | make test-bench | make scenarios | make fuzz [MINUTES=30] | make mutants | make format | make docs | make tools | make clean
 PYTHON ?= python3
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
@@ -10,7 +10,7 @@ MINUTES ?= 30
 # Tests start hundreds of processes, each of which would otherwise compile all sources anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all scenarios fuzz mutants check format docs tools clean setup
+.PHONY: demo test test-all test-bench scenarios fuzz mutants check format docs tools clean setup
 
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
@@ -22,6 +22,10 @@ test: check
 # With every combination of which `make test` tries a few.
 test-all: check
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --every
+
+# The tests of what is in benchmarks/; as root also those that build networks in a box.
+test-bench: $(READY)
+	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup --bench tests/bench
 
 # Every scenario under every policy; `make test` tries each under one.
 scenarios: $(READY)

@@ -1,5 +1,6 @@
 """Which tests run: the quick ones always, those marked ``every`` with ``--every``, or one in
-256 of them with ``--share TEXT``. Of a function marked ``few(n)``, n cases are quick."""
+256 of them with ``--share TEXT``. Of a function marked ``few(n)``, n cases are quick. Those of
+``tests/bench``, which are of the benchmarks, run where ``--bench`` or ``--every`` is given."""
 
 from __future__ import annotations
 
@@ -67,6 +68,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every", action="store_true", help="also the tests marked every: all combinations"
     )
+    parser.addoption("--bench", action="store_true", help="also the tests of the benchmarks")
     parser.addoption(
         "--share",
         metavar="TEXT",
@@ -80,7 +82,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests of the same real ranks run in one worker, in which these are started once."""
+    """Tests of the same real ranks run in one worker, in which these are started once. Tests of
+    benchmarks are marked."""
+    if item.path.parent.name == "bench":
+        item.add_marker("bench")
     if RANKS & {*getattr(item, "fixturenames", ())} and not item.get_closest_marker("xdist_group"):
         item.add_marker(pytest.mark.xdist_group("ranks"))
 
@@ -93,7 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     _mark_all_but_few(items)
     text = config.getoption("--share")
-    left = [item for item in items if item.get_closest_marker("every") and not _chosen(item, text)]
+    bench = config.getoption("--bench")
+    left = [item for item in items if not _is_quick(item, bench) and not _chosen(item, text)]
     if left:
         out = set(left)
         config.hook.pytest_deselected(items=left)
@@ -121,6 +127,10 @@ def _mark_all_but_few(items: list[pytest.Item]) -> None:
         for number, item in enumerate(found):
             if number not in kept:
                 item.add_marker(pytest.mark.every)
+
+
+def _is_quick(item: pytest.Item, bench: bool) -> bool:
+    return not item.get_closest_marker("every") and (bench or not item.get_closest_marker("bench"))
 
 
 def _chosen(item: pytest.Item, text: str) -> bool:
