@@ -302,6 +302,7 @@ def test_on_paper_it_is_light_and_without_buttons(browser, path):
     assert errors(browser) == []
 
 
+@pytest.mark.every
 def test_ten_thousand_lines_are_made_when_they_are_wanted(browser, tmp_path):
     sites = [made.site(f"all_reduce_{n}", f"part{n}.mlp") for n in range(10_000)]
     out = tmp_path / "big.html"

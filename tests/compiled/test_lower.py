@@ -206,6 +206,7 @@ def test_values_that_later_hops_take_are_filled_up_outside_of_kernels(how, outsi
         assert [cats[0] in call.args[0] for call in calls] == [True] * RANKS + [False]
 
 
+@pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize("numel", [5000, 4096])
 def test_a_ring_whose_values_are_filled_up_gives_the_bits_of_the_inline_form(numel):
@@ -428,6 +429,7 @@ def check_sizes_of_data(policy, sites=3, dynamic=False, training=False, lowering
         assert {(site.codec, site.lowering) for site in plan} == {("exponent", lowering)}
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("lowering", [pytest.param("inline", marks=EVERY), "kernel"])
 def test_codes_whose_size_depends_on_values_have_both_forms(
     lowering, fake_group, without_code, made

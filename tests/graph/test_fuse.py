@@ -370,6 +370,7 @@ def test_a_matmul_that_encodes_computes_what_both_did(fake_group):
 # --- lossless -------------------------------------------------------------------------------------
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("numel", [pytest.param(2048, marks=pytest.mark.every), 2050])
 def test_lossless_encode_and_decode_are_kernels_of_their_own(numel):
     coder = codec_named("exponent")

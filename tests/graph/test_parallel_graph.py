@@ -147,6 +147,7 @@ def test_rules_find_them_by_group_and_module(fake_group):
     assert not [site for plan in plans for site in plan.compressed]
 
 
+@pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_parameters_travel_in_one_dtype_and_gradients_in_another(fake_group, how):
@@ -322,6 +323,7 @@ def test_around_tensor_parallelism(fake_group, how, dp, tp):
     assert max(site.bytes for site in backward if site.group_label == "dp") == 64 * 128 * 4 // tp
 
 
+@pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
 def test_while_accumulating_no_gradient_travels(fake_group, how):

@@ -592,6 +592,7 @@ def test_simplify_adds_no_counts_to_fields_before_they_are_sent():
 # --- size -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.every
 def test_a_graph_of_many_nodes_is_walked_once(monkeypatch):
     walked = []
     monkeypatch.setattr(

@@ -136,6 +136,7 @@ def test_a_dimension_of_the_mesh_is_swept(ranks):
     assert found.step_ms == pytest.approx(2 * all_reduce_ms(512 * 64 * 8, 2), rel=0.01)
 
 
+@pytest.mark.every
 def test_rates_and_arguments_are_swept():
     slow, fast = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off"], sweep=("gbit", [8, 80]))
     assert slow.step_ms == pytest.approx(2 * all_reduce_ms(512 * 64 * 8, 4), rel=0.01)
@@ -223,6 +224,7 @@ def wide(mesh):
     return model, (torch.randn(8, 64, requires_grad=True),)
 
 
+@pytest.mark.every
 def test_ranks_on_hosts_are_looked_at_once(monkeypatch):
     looked = []
     known = Profile.on_each_host

@@ -91,6 +91,7 @@ def test_it_ends_where_the_cost_model_decides_otherwise():
     assert len(run(layer, (rows - near, 2))) == 1
 
 
+@pytest.mark.every
 def test_the_reason_says_where_a_plan_ends():
     small, large = run(layer, (4, 4000))
     assert "holds until 1024*s" in small.sites[0].reason
@@ -111,6 +112,7 @@ def test_training_compiles_both_graphs_twice_and_no_more():
 FORCED = Policy(rules=[Rule(codec="int8", algorithm="two_shot", force=True)])
 
 
+@pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("policy", "profile"),

@@ -337,6 +337,7 @@ def test_evaluation_then_training_is_said_right_and_warns_of_nothing_that_matche
     assert any(plan.direction == "backward" for plan in made[-4:])
 
 
+@pytest.mark.every
 def test_a_process_that_ends_early_says_at_its_end_what_it_did():
     code = """
 import logging, torch, commpass

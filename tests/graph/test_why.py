@@ -118,6 +118,7 @@ def test_a_codec_that_is_forced_leaves_alone_behind_though_it_is_faster(dumped):
     assert lost(alone, site) == "a codec is forced here"
 
 
+@pytest.mark.every
 def test_refused_by_the_error_budget(dumped):
     (one,) = dumped(Policy(codecs=("int8", "int4"), max_error=0.02))
     (site, *_) = one.plan

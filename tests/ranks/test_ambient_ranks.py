@@ -152,5 +152,6 @@ def watching() -> tuple[bool, bool, int]:
     return same_bits(plain, got), errors == outside, len(errors)
 
 
+@pytest.mark.every
 def test_errors_are_measured_under_autocast_without_changing_a_step_of_fsdp(ranks2):
     assert ranks2.run(watching) == [(True, True, 1)] * 2

@@ -260,6 +260,7 @@ def as_it_was() -> tuple[float, bool, bool]:
     return max(place.sensitivity for place in found.places), same, grads
 
 
+@pytest.mark.every
 def test_dropout_and_buffers_are_the_same_in_every_run(ranks2):
     for most, same, grads in ranks2.run(as_it_was):
         assert 0 < most < 3  # another dropout mask would be an error a hundred times as large

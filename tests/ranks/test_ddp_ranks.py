@@ -221,6 +221,7 @@ def compiled_and_trained():
     return max(norms).item(), same_on_all(gradients(model)), len(door.plans)
 
 
+@pytest.mark.every
 def test_with_a_compiled_model(ranks2):
     for away, same, plans in ranks2.run(compiled_and_trained):
         assert 0 < away < 0.05

@@ -156,12 +156,14 @@ def test_four_ranks(ranks4, tmp_path, text, algorithm, numel, dtype):
     check(ranks4, tmp_path, text, algorithm, numel, dtype, calls=4)
 
 
+@pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 def test_a_mean(ranks2, tmp_path, algorithm):
     check(ranks2, tmp_path, "fp8(form=e5m2)", algorithm, 1300, torch.float32, op="avg")
 
 
+@pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 @pytest.mark.parametrize("text", ["int8(rounding=stochastic)", "sdp4bit", "tahquant(block=64)"])

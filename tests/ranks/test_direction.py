@@ -283,6 +283,7 @@ def check_ddp(direction: str) -> None:
         assert worst < 1e-5
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("direction", ["backward", rarely("forward")])
 def test_the_gradients_of_ddp_are_backward(direction, ranks2):
     ranks2.run(check_ddp, direction)

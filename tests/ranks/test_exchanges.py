@@ -236,6 +236,7 @@ def check_late_rank() -> None:
         assert (result.double() - total).abs().max() <= 0.1
 
 
+@pytest.mark.every
 def test_a_rank_that_is_late(ranks3):
     ranks3.run(check_late_rank)
 

@@ -536,6 +536,7 @@ def loaded(folder: str) -> tuple[list[str], dict[str, torch.Tensor]]:
     return sorted(model.state_dict()), found
 
 
+@pytest.mark.every
 def test_two_ranks_save_what_four_load(ranks2, ranks4, tmp_path):
     keys, before = ranks2.run(saved, str(tmp_path))[0]
     assert keys == sorted(Net().state_dict())

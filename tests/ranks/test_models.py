@@ -299,6 +299,7 @@ def forms(inner: str) -> None:
             assert close(a, b, 0.02), (name, inner)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("inner", ["eager", rarely("inductor")])
 def test_every_form_gives_the_numbers_of_the_plain_one(inner, ranks2):
     ranks2.run(forms, inner)

@@ -317,6 +317,7 @@ def check_weights_are_loaded() -> None:
     check_nothing_is_lost(model, {0: given[0] + more[0]}, range(4))
 
 
+@pytest.mark.every
 def test_parameters_that_are_loaded_keep_their_residuals(ranks2):
     ranks2.run(check_weights_are_loaded)
 
@@ -379,6 +380,7 @@ def test_a_graph_without_parameters_is_nobodys(force, fake_group):
         assert "not known whose state" in commpass.plans()[-1].sites[0].reason
 
 
+@pytest.mark.every
 def test_sizes_that_were_symbolic_elsewhere(fake_group):
     """Backward is then compiled together with forward, where torch makes no real tensors."""
     fake_group(2)

@@ -270,6 +270,7 @@ def counted(how: str, policy) -> tuple[list, list]:
     return sent, planned, kept
 
 
+@pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("how", "policy"),

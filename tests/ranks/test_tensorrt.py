@@ -114,6 +114,7 @@ def test_engines_get_what_is_computed_and_nothing_that_is_sent(ranks2):
     assert not torch.allclose(by_engines.double(), plain, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.every
 def test_settings_go_to_torch_tensorrt(fake_group, stand_in):
     fake_group(2)
     backend = commpass.backend("off", inner=Engines(min_block_size=1, use_fp32_acc=True))

@@ -826,7 +826,7 @@ def simulated(spec: str, ranks: int, error: float = 0.05, numel: int = 20_000) -
     return float((total - exact).std() / exact.std())
 
 
-@pytest.mark.few(44)
+@pytest.mark.few(22)
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 @pytest.mark.parametrize("spec", SPECS["all_reduce"])
 def test_predicted_errors_are_those_of_a_simulation(spec, ranks):
@@ -1502,7 +1502,7 @@ def test_a_node_that_does_not_divide_the_ranks_is_refused_by_number(ranks, node)
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
-@pytest.mark.few(51)
+@pytest.mark.few(17)
 @pytest.mark.parametrize("dtype", ITEM)
 @pytest.mark.parametrize("kind", COMPRESSIBLE)
 @pytest.mark.parametrize("codec", ["exponent", "raw", *CODECS])

@@ -41,7 +41,7 @@ def test_numbers_codes_and_values_are_those_of_the_reference(named, x):
     verify(named, x)
 
 
-@pytest.mark.few(75)
+@pytest.mark.few(38)
 @pytest.mark.parametrize("text", FAMILY)
 def test_numbers_codes_and_values_of_every_setting(text):
     for dtype, seed in zip(FLOATS, range(4), strict=True):
@@ -63,7 +63,7 @@ def test_rectangles_at_the_edges_of_a_matrix(columns, numel):
     verify((codec("equarx", width=columns), setting), gaussian(numel))
 
 
-@pytest.mark.few(210)
+@pytest.mark.few(70)
 @pytest.mark.parametrize("text", [text for text, setting in FAMILY.items() if setting.seed is None])
 def test_float64_values_are_the_reference_to_nine_digits(text):
     """Of values near a tie rounding decides, in the package and in the reference: they may differ,
@@ -553,6 +553,7 @@ def test_other_seeds_make_other_wires():
     assert len(wires) == 20
 
 
+@pytest.mark.every
 def test_the_same_seed_makes_the_same_bits_in_another_process():
     program = (
         "import torch, hashlib; from commpass.codecs import codec\nx = torch.arange(1000,"

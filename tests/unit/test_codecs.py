@@ -251,6 +251,7 @@ def test_the_stated_error_bound_is_never_exceeded(named, x):
     ).all()
 
 
+@pytest.mark.few(52)
 @each_of_the_family
 def test_the_bound_and_the_floor_are_numbers_that_mean_something(text):
     coder, setting = build(text)
@@ -338,6 +339,7 @@ def test_zeros_decode_to_zeros_and_the_smallest_numbers_to_small_ones(text):
             assert (coder.decode(coder.encode(x)).double().abs() <= most).all(), (dtype, value)
 
 
+@pytest.mark.few(35)
 @each_of_the_family
 def test_a_block_of_zeros_among_others_is_zeros(text):
     coder, setting = build(text, 64)
@@ -375,6 +377,7 @@ def test_the_largest_finite_numbers_stay_finite_and_large(text):
                 assert off.square().mean().sqrt() <= coder.bound * 1.00001, dtype
 
 
+@pytest.mark.few(35)
 @each_of_the_family
 def test_one_value_and_nothing_at_all(text):
     coder, _ = build(text)
@@ -444,6 +447,7 @@ def test_bits_per_value_are_codes_and_side_data(text):
     assert codec(text).bits_per_value(1 << 21, torch.bfloat16) == SIDE_BITS[text]
 
 
+@pytest.mark.few(35)
 @each_of_the_family
 def test_each_row_is_encoded_and_decoded_on_its_own(text):
     """Noise is another for each place, so of another for each row: stochastic codes of a row depend
@@ -495,6 +499,7 @@ def test_strides_do_not_matter(text):
     )
 
 
+@pytest.mark.few(35)
 @each_of_the_family
 def test_other_data_makes_another_wire(text):
     assert bits(codec(text).encode(gaussian(300)).payload) != bits(
@@ -663,6 +668,7 @@ def test_eager_and_compiled_sums_and_roots_differ_by_rounding_alone(compiled, gr
 # --- what they say of themselves ------------------------------------------------------------------
 
 
+@pytest.mark.few(35)
 @each_of_the_family
 def test_lossy_codecs_without_state_say_so(text):
     coder = codec(text)
@@ -895,6 +901,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.few(60)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("text", WHOLE)
 def test_what_a_collective_encodes_in_the_dtype_carried_is_decoded_as_the_tensors(text, dtype):

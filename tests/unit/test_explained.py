@@ -201,6 +201,7 @@ def test_a_diff_for_programs(tmp_path: Path):
     assert json.loads(same.stdout)["graphs"] == []
 
 
+@pytest.mark.every
 def test_ten_thousand_sites_are_explained_in_two_seconds_of_a_processor(tmp_path: Path):
     path = dump.write(tmp_path, layered(5000))
     start = time.process_time()

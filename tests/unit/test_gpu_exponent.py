@@ -99,6 +99,7 @@ def test_one_value(planes: int, value: float) -> None:
     check(planes, torch.full((1, 1500), value, dtype=torch.float32))
 
 
+@pytest.mark.every
 @both
 def test_from_how_many_zeros_on_they_are_many(planes: int) -> None:
     x = gaussian(2048, torch.bfloat16)
@@ -182,6 +183,7 @@ def test_raw_rows_take_the_aten_form() -> None:
     assert all(interpreted(what_has_no_kernels))
 
 
+@pytest.mark.every
 @pytest.mark.few(1)
 @both
 @floats

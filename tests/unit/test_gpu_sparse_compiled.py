@@ -175,6 +175,7 @@ def test_all_kernels_compile_and_spill_nothing(target, spec, dtype, tmp_path):
         assert spilled == 0, name
 
 
+@pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize("target", ["sm_90", AMD])
 def test_statistics_compile_and_spill_nothing(target, tmp_path):

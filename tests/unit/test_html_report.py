@@ -451,6 +451,7 @@ def test_every_link_has_its_target(runs):
     assert len(targets) > 5 * runs
 
 
+@pytest.mark.every
 def test_ten_thousand_sites_take_seconds_and_few_elements(tmp_path):
     one = made.dump(made.layers(5000))
     start = time.process_time()

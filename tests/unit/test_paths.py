@@ -242,6 +242,7 @@ def test_a_block_that_is_compiled_and_called_by_itself_has_the_path_that_apply_p
     assert [site.module for site in forward] == ["layers.1.attn", "layers.1.mlp"]
 
 
+@pytest.mark.every
 def test_a_rule_for_all_blocks_reaches_blocks_that_are_compiled_one_by_one():
     policy = Policy(rules=[Rule(module="layers.*.mlp", codec="int8", force=True)])
     model, chosen = Net(), commpass.backend(policy, inner="aot_eager", strict=True)

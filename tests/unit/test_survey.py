@@ -130,6 +130,7 @@ def test_every_codec_has_a_line_that_says_what_it_is_for():
     assert "plain integers" in shown
 
 
+@pytest.mark.every
 def test_names_in_the_picture_cover_neither_each_other_nor_a_point(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
     from matplotlib.text import Annotation, Text

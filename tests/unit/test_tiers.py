@@ -61,6 +61,7 @@ def test_the_part_of_a_text_is_always_the_same():
     assert [part(text) for text in "ldaovgkh"] == [144, 137, 202, 123, 108, 197, 246, 31]
 
 
+@pytest.mark.every
 def test_few_cases_of_a_function_lie_evenly_among_them(tmp_path):
     quick, whole = collected(tmp_path, [], ["--every"], tests=FEW)
     assert quick == [f"test_these.py::test_these[{n}]" for n in (0, 2, 5)]

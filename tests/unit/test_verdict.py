@@ -236,6 +236,7 @@ def test_a_backend_that_is_gone_is_not_in_the_report():
     assert len(commpass.report().graphs) == graphs
 
 
+@pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "lines",
