@@ -54,7 +54,7 @@ def profiles(draw) -> Profile:
     return Profile("some", link, kernels=kernels, margin=draw(st.sampled_from((0.0, 0.1))))
 
 
-@settings(deadline=None, max_examples=examples(20, 60))
+@settings(deadline=None, max_examples=examples(10, 60))
 @given(sites(), profiles(), st.sampled_from(CODECS), st.floats(1.0, 1000.0))
 def test_a_faster_link_never_makes_fewer_bytes_more_attractive(site, profile, codec, times):
     """What a candidate saves, where it puts fewer bytes on the link than the plain collective. (A
@@ -90,7 +90,7 @@ def _same(one, other) -> bool:
     return (one.codec, one.algorithm, one.chunks) == (other.codec, other.algorithm, other.chunks)
 
 
-@settings(deadline=None, max_examples=examples(100, 400))
+@settings(deadline=None, max_examples=examples(40, 400))
 @given(sites(), profiles(), st.sampled_from((0.003, 0.01, 0.03, 0.1)), st.sampled_from((1, 4, 30)))
 def test_a_larger_budget_never_makes_a_plan_slower(site, profile, budget, times):
     """But for the share that fewer chunks may cost."""

@@ -140,9 +140,9 @@ def test_but_for_the_operator_the_graph_is_the_same(fake_group):
 
 
 NOT = {
+    "inside": (forced(lowering="inline"), lambda x: reduced(torch.tanh(x)), "inside of the kernel"),
     "lossless": (forced("exponent"), lambda x: gathered(x @ x), "loses nothing"),
     "feedback": (forced("topk(density=0.1)"), lambda x: reduced(x @ x), None),
-    "inside": (forced(lowering="inline"), lambda x: reduced(torch.tanh(x)), "inside of the kernel"),
     "left alone": (Policy(watch=1.0), lambda x: reduced(x @ x), None),
 }
 
