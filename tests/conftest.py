@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,9 @@ from processes import Ranks, do_not_time_guards
 from tiers import pytest_collection_modifyitems, pytest_configure, pytest_itemcollected
 from timing import pytest_runtest_logreport, pytest_terminal_summary
 
+# pytest gives each logger that passes nothing on a handler, and torch then describes at length what
+# it compiles.
+logging.getLogger("torch.__trace").propagate = True
 os.environ["COMMPASS_CHECK"] = "1"  # what passes promise each other is checked, on all ranks
 
 __all__ = [
