@@ -1,4 +1,5 @@
-"""What ``make demo`` runs, and the examples that share its code: run as a user runs them."""
+"""What ``make demo`` runs, and the examples that share its code: run as a user runs them.
+CI runs that of the demo with each commit."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from run_example import output_of, output_of_forked
+from run_example import output_of
 
 from commpass import dump
 
@@ -22,14 +23,6 @@ def test_example_started_by_torchrun_ends_with_one_page(script, tmp_path):
     if script == "train_hf":
         pytest.importorskip("transformers")
     printed = output_of(f"examples/{script}.py", 2, f"--out={tmp_path}", *OPTIONS)
-    check_demo(printed, tmp_path)
-
-
-def test_demo_ends_with_steps_timed_in_turns_and_one_page(tmp_path):
-    """As torchrun does it, but that torch is loaded when its ranks begin, and that no code is
-    generated for the run of which nothing is drawn."""
-    options = (f"--out={tmp_path}", *OPTIONS)
-    printed = output_of_forked("examples/train_tp.py", 2, tmp_path, *options, without_code="bf16")
     check_demo(printed, tmp_path)
 
 

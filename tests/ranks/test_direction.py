@@ -204,6 +204,7 @@ def check_words() -> None:
         assert {site.codec for site in again} == {"none"}
 
 
+@pytest.mark.every
 @runs_again
 def test_gradients_and_what_is_run_again_in_one_graph(ranks2):
     ranks2.run(check_words)

@@ -115,6 +115,7 @@ def tensor_form(layers, inductor):
     assert same_on_all_ranks(replicated)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("layers", [1, rarely(2)])
 def test_tensor_parallel_needs_four_all_reduces_a_layer(layers, ranks2):
     ranks2.run(tensor_form, layers, False)
