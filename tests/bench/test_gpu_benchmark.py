@@ -47,7 +47,7 @@ def test_domains_in_float64(spec):
     assert (exact.leave(domain, entered) - x).abs().max() < 1e-12
 
 
-def test_what_is_not_finite_is_so_in_float64():
+def test_values_that_are_not_finite_are_so_in_float64():
     for spec in ("fp8", "fp8(form=e5m2)", "int4(stored=pow2)", "int8(static=0.05)"):
         coder, x = codec(spec), torch.ones(1, 600)
         x[0, 300] = float("nan")

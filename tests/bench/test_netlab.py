@@ -104,7 +104,7 @@ def test_slow_links():
 
 
 @pytest.mark.parametrize("gbit", [0.001, 0.1, 1, 10, 100])
-def test_what_is_handed_over_at_once_fits_into_a_burst(gbit):
+def test_bytes_handed_over_at_once_fit_into_a_burst(gbit):
     assert 9000 <= segment(gbit) <= min(burst(gbit) - 9000, 65536)
 
 
@@ -120,7 +120,7 @@ def test_every_link_is_checked_each_way(network):
         assert way.asked == own[way.link] == min(link.gbit for link in over)
 
 
-def test_what_is_off_is_told():
+def test_deviations_are_reported():
     way = next(ways(Network(2, 1.0, delay_us=500)))
     good = Measured(way, 0.96, 1250)
     assert show.warnings([good], (2.0, 1.95)) == []
@@ -181,7 +181,7 @@ def test_no_command_is_one_line(capsys, monkeypatch):
     assert "COMMAND" in said(capsys, monkeypatch, "--hosts", "2")
 
 
-def test_what_the_machine_lacks_is_one_line(capsys, monkeypatch):
+def test_missing_programs_are_reported_in_one_line(capsys, monkeypatch):
     monkeypatch.delenv(apart.APART, raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else name)

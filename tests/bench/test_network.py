@@ -45,7 +45,7 @@ def test_bytes_of_stages():
     assert calls.sent(Stage(role="exchange", kind="all_gather", leaving=25), 4) == 75
 
 
-def test_what_bytes_take():
+def test_times_of_bytes():
     assert calls.ideal_ms(MIB, 1) == pytest.approx(8.388608)
     assert calls.ideal_ms(MIB, 0.1) == pytest.approx(83.88608)
 
@@ -186,7 +186,7 @@ def test_losses_over_time_leave_compiling_out():
     assert ddp["loss_by"] == ddp["losses"][10]  # the 12th step ends at 3.6 s, and this is 3.599
 
 
-def test_what_a_way_is_compared_with_takes_part():
+def test_baseline_of_a_way_is_run_too():
     assert data_parallel.taking_part(["int8"]) == ["ddp", "compute", "int8"]
     assert data_parallel.taking_part(["graph"]) == ["ddp", "compute", "graph-alone", "graph"]
     assert all(WAYS[way.alone].alone == way.alone for way in WAYS.values())
@@ -230,7 +230,7 @@ def test_quick_has_no_options_of_its_own(name):
         (["--steps", "4"], "--steps 4: must be at least 5, for quartiles behind 3 that warm up"),
     ],
 )
-def test_what_nobody_takes_is_refused(arguments, said, capsys):
+def test_unknown_options_are_refused(arguments, said, capsys):
     with pytest.raises(SystemExit):
         cli.parsed(arguments)
     assert said in capsys.readouterr().err
@@ -240,7 +240,7 @@ def test_the_first_is_always_compared():
     assert shared.chosen(gradients.WAYS, ["topk", "fp16"]) == ["ddp", "fp16", "topk"]
 
 
-def test_what_goes_to_ranks_arrives():
+def test_options_for_ranks_arrive():
     sent = (steps.POLICIES, levels.profile(1.0))
     assert pickle.loads(pickle.dumps(sent)) == sent
 

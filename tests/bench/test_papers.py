@@ -173,7 +173,7 @@ def test_every_number_has_a_row(found):
     assert all(found[name].ratio == pytest.approx(1.0) for name in fitted)
 
 
-def test_what_was_fitted_does_not_count():
+def test_fitted_rows_do_not_count():
     some = [made(2.0, 2.0), made(2.0, 3.0), made("native", "native"), made("native", "zipped")]
     assert summary(some) == rows.Summary(predicted=4, met=2, fitted=0)
     assert summary([*some, made(2.0, 2.0, fitted=True)]) == rows.Summary(4, 2, 1)

@@ -292,7 +292,7 @@ def test_text_is_readable(browser, path, tmp_path, scheme):
     assert errors(browser) == []
 
 
-def test_on_paper_it_is_light_and_without_buttons(browser, path):
+def test_printed_page_is_light_and_without_buttons(browser, path):
     show(browser, path, scheme="dark", media="print")
     back = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert back == "rgb(255, 255, 255)"
@@ -331,7 +331,7 @@ def test_names_run_no_script(browser, tmp_path):
     assert errors(browser) == []
 
 
-def test_what_only_one_run_has_is_no_share_of_the_other(browser, tmp_path):
+def test_sites_of_one_run_alone_are_no_share_of_the_other(browser, tmp_path):
     sites = made.layers(2)
     runs = [made.dump([*sites, made.site("extra", "head")]), made.dump(sites, run="b")]
     html.write([html.Read(each.run, (each,), {}) for each in runs], tmp_path / "report.html")

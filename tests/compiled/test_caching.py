@@ -201,7 +201,7 @@ print(bool(torch.equal(compiled, eager)), hits, float(eager.abs().sum()))
 
 
 @pytest.mark.every
-def test_what_another_commpass_compiled_is_not_served_from_the_cache(tmp_path):
+def test_cache_serves_nothing_that_another_commpass_compiled(tmp_path):
     shutil.copytree(
         Path(commpass.__file__).parent,
         tmp_path / "commpass",

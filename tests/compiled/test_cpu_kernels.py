@@ -154,7 +154,7 @@ def test_casts_and_residuals_are_rounded_as_torch_rounds():
     st.integers(1, 900),
     st.sampled_from(["int8", "int4(stored=pow2)", "rotated(bits=4)", "tahquant(block=32)"]),
 )
-def test_what_is_not_finite_stays_so_and_nothing_else_becomes_it(some, n, spec):
+def test_kernels_keep_what_is_not_finite_and_make_nothing_else_so(some, n, spec):
     """Law 2, for any bits."""
     coder = codec(spec)
     x = torch.tensor((some * n)[:n]).reshape(1, -1)
@@ -383,7 +383,7 @@ def test_the_number_of_threads_changes_nothing(spec):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_there_is_no_kernel_for_says_why(chain, reason):
+def test_missing_kernels_say_why(chain, reason):
     with pytest.raises(CommpassError, match=reason):
         cpu.compiled(chain)
     assert cpu.supports(chain)

@@ -346,7 +346,7 @@ def test_a_kernel_writes_into_buffers_and_leaves_what_it_was_given(fake_group, m
         assert all(map(torch.equal, values, copies))
 
 
-def test_what_lies_between_two_exchanges_is_one_kernel_which_equal_sites_share(fake_group, made):
+def test_kernel_between_two_exchanges_is_one_and_shared_by_equal_sites(fake_group, made):
     fake_group(4)
 
     def function(x):
@@ -439,7 +439,7 @@ def test_codes_whose_size_depends_on_values_have_both_forms(
     check_sizes_of_data(policy, lowering=lowering)
 
 
-def test_of_codes_whose_size_depends_on_values_encode_and_decode_are_kernels(fake_group, made):
+def test_kernels_encode_and_decode_codes_whose_size_depends_on_values(fake_group, made):
     fake_group(4)
     policy = forced("exponent", algorithm="one_shot", lowering="kernel")
     gm, _ = rewritten(summed, torch.randn(64, 64), policy)
@@ -561,7 +561,7 @@ def test_tables_are_computed_once_and_handed_to_the_kernel():
     same(rest(rows, *tables)[0], body(rows)[0])
 
 
-def test_what_is_large_or_drawn_is_no_table():
+def test_large_or_random_constants_are_no_tables():
     def function(x):
         return [x + torch.arange(40_000).view(5_000, 8) * 2 + torch.rand(8) * 3]
 

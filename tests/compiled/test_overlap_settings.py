@@ -103,7 +103,7 @@ def test_ranks_that_compute_different_things_start_exchanges_alike(setting, kind
 
 
 @pytest.mark.every
-def test_without_commpass_that_setting_orders_them_by_rank():
+def test_setting_orders_them_by_rank_without_commpass():
     first, second = (starts(rank, "inductor", SETTINGS["by peak memory"]) for rank in range(RANKS))
     assert sorted(first) == sorted(second)
     assert first != second

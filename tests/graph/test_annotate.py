@@ -290,7 +290,7 @@ def test_a_decorator_keeps_what_it_decorates_and_its_name_and_docstring():
     "scope", [commpass.keep, commpass.compress(codec="int8")], ids=["keep", "compress"]
 )
 @pytest.mark.parametrize("target", [3, "layers.0"])
-def test_what_has_no_inside_cannot_be_decorated(scope, target):
+def test_objects_without_modules_cannot_be_decorated(scope, target):
     with pytest.raises(PolicyError, match="module class, a module or a function") as error:
         scope(target)
     assert repr(target) in str(error.value)
@@ -809,7 +809,7 @@ def test_a_second_word_that_would_do_nothing_is_refused_and_nothing_is_changed(a
     assert forward_words(model) == before
 
 
-def test_of_two_patterns_that_name_one_module_the_first_counts():
+def test_first_of_two_patterns_that_name_one_module_counts():
     model = commpass.apply_policy(Net(), {"layers.0": "int4", "layers.*": "int8"})
     assert forward_words(model)[:4] == ["int4", "int4", "int8", "int8"]
 

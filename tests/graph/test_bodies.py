@@ -82,7 +82,7 @@ def test_another_codec_of_the_same_name_is_not_taken_for_the_first(traces, monke
     assert traces(64)[0] == coded > 1
 
 
-def test_only_so_many_are_kept(traces, monkeypatch):
+def test_bodies_kept_are_limited_in_number(traces, monkeypatch):
     monkeypatch.setattr(lower, "MOST_BODIES", 3)
     for columns in (64, 128, 192):
         traces(columns)

@@ -103,7 +103,7 @@ def test_a_chunk_travels_while_the_next_is_computed(rows, order):
     assert [site.shape for site in plan] == [(M // rows, N)] * rows
 
 
-def test_what_others_take_is_joined():
+def test_chunks_that_others_take_are_joined():
     """The residual is a result of its own: its chunks are put together, and those of the sum, which
     nobody else takes, are not."""
     gm, _ = check(block, inputs(), rows=2)
@@ -114,7 +114,7 @@ def test_what_others_take_is_joined():
     ]
 
 
-def test_without_a_matmul_behind_it_the_sum_is_joined():
+def test_sum_without_a_matmul_behind_it_is_joined():
     def function(x, w):
         return reduced(x @ w).relu()
 
@@ -333,7 +333,7 @@ NEVER = {
 
 
 @pytest.mark.parametrize("function", NEVER, ids=lambda function: function.__name__)
-def test_what_is_never_split_says_why(function):
+def test_unsplit_sites_say_why(function):
     given = [whole(M, N), whole(N, N)]
     gm = trace(function, *given)
     before = code(gm)
@@ -460,7 +460,7 @@ def test_a_statistic_of_all_values_is_computed_of_the_whole(name):
     assert story(gm) == "msmswwcm"
 
 
-def test_what_other_rows_decide_is_computed_of_the_whole():
+def test_rows_that_depend_on_other_rows_are_computed_whole():
     """Sums over rows, and what takes them; random numbers are drawn for all rows at once."""
 
     def function(x, w):
@@ -553,7 +553,7 @@ def test_the_plan_tells_and_ranks_compare():
     assert split.of_group("another").split == ()
 
 
-def test_what_was_split_is_shown():
+def test_split_sites_are_shown():
     from rich.console import Console
 
     from commpass.report.tables import splits

@@ -126,7 +126,7 @@ def test_compressed_chunks():
         assert (one - other).norm() < 0.02 * one.norm()
 
 
-def test_what_nothing_is_done_with_in_chunks():
+def test_sites_whose_chunks_nothing_uses():
     def function(ranks, dim):
         return lambda x, w1, w2, room: gathered(x, ranks) + 1
 

@@ -107,7 +107,7 @@ def test_jobs_are_done_in_order_in_another_thread():
     worker.check()
 
 
-def test_after_an_error_nothing_is_done_and_nothing_waits():
+def test_hook_does_nothing_and_waits_for_nothing_after_an_error():
     told, done = [], []
 
     def told_and_fails() -> None:
@@ -146,7 +146,7 @@ def all_reduce(group: dist.ProcessGroup) -> Exchange:
     return Exchange("all_reduce", name, size, "", "backward", "ddp", "avg", flat=True)
 
 
-def test_what_is_left_alone_is_not_compiled(fake_group, monkeypatch):
+def test_buckets_left_alone_are_not_compiled(fake_group, monkeypatch):
     from torch._inductor import compile_fx
 
     def compiled(*_, **__):

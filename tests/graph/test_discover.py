@@ -71,7 +71,7 @@ def test_coalesced_forms_are_a_site_for_each_tensor(collective, fake_group):
     assert len({site.name for site in found}) == 2
 
 
-def test_in_place_and_out_forms(fake_group):
+def test_forms_in_place_and_out(fake_group):
     fake_group(8)
 
     def function(x, out):

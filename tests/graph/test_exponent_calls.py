@@ -108,7 +108,7 @@ def test_shapes_are_those_that_torch_is_told():
     torch.library.opcheck(decode, (wire, "exponent", 5, torch.float32, False))
 
 
-def test_without_a_kernel_it_is_inline_where_a_compiler_fuses(monkeypatch):
+def test_code_without_a_kernel_is_inline_where_a_compiler_fuses(monkeypatch):
     """One operator after the other is what runs anyway where nothing is compiled."""
     monkeypatch.setattr(exponent, "_has_kernel", lambda chain, device: False)
     calls = []

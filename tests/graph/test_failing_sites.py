@@ -117,7 +117,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("spec", REFUSED)
-def test_what_a_codec_cannot_carry_is_refused(spec, caplog):
+def test_values_that_a_codec_cannot_carry_are_refused(spec, caplog):
     check(forced(spec), REFUSED[spec], caplog, warned=False)
 
 

@@ -63,14 +63,14 @@ def planned(function, inputs, policy=INT8):
 
 
 @pytest.mark.parametrize("name", FED_BACK)
-def test_what_takes_the_place_of_what_it_was_made_of_is_left_alone(name):
+def test_values_that_replace_their_own_inputs_are_left_alone(name):
     site = planned(*FED_BACK[name])
     assert site.codec == "none"
     assert "takes the place of" in site.reason
 
 
 @pytest.mark.parametrize("name", ANEW)
-def test_what_is_made_anew_in_each_call_is_compressed(name):
+def test_values_made_anew_in_each_call_are_compressed(name):
     assert planned(*ANEW[name]).codec == "int8"
 
 

@@ -175,7 +175,7 @@ def test_the_numbers_are_those_of_the_operators(fake_group, codec, algorithm):
 # --- what must not be -----------------------------------------------------------------------------
 
 
-def test_what_several_take_is_not_fused_with_one_of_them(fake_group):
+def test_results_that_several_take_are_not_fused_with_one_of_them(fake_group):
     fake_group(RANKS)
 
     def shared(x, r):
@@ -240,7 +240,7 @@ def test_the_plain_form_takes_over_with_the_reason(fake_group, policy, x, said):
     assert said in plan.sites[0].reason
 
 
-def test_without_triton_nothing_is_generated(fake_group):
+def test_nothing_is_generated_without_triton(fake_group):
     fake_group(RANKS)
     with patch.object(generated, "find_spec", lambda name: None):
         gm, _, plan = run(summed, forced("int8", lowering="kernel"), X, passes=before("lower"))

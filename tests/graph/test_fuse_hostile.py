@@ -80,7 +80,7 @@ def test_a_matmul_may_take_one_tensor_twice(fake_group, function, inputs):
 
 
 @pytest.mark.parametrize(("codec", "two"), [("rotated", "kernel"), ("int8", "inline")])
-def test_where_bits_differ_the_form_does_not_depend_on_the_number_of_sites(fake_group, codec, two):
+def test_form_does_not_depend_on_the_number_of_sites_where_bits_differ(fake_group, codec, two):
     """Checkpointing runs some of a forward graph's sites again in the backward graph."""
     fake_group(4)
     x = torch.empty(64, 256, dtype=BF16)

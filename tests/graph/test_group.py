@@ -325,7 +325,7 @@ def test_an_input_that_is_written_to_before_the_fused_start_stays_where_it_is(ma
 
 
 @pytest.mark.parametrize("make", [add_one, add_one_to_a_view])
-def test_nor_is_a_view_of_what_is_written_to(make):
+def test_group_leaves_views_of_written_tensors_alone(make):
     viewed = both(lambda x: ar(x.view(-1)))
     write = lambda graph, node: make(graph, node.args[0])  # noqa: E731
     assert len(grouped(viewed)[1].grouped) == 1
@@ -386,7 +386,7 @@ def test_symbolic_sizes_are_left_alone():
     assert plan.grouped == ()
 
 
-def test_what_checkpointing_runs_again_is_left_alone():
+def test_recomputed_sites_are_left_alone():
     def tagged(gm):
         for node in gm.graph.nodes:
             if parse(node):
@@ -482,7 +482,7 @@ def test_a_start_is_delayed_by_so_many_matmuls_at_most(delay, sizes):
     assert [len(each.sites) for each in plan.grouped] == sizes
 
 
-def test_nor_is_a_result_needed_so_much_earlier():
+def test_group_keeps_results_needed_much_earlier_apart():
     """Two gathers that start together, of which one is used three matmuls later."""
 
     def used(later):

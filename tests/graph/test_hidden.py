@@ -70,19 +70,19 @@ def _group(fake_group):
     fake_group(4)
 
 
-def test_what_hides_behind_matmuls_is_left_alone_and_says_so():
+def test_sites_that_hide_behind_matmuls_are_left_alone_and_say_so():
     (site,) = planned(gradients(3), profile(exchange_us=10_000, matmul_us=20_000))
     assert (site.codec, site.hidden) == (NONE, True)
     assert site.wire_bytes == BYTES
     assert site.reason.startswith("hidden: int8 by two_shot would take")
 
 
-def test_what_nothing_hides_is_compressed():
+def test_sites_that_nothing_hides_are_compressed():
     (site,) = planned(gradients(0), profile(exchange_us=10_000, matmul_us=20_000))
     assert (site.codec, site.hidden) == ("int8", False)
 
 
-def test_what_is_longer_than_the_matmuls_is_compressed():
+def test_sites_longer_than_the_matmuls_are_compressed():
     (site,) = planned(gradients(3), profile(exchange_us=100_000, matmul_us=10_000))
     assert site.codec == "int8"
 
@@ -116,14 +116,14 @@ def test_a_policy_may_compress_it_all_the_same(policy):
     assert site.codec == "int8"
 
 
-def test_where_ranks_are_not_asked_nothing_is_left_alone_for_that():
+def test_sites_are_not_left_alone_as_hidden_where_ranks_are_not_asked():
     known = profile(exchange_us=10_000, matmul_us=20_000)
     (site,) = planned(gradients(3), known, hides=False)
     assert site.codec == "int8"
 
 
 @pytest.mark.parametrize("was", [True, False])
-def test_what_was_decided_before_stays_so(was):
+def test_earlier_decisions_stay(was):
     """As where one rank compiles again for another batch: others go on with what they have."""
     known = profile(exchange_us=10_000, matmul_us=20_000)
     (site,) = planned(gradients(3), known)
@@ -149,7 +149,7 @@ def several(sizes, matmuls: int):
     return trace(function, *inputs)
 
 
-def test_on_a_link_that_is_full_only_the_last_are_exposed():
+def test_last_sites_alone_are_exposed_on_a_full_link():
     """Four exchanges, and behind each but the last as much compute: the last alone is coded."""
 
     def function(x, *others):
@@ -179,7 +179,7 @@ def test_the_same_is_decided_of_sites_that_nothing_tells_apart():
 
 
 @pytest.mark.every
-def test_of_many_sites_those_that_have_the_most_compute_behind_them_are_left_alone():
+def test_sites_with_the_most_compute_behind_them_are_left_alone():
     """One after the other on a link that has time for half of them, without codes."""
     many = MANY + 8
     sizes = [N + n for n in range(many)]

@@ -226,7 +226,7 @@ def test_a_missed_overlap_has_its_reason():
 
 @pytest.mark.parametrize("more", [0.1, 0.5, ENOUGH])
 @pytest.mark.parametrize("rows", [16, 256, 4096])
-def test_what_could_all_start_at_once_keeps_its_order(rows, more):
+def test_exchanges_that_could_start_at_once_keep_their_order(rows, more):
     """Gathers of weights take nothing that is computed. Their order must not depend on the memory
     of a batch that is the rank's own: all of them first holds all weights whole."""
 
@@ -313,7 +313,7 @@ def test_not_over_a_write_through_a_view():
 
 
 @pytest.mark.parametrize("first", ["wait", "write"])
-def test_what_inductor_may_write_in_place_does_not_write_into_what_travels(first):
+def test_buffers_that_travel_are_not_written_in_place_by_inductor(first):
     """A cache is sent and gets new rows, before or after that: Inductor makes an index_put_ of the
     index_put, and may write into the cache at once."""
 
@@ -337,7 +337,7 @@ def test_what_inductor_may_write_in_place_does_not_write_into_what_travels(first
     assert not sent[0] < found.index("index_put") < sent[1]
 
 
-def test_what_nobody_takes_comes_before_the_output():
+def test_unused_results_come_before_the_output():
     def function(x, w):
         y = x @ w
         reduced(y)[0].sin()

@@ -234,7 +234,7 @@ def test_a_tied_parameter_is_one(fake_group, how):
     assert len(sites(plans, "backward")) == 1
 
 
-def test_what_cannot_be_divided_by_rows_is_replicated(fake_group):
+def test_parameters_that_rows_do_not_divide_are_replicated(fake_group):
     fake_group(8)
 
     class Odd(nn.Module):
@@ -291,7 +291,7 @@ def test_alone_a_rank_sends_nothing(fake_group, how):
 @pytest.mark.few(2)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("dp", "tp"), [(2, 2), rarely(16, 8)])
-def test_around_tensor_parallelism(fake_group, how, dp, tp):
+def test_parallelism_around_tensor_parallelism(fake_group, how, dp, tp):
     fake_group(dp * tp)
     mesh = mesh_of(dp, tp, names=("dp", "tp"))
     model = Net(64, 128)
@@ -326,7 +326,7 @@ def test_around_tensor_parallelism(fake_group, how, dp, tp):
 @pytest.mark.every
 @pytest.mark.few(1)
 @pytest.mark.parametrize("how", HOW)
-def test_while_accumulating_no_gradient_travels(fake_group, how):
+def test_gradients_do_not_travel_while_accumulating(fake_group, how):
     fake_group(4)
     model = make(how, Net(), mesh_of(4))
     with accumulate(model):
@@ -338,7 +338,7 @@ def test_while_accumulating_no_gradient_travels(fake_group, how):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_what_was_accumulated_is_dropped_on_demand_alone(fake_group):
+def test_accumulated_gradients_are_dropped_on_demand_alone(fake_group):
     fake_group(1)
     model = make("shard", nn.Linear(3, 1, bias=False), mesh_of(1))
     ones = torch.ones(1, 3)
@@ -432,7 +432,7 @@ def refused(words: str, function, *args, **more) -> None:
         assert word in str(error.value), (word, str(error.value))
 
 
-def test_what_cannot_be_made_is_said(fake_group):
+def test_impossible_layouts_are_refused_with_a_reason(fake_group):
     fake_group(4)
     mesh, flat = mesh_of(2, 2, names=("dp", "tp")), mesh_of(4)
     shard, replicate = commpass.parallel.shard, commpass.parallel.replicate
@@ -479,7 +479,7 @@ def test_parameters_that_are_added_afterwards_are_refused(fake_group, how):
     assert copy.deepcopy(model)(torch.zeros(1, 4)).shape == (1, 4)
 
 
-def test_what_is_refused_is_left_as_it_was(fake_group):
+def test_refused_models_are_left_as_they_were(fake_group):
     fake_group(4)
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
     refused("LSTM", commpass.parallel.shard, model, mesh_of(4))

@@ -297,7 +297,7 @@ def test_every_kind_leaves_counts_alone(exchange):
     assert site(lambda x: exchange(x * 3), X).codec == "int8"
 
 
-def test_what_was_summed_over_ranks_is_still_a_count():
+def test_counts_summed_over_ranks_are_still_counts():
     gm = trace(lambda x, y: (ar(ag((x > 0).sum(0).float())), ar(ag(y))), X, X)
     found = commpass.rewrite(gm, (X, X), INT8, profile=SLOW, strict=True).sites
     assert [each.codec for each in found] == ["none", "none", "int8", "int8"]
@@ -488,7 +488,7 @@ class SyncNorm(torch.autograd.Function):
         return (g - dy - centred * dy_xmu) * invstd.view(1, -1, 1, 1)
 
 
-def test_what_a_batch_norm_sends_is_left_alone_in_both_directions():
+def test_batch_norm_statistics_are_left_alone_in_both_directions():
     x = IMAGES.clone().requires_grad_()
     forward, backward = planned(lambda x: SyncNorm.apply(x * 2).sin(), x)
     assert (forward.direction, forward.codec) == ("forward", "none")

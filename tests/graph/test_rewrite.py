@@ -370,7 +370,7 @@ def test_all_waits_of_a_collective_are_replaced(fake_group):
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_of_a_coalesced_collective_only_the_chosen_parts_are_taken_out(kept, fake_group):
+def test_chosen_parts_alone_are_taken_out_of_a_coalesced_collective(kept, fake_group):
     fake_group(8)
 
     def function(x):
@@ -397,7 +397,7 @@ def test_of_a_coalesced_collective_only_the_chosen_parts_are_taken_out(kept, fak
     assert shapes == [(64, 64), (64, 64), (128, 64)]
 
 
-def test_what_is_left_of_a_coalesced_collective_takes_its_own_results(fake_group):
+def test_rest_of_a_coalesced_collective_takes_its_own_results(fake_group):
     fake_group(8)
 
     def function(x):
@@ -434,7 +434,7 @@ def test_waits_for_several_tensors_at_once_lose_only_the_parts_that_were_replace
     assert [size for _, dtype, size in collectives(gm) if dtype == torch.float32] == [64 * 64 * 4]
 
 
-def test_in_place_and_out_forms_still_change_the_tensor_that_others_see(fake_group):
+def test_forms_in_place_and_out_still_change_the_tensor_that_others_see(fake_group):
     fake_group(8)
 
     def function(x, out):
@@ -465,7 +465,7 @@ MUST_NOT = {
 
 
 @pytest.mark.parametrize("name", MUST_NOT)
-def test_must_not_rewrite(name, fake_group):
+def test_graphs_that_must_not_be_rewritten(name, fake_group):
     fake_group(8)
     gm = trace(MUST_NOT[name], torch.ones(64, 64))
     before = code(gm)

@@ -114,7 +114,7 @@ def test_a_site_in_chunks_is_looked_at_before_anything_of_it_is_taken(fake_group
     assert all(nodes.index(sampled) < nodes.index(node) for node in takers)
 
 
-def test_without_watch_nothing_is_in_the_graph(fake_group):
+def test_graph_has_no_sampling_without_watch(fake_group):
     fake_group(4)
     plain, _ = planned(lambda x: reduced(x * 2), values(0), policy=forced(watch=0.0))
     assert not samples_in(plain)
@@ -123,7 +123,7 @@ def test_without_watch_nothing_is_in_the_graph(fake_group):
     assert code(plain) == code(skipped)
 
 
-def test_but_for_the_operator_the_graph_is_the_same(fake_group):
+def test_graph_is_the_same_but_for_the_sampling_operator(fake_group):
     fake_group(4)
     graphs = [
         planned(lambda x: reduced(x @ x), values(0), policy=forced(watch=watch))[0]
@@ -149,7 +149,7 @@ NOT = {
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("what", NOT)
-def test_what_cannot_be_measured_says_why(fake_group, what):
+def test_unmeasured_sites_say_why(fake_group, what):
     fake_group(4)
     policy, function, why = NOT[what]
     x = values(0, torch.bfloat16).repeat(8, 8)
@@ -221,7 +221,7 @@ def test_errors_are_those_of_the_values_that_were_sent(fake_group, inner):
     assert site.mean == pytest.approx(site.site.error, rel=0.1)  # these values are Gaussian
 
 
-def test_so_many_calls_are_sampled_and_no_others(fake_group):
+def test_calls_sampled_are_as_many_as_asked(fake_group):
     fake_group(4)
     _, ledger = steps(Layer(), forced(watch=0.25), 9, inner="eager")
     for entry in ledger.entries:
@@ -246,7 +246,7 @@ def test_results_are_bit_identical_with_and_without(fake_group, model, lowering,
 
 
 @pytest.mark.parametrize("more", [{"chunks": 4}, rarely({"rows": 4})])
-def test_so_are_those_in_chunks_each_of_which_is_looked_at(fake_group, more):
+def test_errors_of_chunks_are_those_of_each_chunk(fake_group, more):
     fake_group(4)
     made = Layer()
     plain, _ = steps(made, forced(watch=0.0, **more), 1)

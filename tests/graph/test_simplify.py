@@ -244,7 +244,7 @@ MUST_NOT = {
 
 @pytest.mark.few(38)
 @pytest.mark.parametrize("name", MUST_NOT)
-def test_must_not(name, fake_group):
+def test_simplify_must_not_change(name, fake_group):
     fake_group(8)
     with preserve_node_meta():
         gm = trace(MUST_NOT[name], X)
@@ -313,7 +313,7 @@ def test_a_group_of_one_rank_sends_nothing(fake_group):
     assert collectives(gm) == []
 
 
-def test_what_a_group_of_one_rank_does_not_send_makes_no_room_for_other_rules(fake_group):
+def test_groups_of_one_rank_make_no_room_for_other_rules(fake_group):
     """Other ranks' groups may have more than one, and would not find what this rank then does."""
     fake_group(8)
     one = dist.new_group([0]).group_name
@@ -351,7 +351,7 @@ def test_off_and_skip_leave_the_graph_as_it_was(fake_group):
         assert code(gm) == before
 
 
-def test_what_is_left_is_compressed_and_the_plan_says_both(fake_group):
+def test_remaining_sites_are_compressed_and_the_plan_says_both(fake_group):
     fake_group(8)
     from commpass.rules import Rule
 

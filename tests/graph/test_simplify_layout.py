@@ -66,7 +66,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_computed_and_how_it_lies(name):
+def test_results_and_their_layout(name):
     function, rule = CASES[name]
     generator = torch.Generator().manual_seed(0)
     inputs = [[torch.randn(4, 6, generator=generator)] for _ in range(2)]

@@ -50,7 +50,7 @@ def test_sums_of_float16_are_not_merged(name, values):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [BFLOAT, FLOAT, torch.float64])
 @pytest.mark.parametrize("name", IN_HALF)
-def test_of_a_wide_range_they_are(name, dtype):
+def test_values_of_a_wide_range_are_moved(name, dtype):
     for values in (LARGE, SMALL):
         inputs = [[torch.tensor(mine, dtype=dtype)] for mine in values]
         ranks = everywhere(lambda rank: IN_HALF[name], inputs)
@@ -102,7 +102,7 @@ def test_float16_is_scaled_and_narrowed_in_the_same_order_before_a_gather():
     assert same(ranks)
 
 
-def test_what_only_takes_parts_of_a_sum_of_float16_is_the_same_sum():
+def test_parts_of_a_sum_of_float16_are_the_same_sum():
     values = [[torch.tensor(mine, dtype=HALF)] for mine in LARGE]
     ranks = everywhere(lambda rank: lambda x: ar(x * 1)[2 * rank : 2 * rank + 2] * 2, values)
     assert ranks.rules == ["scattered"]

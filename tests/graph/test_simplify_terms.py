@@ -62,7 +62,7 @@ KEPT = Rule(module="router", keep=True)
 @pytest.mark.parametrize("order", [("router", "mlp"), ("mlp", "router")])
 @pytest.mark.parametrize("function", [SUM, EQUAL])
 @pytest.mark.parametrize("said", ["by a rule", "in the model"])
-def test_what_is_kept_is_not_merged_with_what_is_compressed(function, order, said, fake_group):
+def test_kept_sites_are_not_merged_with_compressed_ones(function, order, said, fake_group):
     fake_group(8)
     words = [Word(keep=True) if path == "router" else None for path in order]
     by_a_rule = said == "by a rule"
@@ -78,7 +78,7 @@ def test_what_is_kept_is_not_merged_with_what_is_compressed(function, order, sai
     "terms",
     [{"codec": "int4"}, {"max_error": 0.5}, {"force": True}, {"algorithm": "ring"}, {"keep": True}],
 )
-def test_only_what_is_allowed_the_same_is_merged(terms, fake_group):
+def test_sites_with_equal_permissions_alone_are_merged(terms, fake_group):
     fake_group(8)
     paths = ("router", "mlp")
     other = Rule(module="router", **terms)
@@ -87,7 +87,7 @@ def test_only_what_is_allowed_the_same_is_merged(terms, fake_group):
     assert rules(planned(labelled(SUM, paths), codecs="int8", rules=same)) == ["sum of sums"]
 
 
-def test_where_nothing_is_compressed_keep_changes_nothing(fake_group):
+def test_keep_changes_nothing_where_nothing_is_compressed(fake_group):
     fake_group(8)
     assert rules(planned(labelled(SUM, ("router", "mlp")), rules=[KEPT])) == ["sum of sums"]
 
@@ -105,7 +105,7 @@ def test_gather_of_scatter_and_nested_groups_merge_only_what_is_allowed_the_same
         assert rules(planned(labelled(function, paths), codecs="int8")) == [rule]
 
 
-def test_what_a_rule_makes_is_allowed_what_it_stands_for(fake_group):
+def test_sites_that_a_rule_makes_are_allowed_what_they_stand_for(fake_group):
     """A scatter made of an all_reduce is no site of rules for reduce_scatter."""
     fake_group(8)
     own = lambda x: ar(x * 2)[:8] + 1  # noqa: E731

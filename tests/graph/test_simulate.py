@@ -78,7 +78,7 @@ def test_a_step_is_its_exchanges_where_nothing_is_computed():
     assert not dist.is_initialized()
 
 
-def test_what_is_only_computed_counts():
+def test_compute_without_exchanges_counts():
     """A matmul forward and two backward of 2 x 512^3 operations each, at 1 TFLOP/s; nothing is
     sent."""
     computes = dataclasses.replace(NO_COMPUTE, gflops=1000.0)
@@ -118,7 +118,7 @@ def test_inference_has_no_backward():
     assert found.step_ms == pytest.approx(all_reduce_ms(512 * 64 * 8, 4), rel=0.01)
 
 
-def test_what_is_compressed_takes_less():
+def test_compressed_sites_take_less_time():
     forced = Policy(name="int8", rules=[Rule(codec="int8", algorithm="two_shot", force=True)])
     plain, coded = commpass.simulate(build, CLUSTER, {"tp": 4}, ["off", forced])
     assert coded.compressed == 2
@@ -147,7 +147,7 @@ def test_rates_and_arguments_are_swept():
 
 
 @pytest.mark.every
-def test_what_was_simulated_leaves_nothing_behind():
+def test_simulation_leaves_nothing_behind():
     before = commpass.simulate(build, CLUSTER, {"tp": 4}, ["balanced"])
     assert commpass.simulate(build, CLUSTER, {"tp": 4}, ["balanced"]) == before
     assert not dist.is_initialized()

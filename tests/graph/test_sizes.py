@@ -151,7 +151,7 @@ def test_fixed_sizes_have_no_limit():
     assert "holds" not in commpass.plans()[-1].sites[0].reason
 
 
-def test_of_many_limits_those_of_the_most_sites_count():
+def test_limits_of_the_most_sites_count():
     def many(x, w):
         found = [reduced(x.repeat(1, n) * i) for i, n in enumerate((1, 2, 3, 3, 4, 4, 5), 2)]
         return [x @ w, *found]

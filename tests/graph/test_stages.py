@@ -149,7 +149,7 @@ def valued(stage: Stage, numbers: dict) -> tuple:
 
 
 @pytest.mark.parametrize("first", ["static", "sizes"])
-def test_only_bytes_that_depend_on_values_are_dynamic(first):
+def test_bytes_that_depend_on_values_alone_are_dynamic(first):
     payload = Payload(1 << 16, 64, torch.bfloat16)
     spec = f"two_shot(first={first})"
     found = read_stages("all_reduce", spec, "exponent", payload, request(4)).exchanges

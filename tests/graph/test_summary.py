@@ -175,7 +175,7 @@ def test_a_second_model_of_the_backend_is_told_too_and_each_warning_stays_one(ca
 @pytest.mark.parametrize(
     ("calls", "before", "at_the_end"), [(0, "", "LW"), (1, "", "LW"), (4, "L", "W")]
 )
-def test_what_was_not_said_is_said_at_the_end(calls, before, at_the_end, caplog):
+def test_summary_left_over_is_written_at_the_end(calls, before, at_the_end, caplog):
     log = Log(caplog, MISSING)
     log.add(0, "forward")
     assert log.call(*["F0"] * calls) == before
@@ -406,7 +406,7 @@ def test_a_link_by_the_meshs_name_is_that_of_its_group(fake_group):
     assert mesh.size() == 4
 
 
-def test_without_such_a_mesh_there_is_no_such_label(fake_group):
+def test_label_is_absent_without_its_mesh(fake_group):
     fake_group(4)
     found = plan_of(FORCED)
     assert {site.group_labels for site in found} == {("world",)}
@@ -543,7 +543,7 @@ def not_the_first_rank(model, fake_group):
         not_the_first_rank,
     ],
 )
-def test_must_not_tell_that_there_is_no_site(fake_group, unsaid, caplog, run):
+def test_summary_does_not_claim_that_there_is_no_site(fake_group, unsaid, caplog, run):
     run(Alone(), fake_group)
     gc.collect()
     assert not told(caplog)

@@ -99,14 +99,14 @@ def test_a_sum_of_vllms_is_compressed_and_the_rest_of_the_graph_stays(four):
     graph.lint()
 
 
-def test_what_is_kept_stays_as_it_was(four):
+def test_kept_sites_stay_as_they_were(four):
     gm = layer_graph()
     before = form(gm.graph)
     CollectivePass(KEPT, groups=world, strict=True)(gm.graph)
     assert form(gm.graph) == before
 
 
-def test_of_two_only_the_one_that_is_allowed_is_compressed(four):
+def test_allowed_one_of_two_alone_is_compressed(four):
     def two(x, y):
         return torch.ops.vllm.all_reduce(x, "tp:0"), torch.ops.vllm.all_reduce(y, "tp:0")
 
@@ -237,7 +237,7 @@ def test_groups_are_found_in_vllms_registry(monkeypatch):
         vllm.group_of_vllm("tp:0")
 
 
-def test_without_vllm_it_says_what_to_give():
+def test_error_without_vllm_says_what_to_give():
     with pytest.raises(CommpassError, match="CollectivePass\\(groups="):
         vllm.group_of_vllm("tp:0")
 

@@ -206,7 +206,7 @@ def test_json(dumped, tmp_path):
     assert {stage["role"] for stage in first["stages"]} >= {"encode", "exchange", "decode"}
 
 
-def test_what_was_split_is_found_by_the_name_of_the_whole(fake_group, tmp_path):
+def test_split_sites_are_found_by_the_name_of_the_whole(fake_group, tmp_path):
     fake_group(8)
 
     def function(x, w):
@@ -236,7 +236,7 @@ def test_rows_that_do_not_apply_are_told(fake_group, tmp_path):
     assert "rows=2 does not apply" in said
 
 
-def test_what_was_grouped_is_found_by_the_names_of_its_members(fake_group, tmp_path):
+def test_grouped_sites_are_found_by_the_names_of_their_members(fake_group, tmp_path):
     fake_group(8)
 
     class Norms(torch.nn.Module):

@@ -82,7 +82,7 @@ def off_on_one_rank() -> tuple[bool, str]:
     return torch.equal(got, model(x)), commpass.plans()[-1].fallback
 
 
-def test_where_one_rank_has_it_off_nobody_changes_anything_and_those_who_would_say_why(ranks2):
+def test_policy_off_on_one_rank_leaves_all_graphs_alone_with_a_reason(ranks2):
     (exact, why), (other, nothing) = ranks2.run(off_on_one_rank)
     assert exact
     assert other
@@ -139,7 +139,7 @@ def too_late() -> str:
     return str(error.value)
 
 
-def test_who_comes_too_late_is_told_and_the_next_meeting_is_not_mixed_up_with_it(ranks2):
+def test_rank_that_is_late_gets_an_error_and_the_next_round_is_not_mixed_up_with_it(ranks2):
     silent, late = ranks2.run(too_late)
     assert "rank 1 of group" in silent
     assert "rank 0 of group" in late
@@ -162,7 +162,7 @@ def asks_again() -> float:
     return got
 
 
-def test_who_waited_in_vain_asks_again_with_the_next_call(ranks2):
+def test_rank_that_waited_in_vain_asks_again_with_the_next_call(ranks2):
     assert ranks2.run(asks_again) == pytest.approx([5.0, 5.0], abs=0.05)
 
 
@@ -187,7 +187,7 @@ def anew(folder: str) -> list[float]:
     return got
 
 
-def test_after_a_failure_the_same_function_goes_on_with_groups_that_were_made_anew(tmp_path):
+def test_function_goes_on_after_a_failure_with_groups_that_were_made_anew(tmp_path):
     ranks = Ranks(2)
     try:
         for got in ranks.run(anew, str(tmp_path)):
@@ -293,7 +293,7 @@ def hides(matmuls: tuple[int, ...], then: int, inner: str) -> list[tuple[str, bo
         ((0, 3), 0, ("int8", False)),
     ],
 )
-def test_what_hides_on_one_rank_alone_is_compressed_and_stays_so(
+def test_site_hidden_on_one_rank_alone_is_compressed_and_stays_so(
     matmuls, then, decided, inner, ranks2
 ):
     for found in ranks2.run(hides, matmuls, then, inner):
@@ -302,7 +302,7 @@ def test_what_hides_on_one_rank_alone_is_compressed_and_stays_so(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("matmuls", [(3, 0, 3), (0, 3, 0), (0, 0, 3), (3, 3, 0)])
-def test_what_does_not_hide_on_one_rank_of_three_is_compressed_on_all(matmuls, ranks3):
+def test_site_exposed_on_one_rank_of_three_is_compressed_on_all(matmuls, ranks3):
     for found in ranks3.run(hides, matmuls, 0, "eager"):
         assert found == [("int8", False)] * 2
 
@@ -333,7 +333,7 @@ def test_a_part_that_only_one_rank_owns_leaves_the_rest_compressed_on_all(ranks3
         assert found == (["none", "int8"], [], "")
 
 
-def test_where_each_rank_takes_its_own_part_the_gather_goes(ranks3):
+def test_gather_goes_where_each_rank_takes_its_own_part(ranks3):
     for found in ranks3.run(part_of_gather, False):
         assert found == (["int8"], ["own part"], "")
 
@@ -364,7 +364,7 @@ def breaks_on_one_rank(strict: bool) -> tuple[bool, str, str]:
         pipeline.PASSES = kept
 
 
-def test_if_a_pass_fails_on_one_rank_all_compile_the_untouched_graph_and_say_why(ranks2):
+def test_pass_that_fails_on_one_rank_makes_all_compile_the_untouched_graph_and_say_why(ranks2):
     for exact, fallback, warning in ranks2.run(breaks_on_one_rank, False):
         assert exact
         assert "injected" in fallback
@@ -399,7 +399,7 @@ def kernel_breaks_on_one_rank() -> tuple[bool, str, str]:
         kernel._compiled = kept
 
 
-def test_if_a_kernel_does_not_compile_on_one_rank_all_compile_the_untouched_graph(ranks2):
+def test_kernel_that_fails_on_one_rank_makes_all_compile_the_untouched_graph(ranks2):
     (exact, fallback, warning), (other, nothing, own) = ranks2.run(kernel_breaks_on_one_rank)
     why = "left alone: pass 'lower' failed: RuntimeError: injected"
     assert exact
@@ -434,7 +434,7 @@ def breaks_in_discovery() -> bool:
         pipeline.PASSES = kept
 
 
-def test_even_a_rank_that_found_no_sites_takes_the_others_along(ranks2):
+def test_rank_without_sites_takes_the_others_along(ranks2):
     assert ranks2.run(breaks_in_discovery) == [True, True]
 
 
@@ -481,7 +481,7 @@ def exchanges(matrix: list[list[int]], codec: str, strict: bool = False) -> tupl
     return torch.equal(result, exchange(x)), commpass.plans()[-1].fallback
 
 
-def test_where_splits_look_even_to_one_rank_alone_nobody_compresses_and_those_who_would_say_why(
+def test_splits_that_look_even_to_one_rank_alone_are_left_alone_with_a_reason(
     ranks3,
 ):
     (first, _), *others = ranks3.run(exchanges, EVEN_TO_ONE, "int8")
@@ -503,7 +503,7 @@ def strictly_even_to_one() -> None:
         ops.wait_tensor(ops.all_to_all_single(torch.ones(sum(sent), 64), received, sent, group))
 
 
-def test_where_splits_look_even_to_one_rank_alone_strict_raises_on_the_others(ranks3):
+def test_splits_that_look_even_to_one_rank_alone_raise_under_strict(ranks3):
     ranks3.run(strictly_even_to_one)
 
 

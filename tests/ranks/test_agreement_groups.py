@@ -343,7 +343,7 @@ def one_policy_after_another(names: list[str]) -> list[tuple[float, str]]:
     return found
 
 
-def test_what_was_said_under_a_policy_left_behind_is_not_taken_for_what_is_said_now(ranks2):
+def test_records_of_a_former_policy_are_not_taken_for_present_ones(ranks2):
     names = ["off", "int8", "off", "fp8", "int8"]
     for rows in ranks2.run(one_policy_after_another, names):
         assert [why for _, why in rows] == [""] * 5
@@ -386,7 +386,7 @@ def one_goes_back_to_an_older_policy(reset: bool) -> str:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("reset", [False, True])
-def test_what_was_agreed_on_for_one_backend_counts_for_no_other_nor_after_a_reset(reset, ranks2):
+def test_agreement_of_one_backend_counts_for_no_other_nor_after_a_reset(reset, ranks2):
     for text in ranks2.run(one_goes_back_to_an_older_policy, reset, timeout=100):
         assert "planned differently" in text
         assert "'int8'" in text

@@ -323,7 +323,7 @@ def on_a_mesh(shape: tuple[int, ...]) -> list[float]:
 
 
 @pytest.mark.every
-def test_what_several_ranks_hold_counts_once_however_it_is_held(ranks2, ranks4):
+def test_parameters_on_several_ranks_count_once_however_they_are_held(ranks2, ranks4):
     alone, together = ranks2.run(on_a_mesh, (1, 2))[0], ranks4.run(on_a_mesh, (2, 2))[0]
     assert alone == pytest.approx(together, rel=1e-6)
 
@@ -440,7 +440,7 @@ def launch(*wanted: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.every
-def test_from_the_command_line(tmp_path, trained):
+def test_command_line_gives_the_same(tmp_path, trained):
     (tmp_path / "model.py").write_text(FILE)
     out, data = tmp_path / "p.toml", tmp_path / "c.json"
     codecs = [word for name in CODECS for word in ("--codec", name)]
@@ -460,7 +460,7 @@ def test_from_the_command_line(tmp_path, trained):
     ("function", "mesh", "said"),
     [("wrong", "tp=2", "must give a model, batches"), ("build", "tp=4", "a mesh of 4 ranks")],
 )
-def test_what_a_file_must_give(function, mesh, said, tmp_path):
+def test_requirements_of_a_file(function, mesh, said, tmp_path):
     (tmp_path / "model.py").write_text(FILE)
     file = f"{tmp_path}/model.py:{function}"
     done = launch(file, "--mesh", mesh, "--max-error", "0.01", "-o", str(tmp_path / "p.toml"))

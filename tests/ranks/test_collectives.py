@@ -172,7 +172,7 @@ def check_not_finite(one_in: int) -> None:
 
 @pytest.mark.every
 @pytest.mark.parametrize("one_in", [3, rarely(1)])
-def test_what_is_not_finite_stays_not_finite(one_in, ranks2):
+def test_values_that_are_not_finite_stay_so(one_in, ranks2):
     ranks2.run(check_not_finite, one_in)
 
 
@@ -449,7 +449,7 @@ def test_gradients_of_uneven_all_to_all(ranks3):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_ranks_it_is_said_what_to_call_first(kind):
+def test_error_without_ranks_says_what_to_call_first(kind):
     assert not dist.is_initialized()
     (said,) = refusals(lambda: call(kind, None, torch.ones(4), "int8"))
     assert f"commpass.{kind}: there is no process group yet" in said

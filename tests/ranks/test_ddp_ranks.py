@@ -181,7 +181,7 @@ def trained(way: str, policy, steps: int = 4):
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("way", WAYS)
-def test_without_a_codec_gradients_are_those_of_ddp_bit_by_bit(way, ranks2):
+def test_gradients_without_a_codec_are_those_of_ddp_bit_by_bit(way, ranks2):
     for found, _, codecs in ranks2.run(trained, way, "lossless"):
         assert all(equal and same for equal, _, same in found)
         assert set(codecs) == {"none"}
@@ -222,7 +222,7 @@ def compiled_and_trained():
 
 
 @pytest.mark.every
-def test_with_a_compiled_model(ranks2):
+def test_hook_works_with_a_compiled_model(ranks2):
     for away, same, plans in ranks2.run(compiled_and_trained):
         assert 0 < away < 0.05
         assert same
@@ -417,7 +417,7 @@ def nothing_is_lost(options):
 
 
 @pytest.mark.parametrize("options", [{}, rarely({"static_graph": True})])
-def test_what_was_applied_and_what_is_left_are_the_gradients(options, ranks2):
+def test_applied_and_remaining_values_are_the_gradients(options, ranks2):
     for found in ranks2.run(nothing_is_lost, options):
         assert max(off for off, _ in found) < 1e-5
         assert max(left for _, left in found) > 0.1  # there was something to keep
@@ -462,7 +462,7 @@ def dropped(view):
 
 
 @pytest.mark.parametrize("view", [False, rarely(True)])
-def test_what_comes_back_for_a_parameter_that_nobody_used_is_not_lost(view, ranks2):
+def test_residual_of_an_unused_parameter_is_not_lost(view, ranks2):
     assert max(ranks2.run(dropped, view)) < 1e-12
 
 
@@ -535,7 +535,7 @@ def not_finite():
 
 
 @pytest.mark.every
-def test_what_is_not_finite_on_one_rank_is_so_on_all(ranks2):
+def test_values_not_finite_on_one_rank_are_so_on_all(ranks2):
     assert ranks2.run(not_finite) == [[False] * 3] * 2
 
 
@@ -556,7 +556,7 @@ def refused():
     return refusals(*(lambda model=model: compress_ddp(model, "lossless") for model in models))
 
 
-def test_what_is_refused_says_what_to_do(ranks2):
+def test_refusals_say_what_to_do(ranks2):
     twice, by_hand, built_in, low, sparse, imaginary, *wrong = ranks2.run(refused)[0]
     plain, number, inside, sharded = wrong
     assert "commpass.parallel.compress_ddp" in twice
@@ -626,7 +626,7 @@ def misspelt_on_one():
 
 
 @pytest.mark.every
-def test_who_waits_for_a_rank_that_was_refused_is_told_of_the_others(ranks2):
+def test_rank_that_waits_for_a_refused_one_gets_an_error(ranks2):
     waited, refused = ranks2.run(misspelt_on_one)
     assert "did you mean 'balanced'" in refused
     assert "rank 0 waited in vain for a rank of [0, 1]" in waited

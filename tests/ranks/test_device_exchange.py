@@ -186,7 +186,7 @@ def test_numbers_of_calls_wrap_around(ranks2, tmp_path, algorithm):
 @pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", BOTH)
 @pytest.mark.parametrize(("size", "gone"), [(2, 1), rarely(4, 2)])
-def test_who_waits_in_vain_says_for_whom_and_makes_no_numbers(
+def test_rank_that_waits_in_vain_names_the_other_and_makes_no_numbers(
     request, tmp_path, size, gone, algorithm
 ):
     """And never makes any again: the others have no wire of that rank, or not that one."""

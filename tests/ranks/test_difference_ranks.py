@@ -187,7 +187,7 @@ def check_bytes() -> None:
     assert sent == [("all_gather", torch.uint8, site.wire_bytes)]
 
 
-def test_what_travels_is_what_the_plan_says(ranks2):
+def test_bytes_that_travel_are_those_of_the_plan(ranks2):
     ranks2.run(check_bytes)
     ranks2.stop()  # other tests look for groups by name
 
@@ -219,7 +219,7 @@ def check_hostile() -> None:
 
 
 @pytest.mark.every
-def test_what_is_not_finite_does_not_stay_in_the_reference(ranks2):
+def test_reference_keeps_nothing_that_is_not_finite(ranks2):
     ranks2.run(check_hostile)
 
 

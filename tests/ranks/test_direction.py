@@ -176,7 +176,7 @@ def check_forward_rules(how: str, inner: str) -> None:
 @pytest.mark.every
 @runs_again
 @pytest.mark.parametrize(("how", "inner"), sampled(RUN, RUN[2:]))
-def test_what_is_run_again_is_sent_as_forward_sent_it(how, inner, ranks2):
+def test_recomputed_sites_are_sent_as_in_forward(how, inner, ranks2):
     ranks2.run(check_forward_rules, how, inner)
 
 
@@ -187,7 +187,7 @@ def check_inductor() -> None:
 
 
 @pytest.mark.every
-def test_what_is_run_again_under_inductor(ranks2):
+def test_recomputed_sites_under_inductor(ranks2):
     ranks2.run(check_inductor, timeout=600)
 
 
@@ -322,7 +322,7 @@ TAGS = {
 
 @pytest.mark.parametrize("tag", TAGS)
 @pytest.mark.parametrize("takes_gradient", [False, True])
-def test_what_a_gradient_reaches_is_never_forward(tag, takes_gradient, fake_group):
+def test_sites_that_a_gradient_reaches_are_never_forward(tag, takes_gradient, fake_group):
     fake_group(2)
     (found,) = discover(backward_graph(TAGS[tag], takes_gradient), "backward", stateless=None)
     assert found.site.direction == ("backward" if takes_gradient else "forward")

@@ -454,7 +454,7 @@ def dies() -> None:
         raise AssertionError(f"said: {error}") from None
 
 
-def test_when_a_rank_dies_in_an_exchange_the_others_get_an_error():
+def test_rank_that_dies_in_an_exchange_gives_the_others_an_error():
     ranks = Ranks(2)
     try:
         with pytest.raises(RanksFailed) as failed:
@@ -676,7 +676,7 @@ def refused(codecs, says: str) -> None:
         (("difference(inner=int8)",) * 2, "forces a codec .* backward gathers it again"),
     ],
 )
-def test_what_a_plan_refuses_is_raised_and_not_sent(ranks2, codecs, says):
+def test_plan_that_is_refused_raises_and_sends_nothing(ranks2, codecs, says):
     ranks2.run(refused, codecs, says)
 
 
@@ -854,7 +854,7 @@ def opened_too_early(late: bool) -> tuple[int, list[str]]:
     return len(door.units), [call.args[0] % call.args[1:] for call in warning.call_args_list]
 
 
-def test_what_is_sharded_behind_the_door_is_told_once(ranks2):
+def test_blocks_sharded_later_are_reported_once(ranks2):
     units, said = ranks2.run(opened_too_early, True)[0]
     said = [each for each in said if each.startswith("compress_fsdp")]  # others end meanwhile
     assert len(said) == 1
@@ -864,7 +864,7 @@ def test_what_is_sharded_behind_the_door_is_told_once(ranks2):
     assert not any(each.startswith("compress_fsdp") for each in said)
 
 
-def test_what_is_refused_names_both_sides(ranks2):
+def test_refusals_name_both_sides(ranks2):
     door, comm, nothing, ddp, no_module, torchs = ranks2.run(taken)[0]
     assert "another door" in door
     assert "FSDPDoor of FSDPNet" in door

@@ -93,7 +93,7 @@ def test_an_input_may_be_changed_as_soon_as_the_call_is_back(size, ways, request
     assert checked[0] > 3 * len(ways) * len(CODECS)
 
 
-def test_only_what_is_read_later_is_copied():
+def test_inputs_read_later_alone_are_copied():
     names = dict.fromkeys(("ring", "semi_ring", "two_shot(stage=ag)"), True)
     names |= dict.fromkeys(("two_shot", "one_shot", "two_shot(stage=rs)"), False)
     for name, keeps in names.items():

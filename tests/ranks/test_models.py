@@ -341,7 +341,7 @@ def on_the_wire(inner: str) -> None:
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
-def test_what_a_compiled_model_sends_is_what_its_plan_says(inner, ranks2):
+def test_bytes_of_a_compiled_model_are_those_of_its_plan(inner, ranks2):
     ranks2.run(on_the_wire, inner)
 
 

@@ -127,7 +127,7 @@ def check_not_finite() -> None:
     assert call("all_reduce", torch.full((size,), 60000.0).half(), "bf16", "avg").isfinite().all()
 
 
-def test_what_is_not_finite_stays_so_and_sums_overflow_as_the_librarys_do(ranks2):
+def test_values_not_finite_stay_so_and_sums_overflow_as_the_librarys_do(ranks2):
     ranks2.run(check_not_finite)
 
 

@@ -168,5 +168,5 @@ def check_by_hand() -> None:
 @pytest.mark.every
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("size", [rarely(2), 3])
-def test_by_hand(size, request):
+def test_calls_by_hand_exchange_what_the_others_have(size, request):
     request.getfixturevalue(f"ranks{size}").run(check_by_hand, timeout=280)

@@ -122,7 +122,7 @@ def test_the_mean_error_over_ranks_is_none(stored, monkeypatch):
     assert ((found - x.double()).abs() <= 5 * step * 0.5 / math.sqrt(ranks)).all()
 
 
-def test_what_is_computed_again_has_the_same_bits(monkeypatch):
+def test_recomputed_values_have_the_same_bits(monkeypatch):
     inputs = [values(rank) for rank in range(5)]
     for name in ("one_shot", "two_shot", "ring(shards=2)", "semi_ring"):
         first, second = (sums(inputs, coder("pow2"), name, monkeypatch) for _ in range(2))

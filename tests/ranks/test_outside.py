@@ -86,7 +86,7 @@ def says_what_it_is_told(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", sampled(WHERE, ["exchange"]))
-def test_when_a_rank_is_killed_the_other_gets_an_error_in_time_and_the_next_run_works(where):
+def test_rank_that_is_killed_gives_the_other_an_error_in_time_and_the_next_run_works(where):
     ranks = Ranks(2)
     try:
         with pytest.raises(RanksFailed) as failed:

@@ -283,7 +283,7 @@ def check_one_of_two() -> str:
     return refusals(lambda: train(three, range(1), (0,)))[0]
 
 
-def test_what_one_instance_took_no_other_does(ranks2):
+def test_state_of_one_instance_is_used_by_no_other(ranks2):
     said = ranks2.run(check_one_of_two)[0]
     assert "asked for by" in said
     assert "load_state_dict(state, model)" in said
@@ -484,7 +484,7 @@ FROZEN = pytest.param(
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("what", [FROZEN, "not summed", "not used"])
-def test_what_a_weight_held_back_is_sent_for_no_other(what, ranks2):
+def test_residual_of_a_weight_is_sent_for_no_other(what, ranks2):
     for found in ranks2.run(leave_out, what):
         for lacked, apart in found.values():
             assert lacked > 1

@@ -195,7 +195,7 @@ MUST_NOT = {
 
 
 @pytest.mark.parametrize("name", MUST_NOT)
-def test_must_not_rewrite(name, fake_group):
+def test_graphs_that_must_not_be_rewritten(name, fake_group):
     fake_group(4)
     function, why = MUST_NOT[name]
     gm = trace(function, X)
@@ -253,7 +253,7 @@ def test_a_message_stays_and_is_waited_for_though_nobody_takes_the_waits_result(
     ]
 
 
-def test_what_is_received_into_equal_buffers_is_not_taken_for_equal(fake_group):
+def test_messages_received_into_equal_buffers_are_not_taken_for_equal(fake_group):
     fake_group(4)
 
     def function(x):
@@ -406,7 +406,7 @@ def run_exchange():
 
 
 @pytest.mark.every
-def test_what_is_not_finite_stays_not_finite(ranks2):
+def test_values_that_are_not_finite_stay_so(ranks2):
     assert ranks2.run(run_exchange) == [(False, False, True)] * 2
 
 
@@ -513,7 +513,7 @@ def run_one_end(function, policies, own_rules):
 
 @pytest.mark.parametrize("function", [pipeline, exchange])
 @pytest.mark.parametrize("other", ["off", "lossless"])
-def test_where_one_end_changes_nothing_both_leave_it_alone(function, other, ranks2):
+def test_message_that_one_end_leaves_alone_is_left_alone_at_both(function, other, ranks2):
     (one, why, _), (two, nothing, _) = ranks2.run(run_one_end, function, (forced(), other), False)
     assert (one, two, nothing) == (True, True, "")
     assert "rank 1 changes nothing of what is sent and received" in why
@@ -536,7 +536,7 @@ def run_third():
     return str(error.value)
 
 
-def test_who_hangs_together_with_them_raises_too(ranks3):
+def test_ranks_connected_with_them_raise_too(ranks3):
     assert len(set(ranks3.run(run_third))) == 1
 
 
@@ -578,7 +578,7 @@ def breaks_on_one_rank():
         passes.PASSES = kept
 
 
-def test_if_one_end_fails_both_compile_the_untouched_graph(ranks2):
+def test_failure_at_one_end_makes_both_compile_the_untouched_graph(ranks2):
     for exact, fallback in ranks2.run(breaks_on_one_rank):
         assert exact
         assert "injected" in fallback

@@ -214,7 +214,7 @@ class Block(nn.Module):
 
 @pytest.mark.every
 @pytest.mark.parametrize("how", ["shard", rarely("replicate")])
-def test_around_tensor_parallelism_with_clipping_and_accumulation(ranks4, how):
+def test_parallelism_around_tensor_parallelism_with_clipping_and_accumulation(ranks4, how):
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     ranks4.run(train, how, EXACT, 2e-5, "eager", 2, 0.1, plan)
 

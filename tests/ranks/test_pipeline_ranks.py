@@ -229,7 +229,7 @@ def counted(name, policy, dtype):
         rarely("GPipe", forced("int4", "fp8"), torch.float16),
     ],
 )
-def test_what_travels_is_what_the_plan_says(ranks2: Ranks, name, policy, dtype):
+def test_bytes_that_travel_are_those_of_the_plan(ranks2: Ranks, name, policy, dtype):
     for seen, sites in ranks2.run(counted, name, policy, dtype):
         wanted = []
         for kind, chosen, plain, nbytes, wire_bytes in sites:
@@ -344,7 +344,7 @@ def not_finite(policy):
 
 
 @pytest.mark.parametrize("name", ["int8", "mixed", rarely("tahquant"), rarely("rotated(bits=4)")])
-def test_what_is_not_finite_stays_so(ranks2: Ranks, name):
+def test_non_finite_values_stay_so(ranks2: Ranks, name):
     _, finite = ranks2.run(not_finite, forced(name, name))
     assert not finite[:, [3]].any()
     assert finite.float().mean() < 1
@@ -387,7 +387,7 @@ def reported(policy):
     ]
 
 
-def test_what_stages_send_is_in_the_report(ranks2: Ranks):
+def test_messages_of_stages_are_in_the_report(ranks2: Ranks):
     first, last = ranks2.run(reported, forced())
     assert [site[:3] for site in first] == [
         ("send", "forward", "int8"),
@@ -553,7 +553,7 @@ def frozen(policy):
     return sites, [p.grad is not None for stage in stages for p in stage.submod.parameters()]
 
 
-def test_what_needs_no_gradient_sends_none_back(ranks2: Ranks):
+def test_stages_without_gradients_send_none_back(ranks2: Ranks):
     assert ranks2.run(frozen, forced()) == [
         ([("send", "forward")], [False, False]),
         ([("recv", "forward")], [True, True]),

@@ -118,7 +118,7 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path
 
 
 @pytest.mark.every
-def test_from_the_command_line(tmp_path: Path):
+def test_command_line_gives_the_same(tmp_path: Path):
     out, plot = tmp_path / "cluster.json", tmp_path / "cluster.png"
     done = launch("--seconds", "2", "-o", str(out), "--plot", str(plot))
     assert done.returncode == 0, done.stderr

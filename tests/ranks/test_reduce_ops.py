@@ -113,7 +113,7 @@ INTEGERS = ["int64", "int32", "int8", "uint8", "bool"]
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_of_floats_nothing_but_sums_and_means_is_compressed(dtype, ranks2):
+def test_sums_and_means_alone_are_compressed_of_floats(dtype, ranks2):
     assert min(ranks2.run(check, dtype, FORCED)) >= 4
 
 

@@ -166,7 +166,7 @@ def kept_on_one_rank() -> tuple[bool, str]:
     return torch.equal(found, ar(a) * ar(b)), commpass.plans()[-1].fallback
 
 
-def test_where_a_rank_keeps_the_sites_of_another_function_nobody_compresses_them(ranks2):
+def test_sites_that_one_rank_keeps_are_compressed_by_none(ranks2):
     (exact, why), (other, _) = ranks2.run(kept_on_one_rank, timeout=60)
     assert exact
     assert other
@@ -374,5 +374,5 @@ def after_one_compiled_alone() -> str:
     return commpass.plans()[-1].fallback
 
 
-def test_who_changes_nothing_is_heeded_by_a_rank_that_has_compiled_alone(ranks2):
+def test_rank_that_compiled_alone_follows_one_that_changes_nothing(ranks2):
     assert "rank 0 changes nothing" in ranks2.run(after_one_compiled_alone, timeout=60)[1]

@@ -55,7 +55,7 @@ def fails(failing: tuple[int, ...], numel: int):
 WHY = "all_gather_into_tensor is left alone: pass 'lower' failed: RuntimeError: injected"
 
 
-def test_on_one_rank_alone_all_leave_the_graph_untouched(ranks2):
+def test_failure_on_one_rank_alone_leaves_all_graphs_untouched(ranks2):
     every = ranks2.run(fails, (1,), 700)
     for codecs, fallback, got, plain, warnings in every:
         assert codecs == ["none", "none"]
@@ -68,7 +68,7 @@ def test_on_one_rank_alone_all_leave_the_graph_untouched(ranks2):
     assert every[1][-1].startswith(f"forward graph 0: {WHY} {untouched}")
 
 
-def test_on_all_ranks_the_site_alone_is_left_alone(ranks2):
+def test_failure_on_all_ranks_leaves_the_site_alone(ranks2):
     every = ranks2.run(fails, (0, 1), 900)
     for codecs, fallback, got, plain, warnings in every:
         assert codecs == ["int8", "none"]

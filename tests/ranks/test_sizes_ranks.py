@@ -173,7 +173,7 @@ def of_two_groups() -> list[float]:
 
 
 @pytest.mark.every
-def test_what_one_group_sees_does_not_depend_on_others(ranks3):
+def test_sizes_of_one_group_do_not_depend_on_others(ranks3):
     first, second, _ = ranks3.run(of_two_groups)
     assert first == second
     assert 1e-6 < first[0] < 0.02
@@ -200,7 +200,7 @@ def gains_between_two_sizes(sizes: list[int]) -> tuple[int, list[float]]:
     return len(commpass.plans()) - before, off
 
 
-def test_where_codes_gain_between_two_sizes_not_every_size_is_compiled_anew(ranks2):
+def test_sizes_between_which_codes_gain_are_not_all_compiled_anew(ranks2):
     for compiles, off in ranks2.run(gains_between_two_sizes, list(range(250, 30, -24))):
         assert compiles == 1
         assert off[0] > 1e-6

@@ -133,11 +133,11 @@ def check_sum(ddp: bool, options: dict) -> None:
         rarely({"selector": "randomk"}),
     ],
 )
-def test_what_was_sent_and_what_is_left_is_the_sum_of_all_gradients(ddp, options, ranks3):
+def test_sent_and_remaining_values_are_the_sum_of_all_gradients(ddp, options, ranks3):
     ranks3.run(check_sum, ddp, options)
 
 
-def test_on_two_ranks_as_well(ranks2):
+def test_two_ranks_train_as_well(ranks2):
     ranks2.run(check_sum, False, {"interleave": False})
 
 
@@ -292,7 +292,7 @@ def check_unused(ddp: bool) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("ddp", [False, True])
-def test_what_a_rank_does_not_use_and_what_nobody_uses(ddp, ranks3):
+def test_parameters_that_one_rank_or_none_uses(ddp, ranks3):
     ranks3.run(check_unused, ddp)
 
 
@@ -382,7 +382,7 @@ def check_bytes(options: dict) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"interleave": False}, rarely({"dense": "bf16"}), rarely({"dense": "int8"})]
 )
-def test_what_is_sent_is_what_the_plan_says(options, ranks2):
+def test_values_sent_are_those_of_the_plan(options, ranks2):
     ranks2.run(check_bytes, options)
 
 
@@ -602,7 +602,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind(ddp, ranks2):
         assert len({groups for _, groups in found[1:]}) == 1
 
 
-def test_what_cannot_be_is_refused_on_all_ranks(ranks2):
+def test_impossible_settings_are_refused_on_all_ranks(ranks2):
     ranks2.run(check_refused)
 
 
@@ -639,7 +639,7 @@ def check_dense() -> None:
     assert handle.plan.why in repr(handle)
 
 
-def test_what_is_sent_whole_says_why(ranks2):
+def test_tensors_sent_whole_say_why(ranks2):
     ranks2.run(check_dense)
 
 
@@ -662,7 +662,7 @@ def check_measured() -> None:
     assert then.digest() != first.digest() or not handle.plan.sparse
 
 
-def test_what_is_measured_makes_one_plan_for_all_ranks(ranks3):
+def test_measurements_make_one_plan_for_all_ranks(ranks3):
     ranks3.run(check_measured)
 
 

@@ -108,7 +108,7 @@ def check_sum(op: str, inner: str) -> None:
 @pytest.mark.parametrize(
     ("op", "inner"), [("sum", "aot_eager"), rarely("sum", "inductor"), rarely("avg", "inductor")]
 )
-def test_what_was_sent_and_the_residuals_are_the_sum_of_all_gradients(op, inner, ranks3):
+def test_sent_values_and_residuals_are_the_sum_of_all_gradients(op, inner, ranks3):
     ranks3.run(check_sum, op, inner)
 
 
@@ -298,7 +298,7 @@ def check_refused() -> list[str]:
     )
 
 
-def test_what_cannot_be_is_refused_by_hand(ranks2):
+def test_impossible_calls_by_hand_are_refused(ranks2):
     said = ranks2.run(check_refused)[0]
     parts = [
         "residual=torch.zeros_like(x), and",
@@ -362,7 +362,7 @@ def test_names_go_out_and_come_back(kept):
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (5, 2), (3, 3), (1, 3)])
-def test_what_ranks_had_not_sent_is_shared_out_whole(before, after, op):
+def test_residuals_of_lost_ranks_are_shared_out_whole(before, after, op):
     """Each residual is taken by one rank; of a mean they count less, or more, by the ranks."""
 
     def of(rank: int, ranks: int) -> Name:

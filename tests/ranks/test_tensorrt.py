@@ -134,7 +134,7 @@ def test_training_is_refused(fake_group, stand_in):
     assert stand_in.calls == []
 
 
-def test_without_torch_tensorrt_it_says_what_to_install(monkeypatch):
+def test_error_without_torch_tensorrt_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
     with pytest.raises(PolicyError, match=r"needs torch-tensorrt.*pip install torch-tensorrt"):
         commpass.backend("balanced", inner="tensorrt")
@@ -142,7 +142,7 @@ def test_without_torch_tensorrt_it_says_what_to_install(monkeypatch):
         commpass.backend("balanced", inner="tensort")
 
 
-def test_what_writes_keeps_its_place(fake_group):
+def test_writes_keep_their_place(fake_group):
     """A piece comes as early as it can, but not across what writes into what it reads."""
     fake_group(2)
     graph = fx.Graph()

@@ -197,7 +197,7 @@ def late(settings: tuple[dict[str, str], ...], who: int) -> str:
 
 @pytest.mark.every
 @pytest.mark.parametrize("who", [0, rarely(1)])
-def test_nor_does_it_matter_who_comes_first(ranks2, who):
+def test_order_in_which_ranks_come_does_not_matter(ranks2, who):
     for text in ranks2.run(late, ({}, OFF), who):
         assert "rank 1: COMMPASS=off" in text
 

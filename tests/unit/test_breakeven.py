@@ -64,12 +64,12 @@ def test_two_lines_meet_where_the_formula_says():
     assert found == pytest.approx(2000 / (1 / 1000 - 0.25e-3 - 65 / 256 / 1000), rel=0.03)
 
 
-def test_what_never_gains():
+def test_codecs_that_never_gain():
     slow = Kernels(launch_us=0.0, other=KernelRate(1e6, 1e6))
     assert break_even(site(), "two_shot", "int8", Profile("x", Link(1, 1), kernels=slow)) == inf
 
 
-def test_what_has_no_size():
+def test_sites_without_a_size():
     uneven = site("all_to_all", splits=((1, 2, 3, 4), (1, 1, 1, 1)))
     assert break_even(uneven, "direct", "int8", commpass.ethernet(1)) is None
 
@@ -86,7 +86,7 @@ def test_what_has_no_size():
         ((4096,), ""),
     ],
 )
-def test_in_the_words_of_a_graph(shape, said):
+def test_sentences_are_those_of_a_graph(shape, said):
     found = in_words(site(shape=shape), 1.3e6)
     assert found.startswith(said)
     assert bool(found) == bool(said)

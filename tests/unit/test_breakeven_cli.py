@@ -20,7 +20,7 @@ def asked(*arguments: str):
     return CliRunner().invoke(app, ["breakeven", *arguments])
 
 
-def test_from_that_size_on_all_is_compressed_and_half_of_it_is_not():
+def test_sizes_from_the_break_even_on_are_compressed_and_half_of_it_is_not():
     link = commpass.ethernet(1)
     row = even(link, 64, "float32", "all_reduce", BALANCED, 1 << 24)
     assert LEAST < row.from_bytes < 1 << 24

@@ -73,7 +73,7 @@ def test_a_larger_budget_never_costs_more_even_where_little_is_remembered(places
     assert costs == sorted(costs, reverse=True)
 
 
-def test_where_little_is_remembered_it_is_no_worse_than_the_hull():
+def test_choice_with_little_memory_is_no_worse_than_the_hull():
     drawn = random.Random(1)
     places = [
         [Option(999, 0.0), *(Option(drawn.randint(1, 998), drawn.random()) for _ in range(6))]
@@ -223,13 +223,13 @@ def test_rules_of_deeper_modules_come_first():
     assert [rule.module for rule in rules] == ["layers.0.mlp", "layers.1.mlp", "layers.0", ""]
 
 
-def test_what_simplify_merges_is_allowed_the_same():
+def test_merged_sites_are_allowed_the_same():
     merged = dataclasses.replace(SOME[1], where=(Where.of(site("a")), Where.of(site("b"))))
     one, other = calibration(merged).policy(0.05).rules
     assert dataclasses.replace(one, module="b") == other
 
 
-def test_what_the_base_policy_keeps_is_left_alone_and_the_rest_is_its_own():
+def test_sites_that_the_base_policy_keeps_are_left_alone():
     keep, more = Rule(module="layers.1", keep=True), Rule(module="head", codec="int8")
     base = Policy(rules=[keep, more], skip="group", codecs="bf16")
     policy = calibration(*SOME).policy(0.1, base=base)
@@ -360,7 +360,7 @@ def test_cheapest_by_what():
         calibration(*SOME).solve(0.1, cheapest="times")
 
 
-def test_without_ranks_there_is_nothing_to_measure():
+def test_calibration_without_ranks_is_refused():
     with pytest.raises(CalibrationError, match="process group of several ranks"):
         commpass.calibrate(lambda x: x, [])
 

@@ -55,7 +55,7 @@ def coder_dtype(form: str) -> torch.dtype:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_what_is_not_finite_stays_as_it_is_and_the_largest_numbers_stay_finite(form, dtype):
+def test_values_not_finite_stay_and_the_largest_numbers_stay_finite(form, dtype):
     most = torch.finfo(dtype).max
     x = torch.tensor([math.nan, math.inf, -math.inf, most, -most, 1.0, -0.0], dtype=torch.float64)
     back = codec("cast", to=form).decode(codec("cast", to=form).encode(x.to(dtype)))
@@ -67,7 +67,7 @@ def test_what_is_not_finite_stays_as_it_is_and_the_largest_numbers_stay_finite(f
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_of_the_form_comes_back_as_it_is(form):
+def test_values_of_the_form_come_back_as_they_are(form):
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(coder_dtype(form))
     x = every[~every.isnan()]
     coder = codec("cast", to=form)

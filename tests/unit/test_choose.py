@@ -470,7 +470,7 @@ def test_rings_end_at_64_hops(name, most, kind):
 
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
-def test_between_nodes_another_codec_may_count_and_its_blocks_too(kind, ranks):
+def test_codec_between_nodes_may_be_another_and_its_blocks_too(kind, ranks):
     numel, node = 40_000 * ranks, 4
     shard = math.ceil(40_000 / 256) * 256  # whole blocks of both codecs
     inner, outer = (256, 8, 4), (64, 4, 4)
@@ -939,7 +939,7 @@ def test_an_algorithm_named_for_another_kind_leaves_this_kind_its_own_or_the_sit
 
 
 @pytest.mark.parametrize("force", [True, False])
-def test_of_named_algorithms_those_of_the_kind_count(force):
+def test_algorithms_of_the_kind_alone_count_of_those_named(force):
     several = Policy(rules=[Rule(codec="int8", algorithm=["direct", "two_shot"], force=force)])
     assert one(site(ranks=8), several, profile()).algorithm == "two_shot"
     assert one(site("all_gather", ranks=8), several, profile()).algorithm == "direct"
@@ -960,7 +960,7 @@ def test_an_algorithm_that_the_kind_of_a_rule_has_not_is_refused_at_once():
     assert Rule(kind="all_reduce", codec="int8", algorithm=["direct", "ring(stage=ag)"]).algorithm
 
 
-def test_of_several_algorithms_the_fastest_is_taken():
+def test_fastest_of_several_algorithms_is_taken():
     few, many = (one(site(ranks=ranks), Policy(codecs="int8"), profile(SLOW)) for ranks in (2, 64))
     assert (few.algorithm, many.algorithm) == ("one_shot", "two_shot")
     only = one(site(ranks=64), Policy(codecs="int8", algorithms="one_shot"), profile(SLOW))
@@ -998,7 +998,7 @@ def test_an_obstacle_leaves_a_site_alone_even_if_forced_and_is_its_reason(what, 
     assert planned.predicted_us == planned.plain_us >= 0
 
 
-def test_without_the_obstacle_those_sites_would_be_compressed():
+def test_sites_would_be_compressed_without_the_obstacle():
     assert one(site(), Policy(codecs="int8"), profile()).compressed
     assert one(site("reduce_scatter"), FORCED, profile()).compressed
     assert one(
@@ -1041,7 +1041,7 @@ def test_a_codec_that_needs_state_is_refused_with_what_it_needs(name, state):
     assert f"{name} needs {state}" in planned.reason
 
 
-def test_where_nothing_keeps_state_the_reason_says_why():
+def test_reason_says_why_nothing_keeps_state():
     with_state = one(site(stateless="it is in a loop"), Policy(codecs="topk"), profile())
     assert "topk needs error feedback, but it is in a loop" in with_state.reason
     kept = one(site(stateless=None), forced("topk"), profile())
@@ -1315,7 +1315,7 @@ def test_a_lossless_code_of_parts_of_which_the_first_is_empty():
 
 @pytest.mark.parametrize("splits", [None, ((5,) * 8, (5,) * 8)], ids=["no splits", "splits alike"])
 @pytest.mark.parametrize("width", [40, 512, 4096])
-def test_even_exchanges_are_scored_as_they_are(width, splits):
+def test_exchanges_of_even_parts_are_scored_as_they_are(width, splits):
     a_site = site("all_to_all", 40 * width, shape=(40, width), width=width, splits=splits)
     assert not a_site.uneven
     planned = one(a_site, forced("int8"), profile(Link(7.0, 1.25)))
@@ -1584,7 +1584,7 @@ def test_sums_are_made_in_the_codecs_domain_where_coded_values_are_summed(codec,
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "all_to_all", "broadcast"])
-def test_where_nothing_is_summed_there_is_no_domain(kind):
+def test_domain_is_absent_where_nothing_is_summed(kind):
     assert one(site(kind), forced("rotated"), profile()).domain == ""
     assert one(site("reduce_scatter"), forced("rotated"), profile()).domain == "hadamard"
 
@@ -1974,7 +1974,7 @@ def test_rings_are_divided_unasked_where_their_messages_take_long():
 
 
 @pytest.mark.parametrize("what", UNASKED)
-def test_what_the_model_does_not_divide_unasked(what):
+def test_model_divides_nothing_unasked(what):
     a_site, codec, name = UNASKED[what]
     assert chunks_of(a_site, Policy(codecs=codec, algorithms=name)) == {1}
 
@@ -1982,7 +1982,7 @@ def test_what_the_model_does_not_divide_unasked(what):
 @pytest.mark.parametrize(
     "what", ["not as messages", "a small tensor", "blocks that must be alike", "many hops"]
 )
-def test_what_the_model_does_not_divide_a_rule_may(what):
+def test_rule_may_divide_what_the_model_does_not(what):
     a_site, codec, name = UNASKED[what]
     policy = Policy(rules=[Rule(codec=codec, algorithm=name, chunks=4, force=True)])
     planned = one(a_site, policy, ethernet(1))
@@ -2024,7 +2024,7 @@ def test_chunks_that_do_not_apply_are_told_in_the_reason(what):
     assert "does not apply" not in kept.reason  # it is not even compressed
 
 
-def test_of_several_algorithms_the_chunks_of_the_chosen_one_are_told():
+def test_chunks_of_the_chosen_algorithm_are_reported():
     rule = Rule(codec="bf16", algorithm=["native", "two_shot"], chunks=4)
     slow = profile(Link(0.0, 0.05, {"all_to_all": 100.0, "all_gather": 100.0}))
     assert one(site(), Policy(rules=[rule]), slow).reason.endswith("is sent whole")

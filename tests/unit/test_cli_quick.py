@@ -153,7 +153,7 @@ def test_a_full_disk_is_one_line(arguments, folder):
     )
 
 
-def test_who_reads_no_further_gets_no_traceback(folder):
+def test_reader_that_stops_gets_no_traceback(folder):
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:

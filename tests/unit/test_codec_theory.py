@@ -157,7 +157,7 @@ def test_the_ablation_of_taco(magnitude, direct):
     assert error["all"] == pytest.approx(error["hadamard"], rel=1e-3)
 
 
-def test_what_the_rotation_is_for():
+def test_rotation_lowers_the_error_of_outliers():
     """The small values beside a large one: with integers the scale of a block with an outlier
     rounds them to zero."""
     x = outliers()
@@ -225,7 +225,7 @@ def test_sdp4bit_and_tahquant_at_their_widths():
     assert four < 0.12
 
 
-def test_what_a_pivot_is_for():
+def test_pivot_lowers_the_error_of_offsets():
     """Beside one large value a block, which the swap turns into an offset, TahQuant keeps the
     others as well as without it; a rotation alone spreads its error over them."""
     x = DATA["gaussian"].clone()
@@ -241,7 +241,7 @@ def test_what_a_pivot_is_for():
     assert of_quiet("int4") > 0.99
 
 
-def test_what_the_signs_are_for():
+def test_signs_lower_the_error_of_patterns():
     """A mean that all values share is gathered in one by a plain rotation, as an outlier of its
     block."""
     x = DATA["far from zero"]

@@ -279,7 +279,7 @@ def test_decode_gives_the_shape_and_dtype_back_rounded_once_and_all_finite(named
 
 @settings(max_examples=examples(100, 300), deadline=None)
 @given(codecs(), tensors(), st.data())
-def test_what_is_not_finite_stays_so_at_its_place_and_leaves_other_blocks_alone(named, x, data):
+def test_values_not_finite_stay_in_place_and_leave_other_blocks_alone(named, x, data):
     """Law 2."""
     coder, setting = named
     flat = x.reshape(-1)
@@ -843,7 +843,7 @@ def test_keywords_of_the_wrong_type_are_refused(value):
 @pytest.mark.parametrize(
     "dtype", [torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str
 )
-def test_what_is_no_float_is_refused(dtype):
+def test_dtypes_other_than_floats_are_refused(dtype):
     with pytest.raises(PolicyError) as error:
         codec("int8").encode(torch.ones(8, dtype=dtype))
     for part in ("'int8'", str(dtype), "float32", "bfloat16", "float16", "float64"):
@@ -904,7 +904,7 @@ WHOLE = [
 @pytest.mark.few(60)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("text", WHOLE)
-def test_what_a_collective_encodes_in_the_dtype_carried_is_decoded_as_the_tensors(text, dtype):
+def test_codes_in_the_dtype_carried_are_decoded_in_that_of_the_tensor(text, dtype):
     """A sum is handed over in ``hop_dtype(dtype)``; who decodes it knows ``dtype`` alone."""
     coder, x = codec(text), gaussian(2, 640, dtype=dtype)
     wire = coder.encode_rows(x.to(coder.hop_dtype(dtype)))

@@ -68,7 +68,7 @@ def test_a_port_carries_what_all_its_ranks_send(kind, node, hosts, many, strided
         assert link is FAST
 
 
-def test_with_a_port_for_each_rank_nobody_is_in_the_way():
+def test_ports_for_each_rank_are_not_shared():
     for ports in (0, 8, 16):
         link = Profile("p", SLOW, node=8, ports=ports).link_of("dp", ranks=range(0, 64, 8))
         assert link.us("all_reduce", 8e6, 8) == SLOW.us("all_reduce", 8e6, 8)
@@ -86,7 +86,7 @@ def test_two_ports_carry_twice_as_much():
     assert times[2] == 2 * times[3]
 
 
-def test_what_was_measured_of_one_rank_is_shared_as_well():
+def test_rates_measured_of_one_rank_are_shared_as_well():
     measured = {ONE: (Region(0, 7.0, 2.0),), SEVERAL: (Region(0, 9.0, 2.0),)}
     profile = Profile("p", Link(1.0, 1.0, measured=measured), node=4, ports=1)
     link = profile.link_of("tp", ranks=range(8))

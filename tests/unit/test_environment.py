@@ -46,7 +46,7 @@ def test_off_takes_the_place_of_every_policy_and_is_said_once(word, monkeypatch,
 
 
 @pytest.mark.parametrize("word", ["on", ""])
-def test_on_is_as_if_nothing_was_set(monkeypatch, caplog, word):
+def test_value_on_is_as_if_nothing_was_set(monkeypatch, caplog, word):
     monkeypatch.setenv("COMMPASS", word)
     assert commpass.backend("balanced").policy is PRESETS["balanced"]
     assert settings() == Settings()

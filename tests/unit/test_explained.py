@@ -88,7 +88,7 @@ def test_a_line_a_pattern_and_all_of_them_with_all(tmp_path: Path):
     assert sum("ar_" in line for line in every.splitlines()) == 64
 
 
-def test_what_is_not_sent_at_all_is_counted(tmp_path: Path):
+def test_exchanges_not_sent_at_all_are_counted(tmp_path: Path):
     """Of 12 collectives 4 are left, two of them fused into one and one in two chunks."""
     reduce = "_c10d_functional.all_reduce.default"
     before = tuple(node(f"r{n}", reduce, site=f"r{n}") for n in range(12))

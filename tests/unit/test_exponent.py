@@ -194,7 +194,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @tried
 @given(tensors(), st.sampled_from([2, 3]))
-def test_whatever_the_values_they_survive_in_the_bytes_foretold(x, planes):
+def test_values_of_any_kind_survive_in_the_predicted_bytes(x, planes):
     coder = coder_of(planes)
     wire = coder.encode(x)
     static, used = expected_sizes(x, planes)
@@ -204,7 +204,7 @@ def test_whatever_the_values_they_survive_in_the_bytes_foretold(x, planes):
 
 
 @both
-def test_where_everything_escapes_the_capacity_suffices(planes):
+def test_capacity_suffices_where_everything_escapes(planes):
     """Exponents spread evenly over all 256: every chunk is wild and the wire is full."""
     x = patterns(64 * 1024, torch.bfloat16)
     coder = coder_of(planes)

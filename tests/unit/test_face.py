@@ -130,7 +130,7 @@ def test_a_name_that_is_not_there_is_an_error_that_python_knows_how_to_tell():
         from commpass import bakend  # noqa: F401
 
 
-def test_what_is_broken_inside_a_submodule_is_told_as_it_is(monkeypatch, tmp_path):
+def test_error_inside_a_submodule_is_raised_as_it_is(monkeypatch, tmp_path):
     (tmp_path / "faulty.py").write_text("import no_such_module_anywhere\n")
     monkeypatch.setattr(commpass, "__path__", [*commpass.__path__, str(tmp_path)])
     with pytest.raises(ModuleNotFoundError, match="no_such_module_anywhere"):

@@ -35,7 +35,7 @@ def test_one_link_is_one_region_whatever_the_order(alpha, rate, messages, order)
     assert found.gbytes_per_s == pytest.approx(rate, rel=1e-6)
 
 
-def test_where_the_rate_changes_a_region_begins():
+def test_region_begins_where_the_rate_changes():
     small, large = line(50, 1.0, sizes=SIZES[:5]), line(400, 0.1, sizes=SIZES[5:])
     first, second = regions([*small, *large])
     assert (first.alpha_us, first.gbytes_per_s) == pytest.approx((50, 1.0))
@@ -90,7 +90,7 @@ def test_points_that_cannot_be_are_refused(points, said):
         regions(points)
 
 
-def test_what_was_measured_stands_for_the_formula():
+def test_measurements_replace_the_formula():
     measured = {
         "all_reduce": (Region(0, 10, 1.0), Region(1e6, 100, 2.0)),
         "message": (Region(0, 7, 4.0),),

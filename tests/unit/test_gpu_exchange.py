@@ -137,7 +137,7 @@ def test_amd_releases_and_acquires_for_the_system(algorithm, spec):
         ({"programs": 100 * RESIDENT + 1}, "is waited for in vain"),
     ],
 )
-def test_what_no_kernel_can_exchange_is_said(changed, said):
+def test_exchanges_without_a_kernel_say_why(changed, said):
     assert obstacle(INT8, processors=100, card=(9, 0)) == ""
     assert said in obstacle(replace(INT8, **changed), processors=100, card=(9, 0))
 

@@ -101,7 +101,7 @@ def test_one_value(planes: int, value: float) -> None:
 
 @pytest.mark.every
 @both
-def test_from_how_many_zeros_on_they_are_many(planes: int) -> None:
+def test_number_of_zeros_from_which_they_are_many(planes: int) -> None:
     x = gaussian(2048, torch.bfloat16)
     x[:46] = 0.0
     x[1024 : 1024 + 47] = 0.0

@@ -308,7 +308,7 @@ def test_nothing_is_written_for_no_values():
         ),
     ],
 )
-def test_what_no_kernel_can_do_is_said(chain, numel, said):
+def test_operations_without_a_kernel_say_why(chain, numel, said):
     assert said in interpreted(obstacle_of, chain, numel)
 
 

@@ -156,7 +156,7 @@ def test_the_wire_is_that_of_the_codec(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", NEAR, ids=name_of)
-def test_what_is_summed_in_another_order_is_nearly_the_same(case: Case) -> None:
+def test_sums_in_another_order_are_nearly_the_same(case: Case) -> None:
     """Rotations and activations differ in the last bits: few codes do, and by one."""
     coder, (wire, _), wanted = codec(case.spec), interpreted(kernel_wire, case), plain_wire(case)
     numel = case.m * case.n // case.ranks
@@ -175,7 +175,7 @@ def codes_of(coder: BlockCodec, wire: Tensor, numel: int) -> Tensor:
     return torch.where(codes >= 128, 128 - codes, codes) if signed else codes
 
 
-def test_what_is_not_finite_stays_so() -> None:
+def test_non_finite_values_stay_so() -> None:
     """Of the blocks with an Inf or NaN, and of no other."""
     wire = interpreted(spoiled_wire)
     decoded = codec("int8").decode_rows(wire[0], 16 * 256, torch.bfloat16)
@@ -218,7 +218,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("spec", "matmul", "problem", "others", "reason"), REFUSED)
-def test_what_cannot_be_fused_says_why(
+def test_unfused_products_say_why(
     spec: str,
     matmul: matmul_sizes.Matmul,
     problem: matmul_sizes.Problem,
@@ -232,7 +232,7 @@ def test_what_cannot_be_fused_says_why(
     "spec", ["int8", "int6", "int4", "int2", "fp8", "rotated", "table", "taco"]
 )
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
-def test_what_can_be_fused_has_tiles_of_whole_blocks(spec: str, arch: str) -> None:
+def test_fused_products_have_tiles_of_whole_blocks(spec: str, arch: str) -> None:
     coder = codec(spec)
     assert isinstance(coder, BlockCodec)
     for problem in (PROBLEM, replace(PROBLEM, m=512, n=1536), replace(PROBLEM, n=128 * 3 * 256)):

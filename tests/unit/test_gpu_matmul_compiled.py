@@ -137,7 +137,7 @@ CASES = [
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("arch", "spec"), CASES)
-def test_what_a_card_is_told(arch: str, spec: str) -> None:
+def test_options_given_to_a_card(arch: str, spec: str) -> None:
     made = compiled(arch, spec)
     fits(made, arch)
     assert made.some(PRODUCT[arch])
@@ -174,7 +174,7 @@ def test_other_operands_and_an_activation(matmul: Matmul) -> None:
     assert made.some("HGMMA")
 
 
-def test_without_descriptors_operands_come_by_asynchronous_copies() -> None:
+def test_operands_without_descriptors_come_by_asynchronous_copies() -> None:
     made = compiled("sm_90", "int8", descriptors=False)
     fits(made, "sm_90")
     assert made.some("LDGSTS.E.BYPASS.128")

@@ -203,7 +203,7 @@ def in_place() -> list[bool]:
     return same_bits
 
 
-def test_what_is_left_may_take_the_place_of_the_residual():
+def test_remainder_may_take_the_place_of_the_residual():
     assert interpreted(in_place) == [True] * 4
 
 
@@ -383,7 +383,7 @@ def test_statistics_are_those_of_the_aten_form(dtype, content):
     assert interpreted(measured, dtype, content, 1 + (content == "gaussian"), 300) == []
 
 
-def test_what_has_no_kernel_says_why():
+def test_codecs_without_a_kernel_say_why():
     coder = coder_of("topk")
     assert sparse.obstacle(coder, 1000, torch.bfloat16) is None
     assert "float64" in str(sparse.obstacle(coder, 1000, torch.float64))

@@ -62,7 +62,7 @@ def test_the_newest_graph_is_shown_and_the_others_are_told(folder: Path, tmp_pat
     assert (tmp_path / "out.txt").read_text() == run("graph", folder, *NODES).stdout
 
 
-def test_around_hides_what_is_far_and_says_so(tmp_path: Path):
+def test_option_around_hides_what_is_far_and_says_so(tmp_path: Path):
     path = dump.write(tmp_path, make(nodes=chain(30)))
     shown = run("graph", path, "--level", "nodes", "--around", 1).stdout
     assert (
@@ -240,7 +240,7 @@ def test_reading_dumps_needs_neither_torch_nor_the_drawing_libraries(
         assert run(*args).exit_code == 0
 
 
-def test_what_a_kernel_writes_is_drawn_as_its_result():
+def test_buffers_that_a_kernel_writes_are_drawn_as_its_results():
     edges = picture.taken(
         (
             node("x", "aten.mm.default"),
@@ -293,7 +293,7 @@ def test_one_box_a_site_between_boxes_of_what_computes():
     assert shown.title == "graph 0: forward, after (4 sites, times are predicted)"
 
 
-def test_what_no_collective_waits_for_has_a_box_beside_it():
+def test_compute_that_no_collective_waits_for_has_a_box_beside_it():
     one = layered(1)
     extra = node("weight", "aten.mm.default", "act_attn_0", module="layers.0.attn")
     nodes = (*one.after, extra)
@@ -373,7 +373,7 @@ def test_chunks_of_one_collective_are_one_box():
     assert opened.count("encode") == opened.count("decode") == 2
 
 
-def test_before_says_what_became_of_a_collective():
+def test_option_before_says_what_became_of_a_collective():
     one = layered(1)
     step = plan.Simplification(rule="same", site="gone", into="ar_attn_0", saved_bytes=8)
     reduce = "_c10d_functional.all_reduce.default"

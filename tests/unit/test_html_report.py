@@ -195,7 +195,7 @@ def test_each_site_has_its_reason_its_candidates_and_what_it_was_made_of():
     assert len(run["choices"]) == 2  # once for all sites that are alike
 
 
-def test_what_was_simplified_is_told_by_rule():
+def test_simplified_sites_are_listed_by_rule():
     rules = shown([made.eventful()]).data["runs"]["A"]["rules"]
     assert [(rule["rule"], rule["count"], rule["saved_bytes"]) for rule in rules] == [
         ("sum once", 2, 5120),
@@ -244,7 +244,7 @@ def test_a_graph_that_fell_back_is_told_and_counts_as_untouched():
     assert {row["wire_bytes"] for group in groups for row in group["sites"]} == {1 << 20}
 
 
-def test_what_is_not_known_is_not_counted():
+def test_unknown_bytes_are_not_counted():
     unknown = dataclasses.replace(made.site("s", "a"), bytes=-1, wire_bytes=-1)
     one = made.dump([unknown, made.site("t", "b")], timed=False)
     found = shown([dataclasses.replace(one, considered=(), policy={}, profile={})])
@@ -503,7 +503,7 @@ def test_no_dump_there(tmp_path):
     assert not out.exists()
 
 
-def test_where_no_page_can_be_written(folder, tmp_path, monkeypatch):
+def test_folders_where_no_page_can_be_written(folder, tmp_path, monkeypatch):
     fails(report(folder, "-o", tmp_path), "is a folder", "report.html")
     fails(report(folder, "-o", tmp_path / "gone" / "x.html"), "there is no folder", "gone")
     fails(report(folder, "-o", tmp_path / "x.txt"), "a report is an .html file", "x.html")
@@ -547,7 +547,7 @@ def test_each_graph_has_a_drawing_of_its_own(monkeypatch):
     assert len(found.ids) == len(set(found.ids))
 
 
-def test_without_graphviz_the_page_says_so(monkeypatch):
+def test_page_without_graphviz_says_so(monkeypatch):
     def missing(picture):
         raise CommpassError("an SVG needs <dot>")
 

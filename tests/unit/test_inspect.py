@@ -223,7 +223,7 @@ def said(*args, **options) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_compiled_says_why():
+def test_kernels_that_cannot_be_compiled_say_why():
     kernel = load(of_function(fused))
     types, sizes = {"x": "*fp32", "out": "*fp32"}, {"BLOCK": 128}
     assert "no architecture 'sm90'; did you mean 'sm_90'?" in said(kernel, types, sizes, "sm90")
@@ -277,7 +277,7 @@ def test_loops_are_found_in_their_order_and_depth():
     assert [(loop.address, loop.depth) for loop in code.loops] == [(16, 1), (32, 2), (96, 1)]
 
 
-def test_what_stands_in_loops_counts_as_often_as_they_turn():
+def test_instructions_in_loops_count_as_often_as_they_run():
     names = counted(parsed(NESTED), [3, 5, None]).names
     assert names == {
         "LDG.E.128": 1,

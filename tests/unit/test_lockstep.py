@@ -90,13 +90,13 @@ def test_starting_does_not_hold_a_rank_up_but_waiting_does(fake_group):
         lambda x: x,
     ],
 )
-def test_what_does_not_fit_together_is_an_error(other, fake_group):
+def test_mismatched_exchanges_are_an_error(other, fake_group):
     fake_group(3)
     with pytest.raises(LockstepError, match=r"different collectives|no rank can go on"):
         run([total, total, other])
 
 
-def test_what_nobody_waits_for_must_be_started_by_all(fake_group):
+def test_exchanges_without_a_wait_must_be_started_by_all(fake_group):
     fake_group(3)
 
     graph = trace(lambda x: x + 1, torch.ones(2))

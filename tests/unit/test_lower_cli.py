@@ -128,7 +128,7 @@ def test_codecs_of_several_kernels():
     assert "Where bytes depend on the values nothing is predicted." in shown
 
 
-def test_what_codecs_have_no_kernel_for():
+def test_requests_that_codecs_have_no_kernel_for():
     assert "it has encode and decode alone" in said("--codec", "exponent", "--kernel", "decode_sum")
     asked = ("--codec", "topk", "--kernel")
     assert "sums are not made sparse again" in said(*asked, "decode_sum_encode")
@@ -138,7 +138,7 @@ def test_what_codecs_have_no_kernel_for():
     assert "wider than a tile" in said(*asked)
 
 
-def test_what_has_no_matmul_says_why():
+def test_codecs_without_a_matmul_say_why():
     asked = ("--kernel", "matmul_encode", "--codec")
     assert "topk: no block codec" in said(*asked, "topk")
     assert "wider than a tile" in said(*asked, "int8(block=512)")
@@ -186,7 +186,7 @@ def test_dtype_and_ranks_are_those_that_are_asked_for():
 # What is refused
 
 
-def test_what_is_unknown_is_told_with_the_nearest_name():
+def test_unknown_names_are_refused_with_the_nearest():
     assert "unknown codec 'int7'; did you mean 'int8'?" in said("--codec", "int7")
     asked = ("--codec", "int8")
     assert "no kernel 'encod'; did you mean 'encode'?" in said(*asked, "--kernel", "encod")
@@ -194,7 +194,7 @@ def test_what_is_unknown_is_told_with_the_nearest_name():
     assert "unknown dtype 'bf16'" in said(*asked, "--dtype", "bf16")
 
 
-def test_what_has_no_kernel_says_why():
+def test_codecs_without_a_kernel_say_why():
     asked = ("--codec", "int8(block=96)", "--kernel", "encode")
     assert "int8(block=96): blocks of 96 values" in said(*asked)
     assert "float64 values" in said("--codec", "int8", "--kernel", "decode", "--dtype", "float64")
@@ -217,7 +217,7 @@ def test_questions_that_do_not_fit_together():
     assert run(*asked, "--ptx", "--json").exit_code == 2
 
 
-def test_without_triton_the_extra_is_named(monkeypatch):
+def test_error_without_triton_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     assert "pip install 'commpass[kernels]'" in said("--codec", "int8", "--kernel", "encode")
 
@@ -256,7 +256,7 @@ def test_sums_are_made_in_the_domain():
     assert last.chain.steps == (Decode(rotated.within, BF16), Leave(rotated.domain), Cast(BF16))
 
 
-def test_what_is_only_moved_keeps_its_transform():
+def test_moved_values_keep_their_transform():
     first, last = places("all_gather", "direct", "rotated")
     assert first.chain.steps == (Encode(codec("rotated")),)
     assert last.chain.steps == (Decode(codec("rotated"), BF16), Cast(BF16))

@@ -144,7 +144,7 @@ def test_odd_shapes_of_bfloat16_by_a_lossless_codec_lose_no_more_than_one_roundi
 @pytest.mark.parametrize("codec", ["int8", "rotated", "bf16", "raw", "equarx"])
 @pytest.mark.parametrize("name", ["ring", "ring(stage=rs)", "ring(stage=ag)", "ring(chunks=3)"])
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
-def test_of_a_rings_messages_no_two_meet_and_sums_are_the_same(ranks, name, codec, monkeypatch):
+def test_messages_of_a_ring_never_meet_and_sums_are_the_same(ranks, name, codec, monkeypatch):
     values = inputs(ranks, (ranks * 3, 129))
     expected = carried_out("all_reduce", name, codec, values, monkeypatch)
     results = carried_out("all_reduce", name, codec, values, monkeypatch, by_messages=True)

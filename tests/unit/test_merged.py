@@ -42,7 +42,7 @@ def test_a_line_for_each_pattern_whatever_the_number_of_graphs(tmp_path):
     assert all_of.count("layers.7") == 2
 
 
-def test_what_is_more_than_an_exchange_stays_a_graph_of_its_own(tmp_path):
+def test_graphs_of_more_than_an_exchange_stay_apart(tmp_path):
     computing = dataclasses.replace(exchange("head"), before=make().before * 5)
     given_up = exchange("tail", "backward")
     plan = dataclasses.replace(given_up.plan, fallback="a pass failed")

@@ -40,7 +40,7 @@ def test_code_that_is_compiled_again_has_the_same_origin(recorder):
     assert recorder.found[0].function == recorder.found[0].code != ""
 
 
-def test_what_follows_a_graph_break_is_of_the_same_function(recorder):
+def test_graphs_behind_a_break_are_of_the_same_function(recorder):
     def function(x):
         x = x + 1
         torch._dynamo.graph_break()

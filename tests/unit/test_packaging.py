@@ -36,7 +36,7 @@ def test_the_changelog_begins_with_this_version():
     assert f"\n[{PROJECT['version']}]: https://" in text
 
 
-def test_what_the_source_distribution_adds_is_there():
+def test_files_that_the_source_distribution_adds_are_there():
     for line in (ROOT / "MANIFEST.in").read_text().splitlines():
         what, *names = line.split()
         if what in ("include", "graft"):

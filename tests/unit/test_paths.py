@@ -293,7 +293,7 @@ def test_one_function_cleans_every_form_of_a_name(raw, expected):
     assert clean(expected) == expected
 
 
-def test_only_what_a_wrapper_of_torch_calls_module_is_left_out():
+def test_module_is_left_out_of_paths_for_wrappers_of_torch_alone():
     wrapped = compiled(DistributedDataParallel(Owner()))
     assert "module.layers.0.attn" in dict(names(wrapped))
     assert not any("module.module" in name for name, _ in names(wrapped))

@@ -63,7 +63,7 @@ def test_one_layer_keeps_its_number():
 @pytest.mark.parametrize(
     "change", [{"codec": "none"}, {"shape": (4, 9)}, {"kind": "all_gather"}, {"group": "1"}]
 )
-def test_what_is_treated_otherwise_is_another_pattern(change):
+def test_sites_treated_otherwise_are_another_pattern(change):
     one, other = site("layers.0.mlp"), dataclasses.replace(site("layers.1.mlp"), **change)
     assert len(patterns([plan(one, other)])) == 2
 

@@ -111,7 +111,9 @@ def test_rules_by_edge_direction_and_size(fake_group):
     ],
     ids=str,
 )
-def test_what_cannot_be_coded_is_left_alone_with_a_reason(fake_group, wanted, policy, why):
+def test_messages_that_cannot_be_coded_are_left_alone_with_a_reason(
+    fake_group, wanted, policy, why
+):
     fake_group(2)
     (site,) = decide(Policy(rules=[Rule(codec=policy, force=True)]), wanted)
     assert not site.compressed

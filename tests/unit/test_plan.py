@@ -189,7 +189,7 @@ def test_the_json_of_a_plan_names_what_the_design_names():
 
 
 @pytest.mark.parametrize("text", ["", "x", "[]", "{}", "3", '{"graph": "0"}'])
-def test_what_is_no_plan_is_refused(text):
+def test_objects_other_than_plans_are_refused(text):
     with pytest.raises((msgspec.ValidationError, msgspec.DecodeError)):
         Plan.from_json(text)
 
@@ -563,7 +563,7 @@ def test_the_part_of_a_group_has_its_sites_in_order_and_all_else():
     assert whole.of_group("3").sites == ()
 
 
-def test_only_what_was_carried_out_counts_as_compressed():
+def test_sites_carried_out_alone_count_as_compressed():
     sites = planned("a"), planned("b", codec=NONE)
     assert [site.name for site in plan(*sites).compressed] == ["a"]
     assert plan(*sites, fallback="failed").compressed == ()

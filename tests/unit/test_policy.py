@@ -270,7 +270,7 @@ def test_a_codec_above_the_budget_has_the_reason_whose_budget_that_is(policy, wo
     assert f"is above the budget of 2.000% {who}" in planned.reason
 
 
-def test_who_says_so_does_not_make_sites_differ():
+def test_source_of_a_rule_does_not_make_sites_differ():
     policy = Policy(
         max_error=0.2,
         rules=[Rule(kind="all_gather", codec="int8", max_error=0.2), Rule(codec="int8")],
@@ -314,7 +314,7 @@ OPEN = [
 
 
 @pytest.mark.parametrize(("said", "changed"), OPEN, ids=str)
-def test_what_a_word_or_a_rule_leaves_open_the_policy_fills_in(said, changed):
+def test_policy_fills_in_what_annotations_and_rules_leave_open(said, changed):
     expected = {
         "codecs": ("fp8", "int8"),
         "algorithms": ("one_shot",),
@@ -623,7 +623,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_unknown_is_refused_with_the_nearest_that_is_known(what):
+def test_unknown_keys_are_refused_with_the_nearest(what):
     make, parts = REFUSED[what]
     with pytest.raises(PolicyError) as error:
         make()
@@ -648,7 +648,7 @@ def test_algorithms_may_have_parameters_wherever_they_are_named(spec, tmp_path):
     )
 
 
-def test_what_nobody_names_is_chosen_from_the_defaults():
+def test_codecs_that_nobody_names_are_chosen_from_the_defaults():
     assert (
         Policy().algorithms
         == terms(Policy()).algorithms
@@ -732,7 +732,7 @@ def test_a_preset_is_where_a_file_may_start(name, toml):
     )
 
 
-def test_what_a_file_says_wins_over_its_preset(toml):
+def test_file_wins_over_its_preset(toml):
     path = toml(
         'name = "ours"\nmax_error = 0.01\npreset = "balanced"\n[[rule]]\nmodule = "head"\nkeep ='
         " true\n"

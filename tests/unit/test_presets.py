@@ -236,7 +236,7 @@ def test_a_rule_may_be_about_several_kinds_in_a_file_too(toml):
     ],
     ids=["nothing", "one of two", "of another kind", "no text", "a preset"],
 )
-def test_what_is_unknown_is_refused_with_the_nearest(make, parts):
+def test_unknown_presets_are_refused_with_the_nearest(make, parts):
     with pytest.raises(PolicyError) as error:
         make()
     for part in parts:

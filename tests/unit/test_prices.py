@@ -50,7 +50,7 @@ def test_a_hop_inside_a_host_takes_its_link_and_one_between_hosts_their_port():
     assert end == pytest.approx(sum(sum(times) for _, *times in (inner, outer, gather)))
 
 
-def test_with_a_port_for_each_rank_a_hop_between_hosts_has_its_own():
+def test_hop_between_hosts_has_its_own_port_where_each_rank_has_one():
     profile = Profile("p", PROFILE.link, inside=PROFILE.inside, node=NODE, ports=NODE, kernels=FREE)
     _, outer, *_ = exchanges("hierarchical(node=8)", profile)
     assert outer == (LINK, 70.0, pytest.approx(7 * SHARD * 4 / 1e3))
@@ -71,7 +71,7 @@ def test_parts_of_a_host_without_a_link_of_their_own_do_not_pass_the_port():
 
 @pytest.mark.parametrize("by_messages", [False, True])
 @pytest.mark.parametrize("spec", ["ring", "semi_ring"])
-def test_of_a_host_one_rank_sends_to_the_next_host(spec, by_messages):
+def test_one_rank_of_a_host_sends_to_the_next_host(spec, by_messages):
     """What the 8 ranks of a host send by its port is what one of them sends."""
     first, *_ = exchanges(spec, by_messages=by_messages)
     messages = {"ring": 1, "semi_ring": 2}[spec]
@@ -126,7 +126,7 @@ def test_whom_an_exchange_reaches(to, source, reach):
     assert (found.reach, found.peers, found.leaving) == (reach, away, 100 * away)
 
 
-def test_what_was_measured_of_messages_holds_the_time_for_which_a_rank_is_busy():
+def test_measurement_of_messages_holds_the_time_for_which_a_rank_is_busy():
     """A lone exchange takes what was measured of it, and no more; of several at once the rank
     begins one after the other."""
     region = (Region(0.0, 300.0, 1.0),)
@@ -142,7 +142,7 @@ def test_what_was_measured_of_messages_holds_the_time_for_which_a_rank_is_busy()
 
 
 @pytest.mark.parametrize("role", ["sum", "enter", "leave"])
-def test_what_is_part_of_other_kernels_takes_no_time(role):
+def test_parts_of_other_kernels_take_no_time(role):
     assert of_group(PROFILE).task(Stage(role=role, values=1 << 20)).us == 0.0
 
 

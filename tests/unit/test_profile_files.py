@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "cluster.json"
 
 
-def test_what_is_written_comes_back(path):
+def test_profile_written_comes_back(path):
     assert read(path) == file()
     assert profile_from(str(path)) == profile_from(path) == file().profile
     assert read(path).points[0].off == pytest.approx(0.05)
@@ -207,7 +207,7 @@ def test_a_profile_of_another_machine_is_told_once(path, caplog):
     assert "Probe again" in said
 
 
-def test_what_is_not_known_here_is_no_difference():
+def test_unknown_facts_are_no_difference():
     assert not list(misfits(here(), here()))
     started = dataclasses.replace(here(), world_size=4, hosts=2, backend="gloo")
     assert not list(misfits(started, here()))
@@ -277,7 +277,7 @@ def test_probe_says_how_it_is_started(tmp_path, monkeypatch):
         ("", None, None),
     ],
 )
-def test_without_a_profile_a_gpu_is_known_by_its_name(device, card, link, monkeypatch):
+def test_gpu_without_a_profile_is_known_by_its_name(device, card, link, monkeypatch):
     from commpass.runtime import machine
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -380,7 +380,7 @@ SELECTORS += [select.RedSync(), select.Sidco()]
 
 @settings(max_examples=examples(100, 300), deadline=None)
 @given(rows_of(not_finite=True), RATIOS, st.sampled_from(SELECTORS))
-def test_at_once_the_same_entries_are_chosen(x, ratio, selector):
+def test_entries_selected_at_once_are_the_same(x, ratio, selector):
     for row in x.split(1):
         wanted = select.select(selector, row, density_of(ratio))
         assert the_same(select_at_once(selector, row, density_of(ratio)), wanted)
@@ -388,14 +388,14 @@ def test_at_once_the_same_entries_are_chosen(x, ratio, selector):
 
 @pytest.mark.parametrize("kind", ["gaussian", "laplace", "shifted", "heavy"])
 @pytest.mark.parametrize("selector", SELECTORS, ids=lambda one: type(one).__name__)
-def test_at_once_little_is_taken_out_of_a_long_row(selector, kind):
+def test_few_entries_of_a_long_row_are_selected_at_once(selector, kind):
     row, density = torch.from_numpy(data(kind, 50_000)).float().unsqueeze(0), density_of(0.01)
     found = select_at_once(selector, row, density)
     assert the_same(found, select.select(selector, row, density))
     assert int(found.used) > 0
 
 
-def test_at_once_a_row_is_encoded_to_the_same_bytes():
+def test_row_selected_at_once_is_encoded_to_the_same_bytes():
     row = torch.from_numpy(data("heavy", 5_000)).float().unsqueeze(0)
     for coder in (codec("dgc(density=0.01)"), codec("sidco"), codec("topk(values=int8)")):
         assert torch.equal(coder.encode_at_once(row), coder.encode_rows(row))

@@ -81,13 +81,13 @@ def printed(name: str, width: int, folder: Path) -> str:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_what_is_printed_is_what_it_was(name: str, width: int, tmp_path: Path, monkeypatch):
+def test_output_is_that_of_the_snapshot(name: str, width: int, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     was = (FOLDER / f"{name}-{width}.txt").read_text(encoding="utf-8")
     assert printed(name, width, Path("dumps")) == was
 
 
-def test_there_is_no_other_snapshot():
+def test_snapshots_without_a_test_do_not_exist():
     known = {f"{name}-{width}.txt" for name in COMMANDS for width in WIDTHS}
     assert {path.name for path in FOLDER.iterdir()} == known
 

@@ -313,7 +313,7 @@ def test_bounds_are_those_of_theory():
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_so(name, bad, values):
+def test_non_finite_values_stay_so(name, bad, values):
     """Law 2, for one entry, for as many as there are slots, and for more."""
     coder = made(name, values=values)
     x = gaussian(1, 2000)
@@ -400,7 +400,7 @@ def test_a_sum_by_index_with_a_lost_row_is_nan():
 
 @pytest.mark.parametrize("values", ["raw", "int8"])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_sent_and_what_is_left_add_up(name, values):
+def test_sent_and_remaining_values_add_up(name, values):
     coder = made(name, density=0.05, values=values)
     assert coder.state == "error feedback"
     x = gaussian(40, 50, dtype=torch.bfloat16)
@@ -413,7 +413,7 @@ def test_what_is_sent_and_what_is_left_add_up(name, values):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_with_feedback_everything_is_sent_in_time(name):
+def test_feedback_sends_everything_in_time(name):
     """100 steps of one gradient: what has arrived is 100 times it, up to what is still held
     back."""
     coder = made(name, density=0.05)
@@ -426,7 +426,7 @@ def test_with_feedback_everything_is_sent_in_time(name):
     assert (arrived > 0).float().mean() > 0.9
 
 
-def test_what_is_not_finite_does_not_stay_in_the_residual():
+def test_residual_keeps_nothing_that_is_not_finite():
     x = gaussian(500)
     x[3] = math.nan
     _, left = sparse.residual(x, made("topk"))

@@ -169,7 +169,7 @@ def test_gradients_have_the_times_that_were_measured():
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_is_done_around_a_selection_counts_as_well(offload):
+def test_work_around_a_selection_counts_as_well(offload):
     """By hand: 4 gradients of 4 MiB at 0.5 GB/s, 1 ms of backward and 1 ms of selection each."""
     light = [Gradient("w", 1 << 20, 4, 1e3, 1e3, 1e3)] * 4
     heavy = [dataclasses.replace(each, around_us=3e4) for each in light]
@@ -182,7 +182,7 @@ def test_what_is_done_around_a_selection_counts_as_well(offload):
     assert forced.end_us == pytest.approx(sparse.end_us + 4 * 3e4, rel=0.05)
 
 
-def test_until_times_are_known_all_goes_whole_in_buckets():
+def test_tensors_go_whole_in_buckets_until_times_are_known():
     model = [Gradient(str(n), BUCKET_BYTES // 8) for n in range(5)]  # half a bucket each
     plan = unmeasured(model)
     assert [len(buffer.sent) for buffer in plan.buffers] == [2, 2, 1]
@@ -345,7 +345,7 @@ def test_momentum_correction_is_that_of_the_paper(momentum):
 
 @pytest.mark.parametrize("values", ["raw", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_sent_and_what_is_left_is_what_came(values, dtype):
+def test_sent_and_remaining_values_are_the_input(values, dtype):
     memory = Memory(torch.zeros(300))
     coder = commpass.codec("dgc", density=0.05, values=values)
     given, sent = torch.zeros(300, dtype=torch.float64), torch.zeros(300, dtype=torch.float64)
@@ -363,7 +363,7 @@ def test_what_is_sent_and_what_is_left_is_what_came(values, dtype):
 
 
 @pytest.mark.parametrize("many", [1, 50])
-def test_what_is_not_finite_goes_out_once_and_does_not_come_back(many):
+def test_values_not_finite_go_out_once_and_do_not_come_back(many):
     memory = Memory(torch.zeros(100), torch.zeros(100), 0.9)
     coder = commpass.codec("dgc", density=0.05)
     bad = torch.ones(100)
@@ -425,7 +425,7 @@ def test_the_density_falls_exponentially_to_the_target():
         (lambda: ssfusion(torch.nn.Linear(1, 1)), ["init_process_group"]),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(make_it, words):
+def test_impossible_settings_are_refused_in_words(make_it, words):
     with pytest.raises(PolicyError) as caught:
         make_it()
     for word in words:

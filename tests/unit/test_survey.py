@@ -37,7 +37,7 @@ def test_bits_errors_and_distances_are_those_of_the_data():
     assert (row["encode_gbs"], row["lossless"]) == (None, False)
 
 
-def test_of_a_lossless_codec_the_distance_is_that_to_the_entropy_of_the_exponents():
+def test_distance_of_a_lossless_codec_is_that_to_the_entropy_of_the_exponents():
     x = survey.laplace(torch.Generator().manual_seed(0)).to(torch.bfloat16)
     counts = np.unique(
         (x.view(torch.int16).numpy().view(np.uint16) >> 7) & 255, return_counts=True

@@ -104,7 +104,7 @@ def test_a_group_stays_with_one_worker(tmp_path):
 
 
 @pytest.mark.parametrize("quick", [(2,), lambda case: case == 2], ids=["listed", "asked"])
-def test_what_is_not_sampled_is_marked(quick):
+def test_cases_not_sampled_are_marked(quick):
     made = list(sampled([1, 2, (3, 4)], quick))
     assert [case.values for case in made] == [(1,), (2,), (3, 4)]
     assert [[mark.name for mark in case.marks] for case in made] == [["every"], [], ["every"]]

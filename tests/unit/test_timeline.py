@@ -15,12 +15,12 @@ def test_nothing_takes_no_time():
     assert finished_us([]) == 0.0
 
 
-def test_what_follows_from_each_other_adds_up():
+def test_dependent_steps_add_up():
     tasks = [Task(HOST, 5.0), Task("link", 20.0, 3.0, (0,)), Task(HOST, 7.0, after=(1,))]
     assert finished_us(tasks) == 35.0
 
 
-def test_what_is_computed_hides_behind_what_travels():
+def test_compute_hides_behind_exchanges():
     """Two chunks: while the first travels, the second is encoded; while the second, the first is
     decoded."""
     tasks = [

@@ -115,7 +115,7 @@ def test_a_wait_stands_still_until_all_has_arrived(fake_group):
 
 
 @pytest.mark.parametrize("policy", [KEPT, CHUNKS])
-def test_what_is_exposed_is_what_the_plan_says(fake_group, policy):
+def test_exposed_time_is_that_of_the_plan(fake_group, policy):
     fake_group(4)
     gm = trace(two_sums, *inputs())
     known = dataclasses.replace(profile(gflops=1000.0), link=Link(100.0, 0.01))
@@ -239,14 +239,14 @@ def test_the_only_hop_of_a_site_has_no_name():
     assert [text for _, text in found.texts] == ["a", "b\nhop 0", "b\nhop 1"]
 
 
-def test_what_was_exposed_before_has_a_unit(folder):
+def test_exposed_time_of_before_has_a_unit(folder):
     (one,) = dump.read_run(folder)
     sites = tuple(dataclasses.replace(site, unmoved_us=1e6) for site in one.plan.sites)
     moved = dataclasses.replace(one, plan=dataclasses.replace(one.plan, sites=sites))
     assert Shown(moved, moved.timeline).pictures[0].title.endswith(" ms exposed")
 
 
-def test_what_is_compared_has_one_axis(folder):
+def test_compared_timelines_have_one_axis(folder):
     (one,) = dump.read_run(folder)
     longer = dataclasses.replace(one.timeline.events[-1], us=1e6)
     slower = dataclasses.replace(one.timeline, events=(*one.timeline.events, longer))
@@ -367,7 +367,7 @@ def test_a_trace_on_a_gpu_stands_still_where_only_exchanges_run(plain, tmp_path)
     assert computing == [(0, 40), (70, 100)]
 
 
-def test_what_is_no_trace_of_this_program_is_told(plain, tmp_path):
+def test_traces_of_other_programs_are_refused(plain, tmp_path):
     path = tmp_path / "trace.json"
     cases = {
         "not JSON": "{",

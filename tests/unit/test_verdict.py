@@ -78,7 +78,7 @@ def layers(count: int) -> list[PlannedSite]:
 # --- the report -----------------------------------------------------------------------------------
 
 
-def test_before_anything_was_compiled_it_says_so(book):
+def test_report_before_anything_was_compiled_says_so(book):
     assert "compiled nothing" in str(commpass.report())
     assert commpass.report().as_dict()["totals"]["measured_ms"] is None
     assert commpass.metrics()["commpass/graphs"] == 0
@@ -332,7 +332,7 @@ def test_tensorboard_itself_takes_them(book, tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [None, {}, print, logging.getLogger("x")])
-def test_what_is_no_logger_is_refused(book, wrong):
+def test_objects_other_than_loggers_are_refused(book, wrong):
     with pytest.raises(CommpassError, match="SummaryWriter"):
         commpass.log_metrics(wrong, 1)
 
@@ -341,7 +341,7 @@ def test_what_is_no_logger_is_refused(book, wrong):
 
 
 @given(st.floats(0, 1), st.integers(0, 2000))
-def test_so_many_calls_are_sampled_as_was_asked_for(share, calls):
+def test_calls_sampled_are_as_many_as_asked(share, calls):
     sampled = sum(is_sampled(call, share) for call in range(calls))
     assert abs(sampled - share * calls) <= 1
     assert is_sampled(0, share) == (share > 0)
@@ -354,7 +354,7 @@ def test_none_and_all(share):
 
 @pytest.mark.parametrize("spec", ["int8", "int4", "fp8", "rotated(bits=6)", "cast"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_measured_is_what_the_codec_does(monkeypatch, spec, dtype):
+def test_measured_errors_are_those_of_the_codec(monkeypatch, spec, dtype):
     monkeypatch.setattr(samples, "SLICE_CPU", 4096)
     coder = codec(spec)
     x = torch.randn(3, 3001, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -398,7 +398,7 @@ class Late:
         return self.done
 
 
-def test_what_a_gpu_has_not_measured_yet_is_not_waited_for():
+def test_report_does_not_wait_for_what_a_gpu_has_not_measured_yet():
     kept, event = entry(PlannedSite(**CODED)).samples, Late()
     kept._waiting.append((0, torch.tensor([1e-4, 1.0, *REST]), event))
     kept.settle()

@@ -67,7 +67,7 @@ def test_a_graph_that_is_hardly_called_is_not_waited_for(clock, caplog):
 
 
 @pytest.mark.parametrize(("judged", "ms", "lines"), [(True, 60, 1), (True, 40, 0), (False, 60, 0)])
-def test_what_is_slower_than_plain_is_named(clock, caplog, judged, ms, lines):
+def test_sites_slower_than_plain_are_named(clock, caplog, judged, ms, lines):
     caplog.set_level(logging.WARNING, "commpass")
     one = Watch()
     run = one.timed(takes(clock, ms), Watched("3 (backward)", 30e3, 50e3, judged))

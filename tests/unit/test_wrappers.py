@@ -455,7 +455,7 @@ def test_all_ranks_end_with_the_same_bits_and_may_go_on_from_them():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_so_in_a_difference(bad):
+def test_differences_keep_what_is_not_finite(bad):
     held, x = gaussian(100), gaussian(100, seed=1)
     x[7] = bad
     coder = difference("difference").against(held)
