@@ -71,8 +71,8 @@ def wait_tensors() -> Iterator[Callable[..., list[torch.Tensor]]]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport() -> Iterator[None]:
-    """A report parses the source of what failed. Python 3.11's parser raises SystemError, which ends
-    the worker, where a garbage collection meanwhile runs code, such as ours at the end of graphs."""
+    """A report parses the source of what failed. The parser of Python 3.11 raises SystemError where
+    a garbage collection runs code meanwhile, ours at the end of graphs, and the worker ends."""
     gc.disable()
     try:
         return (yield)

@@ -135,7 +135,14 @@ def trained(codec: str, steps: int) -> tuple[list[float], list[float], set[str]]
         rarely("fp8", 0.1),
         rarely("taco", 0.1),
         rarely("table(bits=5)", 0.1),
-        rarely("outlier(int4)", 0.15),
+        pytest.param(
+            "outlier(inner=int4)",
+            0.15,
+            marks=[
+                pytest.mark.every,
+                pytest.mark.xfail(strict=True, reason="no graph takes the tables of outlier yet"),
+            ],
+        ),
     ],
 )
 def test_a_lossy_codec_trains_nearly_as_without_it(ranks2, codec, near):
