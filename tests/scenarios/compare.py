@@ -28,7 +28,7 @@ POLICIES = {
 }
 OTHERS = {name: preset for name, preset in PRESETS.items() if name not in POLICIES}
 """The presets under which scenarios are tried that say so."""
-SLOW = commpass.ethernet(0.01)
+SLOW = commpass.ethernet(0.001)
 """A link on which compressing pays."""
 LR = {"topk": 0.0}
 """Where gradients are to add up, weights stay as they are."""
