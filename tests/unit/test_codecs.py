@@ -232,10 +232,11 @@ def relative_norms(
     """2-norms of error and of values of each block, over the largest magnitude of the block; and
     that magnitude."""
     values = reference.blocks_of(wide(x), setting)
-    errors = reference.blocks_of(back, setting) - values
     peak = np.abs(values).max(axis=1, initial=0.0, keepdims=True)
     safe = np.where(peak > 0, peak, 1.0)
-    norms = (np.sqrt(((part / safe) ** 2).sum(axis=1)) for part in (errors, values))
+    scaled = values / safe  # the difference of two of the largest numbers would overflow
+    errors = reference.blocks_of(back, setting) / safe - scaled
+    norms = (np.sqrt((part**2).sum(axis=1)) for part in (errors, scaled))
     return *norms, safe[:, 0]
 
 
