@@ -4,7 +4,8 @@ PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 VENV := $(if $(filter $(PINNED),$(TORCH)),.venv,.venv-torch-$(TORCH))
 READY := $(VENV)/ready
-WORKERS ?= 2
+# One more than two cores: tests of ranks also wait.
+WORKERS ?= 3
 MINUTES ?= 30
 
 # Tests start hundreds of processes, each of which would otherwise compile all sources anew.
