@@ -67,3 +67,27 @@ def test_rewritten_graph_and_plan_are_the_same(fake_group, mode, policy):
         found.append((code(gm), sites, values))
     assert found[0][1][0][0] != "none"
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
+def test_graphs_compiled_in_inference_mode_are_rewritten(fake_group, inner):
+    """Also those that write into their inputs, which are then tensors of that mode."""
+    fake_group(4)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        y.add_(ops.wait_tensor(ops.all_reduce(x @ x, "sum", "0")))
+        return ops.wait_tensor(ops.reduce_scatter_tensor(y + 1, "sum", 4, "0"))
+
+    for spec in ("int8", "rotated"):
+        policy = Policy(rules=[Rule(codec=spec, force=True)])
+        found = []
+        for mode in (torch.inference_mode, torch.no_grad):
+            torch._dynamo.reset()
+            compiled = torch.compile(
+                function, backend=commpass.backend(policy, inner=inner, strict=True)
+            )
+            with mode():
+                x, y = torch.ones(64, 64) / 3, torch.zeros(64, 64)
+                found.append((compiled(x, y), y))
+            assert [site.codec for site in commpass.plans()[-1]] == [spec, spec]
+        assert all(map(torch.equal, *found))

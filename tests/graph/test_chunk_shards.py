@@ -126,7 +126,7 @@ def test_compressed_chunks():
         assert (one - other).norm() < 0.02 * one.norm()
 
 
-def test_sites_whose_chunks_nothing_uses():
+def test_sites_with_nothing_before_and_after_them_are_not_split():
     def function(ranks, dim):
         return lambda x, w1, w2, room: gathered(x, ranks) + 1
 

@@ -50,7 +50,7 @@ def test_sums_of_float16_are_not_merged(name, values):
 @pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [BFLOAT, FLOAT, torch.float64])
 @pytest.mark.parametrize("name", IN_HALF)
-def test_values_of_a_wide_range_are_moved(name, dtype):
+def test_sums_in_dtypes_of_a_wide_range_are_merged(name, dtype):
     for values in (LARGE, SMALL):
         inputs = [[torch.tensor(mine, dtype=dtype)] for mine in values]
         ranks = everywhere(lambda rank: IN_HALF[name], inputs)

@@ -108,3 +108,26 @@ def test_cases_not_sampled_are_marked(quick):
     made = list(sampled([1, 2, (3, 4)], quick))
     assert [case.values for case in made] == [(1,), (2,), (3, 4)]
     assert [[mark.name for mark in case.marks] for case in made] == [["every"], [], ["every"]]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("option", "chosen"), [("", ["a"]), ("--bench", ["a", "b"]), ("--every", ["a", "b", "c"])]
+)
+def test_tests_of_benchmarks_run_when_asked(option, chosen, tmp_path):
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "test_a.py").write_text("def test_a(): pass\n")
+    slow = "import pytest\ndef test_b(): pass\n@pytest.mark.every\ndef test_c(): pass\n"
+    (tmp_path / "bench" / "test_b.py").write_text(slow)
+    command = [sys.executable, "-m", "pytest", "-p", "tiers", "--collect-only", "-q"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [*command, *filter(None, [option])],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = [line.split("::test_")[1] for line in done.stdout.splitlines() if "::" in line]
+    assert sorted(found) == chosen
