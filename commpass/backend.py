@@ -64,6 +64,7 @@ from commpass.runtime.calls import (
     before_each_call,
     boxed,
     callable_of,
+    constants_of,
     named,
     state_for,
     with_more,
@@ -474,6 +475,7 @@ class Backend:
             obstacle=job.obstacle,
             kernels=self.inner == "inductor",
             operators=self.inner in LOOKS,
+            adds_inputs=True,
             hook=calls.hook,
             hidden=self.hidden,
             hides=True,
@@ -523,6 +525,7 @@ class Backend:
         elif outcome.state:
             calls.refers = True
         more = [kept.fake for kept in outcome.state]
+        more += [each.fake for each in outcome.constants]
         planned_us = _predicted_us(gm, profile) if plain_us is not None else None
         pinned = outcome.pinned or chunked(gm)
         compiled = job.compile_graph(gm, more, pinned, outcome.plan.changed)
@@ -538,7 +541,9 @@ class Backend:
         self.ledger.put(entry, instead_of)
         patience, compared = self._patience(outcome.plan), _is_compared(outcome.plan, round)
         check = Check(samples, round, policy.check_calls, patience, decides=compared)
-        function = with_more(self._around(callable_of(compiled), entry), state)
+        function = self._around(callable_of(compiled), entry)
+        function = with_more(function, functools.partial(constants_of, outcome.constants))
+        function = with_more(function, state)
         strides = getattr(compiled, "output_strides", None)
         return Built(compiled, function, check, strides, outcome)
 

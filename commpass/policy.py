@@ -19,6 +19,7 @@ import msgspec
 from commpass import groups, presets
 from commpass.collectives import DEFAULTS
 from commpass.errors import PolicyError, nearest
+from commpass.lowbit import MAX_ERROR, SHARE, lowbit_rules
 from commpass.plan import Site
 from commpass.presets import DIMENSIONS, THREE_D, rules_over
 from commpass.rules import TYPES, Allowed, Named, Rule, Word, Words, as_names
@@ -152,6 +153,30 @@ class Policy(Named):
         own = {f.name: getattr(base, f.name) for f in dataclasses.fields(Policy)}
         own["name"] = f"{preset}, changed" if rules or fields else preset
         return Policy(**own | fields | {"rules": (*rules, *base.rules)})
+
+    @staticmethod
+    def lowbit_tp(
+        calibration: Any,
+        share: float | str | Mapping[str, float] = SHARE,
+        *,
+        bits: int = 4,
+        algorithm: str | Sequence[str] = "one_shot",
+        per_rank: bool = True,
+        max_error: float = MAX_ERROR,
+        **fields: Any,
+    ) -> Policy:
+        """Low-bit tensor-parallel inference by the paper's own method, from a calibration:
+        ``Policy.lowbit_tp(Calibration.read("model.json"))``.
+
+        Of each all_reduce in forward, the ``share`` of channels with the widest ranges travel in
+        bf16, the others on a static grid of ``bits`` bits. ``share`` is a number, one for each
+        module by globs (1/64 for others), or ``"sensitivity"``: no more is kept in all, and more
+        where the model minds errors. Scales are each rank's own, or with ``per_rank=False`` shared.
+        ``algorithm`` may also be ``two_shot`` or ``ring``, by which sums are coded as well.
+        ``fields`` as in ``from_preset``. Raises PolicyError where nothing was calibrated.
+        """
+        rules = lowbit_rules(calibration.places, share, bits, algorithm, per_rank, max_error)
+        return Policy(**{"name": "lowbit-tp, calibrated", **fields, "rules": rules})
 
     @staticmethod
     def for_mesh(

@@ -53,6 +53,8 @@ class Place:
     ``where`` are several if simplify makes one collective of theirs, which it can only while all
     are allowed the same. ``errors`` are by codec: the relative error (2-norm) of one encode and
     decode of what is sent here, over all ranks and batches, as a root mean square.
+    ``statistics`` are the ranges of the channels on each rank of the group, with no channel kept
+    yet, as ``Channels.to_text`` writes them; "" where tensors do not have the same channels.
     ``levels`` are by ascending error. ``loss`` is the relative change of the loss for each unit of
     the least of those errors.
     """
@@ -62,6 +64,7 @@ class Place:
     errors: dict[str, float]
     levels: tuple[Level, ...]
     loss: float | None = None
+    statistics: str = ""
 
     @property
     def sensitivity(self) -> float:

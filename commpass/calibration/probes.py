@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from commpass import groups
 from commpass.ambient import ambient_free
 from commpass.backend import Backend, Compiler
 from commpass.calibration.places import Where, bare
@@ -20,6 +21,7 @@ from commpass.passes.candidates import candidates
 from commpass.passes.discover import GraphSite, discover
 from commpass.passes.graph import meta
 from commpass.passes.graph.marks import ALLOWED
+from commpass.passes.graph.parse import is_wait
 from commpass.passes.simplify import simplify
 from commpass.plan import Site
 from commpass.policy import Policy
@@ -43,8 +45,9 @@ class Probes:
 
     ``errors_of`` are the codecs whose errors are measured at each place. ``disturb`` is the place
     whose values a codec changes. ``channels`` are the ranges of the channels of each place, None
-    where its tensors do not have the same ones. ``merged`` says which places simplify makes one
-    collective of."""
+    where its tensors do not have the same ones, and ``sums`` those of what its sums give. ``seats``
+    are the numbers of this rank in the groups of a place, each with how many ranks there are.
+    ``merged`` says which places simplify makes one collective of."""
 
     wanted: tuple[str, ...]
     policy: Policy
@@ -55,6 +58,8 @@ class Probes:
     sites: dict[Where, Counter[Site]] = field(default_factory=dict)
     squares: dict[Where, Squares] = field(default_factory=dict)
     channels: dict[Where, Running | None] = field(default_factory=dict)
+    sums: dict[Where, Running | None] = field(default_factory=dict)
+    seats: dict[Where, set[tuple[int, int]]] = field(default_factory=dict)
     merged: set[tuple[Where, Where]] = field(default_factory=set)
     remarks: dict[str, None] = field(default_factory=dict)
 
@@ -78,7 +83,10 @@ class Probes:
                 self.remarks.setdefault(f"not measured: {place}: {why}")
                 continue
             where = each.allowed.where if isinstance(each.allowed, _Told) else Where.of(each.site)
+            seat = groups.rank_in(each.site.group) or 0, each.site.group_size
+            self.seats.setdefault(where, set()).add(seat)
             self._before(each, where)
+            self._behind(each, where)
         for module in {each.module for each in found}:
             module.graph.lint()
             module.recompile()
@@ -102,13 +110,23 @@ class Probes:
         """Puts a probe before a site's input."""
         node, source = each.call.node, each.input
         graph = each.module.graph
-        name = f"commpass_probe_{len(each.module._modules)}"
         probe = Probe(self, where, bare(each.site), "in-place" in each.call.form)
-        each.module.add_module(name, probe)
+        name = _added(each, probe)
         with graph.inserting_before(node):
             made = graph.call_module(name, (source,))
         made.meta.update({key: source.meta[key] for key in ("val",) if key in source.meta})
         node.replace_input_with(source, made)
+
+    def _behind(self, each: GraphSite, where: Where) -> None:
+        """Puts a probe behind a sum, where one node has it."""
+        if each.site.reduce_op != "sum" or len(each.outputs) != 1 or not is_wait(each.outputs[0]):
+            return
+        (node,) = each.outputs
+        name = _added(each, ProbeOfSums(self, where))
+        with node.graph.inserting_after(node):
+            made = node.graph.call_module(name, (node,))
+        made.meta.update({key: node.meta[key] for key in ("val",) if key in node.meta})
+        node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
     def forget(self) -> None:
         """What was counted and summed up."""
@@ -128,6 +146,13 @@ class _Told(Allowed):
         if isinstance(other, _Told) and other.where != self.where:
             self.merged.add((min(self.where, other.where), max(self.where, other.where)))
         return True
+
+
+def _added(each: GraphSite, probe: nn.Module) -> str:
+    """The name of a probe that is added to the module of a site."""
+    name = f"commpass_probe_{len(each.module._modules)}"
+    each.module.add_module(name, probe)
+    return name
 
 
 class Probe(nn.Module):
@@ -158,11 +183,31 @@ class Probe(nn.Module):
             squares.errors[each.spec] = squares.errors.get(each.spec, 0.0) + lost
         if not x.isfinite().all():
             squares.values = float("nan")
-        elif where not in probes.channels:
-            probes.channels[where] = Running.start(x) if x.dim() > 1 else None
-        elif (known := probes.channels[where]) is not None:
-            fits = x.dim() > 1 and known.low.numel() == x.shape[-1]
-            probes.channels[where] = known.update(x) if fits else None
+        else:
+            _note_channels(probes.channels, where, x)
+
+
+class ProbeOfSums(nn.Module):
+    """What stands behind one collective."""
+
+    def __init__(self, probes: Probes, where: Where):
+        super().__init__()
+        self.probes, self.where = probes, where
+
+    @ambient_free
+    def forward(self, x: Tensor) -> Tensor:
+        if self.probes.look and x.numel() and x.isfinite().all():
+            _note_channels(self.probes.sums, self.where, x)
+        return x
+
+
+def _note_channels(known: dict[Where, Running | None], where: Where, x: Tensor) -> None:
+    """Takes in the ranges of the channels of a tensor; None where tensors differ in them."""
+    if where not in known:
+        known[where] = Running.start(x) if x.dim() > 1 else None
+    elif (before := known[where]) is not None:
+        fits = x.dim() > 1 and before.low.numel() == x.shape[-1]
+        known[where] = before.update(x) if fits else None
 
 
 def round_trip(codec: Codec, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ collective."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -21,7 +21,6 @@ from commpass.calibration.step import Loss, Step, fingerprints, replicas, step_o
 from commpass.calibration.together import Ranks, together
 from commpass.codecs import Codec, codec
 from commpass.codecs.wrappers.outlier import Channels, Running
-from commpass.codecs.wrappers.outlier import calibrate as channels_of
 from commpass.costmodel import Profile
 from commpass.errors import CalibrationError, check_number
 from commpass.policy import Policy, policy_named
@@ -45,6 +44,8 @@ class _Seen:
     places: list[tuple[Where, list[Carried]]]
     merged: list[tuple[Where, Where]]
     channels: list[tuple[Where, list[float], list[float]]]
+    sums: list[tuple[Where, list[float], list[float]]]
+    seats: list[tuple[Where, list[tuple[int, int]]]]
     uneven: list[Where]
     remarks: list[str]
 
@@ -138,7 +139,8 @@ def _measured(
     if not groups:
         why = f" ({'; '.join(seen[0].remarks)})" if seen[0].remarks else ""
         raise CalibrationError(f"no collective was found that a codec could make smaller{why}")
-    choices = [sorted({*named, *(_outlier(group, seen) if outliers else ())}) for group in groups]
+    channels = [_channels(group, seen) if outliers else None for group in groups]
+    choices = [sorted({*named, *_outlier(each)}) for each in channels]
     made = [each.spec for each in disturbing]
     for group, specs in zip(groups, choices, strict=True):
         for where in group:
@@ -174,6 +176,7 @@ def _measured(
                 for spec, change in zip(made, sums.changes[at], strict=True)
             ),
             loss=_rms(sums.loss[at], many) if step.train else None,
+            statistics="" if (known := channels[at]) is None else known.to_text(),
         )
         for at, group in enumerate(groups)
     )
@@ -267,14 +270,22 @@ def _seen(probes: Probes, batches: int) -> _Seen:
             for where, counter in probes.sites.items()
         ],
         merged=sorted(probes.merged),
-        channels=[
-            (where, each.low.tolist(), each.high.tolist())
-            for where, each in probes.channels.items()
-            if each is not None
-        ],
+        channels=_ranges(probes.channels),
+        sums=_ranges(probes.sums),
+        seats=[(where, sorted(seats)) for where, seats in probes.seats.items()],
         uneven=[where for where, each in probes.channels.items() if each is None],
         remarks=list(probes.remarks),
     )
+
+
+def _ranges(
+    seen: Mapping[Where, Running | None],
+) -> list[tuple[Where, list[float], list[float]]]:
+    return [
+        (where, each.low.tolist(), each.high.tolist())
+        for where, each in seen.items()
+        if each is not None
+    ]
 
 
 def _clusters(seen: Sequence[_Seen]) -> list[tuple[Where, ...]]:
@@ -307,20 +318,50 @@ def _sites(group: tuple[Where, ...], seen: Sequence[_Seen]) -> tuple[Carried, ..
     return ()
 
 
-def _outlier(group: tuple[Where, ...], seen: Sequence[_Seen]) -> list[str]:
+def _channels(group: tuple[Where, ...], seen: Sequence[_Seen]) -> Channels | None:
+    """The ranges of the channels of a place on each rank of its group, the largest of all groups
+    there are, and of its sums; None where tensors differ in their channels."""
+    by_seat: dict[int, list[list[float]]] = {}
+    sizes, sums = set(), []
+    for each in seen:
+        if any(where in group for where in each.uneven):
+            return None
+        own = [seat for where, seats in each.seats if where in group for seat in seats]
+        sizes |= {size for _, size in own}
+        rows = [_reach(low, high) for where, low, high in each.channels if where in group]
+        for rank, _ in own:
+            by_seat.setdefault(rank, []).extend(rows)
+        sums += [_reach(low, high) for where, low, high in each.sums if where in group]
+    rows = [row for seat in by_seat.values() for row in seat]
+    widths = {len(row) for row in rows}
+    if len(widths) != 1 or not 2 <= (width := next(iter(widths))) <= MOST_CHANNELS:
+        return None
+    if sizes == {len(by_seat)} and all(by_seat.values()):
+        ranges = [_largest(by_seat[rank]) for rank in sorted(by_seat)]
+    else:
+        ranges = [_largest(rows)]
+    total = [row for row in sums if len(row) == width]
+    return Channels(width, (), tuple(ranges), _largest(total) if total else ())
+
+
+def _reach(low: Sequence[float], high: Sequence[float]) -> list[float]:
+    return [max(abs(a), abs(b)) for a, b in zip(low, high, strict=True)]
+
+
+def _largest(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(map(max, zip(*rows, strict=True)))
+
+
+def _outlier(channels: Channels | None) -> list[str]:
     """Codec ``outlier`` with the channels of a place that reach farthest on all ranks, in 4 bits
-    the others; none where tensors differ in their channels."""
-    rows = [row for each in seen for row in each.channels if row[0] in group]
-    widths = {len(low) for _, low, _ in rows}
-    if len(widths) != 1 or any(where in group for each in seen for where in each.uneven):
+    the others: with scales for each block, and with static ones that all ranks share."""
+    if channels is None:
         return []
-    if not 2 <= (width := next(iter(widths))) <= MOST_CHANNELS:
-        return []
-    ranges = [
-        Running(torch.tensor(low).double(), torch.tensor(high).double()) for _, low, high in rows
-    ]
-    kept = Channels(width, channels_of(ranges, KEEP).kept).to_text()
-    return [codec(f"outlier(statistics={kept}, inner={inner})").spec for inner in INNER]
+    chosen = channels.keeping(KEEP)
+    bare = Channels(channels.width, chosen.kept).to_text()
+    dynamic = [codec(f"outlier(statistics={bare}, inner={inner})").spec for inner in INNER]
+    static = codec(f"outlier(statistics={chosen.shared().to_text()})").spec
+    return [*dynamic, static]
 
 
 INNER = ("int4",)

@@ -54,6 +54,9 @@ class Codec(ABC):
     lossless: bool = False
     state: str | None = None
     """What the caller must keep between calls, in words; None for nothing."""
+    variant: str = ""
+    """What was made of the codec that ``spec`` names, where encode and decode differ from it: by
+    ``of_rank`` or ``of_sum``."""
     dynamic: bool = False
     """Whether the last part of the wire has room for more bytes than most values need: see
     ``used_bytes``."""
@@ -103,6 +106,28 @@ class Codec(ABC):
     @property
     def within(self) -> Codec:
         """The codec of values that have entered the domain: its decode does not leave it."""
+        return self
+
+    def unsupported_reason(self, ranks: int) -> str | None:
+        """Why it cannot be used between so many ranks."""
+        return None
+
+    def of_rank(self, rank: int, ranks: int) -> Codec:
+        """The codec as rank ``rank`` of so many uses it: another one where what was calibrated
+        differs between ranks. Rows to decode are then those of all ranks, in order. Raises
+        PolicyError for ranks that it was not made for."""
+        return self
+
+    def of_sum(self, of: int, ranks: int) -> Codec:
+        """The codec for sums over ``of`` of so many ranks; what it encodes, any rank decodes."""
+        return self
+
+    def constants(self, like: Tensor) -> tuple[Tensor, ...]:
+        """The constant tensors that it needs, on the device of ``like``."""
+        return ()
+
+    def with_constants(self, tables: Sequence[Tensor]) -> Codec:
+        """The codec with ``constants`` of a graph."""
         return self
 
     def kept(self, x: Tensor, ranks: int) -> Tensor:
@@ -195,9 +220,13 @@ class Codec(ABC):
         return rows.to(wire.dtype).reshape(wire.shape)
 
     def relative_error(self) -> float:
-        """Root mean square error over root mean square value, on a fixed Gaussian sample; what
-        error budgets count."""
-        return 0.0 if self.lossless else _gaussian_error(self)
+        """Root mean square error over root mean square value, on a fixed ``sample``; what error
+        budgets count."""
+        return 0.0 if self.lossless else _sample_error(self)
+
+    def sample(self) -> Tensor:
+        """Float64 values such as it is made for: Gaussian ones, but for a calibrated codec."""
+        return _gaussian()
 
     def expected_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes that a row of ``numel`` Gaussian values needs: ``wire_bytes`` but for a dynamic
@@ -209,7 +238,7 @@ class Codec(ABC):
         return static + aligned(math.ceil(needed))
 
 
-def _sample() -> Tensor:
+def _gaussian() -> Tensor:
     return torch.randn(1 << 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
@@ -217,16 +246,16 @@ def _sample() -> Tensor:
 def _gaussian_share(codec: Codec, dtype: torch.dtype) -> float:
     """The share of the dynamic part that a fixed Gaussian sample needs."""
     with making_lasting_tensors():
-        sample = _sample().to(dtype).reshape(1, -1)
+        sample = _gaussian().to(dtype).reshape(1, -1)
         static, room = codec.parts(sample.numel(), dtype)
         used = int(codec.used_bytes(codec.encode_rows(sample), sample.numel(), dtype))
         return (used - static) / room if room else 0.0
 
 
 @lru_cache(maxsize=256)
-def _gaussian_error(codec: Codec) -> float:
+def _sample_error(codec: Codec) -> float:
     with making_lasting_tensors():
-        sample = _sample()
+        sample = codec.sample()
         error = codec.decode(codec.encode(sample)) - sample
         # Rounded, so that ranks whose processors sum in another order still compare the same number
         # with the budget.

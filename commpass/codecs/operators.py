@@ -47,28 +47,28 @@ def encode(coder: Codec, rows: Tensor, salt: Sequence[int] = ()) -> Tensor:
     ``Codec.salted``."""
     if _plain(coder):
         return coder.salted(*salt).encode_rows(rows)
-    return ops.encode(rows, _name(coder), list(salt))
+    return ops.encode(rows, _name(coder), list(salt), *_tables(coder, rows))
 
 
 def encode_parts(coder: Codec, rows: Tensor, salt: Sequence[int] = ()) -> tuple[Tensor, ...]:
     """As ``encode``, the parts of the wire apart: uint8 ``[rows, parts(n)[i]]`` each."""
     if _plain(coder):
         return coder.salted(*salt).encode_parts(rows)
-    return tuple(ops.encode_parts(rows, _name(coder), list(salt)))
+    return tuple(ops.encode_parts(rows, _name(coder), list(salt), *_tables(coder, rows)))
 
 
 def decode(coder: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """What ``encode`` made, as ``Codec.decode_rows`` gives it: ``[rows, numel]``."""
     if _plain(coder):
         return coder.decode_rows(wire, numel, dtype)
-    return ops.decode(wire, _name(coder), numel, dtype)
+    return ops.decode(wire, _name(coder), numel, dtype, *_tables(coder, wire))
 
 
 def decode_parts(coder: Codec, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
     """As ``decode``, of parts that came apart."""
     if _plain(coder):
         return coder.decode_parts(parts, numel, dtype)
-    return ops.decode_parts(list(parts), _name(coder), numel, dtype)
+    return ops.decode_parts(list(parts), _name(coder), numel, dtype, *_tables(coder, parts[0]))
 
 
 def used_bytes(coder: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -126,7 +126,14 @@ def _plain(coder: Codec) -> bool:
 def _name(coder: Codec) -> str:
     """What a codec is called, and whether it is that of values that have entered its domain."""
     entered = coder.domain == VALUES and codec(coder.spec).domain != VALUES
-    return _named(f"{coder.spec}, entered" if entered else coder.spec, coder)
+    said = [coder.spec, "entered" if entered else "", coder.variant]
+    return _named(", ".join(filter(None, said)), coder.with_constants(()))
+
+
+def _tables(coder: Codec, like: Tensor) -> tuple[list[Tensor], ...]:
+    """The last argument of an operator: the constants of its codec, where that has some."""
+    tables = coder.constants(like)
+    return ([*tables],) if tables else ()
 
 
 def _named(name: str, what: Any) -> str:
@@ -142,20 +149,38 @@ def named(name: str) -> Any:
 # --- what they compute ----------------------------------------------------------------------------
 
 
-def _encode(rows: Tensor, name: str, salt: Sequence[int]) -> Tensor:
-    return _held[name].salted(*salt).encode_rows(rows).contiguous()
+Tables = Sequence[Tensor] | None
 
 
-def _encode_parts(rows: Tensor, name: str, salt: Sequence[int]) -> list[Tensor]:
-    return [part.contiguous() for part in _held[name].salted(*salt).encode_parts(rows)]
+def _coder(name: str, tables: Tables, salt: Sequence[int] = ()) -> Codec:
+    held: Codec = _held[name]
+    return (held.with_constants(tables) if tables else held).salted(*salt)
 
 
-def _decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    return _held[name].decode_rows(wire, numel, dtype).contiguous()
+def _encode(rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None) -> Tensor:
+    return _coder(name, tables, salt).encode_rows(rows).contiguous()
 
 
-def _decode_parts(parts: Sequence[Tensor], name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    return _held[name].decode_parts(parts, numel, dtype).contiguous()
+def _encode_parts(
+    rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None
+) -> list[Tensor]:
+    return [part.contiguous() for part in _coder(name, tables, salt).encode_parts(rows)]
+
+
+def _decode(
+    wire: Tensor, name: str, numel: int, dtype: torch.dtype, tables: Tables = None
+) -> Tensor:
+    return _coder(name, tables).decode_rows(wire, numel, dtype).contiguous()
+
+
+def _decode_parts(
+    parts: Sequence[Tensor],
+    name: str,
+    numel: int,
+    dtype: torch.dtype,
+    tables: Tables = None,
+) -> Tensor:
+    return _coder(name, tables).decode_parts(parts, numel, dtype).contiguous()
 
 
 def _used_bytes(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -188,25 +213,31 @@ def _sum_by_index(wires: Tensor, name: str, numel: int, dtype: torch.dtype) -> T
     return sum_by_index(indices, values, numel)
 
 
-def encode_pieces(rows: Tensor, name: str, salt: Sequence[int]) -> tuple[Tensor, ...]:
+def encode_pieces(
+    rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None
+) -> tuple[Tensor, ...]:
     """What ``encode`` gives, in pieces to be written side by side: see ``Codec``."""
-    return _held[name].salted(*salt).encode_pieces(rows)
+    return _coder(name, tables, salt).encode_pieces(rows)
 
 
 # --- and of what shape ----------------------------------------------------------------------------
 
 
-def _shape_of_encode(rows: Tensor, name: str, salt: Sequence[int]) -> Tensor:
+def _shape_of_encode(rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None) -> Tensor:
     count, numel = rows.shape
     return _bytes(rows, count, _held[name].wire_bytes(numel, rows.dtype))
 
 
-def _shapes_of_parts(rows: Tensor, name: str, salt: Sequence[int]) -> list[Tensor]:
+def _shapes_of_parts(
+    rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None
+) -> list[Tensor]:
     count, numel = rows.shape
     return [_bytes(rows, count, size) for size in _held[name].parts(numel, rows.dtype)]
 
 
-def _shape_of_decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+def _shape_of_decode(
+    wire: Tensor, name: str, numel: int, dtype: torch.dtype, tables: Tables = None
+) -> Tensor:
     made = dtype if _held[name].lossless else accumulation_dtype(dtype)
     return wire.new_empty((wire.shape[0], numel), dtype=made)
 
@@ -217,16 +248,17 @@ def _bytes(like: Tensor, *shape: int) -> Tensor:
 
 Function = Callable[..., Any]
 CODEC = "str codec, SymInt numel, ScalarType dtype"
+ENCODE, TABLES = "Tensor rows, str codec, int[] salt", "Tensor[]? tables=None"
 SIGNATURES: dict[str, tuple[str, Function, Function]] = {
-    "encode": ("(Tensor rows, str codec, int[] salt) -> Tensor", _encode, _shape_of_encode),
+    "encode": (f"({ENCODE}, {TABLES}) -> Tensor", _encode, _shape_of_encode),
     "encode_parts": (
-        "(Tensor rows, str codec, int[] salt) -> Tensor[]",
+        f"({ENCODE}, {TABLES}) -> Tensor[]",
         _encode_parts,
         _shapes_of_parts,
     ),
-    "decode": (f"(Tensor wire, {CODEC}) -> Tensor", _decode, _shape_of_decode),
+    "decode": (f"(Tensor wire, {CODEC}, {TABLES}) -> Tensor", _decode, _shape_of_decode),
     "decode_parts": (
-        f"(Tensor[] parts, {CODEC}) -> Tensor",
+        f"(Tensor[] parts, {CODEC}, {TABLES}) -> Tensor",
         _decode_parts,
         lambda parts, *how: _shape_of_decode(parts[0], *how),
     ),

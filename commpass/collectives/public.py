@@ -242,7 +242,7 @@ def _checked(kind: str, codec: str, name: str, ranks: int) -> str:
             " commpass.parallel keep for parameters; give a codec without state, or encode and"
             " decode with commpass.codec(...).against(reference)"
         )
-    if obstacle := chosen.obstacle(codec_named(codec), ranks):
+    if obstacle := chosen.unsupported_reason(codec_named(codec), ranks):
         raise PolicyError(f"{kind} by {chosen.spec}: {obstacle}")
     return chosen.spec
 

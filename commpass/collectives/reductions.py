@@ -91,12 +91,13 @@ class Staged:
     stage: str = "both"
     flow: Flow = UNDIVIDED
 
-    def codings(self, coder: Codec, dtype: torch.dtype) -> tuple[Coding, Coding]:
+    def codings(self, coder: Codec, dtype: torch.dtype, request: Request) -> tuple[Coding, Coding]:
         # Partial sums are not rounded to a narrower dtype on their way, even by a codec that loses
         # nothing else (law 4).
         partial = accumulation_dtype(dtype) if self.scatter.hops else dtype
         first = Coding(RAW if self.stage == "ag" else coder, partial, self.flow)
         second = RAW if self.stage == "rs" else self.scatter.between(coder)
+        second = second.of_sum(1 if request.op == "avg" else request.ranks, request.ranks)
         return first, Coding(second, second.hop_dtype(dtype), self.flow, LAST)
 
     def encodes(self, coder: Codec, ranks: int) -> Encodes:
@@ -113,7 +114,7 @@ class Staged:
         return self.scatter.keeps or self.stage == "ag" or isinstance(coder, RawCodec)
 
     def all_reduce(self, x: Tensor, request: Request, coder: Codec) -> Steps:
-        first, second = self.codings(coder, x.dtype)
+        first, second = self.codings(coder, x.dtype, request)
         there = second.codec.domain
 
         def both(rows: Tensor, first: Coding) -> Steps:
@@ -129,7 +130,7 @@ class Staged:
         return cut_apart(result.reshape(1, -1), x.numel()).reshape(x.shape)
 
     def reduce_scatter(self, x: Tensor, request: Request, coder: Codec) -> Steps:
-        first, _ = self.codings(coder, x.dtype)
+        first, _ = self.codings(coder, x.dtype, request)
 
         def summed_values(rows: Tensor, first: Coding) -> Steps:
             summed, here = yield from self.scatter.run(rows, request, first)
@@ -245,7 +246,7 @@ def _staged(kind: str, spec: str, scatter: Scatter, stage: str, flow: Flow) -> A
     return Algorithm(
         spec,
         kind,
-        run=staged.all_reduce if by_stage else staged.reduce_scatter,
+        steps=staged.all_reduce if by_stage else staged.reduce_scatter,
         encodes=staged.encodes if by_stage else scatter.encodes,
         obstacle=no_sparse,
         domain=staged.domain,

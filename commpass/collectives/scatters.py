@@ -47,7 +47,7 @@ def ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
     move = pass_on(request, [(rank + 1) % ranks], [(rank - 1) % ranks])
     partial = _row(rows, rank - 1)
     for step in range(ranks - 1):
-        arrived = yield from hop(partial, coding.nth(step), move)
+        arrived = yield from hop(partial, coding.nth(step).of_sum(step + 1, ranks), move)
         partial = _wide(arrived) + _row(rows, rank - 2 - step)
     return partial, domain
 
@@ -68,7 +68,7 @@ def semi_ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
         coming = sorted([below, above] if both else [below])
         move = pass_on(request, [to for to, _ in going], coming)
         sent = torch.cat([row for _, row in going])
-        arrived = _wide((yield from hop(sent, coding.nth(step), move)))
+        arrived = _wide((yield from hop(sent, coding.nth(step).of_sum(step + 1, ranks), move)))
         rising = _row(arrived, coming.index(below))
         if step + 1 == up:
             total = total + rising
@@ -98,11 +98,10 @@ def hierarchical(
     mates, likes = range(home * node, (home + 1) * node), range(place, request.ranks, node)
     # Row p: what the ranks of place p are to own, node by node.
     rows = rows.reshape(nodes, node, length).transpose(0, 1).reshape(node, nodes * length)
-    arrived = yield from hop(
-        convert(rows, VALUES, inner), coding.in_domain(), pass_on(request, mates, mates)
-    )
+    first = coding.in_domain().of_sum(1, request.ranks)
+    arrived = yield from hop(convert(rows, VALUES, inner), first, pass_on(request, mates, mates))
     summed = convert(sum_rows(_wide(arrived)).reshape(nodes, length), inner, outer)
-    coding = coding.by(between).in_domain().nth(1)
+    coding = coding.by(between).in_domain().nth(1).of_sum(node, request.ranks)
     arrived = yield from hop(summed, coding, pass_on(request, likes, likes))
     return sum_rows(_wide(arrived)), outer
 

@@ -77,6 +77,10 @@ class Coding:
         """The same with another codec."""
         return replace(self, codec=codec)
 
+    def of_sum(self, of: int, ranks: int) -> Coding:
+        """The same for sums over ``of`` of so many ranks."""
+        return self.by(self.codec.of_sum(of, ranks))
+
     def of_chunk(self, chunk: int) -> Coding:
         """The same for another chunk, whose random choices are others."""
         return replace(self, chunk=chunk)

@@ -273,7 +273,7 @@ def _made(chosen: Algorithm, found: Stages, site: Site, coder: Codec) -> int:
 
 def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> str | None:
     """Why an algorithm cannot, or may not, carry out a site with a codec."""
-    if obstacle := chosen.obstacle(coder, site.group_size):
+    if obstacle := chosen.unsupported_reason(coder, site.group_size):
         return obstacle
     if coder.state is not None and site.stateless:
         return f"{coder.spec} needs {coder.state}, but {site.stateless}"

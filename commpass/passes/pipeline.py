@@ -20,6 +20,7 @@ from commpass.passes.allowed import allow, matched, still_allowed
 from commpass.passes.candidates import Options, scoring
 from commpass.passes.choose import choose
 from commpass.passes.chunk import chunk
+from commpass.passes.constants import lift_constants
 from commpass.passes.contract import Contracts, Pass
 from commpass.passes.discover import GraphSite, discover
 from commpass.passes.failures import SiteFailure
@@ -136,7 +137,8 @@ def _choose(road: Road) -> Road:
 def _rewrite(road: Road) -> Road:
     state, given = rewrite(road.found, road.sites or (), road.decompositions)
     taken = {name: Given((value,)) for name, value in given.items()}
-    return dataclasses.replace(road, state=state, given=taken)
+    constants = lift_constants(road.gm, as_inputs=road.adds_inputs)
+    return dataclasses.replace(road, state=state, constants=constants, given=taken)
 
 
 def _fuse(road: Road) -> Road:
@@ -147,7 +149,9 @@ def _fuse(road: Road) -> Road:
 def _lower(road: Road) -> Road:
     calls = {"calls": road.operators, "kernels": road.kernels}
     lower(road.gm, road.sites or (), road.decompositions, **calls)
-    return road
+    # Codecs inside of codecs name their constants only now.
+    constants = lift_constants(road.gm, as_inputs=road.adds_inputs, before=road.constants)
+    return dataclasses.replace(road, constants=constants)
 
 
 def _move(road: Road) -> Road:
@@ -324,7 +328,8 @@ def _run_once(
         finally:
             outcome.times_ms[step.name] = (time.perf_counter() - start) * 1e3
             outcome.found = road.found
-        outcome.state, outcome.pinned = road.state, road.moved.pinned
+        outcome.state, outcome.constants = road.state, road.constants
+        outcome.pinned = road.moved.pinned
         outcome.limits, outcome.sampled = road.limits, road.sampled
         outcome.first = outcome.first or tuple(found.site for found in road.found)
         outcome.plan = dataclasses.replace(

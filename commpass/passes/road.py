@@ -11,6 +11,7 @@ from torch import fx
 from commpass.costmodel import Profile
 from commpass.passes.candidates import Options
 from commpass.passes.chunk import Chunked
+from commpass.passes.constants import ConstantInput
 from commpass.passes.discover import GraphSite
 from commpass.passes.hidden import Known
 from commpass.passes.move import Moved
@@ -30,6 +31,7 @@ class Road:
     ``obstacle`` says why none of its collectives may be changed, whatever the policy says, and
     ``excluded`` why single sites are left alone, by the names that they have in the plan;
     ``kernels`` whether Inductor compiles it, which can then compile what sites share as well.
+    ``adds_inputs`` says that whoever calls the graph can give it more inputs.
     ``operators`` says that whoever compiles the graph lets operators of our own stay in it.
     ``hook`` says that it is the one exchange of a hook, which has many graphs like it.
     ``hidden`` says of sites that were compiled before whether they are hidden behind what is
@@ -56,12 +58,14 @@ class Road:
     excluded: Mapping[str, str] = field(default_factory=dict)
     kernels: bool = False
     operators: bool = False
+    adds_inputs: bool = False
     hook: bool = False
     hidden: Known | None = None
     hides: bool = False
     own: bool = True
     limits: tuple[Limit, ...] = ()
     state: tuple[StateInput, ...] = ()
+    constants: tuple[ConstantInput, ...] = ()
     given: dict[str, Given] = field(default_factory=dict)
     moved: Moved = field(default_factory=Moved)
     sampled: dict[str, str] = field(default_factory=dict)
@@ -71,10 +75,10 @@ class Road:
 class Outcome:
     """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched
     one, and says why. ``options`` has what might have been chosen, by the name of the site, and
-    ``state`` what it takes as its last inputs; ``pinned`` says that its order must be kept, and
-    ``limits`` for which sizes it is right; ``sampled`` is the road's. ``failed`` says of the sites
-    because of which a pass failed why, and ``excluded`` of those that the plan leaves alone for
-    that, or because the caller said so."""
+    ``state``, then ``constants`` what it takes as its last inputs; ``pinned`` says that its order
+    must be kept, and ``limits`` for which sizes it is right; ``sampled`` is the road's. ``failed``
+    says of the sites because of which a pass failed why, and ``excluded`` of those that the plan
+    leaves alone for that, or because the caller said so."""
 
     plan: Plan
     found: tuple[GraphSite, ...] = ()
@@ -84,6 +88,7 @@ class Outcome:
     untouched: dict[fx.GraphModule, fx.Graph] = field(default_factory=dict)
     first: tuple[Site, ...] = ()
     state: tuple[StateInput, ...] = ()
+    constants: tuple[ConstantInput, ...] = ()
     pinned: bool = False
     limits: tuple[Limit, ...] = ()
     sampled: dict[str, str] = field(default_factory=dict)
@@ -100,7 +105,8 @@ class Outcome:
             module.graph = graph
             module.recompile()
         self.untouched, self.options = {}, {}
-        self.state, self.pinned, self.limits, self.sampled = (), False, (), {}
+        self.state, self.constants, self.pinned = (), (), False
+        self.limits, self.sampled = (), {}
         sites = tuple(left_alone(site, why) for site in self.first)
         self.plan = self.plan.untouched(sites, why)
 

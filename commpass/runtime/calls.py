@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from commpass.passes.constants import ConstantInput
 from commpass.passes.rewrite import StateInput
 from commpass.running import Running, profiled, running
 from commpass.runtime import references, state
@@ -71,6 +72,11 @@ def state_of(
             key = (calls.code, one.of.place, one.number)
             found.append(references.reference(one.of, key, part, inputs))
     return found
+
+
+def constants_of(constants: Sequence[ConstantInput], inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The constants that each call of a graph needs beside its ``inputs``."""
+    return [each.tensor() for each in constants]
 
 
 def callable_of(compiled: Any) -> Compiler:

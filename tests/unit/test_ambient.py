@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import commpass
 from commpass.ambient import ambient_free, making_lasting_tensors, without_ambient_state
 from commpass.codecs import FLOATS, codec
-from commpass.codecs.codec import _gaussian_error, _gaussian_share
+from commpass.codecs.codec import _gaussian_share, _sample_error
 from commpass.collectives import Payload, Request, read_stages
 from commpass.lowering import cpu
 from commpass.lowering.chain import Chain, Encode
@@ -208,7 +208,7 @@ def test_facts_about_codecs_are_the_same(mode):
     request, _payload = Request("0", 4), Payload(4096, 64, torch.float32)
 
     def facts(name: str) -> list[torch.Tensor]:
-        for cached in (_gaussian_error, _gaussian_share, read_stages, cpu.source):
+        for cached in (_sample_error, _gaussian_share, read_stages, cpu.source):
             cached.cache_clear()
         coder = codec(name)
         stages = read_stages(

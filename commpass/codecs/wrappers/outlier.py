@@ -18,12 +18,13 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from commpass.codecs import constants
 from commpass.codecs.codec import Codec, accumulation_dtype
 from commpass.codecs.rows import aligned, cut_apart, finite_stays, from_bytes, pad, to_bytes
 from commpass.codecs.wrappers.inner import Resolve, inner_codec
@@ -45,14 +46,16 @@ class Channels:
     """The kept channels of ``width``, ascending, and how far each channel reaches: ``|x| <= range``
     in calibration.
 
-    ``ranges`` has one row of ``width`` numbers for all ranks, or one row a rank, or none at all.
-    They are rounded up to bfloat16 when this is made, so that ``to_text`` and ``to_json`` lose
-    nothing. Raises PolicyError for what cannot be.
+    ``ranges`` has one row of ``width`` numbers for all ranks, or one row a rank, or none at all;
+    ``sums`` one number a channel, the range of the sum over all ranks, or none. They are rounded up
+    to bfloat16 when this is made, so that ``to_text`` and ``to_json`` lose nothing. Raises
+    PolicyError for what cannot be.
     """
 
     width: int
     kept: tuple[int, ...]
     ranges: tuple[tuple[float, ...], ...] = ()
+    sums: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if type(self.width) is not int or not 1 <= self.width < 2**31:
@@ -72,7 +75,9 @@ class Channels:
             raise PolicyError(
                 f"all {self.width} channels are kept: nothing is left for the inner codec"
             )
-        for row in self.ranges:
+        if self.sums and not self.ranges:
+            raise PolicyError("ranges of sums, but none of what is summed: give ranges as well")
+        for row in (*self.ranges, *([self.sums] if self.sums else [])):
             if len(row) != self.width:
                 raise PolicyError(
                     f"a row of {len(row)} ranges for width={self.width}: one for each channel is"
@@ -82,20 +87,62 @@ class Channels:
                 raise PolicyError(f"ranges {_few(row)}: each must be a finite number, 0 or more")
         object.__setattr__(self, "kept", tuple(self.kept))
         object.__setattr__(self, "ranges", tuple(tuple(map(_up, row)) for row in self.ranges))
+        object.__setattr__(self, "sums", tuple(map(_up, self.sums)))
 
     @property
     def others(self) -> tuple[int, ...]:
         """The channels that are not kept, ascending."""
         return tuple(sorted(set(range(self.width)) - set(self.kept)))
 
+    def keeping(self, share: float) -> Channels:
+        """The same ranges, with the ``ceil(share * width)`` channels kept whose ranges, added up
+        over the ranks, are widest."""
+        total = [math.fsum(row[channel] for row in self.ranges) for channel in range(self.width)]
+        order = sorted(range(self.width), key=lambda channel: -total[channel])
+        return replace(self, kept=tuple(sorted(order[: kept_count(self.width, share)])))
+
+    def shared(self) -> Channels:
+        """One row for all ranks: the largest ranges of any."""
+        return replace(
+            self, ranges=(tuple(map(max, *self.ranges)),) if self.ranges[1:] else self.ranges
+        )
+
+    def range_of_sum(self, of: int, ranks: int) -> tuple[float, ...]:
+        """How far each channel of the sum over ``of`` of ``ranks`` ranks reaches.
+
+        Squares of ranges add up like variances: they grow evenly from those of one rank to those of
+        all. Where ``sums`` were not calibrated, ranks are taken for independent.
+        """
+        one = [max(row[channel] for row in self.ranges) for channel in range(self.width)]
+        if of == 1 or ranks == 1:
+            return tuple(one)
+        every = self.sums or tuple(
+            self._independent(channel, ranks) for channel in range(self.width)
+        )
+        if of == ranks:
+            return every
+        grown = (of - 1) / (ranks - 1)
+        return tuple(
+            math.sqrt(a * a + max(0.0, b * b - a * a) * grown)
+            for a, b in zip(one, every, strict=True)
+        )
+
+    def _independent(self, channel: int, ranks: int) -> float:
+        rows = self.ranges if len(self.ranges) > 1 else self.ranges * ranks
+        return math.sqrt(sum(row[channel] ** 2 for row in rows))
+
     def to_json(self) -> str:
-        return json.dumps({"width": self.width, "kept": self.kept, "ranges": self.ranges})
+        return json.dumps(
+            {"width": self.width, "kept": self.kept, "ranges": self.ranges, "sums": self.sums}
+        )
 
     @staticmethod
     def from_json(text: str) -> Channels:
         try:
             data = json.loads(text)
-            return Channels(data["width"], tuple(data["kept"]), tuple(map(tuple, data["ranges"])))
+            sums = tuple(data.get("sums", ()))
+            ranges = tuple(map(tuple, data["ranges"]))
+            return Channels(data["width"], tuple(data["kept"]), ranges, sums)
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, PolicyError):
                 raise
@@ -106,8 +153,9 @@ class Channels:
     def to_text(self) -> str:
         """A word of letters and digits, which may stand in a codec's name; ``from_text`` makes the
         same Channels of it."""
-        words = [_word(reach) for row in self.ranges for reach in row]
-        numbers = (self.width, len(self.kept), len(self.ranges), *self.kept)
+        words = [_word(reach) for row in (*self.ranges, self.sums) for reach in row]
+        rows = len(self.ranges) | (WITH_SUMS if self.sums else 0)
+        numbers = (self.width, len(self.kept), rows, *self.kept)
         raw = struct.pack(f"<{len(numbers)}I{len(words)}H", *numbers, *words)
         raw += struct.pack("<I", binascii.crc32(raw))
         return "c" + base64.b32encode(raw).decode().rstrip("=")
@@ -120,17 +168,19 @@ class Channels:
             if text[:1] != "c" or total != binascii.crc32(raw[:-4]):
                 raise ValueError
             width, kept, rows = struct.unpack_from("<3I", raw)
-            words = struct.unpack_from(f"<{kept}I{rows * width}H", raw, 12)
+            summed, rows = divmod(rows, WITH_SUMS)
+            words = struct.unpack_from(f"<{kept}I{(rows + summed) * width}H", raw, 12)
         except (ValueError, struct.error):
             raise PolicyError(
                 f"statistics={text[:40]!r}: not what Channels.to_text makes, or cut short"
             ) from None
         reach = [_reach(word) for word in words[kept:]]
-        return Channels(
-            width,
-            words[:kept],
-            tuple(tuple(reach[row * width : (row + 1) * width]) for row in range(rows)),
-        )
+        found = [tuple(reach[row * width : (row + 1) * width]) for row in range(rows + summed)]
+        return Channels(width, words[:kept], tuple(found[:rows]), *found[rows:])
+
+
+WITH_SUMS = 1 << 31
+"""Beside the number of rows in the text of Channels: the last row is that of sums."""
 
 
 def _word(reach: float) -> int:
@@ -197,10 +247,15 @@ class Running:
 
 
 def calibrate(
-    ranks: Sequence[Running], keep: float = 1 / 64, *, shared: bool = False, seed: int | None = None
+    ranks: Sequence[Running],
+    keep: float = 1 / 64,
+    *,
+    shared: bool = False,
+    seed: int | None = None,
+    sums: Running | None = None,
 ) -> Channels:
     """The channels to keep, and the ranges of all ranks (with ``shared`` one row: the largest of
-    all ranks).
+    all ranks). ``sums`` is what was seen of the sum over all ranks.
 
     Kept are the ``ceil(keep * width)`` channels with the widest ranges, added up over the ranks;
     the same ones on all of them. With a ``seed``, channels at random instead: for comparison.
@@ -212,7 +267,8 @@ def calibrate(
     else:
         kept = random_channels(ranges.shape[1], keep, seed)
     rows = ranges.amax(0, keepdim=True) if shared else ranges
-    return Channels(ranges.shape[1], kept, tuple(map(tuple, rows.tolist())))
+    total = () if sums is None else tuple(sums.ranges.tolist())
+    return Channels(ranges.shape[1], kept, tuple(map(tuple, rows.tolist())), total)
 
 
 def random_channels(width: int, keep: float, seed: int) -> tuple[int, ...]:
@@ -234,15 +290,6 @@ def kept_count(width: int, keep: float) -> int:
 # --- the codec ------------------------------------------------------------------------------------
 
 
-class Tables(NamedTuple):
-    """What the codec needs on a device: the channels with the kept ones first, the way back, and a
-    scale for each other one."""
-
-    order: Tensor
-    back: Tensor
-    scales: Tensor | None
-
-
 @dataclass(frozen=True)
 class OutlierCodec(Codec):
     """Kept channels in 16 bits, the others by ``inner``; divided by their static scales first, if
@@ -250,9 +297,9 @@ class OutlierCodec(Codec):
 
     ``largest`` is the inner grid's largest number: a channel's scale is ``range / largest``. Where
     the scales differ between ranks, ``at(rank)`` says who encodes, and rows to decode are those of
-    all ranks in order. A graph should have the tables as inputs, ``with_tables``: otherwise each of
-    their numbers becomes a constant of its own in it, which takes long to compile. They say what
-    ``channels`` says, and are not compared.
+    all ranks in order. Its constants are the channels with the kept ones first, the way back, and
+    the scales of the others: ``names`` are theirs, ``tables`` the tensors where a graph has them as
+    inputs. They say what ``channels`` says, and are not compared.
     """
 
     spec: str = field(compare=False)
@@ -260,8 +307,13 @@ class OutlierCodec(Codec):
     inner: Codec
     largest: int = 0
     rank: int | None = None
-    tables: Tables | None = field(default=None, compare=False)
-    made: dict[torch.device, Tables] = field(default_factory=dict, compare=False, repr=False)
+    variant: str = field(default="", compare=False)
+    tables: tuple[Tensor, ...] = field(default=(), compare=False, repr=False)
+    names: tuple[str, ...] = field(default=(), compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            object.__setattr__(self, "names", _constants(self.channels, self.largest))
 
     @property
     def block(self) -> int:
@@ -284,7 +336,39 @@ class OutlierCodec(Codec):
             raise PolicyError(
                 f"rank {rank}: the statistics are of {len(self.channels.ranges)} ranks"
             )
-        return replace(self, rank=rank)
+        return replace(self, rank=rank, variant=f"rank {rank}")
+
+    def unsupported_reason(self, ranks: int) -> str | None:
+        rows = len(self.channels.ranges) if self.largest else 0
+        if rows > 1 and rows != ranks:
+            return f"{TEXT} were calibrated on {rows} ranks, and these are {ranks}: calibrate there"
+        return None
+
+    def of_rank(self, rank: int, ranks: int) -> OutlierCodec:
+        if why := self.unsupported_reason(ranks):
+            raise PolicyError(why)
+        return self.at(rank) if self.largest and len(self.channels.ranges) > 1 else self
+
+    def relative_error(self) -> float:
+        """That of rank 0 where ranks differ."""
+        differs = self.largest and self.rank is None and len(self.channels.ranges) > 1
+        return super(OutlierCodec, self.at(0) if differs else self).relative_error()
+
+    def sample(self) -> Tensor:
+        """Gaussian channels that reach as far as the calibrated ones."""
+        if not self.largest:
+            return super().sample()
+        generator = torch.Generator().manual_seed(0)
+        tokens = -(-SAMPLED // self.channels.width)
+        values = torch.randn(tokens, self.channels.width, generator=generator, dtype=torch.float64)
+        return values * torch.tensor(self.channels.ranges[self.rank or 0]) / PEAK
+
+    def of_sum(self, of: int, ranks: int) -> OutlierCodec:
+        if not self.largest:
+            return self
+        row = self.channels.range_of_sum(of, ranks)
+        channels = replace(self.channels, ranges=(row,), sums=())
+        return replace(self, channels=channels, rank=None, variant=f"sum of {of}", names=())
 
     def hop_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # Kept channels of float16 travel in float16: as float32 they would be encoded as bfloat16.
@@ -293,31 +377,11 @@ class OutlierCodec(Codec):
     def salted(self, *salt: int) -> OutlierCodec:
         return replace(self, inner=self.inner.salted(*salt))
 
-    def with_tables(self, tables: Tables) -> OutlierCodec:
-        return replace(self, tables=tables)
+    def constants(self, like: Tensor) -> tuple[Tensor, ...]:
+        return self.tables or tuple(constants.constant(name, like) for name in self.names)
 
-    def tables_on(self, device: torch.device) -> Tables:
-        """The tables on a device, from the plain data."""
-        kept, others = self.channels.kept, self.channels.others
-        order = (*kept, *others)
-        back = sorted(range(len(order)), key=lambda place: order[place])
-        scales = [
-            [row[channel] / self.largest or 1.0 for channel in others]
-            for row in self.channels.ranges
-            if self.largest
-        ]
-        made = torch.tensor(scales, device=device, dtype=torch.float64) if scales else None
-        return Tables(torch.tensor(order, device=device), torch.tensor(back, device=device), made)
-
-    def _tables(self, like: Tensor) -> Tables:
-        """The tables given, or those made once for a device."""
-        if self.tables is not None:
-            return self.tables
-        if torch.compiler.is_compiling() or isinstance(like, FakeTensor):
-            return self.tables_on(like.device)
-        if like.device not in self.made:
-            self.made[like.device] = self.tables_on(like.device)
-        return self.made[like.device]
+    def with_constants(self, tables: Sequence[Tensor]) -> OutlierCodec:
+        return replace(self, tables=tuple(tables))
 
     def _tokens(self, numel: int) -> int:
         return (numel + self.channels.width - 1) // self.channels.width
@@ -338,18 +402,18 @@ class OutlierCodec(Codec):
 
     def encode_rows(self, rows: Tensor) -> Tensor:
         count, numel = rows.shape
-        tables = self._tables(rows)
+        order, _, *scales = self.constants(rows)
         tokens, split = self._tokens(numel), len(self.channels.kept)
         padded = pad(rows, tokens * self.channels.width).reshape(count, tokens, self.channels.width)
-        ordered = padded.index_select(2, tables.order)
+        ordered = padded.index_select(2, order)
         kept, others = (
             ordered.narrow(2, 0, split),
             ordered.narrow(2, split, self.channels.width - split),
         )
-        if tables.scales is not None:
+        if scales:
             work = accumulation_dtype(rows.dtype)
             others = finite_stays(
-                others.to(work) / self._scale(tables.scales, count, encode=True).to(work),
+                others.to(work) / self._scale(scales[0], count, encode=True).to(work),
                 others,
                 work,
             )
@@ -360,7 +424,7 @@ class OutlierCodec(Codec):
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         count, tokens, split = wire.shape[0], self._tokens(numel), len(self.channels.kept)
-        tables, work = self._tables(wire), accumulation_dtype(dtype)
+        (_, back, *scales), work = self.constants(wire), accumulation_dtype(dtype)
         raw = wire.narrow(1, 0, tokens * split * KEPT[dtype].itemsize)
         kept = from_bytes(raw, KEPT[dtype]).to(work).reshape(count, tokens, split)
         start = self._kept_bytes(numel, dtype)
@@ -369,11 +433,11 @@ class OutlierCodec(Codec):
             work
         )
         others = others.reshape(count, tokens, self.channels.width - split)
-        if tables.scales is not None:
+        if scales:
             others = finite_stays(
-                others * self._scale(tables.scales, count, encode=False).to(work), others, dtype
+                others * self._scale(scales[0], count, encode=False).to(work), others, dtype
             )
-        rows = torch.cat([kept, others], dim=2).index_select(2, tables.back)
+        rows = torch.cat([kept, others], dim=2).index_select(2, back)
         return cut_apart(rows.reshape(count, tokens * self.channels.width), numel)
 
     def _flat(self, others: Tensor, count: int, numel: int) -> Tensor:
@@ -400,6 +464,27 @@ class OutlierCodec(Codec):
             f"{count} rows to decode, but the scales are those of {ranks} ranks: rows must be"
             " theirs, in order"
         )
+
+
+SAMPLED = 1 << 16
+PEAK = 4.0
+"""The largest of some ten thousand Gaussian values, in standard deviations: how far calibration
+sees a channel reach."""
+TEXT = "the statistics of codec 'outlier'"
+
+
+@lru_cache(maxsize=1024)
+def _constants(channels: Channels, largest: int) -> tuple[str, ...]:
+    """The names of what the codec needs on a device: int64 ``[width]`` twice, and where scales are
+    static float64 ``[ranks or 1, others]``."""
+    others = channels.others
+    order = (*channels.kept, *others)
+    back = sorted(range(len(order)), key=lambda place: order[place])
+    names = [constants.named(order, torch.int64), constants.named(back, torch.int64)]
+    if largest:
+        scales = [[row[channel] / largest or 1.0 for channel in others] for row in channels.ranges]
+        names.append(constants.named(scales, torch.float64))
+    return tuple(names)
 
 
 # --- by name --------------------------------------------------------------------------------------
