@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,6 +111,10 @@ class Codec(ABC):
 
     def unsupported_reason(self, ranks: int) -> str | None:
         """Why it cannot be used between so many ranks."""
+        return None
+
+    def unsupported_shape(self, shape: Sequence[Any]) -> str | None:
+        """Why a tensor of some shape cannot be what it was made for."""
         return None
 
     def of_rank(self, rank: int, ranks: int) -> Codec:

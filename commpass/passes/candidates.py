@@ -275,6 +275,8 @@ def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> s
     """Why an algorithm cannot, or may not, carry out a site with a codec."""
     if obstacle := chosen.unsupported_reason(coder, site.group_size):
         return obstacle
+    if obstacle := coder.unsupported_shape(site.shape):
+        return obstacle
     if coder.state is not None and site.stateless:
         return f"{coder.spec} needs {coder.state}, but {site.stateless}"
     if coder.dynamic and site.fixed:

@@ -232,8 +232,7 @@ FORMS = [
     )
     for first, name in enumerate(CODECS)
     for second, how in enumerate(["sparse"] if codec(name).state else ALGORITHMS)
-    if not name.startswith("outlier")  # which holds tensors of its own
-    and (how == "sparse") == bool(codec(name).state)
+    if (how == "sparse") == bool(codec(name).state)
 ]
 FORMS += [("bf16", "native", *shape) for shape in SHAPES]
 FORMS += [
@@ -261,12 +260,11 @@ def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "name", sampled((n for n in CODECS[1:] if n != ROOTS), ("int8", "rotated"))
+    "name", sampled((n for n in CODECS if n != ROOTS), ("int8", "rotated"))
 )
 def test_compiled_kernels_give_the_bits_of_the_inline_form(name):
-    """But of ``outlier``, which holds tensors of its own that no graph takes. A kernel in C++ adds
-    up a rotation in another order (``cpu.exact``), which scales in bfloat16 hide and those in
-    float32 do not."""
+    """A kernel in C++ adds up a rotation in another order (``cpu.exact``), which scales in bfloat16
+    hide and those in float32 do not."""
     how = "sparse" if codec(name).state else "two_shot"
     alike = same_but_for_order if name in ROTATED_IN_FLOAT32 else same
     both = [

@@ -124,9 +124,10 @@ def test_constants_are_inputs_that_sites_share(form, fake_group):
     spec = spec_of(calibrated(2))
 
     def twice(x):
-        return summed(x) + summed(x.exp())
+        return summed(x), summed(x.exp())
 
-    policy = policy_of(spec, algorithm="one_shot", lowering=form)
+    rule = Rule(codec=spec, force=True, algorithm="one_shot", lowering=form)
+    policy = Policy(rules=[rule], skip=("group",))
     gm, outcome = rewritten(twice, activations(0), policy, adds_inputs=True, kernels=True)
     assert [site.codec for site in outcome.plan.sites] == [spec] * 2
     names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")][1:]
@@ -182,6 +183,17 @@ def test_scales_of_other_ranks_leave_their_site_alone(fake_group):
     assert [site.codec for site in outcome.plan.sites] == ["none", "int8"]
     assert "calibrated on 2 ranks, and these are 4" in outcome.plan.sites[0].reason
     assert not outcome.plan.fallback
+
+
+def test_channels_of_another_width_leave_their_site_alone(fake_group):
+    fake_group(2)
+    policy = policy_of(spec_of(calibrated(2, shared=True)))
+    for shape in ((WIDTH, 96), (96,), ()):
+        (site,) = rewritten(summed, torch.ones(shape), policy)[1].plan.sites
+        assert not site.compressed
+        assert "512 channels" in site.reason
+    (site,) = rewritten(summed, torch.ones(3, 4, WIDTH), policy)[1].plan.sites
+    assert site.compressed
 
 
 def test_scales_of_each_rank_are_not_for_an_all_to_all(fake_group):

@@ -135,14 +135,7 @@ def trained(codec: str, steps: int) -> tuple[list[float], list[float], set[str]]
         rarely("fp8", 0.1),
         rarely("taco", 0.1),
         rarely("table(bits=5)", 0.1),
-        pytest.param(
-            "outlier(inner=int4)",
-            0.15,
-            marks=[
-                pytest.mark.every,
-                pytest.mark.xfail(strict=True, reason="no graph takes the tables of outlier yet"),
-            ],
-        ),
+        rarely("outlier(width=64, inner=int4)", 0.15),
     ],
 )
 def test_a_lossy_codec_trains_nearly_as_without_it(ranks2, codec, near):

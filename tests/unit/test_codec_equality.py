@@ -152,7 +152,7 @@ def test_references_and_ranks_and_tables_count_for_what_they_do():
     channels = Channels(8, (1,), ((1.0,) * 8, (2.0,) * 8))
     outlier = built(channels)
     assert len({outlier, outlier.at(0), outlier.at(1)}) == 3
-    assert outlier.with_tables(outlier.tables_on(torch.device("cpu"))) == outlier
+    assert outlier.with_constants(outlier.constants(torch.ones(1))) == outlier
     assert built(Channels(8, (2,), channels.ranges)) != outlier
 
 

@@ -14,6 +14,7 @@ from tiers import examples, rarely
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from commpass.codecs import FLOATS, accumulation_dtype, codec, registry
+from commpass.codecs.constants import CONSTANT
 from commpass.codecs.wrappers.difference import change
 from commpass.codecs.wrappers.outlier import (
     KEPT,
@@ -202,6 +203,33 @@ def test_statistics_that_cannot_be_are_refused(case):
     make, words = WRONG[case]
     with pytest.raises(PolicyError, match=words):
         make()
+
+
+@pytest.mark.parametrize("sums", [(), (5.0, 6.0, 0.5, 3.0)])
+def test_ranges_of_sums_grow_like_variances(sums):
+    rows = ((1.0, 2.0, 0.25, 0.0), (3.0, 2.0, 0.5, 4.0), (1.0, 1.0, 0.5, 0.0))
+    channels = Channels(4, (1,), rows, sums)
+    one = [max(row[c] for row in rows) for c in range(4)]
+    every = sums or [math.sqrt(sum(row[c] ** 2 for row in rows)) for c in range(4)]
+    assert channels.range_of_sum(1, 3) == tuple(one)
+    assert channels.range_of_sum(3, 3) == pytest.approx(every)
+    half = [math.sqrt((a * a + max(a * a, b * b)) / 2) for a, b in zip(one, every, strict=True)]
+    assert channels.range_of_sum(2, 3) == pytest.approx(half)
+    for again in (Channels.from_text(channels.to_text()), Channels.from_json(channels.to_json())):
+        assert again == channels
+    assert channels.shared().ranges == (tuple(one),)
+    assert channels.keeping(0.5).kept == (0, 1)
+
+
+def test_error_that_is_expected_is_that_of_channels_as_calibrated():
+    """Of a Gaussian that reaches 4 standard deviations in 7 steps: step / sqrt(12)."""
+    coder = built(Channels(4, (), ((1.0, 30.0, 0.01, 4.0),)))
+    assert coder.relative_error() == pytest.approx(4 / 7 / math.sqrt(12), rel=0.02)
+    alone = built(Channels(4, (1,), ((1.0, 30.0, 0.01, 4.0),)))
+    left = math.sqrt((1 + 16) / (900 + 17))
+    assert alone.relative_error() == pytest.approx(left * 4 / 7 / math.sqrt(12), rel=0.03)
+    each = built(Channels(4, (), ((1.0, 30.0, 0.01, 4.0), (1.0,) * 4)))
+    assert each.relative_error() == each.at(0).relative_error() == coder.relative_error()
 
 
 # --- outlier: values ------------------------------------------------------------------------------
@@ -517,17 +545,13 @@ def test_a_codec_with_state_inside_is_refused(monkeypatch):
             make()
 
 
-def test_tables_are_made_once_for_a_device(monkeypatch):
-    coder = built(Channels(64, (3, 40)))
-    made = []
-    monkeypatch.setattr(
-        OutlierCodec,
-        "tables_on",
-        lambda self, device, make=OutlierCodec.tables_on: made.append(1) or make(self, device),
+def test_constants_are_made_once_for_a_device():
+    x = gaussian(5, 64)
+    first, other = built(Channels(64, (3, 40))), built(Channels(64, (3, 40), (tuple([1.0] * 64),)))
+    assert all(
+        one is again for one, again in zip(first.constants(x), other.constants(x)[:2], strict=True)
     )
-    for _ in range(3):
-        coder.decode(coder.encode(gaussian(5, 64)))
-    assert len(made) == 1
+    assert [each.dtype for each in other.constants(x)] == [torch.int64, torch.int64, torch.float64]
 
 
 # --- compiled and fake ----------------------------------------------------------------------------
@@ -556,13 +580,10 @@ def test_eager_and_compiled_calls_agree_bit_for_bit(one_in):
     x = gaussian(3, 900)
     x[1] = 0.0
     x[2, 5] = math.nan
-    cpu = torch.device("cpu")
     made = [
-        coder.with_tables(coder.tables_on(cpu)) if isinstance(coder, OutlierCodec) else coder
+        coder
         for coder in coders()
-    ]
-    made = [
-        coder for coder in made if coder.inner.spec not in ("rotated", "raw", "int8(static=1.0)")
+        if coder.inner.spec not in ("rotated", "raw", "int8(static=1.0)")
     ][::one_in]
 
     def all_of_them(rows):
@@ -579,22 +600,23 @@ def test_eager_and_compiled_calls_agree_bit_for_bit(one_in):
         assert torch.equal(eager[1][2].isfinite(), other[1][2].isfinite()), coder.inner.spec
 
 
-def test_tables_may_be_inputs_of_the_graph():
+def test_constants_may_be_inputs_of_the_graph():
     from torch.fx.experimental.proxy_tensor import make_fx
 
     coder = built(Channels(64, (3, 40), (tuple(np.linspace(1, 3, 64)),)))
-    tables = coder.tables_on(torch.device("cpu"))
+    constants = coder.constants(gaussian(1))
 
     def run(x, *given_):
-        bound = coder.with_tables(type(tables)(*given_))
+        bound = coder.with_constants(given_)
         return bound.decode_rows(bound.encode_rows(x), x.shape[1], x.dtype)
 
     x = gaussian(2, 640 * 7)
-    graph = make_fx(run, tracing_mode="symbolic")(x, *tables)
+    graph = make_fx(run, tracing_mode="symbolic")(x, *constants)
     assert not [node for node in graph.graph.nodes if node.op == "get_attr"]
+    assert not graph.graph.find_nodes(op="call_function", target=CONSTANT)
     for n in (640 * 7, 64 * 31, 64 * 100 + 5):
         x = gaussian(2, n)
-        assert bits(graph(x, *tables)) == bits(
+        assert bits(graph(x, *constants)) == bits(
             coder.decode_rows(coder.encode_rows(x), n, torch.float32)
         )
 

@@ -143,7 +143,7 @@ class Channels:
             sums = tuple(data.get("sums", ()))
             ranges = tuple(map(tuple, data["ranges"]))
             return Channels(data["width"], tuple(data["kept"]), ranges, sums)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, PolicyError):
                 raise
             raise PolicyError(
@@ -343,6 +343,12 @@ class OutlierCodec(Codec):
         if rows > 1 and rows != ranks:
             return f"{TEXT} were calibrated on {rows} ranks, and these are {ranks}: calibrate there"
         return None
+
+    def unsupported_shape(self, shape: Sequence[Any]) -> str | None:
+        width, last = self.channels.width, shape[-1] if shape else 1
+        if not self.largest or (isinstance(last, int) and last % width == 0):
+            return None
+        return f"{TEXT} are of {width} channels, and the last dimension of {list(shape)} is not"
 
     def of_rank(self, rank: int, ranks: int) -> OutlierCodec:
         if why := self.unsupported_reason(ranks):
