@@ -217,6 +217,9 @@ def test_ranges_of_sums_grow_like_variances(sums):
     assert channels.range_of_sum(2, 3) == pytest.approx(half)
     for again in (Channels.from_text(channels.to_text()), Channels.from_json(channels.to_json())):
         assert again == channels
+    coder = built(channels)
+    assert coder.of_sum(2, 3).channels.ranges == (pytest.approx(half, rel=2**-7),)
+    assert coder.of_sum(2, 3).rank is None
     assert channels.shared().ranges == (tuple(one),)
     assert channels.keeping(0.5).kept == (0, 1)
 
