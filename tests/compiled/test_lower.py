@@ -259,9 +259,7 @@ def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "name", sampled((n for n in CODECS if n != ROOTS), ("int8", "rotated"))
-)
+@pytest.mark.parametrize("name", sampled((n for n in CODECS if n != ROOTS), ("int8", "rotated")))
 def test_compiled_kernels_give_the_bits_of_the_inline_form(name):
     """A kernel in C++ adds up a rotation in another order (``cpu.exact``), which scales in bfloat16
     hide and those in float32 do not."""

@@ -13,6 +13,8 @@ import commpass
 from commpass.costmodel import Link
 from commpass.passes.simplify import RULES
 from commpass.policy import Policy
+from commpass.presets import PRESETS
+from commpass.rules import Rule
 
 wait = ops.wait_tensor
 X = torch.ones(64, 32)
@@ -38,11 +40,11 @@ SLOW = commpass.ethernet(0.001)
 """A link on which bytes count, and messages hardly."""
 
 
-def simplified(function, *inputs, profile=SLOW, **policy):
+def simplified(function, *inputs, profile=SLOW, dynamic=False, **policy):
     with (
         preserve_node_meta()
     ):  # as AOTAutograd does: a node knows which operator it was decomposed from
-        gm = trace(function, *(inputs or (X,)))
+        gm = trace(function, *(inputs or (X,)), dynamic=dynamic)
     before = len(collectives(gm))
     shape = [
         tuple(v.meta["val"].shape)
@@ -353,8 +355,6 @@ def test_off_and_skip_leave_the_graph_as_it_was(fake_group):
 
 def test_remaining_sites_are_compressed_and_the_plan_says_both(fake_group):
     fake_group(8)
-    from commpass.rules import Rule
-
     gm = trace(lambda x: ar(x.sin()) + ar(x.cos()), X)
     plan = commpass.rewrite(gm, [], Policy(rules=[Rule(codec="int8", force=True)]), strict=True)
     assert [site.codec for site in plan] == ["int8"]
@@ -374,6 +374,27 @@ def test_narrow_bits_are_gathered_for_an_all_reduce_of_few_ranks_and_only_where_
     _, rules, _, plan = simplified(lambda x: ar(x.bfloat16().float()) + 1, codecs="int8")
     assert rules == []
     assert plan.sites[0].codec == "int8"
+
+
+def test_narrow_bits_are_coded_where_the_codec_is_lossless(fake_group):
+    """ZipCCL, section 4: float32 sums of bfloat16 gradients, of which 11 of 32 bits are sent."""
+    fake_group(4)
+    x = torch.ones(1024, 1024)
+
+    def gradients(x):
+        return rs(x.bfloat16().float(), ranks=4)
+
+    _, rules, _, plan = simplified(gradients, x, dynamic=True, rules=PRESETS["zipccl"]["rules"])
+    assert rules == ["widen then reduce"]
+    (site,) = plan.sites
+    assert (site.kind, site.dtype, site.codec) == ("all_to_all", "bfloat16", "exponent(planes=3)")
+    assert site.wire_bytes < 13 / 32 * 1024 * 1024 * 4
+    # A codec that is forced is that of the collective as it is.
+    _, rules, _, plan = simplified(
+        gradients, x, dynamic=True, rules=[Rule(codec="exponent", force=True)]
+    )
+    assert rules == []
+    assert (plan.sites[0].kind, plan.sites[0].dtype) == ("reduce_scatter", "float32")
 
 
 def test_a_sum_and_a_mean_of_nested_groups_are_the_sum_divided(fake_group):

@@ -16,6 +16,7 @@ from torch import fx
 
 from commpass import groups, meshes
 from commpass.ambient import without_ambient_state
+from commpass.codecs import codec
 from commpass.costmodel import Profile
 from commpass.passes.graph import costs, meta
 from commpass.passes.graph.erase import erase
@@ -146,9 +147,13 @@ class Editor:
             return None  # what is written to may be another value wherever it is read
         return Exchange(call, node)
 
-    def may_compress(self, node: fx.Node) -> bool:
-        """Whether the policy allows a codec for a collective."""
-        return node in self.allowed and bool(self.allowed[node].codecs)
+    def keeps_values(self, node: fx.Node) -> bool:
+        """Whether a collective sends values as they are, or by lossless codecs that nobody
+        forces."""
+        allowed = self.allowed.get(node)
+        if allowed is None or not allowed.codecs:
+            return True
+        return not allowed.force and all(codec(name).lossless for name in allowed.codecs)
 
     def allowed_alike(self, a: Call, b: Call) -> bool:
         """Whether the policy allows the same for two collectives: else they stay two."""

@@ -131,10 +131,11 @@ def _again(term: Term, before: fx.Node, editor: Editor) -> fx.Node:
 
 def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     """sum(to(float32, x)) = the float32 sum of all ranks' x: send the narrow bits, add locally.
-    Where that is less, and where no codec is allowed that would make it less still."""
+    Where that is less, and where no codec is allowed that would make it less still: a lossless one
+    codes the narrow bits (ZipCCL, section 4: of bfloat16 gradients 11 bits instead of 27)."""
     exchange = editor.exchange(node, SUMS)
     found = widened(exchange) if exchange is not None else None
-    if exchange is None or found is None or editor.may_compress(exchange.call.node):
+    if exchange is None or found is None or not editor.keeps_values(exchange.call.node):
         return None
     call, place, (source, cast, views) = exchange.call, exchange.call.node, found
     ranks, dtypes = editor.size(call), (fake(source).dtype, fake(cast).dtype)
