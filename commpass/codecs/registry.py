@@ -16,6 +16,7 @@ from commpass.codecs.sparse import presets as sparse
 from commpass.codecs.wrappers.difference import difference
 from commpass.codecs.wrappers.mixed import mixed
 from commpass.codecs.wrappers.outlier import outlier
+from commpass.codecs.wrappers.segments import segments
 from commpass.errors import PolicyError, nearest
 from commpass.spec import changed, parse, spelled
 
@@ -69,6 +70,7 @@ NAMES: dict[str, Callable[..., Codec]] = {
     "outlier": partial(outlier, codec),
     "difference": partial(difference, codec),
     "mixed": partial(mixed, codec),
+    "segments": partial(segments, codec),
     "topk": partial(sparse.topk, codec),
     "randomk": partial(sparse.randomk, codec),
     "dgc": partial(sparse.dgc, codec),

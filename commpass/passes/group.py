@@ -16,18 +16,20 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from commpass.codecs import FLOATS, codec
+from commpass.codecs import FLOATS, SparseCodec, codec
+from commpass.codecs.wrappers.segments import segmented
 from commpass.costmodel import Profile
 from commpass.kinds import SUMS
 from commpass.passes.discover import MATMULS, GraphSite
 from commpass.passes.graph import meta
 from commpass.passes.graph.direction import AGAIN
+from commpass.passes.graph.marks import ALLOWED
 from commpass.passes.graph.parse import graph_modules
 from commpass.passes.simplify.editor import BY_ADDRESS, Editor, aten, fake, ops
 from commpass.passes.simplify.outputs import output_memory
@@ -36,12 +38,15 @@ from commpass.passes.simplify.values import memory, writes
 from commpass.paths import common
 from commpass.plan import Grouped
 from commpass.policy import Policy
+from commpass.rules import Allowed
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 TOTAL = 4
 """How many times ``Policy.group_bytes`` the members of a fusion may have together."""
 MOST = 64
 """Members of a fusion: more save next to nothing, and so the pass stays linear."""
+MOST_SELECTIONS = 16
+"""As ``MOST``, where each member has a selection of its own: that is a hundred nodes."""
 BLOCK = 256
 """Values to a multiple of which a member is filled up where a codec may lose some."""
 NAME = "group"
@@ -165,7 +170,7 @@ def _is_small(each: GraphSite, policy: Policy, direction: str) -> bool:
         and site.obstacle is None
         and not (site.uneven or site.dynamic)
         and site.group_size > 1
-        and 0 < site.bytes <= policy.group_bytes
+        and 0 < _carried(each)[1] <= policy.group_bytes
         and (policy.reassociate or site.kind not in SUMS)
         and fake(each.input).dtype in SENT_EVERYWHERE
         and not _runs_again(each, direction)
@@ -185,9 +190,27 @@ def _fill(each: GraphSite) -> int:
     if fake(each.input).dtype not in FLOATS:
         return 1
     lossy = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
+    if _selects(each):
+        return 1
     if any(coder.state is not None or not coder.settled for coder in lossy):
         return 0
     return math.lcm(BLOCK, *(coder.block for coder in lossy)) if lossy else 1
+
+
+def _selects(each: GraphSite) -> bool:
+    """Whether all that a site may lose is left out by a selection: each member keeps its own."""
+    lossy = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
+    plain = each.site.kind == "all_reduce" and each.site.stateless is None
+    return plain and bool(lossy) and all(type(coder) is SparseCodec for coder in lossy)
+
+
+def _carried(each: GraphSite) -> tuple[str, int]:
+    """The kind of exchange that a site will be, and the bytes that one rank hands over."""
+    if not _selects(each):
+        return each.site.kind, each.site.bytes
+    value = fake(each.input)
+    coders = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
+    return "all_gather", max(coder.wire_bytes(value.numel(), value.dtype) for coder in coders)
 
 
 def _member(each: GraphSite, number: int, look: Look) -> Member | None:
@@ -202,7 +225,8 @@ def _member(each: GraphSite, number: int, look: Look) -> Member | None:
     rows = _rows(each)
     width = fake(each.input).numel() // rows
     values = rows * math.ceil(width / _fill(each)) * _fill(each)
-    return Member(each, number, use, begin, end, values * fake(each.input).dtype.itemsize)
+    sent = values * fake(each.input).dtype.itemsize
+    return Member(each, number, use, begin, end, _carried(each)[1] if _selects(each) else sent)
 
 
 def _rows(each: GraphSite) -> int:
@@ -243,7 +267,8 @@ def _fits(members: Sequence[Member], new: Member, look: Look, policy: Policy) ->
     if not members:
         return True
     every = [*members, new]
-    if len(every) > MOST or sum(each.sent for each in every) > TOTAL * policy.group_bytes:
+    most = MOST_SELECTIONS if _selects(new.found) else MOST
+    if len(every) > most or sum(each.sent for each in every) > TOTAL * policy.group_bytes:
         return False
     if min(look.order[each.use] for each in every) <= look.order[new.start]:
         return False
@@ -285,13 +310,16 @@ def _best(members: list[Member], editor: Editor) -> list[Member]:
 
 
 def _times(members: Sequence[Member], editor: Editor) -> Times:
-    call, kind = members[0].found.call, members[0].found.site.kind
+    call = members[0].found.call
     sent = sum(each.sent for each in members)
-    received = sum(meta.nbytes(fake(each.wait)) for each in members)
+    copied = sum(
+        meta.nbytes(fake(each.found.input)) + meta.nbytes(fake(each.wait)) for each in members
+    )
+    carried = [_carried(each.found) for each in members]
     return Times(
-        apart=sum(editor.us(kind, each.found.site.bytes, call) for each in members),
-        fused=editor.us(kind, sent, call),
-        copies=editor.profile.kernels.copies_us(1 + len(members), sent + received),
+        apart=sum(editor.us(kind, nbytes, call) for kind, nbytes in carried),
+        fused=editor.us(carried[0][0], sent, call),
+        copies=editor.profile.kernels.copies_us(1 + len(members), copied),
     )
 
 
@@ -326,6 +354,8 @@ def _fuse(members: Sequence[Member], editor: Editor, look: Look, prefix: str) ->
     joined = editor.emit(last, NAME, call.node, aten.cat.default, flat, 1)
     line = editor.emit(last, NAME, call.node, aten.view.default, joined, [-1])
     start = editor.start(last, NAME, call, line)
+    if _selects(first):
+        start.meta[ALLOWED] = {0: _apart(first.allowed, lengths)}
     path = common(each.found.site.module for each in members)
     start.meta["custom"] = {**(start.meta.get("custom") or {}), meta.PLACE: path}
     made = _record(members, editor, prefix + start.name)
@@ -346,6 +376,15 @@ def _fuse(members: Sequence[Member], editor: Editor, look: Look, prefix: str) ->
         each.wait.replace_all_uses_with(value)
         editor.prune(each.wait)
     return made
+
+
+def _apart(allowed: Allowed, lengths: Sequence[int]) -> Allowed:
+    """What is allowed of members of some lengths together: selections of each."""
+    codecs = (
+        segmented(spec, lengths) if isinstance(codec(spec), SparseCodec) else spec
+        for spec in allowed.codecs
+    )
+    return replace(allowed, codecs=tuple(codecs))
 
 
 def _flat(each: GraphSite, before: fx.Node, editor: Editor) -> fx.Node:

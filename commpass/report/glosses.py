@@ -37,6 +37,7 @@ GLOSSES = {
     "gaussiank": "about the largest values, by the threshold of a Gaussian (Gaussian-k)",
     "redsync": "about the largest values, by a threshold that is bisected (RedSync)",
     "sidco": "about the largest values, by a threshold fitted in stages (SIDCo)",
+    "segments": "tensors of a fusion buffer, each selected from on its own (SSFusion)",
     "raw": "the values as they are",
 }
 """By the name of a codec, without parameters."""

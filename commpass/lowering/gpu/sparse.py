@@ -22,6 +22,7 @@ from commpass.codecs.sparse import SparseCodec
 from commpass.codecs.sparse import indices as index_codes
 from commpass.codecs.sparse.indices import Bitmap, Blocks16, EliasFano, IndexCode
 from commpass.codecs.sparse.select import Threshold, bounds, select
+from commpass.codecs.wrappers.segments import SegmentedCodec
 from commpass.lowering.gpu.call import Arguments, Call, launch
 from commpass.lowering.gpu.source import Source, of_function
 from commpass.lowering.gpu.sparse_measure import FORMS, WHOLE, seen
@@ -94,6 +95,8 @@ def obstacle(coder: SparseCodec, numel: int, dtype: torch.dtype) -> str | None:
     """Why rows have no kernels."""
     if dtype not in FORMS:
         return f"sparse kernels take float32, bfloat16 and float16, not {dtype}"
+    if isinstance(coder, SegmentedCodec):
+        return "sparse kernels select from whole rows, not from segments"
     if numel == 0:
         return "sparse kernels take rows of at least one entry"
     chosen = coder.slots(numel)
