@@ -29,7 +29,7 @@ from commpass.kinds import SUMS
 from commpass.passes.discover import MATMULS, GraphSite
 from commpass.passes.graph import meta
 from commpass.passes.graph.direction import AGAIN
-from commpass.passes.graph.marks import ALLOWED
+from commpass.passes.graph.marks import ALLOWED, SEGMENTS
 from commpass.passes.graph.parse import graph_modules
 from commpass.passes.simplify.editor import BY_ADDRESS, Editor, aten, fake, ops
 from commpass.passes.simplify.outputs import output_memory
@@ -356,6 +356,9 @@ def _fuse(members: Sequence[Member], editor: Editor, look: Look, prefix: str) ->
     start = editor.start(last, NAME, call, line)
     if _selects(first):
         start.meta[ALLOWED] = {0: _apart(first.allowed, lengths)}
+        start.meta[SEGMENTS] = tuple(
+            (each.found.site.module, tuple(fake(each.found.input).shape)) for each in members
+        )
     path = common(each.found.site.module for each in members)
     start.meta["custom"] = {**(start.meta.get("custom") or {}), meta.PLACE: path}
     made = _record(members, editor, prefix + start.name)

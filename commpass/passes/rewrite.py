@@ -9,9 +9,12 @@ changes: numerics, as the chosen codecs do. Sites that are left alone are not to
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,7 +26,7 @@ from commpass.codecs import Codec, codec
 from commpass.passes.discover import GraphSite
 from commpass.passes.failures import site_errors
 from commpass.passes.graph.erase import erase
-from commpass.passes.graph.marks import MARK, PARTS
+from commpass.passes.graph.marks import MARK, PARTS, SEGMENTS
 from commpass.passes.graph.parse import is_size, is_wait, items, parse, value_of
 from commpass.passes.references import Source, source_of
 from commpass.passes.template import (
@@ -31,8 +34,8 @@ from commpass.passes.template import (
     Templates,
     fake_of,
     inductor_decompositions,
-    inputs_of,
     mode_of,
+    sizes_of,
     splice,
 )
 from commpass.plan import PlannedSite
@@ -84,13 +87,12 @@ def rewrite(
         for site, planned in chosen:
             with errors.of(planned.name):
                 coder = codec(planned.codec)
-                if coder.state is not None:
-                    kept.append(_keep(site, planned, coder, kept))
-                inputs = inputs_of(site, coder)
+                held = [] if coder.state is None else _keep(site, planned, coder, kept)
+                inputs = [site.input, *sizes_of(site), *_joined(site, held)]
                 given[planned.name] = fake_of(inputs[0])
                 results = splice(site, planned.name, templates.of(site, planned, inputs), inputs)
-                if len(results) > 1:
-                    _update(inputs[-1], results[1])
+                if held:
+                    _update(held, results[1])
                 _replace(site, results[0])
     gone: dict[fx.Node, list[GraphSite]] = {}
     for site, planned in chosen:
@@ -109,37 +111,81 @@ STATE = "commpass_state"
 """The beginning of the names of inputs that hold state."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a site carries for one of several that it stands for, or for itself."""
+
+    module: str
+    shape: tuple[int, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def _parts(found: GraphSite, planned: PlannedSite) -> list[Part]:
+    """The tensors that one site carries: each has a state of its own, which is found again
+    whatever it travels with."""
+    known = found.call.node.meta.get(SEGMENTS)
+    if known is None:
+        return [Part(planned.module, planned.shape, found.outputs)]  # type: ignore[arg-type]
+    slices: dict[int, list[fx.Node]] = defaultdict(list)
+    for row in (user for node in found.outputs for user in node.users):
+        for part in row.users:
+            if part.target is torch.ops.aten.slice.Tensor:
+                slices[int(part.args[2])].append(part)  # type: ignore[arg-type]
+    starts = accumulate((math.prod(shape) for _, shape in known), initial=0)
+    return [
+        Part(module, shape, tuple(slices[start]))
+        for start, (module, shape) in zip(starts, known, strict=False)
+    ]
+
+
 def _keep(
-    found: GraphSite, planned: PlannedSite, coder: Codec, before: Sequence[StateInput]
-) -> StateInput:
-    """Adds an input for the state that a codec needs for a site."""
+    found: GraphSite, planned: PlannedSite, coder: Codec, kept: list[StateInput]
+) -> list[fx.Node]:
+    """Adds an input for the state that a codec needs for each part of a site."""
     fake, graph = fake_of(found.input), found.module.graph
-    shape = "x".join(str(size) for size in planned.shape)
-    place = (
-        f"{planned.module or 'root'}/{planned.direction}/{planned.kind}/{planned.dtype}[{shape}]"
-    )
-    number = sum(state.place == place for state in before)
-    source = source_of(found.input) if found.parameters else None
-    placeholders = graph.find_nodes(op="placeholder")
-    with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before():
-        node = graph.placeholder(f"{STATE}_{len(before)}")
-    value = coder.kept(fake, planned.group_size)
-    node.meta["val"] = value
-    reaches = reached_outputs(found.outputs)
-    op = planned.reduce_op or "sum"
-    return StateInput(
-        place,
-        number,
-        reaches,
-        op,
-        planned.group,
-        tuple(value.shape),
-        value.dtype,
-        fake.device,
-        value,
-        source,
-        found.parameters,
-    )
+    parts, added = _parts(found, planned), []
+    for part in parts:
+        shape = "x".join(str(size) for size in part.shape)
+        place = (
+            f"{part.module or 'root'}/{planned.direction}/{planned.kind}/{planned.dtype}[{shape}]"
+        )
+        placeholders = graph.find_nodes(op="placeholder")
+        with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before():
+            node = graph.placeholder(f"{STATE}_{len(kept)}")
+        like = fake if len(parts) == 1 else fake.new_empty(part.shape)
+        value = coder.kept(like, planned.group_size)
+        node.meta["val"] = value
+        added.append(node)
+        kept.append(
+            StateInput(
+                place,
+                sum(state.place == place for state in kept),
+                reached_outputs(part.outputs),
+                planned.reduce_op or "sum",
+                planned.group,
+                tuple(value.shape),
+                value.dtype,
+                fake.device,
+                value,
+                source_of(found.input) if found.parameters else None,
+                found.parameters,
+            )
+        )
+    return added
+
+
+def _joined(found: GraphSite, states: Sequence[fx.Node]) -> list[fx.Node]:
+    """The state of a site as an algorithm takes it: that of all parts, one after the other."""
+    if len(states) < 2:
+        return list(states)
+    graph, aten = found.module.graph, torch.ops.aten
+    with graph.inserting_before(found.call.node):
+        flat = [graph.call_function(aten.reshape.default, (node, [-1])) for node in states]
+        made = graph.call_function(aten.cat.default, (flat,))
+    for node, state in zip(flat, states, strict=True):
+        node.meta["val"] = fake_of(state).reshape(-1)
+    made.meta["val"] = torch.cat([fake_of(node) for node in flat])
+    return [made]
 
 
 def reached_outputs(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
@@ -154,13 +200,22 @@ def reached_outputs(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
     return tuple(number for number, output in enumerate(outputs) if output in reached)
 
 
-def _update(state: fx.Node, new: fx.Node) -> None:
-    """Writes the new state into the input that holds it, once all have read the old one."""
-    graph = state.graph
-    with graph.inserting_before(graph.output_node()):
-        copied = graph.call_function(torch.ops.aten.copy_.default, (state, new))
+def _update(states: Sequence[fx.Node], new: fx.Node) -> None:
+    """Writes the new state into the inputs that hold it, once all have read the old one."""
+    graph, aten, start = new.graph, torch.ops.aten, 0
     mark = replace(new.meta[MARK], role="state")
-    copied.meta = {**new.meta, MARK: mark, "val": state.meta["val"]}
+    for state in states:
+        value, held = new, fake_of(state)
+        with graph.inserting_before(graph.output_node()):
+            if len(states) > 1:
+                end = start + held.numel()
+                value = graph.call_function(aten.slice.Tensor, (new, 0, start, end))
+                value.meta = {**new.meta, MARK: mark, "val": fake_of(new)[start:end]}
+                shaped = graph.call_function(aten.reshape.default, (value, list(held.shape)))
+                shaped.meta = {**value.meta, "val": fake_of(value).reshape(held.shape)}
+                value, start = shaped, end
+            copied = graph.call_function(aten.copy_.default, (state, value))
+        copied.meta = {**new.meta, MARK: mark, "val": held}
 
 
 def _replace(found: GraphSite, result: fx.Node) -> None:

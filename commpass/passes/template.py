@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass import groups
 from commpass.ambient import without_ambient_state
-from commpass.codecs import Codec, codec, operators
+from commpass.codecs import codec, operators
 from commpass.collectives import Algorithm, Request, algorithm
 from commpass.collectives import run as run_steps
 from commpass.collectives.data_sized import sizes_of_data
@@ -130,14 +130,6 @@ def without_tensors(traced: fx.Graph, what: str) -> fx.Graph:
     if captured := [node.name for node in traced.nodes if node.op == "get_attr"]:
         raise VerifyError(f"{what} captured tensors while it was traced: {captured}")
     return traced
-
-
-def inputs_of(found: GraphSite, coder: Codec) -> list[fx.Node]:
-    """What an algorithm takes from the graph: its tensor, the symbolic lengths of an all-to-all,
-    and the state that the codec needs, which is the input that was added last."""
-    added = coder.state is not None
-    state = found.module.graph.find_nodes(op="placeholder")[-1:] if added else []
-    return [found.input, *sizes_of(found), *state]
 
 
 def sizes_of(found: GraphSite) -> list[fx.Node]:

@@ -63,8 +63,10 @@ def test_selections_of_several_tensors_are_one_exchange(fake_group):
     assert collectives(gm) == [("all_gather", torch.uint8, site.wire_bytes)]
     each = codec("dgc")
     assert site.wire_bytes == sum(each.wire_bytes(n, torch.float32) for n in (4096, 1000, 7))
-    (state,) = outcome.state
-    assert state.shape == (4096 + 1000 + 7,)
+    assert [state.shape for state in outcome.state] == SHAPES
+    _, alone = rewritten("dgc", *inputs(0), group_bytes=0)
+    for one, other in zip(outcome.state, alone.state, strict=True):
+        assert (one.place, one.number, one.reaches) == (other.place, other.number, other.reaches)
 
 
 def after(spec: str, steps: int, **more) -> list[list[torch.Tensor]]:

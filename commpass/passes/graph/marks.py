@@ -19,6 +19,8 @@ CODED = "commpass_coded"
 the codec, role and number of values. Of the nodes that stand for one operator the last has it."""
 ALLOWED = "commpass_allowed"
 """Key in ``node.meta`` of a collective: by the position of its input, what it is allowed."""
+SEGMENTS = "commpass_segments"
+"""Key in ``node.meta`` of a collective that stands for several: module and shape of each."""
 AFTER_A_WAIT = ("wait", "decode", "used_bytes", "sum", "leave")
 
 
