@@ -128,7 +128,7 @@ def test_the_thread_ends_with_the_worker():
     worker = Worker("ends", lambda: None)
     worker.submit(lambda: None, None).wait()
     del worker
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(thread.name == "ends" for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
