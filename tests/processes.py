@@ -22,7 +22,8 @@ from typing import Any
 from unittest import mock
 
 START_S = 120
-PATIENCE_S = 10
+PATIENCE_S = 30
+"""For what others say once one has failed."""
 CLONE_NEWNET = 0x40000000
 
 

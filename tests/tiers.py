@@ -86,8 +86,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     benchmarks are marked."""
     if item.path.parent.name == "bench":
         item.add_marker("bench")
-    if RANKS & {*getattr(item, "fixturenames", ())} and not item.get_closest_marker("xdist_group"):
+    if _takes_ranks(item) and not item.get_closest_marker("xdist_group"):
         item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+def _takes_ranks(item: pytest.Item) -> bool:
+    """Whether a test takes ranks as a fixture, or asks for a fixture when it runs: those are
+    ranks."""
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    asks = code is not None and "getfixturevalue" in code.co_names
+    return asks or bool(RANKS & {*getattr(item, "fixturenames", ())})
 
 
 @pytest.hookimpl(trylast=True)

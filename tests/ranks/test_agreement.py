@@ -24,6 +24,8 @@ from commpass.runtime.parts import parts
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
+NEVER_S = 3600.0
+"""A time-out that the test does not live to see: what waits for it fails."""
 
 
 def model(x: torch.Tensor, group: str | None = None) -> torch.Tensor:
@@ -45,11 +47,9 @@ def compiled(policy, timeout: float = 120.0, **more):
 def different_policies(inner: str) -> str:
     torch._dynamo.reset()
     policy = forced(["int8", "fp8"][dist.get_rank() % 2])
-    function = torch.compile(model, backend=commpass.backend(policy, inner=inner, timeout=120))
-    start = time.monotonic()
+    function = torch.compile(model, backend=commpass.backend(policy, inner=inner, timeout=NEVER_S))
     with pytest.raises(PlanMismatch) as error:
         function(torch.ones(500))
-    assert time.monotonic() - start < 110, "the error must not wait for the time-out"
     with pytest.raises(PlanMismatch):  # and it stays an error
         function(torch.ones(500))
     return str(error.value)
@@ -93,12 +93,11 @@ def test_policy_off_on_one_rank_leaves_all_graphs_alone_with_a_reason(ranks2):
 
 def one_stays_away() -> str:
     if dist.get_rank() == 1:
-        time.sleep(4)
         return ""
     start = time.monotonic()
     with pytest.raises(PlanMismatch) as error:
         compiled(forced("int8"), timeout=2)(torch.ones(500))
-    assert 1.5 < time.monotonic() - start < 60
+    assert time.monotonic() - start > 2
     return str(error.value)
 
 
@@ -111,7 +110,6 @@ def test_a_rank_that_does_not_answer_is_an_error_within_the_time_out(ranks2):
 
 def first_stays_away() -> str:
     if dist.get_rank() == 0:
-        time.sleep(9)
         return ""
     with pytest.raises(PlanMismatch) as error:
         compiled(forced("int8"), timeout=1)(torch.ones(500))
@@ -126,13 +124,13 @@ def test_the_first_rank_may_be_the_silent_one(ranks2):
 def too_late() -> str:
     """Rank 1 comes when rank 0 has given up: it is told so at once, and the next meeting is another
     one."""
-    if dist.get_rank() == 1:
-        time.sleep(4)
-    start = time.monotonic()
+    rank = dist.get_rank()
+    if rank == 1:
+        dist.barrier()
     with pytest.raises(PlanMismatch) as error:
-        compiled(forced("int8"), timeout=2 if dist.get_rank() == 0 else 60)(torch.ones(490))
-    assert time.monotonic() - start < 50
-    dist.barrier()
+        compiled(forced("int8"), timeout=NEVER_S if rank else 1)(torch.ones(490))
+    if rank == 0:
+        dist.barrier()
     got = compiled(forced("int8"), timeout=120)(torch.ones(480))
     assert commpass.plans()[-1].sites[0].codec == "int8"
     assert torch.allclose(got, torch.full((480,), 5.0), atol=0.05)
@@ -197,20 +195,30 @@ def test_function_goes_on_after_a_failure_with_groups_that_were_made_anew(tmp_pa
 
 
 def waits_with_a_line() -> tuple[list[str], float]:
-    agreement.PATIENCE_S = 0.5
+    """Rank 1 comes once rank 0 has said that it waits, and has had the time to say it again."""
     lines: list[str] = []
+    store = dist.distributed_c10d._get_default_store()  # a barrier would be traced
+
+    def emit(entry: logging.LogRecord) -> None:
+        if "waited" in entry.getMessage():
+            lines.append(entry.getMessage())
+            store.set("rank 0 waits", "")
+
     handler = logging.Handler()
-    handler.emit = lambda entry: lines.append(entry.getMessage())
+    handler.emit = emit
     logging.getLogger("commpass").addHandler(handler)
     try:
         if dist.get_rank() == 1:
-            time.sleep(3)
+            store.wait(["rank 0 waits"])
+            time.sleep(1)
+        else:
+            agreement.PATIENCE_S = 0.3
         compiled(forced("int8"), timeout=None)(torch.ones(470))
     finally:
         logging.getLogger("commpass").removeHandler(handler)
         agreement.PATIENCE_S = 30.0
     (part,) = parts(commpass.plans()[-1], commpass.plans()[-1].sites, ())
-    return [line for line in lines if "waited" in line], agreement._timeout([part])
+    return lines, agreement._timeout([part])
 
 
 def test_a_rank_that_waits_long_says_for_whom_and_waits_as_long_as_its_group_would(ranks2):
@@ -237,9 +245,10 @@ def test_a_late_rank_is_waited_for(ranks2):
 def recompiles_alone() -> None:
     """A rank that compiles the same decision again need not meet the others."""
     x = torch.ones(500)
-    backend = commpass.backend(forced("int8"), inner="eager", timeout=5)
+    backend = commpass.backend(forced("int8"), inner="eager", timeout=120)
     function = torch.compile(model, backend=backend)
     expected = function(x)
+    backend.timeout = 0.5  # so long rank 0 waits in vain for the other to compile that as well
     if dist.get_rank() == 0:
         function = torch.compile(lambda x: model(x) + 0, backend=backend)
     assert torch.equal(function(x), expected)

@@ -90,10 +90,8 @@ def test_a_failure_travels_across_groups(broken, ranks3):
 def two_differ():
     function, _ = chain()
     codec = "int8" if dist.get_rank() < 2 else "fp8"
-    start = time.monotonic()
     with pytest.raises(PlanMismatch) as error:
-        compiled(function, forced(codec))(torch.ones(600))
-    assert time.monotonic() - start < 110
+        compiled(function, forced(codec), timeout=3600)(torch.ones(600))  # which is not waited for
     return str(error.value)
 
 

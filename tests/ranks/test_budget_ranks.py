@@ -217,7 +217,8 @@ def test_rank_that_compiles_again_alone_warns_of_a_site_over_its_budget(ranks2):
 
 def _silent() -> tuple[str, float, list[str]]:
     torch._dynamo.reset()
-    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=1.5)
+    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=120)
+    backend._patience = lambda plan: 1.5  # of what is compiled, not of the compilation
     compiled = torch.compile(two_sums, backend=backend)
     x, y = normal(64, 64), normal(64, 256)
     compiled(x, y)
@@ -238,7 +239,7 @@ def test_rank_that_publishes_nothing_ends_the_wait_of_others(ranks2, monkeypatch
     found = ranks2.run(_without_publishing)
     (error, took, (warning,)), _ = found
     assert "rank 1 did not publish the real errors of call 1" in error
-    assert 1 < took < 30
+    assert took > 1.5
     assert "of at most 1.5 s, for rank 1 to publish the real errors of call 1" in warning
 
 
@@ -315,21 +316,24 @@ def test_a_compiled_module_can_be_copied_while_it_is_checked(ranks2):
 
 
 def _late_for_the_second_plan() -> tuple[list[str], list[str], bool]:
-    """Rank 1 is asleep when the graph is compiled again, and rank 0 gives up."""
+    """Rank 1 is away when the graph is compiled again, until rank 0 has given up."""
     torch._dynamo.reset()
     rank, said = dist.get_rank(), []
-    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=2)
+    backend = commpass.backend(INT8, inner="eager", profile=SLOW, timeout=120)
     compiled = torch.compile(two_sums, backend=backend)
     x, y = normal(64, 64, seed=rank), with_counts(rank) if rank else normal(64, 256)
     for call in range(4):
         dist.barrier()
+        backend.timeout = 0.5 if call == 1 and rank == 0 else 120
         if rank and call == 1:
-            time.sleep(3)
+            dist.barrier()
         try:
             result = compiled(x, y)[1]
             said.append("done")
         except Unanswered:
             said.append("unanswered")
+        if rank == 0 and call == 1:
+            dist.barrier()
     return said, codecs_of(backend), torch.equal(result, with_counts(1) + normal(64, 256))
 
 

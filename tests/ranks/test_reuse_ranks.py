@@ -217,7 +217,7 @@ def by_flag(a, b, flag: bool):
 
 
 def compiled_again_on_all() -> str:
-    compiled = compiler(LOSSLESS, timeout=60)(by_flag)
+    compiled = compiler(LOSSLESS, timeout=3600)(by_flag)
     a, b = inputs()
     compiled(a, b, False)
     if not is_last():  # a rank that compiles the same code again goes on
@@ -231,7 +231,7 @@ def compiled_again_on_all() -> str:
 
 
 def test_a_rank_that_plans_differently_than_those_that_went_on_raises_at_once(ranks2):
-    _, text = ranks2.run(compiled_again_on_all, timeout=50)
+    _, text = ranks2.run(compiled_again_on_all)
     assert "rank 0 of group" in text
     assert "goes on with plan" in text
     assert "commpass.keep" in text

@@ -22,7 +22,7 @@ from commpass.errors import PlanMismatch
 from commpass.parallel import compress_ddp, compress_fsdp, ssfusion
 from commpass.policy import Policy
 from commpass.rules import Rule
-from commpass.runtime import board, environment
+from commpass.runtime import agreement, board, environment
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
@@ -153,18 +153,19 @@ def test_exchanges_of_doors_are_sampled_too(ranks2, door):
 # --- the environment ------------------------------------------------------------------------------
 
 
-def differing(settings: tuple[dict[str, str], ...], inner: str) -> tuple[str, float, list]:
-    start = time.monotonic()
-    with started_with(*settings), said() as words:
+def differing(settings: tuple[dict[str, str], ...], inner: str) -> str:
+    """Without a wait: none of these would end before the test does."""
+    patience = mock.patch.object(agreement, "SETTINGS_S", 3600.0)
+    with started_with(*settings), patience:
         torch._dynamo.reset()
         function = torch.compile(
-            summed, backend=commpass.backend(forced(), inner=inner, timeout=100)
+            summed, backend=commpass.backend(forced(), inner=inner, timeout=3600)
         )
         with pytest.raises(PlanMismatch) as error:
             function(torch.ones(64, 64))
         with pytest.raises(PlanMismatch):  # and it stays an error
             function(torch.ones(64, 64))
-    return str(error.value), time.monotonic() - start, words
+    return str(error.value)
 
 
 OFF, ON = {"COMMPASS": "off"}, {"COMMPASS": "on"}
@@ -177,8 +178,7 @@ LOSSLESS = {"COMMPASS_POLICY": "lossless"}
     ids=str,
 )
 def test_another_environment_on_one_rank_is_an_error_on_both_that_names_both(ranks2, one, other):
-    for text, took, _ in ranks2.run(differing, (one, other), "eager"):
-        assert took < 60
+    for text in ranks2.run(differing, (one, other), "eager"):
         for rank, settings in enumerate((one, other)):
             (word,) = [f"{k}={v}" for k, v in settings.items() if v != "on"] or ["neither COMMPASS"]
             assert f"rank {rank}: {word}" in text

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
 import report_dumps as made
 from dumps import fails, layered, make, node, run, site, words
+from steps import growth
 
 from commpass import dump, plan
 from commpass.plan import Grouped, Simplification
@@ -202,12 +202,14 @@ def test_a_diff_for_programs(tmp_path: Path):
 
 
 @pytest.mark.every
-def test_ten_thousand_sites_are_explained_in_two_seconds_of_a_processor(tmp_path: Path):
-    path = dump.write(tmp_path, layered(5000))
-    start = time.process_time()
-    result = run("explain", path, width=100)
-    assert time.process_time() - start < 2
-    assert "layers.*.mlp.o x 5000" in result.stdout
+def test_work_for_a_site_that_is_explained_does_not_grow_with_their_number(tmp_path: Path):
+    def work(layers: int):
+        path = dump.write(tmp_path / str(layers), layered(layers))
+        return lambda: run("explain", path, width=100)
+
+    work(10)()  # which reads what is read once
+    assert growth(work, 200) < 1.2
+    assert "layers.*.mlp.o x 800" in work(800)().stdout
 
 
 def test_no_name_speaks_to_the_terminal(tmp_path: Path):

@@ -61,6 +61,12 @@ def test_noise_makes_few_regions_and_never_a_time_that_cannot_be(seed, alpha, ra
         assert predicted == pytest.approx(point.us, rel=max(2.5 * noise, CLOSE) + 1e-6)
 
 
+def test_times_that_fall_have_the_mean_of_all_that_are_slower_than_something_larger():
+    """The mean of the last two is below the first, which then belongs to them."""
+    (found,) = regions([Point(1, n, us) for n, us in ((1024, 20), (4096, 30), (16384, 2))])
+    assert found.alpha_us == pytest.approx((20 + 30 + 2) / 3)
+
+
 def test_times_that_fall_with_size_give_no_negative_rate():
     points = [Point(1, n, us) for n, us in zip(SIZES, [500, 400, 300, 300, 200], strict=False)]
     (found,) = regions(points)
@@ -105,6 +111,16 @@ def test_measurements_replace_the_formula():
     # several peers: what was measured of one stands for them, where nothing else was
     assert link.parts_us("all_to_all", 3000, 4, 3, by_messages=True) == pytest.approx((7, 0.75))
     assert link.parts_us("all_reduce", 1000, 1) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("peers", "nbytes", "again"), [(1, 4000, 0), (3, 4000, 1000), (3, 1e8, 1e6)]
+)
+def test_messages_to_several_ranks_crowd_each_other_out(peers, nbytes, again):
+    """A quarter of few bytes is sent again, and of many ``crowd_bytes``; to one rank nothing is."""
+    link = Link(60, 0.5, crowd_bytes=1e6)
+    found = link.parts_us("all_to_all", nbytes, 4, peers, by_messages=True)
+    assert found == pytest.approx((60, (nbytes + again) / 500))
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,8 @@ def test_module_is_left_out_of_paths_for_wrappers_of_torch_alone():
     assert not any("module.module" in name for name, _ in names(wrapped))
     assert clean("L['self'].net.module.head", ["L['self'].net"]) == "net.head"
     assert clean("L['self'].net.module.head", ["L['self'].nets"]) == "net.module.head"
+    wrappers = ["L['self'].net", "L['self'].net.module.inner"]
+    assert clean("L['self'].net.module.inner.module.head", wrappers) == "net.inner.head"
 
 
 # --- apply_policy sees the names that rules see ---------------------------------------------------

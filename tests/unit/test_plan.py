@@ -678,7 +678,7 @@ def together(functions) -> None:
 def test_writers_at_the_same_time_take_different_numbers_and_lose_nothing(
     directions, tmp_path, monkeypatch
 ):
-    barrier = threading.Barrier(len(directions), timeout=20)
+    barrier = threading.Barrier(len(directions), timeout=100)
     real = dumps.files
 
     def files(folder):

@@ -103,6 +103,56 @@ def test_a_group_stays_with_one_worker(tmp_path):
     assert len(set(workers)) == 1
 
 
+GROUPS = """
+import pytest
+
+@pytest.fixture
+def ranks2():
+    pass
+
+@pytest.fixture
+def on_ranks(ranks2):
+    pass
+
+def test_takes(ranks2):
+    pass
+
+def test_takes_what_takes(on_ranks):
+    pass
+
+@pytest.mark.parametrize("size", [2])
+def test_asks(size, request):
+    request.getfixturevalue(f"ranks{size}")
+
+@pytest.mark.xdist_group("own")
+def test_is_in_another(ranks2):
+    pass
+
+def test_alone(tmp_path):
+    pass
+"""
+
+
+SAID = """
+def pytest_collection_finish(session):
+    for item in session.items:
+        mark = item.get_closest_marker("xdist_group")
+        print("group", item.name, mark and mark.args[0], sep="::")
+"""
+
+
+def test_tests_that_take_ranks_are_in_one_group(tmp_path):
+    (tmp_path / "conftest.py").write_text(SAID)
+    (said,) = collected(tmp_path, [], tests=GROUPS)
+    assert [line for line in said if line.startswith("group::")] == [
+        "group::test_takes::ranks",
+        "group::test_takes_what_takes::ranks",
+        "group::test_asks[2]::ranks",
+        "group::test_is_in_another::own",
+        "group::test_alone::None",
+    ]
+
+
 @pytest.mark.parametrize("quick", [(2,), lambda case: case == 2], ids=["listed", "asked"])
 def test_cases_not_sampled_are_marked(quick):
     made = list(sampled([1, 2, (3, 4)], quick))
