@@ -1,0 +1,49 @@
+"""``docs/papers.md``, written from the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+HEAD = """# The papers' claims, and ours
+
+Each headline of the five papers beside what commpass gives. Measured numbers are those of graphs
+that `torch.compile(backend=commpass.backend(...))` made, on four ranks over gloo. Predicted ones
+are the cost model's for the paper's hardware. `python -m benchmarks.claims` writes this page, from
+`benchmarks/results/claims.json`: {date}, commit {commit}, torch {torch}.
+
+- *reproduced*: an order holds, or a number is within 2 % (a ratio: 15 %).
+- *order only*: a ratio is off by more, but on the same side of 1.
+- *contradicted*: neither.
+- *predicted only*, *fitted*: the cost model's number; a parameter was fitted to the second kind.
+- *not testable here*: the last column says why.
+"""
+
+
+def page(found: dict[str, Any]) -> str:
+    lines = [HEAD.format(**found)]
+    rows: Sequence[dict[str, Any]] = found["claims"]
+    for paper in dict.fromkeys(row["paper"] for row in rows):
+        lines += [
+            f"## {paper}\n",
+            "| where | claim | paper | measured | predicted | verdict | |",
+            "|---|---|---:|---:|---:|---|---|",
+        ]
+        for row in rows:
+            if row["paper"] == paper:
+                numbers = (row["number"], row["measured"], row["predicted"])
+                said = " | ".join(map(_number, numbers))
+                why = row["why_not"] or row["assumed"]
+                lines.append(
+                    f"| {row['where']} | {row['text']} | {said} | {row['verdict']} | {why} |"
+                )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "holds" if value else "does not hold"
+    return value if isinstance(value, str) else f"{value:.4g}"
