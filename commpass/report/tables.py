@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.plan import Grouped, Plan, PlannedSite, Simplification, Split
-from commpass.printable import clean_lines
+from commpass.printable import amount, clean_lines
 from commpass.report import sent
 
 COLUMNS = (
@@ -41,16 +41,6 @@ def size(count: float) -> str:
         return f"{count:.0f} B"
     power = min(3, int(math.log2(count) // 10))
     return f"{count / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
-
-
-def amount(count: float) -> str:
-    """As ``size``, with no more than three digits, and no more of them than tell something."""
-    if count < 0:
-        return "?"
-    power = min(3, int(math.log2(count) // 10)) if count >= 1024 else 0
-    if round(count / 1024**power, 0) >= 1000 and power < 3:
-        power += 1
-    return f"{float(f'{count / 1024**power:.3g}'):g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def amounts(*counts: float, arrow: str = "->") -> str:
