@@ -132,7 +132,9 @@ def slack_of_sites(dump: Dump) -> Slack:
     """Also empty for a graph that is one exchange of a hook: what else is computed meanwhile is not
     in it."""
     timeline = dump.timeline
-    if timeline is None or not timeline.slack_us or is_exchange(dump):
+    if timeline is None or not timeline.slack_us:
+        return ()
+    if len(timeline.slack_us) == 1 and is_exchange(dump):
         return ()
     return [timeline.slack_of(site.name) for site in dump.plan.sites]
 

@@ -16,7 +16,7 @@ from commpass.errors import CommpassError, nearest
 from commpass.globs import covers
 from commpass.plan import Candidate, PlannedSite
 from commpass.report.explained import in_words_of_slack, slack_of_sites
-from commpass.report.graph.picture import taken
+from commpass.report.graph.picture import taken, waits
 from commpass.report.tables import micros, plain_table, ratio, size
 
 
@@ -128,7 +128,11 @@ def dependents(dump: Dump, site: PlannedSite) -> tuple[int, int, int, int] | Non
     graph = nx.DiGraph((source, user) for user, sources in edges.items() for source in sources)
     graph.add_edges_from((site, each) for each in its)  # one source of all that is done for it
     found = nx.descendants(graph, site)
-    others = [node for node in nodes if node.op not in NO_OPERATORS and node.name not in its]
+    others = [
+        node
+        for node in nodes
+        if node.name not in its and node.op not in NO_OPERATORS and not waits(node)
+    ]
     sites = {node.site for node in others if node.site}
     needing = {node.site for node in others if node.site and node.name in found}
     operators = [node.name for node in others if not node.site]
@@ -136,6 +140,7 @@ def dependents(dump: Dump, site: PlannedSite) -> tuple[int, int, int, int] | Non
 
 
 NO_OPERATORS = ("placeholder", "get_attr", "output")
+"""Nodes that compute nothing, by ``op``."""
 
 
 COLUMNS = ("codec", "algorithm", "on the wire", "ratio", "error", "time", "why not")
