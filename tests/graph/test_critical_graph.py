@@ -1,4 +1,4 @@
-"""Which exchanges of a graph are on its critical path, in dumps and in what explain says of them."""
+"""Which exchanges of a graph are on its critical path: in dumps, and what explain says of them."""
 
 from __future__ import annotations
 

@@ -122,6 +122,13 @@ def test_a_hidden_exchange_has_slack_and_one_that_is_waited_for_has_none():
     assert slack_us([dataclasses.replace(start, us=95.0), long, wait]) == {0: 0.0}
 
 
+def test_an_exchange_may_be_exposed_and_not_critical():
+    """The rank waits for the first, and then for one on another link that takes longer."""
+    long, short = Task("dp", 100.0), Task("tp", 10.0)
+    tasks = [long, short, Task(HOST, 0.0, after=(1,)), Task(HOST, 7.0), Task(HOST, 0.0, after=(0,))]
+    assert slack_us(tasks) == {0: 0.0, 1: 83.0}
+
+
 def test_no_task_is_done_at_once():
     assert list(dependencies([]).edges(data="us")) == [(BEGIN, END, 0.0)]
     assert slack_us([]) == {}
