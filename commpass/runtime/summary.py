@@ -32,10 +32,11 @@ class Summary:
 
     A *round* goes from one call of a forward graph to the next one of the same, with no graph
     compiled between the two and no backward still to come of a graph that has one: a step, an
-    evaluation, a part of a batch. After one round all is said in a line, and again after a round
-    behind graphs that were compiled later (training after an evaluation, a second model). After two
-    rounds, of which a backward was part, rules that matched nothing are said: each once; and so is
-    a policy that compresses none of all sites, that after ``SERVED`` rounds without a backward too.
+    evaluation, a part of a batch. Where all graphs are backward ones it goes from one call of any
+    to the next. After one round all is said in a line, and again after a round behind graphs that
+    were compiled later (training after an evaluation, a second model). After two rounds, of which a
+    backward was part, rules that matched nothing are said: each once; and so is a policy that
+    compresses none of all sites, that after ``SERVED`` rounds without a backward too.
     What was not said until then is said when the backend goes, or the process.
     """
 
@@ -80,7 +81,7 @@ class Summary:
         """Before each call of a graph, which is its number and direction."""
         if self.rounds > 1 and (self.rounds >= SERVED or self._has_backward()):
             return  # all that can be known before another graph is compiled is said
-        if graph in self.round and graph.endswith("forward") and not self._backward_to_come():
+        if graph in self.round and self._begins_round(graph):
             self.round.clear()
             self.rounds += 1
             self.say_line()
@@ -91,6 +92,13 @@ class Summary:
             elif self.rounds >= SERVED:
                 self.say_none_compressed()
         self.round.add(graph)
+
+    def _begins_round(self, graph: str) -> bool:
+        """Whether a graph that is called again begins a round. Where there are graphs of hooks in
+        backward alone, as DDP's, each does."""
+        if graph.endswith("forward"):
+            return not self._backward_to_come()
+        return all(plan.direction == "backward" for plan in self.plans)
 
     def _has_backward(self) -> bool:
         return any(plan.direction == "backward" for plan in self.plans)
