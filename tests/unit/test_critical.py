@@ -90,6 +90,7 @@ def end_with_delay(tasks: Sequence[Task], which: int, delay: float) -> float:
 SEEDS = range(60)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_critical_is_on_a_longest_of_all_paths(seed):
     tasks = drawn(seed)
@@ -105,6 +106,7 @@ def test_what_is_critical_is_on_a_longest_of_all_paths(seed):
         assert us == longest - through
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_slack_is_the_delay_that_ends_nothing_later(seed):
     tasks = drawn(seed, 20)
