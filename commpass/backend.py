@@ -77,6 +77,7 @@ from commpass.runtime.owners import INFERENCE, Calls
 from commpass.runtime.parts import can_compare
 from commpass.runtime.samples import MORE, PLAIN, Sampled, Samples, label
 from commpass.runtime.summary import Summary
+from commpass.runtime.uncompressed import left_alone
 from commpass.runtime.watch import Watch, Watched
 from commpass.tensorrt import Engines
 
@@ -550,7 +551,12 @@ class Backend:
     def _record(self, outcome: Outcome, job: Job, instead_of: Plan | None) -> None:
         """Keeps a plan for reports, in the place of an earlier one if there is one."""
         record.record(outcome, instead_of)
-        self.summary.add(outcome.plan, trained=job.stateless != INFERENCE, instead_of=instead_of)
+        self.summary.add(
+            outcome.plan,
+            trained=job.stateless != INFERENCE,
+            instead_of=instead_of,
+            left=left_alone(outcome, self.policy, job.profile) if is_first_rank() else (),
+        )
 
     def _rebuild(self, job: Job, built: Built, over: Mapping[Key, str]) -> Built | None:
         """The graph compiled again without the sites that are ``over`` their budget; None where it

@@ -4,6 +4,7 @@ obeys: so what cannot be printed is a blank wherever people read it."""
 from __future__ import annotations
 
 import logging
+import math
 
 
 def clean(text: str) -> str:
@@ -15,6 +16,16 @@ def clean(text: str) -> str:
 def clean_lines(text: str) -> str:
     """The same of each line of a text."""
     return "\n".join(map(clean, text.split("\n")))
+
+
+def amount(count: float) -> str:
+    """Bytes in up to three digits: ``260 KiB``; "?" for a negative count, which is not known."""
+    if count < 0:
+        return "?"
+    power = min(3, int(math.log2(count) // 10)) if count >= 1024 else 0
+    if round(count / 1024**power, 0) >= 1000 and power < 3:
+        power += 1
+    return f"{float(f'{count / 1024**power:.3g}'):g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 class CleanMessages(logging.Filter):

@@ -3,8 +3,8 @@ still. Predicted by the cost model, or read from a trace of torch.profiler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 Span = tuple[float, float]
@@ -56,11 +56,14 @@ class Event:
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """The events of one graph by lane and time. ``us`` is when the rank is done. ``note`` says why
-    there are no events, or what is not known of them."""
+    there are no events, or what is not known of them. ``slack_us`` says by site how much later each
+    of its exchanges could begin without the graph ending later: it is 0 on the critical path, and
+    what was measured, or written by an older commpass, has none."""
 
     events: tuple[Event, ...] = ()
     us: float = 0.0
     note: str = ""
+    slack_us: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def exposed_us(self) -> float:
@@ -82,6 +85,11 @@ class Timeline:
     def exposed_of(self, site: str) -> float:
         """Microseconds for which the rank stands still for a site."""
         return sum(event.us for event in self._by_site.get(site, ()) if event.exposed)
+
+    def slack_of(self, site: str) -> float | None:
+        """The slack of a site, or of the coalesced collective that it is part of; None where it is
+        not known."""
+        return self.slack_us.get(site, self.slack_us.get(site.rpartition(".")[0]))
 
     def travel_of(self, site: str) -> float:
         """Microseconds in which anything of a site travels."""

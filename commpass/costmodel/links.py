@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from commpass.errors import PolicyError, check_number, nearest
 from commpass.stage import ALL, BLOCK, NEXT
@@ -97,6 +97,14 @@ class Link:
         """What was measured of exchanges in which so many bytes leave a rank."""
         known = self.measured.get(kind) or self.measured.get(ONE if kind == SEVERAL else kind, ())
         return next((each for each in reversed(known) if each.from_bytes <= sent), None)
+
+    def scaled(self, times: float) -> Link:
+        """A link of ``times`` the bandwidth, with the same start-up times."""
+        measured = {
+            kind: tuple(replace(each, gbytes_per_s=each.gbytes_per_s * times) for each in regions)
+            for kind, regions in self.measured.items()
+        }
+        return replace(self, gbytes_per_s=self.gbytes_per_s * times, measured=measured)
 
     def us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
         """Microseconds of one collective of ``kind`` in which each of ``ranks`` ranks hands over

@@ -116,6 +116,15 @@ class Profile:
             return INSIDE
         return LINK
 
+    def scaled(self, port: str, times: float) -> Profile:
+        """A profile of which the link that ``port_of`` names has ``times`` the bandwidth."""
+        if port == LINK:
+            return dataclasses.replace(self, link=self.link.scaled(times))
+        if port == INSIDE:
+            assert self.inside is not None
+            return dataclasses.replace(self, inside=self.inside.scaled(times))
+        return dataclasses.replace(self, links={**self.links, port: self.links[port].scaled(times)})
+
     def on_each_host(self, ranks: Sequence[int]) -> int:
         """How many of a group's ranks are on each of its hosts, where it is the same number, they
         follow one another in the group, and hosts are known; otherwise 0."""

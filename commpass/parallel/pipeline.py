@@ -40,6 +40,7 @@ from commpass.runtime.board import board, greet
 from commpass.runtime.budget import OVER
 from commpass.runtime.machine import default_here
 from commpass.runtime.samples import MORE, label
+from commpass.runtime.uncompressed import left_alone
 from commpass.timeline import Timeline
 
 log = logging.getLogger("commpass")
@@ -335,7 +336,8 @@ class Compressed:
 
     def _record(self, outcome: Outcome, profile: Profile, instead_of: Plan | None = None) -> None:
         record.record(outcome, instead_of)
-        self.backend.summary.add(outcome.plan, trained=False, instead_of=instead_of)
+        left = left_alone(outcome, self.backend.policy, profile)
+        self.backend.summary.add(outcome.plan, trained=False, instead_of=instead_of, left=left)
         self.backend.ledger.add(outcome.plan, UNSEEN, instead_of)
         if self.backend.dump is not None:
             policy, run = self.backend.policy, self.backend.run

@@ -1,4 +1,5 @@
-"""From which size on a candidate gains: bytes, and what that means for sizes that are not fixed."""
+"""From which size on, or up to which bandwidth, a candidate gains; and what a size means for sizes
+that are not fixed."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ import torch
 from commpass.codecs import codec
 from commpass.collectives import algorithm
 from commpass.costmodel import Profile
-from commpass.passes.candidates import coded_us, plain_us
-from commpass.plan import Site
+from commpass.passes.candidates import coded_us, plain_us, prices_of, stages_us
+from commpass.plan import Candidate, Site
 
 LEAST, MOST = 1 << 8, 1 << 36
 """Bytes of the smallest and the largest site that is tried."""
@@ -51,6 +52,35 @@ def break_even(
         middle = (low * high) ** 0.5
         low, high = (low, middle) if gains(middle) else (middle, high)
     return high
+
+
+SLOWEST = 2.0**-20
+"""The least share of a link's bandwidth that is tried."""
+
+
+def break_even_rate(site: Site, candidate: Candidate, profile: Profile) -> float | None:
+    """GB/s of the site's link up to which a candidate, which has stages, gains more than the
+    model's margin: 0 if it gains at no rate, and the link's own rate if it gains there. None for
+    messages between two ranks, whose candidates have the stages of one end."""
+    if site.pairwise:
+        return None
+    of_site = prices_of(site, profile)
+
+    def gains(share: float) -> bool:
+        slower = profile.scaled(of_site.port, share)
+        coded = stages_us(candidate.stages, site, slower)
+        return coded < plain_us(site, slower) * (1 - profile.margin)
+
+    if not gains(SLOWEST):
+        return 0.0
+    low = SLOWEST
+    while low < 1 and gains(low * 2):
+        low *= 2
+    high = low * 2
+    while low < 1 and high > low * CLOSE:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if gains(middle) else (low, middle)
+    return of_site.link.gbytes_per_s * min(low, 1.0)
 
 
 def in_words(site: Site, nbytes: float) -> str:

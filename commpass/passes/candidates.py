@@ -98,13 +98,17 @@ def _alone(site: Site, profile: Profile) -> Candidate:
     known = getattr(torch, site.dtype, None) in FLOATS
     payload = _scored(site)[0] if site.uneven and known else None
     size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
-    us = _prices(site, profile).us(site.kind, size) if site.kind in KINDS else 0.0
+    us = prices_of(site, profile).us(site.kind, size) if site.kind in KINDS else 0.0
     exchange = Stage(role="exchange", kind=site.kind, nbytes=size, leaving=size)
     return Candidate(wire_bytes=site.bytes, predicted_us=round(us, 3), stages=(exchange,))
 
 
 def _unsent(site: Site) -> str | None:
     return "the group has one rank: nothing is sent" if site.group_size == 1 else None
+
+
+NO_CODEC = "{} allows no codec here"
+"""Why a site is left alone of which the policy says so, or says nothing."""
 
 
 def _obstacle(site: Site, allowed: Allowed) -> str | None:
@@ -119,7 +123,7 @@ def _obstacle(site: Site, allowed: Allowed) -> str | None:
     if getattr(torch, site.dtype, None) not in FLOATS:
         return f"{site.dtype} values must arrive exactly"
     if not allowed.codecs:
-        return allowed.lossless_only or f"{allowed.source} allows no codec here"
+        return allowed.lossless_only or NO_CODEC.format(allowed.source)
     if allowed.named and not any(own(site.kind, spec) for spec in allowed.algorithms):
         have = ", ".join(each.name for each in algorithms_of(site.kind))
         return (
@@ -185,7 +189,7 @@ def _candidate(
         wire_bytes=real.wire_bytes if known else -1,
         dynamic_bytes=real.dynamic_bytes if known else 0,
         domain=chosen.domain(coder),
-        predicted_us=round(_us(_timed(scored, site, chosen, coder), site, profile), 3),
+        predicted_us=round(stages_us(_timed(scored, site, chosen, coder), site, profile), 3),
         error=error,
     )
 
@@ -242,7 +246,7 @@ def _is_slow_ring(
         by_messages=site.by_messages,
     )
     coding = [Stage(role=role, codec=coder.spec, values=values) for role in ("encode", "decode")]
-    task = _prices(site, profile).task
+    task = prices_of(site, profile).task
     return task(move).us >= SLOW * sum(task(stage).us for stage in coding)
 
 
@@ -374,7 +378,7 @@ def _known(site: Site) -> bool:
 def coded_us(site: Site, chosen: Algorithm, coder: Codec, profile: Profile) -> float:
     """Predicted microseconds of a site by an algorithm with a codec."""
     found = read_stages(site.kind, chosen.spec, coder.spec, *_scored(site))
-    return _us(_timed(found, site, chosen, coder), site, profile)
+    return stages_us(_timed(found, site, chosen, coder), site, profile)
 
 
 def plain_us(site: Site, profile: Profile) -> float:
@@ -385,7 +389,7 @@ def plain_us(site: Site, profile: Profile) -> float:
 def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
     """Predicted microseconds of a coalesced collective: one exchange of all that is left alone, and
     what is done to each of the others. As in the graph, all that waits for nothing comes first."""
-    of_group, kind = _prices(members[0], profile), members[0].kind
+    of_group, kind = prices_of(members[0], profile), members[0].kind
     rest = sum(each.bytes for each in members if not each.compressed)
     stages = [Stage(role="exchange", kind=kind, nbytes=rest, leaving=rest)] if rest else []
     waits = [False] * len(stages)
@@ -421,12 +425,13 @@ def _timed(found: Stages, site: Site, chosen: Algorithm, coder: Codec) -> list[S
     return [*sent, *(dataclasses.replace(stage, after=last) for stage in decodes)]
 
 
-def _us(found: Sequence[Stage], site: Site, profile: Profile) -> float:
+def stages_us(found: Sequence[Stage], site: Site, profile: Profile) -> float:
     """The time of stages: what is computed and what travels overlap as far as they can."""
-    of_group = _prices(site, profile)
+    of_group = prices_of(site, profile)
     return finished_us([of_group.task(stage) for stage in found])
 
 
-def _prices(site: Site, profile: Profile) -> Prices:
+def prices_of(site: Site, profile: Profile) -> Prices:
+    """What exchanges and coding cost in the group of a site."""
     labels = (site.group_label, *site.group_labels)
     return prices(profile, site.group_size, labels, site.global_ranks)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import fx
 
 from commpass import groups
-from commpass.costmodel import Profile
+from commpass.costmodel import Profile, Task
+from commpass.costmodel.critical import slack_us
 from commpass.passes.graph import meta
 from commpass.passes.graph.marks import MARK, Mark
 from commpass.passes.graph.memory import memory
 from commpass.passes.graph.parse import describe_group, parse
-from commpass.passes.graph.schedule import Span, timed
+from commpass.passes.graph.schedule import Span, Work, timed
 from commpass.passes.move import obstacle, site_of, work_of
 from commpass.passes.road import Outcome
 from commpass.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
@@ -29,7 +32,8 @@ def timeline(gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> Timeline
     if why := obstacle(gm):
         return Timeline(note=why)
     nodes = tuple(gm.graph.nodes)
-    clock = timed(work_of(gm.graph, memory(gm.graph), profile), nodes)
+    work = work_of(gm.graph, memory(gm.graph), profile)
+    clock = timed(work, nodes)
     lanes = _lanes({_lane_of(span) for span in clock.spans})
     notes = ["sizes that depend on the data count as 0 bytes"]
     notes = notes if any(site.bytes < 0 for site in outcome.plan.sites) else []
@@ -39,7 +43,29 @@ def timeline(gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> Timeline
         events=tuple(_event(each, lanes) for each in clock.spans),
         us=clock.now,
         note="; ".join(notes),
+        slack_us=site_slack_us(work, nodes),
     )
+
+
+def tasks_of(work: Work, order: Sequence[fx.Node]) -> list[Task]:
+    """The nodes of a graph, in an order, as tasks; a wait comes after what it waits for."""
+    number = {node: at for at, node in enumerate(order)}
+    return [
+        dataclasses.replace(
+            work.tasks[node], after=tuple(number[each] for each in work.waited.get(node, ()))
+        )
+        for node in order
+    ]
+
+
+def site_slack_us(work: Work, order: Sequence[fx.Node]) -> dict[str, float]:
+    """By how much the exchanges of each site could begin later, in an order of the graph, without
+    the graph ending later: that of the one that has the least."""
+    found: dict[str, float] = {}
+    for number, slack in slack_us(tasks_of(work, order)).items():
+        site, least = site_of(order[number]), round(slack, 3)
+        found[site] = min(found.get(site, least), least)
+    return found
 
 
 def whole_us(gm: fx.GraphModule, profile: Profile) -> float | None:

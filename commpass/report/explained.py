@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import msgspec
 from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -14,7 +16,7 @@ from rich.text import Text
 from commpass.dump import Dump
 from commpass.plan import Grouped, Plan, Simplification, Split
 from commpass.report import sent, tables
-from commpass.report.merged import Merged, merged
+from commpass.report.merged import Merged, is_exchange, merged
 from commpass.report.patterns import Pattern, patterns
 from commpass.report.tables import WIDE, amount, amounts, durations, plain_table, ratio, size
 
@@ -110,19 +112,73 @@ def of_graph(one: Merged, console: Console, *, every: bool) -> Iterator[Renderab
         yield Text(tables.totals([plan]), style="bold")
     yield from (Text(line, style="bold") for line in headlines([dump]))
     if plan.sites:
+        slack = slack_of_sites(dump)
         yield Text()
-        yield from (_each(plan, console) if every else _by_pattern(plan, console))
+        yield from (_each if every else _by_pattern)(plan, console, slack)
+        if slack:
+            yield Text()
+            yield Text(critical_sentence(slack))
     for table in _what_else(plan, every=every):
         yield Text()
         yield table
 
 
-def _each(plan: Plan, console: Console) -> Iterator[RenderableType]:
+Slack = Sequence[float | None]
+"""Of each site of a graph by how many microseconds later its exchanges could begin without the
+graph ending later; None where that is not known. Empty where it is known of no site."""
+
+
+def slack_of_sites(dump: Dump) -> Slack:
+    """Also empty for a graph that is one exchange of a hook: what else is computed meanwhile is not
+    in it."""
+    timeline = dump.timeline
+    if timeline is None or not timeline.slack_us:
+        return ()
+    if len(timeline.slack_us) == 1 and is_exchange(dump):
+        return ()
+    return [timeline.slack_of(site.name) for site in dump.plan.sites]
+
+
+def critical_sentence(slack: Slack) -> str:
+    """How many sites are critical, and what that means."""
+    critical = sum(us == 0 for us in slack)
+    verb = "is" if critical == 1 else "are"
+    return (
+        f"{critical} of {len(slack)} sites {verb} critical: on the longest path through the"
+        " predicted timeline, where a faster exchange may end the graph sooner. Elsewhere it does"
+        " not: slack is how much later an exchange could begin and the graph end no later."
+    )
+
+
+def in_words_of_slack(us: float) -> str:
+    """What the slack of one site means."""
+    if us == 0:
+        return (
+            "critical: it is on the longest path through the predicted timeline, where a faster"
+            " exchange may end the graph sooner"
+        )
+    return f"slack {durations(us)}: it could begin so much later, and the graph would end no later"
+
+
+def to_json(dumps: Sequence[Dump]) -> list[dict[str, Any]]:
+    """The plans, with the slack of each site and whether it is critical; both None where they are
+    not known."""
+    found = []
+    for dump in dumps:
+        made = msgspec.to_builtins(dump.plan)
+        slack = slack_of_sites(dump) or [None] * len(dump.plan.sites)
+        for site, us in zip(made["sites"], slack, strict=True):
+            site |= {"slack_us": us, "critical": None if us is None else us == 0}
+        found.append(made)
+    return found
+
+
+def _each(plan: Plan, console: Console, slack: Slack) -> Iterator[RenderableType]:
     """A line for each site."""
-    table = tables.sites_table(plan.sites, wide=True)
+    table = tables.sites_table(plan.sites, wide=True, slack=slack)
     fits = _needs(table, console) <= console.width
     whole = console.width >= tables.NARROW
-    yield table if fits else tables.sites_table(plan.sites, wide=False, whole=whole)
+    yield table if fits else tables.sites_table(plan.sites, wide=False, whole=whole, slack=slack)
     yield Text()
     yield tables.reasons(plan.sites)
     if any(site.missed for site in plan.sites):
@@ -130,12 +186,12 @@ def _each(plan: Plan, console: Console) -> Iterator[RenderableType]:
         yield tables.exposed(plan.sites)
 
 
-def _by_pattern(plan: Plan, console: Console) -> Iterator[RenderableType]:
+def _by_pattern(plan: Plan, console: Console, slack: Slack) -> Iterator[RenderableType]:
     """A line for each pattern."""
     found = patterns([plan])
-    table = patterns_table(found, wide=True)
+    table = patterns_table(found, wide=True, slack=slack)
     fits = _needs(table, console) <= console.width
-    yield table if fits else patterns_table(found, wide=False)
+    yield table if fits else patterns_table(found, wide=False, slack=slack)
     yield Text()
     yield reasons(found)
     if any(site.missed for site in plan.sites):
@@ -148,15 +204,19 @@ def _needs(table: Table, console: Console) -> int:
     return console.measure(table, options=console.options.update(max_width=WIDE)).maximum
 
 
-def patterns_table(found: Sequence[Pattern], *, wide: bool) -> Table:
-    """A line for each pattern on a wide terminal, on a narrow one two."""
+def patterns_table(found: Sequence[Pattern], *, wide: bool, slack: Slack = ()) -> Table:
+    """A line for each pattern on a wide terminal, on a narrow one two; with the ``slack`` of the
+    graph's sites, where that is known of any."""
     table = plain_table("#")
-    for group in HEADERS:
+    for group in (*HEADERS[:-1], (*HEADERS[-1], *((tables.SLACK,) if slack else ()))):
         for header in group if wide else ["\n".join(group)]:
             right = group[0].startswith(("bytes", "predicted"))
             table.add_column(header, justify="right" if right else "left", overflow="fold")
     for number, one in enumerate(found, 1):
         groups = cells(one)
+        if slack:
+            its = tables.slack_cell([slack[place - 1] for _, place in one.numbers])
+            groups = (*groups[:-1], (*groups[-1], its))
         texts = [t for group in groups for t in group] if wide else list(map("\n".join, groups))
         style = "green" if one.first.compressed else ""
         table.add_row(*map(Text, (str(number), *texts)), style=style)

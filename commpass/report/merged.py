@@ -36,11 +36,12 @@ def merged(dumps: Sequence[Dump]) -> list[Merged]:
     for dump in dumps:
         plan = dump.plan
         like = (dump.run, dump.rank, plan.direction, plan.policy, plan.profile)
-        found.setdefault(like if _is_exchange(dump) else dump.number, []).append(dump)
+        found.setdefault(like if is_exchange(dump) else dump.number, []).append(dump)
     return [Merged(tuple(one.number for one in some), _joined(some)) for some in found.values()]
 
 
-def _is_exchange(dump: Dump) -> bool:
+def is_exchange(dump: Dump) -> bool:
+    """Whether a graph does nothing but one exchange, as that of a hook."""
     plan = dump.plan
     more = plan.simplified or plan.grouped or plan.split or plan.fallback
     return len(plan.sites) == 1 and len(dump.before) <= FEW and not more
@@ -61,4 +62,5 @@ def _joined(dumps: Sequence[Dump]) -> Dump:
         before=(),
         after=(),
         lowered=(),
+        timeline=None,
     )

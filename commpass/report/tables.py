@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.plan import Grouped, Plan, PlannedSite, Simplification, Split
-from commpass.printable import clean_lines
+from commpass.printable import amount, clean_lines
 from commpass.report import sent
 
 COLUMNS = (
@@ -41,16 +41,6 @@ def size(count: float) -> str:
         return f"{count:.0f} B"
     power = min(3, int(math.log2(count) // 10))
     return f"{count / 1024**power:,.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
-
-
-def amount(count: float) -> str:
-    """As ``size``, with no more than three digits, and no more of them than tell something."""
-    if count < 0:
-        return "?"
-    power = min(3, int(math.log2(count) // 10)) if count >= 1024 else 0
-    if round(count / 1024**power, 0) >= 1000 and power < 3:
-        power += 1
-    return f"{float(f'{count / 1024**power:.3g}'):g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def amounts(*counts: float, arrow: str = "->") -> str:
@@ -88,10 +78,18 @@ NARROW = 80
 """Columns of a terminal below which even numbers are folded."""
 
 
-def sites_table(sites: Sequence[PlannedSite], *, wide: bool, whole: bool = True) -> Table:
+def sites_table(
+    sites: Sequence[PlannedSite],
+    *,
+    wide: bool,
+    whole: bool = True,
+    slack: Sequence[float | None] = (),
+) -> Table:
+    """A line for each site; with its ``slack`` in microseconds, where that is known of any."""
     table = plain_table("#")
     table.leading = 0 if wide else 1
-    for group, columns in enumerate(COLUMNS):
+    more = ((SLACK,),) if slack else ()
+    for group, columns in enumerate((*COLUMNS[:-1], sum((COLUMNS[-1], *more), ()))):
         for header in columns if wide else ["\n".join(columns).replace("uncompressed us", SHORT)]:
             table.add_column(
                 header,
@@ -102,6 +100,8 @@ def sites_table(sites: Sequence[PlannedSite], *, wide: bool, whole: bool = True)
             )
     for number, site in enumerate(sites, 1):
         groups = cells(site)
+        if slack:
+            groups = (*groups[:-1], (*groups[-1], slack_cell([slack[number - 1]])))
         texts = (
             [cell for group in groups for cell in group]
             if wide
@@ -109,6 +109,25 @@ def sites_table(sites: Sequence[PlannedSite], *, wide: bool, whole: bool = True)
         )
         table.add_row(*map(Text, (str(number), *texts)), style="green" if site.compressed else "")
     return table
+
+
+SLACK, CRITICAL = "slack", "critical"
+"""The header of how much later exchanges may begin, and what stands there if that is no time."""
+
+
+def slack_cell(slack: Sequence[float | None]) -> str:
+    """The slack of sites of one line, in microseconds; "-" where it is not known."""
+    known = [us for us in slack if us is not None]
+    some = sorted(us for us in known if us > 0)
+    critical = len(known) - len(some)
+    if not known:
+        return "-"
+    if not some:
+        return CRITICAL
+    least, most = durations(some[0]), durations(some[-1])
+    if critical:
+        return f"{critical} {CRITICAL}, others {least}" + (" or more" if most != least else "")
+    return least if least == most else f"{least} to {most}"
 
 
 def cells(site: PlannedSite) -> tuple[tuple[str, ...], ...]:

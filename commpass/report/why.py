@@ -15,6 +15,8 @@ from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
 from commpass.globs import covers
 from commpass.plan import Candidate, PlannedSite
+from commpass.report.explained import in_words_of_slack, slack_of_sites
+from commpass.report.graph.picture import taken, waits
 from commpass.report.tables import micros, plain_table, ratio, size
 
 
@@ -108,6 +110,39 @@ def _gains_from(dump: Dump, site: PlannedSite) -> str:
     return f"{what} gains {at}"
 
 
+def dependents(dump: Dump, site: PlannedSite) -> tuple[int, int, int, int] | None:
+    """How much of a graph needs what a site brings: the number of other sites that do, of all
+    others, of other operators that do, and of all others. None where a dump has no graph in
+    order."""
+    import networkx as nx
+
+    nodes = dump.lowered or dump.after
+    try:
+        edges = taken(nodes)
+    except CommpassError:
+        return None
+    name = site.name.partition(".")[0]
+    its = {node.name for node in nodes if node.site and node.site.partition(".")[0] == name}
+    if not its:
+        return None
+    graph = nx.DiGraph((source, user) for user, sources in edges.items() for source in sources)
+    graph.add_edges_from((site, each) for each in its)  # one source of all that is done for it
+    found = nx.descendants(graph, site)
+    others = [
+        node
+        for node in nodes
+        if node.name not in its and node.op not in NO_OPERATORS and not waits(node)
+    ]
+    sites = {node.site for node in others if node.site}
+    needing = {node.site for node in others if node.site and node.name in found}
+    operators = [node.name for node in others if not node.site]
+    return len(needing), len(sites), sum(each in found for each in operators), len(operators)
+
+
+NO_OPERATORS = ("placeholder", "get_attr", "output")
+"""Nodes that compute nothing, by ``op``."""
+
+
 COLUMNS = ("codec", "algorithm", "on the wire", "ratio", "error", "time", "why not")
 RIGHT = ("on the wire", "ratio", "error", "time")
 
@@ -127,6 +162,16 @@ def title(dump: Dump, site: PlannedSite) -> Text:
             text += f" {split.reason})"
     if gain := _gains_from(dump, site):
         text += f"\n{gain}"
+    if slack := slack_of_sites(dump):
+        us = dict(zip((each.name for each in dump.plan.sites), slack, strict=True)).get(site.name)
+        if us is not None:
+            text += f"\n{in_words_of_slack(us)}"
+    if (found := dependents(dump, site)) is not None:
+        sites, all_sites, operators, all_operators = found
+        text += (
+            f"\n{sites} of {all_sites} other sites and {operators} of {all_operators} other"
+            " operators need what it brings"
+        )
     if site.missed:
         text += f"\npredicted to be exposed for {micros(site.exposed_us)}: {site.missed}"
     return Text(text, style="bold")

@@ -1,12 +1,12 @@
-"""One line (at INFO) about a model, and rules that matched nothing (at WARNING): said when what a
-backend compiles has come to rest."""
+"""One line (at INFO) about a model, and rules that matched nothing and a policy that compresses
+nothing (at WARNING): said when what a backend compiles has come to rest."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
@@ -17,6 +17,7 @@ from commpass.plan import Plan, PlannedSite
 from commpass.policy import PRESETS, Policy
 from commpass.rules import Rule
 from commpass.runtime import record
+from commpass.runtime.uncompressed import LeftAlone, asks_for_codecs, sentence
 
 log = logging.getLogger("commpass")
 
@@ -31,10 +32,12 @@ class Summary:
 
     A *round* goes from one call of a forward graph to the next one of the same, with no graph
     compiled between the two and no backward still to come of a graph that has one: a step, an
-    evaluation, a part of a batch. After one round all is said in a line, and again after a round
-    behind graphs that were compiled later (training after an evaluation, a second model). After two
-    rounds, of which a backward was part, rules that matched nothing are said: each once. What was
-    not said until then is said when the backend goes, or the process.
+    evaluation, a part of a batch. Where all graphs are backward ones it goes from one call of any
+    to the next. After one round all is said in a line, and again after a round behind graphs that
+    were compiled later (training after an evaluation, a second model). After two rounds, of which a
+    backward was part, rules that matched nothing are said: each once; and so is a policy that
+    compresses none of all sites, that after ``SERVED`` rounds without a backward too.
+    What was not said until then is said when the backend goes, or the process.
     """
 
     def __init__(self, policy: Policy):
@@ -45,11 +48,22 @@ class Summary:
         self.rounds = 0
         self.said = 0
         self.warned: set[int] = set()
+        self.left: dict[tuple[str, str], Sequence[LeftAlone]] = {}
+        self.warned_of_none_compressed = False
         self.speaks = True
 
-    def add(self, plan: Plan, *, trained: bool, instead_of: Plan | None = None) -> None:
+    def add(
+        self,
+        plan: Plan,
+        *,
+        trained: bool,
+        instead_of: Plan | None = None,
+        left: Sequence[LeftAlone] = (),
+    ) -> None:
         """Takes a graph's plan, or that of one which was compiled again. ``trained`` says whether
-        there is a backward of it, which may be compiled only when it runs."""
+        there is a backward of it, which may be compiled only when it runs; ``left`` are the sites
+        that it leaves alone."""
+        self.left[plan.graph, plan.direction] = left
         for place, each in enumerate(self.plans):
             if each is instead_of:
                 self.plans[place] = plan
@@ -65,16 +79,29 @@ class Summary:
 
     def called(self, graph: str) -> None:
         """Before each call of a graph, which is its number and direction."""
-        if self.rounds > 1:  # all that can be known before another graph is compiled is said
-            return
-        if graph in self.round and graph.endswith("forward") and not self._backward_to_come():
+        if self.rounds > 1 and (self.rounds >= SERVED or self._has_backward()):
+            return  # all that can be known before another graph is compiled is said
+        if graph in self.round and self._begins_round(graph):
             self.round.clear()
             self.rounds += 1
             self.say_line()
-            if self.rounds > 1 and any(plan.direction == "backward" for plan in self.plans):
+            if self.rounds > 1 and self._has_backward():
                 self.say_unmatched()
                 self.say_no_site()
+                self.say_none_compressed()
+            elif self.rounds >= SERVED:
+                self.say_none_compressed()
         self.round.add(graph)
+
+    def _begins_round(self, graph: str) -> bool:
+        """Whether a graph that is called again begins a round. Where there are graphs of hooks in
+        backward alone, as DDP's, each does."""
+        if graph.endswith("forward"):
+            return not self._backward_to_come()
+        return all(plan.direction == "backward" for plan in self.plans)
+
+    def _has_backward(self) -> bool:
+        return any(plan.direction == "backward" for plan in self.plans)
 
     def _backward_to_come(self) -> bool:
         forward, backward = (
@@ -90,6 +117,7 @@ class Summary:
         """Says what was not said: at the end."""
         self.say_line()
         self.say_unmatched()
+        self.say_none_compressed(at_end=True)
 
     def say_line(self) -> None:
         if self.speaks and len(self.plans) > self.said:
@@ -111,6 +139,30 @@ class Summary:
         if not silent and not any(plan.sites or plan.simplified for plan in record.plans()):
             _warned_of_no_site.append(True)
             log.warning(NO_SITE, len(self.plans), ranks)
+
+    def say_none_compressed(self, *, at_end: bool = False) -> None:
+        """Says that nothing is compressed, where the user asks for it: once, with why."""
+        if self.warned_of_none_compressed or not self.speaks:
+            return
+        if text := self.none_compressed(sizes=not at_end):
+            self.warned_of_none_compressed = True
+            log.warning("%s", text)
+
+    def none_compressed(self, *, sizes: bool = True) -> str:
+        """Why no site of any graph is compressed; "" where one is, where nobody asks for it, where
+        nothing is sent to other ranks, and where other warnings say it: those of rules that matched
+        nothing, of graphs that are left untouched, of errors above their budget. ``sizes`` as in
+        ``uncompressed.sentence``."""
+        sites = [site for plan in self.plans for site in plan.sites]
+        if any(plan.compressed for plan in self.plans) or not asks_for_codecs(self.policy, sites):
+            return ""
+        known = {(plan.graph, plan.direction) for plan in self.plans}
+        left = [each for graph, some in self.left.items() if graph in known for each in some]
+        if all(each.is_said for each in left):
+            return ""
+        if all(each.is_unmatched for each in left) and self.unmatched_rules():
+            return ""
+        return sentence(self.policy, left, sizes=sizes)
 
     def line(self) -> str:
         sites = [(plan, site) for plan in self.plans for site in plan.sites]
@@ -188,6 +240,9 @@ NO_SITE = (
     " commpass.parallel.compress_fsdp(model, policy) as well. For gradients in the graph itself use"
     " commpass.parallel.replicate(model, mesh). If nothing is to be sent, policy='off' says so"
 )
+SERVED = 32
+"""Rounds without a backward after which a model is taken to be served, and not evaluated before it
+is trained."""
 OF_PRESET = -1
 NO_ROLE = (
     "{} has no rule for what is sent over {}, and leaves it alone. Where that is tensor, data or"

@@ -129,6 +129,13 @@ def test_compiled_autograd_runs_one_backward_for_all_graphs(caplog):
     ]
 
 
+def test_graphs_of_hooks_in_backward_alone_are_told_while_they_run(caplog):
+    log = Log(caplog, MISSING)
+    log.add(0, "backward")
+    log.add(1, "backward")
+    assert [log.call("B0", "B1") for _ in range(5)] == ["", "L", "W", "", ""]
+
+
 def test_blocks_that_share_a_graph_are_no_rounds(caplog):
     log = Log(caplog, MISSING)
     train(log, 0)
@@ -320,7 +327,10 @@ def test_evaluation_then_training_is_said_right_and_warns_of_nothing_that_matche
     gc.collect()
     caplog.set_level(logging.INFO, "commpass")
     caplog.clear()
-    rules = [Rule(direction="backward", codec="int8"), Rule(module="lyers", codec="int8")]
+    rules = [
+        Rule(direction="backward", codec="int8", force=True),  # nothing compressed is a warning
+        Rule(module="lyers", codec="int8"),
+    ]
     run = how(stack(), commpass.backend(Policy(rules=rules), inner="aot_eager", strict=True))
     with torch.no_grad():
         for _ in range(3):

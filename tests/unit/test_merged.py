@@ -8,6 +8,7 @@ import pytest
 from dumps import fails, make, run, site
 
 from commpass import dump
+from commpass.timeline import Timeline
 
 SMALLER = {"codec": "int8", "algorithm": "ring", "wire_bytes": 2 << 20, "predicted_us": 40.0}
 
@@ -53,6 +54,18 @@ def test_graphs_of_more_than_an_exchange_stay_apart(tmp_path):
     assert "graph 1: forward" in text
     assert "graph 2: backward" in text
     assert "a pass failed" in text
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_exchanges_alone_are_told_without_slack(layers, tmp_path):
+    dumps = [
+        dataclasses.replace(one, timeline=Timeline(us=5.0, slack_us={site.name: 0.0}))
+        for one in doors(layers)
+        for site in one.plan
+    ]
+    text = run("explain", written(tmp_path, dumps)).stdout
+    assert "critical" not in text
+    assert "slack" not in text
 
 
 def test_two_runs_of_doors_are_compared_pattern_by_pattern(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from dumps import layered, node, run
 
 from commpass import dump, plan
+from commpass.timeline import Timeline
 
 FOLDER = Path(__file__).resolve().parent / "snapshots"
 REDUCE = "_c10d_functional.all_reduce.default"
@@ -53,6 +54,13 @@ def written(folder: Path) -> dict[str, Path]:
         found[name] = folder / name
         for one in (layered(2, change), backward()):
             dump.write(found[name], one)
+    found["slack"] = folder / "slack"
+    slack = {"ar_attn_0": 0.0, "ar_mlp_0": 0.0, "ar_attn_1": 12.5, "ar_mlp_1": 2500.0}
+    slack |= {"ar_attn_2": 0.0, "ar_mlp_2": 40.0}
+    dump.write(
+        found["slack"],
+        dataclasses.replace(layered(3), timeline=Timeline(us=900.0, slack_us=slack)),
+    )
     return found
 
 
@@ -61,6 +69,8 @@ COMMANDS = {
     "explain-all": lambda at: ("explain", at["int8"], "--all"),
     "explain-filtered": lambda at: ("explain", at["int8"], "--module", "**.mlp", "--kind",
                                     "all_reduce", "--direction", "forward", "--codec", "int8"),
+    "explain-slack": lambda at: ("explain", at["slack"]),
+    "explain-slack-all": lambda at: ("explain", at["slack"], "--all"),
     "diff": lambda at: ("diff", at["int8"], at["int4"]),
     "diff-all": lambda at: ("diff", at["int8"], at["int4"], "--all"),
     "graph": lambda at: ("graph", at["int8"], "--text", "--graph", 0),

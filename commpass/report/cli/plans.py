@@ -25,6 +25,7 @@ from commpass.report.cli.arguments import (
     load,
 )
 from commpass.report.explained import explain as explanation
+from commpass.report.explained import slack_of_sites, to_json
 from commpass.report.why import candidates, considered, refusals, title
 from commpass.report.why import table_of as candidates_table
 
@@ -56,10 +57,14 @@ def explain(
         show_candidates(dumps, why, json)
         return
     if json:
-        plans = msgspec.json.encode([one.plan for one in dumps])
+        plans = msgspec.json.encode(to_json(dumps))
         typer.echo(msgspec.json.format(plans, indent=1))
         return
-    shown = [tables.sites_table(one.plan.sites, wide=True) for one in dumps if every]
+    shown = [
+        tables.sites_table(one.plan.sites, wide=True, slack=slack_of_sites(one))
+        for one in dumps
+        if every
+    ]
     console = tables.console_for(*shown, whole=False)
     if not choice.everything:
         console.print(Text(f"only {choice}", style="bold"))

@@ -1,0 +1,84 @@
+"""What the end of a course of tasks depends on: the exchanges on its critical path, and the slack
+of the others.
+
+Tasks are carried out as ``finished_us`` says. Here their dependencies are a graph of moments, of
+networkx: when the rank comes to a task, and when a link begins with it. An edge from one moment to
+another holds the microseconds that must be between the two. A longest path is a critical one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import networkx as nx
+
+from commpass.costmodel.timeline import HOST, Task
+
+Moment = tuple[str, int]
+"""``rank`` or ``link``, and the number of a task."""
+BEGIN: Moment = ("begin", 0)
+END: Moment = ("end", 0)
+
+
+def dependencies(tasks: Sequence[Task]) -> nx.DiGraph:
+    """The moments of some tasks. Those of the rank are left out at which nothing is handed over to
+    a link, nor awaited: they are part of an edge."""
+    graph = nx.DiGraph()
+    graph.add_node(BEGIN)
+    awaited = {number for task in tasks for number in task.after}
+    last, since = BEGIN, 0.0  # the rank's last moment, and for how long it was busy since then
+    latest: dict[Hashable, int] = {}
+    gives: dict[int, tuple[Moment, float]] = {}
+    for number, task in enumerate(tasks):
+        since += task.busy_us
+        if task.after or task.resource != HOST:
+            moment = ("rank", number)
+            _connect(graph, last, moment, since)
+            for other in task.after:
+                source, us = gives[other]
+                _connect(graph, source, moment, us + task.busy_us)
+            last, since = moment, 0.0
+        if task.resource == HOST:
+            since += task.us
+            if number in awaited:
+                gives[number] = (last, since + task.latency_us)
+            if task.latency_us:
+                _connect(graph, last, END, since + task.latency_us)
+            continue
+        begun = ("link", number)
+        _connect(graph, last, begun, 0.0)
+        if task.resource in latest:
+            before = latest[task.resource]
+            _connect(graph, ("link", before), begun, tasks[before].us)
+        latest[task.resource] = number
+        gives[number] = (begun, task.us + task.latency_us)
+        _connect(graph, begun, END, task.us + task.latency_us)
+    _connect(graph, last, END, since)
+    return graph
+
+
+def _connect(graph: nx.DiGraph, source: Moment, target: Moment, us: float) -> None:
+    """Of several edges between two moments the longest counts."""
+    known = graph.get_edge_data(source, target, {"us": 0.0})["us"]
+    graph.add_edge(source, target, us=max(known, us))
+
+
+def slack_us(tasks: Sequence[Task]) -> dict[int, float]:
+    """For each task on a link, by number: how many microseconds later the link could begin with it,
+    and the last task would be done no later. None on a critical path has any."""
+    graph = dependencies(tasks)
+    order = list(nx.topological_sort(graph))
+    before = _longest(graph, order)
+    after = _longest(graph.reverse(copy=False), reversed(order))
+    whole = before[END]
+    links = (moment for moment in order if moment[0] == "link")
+    return {moment[1]: max(whole - before[moment] - after[moment], 0.0) for moment in links}
+
+
+def _longest(graph: nx.DiGraph, order: Iterable[Moment]) -> dict[Moment, float]:
+    """The length of the longest path to each moment; ``order`` has each behind its sources."""
+    found: dict[Moment, float] = {}
+    for moment in order:
+        sources = graph.pred[moment].items()
+        found[moment] = max((found[each] + edge["us"] for each, edge in sources), default=0.0)
+    return found
