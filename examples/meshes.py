@@ -12,7 +12,7 @@ import os
 import time
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isnan, nan
 from pathlib import Path
@@ -177,11 +177,17 @@ def report(off: Found, on: Found, options: Namespace) -> None:
     console.print(table)
 
 
-def beside_tp(name: str, parser: Parser, options: Namespace) -> dict[str, int]:
-    """The shape of a mesh of ``name`` and, within it, tensor parallelism of 2 ranks."""
-    if options.ranks % TP:
-        parser.error(f"--ranks {options.ranks}: must be a multiple of {TP}, the ranks of tp")
-    return {name: options.ranks // TP, "tp": TP}
+def beside_tp(names: Sequence[str], parser: Parser, options: Namespace) -> dict[str, int]:
+    """The shape of a mesh of the first of ``names`` and, within it, of 2 ranks each, the others and
+    tensor parallelism."""
+    first, *within = (*names, "tp")
+    inner = TP ** len(within)
+    if options.ranks % inner:
+        parser.error(
+            f"--ranks {options.ranks}: must be a multiple of {inner}, the ranks of"
+            f" {' and '.join(within)}"
+        )
+    return {first: options.ranks // inner, **dict.fromkeys(within, TP)}
 
 
 def main(

@@ -1,13 +1,14 @@
-"""Trains on two dimensions of 3-D parallelism at a time, without and with compressed collectives,
+"""Trains on two or all dimensions of 3-D parallelism, without and with compressed collectives,
 under one policy for all three.
 
     python examples/train_3d.py --mesh tp,dp
     python examples/train_3d.py --mesh tp,pp --policy taco-3d
+    python examples/train_3d.py --mesh tp,dp,pp --ranks 8
 
-Tensor parallelism (tp) has 2 ranks, and the other dimension 2 as well where there are 4. With data
-parallelism (dp) weights are sharded in the compiled graph, so that all is sent from there. With
-pipeline parallelism (pp) each stage of ``--layers`` blocks is compiled, and what goes between
-stages passes through ``compress_pipeline``.
+Tensor parallelism (tp) has 2 ranks, and each other dimension 2 as well where there are 4, or 8 for
+all three. With data parallelism (dp) weights are sharded in the compiled graph, so that all is sent
+from there. With pipeline parallelism (pp) each stage of ``--layers`` blocks is compiled, and what
+goes between stages passes through ``compress_pipeline``.
 """
 
 from __future__ import annotations
@@ -74,10 +75,14 @@ def sharded(model: Transformer, mesh: DeviceMesh, policy: str, profile: Any) -> 
 
 
 def pipelined(model: Transformer, mesh: DeviceMesh, policy: str, profile: Any) -> meshes.Training:
-    """Pipeline parallelism: a compiled stage on each rank, and a door to what stages send."""
+    """Pipeline parallelism: a compiled stage on each rank, and a door to what stages send. With
+    data parallelism too, the weights of a stage are sharded as above."""
     number, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
     part = Part(model, number, stages)
-    backend = commpass.backend(over(policy, "tp"), profile=profile)
+    names = [name for name in mesh.mesh_dim_names or () if name != "pp"]
+    if "dp" in names:
+        shard(part, mesh["dp"])
+    backend = commpass.backend(over(policy, *names), profile=profile)
     compiled = torch.compile(part, backend=backend, fullgraph=True)
     stage = PipelineStage(
         compiled, number, stages, torch.device("cpu"), group=mesh["pp"].get_group()
@@ -104,7 +109,7 @@ def loss_of(logits: Tensor, text: Tensor) -> Tensor:
 def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
     model, profile = build(options), commpass.ethernet(options.link_gbit)
     divide(model, mesh["tp"])
-    parallel = sharded if "dp" in mesh.mesh_dim_names else pipelined
+    parallel = pipelined if "pp" in mesh.mesh_dim_names else sharded
     return parallel(model, mesh, policy, profile)
 
 
@@ -112,8 +117,10 @@ if __name__ == "__main__":
     parser = shared_options(
         steps=40, layers=1, width=128, ranks=4, link_gbit=0.1, policy="balanced-3d"
     )
-    parser.add_argument("--mesh", choices=["tp,dp", "tp,pp"], default="tp,pp", help="dimensions")
+    choices = ["tp,dp", "tp,pp", "tp,dp,pp"]
+    parser.add_argument("--mesh", choices=choices, default="tp,pp", help="dimensions")
     options = parser.parse_args()
-    shape = meshes.beside_tp(options.mesh.removeprefix("tp,"), parser, options)
+    others = options.mesh.removeprefix("tp,").split(",")
+    shape = meshes.beside_tp(others, parser, options)
     options.layers *= shape.get("pp", 1)  # so many in each stage
     meshes.main(__file__, setup, parser, options, shape)

@@ -68,4 +68,4 @@ def setup(policy: str, mesh: DeviceMesh, options: Namespace) -> meshes.Training:
 if __name__ == "__main__":
     parser = shared_options(steps=40, layers=2, width=128, ranks=4, link_gbit=0.1)
     options = parser.parse_args()
-    meshes.main(__file__, setup, parser, options, meshes.beside_tp("dp", parser, options))
+    meshes.main(__file__, setup, parser, options, meshes.beside_tp(["dp"], parser, options))

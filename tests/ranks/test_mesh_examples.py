@@ -131,6 +131,20 @@ def test_tensor_and_pipeline_parallelism(policy):
 
 
 @pytest.mark.every
+@pytest.mark.parametrize("policy", ["balanced-3d", "taco-3d"])
+def test_all_three_dimensions_in_one_run(policy):
+    """Tensor, data and pipeline parallelism on 8 ranks: each is compressed, and the loss stays."""
+    options = ["--mesh=tp,dp,pp", "--width=64", "--steps=8", f"--policy={policy}"]
+    rows = cells(run("train_3d", 8, *options))
+    assert all(abs(on - off) < 0.1 for off, on in losses(rows))
+    found = shares(rows)
+    assert found.keys() == {"tp", "dp", "pp"}
+    assert 0.1 < found["pp"] < 0.25
+    assert 0.2 < found["tp"] < 0.6
+    assert found["dp"] < 0.6
+
+
+@pytest.mark.every
 def test_tensor_and_data_parallelism():
     rows = cells(run("train_3d", 4, "--mesh=tp,dp"))
     check_losses(rows, alone(1, 2), 0.1)
