@@ -22,17 +22,25 @@ _named: dict[str, Tensor] = {}
 """Constants on the CPU by name, which is a digest of what they hold: the same on all ranks."""
 _copies: dict[tuple[str, torch.device], Tensor] = {}
 
-_library = torch.library.Library("commpass", "FRAGMENT")
-_library.define("constant(str name, str device) -> Tensor")
-CONSTANT = torch.ops.commpass.constant.default
 
-
-def constant(name: str, like: Tensor) -> Tensor:
+def constant(name: str, like: Tensor, spec: str, variant: str) -> Tensor:
     """The constant that ``named`` gave a name, on the device of ``like``: a node where a graph is
-    traced, else a tensor that all who ask share."""
+    traced, else a tensor that all who ask share. It is that of codec ``spec``, or of a ``variant``
+    of it (``Codec.variant``), from which a process that finds the graph in a cache makes it."""
     if _is_traced(like):
-        return CONSTANT(name, str(like.device))
+        return torch.ops.commpass.constant(name, str(like.device), spec, variant)
     return on_device(name, like.device)
+
+
+def is_known(name: str) -> bool:
+    """Whether this process has made a constant."""
+    return name in _named
+
+
+def shape_of(name: str, device: str) -> Tensor:
+    """An empty tensor like a constant."""
+    held = _named[name]
+    return torch.empty(held.shape, dtype=held.dtype, device=device)
 
 
 def named(values: Sequence[Any], dtype: torch.dtype) -> str:
@@ -57,16 +65,3 @@ def on_device(name: str, device: torch.device | str) -> Tensor:
 def _is_traced(like: Tensor) -> bool:
     compiling = torch.compiler.is_compiling()
     return compiling or isinstance(like, FakeTensor) or get_proxy_mode() is not None
-
-
-def _constant(name: str, device: str) -> Tensor:
-    return on_device(name, device).clone()  # what an operator gives is the caller's
-
-
-_library.impl("constant", _constant, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("commpass::constant", lib=_library)
-def _shape_of_constant(name: str, device: str) -> Tensor:
-    held = _named[name]
-    return torch.empty(held.shape, dtype=held.dtype, device=device)

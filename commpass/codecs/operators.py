@@ -8,6 +8,7 @@ function that somebody else compiles holds plain operators.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from commpass.ambient import ambient_free
+from commpass.codecs import constants
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.codec import Codec, accumulation_dtype
 from commpass.codecs.raw import RawCodec
@@ -308,6 +310,34 @@ def define(name: str, signature: str, function: Function, shapes: Function, role
     IMPLEMENTATIONS[made], ROLES[made] = function, role
     return made
 
+
+_library.define("constant(str name, str device, str codec, str variant) -> Tensor")
+
+
+def _constant(name: str, device: str, spec: str, variant: str) -> Tensor:
+    _make_known(name, spec, variant)
+    # What an operator gives is the caller's.
+    return constants.on_device(name, device).clone()
+
+
+def _shape_of_constant(name: str, device: str, spec: str, variant: str) -> Tensor:
+    _make_known(name, spec, variant)
+    return constants.shape_of(name, device)
+
+
+def _make_known(name: str, spec: str, variant: str) -> None:
+    """Makes a constant that a graph from a cache of compiled code asks for."""
+    if constants.is_known(name):
+        return
+    coder = codec(spec)
+    if not constants.is_known(name) and (sizes := re.findall(r"\d+", variant)):
+        coder.of_sum(*map(int, sizes))
+
+
+_library.impl("constant", ambient_free(_constant), "CompositeExplicitAutograd")
+torch.library.register_fake("commpass::constant", _shape_of_constant, lib=_library)
+CONSTANT = ops.constant.default
+"""What stands for a constant of a codec where a graph has no input for it."""
 
 _OF = {
     "encode_parts": "encode",

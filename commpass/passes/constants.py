@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from commpass.codecs import constants
-from commpass.codecs.constants import CONSTANT
+from commpass.codecs.operators import CONSTANT
 from commpass.passes.graph.erase import erase
 
 INPUT = "commpass_constant"

@@ -8,7 +8,7 @@ from graphs import as_rank, ops, trace
 from lockstep import run_in_lockstep
 
 from commpass.codecs import codec
-from commpass.codecs.constants import CONSTANT
+from commpass.codecs.operators import CONSTANT
 from commpass.codecs.wrappers.outlier import Channels, Running, calibrate
 from commpass.costmodel import default_profile
 from commpass.passes import Road, pipeline

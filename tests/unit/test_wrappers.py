@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from tiers import examples, rarely
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from commpass.codecs import FLOATS, accumulation_dtype, codec, registry
-from commpass.codecs.constants import CONSTANT
+from commpass.codecs import FLOATS, accumulation_dtype, codec, constants, registry
+from commpass.codecs.operators import CONSTANT
 from commpass.codecs.wrappers.difference import change
 from commpass.codecs.wrappers.outlier import (
     KEPT,
     Channels,
     OutlierCodec,
     Running,
+    _constants,
     calibrate,
     random_channels,
 )
@@ -555,6 +556,21 @@ def test_constants_are_made_once_for_a_device():
         one is again for one, again in zip(first.constants(x), other.constants(x)[:2], strict=True)
     )
     assert [each.dtype for each in other.constants(x)] == [torch.int64, torch.int64, torch.float64]
+
+
+@pytest.mark.parametrize("of", [0, 3])
+def test_constants_are_made_for_graphs_from_a_cache(of, monkeypatch):
+    """A process that finds compiled code on disk has not built the codec."""
+    channels = Channels(8, (2,), (tuple(np.linspace(1, 2, 8)),))
+    coder = codec("outlier", statistics=channels.to_text())
+    used = coder.of_sum(of, 4) if of else coder
+    wanted, names = used.constants(gaussian(1)), used.names
+    monkeypatch.setattr(constants, "_named", {})
+    monkeypatch.setattr(constants, "_copies", {})
+    registry._build.cache_clear()
+    _constants.cache_clear()
+    for name, value in zip(names, wanted, strict=True):
+        assert torch.equal(CONSTANT(name, "cpu", used.spec, used.variant), value)
 
 
 # --- compiled and fake ----------------------------------------------------------------------------

@@ -374,7 +374,9 @@ class OutlierCodec(Codec):
             return self
         row = self.channels.range_of_sum(of, ranks)
         channels = replace(self.channels, ranges=(row,), sums=())
-        return replace(self, channels=channels, rank=None, variant=f"sum of {of}", names=())
+        return replace(
+            self, channels=channels, rank=None, variant=f"sum of {of} of {ranks}", names=()
+        )
 
     def hop_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # Kept channels of float16 travel in float16: as float32 they would be encoded as bfloat16.
@@ -384,7 +386,9 @@ class OutlierCodec(Codec):
         return replace(self, inner=self.inner.salted(*salt))
 
     def constants(self, like: Tensor) -> tuple[Tensor, ...]:
-        return self.tables or tuple(constants.constant(name, like) for name in self.names)
+        return self.tables or tuple(
+            constants.constant(name, like, self.spec, self.variant) for name in self.names
+        )
 
     def with_constants(self, tables: Sequence[Tensor]) -> OutlierCodec:
         return replace(self, tables=tuple(tables))
