@@ -26,8 +26,8 @@ SMALLEST = {SINGLE: (2.0**-126, 2.0**-149), DOUBLE: (2.0**-1022, 2.0**-1074)}
 @dataclass(frozen=True)
 class Setting:
     """A block codec in words. ``rotation`` is "", "plain", "signed" or "pivot", of ``width`` values
-    (0: of a block); ``layout`` is "flat", "lanes" (``block`` is the depth, 0 for all) or "tiles" (of a matrix
-    with ``columns``)."""
+    (0: of a block); ``layout`` is "flat", "lanes" (``block`` is the depth, 0 for all) or "tiles"
+    (of a matrix with ``columns``)."""
 
     grid: str
     scale: str = "absmax"
