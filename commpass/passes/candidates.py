@@ -1,7 +1,8 @@
 """candidates: site -> everything that may be done to it, each with its stages, error and time.
 
 needs: the sites of a graph, each with what it is allowed.
-gives: for every site its ``Options``: *leave it alone* first, then each codec with each algorithm.
+gives: for every site its ``Options``: *leave it alone* first, then each codec with each algorithm,
+in chunks and micro-shards where those may pay.
 changes: nothing. Every rank finds the same.
 """
 
@@ -24,7 +25,10 @@ from commpass.collectives import (
     Stages,
     algorithm,
     algorithms_of,
+    chunk_bytes_of,
+    chunks_for,
     divides,
+    has_shards,
     own,
     read_stages,
     whole,
@@ -34,6 +38,7 @@ from commpass.kinds import KINDS
 from commpass.plan import ROWS, Candidate, PlannedSite, Site
 from commpass.rules import Allowed
 from commpass.stage import NEXT, Stage
+from commpass.timeline import HOST
 
 
 @dataclass(frozen=True)
@@ -136,18 +141,99 @@ def _obstacle(site: Site, allowed: Allowed) -> str | None:
 def _coded(
     site: Site, allowed: Allowed, profile: Profile, reassociate: bool
 ) -> Iterator[Candidate]:
-    """Every codec with every algorithm that is allowed. One that fails on a site is refused."""
+    """Every codec with every algorithm that is allowed. One that fails on a site is refused. Then
+    those in micro-shards that are surely faster than all of these."""
     chosen = {each.spec: each for each in _algorithms(site, allowed, profile)}.values()
+    known: list[Candidate] = []
+    undivided: list[tuple[Codec, Algorithm, Candidate]] = []
     for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
         for each in chosen:
             parts = _divided(each, site, allowed, coder, profile)
             try:
-                made = [_candidate(site, coder, p, allowed, profile, reassociate) for p in parts]
+                made = [
+                    dataclasses.replace(
+                        _candidate(site, coder, part, allowed, profile, reassociate),
+                        note=_undivided(each, site, allowed),
+                    )
+                    for part in parts
+                ]
             except Exception as error:
                 said = str(error).strip().partition("\n")[0]
                 why = f"{coder.spec} by {each.spec} fails: {type(error).__name__}: {said}"
                 made = [Candidate(codec=coder.spec, algorithm=whole(each.spec), refused=why)]
+            made = [made[0], *(m for m in made[1:] if _surely_faster(m, made[0], site, profile))]
+            if len(made) == 1 and not made[0].refused:
+                undivided.append((coder, each, made[0]))
+            known += made
             yield from made
+    if allowed.chunks is not None or _is_unsure(site) or not undivided:
+        return
+    least = min(each.predicted_us for each in known if not each.refused)
+    least *= 1 - max(profile.margin, SURE)
+    for coder, each, one in undivided:
+        if not (coder.dynamic or _whole(each, site)):
+            score = functools.partial(
+                _candidate, site, coder, allowed=allowed, profile=profile, reassociate=reassociate
+            )
+            yield from _in_shards(each, one, site, coder, profile, least, score)
+
+
+def _surely_faster(parts: Candidate, one: Candidate, site: Site, profile: Profile) -> bool:
+    """Whether chunks that nobody asked for are faster than ``one``, which is sent whole, even if
+    that is encoded by the kernel that makes its values: on a GPU a matmul may."""
+    if one.refused or parts.refused:
+        return True
+    return parts.predicted_us < one.predicted_us - _free_us(one, site, profile)
+
+
+def _free_us(one: Candidate, site: Site, profile: Profile) -> float:
+    """How long what is sent whole is encoded at first, where that may cost nothing."""
+    if site.device == "cpu":
+        return 0.0
+    task = _prices(site, profile).task
+    first = (stage for stage in one.stages if stage.role == "encode" and not stage.after)
+    return sum(task(stage).us for stage in first)
+
+
+SURE = 0.01
+"""By what share of the time more chunks, or micro-shards, must be faster than fewer."""
+
+
+def _in_shards(
+    chosen: Algorithm,
+    one: Candidate,
+    site: Site,
+    coder: Codec,
+    profile: Profile,
+    least: float,
+    score: Callable[[Algorithm], Candidate],
+) -> Iterator[Candidate]:
+    """An algorithm in micro-shards, if that takes less than ``least`` microseconds: in as few as
+    are hardly slower. Only what is decoded hides behind what arrives, so there is nothing to gain
+    where ``one``, which has none, would take longer even without that. It is for what is not
+    divided into chunks: those hide what is encoded as well, by one message less a hop. What is to
+    be summed counts as written and read once more: no kernel decodes and sums what comes in parts.
+    """
+    task = _prices(site, profile).task
+    decodes = [stage for stage in one.stages if stage.role == "decode"]
+    computed = [stage for stage in one.stages if stage.role in ("sum", "encode", "leave")]
+    summed = {number for stage in computed for number in stage.after}
+    values = sum(one.stages[n].values for n in summed if one.stages[n].role == "decode")
+    least -= profile.kernels.copies_us(0, 2 * torch.float32.itemsize * values)
+    least -= _free_us(one, site, profile)
+    if one.predicted_us - sum(task(stage).us for stage in decodes) >= least:
+        return
+    if not has_shards(site.kind, chosen.name):
+        return
+    made = []
+    for shards in _numbers(site):
+        turns = site.by_messages and chosen.name not in FEW_HOPS
+        if not turns or _is_slow_ring(chosen, shards, site, coder, profile):
+            made.append(score(algorithm(site.kind, chosen.spec, shards=shards)))
+    possible = [each for each in made if not each.refused and each.predicted_us < least]
+    if possible:
+        best = min(each.predicted_us for each in possible)
+        yield next(each for each in possible if each.predicted_us <= best * (1 + SURE))
 
 
 def _candidate(
@@ -163,7 +249,6 @@ def _candidate(
         codec=coder.spec,
         algorithm=whole(chosen.spec),
         chunks=chosen.chunks,
-        note=_undivided(chosen, site, allowed),
     )
     obstacle = _misfit(site, coder, chosen, reassociate)
     if obstacle := obstacle or (None if allowed.force else _needless(site, coder)):
@@ -193,8 +278,12 @@ def _candidate(
 CHUNKS = (2, 4, 8)
 """Into how many chunks a site may be divided where nobody names a number: more take longer, since
 a rank is busy with every message (benchmarks/network/reduces.py)."""
+MORE_CHUNKS = (16, 32)
+"""And into how many where a rank is not: a stream of the GPU carries exchanges out."""
 LEAST_BYTES = 2 << 20
 """Bytes of a tensor's values that are worth an exchange of their own."""
+LEAST_OF_MANY = 16 << 20
+"""As ``LEAST_BYTES``, of ``MORE_CHUNKS``: each takes as long to plan as it has operators."""
 FEW_HOPS = ("one_shot", "two_shot", "direct")
 """Algorithms whose chunks are few messages."""
 SLOW = 10.0
@@ -208,8 +297,13 @@ def _divided(
 ) -> Iterator[Algorithm]:
     """An algorithm with every number of chunks that is allowed; one where it has none, where it was
     named with its own, and where chunks would be small or of sizes that are not fixed. The model
-    knows what they gain where exchanges go as messages, so it is those that it divides unasked."""
-    unsure = site.splits is not None or site.dynamic or coder.dynamic  # other ranks' may differ
+    knows what they gain where exchanges go as messages, or in a stream of the GPU's own, so it is
+    those that it divides unasked."""
+    unsure = _is_unsure(site) or coder.dynamic
+    if each := chunk_bytes_of(chosen.spec):
+        chunks = 1 if _is_unsure(site) else chunks_for(site.bytes, each)
+        yield algorithm(site.kind, whole(chosen.spec), chunks=chunks)
+        return
     if _whole(chosen, site) or (allowed.chunks is None and unsure):
         yield chosen
         return
@@ -217,10 +311,25 @@ def _divided(
         yield algorithm(site.kind, chosen.spec, chunks=allowed.chunks)
         return
     yield chosen
-    for chunks in CHUNKS if coder.settled and site.by_messages else ():
+    for chunks in _numbers(site) if coder.settled else ():
         known = chosen.name in FEW_HOPS or _is_slow_ring(chosen, chunks, site, coder, profile)
-        if known and chunks * LEAST_BYTES <= site.bytes:
+        if known:
             yield algorithm(site.kind, chosen.spec, chunks=chunks)
+
+
+def _numbers(site: Site) -> tuple[int, ...]:
+    """Into how many parts a site may be divided unasked, each worth an exchange of its own: none
+    where exchanges that are in the air together are not known to gain."""
+    if not site.by_messages and site.device == "cpu":
+        return ()
+    more = () if site.by_messages else MORE_CHUNKS
+    large = [many for many in more if many * LEAST_OF_MANY <= site.bytes]
+    return (*(many for many in CHUNKS if many * LEAST_BYTES <= site.bytes), *large)
+
+
+def _is_unsure(site: Site) -> bool:
+    """Whether other ranks may hold other sizes, or other graphs."""
+    return site.splits is not None or site.dynamic
 
 
 def _is_slow_ring(
@@ -250,6 +359,8 @@ def _whole(chosen: Algorithm, site: Site) -> str | None:
     """Why an algorithm is not divided, whoever asks for it."""
     if not divides(site.kind, chosen.name):
         return f"{site.kind} by {chosen.name} is sent whole"
+    if each := chunk_bytes_of(chosen.spec):
+        return f"the algorithm was named with chunk_bytes={each}"
     if chosen.chunks > 1:
         return f"the algorithm was named with chunks={chosen.chunks}"
     return f"{chosen.spec} has shards instead" if "shards=" in chosen.spec else None
@@ -257,6 +368,8 @@ def _whole(chosen: Algorithm, site: Site) -> str | None:
 
 def _undivided(chosen: Algorithm, site: Site, allowed: Allowed) -> str:
     """What a reason says of chunks that a word asks for in vain."""
+    if chunk_bytes_of(chosen.spec) and _is_unsure(site):
+        return f"chunk_bytes={chunk_bytes_of(chosen.spec)} does not apply: sizes are not fixed"
     if allowed.chunks in (None, chosen.chunks) or not (why := _whole(chosen, site)):
         return ""
     return f"chunks={allowed.chunks} does not apply: {why}"
@@ -420,9 +533,18 @@ def _timed(found: Stages, site: Site, chosen: Algorithm, coder: Codec) -> list[S
 
 
 def _us(found: Sequence[Stage], site: Site, profile: Profile) -> float:
-    """The time of stages: what is computed and what travels overlap as far as they can."""
-    of_group = _prices(site, profile)
-    return finished_us([of_group.task(stage) for stage in found])
+    """The time of stages: what is computed and what travels overlap as far as they can. A stream of
+    the GPU's carries out one exchange after the other: the next begins when all of the one before
+    has arrived."""
+    tasks = list(map(_prices(site, profile).task, found))
+    if site.device != "cpu":
+        tasks = [
+            task
+            if task.resource == HOST
+            else dataclasses.replace(task, us=task.us + task.latency_us, latency_us=0.0)
+            for task in tasks
+        ]
+    return finished_us(tasks)
 
 
 def _prices(site: Site, profile: Profile) -> Prices:
