@@ -25,19 +25,26 @@ from commpass.collectives import (
     Stages,
     algorithm,
     algorithms_of,
-    chunk_bytes_of,
-    chunks_for,
-    divides,
-    has_shards,
     own,
     read_stages,
     whole,
 )
-from commpass.costmodel import Prices, Profile, finished_us, prices
+from commpass.costmodel import Profile, finished_us
 from commpass.kinds import KINDS
+from commpass.passes.divide import (
+    SURE,
+    divided,
+    in_shards,
+    is_surely_faster,
+    is_unsure,
+    payload_of,
+    prices_of,
+    unapplied_note,
+    undivided_reason,
+)
 from commpass.plan import ROWS, Candidate, PlannedSite, Site
 from commpass.rules import Allowed
-from commpass.stage import NEXT, Stage
+from commpass.stage import Stage
 from commpass.timeline import HOST
 
 
@@ -103,7 +110,7 @@ def _alone(site: Site, profile: Profile) -> Candidate:
     known = getattr(torch, site.dtype, None) in FLOATS
     payload = _scored(site)[0] if site.uneven and known else None
     size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
-    us = _prices(site, profile).us(site.kind, size) if site.kind in KINDS else 0.0
+    us = prices_of(site, profile).us(site.kind, size) if site.kind in KINDS else 0.0
     exchange = Stage(role="exchange", kind=site.kind, nbytes=size, leaving=size)
     return Candidate(wire_bytes=site.bytes, predicted_us=round(us, 3), stages=(exchange,))
 
@@ -148,12 +155,12 @@ def _coded(
     undivided: list[tuple[Codec, Algorithm, Candidate]] = []
     for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
         for each in chosen:
-            parts = _divided(each, site, allowed, coder, profile)
+            parts = divided(each, site, allowed, coder, profile)
             try:
                 made = [
                     dataclasses.replace(
                         _candidate(site, coder, part, allowed, profile, reassociate),
-                        note=_undivided(each, site, allowed),
+                        note=unapplied_note(each, site, allowed),
                     )
                     for part in parts
                 ]
@@ -161,79 +168,21 @@ def _coded(
                 said = str(error).strip().partition("\n")[0]
                 why = f"{coder.spec} by {each.spec} fails: {type(error).__name__}: {said}"
                 made = [Candidate(codec=coder.spec, algorithm=whole(each.spec), refused=why)]
-            made = [made[0], *(m for m in made[1:] if _surely_faster(m, made[0], site, profile))]
             if len(made) == 1 and not made[0].refused:
                 undivided.append((coder, each, made[0]))
+            made = [made[0], *(m for m in made[1:] if is_surely_faster(m, made[0], site, profile))]
             known += made
             yield from made
-    if allowed.chunks is not None or _is_unsure(site) or not undivided:
+    if allowed.chunks is not None or is_unsure(site) or not undivided:
         return
     least = min(each.predicted_us for each in known if not each.refused)
     least *= 1 - max(profile.margin, SURE)
     for coder, each, one in undivided:
-        if not (coder.dynamic or _whole(each, site)):
+        if not (coder.dynamic or undivided_reason(each, site)):
             score = functools.partial(
                 _candidate, site, coder, allowed=allowed, profile=profile, reassociate=reassociate
             )
-            yield from _in_shards(each, one, site, coder, profile, least, score)
-
-
-def _surely_faster(parts: Candidate, one: Candidate, site: Site, profile: Profile) -> bool:
-    """Whether chunks that nobody asked for are faster than ``one``, which is sent whole, even if
-    that is encoded by the kernel that makes its values: on a GPU a matmul may."""
-    if one.refused or parts.refused:
-        return True
-    return parts.predicted_us < one.predicted_us - _free_us(one, site, profile)
-
-
-def _free_us(one: Candidate, site: Site, profile: Profile) -> float:
-    """How long what is sent whole is encoded at first, where that may cost nothing."""
-    if site.device == "cpu":
-        return 0.0
-    task = _prices(site, profile).task
-    first = (stage for stage in one.stages if stage.role == "encode" and not stage.after)
-    return sum(task(stage).us for stage in first)
-
-
-SURE = 0.01
-"""By what share of the time more chunks, or micro-shards, must be faster than fewer."""
-
-
-def _in_shards(
-    chosen: Algorithm,
-    one: Candidate,
-    site: Site,
-    coder: Codec,
-    profile: Profile,
-    least: float,
-    score: Callable[[Algorithm], Candidate],
-) -> Iterator[Candidate]:
-    """An algorithm in micro-shards, if that takes less than ``least`` microseconds: in as few as
-    are hardly slower. Only what is decoded hides behind what arrives, so there is nothing to gain
-    where ``one``, which has none, would take longer even without that. It is for what is not
-    divided into chunks: those hide what is encoded as well, by one message less a hop. What is to
-    be summed counts as written and read once more: no kernel decodes and sums what comes in parts.
-    """
-    task = _prices(site, profile).task
-    decodes = [stage for stage in one.stages if stage.role == "decode"]
-    computed = [stage for stage in one.stages if stage.role in ("sum", "encode", "leave")]
-    summed = {number for stage in computed for number in stage.after}
-    values = sum(one.stages[n].values for n in summed if one.stages[n].role == "decode")
-    least -= profile.kernels.copies_us(0, 2 * torch.float32.itemsize * values)
-    least -= _free_us(one, site, profile)
-    if one.predicted_us - sum(task(stage).us for stage in decodes) >= least:
-        return
-    if not has_shards(site.kind, chosen.name):
-        return
-    made = []
-    for shards in _numbers(site):
-        turns = site.by_messages and chosen.name not in FEW_HOPS
-        if not turns or _is_slow_ring(chosen, shards, site, coder, profile):
-            made.append(score(algorithm(site.kind, chosen.spec, shards=shards)))
-    possible = [each for each in made if not each.refused and each.predicted_us < least]
-    if possible:
-        best = min(each.predicted_us for each in possible)
-        yield next(each for each in possible if each.predicted_us <= best * (1 + SURE))
+            yield from in_shards(each, one, site, coder, profile, least, score)
 
 
 def _candidate(
@@ -261,7 +210,7 @@ def _candidate(
     scored = read_stages(site.kind, chosen.spec, coder.spec, *_scored(site))
     real = scored
     if site.uneven and site.bytes >= 0:
-        real = read_stages(site.kind, chosen.spec, coder.spec, _payload(site), _handed(site))
+        real = read_stages(site.kind, chosen.spec, coder.spec, payload_of(site), _handed(site))
     known = site.bytes >= 0
     return dataclasses.replace(
         named,
@@ -273,106 +222,6 @@ def _candidate(
         predicted_us=round(_us(_timed(scored, site, chosen, coder), site, profile), 3),
         error=error,
     )
-
-
-CHUNKS = (2, 4, 8)
-"""Into how many chunks a site may be divided where nobody names a number: more take longer, since
-a rank is busy with every message (benchmarks/network/reduces.py)."""
-MORE_CHUNKS = (16, 32)
-"""And into how many where a rank is not: a stream of the GPU carries exchanges out."""
-LEAST_BYTES = 2 << 20
-"""Bytes of a tensor's values that are worth an exchange of their own."""
-LEAST_OF_MANY = 16 << 20
-"""As ``LEAST_BYTES``, of ``MORE_CHUNKS``: each takes as long to plan as it has operators."""
-FEW_HOPS = ("one_shot", "two_shot", "direct")
-"""Algorithms whose chunks are few messages."""
-SLOW = 10.0
-"""How many times longer than its coding a message of a ring's must take on the link for chunks to
-gain: between its hops the rank takes turns (4 ranks on 2 cores: int8 gains 3 % at 0.1 Gbit/s, and
-loses a fourth at 1, where it takes 9 times as long; benchmarks/network/reduces.py)."""
-
-
-def _divided(
-    chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec, profile: Profile
-) -> Iterator[Algorithm]:
-    """An algorithm with every number of chunks that is allowed; one where it has none, where it was
-    named with its own, and where chunks would be small or of sizes that are not fixed. The model
-    knows what they gain where exchanges go as messages, or in a stream of the GPU's own, so it is
-    those that it divides unasked."""
-    unsure = _is_unsure(site) or coder.dynamic
-    if each := chunk_bytes_of(chosen.spec):
-        chunks = 1 if _is_unsure(site) else chunks_for(site.bytes, each)
-        yield algorithm(site.kind, whole(chosen.spec), chunks=chunks)
-        return
-    if _whole(chosen, site) or (allowed.chunks is None and unsure):
-        yield chosen
-        return
-    if allowed.chunks is not None:
-        yield algorithm(site.kind, chosen.spec, chunks=allowed.chunks)
-        return
-    yield chosen
-    for chunks in _numbers(site) if coder.settled else ():
-        known = chosen.name in FEW_HOPS or _is_slow_ring(chosen, chunks, site, coder, profile)
-        if known:
-            yield algorithm(site.kind, chosen.spec, chunks=chunks)
-
-
-def _numbers(site: Site) -> tuple[int, ...]:
-    """Into how many parts a site may be divided unasked, each worth an exchange of its own: none
-    where exchanges that are in the air together are not known to gain."""
-    if not site.by_messages and site.device == "cpu":
-        return ()
-    more = () if site.by_messages else MORE_CHUNKS
-    large = [many for many in more if many * LEAST_OF_MANY <= site.bytes]
-    return (*(many for many in CHUNKS if many * LEAST_BYTES <= site.bytes), *large)
-
-
-def _is_unsure(site: Site) -> bool:
-    """Whether other ranks may hold other sizes, or other graphs."""
-    return site.splits is not None or site.dynamic
-
-
-def _is_slow_ring(
-    chosen: Algorithm, chunks: int, site: Site, coder: Codec, profile: Profile
-) -> bool:
-    """Whether each message of a ring in chunks travels for long against what it takes to code."""
-    if chosen.name != "ring":
-        return False
-    dtype = _payload(site).dtype
-    values = site.bytes // dtype.itemsize // (site.group_size * chunks)
-    nbytes = coder.expected_bytes(values, dtype)
-    move = Stage(
-        role="exchange",
-        kind="all_to_all",
-        nbytes=nbytes,
-        leaving=nbytes,
-        peers=1,
-        reach=NEXT,
-        by_messages=site.by_messages,
-    )
-    coding = [Stage(role=role, codec=coder.spec, values=values) for role in ("encode", "decode")]
-    task = _prices(site, profile).task
-    return task(move).us >= SLOW * sum(task(stage).us for stage in coding)
-
-
-def _whole(chosen: Algorithm, site: Site) -> str | None:
-    """Why an algorithm is not divided, whoever asks for it."""
-    if not divides(site.kind, chosen.name):
-        return f"{site.kind} by {chosen.name} is sent whole"
-    if each := chunk_bytes_of(chosen.spec):
-        return f"the algorithm was named with chunk_bytes={each}"
-    if chosen.chunks > 1:
-        return f"the algorithm was named with chunks={chosen.chunks}"
-    return f"{chosen.spec} has shards instead" if "shards=" in chosen.spec else None
-
-
-def _undivided(chosen: Algorithm, site: Site, allowed: Allowed) -> str:
-    """What a reason says of chunks that a word asks for in vain."""
-    if chunk_bytes_of(chosen.spec) and _is_unsure(site):
-        return f"chunk_bytes={chunk_bytes_of(chosen.spec)} does not apply: sizes are not fixed"
-    if allowed.chunks in (None, chosen.chunks) or not (why := _whole(chosen, site)):
-        return ""
-    return f"chunks={allowed.chunks} does not apply: {why}"
 
 
 def _made(chosen: Algorithm, found: Stages, site: Site, coder: Codec) -> int:
@@ -446,16 +295,11 @@ def request(site: Site) -> Request:
     )
 
 
-def _payload(site: Site) -> Payload:
-    dtype = getattr(torch, site.dtype)
-    return Payload(max(site.bytes, 0) // dtype.itemsize, site.width, dtype)
-
-
 def _scored(site: Site) -> tuple[Payload, Request]:
     """What times are predicted for: the site itself, or where ranks may hold different sizes one
     that all ranks know."""
     if not site.uneven:
-        return _payload(site), request(site)
+        return payload_of(site), request(site)
     dtype = getattr(torch, site.dtype)
     rows = (ROWS,) * site.group_size
     asked = dataclasses.replace(
@@ -470,7 +314,7 @@ def _handed(site: Site) -> Request:
     asked = request(site)
     if _known(site):
         return asked
-    entries = _payload(site).numel // max(site.width, 1)
+    entries = payload_of(site).numel // max(site.width, 1)
     rows = (entries, *[0] * (site.group_size - 1))
     return dataclasses.replace(asked, sent=rows, received=rows, unknown=True)
 
@@ -496,7 +340,7 @@ def plain_us(site: Site, profile: Profile) -> float:
 def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
     """Predicted microseconds of a coalesced collective: one exchange of all that is left alone, and
     what is done to each of the others. As in the graph, all that waits for nothing comes first."""
-    of_group, kind = _prices(members[0], profile), members[0].kind
+    of_group, kind = prices_of(members[0], profile), members[0].kind
     rest = sum(each.bytes for each in members if not each.compressed)
     stages = [Stage(role="exchange", kind=kind, nbytes=rest, leaving=rest)] if rest else []
     waits = [False] * len(stages)
@@ -524,7 +368,7 @@ def _timed(found: Stages, site: Site, chosen: Algorithm, coder: Codec) -> list[S
     if not site.pairwise:
         return list(found)
     sent, received = (
-        read_stages(kind, chosen.spec, coder.spec, _payload(site), request(site))
+        read_stages(kind, chosen.spec, coder.spec, payload_of(site), request(site))
         for kind in ("send", "recv")
     )
     last = (len(list(sent)) - 1,)
@@ -536,7 +380,7 @@ def _us(found: Sequence[Stage], site: Site, profile: Profile) -> float:
     """The time of stages: what is computed and what travels overlap as far as they can. A stream of
     the GPU's carries out one exchange after the other: the next begins when all of the one before
     has arrived."""
-    tasks = list(map(_prices(site, profile).task, found))
+    tasks = list(map(prices_of(site, profile).task, found))
     if site.device != "cpu":
         tasks = [
             task
@@ -545,8 +389,3 @@ def _us(found: Sequence[Stage], site: Site, profile: Profile) -> float:
             for task in tasks
         ]
     return finished_us(tasks)
-
-
-def _prices(site: Site, profile: Profile) -> Prices:
-    labels = (site.group_label, *site.group_labels)
-    return prices(profile, site.group_size, labels, site.global_ranks)

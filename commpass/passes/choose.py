@@ -19,7 +19,8 @@ from commpass.costmodel import Profile
 from commpass.errors import PolicyError
 from commpass.lowering import cpu, has_kernels
 from commpass.lowering.chain import Chain, Encode
-from commpass.passes.candidates import SURE, Options, together_us
+from commpass.passes.candidates import Options, together_us
+from commpass.passes.divide import SURE
 from commpass.passes.hidden import Course, Known, leave_hidden
 from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
 from commpass.rules import Allowed

@@ -110,7 +110,7 @@ def test_chunks_of_an_exchange_do_not_share_their_start_up_time_on_a_gpu():
 
 @pytest.mark.parametrize(
     ("mib", "each", "expected"),
-    [(256, 64, 4), (64, 64, 1), (1, 64, 1), (160, 64, 2), (1024, 4, 64), (16, 2, 8)],
+    [(256, 64, 4), (64, 64, 1), (1, 64, 1), (160, 64, 2), (180, 64, 3), (1024, 4, 64), (16, 2, 8)],
 )
 def test_chunks_of_so_many_bytes_are_a_number_for_each_size(mib, each, expected):
     """As near as can be; of 64 MiB in TACO, section 3; never more than 64."""
@@ -184,7 +184,8 @@ def test_micro_shards_are_chosen_where_they_surely_win(alpha, decode_ns, margin,
         assert ("shards=" in name) == (expected > 1 or alpha == 1000.0)
         return
     times = {many: in_shards_us(4 * MIB, many, alpha, 10.0, how) for many in (1, 2, 4, 8)}
-    sure = [many for many in (2, 4, 8) if times[many] < (1 - margin) * times[1]]
+    least = (1 - margin) * times[1] - 4 * MIB * how.other.encode_ns / 1e3
+    sure = [many for many in (2, 4, 8) if times[many] < least]
     best = min((times[many] for many in sure), default=0.0)
     assert expected == next((many for many in sure if times[many] <= 1.01 * best), 1)
     assert name == ("direct" if expected == 1 else f"direct(shards={expected})")
@@ -224,6 +225,10 @@ ALONE = {
     "named shards": (
         gathered(),
         dataclasses.replace(EQUARX, algorithms="direct(shards=2)"),
+    ),
+    "a library's own broadcasts": (
+        site("broadcast", 4 * MIB, RANKS, by_messages=True),
+        EQUARX,
     ),
     "a ring by messages whose rank takes turns": (
         site("all_reduce", 4 * MIB, RANKS, by_messages=True),
