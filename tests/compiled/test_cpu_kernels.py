@@ -259,14 +259,16 @@ them and at least."""
 
 def check_roots(wire: torch.Tensor, coder, z: torch.Tensor) -> None:
     """A wire of finite values z, float64, is what the formulas say: within the roundings of a sum
-    of squares of so many values, and of a few products."""
+    of squares of so many values, and of a few products. Of a rotation, each of its sums may also be
+    off by the steps of subnormal numbers."""
     form, (rows, n) = coder.grid.form, z.shape
     largest, eighth, part, least = LEVELS[form]
     blocks = torch.nn.functional.pad(z, (0, -n % coder.block)).unflatten(1, (-1, coder.block))
     numbers, eps, tiny = numbers_of(wire, coder, n), 2.0**-24, torch.finfo(F32).tiny
-    near = (coder.block / 16 + 16) * eps
+    steps = coder.transform.sums * 2.0**-149 if coder.transform.sums > 1 else 0.0
     root = blocks.square().mean(-1, keepdim=True).sqrt()
     peak = blocks.abs().amax(-1, keepdim=True)
+    near = (coder.block / 16 + 16) * eps + steps / peak.clamp_min(2.0**-149)
     if coder.scale.numbers == 2:
         first = root.clamp_min(tiny)
         second = (peak / first / largest).clamp_min(tiny)
@@ -280,7 +282,7 @@ def check_roots(wire: torch.Tensor, coder, z: torch.Tensor) -> None:
     codes = wire[:, : blocks.shape[1] * coder.block].reshape(rows, -1, coder.block)
     units = codes.contiguous().view(FORMS[form][0]).double()
     cut = (blocks / scale).clamp(-largest, largest)
-    assert ((units - cut).abs() <= cut.abs() * (part + 1e-5) + least).all()
+    assert ((units - cut).abs() <= cut.abs() * (part + 1e-5) + least + steps / scale).all()
     if coder.scale.numbers == 2:  # the peak lands on the largest number
         assert ((units.abs() == largest).any(-1) | (peak.squeeze(-1) < tiny * largest)).all()
 
