@@ -26,8 +26,8 @@ SMALLEST = {SINGLE: (2.0**-126, 2.0**-149), DOUBLE: (2.0**-1022, 2.0**-1074)}
 @dataclass(frozen=True)
 class Setting:
     """A block codec in words. ``rotation`` is "", "plain", "signed" or "pivot", of ``width`` values
-    (0: of a block); ``layout`` is "flat", "lanes" (``block`` is the depth) or "tiles" (of a matrix
-    with ``columns``)."""
+    (0: of a block); ``layout`` is "flat", "lanes" (``block`` is the depth, 0 for all) or "tiles"
+    (of a matrix with ``columns``)."""
 
     grid: str
     scale: str = "absmax"
@@ -125,7 +125,7 @@ def _family() -> dict[str, Setting]:
             scale=scale,
             rotate=rotate,
         )
-    add("equarx", Setting("int8", layout="lanes"))
+    add("equarx", Setting("int8", layout="lanes", block=0))
     for columns in (1, 96, 128, 300):
         add("equarx", Setting("int8", layout="tiles", columns=columns), width=columns)
     add("sdp4bit", Setting("int4", rotation="plain", width=32, block=128))
@@ -329,7 +329,7 @@ def places(numel: int, setting: Setting) -> np.ndarray:
         found = np.arange(-(-numel // setting.block) * setting.block).reshape(-1, setting.block)
     elif setting.layout == "lanes":
         chunks = -(-numel // 1024)
-        groups = -(-chunks // setting.block)
+        groups = -(-chunks // (setting.block or max(chunks, 1)))
         depth = -(-chunks // groups) if groups else 1
         group, lane, chunk = np.ogrid[:groups, :1024, :depth]
         found = ((group * depth + chunk) * 1024 + lane).reshape(groups * 1024, depth)

@@ -8,7 +8,7 @@ from math import inf
 from commpass.costmodel import Kernels, Link, Profile
 from commpass.costmodel.interconnects import REACHED, Card
 from commpass.passes.breakeven import break_even
-from commpass.passes.candidates import CHUNKS
+from commpass.passes.divide import CHUNKS
 
 from .sites import fused, gain, site
 

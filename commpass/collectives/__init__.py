@@ -4,10 +4,9 @@ from commpass.codecs.operators import UNROLLED_RANKS
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.handle import Handle
 from commpass.collectives.public import all_gather, all_reduce, all_to_all, reduce_scatter
-from commpass.collectives.reductions import MOST_CHUNKS
 from commpass.collectives.request import Request
 from commpass.collectives.stages import Payload, Stages, read_stages, record_stages
-from commpass.collectives.steps import run
+from commpass.collectives.steps import MOST_CHUNKS, chunks_for, run
 from commpass.collectives.table import (
     ALGORITHM_NAMES,
     DEFAULTS,
@@ -15,7 +14,9 @@ from commpass.collectives.table import (
     algorithm,
     algorithms_of,
     check_name,
+    chunk_bytes_of,
     divides,
+    has_shards,
     own,
     whole,
 )
@@ -37,7 +38,10 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "check_name",
+    "chunk_bytes_of",
+    "chunks_for",
     "divides",
+    "has_shards",
     "own",
     "read_stages",
     "record_stages",

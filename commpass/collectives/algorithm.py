@@ -32,8 +32,9 @@ class Algorithm:
     in it (for ranks whose values are independent). ``obstacle`` says why it cannot work with a
     codec on so many ranks. ``domain`` names the domain in which it sums, "" for the values
     themselves. ``keeps`` says whether it, or an exchange in the air, still reads the input once it
-    has started. ``chunks`` is into how many it divides what it sends. ``sends`` is the dtype of its
-    wire: bytes, but for one whose library sums what is sent.
+    has started. ``chunks`` is into how many it divides what it sends, where that does not depend on
+    the tensor's size. ``sends`` is the dtype of its wire: bytes, but for one whose library sums
+    what is sent.
     """
 
     spec: str

@@ -155,12 +155,18 @@ def pairwise(kind: str, spec: str) -> Algorithm:
 
 
 def direct(
-    kind: str, spec: str, *, chunks: int = 1, shards: int = 1, first: str = "static"
+    kind: str,
+    spec: str,
+    *,
+    chunks: int = 1,
+    chunk_bytes: int = 0,
+    shards: int = 1,
+    first: str = "static",
 ) -> Algorithm:
     """One exchange as the plain collective has it, of codes. ``first`` is for a lossless codec:
     ``static``, its static part goes first, and has the sizes of the rest in it; ``sizes``, sizes go
     first, then all together (ZipCCL, designs 2 and 1)."""
-    flow = flow_of(chunks, shards, first)
+    flow = flow_of(chunks, chunk_bytes, shards, first)
     steps: Any = {
         "all_gather": gather_steps,
         "all_to_all": all_to_all_steps,

@@ -34,6 +34,7 @@ from commpass.collectives.algorithm import Algorithm, Encodes
 from commpass.collectives.request import Gather, Request
 from commpass.collectives.scatters import Summed, convert
 from commpass.collectives.steps import (
+    MOST_CHUNKS,
     UNDIVIDED,
     Coding,
     Flow,
@@ -222,10 +223,16 @@ def no_sparse(coder: Codec, ranks: int) -> str | None:
 
 
 def one_shot(
-    kind: str, spec: str, *, chunks: int = 1, shards: int = 1, first: str = "static"
+    kind: str,
+    spec: str,
+    *,
+    chunks: int = 1,
+    chunk_bytes: int = 0,
+    shards: int = 1,
+    first: str = "static",
 ) -> Algorithm:
     """One all-gather of everything: the fewest hops, for small tensors and few ranks."""
-    flow = flow_of(chunks, shards, first)
+    flow = flow_of(chunks, chunk_bytes, shards, first)
     return Algorithm(
         spec,
         kind,
@@ -277,11 +284,12 @@ def two_shot(
     *,
     stage: str = "both",
     chunks: int = 1,
+    chunk_bytes: int = 0,
     shards: int = 1,
     first: str = "static",
 ) -> Algorithm:
     """Each rank sums one shard, then shares it: an all-to-all and an all-gather (TACO, EQuARX)."""
-    return _staged(kind, spec, DIRECT, stage, flow_of(chunks, shards, first))
+    return _staged(kind, spec, DIRECT, stage, flow_of(chunks, chunk_bytes, shards, first))
 
 
 def ring(
@@ -290,13 +298,15 @@ def ring(
     *,
     stage: str = "both",
     chunks: int = 1,
+    chunk_bytes: int = 0,
     shards: int = 1,
     first: str = "static",
 ) -> Algorithm:
     """Partial sums go round, coded again at each of ranks - 1 hops (EQuARX, full loop); then, of an
     all_reduce, the sums (``gathers.ring``)."""
     return _few_hops(
-        _staged(kind, spec, RING, stage, flow_of(chunks, shards, first)), lambda ranks: ranks - 1
+        _staged(kind, spec, RING, stage, flow_of(chunks, chunk_bytes, shards, first)),
+        lambda ranks: ranks - 1,
     )
 
 
@@ -306,12 +316,13 @@ def semi_ring(
     *,
     stage: str = "both",
     chunks: int = 1,
+    chunk_bytes: int = 0,
     shards: int = 1,
     first: str = "static",
 ) -> Algorithm:
     """As ``ring`` in both directions at once: ranks / 2 hops (EQuARX, semi-loop)."""
     return _few_hops(
-        _staged(kind, spec, SEMI_RING, stage, flow_of(chunks, shards, first)),
+        _staged(kind, spec, SEMI_RING, stage, flow_of(chunks, chunk_bytes, shards, first)),
         lambda ranks: ranks // 2,
     )
 
@@ -324,6 +335,7 @@ def hierarchical(
     between: str = "",
     stage: str = "both",
     chunks: int = 1,
+    chunk_bytes: int = 0,
     shards: int = 1,
     first: str = "static",
 ) -> Algorithm:
@@ -355,7 +367,7 @@ def hierarchical(
         return no_sparse(coder, ranks)
 
     scatter = Scatter(run, lambda coder, ranks: ((coder, 1.0), (of(coder), 1.0)), of)
-    made = _staged(kind, spec, scatter, stage, flow_of(chunks, shards, first))
+    made = _staged(kind, spec, scatter, stage, flow_of(chunks, chunk_bytes, shards, first))
     return replace(made, obstacle=obstacle)
 
 
@@ -365,10 +377,7 @@ def sparse(kind: str, spec: str) -> Algorithm:
     return Algorithm(spec, kind, sparse_steps, obstacle=_needs_sparse)
 
 
-MOST_CHUNKS = 64
-
-
-def flow_of(chunks: int, shards: int, first: str) -> Flow:
+def flow_of(chunks: int, chunk_bytes: int, shards: int, first: str) -> Flow:
     """How an algorithm's parameters divide what it sends. Raises PolicyError for what cannot be."""
     for name, many in (("chunks", chunks), ("shards", shards)):
         if not 1 <= many <= MOST_CHUNKS:
@@ -378,6 +387,11 @@ def flow_of(chunks: int, shards: int, first: str) -> Flow:
             f"chunks={chunks} and shards={shards}: give one of them. Chunks each have an exchange"
             " for every hop; shards are parts of one hop, all side data first"
         )
+    if chunk_bytes < 0:
+        raise PolicyError(f"chunk_bytes={chunk_bytes}: must be a number of bytes, or 0 for none")
+    if chunk_bytes and (chunks > 1 or shards > 1):
+        other = f"chunks={chunks}" if chunks > 1 else f"shards={shards}"
+        raise PolicyError(f"chunk_bytes={chunk_bytes} and {other}: give one of them")
     if first not in ("static", "sizes"):
         raise PolicyError(f"first={first!r}{nearest(first, ('static', 'sizes'))}")
-    return Flow(chunks, shards, first == "sizes")
+    return Flow(chunks, shards, first == "sizes", chunk_bytes)

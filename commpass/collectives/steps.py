@@ -44,7 +44,8 @@ def finish(steps: Steps, started: Tensor | None) -> Any:
 @dataclass(frozen=True)
 class Flow:
     """How what an algorithm sends is divided: into ``chunks`` that take turns, each by an exchange
-    of its own (see ``in_chunks``); or within one hop into micro-``shards``, all side data first.
+    of its own (see ``in_chunks``), or as many as there are ``chunk_bytes`` in the tensor; or within
+    one hop into micro-``shards``, all side data first.
 
     ``sizes_first`` matters for a dynamic codec alone: whether sizes are exchanged before all data
     (ZipCCL's design 1), or are read off the static part, which goes first (design 2).
@@ -53,9 +54,23 @@ class Flow:
     chunks: int = 1
     shards: int = 1
     sizes_first: bool = False
+    chunk_bytes: int = 0
+
+    def chunks_of(self, nbytes: int) -> int:
+        """Into how many chunks a tensor of so many bytes is divided; of a size that is not fixed,
+        by bytes into one."""
+        if not self.chunk_bytes:
+            return self.chunks
+        return chunks_for(nbytes, self.chunk_bytes) if isinstance(nbytes, int) else 1
 
 
 UNDIVIDED = Flow()
+MOST_CHUNKS = 64
+
+
+def chunks_for(nbytes: int, each: int) -> int:
+    """How many chunks of about ``each`` bytes a tensor has."""
+    return min(max(round(nbytes / each), 1), MOST_CHUNKS)
 
 
 @dataclass(frozen=True)
@@ -127,7 +142,8 @@ def in_chunks(
     No block of ``unit`` values is in two chunks: the bits are those that all rows together give,
     but for codecs that round at random. Fewer chunks are made where there are not as many blocks.
     """
-    chunks, unit = coding.flow.chunks, math.lcm(unit, ALIKE)
+    chunks = coding.flow.chunks_of(rows.numel() * rows.element_size())
+    unit = math.lcm(unit, ALIKE)
     units = rows.shape[1] // unit
     if isinstance(units, int):
         chunks = min(chunks, max(units, 1))

@@ -72,12 +72,23 @@ def whole(spec: str) -> str:
     """The text of an algorithm that does not divide what it sends."""
     name, given = parse(spec)
     given.pop("chunks", None)
+    given.pop("chunk_bytes", None)
     return spelled(name, tuple(sorted(given.items())))
+
+
+def chunk_bytes_of(spec: str) -> int:
+    """The bytes of the chunks that an algorithm is named with; 0 for none."""
+    return int(parse(spec)[1].get("chunk_bytes", 0))
 
 
 def divides(kind: str, name: str) -> bool:
     """Whether an algorithm can divide what it sends into chunks."""
     return "chunks" in parameters_of(ALGORITHMS[kind][name])
+
+
+def has_shards(kind: str, name: str) -> bool:
+    """Whether an algorithm can send what it sends in micro-shards."""
+    return "shards" in parameters_of(ALGORITHMS[kind][name])
 
 
 def own(kind: str, spec: str) -> Algorithm | None:

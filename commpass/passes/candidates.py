@@ -1,7 +1,8 @@
 """candidates: site -> everything that may be done to it, each with its stages, error and time.
 
 needs: the sites of a graph, each with what it is allowed.
-gives: for every site its ``Options``: *leave it alone* first, then each codec with each algorithm.
+gives: for every site its ``Options``: *leave it alone* first, then each codec with each algorithm,
+in chunks and micro-shards where those may pay.
 changes: nothing. Every rank finds the same.
 """
 
@@ -24,16 +25,27 @@ from commpass.collectives import (
     Stages,
     algorithm,
     algorithms_of,
-    divides,
     own,
     read_stages,
     whole,
 )
-from commpass.costmodel import Prices, Profile, finished_us, prices
+from commpass.costmodel import Profile, finished_us
 from commpass.kinds import KINDS
+from commpass.passes.divide import (
+    SURE,
+    divided,
+    in_shards,
+    is_surely_faster,
+    is_unsure,
+    payload_of,
+    prices_of,
+    unapplied_note,
+    undivided_reason,
+)
 from commpass.plan import ROWS, Candidate, PlannedSite, Site
 from commpass.rules import Allowed
-from commpass.stage import NEXT, Stage
+from commpass.stage import Stage
+from commpass.timeline import HOST
 
 
 @dataclass(frozen=True)
@@ -140,18 +152,41 @@ def _obstacle(site: Site, allowed: Allowed) -> str | None:
 def _coded(
     site: Site, allowed: Allowed, profile: Profile, reassociate: bool
 ) -> Iterator[Candidate]:
-    """Every codec with every algorithm that is allowed. One that fails on a site is refused."""
+    """Every codec with every algorithm that is allowed. One that fails on a site is refused. Then
+    those in micro-shards that are surely faster than all of these."""
     chosen = {each.spec: each for each in _algorithms(site, allowed, profile)}.values()
+    known: list[Candidate] = []
+    undivided: list[tuple[Codec, Algorithm, Candidate]] = []
     for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
         for each in chosen:
-            parts = _divided(each, site, allowed, coder, profile)
+            parts = divided(each, site, allowed, coder, profile)
             try:
-                made = [_candidate(site, coder, p, allowed, profile, reassociate) for p in parts]
+                made = [
+                    dataclasses.replace(
+                        _candidate(site, coder, part, allowed, profile, reassociate),
+                        note=unapplied_note(each, site, allowed),
+                    )
+                    for part in parts
+                ]
             except Exception as error:
                 said = str(error).strip().partition("\n")[0]
                 why = f"{coder.spec} by {each.spec} fails: {type(error).__name__}: {said}"
                 made = [Candidate(codec=coder.spec, algorithm=whole(each.spec), refused=why)]
+            if len(made) == 1 and not made[0].refused:
+                undivided.append((coder, each, made[0]))
+            made = [made[0], *(m for m in made[1:] if is_surely_faster(m, made[0], site, profile))]
+            known += made
             yield from made
+    if allowed.chunks is not None or is_unsure(site) or not undivided:
+        return
+    least = min(each.predicted_us for each in known if not each.refused)
+    least *= 1 - max(profile.margin, SURE)
+    for coder, each, one in undivided:
+        if not (coder.dynamic or undivided_reason(each, site)):
+            score = functools.partial(
+                _candidate, site, coder, allowed=allowed, profile=profile, reassociate=reassociate
+            )
+            yield from in_shards(each, one, site, coder, profile, least, score)
 
 
 def _candidate(
@@ -167,7 +202,6 @@ def _candidate(
         codec=coder.spec,
         algorithm=whole(chosen.spec),
         chunks=chosen.chunks,
-        note=_undivided(chosen, site, allowed),
     )
     obstacle = _misfit(site, coder, chosen, reassociate)
     if obstacle := obstacle or (None if allowed.force else _needless(site, coder)):
@@ -180,7 +214,7 @@ def _candidate(
     scored = read_stages(site.kind, chosen.spec, coder.spec, *_scored(site))
     real = scored
     if site.uneven and site.bytes >= 0:
-        real = read_stages(site.kind, chosen.spec, coder.spec, _payload(site), _handed(site))
+        real = read_stages(site.kind, chosen.spec, coder.spec, payload_of(site), _handed(site))
     known = site.bytes >= 0
     return dataclasses.replace(
         named,
@@ -192,78 +226,6 @@ def _candidate(
         predicted_us=round(stages_us(_timed(scored, site, chosen, coder), site, profile), 3),
         error=error,
     )
-
-
-CHUNKS = (2, 4, 8)
-"""Into how many chunks a site may be divided where nobody names a number: more take longer, since
-a rank is busy with every message (benchmarks/network/reduces.py)."""
-LEAST_BYTES = 2 << 20
-"""Bytes of a tensor's values that are worth an exchange of their own."""
-FEW_HOPS = ("one_shot", "two_shot", "direct")
-"""Algorithms whose chunks are few messages."""
-SLOW = 10.0
-"""How many times longer than its coding a message of a ring's must take on the link for chunks to
-gain: between its hops the rank takes turns (4 ranks on 2 cores: int8 gains 3 % at 0.1 Gbit/s, and
-loses a fourth at 1, where it takes 9 times as long; benchmarks/network/reduces.py)."""
-
-
-def _divided(
-    chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec, profile: Profile
-) -> Iterator[Algorithm]:
-    """An algorithm with every number of chunks that is allowed; one where it has none, where it was
-    named with its own, and where chunks would be small or of sizes that are not fixed. The model
-    knows what they gain where exchanges go as messages, so it is those that it divides unasked."""
-    unsure = site.splits is not None or site.dynamic or coder.dynamic  # other ranks' may differ
-    if _whole(chosen, site) or (allowed.chunks is None and unsure):
-        yield chosen
-        return
-    if allowed.chunks is not None:
-        yield algorithm(site.kind, chosen.spec, chunks=allowed.chunks)
-        return
-    yield chosen
-    for chunks in CHUNKS if coder.settled and site.by_messages else ():
-        known = chosen.name in FEW_HOPS or _is_slow_ring(chosen, chunks, site, coder, profile)
-        if known and chunks * LEAST_BYTES <= site.bytes:
-            yield algorithm(site.kind, chosen.spec, chunks=chunks)
-
-
-def _is_slow_ring(
-    chosen: Algorithm, chunks: int, site: Site, coder: Codec, profile: Profile
-) -> bool:
-    """Whether each message of a ring in chunks travels for long against what it takes to code."""
-    if chosen.name != "ring":
-        return False
-    dtype = _payload(site).dtype
-    values = site.bytes // dtype.itemsize // (site.group_size * chunks)
-    nbytes = coder.expected_bytes(values, dtype)
-    move = Stage(
-        role="exchange",
-        kind="all_to_all",
-        nbytes=nbytes,
-        leaving=nbytes,
-        peers=1,
-        reach=NEXT,
-        by_messages=site.by_messages,
-    )
-    coding = [Stage(role=role, codec=coder.spec, values=values) for role in ("encode", "decode")]
-    task = prices_of(site, profile).task
-    return task(move).us >= SLOW * sum(task(stage).us for stage in coding)
-
-
-def _whole(chosen: Algorithm, site: Site) -> str | None:
-    """Why an algorithm is not divided, whoever asks for it."""
-    if not divides(site.kind, chosen.name):
-        return f"{site.kind} by {chosen.name} is sent whole"
-    if chosen.chunks > 1:
-        return f"the algorithm was named with chunks={chosen.chunks}"
-    return f"{chosen.spec} has shards instead" if "shards=" in chosen.spec else None
-
-
-def _undivided(chosen: Algorithm, site: Site, allowed: Allowed) -> str:
-    """What a reason says of chunks that a word asks for in vain."""
-    if allowed.chunks in (None, chosen.chunks) or not (why := _whole(chosen, site)):
-        return ""
-    return f"chunks={allowed.chunks} does not apply: {why}"
 
 
 def _made(chosen: Algorithm, found: Stages, site: Site, coder: Codec) -> int:
@@ -339,16 +301,11 @@ def request(site: Site) -> Request:
     )
 
 
-def _payload(site: Site) -> Payload:
-    dtype = getattr(torch, site.dtype)
-    return Payload(max(site.bytes, 0) // dtype.itemsize, site.width, dtype)
-
-
 def _scored(site: Site) -> tuple[Payload, Request]:
     """What times are predicted for: the site itself, or where ranks may hold different sizes one
     that all ranks know."""
     if not site.uneven:
-        return _payload(site), request(site)
+        return payload_of(site), request(site)
     dtype = getattr(torch, site.dtype)
     rows = (ROWS,) * site.group_size
     asked = dataclasses.replace(
@@ -363,7 +320,7 @@ def _handed(site: Site) -> Request:
     asked = request(site)
     if _known(site):
         return asked
-    entries = _payload(site).numel // max(site.width, 1)
+    entries = payload_of(site).numel // max(site.width, 1)
     rows = (entries, *[0] * (site.group_size - 1))
     return dataclasses.replace(asked, sent=rows, received=rows, unknown=True)
 
@@ -417,7 +374,7 @@ def _timed(found: Stages, site: Site, chosen: Algorithm, coder: Codec) -> list[S
     if not site.pairwise:
         return list(found)
     sent, received = (
-        read_stages(kind, chosen.spec, coder.spec, _payload(site), request(site))
+        read_stages(kind, chosen.spec, coder.spec, payload_of(site), request(site))
         for kind in ("send", "recv")
     )
     last = (len(list(sent)) - 1,)
@@ -426,12 +383,15 @@ def _timed(found: Stages, site: Site, chosen: Algorithm, coder: Codec) -> list[S
 
 
 def stages_us(found: Sequence[Stage], site: Site, profile: Profile) -> float:
-    """The time of stages: what is computed and what travels overlap as far as they can."""
-    of_group = prices_of(site, profile)
-    return finished_us([of_group.task(stage) for stage in found])
-
-
-def prices_of(site: Site, profile: Profile) -> Prices:
-    """What exchanges and coding cost in the group of a site."""
-    labels = (site.group_label, *site.group_labels)
-    return prices(profile, site.group_size, labels, site.global_ranks)
+    """The time of stages: what is computed and what travels overlap as far as they can. A stream of
+    the GPU's carries out one exchange after the other: the next begins when all of the one before
+    has arrived."""
+    tasks = list(map(prices_of(site, profile).task, found))
+    if site.device != "cpu":
+        tasks = [
+            task
+            if task.resource == HOST
+            else dataclasses.replace(task, us=task.us + task.latency_us, latency_us=0.0)
+            for task in tasks
+        ]
+    return finished_us(tasks)

@@ -20,6 +20,7 @@ from commpass.errors import PolicyError
 from commpass.lowering import cpu, has_kernels
 from commpass.lowering.chain import Chain, Encode
 from commpass.passes.candidates import Options, together_us
+from commpass.passes.divide import SURE
 from commpass.passes.hidden import Course, Known, leave_hidden
 from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
 from commpass.rules import Allowed
@@ -122,10 +123,6 @@ def _leave_coalesced(
             for n in coded:
                 found[n] = dataclasses.replace(alone[n], reason=reason)
     return found
-
-
-SURE = 0.01
-"""By what share of the time more chunks must be faster than fewer."""
 
 
 def _with_fewest_chunks(possible: Sequence[Candidate]) -> Candidate:

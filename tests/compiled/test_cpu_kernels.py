@@ -32,7 +32,19 @@ from commpass.lowering.chain import (
 INT8 = codec("int8")
 F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
 PLAIN = ("int8", "int8(stored=bf16,block=64)", "int4(stored=pow2)", "int6(block=48)")
-CASES = [*((PLAIN[0], dtype) for dtype in (F32, BF16, F16)), *((spec, BF16) for spec in PLAIN[1:])]
+FLOATS = (
+    ("fp8", F32),
+    ("fp8(form=e5m2,stored=pow2,block=48)", BF16),
+    pytest.param("fp8(stored=bf16,block=1024)", F16, marks=pytest.mark.every),
+    ("fp8(static=0.3)", F16),
+    pytest.param("fp8(form=e5m2,static=3.0)", F32, marks=pytest.mark.every),
+    pytest.param("int8(static=0.02)", BF16, marks=pytest.mark.every),
+)
+CASES = [
+    *((PLAIN[0], dtype) for dtype in (F32, BF16, F16)),
+    *((spec, BF16) for spec in PLAIN[1:]),
+    *FLOATS,
+]
 SIZES = (1, 2, 63, 256, 1000, 2049)
 SPECIAL = (math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-40, -3e-45, 3.3e38, -3.3e38)
 
@@ -121,8 +133,9 @@ def test_a_wire_is_decoded_to_the_values_of_the_aten_form(spec, dtype):
 RANKS = 3
 
 
-def test_a_sum_is_in_rank_order_and_goes_on_as_a_wire_or_as_values():
-    coder, n = codec(PLAIN[1]), 1000
+@pytest.mark.parametrize("spec", [PLAIN[1], "fp8(block=64)"])
+def test_a_sum_is_in_rank_order_and_goes_on_as_a_wire_or_as_values(spec):
+    coder, n = codec(spec), 1000
     wire = coder.encode_rows(torch.cat([values(1, n, BF16, seed) for seed in range(RANKS)]))
     total = operators.sum_rows(coder.decode_rows(wire, n, BF16))
     start = (Decode(coder, BF16), Sum(RANKS))
@@ -152,7 +165,9 @@ def test_casts_and_residuals_are_rounded_as_torch_rounds():
 @given(
     st.lists(st.floats(width=32), min_size=1, max_size=40),
     st.integers(1, 900),
-    st.sampled_from(["int8", "int4(stored=pow2)", "rotated(bits=4)", "tahquant(block=32)"]),
+    st.sampled_from(
+        ["int8", "int4(stored=pow2)", "rotated(bits=4)", "tahquant(block=32)", "fp8", "taco"]
+    ),
 )
 def test_kernels_keep_what_is_not_finite_and_make_nothing_else_so(some, n, spec):
     """Law 2, for any bits."""
@@ -177,6 +192,192 @@ def test_no_rows_and_no_values_are_nothing():
         assert (wire == 0xAB).all()
 
 
+# --- 8-bit floats: every number -------------------------------------------------------------------
+
+FORMS = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}
+
+
+def all_numbers(form: torch.dtype) -> torch.Tensor:
+    """Every bfloat16 and every float16 as float32; and around the numbers of a form, those midway
+    between two of them, and the float32 before and behind each."""
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    every = [bits.view(BF16).float(), bits.view(F16).float()]
+    levels = torch.arange(256).to(U8).view(form).float()
+    levels = levels[levels.isfinite()].sort().values
+    near = torch.cat([levels, (levels[1:] + levels[:-1]) / 2])
+    inf = torch.full_like(near, math.inf)
+    return torch.cat([*every, near, near.nextafter(inf), near.nextafter(-inf)])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_are_rounded_to_8_bit_floats_as_torch_casts_them(form):
+    """Above the largest number they are cut; what is not finite is NaN."""
+    dtype, largest = FORMS[form]
+    x = all_numbers(dtype)
+    coder, n = codec(f"fp8(form={form},static=1.0,block=16)"), x.numel()
+    made = run(Chain(F32, (Encode(coder),)), [x[None]], n)[0, :n]
+    right = x.clamp(-largest, largest).to(dtype).view(U8)
+    finite = x.isfinite()
+    assert torch.equal(made[finite], right[finite])
+    assert (made[~finite] == 0x7F).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_8_bit_floats_are_decoded_as_torch_casts_them(form):
+    """Those that no encoder makes as well."""
+    dtype, _ = FORMS[form]
+    coder, codes = codec(f"fp8(form={form},static=1.0)"), torch.arange(256).to(U8)
+    made = run(Chain(U8, (Decode(coder, F32),)), [codes[None]], 256)[0]
+    right = codes.view(dtype).float().clamp(-3.4e38, 3.4e38)
+    finite = right.isfinite() & (right.abs() < 1e38)
+    assert torch.equal(made[finite].view(torch.int32), right[finite].view(torch.int32))
+    assert torch.equal(made.isnan(), right.isnan())
+    assert (made[~finite & ~right.isnan()].abs() == torch.finfo(F32).max).all()
+
+
+# --- root mean squares: against float64 -----------------------------------------------------------
+
+
+def numbers_of(wire: torch.Tensor, coder, n: int) -> list[torch.Tensor]:
+    """The numbers of each block, ``[rows, blocks, 1]``, in float64; read as float32 or bfloat16
+    from regions that each begin at a multiple of 128 bytes."""
+    blocks, kind = -(-n // coder.block), {"fp32": F32, "bf16": BF16}[coder.scale.stored]
+    place, size, found = -(-blocks * coder.block // 128) * 128, blocks * kind.itemsize, []
+    for _ in range(coder.scale.numbers):
+        found.append(wire[:, place : place + size].contiguous().view(kind).double().unsqueeze(-1))
+        padded = -(-size // 128) * 128
+        assert not wire[:, place + size : place + padded].any()
+        place += padded
+    assert place == wire.shape[1]
+    return found
+
+
+LEVELS = {"e4m3": (448.0, 56.0, 2**-4, 2**-10), "e5m2": (57344.0, 7168.0, 2**-3, 2**-17)}
+"""Of each form: its largest number, an eighth of it, and by how much numbers are off, as a part of
+them and at least."""
+
+
+def check_roots(wire: torch.Tensor, coder, z: torch.Tensor) -> None:
+    """A wire of finite values z, float64, is what the formulas say: within the roundings of a sum
+    of squares of so many values, and of a few products. Of a rotation, each of its sums may also be
+    off by the steps of subnormal numbers."""
+    form, (rows, n) = coder.grid.form, z.shape
+    largest, eighth, part, least = LEVELS[form]
+    blocks = torch.nn.functional.pad(z, (0, -n % coder.block)).unflatten(1, (-1, coder.block))
+    numbers, eps, tiny = numbers_of(wire, coder, n), 2.0**-24, torch.finfo(F32).tiny
+    steps = coder.transform.sums * 2.0**-149 if coder.transform.sums > 1 else 0.0
+    root = blocks.square().mean(-1, keepdim=True).sqrt()
+    peak = blocks.abs().amax(-1, keepdim=True)
+    near = (coder.block / 16 + 16) * eps + steps / peak.clamp_min(2.0**-149)
+    if coder.scale.numbers == 2:
+        first = root.clamp_min(tiny)
+        second = (peak / first / largest).clamp_min(tiny)
+    else:
+        first, second = (root / eighth).clamp_min(tiny), torch.ones_like(root)
+    up = 2.0**-7 if coder.scale.stored == "bf16" else 0.0
+    for number, right in zip(numbers, [first, second], strict=False):
+        assert ((number / right - 1) >= -near).all()
+        assert ((number / right - 1) <= near + up).all()
+    scale = math.prod(numbers[1:], start=numbers[0])
+    codes = wire[:, : blocks.shape[1] * coder.block].reshape(rows, -1, coder.block)
+    units = codes.contiguous().view(FORMS[form][0]).double()
+    cut = (blocks / scale).clamp(-largest, largest)
+    assert ((units - cut).abs() <= cut.abs() * (part + 1e-5) + least + steps / scale).all()
+    if coder.scale.numbers == 2:  # the peak lands on the largest number
+        assert ((units.abs() == largest).any(-1) | (peak.squeeze(-1) < tiny * largest)).all()
+
+
+def finite_values(n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of usual values; with a block of zeros, -0.0 and an outlier; of subnormals; small; and
+    among the largest that there are."""
+    limits, g = torch.finfo(dtype), torch.Generator().manual_seed(n)
+    x = torch.randn(5, n, generator=g)
+    x[1, : n // 2] = -0.0
+    x[1, -1] = 1000.0
+    x[2] *= limits.tiny / 4
+    x[3] *= max(limits.tiny * 2.0**20, 1e-25)
+    x[4] *= limits.max / 16
+    return x.to(dtype)
+
+
+ROOTS = (
+    ("taco", BF16),
+    ("taco(form=e5m2,block=64,rotate=False)", F32),
+    pytest.param("taco(block=512)", F32, marks=pytest.mark.every),
+    pytest.param("fp8(scale=dual,block=48)", F16, marks=pytest.mark.every),
+    ("fp8(scale=rms,stored=bf16)", F16),
+    pytest.param("fp8(scale=dual,block=4096)", BF16, marks=pytest.mark.every),
+)
+
+
+@pytest.mark.parametrize(("spec", "dtype"), ROOTS, ids=str)
+def test_root_mean_squares_are_those_of_float64(spec, dtype):
+    """And the codes those of the nearest numbers. What is decoded is the wire's own numbers."""
+    coder = codec(spec)
+    encode, decode = Chain(dtype, (Encode(coder),)), Chain(U8, (Decode(coder, dtype),))
+    width = coder.transform.sums
+    for n in (1, 63, 1000, 4097):
+        x = finite_values(n, dtype)
+        wire = run(encode, [x], n)
+        padded = torch.nn.functional.pad(x.double(), (0, -n % coder.block))
+        z = padded if width == 1 else forward(padded, width, False, torch.float64)
+        check_roots(wire, coder, z)
+        numbers = numbers_of(wire, coder, n)
+        codes = wire[:, : padded.shape[1]].reshape(len(x), -1, coder.block).contiguous()
+        units = codes.view(FORMS[coder.grid.form][0]).double()
+        right = (units * math.prod(numbers[1:], start=numbers[0])).flatten(1) / width
+        if width > 1:
+            right = inverse(right, width, False, torch.float64)
+        limit = torch.finfo(dtype).max
+        right = right.clamp(-limit, limit)[:, :n]
+        made = run(decode, [wire], n).double()
+        bound = (4 + width) * 2.0**-24 * right.abs().amax(1, keepdim=True) + 1e-38 * width
+        assert ((made - right).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("spec", ["taco", "taco(rotate=False)"])
+def test_blocks_scaled_by_a_root_that_are_not_finite_stay_so(spec):
+    coder, n = codec(spec), 3000
+    x = values(6, n, F32)
+    wire = run(Chain(F32, (Encode(coder),)), [x], n)
+    made = run(Chain(U8, (Decode(coder, F32), Cast(F32))), [wire], n)
+    blocks = torch.nn.functional.pad(x, (0, -n % 256)).unflatten(1, (-1, 256)).isfinite().all(2)
+    assert not blocks.all()
+    clean = blocks.repeat_interleave(256, 1)[:, :n]
+    assert torch.equal(made.isfinite(), clean)
+
+
+def test_sums_of_values_scaled_by_roots_go_on_as_a_wire():
+    """Decoded and summed they are bit for bit those of the aten form; each scale that goes on is
+    that of float64."""
+    coder, n = codec("taco").within, 1024
+    rows = torch.randn(RANKS, n, generator=torch.Generator().manual_seed(5))
+    rows[:, 256:512] *= 1e-30
+    wire = coder.encode_rows(rows)
+    total = operators.sum_rows(coder.decode_rows(wire, n, F32))
+    start = (Decode(coder, F32), Sum(RANKS))
+    assert same(run(Chain(U8, start), [wire], n), total)
+    check_roots(run(Chain(U8, (*start, Encode(coder))), [wire], n), coder, total.double())
+
+
+def test_roots_do_not_depend_on_the_width_of_vectors():
+    """The sum of squares is of 16 sums in turns, then of halves."""
+    coder, n = codec("taco(rotate=False)"), 1 << 13
+    x = torch.randn(1, n, generator=torch.Generator().manual_seed(1))
+    found = numbers_of(run(Chain(F32, (Encode(coder),)), [x], n), coder, n)[0].flatten()
+    blocks = x.view(-1, 256)
+    power = torch.exp2(blocks.abs().amax(1, keepdim=True).log2().floor())
+    squares = (blocks / power).square().view(-1, 16, 16)
+    sums = torch.zeros(len(blocks), 16)
+    for turn in squares.unbind(1):
+        sums = sums + turn
+    while sums.shape[1] > 1:
+        low, high = sums.chunk(2, 1)
+        sums = low + high
+    right = (sums / 256).double().sqrt().float() * power
+    assert torch.equal(found.float(), right.flatten())
+
+
 # --- rotated codecs: the butterfly's bits ---------------------------------------------------------
 
 
@@ -199,16 +400,20 @@ def stages(x: torch.Tensor, distances: list[int]) -> torch.Tensor:
     return x
 
 
-def forward(x: torch.Tensor, width: int, signed: bool = True) -> torch.Tensor:
+def forward(
+    x: torch.Tensor, width: int, signed: bool = True, dtype: torch.dtype = F32
+) -> torch.Tensor:
     down = [1 << bit for bit in reversed(range(width.bit_length() - 1))]
-    factors = (signs(width) if signed else torch.ones(width)) / width
+    factors = (signs(width) if signed else torch.ones(width)).to(dtype) / width
     return stages(x.unflatten(-1, (-1, width)) * factors, down).flatten(-2)
 
 
-def inverse(x: torch.Tensor, width: int, signed: bool = True) -> torch.Tensor:
+def inverse(
+    x: torch.Tensor, width: int, signed: bool = True, dtype: torch.dtype = F32
+) -> torch.Tensor:
     """Of values divided by the width."""
     up = [1 << bit for bit in range(width.bit_length() - 1)]
-    factors = (signs(width) if signed else torch.ones(width)) * width
+    factors = (signs(width) if signed else torch.ones(width)).to(dtype) * width
     return (stages(x.unflatten(-1, (-1, width)), up) * factors).flatten(-2)
 
 
@@ -343,9 +548,12 @@ def test_chains_say_whether_they_have_the_bits_of_the_aten_form():
     assert cpu.exact(Chain(U8, (Decode(inner, BF16), Sum(2), Encode(inner))))
     assert not cpu.exact(Chain(BF16, (Encode(codec("rotated")),)))
     assert not cpu.exact(Chain(U8, (Decode(inner, BF16), Leave(codec("rotated").domain))))
+    dual = codec("taco").within
+    assert not cpu.exact(Chain(BF16, (Encode(dual),)))
+    assert cpu.exact(Chain(U8, (Decode(dual, BF16), Sum(2), Encode(codec("fp8")))))
 
 
-@pytest.mark.parametrize("spec", ["int8", "rotated", "exponent"])
+@pytest.mark.parametrize("spec", ["int8", "rotated", "exponent", "taco"])
 def test_the_number_of_threads_changes_nothing(spec):
     coder, n = codec(spec), 300_001
     x = values(2, n, BF16)
@@ -368,11 +576,10 @@ def test_the_number_of_threads_changes_nothing(spec):
 @pytest.mark.parametrize(
     ("chain", "reason"),
     [
-        (Chain(BF16, (Encode(codec("fp8")),)), "no C\\+\\+ for Fp8Grid"),
+        (Chain(BF16, (Encode(codec("table")),)), "no C\\+\\+ for TableGrid"),
         (Chain(BF16, (Encode(codec("topk")),)), "no C\\+\\+ for SparseCodec"),
         (Chain(BF16, (Encode(codec("int8(rounding=stochastic)")),)), "rounding at random"),
-        (Chain(BF16, (Encode(codec("int8(static=2.0)")),)), "mark what is not finite"),
-        (Chain(BF16, (Encode(codec("int8(scale=rms)")),)), "Rms scales"),
+        (Chain(BF16, (Encode(codec("fp8(scale=lsq)")),)), "LeastSquares scales"),
         (Chain(BF16, (Encode(codec("equarx")),)), "Lanes"),
         (Chain(BF16, (Encode(codec("int8(block=8)")),)), "multiples of 16"),
         (Chain(torch.float64, (Encode(INT8),)), "float64"),
@@ -390,9 +597,11 @@ def test_missing_kernels_say_why(chain, reason):
 
 
 def test_a_kernel_that_is_slower_than_inline_says_so():
-    assert "inline form is quicker" in cpu.supports(Chain(BF16, (Encode(codec("int4")),)))
+    for spec in ("int4", "int4(scale=rms)"):
+        assert "inline form is quicker" in cpu.supports(Chain(BF16, (Encode(codec(spec)),)))
     assert not cpu.supports(Chain(BF16, (Encode(codec("rotated(bits=4)")),)))
-    assert not cpu.supports(Chain(BF16, (Encode(codec("int8")),)))
+    for spec in ("int8", "taco", "fp8", "fp8(form=e5m2,scale=dual)"):
+        assert not cpu.supports(Chain(BF16, (Encode(codec(spec)),)))
 
 
 def test_a_kernel_refuses_tensors_that_it_would_read_wrongly():

@@ -28,8 +28,8 @@ wait = ops.wait_tensor
 RANKS = 4
 CODECS = ["outlier(width=4)", *(n for n in NAMES if n not in ("difference", "outlier", "raw"))]
 ROOTS = "taco"
-"""Its scale is a root of a sum, which eager and compiled code round in their own ways: its two
-forms are compared as both are compiled."""
+"""Its scale is a root of a sum, which eager code, compiled code and kernels in C++ each add up and
+round in their own ways."""
 CODED = set(operators.IMPLEMENTATIONS)
 KERNEL = torch.ops.commpass.kernel_.default
 EVERY = pytest.mark.every
@@ -167,6 +167,24 @@ def same(one, other):
 # --- inline and kernel ----------------------------------------------------------------------------
 
 
+def alike_of(name):
+    """How the two forms of a codec are compared."""
+    return nearly_same if name == ROOTS else same
+
+
+def nearly_same(a, b):
+    """Values whose scales are roots and whose rotations are summed in two orders: each is within
+    4 roundings for each of the 256 values of its block. In one block of eight, no more, there may
+    be a code that is another one, which moves all its values by less than an eighth of the peak."""
+    assert a.dtype == b.dtype
+    one, other = a.double().flatten(), b.double().flatten()
+    peak, eps = one.abs().amax(), max(4 * 256 * 2.0**-23, torch.finfo(a.dtype).eps)
+    off = (one - other).abs()
+    blocks = torch.nn.functional.pad(off > eps * peak, (0, -off.numel() % 256)).view(-1, 256)
+    assert blocks.any(1).float().mean() <= 1 / 8
+    assert (off <= peak / 8).all()
+
+
 def results(policy, inputs, function=summed):
     graphs, states = [], []
     for rank, x in enumerate(inputs):
@@ -255,16 +273,17 @@ def test_both_forms_give_the_same_bits(name, how, shape, dtype, made):
         assert not targets & CODED
         assert (KERNEL in targets) == (form == "kernel")
     for one, other in zip(*both, strict=True):
-        same(torch.cat([x.reshape(-1) for x in one]), torch.cat([x.reshape(-1) for x in other]))
+        whole = [torch.cat([x.reshape(-1) for x in each]) for each in (one, other)]
+        alike_of(name)(*whole)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("name", sampled((n for n in CODECS if n != ROOTS), ("int8", "rotated")))
+@pytest.mark.parametrize("name", sampled(CODECS, ("int8", "rotated", ROOTS)))
 def test_compiled_kernels_give_the_bits_of_the_inline_form(name):
     """A kernel in C++ adds up a rotation in another order (``cpu.exact``), which scales in bfloat16
     hide and those in float32 do not."""
     how = "sparse" if codec(name).state else "two_shot"
-    alike = same_but_for_order if name in ROTATED_IN_FLOAT32 else same
+    alike = same_but_for_order if name in ROTATED_IN_FLOAT32 else alike_of(name)
     both = [
         results(forced(name, algorithm=how, lowering=form), inputs_of((64, 64)))[1]
         for form in ("inline", "kernel")
@@ -526,7 +545,7 @@ def test_other_compilers_get_plain_operators(fake_group):
 
 def test_kernels_are_compiled_once_by_the_pass_that_lowers(fake_group, made):
     fake_group(4)
-    policy = forced("fp8", algorithm="two_shot", lowering="kernel")
+    policy = forced("table", algorithm="two_shot", lowering="kernel")
     for _ in range(2):
         gm, _ = rewritten(chain(3), torch.randn(64, 64), policy)
         called = {node.args[3] for node in gm.graph.nodes if node.target is KERNEL}
@@ -568,7 +587,7 @@ def test_large_or_random_constants_are_no_tables():
 
 
 @pytest.mark.parametrize(
-    ("text", "of", "what"), [("fp8", kernel, "_compiled"), ("int8", kernel.cpu, "compiled")]
+    ("text", "of", "what"), [("table", kernel, "_compiled"), ("int8", kernel.cpu, "compiled")]
 )
 def test_sites_whose_kernel_cannot_be_compiled_are_left_alone(
     fake_group, monkeypatch, text, of, what
@@ -679,7 +698,7 @@ def reduced(steps, name):
         run = torch.compile(chain(steps), backend=commpass.backend(policy, strict=True))
         with torch.no_grad():
             found.append(run(x))
-    same(*found)
+    alike_of(name)(*found)
     everywhere = [torch.empty_like(found[0]) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(everywhere, found[0])
     for other in everywhere:
@@ -688,6 +707,6 @@ def reduced(steps, name):
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("name", ["rotated", ROOTS])
+@pytest.mark.parametrize("name", ["rotated", "fp8", ROOTS])
 def test_real_ranks_get_the_same_bits_by_kernels(name, ranks2):
     assert ranks2.run(reduced, 3, name) == [True, True]

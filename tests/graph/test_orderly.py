@@ -18,7 +18,7 @@ import commpass
 from commpass import Policy, Rule
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.passes import Road, run
-from commpass.passes.choose import SURE
+from commpass.passes.divide import SURE
 from commpass.passes.timeline import whole_us
 from commpass.plan import Site
 

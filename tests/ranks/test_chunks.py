@@ -11,7 +11,9 @@ from tiers import crossed, rarely
 
 import commpass
 from commpass.collectives import Payload, Request, algorithms_of, read_stages
+from commpass.costmodel import KernelRate, Kernels, Link, Profile
 
+ops = torch.ops._c10d_functional
 pytestmark = pytest.mark.xdist_group("ranks")
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -124,3 +126,59 @@ def check_order() -> None:
 
 def test_receives_are_posted_first(ranks3):
     ranks3.run(check_order)
+
+
+def check_bytes_of_a_chunk() -> None:
+    """Chunks of 8 KiB of a tensor of 48 KiB are six: six times the exchanges, and the same bits.
+    Of one of 4 KiB they are one."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    library = counting_group()
+    for kind, name in [("all_reduce", "two_shot"), ("all_gather", "direct")]:
+        for numel, chunks in ((12 * 1024, 6), (1024, 1)):
+            x = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+            seen = []
+            results = []
+            for spec in (name, f"{name}(chunk_bytes=8192)", in_chunks(name, 6)):
+                library.seen.clear()
+                results.append(call(kind, spec, x, "int8(block=64)", library))
+                seen.append(len(library.seen))
+            assert seen[1] == chunks * seen[0], (kind, numel, seen)
+            assert seen[2] == 6 * seen[0]
+            for other in results[1:]:
+                assert torch.equal(other, results[0])
+    assert size == 2
+
+
+def test_chunks_of_so_many_bytes_are_exchanges_of_their_own(ranks2):
+    ranks2.run(check_bytes_of_a_chunk)
+
+
+def check_planned_shards() -> None:
+    """Unasked, on gloo: what runs is what is planned, and the bits are those of the algorithm by
+    name."""
+    rank = dist.get_rank()
+    x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(rank))
+    rate = KernelRate(0.1, 2.0)
+    kernels = Kernels(launch_us=0.0, other=rate, gbytes_per_s=1000.0)
+    profile = Profile("slow", Link(10.0, 0.5, busy_us=1.0), kernels=kernels)
+    policy = commpass.Policy(codecs="equarx(block=256)")
+
+    def gathered(x):
+        return ops.wait_tensor(ops.all_gather_into_tensor(x * 2, dist.get_world_size(), "0"))
+
+    torch._dynamo.reset()
+    before = len(commpass.plans())
+    backend = commpass.backend(policy, profile=profile, strict=True, inner="eager")
+    with torch.no_grad():
+        found = torch.compile(gathered, backend=backend)(x)
+    ((site,),) = commpass.plans()[before:]
+    assert (site.codec, site.algorithm) == ("equarx(block=256)", "direct(shards=2)"), site.reason
+    group = counting_group(messages=True)
+    named = call("all_gather", site.algorithm, x * 2, site.codec, group)
+    assert torch.equal(found, named)
+    assert sum(nbytes for kind, _, nbytes in group.seen if kind == "send") == site.wire_bytes
+
+
+def test_planned_micro_shards_run_as_planned(ranks2):
+    """To one other rank goes what is handed over."""
+    ranks2.run(check_planned_shards)

@@ -51,9 +51,23 @@ def test_numbers_codes_and_values_of_every_setting(text):
 
 
 @pytest.mark.parametrize("numel", [1, 1024, 1025, 8192, 8193, 20_000])
-@pytest.mark.parametrize("block", [8, 16, 256])
+@pytest.mark.parametrize("block", [None, 8, 16, 256])
 def test_registers_in_several_groups(numel, block):
     verify(build("equarx", block), gaussian(numel))
+
+
+@pytest.mark.parametrize("rows", [(512, 512), (1024, 512)], ids=str)
+def test_a_shard_has_1024_scales_in_all(rows):
+    """EQuARX, section III.B: of a shard of 512 x 512, and of a larger one, each is the largest of
+    the values at one place of all registers of 8 x 128."""
+    x = gaussian(*rows).reshape(1, -1)
+    coder, numel = codec("equarx"), x.numel()
+    codes, scales = coder.regions(numel, x.dtype)
+    assert (codes, scales) == (numel, 1024 * 4)
+    wire = coder.encode_rows(x)
+    found = wire[0, numel : numel + scales].view(torch.float32)
+    assert torch.equal(found, x.view(-1, 8 * 128).abs().amax(0) / 127)
+    assert codec("equarx(block=256)").regions(numel, x.dtype)[1] == numel // 256 * 4
 
 
 @pytest.mark.parametrize("columns", [1, 7, 96, 128, 129, 300, 1024])

@@ -362,7 +362,9 @@ def test_the_largest_finite_numbers_stay_finite_and_large(text):
         limit = torch.finfo(dtype).max
         signs = torch.where(gaussian(2100) > 0, 1.0, -1.0).to(dtype)
         worst = torch.from_numpy(
-            reference.hadamard(setting.width or setting.block, setting.rotation == "signed")[5]
+            reference.hadamard(setting.width or setting.block or 256, setting.rotation == "signed")[
+                5
+            ]
         )
         gathered = worst.repeat(2100 // len(worst)).to(dtype) if setting.rotation else signs
         for x in (
@@ -434,7 +436,8 @@ SIDE_BITS = {
     "table": 4.0625,
     "table(bits=6, scale=lsq, stored=pow2)": 6 + 8 / 256,
     "taco": 8 + 64 / 256,
-    "equarx": 8 + 32 / 256,
+    "equarx": 8 + 32 * 1024 / (1 << 21),
+    "equarx(block=256)": 8 + 32 / 256,
     "taco(form=e4m3, scale=absmax, rotate=True)": 8 + 32 / 256,
     "sdp4bit": 4 + 32 / 128,
     "sdp4bit(part=weight)": 4 + 32 / 2048,
@@ -790,6 +793,7 @@ REFUSED = {
     "taco(rotate=1)": ["rotate=1", "rotate=True"],
     "equarx(width=-1)": ["equarx", "width=-1", "columns"],
     "equarx(block=10)": ["equarx", "block=10", "multiple of 8"],
+    "equarx(block=64, width=96)": ["equarx", "block=64", "width=96"],
     "sdp4bit(bits=3)": ["sdp4bit", "bits=3", "4 or 8"],
     "sdp4bit(part=gradients)": ["sdp4bit", "part='gradients'", "did you mean 'gradient'?"],
     "sdp4bit(block=40)": ["sdp4bit", "block=40", "multiple of 32"],

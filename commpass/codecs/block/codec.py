@@ -57,6 +57,8 @@ class BlockCodec(Codec):
     def bound(self) -> float:
         size = self.layout.size(1 << 40)
         bound = scales.bound(self.scale, self.grid, self._half, size)
+        if self.grid.has_zero and isinstance(self.rounding, Nearest):
+            bound = min(bound, scales.most(self.scale))
         # The stored middle may be off by so much of itself.
         return bound + (2**-8 * math.sqrt(size) if self.offset else 0.0)
 

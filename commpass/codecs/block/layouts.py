@@ -102,11 +102,12 @@ LANES = 8 * 128
 
 @dataclass(frozen=True)
 class Lanes:
-    """Values at the same place of up to ``depth`` chunks of 8 x 128 values, which follow each
-    other: the largest of a block is found by comparing whole registers, without looking across one
-    (EQuARX, section III.B). A row is cut into as few groups of chunks as that allows, all alike."""
+    """Values at the same place of all chunks of 8 x 128 values of a row, which follow each other:
+    the largest of a block is found by comparing whole registers, without looking across one
+    (EQuARX, section III.B). With a ``depth``, at most so many chunks share their blocks: a row is
+    cut into as few groups of chunks as that allows, all alike."""
 
-    depth: int
+    depth: int = 0
 
     @property
     def unit(self) -> int:
@@ -115,6 +116,8 @@ class Lanes:
     def _groups(self, numel: int) -> tuple[int, int]:
         """Groups of chunks, and chunks in each; none for a row of no values."""
         chunks = (numel + LANES - 1) // LANES
+        if not self.depth:
+            return int(not (isinstance(numel, int) and numel == 0)), larger(chunks, 1)
         groups = (chunks + self.depth - 1) // self.depth
         some = larger(groups, 1)
         return groups, larger((chunks + some - 1) // some, 1)

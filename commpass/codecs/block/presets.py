@@ -157,18 +157,22 @@ def taco(
     return BlockCodec(spec, Flat(block), grid, rule, Hadamard(block) if rotate else NoTransform())
 
 
-def equarx(spec: str, *, block: int = 256, width: int = 0) -> Codec:
+def equarx(spec: str, *, block: int = 0, width: int = 0) -> Codec:
     """8-bit integers as in EQuARX, section III.B: a scale for each place of an 8 x 128 register,
-    over up to ``block`` of them.
+    1,024 for a shard of any size.
 
-    With ``width``, the columns of the tensor, blocks are rectangles of 8 x 128 values instead.
+    With ``block``, at most so many registers share their scales (the paper's minishards). With
+    ``width``, the columns of the tensor, blocks are rectangles of 8 x 128 values instead.
     """
     if width < 0:
         raise PolicyError(
             f"width={width}: must be the number of columns of the tensor, or 0 for blocks of"
             " registers"
         )
-    return BlockCodec(spec, Tiles(8, 128, width) if width else Lanes(_block(block)), IntGrid(8))
+    if width and block:
+        raise PolicyError(f"block={block}: is for registers; leave it out with width={width}")
+    lanes = Lanes(_block(block) if block else 0)
+    return BlockCodec(spec, Tiles(8, 128, width) if width else lanes, IntGrid(8))
 
 
 def sdp4bit(spec: str, *, part: str = "gradient", bits: int = 4, block: int = 0) -> Codec:

@@ -274,6 +274,12 @@ def _bound_static(scale: Static, grid: Grid, half: float, size: int) -> float:
     return 1.0
 
 
+def most(scale: Scale) -> float:
+    """A bound of the same where zero is a number of the grid, and values are rounded to the nearest
+    one: none is then off by more than its own size, unless it is cut or scaled anew."""
+    return 1 + 2**-7 if isinstance(scale, (Absmax, Dual)) else math.inf
+
+
 @by_type
 def floor(scale: Scale, grid: Grid, half: float, dtype: torch.dtype) -> float:
     """The error that a value of a block may have besides, scaled in ``dtype``: a block whose scale

@@ -6,27 +6,37 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.grids import LevelGrid
 from commpass.codecs.block.layouts import Flat
 from commpass.codecs.block.noise import Nearest
+from commpass.codecs.block.scales import Static
+from commpass.codecs.block.transforms import NoTransform
 from commpass.lowering.cpu import grids, rotation, scales
 
 LONGEST = 4096
 """Values of the longest block: as float32 they fill half of a first cache."""
 
 BLOCKS = """
-// A row of n values as blocks: all codes, then all offsets, all scales, and all places of pivots.
+// A row of n values as blocks: all codes, then all offsets, the numbers of all scales one after the
+// other, and all places of pivots.
 template <int BLOCK, class Grid, class Scale, class Stored, class Transform, class Offset>
 struct Blocks {
   static constexpr int CODES = BLOCK * Grid::BITS / 8;
-  // Blocks of whole tiles may be coded turned.
-  static constexpr bool TURNED = Transform::SUMS > 1 && BLOCK % (W * W) == 0;
+  static constexpr int NUMBERS = Scale::NUMBERS;
+  // Blocks of whole tiles may be coded turned, where no sum depends on the order of values, and
+  // decoded turned, by codes one at a time.
+  static constexpr bool TILES = Transform::SUMS > 1 && BLOCK % (W * W) == 0;
+  static constexpr bool TURNED = TILES && !Scale::SUMS_UP, FROM_TURNED = TILES && Grid::TABLE;
 
   // Where the regions of a row begin, and the last one ends.
   struct Regions {
-    int64_t offsets, scales, places, end;
+    int64_t offsets, scales, each, places, end;
     explicit Regions(int64_t blocks)
         : offsets(aligned(blocks * CODES)),
           scales(offsets + aligned(blocks * Offset::BYTES)),
-          places(scales + aligned(blocks * Scale::BYTES)),
+          each(aligned(blocks * Scale::BYTES)),
+          places(scales + NUMBERS * each),
           end(places + aligned(Transform::PIVOT ? blocks : 0)) {}
+    int64_t scale(int number, int64_t block) const {
+      return scales + number * each + block * Scale::BYTES;
+    }
   };
 
   // Zeros from the end of the blocks of a region to where the next one begins.
@@ -51,13 +61,15 @@ struct Blocks {
     for (int64_t block = from; block < until; ++block, v += BLOCK) {
       const float offset = Offset::template subtract<BLOCK>(v);
       Offset::store(wire + at.offsets + block * Offset::BYTES, offset);
-      const float scale = Scale::template measure<BLOCK>(v);
-      Stored::store(wire + at.scales + block * Scale::BYTES, scale);
-      const Vec factor(Scale::reciprocal(scale));
+      const auto scale = Scale::template measure<BLOCK>(v);
+      for (int i = 0; i < NUMBERS; ++i) Stored::store(wire + at.scale(i, block), scale[i]);
+      const auto by = Scale::reciprocals(scale);
       Byte* to = wire + block * CODES;
       alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : BLOCK];
       Byte* codes = Grid::BITS == 8 ? to : unpacked;
-      const auto code = [&](const float* x) { return Grid::encode(Vec::loadu(x) * factor); };
+      const auto code = [&](const float* x) {
+        return Grid::encode(Scale::divide(Vec::loadu(x), by));
+      };
       if constexpr (TURNED) {
         for (int i = 0; i < BLOCK; i += W * W)
           put_turned_codes([&](int row) { return code(v + i + row * W); }, codes + i);
@@ -69,7 +81,7 @@ struct Blocks {
     if (until == blocks) {
       fill(wire, blocks * CODES, at.offsets);
       fill(wire, at.offsets + blocks * Offset::BYTES, at.scales);
-      fill(wire, at.scales + blocks * Scale::BYTES, at.places);
+      for (int i = 0; i < NUMBERS; ++i) fill(wire, at.scale(i, blocks), at.scale(i + 1, 0));
       if constexpr (Transform::PIVOT) fill(wire, at.places + blocks, at.end);
     }
   }
@@ -81,8 +93,11 @@ struct Blocks {
     const int64_t from = first / BLOCK, until = std::min(blocks, from + UNIT / BLOCK);
     float* to = v;
     for (int64_t block = from; block < until; ++block, to += BLOCK) {
-      const float scale = Stored::load(wire + at.scales + block * Scale::BYTES);
-      const Vec factor(scale / Transform::SUMS);
+      typename Scale::Factors by;
+      for (int i = 0; i < NUMBERS; ++i) {
+        const float number = Stored::load(wire + at.scale(i, block));
+        by[i] = Vec(i == 0 ? number / Transform::SUMS : number);
+      }
       const Vec offset(Offset::load(wire + at.offsets + block * Offset::BYTES) / Transform::SUMS);
       const Byte* codes = wire + block * CODES;
       alignas(64) Byte unpacked[Grid::BITS == 8 ? 1 : BLOCK];
@@ -90,20 +105,21 @@ struct Blocks {
         unpack<BLOCK, Grid::BITS>(codes, unpacked);
         codes = unpacked;
       }
-      if constexpr (TURNED && Grid::TABLE) {
+      if constexpr (FROM_TURNED) {
         for (int i = 0; i < BLOCK; i += W * W)
           for (int row = 0; row < W; ++row)
-            (Grid::template decode<W>(codes + i + row) * factor).store(to + i + row * W);
+            Scale::multiply(Grid::template decode<W>(codes + i + row), by)
+                .store(to + i + row * W);
       } else {
         for (int i = 0; i < BLOCK; i += W) {
-          Vec x = Grid::decode(codes + i) * factor;
+          Vec x = Scale::multiply(Grid::decode(codes + i), by);
           if constexpr (Offset::BYTES > 0) x = x + offset;
           x.store(to + i);
         }
       }
     }
     cut<UNIT>(v, to - v);
-    Transform::template inverse<TURNED && Grid::TABLE>(v);
+    Transform::template inverse<FROM_TURNED>(v);
     if constexpr (Transform::PIVOT) {
       for (int64_t block = from; block < until; ++block) {
         float* own = v + (block - from) * BLOCK;
@@ -127,6 +143,8 @@ def why_not(codec: BlockCodec) -> str:
         return "C++ has offsets of level grids alone"
     if not isinstance(codec.rounding, Nearest):
         return "there is no C++ for rounding at random"
+    if isinstance(codec.scale, Static) and not isinstance(codec.transform, NoTransform):
+        return "there is no C++ for values that are transformed, then scaled by what nobody sends"
     return str(grids.why_not(codec.grid) or scales.why_not(codec.scale))
 
 

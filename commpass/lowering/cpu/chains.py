@@ -16,9 +16,10 @@ from commpass.codecs.operators import UNROLLED_RANKS
 from commpass.lowering.chain import Add, Cast, Chain, Decode, Divide, Encode, Enter, Leave, Sum
 from commpass.lowering.cpu import blocks, exponents
 from commpass.lowering.cpu.common import NAMES, PRELUDE, number
+from commpass.lowering.cpu.floats import FLOATS
 from commpass.lowering.cpu.grids import CODES
 from commpass.lowering.cpu.rotation import ROTATION, transform
-from commpass.lowering.cpu.scales import SCALES
+from commpass.lowering.cpu.scales import SCALES, sums_up
 
 TILE = 256
 """A unit holds whole multiples of so many values: tiles of 16 vectors of 16."""
@@ -40,7 +41,7 @@ def _slower(chain: Chain) -> str:
     of a copy each way, inline 0.44), unless a rotation is saved."""
     for step in chain.steps:
         codec = getattr(step, "codec", None)
-        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and exact(chain):
+        if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _rotates(chain):
             return f"codes of {codec.grid.bits} bits: the compiled inline form is quicker"
     return ""
 
@@ -151,7 +152,7 @@ def source(chain: Chain) -> str:
 def _source(chain: Chain) -> str:
     if _lossless(chain) is not None:
         return _lossless_source(chain)
-    parts = [PRELUDE, f"constexpr int UNIT = {_unit(chain)};\n", SCALES, ROTATION, CODES]
+    parts = [PRELUDE, f"constexpr int UNIT = {_unit(chain)};\n", SCALES, ROTATION, CODES, FLOATS]
     parts.append(blocks.BLOCKS)
     lines: list[str] = []
     dtypes, more = _dtypes(chain), 0
@@ -258,9 +259,18 @@ def _first(chain: Chain) -> list[str]:
 
 
 def exact(chain: Chain) -> bool:
-    """Whether the C++ has the bits of the aten form. A rotation is summed in another order there:
-    its values differ in their last bits, and a code now and then by one."""
-    return not any(
+    """Whether the C++ has the bits of the aten form. A rotation, and a mean of squares, are summed
+    in another order there: values differ in their last bits, and a code now and then by one."""
+    return not _rotates(chain) and not any(
+        isinstance(step, Encode)
+        and isinstance(step.codec, BlockCodec)
+        and sums_up(step.codec.scale)
+        for step in chain.steps
+    )
+
+
+def _rotates(chain: Chain) -> bool:
+    return any(
         isinstance(step, (Enter, Leave))
         or (
             isinstance(step, (Encode, Decode))

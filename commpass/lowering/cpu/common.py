@@ -15,6 +15,7 @@ import torch
 PRELUDE = """\
 #include "torch/csrc/inductor/cpp_prefix.h"
 #include <c10/util/Unroll.h>
+#include <array>
 #include <cstring>
 
 namespace {
@@ -36,6 +37,12 @@ template <class To, class From> inline To bits_of(From from) {
 // Numbers at any address.
 template <class T> inline T get(const Byte* at) { T x; std::memcpy(&x, at, sizeof(T)); return x; }
 template <class T> inline void put(Byte* at, T x) { std::memcpy(at, &x, sizeof(T)); }
+
+// All bits where a number is finite.
+inline Vec finite(Vec x) {
+  const Ints infinite(0x7F800000);
+  return at::vec::cast<float>((at::vec::cast<int32_t>(x) & infinite) < infinite);
+}
 
 // N values of any float dtype, wherever they lie, as float32, and back (to the nearest, ties to
 // even).

@@ -1,4 +1,7 @@
-"""Grids in C++: numbers in grid units to codes, and codes to the numbers that they stand for."""
+"""Grids in C++: numbers in grid units to codes, and codes to the numbers that they stand for.
+
+Codes are whole numbers of 32 bits until they are stored; those of 8-bit floats are in ``floats``.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,27 @@ import math
 import torch
 
 from commpass.codecs.block import grids
-from commpass.codecs.block.grids import LARGEST, CompandedGrid, Grid, IntGrid, LevelGrid
+from commpass.codecs.block.grids import LARGEST, CompandedGrid, Fp8Grid, Grid, IntGrid, LevelGrid
 from commpass.codecs.dispatch import by_type
 from commpass.lowering.cpu.common import number
 
 CODES = """
+inline Ints whole(Vec x) { return at::vec::convert_to_int_of_same_size(x); }
+
 // Whole numbers from 0 to 255 as bytes.
-inline void put_codes(Vec whole, Byte* to) {
+inline void put_codes(Ints codes, Byte* to) {
   alignas(64) int32_t lanes[W];
-  at::vec::convert_to_int_of_same_size(whole).store(lanes);
+  codes.store(lanes);
   #pragma omp simd
   for (int i = 0; i < W; ++i) to[i] = static_cast<Byte>(lanes[i]);
 }
 
 // The codes of a tile that lies turned (W vectors of W values) to W * W bytes in their order: four
 // vectors share one of 32-bit words, and those are interleaved.
-template <class Whole> inline void put_turned_codes(const Whole& whole, Byte* to) {
+template <class Code> inline void put_turned_codes(const Code& code, Byte* to) {
   if constexpr (W == 16 || W == 8) {
     Vec four[W / 4];
     c10::ForcedUnroll<W / 4>{}([&](auto q) {
-      const auto code = [&](int row) { return at::vec::convert_to_int_of_same_size(whole(row)); };
       const Ints bytes = (code(4 * q) | code(4 * q + 1) << Ints(8)) |
           (code(4 * q + 2) << Ints(16) | code(4 * q + 3) << Ints(24));
       four[q] = at::vec::cast<float>(bytes);
@@ -48,7 +52,7 @@ template <class Whole> inline void put_turned_codes(const Whole& whole, Byte* to
   } else {
     for (int row = 0; row < W; ++row) {
       alignas(64) Byte codes[W];
-      put_codes(whole(row), codes);
+      put_codes(code(row), codes);
       for (int i = 0; i < W; ++i) to[i * W + row] = codes[i];
     }
   }
@@ -56,6 +60,12 @@ template <class Whole> inline void put_turned_codes(const Whole& whole, Byte* to
 
 inline Vec get_codes(const Byte* from) {
   return at::vec::convert<float>(at::vec::Vectorized<Byte>::loadu(from, W));
+}
+
+// Numbers, but NaN where the code, as a whole number, is 0.
+inline Vec marked(Vec codes, Vec numbers) {
+  const Vec nan(std::numeric_limits<float>::quiet_NaN());
+  return Vec::blendv(numbers, nan, codes == Vec(0.0f));
 }
 
 // The part of codes of `WIDTH` bits from bit LOW on to bytes; part i of a byte comes from part i of
@@ -114,9 +124,8 @@ inline void unpack(const Byte* from, Byte* codes) {
 
 @by_type
 def grid(part: Grid, name: str) -> str:
-    """A C++ struct: ``encode`` takes a vector of numbers in grid units and gives codes as whole
-    numbers; ``decode`` reads as many codes as a vector has values. Both as in
-    ``codecs.block.grids``, bit for bit."""
+    """A C++ struct: ``encode`` takes a vector of numbers in grid units and gives codes; ``decode``
+    reads as many codes as a vector has values. Both as in ``codecs.block.grids``, bit for bit."""
     raise NotImplementedError(part)
 
 
@@ -127,13 +136,8 @@ def why_not(part: Grid) -> str:
 
 
 @why_not.register
-def _any(part: LevelGrid | CompandedGrid) -> str:
+def _any(part: IntGrid | LevelGrid | Fp8Grid | CompandedGrid) -> str:
     return ""
-
-
-@why_not.register
-def _unmarked(part: IntGrid) -> str:
-    return "there is no C++ for codes that mark what is not finite" if part.marks else ""
 
 
 def _struct(part: Grid, name: str, encode: str, decode: str, more: str = "") -> str:
@@ -142,8 +146,8 @@ struct {name} {{
   static constexpr bool TABLE = {"true" if more else "false"};
   static constexpr int BITS = {part.bits};
   static constexpr bool HAS_ZERO = {"true" if part.has_zero else "false"};
-  static constexpr float LARGEST = {number(part.largest)};
-{more}  static inline Vec encode(Vec x) {{ {encode} }}
+  static constexpr float LARGEST = {number(part.largest)}, SIGMA = {number(part.sigma)};
+{more}  static inline Ints encode(Vec x) {{ {encode} }}
   template <int APART = 1> static inline Vec decode(const Byte* codes) {{ {decode} }}
 }};
 """
@@ -152,12 +156,12 @@ struct {name} {{
 @grid.register
 def _int(part: IntGrid, name: str) -> str:
     middle = number(2.0 ** (part.bits - 1))
-    return _struct(
-        part,
-        name,
-        f"return at::vec::clamp(x.round(), Vec(-LARGEST), Vec(LARGEST)) + Vec({middle});",
-        f"return get_codes(codes) - Vec({middle});",
-    )
+    encode = f"whole(at::vec::clamp(x.round(), Vec(-LARGEST), Vec(LARGEST)) + Vec({middle}))"
+    decode = f"get_codes(codes) - Vec({middle})"
+    if part.marks:
+        encode = f"{encode} & at::vec::cast<int32_t>(finite(x))"
+        decode = f"marked(get_codes(codes), {decode})"
+    return _struct(part, name, f"return {encode};", f"return {decode};")
 
 
 @grid.register
@@ -166,8 +170,19 @@ def _level(part: LevelGrid, name: str) -> str:
     return _struct(
         part,
         name,
-        f"return at::vec::clamp((x + Vec(LARGEST)).round(), Vec(0.0f), Vec({last}));",
+        f"return whole(at::vec::clamp((x + Vec(LARGEST)).round(), Vec(0.0f), Vec({last})));",
         "return get_codes(codes) - Vec(LARGEST);",
+    )
+
+
+@grid.register
+def _fp8(part: Fp8Grid, name: str) -> str:
+    form, marks = part.form.upper(), "true" if part.marks else "false"
+    return _struct(
+        part,
+        name,
+        f"return to_fp8<{form}, {marks}>(x);",
+        f"return from_fp8<{form}>(codes);",
     )
 
 
@@ -184,8 +199,8 @@ def _companded(part: CompandedGrid, name: str) -> str:
     const Vec z = x * Vec({number(1 / LARGEST)});
     const Vec c = z * Vec({number(math.sqrt(1 + k) * cells)}) *
         (Vec(1.0f) + z * z * Vec({number(k)})).rsqrt();
-    return at::vec::clamp(c.floor(), Vec({number(-cells)}), Vec({number(cells - 1)})) +
-        Vec({number(cells)});
+    return whole(at::vec::clamp(c.floor(), Vec({number(-cells)}), Vec({number(cells - 1)})) +
+        Vec({number(cells)}));
   """,
         """
     alignas(64) float lanes[W];

@@ -1,8 +1,10 @@
-"""Scales in C++: the one number of a block, and how it travels."""
+"""Scales in C++: the numbers of a block, and how they travel."""
 
 from __future__ import annotations
 
-from commpass.codecs.block.scales import Absmax, Midrange, Scale
+import struct
+
+from commpass.codecs.block.scales import Absmax, Dual, Midrange, Rms, Scale, Static
 from commpass.codecs.dispatch import by_type
 
 SCALES = """
@@ -71,18 +73,99 @@ struct AsPower {
   }
 };
 
+// The root mean square of N values, of which `peak` is the largest. They are multiplied by a power
+// of two first: no square then overflows, and none that matters vanishes. The sum is of 16 sums in
+// turns, whatever the width of a vector.
+template <int N> inline float rms_of(const float* v, float peak) {
+  static_assert(N % 16 == 0 && 16 % W == 0);
+  const uint32_t power = std::clamp<uint32_t>(bits_of<uint32_t>(peak) >> 23 & 255, 1, 253);
+  const Vec down(bits_of<float>((254 - power) << 23));
+  Vec sums[16 / W];
+  for (Vec& each : sums) each = Vec(0.0f);
+  for (int i = 0; i < N; i += 16) {
+    c10::ForcedUnroll<16 / W>{}([&](auto j) {
+      const Vec x = Vec::loadu(v + i + j * W) * down;
+      sums[j] = sums[j] + x * x;
+    });
+  }
+  alignas(64) float lanes[16];
+  c10::ForcedUnroll<16 / W>{}([&](auto j) { sums[j].store(lanes + j * W); });
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return std::sqrt(lanes[0] / N) * bits_of<float>(power << 23);
+}
+
+// By what the values of a block are divided: COUNT numbers, one after the other, as they travel.
+template <class Stored, class Grid, int COUNT> struct Numbers {
+  static constexpr int NUMBERS = COUNT, BYTES = Stored::BYTES;
+  using Made = std::array<float, COUNT>;
+  using Factors = std::array<Vec, COUNT>;
+
+  // Numbers as they are stored, of a block with this peak; NaN where it is not finite.
+  static inline Made as_stored(Made made, float peak) {
+    if (!Grid::HAS_ZERO && peak < Grid::LARGEST * TINY) made[COUNT - 1] = 0.0f;
+    for (float& each : made) each = Stored::up(each + (peak - peak));  // Inf - Inf is NaN
+    return made;
+  }
+  static inline Factors reciprocals(const Made& made) {
+    Factors by;
+    for (int i = 0; i < COUNT; ++i)
+      by[i] = Vec(1.0f / (!Grid::HAS_ZERO && made[i] == 0.0f ? TINY : made[i]));
+    return by;
+  }
+  static inline Vec divide(Vec x, const Factors& by) {
+    for (int i = 0; i < COUNT; ++i) x = x * by[i];
+    return x;
+  }
+  static inline Vec multiply(Vec x, const Factors& by) {
+    for (int i = COUNT; i-- > 0;) x = x * by[i];
+    return x;
+  }
+};
+
+inline float at_least_tiny(float x) { return x < TINY ? TINY : x; }
+
 // The peak of a block lands on the largest number of its grid.
-template <class Stored, class Grid> struct Absmax {
-  static constexpr int BYTES = Stored::BYTES;
-  template <int N> static inline float measure(const float* v) {
-    const float peak = peak_of<N>(v), scale = peak / Grid::LARGEST;
-    float made = scale < TINY ? TINY : scale;
-    if (!Grid::HAS_ZERO && peak < Grid::LARGEST * TINY) made = 0.0f;
-    return Stored::up(made + (peak - peak));  // Inf - Inf is NaN
+template <class Stored, class Grid> struct Absmax : Numbers<Stored, Grid, 1> {
+  static constexpr bool SUMS_UP = false;
+  template <int N> static inline auto measure(const float* v) {
+    const float peak = peak_of<N>(v);
+    return Absmax::as_stored({at_least_tiny(peak / Grid::LARGEST)}, peak);
   }
-  static inline float reciprocal(float scale) {
-    return 1.0f / (!Grid::HAS_ZERO && scale == 0.0f ? TINY : scale);
+};
+
+// The root mean square lands on the grid's sigma.
+template <class Stored, class Grid> struct Rms : Numbers<Stored, Grid, 1> {
+  static constexpr bool SUMS_UP = true;
+  template <int N> static inline auto measure(const float* v) {
+    const float peak = peak_of<N>(v), scale = at_least_tiny(rms_of<N>(v, peak) / Grid::SIGMA);
+    return Rms::as_stored({std::min(scale, std::numeric_limits<float>::max())}, peak);
   }
+};
+
+// Divided by the root mean square, then by the peak of that.
+template <class Stored, class Grid> struct Dual : Numbers<Stored, Grid, 2> {
+  static constexpr bool SUMS_UP = true;
+  template <int N> static inline auto measure(const float* v) {
+    const float peak = peak_of<N>(v), sigma = at_least_tiny(rms_of<N>(v, peak));
+    return Dual::as_stored({sigma, at_least_tiny(peak / sigma / Grid::LARGEST)}, peak);
+  }
+};
+
+// A value, the float32 of these bits, which nobody sends.
+template <class Grid, uint32_t BITS> struct Static {
+  static constexpr int NUMBERS = 0, BYTES = 0;
+  static constexpr bool SUMS_UP = false;
+  using Made = std::array<float, 0>;
+  using Factors = std::array<Vec, 0>;
+  template <int N> static inline Made measure(const float* v) { return {}; }
+  static inline Factors reciprocals(const Made& made) { return {}; }
+  // What the division alone makes infinite is cut: it is a large number.
+  static inline Vec divide(Vec x, const Factors& by) {
+    const Vec value(bits_of<float>(BITS)), far(2 * Grid::LARGEST), units = x / value;
+    return Vec::blendv(units, at::vec::clamp(units, far.neg(), far), finite(x));
+  }
+  static inline Vec multiply(Vec x, const Factors& by) { return x * Vec(bits_of<float>(BITS)); }
 };
 
 // Symmetric grids have none.
@@ -140,10 +223,21 @@ def why_not(part: Scale) -> str:
 
 
 @scale.register
-def _absmax(part: Absmax, grid: str) -> str:
-    return f"Absmax<{STORED[part.stored]}, {grid}>"
+def _by_numbers(part: Absmax | Rms | Dual, grid: str) -> str:
+    return f"{type(part).__name__}<{STORED[part.stored]}, {grid}>"
+
+
+@scale.register
+def _static(part: Static, grid: str) -> str:
+    (bits,) = struct.unpack("I", struct.pack("f", part.value))
+    return f"Static<{grid}, {bits}u>"
 
 
 @why_not.register
-def _any(part: Absmax) -> str:
+def _any(part: Absmax | Rms | Dual | Static) -> str:
     return ""
+
+
+def sums_up(part: Scale) -> bool:
+    """Whether a scale is made from a sum, which is added up in an order of its own here."""
+    return isinstance(part, (Rms, Dual))
