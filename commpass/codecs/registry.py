@@ -13,10 +13,10 @@ from commpass.codecs.codec import Codec
 from commpass.codecs.exponent import exponent
 from commpass.codecs.raw import raw
 from commpass.codecs.sparse import presets as sparse
+from commpass.codecs.sparse.segments import segments
 from commpass.codecs.wrappers.difference import difference
 from commpass.codecs.wrappers.mixed import mixed
 from commpass.codecs.wrappers.outlier import outlier
-from commpass.codecs.wrappers.segments import segments
 from commpass.errors import PolicyError, nearest
 from commpass.spec import changed, parse, spelled
 

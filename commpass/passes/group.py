@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from commpass.codecs import FLOATS, SparseCodec, codec
-from commpass.codecs.wrappers.segments import segmented
+from commpass.codecs.sparse.segments import segmented
 from commpass.costmodel import Profile
 from commpass.kinds import SUMS
 from commpass.passes.discover import MATMULS, GraphSite

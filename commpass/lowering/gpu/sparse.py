@@ -21,8 +21,8 @@ from commpass.codecs.rows import ceil_to
 from commpass.codecs.sparse import SparseCodec
 from commpass.codecs.sparse import indices as index_codes
 from commpass.codecs.sparse.indices import Bitmap, Blocks16, EliasFano, IndexCode
+from commpass.codecs.sparse.segments import SegmentedCodec
 from commpass.codecs.sparse.select import Threshold, bounds, select
-from commpass.codecs.wrappers.segments import SegmentedCodec
 from commpass.lowering.gpu.call import Arguments, Call, launch
 from commpass.lowering.gpu.source import Source, of_function
 from commpass.lowering.gpu.sparse_measure import FORMS, WHOLE, seen

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from commpass.codecs.codec import Codec
-from commpass.codecs.sparse import SparseCodec
+from commpass.codecs.sparse.codec import SparseCodec
 from commpass.codecs.wrappers.inner import Resolve
 from commpass.errors import PolicyError
 
