@@ -211,15 +211,13 @@ def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
     }}
   }}""")
 
-    unit = [[int(i == place) for i in range(BINS)] for place in range(BINS)]
-    gains = [*(ladder.gains(bins, 0) for bins in unit), ladder.gains([0] * BINS, 1)]
-    table = ",\n  ".join("{" + ", ".join(map(str, row)) + "}" for row in gains)
+    choice = Lines()
+    bins = [choice.word(f"ones(bin[{place}])", "int32_t") for place in range(BINS)]
+    gains = ladder.gains(bins, choice.word("values - number", "int32_t"))
+    choice.lines.append(f"int32_t best = {gains[0].name}, place = 0;")
+    for place, gain in enumerate(gains[1:], start=1):
+        choice.lines.append(f"if ({gain.name} > best) best = {gain.name}, place = {place};")
     return f"""
-// What a value saves: in each of 16 bins, and one that is zero, for each mode and start.
-constexpr int CHOICES = {len(gains[0])}, STARTS = {ladder.starts};
-constexpr int32_t GAIN[{BINS + 1}][CHOICES] = {{
-  {table}}};
-
 template <int BITS>
 inline void few_strings(const int32_t* mask, Lane* planes, const int32_t* fields,
                         uint64_t* strings) {{
@@ -263,15 +261,9 @@ inline void choose(const Lane* plane, const int32_t* present, int values, int& s
   for (int g = 0; g < LANES; g += W) {{
     {counting}
   }}
-  int32_t counts[{BINS + 1}], gain[CHOICES] = {{}};
-  for (int b = 0; b < {BINS}; ++b) counts[b] = ones(bin[b]);
-  counts[{BINS}] = values - number;
-  for (int b = 0; b <= {BINS}; ++b)
-    #pragma omp simd
-    for (int k = 0; k < CHOICES; ++k) gain[k] += counts[b] * GAIN[b][k];
-  const int best = std::max_element(gain, gain + CHOICES) - gain;
-  mode = best / STARTS;
-  start = base + best % STARTS;
+  {choice}
+  mode = place / {ladder.starts};
+  start = base + place % {ladder.starts};
 }}
 
 // One chunk of `lanes` columns. Its words are 128 bytes from part to part, those of the static part
