@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from commpass.codecs.exponent import ExponentCodec, exponent
-from commpass.codecs.exponent.window import best_start, window_shift
 from commpass.errors import PolicyError
 
 CODERS = {planes: exponent(f"exponent(planes={planes})", planes=planes) for planes in (2, 3)}
@@ -61,8 +60,15 @@ def survives(coder: ExponentCodec, x: torch.Tensor) -> bool:
 
 # --- the format a second time, in NumPy: only what sizes follow from ------------------------------
 
-STEPS = {2: [(2, 0, 3), (2, -2, 4), (3, -7, 5)], 3: [(3, 0, 7)]}
-"""Bits of the fields and the exponents named so far, from the start of the first window on."""
+LADDERS = {
+    2: [(2, range(0, 3)), (2, range(-2, 4)), (3, range(-7, 5)), (8, None)],
+    3: [(3, range(0, 7)), (8, None)],
+}
+"""Bits of the fields of each step, and the exponents named so far, from the start of the first
+window on; the last step names all."""
+MODES = {2: 3, 3: 2}
+TRIED = {2: range(-2, 3), 3: range(-6, 4)}
+"""Starts of the first window, from the median on."""
 
 
 def exponents_of(x: torch.Tensor) -> np.ndarray:
@@ -71,49 +77,69 @@ def exponents_of(x: torch.Tensor) -> np.ndarray:
     return (whole >> (size - 1 - width)) & ((1 << width) - 1)
 
 
+@functools.cache
+def code_lengths(start: int, mode: int, planes: int, width: int) -> np.ndarray:
+    """Bits of the code of each exponent, those of the first step included: mode k names the
+    exponent zero by the last code of step k, and what that named is named where zero was."""
+    steps = [*LADDERS[planes][:-1], (width, None)]
+    upto = np.cumsum([field for field, _ in steps])
+
+    def named_by(offset: int) -> int:
+        inside = [number for number, (_, window) in enumerate(steps[:-1]) if offset in window]
+        return inside[0] if inside else len(steps) - 1
+
+    at = np.array([named_by(exponent - start) for exponent in range(1 << width)])
+    of_zero = min(at[0], 2) if planes == 2 else at[0]
+    if mode:
+        of_zero = min(at[0], mode - 1)
+        moved = start + max(LADDERS[planes][mode - 1][1])
+        if 0 < moved < 1 << width:
+            at[moved] = 2 if planes == 2 else 1
+    at[0] = of_zero
+    return upto[at]
+
+
+def chunk_bytes(exponents: np.ndarray, planes: int, width: int) -> int:
+    """Bytes of a chunk in the dynamic part: whole words, as many as those of the exponents' other
+    bits at the most."""
+    seen = np.bincount(exponents, minlength=1 << width)
+    some = np.sort(exponents[exponents > 0])
+    median = some[(len(some) - 1) // 2] if len(some) else (1 << width) - 1
+    choices = []
+    for mode in range(MODES[planes]):
+        for start in TRIED[planes]:
+            lengths = code_lengths(median + start, mode, planes, width)
+            # A choice is made as if zero was in no window.
+            counted = int(seen[1:] @ lengths[1:]) + int(seen[0]) * zero_length(mode, planes, width)
+            choices.append((counted, int(seen @ lengths)))
+    spent = min(choices, key=lambda choice: choice[0])[1] - planes * len(exponents)
+    return min(math.ceil(spent / 16) * 2, len(exponents) // 32 * (width - planes) * 4)
+
+
+def zero_length(mode: int, planes: int, width: int) -> int:
+    """Bits of the exponent zero where it is in no window."""
+    return {2: (7, 2, 4), 3: (3 + width, 3)}[planes][mode]
+
+
 def expected_sizes(x: torch.Tensor, planes: int) -> tuple[int, int]:
     """Static and used bytes of a flat tensor, from the description of the format."""
-    chunks = math.ceil(x.numel() / 1024)
-    if not chunks:
-        return 0, 0
-    rest = x.dtype.itemsize * 8 - EXPONENT_BITS[x.dtype]
-    static = chunks * 1024 * (rest + planes) // 8 + 128 + math.ceil(chunks / 64) * 128
-    padded = np.zeros(chunks * 1024, dtype=np.int64)
-    padded[: x.numel()] = exponents_of(x)
-    # A column has 32 values: those in the same place of each of the row's 32-bit words, of 16 or 32
-    # equal parts of the row.
-    inside = 1 if x.dtype == torch.float32 else 2
-    every = (
-        padded.reshape(32 // inside, chunks * 32, inside).transpose(1, 0, 2).reshape(chunks, 32, 32)
+    width, lines = EXPONENT_BITS[x.dtype], x.numel() // 128
+    chunks = math.ceil(lines / 8)
+    rest = x.dtype.itemsize * 8 - width + planes
+    static = lines * 16 * rest + chunks * 4 + x.numel() % 128 * x.dtype.itemsize
+    static = math.ceil(static / 16) * 16
+    coded = exponents_of(x)[: lines * 128]
+    dynamic = sum(
+        chunk_bytes(coded[first : first + 1024], planes, width)
+        for first in range(0, len(coded), 1024)
     )
-    wild, stream = 0, 0
-    for columns in every:
-        present = columns[columns > 0]
-        mean = present.sum() / max(len(present), 1)
-        width = STEPS[planes][0][2]
-        start = math.floor(mean + round(window_shift(width) * 256) / 256)
-        outer = STEPS[planes][-1][1]
-        start = max(-8, min(247, start + outer)) - outer
-        zeros = (columns == 0) if len(present) < 1024 - 1024 // 22 else None
-        lengths = []
-        left = np.ones_like(columns, dtype=bool)
-        for number, (field, low, high) in enumerate(STEPS[planes]):
-            if number:
-                lengths.append(left.sum(axis=1) * field)
-            named = (columns >= start + low) & (columns < start + high)
-            # Where zeros are many they take the place of the highest exponent of a step, in which
-            # that moves to theirs.
-            if zeros is not None and (planes, number) in ((2, 1), (3, 0)):
-                named = (named & (columns != start + high - 1)) | zeros
-            if planes == 2 and number == 2 and zeros is None:
-                named |= columns == 0
-            left &= ~named
-        lengths.append(left.sum(axis=1) * EXPONENT_BITS[x.dtype])
-        if np.max(lengths) > 64:
-            wild += 1
-        else:
-            stream += int(np.sum(lengths))
-    return static, static + wild * 1024 + math.ceil(stream / 8 / 256) * 256
+    return static, static + math.ceil(dynamic / 16) * 16
+
+
+def most_bytes(numel: int, dtype: torch.dtype) -> int:
+    """What a row may take whatever its values are: they themselves, 4 bytes for each chunk, and
+    what fills 16."""
+    return math.ceil((numel * dtype.itemsize + 4 * math.ceil(numel // 128 / 8)) / 16) * 16
 
 
 # --- every bit comes back -------------------------------------------------------------------------
@@ -266,8 +292,8 @@ def test_the_used_length_is_in_the_static_part_and_nothing_after_it_is_read(plan
     static = coder.static_bytes(numel, dtype)
     used = coder.used_bytes(wire[:, :static], numel, dtype)
     assert torch.equal(used, coder.used_bytes(wire, numel, dtype))
-    assert (used % 128 == 0).all()
-    assert static % 128 == 0
+    assert (used % 16 == 0).all()
+    assert static % 16 == 0
     behind = torch.arange(wire.shape[1]) >= used.unsqueeze(1)
     assert behind.any()
     assert not wire[behind].any()
@@ -408,33 +434,6 @@ def test_compiled_and_eager_agree_bit_for_bit():
 
 
 # --- theory ---------------------------------------------------------------------------------------
-
-
-def share(low: float, width: int, sigma: float) -> float:
-    """How much of a Gaussian has ``2^low <= |x| < 2^(low + width)``."""
-    return math.erf(2.0 ** (low + width) / sigma / math.sqrt(2)) - math.erf(
-        2.0**low / sigma / math.sqrt(2)
-    )
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 6, 7, 12])
-def test_the_window_formula_is_the_best_of_a_brute_force_search(width):
-    starts = np.arange(-16, 4, 1e-3)
-    best = max(starts, key=lambda low: share(low, width, 1.0))
-    # So flat at the top that the search is no finer than this; ZipCCL's equation 5 is the case of
-    # 7.
-    assert best_start(width) == pytest.approx(best, abs=2e-3)
-    if width == 7:
-        assert best_start(7) == pytest.approx(math.log2(14 * math.log(2) / 16383) / 2)
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 6, 7, 12])
-def test_the_whole_start_from_the_mean_exponent_is_the_best_one_for_every_sigma(width):
-    for sigma in 2.0 ** np.linspace(-3, 3, 601):
-        mean = sum(e * share(e, 1, sigma) for e in range(-60, 20))
-        found = math.floor(mean + window_shift(width))
-        best = max(range(-30, 10), key=lambda low: share(low, width, sigma))
-        assert share(found, width, sigma) == pytest.approx(share(best, width, sigma), abs=2e-4)
 
 
 def entropy(x: torch.Tensor) -> float:

@@ -37,7 +37,7 @@ BIAS = 16
 """Window starts are stored from -16 on, since a window may begin below the least exponent."""
 START_BITS, MODE_BITS, LENGTH_AT = 9, 2, 16
 """The mark of a chunk, 32 bits: where its window starts, its mode, and from bit 16 on how many
-32-bit words it has in the dynamic part."""
+16-bit words it has in the dynamic part."""
 
 
 Encoding = Callable[["ExponentCodec", Tensor], Tensor]
@@ -77,7 +77,7 @@ class ExponentCodec(Codec):
     The *dynamic part* has the later steps (see ``Ladder``), of one chunk after the other. Each step
     of a chunk is a bit string: for every column the fields of those values that need the step, in
     bit planes. There is no limit to their number in a column. The string of a chunk is filled up to
-    whole words of 32 bits, and its mark says how many these are. A chunk that would take as many
+    whole words of 16 bits, and its mark says how many these are. A chunk that would take as many
     as its exponents themselves is *raw*: the planes of the first step hold the lowest bits of
     its exponents, and its string the others. So no chunk is longer than its values. What follows in
     the buffer is zeros; it is never read, and need not be sent. Both parts are multiples of 16
@@ -133,7 +133,7 @@ class ExponentCodec(Codec):
         at = self._static_words(form) * _columns(numel) * 4
         marks = _words(wire.narrow(1, at, _chunks(numel) * 4), _chunks(numel) * 4)
         length = _lengths(marks.unsqueeze(2), self._capacity(form, numel, wire.device))
-        return static + ceil_to(length.sum((1, 2), dtype=torch.int64) * 4, UNIT)
+        return static + ceil_to(length.sum((1, 2), dtype=torch.int64) * 2, UNIT)
 
     def expected_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes that a row needs by the measured ``bits``; without them, what a Gaussian needs."""
@@ -155,8 +155,8 @@ class ExponentCodec(Codec):
         return form.exponent_bits - self.ladder.planes
 
     def _capacity(self, form: FloatForm, numel: int, device: torch.device) -> Tensor:
-        """The most words of each chunk in the dynamic part, int32 ``[chunks, 1]``."""
-        return _columns_of_chunks(numel, device) * self._raw_words(form)
+        """The most 16-bit words of each chunk in the dynamic part, int32 ``[chunks, 1]``."""
+        return _columns_of_chunks(numel, device) * (2 * self._raw_words(form))
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class ExponentCodec(Codec):
         fields = (*ladder.fields[:-1], form.exponent_bits)
         bits = sum_of([total(mask) * each for mask, each in zip(masks[1:], fields, strict=True)])
         capacity = self._capacity(form, numel, rows.device)
-        length = ((bits + 31) >> 5).minimum(capacity)
+        length = ((bits + 15) >> 4).minimum(capacity)
         is_raw = length == capacity
         raw = kept(_across(-is_raw.to(torch.int32)) & live)
         kept_planes = [(plane & ~raw) for plane in (*steps[0], *steps[-1])]
@@ -203,7 +203,7 @@ class ExponentCodec(Codec):
             pairs_of = range(0, len(step), 2)
             strings.append(_by_column([join_fields(closed[i : i + 2], some) for i in pairs_of]))
             lengths.append(_by_column([sum_of(there[i : i + 2]) for i in pairs_of]))
-        filling = torch.where(is_raw, 0, length * 32 - bits)
+        filling = torch.where(is_raw, 0, length * 16 - bits)
         words = concatenate(
             torch.cat([*strings, torch.zeros_like(filling, dtype=torch.int64)], 2).flatten(1),
             torch.cat([*lengths, filling], 2).flatten(1).to(torch.int64),
@@ -257,7 +257,7 @@ class ExponentCodec(Codec):
         dynamic = _words(rest_of_wire, rest_of_wire.shape[1], torch.int64)
         # The bit at which the strings of a step begin.
         begin = length.to(torch.int64).flatten(1).cumsum(1).unsqueeze(2)
-        begin = (begin - length) * 32
+        begin = (begin - length) * 16
 
         here = ~any_of(planes) & live & ~raw
         steps = [planes]
@@ -387,7 +387,7 @@ def _by_column(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _lengths(marks: Tensor, capacity: Tensor) -> Tensor:
-    """Words of each chunk in the dynamic part; within its room, whatever the marks say."""
+    """16-bit words of each chunk in the dynamic part; within its room, whatever the marks say."""
     return ((marks >> LENGTH_AT) & 0xFFFF).minimum(capacity)
 
 

@@ -74,11 +74,12 @@ class Ladder:
         """How many starts are tried: those whose windows lie inside the bins."""
         return BINS + 1 - (self.steps[-1].high - self.steps[-1].low)
 
-    def gains(self, bins: Sequence[Any], zeros: Any) -> list[Any]:
+    def gains(self, bins: Sequence[Any], zeros: Any, escape: int) -> list[Any]:
         """Bits that a chunk saves against nothing but escapes, for each mode and in it each start:
         ``bins`` are how often each of 16 neighbouring exponents is there, ``zeros`` how often the
-        exponent zero. Sums and products of what is given: numbers or tensors."""
-        low, fields = self.steps[-1].low, self.fields
+        exponent zero; ``escape`` are the bits of a whole exponent. Sums and products of what is
+        given: numbers or tensors."""
+        low, fields = self.steps[-1].low, (*self.fields[:-1], escape)
         upto = [bins[0] * 0]
         for each in bins:
             upto.append(upto[-1] + each)

@@ -28,7 +28,7 @@ def choose(
     offset = subtract(planes, spread(base.expand(-1, -1, columns), 9))
     near = present & ~any_of(offset[4:])
     bins = [total(term & near) for term in equals(offset[:4], range(BINS))]
-    gains = ladder.gains(bins, values - number)
+    gains = ladder.gains(bins, values - number, len(planes))
     best, place = gains[0], torch.zeros_like(base)
     for index, gain in enumerate(gains[1:], start=1):
         better = gain > best

@@ -213,7 +213,8 @@ def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
 
     choice = Lines()
     bins = [choice.word(f"ones(bin[{place}])", "int32_t") for place in range(BINS)]
-    gains = ladder.gains(bins, choice.word("values - number", "int32_t"))
+    zeros = choice.word("values - number", "int32_t")
+    gains = ladder.gains(bins, zeros, form.exponent_bits)
     choice.lines.append(f"int32_t best = {gains[0].name}, place = 0;")
     for place, gain in enumerate(gains[1:], start=1):
         choice.lines.append(f"if ({gain.name} > best) best = {gain.name}, place = {place};")
@@ -287,9 +288,9 @@ uint32_t encode_chunk(const Byte* words, int lanes, Byte* out, int64_t line, Byt
     many(fields[s], some[s], most[s]);
     size += some[s] * FIELD[s];
   }}
-  const int length = std::min((size + 31) / 32, lanes * RAW);
+  const int length = std::min((size + 15) / 16, lanes * RAW * 2);
   const uint32_t mark = uint32_t(start + {BIAS}) | mode << {START_BITS} | length << {LENGTH_AT};
-  if (length == lanes * RAW) {{
+  if (length == lanes * RAW * 2) {{
     for (int i = 0; i < FIRST; ++i) std::memcpy(out + (REST + i) * line, plane[i], lanes * 4);
     for (int l = 0; l < lanes; ++l)
       for (int i = 0; i < RAW; ++i) put<int32_t>(to + (l * RAW + i) * 4, plane[FIRST + i][l]);
@@ -299,7 +300,7 @@ uint32_t encode_chunk(const Byte* words, int lanes, Byte* out, int64_t line, Byt
   Bits bits{{put_here}};
   {"".join(strings)}
   bits.close();
-  std::memcpy(to, put_here, length * 4);
+  std::memcpy(to, put_here, length * 2);
   return mark;
 }}
 
@@ -327,7 +328,7 @@ void encode_row(int64_t threads, const Byte* row, int64_t n, Byte* out) {{
             std::memcpy(here + i * at.columns * 4, made_of[i], lanes * 4);
         }}
         put<uint32_t>(out + at.marks + chunk * 4, mark);
-        to += (mark >> {LENGTH_AT}) * 4;
+        to += (mark >> {LENGTH_AT}) * 2;
       }}
       made[p] = to - first;
     }}
@@ -463,9 +464,9 @@ template <int BITS> inline void expand_few(int32_t* here, int32_t* fields, const
 void exponents_of(const Byte* wire, int64_t line, int lanes, int32_t start, int32_t mode,
                   const Byte* from, int length, Lane* plane) {{
   alignas(64) uint64_t stream[CAPACITY / 2 + 2], strings[LANES];
-  const int full = (length + 1) / 2;
-  stream[length / 2] = 0;
-  std::memcpy(stream, from, length * 4);
+  const int full = (length + 3) / 4;
+  stream[length / 4] = 0;
+  std::memcpy(stream, from, length * 2);
   stream[full] = stream[full + 1] = 0;
   Cursor cursor{{stream, full}};
   alignas(64) Lane here, fields, step[{sum(fields)}], field[{max(fields)}];
@@ -484,7 +485,7 @@ void exponents_of(const Byte* wire, int64_t line, int lanes, int32_t start, int3
 void decode_chunk(const Byte* wire, int64_t line, int lanes, uint32_t mark, const Byte* from,
                   int length, Byte* out) {{
   alignas(64) Lane plane[EXPONENT];
-  if (length == lanes * RAW) {{
+  if (length == lanes * RAW * 2) {{
     for (int i = 0; i < FIRST; ++i) std::memcpy(plane[i], wire + (REST + i) * line, lanes * 4);
     for (int l = 0; l < lanes; ++l)
       for (int i = 0; i < RAW; ++i) plane[FIRST + i][l] = get<int32_t>(from + (l * RAW + i) * 4);
@@ -504,10 +505,10 @@ void decode_chunks(const Byte* wire, int64_t n, Byte* out, int64_t begin, int64_
   const Row at(n);
   const auto mark_of = [&](int64_t chunk) {{ return get<uint32_t>(wire + at.marks + chunk * 4); }};
   const auto length_of = [&](int64_t chunk) {{
-    return std::min<int>(mark_of(chunk) >> {LENGTH_AT}, at.lanes(chunk) * RAW);
+    return std::min<int>(mark_of(chunk) >> {LENGTH_AT}, at.lanes(chunk) * RAW * 2);
   }};
   const Byte* from = wire + at.dynamic;
-  for (int64_t chunk = 0; chunk < begin; ++chunk) from += length_of(chunk) * 4;
+  for (int64_t chunk = 0; chunk < begin; ++chunk) from += length_of(chunk) * 2;
   for (int64_t chunk = begin; chunk < end; ++chunk) {{
     const int length = length_of(chunk), lanes = at.lanes(chunk);
     const Byte* here = wire + chunk * 128;
@@ -521,7 +522,7 @@ void decode_chunks(const Byte* wire, int64_t n, Byte* out, int64_t begin, int64_
       decode_chunk((const Byte*)given, 128, lanes, mark_of(chunk), from, length, (Byte*)made);
       for (int i = 0; i < PARTS; ++i) std::memcpy(to + i * lanes * 4, made[i], lanes * 4);
     }}
-    from += length * 4;
+    from += length * 2;
   }}
   if (end == at.chunks)
     std::memcpy(out + n / {LINE} * {LINE} * ITEM, wire + at.plain, n % {LINE} * ITEM);
