@@ -36,7 +36,7 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
 )
 
 FEW = 2
-"""As FEW_BITS of encode."""
+"""As FEW_BITS of encode; and so many planes always lie in 64 bits."""
 
 
 @tile
@@ -99,10 +99,15 @@ def strings_of(dynamic, begin, offset, fields, room, BITS: tl.constexpr, MANY: t
     """The planes of fields, so many in a string; what is not a field is left in them."""
     planes = ()
     for first in tl.static_range(0, BITS, MANY):
-        HERE: tl.constexpr = min(MANY, BITS - first)
-        string = read(dynamic, begin, offset + fields * first, fields * HERE, room)
-        planes = planes + taken_apart(string, fields, HERE)
+        planes = planes + string_of(
+            dynamic, begin, offset + fields * first, fields, room, min(MANY, BITS - first)
+        )
     return planes
+
+
+@tile
+def string_of(dynamic, begin, offset, fields, room, BITS: tl.constexpr):
+    return taken_apart(read(dynamic, begin, offset, fields * BITS, room), fields, BITS)
 
 
 @tile
@@ -152,15 +157,14 @@ def exponent_join(
     mask = inverse(any_of(planes)) & live & inverse(raw)
     fields = (planes,)
     for step in tl.static_range(1, STEPS):
-        SMALL: tl.constexpr = (BITS >> (4 * step)) & 15
         count = ones(mask)
-        each = count * SMALL
+        each = count * ((BITS >> (4 * step)) & 15)
         at = offset + up_to_here(each, COLUMNS) - each
-        if SMALL <= FEW:
-            planes = strings_of(dynamic, begin, at, count, room, SMALL, SMALL)
+        if (BITS >> (4 * step)) & 15 <= FEW:
+            planes = strings_of(dynamic, begin, at, count, room, (BITS >> (4 * step)) & 15, FEW)
             planes = expanded(planes, moves(mask), mask)
         else:
-            planes = strings_of(dynamic, begin, at, count, room, SMALL, 2)
+            planes = strings_of(dynamic, begin, at, count, room, (BITS >> (4 * step)) & 15, FEW)
             planes = put_back(planes, mask, tl.max(count, 0))
         offset = offset + on_columns(chunk_sums(each, COLUMNS), COLUMNS)
         mask = mask & inverse(any_of(planes))
@@ -170,11 +174,13 @@ def exponent_join(
     each = count * EXPONENT - tl.where(raw != 0, count * FIRST, 0)
     at = offset + up_to_here(each, COLUMNS) - each
     escaped = ()
+    for _ in tl.static_range(EXPONENT):
+        escaped = escaped + (tl.zeros_like(mask),)
     most = tl.max(count, 0)
     if most * EXPONENT <= 64:
         escaped = strings_of(dynamic, begin, at, count, room, EXPONENT, EXPONENT)
     else:
-        escaped = strings_of(dynamic, begin, at, count, room, EXPONENT, 2)
+        escaped = strings_of(dynamic, begin, at, count, room, EXPONENT, FEW)
     escaped = put_back(escaped, mask, most)
     last = ()
     for bit in tl.static_range(EXPONENT):
@@ -226,14 +232,14 @@ def exponent_join(
 
     if tile_ == 0:
         # Values that are in no line.
-        at = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
+        plain = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
         place = tl.arange(0, 128)
         if HALVES:
             body = tl.cast(columns, tl.int64) * (2 * WORDS)
             there = body + place < words
-            number = tl.load(at.to(tl.pointer_type(tl.int16)) + place, mask=there, other=0)
+            number = tl.load(plain.to(tl.pointer_type(tl.int16)) + place, mask=there, other=0)
             tl.store(out + body + place, number, mask=there)
         else:
             body = tl.cast(columns, tl.int64) * WORDS
             there = body + place < words
-            tl.store(out + body + place, tl.load(at + place, mask=there, other=0), mask=there)
+            tl.store(out + body + place, tl.load(plain + place, mask=there, other=0), mask=there)

@@ -46,15 +46,16 @@ def up_to_here(of_columns, COLUMNS: tl.constexpr):
 
 
 @tile
-def shifted(planes, fields, offset, first, MANY: tl.constexpr):
-    """``MANY`` planes from the ``first`` on, of ``fields`` fields each, as one string that begins
-    at a bit offset: its length, what falls into the word where it begins, and into the next one."""
-    string = planes[first].to(tl.uint64)
-    for number in tl.static_range(1, MANY):
+def shifted(planes, fields, offset, FIRST: tl.constexpr, MANY: tl.constexpr):
+    """``MANY`` planes from the first on, of ``fields`` fields each, as one string that begins at a
+    bit offset: its length, what falls into the word where it begins, and into the next one."""
+    HERE: tl.constexpr = min(MANY, len(planes) - FIRST)
+    string = planes[FIRST].to(tl.uint64)
+    for number in tl.static_range(1, HERE):
         shift = tl.minimum(fields * number, 63).to(tl.uint64)
-        string = string | (planes[first + number].to(tl.uint64) << shift)
+        string = string | (planes[FIRST + number].to(tl.uint64) << shift)
     shift = (offset & 63).to(tl.uint64)
-    return fields * MANY, string << shift, (string >> 1) >> (63 - shift)
+    return fields * HERE, string << shift, (string >> 1) >> (63 - shift)
 
 
 @tile
@@ -71,15 +72,13 @@ def append(sums, planes, fields, begin, gained, kept, MANY: tl.constexpr, COLUMN
     at = offset
     whole = tl.zeros((COLUMNS,), tl.uint64)
     for first in tl.static_range(0, len(planes), MANY):
-        HERE: tl.constexpr = min(MANY, len(planes) - first)
-        bits, low, carry = shifted(planes, fields, at, first, HERE)
+        bits, low, carry = shifted(planes, fields, at, first, MANY)
         whole = whole + low + carry
         at = at + bits
     upto = on_columns(gained, COLUMNS) + up_to_here(whole, COLUMNS) - whole
     at = offset
     for first in tl.static_range(0, len(planes), MANY):
-        HERE: tl.constexpr = min(MANY, len(planes) - first)
-        bits, low, carry = shifted(planes, fields, at, first, HERE)
+        bits, low, carry = shifted(planes, fields, at, first, MANY)
         upto = upto + low
         meets = kept & (((at + bits) >> 6) > (at >> 6))
         tl.store(sums + (at >> 6), upto.to(tl.int64, bitcast=True), mask=meets)
@@ -257,7 +256,7 @@ def exponent_place(
     sums += tl.cast(tl.program_id(0), tl.int64) * (COLUMNS // LANES * (LANES // 2 * RAW))
     chunk = tl.arange(0, COLUMNS // LANES)[:, None]
     own = sums + chunk * (LANES // 2 * RAW)
-    plain = own.to(tl.pointer_type(tl.int32))
+    raw_words = own.to(tl.pointer_type(tl.int32))
     raw = raw[:, None]
     for first in range(0, tl.max(length, 0), UNITS):
         unit = first + tl.arange(0, UNITS)[None, :]
@@ -266,7 +265,7 @@ def exponent_place(
         upto = tl.load(own + word, mask=wanted & (raw == 0), other=0)
         last = tl.load(own + word - 1, mask=wanted & (raw == 0) & (word > 0), other=0)
         coded = (upto - last).to(tl.uint64, bitcast=True) >> ((unit & 3) * 16).to(tl.uint64)
-        other = tl.load(plain + (unit >> 1), mask=wanted & raw, other=0)
+        other = tl.load(raw_words + (unit >> 1), mask=wanted & raw, other=0)
         other = other.to(tl.uint32, bitcast=True) >> ((unit & 1) * 16).to(tl.uint32)
         number = tl.where(raw, other, coded.to(tl.uint32)) & 0xFFFF
         number = number.to(tl.uint16).to(tl.int16, bitcast=True)
@@ -274,7 +273,7 @@ def exponent_place(
 
     if tile_ == 0:
         # Values that are in no line, and what fills the last unit.
-        at = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
+        plain = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
         free = tl.cast(static, tl.int64) * 4 - tl.cast(columns, tl.int64) * (REST + FIRST)
         free -= (columns + LANES - 1) // LANES
         source += tl.cast(row, tl.int64) * words
@@ -282,8 +281,8 @@ def exponent_place(
         if HALVES:
             body = tl.cast(columns, tl.int64) * (2 * WORDS)
             number = tl.load(source + body + place, mask=body + place < words, other=0)
-            tl.store(at.to(tl.pointer_type(tl.int16)) + place, number, mask=place < free * 2)
+            tl.store(plain.to(tl.pointer_type(tl.int16)) + place, number, mask=place < free * 2)
         else:
             body = tl.cast(columns, tl.int64) * WORDS
             number = tl.load(source + body + place, mask=body + place < words, other=0)
-            tl.store(at + place, number, mask=place < free)
+            tl.store(plain + place, number, mask=place < free)

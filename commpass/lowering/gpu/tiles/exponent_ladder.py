@@ -58,6 +58,12 @@ def last_code(TABLES: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr):
 
 
 @tile
+def where_at(low, high, PLACE: tl.constexpr):
+    """Where an offset is, of those that ``four_of`` two planes and two others say."""
+    return low[PLACE & 3] & high[PLACE >> 2]
+
+
+@tile
 def codes_of(
     exponents,
     start,
@@ -86,14 +92,10 @@ def codes_of(
             if (TABLES >> (32 * step + 4 * code)) & 15 == ZERO_CODE:
                 term = zero & inverse(any_of(modes))
                 for mode in tl.static_range(len(modes)):
-                    PLACE: tl.constexpr = last_code(TABLES, BITS, mode)
-                    term = term | (low[PLACE & 3] & high[PLACE >> 2] & modes[mode])
+                    term = term | (where_at(low, high, last_code(TABLES, BITS, mode)) & modes[mode])
                 terms = terms + (term & here,)
             else:
-                term = (
-                    low[((TABLES >> (32 * step + 4 * code)) & 15) & 3]
-                    & high[((TABLES >> (32 * step + 4 * code)) & 15) >> 2]
-                )
+                term = where_at(low, high, (TABLES >> (32 * step + 4 * code)) & 15)
                 if step < len(modes) and code == (1 << ((BITS >> (4 * step)) & 15)) - 1:
                     term = (term & inverse(modes[step])) | (zero & modes[step])
                 terms = terms + (term & here,)
