@@ -150,7 +150,7 @@ def most_bytes(numel: int, dtype: torch.dtype) -> int:
 def test_all_patterns_of_16_bits_survive(planes, dtype):
     whole = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
     shuffled = whole[torch.randperm(65536, generator=torch.Generator().manual_seed(0))]
-    # A few strange values among zeros: each escapes on its own, in chunks that are not wild.
+    # A few strange values among zeros: each escapes on its own, in chunks that are not raw.
     few = torch.zeros(65536 * 12, dtype=dtype)
     few[torch.randperm(few.numel(), generator=torch.Generator().manual_seed(1))[:65536]] = whole
     coder = coder_of(planes)
@@ -197,6 +197,16 @@ CONTENTS = {
     "all magnitudes": lambda rng, n: rng.choice([-1.0, 1.0], n) * 2.0 ** rng.uniform(-150, 128, n),
     "two magnitudes": lambda rng, n: rng.choice([1e-30, 1e30], n),
     "infinities": lambda rng, n: rng.choice([np.inf, -np.inf, np.nan, 1.0], n),
+    "mostly nan": lambda rng, n: np.where(rng.random(n) < 0.9, np.nan, rng.standard_normal(n)),
+    "one channel in 64": lambda rng, n: rng.standard_normal(n) * np.where(np.arange(n) % 64, 1, 1e9),
+    "neighbouring channels": lambda rng, n: (
+        rng.standard_normal(n) * np.where(np.arange(n) % 512 < 48, 1e-20, 1)
+    ),
+    "scales side by side": lambda rng, n: (
+        rng.standard_normal(n) * np.where(np.arange(n) < n // 2, 0.02, 0.001)
+    ),
+    "every exponent in turn": lambda rng, n: 2.0 ** (np.arange(n) % 254 - 126.0),
+    "few that are not zero": lambda rng, n: rng.standard_normal(n) * (rng.random(n) < 0.03),
 }
 
 
@@ -226,12 +236,13 @@ def test_values_of_any_kind_survive_in_the_predicted_bytes(x, planes):
     static, used = expected_sizes(x, planes)
     assert coder.static_bytes(x.numel(), x.dtype) == static
     assert wire.payload.numel() == used <= coder.wire_bytes(x.numel(), x.dtype)
+    assert coder.wire_bytes(x.numel(), x.dtype) == most_bytes(x.numel(), x.dtype)
     assert bits(coder.decode(wire)) == bits(x)
 
 
 @both
 def test_capacity_suffices_where_everything_escapes(planes):
-    """Exponents spread evenly over all 256: every chunk is wild and the wire is full."""
+    """Exponents spread evenly over all 256: every chunk is raw and the wire is full."""
     x = patterns(64 * 1024, torch.bfloat16)
     coder = coder_of(planes)
     wire = coder.encode(x)
@@ -240,7 +251,7 @@ def test_capacity_suffices_where_everything_escapes(planes):
 
 
 @pytest.mark.parametrize("share", [0.02, 0.15, 0.3, 0.6])
-def test_chunks_with_many_escapes_but_not_wild_ones_survive(share):
+def test_chunks_with_many_escapes_survive(share):
     rng = np.random.default_rng(0)
     x = torch.from_numpy(
         np.where(rng.random(300_000) < share, 2.0 ** rng.uniform(-100, 100, 300_000), 1.0)
@@ -436,6 +447,119 @@ def test_compiled_and_eager_agree_bit_for_bit():
 # --- theory ---------------------------------------------------------------------------------------
 
 
+@both
+@floats
+def test_no_row_is_longer_than_its_values_by_more_than_the_marks(planes, dtype):
+    """19 bytes, and 4 for each chunk of 1,024 values: 0.05 bits a value from 8,192 on."""
+    coder = coder_of(planes)
+    for numel in (*range(0, 400), *range(900, 1200), *range(5000, 5200), 8192, 8193, 100_001):
+        plain = numel * dtype.itemsize
+        assert coder.wire_bytes(numel, dtype) == most_bytes(numel, dtype)
+        assert coder.wire_bytes(numel, dtype) <= plain + 4 * (numel // 1024) + 19
+        if numel >= 8192:
+            assert coder.wire_bytes(numel, dtype) * 8 <= numel * (8 * dtype.itemsize + 0.05)
+
+
+@both
+@pytest.mark.parametrize("content", ["all magnitudes", "every exponent in turn", "two magnitudes"])
+def test_values_that_cannot_be_coded_take_sixteen_bits(planes, content):
+    rows = torch.from_numpy(CONTENTS[content](np.random.default_rng(0), 8193)).bfloat16()
+    wire = coder_of(planes).encode(rows)
+    assert wire.payload.numel() * 8 / 8193 <= 16.05
+    assert survives(coder_of(planes), rows)
+
+
+@functools.cache
+def all_lengths(planes: int, width: int) -> np.ndarray:
+    """The lengths of codes for every start and mode."""
+    starts = range(-16, (1 << width) + 1)
+    modes = range(MODES[planes])
+    return np.stack([code_lengths(s, m, planes, width) for m in modes for s in starts])
+
+
+def best_single_code(x: torch.Tensor, planes: int) -> float:
+    """Bits a value by the one window and mode that suit a whole tensor best, or as it is, without
+    any side data."""
+    width = EXPONENT_BITS[x.dtype]
+    seen = np.bincount(exponents_of(x), minlength=1 << width) / x.numel()
+    return 8 * x.itemsize - width + min(width, float((all_lengths(planes, width) @ seen).min()))
+
+
+def channels(rng: np.random.Generator, rows: int) -> np.ndarray:
+    """64 of 4,096 channels, at random, 30 times as large."""
+    large = np.ones(4096)
+    large[rng.choice(4096, 64, replace=False)] = 30
+    return (rng.standard_normal((rows, 4096)) * large).flatten()
+
+
+REAL = {
+    "gaussian": lambda rng, n: rng.standard_normal(n),
+    "laplace": lambda rng, n: rng.laplace(size=n),
+    "student": lambda rng, n: rng.standard_t(3, n),
+    "random channels": lambda rng, n: channels(rng, n // 4096),
+    "every 64th channel": lambda rng, n: (
+        rng.standard_normal(n) * np.where(np.arange(n) % 64 == 0, 30, 1)
+    ),
+    "two weights in a row": lambda rng, n: (
+        rng.standard_normal(n) * np.where(np.arange(n) < n // 2, 0.02, 0.001)
+    ),
+    "alternating scales": lambda rng, n: (
+        rng.standard_normal(n) * np.where(np.arange(n) % 2, 0.02, 0.001)
+    ),
+    "a fifth far away": lambda rng, n: (
+        rng.standard_normal(n) * np.where(np.arange(n) % 5 == 0, 1e-30, 1)
+    ),
+    "90 % zeros": lambda rng, n: rng.standard_normal(n) * (rng.random(n) < 0.1),
+    "half zeros": lambda rng, n: np.maximum(rng.standard_normal(n), 0),
+    "gradients": lambda rng, n: (
+        rng.standard_normal(n) * np.exp(1.5 * rng.standard_normal(n)) * 1e-5
+    ),
+    "gradients by rows": lambda rng, n: (
+        rng.standard_normal((n // 512, 512)) * np.exp(2 * rng.standard_normal((n // 512, 1)))
+    ).flatten(),
+}
+
+
+@both
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, rarely(torch.float16), rarely(torch.float32)], ids=str
+)
+@pytest.mark.parametrize("content", sorted(REAL))
+def test_bits_are_within_a_tenth_of_the_best_single_code(planes, dtype, content):
+    x = torch.from_numpy(REAL[content](np.random.default_rng(0), 1 << 16)).to(dtype)
+    spent = coder_of(planes).encode(x).payload.numel() * 8 / x.numel()
+    assert spent < best_single_code(x, planes) + 0.1
+    assert survives(coder_of(planes), x)
+
+
+def test_outlier_channels_and_mixed_weights_take_what_they_should():
+    """Measured before: 16.5 bits for 64 of 4,096 channels at random, 19 for every 64th channel,
+    and for two weights in a row."""
+    most = {"random channels": 11.0, "every 64th channel": 11.0, "two weights in a row": 10.8}
+    for content, bound in most.items():
+        x = torch.from_numpy(REAL[content](np.random.default_rng(1), 1 << 17)).bfloat16()
+        rows = x.reshape(2, -1)
+        wire = coder_of(2).encode_rows(rows)
+        used = coder_of(2).used_bytes(wire, rows.shape[1], x.dtype).sum()
+        assert used * 8 / x.numel() < bound
+
+
+def test_measured_bits_are_what_is_planned_with():
+    plain, told = exponent("exponent"), exponent("exponent(bits=12.5)", bits=12.5)
+    assert told == plain
+    assert hash(told) == hash(plain)
+    for numel in (1 << 20, 100_000):
+        gaussian_bits = plain.expected_bytes(numel, torch.bfloat16) * 8 / numel
+        assert gaussian_bits == pytest.approx(10.69, abs=0.02)
+        assert told.expected_bytes(numel, torch.bfloat16) * 8 / numel == pytest.approx(12.5, 1e-3)
+    for bits, most in ((16.5, 1), (1.0, 0)):
+        static, room = plain.parts(5000, torch.bfloat16)
+        one = exponent("e", bits=bits).expected_bytes(5000, torch.bfloat16)
+        assert one == static + most * room
+    with pytest.raises(PolicyError, match="bits=0"):
+        exponent("exponent(bits=0)", bits=0)
+
+
 def entropy(x: torch.Tensor) -> float:
     p = np.bincount(exponents_of(x)) / x.numel()
     p = p[p > 0]
@@ -458,7 +582,7 @@ def test_the_distance_to_the_entropy_is_less_than_half_of_three_planes(dtype, sc
 @floats
 @pytest.mark.parametrize("share", [0.5, 0.1, 0.95])
 def test_zeros_are_cheap_where_they_are_many(dtype, share):
-    """Four bits instead of seven, and no wild chunks."""
+    """Two or four bits instead of seven."""
     x = gaussian(1 << 18, dtype)
     x[torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < share] = 0
     spent = coder_of(2).encode(x).payload.numel() * 8 / x.numel() - (

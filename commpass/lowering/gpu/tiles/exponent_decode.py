@@ -237,8 +237,8 @@ def exponent_join(
         if HALVES:
             body = tl.cast(columns, tl.int64) * (2 * WORDS)
             there = body + place < words
-            number = tl.load(plain.to(tl.pointer_type(tl.int16)) + place, mask=there, other=0)
-            tl.store(out + body + place, number, mask=there)
+            values_left = tl.load(plain.to(tl.pointer_type(tl.int16)) + place, mask=there, other=0)
+            tl.store(out + body + place, values_left, mask=there)
         else:
             body = tl.cast(columns, tl.int64) * WORDS
             there = body + place < words

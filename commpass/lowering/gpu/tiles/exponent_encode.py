@@ -34,7 +34,7 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
 
 FEW_BITS = 2
 """Fields of so few bits may be many; all are moved at once, others one at a time."""
-UNITS = 128
+UNITS = 32
 """16-bit words that are put in their place at once."""
 
 
@@ -280,9 +280,9 @@ def exponent_place(
         place = tl.arange(0, 256)
         if HALVES:
             body = tl.cast(columns, tl.int64) * (2 * WORDS)
-            number = tl.load(source + body + place, mask=body + place < words, other=0)
-            tl.store(plain.to(tl.pointer_type(tl.int16)) + place, number, mask=place < free * 2)
+            values_left = tl.load(source + body + place, mask=body + place < words, other=0)
+            tl.store(plain.to(tl.pointer_type(tl.int16)) + place, values_left, mask=place < free * 2)
         else:
             body = tl.cast(columns, tl.int64) * WORDS
-            number = tl.load(source + body + place, mask=body + place < words, other=0)
-            tl.store(plain + place, number, mask=place < free)
+            values_left = tl.load(source + body + place, mask=body + place < words, other=0)
+            tl.store(plain + place, values_left, mask=place < free)
