@@ -1287,7 +1287,7 @@ def test_entries_that_are_rows_go_in_micro_shards(sent, unknown, width, shards):
 
 @pytest.mark.parametrize("sent", [(3, 3, 3), (1, 2, 6)])
 def test_a_lossless_code_sends_two_parts_of_each_row_in_two_exchanges(sent):
-    coder, width = commpass.codec("exponent"), 40
+    coder, width = commpass.codec("exponent"), 80
     rows = [entries * width for entries in sent]
     static = sum(coder.parts(row, torch.float32)[0] for row in rows)
     both = sum(coder.expected_bytes(row, torch.float32) for row in rows)

@@ -198,7 +198,9 @@ CONTENTS = {
     "two magnitudes": lambda rng, n: rng.choice([1e-30, 1e30], n),
     "infinities": lambda rng, n: rng.choice([np.inf, -np.inf, np.nan, 1.0], n),
     "mostly nan": lambda rng, n: np.where(rng.random(n) < 0.9, np.nan, rng.standard_normal(n)),
-    "one channel in 64": lambda rng, n: rng.standard_normal(n) * np.where(np.arange(n) % 64, 1, 1e9),
+    "one channel in 64": lambda rng, n: (
+        rng.standard_normal(n) * np.where(np.arange(n) % 64, 1, 1e9)
+    ),
     "neighbouring channels": lambda rng, n: (
         rng.standard_normal(n) * np.where(np.arange(n) % 512 < 48, 1e-20, 1)
     ),

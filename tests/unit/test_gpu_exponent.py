@@ -179,7 +179,10 @@ def what_has_no_kernels() -> list[bool]:
         wire = kernels.encode_rows(coder, x)
         same.append(torch.equal(wire, coder.encode_rows(x)))
         same.append(torch.equal(kernels.decode_rows(coder, wire, x.shape[1], x.dtype), x))
-    return [*same, *(kernels.missing(numel, torch.bfloat16) is not None for numel in (0, 127, 1 << 31))]
+    return [
+        *same,
+        *(kernels.missing(numel, torch.bfloat16) is not None for numel in (0, 127, 1 << 31)),
+    ]
 
 
 def test_raw_rows_take_the_aten_form() -> None:

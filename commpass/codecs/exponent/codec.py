@@ -86,8 +86,8 @@ class ExponentCodec(Codec):
     The window and the mode of a chunk are those with the fewest bits of all windows around the
     median of its exponents that are not zero (``choose``).
 
-    ``bits`` is what a value was measured to take, for plans (``expected_bytes``); nothing is encoded
-    by it, so it is not compared.
+    ``bits`` is what a value was measured to take, for plans (``expected_bytes``). Nothing is
+    encoded by it, so it is not compared.
     """
 
     spec: str = field(compare=False)
@@ -133,7 +133,8 @@ class ExponentCodec(Codec):
         at = self._static_words(form) * _columns(numel) * 4
         marks = _words(wire.narrow(1, at, _chunks(numel) * 4), _chunks(numel) * 4)
         length = _lengths(marks.unsqueeze(2), self._capacity(form, numel, wire.device))
-        return static + ceil_to(length.sum((1, 2), dtype=torch.int64) * 2, UNIT)
+        dynamic = length.sum((1, 2), dtype=torch.int64) * 2
+        return static + (dynamic + (UNIT - 1)) // UNIT * UNIT
 
     def expected_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes that a row needs by the measured ``bits``; without them, what a Gaussian needs."""
@@ -282,8 +283,7 @@ class ExponentCodec(Codec):
         coded = ladder.decode([*steps[:-1], escaped], _across(start), modes, form.exponent_bits)
         as_they_are = [*planes, *steps[-1][: form.exponent_bits - first]]
         exponents = [
-            (plane & ~raw) | (other & raw)
-            for plane, other in zip(coded, as_they_are, strict=True)
+            (plane & ~raw) | (other & raw) for plane, other in zip(coded, as_they_are, strict=True)
         ]
         exponents += [torch.zeros_like(here)] * (8 - form.exponent_bits)
         values = torch.stack(join(form, unpack(transpose(exponents), 8), rest), dim=2)
@@ -411,7 +411,9 @@ def _row_words(words: Tensor, form: FloatForm, columns: int, chunks: int) -> Ten
     if isinstance(columns, int) and columns % LANES == 0:
         return words.flatten(1)
     last = columns - (chunks - 1) * LANES
-    tail = cut(words.narrow(1, chunks - 1, 1), last).flatten(1)
+    tail = cut(words.narrow(1, chunks - 1, 1), last)
+    # A copy even where it is whole: a graph that was traced with such sizes serves others.
+    tail = tail.clone(memory_format=torch.contiguous_format).flatten(1)
     return torch.cat([words.narrow(1, 0, chunks - 1).flatten(1), tail], dim=1)
 
 

@@ -45,8 +45,8 @@ class Ladder:
 
     ``offsets``: for each step and code the offset from the start of the outermost window; code 0 is
     unused. ``modes``: how many steps may name the exponent zero by their last code. All bits of
-    such codes are ones, so that a zero that is in the window as well is read as zero. ``below``: how
-    far below a median the lowest start of the outermost window lies that is tried.
+    such codes are ones, so that a zero that is in the window as well is read as zero. ``below``:
+    how far below a median the lowest start of the outermost window lies that is tried.
     """
 
     steps: tuple[Step, ...]

@@ -38,7 +38,7 @@ def split_fields(string: Tensor, bits: int, count: Tensor) -> list[Tensor]:
 
 
 def concatenate(strings: Tensor, lengths: Tensor, words: int) -> Tensor:
-    """Strings ``[rows, n]`` with int64 lengths put end to end: ``[rows, words]``, zeros behind them.
+    """Strings ``[rows, n]`` with int64 lengths put end to end: ``[rows, words]``, then zeros.
 
     Word w is ``sums[w + 1] - sums[w]``: no two strings meet in one store, though several share a
     word. Their bits are disjoint, hence "or" is "plus", and a word is what a running sum (mod 2^64)

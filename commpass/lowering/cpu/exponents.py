@@ -30,7 +30,7 @@ from commpass.codecs.exponent.codec import (
     START_BITS,
     ExponentCodec,
 )
-from commpass.codecs.exponent.floats import CHUNK, FORMS, LANES, LINE, FloatForm, join, pack, split
+from commpass.codecs.exponent.floats import FORMS, LANES, LINE, FloatForm, join, pack, split
 from commpass.codecs.exponent.floats import unpack as unpack_pairs
 from commpass.codecs.exponent.ladder import BINS, Ladder
 from commpass.lowering.cpu.words import Lines
@@ -182,7 +182,7 @@ def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
         lines = Lines()
         plan = moves(lines.word(f"get<Word>((Byte*)(mask[{number}] + g))"))
         lines.stores(places, [compress(plane, plan) for plane in lines.loads(places)])
-        terms = "\n        ".join(
+        joins = "\n        ".join(
             f"string |= uint64_t(uint32_t(field[{at + i}][l])) << std::min({i} * c, 63);"
             for i in range(1, bits)
         )
@@ -200,7 +200,7 @@ def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
       for (int l = 0; l < LANES; ++l) {{
         const int c = fields[{number}][l];
         uint64_t string = uint32_t(field[{at}][l]);
-        {terms}
+        {joins}
         strings[l] = string;
       }}
       bits.append(strings, fields[{number}], {bits});

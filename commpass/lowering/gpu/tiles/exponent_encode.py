@@ -199,9 +199,7 @@ def exponent_split(
         most = tl.max(count, 0)
         if len(fields[step]) <= FEW_BITS:
             planes = compressed(fields[step], moves(mask), mask)
-            begin, gained = append(
-                own, planes, count, begin, gained, kept, len(planes), COLUMNS
-            )
+            begin, gained = append(own, planes, count, begin, gained, kept, len(planes), COLUMNS)
         else:
             planes = picked(fields[step], mask, most)
             if most * len(fields[step]) <= 64:
@@ -281,7 +279,9 @@ def exponent_place(
         if HALVES:
             body = tl.cast(columns, tl.int64) * (2 * WORDS)
             values_left = tl.load(source + body + place, mask=body + place < words, other=0)
-            tl.store(plain.to(tl.pointer_type(tl.int16)) + place, values_left, mask=place < free * 2)
+            tl.store(
+                plain.to(tl.pointer_type(tl.int16)) + place, values_left, mask=place < free * 2
+            )
         else:
             body = tl.cast(columns, tl.int64) * WORDS
             values_left = tl.load(source + body + place, mask=body + place < words, other=0)

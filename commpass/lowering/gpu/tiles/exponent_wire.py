@@ -41,7 +41,9 @@ def lanes_of(chunk, columns):
 
 
 @tile
-def chunk_marks(row, tile_, columns, STATIC: tl.constexpr, RAW: tl.constexpr, COLUMNS: tl.constexpr):
+def chunk_marks(
+    row, tile_, columns, STATIC: tl.constexpr, RAW: tl.constexpr, COLUMNS: tl.constexpr
+):
     """The marks of the chunks of a tile, int32, and how many 16-bit words each has in the dynamic
     part: within its room, whatever the marks say, and none behind the last chunk."""
     chunk = tile_ * (COLUMNS // LANES) + tl.arange(0, COLUMNS // LANES)
