@@ -48,7 +48,7 @@ _calls: ContextVar[tuple[Encoding, Decoding] | None] = ContextVar("exponent_call
 @contextmanager
 def by_calls(calls: tuple[Encoding, Decoding] | None) -> Iterator[None]:
     """In here, rows of sizes that are not fixed are encoded and decoded by these functions, if
-    any, which give the same bytes: to trace the 3,000 operators of either takes seconds with
+    any, which give the same bytes: to trace the 2,000 operators of either takes seconds with
     symbolic sizes."""
     before = _calls.set(calls)
     try:
