@@ -32,7 +32,8 @@ def choose(
     best, place = gains[0], torch.zeros_like(base)
     for index, gain in enumerate(gains[1:], start=1):
         better = gain > best
-        best, place = torch.where(better, gain, best), torch.where(better, index, place)
+        place = kept(torch.where(better, index, place))
+        best = kept(torch.where(better, gain, best))
     mode = torch.div(place, ladder.starts, rounding_mode="floor")
     return kept(base + place - mode * ladder.starts), kept(mode)
 
@@ -49,7 +50,7 @@ def median_of(planes: Sequence[Tensor], present: Tensor, number: Tensor) -> Tens
     for bit in reversed(range(len(planes))):
         lower = total(left & ~planes[bit])
         upper = kept(-(rank >= lower).to(torch.int32))
-        rank = rank - (lower & upper)
+        rank = kept(rank - (lower & upper))
         median = median | ((upper & 1) << bit)
-        left = left & (planes[bit] ^ ~upper)
+        left = kept(left & (planes[bit] ^ ~upper))
     return median
