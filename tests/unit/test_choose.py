@@ -1295,7 +1295,7 @@ def test_stages_of_a_lossless_code_count_with_its_measured_bits():
         )
         * 8
         / (1 << 20)
-        for spec in ("exponent", "exponent(bits=12.5)", "exponent(bits=15)")
+        for spec in ("exponent", "exponent(bits=12.5)", "exponent(bits=15.0)")
     }
     plain = sent.pop("exponent")
     assert plain == pytest.approx(10.69, abs=0.02)

@@ -558,8 +558,8 @@ def test_measured_bits_are_what_is_planned_with():
         static, room = plain.parts(5000, torch.bfloat16)
         one = exponent("e", bits=bits).expected_bytes(5000, torch.bfloat16)
         assert one == static + most * room
-    with pytest.raises(PolicyError, match="bits=0"):
-        exponent("exponent(bits=0)", bits=0)
+    with pytest.raises(PolicyError, match="bits=-1"):
+        exponent("exponent(bits=-1.0)", bits=-1.0)
 
 
 def entropy(x: torch.Tensor) -> float:

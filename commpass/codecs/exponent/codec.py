@@ -92,7 +92,7 @@ class ExponentCodec(Codec):
 
     spec: str = field(compare=False)
     ladder: Ladder
-    bits: float | None = field(default=None, compare=False)
+    bits: float = field(default=0.0, compare=False)
 
     lossless = True
     dynamic = True
@@ -138,7 +138,7 @@ class ExponentCodec(Codec):
 
     def expected_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes that a row needs by the measured ``bits``; without them, what a Gaussian needs."""
-        if self.bits is None:
+        if not self.bits:
             return super().expected_bytes(numel, dtype)
         static, room = self.parts(numel, dtype)
         needed = ceil_to(math.ceil(numel * self.bits / 8), UNIT) - static
@@ -331,15 +331,14 @@ class ExponentCodec(Codec):
         return super().decode(Wire(whole, wire.codec, wire.shape, wire.dtype), like)
 
 
-def exponent(spec: str, *, planes: int = 2, bits: float | None = None) -> Codec:
+def exponent(spec: str, *, planes: int = 2, bits: float = 0.0) -> Codec:
     """Lossless. ``planes`` 2: a code of four steps, 0.14 to 0.2 bits above the entropy of a
     Gaussian's exponents. 3: ZipCCL's of two steps, 0.67 to 0.71 bits above it, and quicker.
-    ``bits``: what a value takes by measurement, for plans; without it, what one of a Gaussian
-    takes."""
+    ``bits``: what a value takes by measurement, for plans; 0 for what one of a Gaussian takes."""
     if planes not in LADDERS:
         raise PolicyError(f"planes={planes}: must be 2 or 3")
-    if bits is not None and not 0 < bits <= 64:
-        raise PolicyError(f"bits={bits}: must be above 0, and at most 64")
+    if not 0 <= bits <= 64:
+        raise PolicyError(f"bits={bits}: must be from 0 to 64")
     return ExponentCodec(spec, LADDERS[planes], bits)
 
 
