@@ -535,14 +535,13 @@ def test_bits_are_within_a_tenth_of_the_best_single_code(planes, dtype, content)
 
 
 def test_outlier_channels_and_mixed_weights_take_what_they_should():
-    """Measured before: 16.5 bits for 64 of 4,096 channels at random, 19 for every 64th channel,
-    and for two weights in a row."""
+    """With a window from the mean, and columns across the row, these took 14.9, 18.0 and 12.9 bits
+    (15.7, 19.0 and 19.0 by three planes)."""
     most = {"random channels": 11.0, "every 64th channel": 11.0, "two weights in a row": 10.8}
     for content, bound in most.items():
         x = torch.from_numpy(REAL[content](np.random.default_rng(1), 1 << 17)).bfloat16()
-        rows = x.reshape(2, -1)
-        wire = coder_of(2).encode_rows(rows)
-        used = coder_of(2).used_bytes(wire, rows.shape[1], x.dtype).sum()
+        wire = coder_of(2).encode_rows(x.reshape(1, -1))
+        used = coder_of(2).used_bytes(wire, x.numel(), x.dtype)
         assert used * 8 / x.numel() < bound
 
 
