@@ -14,9 +14,11 @@ from torch import Tensor
 
 from commpass.ambient import ambient_free, making_lasting_tensors
 from commpass.codecs.block.domain import VALUES, Domain
-from commpass.codecs.rows import aligned
+from commpass.codecs.rows import ceil_to
 from commpass.errors import PolicyError
 
+UNIT = 16
+"""Bytes of which both parts of the wire of a ``dynamic`` codec are multiples."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -234,13 +236,12 @@ class Codec(ABC):
         return _gaussian()
 
     def expected_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes that a row of ``numel`` Gaussian values needs: ``wire_bytes`` but for a dynamic
-        codec."""
+        """Bytes that a row of ``numel`` values is planned with: ``wire_bytes`` but for a dynamic
+        codec; for that, what Gaussian values need, if it knows nothing better."""
         if not self.dynamic:
             return self.wire_bytes(numel, dtype)
-        static = self.parts(numel, dtype)[0]
-        needed = (self.wire_bytes(numel, dtype) - static) * _gaussian_share(self, dtype)
-        return static + aligned(math.ceil(needed))
+        static, room = self.parts(numel, dtype)
+        return static + ceil_to(math.ceil(room * _gaussian_share(self, dtype)), UNIT)
 
 
 def _gaussian() -> Tensor:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-from commpass.codecs import ALIGNMENT, Codec, operators
+from commpass.codecs import Codec, operators
+from commpass.codecs.codec import UNIT
 from commpass.collectives.request import Broadcast, Move, Request, Rows, scatter
 from commpass.errors import VerifyError
 
@@ -70,10 +71,6 @@ def varies(codec: Codec, dtype: torch.dtype) -> bool:
     """Whether the bytes of a wire depend on the values. Not on how many there are: ranks that have
     none do as the others."""
     return codec.dynamic and codec.parts(codec.block, dtype)[1] > 0
-
-
-UNIT = ALIGNMENT
-"""Bytes of which the dynamic part of a row is a multiple."""
 
 
 def hop(

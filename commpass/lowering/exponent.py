@@ -1,9 +1,9 @@
 """Encode and decode of the exponent codec as one operator each, for rows whose number or length is
 not fixed.
 
-Inline they are 1,700 plain operators each, which take seconds to trace with symbolic sizes, and far
-longer to compile. The operators run a kernel (C++ on a CPU, Triton on a GPU), or the plain ones one
-after the other: the bytes are the same.
+Inline they are some 2,000 plain operators each, which take seconds to trace with symbolic sizes,
+and far longer to compile. The operators run a kernel (C++ on a CPU, Triton on a GPU), or the plain
+ones one after the other: the bytes are the same.
 """
 
 from __future__ import annotations

@@ -1286,9 +1286,26 @@ def test_entries_that_are_rows_go_in_micro_shards(sent, unknown, width, shards):
     assert coding(found) == (6 * length * shards, 6 * length * shards, 2 * shards)
 
 
+def test_stages_of_a_lossless_code_count_with_its_measured_bits():
+    """A gather of 2^20 values, 8 of 8 ranks each: what leaves one is one row."""
+    payload, request = Payload(1 << 20, 1 << 20, torch.bfloat16), Request("0", 8)
+    sent = {
+        spec: sum(
+            stage.nbytes
+            for stage in read_stages("all_gather", "direct", spec, payload, request).exchanges
+        )
+        * 8
+        / (1 << 20)
+        for spec in ("exponent", "exponent(bits=12.5)", "exponent(bits=15.0)")
+    }
+    plain = sent.pop("exponent")
+    assert plain == pytest.approx(10.69, abs=0.02)
+    assert list(sent.values()) == pytest.approx([12.5, 15], abs=0.01)
+
+
 @pytest.mark.parametrize("sent", [(3, 3, 3), (1, 2, 6)])
 def test_a_lossless_code_sends_two_parts_of_each_row_in_two_exchanges(sent):
-    coder, width = commpass.codec("exponent"), 40
+    coder, width = commpass.codec("exponent"), 80
     rows = [entries * width for entries in sent]
     static = sum(coder.parts(row, torch.float32)[0] for row in rows)
     both = sum(coder.expected_bytes(row, torch.float32) for row in rows)

@@ -60,7 +60,7 @@ def gaussian(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def mixed(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Gaussian chunks, chunks of zeros and of many zeros, and wild ones of random bits."""
+    """Gaussian chunks, chunks of zeros and of many zeros, and raw ones of random bits."""
     x, noise = gaussian(numel, dtype), patterns(numel, dtype, 1)
     chunk = torch.arange(numel) // 1024
     x = torch.where((chunk % 4 == 1) & (torch.arange(numel) % 3 > 0), torch.zeros_like(x), x)
@@ -71,7 +71,7 @@ def mixed(numel: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.few(1)
 @both
 @floats
-@pytest.mark.parametrize("numel", [1, 1500])
+@pytest.mark.parametrize("numel", [1, 128, 1500])
 def test_sizes(planes: int, dtype: torch.dtype, numel: int) -> None:
     check(planes, gaussian(numel, dtype).reshape(1, -1))
 
@@ -80,7 +80,7 @@ def test_sizes(planes: int, dtype: torch.dtype, numel: int) -> None:
 @both
 @floats
 def test_rows_of_tiles_of_groups(planes: int, dtype: torch.dtype) -> None:
-    """Tiles of one chunk, groups of two tiles: sums over more than one round of groups, a wild
+    """Tiles of one chunk, groups of two tiles: sums over more than one round of groups, a raw
     chunk between others, and rows of an odd length."""
     check(planes, mixed(2 * 4609, dtype).reshape(2, -1), (32, 2))
 
@@ -101,18 +101,20 @@ def test_one_value(planes: int, value: float) -> None:
 
 @pytest.mark.every
 @both
-def test_number_of_zeros_from_which_they_are_many(planes: int) -> None:
-    x = gaussian(2048, torch.bfloat16)
-    x[:46] = 0.0
-    x[1024 : 1024 + 47] = 0.0
-    check(planes, x.reshape(2, 1024))
+def test_zeros_of_any_number(planes: int) -> None:
+    """From none to all of a chunk, so that each mode is taken."""
+    x = gaussian(9 * 1024, torch.bfloat16).reshape(9, 1024)
+    for number, row in enumerate(x):
+        row[: number * 128] = 0.0
+    x[1, 50:] = gaussian(1024 - 50, torch.bfloat16)
+    check(planes, x)
 
 
 @pytest.mark.few(2)
 @both
-@pytest.mark.parametrize("many", [8, 9])
-def test_the_longest_strings(planes: int, many: int) -> None:
-    """8 exponents as they are make the longest string of a column; 9 make its chunk wild."""
+@pytest.mark.parametrize("many", [8, 9, 32])
+def test_columns_of_escapes(planes: int, many: int) -> None:
+    """Up to 8 exponents as they are make a string of 64 bits; more of a column, several."""
     parts = torch.ones(16, 32, 2, dtype=torch.bfloat16)
     parts[: many // 2, 5] = 2.0**90
     if many % 2:
@@ -120,7 +122,8 @@ def test_the_longest_strings(planes: int, many: int) -> None:
     x, coder = parts.reshape(1, -1), coder_of(planes)
     wire = torch.from_numpy(check(planes, x)).reshape(1, -1)
     used = int(coder.used_bytes(wire, 1024, x.dtype)) - coder.static_bytes(1024, x.dtype)
-    assert used == (256 if many == 8 else 1024)
+    bits = many * {2: 2 + 3 + 8, 3: 8}[planes]
+    assert used == -(-bits // 128) * 16
 
 
 @pytest.mark.few(2)
@@ -176,7 +179,10 @@ def what_has_no_kernels() -> list[bool]:
         wire = kernels.encode_rows(coder, x)
         same.append(torch.equal(wire, coder.encode_rows(x)))
         same.append(torch.equal(kernels.decode_rows(coder, wire, x.shape[1], x.dtype), x))
-    return [*same, *(kernels.missing(numel, torch.bfloat16) is not None for numel in (0, 1 << 31))]
+    return [
+        *same,
+        *(kernels.missing(numel, torch.bfloat16) is not None for numel in (0, 127, 1 << 31)),
+    ]
 
 
 def test_raw_rows_take_the_aten_form() -> None:

@@ -49,8 +49,7 @@ def launches_of(
     for kernels in (encoding, decoding):
         halves = dtype.itemsize == 2 and numel % 2 == 1
         for launch in kernels(coder, 1, numel, dtype, halves, tiling).launches:
-            step = dict(launch.constants).get("STEP", "")
-            found[f"{launch.source.entry}{step}"] = launch
+            found[launch.source.entry] = launch
     return found
 
 
@@ -106,12 +105,14 @@ def check(planes: int, dtype: torch.dtype, arch: int, folder: Path) -> dict[str,
     width = dtype.itemsize
     split, join = found["exponent_split"].opcodes, found["exponent_join"].opcodes
     rest = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}[dtype]
+    exponent = 8 * width - rest
     assert wide(split, "LDG") == 8 * width
     assert narrow(split, "LDG") == 0
-    # Static part, and 8 words of zeros for each column.
-    assert wide(split, "STG") == rest + planes + 8
+    # Static part, and zeros in all the room of the dynamic one.
+    assert wide(split, "STG") == rest + exponent
     assert wide(join, "LDG") >= rest + planes
-    assert wide(join, "STG") == 8 * width
+    # And one for values that are in no line of 128.
+    assert wide(join, "STG") == 8 * width + 1
     assert narrow(join, "STG") == 0
     return found
 
@@ -127,20 +128,20 @@ def narrow(opcodes: Counter[str], kind: str) -> int:
 @pytest.mark.every
 def test_quick_code_of_hopper(tmp_path: Path) -> None:
     """Instructions for each value, loops counted once: at 26 issue slots a bf16 value the copy
-    bandwidth of an H100 is reached."""
+    bandwidth of an H100 is reached. 5 of each are for columns of more than 64 bits, and not run
+    where there are none."""
     found = check(3, torch.bfloat16, 90, tmp_path)
-    assert found["exponent_split"].instructions / VALUES_OF_A_THREAD < 15
-    assert found["exponent_join"].instructions / VALUES_OF_A_THREAD < 16
-    assert found["exponent_count"].instructions / VALUES_OF_A_THREAD < 2
+    assert found["exponent_split"].instructions / VALUES_OF_A_THREAD < 24
+    assert found["exponent_place"].instructions / VALUES_OF_A_THREAD < 7
+    assert found["exponent_join"].instructions / VALUES_OF_A_THREAD < 17
+    assert found["exponent_count"].instructions / VALUES_OF_A_THREAD < 1
 
 
 @pytest.mark.every
 def test_dense_code_of_hopper(tmp_path: Path) -> None:
     found = check(2, torch.bfloat16, 90, tmp_path)
-    assert found["exponent_split"].instructions / VALUES_OF_A_THREAD < 24
-    assert found["exponent_join"].instructions / VALUES_OF_A_THREAD < 24
-    for step in (1, 2):
-        assert found[f"exponent_follow{step}"].instructions / VALUES_OF_A_THREAD < 7
+    assert found["exponent_split"].instructions / VALUES_OF_A_THREAD < 35
+    assert found["exponent_join"].instructions / VALUES_OF_A_THREAD < 23
 
 
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.every), 100])
@@ -155,7 +156,7 @@ def test_other_floats(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("numel", [1, 1 << 30])
+@pytest.mark.parametrize("numel", [128, 129, 1 << 30])
 def test_the_least_and_the_most(numel: int, tmp_path: Path) -> None:
     """Numbers that are one, halves of words, and sums of 64 bits."""
     for name, launch in launches_of(3, torch.bfloat16, Tiling(), numel).items():

@@ -1,5 +1,5 @@
-"""Lossless: sign and mantissa as they are, exponents by a short code around a window chosen from
-theory (ZipCCL, section 4)."""
+"""Lossless: sign and mantissa as they are, exponents by a short code around a window (ZipCCL,
+section 4). See ``ExponentCodec`` for the wire."""
 
 from __future__ import annotations
 
@@ -13,36 +13,31 @@ import torch
 from torch import Tensor
 
 from commpass.ambient import ambient_free
-from commpass.codecs.codec import FLOATS, Codec, Wire
+from commpass.codecs.codec import FLOATS, UNIT, Codec, Wire
 from commpass.codecs.exponent.bits import any_of, compress, expand, kept, moves, transpose
 from commpass.codecs.exponent.bits import count as bits_set
 from commpass.codecs.exponent.floats import (
     CHUNK,
     FORMS,
     LANES,
+    LINE,
     FloatForm,
-    exponent_bytes,
     join,
     pack,
     split,
     unpack,
 )
 from commpass.codecs.exponent.ladder import LADDERS, Ladder
-from commpass.codecs.exponent.strings import LONGEST, concatenate, join_fields, split_fields
-from commpass.codecs.rows import ceil_to, cut, from_bytes, pad, to_bytes
+from commpass.codecs.exponent.strings import concatenate, join_fields, split_fields
+from commpass.codecs.exponent.window import choose, total
+from commpass.codecs.rows import ceil_to, cut, larger, pad, smaller, to_bytes
 from commpass.errors import PolicyError
 
-ALIGNMENT = 128
-BIAS = 8
-"""Window starts are stored from -8 on, since a window may begin below the least exponent."""
-MANY, WILD = 1 << 8, 1 << 9
-"""Marks beside the window start of a chunk: zeros are many; its exponents lie in the dynamic part
-as they are."""
-COMMON = CHUNK // 22
-"""From so many zeros on they are more than the values whose code they take: 4.5 % of a Gaussian lie
-at 2 sigma and above."""
-UNITS = CHUNK // ALIGNMENT
-"""Units of 128 bytes that the exponents of a wild chunk take."""
+BIAS = 16
+"""Window starts are stored from -16 on, since a window may begin below the least exponent."""
+START_BITS, MODE_BITS, LENGTH_AT = 9, 2, 16
+"""The mark of a chunk, 32 bits: where its window starts, its mode, and from bit 16 on how many
+16-bit words it has in the dynamic part."""
 
 
 Encoding = Callable[["ExponentCodec", Tensor], Tensor]
@@ -53,7 +48,7 @@ _calls: ContextVar[tuple[Encoding, Decoding] | None] = ContextVar("exponent_call
 @contextmanager
 def by_calls(calls: tuple[Encoding, Decoding] | None) -> Iterator[None]:
     """In here, rows of sizes that are not fixed are encoded and decoded by these functions, if
-    any, which give the same bytes: to trace the 1,700 operators of either takes seconds with
+    any, which give the same bytes: to trace the 2,000 operators of either takes seconds with
     symbolic sizes."""
     before = _calls.set(calls)
     try:
@@ -71,21 +66,33 @@ def _calls_for(rows: Tensor) -> tuple[Encoding, Decoding] | None:
 class ExponentCodec(Codec):
     """Bit-exact for bf16, fp16 and fp32; fp64 travels as it is.
 
+    A row of n values has ``n // 128`` lines of 128 values, in chunks of 8 lines, of which the last
+    may have fewer. What is left, fewer than 128 values, travels as it is.
+
     The *static part* of a row has a size known beforehand: all signs and mantissas, the first step
-    of each exponent's code (``planes`` bits), and a header with the row's used length and two bytes
-    for each chunk of 1024 values: its window and two marks. The *dynamic part* has the later steps
-    (see ``Ladder``): first the exponents of wild chunks as they are, 1024 bytes each, then the bit
-    strings of all columns of 32 values, the second steps of all, then the third steps, and so on. A
-    chunk is wild if one of its 32 columns needs more than 64 bits in one step. What follows in the
-    buffer is zeros; it is never read, and need not be sent. All regions begin at multiples of 128
+    of each exponent's code (``planes`` bits), a mark of 4 bytes for each chunk, and the values that
+    are not coded. Bit planes lie one behind the other, each with a word for every column of 32
+    values.
+
+    The *dynamic part* has the later steps (see ``Ladder``), of one chunk after the other. Each step
+    of a chunk is a bit string: for every column the fields of those values that need the step, in
+    bit planes. There is no limit to their number in a column. The string of a chunk is filled up to
+    whole words of 16 bits, and its mark says how many these are. A chunk that would take as many
+    as its exponents themselves is *raw*: the planes of the first step hold the lowest bits of
+    its exponents, and its string the others. So no chunk is longer than its values. What follows in
+    the buffer is zeros; it is never read, and need not be sent. Both parts are multiples of 16
     bytes.
 
-    The window of a chunk follows from its mean exponent, as that of a Gaussian with the same mean
-    would; zeros don't count.
+    The window and the mode of a chunk are those with the fewest bits of all windows around the
+    median of its exponents that are not zero (``choose``).
+
+    ``bits`` is what a value was measured to take, for plans (``expected_bytes``). Nothing is
+    encoded by it, so it is not compared.
     """
 
     spec: str = field(compare=False)
     ladder: Ladder
+    bits: float = field(default=0.0, compare=False)
 
     lossless = True
     dynamic = True
@@ -102,39 +109,55 @@ class ExponentCodec(Codec):
 
     def static_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes at the front of a row whose number does not depend on the values."""
-        if dtype not in FORMS or numel == 0:
-            return ceil_to(numel * dtype.itemsize, ALIGNMENT)
-        return (
-            self._static_words(FORMS[dtype]) * _chunks(numel) * LANES + _header_words(numel)
-        ) * 4
+        if dtype not in FORMS:
+            return ceil_to(numel * dtype.itemsize, UNIT)
+        words = self._static_words(FORMS[dtype]) * _columns(numel) + _chunks(numel)
+        return ceil_to(words * 4 + numel % LINE * dtype.itemsize, UNIT)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of a row whatever its values are: the static part, and room for a byte of each
-        value in the dynamic part."""
-        return self.static_bytes(numel, dtype) + (_chunks(numel) * CHUNK if dtype in FORMS else 0)
+        """Bytes of a row whatever its values are: those of the values, 4 for each chunk, and what
+        fills the last unit of 16."""
+        return sum(self.parts(numel, dtype))
 
     def parts(self, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
-        static = self.static_bytes(numel, dtype)
-        return static, self.wire_bytes(numel, dtype) - static
+        room = _columns(numel) * self._raw_words(FORMS[dtype]) * 4 if dtype in FORMS else 0
+        return self.static_bytes(numel, dtype), room
 
     def used_bytes(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """How many bytes from its start each row needs, int64 ``[rows]``, a multiple of 128; reads
+        """How many bytes from its start each row needs, int64 ``[rows]``, a multiple of 16; reads
         the static part only."""
-        used = torch.full(
-            (wire.shape[0],), self.static_bytes(numel, dtype), dtype=torch.int64, device=wire.device
-        )
-        if dtype not in FORMS or numel == 0:
-            return used
-        header = self.static_bytes(numel, dtype) - _header_words(numel) * 4
-        return (
-            used
-            + from_bytes(wire.narrow(1, header, 4), torch.float32).view(torch.int32).squeeze(1)
-            * ALIGNMENT
-        )
+        static = self.static_bytes(numel, dtype)
+        if not self._is_coded(numel, dtype):
+            return torch.full((wire.shape[0],), static, dtype=torch.int64, device=wire.device)
+        form = FORMS[dtype]
+        at = self._static_words(form) * _columns(numel) * 4
+        marks = _words(wire.narrow(1, at, _chunks(numel) * 4), _chunks(numel) * 4)
+        length = _lengths(marks.unsqueeze(2), self._capacity(form, numel, wire.device))
+        dynamic = length.sum((1, 2), dtype=torch.int64) * 2
+        return static + (dynamic + (UNIT - 1)) // UNIT * UNIT
+
+    def expected_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes that a row needs by the measured ``bits``; without them, what a Gaussian needs."""
+        if not self.bits:
+            return super().expected_bytes(numel, dtype)
+        static, room = self.parts(numel, dtype)
+        needed = ceil_to(math.ceil(numel * self.bits / 8), UNIT) - static
+        return static + smaller(larger(needed, 0), room)
+
+    def _is_coded(self, numel: int, dtype: torch.dtype) -> bool:
+        return dtype in FORMS and numel >= LINE
 
     def _static_words(self, form: FloatForm) -> int:
-        """Column words of a chunk in the static part."""
-        return form.rest_words + self.ladder.steps[0].bits
+        """Words of a column in the static part."""
+        return form.rest_words + self.ladder.planes
+
+    def _raw_words(self, form: FloatForm) -> int:
+        """Words of a column of a raw chunk in the dynamic part."""
+        return form.exponent_bits - self.ladder.planes
+
+    def _capacity(self, form: FloatForm, numel: int, device: torch.device) -> Tensor:
+        """The most 16-bit words of each chunk in the dynamic part, int32 ``[chunks, 1]``."""
+        return _columns_of_chunks(numel, device) * (2 * self._raw_words(form))
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -142,46 +165,63 @@ class ExponentCodec(Codec):
         count, numel = rows.shape
         if rows.dtype in FORMS and (calls := _calls_for(rows)) is not None:
             return calls[0](self, rows)
-        if rows.dtype not in FORMS or numel == 0:
+        if not self._is_coded(numel, rows.dtype):
             raw = (
                 to_bytes(rows)
                 if numel
                 else torch.zeros((count, 0), dtype=torch.uint8, device=rows.device)
             )
-            return pad(raw, ceil_to(raw.shape[1], ALIGNMENT))
-        form, ladder, chunks = FORMS[rows.dtype], self.ladder, _chunks(numel)
-        words = _words(rows, chunks * CHUNK).reshape(count, form.words, chunks * LANES)
-        pairs, rest = split(form, words.unbind(1))
-        start, many = self._window([pair.unflatten(1, (chunks, LANES)) for pair in pairs])
-        steps, masks = ladder.encode(
-            transpose(pack(pairs, 8))[: form.exponent_bits], _columns(start), _columns(many)
-        )
+            return pad(raw, self.static_bytes(numel, rows.dtype))
+        form, ladder = FORMS[rows.dtype], self.ladder
+        first, columns, chunks = ladder.planes, _columns(numel), _chunks(numel)
+        pairs, rest = split(form, _chunk_words(rows, form).unbind(2))
+        exponents = [kept(plane) for plane in transpose(pack(pairs, 8))[: form.exponent_bits]]
+        live = _live(numel, rows.device)
+        sizes = _columns_of_chunks(numel, rows.device)
+        start, mode = choose(ladder, exponents, sizes * LANES, LANES)
+        steps, masks = ladder.encode(exponents, _across(start), self._modes(mode))
+        masks = [kept(mask & live) for mask in masks]
+        fields = (*ladder.fields[:-1], form.exponent_bits)
+        bits = sum_of([total(mask) * each for mask, each in zip(masks[1:], fields, strict=True)])
+        capacity = self._capacity(form, numel, rows.device)
+        length = ((bits + 15) >> 4).minimum(capacity)
+        is_raw = length == capacity
+        raw = kept(_across(-is_raw.to(torch.int32)) & live)
+        kept_planes = [(plane & ~raw) for plane in (*steps[0], *steps[-1])]
+        shown = [plane & raw for plane in exponents]
+        steps[0] = [a | b for a, b in zip(kept_planes[:first], shown[:first], strict=True)]
+        shown = [*shown[first:], *[torch.zeros_like(raw)] * first]
+        steps[-1] = [a | b for a, b in zip(kept_planes[first:], shown, strict=True)]
+        masks = [*(mask & ~raw for mask in masks[:-1]), masks[-1] | raw]
+
         strings, lengths = [], []
-        for planes, mask in zip(steps[1:], masks[1:], strict=True):
-            plan, fields = moves(mask), bits_set(mask)
-            strings.append(join_fields([compress(plane, plan) for plane in planes], fields))
-            lengths.append(fields * len(planes))
-        longest = lengths[0]
-        for length in lengths[1:]:
-            longest = longest.maximum(length)
-        wild = longest.unflatten(1, (chunks, LANES)).amax(dim=2) > LONGEST  # [rows, chunks]
-        tame = _columns((~wild).to(torch.int32).unsqueeze(2))
-        before = wild.sum(1, keepdim=True)
-        sums, bits = concatenate(
-            torch.cat([string & -tame for string in strings], 1),
-            torch.cat([length * tame for length in lengths], 1).to(torch.int64),
-            before * (CHUNK // 8),
-            chunks * (CHUNK // 8),
+        for step, mask in zip(steps[1:], masks[1:], strict=True):
+            plan, some = moves(mask), bits_set(mask)
+            closed = [compress(plane & mask, plan) for plane in step]
+            there = [some] * len(step)
+            if step is steps[-1]:
+                there[form.exponent_bits - first :] = [some & ~raw] * first
+            pairs_of = range(0, len(step), 2)
+            strings.append(_by_column([join_fields(closed[i : i + 2], some) for i in pairs_of]))
+            lengths.append(_by_column([sum_of(there[i : i + 2]) for i in pairs_of]))
+        filling = torch.where(is_raw, 0, length * 16 - bits)
+        words = concatenate(
+            torch.cat([*strings, torch.zeros_like(filling, dtype=torch.int64)], 2).flatten(1),
+            torch.cat([*lengths, filling], 2).flatten(1).to(torch.int64),
+            columns * self._raw_words(form) // 2,
         )
-        used = before * UNITS + (bits + 2047) // 2048 * 2
-        header = _header(wild, start, many, used)
-        regions = (
-            *rest,
-            *steps[0],
-            header,
-            self._dynamic(words, form, wild, sums, before * (CHUNK // 8) + (bits + 63) // 64),
-        )
-        return torch.cat([_lines(region) for region in regions], dim=1).flatten(1).view(torch.uint8)
+        marks = (start + BIAS) | (mode << START_BITS) | (length << LENGTH_AT)
+        plain = self.static_bytes(numel, rows.dtype) // 4 - self._static_words(form) * columns
+        regions = [cut(region.flatten(1), columns) for region in (*rest, *steps[0])]
+        regions += [
+            marks.squeeze(2),
+            _words(
+                rows.narrow(1, numel - numel % LINE, numel % LINE),
+                (plain - chunks) * 4 // rows.dtype.itemsize,
+            ),
+            words.view(torch.int32),
+        ]
+        return torch.cat(regions, dim=1).view(torch.uint8)
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """uint8 ``[rows, wire_bytes(numel, dtype)]`` to ``[rows, numel]`` in ``dtype`` itself, not
@@ -199,127 +239,65 @@ class ExponentCodec(Codec):
         count = wire.shape[0]
         if numel == 0:
             return torch.zeros((count, 0), dtype=dtype, device=wire.device)
-        if dtype not in FORMS:
-            return from_bytes(cut(wire, numel * dtype.itemsize), dtype)
-        form, ladder, chunks = FORMS[dtype], self.ladder, _chunks(numel)
+        if not self._is_coded(numel, dtype):
+            return _values(cut(wire, numel * dtype.itemsize), dtype)
+        form, ladder = FORMS[dtype], self.ladder
+        first, columns, chunks = ladder.planes, _columns(numel), _chunks(numel)
         words = _words(wire, wire.shape[1])
-        columns = words.narrow(1, 0, self._static_words(form) * chunks * LANES)
-        static = columns.reshape(count, self._static_words(form), chunks * LANES).unbind(1)
+        static = [
+            _in_chunks(words.narrow(1, number * columns, columns), chunks)
+            for number in range(self._static_words(form))
+        ]
         rest, planes = static[: form.rest_words], static[form.rest_words :]
-        at = self._static_words(form) * chunks * LANES
-        start, many, wild = _windows(
-            words.narrow(1, at + LANES, _header_words(numel) - LANES), chunks
-        )
-        dynamic = _words(rest_of_wire, rest_of_wire.shape[1])
+        at = self._static_words(form) * columns
+        marks = words.narrow(1, at, chunks).unsqueeze(2)
+        capacity = self._capacity(form, numel, wire.device)
+        length = _lengths(marks, capacity)
+        live = _live(numel, wire.device)
+        raw = kept(_across(-(length == capacity).to(torch.int32)) & live)
+        dynamic = _words(rest_of_wire, rest_of_wire.shape[1], torch.int64)
+        # The bit at which the strings of a step begin.
+        begin = length.to(torch.int64).flatten(1).cumsum(1).unsqueeze(2)
+        begin = (begin - length) * 16
 
-        here = ~any_of(planes)
-        tame = _columns((~wild).to(torch.int32))
-        begin = wild.sum((1, 2)).reshape(count, 1) * (
-            CHUNK * 8
-        )  # the bit at which the strings of a step begin
-        steps = [list(planes)]
+        here = ~any_of(planes) & live & ~raw
+        steps = [planes]
         for bits in (*ladder.fields[:-1], form.exponent_bits):
-            fields = bits_set(here) * tame
-            lengths = fields.to(torch.int64) * bits
-            ends = lengths.cumsum(1)
-            string = _read(dynamic, begin + ends - lengths)
+            is_last = len(steps) == len(ladder.steps)
+            here = kept(here | raw if is_last else here)
+            some = bits_set(here)
+            each = some * bits - (some & raw) * first if is_last else some * bits
+            ends = each.to(torch.int64).cumsum(2)
+            offset = begin + ends - each
             plan = moves(here)
-            steps.append(
-                [expand(plane, plan, here) for plane in split_fields(string, bits, fields)]
-            )
-            begin = begin + ends[:, -1:]
+            closed: list[Tensor] = []
+            for place in range(0, bits, 2):
+                string = _read(dynamic, offset + (some * place).to(torch.int64))
+                closed += split_fields(string, min(2, bits - place), some)
+            steps.append([expand(plane, plan, here) for plane in closed])
+            begin = begin + ends[:, :, -1:]
             here = here & ~any_of(steps[-1])
-        exponents = ladder.decode(steps, _columns(start), _columns(many), form.exponent_bits)
-        exponents += [torch.zeros_like(here)] * (8 - form.exponent_bits)
-        return self._finish(transpose(exponents), rest, dynamic, wild, form, numel)
-
-    # --- parts of encode --------------------------------------------------------------------------
-
-    def _window(self, pairs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Where the outermost window of each chunk starts, and -1 where its zeros are many, else 0;
-        ``[rows, chunks, 1]``.
-
-        From sums of whole numbers alone: the same in any order.
-        """
-        total, present = pairs[0], ((pairs[0] + 0x00FF00FF) >> 8) & 0x00010001
-        for pair in pairs[1:]:
-            total, present = total + pair, present + (((pair + 0x00FF00FF) >> 8) & 0x00010001)
-        total = ((total & 0xFFFF) + (total >> 16)).sum(2, keepdim=True, dtype=torch.int32)
-        present = (
-            ((present & 0xFFFF) + (present >> 16))
-            .sum(2, keepdim=True, dtype=torch.int32)
-            .clamp_min(1)
-        )
-        inner = self.ladder.steps[0]
-        start = torch.div(
-            total * 256 + present * self.ladder.shift, present * 256, rounding_mode="floor"
-        )
-        start = (start + (self.ladder.outer.low - inner.low)).clamp(-BIAS, 255 - BIAS)
-        return start, -(present < CHUNK - COMMON).to(torch.int32)
-
-    def _dynamic(
-        self, words: Tensor, form: FloatForm, wild: Tensor, sums: Tensor, end: Tensor
-    ) -> Tensor:
-        """The whole dynamic part, int32 ``[rows, chunks * 256]``; ``end`` is the number of its
-        64-bit words.
-
-        Words of 64 bits lie as 32 lower halves (128 bytes), then 32 upper ones, so that all stores
-        are contiguous.
-        """
-        count, chunks = wild.shape
-        device = wild.device
-        # Exponents of the k-th wild chunk in the k-th place.
-        order = wild.to(torch.int64).cumsum(1)
-        rows = torch.arange(count, device=device).unsqueeze(1)
-        chunk = torch.arange(chunks, device=device).unsqueeze(0)
-        source = torch.zeros((count, chunks + 1), dtype=torch.int64, device=device)
-        source = source.index_put(
-            (rows, torch.where(wild, order - 1, chunks)), chunk.expand(count, chunks)
-        )
-        taken = words.unflatten(2, (chunks, LANES)).transpose(1, 2)[
-            rows, source.narrow(1, 0, chunks)
-        ]
-        raw = exponent_bytes(
-            form, taken.unflatten(2, (UNITS, form.words // UNITS))
-        )  # [rows, chunks, 8, 32]
-        wholes = sums.narrow(1, 1, chunks * (CHUNK // 8)) - sums.narrow(1, 0, chunks * (CHUNK // 8))
-        wholes = wholes.reshape(count, chunks, UNITS // 2, 1, LANES)
-        shift = 32 * torch.arange(2, device=device).reshape(2, 1)
-        stream = (wholes >> shift).to(torch.int32).flatten(2, 3)  # [rows, chunks, 8, 32]
-        unit = torch.arange(chunks * UNITS, device=device).reshape(chunks, UNITS, 1)
-        word = (unit >> 1) * LANES + torch.arange(LANES, device=device)
-        dense = order[:, -1:].reshape(count, 1, 1, 1) * UNITS
-        return torch.where(
-            unit < dense, raw, torch.where(word < end.reshape(count, 1, 1, 1), stream, 0)
-        ).reshape(count, chunks * CHUNK // 4)
-
-    # --- parts of decode --------------------------------------------------------------------------
-
-    def _finish(
-        self,
-        exponents: list[Tensor],
-        rest: tuple[Tensor, ...],
-        dynamic: Tensor,
-        wild: Tensor,
-        form: FloatForm,
-        numel: int,
-    ) -> Tensor:
-        """Values from exponents and all the rest; wild chunks take their exponents from the dynamic
-        part."""
-        count, chunks, _ = wild.shape
-        rows = torch.arange(count, device=wild.device).unsqueeze(1)
-        place = (wild.squeeze(2).to(torch.int64).cumsum(1) - 1).clamp_min(0)
-        raw = dynamic.reshape(count, chunks, UNITS, LANES)[rows, place].unbind(2)
-        shape = (chunks, LANES)
+        escaped = [plane & ~raw for plane in steps[-1]]
+        start = (marks & ((1 << START_BITS) - 1)) - BIAS
+        modes = self._modes((marks >> START_BITS) & ((1 << MODE_BITS) - 1))
+        coded = ladder.decode([*steps[:-1], escaped], _across(start), modes, form.exponent_bits)
+        as_they_are = [*planes, *steps[-1][: form.exponent_bits - first]]
         exponents = [
-            torch.where(wild, a, b.unflatten(1, shape)).flatten(1)
-            for a, b in zip(raw, exponents, strict=True)
+            (plane & ~raw) | (other & raw) for plane, other in zip(coded, as_they_are, strict=True)
         ]
-        whole = torch.stack(join(form, unpack(exponents, 8), rest), dim=1).flatten(1)
-        # Cut as bytes: see _words.
-        return (
-            cut(whole.view(torch.uint8), numel * form.dtype.itemsize).contiguous().view(form.dtype)
-        )
+        exponents += [torch.zeros_like(here)] * (8 - form.exponent_bits)
+        values = torch.stack(join(form, unpack(transpose(exponents), 8), rest), dim=2)
+        body = _row_words(values, form, columns, chunks).view(torch.uint8)
+        if not isinstance(numel, int) or numel % LINE:
+            plain = wire.narrow(1, (at + chunks) * 4, numel % LINE * dtype.itemsize)
+            body = torch.cat([body, plain], dim=1)
+        return _values(body, dtype)
+
+    def _modes(self, mode: Tensor) -> list[Tensor]:
+        """For each step that may name zeros the chunks where it does: see ``Ladder.encode``."""
+        return [
+            _across(-(mode == number + 1).to(torch.int32)) for number in range(self.ladder.modes)
+        ]
 
     # --- whole tensors ----------------------------------------------------------------------------
 
@@ -353,50 +331,106 @@ class ExponentCodec(Codec):
         return super().decode(Wire(whole, wire.codec, wire.shape, wire.dtype), like)
 
 
-def exponent(spec: str, *, planes: int = 2) -> Codec:
-    """Lossless. ``planes`` 2: a code of four steps, 0.12 to 0.17 bits above the entropy of a
-    Gaussian's exponents. 3: ZipCCL's of two steps, 0.67 to 0.71 bits above it, and quicker."""
+def exponent(spec: str, *, planes: int = 2, bits: float = 0.0) -> Codec:
+    """Lossless. ``planes`` 2: a code of four steps, 0.14 to 0.2 bits above the entropy of a
+    Gaussian's exponents. 3: ZipCCL's of two steps, 0.67 to 0.71 bits above it, and quicker.
+    ``bits``: what a value takes by measurement, for plans; 0 for what one of a Gaussian takes."""
     if planes not in LADDERS:
         raise PolicyError(f"planes={planes}: must be 2 or 3")
-    return ExponentCodec(spec, LADDERS[planes])
+    if not 0 <= bits <= 64:
+        raise PolicyError(f"bits={bits}: must be from 0 to 64")
+    return ExponentCodec(spec, LADDERS[planes], bits)
+
+
+def sum_of(numbers: Sequence[Tensor]) -> Tensor:
+    whole = numbers[0]
+    for number in numbers[1:]:
+        whole = whole + number
+    return whole
+
+
+def _columns(numel: int) -> int:
+    """Columns of 32 values in the lines of a row."""
+    return numel // LINE * (LINE // LANES)
 
 
 def _chunks(numel: int) -> int:
-    return (numel + CHUNK - 1) // CHUNK
+    return (_columns(numel) + LANES - 1) // LANES
 
 
-def _header_words(numel: int) -> int:
-    """128 bytes for the used length, then two bytes for each chunk."""
-    return LANES + ceil_to((_chunks(numel) + 1) // 2, LANES)
+def _columns_of_chunks(numel: int, device: torch.device) -> Tensor:
+    """How many columns each chunk has, int32 ``[chunks, 1]``: 32 but for the last one."""
+    first = torch.arange(_chunks(numel), dtype=torch.int32, device=device).unsqueeze(1) * LANES
+    return (_columns(numel) - first).clamp_max(LANES)
 
 
-def _columns(of_chunks: Tensor) -> Tensor:
-    """``[rows, chunks, 1]`` to ``[rows, chunks * 32]``: what holds for a chunk, once for each
+def _live(numel: int, device: torch.device) -> Tensor:
+    """All bits set in the words of columns that there are, int32 ``[chunks, 32]``."""
+    lane = torch.arange(LANES, dtype=torch.int32, device=device)
+    return -(lane < _columns_of_chunks(numel, device)).to(torch.int32)
+
+
+def _across(of_chunks: Tensor) -> Tensor:
+    """``[rows, chunks, 1]`` to ``[rows, chunks, 32]``: what holds for a chunk, once for each
     column.
 
     Written out, so that what follows runs over columns alone: two loops in the place of one would
     not be fused.
     """
-    return kept(
-        of_chunks.expand(-1, -1, LANES).clone(memory_format=torch.contiguous_format)
-    ).flatten(1)
+    return kept(of_chunks.expand(-1, -1, LANES).clone(memory_format=torch.contiguous_format))
 
 
-def _lines(words: Tensor) -> Tensor:
-    """``[rows, n]`` int32 to lines of 128 bytes, ``[rows, n / 32, 32]``."""
-    return words.unflatten(1, (words.shape[1] // LANES, LANES))
+def _by_column(pieces: Sequence[Tensor]) -> Tensor:
+    """``[rows, chunks, 32]`` each, to ``[rows, chunks, n]``: those of a column side by side."""
+    return torch.stack(list(pieces), dim=3).flatten(2)
 
 
-def _words(rows: Tensor, length: int) -> Tensor:
-    """Rows ``[rows, n]`` as int32 words, zeros behind them up to ``length`` numbers; copied only
-    where it must be.
+def _lengths(marks: Tensor, capacity: Tensor) -> Tensor:
+    """16-bit words of each chunk in the dynamic part; within its room, whatever the marks say."""
+    return ((marks >> LENGTH_AT) & 0xFFFF).minimum(capacity)
+
+
+def _chunk_words(rows: Tensor, form: FloatForm) -> Tensor:
+    """The lines of rows as int32 words ``[rows, chunks, form.words, 32]``; zeros where the last
+    chunk has no column."""
+    count, numel = rows.shape
+    body, chunks = numel - numel % LINE, _chunks(numel)
+    words = _words(cut(rows, body), body)
+    shape = (form.words, LANES)
+    if isinstance(numel, int) and body % CHUNK == 0:
+        return words.unflatten(1, (chunks, *shape))
+    whole, last = (chunks - 1) * form.words * LANES, _columns(numel) - (chunks - 1) * LANES
+    tail = words.narrow(1, whole, last * form.words).reshape(count, 1, form.words, last)
+    head = words.narrow(1, 0, whole).reshape(count, chunks - 1, *shape)
+    return torch.cat([head, pad(tail, LANES)], dim=1)
+
+
+def _row_words(words: Tensor, form: FloatForm, columns: int, chunks: int) -> Tensor:
+    """The inverse of ``_chunk_words``: ``[rows, n]``."""
+    if isinstance(columns, int) and columns % LANES == 0:
+        return words.flatten(1)
+    last = columns - (chunks - 1) * LANES
+    tail = cut(words.narrow(1, chunks - 1, 1), last)
+    # A copy even where it is whole: a graph that was traced with such sizes serves others.
+    tail = tail.clone(memory_format=torch.contiguous_format).flatten(1)
+    return torch.cat([words.narrow(1, 0, chunks - 1).flatten(1), tail], dim=1)
+
+
+def _in_chunks(columns: Tensor, chunks: int) -> Tensor:
+    """``[rows, columns]`` to ``[rows, chunks, 32]``, zeros where the last chunk has none."""
+    return pad(columns, chunks * LANES).unflatten(1, (chunks, LANES))
+
+
+def _words(rows: Tensor, length: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Rows ``[rows, n]`` as words, zeros behind them up to ``length`` numbers; copied only where it
+    must be.
 
     Never touched as floats: compiled code pads and copies 16-bit floats by way of float32, which
     makes all NaNs one.
     """
     width = rows.element_size()
-    if width == 4:
-        return pad(rows.view(torch.int32), length)
+    if width == dtype.itemsize:
+        return pad(rows.view(dtype), length)
     missing = length - rows.shape[1]
     # A view as wider numbers has to begin at a multiple of their size; Dynamo cannot be asked where
     # a tensor begins.
@@ -404,46 +438,28 @@ def _words(rows: Tensor, length: int) -> Tensor:
         isinstance(missing, int)
         and missing == 0
         and rows.stride(1) == 1
-        and rows.stride(0) * width % 4 == 0
+        and rows.stride(0) * width % dtype.itemsize == 0
         and not torch.compiler.is_dynamo_compiling()
-        and rows.storage_offset() * width % 4 == 0
+        and rows.storage_offset() * width % dtype.itemsize == 0
     ):
-        return rows.view(torch.int32)
+        return rows.view(dtype)
     raw = pad(rows.unsqueeze(2).view(torch.uint8).flatten(1), length * width)
-    return raw.clone(memory_format=torch.contiguous_format).view(torch.int32)
+    return raw.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
-def _header(wild: Tensor, start: Tensor, many: Tensor, used: Tensor) -> Tensor:
-    """What chunks have to say, ``[rows, chunks, 1]`` (wild bool ``[rows, chunks]``), and the used
-    units of 128 bytes ``[rows, 1]``: to int32 words ``[rows, _header_words]``."""
-    chunks = wild.shape[1]
-    marks = (start + BIAS).squeeze(2) | (many.squeeze(2) & MANY) | (wild.to(torch.int32) * WILD)
-    two = pad(marks, ceil_to(chunks, 2 * LANES)).unflatten(1, (ceil_to(chunks, 2 * LANES) // 2, 2))
-    return torch.cat([pad(used.to(torch.int32), LANES), two[..., 0] | (two[..., 1] << 16)], 1)
-
-
-def _windows(words: Tensor, chunks: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of ``_header``: window starts, -1 where zeros are many, and which chunks are
-    wild, ``[rows, chunks, 1]``."""
-    shifts = 16 * torch.arange(2, device=words.device, dtype=torch.int32)
-    marks = cut(((words.unsqueeze(2) >> shifts) & 0xFFFF).flatten(1), chunks).unsqueeze(2)
-    return (marks & 0xFF) - BIAS, -((marks & MANY) >> 8), (marks & WILD) != 0
+def _values(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as values; cut and joined as bytes, see ``_words``."""
+    return raw.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _read(dynamic: Tensor, offsets: Tensor) -> Tensor:
-    """The 64 bits from each bit offset on, ``[rows, n]``."""
-    word, shift = offsets >> 6, offsets & 63
-    low, high = _word(dynamic, word), _word(dynamic, word + 1)
-    return ((low >> shift) & ((torch.full_like(low, 2) << (63 - shift)) - 1)) | (
+    """The 64 bits from each bit offset on; ``dynamic`` int64 ``[rows, n]``. No index leads outside,
+    whatever the wire holds."""
+    flat = offsets.flatten(1)
+    word, shift, last = flat >> 6, flat & 63, dynamic.shape[1] - 1
+    low = dynamic.gather(1, word.clamp(0, last))
+    high = dynamic.gather(1, (word + 1).clamp(0, last))
+    string = ((low >> shift) & ((torch.full_like(low, 2) << (63 - shift)) - 1)) | (
         (high << 1) << (63 - shift)
     )
-
-
-def _word(dynamic: Tensor, index: Tensor) -> Tensor:
-    """64-bit words by number; no index leads outside, whatever the wire holds."""
-    last = dynamic.shape[1] // 2 - 1
-    index = index.clamp(0, last)
-    place = (index >> 5) * (2 * LANES) + (index & 31)
-    return (dynamic.gather(1, place).to(torch.int64) & 0xFFFFFFFF) | (
-        dynamic.gather(1, place + LANES).to(torch.int64) << 32
-    )
+    return string.reshape(offsets.shape)

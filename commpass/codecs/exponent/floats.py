@@ -1,11 +1,11 @@
 """Floats as 32-bit words, taken apart into exponents and all the rest, and fields of a few bits
 packed into such words.
 
-A row is one long line of 32-bit words, cut into equal parts (16, or 32 for float32); a *column* is
-what lies in the same place of all parts: 32 values. So "part i of a word comes from part i of the
-row", and every load and store is contiguous. The 32 values of a column make 16 *pairs*: words with
-one number in each half, so that 16-bit floats are worked on two at a time, as they lie in memory. A
-*chunk* is 32 neighbouring columns: 1024 values.
+A *chunk* is 1024 neighbouring values, coded together: 32 *columns* of 32 values. Word i of column l
+is word ``32 i + l`` of the chunk, so that every load and store is contiguous. The last chunk of a
+row may have fewer columns, c of them, a multiple of 4; its word i of column l is word ``c i + l``.
+The 32 values of a column make 16 *pairs*: words with one number in each half, so that 16-bit floats
+are worked on two at a time, as they lie in memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from commpass.codecs.dispatch import by_type
 LANES = 32
 CHUNK = 1024
 """Values that are coded together."""
+LINE = 128
+"""Values of four columns: a row has whole lines in its chunks, and what is left is not coded."""
 PAIRS = CHUNK // LANES // 2
 HALVES = 0x00010001
 """A one in both halves of a word."""
@@ -90,13 +92,6 @@ def join(form: FloatForm, pairs: Sequence[Tensor], rest: Sequence[Tensor]) -> li
     raise NotImplementedError(form)
 
 
-@by_type
-def exponent_bytes(form: FloatForm, words: Tensor) -> Tensor:
-    """Column words ``[..., 8, k, 32]`` of a chunk to its exponents ``[..., 8, 32]``, as ``pack`` of
-    8 bits lays them out."""
-    raise NotImplementedError(form)
-
-
 @split.register
 def _split_float32(form: Float32, words: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     low, high = words[0::2], words[1::2]
@@ -113,12 +108,6 @@ def _join_float32(form: Float32, pairs: Sequence[Tensor], rest: Sequence[Tensor]
         (rest & 0x007FFFFF) | ((rest & 0x00800000) << 8) | (exponent << 23)
         for rest, exponent in zip(rests, exponents, strict=True)
     ]
-
-
-@exponent_bytes.register
-def _bytes_float32(form: Float32, words: Tensor) -> Tensor:
-    exponents = [(word >> 23) & 0xFF for word in words.unbind(-2)]
-    return exponents[0] | (exponents[2] << 8) | (exponents[1] << 16) | (exponents[3] << 24)
 
 
 @split.register
@@ -138,12 +127,6 @@ def _join_bfloat16(form: Bfloat16, pairs: Sequence[Tensor], rest: Sequence[Tenso
     ]
 
 
-@exponent_bytes.register
-def _bytes_bfloat16(form: Bfloat16, words: Tensor) -> Tensor:
-    low, high = words.unbind(-2)
-    return ((low >> 7) & 0x00FF00FF) | (((high >> 7) & 0x00FF00FF) << 8)
-
-
 @split.register
 def _split_float16(form: Float16, words: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     bytes_ = pack([word & 0x00FF00FF for word in words], 8)
@@ -158,12 +141,6 @@ def _join_float16(form: Float16, pairs: Sequence[Tensor], rest: Sequence[Tensor]
         b | ((a & 0x00030003) << 8) | ((a & 0x00040004) << 13) | (p << 10)
         for b, a, p in zip(bytes_, above, pairs, strict=True)
     ]
-
-
-@exponent_bytes.register
-def _bytes_float16(form: Float16, words: Tensor) -> Tensor:
-    low, high = words.unbind(-2)
-    return ((low >> 10) & 0x001F001F) | (((high >> 10) & 0x001F001F) << 8)
 
 
 def pack(pairs: Sequence[Tensor], bits: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The code of an exponent: short for the few in the middle of the window, longer the further out it
+"""The code of an exponent: short for the few in the middle of a window, longer the further out it
 lies.
 
 A code is a ladder of steps. Each step has a field of a few bits; a field of zero says "not here,
@@ -7,23 +7,26 @@ first step is there for every value (the planes of the static part), the next on
 that the steps before could not name (the dynamic part).
 
 The exponent zero (zeros and subnormals) is far below every window, yet common: relu and sparse
-gradients make half the values zero. Where a chunk has many, zero takes the code of the highest
-exponent of an early step, which moves to that of zero.
+gradients make half the values zero. The *mode* of a chunk says where it is named. In mode 0, by
+the last step if that has a code for it. In mode k, by the last code of step k, and what that code
+named before is named where zero was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from commpass.codecs.exponent.bits import add, any_of, equals, spread, subtract
-from commpass.codecs.exponent.window import window_shift
 
 ZERO = 15
 """Stands in the tables of offsets for the exponent zero itself, wherever the window lies."""
+BINS = 16
+"""Neighbouring exponents that are counted to choose a window."""
 
 
 @dataclass(frozen=True)
@@ -41,49 +44,83 @@ class Ladder:
     """Steps whose windows enclose each other.
 
     ``offsets``: for each step and code the offset from the start of the outermost window; code 0 is
-    unused. ``early``: the step of which the last code is for zero where zeros are many. All bits of
-    the last codes are ones, so that a zero that is in the window as well is read as zero.
-    ``shift``: 256ths to add to a mean exponent, so that the floor of the sum is the start of the
-    first step's window (``window_shift``).
+    unused. ``modes``: how many steps may name the exponent zero by their last code. All bits of
+    such codes are ones, so that a zero that is in the window as well is read as zero. ``below``:
+    how far below a median the lowest start of the outermost window lies that is tried.
     """
 
     steps: tuple[Step, ...]
     offsets: tuple[tuple[int, ...], ...]
-    early: int
-    shift: int
+    modes: int
+    below: int
 
     @property
-    def outer(self) -> Step:
-        return self.steps[-1]
+    def planes(self) -> int:
+        """Bits of the first step's field."""
+        return self.steps[0].bits
 
     @property
     def fields(self) -> tuple[int, ...]:
         """Bits of the fields of the dynamic part, the last one being the whole exponent."""
         return (*(step.bits for step in self.steps[1:]), 8)
 
+    @property
+    def names_zero(self) -> bool:
+        """Whether the last step has a code for the exponent zero in every mode."""
+        return ZERO in self.offsets[-1]
+
+    @property
+    def starts(self) -> int:
+        """How many starts are tried: those whose windows lie inside the bins."""
+        return BINS + 1 - (self.steps[-1].high - self.steps[-1].low)
+
+    def gains(self, bins: Sequence[Any], zeros: Any, escape: int) -> list[Any]:
+        """Bits that a chunk saves against nothing but escapes, for each mode and in it each start:
+        ``bins`` are how often each of 16 neighbouring exponents is there, ``zeros`` how often the
+        exponent zero; ``escape`` are the bits of a whole exponent. Sums and products of what is
+        given: numbers or tensors."""
+        low, fields = self.steps[-1].low, (*self.fields[:-1], escape)
+        upto = [bins[0] * 0]
+        for each in bins:
+            upto.append(upto[-1] + each)
+        found = []
+        for mode in range(self.modes + 1):
+            named = sum(fields[mode - 1 :]) if mode else fields[-1] * self.names_zero
+            lost = named - fields[-1] * self.names_zero
+            for start in range(self.starts):
+                gain = zeros * named
+                for step, bits in zip(self.steps, fields, strict=True):
+                    first, end = start + step.low - low, start + step.high - low
+                    gain = gain + (upto[end] - upto[first]) * bits
+                if mode:
+                    gain = gain - bins[start + self.offsets[mode - 1][-1]] * lost
+                found.append(gain)
+        return found
+
     def encode(
-        self, exponents: Sequence[Tensor], start: Tensor, many: Tensor
+        self, exponents: Sequence[Tensor], start: Tensor, modes: Sequence[Tensor]
     ) -> tuple[list[list[Tensor]], list[Tensor]]:
         """Bit planes of exponents to those of the fields of each step, and for each step where it
         has fields.
 
-        ``start`` is that of the outermost window, ``many`` has all bits set where zeros are many,
-        none elsewhere. Fields are zero where a step has none; the last step is the exponent itself.
+        ``start`` is that of the outermost window; of ``modes`` the k-th has all bits set where a
+        chunk is in mode k + 1, none elsewhere. Fields are zero where a step has none; the last step
+        is the exponent itself.
         """
         offset = subtract(exponents, spread(start, 9))
         near = ~any_of(offset[4:])
         zero = ~any_of(exponents)
         here = torch.full_like(near, -1)
-        moved = here
+        moved = []
         steps, masks = [], []
         for number, (step, table) in enumerate(zip(self.steps, self.offsets, strict=True)):
             inside = [entry for entry in table[1:] if entry != ZERO]
             terms = [term & near for term in equals(offset[:4], inside)]
-            if number == self.early:
-                moved = terms[-1]
-                terms[-1] = (moved & ~many) | (zero & many)
+            if number < self.modes:
+                moved.append(terms[-1] & modes[number])
+                terms[-1] = (terms[-1] & ~modes[number]) | (zero & modes[number])
             if ZERO in table:
-                terms.append((zero & ~many) | (moved & many))
+                terms.append((zero & ~any_of(modes)) | any_of(moved))
             terms = [term & here for term in terms] if number else terms
             planes = [
                 any_of([term for code, term in enumerate(terms, start=1) if code >> bit & 1])
@@ -95,25 +132,32 @@ class Ladder:
         return [*steps, [plane & here for plane in exponents]], [*masks, here]
 
     def decode(
-        self, steps: Sequence[Sequence[Tensor]], start: Tensor, many: Tensor, bits: int
+        self,
+        steps: Sequence[Sequence[Tensor]],
+        start: Tensor,
+        modes: Sequence[Tensor],
+        bits: int,
     ) -> list[Tensor]:
         """The inverse of ``encode``, given the planes of all steps."""
         offset: list[list[Tensor]] = [[], [], [], []]
-        moved = self.offsets[self.early][-1]
         named, zeros = [], []
         for number, (planes, table) in enumerate(zip(steps[:-1], self.offsets, strict=True)):
             terms = equals(planes, range(1, len(table)))
-            for term, entry in zip(terms, table[1:], strict=True):
-                inside, place = term, entry
+            for code, (term, entry) in enumerate(zip(terms, table[1:], strict=True), start=1):
+                places = [(term, entry)]
                 if entry == ZERO:
-                    zeros.append(term & ~many)
-                    inside, place = term & many, moved
-                elif number == self.early and entry == moved:
-                    zeros.append(term & many)
-                    inside = term & ~many
-                for bit in range(4):
-                    if place >> bit & 1:
-                        offset[bit].append(inside)
+                    zeros.append(term & ~any_of(modes))
+                    places = [
+                        (term & mode, table[-1])
+                        for mode, table in zip(modes, self.offsets, strict=False)
+                    ]
+                elif number < self.modes and code == len(table) - 1:
+                    zeros.append(term & modes[number])
+                    places = [(term & ~modes[number], entry)]
+                for where, place in places:
+                    for bit in range(4):
+                        if place >> bit & 1:
+                            offset[bit].append(where)
             named.append(any_of(planes))
         inside = any_of(named) & ~any_of(zeros)
         nothing = torch.zeros_like(inside)
@@ -123,7 +167,7 @@ class Ladder:
         return [(plane & inside) | whole for plane, whole in zip(total, steps[-1], strict=True)]
 
 
-def ladder(*steps: Step, early: int, zero: bool) -> Ladder:
+def ladder(*steps: Step, modes: int, below: int, zero: bool) -> Ladder:
     """A ladder with its tables. ``zero``: the last step has a code for the exponent zero."""
     low = steps[-1].low
     offsets = []
@@ -137,13 +181,12 @@ def ladder(*steps: Step, early: int, zero: bool) -> Ladder:
             table.append(ZERO)
         assert len(table) <= 1 << step.bits, "more exponents than codes"
         offsets.append(tuple(table))
-    shift = round(window_shift(steps[0].high - steps[0].low) * 256)
-    return Ladder(steps, tuple(offsets), early, shift)
+    return Ladder(steps, tuple(offsets), modes, below)
 
 
 LADDERS = {
-    2: ladder(Step(2, 0, 3), Step(2, -2, 4), Step(3, -7, 5), early=1, zero=True),
-    3: ladder(Step(3, 0, 7), early=0, zero=False),
+    2: ladder(Step(2, 0, 3), Step(2, -2, 4), Step(3, -7, 5), modes=2, below=9, zero=True),
+    3: ladder(Step(3, 0, 7), modes=1, below=6, zero=False),
 }
 """By the number of planes. 3: ZipCCL's. 2: the three likeliest exponents, then three beside them,
 then six further and zero."""

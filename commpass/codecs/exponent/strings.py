@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-LONGEST = 64
-
 
 def join_fields(planes: Sequence[Tensor], count: Tensor) -> Tensor:
     """Bit planes of ``count`` fields each, one behind the other: a string of ``len(planes) *
@@ -39,17 +37,13 @@ def split_fields(string: Tensor, bits: int, count: Tensor) -> list[Tensor]:
     ]
 
 
-def concatenate(
-    strings: Tensor, lengths: Tensor, start: Tensor, words: int
-) -> tuple[Tensor, Tensor]:
-    """Strings ``[rows, n]`` with int64 lengths put end to end from word ``start`` (``[rows, 1]``)
-    on.
+def concatenate(strings: Tensor, lengths: Tensor, words: int) -> Tensor:
+    """Strings ``[rows, n]`` with int64 lengths put end to end: ``[rows, words]``, then zeros.
 
-    Returns ``(sums [rows, words + 2], bits [rows, 1])``: word w of the result is ``sums[w + 1] -
-    sums[w]`` where it lies between the start and the end of the stream, of ``bits`` bits. So no two
-    strings meet in one store, though several share a word: their bits are disjoint, hence "or" is
-    "plus", and a word is what a running sum (mod 2^64) gained since the word before. Each boundary
-    between words is met by exactly one string, which stores the sum up to there.
+    Word w is ``sums[w + 1] - sums[w]``: no two strings meet in one store, though several share a
+    word. Their bits are disjoint, hence "or" is "plus", and a word is what a running sum (mod 2^64)
+    gained since the word before. Each boundary between words is met by exactly one string, which
+    stores the sum up to there.
     """
     ends = lengths.cumsum(1)
     offsets = ends - lengths
@@ -59,11 +53,12 @@ def concatenate(
     word = offsets >> 6
     meets = (ends >> 6) > word
     rows = torch.arange(strings.shape[0], device=strings.device).unsqueeze(1)
-    # What is not stored to is never read, but for the word before the first.
+    # What is not stored to is never read.
     out = torch.empty((strings.shape[0], words + 2), dtype=torch.int64, device=strings.device)
-    out = out.index_put((rows, start), torch.zeros_like(start))
-    out = out.index_put((rows, torch.where(meets, start + word + 1, words + 1)), sums - carry)
+    out = out.index_put((rows, torch.where(meets, word + 1, words + 1)), sums - carry)
     # The last word may end in the middle.
-    bits = ends[:, -1:]
-    out = out.index_put((rows, start + ((bits + 63) >> 6)), sums[:, -1:])
-    return out, bits
+    used = (ends[:, -1:] + 63) >> 6
+    out = out.index_put((rows, used), sums[:, -1:])
+    place = torch.arange(words, device=strings.device)
+    before = torch.where(place > 0, out.narrow(1, 0, words), 0)
+    return torch.where(place < used, out.narrow(1, 1, words) - before, 0)

@@ -1,51 +1,56 @@
-"""Which exponents get the short codes: a contiguous window, from the theory of a Gaussian and
-without a histogram."""
+"""Which window of exponents gets the short codes: that which takes the fewest bits, of all starts
+around the median, found by counting ones of bit planes."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from commpass.codecs.exponent.bits import any_of, count, equals, kept, spread, subtract
+from commpass.codecs.exponent.ladder import BINS, Ladder
 
 
-def best_start(width: int) -> float:
-    """``x - log2(sigma)`` for the window ``[2^x, 2^(x + width))`` that covers most of a Gaussian,
-    for a continuous x.
+def choose(
+    ladder: Ladder, planes: Sequence[Tensor], values: Tensor, columns: int
+) -> tuple[Tensor, Tensor]:
+    """Start of the outermost window and mode of each chunk, int32 ``[rows, chunks, 1]``.
 
-    With ``u = 2^x / (sigma sqrt 2)`` the covered share is ``erf(2^k u) - erf(u)``; its derivative
-    is zero where ``2^k exp(-4^k u^2) = exp(-u^2)``, so ``u^2 = k ln 2 / (4^k - 1)`` and ``x =
-    log2(sigma) + log2(2 k ln 2 / (4^k - 1)) / 2`` (ZipCCL, equations 1 to 5, there for k = 7:
-    -5.36).
+    ``planes`` ``[rows, chunks, columns]`` are those of exponents, ``values`` ``[chunks, 1]`` how
+    many values a chunk has. The median is the lower one of the exponents that are not zero. Of
+    equal gains the first counts. All of it is in whole numbers: the same in any order.
     """
-    return math.log2(2 * width * math.log(2) / (4.0**width - 1)) / 2
+    present = any_of(planes)
+    number = total(present)
+    median = median_of(planes, present, number)
+    base = kept(median - ladder.below)
+    offset = subtract(planes, spread(base.expand(-1, -1, columns), 9))
+    near = present & ~any_of(offset[4:])
+    bins = [total(term & near) for term in equals(offset[:4], range(BINS))]
+    gains = ladder.gains(bins, values - number, len(planes))
+    best, place = gains[0], torch.zeros_like(base)
+    for index, gain in enumerate(gains[1:], start=1):
+        better = gain > best
+        place = kept(torch.where(better, index, place))
+        best = kept(torch.where(better, gain, best))
+    mode = torch.div(place, ladder.starts, rounding_mode="floor")
+    return kept(base + place - mode * ladder.starts), kept(mode)
 
 
-MEAN_EXPONENT = -(0.57721566490153286 + math.log(2)) / (2 * math.log(2)) - 0.5
-"""Mean of ``floor(log2|x|) - log2(sigma)`` of a Gaussian: ``E ln|x / sigma| = -(Euler's gamma + ln
-2) / 2``, and the fraction that the floor takes is 1/2 on average (it depends on sigma by less than
-0.0004). Its opposite makes a sigma out of a mean
-exponent: a sum of whole numbers, the same in any order, which one outlier cannot move and no square
-can overflow."""
+def total(word: Tensor) -> Tensor:
+    """Ones of all words of a chunk, ``[rows, chunks, 1]``."""
+    return count(word).sum(2, keepdim=True, dtype=torch.int32)
 
 
-def _share(exponent: float) -> float:
-    """How much of a unit Gaussian has its magnitude in ``[2^exponent, 2^(exponent + 1))``."""
-    return math.erf(2 ** (exponent + 0.5)) - math.erf(2 ** (exponent - 0.5))
-
-
-def window_shift(width: int) -> float:
-    """What to add to a mean exponent, so that the floor of the sum is the best whole start of a
-    window of ``width`` exponents.
-
-    Exponents are whole: going from start x to x + 1 gives up the exponent x and wins x + width, so
-    that x + 1 is better from the sigma on at which the two hold equally much. That lies within one
-    of rounding ``best_start`` to nearest, but not there.
-    """
-    low, high = (
-        best_start(width) - 1,
-        best_start(width),
-    )  # of x - log2(sigma); the gain from moving on falls with x
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _share(middle + width) > _share(middle) else (low, middle)
-    # Moving on pays up to x = low + log2(sigma): the best start is the first whole number above
-    # that.
-    return low + 1 - MEAN_EXPONENT
+def median_of(planes: Sequence[Tensor], present: Tensor, number: Tensor) -> Tensor:
+    """The lower median of the ``number`` exponents under ``present``, bit by bit from the highest:
+    each halves what is left to those below it or those from it on."""
+    rank, left, median = (number - 1).clamp_min(0) >> 1, present, torch.zeros_like(number)
+    for bit in reversed(range(len(planes))):
+        lower = total(left & ~planes[bit])
+        upper = kept(-(rank >= lower).to(torch.int32))
+        rank = kept(rank - (lower & upper))
+        median = median | ((upper & 1) << bit)
+        left = kept(left & (planes[bit] ^ ~upper))
+    return median

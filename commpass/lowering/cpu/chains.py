@@ -218,20 +218,14 @@ def _lossless_source(chain: Chain) -> str:
     assert isinstance(step.codec, ExponentCodec)
     if isinstance(step, Encode):
         code = exponents.text(step.codec, chain.taken, "encode")
-        loop = """for (int64_t row = 0; row < rows; ++row)
-    encode_row(threads, in + row * in_stride, n, out + row * out_stride);"""
     else:
         code = exponents.text(step.codec, step.dtype, "decode")
-        loop = """parallel(std::min(threads, rows), rows, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      decode_row(in + row * in_stride, n, out + row * out_stride);
-  });"""
     return f"""{PRELUDE}{code}
 }}  // namespace
 
 extern "C" void kernel(int64_t threads, int64_t rows, int64_t n, const Byte* in, int64_t in_stride,
                        Byte* out, int64_t out_stride) {{
-  {loop}
+  code_rows(threads, rows, n, in, in_stride, out, out_stride);
 }}
 """
 

@@ -1,9 +1,9 @@
 """The exponent codec in C++: the same wire as the aten form's, byte for byte.
 
 Planes and codes are vectors of column words (see ``words``); only the bit strings of columns, which
-have a length each, go through plain registers. A row is encoded in parts, one a thread, which have
-streams of their own that are put end to end; it is decoded from its beginning, since where a string
-begins follows from all that are before it: threads take whole rows.
+have a length each, go through plain registers. Chunks are independent of each other: where the
+strings of one begin follows from the marks before it. Threads encode a run of chunks each into the
+room of these, and what they made is put end to end afterwards.
 """
 
 from __future__ import annotations
@@ -12,41 +12,37 @@ from typing import Any
 
 import torch
 
-from commpass.codecs.exponent.bits import any_of, compress, count, expand, moves, transpose
-from commpass.codecs.exponent.codec import BIAS, COMMON, MANY, WILD, ExponentCodec
-from commpass.codecs.exponent.floats import FORMS, FloatForm, join, pack, split, unpack
+from commpass.codecs.exponent.bits import (
+    any_of,
+    compress,
+    count,
+    equals,
+    expand,
+    moves,
+    spread,
+    subtract,
+    transpose,
+)
+from commpass.codecs.exponent.codec import (
+    BIAS,
+    LENGTH_AT,
+    MODE_BITS,
+    START_BITS,
+    ExponentCodec,
+)
+from commpass.codecs.exponent.floats import FORMS, LANES, LINE, FloatForm, join, pack, split
+from commpass.codecs.exponent.floats import unpack as unpack_pairs
+from commpass.codecs.exponent.ladder import BINS, Ladder
 from commpass.lowering.cpu.words import Lines
 
 WORDS = """
 typedef int32_t Word __attribute__((vector_size(4 * W)));  // W columns
-constexpr int LANES = 32, CHUNK = 1024;
+typedef int32_t Lane[32];  // a word of each column of a chunk
+constexpr int LANES = 32;
 
-inline bool any(Word word) {
-  uint64_t parts[sizeof(Word) / 8], whole = 0;
-  std::memcpy(parts, &word, sizeof(Word));
-  c10::ForcedUnroll<sizeof(Word) / 8>{}([&](auto i) { whole |= parts[i]; });
-  return whole != 0;
-}
-
-// Of a row of `bytes` bytes the words from byte `at` on; zeros behind its end.
-inline Word row_word(const Byte* row, int64_t bytes, int64_t at) {
-  if (at + int64_t(sizeof(Word)) <= bytes) return get<Word>(row + at);
-  Word word{};
-  if (at < bytes) std::memcpy(&word, row + at, bytes - at);
-  return word;
-}
-
-inline void put_row_word(Byte* row, int64_t bytes, int64_t at, Word word) {
-  if (at + int64_t(sizeof(Word)) <= bytes) put<Word>(row + at, word);
-  else if (at < bytes) std::memcpy(row + at, &word, bytes - at);
-}
-
-// Where the 64-bit word of a number lies in the dynamic part: 32 lower halves, then 32 upper ones.
-inline int64_t half_at(int64_t word) { return ((word >> 5) * 64 + (word & 31)) * 4; }
-
-// Bits put end to end; the last word may be open.
+// Bits put end to end; the last word is open until `close`.
 struct Bits {
-  std::unique_ptr<uint64_t[]> words;
+  uint64_t* words;
   uint64_t open = 0;
   int64_t size = 0;
 
@@ -59,56 +55,48 @@ struct Bits {
     size = next;
   }
 
+  inline void close() { words[size >> 6] = open; }
+
   // As many strings as lanes. Four that fit in a word are put together first: that can be done
   // while those before are still being added.
-  inline void append(const uint64_t* strings, const int32_t* lengths) {
-    Bits to;  // in registers
-    std::swap(to, *this);
+  inline void append(const uint64_t* strings, const int32_t* fields, int bits) {
+    Bits to = *this;  // in registers
     for (int l = 0; l < LANES; l += 4) {
-      const int low = lengths[l] + lengths[l + 1], high = lengths[l + 2] + lengths[l + 3];
+      const int first = fields[l] * bits, third = fields[l + 2] * bits;
+      const int low = first + fields[l + 1] * bits, high = third + fields[l + 3] * bits;
       if (low + high > 63) {
-        for (int i = l; i < l + 4; ++i) to.add(strings[i], lengths[i]);
+        for (int i = l; i < l + 4; ++i) to.add(strings[i], fields[i] * bits);
       } else {
-        const uint64_t first = strings[l] | strings[l + 1] << lengths[l];
-        const uint64_t second = strings[l + 2] | strings[l + 3] << lengths[l + 2];
-        to.add(first | second << low, low + high);
+        const uint64_t one = strings[l] | strings[l + 1] << first;
+        const uint64_t two = strings[l + 2] | strings[l + 3] << third;
+        to.add(one | two << low, low + high);
       }
     }
-    std::swap(to, *this);
+    *this = to;
   }
 };
 
-// Streams into the dynamic part, from one of its words on.
-struct Joined {
-  Byte* dynamic;
-  int64_t word;
-  uint64_t open = 0;
-  int shift = 0;
+inline int ones(const int32_t* words) {
+  int some = 0;
+  for (int l = 0; l < LANES; l += 2)
+    some += __builtin_popcountll(get<uint64_t>((const Byte*)(words + l)));
+  return some;
+}
 
-  inline void store(uint64_t whole) {
-    put<uint32_t>(dynamic + half_at(word), static_cast<uint32_t>(whole));
-    put<uint32_t>(dynamic + half_at(word) + 128, static_cast<uint32_t>(whole >> 32));
-    ++word;
+// How many fields all columns have, and the most that one has.
+inline void many(const int32_t* fields, int& some, int& most) {
+  int sum = 0, max = 0;
+  #pragma omp simd reduction(+ : sum) reduction(max : max)
+  for (int l = 0; l < LANES; ++l) {
+    sum += fields[l];
+    max = fields[l] > max ? fields[l] : max;
   }
+  some = sum;
+  most = max;
+}
 
-  inline void append(const Bits& bits) {
-    const int64_t whole = bits.size >> 6;
-    for (int64_t i = 0; i < whole; ++i) {
-      const uint64_t next = bits.words[i];
-      store(open | next << shift);
-      open = (next >> 1) >> (63 - shift);
-    }
-    const int rest = bits.size & 63;
-    if (!rest) return;
-    const uint64_t next = bits.open;
-    open |= next << shift;
-    if (shift + rest >= 64) {
-      store(open);
-      open = (next >> 1) >> (63 - shift);
-    }
-    shift = (shift + rest) & 63;
-  }
-};
+// So few fields of a chunk are quicker taken one by one.
+constexpr int RARE = 12;
 """
 
 
@@ -118,221 +106,247 @@ def why_not(codec: ExponentCodec, dtype: torch.dtype) -> str:
 
 
 def text(codec: ExponentCodec, dtype: torch.dtype, role: str) -> str:
-    """The C++ of ``encode`` or ``decode`` of rows of a dtype."""
-    form = FORMS[dtype]
-    fields = (*codec.ladder.fields[:-1], form.exponent_bits)
-    static = form.rest_words + codec.ladder.steps[0].bits
+    """The C++ of ``encode`` or ``decode`` of rows of a dtype: ``code_rows``."""
+    form, ladder = FORMS[dtype], codec.ladder
+    fields = (*ladder.fields[:-1], form.exponent_bits)
     constants = f"""
-constexpr int ITEM = {dtype.itemsize}, REST = {form.rest_words}, STATIC = {static};
+constexpr int ITEM = {dtype.itemsize}, PARTS = {form.words}, REST = {form.rest_words};
+constexpr int EXPONENT = {form.exponent_bits}, FIRST = {ladder.planes};
+constexpr int STATIC = REST + FIRST, RAW = EXPONENT - FIRST, CAPACITY = LANES * RAW;
 constexpr int STEPS = {len(fields)};
 constexpr int FIELD[STEPS] = {{{", ".join(map(str, fields))}}};
 
-// Where a row's header and its dynamic part begin, and how long it is.
+// Where things are in a row.
 struct Row {{
-  int64_t chunks, header, dynamic, end;
+  int64_t columns, chunks, marks, plain, dynamic, end;
   explicit Row(int64_t n) {{
-    chunks = (n + CHUNK - 1) / CHUNK;
-    header = STATIC * chunks * 128;
-    dynamic = header + 128 + aligned((chunks + 1) / 2 * 4);
-    end = dynamic + chunks * CHUNK;
+    columns = n / {LINE} * {LINE // LANES};
+    chunks = (columns + LANES - 1) / LANES;
+    marks = STATIC * columns * 4;
+    plain = marks + chunks * 4;
+    dynamic = (plain + n % {LINE} * ITEM + 15) / 16 * 16;
+    end = dynamic + columns * RAW * 4;
   }}
+  int lanes(int64_t chunk) const {{ return std::min<int64_t>(columns - chunk * LANES, LANES); }}
 }};
 """
-    main = _encode(codec, form, fields) if role == "encode" else _decode(codec, form, fields)
+    main = _encode(ladder, form, fields) if role == "encode" else _decode(ladder, form, fields)
     return WORDS + constants + main
 
 
-def _places(name: str, number: int) -> list[str]:
-    return [f"{name}[{i}] + g" for i in range(number)]
+def _places(name: str, number: int, first: int = 0) -> list[str]:
+    """Places in tables of lanes, as bytes."""
+    return [f"(Byte*)({name}[{first + i}] + g)" for i in range(number)]
 
 
-def _bytes(name: str, number: int) -> list[str]:
-    """Places in tables of words, as bytes."""
-    return [f"(Byte*)({place})" for place in _places(name, number)]
+def _modes(lines: Lines, ladder: Ladder) -> list[Any]:
+    return [lines.word(f"Word{{}} - int(mode == {number + 1})") for number in range(ladder.modes)]
 
 
 # --- encode ---------------------------------------------------------------------------------------
 
 
-def _encode(codec: ExponentCodec, form: FloatForm, fields: tuple[int, ...]) -> str:
-    ladder = codec.ladder
+def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
     first = Lines()
-    words = [
-        first.word(f"row_word(row, bytes, ({i} * chunks + chunk) * 128 + g * 4)")
-        for i in range(form.words)
-    ]
+    words = [first.word(f"get<Word>(words + {i} * 128 + g * 4)") for i in range(form.words)]
     pairs: list[Any]
     pairs, rest = split(form, words)
-    first.stores(_bytes("pairs", 16), pairs)
-    kept = [f"out + ({i} * chunks + chunk) * 128 + g * 4" for i in range(form.rest_words)]
-    first.stores(kept, rest)
-    for pair in pairs:
-        first.lines.append(f"total += {pair.name};")
-        there = ((pair + 0x00FF00FF) >> 8) & 0x00010001
-        first.lines.append(f"present += {there.name};")
+    first.stores([f"out + {i} * line + g * 4" for i in range(form.rest_words)], rest)
+    planes = transpose(pack(pairs, 8))[: form.exponent_bits]
+    first.stores(_places("plane", form.exponent_bits), planes)
+    first.stores(["(Byte*)(present + g)"], [any_of(planes)])
+
+    counting = Lines()
+    planes = counting.loads(_places("plane", form.exponent_bits))
+    base, there = counting.word("Word{} + base"), counting.word("get<Word>((Byte*)(present + g))")
+    offset = subtract(planes, spread(base, 9))
+    near = there & ~any_of(offset[4:])
+    terms = [term & near for term in equals(offset[:4], range(BINS))]
+    counting.stores(_places("bin", BINS), terms)
 
     second = Lines()
-    loaded = second.loads(_bytes("pairs", 16))
-    start, many = second.word("Word{} + start"), second.word("Word{} + many")
-    planes = transpose(pack(loaded, 8))[: form.exponent_bits]
+    planes = second.loads(_places("plane", form.exponent_bits))
     steps: list[Any]
     masks: list[Any]
-    steps, masks = ladder.encode(planes, start, many)
-    at = [
-        f"out + ((REST + {i}) * chunks + chunk) * 128 + g * 4" for i in range(ladder.steps[0].bits)
-    ]
-    second.stores(at, steps[0])
-    base = 0
+    steps, masks = ladder.encode(planes, second.word("Word{} + start"), _modes(second, ladder))
+    second.stores([f"out + (REST + {i}) * line + g * 4" for i in range(ladder.planes)], steps[0])
+    base_of = [sum(fields[:number]) for number in range(len(fields))]
     strings = []
     for number, (step, mask) in enumerate(zip(steps[1:], masks[1:], strict=True)):
-        bits = len(step)
-        places = [f"(Byte*)(field[{base + i}] + g)" for i in range(bits)]
+        bits, at = len(step), base_of[number]
+        places = _places("field", bits, at)
         second.stores(places, step)
-        second.stores([f"(Byte*)(mask[{number}] + g)"], [mask])
+        second.stores(
+            [f"(Byte*)(mask[{number}] + g)", f"(Byte*)(fields[{number}] + g)"], [mask, count(mask)]
+        )
         lines = Lines()
-        here = lines.word(f"get<Word>((Byte*)(mask[{number}] + g))")
-        plan = moves(here)
+        plan = moves(lines.word(f"get<Word>((Byte*)(mask[{number}] + g))"))
         lines.stores(places, [compress(plane, plan) for plane in lines.loads(places)])
-        lines.stores(["(Byte*)(fields + g)"], [count(here)])
-        terms = "\n        ".join(
-            f"string |= uint64_t(uint32_t(field[{base + i}][l])) << std::min({i} * c, 63);"
+        joins = "\n        ".join(
+            f"string |= uint64_t(uint32_t(field[{at + i}][l])) << std::min({i} * c, 63);"
             for i in range(1, bits)
         )
         strings.append(f"""
-  if (const int some = ones(mask[{number}]); some > RARE) {{
+  if (!some[{number}]) {{
+  }} else if (some[{number}] <= RARE && most[{number}] * {bits} <= 64) {{
+    few_strings<{bits}>(mask[{number}], field + {at}, fields[{number}], strings);
+    bits.append(strings, fields[{number}], {bits});
+  }} else {{
     for (int g = 0; g < LANES; g += W) {{
     {lines}
     }}
-    #pragma omp simd reduction(max : longest)
-    for (int l = 0; l < LANES; ++l) {{
-      const int c = fields[l];
-      uint64_t string = uint32_t(field[{base}][l]);
-      {terms}
-      strings[{number}][l] = string;
-      lengths[{number}][l] = c * {bits};
-      longest = c * {bits} > longest ? c * {bits} : longest;
+    if (most[{number}] * {bits} <= 64) {{
+      #pragma omp simd
+      for (int l = 0; l < LANES; ++l) {{
+        const int c = fields[{number}][l];
+        uint64_t string = uint32_t(field[{at}][l]);
+        {joins}
+        strings[l] = string;
+      }}
+      bits.append(strings, fields[{number}], {bits});
+    }} else {{
+      for (int l = 0; l < LANES; ++l)
+        for (int i = {at}; i < {at + bits}; ++i)
+          bits.add(uint32_t(field[i][l]), fields[{number}][l]);
     }}
-    there[{number}] = true;
-  }} else if (some) {{
-    few_strings<{bits}>(mask[{number}], field + {base}, strings[{number}], lengths[{number}]);
-    for (int l = 0; l < LANES; ++l) longest = std::max(longest, lengths[{number}][l]);
-    there[{number}] = true;
   }}""")
-        base += bits
 
-    inner = ladder.steps[0]
+    choice = Lines()
+    bins = [choice.word(f"ones(bin[{place}])", "int32_t") for place in range(BINS)]
+    zeros = choice.word("values - number", "int32_t")
+    gains = ladder.gains(bins, zeros, form.exponent_bits)
+    choice.lines.append(f"int32_t best = {gains[0].name}, place = 0;")
+    for place, gain in enumerate(gains[1:], start=1):
+        choice.lines.append(f"if ({gain.name} > best) best = {gain.name}, place = {place};")
     return f"""
-// So few fields of a chunk are quicker taken one by one.
-constexpr int RARE = 12;
-
-inline int ones(const int32_t* mask) {{
-  int some = 0;
-  for (int l = 0; l < LANES; l += 2)
-    some += __builtin_popcountll(get<uint64_t>((const Byte*)(mask + l)));
-  return some;
-}}
-
 template <int BITS>
-inline void few_strings(const int32_t* mask, int32_t (*planes)[LANES], uint64_t* strings,
-                        int32_t* lengths) {{
+inline void few_strings(const int32_t* mask, Lane* planes, const int32_t* fields,
+                        uint64_t* strings) {{
   for (int l = 0; l < LANES; ++l) {{
-    const int c = __builtin_popcount(mask[l]);
+    const int c = fields[l];
     uint64_t string = 0;
     uint32_t left = mask[l];
     for (int k = 0; k < c; ++k, left &= left - 1) {{
       const int at = __builtin_ctz(left);
       c10::ForcedUnroll<BITS>{{}}([&](auto i) {{
-        string |= uint64_t((uint32_t(planes[i][l]) >> at) & 1) << std::min(i * c + k, 63);
+        string |= uint64_t((uint32_t(planes[i][l]) >> at) & 1) << (i * c + k);
       }});
     }}
     strings[l] = string;
-    lengths[l] = c * BITS;
   }}
 }}
 
-struct Part {{
-  Bits bits[STEPS];
-  std::vector<int64_t> wild;
-}};
+// The lower median of the exponents that are there.
+inline int median_of(const Lane* plane, const int32_t* present, int number) {{
+  alignas(64) uint64_t left[LANES / 2];
+  std::memcpy(left, present, sizeof(left));
+  int rank = std::max(number - 1, 0) >> 1, median = 0;
+  for (int bit = EXPONENT - 1; bit >= 0; --bit) {{
+    alignas(64) uint64_t here[LANES / 2];
+    std::memcpy(here, plane[bit], sizeof(here));
+    int lower = 0;
+    for (int i = 0; i < LANES / 2; ++i) lower += __builtin_popcountll(left[i] & ~here[i]);
+    const bool upper = rank >= lower;
+    const uint64_t turned = upper ? 0 : ~uint64_t(0);
+    for (int i = 0; i < LANES / 2; ++i) left[i] &= here[i] ^ turned;
+    if (upper) rank -= lower;
+    median |= int(upper) << bit;
+  }}
+  return median;
+}}
 
-inline void pairs_of(const Byte* row, int64_t bytes, Byte* out, int64_t chunks, int64_t chunk,
-                     int32_t (&pairs)[16][LANES], int32_t& sum, int32_t& there) {{
-  Word total{{}}, present{{}};
+inline void choose(const Lane* plane, const int32_t* present, int values, int& start, int& mode) {{
+  alignas(64) Lane bin[{BINS}];
+  const int number = ones(present);
+  const int32_t base = median_of(plane, present, number) - {ladder.below};
+  for (int g = 0; g < LANES; g += W) {{
+    {counting}
+  }}
+  {choice}
+  mode = place / {ladder.starts};
+  start = base + place % {ladder.starts};
+}}
+
+// One chunk of `lanes` columns. Its words are 128 bytes from part to part, those of the static part
+// go to `out`, `line` bytes from plane to plane; its strings to `to`. Returns its mark.
+uint32_t encode_chunk(const Byte* words, int lanes, Byte* out, int64_t line, Byte* to) {{
+  alignas(64) Lane plane[EXPONENT], present, field[{sum(fields)}], mask[STEPS], fields[STEPS];
   for (int g = 0; g < LANES; g += W) {{
     {first}
   }}
-  const Word sums = (total & 0xFFFF) + (total >> 16), theres = (present & 0xFFFF) + (present >> 16);
-  sum = there = 0;
-  for (int i = 0; i < W; ++i) {{ sum += sums[i]; there += theres[i]; }}
-}}
-
-// One chunk: static words and mark into `out`, strings into `part`.
-void encode_chunk(const Byte* row, int64_t bytes, Byte* out, const Row& at, int64_t chunk,
-                  Part& part) {{
-  const int64_t chunks = at.chunks;
-  alignas(64) int32_t pairs[16][LANES], field[{sum(fields)}][LANES], fields[LANES];
-  alignas(64) int32_t mask[STEPS][LANES], lengths[STEPS][LANES];
-  alignas(64) uint64_t strings[STEPS][LANES];
-  int32_t sum, present;
-  pairs_of(row, bytes, out, chunks, chunk, pairs, sum, present);
-  present = std::max(present, 1);
-  const int32_t above = sum * 256 + present * ({ladder.shift}), below = present * 256;
-  int32_t start = above / below - (above % below < 0);
-  start = std::clamp(start + ({ladder.outer.low - inner.low}), -{BIAS}, {255 - BIAS});
-  const int32_t many = present < CHUNK - {COMMON} ? -1 : 0;
+  int start, mode;
+  choose(plane, present, lanes * LANES, start, mode);
   for (int g = 0; g < LANES; g += W) {{
     {second}
   }}
-  int32_t longest = 0;
-  bool there[STEPS] = {{}};
+  for (int l = lanes; l < LANES; ++l) {{
+    for (int s = 0; s < STEPS; ++s) mask[s][l] = fields[s][l] = 0;
+    for (auto& each : field) each[l] = 0;
+  }}
+  int some[STEPS], most[STEPS], size = 0;
+  for (int s = 0; s < STEPS; ++s) {{
+    many(fields[s], some[s], most[s]);
+    size += some[s] * FIELD[s];
+  }}
+  const int length = std::min((size + 15) / 16, lanes * RAW * 2);
+  const uint32_t mark = uint32_t(start + {BIAS}) | mode << {START_BITS} | length << {LENGTH_AT};
+  if (length == lanes * RAW * 2) {{
+    for (int i = 0; i < FIRST; ++i) std::memcpy(out + (REST + i) * line, plane[i], lanes * 4);
+    for (int l = 0; l < lanes; ++l)
+      for (int i = 0; i < RAW; ++i) put<int32_t>(to + (l * RAW + i) * 4, plane[FIRST + i][l]);
+    return mark;
+  }}
+  alignas(64) uint64_t put_here[CAPACITY / 2 + 2], strings[LANES];
+  Bits bits{{put_here}};
   {"".join(strings)}
-  const bool wild = longest > 64;
-  put<uint16_t>(out + at.header + 128 + chunk * 2,
-                uint16_t((start + {BIAS}) | (many & {MANY}) | (wild ? {WILD} : 0)));
-  if (wild) return part.wild.push_back(chunk);
-  for (int s = 0; s < STEPS; ++s)
-    if (there[s]) part.bits[s].append(strings[s], lengths[s]);
+  bits.close();
+  std::memcpy(to, put_here, length * 2);
+  return mark;
 }}
 
 void encode_row(int64_t threads, const Byte* row, int64_t n, Byte* out) {{
   const Row at(n);
   const int64_t parts = std::max<int64_t>(1, std::min(threads, at.chunks / 64));
-  std::vector<Part> part(parts);
+  std::vector<int64_t> made(parts);
   parallel(parts, parts, [&](int64_t begin, int64_t end) {{
     for (int64_t p = begin; p < end; ++p) {{
       const int64_t from = at.chunks * p / parts, until = at.chunks * (p + 1) / parts;
-      for (auto& bits : part[p].bits) bits.words.reset(new uint64_t[(until - from) * LANES + 1]);
-      for (int64_t chunk = from; chunk < until; ++chunk)
-        encode_chunk(row, n * ITEM, out, at, chunk, part[p]);
+      Byte* to = out + at.dynamic + from * CAPACITY * 4;
+      const Byte* first = to;
+      for (int64_t chunk = from; chunk < until; ++chunk) {{
+        const Byte* words = row + chunk * PARTS * 128;
+        Byte* here = out + chunk * 128;
+        const int lanes = at.lanes(chunk);
+        uint32_t mark;
+        if (lanes == LANES) {{
+          mark = encode_chunk(words, lanes, here, at.columns * 4, to);
+        }} else {{
+          alignas(64) Lane given[PARTS] = {{}}, made_of[STATIC];
+          for (int i = 0; i < PARTS; ++i) std::memcpy(given[i], words + i * lanes * 4, lanes * 4);
+          mark = encode_chunk((const Byte*)given, lanes, (Byte*)made_of, 128, to);
+          for (int i = 0; i < STATIC; ++i)
+            std::memcpy(here + i * at.columns * 4, made_of[i], lanes * 4);
+        }}
+        put<uint32_t>(out + at.marks + chunk * 4, mark);
+        to += (mark >> {LENGTH_AT}) * 2;
+      }}
+      made[p] = to - first;
     }}
   }});
-  Byte* dynamic = out + at.dynamic;
-  int64_t wild = 0;
-  for (auto& each : part)
-    for (int64_t chunk : each.wild) {{
-      alignas(64) int32_t pairs[16][LANES];
-      int32_t sum, present;
-      pairs_of(row, n * ITEM, out, at.chunks, chunk, pairs, sum, present);
-      Byte* to = dynamic + wild++ * CHUNK;
-      for (int u = 0; u < 8; ++u)
-        for (int l = 0; l < LANES; ++l)
-          put<int32_t>(to + (u * LANES + l) * 4, pairs[2 * u][l] | pairs[2 * u + 1][l] << 8);
-    }}
-  Joined joined{{dynamic, wild * 128}};
-  int64_t bits = 0;
-  for (int s = 0; s < STEPS; ++s)
-    for (auto& each : part) {{
-      joined.append(each.bits[s]);
-      bits += each.bits[s].size;
-    }}
-  // What is open, and zeros up to the end of its lines; and behind them to the end of the row.
-  if (joined.shift) joined.store(joined.open);
-  while (joined.word % 32) joined.store(0);
-  std::memset(dynamic + joined.word * 8, 0, at.chunks * CHUNK - joined.word * 8);
-  std::memset(out + at.header, 0, 128);
-  put<int32_t>(out + at.header, int32_t(wild * 8 + (bits + 2047) / 2048 * 2));
-  const int64_t marks = at.header + 128 + at.chunks * 2;
-  std::memset(out + marks, 0, at.dynamic - marks);
+  Byte* to = out + at.dynamic + made[0];
+  for (int64_t p = 1; p < parts; ++p) {{
+    std::memmove(to, out + at.dynamic + at.chunks * p / parts * CAPACITY * 4, made[p]);
+    to += made[p];
+  }}
+  std::memset(to, 0, out + at.end - to);
+  std::memset(out + at.plain, 0, at.dynamic - at.plain);
+  std::memcpy(out + at.plain, row + n / {LINE} * {LINE} * ITEM, n % {LINE} * ITEM);
+}}
+
+void code_rows(int64_t threads, int64_t rows, int64_t n, const Byte* in, int64_t in_stride,
+               Byte* out, int64_t out_stride) {{
+  for (int64_t row = 0; row < rows; ++row)
+    encode_row(threads, in + row * in_stride, n, out + row * out_stride);
 }}
 """
 
@@ -340,108 +354,94 @@ void encode_row(int64_t threads, const Byte* row, int64_t n, Byte* out) {{
 # --- decode ---------------------------------------------------------------------------------------
 
 
-def _decode(codec: ExponentCodec, form: FloatForm, fields: tuple[int, ...]) -> str:
-    ladder = codec.ladder
+def _decode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
     begin = Lines()
-    planes = begin.loads(
-        [
-            f"wire + ((REST + {i}) * chunks + chunk) * 128 + g * 4"
-            for i in range(ladder.steps[0].bits)
-        ]
-    )
+    planes = begin.loads([f"wire + (REST + {i}) * line + g * 4" for i in range(ladder.planes)])
     here = ~any_of(planes)
     begin.stores(["(Byte*)(here + g)", "(Byte*)(fields + g)"], [here, count(here)])
 
-    steps, base = [], 0
+    steps = []
     for number, bits in enumerate(fields):
-        lines = Lines()
+        lines, base = Lines(), sum(fields[:number])
         mask = lines.word("get<Word>((Byte*)(here + g))")
-        closed = lines.loads(_bytes("field", bits))
+        closed = lines.loads(_places("field", bits))
         plan = moves(mask)
         opened = [expand(plane, plan, mask) for plane in closed]
-        lines.stores([f"(Byte*)(step[{base + i}] + g)" for i in range(bits)], opened)
+        lines.stores(_places("step", bits, base), opened)
         left = mask & ~any_of(opened)
         lines.stores(["(Byte*)(here + g)", "(Byte*)(fields + g)"], [left, count(left)])
-        cuts = "\n      ".join(
+        cuts = "\n        ".join(
             f"field[{i}][l] = int32_t(uint32_t((strings[l] >> std::min({i} * c, 63)) & mask));"
             for i in range(bits)
         )
         steps.append(f"""
-  some = cursor[{number}].read(fields, {bits}, strings);
-  if (some <= RARE) {{
-    std::memset(step[{base}], 0, sizeof(step[0]) * {bits});
+  many(fields, some, most);
+  const bool short{number} = most * {bits} <= 64;
+  if (some && short{number}) cursor.read(fields, {bits}, strings);
+  if (some <= RARE && short{number}) {{
+    std::memset(step[{base}], 0, sizeof(Lane) * {bits});
     if (some) expand_few<{bits}>(here, fields, strings, step + {base});
   }} else {{
-    #pragma omp simd
-    for (int l = 0; l < LANES; ++l) {{
-      const int c = fields[l];
-      const uint64_t mask = ~(~uint64_t(0) << c);
-      {cuts}
+    if (short{number}) {{
+      #pragma omp simd
+      for (int l = 0; l < LANES; ++l) {{
+        const int c = fields[l];
+        const uint64_t mask = ~(~uint64_t(0) << c);
+        {cuts}
+      }}
+    }} else {{
+      for (int l = 0; l < LANES; ++l)
+        for (int i = 0; i < {bits}; ++i) field[i][l] = int32_t(cursor.next(fields[l]));
     }}
     for (int g = 0; g < LANES; g += W) {{
     {lines}
     }}
   }}""")
-        base += bits
 
     last = Lines()
-    start, many = last.word("Word{} + start"), last.word("Word{} + many")
-    known = [
-        last.loads(
-            [
-                f"wire + ((REST + {i}) * chunks + chunk) * 128 + g * 4"
-                for i in range(ladder.steps[0].bits)
-            ]
-        )
-    ]
-    base = 0
-    for bits in fields:
-        known.append(last.loads([f"(Byte*)(step[{base + i}] + g)" for i in range(bits)]))
-        base += bits
-    exponents = ladder.decode(known, start, many, form.exponent_bits)
-    exponents += [last.word("Word{}")] * (8 - form.exponent_bits)
-    last.stores(_bytes("packed", 8), transpose(exponents))
+    known = [last.loads([f"wire + (REST + {i}) * line + g * 4" for i in range(ladder.planes)])]
+    for number, bits in enumerate(fields):
+        known.append(last.loads(_places("step", bits, sum(fields[:number]))))
+    exponents = ladder.decode(
+        known, last.word("Word{} + start"), _modes(last, ladder), form.exponent_bits
+    )
+    last.stores(_places("plane", form.exponent_bits), exponents)
 
     final = Lines()
-    packed = final.loads(_bytes("packed", 8))
-    rest = final.loads(
-        [f"wire + ({i} * chunks + chunk) * 128 + g * 4" for i in range(form.rest_words)]
-    )
-    values: list[Any] = join(form, unpack(packed, 8), rest)
-    for i, word in enumerate(values):
-        place = f"({i} * chunks + chunk) * 128 + g * 4"
-        final.lines.append(f"put_row_word(out, bytes, {place}, {word.name});")
-    cursors = ", ".join(["{stream, last, at}"] * len(fields))
-    more = "".join(
-        f"\n  cursor[{i}].at = cursor[{i - 1}].at + whole[{i - 1}];" for i in range(1, len(fields))
-    )
+    exponents = final.loads(_places("plane", form.exponent_bits))
+    exponents += [final.word("Word{}")] * (8 - form.exponent_bits)
+    rest = final.loads([f"wire + {i} * line + g * 4" for i in range(form.rest_words)])
+    values: list[Any] = join(form, unpack_pairs(transpose(exponents), 8), rest)
+    final.stores([f"out + {i} * 128 + g * 4" for i in range(form.words)], values)
     return f"""
 // Reads strings one behind the other; no index leads outside, whatever the wire holds.
 struct Cursor {{
   const uint64_t* stream;
-  int64_t last, at;
+  int64_t last, at = 0;
 
-  // Strings of so many fields of `bits` bits each. Returns how many fields there are.
-  inline int read(const int32_t* fields, int bits, uint64_t* strings) {{
-    int32_t some = 0;
-    #pragma omp simd reduction(+ : some)
-    for (int l = 0; l < LANES; ++l) some += fields[l];
-    if (!some) return 0;
+  inline uint64_t word() const {{
+    const int64_t word = std::min(at >> 6, last);
+    const int shift = at & 63;
+    return stream[word] >> shift | (stream[word + 1] << 1) << (63 - shift);
+  }}
+
+  // Strings of so many fields of `bits` bits each.
+  inline void read(const int32_t* fields, int bits, uint64_t* strings) {{
     for (int l = 0; l < LANES; ++l) {{
-      const int64_t word = std::min(at >> 6, last);
-      const int shift = at & 63;
-      strings[l] = stream[word] >> shift | (stream[word + 1] << 1) << (63 - shift);
+      strings[l] = word();
       at += fields[l] * bits;
     }}
-    return some;
+  }}
+
+  inline uint32_t next(int bits) {{
+    const uint64_t string = word() & ~(~uint64_t(0) << bits);
+    at += bits;
+    return uint32_t(string);
   }}
 }};
 
-// So few fields of a chunk are quicker set one by one.
-constexpr int RARE = 12;
-
 template <int BITS> inline void expand_few(int32_t* here, int32_t* fields, const uint64_t* strings,
-                                           int32_t (*planes)[LANES]) {{
+                                           Lane* planes) {{
   for (int l = 0; l < LANES; ++l) {{
     uint32_t left = here[l];
     here[l] = 0;
@@ -450,7 +450,7 @@ template <int BITS> inline void expand_few(int32_t* here, int32_t* fields, const
       const uint32_t bit = left & -left;
       uint32_t named = 0;
       c10::ForcedUnroll<BITS>{{}}([&](auto i) {{
-        const uint32_t set = (strings[l] >> std::min(i * c + k, 63)) & 1 ? bit : 0;
+        const uint32_t set = (strings[l] >> (i * c + k)) & 1 ? bit : 0;
         planes[i][l] |= set;
         named |= set;
       }});
@@ -460,90 +460,86 @@ template <int BITS> inline void expand_few(int32_t* here, int32_t* fields, const
   }}
 }}
 
-inline int32_t mark_of(const Byte* wire, const Row& at, int64_t chunk) {{
-  return get<uint16_t>(wire + at.header + 128 + chunk * 2);
-}}
-
-void first_fields(const Byte* wire, int64_t chunks, int64_t chunk, int32_t* here,
-                  int32_t* fields) {{
+// Planes of exponents from those of the first step, and from the strings of a chunk.
+void exponents_of(const Byte* wire, int64_t line, int lanes, int32_t start, int32_t mode,
+                  const Byte* from, int length, Lane* plane) {{
+  alignas(64) uint64_t stream[CAPACITY / 2 + 2], strings[LANES];
+  const int full = (length + 3) / 4;
+  stream[length / 4] = 0;
+  std::memcpy(stream, from, length * 2);
+  stream[full] = stream[full + 1] = 0;
+  Cursor cursor{{stream, full}};
+  alignas(64) Lane here, fields, step[{sum(fields)}], field[{max(fields)}];
+  int some, most;
   for (int g = 0; g < LANES; g += W) {{
     {begin}
   }}
-}}
-
-// The exponents of a chunk, as bytes.
-void exponents_of(const Byte* wire, int64_t chunks, int64_t chunk, int32_t start, int32_t many,
-                  Cursor* cursor, int32_t (&packed)[8][LANES]) {{
-  alignas(64) int32_t here[LANES], fields[LANES], step[{sum(fields)}][LANES];
-  alignas(64) int32_t field[{max(fields)}][LANES];
-  alignas(64) uint64_t strings[LANES];
-  int some;
-  first_fields(wire, chunks, chunk, here, fields);
+  for (int l = lanes; l < LANES; ++l) here[l] = fields[l] = 0;
   {"".join(steps)}
   for (int g = 0; g < LANES; g += W) {{
     {last}
   }}
 }}
 
-// How many bits the strings of each step but the last have: where the next ones begin.
-void whole_steps(const Byte* wire, const Row& at, Cursor cursor, int64_t* whole) {{
-  int64_t first = 0, second = 0;
-  for (int64_t chunk = 0; chunk < at.chunks; ++chunk) {{
-    if (mark_of(wire, at, chunk) & {WILD}) continue;
-    alignas(64) int32_t here[LANES], fields[LANES];
-    alignas(64) uint64_t strings[LANES];
-    first_fields(wire, at.chunks, chunk, here, fields);
-    if (STEPS < 2) continue;
-    int32_t some = 0, unnamed = 0;
-    for (int l = 0; l < LANES; ++l) some += fields[l];
-    first += int64_t(some) * FIELD[0];
-    if (STEPS < 3 || !cursor.read(fields, FIELD[0], strings)) continue;
-    #pragma omp simd reduction(+ : unnamed)
-    for (int l = 0; l < LANES; ++l) {{
-      uint64_t named = 0;
-      for (int i = 0; i < FIELD[0]; ++i) named |= strings[l] >> std::min(i * fields[l], 63);
-      named &= ~(~uint64_t(0) << fields[l]);
-      unnamed += fields[l] - __builtin_popcountll(named);
-    }}
-    second += int64_t(unnamed) * FIELD[STEPS < 2 ? 0 : 1];
+// The inverse of encode_chunk.
+void decode_chunk(const Byte* wire, int64_t line, int lanes, uint32_t mark, const Byte* from,
+                  int length, Byte* out) {{
+  alignas(64) Lane plane[EXPONENT];
+  if (length == lanes * RAW * 2) {{
+    for (int i = 0; i < FIRST; ++i) std::memcpy(plane[i], wire + (REST + i) * line, lanes * 4);
+    for (int l = 0; l < lanes; ++l)
+      for (int i = 0; i < RAW; ++i) plane[FIRST + i][l] = get<int32_t>(from + (l * RAW + i) * 4);
+    for (int i = 0; i < EXPONENT; ++i)
+      for (int l = lanes; l < LANES; ++l) plane[i][l] = 0;
+  }} else {{
+    const int32_t start = int32_t(mark & {(1 << START_BITS) - 1}) - {BIAS};
+    const int32_t mode = (mark >> {START_BITS}) & {(1 << MODE_BITS) - 1};
+    exponents_of(wire, line, lanes, start, mode, from, length, plane);
   }}
-  whole[0] = first;
-  whole[1] = second;
+  for (int g = 0; g < LANES; g += W) {{
+    {final}
+  }}
 }}
 
-void decode_row(const Byte* wire, int64_t n, Byte* out) {{
-  const Row row(n);
-  const int64_t chunks = row.chunks, bytes = n * ITEM, last = chunks * CHUNK / 8 - 1;
-  const Byte* dynamic = wire + row.dynamic;
-  int64_t wild = 0, whole[STEPS + 1] = {{}};
-  for (int64_t chunk = 0; chunk < chunks; ++chunk)
-    wild += mark_of(wire, row, chunk) & {WILD} ? 1 : 0;
-  // 64-bit words side by side; one more, since a string is read from two of them.
-  const int64_t said = int64_t(get<int32_t>(wire + row.header)) * 16;
-  const int64_t used = (std::clamp<int64_t>(said, 0, last + 1) + 31) / 32 * 32;
-  std::unique_ptr<uint64_t[]> words(new uint64_t[used + 2]);
-  for (int64_t line = 0; line < used; line += 32)
-    #pragma omp simd
-    for (int i = 0; i < 32; ++i)
-      words[line + i] = get<uint32_t>(dynamic + (line * 2 + i) * 4) |
-          uint64_t(get<uint32_t>(dynamic + (line * 2 + 32 + i) * 4)) << 32;
-  words[used] = words[used + 1] = 0;
-  const uint64_t* stream = words.get();
-  {{
-    const int64_t last = used, at = wild * CHUNK * 8;
-    Cursor cursor[STEPS] = {{{cursors}}};
-    whole_steps(wire, row, cursor[0], whole);{more}
-    int64_t place = 0;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {{
-      alignas(64) int32_t packed[8][LANES];
-      const int32_t mark = mark_of(wire, row, chunk);
-      if (mark & {WILD}) std::memcpy(packed, dynamic + place++ * CHUNK, CHUNK);
-      else exponents_of(wire, chunks, chunk, (mark & 255) - {BIAS}, mark & {MANY} ? -1 : 0, cursor,
-                        packed);
-      for (int g = 0; g < LANES; g += W) {{
-    {final}
-      }}
+void decode_chunks(const Byte* wire, int64_t n, Byte* out, int64_t begin, int64_t end) {{
+  const Row at(n);
+  const auto mark_of = [&](int64_t chunk) {{ return get<uint32_t>(wire + at.marks + chunk * 4); }};
+  const auto length_of = [&](int64_t chunk) {{
+    return std::min<int>(mark_of(chunk) >> {LENGTH_AT}, at.lanes(chunk) * RAW * 2);
+  }};
+  const Byte* from = wire + at.dynamic;
+  for (int64_t chunk = 0; chunk < begin; ++chunk) from += length_of(chunk) * 2;
+  for (int64_t chunk = begin; chunk < end; ++chunk) {{
+    const int length = length_of(chunk), lanes = at.lanes(chunk);
+    const Byte* here = wire + chunk * 128;
+    Byte* to = out + chunk * PARTS * 128;
+    if (lanes == LANES) {{
+      decode_chunk(here, at.columns * 4, lanes, mark_of(chunk), from, length, to);
+    }} else {{
+      alignas(64) Lane given[STATIC] = {{}}, made[PARTS];
+      for (int i = 0; i < STATIC; ++i)
+        std::memcpy(given[i], here + i * at.columns * 4, lanes * 4);
+      decode_chunk((const Byte*)given, 128, lanes, mark_of(chunk), from, length, (Byte*)made);
+      for (int i = 0; i < PARTS; ++i) std::memcpy(to + i * lanes * 4, made[i], lanes * 4);
     }}
+    from += length * 2;
   }}
+  if (end == at.chunks)
+    std::memcpy(out + n / {LINE} * {LINE} * ITEM, wire + at.plain, n % {LINE} * ITEM);
+}}
+
+void code_rows(int64_t threads, int64_t rows, int64_t n, const Byte* in, int64_t in_stride,
+               Byte* out, int64_t out_stride) {{
+  // Rows are shared out only where there are fewer of them than threads.
+  const int64_t chunks = Row(n).chunks, wanted = std::max<int64_t>(1, threads / rows);
+  const int64_t each = (chunks + wanted - 1) / wanted;
+  const int64_t parts = each ? (chunks + each - 1) / each : 1;
+  parallel(threads, rows * parts, [&](int64_t begin, int64_t end) {{
+    for (int64_t part = begin; part < end; ++part) {{
+      const int64_t row = part / parts, first = part % parts * each;
+      decode_chunks(in + row * in_stride, n, out + row * out_stride, first,
+                    std::min(first + each, chunks));
+    }}
+  }});
 }}
 """

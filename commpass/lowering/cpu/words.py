@@ -14,17 +14,18 @@ import torch
 
 
 class Word:
-    """A vector of int32 in C++, by its name; each operation on it adds a line to ``lines``."""
+    """A vector of int32 in C++, or one number, by its name; each operation on it adds a line to
+    ``lines``. ``kind`` is its type there."""
 
     shape: tuple[int, ...] = ()
 
-    def __init__(self, name: str, lines: list[str]) -> None:
-        self.name, self.lines = name, lines
+    def __init__(self, name: str, lines: list[str], kind: str = "Word") -> None:
+        self.name, self.lines, self.kind = name, lines, kind
 
     def _made(self, text: str) -> Word:
         name = f"t{len(self.lines)}"
-        self.lines.append(f"const Word {name} = {text};")
-        return Word(name, self.lines)
+        self.lines.append(f"const {self.kind} {name} = {text};")
+        return Word(name, self.lines, self.kind)
 
     def _with(self, sign: str, other: Word | int) -> Word:
         return self._made(f"{self.name} {sign} {_named(other)}")
@@ -43,6 +44,9 @@ class Word:
 
     def __sub__(self, other: Word | int) -> Word:
         return self._with("-", other)
+
+    def __mul__(self, other: int) -> Word:
+        return self._with("*", other)
 
     def __lshift__(self, other: int) -> Word:
         return self._with("<<", other)
@@ -86,9 +90,9 @@ class Lines:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def word(self, text: str) -> Any:
+    def word(self, text: str, kind: str = "Word") -> Any:
         """What a C++ expression is, by a name: a ``Word``, for functions of tensors."""
-        return Word("", self.lines)._made(text)
+        return Word("", self.lines, kind)._made(text)
 
     def loads(self, places: Sequence[str]) -> list[Any]:
         return [self.word(f"get<Word>({place})") for place in places]

@@ -1,14 +1,13 @@
 """Kernels of the lossless codec ``exponent``: which ones, in which order, with what buffers between
 them. The tiles are in ``tiles/exponent_*.py``.
 
-Encode is two kernels. Decode is two for ``planes=3``, four for ``planes=2``: where the bit strings
-of a step begin is known only when all strings of the step before have been counted. All sizes
-follow from shapes; nothing is read on the host.
+Encode is two kernels, decode is two: where the strings of a chunk begin is known when those before
+have been counted. All sizes follow from shapes; nothing is read on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,15 +16,12 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
+from commpass.codecs.codec import UNIT
 from commpass.codecs.exponent.codec import ExponentCodec
-from commpass.codecs.exponent.floats import CHUNK, FORMS, LANES
-from commpass.codecs.exponent.ladder import Ladder
+from commpass.codecs.exponent.floats import FORMS, LANES, LINE
+from commpass.codecs.exponent.ladder import BINS, Ladder
 from commpass.lowering.gpu.source import Source, load, of_function
-from commpass.lowering.gpu.tiles.exponent_decode import (
-    exponent_count,
-    exponent_follow,
-    exponent_join,
-)
+from commpass.lowering.gpu.tiles.exponent_decode import exponent_count, exponent_join
 from commpass.lowering.gpu.tiles.exponent_encode import exponent_place, exponent_split
 from commpass.lowering.gpu.tiles.exponent_floats import BFLOAT16, FLOAT16, FLOAT32
 
@@ -92,8 +88,8 @@ def missing(numel: int, dtype: torch.dtype) -> str | None:
     """Why there are no kernels for such a row, or None."""
     if dtype not in FORMS:
         return f"{dtype} travels as it is"
-    if numel == 0:
-        return "nothing to encode"
+    if numel < LINE:
+        return f"{numel} values travel as they are: {LINE} are coded together"
     if numel >= MOST:
         return f"a row of {numel} values has more than {MOST - 1}"
     return None
@@ -115,9 +111,6 @@ def encoding(
     """
     sizes = _sizes(coder, count, numel, dtype, tiling)
     known = _known(coder, dtype, halves, tiling)
-    inner, outer = coder.ladder.steps[0], coder.ladder.outer
-    known["SHIFT"] = coder.ladder.shift
-    known["LOWER"] = outer.low - inner.low
     tensors = (
         ("source", "*i16" if halves else "*i32"),
         ("wire", "*i32"),
@@ -125,7 +118,8 @@ def encoding(
         *_counters(sizes),
     )
     numbers = _numbers(sizes, numel * dtype.itemsize // (2 if halves else 4))
-    strings = sizes.count * sizes.tiles * known["STEPS"] * tiling.columns
+    raw = FORMS[dtype].exponent_bits - coder.ladder.planes
+    strings = sizes.count * sizes.tiles * tiling.columns * raw // 2
     return Kernels(
         (Buffer("sums", torch.int64, strings), *_buffers(sizes)),
         tuple(
@@ -148,20 +142,13 @@ def decoding(
     ``encoding``."""
     sizes = _sizes(coder, count, numel, dtype, tiling)
     known = _known(coder, dtype, halves, tiling)
-    steps = known["STEPS"]
     wire = ("wire", "*i32")
-    counting = (wire, ("counts", "*u8"), *_counters(sizes))
     numbers = _numbers(sizes, numel * dtype.itemsize // (2 if halves else 4))
     out = ("out", "*i16" if halves else "*i32")
-    columns = sizes.count * sizes.chunks * LANES if steps > 1 else 1
     return Kernels(
-        (Buffer("counts", torch.uint8, columns), *_buffers(sizes)),
+        _buffers(sizes),
         (
-            _launch(exponent_count, counting, numbers[1:], known, sizes),
-            *(
-                _launch(exponent_follow, counting, numbers[1:], {**known, "STEP": step}, sizes)
-                for step in range(1, steps)
-            ),
+            _launch(exponent_count, (wire, *_counters(sizes)), numbers[1:], known, sizes),
             _launch(exponent_join, (wire, out, *_counters(sizes)), numbers, known, sizes),
         ),
     )
@@ -242,16 +229,16 @@ def _run(kernels: Kernels, tensors: dict[str, Tensor], graph: bool) -> None:
 @dataclass(frozen=True)
 class _Sizes:
     count: int
-    chunks: int
+    columns: int
+    static: int
     tiles: int
     groups: int
-    counters: int
     tiling: Tiling
 
     @property
     def sums(self) -> torch.dtype:
-        """Of sums over groups: at most 2,048 bits a chunk and step."""
-        return torch.int32 if self.chunks < 1 << 20 else torch.int64
+        """Of sums over groups: at most 12 words of 16 bits a column."""
+        return torch.int32 if self.columns < 1 << 27 else torch.int64
 
 
 def _sizes(
@@ -259,15 +246,14 @@ def _sizes(
 ) -> _Sizes:
     reason = missing(numel, dtype)
     assert reason is None, reason
-    chunks = -(-numel // CHUNK)
-    tiles = -(-chunks // (tiling.columns // LANES))
-    return _Sizes(
-        count, chunks, tiles, -(-tiles // tiling.group), len(coder.ladder.steps) + 1, tiling
-    )
+    columns = numel // LINE * (LINE // LANES)
+    tiles = -(-columns // tiling.columns)
+    groups = -(-tiles // tiling.group)
+    return _Sizes(count, columns, coder.static_bytes(numel, dtype) // UNIT, tiles, groups, tiling)
 
 
 def _buffers(sizes: _Sizes) -> tuple[Buffer, ...]:
-    each, group = sizes.count * sizes.counters, sizes.tiling.group
+    each, group = sizes.count, sizes.tiling.group
     return (
         Buffer("tallies", torch.int32, each * sizes.groups * group),
         Buffer("groups", sizes.sums, each * -(-sizes.groups // group) * group, zeroed=True),
@@ -281,7 +267,8 @@ def _counters(sizes: _Sizes) -> tuple[tuple[str, str], ...]:
 def _numbers(sizes: _Sizes, words: int) -> tuple[tuple[str, int], ...]:
     return (
         ("words", words),
-        ("chunks", sizes.chunks),
+        ("quads", sizes.columns // 4),
+        ("static", sizes.static),
         ("tiles", sizes.tiles),
         ("many_groups", sizes.groups),
     )
@@ -292,6 +279,12 @@ def _known(
 ) -> dict[str, int]:
     """What is fixed in the kernels of a codec and dtype."""
     form, ladder = FORMS[dtype], coder.ladder
+    modes = range(ladder.modes + 1)
+    low, fields = ladder.steps[-1].low, (*ladder.fields[:-1], form.exponent_bits)
+    # What a zero saves in each mode, and what that loses whose code it takes.
+    named = [ladder.gains([0] * BINS, 1, form.exponent_bits)[m * ladder.starts] for m in modes]
+    lost = [each - fields[-1] * ladder.names_zero for each in named]
+    moved = [0, *(table[-1] for table in ladder.offsets[: ladder.modes])]
     return {
         "FORM": NUMBERS[dtype],
         "WORDS": form.words,
@@ -300,11 +293,26 @@ def _known(
         "STEPS": len(ladder.steps),
         "BITS": sum(step.bits << (4 * number) for number, step in enumerate(ladder.steps)),
         "TABLES": _tables(ladder),
-        "EARLY": ladder.early,
+        "FIELDS": sum(bits << (4 * step) for step, bits in enumerate(fields)),
+        "WINDOWS": sum(
+            ((step.low - low) | (step.high - low) << 4) << (8 * number)
+            for number, step in enumerate(ladder.steps)
+        ),
+        "MODES": ladder.modes,
+        "NAMED": _fives(named),
+        "LOST": _fives(lost),
+        "MOVED": _fives(moved),
+        "STARTS": ladder.starts,
+        "BELOW": ladder.below,
         "HALVES": halves,
         "COLUMNS": tiling.columns,
         "GROUP": tiling.group,
     }
+
+
+def _fives(numbers: Sequence[int]) -> int:
+    """Numbers below 32 in one."""
+    return sum(number << (5 * place) for place, number in enumerate(numbers))
 
 
 def _tables(ladder: Ladder) -> int:

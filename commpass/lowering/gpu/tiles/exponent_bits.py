@@ -202,24 +202,9 @@ def put_back(planes, mask, most):
 
 
 @tile
-def joined(planes, fields):
-    """Planes of ``fields`` fields each, one behind the other, uint64; wrong beyond 64 bits."""
-    if len(planes) == 8:
-        # At most 8 fields: two planes take 16 bits, four take 32.
-        once = fields.to(tl.uint32)
-        first = planes[0] | (planes[1] << once) | ((planes[2] | (planes[3] << once)) << (2 * once))
-        last = planes[4] | (planes[5] << once) | ((planes[6] | (planes[7] << once)) << (2 * once))
-        return first.to(tl.uint64) | (last.to(tl.uint64) << (4 * once).to(tl.uint64))
-    else:
-        string = planes[0].to(tl.uint64)
-        for number in tl.static_range(1, len(planes)):
-            string = string | (planes[number].to(tl.uint64) << (fields * number).to(tl.uint64))
-        return string
-
-
-@tile
 def taken_apart(string, fields, BITS: tl.constexpr):
-    """The planes of ``joined``; what follows in ``string`` is left in them: mask it off."""
+    """Planes of ``fields`` fields each, one behind the other in ``string``; what follows is left in
+    them: mask it off."""
     planes = ()
     for number in tl.static_range(BITS):
         shift = tl.minimum(fields * number, 63).to(tl.uint64)

@@ -1,6 +1,6 @@
 """Encode of the lossless codec in two kernels: ``exponent_split`` makes everything of which the
-size is known, and for each tile the bit strings of each step, put end to end; ``exponent_place``
-moves these to where they begin in the row, which is known once all tiles have been counted."""
+size is known, and the bit string of each chunk; ``exponent_place`` moves these to where they begin
+in the row, which is known once all tiles have been counted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import triton.language as tl
 
 from commpass.lowering.gpu.source import tile
 from commpass.lowering.gpu.tiles.exponent_bits import (
-    any_of,
     compressed,
-    joined,
     moves,
     ones,
     picked,
@@ -18,68 +16,75 @@ from commpass.lowering.gpu.tiles.exponent_bits import (
 )
 from commpass.lowering.gpu.tiles.exponent_floats import column_words, exponents_of, rest_of
 from commpass.lowering.gpu.tiles.exponent_ladder import codes_of
+from commpass.lowering.gpu.tiles.exponent_window import choose
 from commpass.lowering.gpu.tiles.exponent_wire import (
     BIAS,
     LANES,
-    MANY,
-    ROOM,
-    WILD,
-    WILD_BITS,
+    LENGTH_AT,
+    MODE_AT,
     add_up,
     before,
     chunk_marks,
     chunk_sums,
-    dynamic_of,
-    header_of,
+    lanes_of,
     marks_of,
     on_columns,
     row_words,
 )
 
-COMMON = 46
-"""From so many zeros of a chunk on they are many."""
 FEW_BITS = 2
 """Fields of so few bits may be many; all are moved at once, others one at a time."""
-LONGEST = 64
-"""Bits of the strings of columns; a chunk that needs more is wild."""
+UNITS = 32
+"""16-bit words that are put in their place at once."""
 
 
 @tile
-def windows_of(planes, COLUMNS: tl.constexpr, SHIFT: tl.constexpr, LOWER: tl.constexpr):
-    """Where the outermost windows of chunks start, and where their zeros are many (bool); from the
-    planes of exponents."""
-    total = ones(planes[0])
-    for bit in tl.static_range(1, len(planes)):
-        total = total + (ones(planes[bit]) << bit)
-    total = chunk_sums(total, COLUMNS)
-    present = chunk_sums(ones(any_of(planes)), COLUMNS)
-    counted = tl.maximum(present, 1) * 256
-    # Kept positive, since a division of integers goes towards zero here.
-    start = (total * 256 + tl.maximum(present, 1) * SHIFT + 64 * counted) // counted - 64
-    return tl.minimum(tl.maximum(start + LOWER, -BIAS), 255 - BIAS), present < LANES * 32 - COMMON
+def up_to_here(of_columns, COLUMNS: tl.constexpr):
+    """Running sums of columns, each chunk on its own."""
+    wide = tl.reshape(of_columns, (COLUMNS // LANES, LANES))
+    return tl.reshape(tl.cumsum(wide, 1), (COLUMNS,))
 
 
 @tile
-def end_to_end(sums, string, length, COLUMNS: tl.constexpr):
-    """Strings of columns put end to end; returns the bits of all.
-
-    Word w of them is ``sums[w] - sums[w - 1]``: no two strings share a bit, so that "or" is a sum,
-    and a word is what the running sum (mod 2^64) gained in it. Each boundary between words is met
-    by one string, which stores the sum up to there.
-    """
-    ends = tl.cumsum(length, 0)
-    offset = ends - length
+def shifted(planes, fields, offset, FIRST: tl.constexpr, MANY: tl.constexpr):
+    """``MANY`` planes from the first on, of ``fields`` fields each, as one string that begins at a
+    bit offset: its length, what falls into the word where it begins, and into the next one."""
+    HERE: tl.constexpr = min(MANY, len(planes) - FIRST)
+    string = planes[FIRST].to(tl.uint64)
+    for number in tl.static_range(1, HERE):
+        shift = tl.minimum(fields * number, 63).to(tl.uint64)
+        string = string | (planes[FIRST + number].to(tl.uint64) << shift)
     shift = (offset & 63).to(tl.uint64)
-    carry = (string >> 1) >> (63 - shift)
-    total = tl.cumsum((string << shift) + carry, 0)
-    word = offset >> 6
-    upto = (total - carry).to(tl.int64, bitcast=True)
-    tl.store(sums + word, upto, mask=(ends >> 6) > word)
-    # The last word may end in the middle.
-    bits = tl.sum(length, 0)
-    whole = tl.sum((string << shift) + carry, 0).to(tl.int64, bitcast=True)
-    tl.store(sums + (bits >> 6), whole, mask=(bits & 63) != 0)
-    return bits
+    return fields * HERE, string << shift, (string >> 1) >> (63 - shift)
+
+
+@tile
+def append(sums, planes, fields, begin, gained, kept, MANY: tl.constexpr, COLUMNS: tl.constexpr):
+    """Puts the fields of columns, so many planes in a string, behind what chunks have already:
+    ``begin`` bits, which add up to ``gained``. Returns both with them.
+
+    Word w of a chunk is ``sums[w] - sums[w - 1]``: no two strings share a bit, so that "or" is a
+    sum, and a word is what the running sum (mod 2^64) gained in it. Each boundary between words is
+    met by one string, which stores the sum up to there. ``kept``: columns whose sums are stored.
+    """
+    length = fields * len(planes)
+    offset = on_columns(begin, COLUMNS) + up_to_here(length, COLUMNS) - length
+    at = offset
+    whole = tl.zeros((COLUMNS,), tl.uint64)
+    for first in tl.static_range(0, len(planes), MANY):
+        bits, low, carry = shifted(planes, fields, at, first, MANY)
+        whole = whole + low + carry
+        at = at + bits
+    upto = on_columns(gained, COLUMNS) + up_to_here(whole, COLUMNS) - whole
+    at = offset
+    for first in tl.static_range(0, len(planes), MANY):
+        bits, low, carry = shifted(planes, fields, at, first, MANY)
+        upto = upto + low
+        meets = kept & (((at + bits) >> 6) > (at >> 6))
+        tl.store(sums + (at >> 6), upto.to(tl.int64, bitcast=True), mask=meets)
+        upto = upto + carry
+        at = at + bits
+    return begin + chunk_sums(length, COLUMNS), gained + chunk_sums(whole, COLUMNS)
 
 
 @tile
@@ -90,7 +95,8 @@ def exponent_split(
     tallies,
     groups,
     words,
-    chunks,
+    quads,
+    static,
     tiles,
     many_groups,
     FORM: tl.constexpr,
@@ -100,76 +106,119 @@ def exponent_split(
     STEPS: tl.constexpr,
     BITS: tl.constexpr,
     TABLES: tl.constexpr,
-    EARLY: tl.constexpr,
-    SHIFT: tl.constexpr,
-    LOWER: tl.constexpr,
+    FIELDS: tl.constexpr,
+    WINDOWS: tl.constexpr,
+    MODES: tl.constexpr,
+    NAMED: tl.constexpr,
+    LOST: tl.constexpr,
+    MOVED: tl.constexpr,
+    STARTS: tl.constexpr,
+    BELOW: tl.constexpr,
     HALVES: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    FIRST: tl.constexpr = BITS & 15
+    RAW: tl.constexpr = EXPONENT - FIRST
     row = tl.program_id(0) // tiles
     tile_ = tl.program_id(0) % tiles
-    line = chunks * LANES
+    columns = quads * 4
     column = tile_ * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < line
+    lane = column % LANES
+    inside = column < columns
+    live = tl.where(inside, 0xFFFFFFFF, 0).to(tl.uint32)
     source += tl.cast(row, tl.int64) * words
-    wire += tl.cast(row, tl.int64) * row_words(chunks, REST + (BITS & 15))
-    part = column_words(source, line, column, inside, words, WORDS, HALVES)
+    wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
+    first = column // LANES * (WORDS * LANES) + lane
+    lanes = lanes_of(column // LANES, columns)
+    part = column_words(source, first, lanes, inside, WORDS, HALVES)
 
     rest = rest_of(part, FORM)
     for number in tl.static_range(REST):
-        at = wire + number * tl.cast(line, tl.int64) + column
+        at = wire + number * tl.cast(columns, tl.int64) + column
         tl.store(at, rest[number].to(tl.int32, bitcast=True), mask=inside)
     exponents = transposed(exponents_of(part, FORM))
     if EXPONENT == 5:
         exponents = exponents[0:5]
-    start, many = windows_of(exponents, COLUMNS, SHIFT, LOWER)
-    fields, masks = codes_of(
-        exponents,
-        on_columns(start, COLUMNS),
-        on_columns(tl.where(many, 0xFFFFFFFF, 0).to(tl.uint32), COLUMNS),
-        STEPS,
-        BITS,
-        TABLES,
-        EARLY,
-    )
-    for number in tl.static_range(BITS & 15):
-        at = wire + (REST + number) * tl.cast(line, tl.int64) + column
-        tl.store(at, fields[0][number].to(tl.int32, bitcast=True), mask=inside)
-
-    too_long = tl.zeros((COLUMNS,), tl.int32)
-    for step in tl.static_range(1, STEPS + 1):
-        # As many fields as have no room in the longest string.
-        too_long = too_long | (ones(masks[step]) > LONGEST // len(fields[step])).to(tl.int32)
-    wild = tl.max(tl.reshape(too_long, (COLUMNS // LANES, LANES)), 1) > 0
     chunk = tile_ * (COLUMNS // LANES) + tl.arange(0, COLUMNS // LANES)
-    wild = (wild & (chunk < chunks)).to(tl.int32)
-    marks = (start + BIAS) | tl.where(many, MANY, 0) | (wild * WILD)
-    at = marks_of(wire, chunks, REST + (BITS & 15)) + chunk
-    tl.store(at, marks.to(tl.int16), mask=chunk < chunks)
-    add_up(tallies, groups, row, tile_, many_groups, STEPS, tl.sum(wild, 0), STEPS + 1, GROUP)
+    there = chunk * LANES < columns
+    has = tl.where(there, lanes_of(chunk, columns), 0)
+    start, mode = choose(
+        exponents,
+        has * LANES,
+        STEPS,
+        FIELDS,
+        WINDOWS,
+        MODES,
+        NAMED,
+        LOST,
+        MOVED,
+        STARTS,
+        BELOW,
+        COLUMNS,
+    )
+    modes = ()
+    for number in tl.static_range(MODES):
+        of_mode = tl.where(mode == number + 1, 0xFFFFFFFF, 0).to(tl.uint32)
+        modes = modes + (on_columns(of_mode, COLUMNS),)
+    fields, masks = codes_of(exponents, on_columns(start, COLUMNS), modes, STEPS, BITS, TABLES)
 
-    tame = tl.where(inside & (on_columns(wild, COLUMNS) == 0), 0xFFFFFFFF, 0).to(tl.uint32)
-    sums += tl.cast(tl.program_id(0), tl.int64) * STEPS * COLUMNS
+    counts = ()
+    bits = tl.zeros_like(start)
     for step in tl.static_range(1, STEPS + 1):
-        mask = masks[step] & tame
-        count = ones(mask)
+        count = ones(masks[step] & live)
+        counts = counts + (count,)
+        bits = bits + chunk_sums(count, COLUMNS) * len(fields[step])
+    length = tl.minimum((bits + 15) >> 4, has * (2 * RAW))
+    raw = length == has * (2 * RAW)
+    marks = (start + BIAS) | (mode << MODE_AT) | (length << LENGTH_AT)
+    tl.store(marks_of(wire, columns, REST + FIRST) + chunk, marks, mask=there)
+    add_up(tallies, groups, row, tile_, many_groups, tl.sum(length, 0), GROUP)
+
+    is_raw = on_columns(raw.to(tl.int32), COLUMNS) != 0
+    for number in tl.static_range(FIRST):
+        at = wire + (REST + number) * tl.cast(columns, tl.int64) + column
+        plane = tl.where(is_raw, exponents[number], fields[0][number])
+        tl.store(at, plane.to(tl.int32, bitcast=True), mask=inside)
+
+    # 16 * RAW words of a chunk: one that is raw has its exponents there, as they will be.
+    slot = tl.cast(tl.program_id(0), tl.int64) * (COLUMNS // LANES)
+    to = sums.to(tl.pointer_type(tl.int32)) + slot * (LANES * RAW)
+    to += column // LANES % (COLUMNS // LANES) * (LANES * RAW) + lane * RAW
+    for number in tl.static_range(RAW):
+        word = exponents[FIRST + number].to(tl.int32, bitcast=True)
+        tl.store(to + number, word, mask=inside & is_raw)
+    sums += slot * (LANES // 2 * RAW)
+    own = sums + column // LANES % (COLUMNS // LANES) * (LANES // 2 * RAW)
+    begin = tl.zeros_like(start)
+    gained = tl.zeros_like(start).to(tl.uint64)
+    kept = inside & (is_raw == 0)
+    for step in tl.static_range(1, STEPS + 1):
+        mask = tl.where(kept, masks[step], 0)
+        count = tl.where(kept, counts[step - 1], 0)
+        most = tl.max(count, 0)
         if len(fields[step]) <= FEW_BITS:
             planes = compressed(fields[step], moves(mask), mask)
+            begin, gained = append(own, planes, count, begin, gained, kept, len(planes), COLUMNS)
         else:
-            planes = picked(fields[step], mask, tl.max(count, 0))
-        string = joined(planes, count)
-        length = count * len(fields[step])
-        bits = end_to_end(sums + (step - 1) * COLUMNS, string, length, COLUMNS)
-        add_up(tallies, groups, row, tile_, many_groups, step - 1, bits, STEPS + 1, GROUP)
+            planes = picked(fields[step], mask, most)
+            if most * len(fields[step]) <= 64:
+                begin, gained = append(
+                    own, planes, count, begin, gained, kept, len(planes), COLUMNS
+                )
+            else:
+                begin, gained = append(own, planes, count, begin, gained, kept, 2, COLUMNS)
+    # The last word may end in the middle.
+    last = sums + tl.arange(0, COLUMNS // LANES) * (LANES // 2 * RAW) + (begin >> 6)
+    open_ = there & (raw == 0) & ((begin & 63) != 0)
+    tl.store(last, gained.to(tl.int64, bitcast=True), mask=open_)
 
-    # What the strings do not fill is zeros, and they are put in between.
-    at = tl.cast(tile_, tl.int64) * (COLUMNS // LANES * ROOM) + tl.arange(
-        0, COLUMNS // LANES * ROOM
-    )
-    blank = tl.zeros((COLUMNS // LANES * ROOM,), tl.int32)
-    dynamic = dynamic_of(wire, chunks, REST + (BITS & 15))
-    tl.store(dynamic + at, blank, mask=at < tl.cast(chunks, tl.int64) * ROOM)
+    # What the strings do not fill is zeros, and they are put over them.
+    dynamic = wire + tl.cast(static, tl.int64) * 4
+    blank = tl.zeros((COLUMNS,), tl.int32)
+    for number in tl.static_range(RAW):
+        at = (tl.cast(tile_, tl.int64) * RAW + number) * COLUMNS + tl.arange(0, COLUMNS)
+        tl.store(dynamic + at, blank, mask=at < tl.cast(columns, tl.int64) * RAW)
 
 
 @tile
@@ -180,88 +229,60 @@ def exponent_place(
     tallies,
     groups,
     words,
-    chunks,
+    quads,
+    static,
     tiles,
     many_groups,
-    FORM: tl.constexpr,
     WORDS: tl.constexpr,
     REST: tl.constexpr,
-    STEPS: tl.constexpr,
+    EXPONENT: tl.constexpr,
     BITS: tl.constexpr,
     HALVES: tl.constexpr,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
+    FIRST: tl.constexpr = BITS & 15
+    RAW: tl.constexpr = EXPONENT - FIRST
     row = tl.program_id(0) // tiles
     tile_ = tl.program_id(0) % tiles
-    wire += tl.cast(row, tl.int64) * row_words(chunks, REST + (BITS & 15))
-    dynamic = dynamic_of(wire, chunks, REST + (BITS & 15))
-    earlier, all_ = before(tallies, groups, row, tile_, many_groups, STEPS + 1, GROUP)
-    dense = all_[STEPS]
-    sums += tl.cast(tl.program_id(0), tl.int64) * STEPS * COLUMNS
-    bits = tl.zeros((), tl.int64)
-    for step in tl.static_range(1, STEPS + 1):
-        at = (tl.cast(row, tl.int64) * (STEPS + 1) + step - 1) * many_groups * GROUP + tile_
-        length = tl.load(tallies + at)
-        begin = dense * WILD_BITS + bits + earlier[step - 1]
-        put(dynamic, sums + (step - 1) * COLUMNS, begin, length)
-        bits += all_[step - 1]
+    columns = quads * 4
+    wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
+    _, length, raw = chunk_marks(wire, tile_, columns, REST + FIRST, RAW, COLUMNS)
+    ends = tl.cumsum(length, 0)
+    begin = before(tallies, groups, row, tile_, many_groups, GROUP) + (ends - length)
+    dynamic = (wire + tl.cast(static, tl.int64) * 4).to(tl.pointer_type(tl.int16))
+    sums += tl.cast(tl.program_id(0), tl.int64) * (COLUMNS // LANES * (LANES // 2 * RAW))
+    chunk = tl.arange(0, COLUMNS // LANES)[:, None]
+    own = sums + chunk * (LANES // 2 * RAW)
+    raw_words = own.to(tl.pointer_type(tl.int32))
+    raw = raw[:, None]
+    for first in range(0, tl.max(length, 0), UNITS):
+        unit = first + tl.arange(0, UNITS)[None, :]
+        wanted = unit < length[:, None]
+        word = unit >> 2
+        upto = tl.load(own + word, mask=wanted & (raw == 0), other=0)
+        last = tl.load(own + word - 1, mask=wanted & (raw == 0) & (word > 0), other=0)
+        coded = (upto - last).to(tl.uint64, bitcast=True) >> ((unit & 3) * 16).to(tl.uint64)
+        other = tl.load(raw_words + (unit >> 1), mask=wanted & raw, other=0)
+        other = other.to(tl.uint32, bitcast=True) >> ((unit & 1) * 16).to(tl.uint32)
+        number = tl.where(raw, other, coded.to(tl.uint32)) & 0xFFFF
+        number = number.to(tl.uint16).to(tl.int16, bitcast=True)
+        tl.store(dynamic + begin[:, None] + unit, number, mask=wanted)
 
     if tile_ == 0:
-        lane = tl.arange(0, LANES)
-        used = dense * (WILD_BITS // 1024) + (bits + 2047) // 2048 * 2
-        header = header_of(wire, chunks, REST + (BITS & 15))
-        tl.store(header + lane, tl.where(lane == 0, used, 0).to(tl.int32))
-        behind = chunks + tl.arange(0, 2 * LANES)
-        marks = marks_of(wire, chunks, REST + (BITS & 15))
-        padded = (chunks + 2 * LANES - 1) // (2 * LANES) * (2 * LANES)
-        tl.store(marks + behind, tl.zeros((2 * LANES,), tl.int16), mask=behind < padded)
-
-    marks = chunk_marks(wire, tile_, chunks, REST + (BITS & 15), COLUMNS)
-    chunk = tile_ * (COLUMNS // LANES) + tl.arange(0, COLUMNS // LANES)
-    wild = ((marks & WILD) != 0) & (chunk < chunks)
-    if tl.max(wild.to(tl.int32), 0) > 0:
-        place = earlier[STEPS] + tl.cumsum(wild.to(tl.int32), 0) - 1
-        column = tile_ * COLUMNS + tl.arange(0, COLUMNS)
-        inside = on_columns(wild.to(tl.int32), COLUMNS) != 0
+        # Values that are in no line, and what fills the last unit.
+        plain = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
+        free = tl.cast(static, tl.int64) * 4 - tl.cast(columns, tl.int64) * (REST + FIRST)
+        free -= (columns + LANES - 1) // LANES
         source += tl.cast(row, tl.int64) * words
-        part = column_words(source, chunks * LANES, column, inside, words, WORDS, HALVES)
-        exponents = exponents_of(part, FORM)
-        to = dynamic + on_columns(place, COLUMNS) * ROOM + tl.arange(0, COLUMNS) % LANES
-        for unit in tl.static_range(8):
-            word = exponents[unit].to(tl.int32, bitcast=True)
-            tl.store(to + unit * LANES, word, mask=inside)
-
-
-@tile
-def put(dynamic, sums, begin, length):
-    """Writes ``length`` bits, of which ``sums`` holds the words (see ``end_to_end``), from bit
-    ``begin`` of the strings on.
-
-    A word that has bits of others as well, at either end, is zero before and gets its bits by
-    "or"; no other program stores to it.
-    """
-    full = (length + 63) >> 6
-    shift = (begin & 63).to(tl.uint64)
-    first = begin >> 6
-    many = (((begin & 63) + length + 63) >> 6).to(tl.int32)
-    for at in range(0, many, LANES):
-        number = at + tl.arange(0, LANES)
-        upto = tl.load(sums + number, mask=number < full, other=0)
-        upto_last = tl.load(sums + number - 1, mask=(number >= 1) & (number <= full), other=0)
-        upto_one_before = tl.load(sums + number - 2, mask=(number >= 2) & (number <= full), other=0)
-        here = tl.where(number < full, upto - upto_last, 0).to(tl.uint64, bitcast=True)
-        last = (upto_last - upto_one_before).to(tl.uint64, bitcast=True)
-        word = (here << shift) | ((last >> 1) >> (63 - shift))
-        place = first + number
-        whole = (place * 64 >= begin) & (place * 64 + 64 <= begin + length)
-        whole = whole & (number < many)
-        shared = (number < many) & ~whole
-        # 64-bit words lie as 32 lower halves, then 32 upper ones.
-        to = dynamic + (place >> 5) * (2 * LANES) + (place & 31)
-        low = word.to(tl.uint32).to(tl.int32, bitcast=True)
-        high = (word >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
-        tl.store(to, low, mask=whole)
-        tl.store(to + LANES, high, mask=whole)
-        tl.atomic_or(to, low, mask=shared, sem="relaxed")
-        tl.atomic_or(to + LANES, high, mask=shared, sem="relaxed")
+        place = tl.arange(0, 256)
+        if HALVES:
+            body = tl.cast(columns, tl.int64) * (2 * WORDS)
+            values_left = tl.load(source + body + place, mask=body + place < words, other=0)
+            tl.store(
+                plain.to(tl.pointer_type(tl.int16)) + place, values_left, mask=place < free * 2
+            )
+        else:
+            body = tl.cast(columns, tl.int64) * WORDS
+            values_left = tl.load(source + body + place, mask=body + place < words, other=0)
+            tl.store(plain + place, values_left, mask=place < free)

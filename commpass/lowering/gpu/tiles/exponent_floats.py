@@ -17,25 +17,24 @@ BUT_HIGH_BITS = 0x7F7F7F7F
 
 
 @tile
-def column_words(source, line, column, inside, words, WORDS: tl.constexpr, HALVES: tl.constexpr):
-    """The words of columns, a tuple of ``WORDS`` uint32 tiles; zero behind the end of the row.
+def column_words(source, first, lanes, inside, WORDS: tl.constexpr, HALVES: tl.constexpr):
+    """The words of columns, a tuple of ``WORDS`` uint32 tiles; zero where a column is not inside.
 
-    ``source``: int32 pointer to a row of ``words`` words; with ``HALVES`` an int16 pointer to a row
-    of ``words`` numbers, which need not begin at a whole word. ``line``: words from one part of the
-    row to the next.
+    ``source``: int32 pointer to a row; with ``HALVES`` an int16 pointer, which need not lie at a
+    whole word. ``first``: the number of a column's first word; the next ones are ``lanes`` apart.
     """
     out = ()
     for part in tl.static_range(WORDS):
-        at = part * line + column
+        at = first + part * lanes
         if HALVES:
             # Two parts of a number of words may lie behind 2^31 halves.
-            first = at.to(tl.int64) * 2
-            low = tl.load(source + first, mask=inside & (first < words), other=0)
-            high = tl.load(source + first + 1, mask=inside & (first + 1 < words), other=0)
+            half = at.to(tl.int64) * 2
+            low = tl.load(source + half, mask=inside, other=0)
+            high = tl.load(source + half + 1, mask=inside, other=0)
             low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
             out = out + (low | (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16),)
         else:
-            word = tl.load(source + at, mask=inside & (at < words), other=0)
+            word = tl.load(source + at, mask=inside, other=0)
             out = out + (word.to(tl.uint32, bitcast=True),)
     return out
 

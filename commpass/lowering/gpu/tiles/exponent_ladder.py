@@ -52,30 +52,37 @@ def planes_of(terms, BITS: tl.constexpr):
 
 
 @tile
+def last_code(TABLES: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr):
+    """What the last code of a step names: its offset from the start of the outermost window."""
+    return (TABLES >> (32 * STEP + 4 * ((1 << ((BITS >> (4 * STEP)) & 15)) - 1))) & 15
+
+
+@tile
+def where_at(low, high, PLACE: tl.constexpr):
+    """Where an offset is, of those that ``four_of`` two planes and two others say."""
+    return low[PLACE & 3] & high[PLACE >> 2]
+
+
+@tile
 def codes_of(
     exponents,
     start,
-    many,
+    modes,
     STEPS: tl.constexpr,
     BITS: tl.constexpr,
     TABLES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Planes of exponents to a tuple for each step: the planes of its fields; and for each step
     the mask of its fields. The last step is the exponent itself, its planes are not cut to the
     mask.
 
-    ``many``: words of ones where the zeros of a chunk are many, else zero.
+    ``modes``: the k-th has words of ones where zeros are named by step k, and zero elsewhere.
     """
     offset = minus(exponents, spread(start, 9))
     near = inverse(offset[4] | offset[5] | offset[6] | offset[7] | offset[8])
     zero = inverse(any_of(exponents))
     low = four_of(offset[0], offset[1], near)
     high = four_of(offset[2], offset[3], near)
-    LAST: tl.constexpr = (
-        TABLES >> (32 * EARLY + 4 * ((1 << ((BITS >> (4 * EARLY)) & 15)) - 1))
-    ) & 15
-    moved = low[LAST & 3] & high[LAST >> 2]
     here = tl.full(zero.shape, 0xFFFFFFFF, tl.uint32)
     fields = ()
     masks = (here,)
@@ -83,15 +90,15 @@ def codes_of(
         terms = ()
         for code in tl.static_range(1, 1 << ((BITS >> (4 * step)) & 15)):
             if (TABLES >> (32 * step + 4 * code)) & 15 == ZERO_CODE:
-                terms = terms + (((zero & inverse(many)) | (moved & many)) & here,)
-            elif step == EARLY and code == (1 << ((BITS >> (4 * step)) & 15)) - 1:
-                terms = terms + (((moved & inverse(many)) | (zero & many)) & here,)
+                term = zero & inverse(any_of(modes))
+                for mode in tl.static_range(len(modes)):
+                    term = term | (where_at(low, high, last_code(TABLES, BITS, mode)) & modes[mode])
+                terms = terms + (term & here,)
             else:
-                terms = terms + (
-                    low[((TABLES >> (32 * step + 4 * code)) & 15) & 3]
-                    & high[((TABLES >> (32 * step + 4 * code)) & 15) >> 2]
-                    & here,
-                )
+                term = where_at(low, high, (TABLES >> (32 * step + 4 * code)) & 15)
+                if step < len(modes) and code == (1 << ((BITS >> (4 * step)) & 15)) - 1:
+                    term = (term & inverse(modes[step])) | (zero & modes[step])
+                terms = terms + (term & here,)
         fields = fields + (planes_of(terms, (BITS >> (4 * step)) & 15),)
         here = here & inverse(any_of(terms))
         masks = masks + (here,)
@@ -102,11 +109,10 @@ def codes_of(
 def exponents_from(
     fields,
     start,
-    many,
+    modes,
     STEPS: tl.constexpr,
     BITS: tl.constexpr,
     TABLES: tl.constexpr,
-    EARLY: tl.constexpr,
     EXPONENT: tl.constexpr,
 ):
     """The inverse of ``codes_of``: ``fields`` is a tuple of tuples, the planes of each step, the
@@ -115,18 +121,17 @@ def exponents_from(
     offset = (nothing, nothing, nothing, nothing)
     named = nothing
     zeros = nothing
-    LAST: tl.constexpr = (
-        TABLES >> (32 * EARLY + 4 * ((1 << ((BITS >> (4 * EARLY)) & 15)) - 1))
-    ) & 15
     for step in tl.static_range(STEPS):
         for code in tl.static_range(1, 1 << ((BITS >> (4 * step)) & 15)):
             inside = equal_to(fields[step], code, (BITS >> (4 * step)) & 15)
             if (TABLES >> (32 * step + 4 * code)) & 15 == ZERO_CODE:
-                zeros = zeros | (inside & inverse(many))
-                offset = marked(offset, inside & many, LAST)
-            elif step == EARLY and (TABLES >> (32 * step + 4 * code)) & 15 == LAST:
-                zeros = zeros | (inside & many)
-                offset = marked(offset, inside & inverse(many), LAST)
+                zeros = zeros | (inside & inverse(any_of(modes)))
+                for mode in tl.static_range(len(modes)):
+                    offset = marked(offset, inside & modes[mode], last_code(TABLES, BITS, mode))
+            elif step < len(modes) and code == (1 << ((BITS >> (4 * step)) & 15)) - 1:
+                zeros = zeros | (inside & modes[step])
+                where = inside & inverse(modes[step])
+                offset = marked(offset, where, (TABLES >> (32 * step + 4 * code)) & 15)
             else:
                 offset = marked(offset, inside, (TABLES >> (32 * step + 4 * code)) & 15)
         named = named | any_of(fields[step])

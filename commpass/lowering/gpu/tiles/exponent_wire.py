@@ -13,49 +13,45 @@ import triton.language as tl
 from commpass.lowering.gpu.source import tile
 
 LANES = 32
-ROOM = 256
-"""Words of the dynamic part for each chunk."""
-BIAS = 8
-MANY = 256
-WILD = 512
-WILD_BITS = 8192
-"""Bits of the exponents of a wild chunk."""
+BIAS = 16
+START = 511
+MODE_AT = 9
+MODE = 3
+LENGTH_AT = 16
+"""Of a chunk's mark: where its window starts, its mode, and its 16-bit words in the dynamic
+part."""
 
 
 @tile
-def header_words(chunks):
-    return LANES + ((chunks + 1) // 2 + LANES - 1) // LANES * LANES
+def row_words(static, columns, RAW: tl.constexpr):
+    """Words of a row; ``static`` are units of 16 bytes."""
+    return tl.cast(static, tl.int64) * 4 + tl.cast(columns, tl.int64) * RAW
 
 
 @tile
-def row_words(chunks, STATIC: tl.constexpr):
-    return tl.cast(chunks, tl.int64) * (STATIC * LANES + ROOM) + header_words(chunks)
+def marks_of(row, columns, STATIC: tl.constexpr):
+    """Pointer to the marks of chunks."""
+    return row + tl.cast(columns, tl.int64) * STATIC
 
 
 @tile
-def header_of(row, chunks, STATIC: tl.constexpr):
-    """Pointer to the header of a row."""
-    return row + tl.cast(chunks, tl.int64) * (STATIC * LANES)
+def lanes_of(chunk, columns):
+    """How many columns chunks have: 32, but for the last one."""
+    return tl.where(chunk * LANES + LANES <= columns, LANES, columns - chunk * LANES)
 
 
 @tile
-def dynamic_of(row, chunks, STATIC: tl.constexpr):
-    """Pointer to the dynamic part of a row."""
-    return header_of(row, chunks, STATIC) + header_words(chunks)
-
-
-@tile
-def marks_of(row, chunks, STATIC: tl.constexpr):
-    """Pointer to the marks of chunks, int16."""
-    return (header_of(row, chunks, STATIC) + LANES).to(tl.pointer_type(tl.int16))
-
-
-@tile
-def chunk_marks(row, tile_, chunks, STATIC: tl.constexpr, COLUMNS: tl.constexpr):
-    """The marks of the chunks of a tile, int32; WILD behind the last chunk."""
+def chunk_marks(
+    row, tile_, columns, STATIC: tl.constexpr, RAW: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The marks of the chunks of a tile, int32, and how many 16-bit words each has in the dynamic
+    part: within its room, whatever the marks say, and none behind the last chunk."""
     chunk = tile_ * (COLUMNS // LANES) + tl.arange(0, COLUMNS // LANES)
-    marks = tl.load(marks_of(row, chunks, STATIC) + chunk, mask=chunk < chunks, other=WILD)
-    return marks.to(tl.int32)
+    there = chunk * LANES < columns
+    marks = tl.load(marks_of(row, columns, STATIC) + chunk, mask=there, other=0)
+    most = lanes_of(chunk, columns) * (2 * RAW)
+    length = tl.minimum((marks >> LENGTH_AT) & 0xFFFF, most)
+    return marks, tl.where(there, length, 0), there & (length == most)
 
 
 @tile
@@ -71,20 +67,10 @@ def chunk_sums(of_columns, COLUMNS: tl.constexpr):
 
 
 @tile
-def add_up(
-    tallies,
-    groups,
-    row,
-    tile_,
-    many_groups,
-    counter,
-    sum_,
-    COUNTERS: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+def add_up(tallies, groups, row, tile_, many_groups, sum_, GROUP: tl.constexpr):
     """Writes the sum of a tile, and adds it to that of its group. Sums of whole numbers: the same
     in any order."""
-    at = tl.cast(row, tl.int64) * COUNTERS + counter
+    at = tl.cast(row, tl.int64)
     tl.store(tallies + at * many_groups * GROUP + tile_, sum_)
     sum_ = sum_.to(groups.dtype.element_ty)
     padded = (many_groups + GROUP - 1) // GROUP * GROUP
@@ -92,35 +78,16 @@ def add_up(
 
 
 @tile
-def before(tallies, groups, row, tile_, many_groups, COUNTERS: tl.constexpr, GROUP: tl.constexpr):
-    """For each counter the sum of all tiles of a row before this one, and that of all its tiles:
-    two tuples, int64."""
+def before(tallies, groups, row, tile_, many_groups, GROUP: tl.constexpr):
+    """The sum of all tiles of a row before this one, int64."""
     padded = (many_groups + GROUP - 1) // GROUP * GROUP
-    groups += tl.cast(row, tl.int64) * COUNTERS * padded
-    tallies += tl.cast(row, tl.int64) * COUNTERS * many_groups * GROUP
-    tallies += tile_ // GROUP * GROUP
+    groups += tl.cast(row, tl.int64) * padded
+    tallies += tl.cast(row, tl.int64) * many_groups * GROUP + tile_ // GROUP * GROUP
     lane = tl.arange(0, GROUP)
-    earlier = ()
-    whole = ()
-    # Both buffers are as long as whole groups, so that nothing has to be masked.
-    for counter in tl.static_range(COUNTERS):
-        sums = tl.load(tallies + counter * many_groups * GROUP + lane)
-        sums = tl.where(lane < tile_ % GROUP, sums, 0).to(groups.dtype.element_ty)
-        earlier = earlier + (sums,)
-        whole = whole + (tl.zeros((GROUP,), groups.dtype.element_ty),)
-    for first in range(0, padded, GROUP):
-        is_earlier = lane < tile_ // GROUP - first
-        more_earlier = ()
-        more = ()
-        for counter in tl.static_range(COUNTERS):
-            sums = tl.load(groups + counter * padded + first + lane)
-            more = more + (whole[counter] + sums,)
-            more_earlier = more_earlier + (earlier[counter] + tl.where(is_earlier, sums, 0),)
-        earlier = more_earlier
-        whole = more
-    sums_before = ()
-    sums_of_all = ()
-    for counter in tl.static_range(COUNTERS):
-        sums_before = sums_before + (tl.sum(earlier[counter], 0).to(tl.int64),)
-        sums_of_all = sums_of_all + (tl.sum(whole[counter], 0).to(tl.int64),)
-    return sums_before, sums_of_all
+    # Both buffers are as long as whole groups, so that nothing but what comes later is masked.
+    sums = tl.load(tallies + lane)
+    sums = tl.where(lane < tile_ % GROUP, sums, 0).to(groups.dtype.element_ty)
+    for first in range(0, tile_ // GROUP, GROUP):
+        more = tl.load(groups + first + lane)
+        sums += tl.where(lane < tile_ // GROUP - first, more, 0)
+    return tl.sum(sums, 0).to(tl.int64)
