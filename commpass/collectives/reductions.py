@@ -9,7 +9,7 @@ rank uses the decoded value of what it sent, its own part included.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -187,17 +187,43 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
     numel, dtype = x.numel(), accumulation_dtype(x.dtype)
     wanted = x.to(dtype) + residual
     row = wanted.to(x.dtype).reshape(1, -1)
-    wire = operators.encode(coder, row, (request.rank,))
-    own = operators.decode(coder, wire, numel, x.dtype).to(dtype).reshape(x.shape)
+    # Segments are operators of their own: equal ones are traced, and compiled, once.
+    each, lengths = coder.segments(numel)
+    rows = row.split(list(lengths), dim=1) if len(lengths) > 1 else [row]
+    sent = [operators.encode(each, part, (request.rank,)) for part in rows]
+    own = _side_by_side(
+        [
+            operators.decode(each, wire, length, x.dtype).to(dtype)
+            for wire, length in zip(sent, lengths, strict=True)
+        ]
+    ).reshape(x.shape)
     left = torch.where(
         own.isfinite() & wanted.isfinite(), wanted - own, 0
     )  # what is not finite must not come back
-    wires = yield Gather(request).start(wire)
-    if coder.slots(numel) * request.ranks >= numel:
-        total = sum_rows(operators.decode(coder, wires, numel, x.dtype).to(dtype))
+    wires = yield Gather(request).start(_side_by_side(sent))
+    if len(lengths) == 1:
+        total = _summed(each, wires, numel, x.dtype, request.ranks)
     else:
-        total = operators.decode_and_sum_by_index(coder, wires, numel, x.dtype)
+        arrived = wires.split([wire.shape[1] for wire in sent], dim=1)
+        totals = [
+            _summed(each, wire.contiguous(), length, x.dtype, request.ranks).flatten()
+            for wire, length in zip(arrived, lengths, strict=True)
+        ]
+        total = torch.cat(totals)
     return _mean(total, request).to(x.dtype).reshape(x.shape), left
+
+
+def _summed(
+    coder: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype, ranks: int
+) -> Tensor:
+    """The sum of the rows of all ranks, densely where selections are no fewer than the values."""
+    if coder.slots(numel) * ranks >= numel:
+        return sum_rows(operators.decode(coder, wires, numel, dtype).to(accumulation_dtype(dtype)))
+    return operators.decode_and_sum_by_index(coder, wires, numel, dtype)
+
+
+def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows), dim=1)
 
 
 def _needs_sparse(coder: Codec, ranks: int) -> str | None:

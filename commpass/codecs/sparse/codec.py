@@ -58,6 +58,10 @@ class SparseCodec(Codec):
     def floor(self, dtype: torch.dtype) -> float:
         return self.inner.floor(dtype)
 
+    def segments(self, numel: int) -> tuple[SparseCodec, tuple[int, ...]]:
+        """The codec of each part of a row that is selected from on its own, and their lengths."""
+        return self, (numel,)
+
     def slots(self, numel: int) -> int:
         """How many entries of ``numel`` are sent."""
         return self.density.slots(numel)

@@ -6,10 +6,9 @@ whole tensors out. SSFusion (section 3) selects in each tensor and sends what wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,50 +24,47 @@ class SegmentedCodec(SparseCodec):
     """A selecting codec for each of several segments of a row, of ``lengths`` entries each. A row
     of any other length is one segment.
 
-    The wire is that of each segment, one after the other. Indices are those of the row. A segment
-    that would lose something that is not finite makes all of the row NaN (law 2).
+    The wire is that of each segment, one after the other. Indices are those of the row. Where the
+    row is decoded as one, a segment that is not finite makes all of it NaN (law 2).
     """
 
-    lengths: tuple[int, ...] = ()
+    each: SparseCodec
+    lengths: tuple[int, ...]
+
+    def segments(self, numel: int) -> tuple[SparseCodec, tuple[int, ...]]:
+        return self.each, self.lengths if numel == sum(self.lengths) else (numel,)
 
     def slots(self, numel: int) -> int:
-        return sum(self.density.slots(length) for _, length in self._segments(numel))
+        each, lengths = self.segments(numel)
+        return sum(map(each.slots, lengths))
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        each = self._each()
-        return sum(each.wire_bytes(length, dtype) for _, length in self._segments(numel))
+        each, lengths = self.segments(numel)
+        return sum(each.wire_bytes(length, dtype) for length in lengths)
 
     def encode_rows(self, rows: Tensor) -> Tensor:
-        each, segments = self._each(), self._segments(rows.shape[1])
-        parts = [each.encode_rows(rows.narrow(1, start, length)) for start, length in segments]
-        return torch.cat(parts, dim=1)
+        each, lengths = self.segments(rows.shape[1])
+        parts = rows.split(list(lengths), dim=1)
+        return torch.cat([each.encode_rows(part) for part in parts], dim=1)
 
     def encode_at_once(self, row: Tensor) -> Tensor:
-        each, segments = self._each(), self._segments(row.shape[1])
-        parts = [each.encode_at_once(row.narrow(1, start, length)) for start, length in segments]
-        return torch.cat(parts, dim=1)
+        each, lengths = self.segments(row.shape[1])
+        parts = row.split(list(lengths), dim=1)
+        return torch.cat([each.encode_at_once(part) for part in parts], dim=1)
 
     def decode_sparse(self, wire: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        each, place = self._each(), 0
+        each, lengths = self.segments(numel)
+        wires = wire.split([each.wire_bytes(length, dtype) for length in lengths], dim=1)
+        starts = accumulate(lengths, initial=0)
         found: list[tuple[Tensor, Tensor]] = []
-        for start, length in self._segments(numel):
-            size = each.wire_bytes(length, dtype)
-            indices, values = each.decode_sparse(wire.narrow(1, place, size), length, dtype)
+        for start, length, part in zip(starts, lengths, wires, strict=False):
+            indices, values = each.decode_sparse(part, length, dtype)
             found.append((torch.where(indices < length, indices + start, numel), values))
-            place += size
         indices = torch.cat([indices for indices, _ in found], dim=1)
         values = torch.cat([values for _, values in found], dim=1)
         # Values of unused slots are 0, but for those of a segment that was not finite.
         lost = ((indices == numel) & ~values.isfinite()).any(1, keepdim=True)
         return torch.where(lost, numel, indices), torch.where(lost, torch.nan, values)
-
-    def _each(self) -> SparseCodec:
-        return SparseCodec(self.spec, self.selector, self.density, self.inner, self.index)
-
-    def _segments(self, numel: Any) -> Iterator[tuple[int, int]]:
-        """Where each begins, and its length."""
-        lengths = self.lengths if numel == sum(self.lengths) else (numel,)
-        return zip(accumulate(lengths, initial=0), lengths, strict=False)
 
 
 def segments(resolve: Resolve, spec: str, *, inner: str = "dgc", lengths: str = "") -> Codec:
@@ -83,9 +79,8 @@ def segments(resolve: Resolve, spec: str, *, inner: str = "dgc", lengths: str = 
         known = (0,)
     if any(length < 1 for length in known):
         raise PolicyError(f"lengths={lengths!r}: must be like 'n4096_512', each at least 1")
-    return SegmentedCodec(
-        spec, coder.selector, coder.density, coder.inner, coder.index, lengths=known
-    )
+    parts = (coder.selector, coder.density, coder.inner, coder.index)
+    return SegmentedCodec(spec, *parts, coder, known)
 
 
 def segmented(spec: str, lengths: Sequence[int]) -> str:
