@@ -6,6 +6,7 @@ import pytest
 import torch
 from graphs import as_rank, collectives, ops, trace
 from lockstep import run_in_lockstep
+from tiers import rarely
 
 import commpass
 from commpass.codecs import codec
@@ -86,7 +87,7 @@ def after(spec: str, steps: int, **more) -> list[list[torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("spec", ["topk(density=0.05)", "dgc"])
+@pytest.mark.parametrize("spec", ["topk(density=0.05)", rarely("dgc")])
 def test_results_are_those_of_tensors_sent_one_by_one(spec, fake_group):
     """The next steps too: what a tensor has left comes back to it."""
     fake_group(RANKS)

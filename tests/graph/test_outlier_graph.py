@@ -6,6 +6,7 @@ import pytest
 import torch
 from graphs import as_rank, ops, trace
 from lockstep import run_in_lockstep
+from tiers import rarely
 
 from commpass.codecs import codec
 from commpass.codecs.operators import CONSTANT
@@ -118,7 +119,7 @@ def test_algorithms_that_code_sums_have_scales_of_sums(how, most, shared, fake_g
     assert error(sums(spec_of(calibrated(shared=shared)), algorithm=how)) < most
 
 
-@pytest.mark.parametrize("form", ["inline", "kernel"])
+@pytest.mark.parametrize("form", ["inline", rarely("kernel")])
 def test_constants_are_inputs_that_sites_share(form, fake_group):
     fake_group(2)
     spec = spec_of(calibrated(2))
@@ -151,6 +152,7 @@ def test_constants_are_buffers_where_a_graph_gets_no_inputs(fake_group):
     assert held == {f"{INPUT}_{number}" for number in range(3)} == dict(gm.named_buffers()).keys()
 
 
+@pytest.mark.every
 def test_kernels_give_the_bits_of_the_inline_form(fake_group):
     fake_group(2)
     spec = spec_of(calibrated(2))

@@ -11,9 +11,9 @@ from torch.fx.traceback import preserve_node_meta
 
 import commpass
 from commpass.costmodel import Link
+from commpass.passes import Road, pipeline
 from commpass.passes.simplify import RULES
-from commpass.policy import Policy
-from commpass.presets import PRESETS
+from commpass.policy import PRESETS, Policy
 from commpass.rules import Rule
 
 wait = ops.wait_tensor
@@ -40,11 +40,11 @@ SLOW = commpass.ethernet(0.001)
 """A link on which bytes count, and messages hardly."""
 
 
-def simplified(function, *inputs, profile=SLOW, dynamic=False, **policy):
+def simplified(function, *inputs, profile=SLOW, **policy):
     with (
         preserve_node_meta()
     ):  # as AOTAutograd does: a node knows which operator it was decomposed from
-        gm = trace(function, *(inputs or (X,)), dynamic=dynamic)
+        gm = trace(function, *(inputs or (X,)))
     before = len(collectives(gm))
     shape = [
         tuple(v.meta["val"].shape)
@@ -376,6 +376,15 @@ def test_narrow_bits_are_gathered_for_an_all_reduce_of_few_ranks_and_only_where_
     assert plan.sites[0].codec == "int8"
 
 
+def planned(function, x, policy):
+    """What the passes before rewrite make of a graph whose sizes may depend on values."""
+    road = Road(
+        gm=trace(function, x, dynamic=True), direction="forward", policy=policy, profile=SLOW
+    )
+    names = [step.name for step in pipeline.PASSES]
+    return pipeline.run(road, "0", pipeline.PASSES[: names.index("rewrite")]).plan
+
+
 def test_narrow_bits_are_coded_where_the_codec_is_lossless(fake_group):
     """ZipCCL, section 4: float32 sums of bfloat16 gradients, of which 11 of 32 bits are sent."""
     fake_group(4)
@@ -384,16 +393,14 @@ def test_narrow_bits_are_coded_where_the_codec_is_lossless(fake_group):
     def gradients(x):
         return rs(x.bfloat16().float(), ranks=4)
 
-    _, rules, _, plan = simplified(gradients, x, dynamic=True, rules=PRESETS["zipccl"]["rules"])
-    assert rules == ["widen then reduce"]
+    plan = planned(gradients, x, PRESETS["zipccl"])
+    assert [step.rule for step in plan.simplified] == ["widen then reduce"]
     (site,) = plan.sites
     assert (site.kind, site.dtype, site.codec) == ("all_to_all", "bfloat16", "exponent(planes=3)")
     assert site.wire_bytes < 13 / 32 * 1024 * 1024 * 4
     # A codec that is forced is that of the collective as it is.
-    _, rules, _, plan = simplified(
-        gradients, x, dynamic=True, rules=[Rule(codec="exponent", force=True)]
-    )
-    assert rules == []
+    plan = planned(gradients, x, Policy(rules=[Rule(codec="exponent", force=True)]))
+    assert not plan.simplified
     assert (plan.sites[0].kind, plan.sites[0].dtype) == ("reduce_scatter", "float32")
 
 

@@ -26,6 +26,7 @@ OTHERS = [
     *("raw", "cast", "cast(to=fp16)", "exponent", "exponent(planes=3)"),
     *("topk", "topk(density=0.02)", "topk(values=int8)", "topk(indices=bitmap)", "dgc"),
     *("randomk", "randomk(seed=1)", "gaussiank", "redsync", "sidco"),
+    *("segments(lengths=n5_9)", "segments(lengths=n9_5)", "segments(inner=topk, lengths=n5_9)"),
     *("outlier(width=8)", "outlier(width=8, seed=1)", "outlier(width=9)", "difference"),
     *("difference(inner=int8)", "mixed", "mixed(by=energy)", "mixed(share=0.5)"),
     *("mixed(width=256)", "mixed(low=rotated(bits=3, block=128))"),

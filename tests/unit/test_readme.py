@@ -64,6 +64,7 @@ def said(name: str, gpus: bool, dtype: str) -> str:
     return f"{least}; {row.uncompressed_us / row.predicted_us:.1f} times as fast"
 
 
+@pytest.mark.every
 def test_the_break_even_table_of_the_readme_is_what_the_cost_model_says():
     rows = ROW.findall((ROOT / "README.md").read_text())
     assert len(rows) == 7
