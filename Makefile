@@ -16,6 +16,9 @@ export PYTHONDONTWRITEBYTECODE =
 demo: $(READY)
 	$(VENV)/bin/python examples/train_tp.py --ranks 2
 
+# Each worker computes on one core: threads of several workers would wait for each other.
+test test-all test-bench scenarios: export OMP_NUM_THREADS = 1
+
 # The quick tests; with SHARE=text also one in 256 of the long ones, which the text chooses.
 test: check
 	$(VENV)/bin/pytest -n $(WORKERS) --dist loadgroup $(if $(SHARE),--share $(SHARE))
