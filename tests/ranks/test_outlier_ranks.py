@@ -89,8 +89,9 @@ def test_sums_of_two_ranks_in_graphs_are_those_by_hand(ranks2):
 @pytest.mark.every
 @pytest.mark.parametrize("inner", ["inductor", "eager", "aot_eager"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_sums_of_four_ranks_in_graphs_are_those_by_hand(ranks4, shared, inner):
-    check(ranks4.run(sums, shared, HOWS, inner), [0.04, 0.06, 0.09, 0.09])
+@pytest.mark.parametrize(("how", "most"), list(zip(HOWS, [0.04, 0.06, 0.09, 0.09], strict=True)))
+def test_sums_of_four_ranks_in_graphs_are_those_by_hand(ranks4, shared, inner, how, most):
+    check(ranks4.run(sums, shared, [how], inner), [most])
 
 
 def two_tables() -> list[Tensor]:
