@@ -37,10 +37,8 @@ def lift_constants(
     the inputs, those there were ``before`` first, in order. Graphs inside of the graph keep the
     operator."""
     graph, made = gm.graph, [*before]
-    held = {
-        (each.name, str(each.device)): node
-        for each, node in zip(before, _inputs(graph), strict=True)
-    }
+    added = graph.find_nodes(op="placeholder")[-len(before) :] if before else []
+    held = {(each.name, str(each.device)): node for each, node in zip(before, added, strict=True)}
     nodes = graph.find_nodes(op="call_function", target=CONSTANT)
     for node in nodes:
         key = name, device = str(node.args[0]), str(node.args[1])
@@ -56,18 +54,15 @@ def lift_constants(
     return tuple(made)
 
 
-def _inputs(graph: fx.Graph) -> list[fx.Node]:
-    placeholders = graph.find_nodes(op="placeholder")
-    return [node for node in placeholders if str(node.target).startswith(INPUT)]
-
-
 def _add(gm: fx.GraphModule, name: str, device: str, number: int, as_input: bool) -> fx.Node:
-    """A node that holds a constant: the last input, or a buffer."""
-    graph, known = gm.graph, f"{INPUT}_{number}"
+    """A node that holds a constant: the last input, or a buffer, whose name says what it holds: a
+    graph may come here again."""
+    graph = gm.graph
     placeholders = graph.find_nodes(op="placeholder")
     first = next(iter(graph.nodes))
     with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before(first):
         if as_input:
-            return graph.placeholder(known)
+            return graph.placeholder(f"{INPUT}_{number}")
+        known = f"{INPUT}_{name}_{device.replace(':', '_')}"
         gm.register_buffer(known, constants.on_device(name, device), persistent=False)
         return graph.get_attr(known)

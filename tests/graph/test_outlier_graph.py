@@ -7,13 +7,14 @@ import torch
 from graphs import as_rank, ops, trace
 from lockstep import run_in_lockstep
 from tiers import rarely
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from commpass.codecs import codec
+from commpass.codecs import codec, constants
 from commpass.codecs.operators import CONSTANT
 from commpass.codecs.wrappers.outlier import Channels, Running, calibrate
 from commpass.costmodel import default_profile
 from commpass.passes import Road, pipeline
-from commpass.passes.constants import INPUT
+from commpass.passes.constants import INPUT, lift_constants
 from commpass.policy import Policy
 from commpass.rules import Rule
 
@@ -149,7 +150,30 @@ def test_constants_are_buffers_where_a_graph_gets_no_inputs(fake_group):
     )
     assert not outcome.constants
     held = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
-    assert held == {f"{INPUT}_{number}" for number in range(3)} == dict(gm.named_buffers()).keys()
+    assert len(held) == 3
+    assert held == dict(gm.named_buffers()).keys()
+    assert all(name.startswith(INPUT) for name in held)
+
+
+@pytest.mark.parametrize("as_inputs", [True, False])
+def test_constants_that_come_later_take_no_others_place(as_inputs):
+    """Codecs inside of codecs name theirs when they are lowered."""
+    names = [constants.named([number, 1], torch.int64) for number in (5, 6)]
+
+    def first(x):
+        return x + CONSTANT(names[0], "cpu", "", "")
+
+    gm = make_fx(first)(torch.ones(2, dtype=torch.int64))
+    before = lift_constants(gm, as_inputs=as_inputs)
+    output = gm.graph.output_node()
+    with gm.graph.inserting_before(output):
+        new = gm.graph.call_function(CONSTANT, (names[1], "cpu", "", ""))
+        new.meta["val"] = torch.empty(2, dtype=torch.int64)
+        output.args = ((output.args[0], new),)
+    made = lift_constants(gm, as_inputs=as_inputs, before=before)
+    total, last = gm(torch.zeros(2, dtype=torch.int64), *(each.tensor() for each in made))
+    assert total.tolist() == [5, 1]
+    assert last.tolist() == [6, 1]
 
 
 @pytest.mark.every
