@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.claims.claim import Result, judged
-from benchmarks.claims.page import page
+from benchmarks.claims.claim import Claim, Result, judged
+from benchmarks.claims.experiments import EXPERIMENTS
+from benchmarks.claims.experiments.experiment import carry_out, stored
+from benchmarks.claims.facts import facts
+from benchmarks.claims.page import number, page
 from benchmarks.claims.ranks import measured
 from benchmarks.claims.suites import every
 
@@ -33,57 +32,64 @@ def as_data(result: Result) -> dict[str, Any]:
         "kind": claim.kind,
         "number": claim.number,
         "measured": result.measured,
+        "spread": result.spread,
         "predicted": claim.predicted,
         "assumed": claim.assumed,
+        "note": claim.note,
+        "experiments": list(claim.experiments),
         "why_not": claim.why_not,
         "verdict": result.verdict,
     }
+
+
+def shown(rows: list[dict[str, Any]]) -> None:
+    table = Table()
+    for column in ("paper", "claim", "number", "measured", "predicted", "verdict"):
+        table.add_column(column)
+    for row in rows:
+        numbers = (number(row["number"]), number(row["measured"], row["spread"]))
+        table.add_row(
+            row["paper"], row["text"], *numbers, number(row["predicted"]), row["verdict"]
+        )
+    Console().print(table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.claims")
     parser.add_argument("--paper", help="the claims of one paper alone; nothing is written then")
     parser.add_argument("--inner", choices=("eager", "inductor"), default="eager")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--quick", action="store_true", help="stored results of all experiments")
+    which.add_argument("--run", metavar="NAME", help="this experiment anew, others as stored")
     options = parser.parse_args()
     claims = [each for each in every() if options.paper in (None, each.paper)]
     if not claims:
         known = ", ".join(dict.fromkeys(each.paper for each in every()))
         parser.error(f"no paper is called {options.paper!r}: there are {known}")
+    if options.run is not None and options.run not in EXPERIMENTS:
+        known = ", ".join(f"{each.name} ({each.minutes:g} min)" for each in EXPERIMENTS.values())
+        parser.error(f"no experiment is called {options.run!r}: there are {known}")
+    needed = dict.fromkeys(name for claim in claims for name in claim.experiments)
+    anew = [options.run] if options.run else [] if options.quick else list(needed)
+    for name in anew:
+        Console().print(f"{name}: {EXPERIMENTS[name].text} ({EXPERIMENTS[name].minutes:g} min)")
+        carry_out(EXPERIMENTS[name])
+    rows = measure(claims, options.inner)
+    shown(rows["claims"])
+    if options.paper is None:
+        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+        PAGE.write_text(page(rows))
+
+
+def measure(claims: list[Claim], inner: str) -> dict[str, Any]:
+    """The cases in graphs, and what is stored of experiments, judged: what the page is made of."""
     cases = {case.name: case for claim in claims for case in claim.cases}
     start = time.monotonic()
-    found = measured(list(cases.values()), options.inner) if cases else {}
-    results = [judged(claim, found) for claim in claims]
-    table = Table()
-    for column in ("paper", "claim", "number", "measured", "predicted", "verdict"):
-        table.add_column(column)
-    for row in map(as_data, results):
-        numbers = ("number", "measured", "predicted")
-        said = [
-            ""
-            if row[each] is None
-            else f"{row[each]:.4g}"
-            if isinstance(row[each], float)
-            else str(row[each])
-            for each in numbers
-        ]
-        table.add_row(row["paper"], row["text"], *said, row["verdict"])
-    Console().print(table)
-    if options.paper is not None:
-        return
-    head = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    facts = {
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit.strip(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "inner": options.inner,
-        "seconds": round(time.monotonic() - start),
-        "claims": [as_data(each) for each in results],
-    }
-    RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
-    PAGE.write_text(page(facts))
+    found: dict[str, Any] = dict(measured(list(cases.values()), inner)) if cases else {}
+    found |= {name: stored(name) for claim in claims for name in claim.experiments}
+    results = [as_data(judged(claim, found)) for claim in claims]
+    seconds = round(time.monotonic() - start)
+    return facts() | {"inner": inner, "seconds": seconds, "claims": results}
 
 
 if __name__ == "__main__":

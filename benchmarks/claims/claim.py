@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from benchmarks.claims.cases import Case
 
-Kind = Literal["exact", "ratio", "order"]
-Found = Mapping[str, "Measured"]
+Kind = Literal["exact", "ratio", "order", "loss"]
+Found = Mapping[str, Any]
+"""By name: of each case what was `Measured`, of each experiment its stored result."""
 WITHIN = {"exact": 0.02, "ratio": 0.15}
 """How far from the paper's number a reproduced one may be, by the kind of claim."""
+LOSS_WITHIN = 0.25
+"""How far a change of a loss may be, in percent of the loss without."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,11 @@ class Measured:
 class Claim:
     """A headline of a paper. ``number`` is the paper's, None where it states an order alone.
 
-    ``measure`` makes our number (of an order: whether it holds) of the ``cases`` by name;
-    ``predicted`` is that of the cost model, ``assumed`` what it stands on, ``fitted`` whether a
-    parameter was fitted to this very number. ``why_not`` says why there is neither.
+    ``measure`` makes our number (of an order: whether it holds) of the ``cases`` and of the
+    ``experiments`` by name; ``spread`` is its standard deviation over the seeds. Of the kind
+    "loss", both numbers are percent of the loss without. ``predicted`` is that of the cost model,
+    ``assumed`` what it stands on, ``fitted`` whether a parameter was fitted to this very number.
+    ``note`` says how it was measured. ``why_not`` says why there is neither.
     """
 
     paper: str
@@ -40,10 +45,13 @@ class Claim:
     number: float | str | None = None
     kind: Kind = "exact"
     cases: tuple[Case, ...] = ()
+    experiments: tuple[str, ...] = ()
     measure: Callable[[Found], float | bool] | None = None
+    spread: Callable[[Found], float] | None = None
     predicted: float | str | None = None
     assumed: str = ""
     fitted: bool = False
+    note: str = ""
     why_not: str = ""
 
 
@@ -53,19 +61,30 @@ class Result:
 
     claim: Claim
     measured: float | bool | None
+    spread: float | None
     verdict: str
 
 
 def judged(claim: Claim, found: Found) -> Result:
-    """The verdict over a claim. Raises KeyError where a case of it was not run."""
+    """The verdict over a claim. Raises KeyError where a case or an experiment was not run."""
     if claim.measure is None:
         if claim.predicted is None:
-            return Result(claim, None, "not testable here")
-        return Result(claim, None, "fitted" if claim.fitted else "predicted only")
+            return Result(claim, None, None, "not testable here")
+        return Result(claim, None, None, "fitted" if claim.fitted else "predicted only")
     measured = claim.measure(found)
+    spread = claim.spread(found) if claim.spread else None
+    return Result(claim, measured, spread, _verdict(claim, measured, spread or 0.0))
+
+
+def _verdict(claim: Claim, measured: float | bool, spread: float) -> str:
     if claim.kind == "order" or not isinstance(claim.number, float):
-        return Result(claim, measured, "reproduced" if measured else "contradicted")
-    if abs(measured / claim.number - 1) <= WITHIN[claim.kind]:
-        return Result(claim, measured, "reproduced")
-    same_side = claim.kind == "ratio" and (measured > 1) == (claim.number > 1)
-    return Result(claim, measured, "order only" if same_side else "contradicted")
+        return "reproduced" if measured else "contradicted"
+    if claim.kind == "loss":
+        near = abs(measured - claim.number) <= max(LOSS_WITHIN, 2 * spread)
+        same_side = measured * claim.number > 0
+    else:
+        near = abs(measured / claim.number - 1) <= WITHIN[claim.kind]
+        same_side = claim.kind == "ratio" and (measured > 1) == (claim.number > 1)
+    if near:
+        return "reproduced"
+    return "order only" if same_side else "contradicted"

@@ -10,9 +10,11 @@ HEAD = """# The papers' claims, and ours
 Each headline of the five papers beside what commpass gives. Measured numbers are those of graphs
 that `torch.compile(backend=commpass.backend(...))` made, on four ranks over gloo. Predicted ones
 are the cost model's for the paper's hardware. `python -m benchmarks.claims` writes this page, from
-`benchmarks/results/claims.json`: {date}, commit {commit}, torch {torch}.
+`benchmarks/results/claims.json`: {date}, commit {commit}, torch {torch}. Runs of minutes are
+experiments, each with a file in `benchmarks/results/claims/`; ± is the spread over seeds.
 
-- *reproduced*: an order holds, or a number is within 2 % (a ratio: 15 %).
+- *reproduced*: an order holds, or a number is within 2 % (a ratio: 15 %; a change of a loss: two
+  spreads, or 0.25 % of the loss).
 - *order only*: a ratio is off by more, but on the same side of 1.
 - *contradicted*: neither.
 - *predicted only*, *fitted*: the cost model's number; a parameter was fitted to the second kind.
@@ -31,19 +33,24 @@ def page(found: dict[str, Any]) -> str:
         ]
         for row in rows:
             if row["paper"] == paper:
-                numbers = (row["number"], row["measured"], row["predicted"])
-                said = " | ".join(map(_number, numbers))
-                why = row["why_not"] or row["assumed"]
-                lines.append(
-                    f"| {row['where']} | {row['text']} | {said} | {row['verdict']} | {why} |"
-                )
+                lines.append(_row(row))
         lines.append("")
     return "\n".join(lines)
 
 
-def _number(value: Any) -> str:
+def _row(row: dict[str, Any]) -> str:
+    measured = number(row["measured"], row["spread"])
+    said = f"{number(row['number'])} | {measured} | {number(row['predicted'])}"
+    why = "; ".join(filter(None, (row["note"], row["assumed"], row["why_not"])))
+    return f"| {row['where']} | {row['text']} | {said} | {row['verdict']} | {why} |"
+
+
+def number(value: Any, spread: float | None = None) -> str:
+    """A number, an order or a choice, as the page and the table write it."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "holds" if value else "does not hold"
-    return value if isinstance(value, str) else f"{value:.4g}"
+    if isinstance(value, str):
+        return value
+    return f"{value:.4g}" + (f" ± {spread:.2g}" if spread is not None else "")

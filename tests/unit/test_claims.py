@@ -39,6 +39,22 @@ def test_verdicts_are_by_the_kind_of_claim(measured, number, kind, said):
     assert verdict(measured, number=number, kind=kind) == said
 
 
+@pytest.mark.parametrize(
+    ("measured", "spread", "said"),
+    [
+        (0.4, 0.01, "reproduced"),
+        (0.6, 0.2, "reproduced"),
+        (0.6, 0.01, "order only"),
+        (-0.5, 0.01, "contradicted"),
+    ],
+)
+def test_changes_of_losses_are_judged_by_their_spread(measured, spread, said):
+    result = judged(
+        claim(measure=lambda _: measured, spread=lambda _: spread, number=0.25, kind="loss"), {}
+    )
+    assert (result.verdict, result.spread) == (said, spread)
+
+
 def test_claims_that_are_not_measured_say_what_there_is():
     assert judged(claim(predicted=1.0), {}).verdict == "predicted only"
     assert judged(claim(predicted=1.0, fitted=True), {}).verdict == "fitted"

@@ -1,0 +1,10 @@
+"""Longer runs, each of minutes, whose results are stored: ``benchmarks/results/claims/*.json``.
+
+A file an experiment, which holds an ``Experiment`` and what it runs.
+"""
+
+from __future__ import annotations
+
+from benchmarks.claims.experiments.experiment import Experiment
+
+EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in ()}

@@ -1,0 +1,15 @@
+"""The claims, a file a paper."""
+
+from __future__ import annotations
+
+from benchmarks.claims.claim import Claim
+from benchmarks.claims.suites.equarx import equarx
+from benchmarks.claims.suites.lowbit import lowbit
+from benchmarks.claims.suites.predicted import predicted
+from benchmarks.claims.suites.ssfusion import ssfusion
+from benchmarks.claims.suites.taco import taco
+from benchmarks.claims.suites.zipccl import zipccl
+
+
+def every() -> list[Claim]:
+    return [*taco(), *zipccl(), *lowbit(), *equarx(), *ssfusion(), *predicted()]
