@@ -474,11 +474,11 @@ def test_requirements_of_a_file(function, mesh, said, tmp_path):
 
 
 class Narrow(nn.Module):
-    """Sends values of one exponent on the left, and of many on the right."""
+    """Sends values of one exponent on the left, and of 13 on the right."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = Scaled(0.0), Scaled(20.0)
+        self.left, self.right = Scaled(0.0), Scaled(6.0)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.left(x), self.right(x)
@@ -504,7 +504,7 @@ def bits_of_both(codecs: tuple[str, ...]) -> tuple[str, dict[str, float]]:
     """The calibration, and by module the bits a value in the wire of this rank's own values."""
     found = commpass.calibrate(Narrow(), [uniform_values()], train=False, codecs=codecs)
     own = {}
-    for name, layer in (("left", Scaled(0.0)), ("right", Scaled(20.0))):
+    for name, layer in (("left", Scaled(0.0)), ("right", Scaled(6.0))):
         x = uniform_values()
         sent = (1 + x.abs() % 1) * torch.exp2(torch.round(layer.spread * torch.sin(9 * x)))
         wire = codec("exponent").encode(sent.bfloat16())
@@ -535,7 +535,7 @@ def test_bits_of_a_lossless_codec_are_those_of_the_values_of_all_ranks(ranks2, t
         measured[name] = codec(spec).bits
         mean = (own[name] + others[name]) / 2
         assert mean <= measured[name] < mean + 0.01
-    assert measured["left"] < 10.5 < 12 < measured["right"]
+    assert measured["left"] < 10.5 < 11.5 < measured["right"] < 15
 
 
 def sizes_under(text: str, budget: float) -> dict[str, tuple[str, int]]:
@@ -554,19 +554,30 @@ def sizes_under(text: str, budget: float) -> dict[str, tuple[str, int]]:
     return {s.module: (s.codec, s.wire_bytes) for p in commpass.plans()[before:] for s in p}
 
 
+def test_policies_have_the_measured_bits_of_each_place(ranks2, tmp_path):
+    (text, _), _ = ranks2.run(bits_of_both, ("exponent",))
+    found = read(text, tmp_path / "c.json")
+    solved, policy = found.solve(0.0), found.policy(0.0)
+    assert [each.codec for each in solved.chosen] == [exponents(p)[0] for p in found.places]
+    (tmp_path / "p.toml").write_text(policy.to_toml())
+    rules = {rule.module: rule.codec for rule in Policy.from_toml(tmp_path / "p.toml").rules}
+    assert rules == {p.where[0].module: tuple(exponents(p)) for p in found.places}
+    left, right = (each.sent_bytes for each in solved.chosen)
+    assert left < right  # by a two-shot, as many values
+    assert solved.uniform("exponent") == (left + right, 0.0)
+
+
+@pytest.mark.every
 def test_plans_take_the_measured_bits_of_each_place(ranks2, tmp_path):
     (text, _), _ = ranks2.run(bits_of_both, ("exponent",))
     found = read(text, tmp_path / "c.json")
-    chosen = {p.where[0].module: each for p, each in zip(found.places, found.solve(0.0).chosen)}
-    assert chosen["left"].codec == exponents(found.places[0])[0]
     plans, others = ranks2.run(sizes_under, str(tmp_path / "c.json"), 0.0)
     assert plans == others
-    assert plans["left"][0] == chosen["left"].codec
+    assert {name: spec for name, (spec, _) in plans.items()} == {
+        place.where[0].module: exponents(place)[0] for place in found.places
+    }
     gaussian = codec("exponent").expected_bytes(64 * 64, torch.bfloat16)
-    assert plans["left"][1] < 2 * gaussian  # a two-shot of less than a Gaussian's bytes
-    alike = found.solve(0.0).uniform("exponent")
-    assert alike is not None
-    assert alike[1] == 0.0
+    assert plans["left"][1] < 2 * gaussian < plans["right"][1]
 
 
 def test_lossless_and_lossy_codecs_are_measured_together(ranks2, tmp_path):

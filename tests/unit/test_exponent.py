@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from commpass.codecs import codec
 from commpass.codecs.exponent import ExponentCodec, exponent
 from commpass.errors import PolicyError
 
