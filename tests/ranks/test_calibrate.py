@@ -576,8 +576,8 @@ def test_plans_take_the_measured_bits_of_each_place(ranks2, tmp_path):
     assert {name: spec for name, (spec, _) in plans.items()} == {
         place.where[0].module: exponents(place)[0] for place in found.places
     }
-    gaussian = codec("exponent").expected_bytes(64 * 64, torch.bfloat16)
-    assert plans["left"][1] < 2 * gaussian < plans["right"][1]
+    gaussian = 1.5 * codec("exponent").expected_bytes(64 * 64, torch.bfloat16)  # a two-shot's
+    assert plans["left"][1] < gaussian < plans["right"][1]
 
 
 def test_lossless_and_lossy_codecs_are_measured_together(ranks2, tmp_path):
