@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from math import inf
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 

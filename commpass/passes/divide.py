@@ -133,9 +133,7 @@ def is_surely_faster(parts: Candidate, one: Candidate, site: Site, profile: Prof
     return parts.predicted_us < one.predicted_us - _free_us(one, site, profile)
 
 
-def no_more_gain(
-    made: Sequence[Candidate], site: Site, profile: Profile, least: float
-) -> bool:
+def no_more_gain(made: Sequence[Candidate], site: Site, profile: Profile, least: float) -> bool:
     """Whether more parts than the last of ``made`` has, each of which has more than the one before,
     would be chosen by nobody on a GPU. Where the last is no faster than the one before, more take
     longer still: what overlaps shrinks, and start-ups add up. And none ends before all that it

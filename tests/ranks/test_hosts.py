@@ -106,7 +106,7 @@ def some_never_say() -> tuple[int, int]:
 
 def _places_of(ranks):
     def places(self, _):
-        return {rank: "here" for rank in ranks}
+        return dict.fromkeys(ranks, "here")
 
     return places
 
