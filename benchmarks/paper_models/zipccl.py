@@ -15,8 +15,8 @@ ZIPPED = "exponent(planes=3)"
 TRAINED = "exponent(planes=3, bits=12.03)"
 """With the bits of the paper's own training: 16 / 1.33 (figure 1a, over 40,000 iterations)."""
 HOP_GBYTES_PER_S = 11.0
-"""What a hop of a ring between GPUs of a host gives, through PCIe and the host's memory: reported of
-3 and 4 GPUs on hosts with a port of 25 GB/s (NVIDIA/nccl, issue 1195). The paper has none."""
+"""What a hop of a ring between GPUs of a host gives, through PCIe and the host's memory: reported
+of 3 and 4 GPUs on hosts with a port of 25 GB/s (NVIDIA/nccl, issue 1195). The paper has none."""
 SOCKETS, MARGIN = 2, 0.1
 """Sockets of a host of 8 GPUs, an assumption; and the share that a plan must gain (``Profile``)."""
 LLAMA_LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096

@@ -3,8 +3,7 @@ finds worth it where nobody asks."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 
@@ -143,9 +142,9 @@ def no_more_gain(made: Sequence[Candidate], site: Site, profile: Profile, least:
         return False
     if len(made) > 1 and made[-1].predicted_us >= made[-2].predicted_us:
         return True
-    busy: Counter[str] = Counter()
+    busy: dict[Hashable, float] = {}
     for task in map(prices_of(site, profile).task, made[-1].stages):
-        busy[task.resource] += task.us + task.latency_us
+        busy[task.resource] = busy.get(task.resource, 0.0) + task.us + task.latency_us
     return max(busy.values(), default=0.0) >= least
 
 

@@ -97,7 +97,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def place() -> str:
-    """What ranks of one host have in common: its name, its network, and torchrun's number for it."""
+    """What ranks of one host have in common: name, network, and torchrun's number for it."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:

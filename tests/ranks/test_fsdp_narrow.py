@@ -1,5 +1,5 @@
-"""FSDP2's float32 sums of bfloat16 gradients: sent as 16 bits, coded or not, and exactly those sums.
-Where gradients hold more than 16 bits, they are sent as float32."""
+"""FSDP2's float32 sums of bfloat16 gradients: sent as 16 bits, coded or not, and exactly those
+sums. Where gradients hold more than 16 bits, they are sent as float32."""
 
 from __future__ import annotations
 

@@ -166,9 +166,9 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     # others may travel together with it.
     needed = min(node.users, default=node) if arrives <= nbytes(node) else node
     rule = "widen then reduce"
-    rows = editor.emit(
-        place, rule, cast, aten.reshape.default, source, [ranks if scatter else 1, -1]
-    )
+    laid_out = repeat([link for link in links if is_view(link)], source, place, rule, editor)
+    shape = [ranks if scatter else 1, -1]
+    rows = editor.emit(place, rule, cast, aten.reshape.default, laid_out, shape)
     splits = [1] * ranks
     start = (
         editor.emit(
