@@ -197,7 +197,7 @@ def test_a_rotation_with_a_static_scale_is_refused():
     """Decode divides the scale that travels by the sums of a rotation, and a static one does not
     travel: values would come back as many times too large."""
     rotated = codec("rotated(form=int)")
-    with pytest.raises(PolicyError, match="Hadamard.*Static.*scale that travels"):
+    with pytest.raises(PolicyError, match=r"Hadamard.*Static.*scale that travels"):
         dataclasses.replace(rotated, scale=scales.Static(0.5))
     plain = dataclasses.replace(codec("int8"), scale=scales.Static(0.02))
     x = torch.linspace(-1, 1, 256)

@@ -56,7 +56,7 @@ def _obstacles(chain: Chain) -> Iterator[str]:
     if not chain.steps:
         yield "a chain of no steps"
     if not _has_vectors():
-        yield "Inductor finds no vector instructions for this processor, and the C++ is made of them"
+        yield "Inductor finds no vector instructions here, and the C++ is made of them"
     if _lossless(chain) is not None:
         yield from _lossless_obstacles(chain)
         return
