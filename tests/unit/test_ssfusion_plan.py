@@ -16,19 +16,25 @@ from torch import nn
 
 import commpass
 from commpass.costmodel import Link
+from commpass.costmodel.buffers import (
+    Gradient,
+    Problem,
+    cut_off,
+    excluded,
+    fused,
+    offloaded,
+    thinned,
+)
 from commpass.errors import PolicyError
 from commpass.parallel.ssfusion import ssfusion
-from commpass.parallel.ssfusion.buffers import Problem, cut_off, excluded, fused, offloaded
 from commpass.parallel.ssfusion.measure import Rate
 from commpass.parallel.ssfusion.memory import Memory, clipped
 from commpass.parallel.ssfusion.options import WARM_UP, Options, check_optimizer
 from commpass.parallel.ssfusion.plan import (
     BUCKET_BYTES,
-    Gradient,
     Sent,
     Settings,
     make,
-    thinned,
     unmeasured,
 )
 from commpass.parallel.ssfusion.planner import Planner, Weight
@@ -117,11 +123,11 @@ def test_the_share_that_is_sent_is_the_density_or_selection_is_at_its_bound(
 
 def test_large_gradients_make_up_for_what_is_sent_whole_and_not_without_aware():
     model = [Gradient("w", 1_000_000), Gradient("b", 5_000), Gradient("v", 1_000_000)]
-    assert thinned(model, {1}, Settings()) == pytest.approx(
+    assert thinned(model, {1}, 0.01, 0.001) == pytest.approx(
         (20_050 - 5_000 - 2) / 2_000_000, rel=1e-3
     )
-    assert thinned(model, {}, Settings()) == pytest.approx(0.01, rel=1e-3)
-    assert thinned(model, {0}, Settings()) == 0.001
+    assert thinned(model, {}, 0.01, 0.001) == pytest.approx(0.01, rel=1e-3)
+    assert thinned(model, {0}, 0.01, 0.001) == 0.001
     slow = Link(50.0, 0.001)
     for aware in (True, False):
         some = [*model, Gradient("c", 3)]
