@@ -85,7 +85,8 @@ def train(options: Options) -> dict[str, Row]:
     found = take_turns(steps, options.repeats)
     for name, (_, handle) in ways.items():
         found[name] |= facts_of(handle) | {"loss": steps[name].args[3][-1]}
-        found[name]["backward_ms"] = steps[name].args[4][-options.repeats :]
+        took = zip(*steps[name].args[4][-options.repeats :], strict=True)
+        found[name] |= zip(("backward_ms", "backward_cpu_ms"), map(list, took), strict=True)
         found[name]["kib"] = kib[name]
     return found
 
@@ -100,13 +101,14 @@ def applied(
 
 
 def learned(
-    net: nn.Module, batches: Any, learn: Any, losses: list[float], backward_ms: list[float]
+    net: nn.Module, batches: Any, learn: Any, losses: list[float], backward: list[list[float]]
 ) -> None:
     loss = net(next(batches))
     learn.zero_grad()
-    begun = time.perf_counter()
+    begun, busy = time.perf_counter(), time.process_time()
     loss.backward()
-    backward_ms.append(1e3 * (time.perf_counter() - begun))
+    took = time.perf_counter() - begun, time.process_time() - busy
+    backward.append([1e3 * each for each in took])
     learn.step()
     losses.append(loss.item())
 
@@ -129,7 +131,8 @@ def rows_of(found: list[dict[str, Row]], known: Row) -> list[Row]:
     made = []
     for name, first in found[0].items():
         row = {**known, "way": name}
-        row |= {key: slowest([each[name][key] for each in found]) for key in ("ms", "backward_ms")}
+        timed = ("ms", "backward_ms", "backward_cpu_ms")
+        row |= {key: slowest([each[name][key] for each in found]) for key in timed}
         if "predicted_ms" in first:
             row["of_measured"] = first["predicted_ms"] / row["backward_ms"][1]
         if "overhead_s" in first:
