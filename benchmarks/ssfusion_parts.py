@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ ON_CPU = Rate(TABLE_III, (1490.0, 1810.0, 3220.0, 8740.0))
 TFLOPS = 50.0
 TOKENS = 32 * 384
 ALPHA_US = 5.0
-RATES = (1.25, 12.5, 25.0)
-"""GB/s: 10, 100 and 200 Gbit/s."""
+RATES = (1.25, 25.0)
+"""GB/s: 10 and 200 Gbit/s."""
 RANKS = (8, 64)
 WAYS = {
     "fusion": {"interleave": False, "offload": False},
@@ -68,6 +69,7 @@ def gradients(entries: Sequence[int]) -> list[Gradient]:
     return found
 
 
+@cache
 def row_bytes(entries: int, density: float) -> int:
     return codec("dgc", density=density).wire_bytes(entries, torch.float32)
 

@@ -120,8 +120,10 @@ class Problem:
         """When the last exchange ends: backward, selection and what is done around it one after the
         other, the CPU's selections beside them, exchanges in order, none before all it sends is
         there."""
-        clock = aside = link = 0.0
+        clock = aside = link = lost = 0.0
         for buffer in buffers:
+            clock += lost
+            lost = 0.0
             early = {p.number for p in buffer.sent[: buffer.reduced] if p.dense}
             late = [p.number for p in buffer.sent if p.number not in early]
             dense = {p.number for p in buffer.sent if p.dense}
@@ -139,7 +141,7 @@ class Problem:
                     begin = max(link, *(there[number] for number in some))
                     nbytes = self.nbytes(some, dense)
                     link = begin + self.sent_us(kind, nbytes)
-                    clock += self.busy_us(kind, nbytes)
+                    lost += self.busy_us(kind, nbytes)
         return max(link, clock)
 
 
