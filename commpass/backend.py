@@ -44,7 +44,7 @@ from commpass.errors import (
 )
 from commpass.groups import is_first_rank, ready
 from commpass.lowering.repairs import repaired
-from commpass.passes import Outcome, Road
+from commpass.passes import PASSES, Outcome, Road
 from commpass.passes import run as run_passes
 from commpass.passes.graph import meta
 from commpass.passes.graph.direction import keep_metadata
@@ -54,7 +54,7 @@ from commpass.passes.hidden import decided
 from commpass.passes.sample import RECEIVED, UNSEEN
 from commpass.passes.timeline import timeline, whole_us
 from commpass.paths import Places
-from commpass.plan import Plan
+from commpass.plan import Plan, Simplification
 from commpass.policy import Policy
 from commpass.runtime import agreement, ledger, record
 from commpass.runtime.board import Round, greet
@@ -71,6 +71,7 @@ from commpass.runtime.calls import (
 )
 from commpass.runtime.checked import Built, Checked, release
 from commpass.runtime.environment import dump_here, policy_here
+from commpass.runtime.hosts import with_hosts
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.origin import Origin, call_of, count_call, origin_of_graph
 from commpass.runtime.owners import INFERENCE, Calls
@@ -317,6 +318,13 @@ class Backend:
         stateless = calls.stateless(direction, False)
         return self.compile(gm, number, direction, calls, stateless, compile_graph, None, obstacle)
 
+    def simplified(self, gm: fx.GraphModule, direction: str) -> tuple[Simplification, ...]:
+        """What simplify makes of a graph that is not compiled, and is another one afterwards."""
+        profile = self.profile or default_here(meta.device_of(gm))
+        road = Road(gm=gm, direction=direction, policy=self.policy, profile=profile, hook=True)
+        passes = tuple(each for each in PASSES if each.name in ("discover", "simplify"))
+        return run_passes(road, "", passes).plan.simplified
+
     def reset(self) -> None:
         """torch._dynamo.reset calls this: all will be compiled, and compared, anew."""
         self.resets += 1
@@ -425,6 +433,7 @@ class Backend:
     ) -> Any:
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and
         compiles it. ``obstacle`` says why nothing of it may be changed."""
+        profile = self.profile or default_here(meta.device_of(gm))
         job = Job(
             gm=gm,
             number=number,
@@ -434,7 +443,7 @@ class Backend:
             compile_graph=compile_graph,
             decompositions=decompositions,
             obstacle=obstacle,
-            profile=self.profile or default_here(meta.device_of(gm)),
+            profile=with_hosts(profile, self.policy, gm, self.timeout),
             origin=calls.origin if calls.origin.function else origin_of_graph(gm),
             context=TracingContext.try_get(),
         )

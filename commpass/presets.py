@@ -169,7 +169,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_error": 1.0,
     },
     # SDP4Bit, sharded data parallelism: weights as 4 bits of their difference to what receivers
-    # hold; gradients in 8 bits inside a host, in 4 between hosts that the profile knows.
+    # hold; gradients in 8 bits inside a host, in 4 between hosts.
     # Better at the same bits: what "balanced-3d" has for data parallelism.
     "sdp4bit": {"rules": SDP4BIT, "max_error": 0.2},
     # TahQuant: activations from one pipeline stage to the next, and their gradients back.

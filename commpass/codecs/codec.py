@@ -65,6 +65,16 @@ class Codec(ABC):
     ``used_bytes``."""
 
     @property
+    def wire_spec(self) -> str:
+        """What its wires are called: ``spec`` without what changes no bit of them."""
+        return self.spec
+
+    def measured(self, bits: float) -> Codec:
+        """The codec whose sizes are planned with so many bits a value, as measured; itself where
+        they do not depend on the values."""
+        return self
+
+    @property
     @abstractmethod
     def block(self) -> int:
         """How many values are encoded together: rows are padded to a multiple of it."""
@@ -198,14 +208,14 @@ class Codec(ABC):
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
             raise PolicyError(f"codec {self.spec!r} cannot carry {x.dtype}; it carries {names}")
         return Wire(
-            self.encode_rows(x.reshape(1, -1)).flatten(), self.spec, tuple(x.shape), x.dtype
+            self.encode_rows(x.reshape(1, -1)).flatten(), self.wire_spec, tuple(x.shape), x.dtype
         )
 
     @ambient_free
     def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
         """The tensor back, in the shape and dtype that was encoded, which ``like`` must have if it
         is given."""
-        if wire.codec != self.spec:
+        if wire.codec != self.wire_spec:
             raise PolicyError(f"a wire of codec {wire.codec!r} cannot be decoded by {self.spec!r}")
         if like is not None and (tuple(like.shape), like.dtype) != (wire.shape, wire.dtype):
             raise PolicyError(

@@ -99,12 +99,12 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def place() -> str:
-    """What ranks of one host have in common: its name, and its network."""
+    """What ranks of one host have in common: name, network, and torchrun's number for it."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         network = 0
-    return f"{platform.node()}/{network}"
+    return f"{platform.node()}/{network}/{os.environ.get('GROUP_RANK', '')}"
 
 
 def misfits(measured: Machine, now: Machine) -> Iterator[str]:

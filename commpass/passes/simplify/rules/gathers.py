@@ -13,6 +13,7 @@ from commpass.passes.simplify.chains import (
     before_clone,
     is_cast,
     is_copy,
+    is_scaling,
     is_view,
     maps_values,
     repeat,
@@ -83,10 +84,16 @@ def _lays_out(node: fx.Node) -> bool:
     return is_view(node) or is_copy(node)
 
 
-def widened(exchange: Exchange) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
+def widened(
+    exchange: Exchange, *, scaled: bool = False
+) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
     """What a collective takes, if it was widened without loss: what was widened, as what, and the
-    views between."""
-    walked = walk_back(exchange.input, is_view, lambda n: n if is_cast(n) else None)
+    views between; with ``scaled`` also what was multiplied by numbers then."""
+
+    def may_follow(node: fx.Node) -> bool:
+        return is_view(node) or (scaled and is_scaling(node))
+
+    walked = walk_back(exchange.input, may_follow, lambda n: n if is_cast(n) else None)
     if walked is None:
         return None
     cast, views = walked
