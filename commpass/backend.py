@@ -250,6 +250,7 @@ class Backend:
         self.graphs = self.resets = 0
         self.warned_of_reordering = False
         self.hidden: dict[tuple[Any, ...], bool] = {}  # as agreed on: a rank may compile alone
+        self.densities: dict[tuple[Any, ...], float] = {}  # likewise
         self.over: dict[tuple[Any, Key], str] = {}  # likewise: what is over its budget
         self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
         self.ledger = ledger.opened(policy.name)
@@ -328,6 +329,7 @@ class Backend:
         """torch._dynamo.reset calls this: all will be compiled, and compared, anew."""
         self.resets += 1
         self.hidden.clear()
+        self.densities.clear()
         self.over.clear()
         self.checked.clear()
 
@@ -488,6 +490,7 @@ class Backend:
             adds_inputs=True,
             hook=calls.hook,
             hidden=self.hidden,
+            densities=self.densities,
             hides=True,
             excluded=before.excluded if before is not None else {},
         )
@@ -646,13 +649,14 @@ class Backend:
             outcome.restore(why)
             less: dict[str, Any] = {"own": False}
             if why == agreement.HIDDEN:
-                less = {"hides": False} if road.hides else {"hidden": None}
+                less = {"hides": False} if road.hides else {"hidden": None, "densities": None}
                 less["excluded"] = outcome.excluded
             return self._planned(dataclasses.replace(road, **less), job, watch, speaker)
         if why and not plan.fallback:
             outcome.restore(why)
             outcome.error = CommpassError(why)
         self.hidden |= decided(outcome.plan)
+        self.densities |= outcome.densities
         for limit in outcome.limits:
             limit.hold()
         return outcome, None, round

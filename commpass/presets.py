@@ -154,9 +154,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         ),
         "max_error": 0.15,
     },
-    # SSFusion, gradients of data parallelism: one entry in a hundred, the rest made up for later.
-    # Whole, with its fusion buffers, by commpass.parallel.ssfusion.
+    # SSFusion, gradients of data parallelism: one entry in a hundred, the rest made up for later;
+    # the smallest of a fusion whole. With what is measured, by commpass.parallel.ssfusion.
     "ssfusion": {
+        "selective": True,
         "rules": (
             Rule(
                 kind="all_reduce",

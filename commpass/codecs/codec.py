@@ -112,6 +112,12 @@ class Codec(ABC):
         return dtype if self.lossless else accumulation_dtype(dtype)
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether it encodes by numbers that were measured of the tensor's own channels: then it
+        must be given that tensor, and cannot be inside another codec."""
+        return False
+
+    @property
     def domain(self) -> Domain:
         """Where what was coded may be summed."""
         return VALUES

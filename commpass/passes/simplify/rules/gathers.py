@@ -85,10 +85,11 @@ def _lays_out(node: fx.Node) -> bool:
 
 
 def widened(
-    exchange: Exchange, *, scaled: bool = False
+    exchange: Exchange, editor: Editor, *, scaled: bool = False
 ) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
     """What a collective takes, if it was widened without loss: what was widened, as what, and the
-    views between; with ``scaled`` also what was multiplied by numbers then."""
+    views between; with ``scaled`` also what was multiplied by numbers then. None where something
+    writes to the narrow values: they are read later now."""
 
     def may_follow(node: fx.Node) -> bool:
         return is_view(node) or (scaled and is_scaling(node))
@@ -98,15 +99,14 @@ def widened(
         return None
     cast, views = walked
     source = cast.args[0]
-    return (
-        (source, cast, views) if (fake(source).dtype, fake(cast).dtype) in EXACT_WIDENINGS else None
-    )
+    exact = (fake(source).dtype, fake(cast).dtype) in EXACT_WIDENINGS
+    return (source, cast, views) if exact and source not in editor.changing else None
 
 
 def widen_then_gather(node: fx.Node, editor: Editor) -> Applied | None:
     """gather(to(wide, x)) = to(wide, gather(x)): likewise, and widening loses nothing."""
     exchange = editor.exchange(node, GATHERS)
-    found = widened(exchange) if exchange is not None else None
+    found = widened(exchange, editor) if exchange is not None else None
     if exchange is None or found is None:
         return None
     source, cast, views = found
@@ -138,6 +138,7 @@ def gather_of_expand(node: fx.Node, editor: Editor) -> Applied | None:
         exchange is None
         or wide is None
         or wide.target not in (aten.expand.default, aten.full.default)
+        or wide in editor.changing
     ):
         return None
     shape = fake(wide).shape

@@ -135,7 +135,7 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     lossless one codes the narrow bits (ZipCCL, section 4: of bfloat16 gradients 11 bits instead of
     27)."""
     exchange = editor.exchange(node, SUMS)
-    found = widened(exchange, scaled=True) if exchange is not None else None
+    found = widened(exchange, editor, scaled=True) if exchange is not None else None
     if exchange is None or found is None or not editor.keeps_values(exchange.call.node):
         return None
     call, place, (source, cast, links) = exchange.call, exchange.call.node, found
@@ -217,7 +217,7 @@ def _better_merged(node: fx.Node, wide_us: float, narrow_us: float, editor: Edit
         user = next(iter(user.users))
     terms = _terms(user, editor)
     return terms is not None and (
-        wide_us <= 2 * narrow_us or any(widened(term.exchange) is None for term in terms)
+        wide_us <= 2 * narrow_us or any(widened(term.exchange, editor) is None for term in terms)
     )
 
 
@@ -227,6 +227,8 @@ def expanded(node: fx.Node, editor: Editor) -> Applied | None:
     exchange = editor.exchange(node, ("all_reduce",))
     wide = before_clone(exchange.input) if exchange is not None else None
     if exchange is None or wide is None or wide.target is not aten.expand.default:
+        return None
+    if wide in editor.changing:
         return None
     call = exchange.call
     narrow: Any = wide.args[0]
