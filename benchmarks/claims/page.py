@@ -9,9 +9,10 @@ HEAD = """# The papers' claims, and ours
 
 Each headline of the five papers beside what commpass gives. Measured numbers are those of graphs
 that `torch.compile(backend=commpass.backend(...))` made, on four ranks over gloo where the last
-column says nothing else. Predicted ones are the cost model's for the paper's hardware. `python -m benchmarks.claims` writes this page, from
-`benchmarks/results/claims.json`: {date}, commit {commit}, torch {torch}. Runs of minutes are
-experiments, each with a file in `benchmarks/results/claims/`; ± is the spread over seeds.
+column says nothing else. Predicted ones are the cost model's for the paper's hardware.
+`python -m benchmarks.claims` writes this page, from `benchmarks/results/claims.json`: {date},
+commit {commit}, torch {torch}. Runs of minutes are experiments, each with a file in
+`benchmarks/results/claims/`; ± is the spread over seeds.
 
 - *reproduced*: an order holds, or a number is within 2 % (a ratio: 15 %; a change of a loss: two
   spreads, or 0.25 % of the loss).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import benchmarks.claims.experiments  # noqa: F401 (finds the folders of tests and examples)
@@ -18,14 +20,14 @@ VALUES = 128 * 64
 
 def test_taco_training_sends_codes_of_the_form_that_is_named():
     forms = {"off": None, "TACO": "taco", "naive fp8": "fp8(static=1.0)"}
-    found = taco_training.trained(TINY, forms, {"TACO, block 32": "taco(block=32)"})["forms"]
+    forms["TACO, block 32"] = "taco(block=32)"
+    found = taco_training.trained(TINY, forms)["forms"]
     assert found["off"]["bytes"] == 4 * VALUES * 4
     # A two-shot hands over all values, then this rank's half of them.
     assert found["naive fp8"]["bytes"] == 4 * 1.5 * VALUES
     assert found["TACO"]["bytes"] == 4 * 1.5 * VALUES * (1 + 8 / 256)
     assert found["TACO, block 32"]["bytes"] == 4 * 1.5 * VALUES * (1 + 8 / 32)
     assert [run["seed"] for run in found["TACO"]["runs"]] == [0, 1]
-    assert [run["seed"] for run in found["TACO, block 32"]["runs"]] == [0]
     off, taco = (found[name]["runs"] for name in ("off", "TACO"))
     assert off[0]["validation"] != off[1]["validation"]
     assert all(0 < abs(each) < 0.5 for each in percents(taco, off))
@@ -40,7 +42,7 @@ def refused() -> None:
     """Trains without coding and asks for TACO."""
     taco_training.policy_of = lambda spec: "off"
     try:
-        taco_training.train_form("taco", (0,), TINY)
+        taco_training.train_form("taco", replace(TINY, seeds=(0,)))
     finally:
         taco_training.policy_of = POLICY_OF
 
@@ -50,7 +52,7 @@ POLICY_OF = taco_training.policy_of
 
 def test_ssfusion_training_of_all_entries_is_dense_training():
     setup = ssfusion_training.Setup(
-        layers=1, width=64, sequences=1, steps=6, seeds=(0,), densities=(1.0,), degrees=(0.5, 1.0),
+        layers=1, width=64, sequences=1, steps=6, seeds=(0,), densities=(1.0,), degrees=(0.5,),
         momentum=0.0, held_out=1, profile_steps=1,
     )  # fmt: skip
     ways = ssfusion_training.trained(setup)["ways"]
@@ -63,13 +65,13 @@ def test_ssfusion_training_of_all_entries_is_dense_training():
 def test_ssfusion_training_misses_tensors_where_they_are_fused():
     setup = ssfusion_training.Setup(
         layers=1, width=64, sequences=1, steps=6, seeds=(0,), densities=(0.001,),
-        degrees=(0.0, 1.0), held_out=1, profile_steps=2,
+        degrees=(0.0,), held_out=1, profile_steps=2,
     )  # fmt: skip
     ways = ssfusion_training.trained(setup)["ways"]
     missing = {name: way["runs"][0].get("missing") for name, way in ways.items()}
     assert missing["each tensor, 0.001"] == missing["degree 0"] == 0
     assert missing["selective, 0.001"] == 0
-    assert missing["fused, 0.001"] == missing["degree 1"] > 0.2
+    assert missing["fused, 0.001"] > 0.2
     assert ways["selective, 0.001"]["runs"][0]["overhead_s"] > 0
 
 
@@ -87,4 +89,3 @@ def test_three_d_training_codes_the_dimensions_of_each_setting():
     assert sum(sent["balanced-3d"].values()) <= sum(sent["taco-3d"].values())
     (off,), (coded,) = (found[name]["runs"] for name in ("off", "taco-3d"))
     assert coded["validation"] == pytest.approx(off["validation"], rel=0.02)
-

@@ -90,9 +90,7 @@ def test_tensors_are_missing_where_a_buffer_is_selected_from_as_a_whole():
     assert not_sent(coder.encode_rows(row), coder, [300]) == 0
 
 
-@pytest.mark.parametrize(
-    ("degree", "lengths"), [(0.0, [1, 1, 1, 1]), (0.5, [2, 1, 1]), (1.0, [4])]
-)
+@pytest.mark.parametrize(("degree", "lengths"), [(0.0, [1, 1, 1, 1]), (0.5, [2, 1, 1]), (1.0, [4])])
 def test_fused_are_the_last_tensors(degree, lengths):
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4))
     made = buffers_of(model, degree)

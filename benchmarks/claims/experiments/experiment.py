@@ -33,6 +33,14 @@ def stored(name: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def scale(name: str) -> str:
+    """How long the trainings of an experiment were, as stored; nothing before it was run."""
+    if not (FOLDER / f"{name}.json").exists():
+        return ""
+    setup = stored(name)["setup"]
+    return f"{setup['steps']} steps, {len(setup['seeds'])} seeds"
+
+
 def carry_out(experiment: Experiment) -> None:
     """Runs an experiment and stores what it found."""
     start = time.monotonic()

@@ -2,11 +2,12 @@
 (SSFusion), and in fused buffers, at two densities.
 
 A byte-level transformer (``examples/common.py``) on two ranks, each with batches of its own, learns
-English text by SGD with momentum. Momentum correction and error feedback are the same in all ways
+English text by SGD with momentum, each seed on two ranks of its own at the same time. Momentum
+correction and error feedback are the same in all ways
 (``commpass.parallel.ssfusion.memory``), and so is the selector, DGC. What others do, a selection
 from several fused tensors at once, is not part of commpass: ``Buffers`` does it here. The *fusion
-degree* is the share of tensors, from the last layer on, that are fused into one buffer; the *missing
-rate* is the share of tensors of which a rank sends nothing in a step (SSFusion, section III.A).
+degree* is the share of tensors, from the last layer on, that are fused into one buffer; the
+*missing rate* is the share of tensors of which a rank sends nothing in a step (section III.A).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from processes import Ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.claims.experiments.english import english
 from benchmarks.claims.experiments.experiment import Experiment
@@ -31,7 +33,7 @@ from commpass.parallel import ssfusion
 from commpass.parallel.ssfusion.memory import Memory
 from commpass.parallel.ssfusion.messages import Part, gather
 
-RANKS = 2
+DP = 2
 CPU = torch.device("cpu")
 BY_ONE = dict.fromkeys(("fuse", "aware", "interleave", "offload"), False)
 DENSE, EACH, SELECTIVE, FUSED = "dense", "each tensor", "selective", "fused"
@@ -42,19 +44,19 @@ KIB = (10, 100, 1000, 10_000)
 
 @dataclass(frozen=True)
 class Setup:
-    """``sequences`` of 128 bytes are a rank's batch. ``degrees`` are fused with the first seed and
-    the first density alone."""
+    """``sequences`` of 128 bytes are a rank's batch. ``degrees`` are fused at the first density;
+    1 is fused at all of them."""
 
     layers: int = 2
-    width: int = 128
+    width: int = 64
     sequences: int = 4
-    steps: int = 300
+    steps: int = 150
     seeds: tuple[int, ...] = (0, 1, 2)
     densities: tuple[float, ...] = (0.01, 0.001)
-    degrees: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    degrees: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8)
     rate: float = 0.1
     momentum: float = 0.9
-    held_out: int = 32
+    held_out: int = 16
     profile_steps: int = 5
     gbit: float = 0.1
 
@@ -67,6 +69,7 @@ class Buffers:
     tensors: list[list[nn.Parameter]]
     density: float
     momentum: float
+    group: dist.ProcessGroup
     missing: list[float] = field(default_factory=list)
     busy_s: list[float] = field(default_factory=list)
 
@@ -89,7 +92,7 @@ class Buffers:
             missing += not_sent(wires[-1], self.coder, [each.numel() for each in some])
         self.busy_s.append(time.perf_counter() - begun)
         self.missing.append(missing / sum(map(len, self.tensors)))
-        means = gather(self.parts, wires, dist.group.WORLD, CPU)
+        means = gather(self.parts, wires, self.group, CPU)
         for some, mean in zip(self.tensors, means, strict=True):
             pieces = mean.split([each.numel() for each in some])
             for each, piece in zip(some, pieces, strict=True):
@@ -120,26 +123,31 @@ def run() -> dict[str, Any]:
 
 
 def trained(setup: Setup) -> dict[str, Any]:
+    """What each way gave, and how long a selection takes."""
     ways: dict[str, Any] = {}
-    ranks = Ranks(RANKS)
-
-    def add(name: str, way: str, density: float, seeds: Sequence[int], degree: float = 1.0) -> None:
-        jobs = [(way, density, degree, seed, setup) for seed in seeds]
-        runs = [mean_of(ranks.run(train, *job, timeout=3600)) for job in jobs]
-        ways[name] = {"way": way, "density": density, "degree": degree, "runs": runs}
-
+    ranks = Ranks(DP * len(setup.seeds))
     try:
-        add(DENSE, DENSE, 1.0, setup.seeds)
-        for density in setup.densities:
-            for way in (EACH, SELECTIVE, FUSED):
-                add(f"{way}, {density:g}", way, density, setup.seeds)
-        for degree in setup.degrees:
-            name = f"degree {degree:g}"
-            add(name, FUSED, setup.densities[0], setup.seeds[:1], degree)
+        for name, way, density, degree in jobs(setup):
+            rows = ranks.run(train, way, density, degree, setup, timeout=3600)
+            ways[name] = {"density": density, "runs": runs_of(rows)}
         latencies = ranks.run(select_us, timeout=600)[0]
     finally:
         ranks.stop()
-    return {"ranks": RANKS, "setup": vars(setup), "ways": ways, "select_us": latencies}
+    return {"dp": DP, "setup": vars(setup), "ways": ways, "select_us": latencies}
+
+
+def jobs(setup: Setup) -> list[tuple[str, str, float, float]]:
+    """Name, way, density and fusion degree of all that is trained."""
+    found = [(DENSE, DENSE, 1.0, 0.0)]
+    for density in setup.densities:
+        found += [(f"{way}, {density:g}", way, density, 1.0) for way in (EACH, SELECTIVE, FUSED)]
+    first = setup.densities[0]
+    return found + [(f"degree {degree:g}", FUSED, first, degree) for degree in setup.degrees]
+
+
+def runs_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The run of each seed, from what all ranks found."""
+    return [mean_of(rows[start : start + DP]) for start in range(0, len(rows), DP)]
 
 
 def mean_of(found: list[dict[str, Any]]) -> dict[str, Any]:
@@ -152,10 +160,12 @@ def mean_of(found: list[dict[str, Any]]) -> dict[str, Any]:
     return found[0] | means
 
 
-def train(way: str, density: float, degree: float, seed: int, setup: Setup) -> dict[str, Any]:
-    """On a rank: one run."""
+def train(way: str, density: float, degree: float, setup: Setup) -> dict[str, Any]:
+    """On a rank: the run of its seed."""
     import common
 
+    mesh = init_device_mesh("cpu", (len(setup.seeds), DP), mesh_dim_names=("seed", "dp"))
+    seed, group = setup.seeds[mesh["seed"].get_local_rank()], mesh["dp"].get_group()
     torch.manual_seed(seed)
     model = common.Transformer(setup.layers, setup.width)
     momentum = setup.momentum if way == DENSE else 0.0
@@ -163,7 +173,7 @@ def train(way: str, density: float, degree: float, seed: int, setup: Setup) -> d
     slower = torch.optim.lr_scheduler.CosineAnnealingLR(learn, setup.steps, setup.rate / 10)
     buffers = handle = None
     if way == FUSED:
-        buffers = Buffers(buffers_of(model, degree), density, setup.momentum)
+        buffers = Buffers(buffers_of(model, degree), density, setup.momentum, group)
     elif way != DENSE:
         handle = ssfusion(
             model,
@@ -172,17 +182,18 @@ def train(way: str, density: float, degree: float, seed: int, setup: Setup) -> d
             profile=f"ethernet-{setup.gbit:g}g",
             profile_steps=setup.profile_steps,
             force=True,
+            group=group,
             **(BY_ONE if way == EACH else {}),
         )
     text, losses = english(), []
     begun = time.perf_counter()
-    for batch in common.batches(text.train, setup.steps, seed, dist.get_rank()):
+    for batch in common.batches(text.train, setup.steps, seed, group.rank()):
         loss = model(batch[: setup.sequences])
         loss.backward()
         if buffers is not None:
             buffers.exchange()
         elif way == DENSE:
-            reduce_all(model)
+            reduce_all(model, group)
         learn.step()
         learn.zero_grad()
         slower.step()
@@ -215,11 +226,11 @@ def facts_of(handle: Any) -> dict[str, Any]:
     }
 
 
-def reduce_all(model: nn.Module) -> None:
+def reduce_all(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Gradients become their means over the ranks, in one exchange."""
     gradients = [each.grad for each in model.parameters()]
-    flat = torch.cat([each.flatten() for each in gradients]) / dist.get_world_size()
-    dist.all_reduce(flat)
+    flat = torch.cat([each.flatten() for each in gradients]) / group.size()
+    dist.all_reduce(flat, group=group)
     pieces = flat.split([each.numel() for each in gradients])
     for gradient, piece in zip(gradients, pieces, strict=True):
         gradient.copy_(piece.view(gradient.shape))

@@ -6,7 +6,6 @@ from benchmarks.claims.cases import Case
 from benchmarks.claims.claim import Claim, Found
 from benchmarks.claims.ranks import NAIVE
 
-
 EQUARX = {
     name: Case(f"equarx {name}", "equarx", how)
     for name, how in {

@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.claims.claim import Claim, Found
+from benchmarks.claims.experiments.experiment import scale
 from benchmarks.claims.experiments.losses import Runs, mean_percent, percents, spread_percent
 
 
 @dataclass(frozen=True)
 class Trained:
     """The runs of an experiment: ``forms`` is the key of its forms, ``base`` the form without, and
-    ``note`` the scale."""
+    ``what`` is trained."""
 
     experiment: str
     forms: str
     base: str
-    note: str
+    what: str
 
     def runs(self, found: Found, form: str) -> Runs:
         return found[self.experiment][self.forms][form]["runs"]
@@ -54,11 +55,17 @@ class Trained:
             experiments=(self.experiment,),
             measure=of(mean_percent),
             spread=of(spread_percent),
-            note="; ".join(filter(None, (note, self.note))),
+            note=self.note(note),
         )
 
     def order(
-        self, paper: str, where: str, text: str, holds: Callable[[Found], bool], *, note: str = ""
+        self,
+        paper: str,
+        where: str,
+        text: str,
+        holds: Callable[[Found], bool],
+        *,
+        note: str = "",
     ) -> Claim:
         return Claim(
             paper=paper,
@@ -67,7 +74,7 @@ class Trained:
             kind="order",
             experiments=(self.experiment,),
             measure=holds,
-            note="; ".join(filter(None, (note, self.note))),
+            note=self.note(note),
         )
 
     def is_above(self, found: Found, form: str, other: str) -> bool:
@@ -76,3 +83,7 @@ class Trained:
 
     def percent(self, found: Found, form: str, base: str = "") -> float:
         return mean_percent(self.runs(found, form), self.runs(found, base or self.base))
+
+    def note(self, more: str = "") -> str:
+        """What is trained, and for how long."""
+        return "; ".join(filter(None, (more, self.what, scale(self.experiment))))

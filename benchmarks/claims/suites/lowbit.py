@@ -5,7 +5,6 @@ from __future__ import annotations
 from benchmarks.claims.cases import Case
 from benchmarks.claims.claim import Claim, Found
 
-
 LOW = {
     how: Case(f"low-bit {how}", f"calibrated:{how}", "one_shot", "channels")
     for how in ("each", "shared", "random", "none")

@@ -10,7 +10,7 @@ TRAINED = Trained(
     "three_d_training",
     "settings",
     "off",
-    "0.5 million parameters on bytes of English, a mesh of 2 x 2 x 2, float32, 150 steps, 3 seeds",
+    "0.15 million parameters on bytes of English, a mesh of 2 x 2 x 2, float32",
 )
 THROUGHPUT = {"2.7B": (39.9, 1.01, 1.50), "6.7B": (61.1, 1.02, 1.53), "13B": (73.8, 1.02, 1.51)}
 

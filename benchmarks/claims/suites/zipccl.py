@@ -7,7 +7,6 @@ import torch
 from benchmarks.claims.cases import Case
 from benchmarks.claims.claim import Claim
 
-
 GATHERED = Case(
     "zipccl gather", "exponent(planes=3)", "direct", "gaussian", "all_gather", "bfloat16"
 )
