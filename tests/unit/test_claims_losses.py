@@ -21,7 +21,7 @@ from benchmarks.claims.sizes import SMALL, small_percents, tensor_sizes
 from benchmarks.claims.suites.losses import Trained
 from commpass.codecs import codec
 
-TRAINED = Trained("some", "forms", "off", "small")
+TRAINED = Trained("some", "forms", "off", "small", ("more",))
 
 
 def runs(*losses: float | None) -> list[dict]:
@@ -29,7 +29,14 @@ def runs(*losses: float | None) -> list[dict]:
 
 
 def found(**forms: list[dict]) -> dict:
-    return {"some": {"forms": {name: {"runs": each} for name, each in forms.items()}}}
+    return {"some": stored(**forms)}
+
+
+def stored(steps: int = 2, **forms: list[dict]) -> dict:
+    return {
+        "setup": {"steps": steps},
+        "forms": {name: {"runs": each} for name, each in forms.items()},
+    }
 
 
 def test_run_has_means_of_tenths_and_what_diverged_is_none():
@@ -71,6 +78,17 @@ def test_claim_of_a_loss_has_its_numbers_and_its_scale():
     assert claim.note == "on purpose; small"
     over = TRAINED.loss("P", "w", "t", 0.0, "bad", base="bad")
     assert over.measure(seen) == 0.0
+
+
+def test_form_of_another_experiment_has_the_setup_of_the_base():
+    seen = found(off=runs(2.0)) | {"more": stored(part=runs(2.2))}
+    assert TRAINED.percent(seen, "part") == pytest.approx(10.0)
+    with pytest.raises(RuntimeError, match="more has not the setup of some"):
+        TRAINED.percent(seen | {"more": stored(3, part=runs(2.2))}, "part")
+    with pytest.raises(KeyError):
+        TRAINED.percent(seen | {"more": None}, "part")
+    claim = TRAINED.loss("P", "w", "t", 9.9, "part", needs="more")
+    assert claim.experiments == ("some", "more")
 
 
 def test_english_is_divided_into_parts_without_a_common_topic():

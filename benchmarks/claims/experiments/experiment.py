@@ -24,20 +24,18 @@ class Experiment:
     run: Callable[[], dict[str, Any]]
 
 
-def stored(name: str) -> dict[str, Any]:
-    """The result of an experiment. Raises FileNotFoundError that says how to run it."""
+def stored(name: str) -> dict[str, Any] | None:
+    """The result of an experiment; None before it was run."""
     path = FOLDER / f"{name}.json"
-    if not path.exists():
-        text = f"{name} has no stored result: python -m benchmarks.claims --run {name}"
-        raise FileNotFoundError(text)
-    return json.loads(path.read_text())
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def scale(name: str) -> str:
     """How long the trainings of an experiment were, as stored; nothing before it was run."""
-    if not (FOLDER / f"{name}.json").exists():
+    found = stored(name)
+    if found is None:
         return ""
-    setup = stored(name)["setup"]
+    setup = found["setup"]
     return f"{setup['steps']} steps, {len(setup['seeds'])} seeds"
 
 

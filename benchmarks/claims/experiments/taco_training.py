@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -30,7 +31,7 @@ from commpass.codecs import codec
 TP = 2
 WHOLE = 16384
 """What one rank encodes for the other, so that there is one scale for all of it."""
-FORMS: dict[str, str | None] = {
+FORMATS: dict[str, str | None] = {
     "off": None,
     "TACO": "taco",
     "naive fp8": "fp8(static=1.0)",
@@ -38,15 +39,20 @@ FORMS: dict[str, str | None] = {
     "TahQuant": "tahquant",
     "TACO int8": "taco(form=int8)",
     "rotated": "rotated",
+}
+"""By name, the codec; None leaves all collectives alone."""
+PARTS: dict[str, str | None] = {
     "DS alone": "taco(rotate=False)",
     "ASH alone": "rotated(form=e4m3, scale=rms, stored=fp32)",
     "Hadamard": "taco(scale=absmax)",
     "fp8, one scale": f"fp8(block={WHOLE})",
     "int8, one scale": f"int8(block={WHOLE})",
     "rotated, 6 bits": "rotated(bits=6)",
-    **{f"TACO, block {size}": f"taco(block={size})" for size in (32, 64, 128, 512)},
 }
-"""By name, the codec; None leaves all collectives alone. Blocks are of 256 where none is named."""
+BLOCKS: dict[str, str | None] = {
+    f"TACO, block {size}": f"taco(block={size})" for size in (32, 64, 128, 512)
+}
+"""256 is the block of those that name none."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,6 @@ class Setup:
     rate: float = 2e-3
     held_out: int = 16
     inner: str = "eager"
-
-
-def run() -> dict[str, Any]:
-    return trained(Setup(), FORMS)
 
 
 def trained(setup: Setup, forms: Mapping[str, str | None]) -> dict[str, Any]:
@@ -162,5 +164,14 @@ def train(
 
 
 TACO_TRAINING = Experiment(
-    "taco_training", "losses of tensor-parallel training under TACO and others", 25, run
+    "taco_training",
+    "losses of tensor-parallel training by format",
+    6,
+    partial(trained, Setup(), FORMATS),
+)
+TACO_PARTS = Experiment(
+    "taco_parts", "the same with parts of TACO alone", 6, partial(trained, Setup(), PARTS)
+)
+TACO_BLOCKS = Experiment(
+    "taco_blocks", "the same with other block sizes", 4, partial(trained, Setup(), BLOCKS)
 )

@@ -14,18 +14,30 @@ from benchmarks.claims.experiments.losses import Runs, mean_percent, percents, s
 @dataclass(frozen=True)
 class Trained:
     """The runs of an experiment: ``forms`` is the key of its forms, ``base`` the form without, and
-    ``what`` is trained."""
+    ``what`` is trained. Other experiments may hold more forms of the same training (``more``)."""
 
     experiment: str
     forms: str
     base: str
     what: str
-
-    def runs(self, found: Found, form: str) -> Runs:
-        return found[self.experiment][self.forms][form]["runs"]
+    more: tuple[str, ...] = ()
 
     def form(self, found: Found, form: str) -> dict[str, Any]:
-        return found[self.experiment][self.forms][form]
+        """What is stored of a form. Raises RuntimeError where it was trained in another way than
+        the base."""
+        setup = found[self.experiment]["setup"]
+        for name in (self.experiment, *self.more):
+            result = found.get(name)
+            if result is not None and form in result[self.forms]:
+                if result["setup"] != setup:
+                    raise RuntimeError(
+                        f"{name} has not the setup of {self.experiment}: run it again"
+                    )
+                return result[self.forms][form]
+        raise KeyError(form)
+
+    def runs(self, found: Found, form: str) -> Runs:
+        return self.form(found, form)["runs"]
 
     def loss(
         self,
@@ -37,9 +49,11 @@ class Trained:
         *,
         part: str = "validation",
         base: str = "",
+        needs: str = "",
         note: str = "",
     ) -> Claim:
-        """By how much the loss of a form is above that of ``base``, in percent."""
+        """By how much the loss of a form is above that of ``base``, in percent; ``needs`` is the
+        other experiment that has the form."""
 
         def of(statistic: Callable[..., Any]) -> Callable[[Found], Any]:
             return lambda found: statistic(
@@ -52,7 +66,7 @@ class Trained:
             text=text,
             number=number,
             kind="loss",
-            experiments=(self.experiment,),
+            experiments=self.needed(needs),
             measure=of(mean_percent),
             spread=of(spread_percent),
             note=self.note(note),
@@ -65,6 +79,7 @@ class Trained:
         text: str,
         holds: Callable[[Found], bool],
         *,
+        needs: str = "",
         note: str = "",
     ) -> Claim:
         return Claim(
@@ -72,7 +87,7 @@ class Trained:
             where=where,
             text=text,
             kind="order",
-            experiments=(self.experiment,),
+            experiments=self.needed(needs),
             measure=holds,
             note=self.note(note),
         )
@@ -83,6 +98,10 @@ class Trained:
 
     def percent(self, found: Found, form: str, base: str = "") -> float:
         return mean_percent(self.runs(found, form), self.runs(found, base or self.base))
+
+    def needed(self, other: str) -> tuple[str, ...]:
+        """The experiments of a claim that also needs another one, "" for none."""
+        return (self.experiment, other) if other else (self.experiment,)
 
     def note(self, more: str = "") -> str:
         """What is trained, and for how long."""

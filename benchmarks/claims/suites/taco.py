@@ -12,11 +12,13 @@ from benchmarks.claims.suites.losses import Trained
 
 PAPER = "TACO"
 HARDWARE = "needs the paper's GPUs"
+PARTS, BY_BLOCK = "taco_parts", "taco_blocks"
 TRAINED = Trained(
     "taco_training",
     "forms",
     "off",
     "0.15 million parameters on bytes of English, TP 2, float32",
+    (PARTS, BY_BLOCK),
 )
 OVERLAP = "taco_overlap"
 CASES = {
@@ -114,16 +116,20 @@ def losses() -> list[Claim]:
             "figure 11", "naive fp8, validation loss: 5.6057 instead of 2.6631", 110.5, "naive fp8"
         ),
         order("figure 11", "naive fp8 loses more than TACO", above("naive fp8", "TACO")),
-        loss("figure 11", "two scales without the rotation: 3.3005", 23.93, "DS alone"),
+        loss(
+            "figure 11", "two scales without the rotation: 3.3005", 23.93, "DS alone", needs=PARTS
+        ),
         order(
             "figure 11",
             "two scales without the rotation lose more than TACO",
             above("DS alone", "TACO"),
+            needs=PARTS,
         ),
         order(
             "section 5.2.2",
             "the rotation with the first scale alone recovers little: here 1 % is lost or more",
             lambda found: TRAINED.percent(found, "ASH alone") >= 1,
+            needs=PARTS,
             note="peaks of a rotated block stay below 8 deviations, which E4M3 still holds",
         ),
         loss("figure 12", "TACO, GPT of 6.7B, validation loss", 0.70, "TACO"),
@@ -133,12 +139,14 @@ def losses() -> list[Claim]:
             "a Hadamard rotation without the adaptive scale: 2.7577",
             3.55,
             "Hadamard",
+            needs=PARTS,
             note="the adaptive scale cancels where the block is scaled again, as section 4.3 does",
         ),
         order(
             "figure 13",
             "a rotation without the adaptive scale loses more than TACO",
             above("Hadamard", "TACO"),
+            needs=PARTS,
         ),
         loss("figure 13", "TACO at TP 4, validation loss", 0.17, "TACO"),
         loss("figure 14", "E5M2: 3.3052", 24.1, "TACO E5M2"),
@@ -152,6 +160,7 @@ def losses() -> list[Claim]:
             "figures 5 and 6",
             "one scale a tensor: 8-bit integers lose more than fp8",
             above("int8, one scale", "fp8, one scale"),
+            needs=PARTS,
         ),
         order(
             "ours",
@@ -162,6 +171,7 @@ def losses() -> list[Claim]:
             "ours",
             "our codec of 6.06 bits loses less than 0.25 %",
             less_than_percent("rotated, 6 bits", 0.25),
+            needs=PARTS,
         ),
     ]
 
@@ -182,10 +192,14 @@ def blocks() -> list[Claim]:
             f"blocks of {size}, validation loss",
             number,
             form(size),
+            needs="" if size == 256 else BY_BLOCK,
         )
         for size, number in BLOCKS.items()
     ]
-    return [*rows, TRAINED.order(PAPER, "table 2", "blocks of 256 lose least", best)]
+    return [
+        *rows,
+        TRAINED.order(PAPER, "table 2", "blocks of 256 lose least", best, needs=BY_BLOCK),
+    ]
 
 
 def steps() -> list[Claim]:
