@@ -20,7 +20,7 @@ commit {commit}, torch {torch}. Runs of minutes are experiments, each with a fil
 - *contradicted*: neither.
 - *predicted only*, *fitted*: the cost model's number; a parameter was fitted to the second kind.
 - *not testable here*: the last column says why.
-- *not run*: an experiment is there, and its result is not.
+- *not run*: its experiment has no result yet (`python -m benchmarks.claims --run NAME`).
 """
 
 

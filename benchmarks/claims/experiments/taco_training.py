@@ -63,10 +63,10 @@ class Setup:
     layers: int = 2
     width: int = 64
     sequences: int = 4
-    steps: int = 150
+    steps: int = 300
     seeds: tuple[int, ...] = (0, 1, 2)
     rate: float = 2e-3
-    held_out: int = 16
+    held_out: int = 32
     inner: str = "eager"
 
 

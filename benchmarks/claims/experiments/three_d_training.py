@@ -52,10 +52,10 @@ class Setup:
     width: int = 64
     sequences: int = 4
     microbatches: int = 2
-    steps: int = 60
+    steps: int = 150
     seeds: tuple[int, ...] = (0, 1, 2)
     rate: float = 2e-3
-    held_out: int = 8
+    held_out: int = 16
     inner: str = "eager"
 
 
