@@ -33,10 +33,10 @@ class Claim:
     """A headline of a paper. ``number`` is the paper's, None where it states an order alone.
 
     ``measure`` makes our number (of an order: whether it holds) of the ``cases`` and of the
-    ``experiments`` by name; ``spread`` is its standard deviation over the seeds, None for
-    one seed. Of the kind "loss", both numbers are percent of the loss without. ``predicted`` is
-    that of the cost model, ``assumed`` what it stands on, ``fitted`` whether a parameter was fitted
-    to this very number. ``note`` says how it was measured. ``why_not`` says why there is neither.
+    ``experiments`` by name; ``spread`` is its standard deviation over the seeds, None for one. Of
+    the kind "loss", both numbers are percent, mostly of the loss without. ``predicted`` is that of
+    the cost model, ``assumed`` what it stands on, ``fitted`` whether a parameter was fitted to this
+    very number. ``note`` says how it was measured. ``why_not`` says why there is neither.
     """
 
     paper: str

@@ -76,7 +76,7 @@ def missing() -> list[Claim]:
             where=where,
             text=text,
             number=number,
-            kind="order" if number is None else "ratio",
+            kind="order" if number is None else "loss",
             experiments=(TRAINED.experiment,),
             measure=measure,
             note=TRAINED.note(),
