@@ -35,8 +35,8 @@ def scale(name: str) -> str:
     found = stored(name)
     if found is None:
         return ""
-    setup = found["setup"]
-    return f"{setup['steps']} steps, {len(setup['seeds'])} seeds"
+    steps, seeds = found["setup"]["steps"], len(found["setup"]["seeds"])
+    return f"{steps} steps, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
 
 
 def carry_out(experiment: Experiment) -> None:
