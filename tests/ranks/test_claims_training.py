@@ -25,7 +25,8 @@ def test_taco_training_sends_codes_of_the_form_that_is_named():
     assert found["off"]["bytes"] == 4 * VALUES * 4
     # A two-shot hands over all values, then this rank's half of them.
     assert found["naive fp8"]["bytes"] == 4 * 1.5 * VALUES
-    assert found["TACO"]["bytes"] == 4 * 1.5 * VALUES * (1 + 8 / 256)
+    # Both regions of scales of all three rows, of 64 bytes each, are padded to 128.
+    assert found["TACO"]["bytes"] == 4 * (1.5 * VALUES + 3 * 2 * 128)
     assert found["TACO, block 32"]["bytes"] == 4 * 1.5 * VALUES * (1 + 8 / 32)
     assert [run["seed"] for run in found["TACO"]["runs"]] == [0, 1]
     off, taco = (found[name]["runs"] for name in ("off", "TACO"))
