@@ -10,7 +10,7 @@ from benchmarks.claims.cases import Case
 
 Kind = Literal["exact", "ratio", "order", "loss"]
 Found = Mapping[str, Any]
-"""By name: of each case what was `Measured`, of each experiment its stored result."""
+"""By name: of each case what was `Measured`, of each experiment its stored result, or None."""
 WITHIN = {"exact": 0.02, "ratio": 0.15}
 """How far from the paper's number a reproduced one may be, by the kind of claim."""
 LOSS_WITHIN = 0.25
@@ -33,10 +33,10 @@ class Claim:
     """A headline of a paper. ``number`` is the paper's, None where it states an order alone.
 
     ``measure`` makes our number (of an order: whether it holds) of the ``cases`` and of the
-    ``experiments`` by name; ``spread`` is its standard deviation over the seeds. Of the kind
-    "loss", both numbers are percent of the loss without. ``predicted`` is that of the cost model,
-    ``assumed`` what it stands on, ``fitted`` whether a parameter was fitted to this very number.
-    ``note`` says how it was measured. ``why_not`` says why there is neither.
+    ``experiments`` by name; ``spread`` is its standard deviation over the seeds, None for one. Of
+    the kind "loss", both numbers are percent, mostly of the loss without. ``predicted`` is that of
+    the cost model, ``assumed`` what it stands on, ``fitted`` whether a parameter was fitted to this
+    very number. ``note`` says how it was measured. ``why_not`` says why there is neither.
     """
 
     paper: str
@@ -47,7 +47,7 @@ class Claim:
     cases: tuple[Case, ...] = ()
     experiments: tuple[str, ...] = ()
     measure: Callable[[Found], float | bool] | None = None
-    spread: Callable[[Found], float] | None = None
+    spread: Callable[[Found], float | None] | None = None
     predicted: float | str | None = None
     assumed: str = ""
     fitted: bool = False
@@ -66,7 +66,10 @@ class Result:
 
 
 def judged(claim: Claim, found: Found) -> Result:
-    """The verdict over a claim. Raises KeyError where a case or an experiment was not run."""
+    """The verdict over a claim: "not run" where the result of an experiment is None. Raises
+    KeyError where a case was not run, or an experiment is not there."""
+    if any(found[name] is None for name in claim.experiments):
+        return Result(claim, None, None, "not run")
     if claim.measure is None:
         if claim.predicted is None:
             return Result(claim, None, None, "not testable here")

@@ -8,10 +8,11 @@ from typing import Any
 HEAD = """# The papers' claims, and ours
 
 Each headline of the five papers beside what commpass gives. Measured numbers are those of graphs
-that `torch.compile(backend=commpass.backend(...))` made, on four ranks over gloo. Predicted ones
-are the cost model's for the paper's hardware. `python -m benchmarks.claims` writes this page, from
-`benchmarks/results/claims.json`: {date}, commit {commit}, torch {torch}. Runs of minutes are
-experiments, each with a file in `benchmarks/results/claims/`; ± is the spread over seeds.
+that `torch.compile(backend=commpass.backend(...))` made, on four ranks over gloo where the last
+column says nothing else. Predicted ones are the cost model's for the paper's hardware.
+`python -m benchmarks.claims` writes this page, from `benchmarks/results/claims.json`: {date},
+commit {commit}, torch {torch}. Runs of minutes are experiments, each with a file in
+`benchmarks/results/claims/`; ± is the spread over seeds.
 
 - *reproduced*: an order holds, or a number is within 2 % (a ratio: 15 %; a change of a loss: two
   spreads, or 0.25 % of the loss).
@@ -19,6 +20,7 @@ experiments, each with a file in `benchmarks/results/claims/`; ± is the spread 
 - *contradicted*: neither.
 - *predicted only*, *fitted*: the cost model's number; a parameter was fitted to the second kind.
 - *not testable here*: the last column says why.
+- *not run*: its experiment has no result yet (`python -m benchmarks.claims --run NAME`).
 """
 
 

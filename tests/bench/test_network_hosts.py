@@ -49,3 +49,20 @@ def test_levels_are_measured_and_nothing_is_left_behind(tmp_path):
         assert row["ms"][1] > row["ideal_ms"] > 0
     assert all(name in done.stdout for name in names)
     assert left(str(tmp_path)) == before
+
+
+def test_taco_steps_are_measured(tmp_path):
+    """The experiment of ``benchmarks.claims``: plain steps and coded ones, whose bytes are those of
+    a two-shot of 8 sequences of 128 bytes, width 64."""
+    path = tmp_path / "found.json"
+    command = [sys.executable, "-m", "benchmarks.claims.experiments.taco_overlap"]
+    command += ["--quick", "--json", str(path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    plain, coded = json.loads(path.read_text())["rows"]
+    assert (plain["way"], plain["bytes"]) == ("plain", None)
+    assert (coded["way"], coded["sites"]) == ("two_shot", 4)
+    assert plain["ms"] == sorted(plain["ms"])
+    assert coded["bytes"] == 4 * 1.5 * 8 * 128 * 64 * (1 + 8 / 256)

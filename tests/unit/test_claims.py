@@ -61,6 +61,16 @@ def test_claims_that_are_not_measured_say_what_there_is():
     assert judged(claim(why_not="no weights"), {}).verdict == "not testable here"
 
 
+def test_claims_whose_experiment_was_not_run_say_so():
+    both = claim(
+        measure=lambda found: found["a"] > found["b"], kind="order", experiments=("a", "b")
+    )
+    assert judged(both, {"a": 2, "b": 1}).verdict == "reproduced"
+    assert judged(both, {"a": 2, "b": None}).verdict == "not run"
+    with pytest.raises(KeyError):
+        judged(both, {"a": 2})
+
+
 def test_every_claim_has_a_number_or_says_why_not():
     for each in every():
         assert (each.measure is None) != (each.predicted is None and not each.why_not)

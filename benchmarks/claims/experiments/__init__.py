@@ -5,6 +5,27 @@ A file an experiment, which holds an ``Experiment`` and what it runs.
 
 from __future__ import annotations
 
+import benchmarks.network  # noqa: F401 (finds the folders of tests and examples)
 from benchmarks.claims.experiments.experiment import Experiment
+from benchmarks.claims.experiments.ssfusion_times import SSFUSION_TIMES
+from benchmarks.claims.experiments.ssfusion_training import SSFUSION_TRAINING
+from benchmarks.claims.experiments.taco_overlap import TACO_OVERLAP
+from benchmarks.claims.experiments.taco_training import (
+    TACO_BLOCKS,
+    TACO_PARTS,
+    TACO_TRAINING,
+)
+from benchmarks.claims.experiments.three_d_training import THREE_D_TRAINING
 
-EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in ()}
+EXPERIMENTS: dict[str, Experiment] = {
+    each.name: each
+    for each in (
+        TACO_TRAINING,
+        TACO_PARTS,
+        TACO_BLOCKS,
+        TACO_OVERLAP,
+        SSFUSION_TRAINING,
+        SSFUSION_TIMES,
+        THREE_D_TRAINING,
+    )
+}

@@ -24,13 +24,19 @@ class Experiment:
     run: Callable[[], dict[str, Any]]
 
 
-def stored(name: str) -> dict[str, Any]:
-    """The result of an experiment. Raises FileNotFoundError that says how to run it."""
+def stored(name: str) -> dict[str, Any] | None:
+    """The result of an experiment; None before it was run."""
     path = FOLDER / f"{name}.json"
-    if not path.exists():
-        text = f"{name} has no stored result: python -m benchmarks.claims --run {name}"
-        raise FileNotFoundError(text)
-    return json.loads(path.read_text())
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def scale(name: str) -> str:
+    """How long the trainings of an experiment were, as stored; nothing before it was run."""
+    found = stored(name)
+    if found is None:
+        return ""
+    steps, seeds = found["setup"]["steps"], len(found["setup"]["seeds"])
+    return f"{steps} steps, {'one seed' if seeds == 1 else f'{seeds} seeds'}"
 
 
 def carry_out(experiment: Experiment) -> None:

@@ -8,8 +8,9 @@ from benchmarks.claims.suites.lowbit import lowbit
 from benchmarks.claims.suites.predicted import predicted
 from benchmarks.claims.suites.ssfusion import ssfusion
 from benchmarks.claims.suites.taco import taco
+from benchmarks.claims.suites.three_d import three_d
 from benchmarks.claims.suites.zipccl import zipccl
 
 
 def every() -> list[Claim]:
-    return [*taco(), *zipccl(), *lowbit(), *equarx(), *ssfusion(), *predicted()]
+    return [*taco(), *three_d(), *zipccl(), *lowbit(), *equarx(), *ssfusion(), *predicted()]
