@@ -5,6 +5,15 @@ A file an experiment, which holds an ``Experiment`` and what it runs.
 
 from __future__ import annotations
 
+from benchmarks.claims.experiments import (
+    equarx_forms,
+    lowbit_perplexity,
+    zipccl_bits,
+    zipccl_late,
+)
 from benchmarks.claims.experiments.experiment import Experiment
 
-EXPERIMENTS: dict[str, Experiment] = {each.name: each for each in ()}
+EXPERIMENTS: dict[str, Experiment] = {
+    each.EXPERIMENT.name: each.EXPERIMENT
+    for each in (lowbit_perplexity, zipccl_bits, zipccl_late, equarx_forms)
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.claims.claim import Claim
 from benchmarks.claims.suites.equarx import equarx
+from benchmarks.claims.suites.formulas import formulas
 from benchmarks.claims.suites.lowbit import lowbit
 from benchmarks.claims.suites.predicted import predicted
 from benchmarks.claims.suites.ssfusion import ssfusion
@@ -12,4 +13,4 @@ from benchmarks.claims.suites.zipccl import zipccl
 
 
 def every() -> list[Claim]:
-    return [*taco(), *zipccl(), *lowbit(), *equarx(), *ssfusion(), *predicted()]
+    return [*taco(), *zipccl(), *lowbit(), *equarx(), *ssfusion(), *formulas(), *predicted()]

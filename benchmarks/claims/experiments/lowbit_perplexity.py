@@ -1,0 +1,244 @@
+"""Perplexity of a trained model under low-bit tensor parallelism, by what travels.
+
+A small transformer is trained on one process, divided by tensor parallelism, calibrated on parts of
+the training text, and measured on held-out text through compiled graphs in which every all_reduce
+of forward is coded. ``selected`` channels are the paper's: static scales, the widest channels in
+bfloat16; ``random`` ones are chosen without looking; ``dynamic`` keeps the selected channels, and
+measures scales of blocks each time. Two models: as it is trained, and one with planted outlier
+channels that computes the same function.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import commpass
+from benchmarks.claims.experiments import text
+from benchmarks.claims.experiments.coded import coded_sites
+from benchmarks.claims.experiments.experiment import Experiment
+from benchmarks.claims.experiments.launch import launched
+from commpass.calibration import Calibration
+from commpass.codecs.wrappers.outlier import Channels, random_channels
+
+SHARES = (0.0, 1 / 128, 1 / 64, 1 / 32, 1 / 16)
+BITS, HOWS, SEEDS = (2, 4, 6), ("selected", "random", "dynamic"), (0, 1, 2)
+LAYERS, WIDTH, STEPS = 4, 256, 800
+CALIBRATED, MEASURED = 48, 8
+"""Sequences of a calibration; batches of held-out text."""
+PLANTED, FACTOR = 1 / 64, 32.0
+"""The share of channels that are planted, and how many times as large they become."""
+Rows = Sequence[dict[str, Any]]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class Unscaled(nn.Module):
+    """A norm behind channels that were made larger: divides them first."""
+
+    def __init__(self, norm: nn.Module, factors: Tensor) -> None:
+        super().__init__()
+        self.norm = norm
+        self.register_buffer("factors", factors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x / self.factors)
+
+
+def factors() -> Tensor:
+    """Of each channel of the residual stream: powers of two, so that products are exact."""
+    generator = torch.Generator().manual_seed(11)
+    chosen = torch.randperm(WIDTH, generator=generator) < round(PLANTED * WIDTH)
+    return torch.where(chosen, FACTOR, 1.0)
+
+
+@torch.no_grad()
+def plant(model: nn.Module) -> nn.Module:
+    """Makes channels of the residual stream larger, in all that writes to it, and divides them in
+    front of all norms that read it: the same function, to the bit."""
+    by = factors()
+    model.token.weight.mul_(by)
+    model.position.weight.mul_(by)
+    for block in model.blocks:
+        block.attn.o.weight.mul_(by.unsqueeze(1))
+        block.mlp.down.weight.mul_(by.unsqueeze(1))
+        block.norm1, block.norm2 = Unscaled(block.norm1, by), Unscaled(block.norm2, by)
+    model.norm = Unscaled(model.norm, by)
+    return model
+
+
+def divided(state: str, planted: bool) -> nn.Module:
+    from train_tp import divide
+
+    model = text.transformer(LAYERS, WIDTH)
+    model.load_state_dict(torch.load(state))
+    if planted:
+        model = plant(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    divide(model, mesh)
+    return model
+
+
+# --- policies -------------------------------------------------------------------------------------
+
+
+def policy_of(
+    found: Calibration, how: str, share: float, bits: int, seed: int
+) -> commpass.Policy:
+    """All places coded in one way; ``selected`` is ``Policy.lowbit_tp``."""
+    if how == "selected":
+        policy = commpass.Policy.lowbit_tp(found, share, bits=bits, max_error=1.0)
+        return replace(policy, rules=[replace(rule, force=True) for rule in policy.rules])
+    rules = [
+        commpass.Rule(
+            module=where.module,
+            kind=where.kind,
+            direction=where.direction,
+            codec=_codec(Channels.from_text(place.statistics), how, share, bits, seed),
+            algorithm="one_shot",
+            force=True,
+            max_error=1.0,
+        )
+        for place in found.places
+        for where in place.where
+    ]
+    return commpass.Policy(rules=sorted(rules, key=lambda rule: -str(rule.module).count(".")))
+
+
+def _codec(channels: Channels, how: str, share: float, bits: int, seed: int) -> str:
+    if how == "random":
+        chosen = replace(channels, kept=random_channels(channels.width, share, seed))
+        return commpass.codec("outlier", statistics=chosen.to_text(), bits=bits).spec
+    kept = channels.keeping(share).kept
+    bare = Channels(channels.width, kept).to_text()
+    return commpass.codec("outlier", statistics=bare, inner=f"int{bits}").spec
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+
+
+def on_rank(
+    state: str,
+    planted: bool,
+    cells: list[list[Any]],
+    seeds: list[int],
+    calibrated: int,
+    measured: int,
+    inner: str,
+) -> dict[str, Any]:
+    """The perplexity without a codec, and a row for each seed and cell ``[how, share, bits]``."""
+    model = divided(state, planted)
+    plain, rows, reach = text.perplexity(model, measured), [], []
+    for seed in seeds:
+        sequences = text.batches(text.texts()[0], calibrated, 100 + seed, size=1)
+        found = commpass.calibrate(
+            model, [(each,) for each in sequences], codecs=("int4",),
+            probes=("rotated(bits=6)",), train=False,
+        )  # fmt: skip
+        reach.append(spans(found))
+        for how, share, bits in cells:
+            policy = policy_of(found, how, share, bits, seed)
+            torch._dynamo.reset()
+            before = len(commpass.plans())
+            backend = commpass.backend(policy, inner=inner, strict=True)
+            coded = text.perplexity(torch.compile(model, backend=backend), measured)
+            sites = coded_sites(
+                commpass.plans()[before:], [rule.codec for rule in policy.rules], 2 * LAYERS
+            )
+            wire = sum(site.wire_bytes for site in sites) / sum(site.bytes for site in sites)
+            rows.append(
+                {"how": how, "share": share, "bits": bits, "seed": seed, "perplexity": coded}
+                | {"wire_bits": 32 * wire}
+            )
+    return {"perplexity": plain, "rows": rows, "widest_by_median": reach}
+
+
+def spans(found: Calibration) -> list[float]:
+    """Of each place, the widest range of a channel over the median one, added up over ranks."""
+    tables = [Channels.from_text(place.statistics).ranges for place in found.places]
+    totals = [torch.tensor(table).sum(0) for table in tables]
+    return [float(total.max() / total.median()) for total in totals]
+
+
+# --- what is read off the rows --------------------------------------------------------------------
+
+
+def loss_percent(part: dict[str, Any], how: str, share: float, bits: int) -> list[float]:
+    """By how much perplexity is larger than without a codec, in percent, for each seed. No channel
+    kept is the same for ``random`` and ``selected``. Raises KeyError for what was not measured."""
+    how = "selected" if how == "random" and share == 0 else how
+    found = [
+        100 * (row["perplexity"] / part["perplexity"] - 1)
+        for row in part["rows"]
+        if (row["how"], row["bits"]) == (how, bits) and abs(row["share"] - share) < 1e-9
+    ]
+    if not found:
+        raise KeyError((how, share, bits))
+    return found
+
+
+def mean_percent(part: dict[str, Any], how: str, share: float, bits: int) -> float:
+    return fmean(loss_percent(part, how, share, bits))
+
+
+def spread_percent(part: dict[str, Any], how: str, share: float, bits: int) -> float:
+    found = loss_percent(part, how, share, bits)
+    return stdev(found) if len(found) > 1 else 0.0
+
+
+def cells(bits: Sequence[int], shares: Sequence[float] = SHARES) -> list[tuple[str, float, int]]:
+    """All that differs: without a kept channel, ``random`` is ``selected``."""
+    return [
+        (how, share, each)
+        for each in bits
+        for how in HOWS
+        for share in shares
+        if share or how != "random"
+    ]
+
+
+def run(
+    steps: int = STEPS,
+    seeds: Sequence[int] = SEEDS,
+    shares: Sequence[float] = SHARES,
+    calibrated: int = CALIBRATED,
+    measured: int = MEASURED,
+    inner: str = "eager",
+) -> dict[str, Any]:
+    model = text.trained(LAYERS, WIDTH, steps)
+    few = [share for share in shares if share in (0.0, 1 / 64)]
+    parts = {
+        "trained, TP 2": (2, False, cells(BITS, shares), list(seeds)),
+        "planted, TP 2": (2, True, cells((4,), shares), list(seeds)),
+        "trained, TP 4": (4, False, cells((4,), few), list(seeds)[:1]),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        state = str(Path(folder) / "model.pt")
+        torch.save(model.state_dict(), state)
+        given = {"state": state, "calibrated": calibrated, "measured": measured, "inner": inner}
+        found = {
+            name: launched(
+                __name__, ranks, given | {"planted": planted, "cells": some, "seeds": which}
+            )
+            for name, (ranks, planted, some, which) in parts.items()
+        }
+    facts = {"layers": LAYERS, "width": WIDTH, "steps": steps, "text": text.digest()}
+    return facts | {"calibrated": calibrated, "measured": measured, "parts": found}
+
+
+EXPERIMENT = Experiment(
+    "lowbit_perplexity",
+    "perplexity under int2, int4 and int6 by channels kept: selected, random, dynamic scales",
+    30,
+    run,
+)

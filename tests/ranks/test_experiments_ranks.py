@@ -1,0 +1,58 @@
+"""Tiny versions of the experiments of the claims, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.claims.experiments import (
+    equarx_forms,
+    lowbit_perplexity,
+    zipccl_bits,
+    zipccl_late,
+)
+from benchmarks.claims.experiments.turns import PLAIN
+
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.every]
+
+
+def test_forms_of_equarx_have_times_and_errors():
+    found = equarx_forms.run(kib=(64,), repeats=2, links=(None,), inner="eager")
+    rows = {row["name"]: row for row in found["rows"]}
+    assert set(rows) == {PLAIN, *equarx_forms.FORMS}
+    assert rows["semi-loop, AG only"]["mse"] < rows["full loop"]["mse"] < rows["naive fp8"]["mse"]
+    assert all(0 < row["ms"][0] <= row["ms"][1] <= row["ms"][2] for row in rows.values())
+
+
+def test_exchange_with_a_late_rank_is_timed_from_its_start():
+    found = zipccl_late.run(tokens=8, late_ms=(0.0, 300.0), repeats=2, gbit=None, inner="eager")
+    rows = found["rows"]
+    assert len(rows) == 12
+    late = [row for row in rows if row["late_ms"] == 300.0]
+    assert all(row["ms"][1] < 300 for row in late if row["name"] == PLAIN)
+    assert {row["even"] for row in rows} == {True, False}
+
+
+def test_bits_on_the_wire_are_those_of_what_is_sent():
+    found = zipccl_bits.run(steps=1, measured=(0,))
+    wire = {(row["of"], row["codec"]): row["wire_bits"] for row in found["wire"] if "codec" in row}
+    assert set(wire) == {(of, c) for each in zipccl_bits.SENT.values() for of in each
+                         for c in zipccl_bits.CODECS}  # fmt: skip
+    assert all(10 < bits < 17 for bits in wire.values())
+    assert {row["of"] for row in found["tensors"]} == {
+        name for names in zipccl_bits.SENT.values() for name in names
+    }
+
+
+def test_perplexity_is_that_of_coded_graphs():
+    found = lowbit_perplexity.run(
+        steps=2, seeds=(0,), shares=(0.0, 1 / 64), calibrated=1, measured=1
+    )
+    part = found["parts"]["trained, TP 2"]
+    assert len(part["rows"]) == 3 * len(lowbit_perplexity.cells((4,), (0.0, 1 / 64)))
+    assert all(row["perplexity"] != part["perplexity"] for row in part["rows"])
+    (kept,) = [
+        row["wire_bits"]
+        for row in part["rows"]
+        if (row["how"], row["share"], row["bits"]) == ("selected", 1 / 64, 4)
+    ]
+    assert kept == pytest.approx(4 + 12 / 64, abs=0.05)
