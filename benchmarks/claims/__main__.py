@@ -49,9 +49,7 @@ def shown(rows: list[dict[str, Any]]) -> None:
         table.add_column(column)
     for row in rows:
         numbers = (published(row), number(row["measured"], row["spread"]))
-        table.add_row(
-            row["paper"], row["text"], *numbers, number(row["predicted"]), row["verdict"]
-        )
+        table.add_row(row["paper"], row["text"], *numbers, number(row["predicted"]), row["verdict"])
     Console().print(table)
 
 

@@ -36,11 +36,11 @@ class Claim:
 
     ``measure`` makes our number (of an order: whether it holds) of the ``cases`` and of the
     ``experiments`` by name; ``spread`` is its standard deviation over the seeds. Of the kind
-    "loss", both numbers are percent of the loss without. Of the kind "ours" the paper has no number.
-    ``bound`` is for a formula: ours is then the deviation from it, and no more than rounding
-    explains. ``predicted`` is that of the cost model,
-    ``assumed`` what it stands on, ``fitted`` whether a parameter was fitted to this very number.
-    ``note`` says how it was measured. ``why_not`` says why there is neither.
+    "loss", both numbers are percent of the loss without. Of the kind "ours" the paper has no
+    number. ``bound`` is for a formula: ours is then the deviation from it, and no more than
+    rounding explains. ``predicted`` is that of the cost model, ``assumed`` what it stands on,
+    ``fitted`` whether a parameter was fitted to this very number. ``note`` says how it was
+    measured. ``why_not`` says why there is neither.
     """
 
     paper: str

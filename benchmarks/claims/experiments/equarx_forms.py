@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def on_rank(
             got = function(x)
             if exact is not None:
                 facts[name]["mse"] = float((got.double() - exact).square().mean())
-        called = {name: (lambda made=made: made(x)) for name, made in functions.items()}
+        called = {name: partial(made, x) for name, made in functions.items()}
         times = turns(called, repeats)
         rows += [{"name": name, "kib": size, "ms": times[name], **facts[name]} for name in times]
     return rows
@@ -120,7 +121,9 @@ def mse(rows: Rows, name: str, kib: int) -> float:
 
 
 def run(
-    kib: Sequence[int] = KIB, repeats: int = REPEATS, links: Sequence[float | None] = LINKS,
+    kib: Sequence[int] = KIB,
+    repeats: int = REPEATS,
+    links: Sequence[float | None] = LINKS,
     inner: str = "inductor",
 ) -> dict[str, Any]:
     options = {"kib": list(kib), "forms": list(FORMS), "repeats": repeats, "inner": inner}

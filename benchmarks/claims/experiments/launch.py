@@ -36,7 +36,9 @@ def launched(module: str, ranks: int, options: dict[str, Any], gbit: float | Non
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )
         if done.returncode or not out.exists():
-            raise RuntimeError(f"{module} on {ranks} ranks: {(done.stdout + done.stderr)[-SHOWN:]}")
+            raised = [file.read_text() for file in sorted(Path(folder).glob("*.txt"))]
+            said = "\n".join(raised) or done.stdout + done.stderr
+            raise RuntimeError(f"{module} on {ranks} ranks:\n{said[-SHOWN:]}")
         return json.loads(out.read_text())
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._functional_collectives import all_reduce
+from torch.nn.functional import linear
 
 import commpass
 from benchmarks.claims.experiments import text
@@ -32,8 +33,8 @@ from commpass.codecs.wrappers.outlier import Channels, random_channels
 
 SHARES = (0.0, 1 / 128, 1 / 64, 1 / 32, 1 / 16)
 BITS, HOWS, SEEDS = (2, 4, 6), ("selected", "random", "dynamic"), (0, 1, 2)
-LAYERS, WIDTH, STEPS = 4, 256, 800
-CALIBRATED, MEASURED = 48, 8
+LAYERS, WIDTH, STEPS = 2, 256, 600
+CALIBRATED, MEASURED = 32, 8
 """Sequences of a calibration; batches of held-out text."""
 PLANTED, FACTOR = 1 / 64, 32.0
 """The share of channels that are planted, and how many times as large they become."""
@@ -77,24 +78,38 @@ def plant(model: nn.Module) -> nn.Module:
     return model
 
 
-def divided(state: str, planted: bool) -> nn.Module:
-    from train_tp import divide
+class RowParallel(nn.Module):
+    """A linear layer of which each rank has some of the input features, and the sum over ranks."""
 
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return all_reduce(linear(x, self.weight), "sum", dist.group.WORLD)
+
+
+def divided(state: str, planted: bool) -> nn.Module:
+    """The model for inference by tensor parallelism: heads and inner features over the ranks, and a
+    sum after each attention and each MLP."""
     model = text.transformer(LAYERS, WIDTH)
     model.load_state_dict(torch.load(state))
-    if planted:
-        model = plant(model)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    divide(model, mesh)
+    model = (plant(model) if planted else model).requires_grad_(False)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for block in model.blocks:
+        columns = [getattr(block.attn, name) for name in "qkv"] + [block.mlp.gate, block.mlp.up]
+        for layer in columns:
+            layer.weight = nn.Parameter(layer.weight.chunk(ranks, 0)[rank].clone(), False)
+        for module, name in ((block.attn, "o"), (block.mlp, "down")):
+            rows = getattr(module, name).weight.chunk(ranks, 1)[rank].clone()
+            setattr(module, name, RowParallel(rows))
     return model
 
 
 # --- policies -------------------------------------------------------------------------------------
 
 
-def policy_of(
-    found: Calibration, how: str, share: float, bits: int, seed: int
-) -> commpass.Policy:
+def policy_of(found: Calibration, how: str, share: float, bits: int, seed: int) -> commpass.Policy:
     """All places coded in one way; ``selected`` is ``Policy.lowbit_tp``."""
     if how == "selected":
         policy = commpass.Policy.lowbit_tp(found, share, bits=bits, max_error=1.0)
@@ -131,30 +146,33 @@ def on_rank(
     state: str,
     planted: bool,
     cells: list[list[Any]],
-    seeds: list[int],
     calibrated: int,
     measured: int,
     inner: str,
 ) -> dict[str, Any]:
-    """The perplexity without a codec, and a row for each seed and cell ``[how, share, bits]``."""
+    """The perplexity without a codec, and a row for each cell ``[how, share, bits, seed]``."""
     model = divided(state, planted)
     plain, rows, reach = text.perplexity(model, measured), [], []
-    for seed in seeds:
+    for seed in dict.fromkeys(cell[-1] for cell in cells):
         sequences = text.batches(text.texts()[0], calibrated, 100 + seed, size=1)
         found = commpass.calibrate(
-            model, [(each,) for each in sequences], codecs=("int4",),
-            probes=("rotated(bits=6)",), train=False,
-        )  # fmt: skip
+            model,
+            [(each,) for each in sequences],
+            codecs=("int4",),
+            probes=("rotated(bits=6)",),
+            train=False,
+        )
         reach.append(spans(found))
-        for how, share, bits in cells:
+        for how, share, bits, of in cells:
+            if of != seed:
+                continue
             policy = policy_of(found, how, share, bits, seed)
             torch._dynamo.reset()
             before = len(commpass.plans())
             backend = commpass.backend(policy, inner=inner, strict=True)
             coded = text.perplexity(torch.compile(model, backend=backend), measured)
-            sites = coded_sites(
-                commpass.plans()[before:], [rule.codec for rule in policy.rules], 2 * LAYERS
-            )
+            codecs = [each for rule in policy.rules for each in rule.codec]
+            sites = coded_sites(commpass.plans()[before:], codecs, 2 * LAYERS)
             wire = sum(site.wire_bytes for site in sites) / sum(site.bytes for site in sites)
             rows.append(
                 {"how": how, "share": share, "bits": bits, "seed": seed, "perplexity": coded}
@@ -196,10 +214,13 @@ def spread_percent(part: dict[str, Any], how: str, share: float, bits: int) -> f
     return stdev(found) if len(found) > 1 else 0.0
 
 
-def cells(bits: Sequence[int], shares: Sequence[float] = SHARES) -> list[tuple[str, float, int]]:
+def cells(
+    bits: Sequence[int], shares: Sequence[float], seeds: Sequence[int]
+) -> list[tuple[str, float, int, int]]:
     """All that differs: without a kept channel, ``random`` is ``selected``."""
     return [
-        (how, share, each)
+        (how, share, each, seed)
+        for seed in seeds
         for each in bits
         for how in HOWS
         for share in shares
@@ -215,22 +236,21 @@ def run(
     measured: int = MEASURED,
     inner: str = "eager",
 ) -> dict[str, Any]:
+    """All shares with the first calibration; no channel kept and 1/64 of them with all."""
     model = text.trained(LAYERS, WIDTH, steps)
-    few = [share for share in shares if share in (0.0, 1 / 64)]
+    few, first, others = (0.0, 1 / 64), seeds[:1], seeds[1:]
     parts = {
-        "trained, TP 2": (2, False, cells(BITS, shares), list(seeds)),
-        "planted, TP 2": (2, True, cells((4,), shares), list(seeds)),
-        "trained, TP 4": (4, False, cells((4,), few), list(seeds)[:1]),
+        "trained, TP 2": (2, False, cells(BITS, shares, first) + cells(BITS, few, others)),
+        "planted, TP 2": (2, True, cells((4,), shares, first)),
+        "trained, TP 4": (4, False, cells((4,), few, first)),
     }
     with tempfile.TemporaryDirectory() as folder:
         state = str(Path(folder) / "model.pt")
         torch.save(model.state_dict(), state)
         given = {"state": state, "calibrated": calibrated, "measured": measured, "inner": inner}
         found = {
-            name: launched(
-                __name__, ranks, given | {"planted": planted, "cells": some, "seeds": which}
-            )
-            for name, (ranks, planted, some, which) in parts.items()
+            name: launched(__name__, ranks, given | {"planted": planted, "cells": some})
+            for name, (ranks, planted, some) in parts.items()
         }
     facts = {"layers": LAYERS, "width": WIDTH, "steps": steps, "text": text.digest()}
     return facts | {"calibrated": calibrated, "measured": measured, "parts": found}
@@ -239,6 +259,6 @@ def run(
 EXPERIMENT = Experiment(
     "lowbit_perplexity",
     "perplexity under int2, int4 and int6 by channels kept: selected, random, dynamic scales",
-    30,
+    15,
     run,
 )

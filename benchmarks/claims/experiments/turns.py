@@ -19,7 +19,10 @@ def quartiles(times: list[float]) -> list[float]:
 
 
 def turns(
-    functions: Mapping[str, Callable[[], Any]], repeats: int, late_rank: int = -1, late_ms: float = 0
+    functions: Mapping[str, Callable[[], Any]],
+    repeats: int,
+    late_rank: int = -1,
+    late_ms: float = 0,
 ) -> dict[str, list[float]]:
     """Quartiles in ms of each function, each call behind a barrier: from the start of the rank that
     starts last to the end of the one that ends last. ``late_rank`` sleeps before it starts."""

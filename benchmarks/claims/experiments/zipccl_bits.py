@@ -101,16 +101,19 @@ def handed(run: Callable[[], Any]) -> tuple[Any, int]:
         found = run()
     total = 0
     for event in profile.profiler.kineto_results.events():
-        if event.name().startswith(("_c10d_functional::", "commpass::")):
-            if what_of(event.name()) in KINDS:
-                total += math.prod(event.shapes()[0]) * sizes[event.dtypes()[0]]
+        ours = event.name().startswith(("_c10d_functional::", "commpass::"))
+        if ours and what_of(event.name()) in KINDS:
+            total += math.prod(event.shapes()[0]) * sizes[event.dtypes()[0]]
     return found, total
 
 
 def values_coded(plans: Iterable[commpass.Plan]) -> int:
     """How many values are encoded on this rank, by the plans' stages."""
     return sum(
-        stage.values for plan in plans for site in plan for stage in site.stages
+        stage.values
+        for plan in plans
+        for site in plan
+        for stage in site.stages
         if stage.role == "encode"
     )
 

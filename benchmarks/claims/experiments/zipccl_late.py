@@ -9,6 +9,7 @@ late rank has half as much for each rank, as in figure 8.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def on_rank(
             raise RuntimeError(f"{name}: other bits than the plain all_to_all")
         (site,) = coded_sites(commpass.plans()[before:], [CODEC], 1)
         bits[name] = 8 * site.wire_bytes / x.numel()
-    called = {name: (lambda made=made: made(x)) for name, made in functions.items()}
+    called = {name: partial(made, x) for name, made in functions.items()}
     return [
         {"name": name, "even": even, "late_ms": late, "ms": times, "planned_bits": bits[name]}
         for late in late_ms
@@ -67,7 +68,9 @@ def on_rank(
     ]
 
 
-def ratio(rows: Sequence[dict[str, Any]], one: str, other: str, late_ms: float, even: bool) -> float:
+def ratio(
+    rows: Sequence[dict[str, Any]], one: str, other: str, late_ms: float, even: bool
+) -> float:
     """How many times as long as ``other`` ``one`` takes, of medians."""
     found = {
         row["name"]: row["ms"][1]

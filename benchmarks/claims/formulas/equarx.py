@@ -80,7 +80,7 @@ def code_deviation() -> float:
 
 def exchanges(form: str, ranks: int) -> list[int]:
     """Bytes of float32 that leave rank 0 in each exchange of a reduce_scatter without a codec."""
-    payload = Payload(ranks * LANES * 16, torch.float32, 0)
+    payload = Payload(ranks * LANES * 16, 1, torch.float32)
     found = read_stages("reduce_scatter", form, "raw", payload, Request("0", ranks, 0))
     return [stage.leaving for stage in found if stage.role == "exchange"]
 
@@ -98,9 +98,7 @@ def byte_deviation(form: str) -> float:
 
 
 EQUATIONS = (
-    Equation(
-        "section III.B", "the scales of 8 x 128 places of a shard", scale_deviation, 1e-14
-    ),
+    Equation("section III.B", "the scales of 8 x 128 places of a shard", scale_deviation, 1e-14),
     Equation("section III.B", "8-bit integers by these scales", code_deviation, 1e-12),
     Equation(
         "section III.C",

@@ -135,8 +135,7 @@ EQUATIONS = (
         "equation 1",
         "the moving average of the least value of each channel",
         lambda: max(
-            relative(running(rank).low.numpy(), moving(sequences(rank))[0])
-            for rank in range(RANKS)
+            relative(running(rank).low.numpy(), moving(sequences(rank))[0]) for rank in range(RANKS)
         ),
         1e-14,
     ),

@@ -52,9 +52,7 @@ def sent_whole(
     return whole
 
 
-def separated_us(
-    cut: int, busy_us: Sequence[float], reduce_us: float, gather_us: float
-) -> float:
+def separated_us(cut: int, busy_us: Sequence[float], reduce_us: float, gather_us: float) -> float:
     """Section IV.D: T1 + T2 of a buffer that is cut after so many tensors."""
     return sum(busy_us[:cut]) + max(reduce_us, sum(busy_us[cut:])) + gather_us
 

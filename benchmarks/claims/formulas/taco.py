@@ -215,9 +215,7 @@ EQUATIONS = (
         lambda: relative(wire()[2] / peak_scale(gradients()), np.ones(len(gradients()))),
         ROUNDED,
     ),
-    Equation(
-        "equation 10", "the codes", lambda: relative(wire()[0], quantised(gradients())), 0.0
-    ),
+    Equation("equation 10", "the codes", lambda: relative(wire()[0], quantised(gradients())), 0.0),
     Equation(
         "equation 11",
         "codes times the scale of the peak",
@@ -246,4 +244,3 @@ def _alone(block: Values) -> Values:
     coder = codec("taco")
     x = torch.from_numpy(block.reshape(1, -1).copy())
     return coder.decode(coder.encode(x)).numpy()
-

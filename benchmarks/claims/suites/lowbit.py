@@ -20,7 +20,7 @@ PERPLEXITY = "lowbit_perplexity"
 TRAINED, PLANTED, FOUR = "trained, TP 2", "planted, TP 2", "trained, TP 4"
 KEPT = 1 / 64
 SMALL = (
-    "perplexity of a byte, a transformer of 4 layers of 256 on held-out text; three calibrations;"
+    "perplexity of a byte, a transformer of 2 layers of 256 on held-out text; three calibrations;"
     " a percent of perplexity is no percent of a score"
 )
 FAR = 10.0
@@ -85,8 +85,12 @@ def _up(part: str, how: str, share: float, bits: int, words: str) -> Claim:
         kind="ours",
         experiments=(PERPLEXITY,),
         measure=lambda found: mean_percent(_part(found, part), how, share, bits),
-        spread=lambda found: spread_percent(_part(found, part), how, share, bits),
-        note=SMALL,
+        spread=(
+            (lambda found: spread_percent(_part(found, part), how, share, bits))
+            if part == TRAINED
+            else None
+        ),
+        note=SMALL if part == TRAINED else f"{SMALL}, here one",
     )
 
 
@@ -139,7 +143,9 @@ def _orders() -> list[Claim]:
         bits: less(TRAINED, ("selected", KEPT, bits), ("selected", 0.0, bits)) for bits in (2, 4, 6)
     }
     return [
-        order("table 1", "perplexity: chosen channels in bf16 lose less than int4 alone", chosen[4]),
+        order(
+            "table 1", "perplexity: chosen channels in bf16 lose less than int4 alone", chosen[4]
+        ),
         order("figure 3", "perplexity: so they do at lower precision, int2", chosen[2]),
         order("figure 3", "perplexity: and at higher precision, int6", chosen[6]),
         order(
