@@ -65,7 +65,6 @@ def test_bits_of_a_gaussian_are_those_of_its_exponents():
     found = zipccl_bits.bits_of(x)
     assert found["entropy"] == pytest.approx(8 + 2.55, abs=0.02)
     assert found["one window"] == pytest.approx(11.2, abs=0.05)
-    assert found["entropy"] < found["exponent"] < found["exponent(planes=3)"] < 11.3
     assert found["top share"] == pytest.approx(0.975, abs=0.005)
     assert found["window share"] <= found["top share"]
 

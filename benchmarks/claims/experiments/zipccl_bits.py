@@ -1,39 +1,38 @@
 """Bits a value of weights, gradients and activations of a small model in bfloat16 as it trains.
 
-The model is trained twice on two ranks: sharded by its parameters (weights are gathered, gradients
-scattered) and by tensor parallelism (activations and their gradients are summed). At some steps its
-graph with coded collectives runs as well, and the profiler counts the bytes that it hands over. Of
-the tensors of ZipCCL's figure 16 there are also bits by codec, and by the paper's one window for a
+Two ranks train a model each, on text of their own. At some steps they gather the weight, the input
+and both gradients of the first matmul of the first MLP (ZipCCL's figure 16) through a compiled
+graph whose all_gather is coded. The profiler counts the bytes that a rank hands over, and what is
+gathered must have the bits that were sent. There are also bits by the paper's one window for a
 whole tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import commpass
 from benchmarks.claims.experiments import text
-from benchmarks.claims.experiments.coded import coded_sites
+from benchmarks.claims.experiments.coded import coded_sites, forced
 from benchmarks.claims.experiments.experiment import Experiment
 from benchmarks.claims.experiments.launch import launched
 from benchmarks.claims.formulas.zipccl import EXPONENTS, best_start
 from commpass.kinds import KINDS
-from commpass.parallel import shard
 from commpass.report.trace import what_of
 
 CODECS = ("exponent", "exponent(planes=3)")
 """Ours, and the paper's: a window for each 1,024 values."""
 RANKS, LAYERS, WIDTH, STEPS = 2, 2, 256, 300
 MEASURED = (0, 10, 30, 100, 200, 300)
-SENT = {"shard": ("weights", "gradients"), "tp": ("activations", "activation gradients")}
-"""By division: what travels in forward and in backward."""
+OF = ("weights", "gradients", "activations", "activation gradients")
+VALUES = 3 * WIDTH * WIDTH
+"""Values of the weight; of the activations as many are gathered."""
 ONE_WINDOW = "one window"
 
 
@@ -71,16 +70,9 @@ def entropy_bits(x: Tensor) -> float:
     return 8 + float(-(shares * shares.log2()).sum())
 
 
-def codec_bits(x: Tensor, codec: str) -> float:
-    """What a codec needs, read off its wire."""
-    coder, row = commpass.codec(codec), x.detach().reshape(1, -1)
-    wire = coder.encode_rows(row)
-    return 8 * float(coder.used_bytes(wire, row.shape[1], row.dtype)) / row.shape[1]
-
-
 def bits_of(x: Tensor) -> dict[str, float]:
-    found = {codec: codec_bits(x, codec) for codec in CODECS}
-    return found | {
+    """What is known of a tensor without a graph."""
+    return {
         ONE_WINDOW: one_window_bits(x),
         "entropy": entropy_bits(x),
         "window share": window_share(x),
@@ -89,6 +81,11 @@ def bits_of(x: Tensor) -> dict[str, float]:
 
 
 # --- on a rank ------------------------------------------------------------------------------------
+
+
+def all_gather(x: Tensor) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, dist.get_world_size(), "0"))
 
 
 def handed(run: Callable[[], Any]) -> tuple[Any, int]:
@@ -107,143 +104,79 @@ def handed(run: Callable[[], Any]) -> tuple[Any, int]:
     return found, total
 
 
-def values_coded(plans: Iterable[commpass.Plan]) -> int:
-    """How many values are encoded on this rank, by the plans' stages."""
-    return sum(
-        stage.values
-        for plan in plans
-        for site in plan
-        for stage in site.stages
-        if stage.role == "encode"
-    )
+def coded_gather(codec: str, inner: str) -> Callable[[Tensor], Tensor]:
+    """A compiled all_gather of ``VALUES`` bfloat16 values, by a codec."""
+    torch._dynamo.reset()
+    backend = commpass.backend(forced(codec, "direct", lowering="kernel"), inner=inner, strict=True)
+    gather = torch.compile(all_gather, backend=backend, dynamic=False)
+    before = len(commpass.plans())
+    gather(torch.randn(VALUES).bfloat16())
+    coded_sites(commpass.plans()[before:], [codec], 1)
+    return gather
 
 
-def divided(division: str) -> nn.Module:
-    from train_tp import divide
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ranks",))
-    model = text.transformer(LAYERS, WIDTH)
-    if division == "shard":
-        return shard(model, mesh, param_dtype=torch.bfloat16)
-    model = model.bfloat16()
-    divide(model, mesh)
-    return model
-
-
-def on_rank(division: str, steps: int, measured: list[int], inner: str) -> list[dict[str, Any]]:
-    """Rows of bits: ``of`` what travels, by codec, on the wire of a step's graph."""
-    own = dist.get_rank() if division == "shard" else 0
-    model, rows = divided(division), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    plain = torch.compile(model, backend=commpass.backend("off", inner="eager"))
-    coded = {codec: Coded(model, codec, inner) for codec in CODECS}
-    for step, batch in enumerate(text.batches(text.texts()[0], steps + 1, 1000 * own)):
-        if step in measured:
-            for each in coded.values():
-                rows += [row | {"step": step} for row in each.bits(batch, SENT[division])]
-        loss = plain(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        if step in measured:
-            rows += [{"step": step, "of": "loss", "loss": float(loss)}]
-        optimizer.step()
-    return rows
-
-
-class Coded:
-    """The model's graphs with all collectives coded; they are compiled at the first step."""
-
-    def __init__(self, model: nn.Module, codec: str, inner: str) -> None:
-        self.model, self.codec = model, codec
-        rule = commpass.Rule(codec=codec, force=True)
-        backend = commpass.backend(commpass.Policy(rules=[rule]), inner=inner, strict=True)
-        self.compiled = torch.compile(model, backend=backend)
-        self.values: tuple[int, int] | None = None
-
-    def bits(self, batch: Tensor, names: Sequence[str]) -> list[dict[str, Any]]:
-        """Bits a value in forward and in backward. Gradients are gone afterwards."""
-        if self.values is None:
-            before = len(commpass.plans())
-            self.compiled(batch).backward()
-            plans = commpass.plans()[before:]
-            coded_sites(plans, [self.codec], sum(len(plan.sites) for plan in plans))
-            forward, backward = (
-                [plan for plan in plans if plan.direction == which]
-                for which in ("forward", "backward")
-            )
-            self.values = values_coded(forward), values_coded(backward)
-        loss, ahead = handed(lambda: self.compiled(batch))
-        _, back = handed(loss.backward)
-        self.model.zero_grad()
-        return [
-            {"of": name, "codec": self.codec, "wire_bits": 8 * sent / values}
-            for name, sent, values in zip(names, (ahead, back), self.values, strict=True)
-        ]
-
-
-# --- tensors of figure 16 -------------------------------------------------------------------------
-
-
-def tensors(steps: int, measured: Sequence[int]) -> list[dict[str, Any]]:
-    """Bits of the weight, the input and both gradients of the first matmul of the first MLP, of a
-    model in bfloat16 on one process."""
-    model, rows = text.transformer(LAYERS, WIDTH).bfloat16(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    gate, seen = model.blocks[0].mlp.gate, {}
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """By name, ``VALUES`` of each, in what follows a step: filled by hooks of the first MLP."""
+    seen: dict[str, Tensor] = {}
 
     def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen["activations"] = inputs[0]
         inputs[0].retain_grad()
+        seen["activations"] = inputs[0]
 
-    gate.register_forward_pre_hook(keep)
-    for step, batch in enumerate(text.batches(text.texts()[0], steps + 1, 0)):
+    model.blocks[0].mlp.gate.register_forward_pre_hook(keep)
+    return seen
+
+
+def on_rank(steps: int, measured: list[int], inner: str) -> list[dict[str, Any]]:
+    """A row for each step and tensor: bits on this rank's wire by codec, and what ``bits_of`` says.
+    Raises RuntimeError where a gathered bit is another one."""
+    gathers = {codec: coded_gather(codec, inner) for codec in CODECS}
+    model, rows = text.transformer(LAYERS, WIDTH).bfloat16(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    gate, seen = model.blocks[0].mlp.gate, tensors(model)
+    for step, batch in enumerate(text.batches(text.texts()[0], steps + 1, dist.get_rank())):
         optimizer.zero_grad()
-        model(batch).backward()
+        loss = model(batch)
+        loss.backward()
         if step in measured:
-            found = {
-                "weights": gate.weight,
-                "gradients": gate.weight.grad,
-                "activations": seen["activations"],
-                "activation gradients": seen["activations"].grad,
-            }
-            rows += [{"step": step, "of": name, **bits_of(x)} for name, x in found.items()]
+            x = seen["activations"]
+            found = dict(zip(OF, (gate.weight, gate.weight.grad, x, x.grad), strict=True))
+            for of, values in found.items():
+                flat = values.detach().flatten()[:VALUES].clone()
+                wire = {codec: _wire_bits(gather, flat) for codec, gather in gathers.items()}
+                rows.append({"step": step, "of": of, **wire, **bits_of(flat)})
+            rows.append({"step": step, "of": "loss", "loss": float(loss.detach())})
         optimizer.step()
     return rows
+
+
+def _wire_bits(gather: Callable[[Tensor], Tensor], values: Tensor) -> float:
+    got, sent = handed(lambda: gather(values))
+    own = got.view(dist.get_world_size(), -1)[dist.get_rank()]
+    if not torch.equal(own.view(torch.int16), values.view(torch.int16)):
+        raise RuntimeError("an all_gather gave other bits than were sent")
+    return 8 * sent / values.numel()
 
 
 # --- what is read off the rows --------------------------------------------------------------------
 
 
-def wire_bits(rows: Sequence[dict[str, Any]], of: str, codec: str) -> dict[int, float]:
-    """Bits on the wire by step."""
-    return {
-        row["step"]: row["wire_bits"]
-        for row in rows
-        if row["of"] == of and row.get("codec") == codec
-    }
-
-
-def tensor_bits(rows: Sequence[dict[str, Any]], of: str, how: str) -> dict[int, float]:
-    """A number of ``bits_of`` by step."""
+def by_step(rows: Sequence[dict[str, Any]], of: str, how: str) -> dict[int, float]:
+    """A number by step: bits by a codec, or one of ``bits_of``."""
     return {row["step"]: row[how] for row in rows if row["of"] == of}
 
 
 def run(
-    steps: int = STEPS, measured: Sequence[int] = MEASURED, inner: str = "eager"
+    steps: int = STEPS, measured: Sequence[int] = MEASURED, inner: str = "inductor"
 ) -> dict[str, Any]:
     options = {"steps": steps, "measured": list(measured), "inner": inner}
-    wire = [
-        row | {"division": division}
-        for division in SENT
-        for row in launched(__name__, RANKS, options | {"division": division})
-    ]
     facts = {"layers": LAYERS, "width": WIDTH, "steps": steps, "text": text.digest()}
-    return facts | {"wire": wire, "tensors": tensors(steps, measured)}
+    return facts | {"values": VALUES, "rows": launched(__name__, RANKS, options)}
 
 
 EXPERIMENT = Experiment(
     "zipccl_bits",
     "bits of weights, gradients and activations by training step, bfloat16, on the wire",
-    15,
+    6,
     run,
 )

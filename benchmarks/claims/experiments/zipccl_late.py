@@ -54,7 +54,9 @@ def on_rank(
     expected, bits = functions[PLAIN](x), {PLAIN: 16.0}
     for name, algorithm in DESIGNS.items():
         before = len(commpass.plans())
-        backend = commpass.backend(forced(CODEC, algorithm), inner=inner, strict=True)
+        backend = commpass.backend(
+            forced(CODEC, algorithm, lowering="kernel"), inner=inner, strict=True
+        )
         functions[name] = torch.compile(all_to_all, backend=backend, dynamic=False)
         if not torch.equal(functions[name](x).view(torch.int16), expected.view(torch.int16)):
             raise RuntimeError(f"{name}: other bits than the plain all_to_all")

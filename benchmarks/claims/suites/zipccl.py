@@ -9,7 +9,7 @@ import torch
 from benchmarks.claims.cases import Case
 from benchmarks.claims.claim import Claim, Found
 from benchmarks.claims.experiments.turns import PLAIN
-from benchmarks.claims.experiments.zipccl_bits import ONE_WINDOW, tensor_bits, wire_bits
+from benchmarks.claims.experiments.zipccl_bits import OF, ONE_WINDOW, by_step
 from benchmarks.claims.experiments.zipccl_late import ratio
 from benchmarks.paper_models.sites import BF16, FP32, coded, fused, plain, site
 from benchmarks.paper_models.zipccl import A6000, LLAMA_LAYER, ZIPPED
@@ -22,9 +22,11 @@ GATHERED = Case(
 OURS = Case("our gather", "exponent", "direct", "gaussian", "all_gather", "bfloat16")
 COVERED = (29.9, 57.2, 75.7, 85.5, 90.4, 95.0, 97.5)
 BITS, LATE = "zipccl_bits", "zipccl_late"
-KINDS = ("weights", "gradients", "activations", "activation gradients")
 LATE_BY = 50.0
-SMALL = "a transformer of 2 layers of 256 in bfloat16, after 300 steps"
+SMALL = (
+    "the first matmul of the first MLP of a transformer of 2 layers of 256 in bfloat16, after 300"
+    " steps"
+)
 GPUS = "needs the paper's GPUs"
 LAB = f"4 ranks over gloo, links of 1 Gbit/s, one rank {LATE_BY:g} ms late, from its start on"
 
@@ -88,12 +90,8 @@ def _last(by_step: dict[int, float]) -> float:
     return by_step[max(by_step)]
 
 
-def _wire(found: Found, of: str, codec: str) -> dict[int, float]:
-    return wire_bits(found[BITS]["wire"], of, codec)
-
-
-def _tensor(found: Found, of: str, how: str) -> dict[int, float]:
-    return tensor_bits(found[BITS]["tensors"], of, how)
+def _by_step(found: Found, of: str, how: str) -> dict[int, float]:
+    return by_step(found[BITS]["rows"], of, how)
 
 
 def _bits() -> list[Claim]:
@@ -106,7 +104,7 @@ def _bits() -> list[Claim]:
         claim(
             "figure 1",
             "bytes of what an all_to_all of a model with experts sends, by those that are left",
-            lambda found: 16 / _last(_wire(found, "activations", paper)),
+            lambda found: 16 / _last(_by_step(found, "activations", paper)),
             number=1.33,
             kind="ratio",
             note=f"the activations of a dense model: {SMALL}",
@@ -115,8 +113,8 @@ def _bits() -> list[Claim]:
             "figure 1",
             "the gain grows as training goes on",
             lambda found: (
-                _last(_wire(found, "activations", paper))
-                < _wire(found, "activations", paper)[min(_wire(found, "activations", paper))]
+                _last(_by_step(found, "activations", paper))
+                < _by_step(found, "activations", paper)[min(_by_step(found, "activations", paper))]
             ),
             kind="order",
         ),
@@ -124,30 +122,28 @@ def _bits() -> list[Claim]:
             claim(
                 "figure 16",
                 f"the 7 commonest exponents of {of} hold as much as a Gaussian's, in percent",
-                lambda found, of=of: 100 * _last(_tensor(found, of, "top share")),
+                lambda found, of=of: 100 * _last(_by_step(found, of, "top share")),
                 number=97.5,
-                note=f"the first matmul of the first MLP: {SMALL}",
             )
-            for of in KINDS
+            for of in OF
         ),
         *(
             claim(
                 "section 4.1",
                 f"bits of {of} by one window for the tensor, from its deviation (equation 5)",
-                lambda found, of=of: _last(_tensor(found, of, ONE_WINDOW)),
+                lambda found, of=of: _last(_by_step(found, of, ONE_WINDOW)),
                 kind="ours",
-                note=f"the first matmul of the first MLP: {SMALL}",
             )
-            for of in KINDS
+            for of in OF
         ),
         *(
             claim(
                 "ours",
                 f"bits of {of} on the wire by {codec}",
-                lambda found, of=of, codec=codec: _last(_wire(found, of, codec)),
+                lambda found, of=of, codec=codec: _last(_by_step(found, of, codec)),
                 kind="ours",
             )
-            for of in KINDS
+            for of in OF
             for codec in (paper, ours)
         ),
     ]
