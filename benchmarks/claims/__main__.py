@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.claims.claim import Claim, Result, judged
 from benchmarks.claims.experiments import EXPERIMENTS
-from benchmarks.claims.experiments.experiment import carry_out, stored
+from benchmarks.claims.experiments.experiment import carry_out, is_stored, stored
 from benchmarks.claims.facts import facts
 from benchmarks.claims.page import number, page, published
 from benchmarks.claims.ranks import measured
@@ -85,7 +85,8 @@ def measure(claims: list[Claim], inner: str) -> dict[str, Any]:
     cases = {case.name: case for claim in claims for case in claim.cases}
     start = time.monotonic()
     found: dict[str, Any] = dict(measured(list(cases.values()), inner)) if cases else {}
-    found |= {name: stored(name) for claim in claims for name in claim.experiments}
+    needed = dict.fromkeys(name for claim in claims for name in claim.experiments)
+    found |= {name: stored(name) for name in needed if is_stored(name)}
     results = [as_data(judged(claim, found)) for claim in claims]
     seconds = round(time.monotonic() - start)
     return facts() | {"inner": inner, "seconds": seconds, "claims": results}

@@ -71,11 +71,14 @@ class Result:
 
 
 def judged(claim: Claim, found: Found) -> Result:
-    """The verdict over a claim. Raises KeyError where a case or an experiment was not run."""
+    """The verdict over a claim. Raises KeyError where a case was not run; an experiment that has no
+    stored result is a verdict."""
     if claim.measure is None:
         if claim.predicted is None:
             return Result(claim, None, None, "not testable here")
         return Result(claim, None, None, "fitted" if claim.fitted else "predicted only")
+    if any(name not in found for name in claim.experiments):
+        return Result(claim, None, None, "not measured yet")
     measured = claim.measure(found)
     spread = claim.spread(found) if claim.spread else None
     return Result(claim, measured, spread, _verdict(claim, measured, spread or 0.0))

@@ -20,6 +20,7 @@ experiments, each with a file in `benchmarks/results/claims/`; ± is the spread 
 - *contradicted*: neither.
 - *ours alone*: a measured number that the paper does not have.
 - *predicted only*, *fitted*: the cost model's number; a parameter was fitted to the second kind.
+- *not measured yet*: an experiment whose result is not stored; `--run NAME` makes it.
 - *not testable here*: the last column says why.
 """
 
@@ -43,7 +44,9 @@ def page(found: dict[str, Any]) -> str:
 def _row(row: dict[str, Any]) -> str:
     measured = number(row["measured"], row["spread"])
     said = f"{published(row)} | {measured} | {number(row['predicted'])}"
-    why = "; ".join(filter(None, (row["note"], row["assumed"], row["why_not"])))
+    missing = row["experiments"] if row["verdict"] == "not measured yet" else []
+    run = ", ".join(f"`--run {name}`" for name in missing)
+    why = "; ".join(filter(None, (run, row["note"], row["assumed"], row["why_not"])))
     return f"| {row['where']} | {row['text']} | {said} | {row['verdict']} | {why} |"
 
 

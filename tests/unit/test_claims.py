@@ -66,6 +66,12 @@ def test_numbers_that_the_paper_does_not_have_are_ours_alone():
     assert verdict(0.0, kind="ours") == verdict(5.0, kind="ours") == "ours alone"
 
 
+def test_claims_of_experiments_without_a_result_are_not_measured_yet():
+    one = claim(measure=lambda found: found["a run"] > 1, experiments=("a run",), kind="order")
+    assert judged(one, {}).verdict == "not measured yet"
+    assert judged(one, {"a run": 2.0}).verdict == "reproduced"
+
+
 def test_claims_that_are_not_measured_say_what_there_is():
     assert judged(claim(predicted=1.0), {}).verdict == "predicted only"
     assert judged(claim(predicted=1.0, fitted=True), {}).verdict == "fitted"

@@ -32,10 +32,10 @@ FORMS = {
     "micro-shards": ("equarx", "ring(shards=4)"),
     "naive fp8": ("fp8(static=1.0)", "ring"),
 }
-RANKS, KIB, REPEATS = 4, (64, 256, 1024, 2048, 4096, 16384, 65536), 7
+RANKS, KIB, REPEATS = 4, (64, 512, 2048, 16384, 65536), 7
 LINKS = (None, 1.0)
 """Loopback, and 1 Gbit/s between hosts."""
-ERRORS_TO_KIB = 4096
+ERRORS_TO_KIB = 2048
 Rows = Sequence[dict[str, Any]]
 
 

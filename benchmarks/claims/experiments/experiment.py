@@ -34,6 +34,10 @@ def stored(name: str) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def is_stored(name: str) -> bool:
+    return (FOLDER / f"{name}.json").exists()
+
+
 def carry_out(experiment: Experiment) -> None:
     """Runs an experiment and stores what it found; ``load`` says how busy the machine was, as a
     mean of the last 15 minutes."""

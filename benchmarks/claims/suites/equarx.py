@@ -95,8 +95,8 @@ def _forms() -> list[Claim]:
         *(
             _claim(
                 "figure 7",
-                f"{name}: mean square error on N(0, 1), 4 MiB",
-                lambda found, name=name: mse(_rows(found), name, 4096),
+                f"{name}: mean square error on N(0, 1), 2 MiB",
+                lambda found, name=name: mse(_rows(found), name, 2048),
                 kind="ours",
                 note="bfloat16, in which sums are rounded: 4 ranks",
             )
