@@ -41,16 +41,11 @@ def test_bits_on_the_wire_are_those_of_what_is_sent():
         assert rows[of]["entropy"] < ours < paper < 12
 
 
-def test_perplexity_is_that_of_coded_graphs():
-    found = lowbit_perplexity.run(
-        steps=2, seeds=(0,), shares=(0.0, 1 / 64), calibrated=1, measured=1
-    )
-    part = found["parts"]["trained, TP 2"]
-    assert len(part["rows"]) == 3 * 5
-    assert all(row["perplexity"] != part["perplexity"] for row in part["rows"])
-    (kept,) = [
-        row["wire_bits"]
-        for row in part["rows"]
-        if (row["how"], row["share"], row["bits"]) == ("selected", 1 / 64, 4)
-    ]
+@pytest.mark.parametrize("planted", [False, True])
+def test_perplexity_is_that_of_coded_graphs(planted):
+    some = lowbit_perplexity.cells((4,), (0.0, 1 / 64), (0,))
+    found = lowbit_perplexity.run(2, planted, some, steps=2, calibrated=1, measured=1)
+    assert len(found["rows"]) == len(some) == 5
+    assert all(row["perplexity"] != found["perplexity"] for row in found["rows"])
+    kept = lowbit_perplexity.wire_bits(found, "selected", 1 / 64, 4)
     assert kept == pytest.approx(4 + 12 / 64, abs=0.05)

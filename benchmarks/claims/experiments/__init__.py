@@ -14,6 +14,13 @@ from benchmarks.claims.experiments import (
 from benchmarks.claims.experiments.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
-    each.EXPERIMENT.name: each.EXPERIMENT
-    for each in (lowbit_perplexity, zipccl_bits, zipccl_late, equarx_forms)
+    each.name: each
+    for each in (
+        lowbit_perplexity.TRAINED,
+        lowbit_perplexity.OUTLIERS,
+        lowbit_perplexity.FOUR,
+        zipccl_bits.EXPERIMENT,
+        zipccl_late.EXPERIMENT,
+        equarx_forms.EXPERIMENT,
+    )
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -214,6 +215,15 @@ def spread_percent(part: dict[str, Any], how: str, share: float, bits: int) -> f
     return stdev(found) if len(found) > 1 else 0.0
 
 
+def wire_bits(part: dict[str, Any], how: str, share: float, bits: int) -> float:
+    """Bits on the wire for each value, by the plans."""
+    return next(
+        row["wire_bits"]
+        for row in part["rows"]
+        if (row["how"], row["share"], row["bits"]) == (how, share, bits)
+    )
+
+
 def cells(
     bits: Sequence[int], shares: Sequence[float], seeds: Sequence[int]
 ) -> list[tuple[str, float, int, int]]:
@@ -229,36 +239,43 @@ def cells(
 
 
 def run(
+    ranks: int,
+    planted: bool,
+    some: Sequence[tuple[str, float, int, int]],
     steps: int = STEPS,
-    seeds: Sequence[int] = SEEDS,
-    shares: Sequence[float] = SHARES,
     calibrated: int = CALIBRATED,
     measured: int = MEASURED,
     inner: str = "eager",
 ) -> dict[str, Any]:
-    """All shares with the first calibration; no channel kept and 1/64 of them with all."""
+    """Trains the model, then what ``on_rank`` gives of some cells."""
     model = text.trained(LAYERS, WIDTH, steps)
-    few, first, others = (0.0, 1 / 64), seeds[:1], seeds[1:]
-    parts = {
-        "trained, TP 2": (2, False, cells(BITS, shares, first) + cells(BITS, few, others)),
-        "planted, TP 2": (2, True, cells((4,), shares, first)),
-        "trained, TP 4": (4, False, cells((4,), few, first)),
-    }
     with tempfile.TemporaryDirectory() as folder:
         state = str(Path(folder) / "model.pt")
         torch.save(model.state_dict(), state)
-        given = {"state": state, "calibrated": calibrated, "measured": measured, "inner": inner}
-        found = {
-            name: launched(__name__, ranks, given | {"planted": planted, "cells": some})
-            for name, (ranks, planted, some) in parts.items()
-        }
+        given = {"state": state, "planted": planted, "cells": some, "calibrated": calibrated}
+        found = launched(__name__, ranks, given | {"measured": measured, "inner": inner})
     facts = {"layers": LAYERS, "width": WIDTH, "steps": steps, "text": text.digest()}
-    return facts | {"calibrated": calibrated, "measured": measured, "parts": found}
+    how = {"ranks": ranks, "planted": planted, "calibrated": calibrated, "measured": measured}
+    return facts | how | found
 
 
-EXPERIMENT = Experiment(
+FEW = (0.0, 1 / 64)
+TRAINED = Experiment(
     "lowbit_perplexity",
-    "perplexity under int2, int4 and int6 by channels kept: selected, random, dynamic scales",
-    15,
-    run,
+    "perplexity under int2, int4 and int6 by channels kept: selected, random, dynamic; 2 ranks",
+    9,
+    partial(run, 2, False, cells(BITS, SHARES, SEEDS[:1]) + cells(BITS, FEW, SEEDS[1:])),
+)
+"""All shares with the first calibration; no channel kept, and 1/64 of them, with three."""
+OUTLIERS = Experiment(
+    "lowbit_planted",
+    "perplexity under int4 of a model with planted outlier channels; 2 ranks",
+    3,
+    partial(run, 2, True, cells((4,), SHARES, SEEDS[:1])),
+)
+FOUR = Experiment(
+    "lowbit_four_ranks",
+    "perplexity under int4; 4 ranks",
+    3,
+    partial(run, 4, False, cells((4,), FEW, SEEDS[:1])),
 )

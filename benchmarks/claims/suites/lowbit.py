@@ -8,6 +8,7 @@ from benchmarks.claims.cases import Case
 from benchmarks.claims.claim import Claim, Found
 from benchmarks.claims.experiments.lowbit_perplexity import (
     HOWS,
+    loss_percent,
     mean_percent,
     spread_percent,
 )
@@ -16,8 +17,8 @@ LOW = {
     how: Case(f"low-bit {how}", f"calibrated:{how}", "one_shot", "channels")
     for how in ("each", "shared", "random", "none")
 } | {"int4": Case("low-bit int4", "int4", "one_shot", "channels")}
-PERPLEXITY = "lowbit_perplexity"
-TRAINED, PLANTED, FOUR = "trained, TP 2", "planted, TP 2", "trained, TP 4"
+TRAINED, PLANTED, FOUR = "lowbit_perplexity", "lowbit_planted", "lowbit_four_ranks"
+NAMES = {TRAINED: "2 ranks", PLANTED: "outliers planted, 2 ranks", FOUR: "4 ranks"}
 KEPT = 1 / 64
 SMALL = (
     "perplexity of a byte, a transformer of 2 layers of 256 on held-out text; three calibrations;"
@@ -73,20 +74,16 @@ def _errors() -> list[Claim]:
     ]
 
 
-def _part(found: Found, name: str) -> dict[str, Any]:
-    return found[PERPLEXITY]["parts"][name]
-
-
 def _up(part: str, how: str, share: float, bits: int, words: str) -> Claim:
     return Claim(
         paper="Low-bit TP",
         where="table 1" if bits == 4 else "figure 3",
-        text=f"perplexity up by, in percent: int{bits}, {words} ({part})",
+        text=f"perplexity up by, in percent: int{bits}, {words} ({NAMES[part]})",
         kind="ours",
-        experiments=(PERPLEXITY,),
-        measure=lambda found: mean_percent(_part(found, part), how, share, bits),
+        experiments=(part,),
+        measure=lambda found: mean_percent(found[part], how, share, bits),
         spread=(
-            (lambda found: spread_percent(_part(found, part), how, share, bits))
+            (lambda found: spread_percent(found[part], how, share, bits))
             if part == TRAINED
             else None
         ),
@@ -114,13 +111,13 @@ def _perplexities() -> list[Claim]:
 
 
 def _orders() -> list[Claim]:
-    def order(where: str, text: str, measure: Any) -> Claim:
+    def order(where: str, text: str, measure: Any, *more: str) -> Claim:
         return Claim(
             paper="Low-bit TP",
             where=where,
             text=text,
             kind="order",
-            experiments=(PERPLEXITY,),
+            experiments=(TRAINED, *more),
             measure=measure,
             note=SMALL,
         )
@@ -129,15 +126,22 @@ def _orders() -> list[Claim]:
         """Whether one loses less than the other by more than the spread of both."""
 
         def measure(found: Found) -> bool:
-            a, b = (mean_percent(_part(found, part), *each) for each in (one, other))
-            noise = max(spread_percent(_part(found, part), *each) for each in (one, other))
+            a, b = (mean_percent(found[part], *each) for each in (one, other))
+            noise = max(spread_percent(found[part], *each) for each in (one, other))
             return a + noise < b
 
         return measure
 
     def random_adds_nothing(found: Found) -> bool:
-        part = _part(found, TRAINED)
+        part = found[TRAINED]
         return mean_percent(part, "random", KEPT, 4) > 0.9 * mean_percent(part, "selected", 0.0, 4)
+
+    def planted_change_nothing(found: Found) -> bool:
+        """Of the first calibration, which both had."""
+        one, other = (
+            loss_percent(found[part], "selected", 0.0, 4)[0] for part in (PLANTED, TRAINED)
+        )
+        return abs(one - other) < 0.1
 
     chosen = {
         bits: less(TRAINED, ("selected", KEPT, bits), ("selected", 0.0, bits)) for bits in (2, 4, 6)
@@ -161,20 +165,19 @@ def _orders() -> list[Claim]:
         order(
             "figure 1",
             f"a few channels reach more than {FAR:g} times as far as the median one",
-            lambda found: max(map(max, _part(found, TRAINED)["widest_by_median"])) > FAR,
+            lambda found: max(map(max, found[TRAINED]["widest_by_median"])) > FAR,
         ),
         order(
             "ours",
             "planted outlier channels: kept in bf16 they cost less where scales are of blocks",
             less(PLANTED, ("dynamic", KEPT, 4), ("dynamic", 0.0, 4)),
+            PLANTED,
         ),
         order(
             "ours",
             "planted outlier channels change nothing where each channel has a scale: 1/10 percent",
-            lambda found: all(
-                abs(mean_percent(_part(found, PLANTED), "selected", 0.0, 4) - other) < 0.1
-                for other in (mean_percent(_part(found, TRAINED), "selected", 0.0, 4),)
-            ),
+            planted_change_nothing,
+            PLANTED,
         ),
     ]
 
