@@ -60,8 +60,9 @@ def e4m3_values() -> Values:
 
 
 def to_fp8(values: Values) -> Values:
-    """The nearest value of an 8-bit float; of two equally near the one with the even code."""
-    levels = e4m3_values()
+    """The nearest value of an 8-bit float; of two equally near the one with the even code. The
+    paper's intrinsic (``float_to_fp8``) is given float32, to which values are rounded first."""
+    levels, values = e4m3_values(), values.astype(np.float32).astype(np.float64)
     size = np.minimum(np.abs(values), levels[-1])
     above = np.clip(np.searchsorted(levels, size), 1, len(levels) - 1)
     low, high = size - levels[above - 1], levels[above] - size
