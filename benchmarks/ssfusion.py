@@ -5,15 +5,18 @@
 Needs Linux and root (docs/netlab.md). Every rank is a host of its own. All ways begin with the same
 weights, take the same batches, and take turns in one loop, each step behind a barrier; a time is a
 median, [lower and upper quartile], of the slowest rank. The first is DistributedDataParallel.
+``backward`` is the part of a step in which ``loss.backward()`` runs, whose end a plan predicts.
 The others add one part each to sparse gradients that go one by one; all are forced, but for the
 last, which leaves gradients dense where that is predicted to be as fast. ``sent`` is what a rank
-hands over in a step, ``measuring`` what measuring and planning took once.
+hands over in a step, ``measuring`` what measuring and planning took once, and its share of a run of
+ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +58,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "ssfusion": {},
 }
 PROFILE_STEPS = 2
+RUN_S = 600.0
+"""The run of which measuring is a share."""
 
 
 def train(options: Options) -> dict[str, Row]:
@@ -71,7 +76,7 @@ def train(options: Options) -> dict[str, Row]:
         own = common.batches(texts[0], 10_000, 1 + dist.get_rank())
         learn = torch.optim.SGD(net.parameters(), lr=0.02)
         batches = (batch[: options.batch] for batch in own)
-        steps[name] = partial(learned, ways[name][0], batches, learn, [])
+        steps[name] = partial(learned, ways[name][0], batches, learn, [], [])
         for _ in range(PROFILE_STEPS + 1):  # the last one makes the plan
             steps[name]()
         whole = sum(weight.numel() * weight.itemsize for weight in net.parameters())
@@ -80,6 +85,8 @@ def train(options: Options) -> dict[str, Row]:
     found = take_turns(steps, options.repeats)
     for name, (_, handle) in ways.items():
         found[name] |= facts_of(handle) | {"loss": steps[name].args[3][-1]}
+        took = zip(*steps[name].args[4][-options.repeats :], strict=True)
+        found[name] |= zip(("backward_ms", "backward_cpu_ms"), map(list, took), strict=True)
         found[name]["kib"] = kib[name]
     return found
 
@@ -93,10 +100,15 @@ def applied(
     return net, ssfusion(net, profile_steps=PROFILE_STEPS, **more, **asked)
 
 
-def learned(net: nn.Module, batches: Any, learn: Any, losses: list[float]) -> None:
+def learned(
+    net: nn.Module, batches: Any, learn: Any, losses: list[float], backward: list[list[float]]
+) -> None:
     loss = net(next(batches))
     learn.zero_grad()
+    begun, busy = time.perf_counter(), time.process_time()
     loss.backward()
+    took = time.perf_counter() - begun, time.process_time() - busy
+    backward.append([1e3 * each for each in took])
     learn.step()
     losses.append(loss.item())
 
@@ -118,7 +130,13 @@ def facts_of(handle: SSFusion | None) -> Row:
 def rows_of(found: list[dict[str, Row]], known: Row) -> list[Row]:
     made = []
     for name, first in found[0].items():
-        row = {**known, "way": name, "ms": slowest([each[name]["ms"] for each in found])}
+        row = {**known, "way": name}
+        timed = ("ms", "backward_ms", "backward_cpu_ms")
+        row |= {key: slowest([each[name][key] for each in found]) for key in timed}
+        if "predicted_ms" in first:
+            row["of_measured"] = first["predicted_ms"] / row["backward_ms"][1]
+        if "overhead_s" in first:
+            row["of_run"] = max(each[name]["overhead_s"] for each in found) / RUN_S
         made.append(row | {key: value for key, value in first.items() if key not in row})
     compare(made, "way", "dense DDP", "of_ddp")
     return made
@@ -129,12 +147,16 @@ COLUMNS = {
     "way": text("way"),
     "step ms": spread,
     "x DDP": number("of_ddp"),
+    "backward ms": lambda row: f"{row['backward_ms'][1]:.1f}",
+    "predicted ms": number("predicted_ms", ".1f"),
+    "of it": number("of_measured"),
     "sent KiB": number("kib", ".0f"),
     "buffers": number("buffers", "d"),
     "sparse": number("sparse", "d"),
     "offloaded": number("offloaded", "d"),
     "loss": number("loss", ".3f"),
     "measuring s": number("overhead_s"),
+    "of 10 min": number("of_run", ".2%"),
 }
 
 

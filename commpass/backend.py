@@ -44,7 +44,7 @@ from commpass.errors import (
 )
 from commpass.groups import is_first_rank, ready
 from commpass.lowering.repairs import repaired
-from commpass.passes import Outcome, Road
+from commpass.passes import PASSES, Outcome, Road
 from commpass.passes import run as run_passes
 from commpass.passes.graph import meta
 from commpass.passes.graph.direction import keep_metadata
@@ -54,7 +54,7 @@ from commpass.passes.hidden import decided
 from commpass.passes.sample import RECEIVED, UNSEEN
 from commpass.passes.timeline import timeline, whole_us
 from commpass.paths import Places
-from commpass.plan import Plan
+from commpass.plan import Plan, Simplification
 from commpass.policy import Policy
 from commpass.runtime import agreement, ledger, record
 from commpass.runtime.board import Round, greet
@@ -71,6 +71,7 @@ from commpass.runtime.calls import (
 )
 from commpass.runtime.checked import Built, Checked, release
 from commpass.runtime.environment import dump_here, policy_here
+from commpass.runtime.hosts import with_hosts
 from commpass.runtime.machine import default_here, profile_here
 from commpass.runtime.origin import Origin, call_of, count_call, origin_of_graph
 from commpass.runtime.owners import INFERENCE, Calls
@@ -249,6 +250,7 @@ class Backend:
         self.graphs = self.resets = 0
         self.warned_of_reordering = False
         self.hidden: dict[tuple[Any, ...], bool] = {}  # as agreed on: a rank may compile alone
+        self.densities: dict[tuple[Any, ...], float] = {}  # likewise
         self.over: dict[tuple[Any, Key], str] = {}  # likewise: what is over its budget
         self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
         self.ledger = ledger.opened(policy.name)
@@ -316,10 +318,18 @@ class Backend:
         stateless = calls.stateless(direction, False)
         return self.compile(gm, number, direction, calls, stateless, compile_graph, None, obstacle)
 
+    def simplified(self, gm: fx.GraphModule, direction: str) -> tuple[Simplification, ...]:
+        """What simplify makes of a graph that is not compiled, and is another one afterwards."""
+        profile = self.profile or default_here(meta.device_of(gm))
+        road = Road(gm=gm, direction=direction, policy=self.policy, profile=profile, hook=True)
+        passes = tuple(each for each in PASSES if each.name in ("discover", "simplify"))
+        return run_passes(road, "", passes).plan.simplified
+
     def reset(self) -> None:
         """torch._dynamo.reset calls this: all will be compiled, and compared, anew."""
         self.resets += 1
         self.hidden.clear()
+        self.densities.clear()
         self.over.clear()
         self.checked.clear()
 
@@ -423,6 +433,7 @@ class Backend:
     ) -> Any:
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and
         compiles it. ``obstacle`` says why nothing of it may be changed."""
+        profile = self.profile or default_here(meta.device_of(gm))
         job = Job(
             gm=gm,
             number=number,
@@ -432,7 +443,7 @@ class Backend:
             compile_graph=compile_graph,
             decompositions=decompositions,
             obstacle=obstacle,
-            profile=self.profile or default_here(meta.device_of(gm)),
+            profile=with_hosts(profile, self.policy, gm, self.timeout),
             origin=calls.origin if calls.origin.function else origin_of_graph(gm),
             context=TracingContext.try_get(),
         )
@@ -479,6 +490,7 @@ class Backend:
             adds_inputs=True,
             hook=calls.hook,
             hidden=self.hidden,
+            densities=self.densities,
             hides=True,
             excluded=before.excluded if before is not None else {},
         )
@@ -637,13 +649,14 @@ class Backend:
             outcome.restore(why)
             less: dict[str, Any] = {"own": False}
             if why == agreement.HIDDEN:
-                less = {"hides": False} if road.hides else {"hidden": None}
+                less = {"hides": False} if road.hides else {"hidden": None, "densities": None}
                 less["excluded"] = outcome.excluded
             return self._planned(dataclasses.replace(road, **less), job, watch, speaker)
         if why and not plan.fallback:
             outcome.restore(why)
             outcome.error = CommpassError(why)
         self.hidden |= decided(outcome.plan)
+        self.densities |= outcome.densities
         for limit in outcome.limits:
             limit.hold()
         return outcome, None, round

@@ -270,7 +270,8 @@ class Plan:
     was compiled. ``reordered`` are the names of the exchanges' sites in the order in which they
     start, where that is not the program's, and ``order`` says why nothing was moved, where nothing
     was. ``matched`` are the numbers of the policy's rules, from 0, that match a site as it
-    was found.
+    was found. ``timed`` are the names of the process groups in which how much of a gradient is sent
+    depends on what this rank computes.
     """
 
     graph: str
@@ -285,6 +286,7 @@ class Plan:
     matched: tuple[int, ...] = ()
     reordered: tuple[str, ...] = ()
     order: str = ""
+    timed: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[PlannedSite]:
         return iter(self.sites)
@@ -326,6 +328,7 @@ class Plan:
             grouped=(),
             split=(),
             reordered=(),
+            timed=(),
             fallback=why,
         )
 

@@ -52,6 +52,8 @@ class Policy(Named):
     passes to leave out; ``lowering``, ``chunks`` and ``rows`` as in a rule. ``group_bytes`` is the
     largest site in bytes that is fused with others, 0 for none, and ``group_delay`` how many
     matmuls, convolutions and attentions fewer an exchange may then be hidden behind.
+    ``selective``: of gradients that are selected from and fused the smallest are sent whole, and
+    the others thinned for that (SSFusion, section IV.B).
     ``more_memory`` is by what share the peak memory of a graph may rise where exchanges are moved
     so that they hide behind matmuls. ``watch`` is the share of calls of a graph on which the real
     error of its compressed sites is measured (docs/verdict.md): 0 for none, and then nothing is
@@ -71,6 +73,7 @@ class Policy(Named):
     rows: int | None = None
     group_bytes: int = 256 << 10
     group_delay: int = 2
+    selective: bool = False
     more_memory: float = 0.1
     leave_hidden: bool = True
     watch: float = 0.0

@@ -154,9 +154,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         ),
         "max_error": 0.15,
     },
-    # SSFusion, gradients of data parallelism: one entry in a hundred, the rest made up for later.
-    # Whole, with its fusion buffers, by commpass.parallel.ssfusion.
+    # SSFusion, gradients of data parallelism: one entry in a hundred, the rest made up for later;
+    # the smallest of a fusion whole. With what is measured, by commpass.parallel.ssfusion.
     "ssfusion": {
+        "selective": True,
         "rules": (
             Rule(
                 kind="all_reduce",
@@ -168,7 +169,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_error": 1.0,
     },
     # SDP4Bit, sharded data parallelism: weights as 4 bits of their difference to what receivers
-    # hold; gradients in 8 bits inside a host, in 4 between hosts that the profile knows.
+    # hold; gradients in 8 bits inside a host, in 4 between hosts.
     # Better at the same bits: what "balanced-3d" has for data parallelism.
     "sdp4bit": {"rules": SDP4BIT, "max_error": 0.2},
     # TahQuant: activations from one pipeline stage to the next, and their gradients back.

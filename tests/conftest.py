@@ -37,15 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def fake_group() -> Iterator[Callable[[int], dist.ProcessGroup]]:
-    """``fake_group(64)`` makes this process rank 0 of 64, alone: collectives trace and compile,
-    send nothing."""
+def fake_group() -> Iterator[Callable[..., dist.ProcessGroup]]:
+    """``fake_group(64)`` makes this process rank 0 of 64, or another ``rank``, alone: collectives
+    trace and compile, send nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def start(size: int) -> dist.ProcessGroup:
+    def start(size: int, rank: int = 0) -> dist.ProcessGroup:
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         return dist.group.WORLD
 
     torch._dynamo.reset()

@@ -229,7 +229,8 @@ def _start(
     group = given["group_name"]
     group = group if isinstance(group, str) else group.group_name
     into = tensors if form in ("_", "_coalesced_") else () if out is None else (out,)
-    sent = tuple(x.clone() for x in tensors)  # what is written to later is not what was sent
+    # What is written to later is not what was sent; results lie one after the other in memory.
+    sent = tuple(x.clone(memory_format=torch.contiguous_format) for x in tensors)
     begun = Collective(rank, node.name, name, form, sent, given, into)
     started = network.start(group, tuple(ranks_of(group)), begun)
     return started if "coalesced" in form else started[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from commpass.costmodel import Link
 from commpass.costmodel.interconnects import INTERCONNECTS
 
@@ -45,6 +47,10 @@ def taco_tried() -> list[Row]:
     return rows
 
 
+STATED: dict[str, Any] = {"hop": None, "sockets": 1}
+GAUSSIAN: dict[str, Any] = {"code": zipccl.ZIPPED, "margin": 0.0}
+
+
 def zipccl_tried() -> list[Row]:
     rows = []
     ways = (
@@ -73,12 +79,26 @@ def zipccl_tried() -> list[Row]:
     return rows + switched_tried()
 
 
+SWITCHERS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+    ("the library's of bf16", {}, {"dtype": "bfloat16"}),
+    ("PCIe as stated, one socket, a Gaussian's bytes, any gain", STATED, GAUSSIAN),
+    ("PCIe as stated, one socket", STATED, {}),
+    ("PCIe as stated", {"hop": None}, {}),
+    ("one socket", {"sockets": 1}, {}),
+    ("a Gaussian's bytes", {}, {"code": zipccl.ZIPPED}),
+    ("any gain", {}, {"margin": 0.0}),
+    *((f"{hop:g} GB/s from GPU to GPU", {"hop": hop}, {}) for hop in (9.0, 10.0, 12.0, 14.0)),
+)
+"""How the choices come out where one assumption is another: of links, and of the choice."""
+
+
 def switched_tried() -> list[Row]:
     rows = []
-    for (hosts, gpus), number in SWITCHED.items():
-        chosen = zipccl.switched(hosts, gpus, A6000, dtype="bfloat16")
-        what = f"reduce_scatter, {hosts} x {gpus} GPUs"
-        rows.append(Row(ZIP, what, number, chosen, "the library's of bf16"))
+    for how, of_link, of_choice in SWITCHERS:
+        for (hosts, gpus), number in SWITCHED.items():
+            link = zipccl.hosts_link(hosts, gpus, **of_link)
+            chosen = zipccl.switched(link, hosts * gpus, A6000, **of_choice)
+            rows.append(Row(ZIP, f"reduce_scatter, {hosts} x {gpus} GPUs", number, chosen, how))
     return rows
 
 

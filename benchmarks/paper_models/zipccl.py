@@ -6,11 +6,19 @@ import dataclasses
 
 from commpass.costmodel import HOST, Kernels, Link, Profile, Task, finished_us
 from commpass.costmodel.interconnects import INTERCONNECTS, Card
+from commpass.costmodel.links import sharing
 
 from .sites import FP32, coded, gain, plain, site
 
 A6000 = Card(768.0, 154.8, "NVIDIA RTX A6000 data sheet")
 ZIPPED = "exponent(planes=3)"
+TRAINED = "exponent(planes=3, bits=12.03)"
+"""With the bits of the paper's own training: 16 / 1.33 (figure 1a, over 40,000 iterations)."""
+HOP_GBYTES_PER_S = 11.0
+"""What a hop of a ring between GPUs of a host gives, through PCIe and the host's memory: reported
+of 3 and 4 GPUs on hosts with a port of 25 GB/s (NVIDIA/nccl, issue 1195). The paper has none."""
+SOCKETS, MARGIN = 2, 0.1
+"""Sockets of a host of 8 GPUs, an assumption; and the share that a plan must gain (``Profile``)."""
 LLAMA_LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
 LLAMA_LAYERS, LLAMA_TOKENS = 32, 1024
 """Values of a layer of Llama3-8B, as published; layers; tokens of a step (ZipCCL, section 6.1)."""
@@ -19,17 +27,29 @@ QWEN_MIB = 1024 * 8 * 4096 / (1 << 19)
 """What a rank hands to an all_to_all in Qwen3-MoE: 1,024 tokens, each to 8 experts, 4,096 wide."""
 
 
-def hosts_link(hosts: int, gpus: int) -> Link:
-    """Hosts with one 200 Gbit/s port each (ZipCCL, section 6.1). A ring crosses each port once, and
-    its steps start as fast as those inside a host and those between hosts do on average; of an
-    all_to_all all that ``gpus`` ranks send to other hosts goes through one port."""
+def hosts_link(
+    hosts: int, gpus: int, *, hop: float | None = HOP_GBYTES_PER_S, sockets: int = SOCKETS
+) -> Link:
+    """Hosts with one 200 Gbit/s port each (ZipCCL, section 6.1).
+
+    A ring crosses each port once and is as fast as its slowest link: ``hop`` GB/s where it passes
+    from GPU to GPU inside a host (None: as fast as PCIe is stated to be). Its steps start as fast
+    as those inside a host and those between hosts do on average. Of an all_to_all all that
+    ``gpus`` ranks send to other hosts goes through one port; inside one host, all that those of a
+    socket send to another one goes through what joins the two.
+    """
     inside, between = INTERCONNECTS["pcie-4"].link, INTERCONNECTS["infiniband-hdr"].link
+    rate = hop or inside.gbytes_per_s
     if hosts == 1:
-        return inside
+        of_socket = gpus // sockets
+        shared = sharing(gpus, of_socket, of_socket) if sockets > 1 else {}
+        return dataclasses.replace(inside, gbytes_per_s=rate, sharing=shared)
     ranks = hosts * gpus
     alpha = ((gpus - 1) * inside.alpha_us + between.alpha_us) / gpus
-    port = Profile("one port", dataclasses.replace(between, alpha_us=alpha), node=gpus, ports=1)
-    return port.link_of("ranks", ranks=range(ranks))
+    slower = max(1.0, between.gbytes_per_s / rate) if gpus > 1 else 1.0
+    factor = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), slower)
+    link = dataclasses.replace(between, alpha_us=alpha, factor=factor)
+    return Profile("one port", link, node=gpus, ports=1).link_of("ranks", ranks=range(ranks))
 
 
 def zipped_gain(kind: str, mib: float, ranks: int, link: Link, kernels: Kernels) -> float:
@@ -39,14 +59,23 @@ def zipped_gain(kind: str, mib: float, ranks: int, link: Link, kernels: Kernels)
     return gain(site(kind, values, ranks), "direct", ZIPPED, link, kernels)
 
 
-def switched(hosts: int, gpus: int, kernels: Kernels, *, dtype: str = FP32) -> str:
-    """What the cheaper reduce_scatter of a layer's gradients is: the library's in ``dtype``, or an
-    all_to_all of coded bf16 and a local sum (ZipCCL, section 5.2, equations 6 and 7)."""
-    link, ranks = hosts_link(hosts, gpus), hosts * gpus
+def switched(
+    link: Link,
+    ranks: int,
+    kernels: Kernels,
+    *,
+    dtype: str = FP32,
+    code: str = TRAINED,
+    margin: float = MARGIN,
+) -> str:
+    """What a reduce_scatter of a layer's gradients is: the library's in ``dtype``, or an all_to_all
+    of coded bf16 and a local sum (ZipCCL, section 5.2, equations 6 and 7), if that is faster by
+    more than the ``margin``. The sum reads what was decoded once more."""
     values = LLAMA_LAYER // ranks * ranks
     native = plain(site("reduce_scatter", values, ranks, dtype), link)
-    zipped = coded(site("reduce_scatter", values, ranks), "direct", ZIPPED, link, kernels)
-    return "zipped" if zipped < native else "native"
+    zipped = coded(site("reduce_scatter", values, ranks), "direct", code, link, kernels)
+    zipped += kernels.copies_us(1, 2 * values)
+    return "zipped" if native - zipped > margin * native else "native"
 
 
 def fsdp_step_us(gather_us: float, reduce_us: float, kernels: Kernels) -> float:

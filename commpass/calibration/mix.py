@@ -71,8 +71,9 @@ class Solution:
 
     def uniform(self, name: str) -> tuple[float, float] | None:
         """Bytes and predicted error if all places had the same codec; None where one cannot."""
-        spec = codec(name).spec
-        rows = [[each for each in some if each.codec == spec] for some in self.considered]
+        wanted = codec(name)  # measured bits do not tell codecs apart
+        coded = [[each for each in some if each.codec != NONE] for some in self.considered]
+        rows = [[each for each in some if codec(each.codec) == wanted] for some in coded]
         if not all(rows):
             return None
         found = [row[0] for row in rows]

@@ -52,11 +52,12 @@ class Place:
 
     ``where`` are several if simplify makes one collective of theirs, which it can only while all
     are allowed the same. ``errors`` are by codec: the relative error (2-norm) of one encode and
-    decode of what is sent here, over all ranks and batches, as a root mean square.
+    decode of what is sent here, over all ranks and batches, as a root mean square; 0 for a codec
+    that loses nothing, which is named with the bits that a value was measured to take.
     ``statistics`` are the ranges of the channels on each rank of the group, with no channel kept
     yet, as ``Channels.to_text`` writes them; "" where tensors do not have the same channels.
-    ``levels`` are by ascending error. ``loss`` is the relative change of the loss for each unit of
-    the least of those errors.
+    ``levels`` are by ascending error; none where no codec that loses something was asked for.
+    ``loss`` is the relative change of the loss for each unit of the least of those errors.
     """
 
     where: tuple[Where, ...]
@@ -68,8 +69,8 @@ class Place:
 
     @property
     def sensitivity(self) -> float:
-        """That of the least error."""
-        return self.levels[0].sensitivity
+        """That of the least error; 0 where none was made."""
+        return self.levels[0].sensitivity if self.levels else 0.0
 
     def change(self, error: float) -> float:
         """The relative change that an error here makes. Sensitivities between two levels are

@@ -33,17 +33,21 @@ from commpass.runtime.owners import Calls
 
 @dataclass
 class Squares:
-    """Sums of squares: of what was sent, and of the errors of codecs, by their names."""
+    """Sums of squares: of what was sent, and of the errors of codecs, by their names. And how many
+    values were sent, and the bytes that codecs need for them."""
 
     values: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
+    count: int = 0
+    bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Probes:
     """What the probes of one rank know and find, whatever graph they are in.
 
-    ``errors_of`` are the codecs whose errors are measured at each place. ``disturb`` is the place
+    ``errors_of`` are the codecs whose errors are measured at each place, ``sizes_of`` those whose
+    sizes are, at all of them. ``disturb`` is the place
     whose values a codec changes. ``channels`` are the ranges of the channels of each place, None
     where its tensors do not have the same ones, and ``sums`` those of what its sums give. ``seats``
     are the numbers of this rank in the groups of a place, each with how many ranks there are.
@@ -53,6 +57,7 @@ class Probes:
     policy: Policy
     profile: Profile | None = None
     errors_of: dict[Where, list[Codec]] = field(default_factory=dict)
+    sizes_of: list[Codec] = field(default_factory=list)
     disturb: tuple[frozenset[Where], Codec] | None = None
     look: bool = False
     sites: dict[Where, Counter[Site]] = field(default_factory=dict)
@@ -181,6 +186,10 @@ class Probe(nn.Module):
         for each in probes.errors_of.get(where, ()):
             lost = square(round_trip(each, x), x)
             squares.errors[each.spec] = squares.errors.get(each.spec, 0.0) + lost
+        squares.count += x.numel() if probes.sizes_of else 0
+        for each in probes.sizes_of if x.dtype in FLOATS else ():
+            size = each.encode(x.contiguous()).payload.numel()
+            squares.bytes[each.spec] = squares.bytes.get(each.spec, 0) + size
         if not x.isfinite().all():
             squares.values = float("nan")
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +26,7 @@ from commpass.errors import CalibrationError, check_number
 from commpass.policy import Policy, policy_named
 from commpass.runtime.machine import profile_here
 
-CODECS = (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated", "bf16")
+CODECS = (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated", "bf16", "exponent")
 """What is measured at each place if nobody names others."""
 KEEP = 1 / 64
 """The share of channels that ``outlier`` keeps (low-bit tensor-parallel inference, section 3)."""
@@ -51,10 +51,25 @@ class _Seen:
 
 
 @dataclass
+class Sizes:
+    """How many values were sent at a place, and the bytes that codecs needed for them, by their
+    names: sums over ranks and batches."""
+
+    count: float = 0.0
+    bytes: dict[str, float] = field(default_factory=dict)
+
+    def bits(self) -> dict[str, float]:
+        """Bits a value by codec, to a hundredth above; none where nothing was measured."""
+        some = {spec: each for spec, each in self.bytes.items() if each}
+        return {spec: math.ceil(800 * each / self.count) / 100 for spec, each in some.items()}
+
+
+@dataclass
 class _Sums:
-    """Squares of relative numbers, added up over batches."""
+    """Squares of relative numbers, and sizes, added up over batches."""
 
     errors: list[dict[str, float]]
+    sizes: list[Sizes]
     changes: list[list[float]]
     loss: list[float]
 
@@ -80,13 +95,15 @@ def calibrate(
     ``batches`` are tuples of the model's inputs. ``loss(output, *batch)`` makes the loss of what
     the model gives; without it that is summed up. With ``train`` the gradients of all
     ``parameters`` (the model's, if not said) are what counts, else what the model gives. At each
-    place the errors of ``codecs`` are measured, with ``outliers`` also those of codec ``outlier``
+    place the errors of ``codecs`` are measured, and the bits a value of those that lose nothing;
+    with ``outliers`` also those of codec ``outlier``
     with the channels that reach farthest there. ``probes`` are the codecs whose
     errors are made there, each for itself. ``policy`` is what simplify goes by. ``timeout`` is
     how many seconds a rank waits for others, in its own collectives as well.
 
-    The model runs twice on each batch, and once more for each place and probe. Gradients, buffers
-    and random numbers are afterwards as they were. Raises CalibrationError without a process group
+    The model runs twice on each batch, and once more for each place and probe where any of
+    ``codecs`` loses something. Gradients, buffers and random numbers are afterwards as they were.
+    Raises CalibrationError without a process group
     of several ranks, without a collective, for values that are not finite, and on every rank if one
     fails.
     """
@@ -96,11 +113,17 @@ def calibrate(
             " every rank, as torchrun does"
         )
     check_number("timeout", timeout, above=True)
-    named = tuple(dict.fromkeys(codec(each).spec for each in codecs))
+    given = [codec(each) for each in codecs]
+    sized = [codec(each.wire_spec) for each in given if each.lossless and each.dynamic]
+    sized = list(dict.fromkeys(sized))
+    named = tuple(dict.fromkeys(each.spec for each in given if each not in sized))
     disturbing = sorted(map(codec, dict.fromkeys(probes)), key=lambda each: each.relative_error())
     if not disturbing or not disturbing[0].relative_error():
         raise CalibrationError(f"probes={probes!r}: give one codec or several that lose something")
-    inserted = Probes(named or (disturbing[0].spec,), policy_named(policy), profile_here(profile))
+    if sized and not named:  # no error need be known
+        disturbing, outliers = [], False
+    wanted = (*named, *(each.spec for each in sized)) or (disturbing[0].spec,)
+    inserted = Probes(wanted, policy_named(policy), profile_here(profile))
     with together(float(timeout)) as ranks:
         rows = [tuple(batch) if _is_tuple(batch) else (batch,) for batch in batches]
         counts = ranks.exchange(len(rows), int)
@@ -112,7 +135,8 @@ def calibrate(
             step = step_of(model, compiled, parameters, loss, train)
             own = fingerprints(step.parameters) if train else {}
             step.weights = replicas(own, ranks.exchange(own, dict[str, str]))
-            return _measured(ranks, inserted, step, rows, named, disturbing, outliers, progress)
+            measured = named, sized, disturbing, outliers
+            return _measured(ranks, inserted, step, rows, *measured, progress)
         finally:
             torch._dynamo.reset()
 
@@ -127,6 +151,7 @@ def _measured(
     step: Step,
     rows: Sequence[tuple[Any, ...]],
     named: tuple[str, ...],
+    sized: Sequence[Codec],
     disturbing: Sequence[Codec],
     outliers: bool,
     progress: Progress | None,
@@ -140,6 +165,7 @@ def _measured(
         why = f" ({'; '.join(seen[0].remarks)})" if seen[0].remarks else ""
         raise CalibrationError(f"no collective was found that a codec could make smaller{why}")
     channels = [_channels(group, seen) if outliers else None for group in groups]
+    probes.sizes_of = list(sized)
     choices = [sorted({*named, *_outlier(each)}) for each in channels]
     made = [each.spec for each in disturbing]
     for group, specs in zip(groups, choices, strict=True):
@@ -147,6 +173,7 @@ def _measured(
             probes.errors_of[where] = [codec(spec) for spec in sorted({*specs, *made})]
     sums = _Sums(
         [dict.fromkeys(sorted({*specs, *made}), 0.0) for specs in choices],
+        [Sizes() for _ in groups],
         [[0.0] * len(disturbing) for _ in groups],
         [0.0] * len(groups),
     )
@@ -161,12 +188,13 @@ def _measured(
         losses.append(
             _one_batch(ranks, probes, step, batch, number, groups, sums, disturbing, told)
         )
-    many = len(rows)
+    many, sites = len(rows), [_sites(group, seen) for group in groups]
     places = tuple(
         Place(
             where=group,
-            sites=_sites(group, seen),
-            errors={spec: _rms(sums.errors[at][spec], many) for spec in choices[at]},
+            sites=sites[at],
+            errors={spec: _rms(sums.errors[at][spec], many) for spec in choices[at]}
+            | dict.fromkeys(_measured_codecs(sites[at], sums.sizes[at]), 0.0),
             levels=tuple(
                 Level(
                     codec=spec,
@@ -194,6 +222,14 @@ def _measured(
         places=places,
         remarks=tuple(remarks),
     )
+
+
+def _measured_codecs(sites: Sequence[Carried], sizes: Sizes) -> list[str]:
+    """The codecs that lose nothing, with the bits that they were measured to take at a place. None
+    where values of several dtypes are sent there."""
+    if len({each.site.dtype for each in sites}) != 1:
+        return []
+    return [codec(spec).measured(bits).spec for spec, bits in sizes.bits().items()]
 
 
 def _rms(total: float, many: int) -> float:
@@ -228,6 +264,8 @@ def _one_batch(
     here = [
         _relative(ranks, probes, group, list(sums.errors[at])) for at, group in enumerate(groups)
     ]
+    for at, group in enumerate(groups if probes.sizes_of else ()):
+        _add_sizes(ranks, probes, group, sums.sizes[at])
     told(1)
     probes.look = False
     for at, group in enumerate(groups):
@@ -261,6 +299,17 @@ def _relative(
         spec: math.sqrt(part / whole) if whole > 0 else (0.0 if whole == 0 else math.nan)
         for spec, part in zip(specs, parts, strict=True)
     }
+
+
+def _add_sizes(ranks: Ranks, probes: Probes, group: tuple[Where, ...], sizes: Sizes) -> None:
+    """Adds what all ranks have sent at a place in a batch, and what codecs need for it."""
+    specs = [each.spec for each in probes.sizes_of]
+    mine = [probes.squares[where] for where in group if where in probes.squares]
+    needed = [sum(each.bytes.get(spec, 0) for each in mine) for spec in specs]
+    count, *found = ranks.all_sums([float(sum(each.count for each in mine)), *map(float, needed)])
+    sizes.count += count
+    for spec, many in zip(specs, found, strict=True):
+        sizes.bytes[spec] = sizes.bytes.get(spec, 0.0) + many
 
 
 def _seen(probes: Probes, batches: int) -> _Seen:

@@ -65,6 +65,16 @@ class Codec(ABC):
     ``used_bytes``."""
 
     @property
+    def wire_spec(self) -> str:
+        """What its wires are called: ``spec`` without what changes no bit of them."""
+        return self.spec
+
+    def measured(self, bits: float) -> Codec:
+        """The codec whose sizes are planned with so many bits a value, as measured; itself where
+        they do not depend on the values."""
+        return self
+
+    @property
     @abstractmethod
     def block(self) -> int:
         """How many values are encoded together: rows are padded to a multiple of it."""
@@ -100,6 +110,12 @@ class Codec(ABC):
         """The dtype in which sums are handed to this codec on their way: as they are, but for a
         lossless one in the dtype of the result, since more would be sent for nothing."""
         return dtype if self.lossless else accumulation_dtype(dtype)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether it encodes by numbers that were measured of the tensor's own channels: then it
+        must be given that tensor, and cannot be inside another codec."""
+        return False
 
     @property
     def domain(self) -> Domain:
@@ -198,14 +214,14 @@ class Codec(ABC):
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
             raise PolicyError(f"codec {self.spec!r} cannot carry {x.dtype}; it carries {names}")
         return Wire(
-            self.encode_rows(x.reshape(1, -1)).flatten(), self.spec, tuple(x.shape), x.dtype
+            self.encode_rows(x.reshape(1, -1)).flatten(), self.wire_spec, tuple(x.shape), x.dtype
         )
 
     @ambient_free
     def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
         """The tensor back, in the shape and dtype that was encoded, which ``like`` must have if it
         is given."""
-        if wire.codec != self.spec:
+        if wire.codec != self.wire_spec:
             raise PolicyError(f"a wire of codec {wire.codec!r} cannot be decoded by {self.spec!r}")
         if like is not None and (tuple(like.shape), like.dtype) != (wire.shape, wire.dtype):
             raise PolicyError(

@@ -52,6 +52,18 @@ def encode(coder: Codec, rows: Tensor, salt: Sequence[int] = ()) -> Tensor:
     return ops.encode(rows, _name(coder), list(salt), *_tables(coder, rows))
 
 
+def encode_with_feedback(
+    coder: Codec, rows: Tensor, residual: Tensor, salt: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """The wire of ``rows + residual`` in the dtype of ``rows``, and what that leaves out, ``[rows,
+    n]`` in the dtype of the residual: 0 where it, or what is decoded, is not finite, for that must
+    not come back (error feedback)."""
+    if not _opaque.get():
+        return _with_feedback(coder.salted(*salt), rows, residual)
+    wire, left = ops.encode_with_feedback(rows, residual, _name(coder), list(salt))
+    return wire, left
+
+
 def encode_parts(coder: Codec, rows: Tensor, salt: Sequence[int] = ()) -> tuple[Tensor, ...]:
     """As ``encode``, the parts of the wire apart: uint8 ``[rows, parts(n)[i]]`` each."""
     if _plain(coder):
@@ -163,6 +175,21 @@ def _encode(rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None)
     return _coder(name, tables, salt).encode_rows(rows).contiguous()
 
 
+def _encode_with_feedback(
+    rows: Tensor, residual: Tensor, name: str, salt: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    wire, left = _with_feedback(_coder(name, None, salt), rows, residual)
+    return wire.contiguous(), left.contiguous()
+
+
+def _with_feedback(coder: Codec, rows: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    wanted = rows.to(residual.dtype) + residual
+    wire = coder.encode_rows(wanted.to(rows.dtype))
+    own = coder.decode_rows(wire, rows.shape[1], rows.dtype).to(residual.dtype)
+    left = torch.where(own.isfinite() & wanted.isfinite(), wanted - own, 0)
+    return wire, left
+
+
 def _encode_parts(
     rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None
 ) -> list[Tensor]:
@@ -230,6 +257,12 @@ def _shape_of_encode(rows: Tensor, name: str, salt: Sequence[int], tables: Table
     return _bytes(rows, count, _held[name].wire_bytes(numel, rows.dtype))
 
 
+def _shapes_with_feedback(
+    rows: Tensor, residual: Tensor, name: str, salt: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    return _shape_of_encode(rows, name, salt), residual.new_empty(residual.shape)
+
+
 def _shapes_of_parts(
     rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None
 ) -> list[Tensor]:
@@ -253,6 +286,11 @@ CODEC = "str codec, SymInt numel, ScalarType dtype"
 ENCODE, TABLES = "Tensor rows, str codec, int[] salt", "Tensor[]? tables=None"
 SIGNATURES: dict[str, tuple[str, Function, Function]] = {
     "encode": (f"({ENCODE}, {TABLES}) -> Tensor", _encode, _shape_of_encode),
+    "encode_with_feedback": (
+        "(Tensor rows, Tensor residual, str codec, int[] salt) -> (Tensor, Tensor)",
+        _encode_with_feedback,
+        _shapes_with_feedback,
+    ),
     "encode_parts": (
         f"({ENCODE}, {TABLES}) -> Tensor[]",
         _encode_parts,
@@ -340,6 +378,7 @@ CONSTANT = ops.constant.default
 """What stands for a constant of a codec where a graph has no input for it."""
 
 _OF = {
+    "encode_with_feedback": "encode",
     "encode_parts": "encode",
     "decode_parts": "decode",
     "decode_and_sum_by_index": "decode",

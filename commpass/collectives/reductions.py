@@ -185,21 +185,18 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
     """
     assert isinstance(coder, SparseCodec)
     numel, dtype = x.numel(), accumulation_dtype(x.dtype)
-    wanted = x.to(dtype) + residual
-    row = wanted.to(x.dtype).reshape(1, -1)
     # Segments are operators of their own: equal ones are traced, and compiled, once.
     each, lengths = coder.segments(numel)
-    rows = row.split(list(lengths), dim=1) if len(lengths) > 1 else [row]
-    sent = [operators.encode(each, part, (request.rank,)) for part in rows]
-    own = _side_by_side(
-        [
-            operators.decode(each, wire, length, x.dtype).to(dtype)
-            for wire, length in zip(sent, lengths, strict=True)
-        ]
-    ).reshape(x.shape)
-    left = torch.where(
-        own.isfinite() & wanted.isfinite(), wanted - own, 0
-    )  # what is not finite must not come back
+    rows, kept = (
+        value.split(list(lengths), dim=1) if len(lengths) > 1 else [value]
+        for value in (x.reshape(1, -1), residual.to(dtype).reshape(1, -1))
+    )
+    coded = [
+        operators.encode_with_feedback(each, part, rest, (request.rank,))
+        for part, rest in zip(rows, kept, strict=True)
+    ]
+    sent = [wire for wire, _ in coded]
+    left = _side_by_side([rest for _, rest in coded]).reshape(x.shape)
     wires = yield Gather(request).start(_side_by_side(sent))
     if len(lengths) == 1:
         total = _summed(each, wires, numel, x.dtype, request.ranks)

@@ -135,6 +135,7 @@ EXCHANGES = {
 }
 """The exchanges that algorithms are made of, and the kinds that the cost model has them by. torch
 2.11 has no messages between two ranks."""
+WITH_FEEDBACK = operators.ops.encode_with_feedback.default
 UNCOUNTED = ("used_bytes", "join")
 """Roles that are no stage: they read a few bytes, or move what was just computed."""
 
@@ -172,10 +173,15 @@ class _Recorder(TorchDispatchMode):
         if stage is not None:
             self.stages.append(dataclasses.replace(stage, after=after))
             after = (len(self.stages) - 1,)
+            if func is WITH_FEEDBACK:  # what is sent is decoded here too, to know what is left
+                decoded = dataclasses.replace(stage, role="decode", after=after)
+                self.stages.append(decoded)
         if after:
             for each in given:
                 self.made_by[id(each)] = after
                 self.tensors.append(each)
+        if func is WITH_FEEDBACK:
+            self.made_by[id(given[1])] = (len(self.stages) - 1,)
         return result
 
     def _stage(self, func: Any, args: Any, taken: list[Tensor], given: list[Tensor]) -> Any:
@@ -191,7 +197,7 @@ class _Recorder(TorchDispatchMode):
         if role not in ("encode", "decode"):
             return Stage(role=role, values=taken[0].numel())
         coder, (rows, numel) = (
-            operators.named(args[1]),
+            operators.named(next(arg for arg in args if isinstance(arg, str))),
             (taken if role == "encode" else given)[0].shape,
         )
         return Stage(role=role, codec=coder.spec, values=rows * coder.padded_numel(numel))

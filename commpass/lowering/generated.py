@@ -14,7 +14,8 @@ from torch import Tensor, fx
 
 from commpass.codecs import Codec, operators
 from commpass.codecs.exponent.codec import ExponentCodec
-from commpass.lowering import cpu, fused, matmul
+from commpass.codecs.sparse import SparseCodec
+from commpass.lowering import cpu, fused, matmul, sparse
 from commpass.lowering.chain import Chain, Encode
 
 
@@ -35,6 +36,9 @@ def has_kernels(coder: Codec, numel: int, device: torch.device) -> bool:
         return has_exponent_kernels(device)
     if _no_triton(device):
         return False
+    if isinstance(coder, SparseCodec):
+        each, lengths = coder.segments(numel)
+        return not sparse.unsupported_reason(each, max(lengths), torch.float32)
     return not obstacle(Chain(torch.float32, (Encode(coder),)), numel, device)
 
 
@@ -60,8 +64,12 @@ CODING = tuple(
 def caller(node: fx.Node) -> Callable[..., Any] | None:
     """What computes a coded operator by kernels in Triton, to be traced into a graph: a function of
     the nodes that it takes. None where there are none, or they are called otherwise."""
-    if node.target not in (fused.FUSED, matmul.MATMUL, *CODING):
+    if node.target not in (fused.FUSED, matmul.MATMUL, *CODING, *sparse.CODING):
         return None
+    if node.target in sparse.CODING and not _no_triton(_device(node)):
+        made = sparse.caller(node)
+        if made is not None or node.target not in CODING:
+            return made
     if not isinstance(node.meta["val"], Tensor) or _no_triton(node.meta["val"].device):
         return None
     from commpass.lowering.gpu import graph
@@ -72,6 +80,11 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
         return graph.product_caller(matmul.named(str(node.args[3])), node.args[2] is not None)
     chain, numel = fused.named(str(node.args[1])), node.args[2]
     return graph.caller(chain, numel) if isinstance(numel, int) else None
+
+
+def _device(node: fx.Node) -> torch.device:
+    taken: Tensor = node.all_input_nodes[0].meta["val"]
+    return taken.device
 
 
 def _no_triton(device: torch.device) -> str:

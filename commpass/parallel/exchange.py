@@ -38,7 +38,9 @@ class Exchange:
     ``obstacle`` is why it is left as it is, if it must be. ``flat`` says that it sends the
     gradients of its parameters one after another: state is then kept by parameter. ``again`` says
     that backward sends once more what forward sent, and must get the same bits. ``parameters`` are
-    the names of those that it carries: they tell it from others of the same module.
+    the names of those that it carries: they tell it from others of the same module. ``wide`` is the
+    dtype of the result where ``x`` has narrower values, which are widened before they are summed,
+    and ``factor`` what they are multiplied by then.
 
     A mean (``op="avg"``) is the sum of values that each rank has multiplied by 1 / ``ranks`` before
     it sends them, as DDP has it: the library need not know means, and no sum overflows that its
@@ -57,6 +59,13 @@ class Exchange:
     flat: bool = False
     again: bool = False
     parameters: tuple[str, ...] = ()
+    wide: torch.dtype | None = None
+    factor: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        """What each value is multiplied by before it is summed."""
+        return self.factor / self.ranks if self.op == "avg" else self.factor
 
     def graph(self, inplace: bool) -> fx.GraphModule:
         """``x -> None``, which puts the result into ``x``, or ``(x, out) -> None``, into ``out``:
@@ -66,8 +75,11 @@ class Exchange:
         out = x if inplace else graph.placeholder("out")
         with_words = {PLACE: self.module} | ({KEY: self.word} if self.word else {})
         sent = x
-        if self.op == "avg":
-            sent = graph.call_function(torch.ops.aten.mul.Tensor, (x, 1.0 / self.ranks))
+        if self.wide is not None:
+            convert = torch.ops.prims.convert_element_type.default
+            sent = graph.call_function(convert, (sent, self.wide))
+        if self.scale != 1.0:
+            sent = graph.call_function(torch.ops.aten.mul.Tensor, (sent, self.scale))
         functional = torch.ops._c10d_functional
         calls: dict[str, tuple[Any, tuple[Any, ...]]] = {
             "all_reduce": (functional.all_reduce.default, (sent, "sum", self.group)),
@@ -120,6 +132,7 @@ class Exchanges:
 
     backend: Backend
     compiled: dict[Any, Compiled] = field(default_factory=dict)
+    narrow: dict[Any, bool] = field(default_factory=dict)
     shared: Shared = field(default_factory=Shared)
 
     def run(
@@ -142,10 +155,25 @@ class Exchanges:
         compiled.calls.set_parameters(of)
         return compiled
 
+    def narrows(self, what: Exchange, x: Tensor, out: Tensor) -> bool:
+        """Whether simplify makes of an exchange of widened values one of narrow ones."""
+        key = (what, tuple(x.shape), x.dtype, x.device)
+        if key not in self.narrow:
+            self.narrow[key] = self._narrows(what, x, out)
+        return self.narrow[key]
+
+    @ambient_free
+    def _narrows(self, what: Exchange, x: Tensor, out: Tensor) -> bool:
+        gm = what.graph(inplace=False)
+        with_fakes(gm, [x, out])
+        with outside_scopes():
+            return bool(self.backend.simplified(gm, what.direction))
+
     def clear(self) -> None:
         """Lets go of all that was compiled, as of a group that is no longer used."""
         self.backend.ledger.retire()
         self.compiled.clear()
+        self.narrow.clear()
         self.shared.made.clear()
 
     @ambient_free

@@ -26,9 +26,12 @@ from commpass.backend import backend
 from commpass.costmodel import Profile
 from commpass.errors import PolicyError
 from commpass.parallel.exchange import Compiled, Exchange, Exchanges
+from commpass.parallel.narrow import FLAG, gains, narrowed
+from commpass.passes.simplify.rules.gathers import EXACT_WIDENINGS
 from commpass.plan import Plan
 from commpass.policy import Policy
 from commpass.runtime.checked import held
+from commpass.runtime.machine import default_here
 from commpass.runtime.record import wire_bytes
 
 log = logging.getLogger("commpass")
@@ -69,6 +72,13 @@ class Unit:
     @property
     def parameters(self) -> list[Tensor]:
         return [each.sharded_param for each in self.group.fsdp_params]
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype in which its gradients are computed; None where they differ in it."""
+        trained = (each for each in self.group.fsdp_params if each.sharded_param.requires_grad)
+        found = {each.param_dtype or each.orig_dtype for each in trained}
+        return found.pop() if len(found) == 1 else None
 
     @property
     def replicas(self) -> int:
@@ -149,12 +159,14 @@ class CompressedReduceScatter:
             what = replace(what, op="avg")
         elif factor is None:
             what = replace(what, obstacle=OTHER_OP.format(op))
+        else:
+            what = replace(what, factor=factor)
+        if self.door.sends_narrow(what, input_tensor, output_tensor, self.unit, group):
+            return _done(output_tensor) if async_op else None
         send = self.door.sending(what, input_tensor, output_tensor, self.unit)
         if send is None:
             plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, op, async_op)
             return plain
-        if factor not in (None, 1.0):
-            input_tensor.mul_(factor)  # a buffer of FSDP2's own, which nobody reads after this
         send(input_tensor, output_tensor)
         return _done(output_tensor) if async_op else None
 
@@ -201,11 +213,7 @@ class FSDPDoor:
     def sending(self, what: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
         """What sends this exchange compressed, or raises why nothing may be sent; None where its
         plan leaves it as it is."""
-        if self._unseen is not None:
-            self._begin(self._unseen)
-            self._unseen = None
-        for each in (unit, self._next[unit]):  # in a step, all units
-            self._refuse_if_replaced(each)
+        self._begin_once(unit)
         what = replace(what, word=unit.word, parameters=unit.names)
         compiled = self.exchanges.get(what, x, out, unit.parameters)
         if compiled.untouched:
@@ -218,14 +226,53 @@ class FSDPDoor:
 
         return run
 
+    def sends_narrow(
+        self, what: Exchange, x: Tensor, out: Tensor, unit: Unit, group: dist.ProcessGroup
+    ) -> bool:
+        """Sends gradients that were widened as the narrow values that they are. False, and nothing
+        is sent, where they are none, or where that is no gain."""
+        dtype = unit.grad_dtype
+        if what.obstacle is not None or dtype is None or (dtype, x.dtype) not in EXACT_WIDENINGS:
+            return False
+        profile = self.exchanges.backend.profile or default_here(x.device.type)
+        if not gains(group, x.nbytes, x.numel() * dtype.itemsize, profile):
+            return False
+        self._begin_once(unit)
+        what = replace(what, wide=x.dtype, word=unit.word, parameters=unit.names)
+        like = torch.empty_like(x, dtype=dtype)
+        if not self.exchanges.narrows(what, like, out):
+            return False
+        compiled = self.exchanges.get(what, like, out, unit.parameters)
+        if compiled.untouched:  # not all ranks plan it so
+            return False
+        narrow = like if compiled.refused else narrowed(x, dtype, group)
+        if narrow is not None:
+            compiled.run(narrow, out)
+            self._record(what.kind, compiled)
+        self._count(what.kind, FLAG.itemsize)
+        return narrow is not None
+
     def _record(self, kind: str, compiled: Compiled) -> None:
         """After an exchange, which may have planned anew before it sent."""
         so_far = self._sent.get(kind, Sent())
         self._sent[kind] = Sent(
             so_far.calls + 1,
-            so_far.plain + sum(site.bytes for site in compiled.plan.sites),
+            so_far.plain + _plain_bytes(compiled.plan),
             so_far.sent + wire_bytes(compiled.plan),
         )
+
+    def _count(self, kind: str, more: int) -> None:
+        """Bytes that this rank has sent beside what its plans say."""
+        so_far = self._sent.get(kind, Sent())
+        self._sent[kind] = replace(so_far, sent=so_far.sent + more)
+
+    def _begin_once(self, unit: Unit) -> None:
+        """Before each exchange of a unit."""
+        if self._unseen is not None:
+            self._begin(self._unseen)
+            self._unseen = None
+        for each in (unit, self._next[unit]):  # in a step, all units
+            self._refuse_if_replaced(each)
 
     def _begin(self, model: nn.Module) -> None:
         """Reads the words that were put on modules since the door was opened, and says which
@@ -374,6 +421,12 @@ def _nothing(model: nn.Module, name: str) -> str:
 
 def _exchange(kind: str, direction: str, unit: Unit, group: dist.ProcessGroup) -> Exchange:
     return Exchange(kind, group.group_name, group.size(), unit.name, direction, "fsdp")
+
+
+def _plain_bytes(plan: Plan) -> int:
+    """What a rank would hand to the collective of a hook, were it left alone."""
+    saved = sum(step.saved_bytes for step in plan.simplified)
+    return sum(site.bytes for site in plan.sites) + saved
 
 
 def _factor(op: Any) -> float | None:

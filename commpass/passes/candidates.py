@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -37,6 +38,7 @@ from commpass.passes.divide import (
     in_shards,
     is_surely_faster,
     is_unsure,
+    no_more_gain,
     payload_of,
     prices_of,
     unapplied_note,
@@ -156,18 +158,21 @@ def _coded(
     those in micro-shards that are surely faster than all of these."""
     chosen = {each.spec: each for each in _algorithms(site, allowed, profile)}.values()
     known: list[Candidate] = []
+    # What is no faster than that is chosen by nobody who is not forced.
+    plain = inf if allowed.force else _alone(site, profile).predicted_us * (1 - profile.margin)
     undivided: list[tuple[Codec, Algorithm, Candidate]] = []
     for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
         for each in chosen:
-            parts = divided(each, site, allowed, coder, profile)
+            made: list[Candidate] = []
             try:
-                made = [
-                    dataclasses.replace(
-                        _candidate(site, coder, part, allowed, profile, reassociate),
-                        note=unapplied_note(each, site, allowed),
+                for part in divided(each, site, allowed, coder, profile):
+                    scored = _candidate(site, coder, part, allowed, profile, reassociate)
+                    made.append(
+                        dataclasses.replace(scored, note=unapplied_note(each, site, allowed))
                     )
-                    for part in parts
-                ]
+                    least = min((k.predicted_us for k in known if not k.refused), default=inf)
+                    if no_more_gain(made, site, profile, min(least, plain)):
+                        break
             except Exception as error:
                 said = str(error).strip().partition("\n")[0]
                 why = f"{coder.spec} by {each.spec} fails: {type(error).__name__}: {said}"

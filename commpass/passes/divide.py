@@ -3,7 +3,7 @@ finds worth it where nobody asks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import torch
 
@@ -132,6 +132,22 @@ def is_surely_faster(parts: Candidate, one: Candidate, site: Site, profile: Prof
     return parts.predicted_us < one.predicted_us - _free_us(one, site, profile)
 
 
+def no_more_gain(made: Sequence[Candidate], site: Site, profile: Profile, least: float) -> bool:
+    """Whether more parts than the last of ``made`` has, each of which has more than the one before,
+    would be chosen by nobody on a GPU. Where the last is no faster than the one before, more take
+    longer still: what overlaps shrinks, and start-ups add up. And none ends before all that it
+    computes, or sends, is done one after the other: that must be less than ``least``
+    microseconds. On a CPU all are scored, since a rank takes turns between its messages."""
+    if site.device == "cpu" or any(each.refused for each in made):
+        return False
+    if len(made) > 1 and made[-1].predicted_us >= made[-2].predicted_us:
+        return True
+    busy: dict[Hashable, float] = {}
+    for task in map(prices_of(site, profile).task, made[-1].stages):
+        busy[task.resource] = busy.get(task.resource, 0.0) + task.us + task.latency_us
+    return max(busy.values(), default=0.0) >= least
+
+
 def _free_us(one: Candidate, site: Site, profile: Profile) -> float:
     """How long what is sent whole is encoded at first, where that may cost nothing."""
     if site.device == "cpu":
@@ -174,6 +190,8 @@ def in_shards(
         turns = site.by_messages and chosen.name not in FEW_HOPS
         if not turns or _is_slow_ring(chosen, shards, site, coder, profile):
             made.append(score(algorithm(site.kind, chosen.spec, shards=shards)))
+            if no_more_gain(made, site, profile, least):
+                break
     possible = [each for each in made if not each.refused and each.predicted_us < least]
     if possible:
         best = min(each.predicted_us for each in possible)

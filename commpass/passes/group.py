@@ -93,6 +93,17 @@ class Look:
         return any(low < place < high for place in self.written.get(self.roots[node], ()))
 
 
+@dataclass(frozen=True)
+class Fusions:
+    """What is fused in one graph module, whose names begin with ``prefix``: ``sets`` of members."""
+
+    module: fx.GraphModule
+    prefix: str
+    editor: Editor
+    look: Look
+    sets: tuple[list[Member], ...]
+
+
 def group(
     gm: fx.GraphModule,
     found: Sequence[GraphSite],
@@ -102,10 +113,27 @@ def group(
 ) -> tuple[Grouped, ...]:
     """Fuses sites of each graph module of a forward or backward graph, in place, and returns what
     was fused."""
-    if policy.off or not policy.group_bytes:
-        return ()
-    numbered = list(zip(_numbers(found), found, strict=True))
     made: list[Grouped] = []
+    for each in fusions(gm, found, policy, profile, direction):
+        for members in sorted(each.sets, key=lambda members: each.look.order[members[-1].start]):
+            made.append(_fuse(members, each.editor, each.look, each.prefix))
+        if each.sets:
+            each.module.graph.lint()
+            each.module.recompile()
+    return tuple(made)
+
+
+def fusions(
+    gm: fx.GraphModule,
+    found: Sequence[GraphSite],
+    policy: Policy,
+    profile: Profile,
+    direction: str,
+) -> Iterator[Fusions]:
+    """What would be fused in each graph module that has several small sites."""
+    if policy.off or not policy.group_bytes:
+        return
+    numbered = list(zip(_numbers(found), found, strict=True))
     for prefix, module in graph_modules(gm):
         mine = [(number, each) for number, each in numbered if each.module is module]
         small = {each.call.node for _, each in mine if _is_small(each, policy, direction)}
@@ -114,13 +142,8 @@ def group(
         editor = Editor(module, profile, {each.call.node: each.allowed for _, each in mine})
         look = _look(module.graph)
         chosen = [_best(members, editor) for members in _alike(mine, small, look, policy)]
-        fused = [members for members in chosen if len(members) > 1]
-        for members in sorted(fused, key=lambda members: look.order[members[-1].start]):
-            made.append(_fuse(members, editor, look, prefix))
-        if fused:
-            module.graph.lint()
-            module.recompile()
-    return tuple(made)
+        sets = tuple(members for members in chosen if len(members) > 1)
+        yield Fusions(module, prefix, editor, look, sets)
 
 
 def _numbers(found: Sequence[GraphSite]) -> Iterator[int]:
@@ -173,12 +196,12 @@ def _is_small(each: GraphSite, policy: Policy, direction: str) -> bool:
         and 0 < _carried(each)[1] <= policy.group_bytes
         and (policy.reassociate or site.kind not in SUMS)
         and fake(each.input).dtype in SENT_EVERYWHERE
-        and not _runs_again(each, direction)
+        and not runs_again(each, direction)
         and _fill(each) > 0
     )
 
 
-def _runs_again(each: GraphSite, direction: str) -> bool:
+def runs_again(each: GraphSite, direction: str) -> bool:
     """Whether forward and backward both run a site: they must send the same, but backward may have
     other neighbours of it."""
     return each.site.direction != direction or each.call.node.meta.get("recompute") in AGAIN
@@ -190,14 +213,14 @@ def _fill(each: GraphSite) -> int:
     if fake(each.input).dtype not in FLOATS:
         return 1
     lossy = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
-    if _selects(each):
+    if selects(each):
         return 1
     if any(coder.state is not None or not coder.settled for coder in lossy):
         return 0
     return math.lcm(BLOCK, *(coder.block for coder in lossy)) if lossy else 1
 
 
-def _selects(each: GraphSite) -> bool:
+def selects(each: GraphSite) -> bool:
     """Whether all that a site may lose is left out by a selection: each member keeps its own."""
     lossy = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
     plain = each.site.kind == "all_reduce" and each.site.stateless is None
@@ -206,7 +229,7 @@ def _selects(each: GraphSite) -> bool:
 
 def _carried(each: GraphSite) -> tuple[str, int]:
     """The kind of exchange that a site will be, and the bytes that one rank hands over."""
-    if not _selects(each):
+    if not selects(each):
         return each.site.kind, each.site.bytes
     value = fake(each.input)
     coders = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
@@ -226,7 +249,7 @@ def _member(each: GraphSite, number: int, look: Look) -> Member | None:
     width = fake(each.input).numel() // rows
     values = rows * math.ceil(width / _fill(each)) * _fill(each)
     sent = values * fake(each.input).dtype.itemsize
-    return Member(each, number, use, begin, end, _carried(each)[1] if _selects(each) else sent)
+    return Member(each, number, use, begin, end, _carried(each)[1] if selects(each) else sent)
 
 
 def _rows(each: GraphSite) -> int:
@@ -267,7 +290,7 @@ def _fits(members: Sequence[Member], new: Member, look: Look, policy: Policy) ->
     if not members:
         return True
     every = [*members, new]
-    most = MOST_SELECTIONS if _selects(new.found) else MOST
+    most = MOST_SELECTIONS if selects(new.found) else MOST
     if len(every) > most or sum(each.sent for each in every) > TOTAL * policy.group_bytes:
         return False
     if min(look.order[each.use] for each in every) <= look.order[new.start]:
@@ -354,7 +377,7 @@ def _fuse(members: Sequence[Member], editor: Editor, look: Look, prefix: str) ->
     joined = editor.emit(last, NAME, call.node, aten.cat.default, flat, 1)
     line = editor.emit(last, NAME, call.node, aten.view.default, joined, [-1])
     start = editor.start(last, NAME, call, line)
-    if _selects(first):
+    if selects(first):
         start.meta[ALLOWED] = {0: _apart(first.allowed, lengths)}
         start.meta[SEGMENTS] = tuple(
             (each.found.site.module, tuple(fake(each.found.input).shape)) for each in members

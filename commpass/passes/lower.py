@@ -50,6 +50,7 @@ from commpass.plan import PlannedSite
 
 EMPTY = torch.ops.aten.empty.memory_format
 """What makes a buffer into which something is written: no two sites share one."""
+WITH_FEEDBACK = operators.ops.encode_with_feedback.default
 RATED = ("encode", "decode", "enter", "leave")
 """What a codec's rates are of: those of the first two hold for what they enter and leave too."""
 
@@ -154,6 +155,8 @@ def _note_coded(node: fx.Node) -> None:
         node.meta[CODED] = _coded_by_chain(node)
     elif operators.ROLES[node.target] in RATED:
         node.meta[CODED] = _coded(node)
+    if node.target is WITH_FEEDBACK:  # what is sent is decoded here too, to know what is left
+        node.meta[CODED] += tuple((spec, "decode", n) for spec, _, n in node.meta[CODED])
 
 
 def _coded(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
@@ -161,12 +164,16 @@ def _coded(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
     role = operators.ROLES[node.target]
     if role not in ("encode", "decode"):
         return ()
-    coder = operators.named(str(node.args[1]))
+    coder = operators.named(_spec_of(node))
     value = (node.all_input_nodes[0] if role == "encode" else node).meta["val"]
     values = value.numel()
     if value.dim() == 2:
         values = value.shape[0] * coder.padded_numel(value.shape[1])
     return ((coder.spec, role, meta.hint(values) or 0),)
+
+
+def _spec_of(node: fx.Node) -> str:
+    return str(next(arg for arg in node.args if isinstance(arg, str)))
 
 
 def _coded_by_chain(node: fx.Node) -> tuple[tuple[str, str, int], ...]:

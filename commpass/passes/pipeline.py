@@ -22,6 +22,7 @@ from commpass.passes.choose import choose
 from commpass.passes.chunk import chunk
 from commpass.passes.constants import lift_constants
 from commpass.passes.contract import Contracts, Pass
+from commpass.passes.densities import thin
 from commpass.passes.discover import GraphSite, discover
 from commpass.passes.failures import SiteFailure
 from commpass.passes.fuse import fuse
@@ -75,6 +76,10 @@ def _simplify(road: Road) -> Road:
 def _group(road: Road) -> Road:
     if road.obstacle is not None:
         return road
+    what = (road.gm, road.found, road.policy, road.profile, road.direction)
+    thinned = thin(*what, road.densities, timed=road.hides)
+    if thinned.densities:
+        road = dataclasses.replace(road, found=_still_allowed(road), thinned=thinned)
     grouped = group(road.gm, road.found, road.policy, road.profile, road.direction)
     if not grouped:
         return road
@@ -331,6 +336,7 @@ def _run_once(
         outcome.state, outcome.constants = road.state, road.constants
         outcome.pinned = road.moved.pinned
         outcome.limits, outcome.sampled = road.limits, road.sampled
+        outcome.densities = road.thinned.densities
         outcome.first = outcome.first or tuple(found.site for found in road.found)
         outcome.plan = dataclasses.replace(
             outcome.plan,
@@ -341,6 +347,7 @@ def _run_once(
             matched=road.matched,
             reordered=road.moved.reordered,
             order=road.moved.why,
+            timed=road.thinned.groups,
         )
         if watch is not None:
             watch(step.name, road)

@@ -167,7 +167,9 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 def _is_fixed(node: fx.Node) -> bool:
     """Whether all sizes of a node, and of what it takes, are numbers."""
     values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
-    tensors = [v for value in values for v in (value if isinstance(value, list) else [value])]
+    tensors = [
+        v for value in values for v in (value if isinstance(value, (list, tuple)) else [value])
+    ]
     return all(
         isinstance(v, Tensor) and all(isinstance(n, int) for n in (*v.shape, *v.stride()))
         for v in tensors

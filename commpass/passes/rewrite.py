@@ -210,9 +210,10 @@ def _update(states: Sequence[fx.Node], new: fx.Node) -> None:
             if len(states) > 1:
                 end = start + held.numel()
                 value = graph.call_function(aten.slice.Tensor, (new, 0, start, end))
-                value.meta = {**new.meta, MARK: mark, "val": fake_of(new)[start:end]}
+                part = aten.slice.Tensor(fake_of(new), 0, start, end)
+                value.meta = {**new.meta, MARK: mark, "val": part}
                 shaped = graph.call_function(aten.reshape.default, (value, list(held.shape)))
-                shaped.meta = {**value.meta, "val": fake_of(value).reshape(held.shape)}
+                shaped.meta = {**value.meta, "val": part.reshape(held.shape)}
                 value, start = shaped, end
             copied = graph.call_function(aten.copy_.default, (state, value))
         copied.meta = {**new.meta, MARK: mark, "val": held}

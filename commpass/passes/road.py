@@ -12,6 +12,7 @@ from commpass.costmodel import Profile
 from commpass.passes.candidates import Options
 from commpass.passes.chunk import Chunked
 from commpass.passes.constants import ConstantInput
+from commpass.passes.densities import Densities, Thinned
 from commpass.passes.discover import GraphSite
 from commpass.passes.hidden import Known
 from commpass.passes.move import Moved
@@ -36,6 +37,7 @@ class Road:
     ``hook`` says that it is the one exchange of a hook, which has many graphs like it.
     ``hidden`` says of sites that were compiled before whether they are hidden behind what is
     computed, and ``hides`` whether others may be found to be so: only where ranks agree on it.
+    ``densities`` are those that were agreed on before, of gradients that are selected from.
     ``own`` says whether rules may look for what this rank alone uses, likewise. ``given`` has what
     compressed sites encode, by name; ``sampled`` says of
     compressed sites, by name, why their real error is not measured; "" where it is."""
@@ -49,6 +51,7 @@ class Road:
     matched: tuple[int, ...] = ()
     simplified: tuple[Simplification, ...] = ()
     grouped: tuple[Grouped, ...] = ()
+    thinned: Thinned = field(default_factory=Thinned)
     chunked: Chunked = field(default_factory=Chunked)
     options: tuple[Options, ...] = ()
     sites: tuple[PlannedSite, ...] | None = None
@@ -62,6 +65,7 @@ class Road:
     hook: bool = False
     hidden: Known | None = None
     hides: bool = False
+    densities: Densities | None = None
     own: bool = True
     limits: tuple[Limit, ...] = ()
     state: tuple[StateInput, ...] = ()
@@ -76,7 +80,8 @@ class Outcome:
     """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched
     one, and says why. ``options`` has what might have been chosen, by the name of the site, and
     ``state``, then ``constants`` what it takes as its last inputs; ``pinned`` says that its order
-    must be kept, and ``limits`` for which sizes it is right; ``sampled`` is the road's. ``failed``
+    must be kept, and ``limits`` for which sizes it is right; ``sampled`` and ``densities`` are the
+    road's. ``failed``
     says of the sites because of which a pass failed why, and ``excluded`` of those that the plan
     leaves alone for that, or because the caller said so."""
 
@@ -91,6 +96,7 @@ class Outcome:
     constants: tuple[ConstantInput, ...] = ()
     pinned: bool = False
     limits: tuple[Limit, ...] = ()
+    densities: Densities = field(default_factory=dict)
     sampled: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     excluded: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +112,7 @@ class Outcome:
             module.recompile()
         self.untouched, self.options = {}, {}
         self.state, self.constants, self.pinned = (), (), False
-        self.limits, self.sampled = (), {}
+        self.limits, self.sampled, self.densities = (), {}, {}
         sites = tuple(left_alone(site, why) for site in self.first)
         self.plan = self.plan.untouched(sites, why)
 

@@ -17,6 +17,7 @@ from commpass.errors import ProfileError
 from commpass.probe.kernels import CODECS
 from commpass.probe.kernels import measure as kernel_times
 from commpass.probe.links import Times, busy_us, kinds, measure
+from commpass.runtime.hosts import on_each_host
 from commpass.runtime.machine import default_here, device_of, here, place
 
 Progress = Callable[[int, int, str], None]
@@ -39,7 +40,7 @@ def probe(
     assert world is not None
     device = device_of(world)
     places = _gathered(place())
-    node = _on_each_host(places)
+    node = on_each_host(places)
     levels: dict[str, Any] = {"link": world}
     if 1 < node < world.size():
         levels = {
@@ -82,14 +83,6 @@ def probe(
         points=tuple(_points(found, links)),
     )
     return _gathered(file)[0]
-
-
-def _on_each_host(places: Sequence[str]) -> int:
-    """How many ranks follow one another on each host, or 0 where it is not the same number."""
-    size = sum(place == places[0] for place in places)
-    whole = [places[begin : begin + size] for begin in range(0, len(places), size)]
-    alike = all(len(run) == size and len(set(run)) == 1 for run in whole)
-    return size if alike and len({run[0] for run in whole}) == len(whole) else 0
 
 
 def _one_of_each_host(node: int, ranks: int) -> Any:

@@ -28,7 +28,7 @@ from commpass.runtime.machine import asked_of, default_here, device_of
 from commpass.simulate import no_dimension
 from commpass.tables import write_whole
 
-UNIFORM = ("rotated", "rotated(bits=6)", "rotated(bits=4)")
+UNIFORM = ("exponent", "rotated", "rotated(bits=6)", "rotated(bits=4)")
 """What totals are compared with."""
 
 

@@ -42,8 +42,8 @@ log = logging.getLogger("commpass")
 PATIENCE_S = 30.0
 """After so long a line says who is waited for."""
 LONGEST_PAUSE_S = 0.25
-HIDDEN = "the ranks do not find the same collectives hidden behind what they compute"
-"""The verdict after which all plan again, and leave nothing alone for that."""
+HIDDEN = "the ranks do not decide alike by what they compute"
+"""The verdict after which all plan again, and what a rank computes does not count."""
 OWN = "some ranks use only their own part of a result, and others more"
 """The verdict after which all plan again, and send what a rank alone would not use."""
 DEFAULT_TIMEOUT_S = 1800.0

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from commpass.groups import ready
 from commpass.runtime.environment import Settings, settings
+from commpass.runtime.machine import place
 from commpass.runtime.origin import forget_calls
 
 log = logging.getLogger("commpass")
@@ -223,7 +224,8 @@ class History:
 class Board:
     """The store, as one rank of one run writes and reads it. ``older`` are hellos of older runs,
     ``spoken`` the policies under which this rank has said anything in a group, ``settings`` what
-    ranks have said of their environment, and ``settings_said`` that not all have in time."""
+    ranks have said of their environment, and ``settings_said`` that not all have in time. ``node``
+    is how many ranks there are on each host, once that was asked (``hosts``)."""
 
     world: weakref.ref[Any]
     rank: int
@@ -235,6 +237,7 @@ class Board:
     spoken: dict[str, set[str]] = field(default_factory=dict)
     settings: dict[int, Settings] = field(default_factory=dict)
     settings_said: bool = False
+    node: int | None = None
 
     @property
     def store(self) -> Any:
@@ -316,6 +319,17 @@ class Board:
             self.settings[rank] = msgspec.json.decode(raw, type=Settings)
         return len(self.settings) == dist.get_world_size()
 
+    def places(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where ranks run: those of them that have said hello."""
+        said = {rank: _place(one, "place", "all") for rank, one in self.nonces(ranks).items()}
+        return {rank: raw.decode() for rank, raw in self.read(said).items()}
+
+    def settle(self, key: str, value: str) -> str:
+        """What the first rank gives for a key, which counts for all. Rank 0 has said hello."""
+        first = self.nonces([0])[0]
+        settled: bytes = self.store.compare_set(_place(first, key, "all"), "", value)
+        return settled.decode()
+
     def words(self, places: dict[int, str], key: str, number: int) -> dict[int, Statement]:
         """What ranks have said at a meeting, by their nonces: those that have."""
         read = self.read({rank: _place(nonce, key, number) for rank, nonce in places.items()})
@@ -380,7 +394,8 @@ def begin() -> None:
     here = _boards[-1]
     here.settings[here.rank] = settings()
     said = msgspec.json.encode(here.settings[here.rank])
-    here.store.set(_place(here.nonce, "settings", "all"), said)  # who reads the hello finds it
+    here.store.set(_place(here.nonce, "settings", "all"), said)  # who reads the hello finds these
+    here.store.set(_place(here.nonce, "place", "all"), place())
     here.store.set(f"{ROOT}/hello/{here.rank}", here.nonce)
 
 

@@ -6,8 +6,10 @@ import functools
 import logging
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,12 +99,12 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def place() -> str:
-    """What ranks of one host have in common: its name, and its network."""
+    """What ranks of one host have in common: name, network, and torchrun's number for it."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         network = 0
-    return f"{platform.node()}/{network}"
+    return f"{platform.node()}/{network}/{os.environ.get('GROUP_RANK', '')}"
 
 
 def misfits(measured: Machine, now: Machine) -> Iterator[str]:
@@ -129,3 +131,23 @@ UNDEFINED = "undefined"
 
 def _minor(version: str) -> list[str]:
     return version.split(".")[:2]
+
+
+def processors_each(group: Any) -> float:
+    """How many processors of its machine each rank of a group has to itself where all of them
+    compute at once: of 4 ranks on the same 2 processors each has half a one. Of the rank that has
+    the fewest; every rank calls it. Ranks that share a kernel of the operating system are on one
+    machine, in whatever containers."""
+    mine = (_kernel(), sorted(os.sched_getaffinity(0)))
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    users = Counter((kernel, each) for kernel, cores in found for each in cores)
+    return min(sum(1 / users[kernel, each] for each in cores) for kernel, cores in found)
+
+
+def _kernel() -> str:
+    """What tells the running operating system from any other."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()

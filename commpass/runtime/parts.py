@@ -55,8 +55,10 @@ class Part:
 
     @property
     def hidden(self) -> bool:
-        """Whether anything is left alone because it hides behind what this rank computes."""
-        return not self.plan.fallback and any(site.hidden for site in self.plan.sites)
+        """Whether anything is decided by what this rank computes: what hides behind it and is left
+        alone, or how much of a gradient is sent."""
+        decided = bool(self.plan.timed) or any(site.hidden for site in self.plan.sites)
+        return decided and not self.plan.fallback
 
     @property
     def failure(self) -> str:
@@ -177,6 +179,7 @@ def parts(
             simplified=tuple(step for step in steps if step.group == name),
             split=tuple(each for each in plan.split if peer is None and each.group == name),
             reordered=plan.reordered if peer is None else (),
+            timed=tuple(each for each in plan.timed if peer is None and each == name),
             grouped=tuple(each for each in grouped if each.group == name),
         )
         found.append(Part(where, f"{where}~{policy}", group, ranks, peer is not None, mine, part))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commpass import groups
 from commpass.ambient import ambient_free
 from commpass.codecs import Codec, codec
 from commpass.codecs.block.codec import BlockCodec
@@ -108,6 +109,12 @@ def measure(coder: Codec, x: Tensor, most: int | None = None) -> Tensor:
     worst = (error / torch.maximum(energy, floor)).nan_to_num(0.0, posinf=0.0).amax().sqrt()
     values, lost_values, *whole = count.to(torch.float64)
     return torch.stack([error.sum(), energy.sum(), values, lost_values, worst, *whole])
+
+
+def coder_of(site: PlannedSite) -> Codec:
+    """The codec by which this rank encodes what a site is given."""
+    coder, rank = codec(site.codec), groups.rank_in(site.group)
+    return coder if rank is None else coder.of_rank(rank, site.group_size)
 
 
 def _parts(row: Tensor, block: int, most: int | None) -> list[Tensor]:
@@ -214,7 +221,7 @@ class Samples:
         return functools.partial(self._take, most=CHECKED) if self.checking else None
 
     def _take(self, number: int, x: Tensor, most: int | None = None) -> None:
-        found = measure(codec(self.sites[number].site.codec), x, most)
+        found = measure(coder_of(self.sites[number].site), x, most)
         event = None
         if found.is_cuda:  # read when it has come, so that nothing waits
             module = torch.get_device_module(found.device)

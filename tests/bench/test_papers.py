@@ -109,7 +109,24 @@ def test_hosts_share_a_port():
     sent = plain(site("all_to_all", 1 << 20, 16), link) - 15 * link.alpha_us
     assert sent == pytest.approx(8 * (1 << 21) / 2 / 20e3, abs=1e-3)  # half leaves, of 8 ranks
     assert set(zipccl.hosts_link(8, 1).sharing.values()) == {1.0}
-    assert zipccl.hosts_link(1, 8) == INTERCONNECTS["pcie-4"].link
+    assert zipccl.hosts_link(1, 8, hop=None, sockets=1) == INTERCONNECTS["pcie-4"].link
+
+
+def test_a_ring_is_as_fast_as_its_slowest_hop():
+    """Between hosts 20 GB/s, from GPU to GPU in them 11: only where a host has several."""
+    values, nbytes = 1 << 20, 1 << 21
+    for gpus, rate in ((1, 20.0), (2, 11.0), (8, 11.0)):
+        link, ranks = zipccl.hosts_link(8, gpus), 8 * gpus
+        sent = plain(site("reduce_scatter", values, ranks), link) - (ranks - 1) * link.alpha_us
+        assert sent == pytest.approx((ranks - 1) / ranks * nbytes / (rate * 1e3), rel=1e-3)
+
+
+def test_sockets_of_a_host_share_what_joins_them():
+    """4 of 8 GPUs send 4/7 each of what they send to the other socket; a ring crosses it once."""
+    link = zipccl.hosts_link(1, 8)
+    times = [plain(site(kind, 1 << 24, 8), link) for kind in ("all_to_all", "reduce_scatter")]
+    start = 7 * link.alpha_us
+    assert (times[0] - start) / (times[1] - start) == pytest.approx(4 * 4 / 7)
 
 
 def test_an_fsdp_step_waits_for_what_takes_longest():
@@ -232,8 +249,14 @@ def test_faster_links_gain_less():
 
 
 def test_a_crowded_port_is_left_to_the_library():
-    assert zipccl.switched(8, 1, rows.A6000) == "zipped"
-    assert zipccl.switched(8, 8, rows.A6000) == "native"
+    for gpus, chosen in ((1, "zipped"), (8, "native")):
+        assert zipccl.switched(zipccl.hosts_link(8, gpus), 8 * gpus, rows.A6000) == chosen
+
+
+def test_six_of_seven_choices_of_zipccl_are_predicted():
+    found = {row.what: row for row in rows.zipccl_rows() if row.what.startswith("reduce_scatter")}
+    assert len(found) == 7
+    assert [what for what, row in found.items() if not row.met] == ["reduce_scatter, 8 x 1 GPUs"]
 
 
 def test_latency_moves_the_crossover_up():

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
+from torch._inductor import cpu_vec_isa
 
 from commpass.codecs import codec, operators
 from commpass.codecs.block.domain import Domain
@@ -628,3 +629,13 @@ def test_the_operator_calls_a_generated_kernel_by_name():
     torch.ops.commpass.kernel_([buffer], [joined], [part.storage_offset(), 0], kernel.name)
     assert torch.equal(joined[:, size:], INT8.encode_rows(part))
     assert not joined[:, :size].any()
+
+
+def test_no_kernel_where_inductor_finds_no_vector_instructions(monkeypatch):
+    chains = [Chain(BF16, (Encode(codec(name)),)) for name in ("int8", "taco", "exponent")]
+    assert [cpu.supports(chain) for chain in chains] == [""] * 3
+    monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: cpu_vec_isa.invalid_vec_isa)
+    assert all("vector instructions" in cpu.supports(chain) for chain in chains)
+    cpu.compiled.cache_clear()
+    with pytest.raises(CommpassError, match="vector instructions"):
+        cpu.compiled(chains[0])

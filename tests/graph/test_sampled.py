@@ -13,6 +13,7 @@ from torch import nn
 import commpass
 from commpass import Policy, Rule
 from commpass.codecs import codec
+from commpass.codecs.wrappers.outlier import Channels
 from commpass.errors import PolicyError
 from commpass.passes import Road, run
 from commpass.passes.graph.marks import MARK
@@ -219,6 +220,26 @@ def test_errors_are_those_of_the_values_that_were_sent(fake_group, inner):
     assert site.mean == pytest.approx(sum(wanted) / 3, rel=1e-4)
     assert site.worst == pytest.approx(max(wanted), rel=1e-4)
     assert site.mean == pytest.approx(site.site.error, rel=0.1)  # these values are Gaussian
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_errors_of_a_calibrated_codec_are_those_of_the_ranks_own_scales(fake_group, rank):
+    """Neither forced nor with sampling asked for: the first calls of a budget alone."""
+    fake_group(4, rank=rank)
+    model, scales = Layer(), [2.0, 3.0, 4.0, 6.0]
+    channels = Channels(64, (), tuple((scale,) * 64 for scale in scales))
+    spec = codec("outlier", statistics=channels.to_text()).spec
+    rule = Rule(codec=spec, kind="all_reduce", algorithm="one_shot", max_error=1.0)
+    policy = Policy(rules=[rule])
+    _, ledger = steps(model, policy, 1, inner="eager", profile=commpass.ethernet(0.001))
+    (site,) = ledger.entries[0].samples.sites
+    assert site.site.codec == spec
+    x = model.linear(values(0)).detach().double()
+    step = scales[rank] / 7
+    lost = (x / step).round().clamp(-7, 7) * step - x
+    factor = site.site.error / codec(spec).relative_error()
+    assert site.count == 1
+    assert site.last == pytest.approx(float(lost.norm() / x.norm()) * factor, rel=1e-4)
 
 
 def test_calls_sampled_are_as_many_as_asked(fake_group):

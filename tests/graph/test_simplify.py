@@ -136,6 +136,7 @@ FITS = {
         (lambda x: rs(x.bfloat16().float()) + 1, 1),
         (lambda x: rs(x.half().float(), "avg") + 1, 1),
         (lambda x: rs(x.bfloat16().float().view(32, 64)) + 1, 1),
+        (lambda x: rs(x.bfloat16().float() * 0.3) + 1, 1),
     ],
     "expand": [(lambda x: ar(x[:1].sin().expand(64, 32)) + 1, 1)],
     "constant": [
@@ -217,6 +218,8 @@ MUST_NOT = {
     "a gather both wide and narrow": lambda x: (lambda y: (y.bfloat16(), y.sin()))(ag(x * 2)),
     "widening where more would be sent": lambda x: ar(x.bfloat16().float()) + 1,
     "widening for a maximum": lambda x: rs(x.bfloat16().float(), "max") + 1,
+    "a tensor added between widening and sum": lambda x: rs(x.bfloat16().float() + x) + 1,
+    "a scale by a tensor between widening and sum": lambda x: rs(x.bfloat16().float() * x) + 1,
     "narrowing before": lambda x: ag(x.bfloat16()) + 1,
     "narrowed to what gloo does not carry, float8": lambda x: ag(x * 2).to(torch.float8_e4m3fn),
     "narrowed to what gloo does not carry, int16": lambda x: ag(x * 2).to(torch.int16) + 1,

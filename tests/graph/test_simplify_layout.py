@@ -21,6 +21,10 @@ def ar(x):
     return wait(ops.all_reduce(x, "sum", "0"))
 
 
+def rs(x):
+    return wait(ops.reduce_scatter_tensor(x, "sum", 2, "0"))
+
+
 def ag(x):
     return wait(ops.all_gather_into_tensor(x, 2, "0"))
 
@@ -54,6 +58,18 @@ CASES = {
         lambda x: (ar(x).view(2, 2, 6).permute(2, 0, 1) + ar(x.cos().view(6, 2, 2)) * 2).sin(),
         "sum of sums",
     ),
+    "widened values that are turned": (
+        lambda x: ar(x.half().float().t()).sin(),
+        "widen then reduce",
+    ),
+    "turned values that are widened and turned back": (
+        lambda x: ar(x.half().t().float().t()).sin(),
+        "widen then reduce",
+    ),
+    "widened values of three dimensions": (
+        lambda x: rs(x.half().float().view(2, 2, 6).permute(1, 2, 0)).sin(),
+        "widen then reduce",
+    ),
     "a cast laid out for four dimensions": (
         lambda x: ag(x).view(4, 2, 2, 3).to(torch.half, memory_format=torch.channels_last).sin(),
         "gather then narrow",
@@ -74,6 +90,31 @@ def test_results_and_their_layout(name):
     assert ranks.rules == ([rule] if rule else [])
     assert same(ranks, exact=rule != "sum of sums")
     assert all(a.stride() == b.stride() for a, b in ranks.pairs)
+
+
+def written_after_a_cast(x):
+    narrow = x.half()
+    wide = narrow.float()
+    narrow.mul_(3)
+    return wide
+
+
+def written_after_a_copy(x):
+    row = x[:1].sin()
+    whole = copied(row.expand(4, 6))
+    row.mul_(3)
+    return whole
+
+
+@pytest.mark.parametrize("collective", [ar, rs, ag])
+@pytest.mark.parametrize("made", [written_after_a_cast, written_after_a_copy])
+def test_values_that_are_written_before_the_collective_are_not_sent_instead(made, collective):
+    """Of a graph that is not functional: what was widened or copied has other values by then."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [[torch.randn(4, 6, generator=generator)] for _ in range(2)]
+    ranks = everywhere(lambda rank: lambda x: collective(made(x)).sin(), inputs)
+    assert ranks.rules == []
+    assert same(ranks)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

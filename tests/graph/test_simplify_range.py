@@ -94,6 +94,28 @@ def test_sums_of_float16_that_are_made_in_float32_may_change():
     assert same(ranks)  # of two addends
 
 
+LAID_OUT = {
+    "turned": lambda x: rs(x.float().t()) + 1,
+    "turned before and behind": lambda x: rs(x.t().float().t()) + 1,
+    "turned, for all": lambda x: ar((x * 1).float().t()) + 1,
+    "scaled": lambda x: rs(x.float() * 0.3) + 1,
+    "scaled and turned": lambda x: rs((x.float() / 3.0).t() * 0.3) + 1,
+    "scaled, a mean": lambda x: rs(x.float() * 0.3, "avg") + 1,
+}
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_widened_values_are_added_where_they_belong(name):
+    """What stands between the cast and the sum is done to the narrow values, or to each row that
+    arrives."""
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((8, 4), (4, 8), (8, 8)):
+        values = [[torch.randn(shape, generator=generator).bfloat16()] for _ in range(2)]
+        ranks = everywhere(lambda rank: LAID_OUT[name], values)
+        assert ranks.rules == ["widen then reduce"]
+        assert same(ranks)  # of two addends
+
+
 def test_float16_is_scaled_and_narrowed_in_the_same_order_before_a_gather():
     values = [[torch.tensor([2.0**-13, 40000.0, float("inf"), 1e-3])] for _ in range(2)]
     function = lambda x: (ag(x * 1) * 2.0**-12 * 3).half() * 2  # noqa: E731

@@ -162,6 +162,16 @@ def test_bytes_that_depend_on_values_alone_are_dynamic(first):
     assert found[1].nbytes > 0
 
 
+@pytest.mark.parametrize("first", ["static", "sizes"])
+def test_rows_that_are_too_short_to_be_coded_are_one_exchange(first):
+    """Of fewer than 128 values nothing is coded: no second exchange, and no sizes before it."""
+    for numel, exchanges in ((1, 1), (127, 1), (128, 2)):
+        payload, spec = Payload(numel, numel, torch.bfloat16), f"direct(first={first})"
+        found = read_stages("all_gather", spec, "exponent", payload, request(4)).exchanges
+        assert len(found) == exchanges
+        assert [stage.dynamic for stage in found][1:] == [True] * (exchanges - 1)
+
+
 @pytest.mark.parametrize("ranks", [8, 16])
 def test_hops_inside_a_node_are_those_to_ranks_that_follow_one_another(ranks):
     payload = Payload(1 << 16, 64, torch.bfloat16)

@@ -468,3 +468,121 @@ def test_requirements_of_a_file(function, mesh, said, tmp_path):
     done = launch(file, "--mesh", mesh, "--max-error", "0.01", "-o", str(tmp_path / "p.toml"))
     assert done.returncode != 0
     assert said in done.stderr
+
+
+# --- bits of codecs that lose nothing --------------------------------------------------------
+
+
+class Narrow(nn.Module):
+    """Sends values of one exponent on the left, and of 13 on the right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Scaled(0.0), Scaled(6.0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+class Scaled(nn.Module):
+    """An all_reduce of values whose exponents are spread by so many powers of two."""
+
+    def __init__(self, spread: float) -> None:
+        super().__init__()
+        self.spread = spread
+
+    def forward(self, x: Tensor) -> Tensor:
+        sent = (1 + x.abs() % 1) * torch.exp2(torch.round(self.spread * torch.sin(9 * x)))
+        return funcol.all_reduce(sent.bfloat16(), "sum", dist.group.WORLD)
+
+
+def uniform_values() -> Tensor:
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+def bits_of_both(codecs: tuple[str, ...]) -> tuple[str, dict[str, float]]:
+    """The calibration, and by module the bits a value in the wire of this rank's own values."""
+    found = commpass.calibrate(Narrow(), [uniform_values()], train=False, codecs=codecs)
+    own = {}
+    for name, layer in (("left", Scaled(0.0)), ("right", Scaled(6.0))):
+        x = uniform_values()
+        sent = (1 + x.abs() % 1) * torch.exp2(torch.round(layer.spread * torch.sin(9 * x)))
+        wire = codec("exponent").encode(sent.bfloat16())
+        own[name] = 8 * wire.payload.numel() / x.numel()
+    return found.to_json(), own
+
+
+def exponents(place) -> list[str]:
+    return [each for each in place.errors if each.startswith("exponent")]
+
+
+def read(text: str, path: Path) -> Calibration:
+    path.write_text(text)
+    return Calibration.read(path)
+
+
+def test_bits_of_a_lossless_codec_are_those_of_the_values_of_all_ranks(ranks2, tmp_path):
+    (first, own), (second, others) = ranks2.run(bits_of_both, ("exponent",))
+    assert first == second
+    found = read(first, tmp_path / "c.json")
+    assert [place.where[0].module for place in found.places] == ["left", "right"]
+    measured = {}
+    for place in found.places:
+        name = place.where[0].module
+        (spec,) = exponents(place)
+        assert place.errors == {spec: 0.0}
+        assert place.levels == ()
+        measured[name] = codec(spec).bits
+        mean = (own[name] + others[name]) / 2
+        assert mean <= measured[name] < mean + 0.01
+    assert measured["left"] < 10.5 < 11.5 < measured["right"] < 15
+
+
+def sizes_under(text: str, budget: float) -> dict[str, tuple[str, int]]:
+    """By module the codec and the bytes of a rank that a plan has, under the policy of a
+    calibration that was written as TOML."""
+    path = Path(text).with_suffix(".toml")
+    if dist.get_rank() == 0:
+        path.write_text(Calibration.read(text).policy(budget, exactly=True).to_toml())
+    dist.barrier()
+    before = len(commpass.plans())
+    model = torch.compile(Narrow(), backend=commpass.backend(path, inner="eager", strict=True))
+    x = uniform_values()
+    exact = Narrow()(x)
+    got = model(x)
+    assert all(torch.equal(a, b) for a, b in zip(got, exact, strict=True))
+    return {s.module: (s.codec, s.wire_bytes) for p in commpass.plans()[before:] for s in p}
+
+
+def test_policies_have_the_measured_bits_of_each_place(ranks2, tmp_path):
+    (text, _), _ = ranks2.run(bits_of_both, ("exponent",))
+    found = read(text, tmp_path / "c.json")
+    solved, policy = found.solve(0.0), found.policy(0.0)
+    assert [each.codec for each in solved.chosen] == [exponents(p)[0] for p in found.places]
+    (tmp_path / "p.toml").write_text(policy.to_toml())
+    rules = {rule.module: rule.codec for rule in Policy.from_toml(tmp_path / "p.toml").rules}
+    assert rules == {p.where[0].module: tuple(exponents(p)) for p in found.places}
+    left, right = (each.sent_bytes for each in solved.chosen)
+    assert left < right  # by a two-shot, as many values
+    assert solved.uniform("exponent") == (left + right, 0.0)
+
+
+@pytest.mark.every
+def test_plans_take_the_measured_bits_of_each_place(ranks2, tmp_path):
+    (text, _), _ = ranks2.run(bits_of_both, ("exponent",))
+    found = read(text, tmp_path / "c.json")
+    plans, others = ranks2.run(sizes_under, str(tmp_path / "c.json"), 0.0)
+    assert plans == others
+    assert {name: spec for name, (spec, _) in plans.items()} == {
+        place.where[0].module: exponents(place)[0] for place in found.places
+    }
+    gaussian = 1.5 * codec("exponent").expected_bytes(64 * 64, torch.bfloat16)  # a two-shot's
+    assert plans["left"][1] < gaussian < plans["right"][1]
+
+
+def test_lossless_and_lossy_codecs_are_measured_together(ranks2, tmp_path):
+    (text, _), _ = ranks2.run(bits_of_both, ("exponent", "rotated"))
+    for place in read(text, tmp_path / "c.json").places:
+        (spec,) = exponents(place)
+        assert place.errors[spec] == 0.0 < place.errors["rotated"]
+        assert len(place.levels) == len(PROBES)

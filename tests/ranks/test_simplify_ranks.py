@@ -67,6 +67,7 @@ def cases(size: int, rank: int, group: str):
         ),
         "widen then reduce": lambda x: (
             rs((x.bfloat16() * 2).float(), "avg") + 1,
+            rs((x[: 2 * size, :4].bfloat16() * 2).float().t().reshape(2 * size, 4) * 0.3) + 1,
             ar((x.half() * 2).float()) + 1,
         ),
         "expand": lambda x: ar(x[:1].sin().expand(7, 5)) + 1,

@@ -29,6 +29,7 @@ from commpass.errors import CommpassError, PlanMismatch, PolicyError
 from commpass.parallel import compress_ddp, ssfusion
 from commpass.report.cli import app
 from commpass.report.sent import of_plans
+from commpass.runtime.machine import processors_each
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -740,3 +741,21 @@ def check_copied() -> None:
     model.zero_grad()
     model(batch(0)).sum().backward()
     assert handle.steps == 1
+
+
+def shares() -> tuple[float, float, int]:
+    """How many processors each rank has to itself, before each is held to one, and then."""
+    allowed = os.sched_getaffinity(0)
+    before = processors_each(dist.group.WORLD)
+    mine = sorted(allowed)[dist.get_rank() % len(allowed)]
+    try:
+        os.sched_setaffinity(0, {mine})
+        return before, processors_each(dist.group.WORLD), len(allowed)
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_ranks_of_one_machine_share_the_processors_that_each_may_use(ranks3):
+    for before, held, cores in ranks3.run(shares):
+        assert before == pytest.approx(cores / 3)
+        assert held == (1.0 if cores >= 3 else 0.5 if cores == 2 else pytest.approx(1 / 3))

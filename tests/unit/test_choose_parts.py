@@ -11,6 +11,7 @@ from test_choose import FAST, MIB, forced, one, profile, site
 
 from commpass.costmodel import KernelRate, Kernels, Link
 from commpass.errors import PolicyError
+from commpass.passes import candidates, divide
 from commpass.policy import Policy
 from commpass.rules import Rule
 
@@ -253,3 +254,34 @@ def test_micro_shards_are_planned_the_same_each_time():
     twice = [decide([a_site], EQUARX, a_profile) for _ in range(2)]
     assert twice[0] == twice[1]
     assert one(a_site, EQUARX, profile(FAST)).codec == "none"
+
+
+# --- what need not be scored ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alpha", [1.0, 8.0, 60.0])
+@pytest.mark.parametrize("rate", [2.0, 20.0, 360.0])
+def test_parts_that_are_not_scored_on_a_gpu_would_not_have_been_chosen(monkeypatch, alpha, rate):
+    """The choice is that of all numbers of chunks and micro-shards; fewer are scored."""
+    how = kernels(0.02, 0.01, 500.0)
+    a_profile = profile(Link(alpha, rate), kernels=how, margin=0.1)
+    policy = Policy(codecs=("int8", "int4"), algorithms=("two_shot", "ring"), max_error=0.5)
+    sites = [site("all_reduce", mib * MIB // 2, RANKS, device="cuda") for mib in (8, 64)]
+    counts: list[int] = []  # how often an algorithm is scored
+    real, chosen = candidates._candidate, []
+
+    def counted(*given, **more):
+        counts[-1] += 1
+        return real(*given, **more)
+
+    monkeypatch.setattr(candidates, "_candidate", counted)
+    for prune in (True, False):
+        if not prune:
+            for module in (candidates, divide):
+                monkeypatch.setattr(module, "no_more_gain", lambda *_: False)
+        counts.append(0)
+        plan = decide(sites, policy, a_profile)
+        chosen.append([(each.codec, each.algorithm, each.chunks) for each in plan])
+    assert chosen[0] == chosen[1]
+    assert counts[0] <= counts[1]
+    assert counts[0] < counts[1] or (alpha, rate) == (1.0, 20.0)  # most parts are worth it there

@@ -19,6 +19,7 @@ from commpass.codecs import NAMES, VALUES, Codec, codec
 from commpass.codecs.block import domain, grids, noise, scales, transforms
 from commpass.codecs.sparse import indices, select
 from commpass.codecs.wrappers.outlier import Channels
+from commpass.errors import PolicyError
 
 __all__ = ["one_thread"]  # a fixture, used by its presence
 
@@ -190,3 +191,14 @@ def test_codecs_may_be_compared_in_compiled_code():
     codec_again = codec("rotated(bits=8)")
     call = torch.compile(run, backend="eager", fullgraph=True)
     assert call(torch.zeros(2)).tolist() == [1, 1]
+
+
+def test_a_rotation_with_a_static_scale_is_refused():
+    """Decode divides the scale that travels by the sums of a rotation, and a static one does not
+    travel: values would come back as many times too large."""
+    rotated = codec("rotated(form=int)")
+    with pytest.raises(PolicyError, match=r"Hadamard.*Static.*scale that travels"):
+        dataclasses.replace(rotated, scale=scales.Static(0.5))
+    plain = dataclasses.replace(codec("int8"), scale=scales.Static(0.02))
+    x = torch.linspace(-1, 1, 256)
+    assert (plain.decode(plain.encode(x)) - x).abs().max() <= 0.011

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from commpass.codecs import codec
 from commpass.codecs.exponent import ExponentCodec, exponent
 from commpass.errors import PolicyError
 
@@ -365,7 +366,7 @@ def test_cut_and_foreign_wires_are_refused_and_both_sides_are_named():
         assert str(static) in str(error.value)
     with pytest.raises(PolicyError, match="planes=3") as error:
         coder_of(3).decode(wire)
-    assert "planes=2" in str(error.value)
+    assert "'exponent'" in str(error.value)
     for shape in ((3000,), (6500,)):
         with pytest.raises(PolicyError):
             coder.decode(dataclasses.replace(wire, shape=shape))
@@ -559,6 +560,25 @@ def test_measured_bits_are_what_is_planned_with():
         assert one == static + most * room
     with pytest.raises(PolicyError, match="bits=-1"):
         exponent("exponent(bits=-1.0)", bits=-1.0)
+
+
+def test_measured_bits_change_no_wire():
+    x = gaussian(3000, torch.bfloat16)
+    for planes in (2, 3):
+        plain = codec("exponent", planes=planes)
+        told = codec("exponent", planes=planes, bits=11.5)
+        assert plain.measured(11.5) == told
+        assert plain.measured(11.5).spec == told.spec
+        assert plain.measured(11.5).bits == 11.5
+        assert told.measured(12.0).spec == codec("exponent", planes=planes, bits=12.0).spec
+        wires = plain.encode(x), told.encode(x)
+        assert wires[0].codec == wires[1].codec == plain.spec
+        assert torch.equal(wires[0].payload, wires[1].payload)
+        for coder in (plain, told):
+            assert all(torch.equal(coder.decode(wire), x) for wire in wires)
+    with pytest.raises(PolicyError, match="'exponent'"):
+        codec("exponent", planes=3, bits=11.5).decode(codec("exponent", bits=11.5).encode(x))
+    assert codec("int8").measured(3.0) is codec("int8")
 
 
 def entropy(x: torch.Tensor) -> float:

@@ -16,19 +16,26 @@ from torch import nn
 
 import commpass
 from commpass.costmodel import Link
+from commpass.costmodel.buffers import (
+    Gradient,
+    Problem,
+    cut_off,
+    excluded,
+    fused,
+    offloaded,
+    thinned,
+)
 from commpass.errors import PolicyError
 from commpass.parallel.ssfusion import ssfusion
-from commpass.parallel.ssfusion.buffers import Problem, cut_off, excluded, fused, offloaded
-from commpass.parallel.ssfusion.measure import Rate
+from commpass.parallel.ssfusion.measure import Clock, Rate, taken_from_backward
 from commpass.parallel.ssfusion.memory import Memory, clipped
 from commpass.parallel.ssfusion.options import WARM_UP, Options, check_optimizer
 from commpass.parallel.ssfusion.plan import (
     BUCKET_BYTES,
-    Gradient,
+    Buffer,
     Sent,
     Settings,
     make,
-    thinned,
     unmeasured,
 )
 from commpass.parallel.ssfusion.planner import Planner, Weight
@@ -117,11 +124,11 @@ def test_the_share_that_is_sent_is_the_density_or_selection_is_at_its_bound(
 
 def test_large_gradients_make_up_for_what_is_sent_whole_and_not_without_aware():
     model = [Gradient("w", 1_000_000), Gradient("b", 5_000), Gradient("v", 1_000_000)]
-    assert thinned(model, {1}, Settings()) == pytest.approx(
+    assert thinned(model, {1}, 0.01, 0.001) == pytest.approx(
         (20_050 - 5_000 - 2) / 2_000_000, rel=1e-3
     )
-    assert thinned(model, {}, Settings()) == pytest.approx(0.01, rel=1e-3)
-    assert thinned(model, {0}, Settings()) == 0.001
+    assert thinned(model, {}, 0.01, 0.001) == pytest.approx(0.01, rel=1e-3)
+    assert thinned(model, {0}, 0.01, 0.001) == 0.001
     slow = Link(50.0, 0.001)
     for aware in (True, False):
         some = [*model, Gradient("c", 3)]
@@ -440,3 +447,47 @@ def test_momentum_on_both_sides_is_refused():
         check_optimizer(optimizer, 0.0)
     check_optimizer(torch.optim.SGD(weight, lr=0.1), 0.9)
     check_optimizer(None, 0.9)
+
+
+# --- ranks that share processors ------------------------------------------------------------------
+
+
+def test_backward_takes_its_processor_time_where_ranks_share_processors():
+    """Times by the clock may go undisturbed by luck, in steps that are shorter than a turn."""
+    clock = Clock(CPU)
+    clock.steps = [
+        [(-1, (0.0, 0.0)), (0, (0.001, 0.001)), (1, (0.004, 0.002))],
+        [(-1, (1.0, 1.0)), (0, (1.003, 1.002)), (1, (1.005, 1.004))],
+    ]
+    assert clock.backward_us(3) == pytest.approx([1000.0, 2000.0, 0.0])
+    assert clock.backward_us(3, 0.5) == pytest.approx([2000.0, 2000.0, 0.0])
+    assert clock.backward_us(3, 0.25) == pytest.approx([4000.0, 4000.0, 0.0])
+    assert clock.backward_us(3, 4.0) == clock.backward_us(3)
+
+
+@pytest.mark.parametrize(
+    ("cores", "share"), [(0.25, 4.0), (1.0, 1.0), (1.5, 1 / 3), (2.0, 0.0), (16.0, 0.0)]
+)
+def test_thread_that_exchanges_keeps_backward_from_processors_it_shares(cores, share):
+    assert taken_from_backward(cores) == pytest.approx(share)
+
+
+def test_messages_that_keep_processors_from_backward_make_a_step_longer():
+    """Three buffers: what the first two messages take, backward loses; the last one ends it."""
+    model = [Gradient(name, 1000, backward_us=1000.0) for name in "abc"]
+    link = Link(10.0, 1.0)
+    buffers = [Buffer((Sent(number),), 1) for number in range(3)]
+    last = link.us("all_reduce", 4000, 2)
+    assert last < 1000
+    alone = Problem(model, 2, link, row_bytes)
+    assert alone.end_us(buffers) == pytest.approx(3000 + last)
+    shared = dataclasses.replace(alone, busy_us=lambda kind, nbytes: 100.0)
+    assert shared.end_us(buffers) == pytest.approx(3200 + last)
+
+
+def test_fewer_messages_are_planned_where_each_keeps_processors_from_backward():
+    model = [Gradient(f"{n}", 1000, backward_us=100.0) for n in range(12)]
+    problem = Problem(model, 2, Link(1.0, 1.0), row_bytes)
+    shared = dataclasses.replace(problem, busy_us=lambda kind, nbytes: 500.0)
+    counts = [len(fused(each, set(range(12)), "all_reduce")) for each in (problem, shared)]
+    assert counts[1] < counts[0]

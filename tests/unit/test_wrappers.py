@@ -549,6 +549,21 @@ def test_a_codec_with_state_inside_is_refused(monkeypatch):
             make()
 
 
+def test_a_codec_of_calibrated_channels_inside_is_refused():
+    """Others hand on differences, chosen values or other channels: scales would not be theirs."""
+    static = f"outlier(statistics={Channels(256, (1,), ((1.0,) * 256,)).to_text()})"
+    dynamic = f"outlier(statistics={Channels(256, (1,)).to_text()})"
+    for make in (
+        lambda inner: difference("difference", inner=inner),
+        lambda inner: outlier("outlier", width=256, inner=inner),
+        lambda inner: topk("topk", values=inner),
+        lambda inner: codec(f"mixed(low={inner})"),
+    ):
+        with pytest.raises(PolicyError, match="calibrated for the channels"):
+            make(static)
+        make(dynamic)
+
+
 def test_constants_are_made_once_for_a_device():
     x = gaussian(5, 64)
     first, other = built(Channels(64, (3, 40))), built(Channels(64, (3, 40), (tuple([1.0] * 64),)))

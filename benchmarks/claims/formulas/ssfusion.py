@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.claims.formulas.equation import Equation, relative
 from commpass.costmodel import Link
-from commpass.parallel.ssfusion.buffers import Problem, cut_off, excluded
+from commpass.costmodel.buffers import Problem, cut_off, excluded
 from commpass.parallel.ssfusion.plan import Gradient, Sent
 
 CASES = 200

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from benchmarks.claims.claim import Claim
 
-
 TRAINING = "needs training runs of the model on real text, with several seeds"
 HARDWARE = "needs the paper's GPUs"
 

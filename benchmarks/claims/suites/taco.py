@@ -6,7 +6,6 @@ from benchmarks.claims.cases import Case
 from benchmarks.claims.claim import Claim
 from benchmarks.claims.ranks import NAIVE
 
-
 TRAINING = "needs training runs of the model on real text, with several seeds"
 
 TACO = {

@@ -19,6 +19,7 @@ from commpass.codecs.block.scales import Absmax, Midrange, Scale
 from commpass.codecs.block.transforms import NoTransform, Transform
 from commpass.codecs.codec import Codec, accumulation_dtype
 from commpass.codecs.rows import aligned, as_bytes, cut_apart, pad
+from commpass.errors import PolicyError
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,15 @@ class BlockCodec(Codec):
     offset: Midrange | None = None
     rounding: Rounding = field(default_factory=Nearest)
     salt: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises PolicyError for parts that do not go together: decode divides a stored scale by
+        the sums that a rotation makes, and a static one is not stored."""
+        if self.transform.sums > 1 and not self.scale.numbers:
+            raise PolicyError(
+                f"{self.transform} with {self.scale}: a rotation needs a scale that travels, such"
+                " as Absmax()"
+            )
 
     def salted(self, *salt: int) -> Codec:
         return self if isinstance(self.rounding, Nearest) else replace(self, salt=salt)

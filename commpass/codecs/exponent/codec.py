@@ -32,12 +32,16 @@ from commpass.codecs.exponent.strings import concatenate, join_fields, split_fie
 from commpass.codecs.exponent.window import choose, total
 from commpass.codecs.rows import ceil_to, cut, larger, pad, smaller, to_bytes
 from commpass.errors import PolicyError
+from commpass.spec import spelled
 
 BIAS = 16
 """Window starts are stored from -16 on, since a window may begin below the least exponent."""
 START_BITS, MODE_BITS, LENGTH_AT = 9, 2, 16
 """The mark of a chunk, 32 bits: where its window starts, its mode, and from bit 16 on how many
 16-bit words it has in the dynamic part."""
+
+PLANES = 2
+"""Bit planes of the first step of a code, where nothing else is said."""
 
 
 Encoding = Callable[["ExponentCodec", Tensor], Tensor]
@@ -96,6 +100,16 @@ class ExponentCodec(Codec):
 
     lossless = True
     dynamic = True
+
+    @property
+    def wire_spec(self) -> str:
+        planes = self.ladder.planes
+        return "exponent" if planes == PLANES else f"exponent(planes={planes})"
+
+    def measured(self, bits: float) -> Codec:
+        planes = self.ladder.planes
+        given = (("bits", bits), *((("planes", planes),) if planes != PLANES else ()))
+        return exponent(spelled("exponent", given), planes=planes, bits=bits)
 
     @property
     def block(self) -> int:
@@ -314,7 +328,7 @@ class ExponentCodec(Codec):
         is refused."""
         numel = math.prod(wire.shape)
         found, least = wire.payload.numel(), self.static_bytes(numel, wire.dtype)
-        if wire.codec == self.spec and wire.dtype in FLOATS:
+        if wire.codec == self.wire_spec and wire.dtype in FLOATS:
             what = f"{self.spec!r} of {list(wire.shape)} {wire.dtype}"
             if found < least:
                 raise PolicyError(
@@ -331,7 +345,7 @@ class ExponentCodec(Codec):
         return super().decode(Wire(whole, wire.codec, wire.shape, wire.dtype), like)
 
 
-def exponent(spec: str, *, planes: int = 2, bits: float = 0.0) -> Codec:
+def exponent(spec: str, *, planes: int = PLANES, bits: float = 0.0) -> Codec:
     """Lossless. ``planes`` 2: a code of four steps, 0.14 to 0.2 bits above the entropy of a
     Gaussian's exponents. 3: ZipCCL's of two steps, 0.67 to 0.71 bits above it, and quicker.
     ``bits``: what a value takes by measurement, for plans; 0 for what one of a Gaussian takes."""

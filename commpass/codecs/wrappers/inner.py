@@ -14,11 +14,17 @@ knows them."""
 
 def inner_codec(resolve: Resolve, parameter: str, text: str) -> Codec:
     """The codec that a parameter of another one names. Raises PolicyError for one that needs state
-    of its own."""
+    of its own, and for one whose scales are those of the channels of a tensor."""
     inner = resolve(text)
     if inner.state is not None:
         raise PolicyError(
             f"{parameter}={text!r}: it needs {inner.state} of its own; take a codec without state,"
             " such as 'int8'"
+        )
+    if inner.is_calibrated:
+        raise PolicyError(
+            f"{parameter}={text[:40]!r}: its scales were calibrated for the channels of a whole"
+            " tensor, and it would be given something else; use it alone, or take a codec that"
+            " measures its scales, such as 'int4'"
         )
     return inner

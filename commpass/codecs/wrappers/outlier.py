@@ -320,6 +320,10 @@ class OutlierCodec(Codec):
         return self.channels.width
 
     @property
+    def is_calibrated(self) -> bool:
+        return bool(self.largest)
+
+    @property
     def bound(self) -> float:
         """Of a row. On a static grid no value is off by more than it was: nearest to it lies 0, or
         what it is cut to."""

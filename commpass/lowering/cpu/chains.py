@@ -36,6 +36,12 @@ def impossible(chain: Chain) -> str:
     return next(_obstacles(chain), "")
 
 
+def _has_vectors() -> bool:
+    from torch._inductor import cpu_vec_isa
+
+    return bool(cpu_vec_isa.pick_vec_isa())
+
+
 def _slower(chain: Chain) -> str:
     """Codes that are packed lose more here than they do inline (benchmarks/codecs.py: int4 has 0.31
     of a copy each way, inline 0.44), unless a rotation is saved."""
@@ -49,6 +55,8 @@ def _slower(chain: Chain) -> str:
 def _obstacles(chain: Chain) -> Iterator[str]:
     if not chain.steps:
         yield "a chain of no steps"
+    if not _has_vectors():
+        yield "Inductor finds no vector instructions here, and the C++ is made of them"
     if _lossless(chain) is not None:
         yield from _lossless_obstacles(chain)
         return

@@ -53,6 +53,13 @@ class Sizes:
         return self.warps * self.warp
 
 
+def sizes_on(device: torch.device) -> Sizes:
+    """What suits a device: a warp of AMD's has 64 threads."""
+    if device.type != "cuda":
+        return Sizes()
+    return Sizes(warp=torch.cuda.get_device_properties(device).warp_size)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Rows of ``entries`` in a dtype as a codec writes them: ``chosen`` slots, ``pitch`` bytes a
@@ -145,7 +152,7 @@ def encode(
     ``x`` is ``[rows, n]`` in bf16, fp16 or fp32, ``residual`` float32; both contiguous.
     ``left`` is where to write what is left, which may be the residual itself.
     """
-    sizes = sizes or Sizes()
+    sizes = sizes or sizes_on(x.device)
     layout = layout_of(coder, x.shape[1], x.dtype)
     wire = x.new_empty((x.shape[0], layout.pitch), dtype=torch.uint8)
     values = values_of(layout, wire)
@@ -370,7 +377,7 @@ def decode(
     """uint8 ``[rows, wire_bytes(numel, dtype)]`` to float32 ``[rows, numel]``, as
     ``decode_rows``."""
     out = wire.new_empty((wire.shape[0], numel), dtype=torch.float32)
-    return _received(coder, wire, numel, dtype, sizes or Sizes(), out)
+    return _received(coder, wire, numel, dtype, sizes or sizes_on(wire.device), out)
 
 
 def sum_rows(
@@ -378,7 +385,7 @@ def sum_rows(
 ) -> Tensor:
     """The sum ``[numel]`` of all rows in float32, in their order, as ``sum_by_index``."""
     out = wires.new_empty((numel,), dtype=torch.float32)
-    return _received(coder, wires, numel, dtype, sizes or Sizes(), out)
+    return _received(coder, wires, numel, dtype, sizes or sizes_on(wires.device), out)
 
 
 def _received(

@@ -4,9 +4,10 @@ first steps."""
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -19,13 +20,13 @@ from torch import Tensor
 from commpass.ambient import without_ambient_state
 from commpass.codecs.codec import accumulation_dtype
 from commpass.codecs.sparse import SparseCodec
-from commpass.costmodel import Link
+from commpass.costmodel import Link, Region
 from commpass.costmodel.fit import Point, regions
 from commpass.costmodel.links import steps
+from commpass.parallel.ssfusion import messages
 from commpass.parallel.ssfusion.memory import Memory, encoding
 from commpass.parallel.ssfusion.messages import Part
 
-ops = torch.ops._c10d_functional
 REPEATS = 3
 SMALLEST = 1 << 10
 """Entries: what selecting from fewer takes does not depend on their number."""
@@ -34,6 +35,8 @@ LARGEST = 1 << 22
 FACTOR = 8
 """Between sizes that are measured."""
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 20)
+LONG_US = 10_000.0
+"""An exchange that takes longer is not measured with more bytes: those are what it takes."""
 
 
 @dataclass
@@ -65,27 +68,37 @@ class Clock:
         last = self.steps[-1] if self.steps else []
         return [number for number, _ in last if number >= 0]
 
-    def backward_us(self, count: int) -> list[float]:
+    def backward_us(self, count: int, cores: float = math.inf) -> list[float]:
         """Of each of ``count`` gradients, the least time since the one before was there, for what
-        disturbs a step only adds; 0 for those that never came."""
-        found: list[list[float]] = [[] for _ in range(count)]
+        disturbs a step only adds; 0 for those that never came. A rank that has ``cores``
+        processors to itself takes no less than its processor time on those: a step of a few
+        milliseconds may by luck go undisturbed, and all of a backward does not."""
+        found: list[list[tuple[float, float]]] = [[] for _ in range(count)]
         for step in self.steps:
             for (_, before), (number, there) in pairwise(step):
                 found[number].append(self._us(before, there))
-        return [min(times, default=0.0) for times in found]
+        return [_least(times, cores) for times in found]
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
-            return time.perf_counter()
+            return time.perf_counter(), time.process_time()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _us(self, before: Any, there: Any) -> float:
+    def _us(self, before: Any, there: Any) -> tuple[float, float]:
+        """Time, and processor time."""
         if self.device.type != "cuda":
-            return 1e6 * (there - before)
+            wall, busy = (1e6 * (after - first) for first, after in zip(before, there, strict=True))
+            return wall, busy
         there.synchronize()
-        return 1e3 * before.elapsed_time(there)
+        return 1e3 * before.elapsed_time(there), 0.0
+
+
+def _least(times: Sequence[tuple[float, float]], cores: float) -> float:
+    """Of some times and processor times, what is taken where all ranks compute at once."""
+    wall, busy = (min(each, default=0.0) for each in zip(*times, strict=True)) if times else (0, 0)
+    return max(wall, busy / cores)
 
 
 @dataclass(frozen=True)
@@ -106,16 +119,26 @@ class Rate:
 
 
 def selection(
-    coder: SparseCodec, entries: Sequence[int], dtype: torch.dtype, device: Any, group: Any
+    coder: SparseCodec,
+    entries: Sequence[int],
+    dtype: torch.dtype,
+    device: Any,
+    group: Any,
+    cores: float = math.inf,
 ) -> Rate:
     """What selecting from rows of so many entries takes on a device, on all ranks of a group at
     once: those that share processors do so in a step as well."""
     encode = encoding(coder, torch.device(device))
-    return _rate(lambda row: functools.partial(encode, row), entries, dtype, device, group)
+    return _rate(lambda row: functools.partial(encode, row), entries, dtype, device, group, cores)
 
 
 def aside(
-    coder: SparseCodec, entries: Sequence[int], dtype: torch.dtype, device: Any, group: Any
+    coder: SparseCodec,
+    entries: Sequence[int],
+    dtype: torch.dtype,
+    device: Any,
+    group: Any,
+    cores: float = math.inf,
 ) -> Rate:
     """The same by a thread of the CPU beside the one that runs backward, which is as busy on a CPU;
     for a gradient on another device, copies there and back included."""
@@ -126,11 +149,16 @@ def aside(
             return lambda: encode(row.cpu()).to(row.device)
         return functools.partial(_both, *(functools.partial(encode, row.clone()) for _ in "12"))
 
-    return _rate(made, entries, dtype, device, group)
+    return _rate(made, entries, dtype, device, group, cores)
 
 
 def sparsifying(
-    coder: SparseCodec, entries: Sequence[int], dtype: torch.dtype, device: Any, group: Any
+    coder: SparseCodec,
+    entries: Sequence[int],
+    dtype: torch.dtype,
+    device: Any,
+    group: Any,
+    cores: float = math.inf,
 ) -> Rate:
     """All that it takes to send gradients of so many entries sparse: to add one to what was not
     sent, to select from it, and to add up what comes back from all ranks of a group."""
@@ -148,7 +176,7 @@ def sparsifying(
 
         return run
 
-    return _rate(made, entries, dtype, device, group)
+    return _rate(made, entries, dtype, device, group, cores)
 
 
 def _both(one: Callable[[], object], other: Callable[[], object]) -> None:
@@ -164,6 +192,7 @@ def _rate(
     dtype: torch.dtype,
     device: Any,
     group: Any,
+    cores: float,
 ) -> Rate:
     most = min(max(entries, default=SMALLEST), LARGEST)
     sizes = [SMALLEST]
@@ -176,16 +205,25 @@ def _rate(
             run = made(torch.randn((1, size), generator=generator).to(dtype).to(device))
             run()
             dist.barrier(group)
-            times.append(1e6 * median(_seconds(run, device) for _ in range(REPEATS)))
+            times.append(_median_us(run, device, cores))
     return Rate(tuple(sizes), tuple(times))
 
 
-def _seconds(call: Callable[[], object], device: Any) -> float:
+def _median_us(call: Callable[[], object], device: Any, cores: float) -> float:
+    """Microseconds of a call on all ranks at once, of which each has ``cores`` processors to
+    itself."""
+    times = [_seconds(call, device) for _ in range(REPEATS)]
+    wall, busy = (median(each) for each in zip(*times, strict=True))
+    return 1e6 * max(wall, busy / cores)
+
+
+def _seconds(call: Callable[[], object], device: Any) -> tuple[float, float]:
+    """Time, and processor time of all threads."""
     _settle(device)
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     call()
     _settle(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - busy
 
 
 def _settle(device: Any) -> None:
@@ -193,28 +231,56 @@ def _settle(device: Any) -> None:
         torch.cuda.synchronize(device)
 
 
-def link_of(group: Any, device: Any) -> Link:
-    """Alpha and beta of all_reduce and all_gather between the ranks of a group, all of which call
-    it; of the slowest rank."""
+@dataclass(frozen=True)
+class ExchangeTimes:
+    """What exchanges take: the ``link`` between the ranks, and by kind for how long one of so many
+    bytes keeps the processors of a rank from backward."""
+
+    link: Link
+    busy: Mapping[str, Rate] = field(default_factory=dict)
+
+    def busy_us(self, kind: str, nbytes: float) -> float:
+        return self.busy[kind].of(round(nbytes)) if kind in self.busy else 0.0
+
+
+def taken_from_backward(cores: float) -> float:
+    """How much longer backward takes for each unit of processor time of the thread that exchanges,
+    on a rank that has ``cores`` processors to itself. With two or more each thread has its own;
+    with one, and less, one waits for the other."""
+    return 1 / cores if cores <= 1 else max(2 / cores - 1, 0.0)
+
+
+def exchanges(group: Any, device: Any, cores: float = math.inf) -> ExchangeTimes:
+    """Alpha and beta of the messages of a step between the ranks of a group, all of which call it,
+    of the slowest rank; and what they take of the processors."""
     ranks = dist.get_world_size(group)
-    calls: dict[str, Callable[[Tensor], Any]] = {
-        "all_reduce": lambda x: dist.all_reduce(x, group=group),
-        "all_gather": lambda x: ops.wait_tensor(
-            ops.all_gather_into_tensor(x, ranks, group.group_name)
-        ),
+    calls: dict[str, Callable[[Part, Tensor], Any]] = {
+        "all_reduce": lambda part, x: messages.sums([part], [x], group, device),
+        "all_gather": lambda part, x: messages.gather([part], [x], group, device),
     }
-    measured = {}
+    measured: dict[str, tuple[Region, ...]] = {}
+    busy: dict[str, Rate] = {}
+    share = taken_from_backward(cores)
     for kind, call in calls.items():
-        points = []
+        points: list[Point] = []
+        taken: list[float] = []
         for size in LINK_BYTES:
+            if len(points) > 1 and points[-1].us > LONG_US:
+                break
             x = torch.zeros(size // 4, device=device)
-            call(x)
+            run = functools.partial(call, Part(x.numel(), x.dtype), x)
+            run()
             dist.barrier(group)
-            took = [_seconds(functools.partial(call, x), device) for _ in range(REPEATS)]
-            slowest = torch.tensor([median(took)], dtype=torch.float64, device=device)
+            times = [_seconds(run, device) for _ in range(REPEATS)]
+            medians = [median(each) for each in zip(*times, strict=True)]
+            slowest = torch.tensor(medians, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-            messages, sent = steps(kind, ranks, size)
-            points.append(Point(messages, sent, max(1e6 * float(slowest), 0.1)))
+            wall, worked = (1e6 * each for each in slowest.tolist())
+            many, sent = steps(kind, ranks, size)
+            points.append(Point(many, sent, max(wall, 0.1)))
+            taken.append(round(share * worked, 1) if device.type == "cpu" else 0.0)
         measured[kind] = regions(points)
+        busy[kind] = Rate(LINK_BYTES[: len(taken)], tuple(taken))
     slow = measured["all_reduce"][-1]
-    return Link(measured["all_reduce"][0].alpha_us, slow.gbytes_per_s, measured=measured)
+    link = Link(measured["all_reduce"][0].alpha_us, slow.gbytes_per_s, measured=measured)
+    return ExchangeTimes(link, busy)

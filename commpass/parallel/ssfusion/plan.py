@@ -6,39 +6,27 @@ step, gradients are numbered in the order in which backward makes them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from commpass.costmodel import Link
+from commpass.costmodel.buffers import (
+    BOUND,
+    FINEST,
+    Gradient,
+    Problem,
+    cut_off,
+    excluded,
+    fused,
+    idle,
+    offloaded,
+    spare,
+    thinned,
+)
 from commpass.errors import PolicyError, check_number
-from commpass.parallel.ssfusion.buffers import Problem, Tensor, cut_off, excluded, fused, offloaded
 
 BUCKET_BYTES = 25 << 20
 """Of dense buffers as long as nothing was measured: what DDP takes."""
-FINEST = 10**6
-"""Densities are whole numbers of so many parts: what codecs can say exactly."""
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """The gradient of one parameter: ``entries`` of ``itemsize`` bytes. ``backward_us`` is how long
-    backward takes from the one before to this one, ``select_us`` how long what runs backward then
-    selects from it, ``offload_us`` how long a thread of the CPU does, copies there and back
-    included; ``around_us`` is what else it takes to send it sparse: to add it to what was not sent,
-    and to add up what comes back."""
-
-    name: str
-    entries: int
-    itemsize: int = 4
-    backward_us: float = 0.0
-    select_us: float = 0.0
-    offload_us: float = 0.0
-    around_us: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        return self.entries * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,7 @@ class Settings:
     what dense exchange adds to backward."""
 
     density: float = 0.01
-    bound: float = 0.001
+    bound: float = BOUND
     fuse: bool = True
     aware: bool = True
     interleave: bool = True
@@ -135,9 +123,11 @@ def make(
     link: Link,
     row_bytes: Callable[[int, float], int],
     settings: Settings,
+    busy_us: Callable[[str, float], float] = idle,
 ) -> FusionPlan:
-    """The plan of a step. ``row_bytes(entries, density)`` are the bytes of a sparse row."""
-    problem = Problem(gradients, ranks, link, row_bytes)
+    """The plan of a step. ``row_bytes(entries, density)`` are the bytes of a sparse row;
+    ``busy_us`` is as in ``Problem``."""
+    problem = Problem(gradients, ranks, link, row_bytes, busy_us=busy_us)
     whole = _whole(problem, settings)
     if ranks == 1:
         return replace(whole, why="one rank: nothing is sent")
@@ -185,10 +175,12 @@ def _selected(problem: Problem, settings: Settings) -> FusionPlan:
     problem = replace(problem, density=settings.density)
     runs = fused(problem, frozenset(why), "all_gather") if settings.fuse else _each(problem)
     if settings.fuse:
-        room = spare(problem.gradients, why, settings)
+        room = spare(problem.gradients, why, settings.density, settings.bound)
         for number in excluded(problem, runs, frozenset(why), room):
             why[number] = "sent whole: its selection would outlast the exchange before (equation 2)"
-    density = thinned(problem.gradients, why, settings) if settings.aware else settings.density
+    density = settings.density
+    if settings.aware:
+        density = thinned(problem.gradients, why, settings.density, settings.bound)
     problem = replace(problem, density=density)
     buffers = []
     for run in runs:
@@ -202,30 +194,6 @@ def _selected(problem: Problem, settings: Settings) -> FusionPlan:
         buffers.append(Buffer(sent, cut_off(problem, sent) if settings.interleave else 0))
     made = tuple(buffers)
     return FusionPlan(made, problem.end_us(made))
-
-
-def spare(gradients: Sequence[Tensor], whole: Collection[int], settings: Settings) -> float:
-    """How many entries more than those of ``whole`` can be sent whole, so that the entries sent
-    are still ``settings.density`` of all if all others are thinned to ``settings.bound``, each
-    gradient's rounded up."""
-    dense = sum(gradients[number].entries for number in whole)
-    total = sum(each.entries for each in gradients)
-    room = (settings.density - settings.bound) * total - (len(gradients) - len(whole))
-    return room / max(1 - settings.bound, 1 / FINEST) - dense
-
-
-def thinned(gradients: Sequence[Tensor], whole: Collection[int], settings: Settings) -> float:
-    """Density-aware sparsification: the density of all that are not sent ``whole`` (a set of
-    numbers) at which the entries sent are ``settings.density`` of all entries at most, each
-    gradient's rounded up; not below ``settings.bound``."""
-    numbers = range(len(gradients))
-    dense = sum(gradients[n].entries for n in numbers if n in whole)
-    total = sum(each.entries for each in gradients)
-    sparse = [n for n in numbers if n not in whole]
-    room = settings.density * total - dense - len(sparse)
-    share = room / (total - dense) if total > dense else 1.0
-    found = math.floor(max(share, 0.0) * FINEST) / FINEST
-    return min(max(found, settings.bound), settings.density)
 
 
 def _each(problem: Problem) -> list[range]:

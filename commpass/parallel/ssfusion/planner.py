@@ -4,6 +4,7 @@ ranks, and proved to be (law 5)."""
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,12 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from commpass.costmodel import Link
+from commpass.costmodel.buffers import Gradient
 from commpass.errors import PlanMismatch
 from commpass.parallel.ssfusion import measure, recorded
 from commpass.parallel.ssfusion.messages import Part
 from commpass.parallel.ssfusion.options import Options
-from commpass.parallel.ssfusion.plan import FusionPlan, Gradient, Message, Sent, make, unmeasured
+from commpass.parallel.ssfusion.plan import FusionPlan, Message, Sent, make, unmeasured
 from commpass.runtime import ledger
+from commpass.runtime.machine import processors_each
 
 UNSEEN = "what one step leaves out, later ones send"
 
@@ -52,6 +55,9 @@ class Planner:
     _select: measure.Rate | None = None
     _aside: measure.Rate | None = None
     _sparse: measure.Rate | None = None
+    _exchanges: measure.ExchangeTimes = field(
+        default_factory=lambda: measure.ExchangeTimes(Link(0.0, 1.0))
+    )
     _backward_us: list[float] = field(default_factory=list)
     _plans: dict[float, FusionPlan] = field(default_factory=dict)
 
@@ -121,7 +127,8 @@ class Planner:
             return self.options.coder(density).wire_bytes(entries, dtype)
 
         settings = self.options.at(step)
-        return make(gradients, self.lane.size(), self.link, row_bytes, settings)
+        known = (self.lane.size(), self.link, row_bytes, settings)
+        return make(gradients, *known, self._exchanges.busy_us)
 
     def _measure(self) -> None:
         """Times of backward and selection as the mean over ranks, the order of rank 0, the link as
@@ -129,15 +136,19 @@ class Planner:
         order: list[Any] = [self.clock.order()]
         dist.broadcast_object_list(order, dist.get_global_rank(self.lane, 0), self.lane)
         came = order[0] + sorted(set(range(len(self.weights))) - set(order[0]))
-        if self.link is None:
-            alone = self.lane.size() == 1
-            self.link = Link(0.0, 1.0) if alone else measure.link_of(self.lane, self.device)
+        cores = math.inf if self.device.type == "cuda" else processors_each(self.lane)
+        if self.lane.size() > 1:
+            self._exchanges = measure.exchanges(self.lane, self.device, cores)
+        self.link = self.link or self._exchanges.link
         sizes = [each.parameter.numel() for each in self.weights]
         coder = self.options.coder(self.options.settings.density)
         dtype = self.weights[0].parameter.dtype
-        what = (coder, sizes, dtype, self.device, self.lane)
+        what = (coder, sizes, dtype, self.device, self.lane, cores)
         rates = [measure.selection(*what), measure.aside(*what), measure.sparsifying(*what)]
-        us = [*self.clock.backward_us(len(sizes)), *(each for rate in rates for each in rate.us)]
+        us = [
+            *self.clock.backward_us(len(sizes), cores),
+            *(each for rate in rates for each in rate.us),
+        ]
         mean = torch.tensor(us, dtype=torch.float64, device=self.device) / self.lane.size()
         dist.all_reduce(mean, group=self.lane)
         (*backward,) = (round(each, 1) for each in mean[: len(sizes)].tolist())

@@ -13,6 +13,7 @@ from commpass.passes.simplify.chains import (
     before_clone,
     is_cast,
     is_copy,
+    is_scaling,
     is_view,
     maps_values,
     repeat,
@@ -83,23 +84,29 @@ def _lays_out(node: fx.Node) -> bool:
     return is_view(node) or is_copy(node)
 
 
-def widened(exchange: Exchange) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
+def widened(
+    exchange: Exchange, editor: Editor, *, scaled: bool = False
+) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
     """What a collective takes, if it was widened without loss: what was widened, as what, and the
-    views between."""
-    walked = walk_back(exchange.input, is_view, lambda n: n if is_cast(n) else None)
+    views between; with ``scaled`` also what was multiplied by numbers then. None where something
+    writes to the narrow values: they are read later now."""
+
+    def may_follow(node: fx.Node) -> bool:
+        return is_view(node) or (scaled and is_scaling(node))
+
+    walked = walk_back(exchange.input, may_follow, lambda n: n if is_cast(n) else None)
     if walked is None:
         return None
     cast, views = walked
     source = cast.args[0]
-    return (
-        (source, cast, views) if (fake(source).dtype, fake(cast).dtype) in EXACT_WIDENINGS else None
-    )
+    exact = (fake(source).dtype, fake(cast).dtype) in EXACT_WIDENINGS
+    return (source, cast, views) if exact and source not in editor.changing else None
 
 
 def widen_then_gather(node: fx.Node, editor: Editor) -> Applied | None:
     """gather(to(wide, x)) = to(wide, gather(x)): likewise, and widening loses nothing."""
     exchange = editor.exchange(node, GATHERS)
-    found = widened(exchange) if exchange is not None else None
+    found = widened(exchange, editor) if exchange is not None else None
     if exchange is None or found is None:
         return None
     source, cast, views = found
@@ -131,6 +138,7 @@ def gather_of_expand(node: fx.Node, editor: Editor) -> Applied | None:
         exchange is None
         or wide is None
         or wide.target not in (aten.expand.default, aten.full.default)
+        or wide in editor.changing
     ):
         return None
     shape = fake(wide).shape

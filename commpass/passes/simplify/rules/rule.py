@@ -23,18 +23,21 @@ GATHERS = ("all_gather", "all_to_all")
 @dataclass(frozen=True)
 class Applied:
     """What a rule did: the site that it took away or made smaller, what became of it, bytes that
-    one rank need not send, the numbers that were moved across a collective, and the ``others``
-    sites that it was merged with. On the last two the ranks must agree."""
+    one rank need not send, the numbers that were moved across a collective, to ``before`` or
+    ``behind`` it, and the ``others`` sites that it was merged with. On these the ranks must
+    agree."""
 
     site: str
     into: str
     saved_bytes: int
     moved: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    moved_to: str = "before"
 
     @property
     def text(self) -> str:
-        return f"{self.into}, {', '.join(self.moved)} before it" if self.moved else self.into
+        moved = f", {', '.join(self.moved)} {self.moved_to} it" if self.moved else ""
+        return f"{self.into}{moved}"
 
 
 @dataclass(frozen=True)

@@ -130,14 +130,15 @@ def _again(term: Term, before: fx.Node, editor: Editor) -> fx.Node:
 
 
 def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
-    """sum(to(float32, x)) = the float32 sum of all ranks' x: send the narrow bits, add locally.
-    Where that is less, and where no codec is allowed that would make it less still: a lossless one
-    codes the narrow bits (ZipCCL, section 4: of bfloat16 gradients 11 bits instead of 27)."""
+    """sum(k to(float32, x)) = the float32 sum of all ranks' k x: send the narrow bits, scale and
+    add locally. Where that is less, and where no codec is allowed that would make it less still: a
+    lossless one codes the narrow bits (ZipCCL, section 4: of bfloat16 gradients 11 bits instead of
+    27)."""
     exchange = editor.exchange(node, SUMS)
-    found = widened(exchange) if exchange is not None else None
+    found = widened(exchange, editor, scaled=True) if exchange is not None else None
     if exchange is None or found is None or not editor.keeps_values(exchange.call.node):
         return None
-    call, place, (source, cast, views) = exchange.call, exchange.call.node, found
+    call, place, (source, cast, links) = exchange.call, exchange.call.node, found
     ranks, dtypes = editor.size(call), (fake(source).dtype, fake(cast).dtype)
     if not dtypes[0].is_floating_point or call.reduce_op not in ("sum", "avg"):
         return None
@@ -157,7 +158,7 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     arrives = size if scatter else size * ranks
     more = arrives + nbytes(node)
-    if all(len(each.users) == 1 for each in (cast, *views)):  # else the wide values stay for others
+    if all(len(each.users) == 1 for each in (cast, *links)):  # else the wide values stay for others
         more -= wide + (size if len(source.users) == 1 else 0)
     if not editor.hold(place, node, more, wide):
         return None
@@ -165,9 +166,9 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     # others may travel together with it.
     needed = min(node.users, default=node) if arrives <= nbytes(node) else node
     rule = "widen then reduce"
-    rows = editor.emit(
-        place, rule, cast, aten.reshape.default, source, [ranks if scatter else 1, -1]
-    )
+    laid_out = repeat([link for link in links if is_view(link)], source, place, rule, editor)
+    shape = [ranks if scatter else 1, -1]
+    rows = editor.emit(place, rule, cast, aten.reshape.default, laid_out, shape)
     splits = [1] * ranks
     start = (
         editor.emit(
@@ -187,20 +188,21 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     )
     arrived = editor.emit(needed, rule, place, functional.wait_tensor.default, start)
     total: fx.Node | None = None
+    scalings = [link for link in links if is_scaling(link)]
     for rank in range(ranks):
         row = editor.emit(needed, rule, place, aten.slice.Tensor, arrived, 0, rank, rank + 1)
         # A wide sum and a narrow row add as the row widened, without a copy of it.
-        total = (
-            editor.emit(needed, rule, cast, convert, row, dtypes[1])
-            if total is None
-            else editor.emit(needed, rule, place, aten.add.Tensor, total, row)
-        )
+        if total is None or scalings:
+            row = editor.emit(needed, rule, cast, convert, row, dtypes[1])
+            row = repeat(scalings, row, needed, rule, editor)
+        if total is not None:
+            row = editor.emit(needed, rule, place, aten.add.Tensor, total, row)
+        total = row
     assert total is not None
     if call.reduce_op == "avg":
         total = editor.emit(needed, rule, place, aten.div.Tensor, total, ranks)
-    done = Applied(
-        place.name, f"{start.name} of {meta.dtype_name(dtypes[0])}, summed here", wide - size
-    )
+    into = f"{start.name} of {meta.dtype_name(dtypes[0])}, summed here"
+    done = Applied(place.name, into, wide - size, scales(scalings), moved_to="behind")
     editor.replace(
         node, editor.emit(needed, rule, place, aten.reshape.default, total, list(fake(node).shape))
     )
@@ -215,7 +217,7 @@ def _better_merged(node: fx.Node, wide_us: float, narrow_us: float, editor: Edit
         user = next(iter(user.users))
     terms = _terms(user, editor)
     return terms is not None and (
-        wide_us <= 2 * narrow_us or any(widened(term.exchange) is None for term in terms)
+        wide_us <= 2 * narrow_us or any(widened(term.exchange, editor) is None for term in terms)
     )
 
 
@@ -225,6 +227,8 @@ def expanded(node: fx.Node, editor: Editor) -> Applied | None:
     exchange = editor.exchange(node, ("all_reduce",))
     wide = before_clone(exchange.input) if exchange is not None else None
     if exchange is None or wide is None or wide.target is not aten.expand.default:
+        return None
+    if wide in editor.changing:
         return None
     call = exchange.call
     narrow: Any = wide.args[0]

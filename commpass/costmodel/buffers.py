@@ -1,5 +1,6 @@
-"""Where buffers end, what is left dense in them, and where they are separated: the optimisations of
-a fusion plan, one function each."""
+"""Fusion buffers of gradients that are selected from (SSFusion, section IV): where they end, what
+is left dense in them, how much is sent of the others, and where buffers are separated. One function
+each, on plain numbers."""
 
 from __future__ import annotations
 
@@ -9,24 +10,33 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from commpass.costmodel import Link
+from commpass.costmodel.links import Link
+
+BOUND = 0.001
+"""The least density to which a gradient is thinned, as published."""
+FINEST = 10**6
+"""Densities are whole numbers of so many parts: what codecs can say exactly."""
 
 
-class Tensor(Protocol):
-    """What is asked of a gradient: see ``plan.Gradient``."""
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one parameter: ``entries`` of ``itemsize`` bytes. ``backward_us`` is how long
+    backward takes from the one before to this one, ``select_us`` how long what runs backward then
+    selects from it, ``offload_us`` how long a thread of the CPU does, copies there and back
+    included; ``around_us`` is what else it takes to send it sparse: to add it to what was not sent,
+    and to add up what comes back."""
+
+    name: str
+    entries: int
+    itemsize: int = 4
+    backward_us: float = 0.0
+    select_us: float = 0.0
+    offload_us: float = 0.0
+    around_us: float = 0.0
 
     @property
-    def entries(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def backward_us(self) -> float: ...
-    @property
-    def select_us(self) -> float: ...
-    @property
-    def offload_us(self) -> float: ...
-    @property
-    def around_us(self) -> float: ...
+    def nbytes(self) -> int:
+        return self.entries * self.itemsize
 
 
 class Part(Protocol):
@@ -49,6 +59,11 @@ class Exchanges(Protocol):
     def reduced(self) -> int: ...
 
 
+def idle(kind: str, nbytes: float) -> float:
+    """That an exchange keeps nobody from anything."""
+    return 0.0
+
+
 Runs = Sequence[Sequence[int]]
 """Buffers as the numbers of their gradients."""
 
@@ -56,13 +71,18 @@ Runs = Sequence[Sequence[int]]
 @dataclass(frozen=True)
 class Problem:
     """The gradients in the order of backward, and what their exchange costs: ``ranks`` ranks on a
-    link; a row of a gradient that is not sent whole has ``row_bytes(entries, density)``."""
+    link; a row of a gradient that is not sent whole has ``row_bytes(entries, density)``.
+    ``interleaved``: what is sent whole goes by an all_reduce of its own, in front of the all_gather
+    of a buffer. While a message is handled, backward loses ``busy_us(kind, nbytes)``: where ranks
+    share processors the thread that exchanges has none of its own."""
 
-    gradients: Sequence[Tensor]
+    gradients: Sequence[Gradient]
     ranks: int
     link: Link
     row_bytes: Callable[[int, float], int]
     density: float = 1.0
+    interleaved: bool = False
+    busy_us: Callable[[str, float], float] = idle
 
     def nbytes(self, numbers: Iterable[int], dense: Collection[int]) -> int:
         """What one rank hands over of some gradients, those in ``dense`` whole."""
@@ -80,6 +100,14 @@ class Problem:
     def gather_us(self, numbers: Iterable[int], dense: Collection[int]) -> float:
         return self.sent_us("all_gather", self.nbytes(numbers, dense))
 
+    def exchange_us(self, numbers: Sequence[int], dense: Collection[int]) -> float:
+        """A whole buffer: the left side of equation 2."""
+        if not self.interleaved:
+            return self.gather_us(numbers, dense)
+        whole = [number for number in numbers if number in dense]
+        rest = [number for number in numbers if number not in dense]
+        return self.sent_us("all_reduce", self.nbytes(whole, dense)) + self.gather_us(rest, dense)
+
     def compute_us(self, numbers: Iterable[int], dense: Collection[int]) -> float:
         """Backward and selection: the right side of equation 2."""
         return sum(
@@ -92,8 +120,10 @@ class Problem:
         """When the last exchange ends: backward, selection and what is done around it one after the
         other, the CPU's selections beside them, exchanges in order, none before all it sends is
         there."""
-        clock = aside = link = 0.0
+        clock = aside = link = lost = 0.0
         for buffer in buffers:
+            clock += lost
+            lost = 0.0
             early = {p.number for p in buffer.sent[: buffer.reduced] if p.dense}
             late = [p.number for p in buffer.sent if p.number not in early]
             dense = {p.number for p in buffer.sent if p.dense}
@@ -109,7 +139,9 @@ class Problem:
             for kind, some in (("all_reduce", early), ("all_gather", late)):
                 if some:
                     begin = max(link, *(there[number] for number in some))
-                    link = begin + self.sent_us(kind, self.nbytes(some, dense))
+                    nbytes = self.nbytes(some, dense)
+                    link = begin + self.sent_us(kind, nbytes)
+                    lost += self.busy_us(kind, nbytes)
         return max(link, clock)
 
 
@@ -119,7 +151,8 @@ def fused(problem: Problem, dense: Collection[int], kind: str) -> list[range]:
 
     An exchange begins when its last gradient is there and the one before has ended, and when they
     are there does not depend on the runs: so the best way to end a prefix is part of the best way
-    to end all, and the recursion over where the last run begins is exact.
+    to end all, and the recursion over where the last run begins is exact; but that where messages
+    keep the processors from backward, they count as so much longer.
     """
     count = len(problem.gradients)
     there = list(accumulate((problem.compute_us([n], dense) for n in range(count)), initial=0.0))
@@ -130,7 +163,8 @@ def fused(problem: Problem, dense: Collection[int], kind: str) -> list[range]:
             min(
                 (
                     max(best[begin][0], there[end])
-                    + problem.sent_us(kind, held[end] - held[begin]),
+                    + problem.sent_us(kind, held[end] - held[begin])
+                    + problem.busy_us(kind, held[end] - held[begin]),
                     best[begin][1] + 1,
                     begin,
                 )
@@ -152,8 +186,8 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Gathered:
-    """A buffer all of which goes by all_gather."""
+class _Run:
+    """A buffer whose first ``reduced`` go by all_reduce where they are sent whole."""
 
     sent: Sequence[_Part]
     reduced: int = 0
@@ -169,11 +203,14 @@ def excluded(
     held, found = set(dense), []
 
     def end_us(whole: Collection[int]) -> float:
-        return problem.end_us(_Gathered([_Part(n, n in whole) for n in run]) for run in runs)
+        return problem.end_us(
+            _Run([_Part(n, n in whole) for n in run], len(run) if problem.interleaved else 0)
+            for run in runs
+        )
 
     end = end_us(held)
     for before, run in zip(reversed(runs[:-1]), reversed(runs[1:]), strict=True):
-        exchange = problem.gather_us(before, held)
+        exchange = problem.exchange_us(before, held)
         for number in sorted(run, key=lambda n: (problem.gradients[n].entries, n)):
             if exchange >= problem.compute_us(run, held):
                 break
@@ -223,3 +260,31 @@ def cut_off(problem: Problem, sent: Sequence[Part]) -> int:
         return sum(busy[:cut]) + max(reduce, sum(busy[cut:])) + gather
 
     return min(range(len(sent), -1, -1), key=whole_us)
+
+
+def spare(
+    gradients: Sequence[Gradient], whole: Collection[int], density: float, bound: float
+) -> float:
+    """How many entries more than those of ``whole`` can be sent whole, so that the entries sent
+    are still ``density`` of all if all others are thinned to ``bound``, each gradient's rounded
+    up."""
+    dense = sum(gradients[number].entries for number in whole)
+    total = sum(each.entries for each in gradients)
+    room = (density - bound) * total - (len(gradients) - len(whole))
+    return room / max(1 - bound, 1 / FINEST) - dense
+
+
+def thinned(
+    gradients: Sequence[Gradient], whole: Collection[int], density: float, bound: float
+) -> float:
+    """Density-aware sparsification: the density of all that are not sent ``whole`` (a set of
+    numbers) at which the entries sent are ``density`` of all entries at most, each gradient's
+    rounded up; not below ``bound``."""
+    numbers = range(len(gradients))
+    dense = sum(gradients[n].entries for n in numbers if n in whole)
+    total = sum(each.entries for each in gradients)
+    sparse = [n for n in numbers if n not in whole]
+    room = density * total - dense - len(sparse)
+    share = room / (total - dense) if total > dense else 1.0
+    found = math.floor(max(share, 0.0) * FINEST) / FINEST
+    return min(max(found, bound), density)

@@ -1,0 +1,112 @@
+"""Selection from rows on a GPU, as one operator for each coded one: its kernels are launched one
+after the other, with what is computed on a few numbers between them.
+
+Inline a selection is hundreds of plain operators. The bytes are the same, and what is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from commpass.ambient import ambient_free
+from commpass.codecs import codec, operators
+from commpass.codecs.codec import accumulation_dtype
+from commpass.codecs.sparse import SparseCodec
+
+ops = torch.ops.commpass
+ENCODE = ops.encode_with_feedback.default
+DECODE = ops.decode.default
+SUM = ops.decode_and_sum_by_index.default
+CODING = (ENCODE, DECODE, SUM)
+
+_library = torch.library.Library("commpass", "FRAGMENT")
+_library.define(
+    "sparse_encode(Tensor rows, Tensor residual, str codec, int[] salt) -> (Tensor, Tensor)"
+)
+_library.define("sparse_decode(Tensor wire, str codec, int numel, ScalarType dtype) -> Tensor")
+_library.define("sparse_sum(Tensor wires, str codec, int numel, ScalarType dtype) -> Tensor")
+
+
+def caller(node: fx.Node) -> Callable[..., Any] | None:
+    """What computes a coded operator by kernels for selections; None where there are none."""
+    coder = operators.named(str(node.args[2 if node.target is ENCODE else 1]))
+    if not isinstance(coder, SparseCodec):
+        return None
+    rows: Tensor = node.all_input_nodes[0].meta["val"]
+    if node.target is ENCODE:
+        numel, dtype = rows.shape[1], rows.dtype
+    else:
+        numel, dtype = node.args[2:4]  # type: ignore[assignment]
+    if unsupported_reason(coder, numel, dtype):
+        return None
+    spec = coder.spec
+    if node.target is ENCODE:
+        salt: Any = node.args[3]
+        return lambda x, residual: ops.sparse_encode(x, residual, spec, salt)
+    made = ops.sparse_sum if node.target is SUM else ops.sparse_decode
+    return lambda wires: made(wires, spec, numel, dtype)
+
+
+def unsupported_reason(coder: SparseCodec, numel: Any, dtype: torch.dtype) -> str:
+    """Why rows of so many values have no kernels; "" if they have."""
+    from commpass.lowering.gpu import sparse
+
+    if not isinstance(numel, int):
+        return "sparse kernels take rows of a fixed length"
+    return sparse.obstacle(coder, numel, dtype) or ""
+
+
+def _coder(name: str) -> SparseCodec:
+    found = codec(name)
+    assert isinstance(found, SparseCodec)
+    return found
+
+
+def _encode(
+    rows: Tensor, residual: Tensor, name: str, salt: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    from commpass.lowering.gpu import sparse
+
+    coder = _coder(name).salted(*salt)
+    return sparse.encode(coder, rows.contiguous(), residual.contiguous())
+
+
+def _decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    from commpass.lowering.gpu import sparse
+
+    return sparse.decode(_coder(name), wire.contiguous(), numel, dtype)
+
+
+def _sum(wires: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    from commpass.lowering.gpu import sparse
+
+    return sparse.sum_rows(_coder(name), wires.contiguous(), numel, dtype)
+
+
+def _shapes_of_encode(
+    rows: Tensor, residual: Tensor, name: str, salt: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    width = _coder(name).wire_bytes(rows.shape[1], rows.dtype)
+    wire = rows.new_empty((rows.shape[0], width), dtype=torch.uint8)
+    return wire, residual.new_empty(residual.shape)
+
+
+def _shape_of_decode(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    return wire.new_empty((wire.shape[0], numel), dtype=accumulation_dtype(dtype))
+
+
+def _shape_of_sum(wires: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    return wires.new_empty((numel,), dtype=accumulation_dtype(dtype))
+
+
+for _name, _function, _shape in (
+    ("sparse_encode", _encode, _shapes_of_encode),
+    ("sparse_decode", _decode, _shape_of_decode),
+    ("sparse_sum", _sum, _shape_of_sum),
+):
+    _library.impl(_name, ambient_free(_function), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"commpass::{_name}", _shape, lib=_library)

@@ -1,0 +1,203 @@
+"""densities: how much is sent of each gradient that is selected from (SSFusion, section IV.B).
+
+needs: the sites of a graph, each with what it is allowed.
+gives: what those that may be selected from are allowed now. Of each fusion the smallest are sent
+whole, until the exchange of the fusion before takes as long as backward and selection of this one
+(equation 2). The others are thinned, so that as many entries are sent as the codec's density says.
+changes: nothing in the graph.
+
+What backward takes depends on a batch that may be the rank's own. So it counts only where ranks
+compare what they decide (``timed``); elsewhere it counts as nothing, equation 2 holds earlier, and
+fewer are sent whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from commpass.codecs import SparseCodec, codec
+from commpass.collectives import read_stages
+from commpass.costmodel import HOST, Profile
+from commpass.costmodel.buffers import BOUND, Gradient, Problem, excluded, spare, thinned
+from commpass.passes.candidates import request
+from commpass.passes.discover import GraphSite
+from commpass.passes.divide import payload_of, prices_of
+from commpass.passes.graph import costs
+from commpass.passes.graph.marks import ALLOWED
+from commpass.passes.graph.parse import graph_modules, is_wait, parse
+from commpass.passes.group import Member, fusions, runs_again, selects
+from commpass.passes.hidden import facts_of
+from commpass.policy import Policy
+
+WHOLE = 1.0
+"""The density of what is sent whole."""
+EQUATION_2 = "sent whole: its selection would outlast the exchange before (SSFusion, equation 2)"
+NO_SMALLER = "sent whole: its codes would be no smaller"
+AGREED = "sent whole, as was agreed on before"
+
+Densities = Mapping[tuple[Any, ...], float]
+"""By ``hidden.facts_of`` a site, and which of several such it is: the share of its entries that is
+sent."""
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """What was decided: ``densities`` of the sites, and the names of the process ``groups`` in
+    which that depends on what this rank computes."""
+
+    densities: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    groups: tuple[str, ...] = ()
+
+
+def thin(
+    gm: fx.GraphModule,
+    found: Sequence[GraphSite],
+    policy: Policy,
+    profile: Profile,
+    direction: str,
+    known: Densities | None = None,
+    *,
+    timed: bool = False,
+) -> Thinned:
+    """Notes at the collectives of a graph what they are allowed now. What is ``known`` of all sites
+    of a kind from before stays so. ``timed``: what this rank computes counts."""
+    if policy.off or not policy.selective or not policy.group_bytes:
+        return Thinned()
+    fused = fusions(gm, found, policy, profile, direction)
+    sets = [members for each in fused for members in each.sets]
+    made: dict[tuple[Any, ...], float] = {}
+    groups: dict[str, None] = {}
+    seen: dict[tuple[Any, ...], Iterator[int]] = defaultdict(itertools.count)
+    for _, module in graph_modules(gm):
+        mine = [each for each in found if each.module is module and _is_open(each, direction)]
+        clock = _clock(module.graph, profile) if mine and timed else None
+        for sites in _alike(mine):
+            facts = [(*facts_of(each.site), next(seen[facts_of(each.site)])) for each in sites]
+            if known is not None and all(each in known for each in facts):
+                chosen = [(known[each], AGREED) for each in facts]
+            else:
+                runs = _runs(sites, sets)
+                chosen = _chosen(sites, runs, profile, clock)
+                if clock is not None and chosen != _chosen(sites, runs, profile, None):
+                    groups[sites[0].site.group] = None
+            for each, fact, (density, why) in zip(sites, facts, chosen, strict=True):
+                made[fact] = density
+                _note(each, density, why)
+    return Thinned(made, tuple(groups))
+
+
+def _is_open(each: GraphSite, direction: str) -> bool:
+    """Whether it is open how much of a site is sent: one codec selects from it that nobody
+    forces."""
+    if each.allowed.force or each.site.dynamic or each.site.group_size == 1:
+        return False
+    if each.call.form != "plain" or each.site.obstacle is not None or runs_again(each, direction):
+        return False
+    return selects(each) and len(_lossy(each)) == 1
+
+
+def _lossy(each: GraphSite) -> list[SparseCodec]:
+    coders = map(codec, each.allowed.codecs)
+    return [coder for coder in coders if isinstance(coder, SparseCodec)]
+
+
+def _alike(sites: Iterable[GraphSite]) -> list[list[GraphSite]]:
+    """Sites that share one density, in graph order."""
+    found: dict[Any, list[GraphSite]] = defaultdict(list)
+    for each in sites:
+        found[each.site.group, each.site.dtype, each.allowed.terms].append(each)
+    return list(found.values())
+
+
+def _runs(sites: Sequence[GraphSite], sets: Sequence[Sequence[Member]]) -> list[list[int]]:
+    """Sites by number as they travel: those of a fusion together, in the order in which exchanges
+    start."""
+    number = {each.call.node: n for n, each in enumerate(sites)}
+    together = [[number[m.start] for m in members if m.start in number] for members in sets]
+    runs = [run for run in together if run]
+    alone = set(number.values()) - set(itertools.chain(*runs))
+    return sorted([*runs, *([n] for n in alone)], key=max)
+
+
+def _chosen(
+    sites: Sequence[GraphSite],
+    runs: Sequence[Sequence[int]],
+    profile: Profile,
+    clock: Mapping[fx.Node, float] | None,
+) -> list[tuple[float, str]]:
+    """The density of each site, and for those that are sent whole why."""
+    first = sites[0].site
+    (coder,), dtype = _lossy(sites[0]), getattr(torch, first.dtype)
+    target, bound = coder.density.ratio, min(BOUND, coder.density.ratio)
+    us = functools.cache(lambda numel: _coding_us(coder, numel, sites, profile))
+    gradients, before = [], 0.0
+    for each in sites:
+        payload = payload_of(each.site)
+        now = clock[each.call.node] if clock is not None else 0.0
+        select, around = us(payload.numel)
+        name = each.site.name
+        gradients.append(
+            Gradient(name, payload.numel, dtype.itemsize, now - before, select, 0.0, around)
+        )
+        before = now
+
+    def row_bytes(entries: int, density: float) -> int:
+        return coder.wire_bytes(entries, dtype)
+
+    link = prices_of(first, profile).link
+    problem = Problem(gradients, first.group_size, link, row_bytes, target, interleaved=True)
+    why = {
+        n: NO_SMALLER
+        for n, each in enumerate(gradients)
+        if row_bytes(each.entries, target) >= each.nbytes
+    }
+    for number in excluded(problem, runs, frozenset(why), spare(gradients, why, target, bound)):
+        why[number] = EQUATION_2
+    density = thinned(gradients, why, target, bound)
+    return [(WHOLE, why[n]) if n in why else (density, "") for n in range(len(sites))]
+
+
+def _coding_us(
+    coder: SparseCodec, numel: int, sites: Sequence[GraphSite], profile: Profile
+) -> tuple[float, float]:
+    """What it takes to select from so many values, and all else that is computed for them."""
+    site = next(each.site for each in sites if payload_of(each.site).numel == numel)
+    task = prices_of(site, profile).task
+    stages = read_stages(site.kind, "sparse", coder.spec, payload_of(site), request(site))
+    tasks = [(stage.role, task(stage)) for stage in stages]
+    select = sum(each.us for role, each in tasks if role == "encode")
+    every = sum(each.us for _, each in tasks if each.resource == HOST)
+    return select, every - select
+
+
+def _clock(graph: fx.Graph, profile: Profile) -> dict[fx.Node, float]:
+    """How many microseconds a rank computes before it comes to each node."""
+
+    def us(node: fx.Node) -> float:
+        exchanged = parse(node) is not None or is_wait(node)
+        return 0.0 if exchanged else costs.compute(node, profile).us
+
+    nodes = list(graph.nodes)
+    return dict(zip(nodes, itertools.accumulate(map(us, nodes), initial=0.0), strict=False))
+
+
+def _note(each: GraphSite, density: float, why: str) -> None:
+    """Notes what a site is allowed now."""
+    if density == WHOLE:
+        allowed = each.allowed.without_lossy(why)
+    else:
+        (coder,) = _lossy(each)
+        spec = coder.spec
+        if density < coder.density.ratio:
+            spec = codec(spec, density=density).spec
+        names = (spec if codec(name) == coder else name for name in each.allowed.codecs)
+        allowed = replace(each.allowed, codecs=tuple(names))
+    each.call.node.meta[ALLOWED] = {**each.call.node.meta.get(ALLOWED, {}), each.position: allowed}

@@ -1,0 +1,263 @@
+"""FSDP2's float32 sums of bfloat16 gradients: sent as 16 bits, coded or not, and exactly those
+sums. Where gradients hold more than 16 bits, they are sent as float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import counting_group
+from test_fsdp_ranks import Net, adam, batches, loss_of, opened, plain_steps, same, sharded, whole
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from commpass import Policy, Rule
+from commpass.costmodel import Link, Profile
+from commpass.parallel.narrow import narrowed
+
+pytestmark = pytest.mark.xdist_group("ranks")
+SLOW = Profile("slow", Link(1.0, 1e-6))
+FAST = Profile("fast", Link(0.0, 1e9))
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+CODEC = "exponent(planes=3)"
+CODED = Policy(rules=[Rule(kind="reduce_scatter", codec=CODEC)])
+PLAIN = Policy()
+"""Nothing is coded; what algebra says need not be sent is not sent, as by preset lossless."""
+
+
+class Layer(nn.Module):
+    """One unit of FSDP2, for what takes long to trace. A rank's part of it has more than a line of
+    128 values on 4 ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 128)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def model_on(group, policy: Policy) -> nn.Module:
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    if policy is PLAIN:
+        return sharded(Net(), mesh=mesh, mp_policy=MIXED)
+    return fully_shard(Layer(), mesh=mesh, mp_policy=MIXED)
+
+
+def watch_sums(door) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each reduce_scatter is given, and what it gives."""
+    seen = []
+    for unit in door.units:
+        comm = unit.group._reduce_scatter_comm
+
+        def watched(output_tensor, input_tensor, comm=comm, **more):
+            before = input_tensor.clone()
+            done = comm(output_tensor, input_tensor, **more)
+            seen.append((before, output_tensor.clone()))
+            return done
+
+        watched.allocate, watched.door = comm.allocate, comm.door
+        unit.group._reduce_scatter_comm = watched
+    return seen
+
+
+def check_sums(seen, scale: float) -> None:
+    """Each is the float32 sum in rank order, bit for bit, and near that in float64."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for given, got in seen:
+        others = [torch.empty_like(given) for _ in range(ranks)]
+        dist.all_gather(others, given)
+        parts = [other.chunk(ranks)[rank] for other in others]
+        total = parts[0] * scale
+        for part in parts[1:]:
+            total = total + part * scale
+        assert torch.equal(got, total)
+        exact = sum(part.double() for part in parts) * scale
+        room = sum(part.double().abs() for part in parts) * scale * ranks * 2.0**-23
+        assert ((got.double() - exact).abs() <= room + 1e-45).all()
+
+
+def backward(model, steps: int = 1) -> None:
+    """Gradients of some batches; all but the last are accumulated without being sent."""
+    for number, (x, y) in enumerate(batches(steps)):
+        model.set_requires_gradient_sync(number == steps - 1)
+        loss_of(model, x, y).backward()
+
+
+def bytes_of(group, kind: str, *dtypes: torch.dtype) -> int:
+    return sum(size for name, dtype, size in group.seen if name == kind and dtype in dtypes)
+
+
+def sent_in_16_bits(policy: Policy, factor: float | None = None) -> None:
+    group = counting_group()
+    policy = PLAIN if policy == PLAIN else policy
+    model = model_on(group, policy)
+    if factor is not None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1 / factor)
+    door = opened(model, policy, profile=SLOW)
+    seen = watch_sums(door)
+    group.seen.clear()
+    backward(model)
+    values = sum(given.numel() for given, _ in seen)
+    assert len(seen) == len(door.units)
+    check_sums(seen, 1 / group.size() if factor is None else factor)
+    assert "reduce_scatter" not in {kind for kind, _, _ in group.seen}
+    assert not bytes_of(group, "all_to_all", torch.float32)
+    plain = bytes_of(group, "all_to_all", torch.bfloat16)
+    coded = bytes_of(group, "all_to_all", torch.uint8)
+    if policy is PLAIN:
+        assert (plain, coded) == (2 * values, 0)
+    else:  # of 16 bits a value the codec leaves no more than 13
+        assert plain == 0 < coded < values * 13 / 8
+    assert bytes_of(group, "all_reduce", torch.int32) == 4 * len(seen)
+    sites = [site for plan in door.plans for site in plan if site.direction == "backward"]
+    codec = "none" if policy is PLAIN else CODEC
+    assert {(s.kind, s.dtype, s.codec) for s in sites} == {("all_to_all", "bfloat16", codec)}
+    assert door.bytes["reduce_scatter"].plain == 4 * values
+    if policy is PLAIN:
+        assert door.bytes["reduce_scatter"].sent == 2 * values + 4 * len(seen)
+
+
+def test_bfloat16_gradients_are_summed_in_float32_from_16_bits(ranks2, ranks4):
+    ranks2.run(sent_in_16_bits, PLAIN)
+    ranks4.run(sent_in_16_bits, PLAIN)
+
+
+def test_gradients_with_a_factor_are_scaled_behind_the_exchange(ranks2):
+    ranks2.run(sent_in_16_bits, PLAIN, 0.3)
+
+
+@pytest.mark.every
+def test_bfloat16_gradients_are_summed_in_float32_from_coded_16_bits(ranks2, ranks4):
+    ranks2.run(sent_in_16_bits, CODED)
+    ranks4.run(sent_in_16_bits, CODED)
+
+
+def accumulated(policy: Policy) -> None:
+    """The must-not twin: a sum of two backward passes in float32 is no bfloat16 value."""
+    group = counting_group()
+    policy = PLAIN if policy == PLAIN else policy
+    model = model_on(group, policy)
+    door = opened(model, policy, profile=SLOW)
+    seen = watch_sums(door)
+    group.seen.clear()
+    backward(model, steps=2)
+    assert len(seen) == len(door.units) == door.bytes["reduce_scatter"].calls
+    assert any(bool((given != given.bfloat16()).any()) for given, _ in seen)
+    check_sums(seen, 1 / group.size())
+    values = sum(given.numel() for given, _ in seen)
+    assert not bytes_of(group, "all_to_all", torch.bfloat16)
+    assert bytes_of(group, "all_reduce", torch.int32) == 4 * len(seen)
+    wide = [site for plan in door.plans for site in plan if site.kind == "reduce_scatter"]
+    assert {site.dtype for site in wide} == {"float32"}
+    if policy is PLAIN:  # torch sends it by the backend, past the group that counts
+        assert not bytes_of(group, "all_to_all", torch.uint8)
+        assert door.bytes["reduce_scatter"].sent == 4 * values + 4 * len(seen)
+    else:  # more bits than narrow values have
+        assert bytes_of(group, "all_to_all", torch.uint8) > values * 16 / 8
+
+
+def test_accumulated_float32_gradients_are_sent_in_float32(ranks2):
+    ranks2.run(accumulated, PLAIN)
+
+
+@pytest.mark.every
+def test_accumulated_float32_gradients_are_coded_in_float32(ranks2, ranks4):
+    ranks2.run(accumulated, CODED)
+    ranks4.run(accumulated, CODED)
+
+
+def left_in_float32(policy: Policy, profile: Profile) -> list[str]:
+    model = sharded(Net(), mp_policy=MIXED)
+    door = opened(model, policy, profile=profile)
+    backward(model)
+    sites = [site for plan in door.plans for site in plan if site.direction == "backward"]
+    return sorted({f"{site.kind} {site.dtype} {site.codec}" for site in sites})
+
+
+KEPT = {
+    "lossy": (Policy(codecs=("int8",), max_error=0.1), SLOW, "int8"),
+    "order": (Policy(reassociate=False), SLOW, "none"),
+    "fast": (PLAIN, FAST, "none"),
+    "off": (Policy(off=True), SLOW, "none"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_gradients_stay_float32_where_that_is_no_gain_or_not_allowed(ranks2, name):
+    policy, profile, codec = KEPT[name]
+    for found in ranks2.run(left_in_float32, policy, profile):
+        assert found == [f"reduce_scatter float32 {codec}"]
+
+
+def trained() -> None:
+    """On two ranks a sum has one order: weights are those of plain FSDP2."""
+    weights = []
+    for on in (False, True):
+        model = sharded(Net(), mp_policy=MIXED)
+        door = opened(model, PLAIN, profile=SLOW) if on else None
+        plain_steps(model, adam(model), 3)
+        weights.append(whole(model))
+    assert same(*weights)
+    kinds = {site.kind for plan in door.plans for site in plan if site.direction == "backward"}
+    assert kinds == {"all_to_all"}
+
+
+def test_two_ranks_train_bit_for_bit_as_without(ranks2):
+    ranks2.run(trained)
+
+
+VALUES = {
+    "exact": lambda: torch.tensor([1.5, -0.0, 0.0, 1e-40, float("inf")]).bfloat16().float(),
+    "one more bit": lambda: torch.tensor([1.0, 1.0 + 2.0**-8]),
+    "subnormal": lambda: torch.tensor([2.0**-149]),
+    "largest": lambda: torch.tensor([torch.finfo(torch.float32).max]),
+    "nan": lambda: torch.tensor([float("nan")]),
+    "empty": lambda: torch.empty(0),
+}
+
+
+def narrow_values() -> dict[str, tuple[bool, bool]]:
+    """For each kind of values whether they are narrow on all ranks, and where rank 1 alone has
+    them."""
+    found, group = {}, dist.group.WORLD
+    for name, make in VALUES.items():
+        everywhere = narrowed(make(), torch.bfloat16, group)
+        alone = make() if dist.get_rank() == 1 else torch.ones(3)
+        only_there = narrowed(alone, torch.bfloat16, group)
+        found[name] = everywhere is not None, only_there is not None
+        if everywhere is not None:
+            back = everywhere.float()
+            assert torch.equal(back.view(torch.int32), make().view(torch.int32))
+    return found
+
+
+def test_narrow_values_are_found_bit_for_bit_and_by_all_ranks_alike(ranks2):
+    wanted = {name: (name in ("exact", "empty"),) * 2 for name in VALUES}
+    assert ranks2.run(narrow_values) == [wanted] * 2
+
+
+def steps_with_both() -> None:
+    """A step with accumulation after one without: each is sent as its values are."""
+    model = sharded(Net(), mp_policy=MIXED)
+    door = opened(model, PLAIN, profile=SLOW)
+    seen, sent = watch_sums(door), []
+    runs: list[Callable[[], None]] = [lambda: backward(model), lambda: backward(model, 2)]
+    for run in (*runs, *runs):
+        door.clear()
+        run()
+        sent.append(door.bytes["reduce_scatter"].sent)
+        model.zero_grad()
+    check_sums(seen, 1 / dist.get_world_size())
+    assert sent[:2] == sent[2:]
+    assert sent[0] < sent[1]
+
+
+def test_each_step_is_sent_as_its_values_are(ranks2):
+    ranks2.run(steps_with_both)
