@@ -15,7 +15,7 @@ from benchmarks.claims.claim import Claim, Result, judged
 from benchmarks.claims.experiments import EXPERIMENTS
 from benchmarks.claims.experiments.experiment import carry_out, stored
 from benchmarks.claims.facts import facts
-from benchmarks.claims.page import number, page
+from benchmarks.claims.page import number, page, published
 from benchmarks.claims.ranks import measured
 from benchmarks.claims.suites import every
 
@@ -33,6 +33,7 @@ def as_data(result: Result) -> dict[str, Any]:
         "number": claim.number,
         "measured": result.measured,
         "spread": result.spread,
+        "bound": claim.bound,
         "predicted": claim.predicted,
         "assumed": claim.assumed,
         "note": claim.note,
@@ -47,7 +48,7 @@ def shown(rows: list[dict[str, Any]]) -> None:
     for column in ("paper", "claim", "number", "measured", "predicted", "verdict"):
         table.add_column(column)
     for row in rows:
-        numbers = (number(row["number"]), number(row["measured"], row["spread"]))
+        numbers = (published(row), number(row["measured"], row["spread"]))
         table.add_row(row["paper"], row["text"], *numbers, number(row["predicted"]), row["verdict"])
     Console().print(table)
 
@@ -84,7 +85,8 @@ def measure(claims: list[Claim], inner: str) -> dict[str, Any]:
     cases = {case.name: case for claim in claims for case in claim.cases}
     start = time.monotonic()
     found: dict[str, Any] = dict(measured(list(cases.values()), inner)) if cases else {}
-    found |= {name: stored(name) for claim in claims for name in claim.experiments}
+    needed = dict.fromkeys(name for claim in claims for name in claim.experiments)
+    found |= {name: stored(name) for name in needed}
     results = [as_data(judged(claim, found)) for claim in claims]
     seconds = round(time.monotonic() - start)
     return facts() | {"inner": inner, "seconds": seconds, "claims": results}

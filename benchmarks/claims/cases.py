@@ -16,7 +16,8 @@ RANKS, TOKENS, WIDTH = 4, 128, 1024
 @dataclass(frozen=True)
 class Case:
     """``data`` names a function of this file; ``codec`` may begin with ``calibrated:``, then the
-    rest says how ``outlier`` is calibrated on other data of the kind."""
+    rest says how ``outlier`` is calibrated on other data of the kind. ``reference`` names a formula
+    (``formulas.SUMS``) whose result the collective should have."""
 
     name: str
     codec: str
@@ -24,6 +25,7 @@ class Case:
     data: str = "gaussian"
     kind: str = "all_reduce"
     dtype: str = "float32"
+    reference: str = ""
 
     def spec(self) -> str:
         """The codec's text, with its calibration."""

@@ -15,9 +15,11 @@ commit {commit}, torch {torch}. Runs of minutes are experiments, each with a fil
 `benchmarks/results/claims/`; ± is the spread over seeds.
 
 - *reproduced*: an order holds, or a number is within 2 % (a ratio: 15 %; a change of a loss: two
-  spreads, or 0.25 % of the loss).
+  spreads, or 0.25 % of the loss). Of a formula, *measured* is the deviation of commpass from it,
+  which is no more than the paper's column allows: what rounding explains.
 - *order only*: a ratio is off by more, but on the same side of 1.
 - *contradicted*: neither.
+- *ours alone*: a measured number that the paper does not have.
 - *predicted only*, *fitted*: the cost model's number; a parameter was fitted to the second kind.
 - *not testable here*: the last column says why.
 - *not run*: its experiment has no result yet (`python -m benchmarks.claims --run NAME`).
@@ -42,9 +44,16 @@ def page(found: dict[str, Any]) -> str:
 
 def _row(row: dict[str, Any]) -> str:
     measured = number(row["measured"], row["spread"])
-    said = f"{number(row['number'])} | {measured} | {number(row['predicted'])}"
-    why = "; ".join(filter(None, (row["note"], row["assumed"], row["why_not"])))
+    said = f"{published(row)} | {measured} | {number(row['predicted'])}"
+    missing = row["experiments"] if row["verdict"] == "not run" else []
+    run = ", ".join(f"`--run {name}`" for name in missing)
+    why = "; ".join(filter(None, (run, row["note"], row["assumed"], row["why_not"])))
     return f"| {row['where']} | {row['text']} | {said} | {row['verdict']} | {why} |"
+
+
+def published(row: dict[str, Any]) -> str:
+    """The paper's number, or what the deviation from its formula may be."""
+    return number(row["number"]) if row["bound"] is None else f"≤ {row['bound']:.2g}"
 
 
 def number(value: Any, spread: float | None = None) -> str:

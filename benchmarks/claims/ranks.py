@@ -17,6 +17,8 @@ from torch import Tensor
 import commpass
 from benchmarks.claims.cases import RANKS, Case
 from benchmarks.claims.claim import Measured
+from benchmarks.claims.formulas import SUMS
+from benchmarks.claims.formulas.equation import relative
 
 NAIVE = "naive fp8"
 """The codec of a case without us: values and every partial sum are cast to float8_e4m3fn."""
@@ -55,7 +57,14 @@ def _measure(case: Case, rank: int, inner: str) -> Measured:
         mse=float(error.square().mean()),
         bits=bits,
         exact=bool((error == 0).all()),
+        deviation=_deviation(case, got, every),
     )
+
+
+def _deviation(case: Case, got: Tensor, every: Sequence[Tensor]) -> float | None:
+    if not case.reference:
+        return None
+    return relative(got.numpy(), SUMS[case.reference]([each.double().numpy() for each in every]))
 
 
 def _exact(case: Case, every: Sequence[Tensor], rank: int) -> Tensor:

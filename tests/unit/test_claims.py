@@ -55,6 +55,17 @@ def test_changes_of_losses_are_judged_by_their_spread(measured, spread, said):
     assert (result.verdict, result.spread) == (said, spread)
 
 
+@pytest.mark.parametrize(
+    ("measured", "said"), [(0.0, "reproduced"), (1e-12, "reproduced"), (2e-12, "contradicted")]
+)
+def test_deviations_from_formulas_are_judged_by_their_bound(measured, said):
+    assert verdict(measured, bound=1e-12) == said
+
+
+def test_numbers_that_the_paper_does_not_have_are_ours_alone():
+    assert verdict(0.0, kind="ours") == verdict(5.0, kind="ours") == "ours alone"
+
+
 def test_claims_that_are_not_measured_say_what_there_is():
     assert judged(claim(predicted=1.0), {}).verdict == "predicted only"
     assert judged(claim(predicted=1.0, fitted=True), {}).verdict == "fitted"

@@ -6,6 +6,12 @@ A file an experiment, which holds an ``Experiment`` and what it runs.
 from __future__ import annotations
 
 import benchmarks.network  # noqa: F401 (finds the folders of tests and examples)
+from benchmarks.claims.experiments import (
+    equarx_forms,
+    lowbit_perplexity,
+    zipccl_bits,
+    zipccl_late,
+)
 from benchmarks.claims.experiments.experiment import Experiment
 from benchmarks.claims.experiments.ssfusion_times import SSFUSION_TIMES
 from benchmarks.claims.experiments.ssfusion_training import SSFUSION_TRAINING
@@ -27,5 +33,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         SSFUSION_TRAINING,
         SSFUSION_TIMES,
         THREE_D_TRAINING,
+        lowbit_perplexity.TRAINED,
+        lowbit_perplexity.OUTLIERS,
+        lowbit_perplexity.FOUR,
+        zipccl_bits.EXPERIMENT,
+        zipccl_late.EXPERIMENT,
+        equarx_forms.EXPERIMENT,
     )
 }

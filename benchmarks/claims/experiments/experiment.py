@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,9 +41,11 @@ def scale(name: str) -> str:
 
 
 def carry_out(experiment: Experiment) -> None:
-    """Runs an experiment and stores what it found."""
+    """Runs an experiment and stores what it found; ``load`` says how busy the machine was, as a
+    mean of the last 15 minutes."""
     start = time.monotonic()
     found = experiment.run()
-    said = facts() | {"seconds": round(time.monotonic() - start)} | found
+    how = {"seconds": round(time.monotonic() - start), "load": round(os.getloadavg()[2], 1)}
+    said = facts() | how | found
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{experiment.name}.json").write_text(json.dumps(said, indent=1) + "\n")

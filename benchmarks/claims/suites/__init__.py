@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.claims.claim import Claim
 from benchmarks.claims.suites.equarx import equarx
+from benchmarks.claims.suites.formulas import formulas
 from benchmarks.claims.suites.lowbit import lowbit
 from benchmarks.claims.suites.predicted import predicted
 from benchmarks.claims.suites.ssfusion import ssfusion
@@ -13,4 +14,13 @@ from benchmarks.claims.suites.zipccl import zipccl
 
 
 def every() -> list[Claim]:
-    return [*taco(), *three_d(), *zipccl(), *lowbit(), *equarx(), *ssfusion(), *predicted()]
+    return [
+        *taco(),
+        *three_d(),
+        *zipccl(),
+        *lowbit(),
+        *equarx(),
+        *ssfusion(),
+        *formulas(),
+        *predicted(),
+    ]

@@ -1,0 +1,182 @@
+"""Bits a value of weights, gradients and activations of a small model in bfloat16 as it trains.
+
+Two ranks train a model each, on text of their own. At some steps they gather the weight, the input
+and both gradients of the first matmul of the first MLP (ZipCCL's figure 16) through a compiled
+graph whose all_gather is coded. The profiler counts the bytes that a rank hands over, and what is
+gathered must have the bits that were sent. There are also bits by the paper's one window for a
+whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commpass
+from benchmarks.claims.experiments import text
+from benchmarks.claims.experiments.coded import coded_sites, forced
+from benchmarks.claims.experiments.experiment import Experiment
+from benchmarks.claims.experiments.launch import launched
+from benchmarks.claims.formulas.zipccl import EXPONENTS, best_start
+from commpass.kinds import KINDS
+from commpass.report.trace import what_of
+
+CODECS = ("exponent", "exponent(planes=3)")
+"""Ours, and the paper's: a window for each 1,024 values."""
+RANKS, LAYERS, WIDTH, STEPS = 2, 2, 256, 300
+MEASURED = (0, 10, 30, 100, 200, 300)
+OF = ("weights", "gradients", "activations", "activation gradients")
+VALUES = 3 * WIDTH * WIDTH
+"""Values of the weight; of the activations as many are gathered."""
+ONE_WINDOW = "one window"
+
+
+# --- bits of a tensor -----------------------------------------------------------------------------
+
+
+def one_window_bits(x: Tensor) -> float:
+    """By the paper's table: 11 bits a value and 8 more for each outside of the window of seven
+    exponents that equation 5 gives for the tensor's deviation."""
+    return 11 + 8 * (1 - window_share(x))
+
+
+def window_share(x: Tensor) -> float:
+    """The share of values whose exponents are in that window."""
+    values = x.detach().float().flatten()
+    start = round(best_start(float(values.std())))
+    exponents = torch.frexp(values).exponent - 1
+    inside = (exponents >= start) & (exponents < start + EXPONENTS) & (values != 0)
+    return float(inside.double().mean())
+
+
+def top_share(x: Tensor, k: int = EXPONENTS) -> float:
+    """The share of values that have one of the ``k`` commonest exponents, as table 1 counts."""
+    exponents = (x.detach().flatten().view(torch.int16).to(torch.int32) >> 7) & 0xFF
+    counts = torch.bincount(exponents, minlength=256).sort(descending=True).values
+    return float(counts[:k].sum()) / x.numel()
+
+
+def entropy_bits(x: Tensor) -> float:
+    """8 bits of sign and mantissa, and the entropy of the exponents: the least that a code of
+    exponents alone takes."""
+    exponents = (x.detach().flatten().view(torch.int16).to(torch.int32) >> 7) & 0xFF
+    shares = torch.bincount(exponents, minlength=256).double() / x.numel()
+    shares = shares[shares > 0]
+    return 8 + float(-(shares * shares.log2()).sum())
+
+
+def bits_of(x: Tensor) -> dict[str, float]:
+    """What is known of a tensor without a graph."""
+    return {
+        ONE_WINDOW: one_window_bits(x),
+        "entropy": entropy_bits(x),
+        "window share": window_share(x),
+        "top share": top_share(x),
+    }
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+
+
+def all_gather(x: Tensor) -> Tensor:
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(x, dist.get_world_size(), "0"))
+
+
+def handed(run: Callable[[], Any]) -> tuple[Any, int]:
+    """What ``run`` returns, and the bytes that this rank hands to collectives, as the profiler sees
+    them."""
+    sizes = {"unsigned char": 1, "long int": 8, "c10::BFloat16": 2, "float": 4}
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
+        found = run()
+    total = 0
+    for event in profile.profiler.kineto_results.events():
+        ours = event.name().startswith(("_c10d_functional::", "commpass::"))
+        if ours and what_of(event.name()) in KINDS:
+            total += math.prod(event.shapes()[0]) * sizes[event.dtypes()[0]]
+    return found, total
+
+
+def coded_gather(codec: str, inner: str) -> Callable[[Tensor], Tensor]:
+    """A compiled all_gather of ``VALUES`` bfloat16 values, by a codec."""
+    torch._dynamo.reset()
+    backend = commpass.backend(forced(codec, "direct", lowering="kernel"), inner=inner, strict=True)
+    gather = torch.compile(all_gather, backend=backend, dynamic=False)
+    before = len(commpass.plans())
+    gather(torch.randn(VALUES).bfloat16())
+    coded_sites(commpass.plans()[before:], [codec], 1)
+    return gather
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    """By name, ``VALUES`` of each, in what follows a step: filled by hooks of the first MLP."""
+    seen: dict[str, Tensor] = {}
+
+    def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        inputs[0].retain_grad()
+        seen["activations"] = inputs[0]
+
+    model.blocks[0].mlp.gate.register_forward_pre_hook(keep)
+    return seen
+
+
+def on_rank(steps: int, measured: list[int], inner: str) -> list[dict[str, Any]]:
+    """A row for each step and tensor: bits on this rank's wire by codec, and what ``bits_of`` says.
+    Raises RuntimeError where a gathered bit is another one."""
+    gathers = {codec: coded_gather(codec, inner) for codec in CODECS}
+    model, rows = text.transformer(LAYERS, WIDTH).bfloat16(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    gate, seen = model.blocks[0].mlp.gate, tensors(model)
+    for step, batch in enumerate(text.batches(text.texts()[0], steps + 1, dist.get_rank())):
+        optimizer.zero_grad()
+        loss = model(batch)
+        loss.backward()
+        if step in measured:
+            x = seen["activations"]
+            found = dict(zip(OF, (gate.weight, gate.weight.grad, x, x.grad), strict=True))
+            for of, values in found.items():
+                flat = values.detach().flatten()[:VALUES].clone()
+                wire = {codec: _wire_bits(gather, flat) for codec, gather in gathers.items()}
+                rows.append({"step": step, "of": of, **wire, **bits_of(flat)})
+            rows.append({"step": step, "of": "loss", "loss": float(loss.detach())})
+        optimizer.step()
+    return rows
+
+
+def _wire_bits(gather: Callable[[Tensor], Tensor], values: Tensor) -> float:
+    got, sent = handed(lambda: gather(values))
+    own = got.view(dist.get_world_size(), -1)[dist.get_rank()]
+    if not torch.equal(own.view(torch.int16), values.view(torch.int16)):
+        raise RuntimeError("an all_gather gave other bits than were sent")
+    return 8 * sent / values.numel()
+
+
+# --- what is read off the rows --------------------------------------------------------------------
+
+
+def by_step(rows: Sequence[dict[str, Any]], of: str, how: str) -> dict[int, float]:
+    """A number by step: bits by a codec, or one of ``bits_of``."""
+    return {row["step"]: row[how] for row in rows if row["of"] == of}
+
+
+def run(
+    steps: int = STEPS, measured: Sequence[int] = MEASURED, inner: str = "inductor"
+) -> dict[str, Any]:
+    options = {"steps": steps, "measured": list(measured), "inner": inner}
+    facts = {"layers": LAYERS, "width": WIDTH, "steps": steps, "text": text.digest()}
+    return facts | {"values": VALUES, "rows": launched(__name__, RANKS, options)}
+
+
+EXPERIMENT = Experiment(
+    "zipccl_bits",
+    "bits of weights, gradients and activations by training step, bfloat16, on the wire",
+    6,
+    run,
+)
