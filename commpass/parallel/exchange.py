@@ -78,7 +78,7 @@ class Exchange:
         if self.wide is not None:
             convert = torch.ops.prims.convert_element_type.default
             sent = graph.call_function(convert, (sent, self.wide))
-        if self.scale != 1.0:
+        if self.op == "avg" or self.scale != 1.0:  # of one rank too: it is then not ``x`` itself
             sent = graph.call_function(torch.ops.aten.mul.Tensor, (sent, self.scale))
         functional = torch.ops._c10d_functional
         calls: dict[str, tuple[Any, tuple[Any, ...]]] = {

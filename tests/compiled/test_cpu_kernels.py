@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import examples
+from tiers import examples, rarely, sampled
 from torch._inductor import cpu_vec_isa
 
 from commpass.codecs import codec, operators
@@ -37,13 +37,17 @@ FLOATS = (
     ("fp8", F32),
     ("fp8(form=e5m2,stored=pow2,block=48)", BF16),
     pytest.param("fp8(stored=bf16,block=1024)", F16, marks=pytest.mark.every),
-    ("fp8(static=0.3)", F16),
+    rarely("fp8(static=0.3)", F16),
     pytest.param("fp8(form=e5m2,static=3.0)", F32, marks=pytest.mark.every),
     pytest.param("int8(static=0.02)", BF16, marks=pytest.mark.every),
 )
 CASES = [
-    *((PLAIN[0], dtype) for dtype in (F32, BF16, F16)),
-    *((spec, BF16) for spec in PLAIN[1:]),
+    (PLAIN[0], F32),
+    (PLAIN[0], BF16),
+    rarely(PLAIN[0], F16),
+    rarely(PLAIN[1], BF16),
+    (PLAIN[2], BF16),
+    rarely(PLAIN[3], BF16),
     *FLOATS,
 ]
 SIZES = (1, 2, 63, 256, 1000, 2049)
@@ -167,7 +171,9 @@ def test_casts_and_residuals_are_rounded_as_torch_rounds():
     st.lists(st.floats(width=32), min_size=1, max_size=40),
     st.integers(1, 900),
     st.sampled_from(
-        ["int8", "int4(stored=pow2)", "rotated(bits=4)", "tahquant(block=32)", "fp8", "taco"]
+        ["int8", "rotated(bits=4)", "taco", "int4(stored=pow2)", "tahquant(block=32)", "fp8"][
+            : examples(3, 6)
+        ]
     ),
 )
 def test_kernels_keep_what_is_not_finite_and_make_nothing_else_so(some, n, spec):
@@ -421,7 +427,7 @@ def inverse(
 ROTATED = ("rotated", "rotated(bits=4,block=32)", "rotated(form=int,block=512)")
 
 
-@pytest.mark.parametrize("spec", [*ROTATED, "sdp4bit"])
+@pytest.mark.parametrize("spec", sampled([*ROTATED, "sdp4bit"], [ROTATED[1], "sdp4bit"]))
 def test_a_rotation_has_the_bits_of_its_butterfly(spec):
     coder = codec(spec)
     width, signed = coder.transform.width, coder.transform.signed
@@ -436,7 +442,7 @@ def test_a_rotation_has_the_bits_of_its_butterfly(spec):
         assert same(made, right.clamp(-limit, limit).to(dtype))
 
 
-@pytest.mark.parametrize("spec", ROTATED)
+@pytest.mark.parametrize("spec", sampled(ROTATED, ROTATED[:1]))
 def test_a_rotation_is_close_to_the_aten_form(spec):
     coder, n = codec(spec), 1 << 14
     x = torch.randn(1, n, generator=torch.Generator().manual_seed(0))
@@ -449,8 +455,16 @@ def test_a_rotation_is_close_to_the_aten_form(spec):
     torch.testing.assert_close(made, coder.decode_rows(right, n, F32), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("spec", ["tahquant", "tahquant(bits=3, block=32, stored=fp32)"])
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        ("tahquant", BF16),
+        ("tahquant(bits=3, block=32, stored=fp32)", F32),
+        rarely("tahquant", F32),
+        rarely("tahquant(bits=3, block=32, stored=fp32)", BF16),
+    ],
+    ids=str,
+)
 def test_pivots_and_offsets_are_those_of_the_aten_form(spec, dtype):
     """Places of pivots and padding byte for byte, the rest as close as a rotation is. Of the rows
     one has a value far above all others in some blocks, one zeros, one the largest numbers."""
@@ -520,7 +534,9 @@ def raw(seed: int, n: int, dtype: torch.dtype, kind: int) -> torch.Tensor:
     return gaussian[:1].expand(n).contiguous()
 
 
-@pytest.mark.parametrize(("dtype", "planes"), [(BF16, 2), (F16, 2), (F32, 2), (BF16, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "planes"), [(BF16, 2), rarely(F16, 2), (F32, 2), rarely(BF16, 3)], ids=str
+)
 def test_exponents_travel_in_the_same_bytes(dtype, planes):
     coder = codec(f"exponent(planes={planes})")
     whole = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
@@ -554,7 +570,7 @@ def test_chains_say_whether_they_have_the_bits_of_the_aten_form():
     assert cpu.exact(Chain(U8, (Decode(dual, BF16), Sum(2), Encode(codec("fp8")))))
 
 
-@pytest.mark.parametrize("spec", ["int8", "rotated", "exponent", "taco"])
+@pytest.mark.parametrize("spec", ["rotated", "exponent", rarely("int8"), rarely("taco")])
 def test_the_number_of_threads_changes_nothing(spec):
     coder, n = codec(spec), 300_001
     x = values(2, n, BF16)

@@ -230,7 +230,6 @@ def test_micro_shards_travel_in_parts(fake_group):
     [
         (forced("int8", lowering="kernel"), torch.empty(64, 256, dtype=torch.float64), "float64"),
         (forced("int8(block=24)", lowering="kernel"), X, "blocks of 24 values"),
-        (forced("topk", "sparse", lowering="kernel"), X, "not fused"),
     ],
 )
 def test_the_plain_form_takes_over_with_the_reason(fake_group, policy, x, said):
@@ -238,6 +237,15 @@ def test_the_plain_form_takes_over_with_the_reason(fake_group, policy, x, said):
     gm, _, plan = run(summed, policy, x, passes=before("lower"))
     assert fused_roles(gm) == []
     assert said in plan.sites[0].reason
+
+
+def test_selection_is_one_operator_with_nothing_to_fuse(fake_group):
+    fake_group(RANKS)
+    gm, _, plan = run(
+        summed, forced("topk", "sparse", lowering="kernel"), X, passes=before("lower")
+    )
+    assert fused_roles(gm) == []
+    assert "fused" not in plan.sites[0].reason
 
 
 def test_nothing_is_generated_without_triton(fake_group):

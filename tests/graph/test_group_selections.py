@@ -44,7 +44,10 @@ def rewritten(
         gm=gm,
         direction="backward",
         policy=Policy(
-            rules=[Rule(codec=spec, algorithm="sparse", force=force)], max_error=1.0, **more
+            rules=[Rule(codec=spec, algorithm="sparse", force=force)],
+            max_error=1.0,
+            lowering="inline",
+            **more,
         ),
         profile=FAR,
         stateless=stateless,

@@ -251,7 +251,7 @@ def test_exchanges_that_could_start_at_once_keep_their_order(rows, more):
     assert plan.reordered == ()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("algorithm", "chunks", "lowering", "codec"),
     thinned(

@@ -251,16 +251,17 @@ def test_calls_sampled_are_as_many_as_asked(fake_group):
 
 
 @pytest.mark.few(1)
+@pytest.mark.parametrize("inner", ["aot_eager", rarely("inductor")])
 @pytest.mark.parametrize("model", [Layer, Fused])
 @pytest.mark.parametrize("lowering", ["inline", "kernel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, rarely(torch.float32)])
-def test_results_are_bit_identical_with_and_without(fake_group, model, lowering, dtype):
+def test_results_are_bit_identical_with_and_without(fake_group, model, lowering, dtype, inner):
     fake_group(4)
     torch.manual_seed(0)
     made = model().to(dtype)
     rule = {"algorithm": "two_shot", "lowering": lowering}
-    plain, _ = steps(made, forced(watch=0.0, **rule), 3)
-    sampled, ledger = steps(made, forced(watch=0.5, **rule), 3)
+    plain, _ = steps(made, forced(watch=0.0, **rule), 3, inner=inner)
+    sampled, ledger = steps(made, forced(watch=0.5, **rule), 3, inner=inner)
     assert all(map(torch.equal, plain, sampled))
     counts = [each.count for entry in ledger.entries for each in entry.samples.sites]
     assert any(counts) or (model is Fused and lowering == "inline")

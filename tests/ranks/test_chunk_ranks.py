@@ -81,7 +81,7 @@ def check_values(rule: dict) -> None:
 INT8 = {"codec": "int8", "algorithm": "two_shot", "force": True, "chunks": 1}
 
 
-@pytest.mark.parametrize("rule", [rarely({}, id="plain"), pytest.param(INT8, id="int8")])
+@pytest.mark.parametrize("rule", [rarely({}, id="plain"), rarely(INT8, id="int8")])
 def test_chunks_of_rows_give_the_same_bits(rule, ranks2):
     ranks2.run(check_values, rule, timeout=280)
 
