@@ -607,7 +607,7 @@ def coders() -> list:
     ]
 
 
-@pytest.mark.parametrize"one_in", [rarely(2), rarely(1)]
+@pytest.mark.parametrize("one_in", [rarely(2), rarely(1)])
 def test_eager_and_compiled_calls_agree_bit_for_bit(one_in):
     """Also where the decoded rows end within a block and something elementwise follows: see
     inner_decode."""
