@@ -53,8 +53,8 @@ VERDICTS = {
     "not testable here": "*conditions* gives the reason",
     "not run": "its experiment has no result yet: `python -m benchmarks.claims --run NAME`",
 }
-ABOUT_MISSES = """These rows contradict a paper, or their prediction is off. Rows that are *order only* also miss the
-paper's number; the tables below have them."""
+ABOUT_MISSES = """These rows contradict a paper, or their prediction is off. Rows that are
+*order only* also miss the paper's number; the tables below have them."""
 
 
 def page(found: dict[str, Any]) -> str:

@@ -113,7 +113,7 @@ def written(*rows: dict) -> str:
 
 
 def part(text: str, heading: str) -> str:
-    return text.split(f"## {heading}\n")[1].split("\n## ")[0]
+    return text.split(f"## {heading}\n")[1].split("\n## ", maxsplit=1)[0]
 
 
 def test_page_lists_what_does_not_hold():
