@@ -5,11 +5,23 @@ from __future__ import annotations
 
 import logging
 import math
+import re
+import zlib
+
+DATA = re.compile(r"(?<==)[A-Za-z0-9]{64,}")
+"""A parameter of a codec that is data, such as the channels and scales of a calibration."""
+
+
+def brief(text: str) -> str:
+    """A text with data of codecs shortened to its beginning and a checksum, which tells two such
+    codecs apart: ``outlier(statistics=cAAAQA...5f3e01aa)``."""
+    return DATA.sub(lambda data: f"{data[0][:6]}...{zlib.crc32(data[0].encode()):08x}", text)
 
 
 def clean(text: str) -> str:
-    """One line without control characters: a name must not break a line, a terminal or an XML
-    file."""
+    """One line, ``brief`` and without control characters: a name must not break a line, a terminal
+    or an XML file."""
+    text = brief(text)
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 

@@ -53,21 +53,45 @@ def shown(rows: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.claims")
-    parser.add_argument("--paper", help="the claims of one paper alone; nothing is written then")
-    parser.add_argument("--inner", choices=("eager", "inductor"), default="eager")
+def arguments() -> argparse.Namespace:
+    total = sum(each.minutes for each in EXPERIMENTS.values())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.claims",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Measures the claims of the papers, and writes docs/papers.md and\n"
+        "benchmarks/results/claims.json. Experiments are runs of minutes, each with a stored\n"
+        f"result. Without --quick or --run all are run again: {total:g} minutes on two cores.",
+        epilog="experiments, with their minutes on two cores:\n"
+        + "\n".join(f"  {e.name:<18} {e.minutes:>3g}  {e.text}" for e in EXPERIMENTS.values()),
+    )
+    papers = dict.fromkeys(each.paper for each in every())
+    parser.add_argument(
+        "--paper", choices=papers, help="only the claims of one paper; the page is not written then"
+    )
+    parser.add_argument(
+        "--inner",
+        choices=("eager", "inductor"),
+        default="eager",
+        help="what compiles the graphs of the short cases (default: %(default)s)",
+    )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--quick", action="store_true", help="stored results of all experiments")
-    which.add_argument("--run", metavar="NAME", help="this experiment anew, others as stored")
-    options = parser.parse_args()
+    which.add_argument(
+        "--quick",
+        action="store_true",
+        help="run no experiment: take the stored results (about 2 minutes)",
+    )
+    which.add_argument(
+        "--run",
+        metavar="NAME",
+        choices=EXPERIMENTS,
+        help="run one experiment again, and take the stored results of the others",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
     claims = [each for each in every() if options.paper in (None, each.paper)]
-    if not claims:
-        known = ", ".join(dict.fromkeys(each.paper for each in every()))
-        parser.error(f"no paper is called {options.paper!r}: there are {known}")
-    if options.run is not None and options.run not in EXPERIMENTS:
-        known = ", ".join(f"{each.name} ({each.minutes:g} min)" for each in EXPERIMENTS.values())
-        parser.error(f"no experiment is called {options.run!r}: there are {known}")
     needed = dict.fromkeys(name for claim in claims for name in claim.experiments)
     anew = [options.run] if options.run else [] if options.quick else list(needed)
     for name in anew:

@@ -237,5 +237,5 @@ def draw(found: Solution, title: str, path: Path) -> None:
     axes.set_xlabel("sensitivity: error of the result for each unit of error at the place")
     used = [each for each in colours if any(place.where[0].direction == each for place in of)]
     handles = [Patch(color=colours[each], label=each) for each in used]
-    axes.legend(handles=handles, frameon=False, fontsize=8, loc="lower right")
+    figure.legend(handles=handles, frameon=False, fontsize=8, ncols=2, loc="outside upper right")
     figure.savefig(path, dpi=110)

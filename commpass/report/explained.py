@@ -15,6 +15,7 @@ from rich.text import Text
 
 from commpass.dump import Dump
 from commpass.plan import Grouped, Plan, Simplification, Split
+from commpass.printable import brief
 from commpass.report import sent, tables
 from commpass.report.merged import Merged, is_exchange, merged
 from commpass.report.patterns import Pattern, patterns
@@ -256,7 +257,8 @@ def done(site: tables.PlannedSite) -> str:
     """What is done to a site in a few words: ``int8 by two_shot x4``."""
     if not site.compressed:
         return "left alone: hides behind compute" if site.hidden else "left alone"
-    return f"{site.codec} by {site.algorithm}" + (f" x{site.chunks}" if site.chunks > 1 else "")
+    chunks = f" x{site.chunks}" if site.chunks > 1 else ""
+    return f"{brief(site.codec)} by {site.algorithm}{chunks}"
 
 
 MOST = 3

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.plan import Grouped, Plan, PlannedSite, Simplification, Split
-from commpass.printable import amount, clean_lines
+from commpass.printable import amount, brief, clean_lines
 from commpass.report import sent
 
 COLUMNS = (
@@ -145,7 +145,7 @@ def cells(site: PlannedSite) -> tuple[tuple[str, ...], ...]:
             ratio(site.wire_bytes, site.bytes),
             size(sent.planned(site)),
         ),
-        (site.codec, algorithm, f"{site.chunks} chunks" if site.chunks > 1 else "-"),
+        (brief(site.codec), algorithm, f"{site.chunks} chunks" if site.chunks > 1 else "-"),
         (f"{site.plain_us:,.1f}", f"{site.predicted_us:,.1f}", f"{100 * site.error:.3g}%"),
     )
 
@@ -168,7 +168,7 @@ def numbered(said: Mapping[str, Sequence[int]]) -> Table:
     table.add_column(max_width=16, overflow="fold")
     table.add_column(overflow="fold")
     for text, which in said.items():
-        table.add_row(Text(spans(which)), Text(text))
+        table.add_row(Text(spans(which)), Text(brief(text)))
     return table
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from commpass.dump import Dump
 from commpass.errors import CommpassError, DumpError
+from commpass.printable import brief
 from commpass.report import lanes
 from commpass.report.tables import plain_table, ratio
 from commpass.timeline import Timeline
@@ -123,8 +124,9 @@ def rows(shown: Shown) -> list[tuple[str, ...]]:
             times.append(shown.measured.exposed_of(name) if known else -1.0)
         cells = [ms(time) if first and time >= 0 else "-" for time in times]
         chunks = str(site.chunks) if site.compressed else "-"
-        about = (site.name, site.module or "-", site.codec, site.algorithm, chunks)
-        found.append((*about, *cells, "; ".join(filter(None, (site.reason, site.missed)))))
+        about = (site.name, site.module or "-", brief(site.codec), site.algorithm, chunks)
+        why = "; ".join(filter(None, (site.reason, site.missed)))
+        found.append((*about, *cells, brief(why)))
     return found
 
 

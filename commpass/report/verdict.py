@@ -13,7 +13,7 @@ from commpass.errors import CommpassError
 from commpass.groups import is_first_rank
 from commpass.plan import Plan
 from commpass.policy import PRESETS
-from commpass.printable import clean
+from commpass.printable import brief, clean
 from commpass.report import sent
 from commpass.report.patterns import Pattern, patterns
 from commpass.runtime.ledger import Entry, ledgers
@@ -385,7 +385,7 @@ def _row(pattern: Pattern, sites: Sequence[SiteReport]) -> tuple[str, ...]:
     return (
         f"{pattern.module or first.name}{many}",
         f"{first.kind} {first.direction}",
-        f"{first.codec}/{first.algorithm}" if coded else "as it is",
+        f"{brief(first.codec)}/{first.algorithm}" if coded else "as it is",
         f"{before:,} -> {after:,}" if coded else f"{before:,}",
         _percent(max(site.error for site in sites) if coded else None),
         _percent(_mean(sites)),

@@ -15,6 +15,7 @@ from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
 from commpass.globs import covers
 from commpass.plan import Candidate, PlannedSite
+from commpass.printable import brief
 from commpass.report.explained import in_words_of_slack, slack_of_sites
 from commpass.report.graph.picture import taken, waits
 from commpass.report.tables import micros, plain_table, ratio, size
@@ -102,7 +103,7 @@ def _gains_from(dump: Dump, site: PlannedSite) -> str:
         return f"from which size on it gains cannot be told from this dump: {error}"
     if nbytes is None:
         return ""
-    what = f"{best.codec} by {best.algorithm}"
+    what = f"{brief(best.codec)} by {best.algorithm}"
     if nbytes == inf:
         return f"{what} gains at no size"
     words = in_words(site, nbytes)
@@ -192,7 +193,7 @@ def table_of(dump: Dump, site: PlannedSite) -> Table:
         more = f", {each.chunks} chunks" if each.chunks > 1 else ""
         more += f", {site.lowering}" if why == "chosen" and site.lowering == "kernel" else ""
         cells = (
-            each.codec,
+            brief(each.codec),
             each.algorithm + more if each.compressed else "leave it alone",
             size(each.wire_bytes),
             ratio(each.wire_bytes, site.bytes),
@@ -209,8 +210,9 @@ def refusals(dump: Dump, site: PlannedSite) -> Table:
     by_reason: dict[str, list[str]] = {}
     for each in candidates(dump, site):
         if each.refused:
-            by_reason.setdefault(each.refused, []).append(f"{each.codec} by {each.algorithm}")
+            what = f"{brief(each.codec)} by {each.algorithm}"
+            by_reason.setdefault(each.refused, []).append(what)
     table = plain_table("not possible", "why", folded=("not possible", "why"))
     for why, names in by_reason.items():
-        table.add_row(Text(", ".join(names)), Text(why))
+        table.add_row(Text(", ".join(names)), Text(brief(why)))
     return table

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.claims.__main__ import arguments
 from benchmarks.claims.claim import Claim, judged
+from benchmarks.claims.experiments import EXPERIMENTS
 from benchmarks.claims.page import page
 from benchmarks.claims.suites import every
+from benchmarks.claims.suites.predicted import place
+from benchmarks.paper_models.rows import Row
 
 ROOT = Path(__file__).parents[2]
 FOUND = json.loads((ROOT / "benchmarks" / "results" / "claims.json").read_text())
@@ -94,6 +98,96 @@ def test_page_is_that_of_the_results():
     assert (ROOT / "docs" / "papers.md").read_text() == page(FOUND)
     known = [(each.paper, each.text) for each in every()]
     assert [(row["paper"], row["text"]) for row in FOUND["claims"]] == known
+
+
+def row(**more) -> dict:
+    """A row as it is stored."""
+    empty = {"number": None, "measured": None, "spread": None, "bound": None, "predicted": None}
+    words = {"paper": "P", "where": "table 1", "text": "t"}
+    reasons = {"note": "", "assumed": "", "why_not": "", "experiments": []}
+    return {**empty, **words, **reasons, **more}
+
+
+def written(*rows: dict) -> str:
+    return page({"date": "d", "commit": "c", "torch": "t", "claims": list(rows)})
+
+
+def part(text: str, heading: str) -> str:
+    return text.split(f"## {heading}\n")[1].split("\n## ", maxsplit=1)[0]
+
+
+def test_page_lists_what_does_not_hold():
+    text = written(
+        row(text="first", verdict="reproduced", number=2.0, measured=2.0),
+        row(text="second", verdict="contradicted", number=1.5, measured=0.5),
+        row(text="third", verdict="contradicted", measured=False),
+        row(text="fourth", verdict="predicted only", number=2.0, predicted=0.5),
+        row(text="fifth", verdict="predicted only", number=2.0, predicted=2.1),
+        row(text="sixth", verdict="fitted", number=2.0, predicted=9.0),
+    )
+    lines = part(text, "What does not hold here").splitlines()
+    assert [line for line in lines if line.startswith("- ")] == [
+        "- P, table 1: second: 0.5, the paper's is 1.5.",
+        "- P, table 1: third: does not hold.",
+        "- P, table 1: fourth: predicted 0.5, the paper's is 2.",
+    ]
+
+
+def test_page_counts_verdicts_by_paper():
+    text = written(
+        row(verdict="reproduced", measured=True),
+        row(verdict="reproduced", measured=True),
+        row(verdict="not run", experiments=["e"]),
+        row(paper="Q", verdict="contradicted", measured=False),
+    )
+    counts = part(text, "How many rows have which verdict")
+    assert "| P | 2 | 0 | 0 | 0 | 0 | 0 | 0 | 1 |" in counts
+    assert "| Q | 0 | 0 | 1 | 0 | 0 | 0 | 0 | 0 |" in counts
+
+
+@pytest.mark.parametrize(
+    ("number", "predicted", "said"),
+    [
+        (2.0, 2.2, "predicted only: ratio 1.10"),
+        (2.0, 2.4, "predicted only: **off**, ratio 1.20"),
+        ("native", "native", "predicted only: the same choice"),
+        ("native", "zipped", "predicted only: **off**, another choice"),
+        (None, 800.0, "predicted only"),
+    ],
+)
+def test_page_says_how_far_a_prediction_is_off(number, predicted, said):
+    text = written(row(verdict="predicted only", number=number, predicted=predicted))
+    assert f" | {said} | " in part(text, "P")
+
+
+def test_page_has_bounds_beside_deviations_and_not_as_numbers_of_the_paper():
+    text = written(row(verdict="reproduced", measured=2e-16, bound=1e-12))
+    assert "| t |  | 2e-16 (bound 1e-12) |  | reproduced |" in text
+
+
+def test_predicted_rows_name_their_place_in_the_paper():
+    row = Row("TACO", "throughput, TP 2", 1.29, 1.3, "")
+    assert place(row) == ("section 5.4.1", "throughput by that without compression, TP 2")
+    with pytest.raises(KeyError, match="say in PLACES"):
+        place(Row("TACO", "latency", 1.0, 1.0, ""))
+
+
+@pytest.mark.parametrize("option", ["--paper=ZipCLC", "--run=taco"])
+def test_command_refuses_names_that_are_not_known(option, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["claims", option])
+    with pytest.raises(SystemExit) as ended:
+        arguments()
+    assert ended.value.code == 2
+    assert "invalid choice" in capsys.readouterr().err
+
+
+def test_help_of_the_command_lists_every_experiment(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["claims", "--help"])
+    with pytest.raises(SystemExit):
+        arguments()
+    lines = capsys.readouterr().out.splitlines()
+    for each in EXPERIMENTS.values():
+        assert f"  {each.name:<18} {each.minutes:>3g}  {each.text}" in lines
 
 
 @pytest.mark.every

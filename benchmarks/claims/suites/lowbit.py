@@ -38,6 +38,7 @@ def _errors() -> list[Claim]:
         return found[LOW[how].name].error
 
     every = tuple(LOW.values())
+    planted = "one sum of synthetic values: one channel in 64 is 30 times as large"
     return [
         Claim(
             paper="Low-bit TP",
@@ -46,6 +47,7 @@ def _errors() -> list[Claim]:
             number=4.2,
             cases=(LOW["each"],),
             measure=lambda found: found[LOW["each"].name].bits,
+            note=planted,
         ),
         Claim(
             paper="Low-bit TP",
@@ -54,6 +56,7 @@ def _errors() -> list[Claim]:
             kind="order",
             cases=every,
             measure=lambda found: error(found, "each") < 0.5 * error(found, "none"),
+            note=planted,
         ),
         Claim(
             paper="Low-bit TP",
@@ -62,6 +65,7 @@ def _errors() -> list[Claim]:
             kind="order",
             cases=every,
             measure=lambda found: error(found, "random") > 0.9 * error(found, "none"),
+            note=planted,
         ),
         Claim(
             paper="Low-bit TP",
@@ -70,6 +74,7 @@ def _errors() -> list[Claim]:
             kind="order",
             cases=every,
             measure=lambda found: error(found, "each") <= error(found, "shared"),
+            note=planted,
         ),
     ]
 

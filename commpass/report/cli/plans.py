@@ -10,6 +10,7 @@ import typer
 from rich.text import Text
 
 from commpass.dump import Dump
+from commpass.printable import brief
 from commpass.report import compared, tables
 from commpass.report.choice import Choice, only
 from commpass.report.cli.app import app
@@ -89,7 +90,7 @@ def show_candidates(dumps: list[Dump], name: str, json: bool) -> None:
         if one.plan.fallback:
             console.print(Text(f"The untouched graph was compiled: {one.plan.fallback}"), "")
             continue
-        console.print(candidates_table(one, site), "", Text(site.reason), "", sep="\n")
+        console.print(candidates_table(one, site), "", Text(brief(site.reason)), "", sep="\n")
         if (table := refusals(one, site)).row_count:
             console.print(table, "")
 

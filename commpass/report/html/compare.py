@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from commpass.dump import Dump
 from commpass.plan import PlannedSite
+from commpass.printable import brief
 from commpass.report.compared import named
 from commpass.report.html.data import Run, described
 from commpass.report.html.totals import predicted_us, wire_bytes
@@ -107,7 +108,7 @@ def _side(sites: Sites) -> Side:
         wire_bytes=sum(max(0, wire_bytes(site, fallback)) for site, fallback in sites),
         predicted_us=sum(predicted_us(site, fallback) for site, fallback in sites),
         choice=_counted(_choice(site, fallback) for site, fallback in sites),
-        reasons=tuple(dict.fromkeys(site.reason for site, _ in sites)),
+        reasons=tuple(dict.fromkeys(brief(site.reason) for site, _ in sites)),
     )
 
 

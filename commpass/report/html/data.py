@@ -9,6 +9,7 @@ from typing import Any
 
 from commpass.dump import Dump
 from commpass.plan import NONE, Candidate, PlannedSite
+from commpass.printable import brief
 from commpass.report import why
 from commpass.report.html.drawing import drawing
 from commpass.report.html.runs import Read
@@ -191,7 +192,7 @@ def described(choice: Candidate) -> str:
     more = f", {choice.chunks} chunks" if choice.chunks > 1 else ""
     more += ", fused" if choice.fused else ""
     more += ", kernel" if choice.lowering == "kernel" else ""
-    return f"{choice.codec} by {choice.algorithm}{more}"
+    return f"{brief(choice.codec)} by {choice.algorithm}{more}"
 
 
 class _Tables:
@@ -250,7 +251,7 @@ class _Tables:
         )
 
     def _text(self, text: str) -> int:
-        return self.texts.setdefault(text, len(self.texts))
+        return self.texts.setdefault(brief(text), len(self.texts))
 
     def _choice(self, site: PlannedSite, at: int) -> int:
         considered = self._considered[at].get(site.name)

@@ -1,0 +1,60 @@
+"""``commpass.printable``: codecs that hold data are short where people read them."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from dumps import site
+
+from commpass.codecs import codec
+from commpass.codecs.wrappers.outlier import Running, calibrate
+from commpass.plan import Candidate
+from commpass.printable import brief, clean
+from commpass.report.explained import done
+from commpass.report.html.data import described
+from commpass.report.tables import reasons
+
+
+def calibrated(seed: int) -> str:
+    """The text of codec ``outlier`` with the channels and scales of 256 channels."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed))
+    return codec("outlier", statistics=calibrate([Running.start(x)]).to_text()).spec
+
+
+def test_brief_shortens_data_and_tells_codecs_apart():
+    one, other = calibrated(0), calibrated(1)
+    assert len(one) > 300
+    assert len(brief(one)) < 60
+    assert brief(one).startswith("outlier(statistics=c")
+    assert brief(one) != brief(other)
+    assert brief(f"no gain: {one} by one_shot") == f"no gain: {brief(one)} by one_shot"
+
+
+def test_brief_leaves_other_texts_as_they_are():
+    name = "a" * 80
+    for text in ("int8(block=128)", f"{name}.down", "difference(inner=sdp4bit(part=weight))"):
+        assert brief(text) == text
+
+
+def test_clean_lines_and_messages_are_brief(caplog):
+    spec = calibrated(0)
+    assert clean(f"a\tb {spec}") == f"a b {brief(spec)}"
+    with caplog.at_level(logging.WARNING, logger="commpass"):
+        logging.getLogger("commpass").warning("with %s", spec)
+    assert caplog.messages == [f"with {brief(spec)}"]
+
+
+def test_words_of_plans_are_brief():
+    spec = calibrated(0)
+    coded = site("a", codec=spec, algorithm="one_shot", reason=f"{spec} by one_shot: faster")
+    assert (
+        done(coded)
+        == described(Candidate(codec=spec, algorithm="one_shot"))
+        == f"{brief(spec)} by one_shot"
+    )
+    table = reasons([coded])
+    assert [str(cell) for column in table.columns for cell in column.cells] == [
+        "1",
+        f"{brief(spec)} by one_shot: faster",
+    ]
