@@ -398,10 +398,12 @@ def test_a_picture_says_what_it_shows(tmp_path, monkeypatch):
     draw(calibration(*SOME).solve(0.02), "a title", tmp_path / "p.png")
     (axes,) = drawn[0].axes
     assert "sensitivity" in axes.get_xlabel()
-    assert axes.get_legend() is not None
-    told = {text.get_text() for text in axes.get_legend().get_texts()}
+    (legend,) = drawn[0].legends
+    told = {text.get_text() for text in legend.get_texts()}
     assert told <= {"forward", "backward"}
     assert "forward" in told
+    drawn[0].draw_without_rendering()
+    assert not legend.get_window_extent().overlaps(axes.get_window_extent())
 
 
 @pytest.mark.parametrize(
