@@ -121,7 +121,8 @@ class Site:
 class Candidate:
     """One thing that may be done to a site; codec ``none`` is *leave it alone*. ``wire_bytes`` is
     what one rank hands to the collectives then (-1 where it is not known); of those, the number of
-    ``dynamic_bytes`` depends on the values, and is what a Gaussian needs. ``domain`` is where sums
+    ``dynamic_bytes`` depends on the values, and is what was measured of such, or what a Gaussian
+    needs. ``domain`` is where sums
     are made, "" for the values themselves: they leave it once, at the end. ``lowering`` is what
     encode and decode become, inline or kernel, and "" where nothing is coded: it is chosen last,
     for all sites of a graph. ``error`` is the expected relative error of the result; ``stages`` are

@@ -576,7 +576,9 @@ def test_plans_take_the_measured_bits_of_each_place(ranks2, tmp_path):
     assert {name: spec for name, (spec, _) in plans.items()} == {
         place.where[0].module: exponents(place)[0] for place in found.places
     }
-    gaussian = 1.5 * codec("exponent").expected_bytes(64 * 64, torch.bfloat16)  # a two-shot's
+    for spec, nbytes in plans.values():  # all values are sent once, in rows padded to 16 bytes
+        assert abs(nbytes - codec(spec).bits * 64 * 64 / 8) <= 32
+    gaussian = codec("exponent").expected_bytes(64 * 64, torch.bfloat16)
     assert plans["left"][1] < gaussian < plans["right"][1]
 
 
