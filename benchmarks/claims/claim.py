@@ -60,6 +60,14 @@ class Claim:
     why_not: str = ""
 
 
+def untestable(paper: str, reasons: Mapping[tuple[str, str], str]) -> list[Claim]:
+    """A claim for each ``(where, text)``, with the reason why it has neither number."""
+    return [
+        Claim(paper=paper, where=where, text=text, why_not=why)
+        for (where, text), why in reasons.items()
+    ]
+
+
 @dataclass(frozen=True)
 class Result:
     """A claim with our number and what is to be thought of it."""

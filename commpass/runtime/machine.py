@@ -138,11 +138,18 @@ def processors_each(group: Any) -> float:
     compute at once: of 4 ranks on the same 2 processors each has half a one. Of the rank that has
     the fewest; every rank calls it. Ranks that share a kernel of the operating system are on one
     machine, in whatever containers."""
-    mine = (_kernel(), sorted(os.sched_getaffinity(0)))
+    mine = (_kernel(), _processors())
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     users = Counter((kernel, each) for kernel, cores in found for each in cores)
     return min(sum(1 / users[kernel, each] for each in cores) for kernel, cores in found)
+
+
+def _processors() -> list[int]:
+    """Those that this process may use; all where the system does not say, as macOS."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def _kernel() -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-from benchmarks.claims.claim import Claim, Found
+from benchmarks.claims.claim import Claim, Found, untestable
 from benchmarks.claims.experiments.losses import mean_percent
 from benchmarks.claims.sizes import small_percents
 from benchmarks.claims.suites.losses import Trained
@@ -346,7 +346,4 @@ def not_here() -> list[Claim]:
         ("figure 15", "throughput at densities of 10, 5 and 1 %"): OTHERS,
         ("figure 17", "GPT2-XL and BLOOM-3B, +47.5 to +117.0 %"): OTHERS,
     }
-    return [
-        Claim(paper=PAPER, where=where, text=text, why_not=why)
-        for (where, text), why in reasons.items()
-    ]
+    return untestable(PAPER, reasons)

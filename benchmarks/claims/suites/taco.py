@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.claims.cases import Case
-from benchmarks.claims.claim import Claim, Found
+from benchmarks.claims.claim import Claim, Found, untestable
 from benchmarks.claims.ranks import NAIVE
 from benchmarks.claims.suites.losses import Trained
 
@@ -288,7 +288,4 @@ def not_here() -> list[Claim]:
             "no weights of 7B and no such text are at hand; one small model stands for both"
         ),
     }
-    return [
-        Claim(paper=PAPER, where=where, text=text, why_not=why)
-        for (where, text), why in reasons.items()
-    ]
+    return untestable(PAPER, reasons)
