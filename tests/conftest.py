@@ -37,6 +37,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Backends of earlier tests give their last report before the test begins, not in it."""
+    torch._dynamo.reset()
+    gc.collect()
+    caplog.clear()
+    return caplog
+
+
+@pytest.fixture
 def fake_group() -> Iterator[Callable[..., dist.ProcessGroup]]:
     """``fake_group(64)`` makes this process rank 0 of 64, or another ``rank``, alone: collectives
     trace and compile, send nothing."""
