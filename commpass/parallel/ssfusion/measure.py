@@ -37,6 +37,8 @@ FACTOR = 8
 LINK_BYTES = (1 << 12, 1 << 16, 1 << 20)
 LONG_US = 10_000.0
 """An exchange that takes longer is not measured with more bytes: those are what it takes."""
+SHORT_US = LONG_US / 4
+"""After one that takes longer, an exchange of more bytes is measured once, without a warm-up."""
 
 
 @dataclass
@@ -269,9 +271,11 @@ def exchanges(group: Any, device: Any, cores: float = math.inf) -> ExchangeTimes
                 break
             x = torch.zeros(size // 4, device=device)
             run = functools.partial(call, Part(x.numel(), x.dtype), x)
-            run()
+            is_long = bool(points) and points[-1].us > SHORT_US
+            if not is_long:
+                run()
             dist.barrier(group)
-            times = [_seconds(run, device) for _ in range(REPEATS)]
+            times = [_seconds(run, device) for _ in range(1 if is_long else REPEATS)]
             medians = [median(each) for each in zip(*times, strict=True)]
             slowest = torch.tensor(medians, dtype=torch.float64, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
