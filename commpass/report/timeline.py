@@ -14,7 +14,7 @@ from rich.text import Text
 from commpass.dump import Dump
 from commpass.errors import CommpassError, DumpError
 from commpass.printable import brief
-from commpass.report import lanes
+from commpass.report import lanes, trace_events
 from commpass.report.tables import plain_table, ratio
 from commpass.timeline import Timeline
 
@@ -145,10 +145,11 @@ def table(shown: Shown) -> Table:
 
 
 def write(shown: Sequence[Shown], path: Path) -> None:
-    """Draws graphs, one below the other, as a PNG, or as a page with their tables."""
-    kinds = {".png": _png, ".html": _html}
+    """Writes graphs, one below the other, as a PNG or as a page with their tables, or as JSON for
+    ui.perfetto.dev. Raises CommpassError for another ending, and if the file cannot be written."""
+    kinds = {".png": _png, ".html": _html, ".json": _json}
     if path.suffix.lower() not in kinds:
-        raise CommpassError(f"{str(path)!r}: a timeline is a .png or an .html file")
+        raise CommpassError(f"{str(path)!r}: a timeline is a .png, an .html or a .json file")
     try:
         kinds[path.suffix.lower()](shown, path)
     except OSError as error:
@@ -159,6 +160,10 @@ def _png(shown: Sequence[Shown], path: Path) -> None:
     lanes.draw([picture for one in shown for picture in one.pictures]).savefig(
         path, format="png", dpi=110
     )
+
+
+def _json(shown: Sequence[Shown], path: Path) -> None:
+    trace_events.write([picture for one in shown for picture in one.pictures], path)
 
 
 def _html(shown: Sequence[Shown], path: Path) -> None:

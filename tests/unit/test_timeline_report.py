@@ -223,6 +223,21 @@ def test_a_picture_and_a_page(folder, tmp_path):
         assert escape(site.reason) in page
 
 
+def test_trace_events_have_each_event_of_each_timeline_on_its_lane(folder, tmp_path):
+    (one,) = dump.read_run(folder)
+    assert call(folder, "-o", tmp_path / "out.json").exit_code == 0
+    events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert tuple(names.values()) == one.timeline.lanes
+    assert [(e["name"], e["cat"], names[e["tid"]], e["ts"], e["dur"]) for e in spans] == [
+        (e.name, e.what, e.lane, e.begin_us, e.us) for e in one.timeline.events
+    ]
+    assert {e["args"]["site"] for e in spans if "site" in e["args"]} >= {
+        site.name for site in one.plan
+    }
+
+
 def test_pictures_label_sites_and_hops(folder):
     (one,) = dump.read_run(folder)
     (picture,) = Shown(one, one.timeline).pictures
@@ -257,7 +272,7 @@ def test_compared_timelines_have_one_axis(folder):
 
 
 def test_bad_wishes_are_told(folder, tmp_path):
-    fails(call(folder, "-o", tmp_path / "out.gif"), "out.gif", ".png or an .html")
+    fails(call(folder, "-o", tmp_path / "out.gif"), "out.gif", ".png, an .html or a .json")
     fails(call(folder, "-o", tmp_path / "none" / "out.png"), "cannot be written")
     fails(call(folder, "--graph", "7"), "no graph 7 here", "0 (forward)")
     (one,) = dump.read_run(folder)

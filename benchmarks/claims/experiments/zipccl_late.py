@@ -30,10 +30,13 @@ WIDTH, TOKENS, REPEATS = 1024, 1024, 11
 
 
 def splits(rank: int, tokens: int, even: bool) -> list[int]:
-    """Tokens from a rank to each rank, the same in both directions."""
+    """Tokens from a rank to each rank, the same in both directions. If not ``even``, the late rank
+    exchanges half as many with each other rank, so that the splits of no rank are all equal: a rank
+    that sees equal ones plans for them, and the ranks would not agree."""
     if even:
         return [tokens] * RANKS
-    return [tokens // 2 if LATE_RANK in (rank, other) else tokens for other in range(RANKS)]
+    late = rank == LATE_RANK
+    return [tokens // 2 if (other == LATE_RANK) != late else tokens for other in range(RANKS)]
 
 
 def on_rank(

@@ -154,7 +154,10 @@ def timeline(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Draw it, as .png or .html (default: a table)."
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write a .png or .html picture, or .json for ui.perfetto.dev (default: a table).",
         ),
     ] = None,
     run: RunName = None,
