@@ -15,6 +15,9 @@ WITHIN = {"exact": 0.02, "ratio": 0.15}
 """How far from the paper's number a reproduced one may be, by the kind of claim."""
 LOSS_WITHIN = 0.25
 """How far a change of a loss may be, in percent of the loss without."""
+NO_CHANGE = 0.1
+"""A change of a loss that counts as none, in percent, where the spread over the seeds is less: two
+of them may have opposite signs."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,10 @@ def _verdict(claim: Claim, measured: float | bool, spread: float) -> str:
     if claim.kind == "order" or not isinstance(claim.number, float):
         return "reproduced" if measured else "contradicted"
     if claim.kind == "loss":
-        near = abs(measured - claim.number) <= max(LOSS_WITHIN, 2 * spread)
         same_side = measured * claim.number > 0
+        both_none = max(abs(measured), abs(claim.number)) <= max(NO_CHANGE, spread)
+        near = abs(measured - claim.number) <= max(LOSS_WITHIN, 2 * spread)
+        near = near and (same_side or both_none)
     else:
         near = abs(measured / claim.number - 1) <= WITHIN[claim.kind]
         same_side = claim.kind == "ratio" and (measured > 1) == (claim.number > 1)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.claims.claim import LOSS_WITHIN, WITHIN
+from benchmarks.claims.claim import LOSS_WITHIN, NO_CHANGE, WITHIN
 
 HEAD = """# The papers' claims, and ours
 
@@ -41,8 +41,8 @@ COLUMNS = {
 }
 VERDICTS = {
     "reproduced": "an order *holds*; a number is within {exact} %, a ratio within {ratio} %; a loss"
-    " or another percentage is within {loss} points, or two spreads; a deviation is within its"
-    " bound",
+    " or another percentage is within {loss} points, or two spreads, and has the same sign, unless"
+    " both are below {none} points or one spread; a deviation is within its bound",
     "order only": "a ratio is further off, but on the same side of 1; a percentage is further off,"
     " but has the same sign",
     "contradicted": "none of these",
@@ -59,7 +59,7 @@ ABOUT_MISSES = """These rows contradict a paper, or their prediction is off. Row
 
 def page(found: dict[str, Any]) -> str:
     within = {kind: f"{100 * share:g}" for kind, share in WITHIN.items()}
-    within |= {"loss": f"{LOSS_WITHIN:g}"}
+    within |= {"loss": f"{LOSS_WITHIN:g}", "none": f"{NO_CHANGE:g}"}
     tables = {"columns": _lines(COLUMNS), "verdicts": _lines(VERDICTS).format(**within)}
     lines = [HEAD.format(**found, **within, **tables)]
     rows: Sequence[dict[str, Any]] = found["claims"]

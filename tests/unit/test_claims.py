@@ -50,6 +50,9 @@ def test_verdicts_are_by_the_kind_of_claim(measured, number, kind, said):
         (0.6, 0.2, "reproduced"),
         (0.6, 0.01, "order only"),
         (-0.5, 0.01, "contradicted"),
+        (0.05, 0.01, "reproduced"),
+        (-0.05, 0.01, "contradicted"),
+        (-0.05, 0.3, "reproduced"),
     ],
 )
 def test_changes_of_losses_are_judged_by_their_spread(measured, spread, said):
