@@ -21,7 +21,7 @@ from torch.fx.traceback import annotate
 from commpass.errors import PolicyError, nearest
 from commpass.globs import covers
 from commpass.paths import clean, names, remember, star
-from commpass.rules import Rule, Word
+from commpass.rules import Annotation, Rule
 
 KEY = "commpass"
 """The key in ``node.meta["custom"]`` under which the word of the nearest enclosing scope stands."""
@@ -49,8 +49,8 @@ class Scope:
     """A word to put on a part of a model: decorator of a module class, a module or a function, or
     context manager."""
 
-    def __init__(self, word: Word):
-        self.word = word
+    def __init__(self, annotation: Annotation):
+        self.word = annotation
         self._tokens: list[Any] = []
 
     def __call__(self, target: Any) -> Any:
@@ -69,7 +69,7 @@ class Scope:
 
     def _put_on(self, target: nn.Module) -> None:
         for module in _callable(target):
-            if _word_of(module) is None:  # else that is the nearer word
+            if _own_annotation(module) is None:  # else that is the nearer word
                 # No closure: a copy of the module, pickled or not, then has a forward and a word of
                 # its own.
                 under = functools.partial(
@@ -85,7 +85,7 @@ class Scope:
         _open.reset(self._tokens.pop())
 
 
-def _word_of(module: nn.Module) -> str | None:
+def _own_annotation(module: nn.Module) -> str | None:
     """The word that was put on this one module, not on its class."""
     forward = module.__dict__.get("forward")
     return (
@@ -98,7 +98,7 @@ def _word_of(module: nn.Module) -> str | None:
 def _refuse_if_taken(module: nn.Module, name: str) -> None:
     """Raises PolicyError where a word on this module would reach nothing, since words were put on
     all of it before."""
-    words = [_word_of(part) for part in _callable(module)]
+    words = [_own_annotation(part) for part in _callable(module)]
     if words and None not in words:
         raise PolicyError(
             f"{name} already has the word {words[0]}, and a second one would do nothing: put one"
@@ -147,7 +147,7 @@ def compress(
         return annotate({KEY: word})
     if target is not None:
         _refuse_unnamed(target)
-    scope = Scope(_word(codec, algorithm, max_error, force, lowering, chunks, rows))
+    scope = Scope(_annotation(codec, algorithm, max_error, force, lowering, chunks, rows))
     return scope if target is None else scope(target)
 
 
@@ -156,30 +156,30 @@ def keep(target: Any = None) -> Any:
     ``commpass.keep(module)``."""
     if torch.compiler.is_dynamo_compiling():
         return annotate({KEY: KEEP})
-    scope = Scope(Word(keep=True))
+    scope = Scope(Annotation(keep=True))
     return scope if target is None else scope(target)
 
 
-def _refuse_unnamed(given: Any) -> None:
-    if not callable(given):
-        write = f"compress(codec={given!r})" if isinstance(given, str) else 'compress(codec="int8")'
-        raise PolicyError(f"compress({given!r}): arguments need their names, write {write}")
+def _refuse_unnamed(value: Any) -> None:
+    if not callable(value):
+        write = f"compress(codec={value!r})" if isinstance(value, str) else 'compress(codec="int8")'
+        raise PolicyError(f"compress({value!r}): arguments need their names, write {write}")
 
 
 @torch.compiler.assume_constant_result
-def _refuse_inside(given: Any) -> None:
-    _refuse_unnamed(given)
-    name = getattr(given, "__name__", type(given).__name__)
+def _refuse_inside(value: Any) -> None:
+    _refuse_unnamed(value)
+    name = getattr(value, "__name__", type(value).__name__)
     raise PolicyError(
         f"compress({name}) inside compiled code: write `with commpass.compress():` around the call"
         " there, or @commpass.compress where it is defined"
     )
 
 
-KEEP = Word(keep=True).to_json()
+KEEP = Annotation(keep=True).to_json()
 
 
-def _word(
+def _annotation(
     codec: Any,
     algorithm: Any,
     max_error: float | None,
@@ -187,8 +187,8 @@ def _word(
     lowering: str | None,
     chunks: int | None,
     rows: int | None,
-) -> Word:
-    return Word(
+) -> Annotation:
+    return Annotation(
         codec=codec,
         algorithm=algorithm,
         max_error=max_error,
@@ -200,47 +200,51 @@ def _word(
 
 
 @torch.compiler.assume_constant_result
-def _compress_json(*said: Any) -> str:
-    return _word(*said).to_json()
+def _compress_json(*fields: Any) -> str:
+    return _annotation(*fields).to_json()
 
 
-def _under(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _under(annotation: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            with annotate({KEY: word}):
+            with annotate({KEY: annotation}):
                 return function(*args, **kwargs)
-        with _eagerly(word):
+        with _eagerly(annotation):
             return function(*args, **kwargs)
 
-    wrapped.commpass_word = word  # type: ignore[attr-defined]
+    wrapped.commpass_word = annotation  # type: ignore[attr-defined]
     return wrapped
 
 
-def words_of(model: nn.Module) -> dict[str, str]:
+def annotations_of(model: nn.Module) -> dict[str, str]:
     """The nearest word around each module of a model that has one, as JSON by its path."""
     found: dict[str, str] = {}
     for path, module in names(model):  # outer ones first
         around = found.get(path) or found.get(path.rpartition(".")[0])
         own = getattr(type(module).forward, "commpass_word", None)
-        word = own or _word_of(module) or around
+        word = own or _own_annotation(module) or around
         if word is not None:
             found[path] = word
     return found
 
 
 def _forward_under(
-    word: str, module: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any
+    annotation: str,
+    module: nn.Module,
+    forward: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """What one module does under a word: ``forward``, or what its class says."""
     if torch.compiler.is_compiling():
-        with annotate({KEY: word}):
+        with annotate({KEY: annotation}):
             return (
                 type(module).forward(module, *args, **kwargs)
                 if forward is None
                 else forward(*args, **kwargs)
             )
-    with _eagerly(word):
+    with _eagerly(annotation):
         return (
             type(module).forward(module, *args, **kwargs)
             if forward is None
@@ -249,15 +253,15 @@ def _forward_under(
 
 
 @contextmanager
-def _eagerly(word: str) -> Iterator[None]:
-    token = _open.set((*_open.get(), word))
+def _eagerly(annotation: str) -> Iterator[None]:
+    token = _open.set((*_open.get(), annotation))
     try:
         yield
     finally:
         _open.reset(token)
 
 
-def apply_policy(model: nn.Module, words: Mapping[str, Any]) -> nn.Module:
+def apply_policy(model: nn.Module, annotations: Mapping[str, Any]) -> nn.Module:
     """Puts words on the submodules that globs name, without touching the model's source; returns
     the model.
 
@@ -272,14 +276,16 @@ def apply_policy(model: nn.Module, words: Mapping[str, Any]) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise PolicyError(f"apply_policy(model={model!r}): must be a module, torch.nn.Module")
-    if not isinstance(words, Mapping):
+    if not isinstance(annotations, Mapping):
         write = '{"layers.*.mlp": "int8"}'
-        raise PolicyError(f"apply_policy(words={words!r}): must map patterns to words: {write}")
+        raise PolicyError(
+            f"apply_policy(words={annotations!r}): must map patterns to words: {write}"
+        )
     known = {
         name: module for name, module in names(model) if name
     }  # a wrapper's name is that of what it wraps
     chosen: dict[nn.Module, tuple[str, Scope]] = {}
-    for pattern, word in words.items():
+    for pattern, word in annotations.items():
         scope = _scope(pattern, word)
         found = [name for name in known if _is(pattern, name)]
         if not found:
@@ -309,32 +315,37 @@ def _near(pattern: str, known: Mapping[str, nn.Module]) -> str:
     return nearest(clean(pattern), {star(name) for name in known} if "*" in pattern else known)
 
 
-def _scope(pattern: Any, word: Any) -> Scope:
+def _scope(pattern: Any, annotation: Any) -> Scope:
     """The scope that ``apply_policy`` was given for a pattern, however it was written."""
     if not isinstance(pattern, str):
         raise PolicyError(f"apply_policy: pattern {pattern!r} must be a text, e.g. 'layers.*.mlp'")
-    if isinstance(word, Scope):
-        return word
+    if isinstance(annotation, Scope):
+        return annotation
     where = f"apply_policy: the word for {pattern!r}"
-    if isinstance(word, Rule):
+    if isinstance(annotation, Rule):
         raise PolicyError(
-            f"{where} is {word}, whose module, kind, direction, group and min_bytes would be "
+            f"{where} is {annotation}, whose module, kind, direction, group and min_bytes would be "
             "ignored here: put a rule into Policy(rules=[...]), or give a codec's name or "
             "commpass.compress(...) here"
         )
-    if word is keep or (isinstance(word, str) and word == "keep"):
-        raise PolicyError(f"{where} is {word!r}: write commpass.keep()")
-    if word is compress:
+    if annotation is keep or (isinstance(annotation, str) and annotation == "keep"):
+        raise PolicyError(f"{where} is {annotation!r}: write commpass.keep()")
+    if annotation is compress:
         write = 'commpass.compress(), or commpass.compress(codec="int8")'
-        raise PolicyError(f"{where} is {word!r}: write {write}")
-    if not isinstance(word, (Word, Mapping, str, tuple, list)):
+        raise PolicyError(f"{where} is {annotation!r}: write {write}")
+    if not isinstance(annotation, (Annotation, Mapping, str, tuple, list)):
         raise PolicyError(
-            f"{where} is {word!r}: must be a codec, a list of codecs, a dict of compress(...) "
+            f"{where} is {annotation!r}: must be a codec, a list of codecs, a dict of"
+            " compress(...) "
             "arguments, commpass.compress(...) or commpass.keep()"
         )
     try:
-        if isinstance(word, Word):
-            return Scope(word)
-        return Scope(Word(**word) if isinstance(word, Mapping) else Word(codec=word))
+        if isinstance(annotation, Annotation):
+            return Scope(annotation)
+        return Scope(
+            Annotation(**annotation)
+            if isinstance(annotation, Mapping)
+            else Annotation(codec=annotation)
+        )
     except PolicyError as error:
         raise PolicyError(f"{where}: {error}") from error

@@ -87,7 +87,7 @@ def write(folder: Path, dump: Dump) -> Path:
     """Writes one dump under the next free number, whole or not at all. Returns the file."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{uuid.uuid4().hex}.part"
-    with _alone_in(folder):
+    with _locked(folder):
         number = 1 + max(map(_number, files(folder)), default=-1)
         path = folder / f"{number:04d}-{dump.plan.direction}.json"
         try:
@@ -103,7 +103,7 @@ def write(folder: Path, dump: Dump) -> Path:
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Keeps other writers out of a folder: two of them must not take the same number."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -86,7 +86,7 @@ class Members:
             if group is None or group is known():  # without a group, torch says so
                 continue
             if before[0] and (now := _members(name)) != before:
-                raise CommpassError(OTHER_RANKS.format(name, *_said(before), *_said(now)))
+                raise CommpassError(OTHER_RANKS.format(name, *_as_text(before), *_as_text(now)))
             self.known[name] = (weakref.ref(group), before)
 
 
@@ -106,7 +106,7 @@ def _reference(name: str) -> Callable[[], dist.ProcessGroup | None]:
     return weakref.ref(group) if group is not None else lambda: None
 
 
-def _said(members: tuple[tuple[int, ...], int | None]) -> tuple[str, str]:
+def _as_text(members: tuple[tuple[int, ...], int | None]) -> tuple[str, str]:
     ranks, own = members
     return f"ranks {', '.join(map(str, ranks))}", f"number {own}" if own is not None else "none"
 
@@ -123,7 +123,7 @@ _twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def duplicate(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A new group of the same ranks, backend, time-out and labels, in which exchanges keep an order
     of their own. All ranks of the group call this alike, and no others need to. Raises Unanswered
     where one of them does not within the group's time-out."""
@@ -158,7 +158,7 @@ def twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
 _idle: list[weakref.ref[dist.ProcessGroup]] = []
 
 
-def goes_with(owner: object, group: dist.ProcessGroup) -> None:
+def close_with(owner: object, group: dist.ProcessGroup) -> None:
     """Lets a twin be closed once its ``owner`` is gone: when the next twin is made, since an owner
     may go in the middle of anything. On gloo alone, where a rank closes its part by itself."""
     if _is_gloo(group):
@@ -253,10 +253,10 @@ def _counts() -> tuple[int, ...]:
     """References to the class of meshes and to that of their layouts, and meshes made lately. A
     mesh holds a reference to both classes. One to either may go as a mesh is made, so that its
     count stays as it was, but hardly one to each."""
-    return sys.getrefcount(DeviceMesh), sys.getrefcount(_LAYOUT), _young()
+    return sys.getrefcount(DeviceMesh), sys.getrefcount(_LAYOUT), _recent_meshes()
 
 
-def _young() -> int:
+def _recent_meshes() -> int:
     """How many meshes are among the objects made lately.
 
     One call of C code, within which no other thread runs: a tuple that another thread is just

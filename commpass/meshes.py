@@ -74,10 +74,10 @@ def partitions() -> dict[str, Blocks]:
     for name, blocks in itertools.chain.from_iterable(map(_dimensions, groups.meshes())):
         if set(groups.ranks_of(name)) in blocks:
             found.setdefault(name, set()).update(blocks)
-    return {name: frozenset(blocks) for name, blocks in found.items() if _apart(blocks)}
+    return {name: frozenset(blocks) for name, blocks in found.items() if _are_disjoint(blocks)}
 
 
-def _apart(blocks: Iterable[frozenset[int]]) -> bool:
+def _are_disjoint(blocks: Iterable[frozenset[int]]) -> bool:
     """Whether no rank is in two of them."""
     return sum(map(len, blocks)) == len(frozenset().union(*blocks))
 
@@ -94,7 +94,7 @@ def _dimensions(mesh: Any) -> Iterator[tuple[str, Blocks]]:
         return  # made without groups, or not of this rank
     for dim, group in enumerate(mine):
         name = group.group_name
-        if groups.group_named(name) is not group or not _made_with(mesh, root, dim, group):
+        if groups.group_named(name) is not group or not _has_group(mesh, root, dim, group):
             continue  # of a process group that was destroyed: another one has its name now
         if own.numel() == table.numel():
             yield name, _blocks(own, (dim,))
@@ -104,7 +104,7 @@ def _dimensions(mesh: Any) -> Iterator[tuple[str, Blocks]]:
             yield from ((name, blocks) for blocks in wanted if ranks in blocks)
 
 
-def _made_with(mesh: Any, root: Any, dim: int, group: Any) -> bool:
+def _has_group(mesh: Any, root: Any, dim: int, group: Any) -> bool:
     """Whether a dimension of a mesh was made with this group, and not with one that was destroyed
     and had the same name. Where torch keeps no register of a mesh's groups, their description
     tells: that is then one of a dimension of that name, or of all ranks."""

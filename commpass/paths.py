@@ -33,7 +33,7 @@ def clean(path: str, parallel: Iterable[str] = ()) -> str:
     ``parallel`` are the paths, as raw as ``path``, of those modules whose ``module`` is what they
     wrap.
     """
-    parts = _parts(_without(parallel, path))
+    parts = _parts(_strip_wrappers(parallel, path))
     if parts and parts[0] in ("L", "G"):
         parts = parts[2:]
     elif parts and parts[0] in ("self", "L__self__"):
@@ -41,7 +41,7 @@ def clean(path: str, parallel: Iterable[str] = ()) -> str:
     return ".".join(parts)
 
 
-def _without(parallel: Iterable[str], path: str) -> str:
+def _strip_wrappers(parallel: Iterable[str], path: str) -> str:
     """A path without the ``module`` of the wrappers at ``parallel``."""
     for wrapper in sorted(parallel, key=len, reverse=True):
         inner = f"{wrapper}.module" if wrapper else "module"
@@ -67,7 +67,7 @@ def names(model: nn.Module) -> list[tuple[str, nn.Module]]:
     wrapper has that of what it wraps."""
     found = list(model.named_modules(remove_duplicate=False))
     parallel = [name for name, module in found if is_parallel(type(module))]
-    return [(_of_names(_without(parallel, name)), module) for name, module in found]
+    return [(_of_names(_strip_wrappers(parallel, name)), module) for name, module in found]
 
 
 def _of_names(path: str) -> str:
@@ -136,10 +136,10 @@ class Places:
         not count."""
         if id(module) not in self.found:
             self.kept.append(module)
-            self.found[id(module)] = self._look(module)
+            self.found[id(module)] = self._find(module)
         return self.found[id(module)]
 
-    def _look(self, module: nn.Module) -> str:
+    def _find(self, module: nn.Module) -> str:
         root = next((one for one in self.around if id(module) in self._table(one)), module)
         path = self._table(root)[id(module)][0]
         if not path:

@@ -181,7 +181,7 @@ def planned(site: Site, candidate: Candidate, reason: str, plain_us: float) -> P
     return PlannedSite(**of_site, **chosen, reason=reason, plain_us=plain_us)
 
 
-def left_alone(site: Site, reason: str, plain_us: float = 0.0) -> PlannedSite:
+def uncompressed(site: Site, reason: str, plain_us: float = 0.0) -> PlannedSite:
     """A site with the candidate that every site has: *leave it alone*."""
     alone = Candidate(wire_bytes=site.bytes, predicted_us=plain_us)
     return planned(site, alone, reason, plain_us)
@@ -430,11 +430,11 @@ class Difference:
         )
 
 
-def diff(left: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list[Difference]:
+def diff(first: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list[Difference]:
     """What two plans of the same graph decide differently, site by site."""
     fields = tuple(fields)
     found = []
-    lefts, rights = ({site.name: site for site in plan.sites} for plan in (left, right))
+    lefts, rights = ({site.name: site for site in plan.sites} for plan in (first, right))
     for name in dict.fromkeys((*lefts, *rights)):
         a, b = lefts.get(name), rights.get(name)
         if a is None or b is None:
@@ -445,25 +445,25 @@ def diff(left: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list
             for field in fields
             if getattr(a, field) != getattr(b, field)
         ]
-    if left.direction != right.direction:
-        found.append(Difference("(graph)", "direction", left.direction, right.direction))
+    if first.direction != right.direction:
+        found.append(Difference("(graph)", "direction", first.direction, right.direction))
     if not found and [*lefts] != [*rights]:
         found.append(Difference("(graph)", "order", ", ".join(lefts), ", ".join(rights)))
-    if left.rules() != right.rules():
+    if first.rules() != right.rules():
         found.append(
-            Difference("(graph)", "simplified", "; ".join(left.rules()), "; ".join(right.rules()))
+            Difference("(graph)", "simplified", "; ".join(first.rules()), "; ".join(right.rules()))
         )
-    if left.splits() != right.splits():
+    if first.splits() != right.splits():
         found.append(
-            Difference("(graph)", "split", "; ".join(left.splits()), "; ".join(right.splits()))
+            Difference("(graph)", "split", "; ".join(first.splits()), "; ".join(right.splits()))
         )
-    if left.starts() != right.starts():
-        orders = [", ".join(plan.reordered) or "the program's" for plan in (left, right)]
+    if first.starts() != right.starts():
+        orders = [", ".join(plan.reordered) or "the program's" for plan in (first, right)]
         found.append(Difference("(graph)", "order of exchanges", *orders))
-    if left.groups() != right.groups():
+    if first.groups() != right.groups():
         found.append(
-            Difference("(graph)", "grouped", "; ".join(left.groups()), "; ".join(right.groups()))
+            Difference("(graph)", "grouped", "; ".join(first.groups()), "; ".join(right.groups()))
         )
-    if bool(left.fallback) != bool(right.fallback):
-        found.append(Difference("(graph)", "fallback", left.fallback, right.fallback))
+    if bool(first.fallback) != bool(right.fallback):
+        found.append(Difference("(graph)", "fallback", first.fallback, right.fallback))
     return found

@@ -22,7 +22,7 @@ from commpass.errors import PolicyError, nearest
 from commpass.lowbit import MAX_ERROR, SHARE, lowbit_rules
 from commpass.plan import Site
 from commpass.presets import DIMENSIONS, THREE_D, rules_over
-from commpass.rules import TYPES, Allowed, Named, Rule, Word, Words, as_names
+from commpass.rules import TYPES, Allowed, Annotation, Named, Rule, Words, as_names
 from commpass.tables import line_of, read_toml, toml_of
 
 PASS_NAMES = (
@@ -118,7 +118,7 @@ class Policy(Named):
         for name in self.skip:
             if name not in PASS_NAMES:
                 raise PolicyError(f"skip: no pass {name!r}{nearest(name, PASS_NAMES)}")
-        Word(  # checks them
+        Annotation(  # checks them
             codec=self.codecs,
             algorithm=self.algorithms,
             max_error=self.max_error,
@@ -132,14 +132,14 @@ class Policy(Named):
         if self.off:
             return Allowed(source="policy 'off'"), None
         if site.word is not None:
-            word = Word.from_json(site.word)
+            word = Annotation.from_json(site.word)
             source = "keep" if word.keep else "compress(...) in the model"
             return _allowed(self, word, source, names_site=True), None
         for index, rule in enumerate(self.rules):
             if rule.matches(site):
                 source = f"rule {index + 1} ({rule.about})"
                 return _allowed(self, rule, source, rule.names_module), index
-        return _allowed(self, Word(), self.label), None
+        return _allowed(self, Annotation(), self.label), None
 
     @property
     def label(self) -> str:
@@ -228,39 +228,43 @@ class Policy(Named):
         ``off``, which no file can say but as a preset."""
         if self.off:
             raise PolicyError(f"policy {self.name!r} is off, which a file says by preset = 'off'")
-        said = {key: value for key, value in _said(self).items() if key != "rules"}
+        said = {key: value for key, value in _set_fields(self).items() if key != "rules"}
         said = {"name": self.name, **said}
-        return toml_of(said, {"rule": [_said(rule) for rule in self.rules]})
+        return toml_of(said, {"rule": [_set_fields(rule) for rule in self.rules]})
 
 
-def _allowed(policy: Policy, word: Word, source: str, names_site: bool = False) -> Allowed:
+def _allowed(
+    policy: Policy, annotation: Annotation, source: str, names_site: bool = False
+) -> Allowed:
     """What is allowed to a site that a word covers; what it leaves open is the policy's. One that
     ``names_site`` and a codec, or forces one, means whatever the site carries."""
-    if word.keep:
+    if annotation.keep:
         return Allowed(source=source, split=source, rows=1)
-    what = (word.codec, word.algorithm, word.max_error)
-    how = (word.chunks, word.rows, word.lowering)
-    only_how = what == (None, None, None) and not word.force and any(how)
+    what = (annotation.codec, annotation.algorithm, annotation.max_error)
+    how = (annotation.chunks, annotation.rows, annotation.lowering)
+    only_how = what == (None, None, None) and not annotation.force and any(how)
     budget = f"max_error of {source}"
-    if word.max_error is None and source != policy.label:
+    if annotation.max_error is None and source != policy.label:
         budget = f"max_error of {policy.label}, since {source} says none"
     return Allowed(
-        codecs=tuple(word.codec) if word.codec is not None else policy.codecs,
-        algorithms=tuple(word.algorithm) if word.algorithm is not None else policy.algorithms,
-        named=word.algorithm is not None,
-        max_error=word.max_error if word.max_error is not None else policy.max_error,
-        force=word.force,
+        codecs=tuple(annotation.codec) if annotation.codec is not None else policy.codecs,
+        algorithms=tuple(annotation.algorithm)
+        if annotation.algorithm is not None
+        else policy.algorithms,
+        named=annotation.algorithm is not None,
+        max_error=annotation.max_error if annotation.max_error is not None else policy.max_error,
+        force=annotation.force,
         source=policy.label if only_how else source,
         budget=budget,
-        split=source if word.rows else policy.label,
-        lowering=word.lowering or policy.lowering,
-        chunks=word.chunks or policy.chunks,
-        rows=word.rows or policy.rows,
-        names_site=names_site and (word.codec is not None or word.force),
+        split=source if annotation.rows else policy.label,
+        lowering=annotation.lowering or policy.lowering,
+        chunks=annotation.chunks or policy.chunks,
+        rows=annotation.rows or policy.rows,
+        names_site=names_site and (annotation.codec is not None or annotation.force),
     )
 
 
-def _said(of: Policy | Rule) -> dict[str, Any]:
+def _set_fields(of: Policy | Rule) -> dict[str, Any]:
     """The fields that are not what they are if nothing is said."""
     values = {f.name: (getattr(of, f.name), f.default) for f in dataclasses.fields(of)}
     return {name: value for name, (value, default) in values.items() if value != default}

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from commpass.codecs import codec as codec_named
-from commpass.collectives import DEFAULTS, MOST_CHUNKS, algorithm, check_name, own
+from commpass.collectives import DEFAULTS, MOST_CHUNKS, algorithm, check_name, find_algorithm
 from commpass.errors import PolicyError, nearest
 from commpass.globs import covers
 from commpass.kinds import KINDS
@@ -24,8 +24,8 @@ LOWERINGS = ("inline", "kernel")
 Words = str | Sequence[str] | None
 
 
-def as_names(words: Words) -> tuple[str, ...] | None:
-    return None if words is None else (words,) if isinstance(words, str) else tuple(words)
+def as_names(names: Words) -> tuple[str, ...] | None:
+    return None if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 TYPES: dict[str, Any] = {
@@ -109,16 +109,16 @@ class Allowed:
         codecs = tuple(spec for spec in self.codecs if codec_named(spec).lossless)
         return dataclasses.replace(self, codecs=codecs, lossless_only=why)
 
-    def allow_like(self, other: Allowed) -> bool:
+    def allow_like(self, site: Allowed) -> bool:
         """Whether both allow the same, whoever says so."""
-        return self.terms == other.terms
+        return self.terms == site.terms
 
 
 NOTHING = Allowed()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Word(Named):
+class Annotation(Named):
     """What a rule or an annotation says about the sites it covers. None leaves the question to the
     policy.
 
@@ -168,19 +168,19 @@ class Word(Named):
     def to_json(self) -> str:
         said = {
             f.name: getattr(self, f.name)
-            for f in dataclasses.fields(Word)
+            for f in dataclasses.fields(Annotation)
             if getattr(self, f.name) != f.default
         }
         return msgspec.json.encode(said, order="deterministic").decode()
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def from_json(text: str) -> Word:
-        return Word(**msgspec.json.decode(text))
+    def from_json(text: str) -> Annotation:
+        return Annotation(**msgspec.json.decode(text))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule(Word):
+class Rule(Annotation):
     """A word for the sites that match: ``module`` is a glob over module paths (``layers.*.mlp``
     covers all that is inside; ``**`` crosses dots), ``kind`` one kind or several, ``group`` one or
     several globs over group labels or names, ``min_bytes`` the least size of a site in bytes."""
@@ -211,7 +211,7 @@ class Rule(Word):
         if self.min_bytes < 0:
             raise PolicyError(f"Rule(min_bytes={self.min_bytes}): must be at least 0")
         for kind in self.kinds or ():
-            if self.algorithm and not any(own(kind, spec) for spec in self.algorithm):
+            if self.algorithm and not any(find_algorithm(kind, spec) for spec in self.algorithm):
                 algorithm(kind, self.algorithm[0])  # raises, with the nearest that this kind has
 
     @property

@@ -29,7 +29,7 @@ _now = threading.local()
 NOBODY = Running()
 
 
-def now() -> Running:
+def innermost() -> Running:
     """The innermost call that goes on in this thread."""
     found: Running = getattr(_now, "running", NOBODY)
     return found
@@ -38,7 +38,7 @@ def now() -> Running:
 @contextmanager
 def running(call: Running) -> Iterator[None]:
     """In here, ``call`` goes on."""
-    before = now()
+    before = innermost()
     _now.running = call
     try:
         yield
@@ -55,5 +55,5 @@ def profiled(name: str) -> AbstractContextManager[object]:
 
 def stage(site: int, role: str) -> AbstractContextManager[object]:
     """The range of a stage of a site, by its number in the plan of the graph that is called."""
-    labels = now().labels
+    labels = innermost().labels
     return profiled(f"{labels[site]} {role}" if site < len(labels) else role)

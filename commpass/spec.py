@@ -58,16 +58,16 @@ def parameters_of(builder: Callable[..., Any]) -> dict[str, Any]:
 
 
 def changed(
-    what: str, builder: Callable[..., Any], given: dict[str, Any]
+    kind: str, builder: Callable[..., Any], options: dict[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
     """The parameters that are given and are not the defaults, in order. Raises PolicyError for an
     unknown one, or a type of value that it cannot have."""
     known = parameters_of(builder)
-    if "" in given and known:
-        given = {next(iter(known)) if key == "" else key: value for key, value in given.items()}
-    for key, value in given.items():
+    if "" in options and known:
+        options = {next(iter(known)) if key == "" else key: value for key, value in options.items()}
+    for key, value in options.items():
         if key not in known:
-            raise PolicyError(f"{what} has no parameter {key!r}{nearest(key, known)}")
+            raise PolicyError(f"{kind} has no parameter {key!r}{nearest(key, known)}")
         if type(value) is not type(known[key]):
-            raise PolicyError(f"{what}: {key}={value!r} should be like {key}={known[key]!r}")
-    return tuple((key, value) for key, value in sorted(given.items()) if value != known[key])
+            raise PolicyError(f"{kind}: {key}={value!r} should be like {key}={known[key]!r}")
+    return tuple((key, value) for key, value in sorted(options.items()) if value != known[key])

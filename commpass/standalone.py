@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from commpass.costmodel import Profile
 from commpass.errors import PolicyError
-from commpass.passes import Road
+from commpass.passes import PassContext
 from commpass.passes import run as run_passes
 from commpass.passes.graph import meta
 from commpass.plan import Plan
@@ -51,7 +51,7 @@ def rewrite(
     chosen = dataclasses.replace(policy_here(policy), watch=0.0, check_calls=0)
     _fake_values(gm, example_inputs)
     table = (lambda: dict(decompositions)) if decompositions is not None else None
-    road = Road(
+    road = PassContext(
         gm=gm,
         direction=direction,
         policy=chosen,

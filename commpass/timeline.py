@@ -105,7 +105,7 @@ class Timeline:
         return found
 
     @property
-    def lanes(self) -> tuple[str, ...]:
+    def tracks(self) -> tuple[str, ...]:
         """The host, and the links in the order in which they are first used."""
         return tuple(dict.fromkeys((HOST, *(event.lane for event in self.events))))
 
@@ -121,10 +121,10 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def without(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+def subtract(spans: Iterable[Span], excluded: Iterable[Span]) -> list[Span]:
     """The time of spans in which none of the others is, as spans in order."""
     found = []
-    taken = union(others)
+    taken = union(excluded)
     for begin, end in union(spans):
         at = begin
         for other_begin, other_end in taken:

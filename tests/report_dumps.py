@@ -15,8 +15,8 @@ from commpass.plan import (
     Simplification,
     Site,
     Split,
-    left_alone,
     planned,
+    uncompressed,
 )
 from commpass.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
 
@@ -55,7 +55,7 @@ def site(name: str, module: str, *, ranks: int = 4, compressed: bool = True, **m
     if compressed:
         chosen = planned(found, INT8, REASON, ALONE.predicted_us)
         return dataclasses.replace(chosen, missed=missed)
-    return left_alone(found, "hidden: the rank computes meanwhile", ALONE.predicted_us)
+    return uncompressed(found, "hidden: the rank computes meanwhile", ALONE.predicted_us)
 
 
 def layers(count: int, **more) -> list[PlannedSite]:

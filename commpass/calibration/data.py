@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from commpass.calibration.mix import Solution, rules_of, solve
-from commpass.calibration.places import Carried, Level, Place, Where
+from commpass.calibration.places import Address, Carried, Level, Place
 from commpass.costmodel import Profile
 from commpass.errors import CalibrationError
 from commpass.policy import Policy, policy_named
@@ -19,7 +19,7 @@ from commpass.tables import Format, read_json, write_whole
 
 FORMAT = Format("calibration", 1, "measure again with `commpass calibrate`", CalibrationError)
 
-__all__ = ["Calibration", "Carried", "Level", "Place", "Where"]
+__all__ = ["Address", "Calibration", "Carried", "Level", "Place"]
 
 
 @dataclass(frozen=True, kw_only=True)

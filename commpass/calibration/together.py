@@ -83,7 +83,7 @@ class Ranks:
 
 
 @contextmanager
-def together(timeout: float) -> Iterator[Ranks]:
+def all_ranks(timeout: float) -> Iterator[Ranks]:
     """All ranks, for as long as they measure. A rank that raises tells the others why."""
     with _patience(timeout):
         ranks = Ranks(timeout)

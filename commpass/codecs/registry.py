@@ -41,12 +41,12 @@ def codec(name: str | Codec, **parameters: Any) -> Codec:
 
 
 @lru_cache(maxsize=256)
-def _build(word: str, parameters: tuple[tuple[str, Any], ...]) -> Codec:
+def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Codec:
     """A codec from its parameters other than the defaults."""
     try:
-        return NAMES[word](spelled(word, parameters), **dict(parameters))
+        return NAMES[name](spelled(name, parameters), **dict(parameters))
     except PolicyError as error:
-        raise PolicyError(f"codec {word!r}: {error}") from None
+        raise PolicyError(f"codec {name!r}: {error}") from None
 
 
 NAMES: dict[str, Callable[..., Codec]] = {

@@ -350,10 +350,10 @@ class _Straight(torch.autograd.Function):
         return gradient, *[None] * 10
 
 
-def _run(chosen: Algorithm, x: Tensor, request: Request, codec: str) -> Tensor:
+def _run(algorithm: Algorithm, x: Tensor, request: Request, codec: str) -> Tensor:
     coder = codec_named(codec)
     with sizes_of_data(coder, x, traced=get_proxy_mode() is not None):
-        return run(chosen.run(x, request, coder))
+        return run(algorithm.run(x, request, coder))
 
 
 def _mirror(kind: str, name: str) -> Algorithm:

@@ -65,12 +65,12 @@ class Prices:
             latency -= busy
         return Task(port, taken, latency, stage.after, busy)
 
-    def _is_on_one_host(self, many: int) -> bool:
+    def _is_on_one_host(self, ranks: int) -> bool:
         """Whether the link inside carries what goes among each so many ranks that follow one
         another in the group; as the algorithm says, if the profile does not know hosts."""
         if self.profile.inside is None:
             return False
-        return not self.profile.node or self.on_host % many == 0 < self.on_host
+        return not self.profile.node or self.on_host % ranks == 0 < self.on_host
 
 
 def prices(

@@ -23,9 +23,9 @@ DOORS = ("commpass.parallel.ssfusion", "commpass.parallel.compress_ddp")
 _claimed: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
-def claim(model: nn.Module, door: str) -> None:
-    """From now on ``door`` exchanges the gradients of a model."""
-    _claimed[model] = door
+def acquire(model: nn.Module, integration: str) -> None:
+    """From now on ``integration`` exchanges the gradients of a model."""
+    _claimed[model] = integration
     summary.doors.add(model)
 
 
@@ -35,20 +35,20 @@ def release(model: nn.Module) -> None:
     summary.doors.discard(model)
 
 
-def refuse_if_claimed(model: nn.Module, door: str, others: Collection[str]) -> None:
-    """Raises PolicyError for a model of which a parameter is exchanged by one of ``others``
+def refuse_if_claimed(model: nn.Module, integration: str, allowed: Collection[str]) -> None:
+    """Raises PolicyError for a model of which a parameter is exchanged by one of ``allowed``
     already."""
     mine = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def found() -> str:
         return next(
             (
-                f"{door}: {mine[id(parameter)]} of this model is exchanged by"
+                f"{integration}: {mine[id(parameter)]} of this model is exchanged by"
                 f" commpass.parallel.{other} of a {type(held).__name__} already, and would be"
                 f" exchanged twice. Leave one of the two out, or call remove() on ssfusion's first"
                 for held, other in list(_claimed.items())
                 for parameter in held.parameters()
-                if other in others and id(parameter) in mine
+                if other in allowed and id(parameter) in mine
             ),
             "",
         )
@@ -59,7 +59,7 @@ def refuse_if_claimed(model: nn.Module, door: str, others: Collection[str]) -> N
             raise PolicyError(why)
 
 
-class Gone:
+class Released:
     """What a copy of a model has in the place of our hook's state: torch copies the list of hooks,
     and not the hook."""
 
@@ -135,26 +135,29 @@ def _instead(model: Any) -> str:
     )
 
 
-def refuse_if_optimized_in_backward(parameters: Iterable[Any], door: str) -> None:
+def refuse_if_optimized_in_backward(parameters: Iterable[Any], integration: str) -> None:
     """Raises PolicyError for parameters with an optimizer of _apply_optimizer_in_backward, which
     DDP runs in a comm hook of its own, or which runs before gradients are exchanged."""
     if any(hasattr(each, "_in_backward_optimizers") for each in parameters):
         raise PolicyError(
-            f"{door}: parameters of this model have an optimizer that runs in backward"
+            f"{integration}: parameters of this model have an optimizer that runs in backward"
             " (_apply_optimizer_in_backward), for which DDP registers a comm hook of its own, and"
             " it takes one alone: leave one of the two out, and call step() after backward"
         )
 
 
-def refuse_if_taken(ddp: DistributedDataParallel, door: str) -> None:
-    """Raises PolicyError for a model that has a comm hook already, on behalf of a ``door``."""
-    ddp._comm_hooks[:] = [each for each in ddp._comm_hooks if not isinstance(each[1], Gone)]
+def refuse_if_taken(ddp: DistributedDataParallel, integration: str) -> None:
+    """Raises PolicyError for a model that has a comm hook already, on behalf of a
+    ``integration``."""
+    ddp._comm_hooks[:] = [each for each in ddp._comm_hooks if not isinstance(each[1], Released)]
     if taken := _hook_of(ddp):
         why = "mixed_precision= registers it" if ddp.mixed_precision is not None else "by hand"
         why = "by that call" if "commpass.parallel" in taken else why
         raise PolicyError(
-            f"{door}: this model already has the comm hook {taken} ({why}), and DDP takes one"
-            f" alone: that of commpass.parallel.{door} cannot be added. Leave one of the two out"
+            f"{integration}: this model already has the comm hook {taken} ({why}), and DDP takes"
+            " one"
+            f" alone: that of commpass.parallel.{integration} cannot be added. Leave one of the"
+            " two out"
         )
 
 

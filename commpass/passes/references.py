@@ -64,10 +64,10 @@ class Source:
         return taken
 
 
-def parameters_behind(node: Any, weights: Weights, again: bool) -> tuple[int, ...] | str:
+def parameters_behind(node: Any, weights: Weights, recomputed: bool) -> tuple[int, ...] | str:
     """The numbers of the parameters from which what an all_gather takes is computed, or why it may
-    keep no reference. ``again``: it is forward's, run again in a backward graph."""
-    if again:
+    keep no reference. ``recomputed``: it is forward's, run again in a backward graph."""
+    if recomputed:
         return GATHERED_AGAIN
     if weights.why is not None:
         return weights.why

@@ -18,29 +18,28 @@ from commpass.passes.hidden import Known
 from commpass.passes.move import Moved
 from commpass.passes.references import UNKNOWN, Weights
 from commpass.passes.rewrite import StateInput
-from commpass.passes.sample import Given
+from commpass.passes.sample import EncodedValue
 from commpass.passes.sizes import Limit
 from commpass.passes.template import Decompositions
-from commpass.plan import NOBODY, Grouped, Plan, PlannedSite, Simplification, Site, left_alone
+from commpass.plan import NOBODY, Grouped, Plan, PlannedSite, Simplification, Site, uncompressed
 from commpass.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Road:
+class PassContext:
     """A graph on its way: what goes in, and what the passes have found and chosen so far.
     ``stateless`` and ``weights`` say which of its collectives may keep state, as in ``discover``;
-    ``obstacle`` says why none of its collectives may be changed, whatever the policy says, and
-    ``excluded`` why single sites are left alone, by the names that they have in the plan;
+    ``unsupported_reason`` says why none of its collectives may be changed, whatever the policy
+    says, and ``excluded`` why single sites are left alone, by the names that they have in the plan;
     ``kernels`` whether Inductor compiles it, which can then compile what sites share as well.
-    ``adds_inputs`` says that whoever calls the graph can give it more inputs.
-    ``operators`` says that whoever compiles the graph lets operators of our own stay in it.
-    ``hook`` says that it is the one exchange of a hook, which has many graphs like it.
-    ``hidden`` says of sites that were compiled before whether they are hidden behind what is
-    computed, and ``hides`` whether others may be found to be so: only where ranks agree on it.
-    ``densities`` are those that were agreed on before, of gradients that are selected from.
-    ``own`` says whether rules may look for what this rank alone uses, likewise. ``given`` has what
-    compressed sites encode, by name; ``sampled`` says of
-    compressed sites, by name, why their real error is not measured; "" where it is."""
+    ``adds_inputs`` says that whoever calls the graph can give it more inputs. ``operators`` says
+    that whoever compiles the graph lets operators of our own stay in it. ``hook`` says that it is
+    the one exchange of a hook, which has many graphs like it. ``hidden`` says of sites that were
+    compiled before whether they are hidden behind what is computed, and ``hides`` whether others
+    may be found to be so: only where ranks agree on it. ``densities`` are those that were agreed on
+    before, of gradients that are selected from. ``own`` says whether rules may look for what this
+    rank alone uses, likewise. ``given`` has what compressed sites encode, by name; ``sampled`` says
+    of compressed sites, by name, why their real error is not measured; "" where it is."""
 
     gm: fx.GraphModule
     direction: str
@@ -70,13 +69,13 @@ class Road:
     limits: tuple[Limit, ...] = ()
     state: tuple[StateInput, ...] = ()
     constants: tuple[ConstantInput, ...] = ()
-    given: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, EncodedValue] = field(default_factory=dict)
     moved: Moved = field(default_factory=Moved)
     sampled: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
-class Outcome:
+class PassResult:
     """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched
     one, and says why. ``options`` has what might have been chosen, by the name of the site, and
     ``state``, then ``constants`` what it takes as its last inputs; ``pinned`` says that its order
@@ -113,7 +112,7 @@ class Outcome:
         self.untouched, self.options = {}, {}
         self.state, self.constants, self.pinned = (), (), False
         self.limits, self.sampled, self.densities = (), {}, {}
-        sites = tuple(left_alone(site, why) for site in self.first)
+        sites = tuple(uncompressed(site, why) for site in self.first)
         self.plan = self.plan.untouched(sites, why)
 
 

@@ -103,7 +103,7 @@ def even(
         profile.name,
         ranks,
         dtype,
-        _least(profile, ranks, dtype, kind, policy),
+        _smallest_gaining(profile, ranks, dtype, kind, policy),
         there.bytes,
         there.plain_us,
         there.predicted_us,
@@ -113,7 +113,7 @@ def even(
     )
 
 
-def _least(profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy) -> float:
+def _smallest_gaining(profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy) -> float:
     """The least power of two from which on all larger ones are compressed."""
     least, nbytes = inf, MOST
     while nbytes >= LEAST:

@@ -125,14 +125,14 @@ def profile() -> tuple[str, bool]:
     from commpass.costmodel.files import age, read
     from commpass.runtime.machine import (
         VARIABLE,
-        asked_of,
         default_here,
-        here,
-        misfits,
+        differences_from,
         profile_here,
+        requested_profile,
+        this_machine,
     )
 
-    path = asked_of(None)
+    path = requested_profile(None)
     if path is None:
         assumed = default_here("cuda" if torch.cuda.is_available() else "cpu").name
         return f"{assumed}, an assumption: {VARIABLE} is not set", False
@@ -144,7 +144,7 @@ def profile() -> tuple[str, bool]:
     if not str(path).endswith(".json"):
         return found.name, True
     file = read(Path(str(path)))
-    others = list(misfits(file.machine, here()))
+    others = list(differences_from(file.machine, this_machine()))
     said = f"{path}, {age(file)} old" + (f"; {'; '.join(others)}" if others else "")
     return said, not others
 

@@ -73,7 +73,7 @@ def draw(pictures: Sequence[Picture]) -> Any:
         raise CommpassError("a picture needs: pip install 'commpass[graph]'") from error
     below = [labels(each) for each in pictures]
     heights = [
-        LANE * len(each.timeline.lanes) + under.inches + HEAD
+        LANE * len(each.timeline.tracks) + under.inches + HEAD
         for each, under in zip(pictures, below, strict=True)
     ]
     figure = Figure(figsize=(WIDTH, sum(heights) + 0.4), layout="constrained")
@@ -96,7 +96,7 @@ def draw(pictures: Sequence[Picture]) -> Any:
 
 def _draw(axes: Any, picture: Picture, below: Labels) -> None:
     timeline = picture.timeline
-    places = {lane: -number for number, lane in enumerate(timeline.lanes)}
+    places = {lane: -number for number, lane in enumerate(timeline.tracks)}
     travelling = dict.fromkeys(event.site for event in timeline.events if event.travels)
     numbers = {site: number for number, site in enumerate(travelling)}
     for event in timeline.events:
@@ -117,7 +117,7 @@ def _draw(axes: Any, picture: Picture, below: Labels) -> None:
         axes.text(
             at, bottom, text, rotation=turned, ha="center", va="top", size=SIZE, parse_math=False
         )
-    names = ["compute" if lane == HOST else f"link: {lane}" for lane in timeline.lanes]
+    names = ["compute" if lane == HOST else f"link: {lane}" for lane in timeline.tracks]
     axes.set_yticks(list(places.values()), names)
     axes.set_ylim(bottom - below.inches / LANE, 0.5)
     axes.set_xlim(0, picture.end_us / 1000)

@@ -29,12 +29,20 @@ import torch.distributed as dist
 
 from commpass.errors import PlanMismatch, Unanswered
 from commpass.groups import ready, timeout_of
-from commpass.plan import NONE, Plan, Site, left_alone
+from commpass.plan import NONE, Plan, Site, uncompressed
 from commpass.runtime import differences
-from commpass.runtime.board import Board, History, Note, Now, Round, Speaker, board
+from commpass.runtime.board import (
+    History,
+    LatestEntry,
+    NoChange,
+    Participant,
+    PlanStore,
+    Round,
+    board,
+)
 from commpass.runtime.environment import difference
-from commpass.runtime.meeting import Meeting
-from commpass.runtime.parts import SEVERAL, Part, alike, call_of, parts
+from commpass.runtime.meeting import AgreementRound
+from commpass.runtime.parts import SEVERAL, Part, call_of, may_match, parts
 from commpass.runtime.reuse import must_compare, publish_reuse
 
 log = logging.getLogger("commpass")
@@ -54,7 +62,7 @@ def agree(
     plan: Plan,
     first: Iterable[Site],
     ends: Iterable[tuple[str, int | None]],
-    speaker: Speaker,
+    participant: Participant,
     timeout_s: float | None = None,
 ) -> tuple[str, Round | None]:
     """Compares a plan with those of all ranks that it hangs together with.
@@ -66,44 +74,46 @@ def agree(
     changed the same graph differently, and Unanswered where one did not answer in time.
     """
     first, ends = tuple(first), tuple(ends)
-    mine = parts(plan, first, ends, speaker.digest)
+    mine = parts(plan, first, ends, participant.digest)
     if not mine:
         return "", None
     here = board()
     for part in mine:
-        here.spoken.setdefault(part.where, set()).add(speaker.digest)
+        here.spoken.setdefault(part.where, set()).add(participant.digest)
     pasts = {part.key: here.history(part.key, part.group) for part in mine}
-    said = [part for part in mine if part.changed or part.hidden]
-    settled = [part for part in said if _settled(part, pasts[part.key], speaker.scope)]
+    said = [part for part in mine if part.changed or part.hidden_sites]
+    settled = [part for part in said if _is_agreed(part, pasts[part.key], participant.scope)]
     likely = [
         part
         for part in said
         if part not in settled
         and not pasts[part.key].apart
-        and _settled(part, pasts[part.key], speaker.backend)
+        and _is_agreed(part, pasts[part.key], participant.backend)
     ]
     fresh = [part for part in said if part not in settled and part not in likely]
     if why := next((pasts[part.key].apart for part in fresh if pasts[part.key].apart), ""):
-        sites = tuple(left_alone(site, why) for site in plan.sites)
+        sites = tuple(uncompressed(site, why) for site in plan.sites)
         plan = plan.untouched(sites, why)
-        mine, settled, likely, fresh = parts(plan, first, ends, speaker.digest), [], [], []
-    waiting = [part for part in mine if part in fresh or _contrary(part, pasts[part.key], speaker)]
+        mine, settled, likely, fresh = parts(plan, first, ends, participant.digest), [], [], []
+    waiting = [
+        part for part in mine if part in fresh or _dissenting(part, pasts[part.key], participant)
+    ]
     for part in mine:
         if part in settled:
-            _say_reused(here, part, pasts[part.key], speaker)
+            _say_reused(here, part, pasts[part.key], participant)
         elif part not in waiting and part not in likely:
-            _say_nothing(here, part, pasts[part.key], plan, speaker)
+            _publish_no_change(here, part, pasts[part.key], plan, participant)
     timeout_s = timeout_s or _timeout([*waiting, *likely])
     patience_s = min(PATIENCE_S, timeout_s)
     round = None
     if waiting:
         waiting += likely
     else:
-        compares, round = must_compare(here, likely, pasts, speaker, patience_s)
+        compares, round = must_compare(here, likely, pasts, participant, patience_s)
         waiting = likely if compares else []
     if not waiting:
         return why, None if settled else round
-    meeting = Meeting(here, waiting, pasts, plan, speaker, timeout_s)
+    meeting = AgreementRound(here, waiting, pasts, plan, participant, timeout_s)
     try:
         verdict = _verdict(meeting)
     finally:
@@ -155,7 +165,7 @@ SILENT = (
 )
 
 
-def _settled(part: Part, past: History, scope: str) -> bool:
+def _is_agreed(part: Part, past: History, scope: str) -> bool:
     """Whether all of it was agreed on before, for a backend or for the same code under it."""
     if part.changed and part.digest in past.agreed[scope]:
         return True
@@ -167,9 +177,9 @@ def _settled(part: Part, past: History, scope: str) -> bool:
     return not (part.plan.simplified or part.plan.grouped or part.plan.split)
 
 
-def _contrary(part: Part, past: History, speaker: Speaker) -> bool:
+def _dissenting(part: Part, past: History, participant: Participant) -> bool:
     """Whether it leaves alone what was agreed to be changed: the others must know."""
-    known = past.known[speaker.backend]
+    known = past.known[participant.backend]
     return not part.changed and any(_known(known, part, site) != NONE for site in part.first)
 
 
@@ -177,30 +187,34 @@ def _known(known: dict[str, str], part: Part, site: Site) -> str:
     """What was agreed on for a site; anything but NONE, if there is that, where it is not known for
     which of its sizes this plan is."""
     for key in part.keys_of(site):
-        if found := {said for other, said in known.items() if alike(key, other)}:
+        if found := {said for other, said in known.items() if may_match(key, other)}:
             return next(iter(sorted(found - {NONE})), NONE)
     return NONE
 
 
-def _say_nothing(here: Board, part: Part, past: History, plan: Plan, speaker: Speaker) -> None:
+def _publish_no_change(
+    store: PlanStore, part: Part, past: History, plan: Plan, participant: Participant
+) -> None:
     """Says that nothing is changed, and goes on."""
     if past.apart:
         return
-    call = call_of(part, speaker)
-    note = Note(0, part.outline, part.sites, speaker.digest, speaker.name, part.failure, call)
+    call = call_of(part, participant)
+    note = NoChange(
+        0, part.outline, part.sites, participant.digest, participant.name, part.failure, call
+    )
     try:
-        here.note(part.where, part.key, past, note)
+        store.note(part.where, part.key, past, note)
     except RuntimeError as error:  # the store is gone: nobody can hear it, and nobody need
         log.debug("commpass could not reach the store: %s", error)
 
 
-def _say_reused(here: Board, part: Part, past: History, speaker: Speaker) -> None:
+def _say_reused(store: PlanStore, part: Part, past: History, participant: Participant) -> None:
     """Says that what was agreed on for the same code is carried out for this call. (Where the call
     is not known on other ranks they could not tell which graph that is.)"""
-    if not call_of(part, speaker):
+    if not call_of(part, participant):
         return
     try:
-        publish_reuse(here, part, past, speaker)
+        publish_reuse(store, part, past, participant)
     except RuntimeError as error:  # as above
         log.debug("commpass could not reach the store: %s", error)
 
@@ -218,7 +232,7 @@ def _names(keys: Iterable[str]) -> str:
     return ", ".join(f"group {key.partition('@')[0]!r}" for key in keys)
 
 
-def _count(meeting: Meeting) -> None:
+def _count(meeting: AgreementRound) -> None:
     """Who only noted a graph has not counted its meeting: nor do those who heeded the note."""
     for key in meeting.parts:
         past = meeting.pasts[key]
@@ -229,7 +243,7 @@ def _count(meeting: Meeting) -> None:
             past.forget_notes()
 
 
-def _verdict(meeting: Meeting) -> str:
+def _verdict(meeting: AgreementRound) -> str:
     """Waits for the words of all. Returns why the graph must stay untouched, or ""."""
     try:
         _wait(meeting)
@@ -243,12 +257,12 @@ def _verdict(meeting: Meeting) -> str:
         ) from error
 
 
-def _wait(meeting: Meeting) -> None:
+def _wait(meeting: AgreementRound) -> None:
     start, told, pause = time.monotonic(), False, 0.001
     while True:
-        meeting.speak()
-        meeting.listen()
-        meeting.speak()  # what was heard may change it, and it must stand there when this rank goes
+        meeting.publish()
+        meeting.poll()
+        meeting.publish()  # what others published may change it; this rank may end first
         if meeting.decided():
             return
         waited = time.monotonic() - start
@@ -267,14 +281,14 @@ def _wait(meeting: Meeting) -> None:
         pause = min(2 * pause, LONGEST_PAUSE_S * (1 + many / 256))
 
 
-def _give_up(meeting: Meeting) -> None:
+def _give_up(meeting: AgreementRound) -> None:
     """Says that this rank raises."""
     for key, part in meeting.parts.items():
-        word = dataclasses.replace(meeting.word_of(part), gave_up=True)
-        meeting.here.say(key, meeting.mine[key][0], word)
+        word = dataclasses.replace(meeting.vote_for(part), gave_up=True)
+        meeting.here.publish_vote(key, meeting.mine[key][0], word)
 
 
-def _judge(meeting: Meeting) -> str:
+def _judge(meeting: AgreementRound) -> str:
     if against := meeting.contradicted():
         _give_up(meeting)
         raise PlanMismatch(differences.reused(meeting, *next(iter(against.items()))))
@@ -285,36 +299,46 @@ def _judge(meeting: Meeting) -> str:
         raise Unanswered(differences.gave_up(meeting, *found[0]))
     apart = {key for key in meeting.parts if key in meeting.conflicts or meeting.other_graph(key)}
     apart |= {key for key in meeting.parts if meeting.other_policy(key)}
-    if meeting.nobody():
-        why = differences.nobody(meeting)
-    elif (differing := meeting.differing()) and not meeting.several_graphs() and meeting.own():
+    if meeting.is_unchanged():
+        why = differences.no_change_reason(meeting)
+    elif (
+        (differing := meeting.differing())
+        and not meeting.several_graphs()
+        and meeting.uses_local_part()
+    ):
         return OWN
-    elif differing and not meeting.several_graphs() and meeting.hidden():
+    elif differing and not meeting.several_graphs() and meeting.hidden_sites():
         return HIDDEN
     elif differing:
         why = differences.text(meeting, differing)
         if len({word.policy for _, _, word in words}) > 1:
             raise PlanMismatch(why)
-        why = "; ".join([*(differences.apart(meeting, key) for key in sorted(apart)), why])
+        why = "; ".join(
+            [*(differences.departed_reason(meeting, key) for key in sorted(apart)), why]
+        )
     else:
         for key, part in meeting.parts.items():
             meeting.pasts[key].agree(meeting.speaker, part.digest, part.decisions())
         return ""
-    if meeting.contrary and meeting.without():
+    if meeting.contrary and meeting.has_absent_rank():
         raise PlanMismatch(
             f"{why}\nBut other ranks go on with what was agreed on before. Compile on all ranks"
             " alike."
         )
-    silent = any(meeting.missing(hall) for hall in meeting.halls)
+    silent = any(meeting.absent_ranks(hall) for hall in meeting.halls)
     for key, part in meeting.parts.items():
-        if silent or meeting.without():  # not all can see from what was said that nobody can
-            follows = dataclasses.replace(meeting.word_of(part), failure=why, follows=True)
-            meeting.here.say(key, meeting.mine[key][0], follows)
-            meeting.here.now(part.where, Now(word=follows, place=(key, meeting.mine[key][0])))
+        if (
+            silent or meeting.has_absent_rank()
+        ):  # not all can see from what was said that nobody can
+            follows = dataclasses.replace(meeting.vote_for(part), failure=why, follows=True)
+            meeting.here.publish_vote(key, meeting.mine[key][0], follows)
+            meeting.here.publish_latest(
+                part.where, LatestEntry(word=follows, place=(key, meeting.mine[key][0]))
+            )
     for part in (each for each in meeting.parts.values() if not each.changed):
         decisions = dict.fromkeys(part.decisions(), NONE)
         meeting.pasts[part.key].agree(meeting.speaker, "", decisions)
     for key in apart:
-        meeting.pasts[key].apart = differences.apart(meeting, key)
+        meeting.pasts[key].apart = differences.departed_reason(meeting, key)
         meeting.here.leave(key, meeting.pasts[key].apart)
     return why if any(part.changed for part in meeting.parts.values()) else ""

@@ -35,7 +35,7 @@ MOST_NOTES = 256
 
 
 @dataclass(frozen=True)
-class Speaker:
+class Participant:
     """Under which policy and profile a rank decides: a digest that equal ones share, and a name.
     ``backend`` tells backends of this process apart, and what was compiled before a reset of
     Dynamo; ``function`` the code that the graph was compiled from; ``call`` the call of it for
@@ -54,7 +54,7 @@ class Speaker:
 
 
 @dataclass(frozen=True)
-class Statement:
+class Vote:
     """What a rank says at a meeting of its part of a graph, in which it changes something.
 
     ``digest`` is that of what it changes, "" for nothing (where something was agreed on before);
@@ -97,7 +97,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Note:
+class NoChange:
     """What a rank that changes nothing of a graph leaves on the board before it goes on: the
     outline of its part, which sites those are (ANY if that is not known), policy, and why if it
     failed. ``times`` is how often it has noted this outline since its last meeting. ``call`` is the
@@ -125,7 +125,7 @@ class Note:
         """Of which graph it is, as far as other ranks can tell, and whether a plan is reused."""
         return f"{self.call}/{self.outline}{REUSED * bool(self.digest)}"
 
-    def is_of(self, call: str, outline: str) -> bool:
+    def concerns(self, call: str, outline: str) -> bool:
         """Whether it is of the graph that another rank compiles for this call, or, where the call
         is not known, of one with the same collectives."""
         return self.call == call if call else not self.call and self.outline == outline
@@ -135,19 +135,19 @@ REUSED = "/reused"
 
 
 @dataclass(frozen=True)
-class Notes:
+class NoChanges:
     """The notes of a rank since its meeting number ``count`` in a group."""
 
     count: int
-    notes: tuple[Note, ...]
+    notes: tuple[NoChange, ...]
 
 
 @dataclass(frozen=True)
-class Now:
+class LatestEntry:
     """What a rank has said last in a group, under whichever policy: a note, or a word and where."""
 
-    note: Note | None = None
-    word: Statement | None = None
+    note: NoChange | None = None
+    word: Vote | None = None
     place: tuple[str, int] = ("", 0)
 
     @property
@@ -177,8 +177,8 @@ class History:
     last, by this rank or by one that it heeded, and ``repeats`` how often each graph was; ``notes``
     are this rank's. ``agreed`` and ``known``
     are the digests and what was decided of each site, by backend, and by backend and code, so that
-    a rank which compiles again alone knows what the others go on with. ``apart`` says why its ranks
-    change nothing any more.
+    a rank which compiles again alone knows what the others go on with. ``departed`` says why its
+    ranks change nothing any more.
     """
 
     group: weakref.ref[Any]
@@ -187,27 +187,27 @@ class History:
     repeats: dict[str, int] = field(default_factory=dict)
     agreed: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     known: dict[str, dict[str, str]] = field(default_factory=lambda: defaultdict(dict))
-    notes: dict[str, Note] = field(default_factory=dict)
+    notes: dict[str, NoChange] = field(default_factory=dict)
     apart: str = ""
 
-    def agree(self, speaker: Speaker, digest: str, decisions: dict[str, str]) -> None:
+    def agree(self, participant: Participant, digest: str, decisions: dict[str, str]) -> None:
         """Records what was agreed on, for the backend and for the code."""
-        for scope in (speaker.backend, speaker.scope):
+        for scope in (participant.backend, participant.scope):
             if digest:
                 self.agreed[scope].add(digest)
             self.known[scope].update(decisions)
 
-    def is_past(self, word: Statement) -> bool:
+    def is_past(self, vote: Vote) -> bool:
         """Whether a word is of a graph that this rank has noted since: its meeting was not counted,
         and the next one has the same number."""
-        return bool(word.call) and self.times_noted(word.call, word.outline) > word.repeats
+        return bool(vote.call) and self.times_noted(vote.call, vote.outline) > vote.repeats
 
     def times_noted(self, call: str, outline: str) -> int:
         """How often this rank has noted a graph since the last meeting."""
         graph = f"{call}/{outline}"
         return self.repeats.get(graph, 0) + self.repeats.get(graph + REUSED, 0)
 
-    def heed(self, notes: Iterable[Note]) -> None:
+    def heed(self, notes: Iterable[NoChange]) -> None:
         """Takes the notes of other ranks as if they were this one's."""
         for note in notes:
             self.repeats[note.graph] = note.repeats
@@ -221,7 +221,7 @@ class History:
 
 
 @dataclass
-class Board:
+class PlanStore:
     """The store, as one rank of one run writes and reads it. ``older`` are hellos of older runs,
     ``spoken`` the policies under which this rank has said anything in a group, ``settings`` what
     ranks have said of their environment, and ``settings_said`` that not all have in time. ``node``
@@ -255,14 +255,14 @@ class Board:
 
     # --- writing ---
 
-    def say(self, key: str, number: int, word: Statement) -> None:
-        self.store.set(_place(self.nonce, key, number), msgspec.json.encode(word))
+    def publish_vote(self, key: str, number: int, vote: Vote) -> None:
+        self.store.set(_place(self.nonce, key, number), msgspec.json.encode(vote))
 
-    def now(self, where: str, said: Now) -> None:
+    def publish_latest(self, key: str, entry: LatestEntry) -> None:
         """Says under which policy this rank has got where."""
-        self.store.set(_place(self.nonce, where, "now"), msgspec.json.encode(said))
+        self.store.set(_place(self.nonce, key, "now"), msgspec.json.encode(entry))
 
-    def note(self, where: str, key: str, past: History, note: Note) -> None:
+    def note(self, location: str, key: str, past: History, note: NoChange) -> None:
         """Says that nothing is changed of a graph, or that what was agreed on is reused."""
         repeats = past.repeats.get(note.graph, 0) + 1
         if not note.waits:
@@ -276,10 +276,10 @@ class Board:
             del past.notes[old]
         self._write_notes(key, past)
         if not note.digest:
-            self.now(where, Now(note=past.notes[note.graph]))
+            self.publish_latest(location, LatestEntry(note=past.notes[note.graph]))
 
     def _write_notes(self, key: str, past: History) -> None:
-        notes = Notes(past.count, tuple(past.notes.values()))
+        notes = NoChanges(past.count, tuple(past.notes.values()))
         self.store.set(_place(self.nonce, key, "notes"), msgspec.json.encode(notes))
 
     def leave(self, key: str, why: str) -> None:
@@ -324,26 +324,26 @@ class Board:
         said = {rank: _place(one, "place", "all") for rank, one in self.nonces(ranks).items()}
         return {rank: raw.decode() for rank, raw in self.read(said).items()}
 
-    def settle(self, key: str, value: str) -> str:
+    def agree_on_first(self, key: str, value: str) -> str:
         """What the first rank gives for a key, which counts for all. Rank 0 has said hello."""
         first = self.nonces([0])[0]
         settled: bytes = self.store.compare_set(_place(first, key, "all"), "", value)
         return settled.decode()
 
-    def words(self, places: dict[int, str], key: str, number: int) -> dict[int, Statement]:
+    def votes(self, places: dict[int, str], key: str, number: int) -> dict[int, Vote]:
         """What ranks have said at a meeting, by their nonces: those that have."""
         read = self.read({rank: _place(nonce, key, number) for rank, nonce in places.items()})
-        return {rank: msgspec.json.decode(raw, type=Statement) for rank, raw in read.items()}
+        return {rank: msgspec.json.decode(raw, type=Vote) for rank, raw in read.items()}
 
-    def notes(self, places: dict[int, str], key: str) -> dict[int, Notes]:
+    def notes(self, places: dict[int, str], key: str) -> dict[int, NoChanges]:
         """The notes of ranks, by their nonces: of those that have any."""
         read = self.read({rank: _place(nonce, key, "notes") for rank, nonce in places.items()})
-        return {rank: msgspec.json.decode(raw, type=Notes) for rank, raw in read.items()}
+        return {rank: msgspec.json.decode(raw, type=NoChanges) for rank, raw in read.items()}
 
-    def last(self, places: dict[int, str], where: str) -> dict[int, Now]:
+    def last(self, places: dict[int, str], location: str) -> dict[int, LatestEntry]:
         """What ranks have said last in a group, by their nonces."""
-        read = self.read({rank: _place(nonce, where, "now") for rank, nonce in places.items()})
-        return {rank: msgspec.json.decode(raw, type=Now) for rank, raw in read.items()}
+        read = self.read({rank: _place(nonce, location, "now") for rank, nonce in places.items()})
+        return {rank: msgspec.json.decode(raw, type=LatestEntry) for rank, raw in read.items()}
 
     def errors(self, ranks: Sequence[int], round: str, call: int | str) -> dict[int, bytes]:
         """What those of these ranks measured that have published it."""
@@ -352,7 +352,7 @@ class Board:
             {rank: _place(nonce, f"errors/{round}", call) for rank, nonce in nonces.items()}
         )
 
-    def apart(self, places: dict[int, str], key: str) -> dict[int, str]:
+    def departed(self, places: dict[int, str], key: str) -> dict[int, str]:
         """The ranks that have left a group, with what they said."""
         read = self.read({rank: _place(nonce, key, "apart") for rank, nonce in places.items()})
         return {rank: raw.decode() for rank, raw in read.items()}
@@ -374,10 +374,10 @@ class Board:
         return self.read(dict(rows[:half])) | self.read(dict(rows[half:]))
 
 
-_boards: list[Board] = []
+_boards: list[PlanStore] = []
 
 
-def board() -> Board:
+def board() -> PlanStore:
     """The board of the process groups that there are now; a fresh one where they were made anew."""
     if not _boards or _boards[-1].world() is not dist.group.WORLD:
         begin()
@@ -390,7 +390,7 @@ def begin() -> None:
     assert world is not None
     older = frozenset().union(*(board.older | board.read_nonces for board in _boards))
     forget_calls()
-    _boards[:] = [Board(weakref.ref(world), dist.get_rank(), uuid.uuid4().hex[:12], older)]
+    _boards[:] = [PlanStore(weakref.ref(world), dist.get_rank(), uuid.uuid4().hex[:12], older)]
     here = _boards[-1]
     here.settings[here.rank] = settings()
     said = msgspec.json.encode(here.settings[here.rank])
@@ -404,8 +404,8 @@ def epoch(nonces: Iterable[str]) -> str:
     return hashlib.sha256("/".join(nonces).encode()).hexdigest()[:16]
 
 
-def _place(nonce: str, key: str, what: int | str) -> str:
-    return f"{ROOT}/{nonce}/{key}/{what}"
+def _place(nonce: str, key: str, place: int | str) -> str:
+    return f"{ROOT}/{nonce}/{key}/{place}"
 
 
 def spans(ranks: Iterable[int]) -> str:

@@ -169,13 +169,13 @@ class Check:
         """After a call: publishes what was measured."""
         if not self.samples.checking:
             return
-        self.samples.settle(wait=True)
+        self.samples.read_measured(wait=True)
         self.samples.checking = False
         self.pending = True
         if self.peers:
-            self._publish(self.made, self._own())
+            self._publish(self.made, self._own_reading())
 
-    def _own(self) -> Published:
+    def _own_reading(self) -> Published:
         found = {key: each.reading for key, each in self.sites.items()}
         measured = {key: reading for key, reading in found.items() if reading is not None}
         why = {key: excess(r, self.sites[key].bound or 0.0) for key, r in measured.items()}
@@ -206,11 +206,11 @@ class Check:
         if self.board is not None and self.board is not board():
             self.done = True  # the process groups were made anew: nobody has the round any more
             return {}
-        others = self._others()
+        others = self._peer_readings()
         if others is None:
             self.done = True  # what one rank no longer learns cannot be applied by all alike
             return {}
-        everyone = {self.board.rank if self.board is not None else 0: self._own(), **others}
+        everyone = {self.board.rank if self.board is not None else 0: self._own_reading(), **others}
         over: dict[Key, str] = {}
         for rank, published in sorted(everyone.items()):
             for key, why in published.over.items():
@@ -229,7 +229,7 @@ class Check:
                 log.warning(STAYS, label(sampled.site), sampled.site.kind, why, MORE)
         return {}
 
-    def _others(self) -> dict[int, Published] | None:
+    def _peer_readings(self) -> dict[int, Published] | None:
         """What the others published of the latest call; None where one of them has ended the
         check before it."""
         start, told, pause = time.monotonic(), False, 0.0005

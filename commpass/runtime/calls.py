@@ -33,10 +33,10 @@ class OfParameters:
     number: int
 
 
-def of_whom(kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> list[OfParameters]:
+def owner_of(states: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> list[OfParameters]:
     outputs = gm.graph.output_node()
     found: list[OfParameters] = []
-    for one in kept:
+    for one in states:
         parameters = one.parameters or calls.parameters(outputs, one.reaches)
         like = [
             each for each in found if (each.of.place, each.parameters) == (one.place, parameters)
@@ -46,25 +46,25 @@ def of_whom(kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls) -> lis
 
 
 def state_for(
-    kept: Sequence[StateInput], gm: fx.GraphModule, calls: Calls, direction: str
+    states: Sequence[StateInput], gm: fx.GraphModule, calls: Calls, direction: str
 ) -> Callable[[Sequence[Any]], list[torch.Tensor]]:
     """What gives the state that each call of a graph needs beside its inputs."""
     if isinstance(calls, HookCalls) and calls.parameters_of_flat:
-        flats = [Flat(one, calls) for one in kept]
-        return lambda inputs: [flat.now() for flat in flats]
-    return functools.partial(state_of, of_whom(kept, gm, calls), calls, direction)
+        flats = [Flat(one, calls) for one in states]
+        return lambda inputs: [flat.current() for flat in flats]
+    return functools.partial(state_of, owner_of(states, gm, calls), calls, direction)
 
 
 def state_of(
-    kept: Sequence[OfParameters], calls: Calls, direction: str, inputs: Sequence[Any]
+    states: Sequence[OfParameters], calls: Calls, direction: str, inputs: Sequence[Any]
 ) -> list[torch.Tensor]:
     """The state that a graph is called with beside its ``inputs``: that of the instance whose call
     it is."""
-    if not kept:
+    if not states:
         return []
     owner = calls.owner(direction)
     found = []
-    for one in kept:
+    for one in states:
         part = part_of(owner, one.parameters)
         if one.of.source is None:
             found.append(state.residual(one.of, one.number, calls.code, part))
@@ -116,14 +116,14 @@ def named(function: Compiler, name: str, labels: tuple[str, ...], samples: Sampl
     they are sampled."""
 
     def run(inputs: list[Any]) -> Any:
-        with running(Running(labels, samples.look())), profiled(name):
+        with running(Running(labels, samples.next_sink())), profiled(name):
             return function(inputs)
 
     run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]
     return run
 
 
-def boxed(function: Compiler) -> Compiler:
+def with_boxed_args(function: Compiler) -> Compiler:
     """The calling convention of AOTAutograd: one list of arguments."""
     from functorch.compile import make_boxed_func
 

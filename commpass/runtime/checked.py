@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.passes import Outcome
+from commpass.passes import PassResult
 from commpass.runtime.budget import Check, Key
 
 _held: ContextVar[bool] = ContextVar("_held", default=False)
 
 
 @contextlib.contextmanager
-def held() -> Iterator[None]:
+def suspended() -> Iterator[None]:
     """Within it graphs are called as they were last, and not checked: what is sent once more must
     arrive with the same bits."""
     token = _held.set(True)
@@ -44,7 +44,7 @@ class Built:
     function: Function
     check: Check
     strides: Any
-    outcome: Outcome
+    outcome: PassResult
 
 
 class Checked:
@@ -72,8 +72,8 @@ class Checked:
             return self.function(inputs)
         for each in list(self.graphs):
             if each is not self and each.checks:
-                each.settle()  # what another graph found is known to all ranks by now
-        self.settle()
+                each.compare_latest()  # what another graph found is known to all ranks by now
+        self.compare_latest()
         if self.built is None:
             return self.function(inputs)
         check = self.built.check
@@ -91,7 +91,7 @@ class Checked:
         """Whether its check goes on."""
         return self.built is not None and not self.built.check.done
 
-    def settle(self) -> None:
+    def compare_latest(self) -> None:
         """Compares the readings of the latest call with those of all ranks, and compiles anew if
         that says so."""
         if self.built is None:
@@ -120,7 +120,7 @@ class Checked:
     def leave(self) -> None:
         """Ends the check: the same code is compiled for other inputs, and other ranks may not call
         this graph as often as this one. It can be compiled again until that check has ended too."""
-        self.settle()
+        self.compare_latest()
         if self.built is not None:
             self.built.check.leave()
 
@@ -140,15 +140,15 @@ def release(graphs: weakref.WeakSet[Checked]) -> None:
                 each.drop()
 
 
-def _with_strides(built: Built, wanted: Any, found: Sequence[tuple[int, ...] | None]) -> Built:
+def _with_strides(built: Built, expected: Any, found: Sequence[tuple[int, ...] | None]) -> Built:
     """A graph whose outputs lie in memory as they did before: what was compiled for them (the
-    backward graph, say) takes that for granted. ``wanted`` are Inductor's strides, maybe symbolic,
-    and ``found`` those of a call."""
-    if wanted is None or built.strides is None or list(wanted) == list(built.strides):
+    backward graph, say) takes that for granted. ``expected`` are Inductor's strides, maybe
+    symbolic, and ``found`` those of a call."""
+    if expected is None or built.strides is None or list(expected) == list(built.strides):
         return built
     differing = {
         number: (before, found[number])
-        for number, (before, now) in enumerate(zip(wanted, built.strides, strict=True))
+        for number, (before, now) in enumerate(zip(expected, built.strides, strict=True))
         if before is not None and before != now
     }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from commpass.plan import Plan, diff
-from commpass.runtime.board import Statement, spans
-from commpass.runtime.meeting import Meeting
-from commpass.runtime.pairs import ends, mismatches
+from commpass.runtime.board import Vote, spans
+from commpass.runtime.meeting import AgreementRound
+from commpass.runtime.pairs import endpoints, mismatches
 
 SHOW_S = 10.0
 """How long another rank may take to show its plan, once all have spoken."""
@@ -18,7 +18,7 @@ SIZES = (
 )
 
 
-def _where(meeting: Meeting, key: str) -> str:
+def _location(meeting: AgreementRound, key: str) -> str:
     name = key.partition("@")[0]
     if "/pair/" in key:
         return (
@@ -27,18 +27,18 @@ def _where(meeting: Meeting, key: str) -> str:
     return f"group {name!r} (ranks {spans(meeting.halls[key][1])})"
 
 
-def _waited_for(meeting: Meeting) -> str:
+def _waited_for(meeting: AgreementRound) -> str:
     """Ranks by group that have said nothing."""
     found = []
     for key in meeting.halls:
-        if missing := meeting.missing(key):
+        if missing := meeting.absent_ranks(key):
             new = [rank for rank in missing if rank not in meeting.nonces]
             never = f" (rank {spans(new)} has compiled nothing yet)" if new else ""
-            found.append(f"rank {spans(missing)} of {_where(meeting, key)}{never}")
+            found.append(f"rank {spans(missing)} of {_location(meeting, key)}{never}")
     return "; ".join(found)
 
 
-def patience(meeting: Meeting, waited_s: float) -> str:
+def patience(meeting: AgreementRound, waited_s: float) -> str:
     """A line for the log, while a rank waits."""
     return (
         f"rank {meeting.here.rank} has waited {waited_s:.0f} s, of at most {meeting.timeout_s:g} s,"
@@ -47,7 +47,7 @@ def patience(meeting: Meeting, waited_s: float) -> str:
     )
 
 
-def silence(meeting: Meeting) -> str:
+def silence(meeting: AgreementRound) -> str:
     return (
         f"{_waited_for(meeting)} published no plan for this {meeting.plan.direction} graph within"
         f" {meeting.timeout_s:g} s, but rank {meeting.here.rank} did. It compiled another graph,"
@@ -56,21 +56,21 @@ def silence(meeting: Meeting) -> str:
     )
 
 
-def gave_up(meeting: Meeting, key: str, rank: int) -> str:
+def gave_up(meeting: AgreementRound, key: str, rank: int) -> str:
     return (
-        f"rank {rank} of {_where(meeting, key)} waited in vain for the plan of another rank for"
+        f"rank {rank} of {_location(meeting, key)} waited in vain for the plan of another rank for"
         f" this {meeting.plan.direction} graph and gave up. Raise the time-out with"
         f" commpass.backend(..., timeout=seconds). Here the plan is:\n{_outline(meeting.plan)}"
     )
 
 
-def reused(meeting: Meeting, key: str, ranks: list[int]) -> str:
+def reused(meeting: AgreementRound, key: str, ranks: list[int]) -> str:
     """Some ranks go on with what was agreed on before, and others have planned something else."""
     digest = meeting.heard[key][ranks[0]].digest
     others = [rank for rank, word in meeting.heard[key].items() if word.digest != digest]
     other = meeting.heard[key][others[0]].digest
     return (
-        f"rank {spans(ranks)} of {_where(meeting, key)} goes on with plan {digest}, which was"
+        f"rank {spans(ranks)} of {_location(meeting, key)} goes on with plan {digest}, which was"
         f" agreed on before, but rank {spans(sorted(others))} plans {other or 'nothing'} for this"
         f" {meeting.plan.direction} graph, which is that of the same call. The model or its inputs"
         " differ between ranks: a number of a rank's own, say. Give every rank the same, or keep"
@@ -79,11 +79,13 @@ def reused(meeting: Meeting, key: str, ranks: list[int]) -> str:
     )
 
 
-def apart(meeting: Meeting, key: str) -> str:
-    return f"the ranks of {_where(meeting, key)} compile different graphs: nothing of it is changed"
+def departed_reason(meeting: AgreementRound, key: str) -> str:
+    return (
+        f"the ranks of {_location(meeting, key)} compile different graphs: nothing of it is changed"
+    )
 
 
-def nobody(meeting: Meeting) -> str:
+def no_change_reason(meeting: AgreementRound) -> str:
     """Why nobody may change anything: who changes nothing, and why."""
     here, said, follow = meeting.speaker, [], []
     for key, heard in meeting.heard.items():
@@ -94,8 +96,8 @@ def nobody(meeting: Meeting) -> str:
                 policy = f" (under a policy {here.name!r} or a profile that says something else)"
             elif word.policy != here.digest:
                 policy = f" (its policy is {word.policy_name!r}, here it is {here.name!r})"
-            where = f"of {_where(meeting, key)} in this graph{policy}"
-            if isinstance(word, Statement) and word.follows:
+            where = f"of {_location(meeting, key)} in this graph{policy}"
+            if isinstance(word, Vote) and word.follows:
                 follow.append(word.failure)
             elif word.failure:
                 said.append(f"rank {rank}: {word.failure}")
@@ -103,13 +105,13 @@ def nobody(meeting: Meeting) -> str:
                 said.append(f"rank {rank} changes nothing {where}")
         said += [f"rank {rank}: {why}" for rank, why in sorted(meeting.left[key].items())]
         if key in meeting.conflicts or (key in meeting.parts and meeting.other_graph(key)):
-            said.append(apart(meeting, key))
+            said.append(departed_reason(meeting, key))
     said = list(dict.fromkeys(said)) or follow[:1]
     more = f"; and {len(said) - MOST} more" if len(said) > MOST else ""
     return "; ".join(said[:MOST]) + more
 
 
-def text(meeting: Meeting, key: str) -> str:
+def text(meeting: AgreementRound, key: str) -> str:
     """What the two sides of a meeting plan differently."""
     sides: dict[str, list[int]] = {}
     for rank, word in sorted(meeting.heard[key].items()):
@@ -127,10 +129,13 @@ def text(meeting: Meeting, key: str) -> str:
         f"rank {spans(ranks)}: plan {digest}" for digest, ranks in sorted(sides.items())
     )
     head = (
-        f"the ranks of {_where(meeting, key)} planned differently for this {meeting.plan.direction}"
+        f"the ranks of {_location(meeting, key)} planned differently for this"
+        f" {meeting.plan.direction}"
         f" graph ({listed}).\n"
     )
-    left, right = (own if rank == me and own else _shown(meeting, key, rank) for rank in labels)
+    left, right = (
+        own if rank == me and own else _published_plan(meeting, key, rank) for rank in labels
+    )
     if left is None or right is None:
         return f"{head}Rank {labels[left is not None]} did not show its plan."
     if "/pair/" in key:
@@ -175,10 +180,10 @@ def _messages(key: str, plans: dict[int, Plan]) -> list[str]:
     pair = key.rpartition("/")[2].partition("~")[0]
     low, high = (int(number) for number in pair.split("-"))
     numbers = dict(zip(sorted(plans), (low, high), strict=True))
-    return mismatches(ends(plan.sites, numbers[rank]) for rank, plan in sorted(plans.items()))
+    return mismatches(endpoints(plan.sites, numbers[rank]) for rank, plan in sorted(plans.items()))
 
 
-def _shown(meeting: Meeting, key: str, rank: int) -> Plan | None:
+def _published_plan(meeting: AgreementRound, key: str, rank: int) -> Plan | None:
     """The plan that a rank shows, waited for."""
     until = time.monotonic() + min(SHOW_S, meeting.timeout_s)
     places = [
@@ -194,10 +199,10 @@ def _shown(meeting: Meeting, key: str, rank: int) -> Plan | None:
         time.sleep(0.01)
 
 
-def _outline(plan: Plan, most: int = 5) -> str:
+def _outline(plan: Plan, limit: int = 5) -> str:
     rows = [
         f"  {s.name}: {s.kind} {s.dtype}{list(s.shape)} {s.codec} by {s.algorithm}"
-        for s in plan.sites[:most]
+        for s in plan.sites[:limit]
     ]
-    more = [f"  ... and {len(plan.sites) - most} more"] if len(plan.sites) > most else []
+    more = [f"  ... and {len(plan.sites) - limit} more"] if len(plan.sites) > limit else []
     return "\n".join(rows + more)

@@ -49,33 +49,33 @@ def asked_policy() -> Policy | None:
         raise PolicyError(f"{POLICY}={named}: {error}") from error
 
 
-def policy_here(given: str | Path | Policy) -> Policy:
+def policy_here(argument: str | Path | Policy) -> Policy:
     """The policy that counts, where the program gives this one. Raises PolicyError for one that is
     not known, wherever it stands, so that a mistake is found before the variables are taken away.
     """
-    chosen = policy_named(given)
+    chosen = policy_named(argument)
     asked = asked_policy()
     if is_off():
-        _say(logging.INFO, f"{SWITCH}=off: nothing is compressed, whatever the program says")
+        _log(logging.INFO, f"{SWITCH}=off: nothing is compressed, whatever the program says")
         return PRESETS["off"]
     if asked is None or asked == chosen:
         return chosen
     named = os.environ[POLICY]
-    _say(
+    _log(
         logging.WARNING,
         f"{POLICY}={named} takes the place of policy {chosen.name!r}, which the program gives",
     )
     return asked
 
 
-def dump_here(given: str | os.PathLike[str] | None) -> Path | None:
+def dump_here(argument: str | os.PathLike[str] | None) -> Path | None:
     """The folder for dumps: as the program says, else as the environment does."""
-    folder = given if given is not None else os.environ.get(DUMP)
+    folder = argument if argument is not None else os.environ.get(DUMP)
     return Path(folder) if folder else None
 
 
 @functools.cache
-def _say(level: int, text: str) -> None:
+def _log(level: int, text: str) -> None:
     if is_first_rank():
         log.log(level, "%s", text)
 
@@ -110,17 +110,17 @@ def _counts(name: str) -> bool:
     return os.environ.get(name) not in (None, "") and (name, os.environ[name]) != (SWITCH, "on")
 
 
-def difference(said: Mapping[int, Settings]) -> str:
+def difference(settings: Mapping[int, Settings]) -> str:
     """What ranks are told whose settings differ; "" where they are alike."""
     sides: dict[str, list[int]] = {}
-    for rank, one in sorted(said.items()):
+    for rank, one in sorted(settings.items()):
         sides.setdefault(one.digest, []).append(rank)
     if len(sides) < 2:
         return ""
     shown = "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
         f"{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}:"
-        f" {said[ranks[0]].words or f'neither {SWITCH} nor {POLICY} is set'}"
+        f" {settings[ranks[0]].words or f'neither {SWITCH} nor {POLICY} is set'}"
         for ranks in sides.values()
     )
     return (
@@ -148,9 +148,9 @@ def problems() -> Iterator[tuple[str, str, str, str]]:
             yield name, os.environ[name], "", f"{name}: there is no such variable{known}"
 
 
-def _checked(look: Callable[[], object]) -> Callable[[str], str]:
+def _checked(validate: Callable[[], object]) -> Callable[[str], str]:
     def check(value: str) -> str:
-        look()
+        validate()
         return ""
 
     return check

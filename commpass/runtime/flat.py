@@ -23,13 +23,13 @@ PLACE = "gradient"
 class Flat:
     """The residual of one exchange: flat, in the order of its parameters."""
 
-    def __init__(self, kept: StateInput, calls: HookCalls):
-        self.kept, self.calls = kept, calls
+    def __init__(self, state: StateInput, calls: HookCalls):
+        self.kept, self.calls = state, calls
         self.of: tuple[Tensor, ...] = ()
         self.whole: Tensor | None = None
         self.parts: list[tuple[Owner, Any, Tensor]] = []
 
-    def now(self) -> Tensor:
+    def current(self) -> Tensor:
         """It, with what other exchanges of these parameters, a reset or a load have left there."""
         if self.whole is None or self.of is not self.calls.parameters_of_flat:
             kept, self.of = self.kept, self.calls.parameters_of_flat
@@ -42,14 +42,14 @@ class Flat:
                 self.parts[number] = owner, state.move(one, self.calls.code, owner, part), part
         return self.whole
 
-    def _parts(self, whole: Tensor) -> list[tuple[Owner, Tensor]]:
+    def _parts(self, flat: Tensor) -> list[tuple[Owner, Tensor]]:
         """Each parameter's owner and its part, laid out in memory as the parameter is."""
         found, start = [], 0
         for parameter in self.of:
-            part = whole.narrow(0, start, parameter.numel()).view(parameter.shape)
+            part = flat.narrow(0, start, parameter.numel()).view(parameter.shape)
             dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
             if dense:
-                part = whole.as_strided(parameter.shape, parameter.stride(), start)
+                part = flat.as_strided(parameter.shape, parameter.stride(), start)
             found.append((owner_of([parameter]), part))
             start += parameter.numel()
         return found

@@ -23,7 +23,7 @@ from commpass.costmodel import Profile
 from commpass.groups import ready
 from commpass.passes.graph.parse import graph_modules
 from commpass.policy import Policy
-from commpass.runtime.board import Board, board
+from commpass.runtime.board import PlanStore, board
 
 log = logging.getLogger("commpass")
 
@@ -39,7 +39,7 @@ def with_hosts(
     """The profile with its ``node``, where that is not said but needed: for ``hierarchical``, if a
     rule or an annotation names it without a number of ranks. The number is 0 on all ranks where
     hosts have different ones, or where not all ranks use commpass."""
-    if profile.node or not _asks(policy, gm) or not _has_others():
+    if profile.node or not _asks(policy, gm) or not _is_distributed():
         return profile
     try:
         here = board()
@@ -69,14 +69,14 @@ def _asks(policy: Policy, gm: fx.GraphModule) -> bool:
     return any(HIERARCHICAL in spec and "node=" not in spec for spec in named)
 
 
-def _has_others() -> bool:
+def _is_distributed() -> bool:
     """Whether there are other ranks: not in a fake group, which stands for many with one."""
     return ready() and dist.get_world_size() > 1 and "fake" not in dist.get_backend()
 
 
-def _agreed(here: Board, patience_s: float) -> int:
+def _agreed(store: PlanStore, patience_s: float) -> int:
     start, pause, ranks = time.monotonic(), 0.001, range(dist.get_world_size())
-    while len(places := here.places(ranks)) < len(ranks):
+    while len(places := store.places(ranks)) < len(ranks):
         if time.monotonic() - start > patience_s:
             log.warning(SILENT, len(ranks) - len(places), patience_s)
             break
@@ -86,7 +86,7 @@ def _agreed(here: Board, patience_s: float) -> int:
         return 0
     whole = len(places) == len(ranks)
     mine = on_each_host([places[rank] for rank in ranks]) if whole else 0
-    return int(here.settle("hosts", str(mine)))
+    return int(store.agree_on_first("hosts", str(mine)))
 
 
 SILENT = (

@@ -20,7 +20,7 @@ class Entry:
 
 
 @dataclass
-class Ledger:
+class StepLog:
     """The graphs of one backend or door, in the order in which they were compiled. ``past`` are
     plans that others took the place of."""
 
@@ -65,7 +65,7 @@ class Ledger:
         """All sites of which something was measured."""
         found = []
         for entry in self.entries:
-            entry.samples.settle()
+            entry.samples.read_measured()
             found += [each for each in entry.samples.sites if each.count]
         return found
 
@@ -81,17 +81,17 @@ class Ledger:
         return said
 
 
-_ledgers: list[weakref.ref[Ledger]] = []
+_ledgers: list[weakref.ref[StepLog]] = []
 
 
-def opened(policy: str) -> Ledger:
+def opened(policy: str) -> StepLog:
     """The ledger of a new backend, which goes with it."""
-    made = Ledger(policy)
+    made = StepLog(policy)
     _ledgers[:] = [each for each in _ledgers if each() is not None]
     _ledgers.append(weakref.ref(made))
     return made
 
 
-def ledgers() -> list[Ledger]:
+def step_logs() -> list[StepLog]:
     """Those of all backends that there are, oldest first."""
     return [found for each in _ledgers if (found := each()) is not None]

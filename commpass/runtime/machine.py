@@ -28,11 +28,11 @@ log = logging.getLogger("commpass")
 def profile_here(profile: str | Path | Profile | None) -> Profile | None:
     """The profile that is asked for, by name, path or the environment; None if nobody asks. One
     that was measured on another machine is used, and said so once."""
-    asked = asked_of(profile)
+    asked = requested_profile(profile)
     if isinstance(asked, (str, Path)) and str(asked).endswith(".json"):
         file = read(Path(asked))
-        if is_first_rank() and (others := list(misfits(file.machine, here()))):
-            _say(f"profile {asked} was measured elsewhere: {'; '.join(others)}. Probe again here")
+        if is_first_rank() and (others := list(differences_from(file.machine, this_machine()))):
+            _warn(f"profile {asked} was measured elsewhere: {'; '.join(others)}. Probe again here")
         return file.profile
     found = profile_from(asked)
     rates = found.kernels.rates if found is not None else {}
@@ -49,17 +49,17 @@ def default_here(device: str) -> Profile:
     return default_profile(device, torch.cuda.get_device_name() if here else "")
 
 
-def asked_of(profile: str | Path | Profile | None) -> str | Path | Profile | None:
+def requested_profile(profile: str | Path | Profile | None) -> str | Path | Profile | None:
     """What is asked for, by the program or else by the environment."""
     return profile if profile is not None else os.environ.get(VARIABLE) or None
 
 
 @functools.cache
-def _say(warning: str) -> None:
+def _warn(warning: str) -> None:
     log.warning(warning)
 
 
-def here(places: Sequence[str] = ()) -> Machine:
+def this_machine(places: Sequence[str] = ()) -> Machine:
     """This machine, as a profile remembers it; ``places`` are the hosts of all ranks."""
     world = dist.group.WORLD
     device = device_of(world) if world is not None else torch.device("cpu")
@@ -107,7 +107,7 @@ def place() -> str:
     return f"{platform.node()}/{network}/{os.environ.get('GROUP_RANK', '')}"
 
 
-def misfits(measured: Machine, now: Machine) -> Iterator[str]:
+def differences_from(measured: Machine, current: Machine) -> Iterator[str]:
     """In what a profile's machine differs from this one, as far as both are known."""
     words = {
         "device": "device",
@@ -118,11 +118,11 @@ def misfits(measured: Machine, now: Machine) -> Iterator[str]:
         "cores": "number of cores",
     }
     for field, word in words.items():
-        then, here_ = getattr(measured, field), getattr(now, field)
+        then, here_ = getattr(measured, field), getattr(current, field)
         if here_ and then not in (here_, UNDEFINED):
             yield f"{word} {then} there, {here_} here"
-    if _minor(measured.torch) != _minor(now.torch):
-        yield f"torch {measured.torch} there, {now.torch} here"
+    if _minor(measured.torch) != _minor(current.torch):
+        yield f"torch {measured.torch} there, {current.torch} here"
 
 
 UNDEFINED = "undefined"

@@ -8,22 +8,22 @@ import dataclasses
 from commpass.plan import NONE, Plan
 from commpass.runtime.board import (
     ANY,
-    Board,
     History,
-    Note,
-    Notes,
-    Now,
+    LatestEntry,
+    NoChange,
+    NoChanges,
+    Participant,
+    PlanStore,
     Round,
-    Speaker,
-    Statement,
+    Vote,
     epoch,
     from_spans,
     spans,
 )
-from commpass.runtime.parts import Part, alike, call_of
+from commpass.runtime.parts import Part, call_of, may_match
 
 
-class Meeting:
+class AgreementRound:
     """One comparison of a graph's plan by all ranks that hang together in it.
 
     ``halls`` are the meetings of groups that belong to it, also of groups that this rank is not in:
@@ -32,30 +32,30 @@ class Meeting:
 
     def __init__(
         self,
-        here: Board,
+        store: PlanStore,
         waiting: list[Part],
         pasts: dict[str, History],
         plan: Plan,
-        speaker: Speaker,
+        participant: Participant,
         timeout_s: float,
     ):
-        self.here, self.plan, self.speaker, self.timeout_s = here, plan, speaker, timeout_s
+        self.here, self.plan, self.speaker, self.timeout_s = store, plan, participant, timeout_s
         self.parts = {part.key: part for part in waiting}
         self.pasts = pasts
-        self.contrary = [part for part in waiting if not part.changed and not part.hidden]
+        self.contrary = [part for part in waiting if not part.changed and not part.hidden_sites]
         for part in waiting:
             pasts[part.key].count += 1
         self.halls = {part.key: (pasts[part.key].count, part.ranks) for part in waiting}
         self.mine = dict(self.halls)
-        self.nonces: dict[int, str] = {here.rank: here.nonce}
-        self.heard: dict[str, dict[int, Statement]] = {key: {} for key in self.halls}
-        self.alone: dict[str, dict[int, Note]] = {key: {} for key in self.halls}
+        self.nonces: dict[int, str] = {store.rank: store.nonce}
+        self.heard: dict[str, dict[int, Vote]] = {key: {} for key in self.halls}
+        self.alone: dict[str, dict[int, NoChange]] = {key: {} for key in self.halls}
         self.left: dict[str, dict[int, str]] = {key: {} for key in self.halls}
-        self.reused: dict[str, dict[int, Note]] = {key: {} for key in self.halls}
+        self.reused: dict[str, dict[int, NoChange]] = {key: {} for key in self.halls}
         self.conflicts: set[str] = set()
         self.said: dict[str, str] = {}
 
-    def speak(self) -> None:
+    def publish(self) -> None:
         """Says what this rank has planned; again where it has come to know of other hellos."""
         meets = {key: (number, spans(ranks)) for key, (number, ranks) in self.mine.items()}
         for key, part in self.parts.items():
@@ -65,23 +65,25 @@ class Meeting:
             if self.said.get(key):  # those who were heard may have spoken in an older run
                 self.heard[key].clear()
             self.said[key] = now
-            said = self.heard[key].get(self.here.rank, Statement())
+            said = self.heard[key].get(self.here.rank, Vote())
             word = dataclasses.replace(
-                self.word_of(part),
+                self.vote_for(part),
                 digest=part.digest,
                 meets=meets,
                 elsewhere=said.elsewhere,
-                hidden=part.hidden,
-                own=part.own,
+                hidden=part.hidden_sites,
+                own=part.uses_local_part,
             )
-            self.here.say(key, self.mine[key][0], word)
-            self.here.now(part.where, Now(word=word, place=(key, self.mine[key][0])))
+            self.here.publish_vote(key, self.mine[key][0], word)
+            self.here.publish_latest(
+                part.where, LatestEntry(word=word, place=(key, self.mine[key][0]))
+            )
             self.heard[key][self.here.rank] = word
 
-    def word_of(self, part: Part) -> Statement:
+    def vote_for(self, part: Part) -> Vote:
         """What this rank says of a part, if it changes nothing of it."""
         call = call_of(part, self.speaker)
-        return Statement(
+        return Vote(
             outline=part.outline,
             policy=self.speaker.digest,
             policy_name=self.speaker.name,
@@ -96,17 +98,17 @@ class Meeting:
         known = [self.nonces[rank] for rank in ranks if rank in self.nonces]
         return epoch(known) if len(known) == len(ranks) else ""
 
-    def listen(self) -> None:
+    def poll(self) -> None:
         """Reads what there is to read; who speaks of other meetings leads there."""
         for key in list(self.halls):
             number = self.halls[key][0]
-            missing = self.missing(key)
+            missing = self.absent_ranks(key)
             if not missing:
                 continue
             self.nonces |= self.here.nonces([rank for rank in missing if rank != self.here.rank])
             now = self._epoch(key)
             places = {rank: self.nonces[rank] for rank in missing if rank in self.nonces}
-            others = self._others(
+            others = self._peers(
                 key, places
             )  # before the rest: who goes on has left a word or a note there
             notes = self.here.notes(places, key)
@@ -114,7 +116,7 @@ class Meeting:
                 for rank, its in notes.items():
                     for note in self._about(key, its):
                         self.alone[key][rank] = note
-            for rank, word in self.here.words(places, key, number).items():
+            for rank, word in self.here.votes(places, key, number).items():
                 if word.meets and (not now or word.epoch != now):
                     continue  # from an older run, or by one who has not heard all hellos
                 if key in self.parts and self.pasts[key].is_past(word):
@@ -127,23 +129,23 @@ class Meeting:
                     self.alone.setdefault(other, {})
                     self.reused.setdefault(other, {})
                     self.conflicts |= {other} if known[0] != count else set()
-            silent = {rank: places[rank] for rank in self.missing(key) if rank in places}
-            self.left[key] |= self.here.apart(silent, key)
-            self._hear(key, others, now)
-            for rank in self.missing(key):
+            silent = {rank: places[rank] for rank in self.absent_ranks(key) if rank in places}
+            self.left[key] |= self.here.departed(silent, key)
+            self._adopt_entries(key, others, now)
+            for rank in self.absent_ranks(key):
                 if rank in notes and (found := self._reused(key, notes[rank])):
                     self._reuse(key, rank, found)
         self._ask_again()
 
-    def _reuse(self, key: str, rank: int, note: Note) -> None:
+    def _reuse(self, key: str, rank: int, note: NoChange) -> None:
         """Takes the note of a rank that goes on with what was agreed on for its word."""
         self.reused[key][rank] = note
         digest = "" if note.digest == NONE else note.digest
-        self.heard[key][rank] = Statement(
+        self.heard[key][rank] = Vote(
             digest, note.outline, note.policy, note.policy_name, reused=True
         )
 
-    def _reused(self, key: str, notes: Notes) -> Note | None:
+    def _reused(self, key: str, notes: NoChanges) -> NoChange | None:
         """The note of a rank that reuses a plan for this very call, and waits for nobody."""
         part = self.parts.get(key)
         calls = {word.call for word in self.heard[key].values() if word.call}
@@ -158,7 +160,7 @@ class Meeting:
                 and not note.waits
                 and notes.count == self.halls[key][0] - 1
                 and note.repeats > past.get(note.graph, 0)
-                and any(note.is_of(call, part.outline if part else "") for call in calls)
+                and any(note.concerns(call, part.outline if part else "") for call in calls)
             ),
             None,
         )
@@ -174,7 +176,7 @@ class Meeting:
                 found[key] = going
         return found
 
-    def _others(self, key: str, places: dict[int, str]) -> dict[int, Now]:
+    def _peers(self, key: str, places: dict[int, str]) -> dict[int, LatestEntry]:
         """What those ranks said last under a policy that this rank never had there: it is not to
         come. Or that they have compared with what this one says now."""
         if key not in self.parts:
@@ -190,11 +192,11 @@ class Meeting:
             or (now.word and now.word.elsewhere.get(self.here.rank) == mine)
         }
 
-    def _hear(self, key: str, others: dict[int, Now], epoch: str) -> None:
+    def _adopt_entries(self, key: str, entries: dict[int, LatestEntry], epoch: str) -> None:
         """Takes what was said under another policy, and tells those who cannot find it."""
         elsewhere = {}
-        for rank, now in others.items():
-            if rank not in self.missing(key):
+        for rank, now in entries.items():
+            if rank not in self.absent_ranks(key):
                 continue
             if now.note is not None:
                 self.alone[key][rank] = now.note
@@ -205,34 +207,36 @@ class Meeting:
             mine = self.heard[key][self.here.rank]
             mine = dataclasses.replace(mine, elsewhere=mine.elsewhere | elsewhere)
             self.heard[key][self.here.rank] = mine
-            self.here.say(key, self.mine[key][0], mine)
-            self.here.now(self.parts[key].where, Now(word=mine, place=(key, self.mine[key][0])))
+            self.here.publish_vote(key, self.mine[key][0], mine)
+            self.here.publish_latest(
+                self.parts[key].where, LatestEntry(word=mine, place=(key, self.mine[key][0]))
+            )
 
     def _ask_again(self) -> None:
         """Reads once more what they said who led to a meeting that is not this rank's, as long as
         words are missing there: they may know by now that they need not wait for those."""
-        open_ones = {key for key in self.halls if key not in self.parts and self.missing(key)}
+        open_ones = {key for key in self.halls if key not in self.parts and self.absent_ranks(key)}
         for key, heard in self.heard.items():
             led = [rank for rank, word in heard.items() if open_ones & set(word.meets)]
             places = {rank: self.nonces[rank] for rank in led}
-            heard.update(self.here.words(places, key, self.halls[key][0]))
+            heard.update(self.here.votes(places, key, self.halls[key][0]))
             for word in list(heard.values()):
-                for rank in word.elsewhere.keys() & set(self.missing(key)):
+                for rank in word.elsewhere.keys() & set(self.absent_ranks(key)):
                     self.nonces |= self.here.nonces([rank])
-                    heard.update(self.here.words({rank: self.nonces[rank]}, *word.elsewhere[rank]))
+                    heard.update(self.here.votes({rank: self.nonces[rank]}, *word.elsewhere[rank]))
 
-    def _about(self, key: str, notes: Notes) -> list[Note]:
+    def _about(self, key: str, notes: NoChanges) -> list[NoChange]:
         """Those notes, since the last meeting, that are about sites of this rank's graph. (Not of
         one of which this rank has noted the same: that was another graph.)"""
         part, past = self.parts[key], self.pasts[key]
         call = call_of(part, self.speaker)
 
-        def is_about(note: Note) -> bool:
+        def is_about(note: NoChange) -> bool:
             return any(
-                site == ANY or alike(site, each) for site in note.sites for each in part.sites
+                site == ANY or may_match(site, each) for site in note.sites for each in part.sites
             )
 
-        def is_fresh(note: Note) -> bool:
+        def is_fresh(note: NoChange) -> bool:
             if note.call and note.call == call:
                 return note.repeats > past.repeats.get(note.graph, 0)
             return note.times > past.noted.get(note.outline, 0)
@@ -249,7 +253,7 @@ class Meeting:
         key = min(self.halls)
         return Round(f"{key}/{self.halls[key][0]}", tuple(sorted(ranks)))
 
-    def missing(self, key: str) -> list[int]:
+    def absent_ranks(self, key: str) -> list[int]:
         """The ranks of a meeting that have said nothing yet."""
         there = self.heard[key].keys() | self.left[key].keys() | self.alone[key].keys()
         return [rank for rank in self.halls[key][1] if rank not in there]
@@ -260,25 +264,25 @@ class Meeting:
         words = [word for heard in self.heard.values() for word in heard.values()]
         if any(word.gave_up for word in words) or self.contradicted():
             return True
-        if self.nobody() and not self.contrary:
+        if self.is_unchanged() and not self.contrary:
             return True
-        return not any(self.missing(key) for key in self.halls)
+        return not any(self.absent_ranks(key) for key in self.halls)
 
-    def without(self) -> bool:
+    def has_absent_rank(self) -> bool:
         """Whether a rank changes nothing, and has not waited for the others."""
         return any(self.left.values()) or any(self.alone.values())
 
-    def nobody(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether nobody can change anything, whatever the others may still say."""
         words = [word for heard in self.heard.values() for word in heard.values()]
         nothing = any(not word.digest and not word.hidden for word in words)
-        return bool(self.conflicts) or self.without() or nothing
+        return bool(self.conflicts) or self.has_absent_rank() or nothing
 
-    def hidden(self) -> bool:
+    def hidden_sites(self) -> bool:
         """Whether a rank leaves sites alone that hide behind what it computes itself."""
         return any(word.hidden for heard in self.heard.values() for word in heard.values())
 
-    def own(self) -> bool:
+    def uses_local_part(self) -> bool:
         """Whether a rank does not send what others of its group send, since it uses its own part
         alone."""
         return any(len({word.own for word in heard.values()}) > 1 for heard in self.heard.values())

@@ -78,7 +78,7 @@ _owners: dict[tuple[int, ...], Owner] = {}
 _short = [0]
 
 
-def owners() -> list[Owner]:
+def state_owners() -> list[Owner]:
     """All whose parameters live, in the order in which they were first seen."""
     return list(_owners.values())
 
@@ -143,12 +143,12 @@ def _name_of(code: CodeType | None) -> Code:
     return Code(code.co_filename, code.co_firstlineno, code.co_qualname)
 
 
-def _grad_of(said: Any) -> Any:
+def _grad_of(recorded: Any) -> Any:
     """The input of which an output is the gradient, as AOTAutograd describes both; None if of
     none."""
-    while hasattr(said, "base"):  # a part of a tensor subclass
-        said = said.base
-    return getattr(said, "grad_of", None)
+    while hasattr(recorded, "base"):  # a part of a tensor subclass
+        recorded = recorded.base
+    return getattr(recorded, "grad_of", None)
 
 
 class Calls:
@@ -209,18 +209,18 @@ class Calls:
                 numbers[place] = (number,)
         return Weights(numbers, why=None if numbers else NOBODYS)
 
-    def _number(self, said: Any) -> int | None:
+    def _number(self, recorded: Any) -> int | None:
         """The number, among what an owner has, of a parameter as AOTAutograd describes it."""
-        while hasattr(said, "base"):  # a part of a tensor subclass: of a DTensor its shard
-            said = said.base
-        target, index = getattr(said, "target", None), getattr(said, "idx", None)
+        while hasattr(recorded, "base"):  # a part of a tensor subclass: of a DTensor its shard
+            recorded = recorded.base
+        target, index = getattr(recorded, "target", None), getattr(recorded, "idx", None)
         if target in self.names:
             return self.names.index(target)
         if index in self.positions:
             return len(self.fixed) + self.positions.index(index)
         return None
 
-    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph, which lets its forward and backward graph know who called it."""
         if not self.positions and not self.fixed:
             return compiled
@@ -276,7 +276,7 @@ class Calls:
 class HookCalls(Calls):
     """The calls of a graph that a hook made, of one collective: whose state it keeps is known from
     the start, and so is its direction. With ``flat`` its tensor holds the gradients of the
-    parameters one after another, and the state belongs to each of them. ``again`` says that
+    parameters one after another, and the state belongs to each of them. ``recomputed`` says that
     backward calls it once more for what forward has gathered."""
 
     hook = True
@@ -287,10 +287,10 @@ class HookCalls(Calls):
         name: str,
         parameters: Sequence[Tensor],
         flat: bool = False,
-        again: bool = False,
+        recomputed: bool = False,
         origin: Origin | None = None,
     ):
-        self.again, self.flat = again, flat
+        self.again, self.flat = recomputed, flat
         self.parameters_of_flat: tuple[Tensor, ...] = ()
         self.autograd = direction == "backward"
         self.code, self.fixed, self.positions = Code("", 0, name), (), []
@@ -314,7 +314,7 @@ class HookCalls(Calls):
             return FORWARD
         return None if self.whose is not None else NOBODYS
 
-    def around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         return compiled
 
     def weights(self, gm: fx.GraphModule, direction: str, stateless: str | None) -> Weights:
@@ -330,9 +330,9 @@ class HookCalls(Calls):
         return self.whose
 
 
-def _are(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+def _are(some: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
     """Whether these are the very same tensors."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+    return len(some) == len(tensors) and all(map(operator.is_, some, tensors))
 
 
 def _flat(inputs: Sequence[Any]) -> list[Any]:
@@ -344,12 +344,12 @@ def _is_weight(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_leaf and value.requires_grad
 
 
-def _write(values: Iterable[Any], made: range, owner: Owner) -> None:
+def _write(values: Iterable[Any], outputs: range, owner: Owner) -> None:
     """Writes whose they are on the autograd nodes that a call made: those behind ``values`` whose
-    sequence numbers are in ``made``."""
+    sequence numbers are in ``outputs``."""
     nodes: list[Any] = [value.grad_fn for value in values if isinstance(value, Tensor)]
     while nodes:
         node = nodes.pop()
-        if node is not None and node._sequence_nr() in made and KEY not in node.metadata:
+        if node is not None and node._sequence_nr() in outputs and KEY not in node.metadata:
             node.metadata[KEY] = owner
             nodes += [following for following, _ in node.next_functions]

@@ -59,7 +59,7 @@ class End:
         return f"{does} {self.name}, {self.dtype}{list(self.shape)} ({self.reason})"
 
 
-def ends(sites: Iterable[PlannedSite], rank: int) -> tuple[End, ...]:
+def endpoints(sites: Iterable[PlannedSite], rank: int) -> tuple[End, ...]:
     """The ends that one rank of a group has, in graph order."""
     return tuple(
         End(
@@ -77,11 +77,11 @@ def ends(sites: Iterable[PlannedSite], rank: int) -> tuple[End, ...]:
     )
 
 
-def mismatches(words: Iterable[Iterable[End]]) -> list[str]:
+def mismatches(ends: Iterable[Iterable[End]]) -> list[str]:
     """What ends say differently that should be one message. Where nothing is compressed the two
     need not be alike: torch lets shapes differ."""
     sides: dict[Channel, tuple[list[End], list[End]]] = {}
-    for word in words:
+    for word in ends:
         for end in word:
             sides.setdefault(end.channel, ([], []))[end.kind == "recv"].append(end)
     found = []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from commpass.groups import group_named
 from commpass.plan import ALIKE, NONE, Plan, PlannedSite, Site
-from commpass.runtime.board import ANY, Speaker, spans
+from commpass.runtime.board import ANY, Participant, spans
 from commpass.runtime.pairs import channel_of, terms
 
 SEVERAL = "several"
@@ -25,10 +25,10 @@ SIDE = "/"
 """Between what a site is known by and the sizes that its plan is for."""
 
 
-def alike(one: str, other: str) -> bool:
+def may_match(one: str, second: str) -> bool:
     """Whether two of ``keys_of`` or of ``sites`` may be those of one site, at a size that both
     plans are for."""
-    (a, _, here), (b, _, there) = one.partition(SIDE), other.partition(SIDE)
+    (a, _, here), (b, _, there) = one.partition(SIDE), second.partition(SIDE)
     return a == b and (here == there or not here or not there)
 
 
@@ -54,7 +54,7 @@ class Part:
         return self.plan.changed
 
     @property
-    def hidden(self) -> bool:
+    def hidden_sites(self) -> bool:
         """Whether anything is decided by what this rank computes: what hides behind it and is left
         alone, or how much of a gradient is sent."""
         decided = bool(self.plan.timed) or any(site.hidden for site in self.plan.sites)
@@ -67,7 +67,7 @@ class Part:
         return self.plan.fallback or ("" if self.changed else "; ".join(failed))
 
     @property
-    def own(self) -> bool:
+    def uses_local_part(self) -> bool:
         """Whether anything is not sent because this rank uses its own part alone."""
         return any(step.own for step in self.plan.simplified)
 
@@ -186,10 +186,10 @@ def parts(
     return found
 
 
-def call_of(part: Part, speaker: Speaker) -> str:
+def call_of(part: Part, participant: Participant) -> str:
     """The call for which a part is compiled; "" for what goes between two ranks, since each of them
     may run other code."""
-    return "" if part.pair else speaker.call
+    return "" if part.pair else participant.call
 
 
 def _talking(name: str) -> Any:

@@ -18,7 +18,7 @@ from torch import fx
 from commpass import dump as dumps
 from commpass.costmodel import Profile
 from commpass.groups import ready
-from commpass.passes import Outcome
+from commpass.passes import PassResult
 from commpass.passes.graph import meta
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import graph_modules
@@ -37,7 +37,7 @@ def plans() -> list[Plan]:
     return list(_plans)
 
 
-def record(outcome: Outcome, instead_of: Plan | None = None) -> None:
+def record(outcome: PassResult, instead_of: Plan | None = None) -> None:
     """Keeps a plan, counts it among torch's own counters
     (``torch._dynamo.utils.counters["commpass"]``), and traces it. The plan that a graph had before
     goes, and is not counted any more."""
@@ -93,7 +93,7 @@ def wire_bytes(plan: Plan) -> int:
     return sum(max(site.bytes if plan.fallback else site.wire_bytes, 0) for site in plan.sites)
 
 
-def nodes_before(outcome: Outcome, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
+def nodes_before(outcome: PassResult, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
     """The graph as it was handed to us, as data."""
     return _rows(
         ((p, outcome.untouched.get(m, m.graph)) for p, m in graph_modules(gm)), outcome.plan.sites
@@ -145,7 +145,7 @@ def _target(target: Any) -> str:
     )
 
 
-def _considered(outcome: Outcome) -> tuple[dumps.Considered, ...]:
+def _considered(outcome: PassResult) -> tuple[dumps.Considered, ...]:
     """What might have been chosen, once for all sites that have the same choice."""
     alike: dict[tuple[Candidate, ...], list[str]] = {}
     for name, options in outcome.options.items():
@@ -159,7 +159,7 @@ def _considered(outcome: Outcome) -> tuple[dumps.Considered, ...]:
 def write_dump(
     folder: Path,
     run: str,
-    outcome: Outcome,
+    outcome: PassResult,
     timeline: Timeline,
     policy: Policy | None = None,
     profile: Profile | None = None,

@@ -26,25 +26,25 @@ log = logging.getLogger("commpass")
 ops = torch.ops._c10d_functional
 
 
-def reference(kept: StateInput, key: Any, owner: Owner, inputs: Sequence[Any]) -> Tensor:
+def reference(state: StateInput, key: Any, owner: Owner, inputs: Sequence[Any]) -> Tensor:
     """The reference of a site for an owner, gathered when it is first asked for, or first since its
     process group was made. ``inputs`` are those of the call."""
-    group: Any = group_named(kept.group)
-    found = owner.references.get((key, kept.group))
+    group: Any = group_named(state.group)
+    found = owner.references.get((key, state.group))
     if found is None or found[0]() is not group:
-        found = weakref.ref(group), _gathered(kept, inputs)
-        owner.references[key, kept.group] = found
+        found = weakref.ref(group), _gathered(state, inputs)
+        owner.references[key, state.group] = found
     return found[1]
 
 
-def _gathered(kept: StateInput, inputs: Sequence[Any]) -> Tensor:
+def _gathered(state: StateInput, inputs: Sequence[Any]) -> Tensor:
     """What all ranks hold of their parameters now; 0 where that is not finite."""
-    assert kept.source is not None
-    shard = kept.source.value(inputs)
-    ranks = kept.shape[0] // shard.shape[0]
-    log.debug("%s: gathers %d values for the first difference", kept.place, shard.numel() * ranks)
+    assert state.source is not None
+    shard = state.source.value(inputs)
+    ranks = state.shape[0] // shard.shape[0]
+    log.debug("%s: gathers %d values for the first difference", state.place, shard.numel() * ranks)
     with making_lasting_tensors():
         everything = ops.wait_tensor(
-            ops.all_gather_into_tensor(shard.contiguous(), ranks, kept.group)
+            ops.all_gather_into_tensor(shard.contiguous(), ranks, state.group)
         )
-        return torch.where(everything.isfinite(), everything, 0).to(kept.dtype)
+        return torch.where(everything.isfinite(), everything, 0).to(state.dtype)

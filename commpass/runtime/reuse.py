@@ -15,13 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from commpass.runtime.board import (
-    Board,
     History,
     Link,
-    Note,
-    Notes,
+    NoChange,
+    NoChanges,
+    Participant,
+    PlanStore,
     Round,
-    Speaker,
     from_spans,
     spans,
 )
@@ -39,36 +39,36 @@ ALONE = (
 
 
 def publish_reuse(
-    here: Board,
+    store: PlanStore,
     part: Part,
     past: History,
-    speaker: Speaker,
+    participant: Participant,
     links: Mapping[str, Link] | None = None,
     *,
     waits: bool = False,
-) -> Note:
+) -> NoChange:
     """Publishes that this rank goes on with what was agreed on, or would."""
-    note = Note(
+    note = NoChange(
         0,
         part.outline,
         part.sites,
-        speaker.digest,
-        speaker.name,
+        participant.digest,
+        participant.name,
         "",
-        call=call_of(part, speaker),
+        call=call_of(part, participant),
         digest=part.reused_digest,
         waits=waits,
         links=dict(links or {}),
     )
-    here.note(part.where, part.key, past, note)
+    store.note(part.where, part.key, past, note)
     return note
 
 
 def must_compare(
-    here: Board,
+    store: PlanStore,
     likely: Sequence[Part],
     pasts: Mapping[str, History],
-    speaker: Speaker,
+    participant: Participant,
     patience_s: float,
 ) -> tuple[bool, Round | None]:
     """Whether another rank plans the graph anew, so that this one has to compare its plan; if not,
@@ -81,40 +81,40 @@ def must_compare(
         return False, None
     round = None
     links = {
-        part.key: Link(pasts[part.key].count, spans(part.ranks), call_of(part, speaker))
+        part.key: Link(pasts[part.key].count, spans(part.ranks), call_of(part, participant))
         for part in likely
     }
     try:
         notes = {
-            part.key: publish_reuse(here, part, pasts[part.key], speaker, links, waits=True)
+            part.key: publish_reuse(store, part, pasts[part.key], participant, links, waits=True)
             for part in likely
         }
-        asked = _Asked(here, {part.key: part for part in likely}, pasts, notes)
+        asked = _Published(store, {part.key: part for part in likely}, pasts, notes)
         if asked.is_compared(patience_s):
             for key, note in notes.items():
                 del pasts[key].notes[note.graph]
             return True, None
         round = asked.round()
         for part in likely:
-            publish_reuse(here, part, pasts[part.key], speaker, links)
+            publish_reuse(store, part, pasts[part.key], participant, links)
     except RuntimeError as error:  # the store is gone: nobody can be heard
         log.debug("commpass could not reach the store: %s", error)
     for part in likely:
-        pasts[part.key].agree(speaker, part.digest, part.decisions())
+        pasts[part.key].agree(participant, part.digest, part.decisions())
     return False, round
 
 
 @dataclass
-class _Asked:
+class _Published:
     """What the ranks have published of one graph, in the groups of this rank (``parts``) and in
     those that other ranks' notes lead to."""
 
-    here: Board
+    here: PlanStore
     parts: Mapping[str, Part]
     pasts: Mapping[str, History]
-    mine: Mapping[str, Note]
+    mine: Mapping[str, NoChange]
     links: dict[str, Link] = field(default_factory=dict)
-    notes: dict[str, dict[int, Note]] = field(default_factory=dict)
+    notes: dict[str, dict[int, NoChange]] = field(default_factory=dict)
     nonces: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -154,13 +154,13 @@ class _Asked:
         here, silent, link = self.here, self._silent(key), self.links[key]
         self.nonces |= here.nonces([rank for rank in silent if rank not in self.nonces])
         places = {rank: self.nonces[rank] for rank in silent if rank in self.nonces}
-        words = here.words(places, key, link.count + 1).values()
+        words = here.votes(places, key, link.count + 1).values()
         if key in self.parts:
             where = self.parts[key].where
             others = here.last(places, where).values()
             if any(now.policy not in here.spoken[where] for now in others):
                 return True
-            if here.apart(places, key) or any(not self.pasts[key].is_past(w) for w in words):
+            if here.departed(places, key) or any(not self.pasts[key].is_past(w) for w in words):
                 return True
         elif any(word.call == link.call for word in words):
             return True
@@ -170,24 +170,24 @@ class _Asked:
                 self._follow(note)
         return len({note.digest for note in self.notes[key].values()}) > 1
 
-    def _of_graph(self, key: str, notes: Notes) -> Note | None:
+    def _of_graph(self, key: str, notes: NoChanges) -> NoChange | None:
         """The latest note that a rank has left of this graph."""
         if notes.count != self.links[key].count:
             return None
         return next((note for note in reversed(notes.notes) if self._is_of_graph(key, note)), None)
 
-    def _is_of_graph(self, key: str, note: Note) -> bool:
+    def _is_of_graph(self, key: str, note: NoChange) -> bool:
         mine, call = self.mine.get(key), self.links[key].call
         if mine is None:
-            return note.is_of(call, note.outline) and bool(call or note.digest)
+            return note.concerns(call, note.outline) and bool(call or note.digest)
         past = self.pasts[key]
-        if not note.is_of(call, mine.outline):
+        if not note.concerns(call, mine.outline):
             return False
         if call or note.digest:
             return note.repeats > past.repeats.get(note.graph, 0)
         return note.times > past.noted.get(note.outline, 0)
 
-    def _follow(self, note: Note) -> None:
+    def _follow(self, note: NoChange) -> None:
         for key, link in note.links.items():
             self.links.setdefault(key, link)
             self.notes.setdefault(key, {})

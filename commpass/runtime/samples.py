@@ -81,16 +81,16 @@ def reading_of(found: Sequence[float], site: PlannedSite) -> Reading | None:
 
 
 @ambient_free
-def measure(coder: Codec, x: Tensor, most: int | None = None) -> Tensor:
+def measure(coder: Codec, x: Tensor, limit: int | None = None) -> Tensor:
     """What ``coder`` does to ``x``: float64 ``[7]`` on its device, which nobody waits for. The
     squared 2-norms of the error and of ``x``; how many values are not zero, and how many of those
     are lost; the largest relative error of a block; how many values have a fraction, and how many
-    that are not zero could have one in their dtype. With ``most``, of that many values of a larger
+    that are not zero could have one in their dtype. With ``limit``, of that many values of a larger
     tensor, where the codec codes blocks by themselves."""
     row = x.detach().reshape(1, -1)
     blocks = isinstance(coder, (BlockCodec, CastCodec)) and coder.block <= SLICE
     block = coder.block if blocks and coder.block > 1 else BLOCK
-    parts = _parts(row, block, most) if blocks else [row]  # what others choose depends on all
+    parts = _parts(row, block, limit) if blocks else [row]  # what others choose depends on all
     wide = torch.promote_types(x.dtype, torch.float32)
     least_whole = 1 / torch.finfo(x.dtype).eps
     errors, energies, counts = [], [], []
@@ -117,10 +117,10 @@ def coder_of(site: PlannedSite) -> Codec:
     return coder if rank is None else coder.of_rank(rank, site.group_size)
 
 
-def _parts(row: Tensor, block: int, most: int | None) -> list[Tensor]:
+def _parts(row: Tensor, block: int, limit: int | None) -> list[Tensor]:
     """A row in parts of whole blocks, or so many of its values."""
-    if most is not None and row.shape[1] > most:
-        length = max(most // PIECES // block, 1) * block
+    if limit is not None and row.shape[1] > limit:
+        length = max(limit // PIECES // block, 1) * block
         last = (row.shape[1] - length) // block
         starts = sorted({round(last * n / (PIECES - 1)) * block for n in range(PIECES)})
         row = torch.cat([row[:, start : start + length] for start in starts], dim=1)
@@ -210,18 +210,18 @@ class Samples:
     checking: bool = False
     _waiting: list[tuple[int, Tensor, Any]] = field(default_factory=list)
 
-    def look(self) -> Callable[[int, Tensor], None] | None:
+    def next_sink(self) -> Callable[[int, Tensor], None] | None:
         """Counts a call. Returns what its sites are to be handed to, if it is sampled."""
         call, self.calls = self.calls, self.calls + 1
         if not any(not each.why for each in self.sites):
             return None
-        self.settle()
+        self.read_measured()
         if self.share and is_sampled(call, self.share):
             return self._take
-        return functools.partial(self._take, most=CHECKED) if self.checking else None
+        return functools.partial(self._take, limit=CHECKED) if self.checking else None
 
-    def _take(self, number: int, x: Tensor, most: int | None = None) -> None:
-        found = measure(coder_of(self.sites[number].site), x, most)
+    def _take(self, number: int, x: Tensor, limit: int | None = None) -> None:
+        found = measure(coder_of(self.sites[number].site), x, limit)
         event = None
         if found.is_cuda:  # read when it has come, so that nothing waits
             module = torch.get_device_module(found.device)
@@ -229,9 +229,9 @@ class Samples:
             found, event = host.copy_(found, non_blocking=True), module.Event()
             event.record()
         self._waiting.append((number, found, event))
-        self.settle()
+        self.read_measured()
 
-    def settle(self, *, wait: bool = False) -> None:
+    def read_measured(self, *, wait: bool = False) -> None:
         """Reads what has been measured by now, or waits for all."""
         waiting, self._waiting = self._waiting, []
         for number, found, event in waiting:

@@ -28,7 +28,7 @@ from commpass.ambient import making_lasting_tensors
 from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, rank_in, ready
 from commpass.passes.rewrite import StateInput
-from commpass.runtime.owners import Code, Owner, owners, parameter_names
+from commpass.runtime.owners import Code, Owner, parameter_names, state_owners
 
 VERSION = 2
 _VERSION = re.compile(r"commpass\.v(\d+)/(.+)", re.DOTALL)
@@ -68,7 +68,7 @@ class Name:
         """Which residual, whatever the ranks: for people."""
         return self.place if self.parameter == UNKNOWN else f"{self.parameter}/{self.place}"
 
-    def takes(self, saved: Name) -> bool:
+    def continues(self, saved: Name) -> bool:
         """Whether this rank carries on with what ``saved`` of the same site had not sent."""
         return saved.first == self.first and saved.rank % self.ranks == self.rank
 
@@ -97,18 +97,18 @@ class Loaded:
 _loaded: list[Loaded] = []
 
 
-def residual(kept: StateInput, number: int, code: Code, owner: Owner) -> Tensor:
+def residual(state: StateInput, number: int, code: Code, owner: Owner) -> Tensor:
     """The residual of a site, of its place the one of that ``number`` for an owner: zeros when it
     is first asked for, or what was loaded for it. Raises PolicyError if state was loaded that this
     site is not part of, or of which it is not known whose it is."""
-    return owner.state[_kept_under(kept, number, code, owner)][1]
+    return owner.state[_kept_under(state, number, code, owner)][1]
 
 
-def move(kept: StateInput, code: Code, owner: Owner, into: Tensor) -> Any:
+def move(state: StateInput, code: Code, owner: Owner, into: Tensor) -> Any:
     """Keeps the residual of ``residual(kept, 0, code, owner)`` in ``into`` from now on, with what
     it was, also in a group that this one has taken the place of. Returns its key in the owner's
     state."""
-    key = _kept_under(kept, 0, code, owner)
+    key = _kept_under(state, 0, code, owner)
     name, before = owner.state[key]
     owner.state[key] = name, into.copy_(before)
     for other in [each for each in owner.state if each != key and _of_one_site(each, key)]:
@@ -117,9 +117,9 @@ def move(kept: StateInput, code: Code, owner: Owner, into: Tensor) -> Any:
     return key
 
 
-def _of_one_site(one: Any, other: Any) -> bool:
+def _of_one_site(one: Any, value: Any) -> bool:
     """Whether two keys are of the same site, whatever the ranks."""
-    (code, name), (code_of_other, name_of_other) = one, other
+    (code, name), (code_of_other, name_of_other) = one, value
     return code == code_of_other and (name.place, name.op) == (
         name_of_other.place,
         name_of_other.op,
@@ -132,17 +132,19 @@ def _scale(old: Name, new: Name) -> float:
     return new.ranks / old.ranks if new.op == "avg" else 1.0
 
 
-def _kept_under(kept: StateInput, number: int, code: Code, owner: Owner) -> Any:
+def _kept_under(state: StateInput, number: int, code: Code, owner: Owner) -> Any:
     """The key of a residual in its owner's state, where it is made if it is not there."""
-    ranks = _ranks(kept.group)
+    ranks = _ranks(state.group)
     everybody = not ready() or len(ranks) == dist.get_world_size()
     first = "world" if everybody else str(ranks[0])
-    site, own = f"{kept.place}/{kept.number}", f"{kept.place}/{number}"
-    name = Name(UNKNOWN, code.name, site, kept.op, first, rank_in(kept.group) or 0, len(ranks), own)
+    site, own = f"{state.place}/{state.number}", f"{state.place}/{number}"
+    name = Name(
+        UNKNOWN, code.name, site, state.op, first, rank_in(state.group) or 0, len(ranks), own
+    )
     key = (code, dataclasses.replace(name, site=own))
     if key not in owner.state:
         with making_lasting_tensors():
-            made = torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
+            made = torch.zeros(state.shape, dtype=state.dtype, device=state.device)
             for loaded in _loads(None):
                 _take(loaded, name, owner, made)
         owner.state[key] = name, made
@@ -209,7 +211,7 @@ def _live(model: nn.Module | None) -> list[tuple[Name, Tensor]]:
     """The residuals there are, of a model's parameters or of all."""
     names = parameter_names(model) if model is not None else None
     found = []
-    for owner in owners():
+    for owner in state_owners():
         parameter = UNKNOWN if names is None else owner.name_in(names)
         if parameter is not None:
             found += [
@@ -320,21 +322,21 @@ def reset_state(model: nn.Module | None = None) -> None:
 def _owners_of(model: nn.Module | None) -> list[Owner]:
     """All, or those of a model's parameters."""
     names = parameter_names(model) if model is not None else None
-    return [each for each in owners() if names is None or each.name_in(names) is not None]
+    return [each for each in state_owners() if names is None or each.name_in(names) is not None]
 
 
-def _check_parameters(given: Iterable[Name], known: set[str]) -> None:
+def _check_parameters(value: Iterable[Name], known: set[str]) -> None:
     """Raises PolicyError for state of parameters that a model does not have."""
-    if left := {saved.parameter for saved in given} - known - {UNKNOWN}:
+    if left := {saved.parameter for saved in value} - known - {UNKNOWN}:
         raise PolicyError(_foreign(left, known, "was loaded for", "this model has"))
 
 
-def _check_shapes(given: Mapping[Name, Tensor], model: nn.Module) -> None:
+def _check_shapes(value: Mapping[Name, Tensor], model: nn.Module) -> None:
     """Raises PolicyError for state of whole gradients, as hooks keep it, that is not of the shape
     of their parameters: before a step asks for it, which others might not survive."""
     names = parameter_names(model)
     shapes = {names[id(one)]: one.shape for one in model.parameters() if id(one) in names}
-    for saved, tensor in given.items():
+    for saved, tensor in value.items():
         like = shapes.get(saved.parameter, tensor.shape)
         if saved.function in OF_GRADIENTS and tensor.shape != like:
             raise PolicyError(
@@ -349,26 +351,26 @@ def _same(name: Name, saved: Name) -> bool:
     return alike and name.place == saved.place
 
 
-def _of(name: Name, given: Mapping[Name, Tensor]) -> list[Name]:
+def _of(name: Name, value: Mapping[Name, Tensor]) -> list[Name]:
     """What was saved for one site of one instance, in rank order. Raises PolicyError if it was
     saved for several."""
-    found = [saved for saved in given if _same(name, saved)]
+    found = [saved for saved in value if _same(name, saved)]
     if len({saved.parameter for saved in found}) > 1:
         raise _ambiguous(name, "saved for")
     return sorted(found, key=lambda saved: saved.rank)
 
 
-def _shared(name: Name, like: Tensor, given: Mapping[Name, Tensor]) -> Tensor:
+def _shared(name: Name, like: Tensor, value: Mapping[Name, Tensor]) -> Tensor:
     """What one rank carries on with: the sum over ranks stays what it was (for a mean, that
     divided by the number of ranks)."""
-    of_site = _of(name, given)
+    of_site = _of(name, value)
     if not of_site:
         raise PolicyError(
-            _foreign([name.whose], {saved.whose for saved in given}, "this model has", "was loaded")
+            _foreign([name.whose], {saved.whose for saved in value}, "this model has", "was loaded")
         )
     total = torch.zeros_like(like)
     for saved in of_site:
-        tensor = given[saved]
+        tensor = value[saved]
         if saved.op != name.op:
             raise PolicyError(
                 f"{name.whose}: the state is of a {saved.op}, but here it is a {name.op}"
@@ -378,7 +380,7 @@ def _shared(name: Name, like: Tensor, given: Mapping[Name, Tensor]) -> Tensor:
                 f"{name.whose}: the state is {list(tensor.shape)} of {tensor.dtype}, but here it is"
                 f" {list(like.shape)} of {like.dtype}"
             )
-        if name.takes(saved):
+        if name.continues(saved):
             total += tensor.to(like.device) * _scale(saved, name)
     groups = {saved.ranks for saved in of_site if saved.first == name.first}
     wanted = {rank for ranks in groups for rank in range(ranks) if rank % name.ranks == name.rank}
@@ -392,17 +394,18 @@ def _shared(name: Name, like: Tensor, given: Mapping[Name, Tensor]) -> Tensor:
     return total
 
 
-def _foreign(some: Iterable[str], others: Iterable[str], have: str, other: str) -> str:
-    some, others = sorted(some), sorted(others)
+def _foreign(some: Iterable[str], names: Iterable[str], have: str, value: str) -> str:
+    some, names = sorted(some), sorted(names)
     return (
-        f"error feedback of another model: {have} {', '.join(some)}; {other} {', '.join(others)}"
-        + nearest(some[0], others)
+        f"error feedback of another model: {have} {', '.join(some)}; {value} {', '.join(names)}"
+        + nearest(some[0], names)
     )
 
 
-def _ambiguous(name: Name, what: str) -> PolicyError:
+def _ambiguous(name: Name, subject: str) -> PolicyError:
     return PolicyError(
-        f"error feedback of {name.whose} is {what} several instances or functions of one name, so"
+        f"error feedback of {name.whose} is {subject} several instances or functions of one name,"
+        " so"
         " that it is not known whose it is. Give the model, as in commpass.state_dict(model) and"
         " commpass.load_state_dict(state, model), and functions names of their own"
     )

@@ -17,7 +17,7 @@ from commpass.plan import Plan, PlannedSite
 from commpass.policy import PRESETS, Policy
 from commpass.rules import Rule
 from commpass.runtime import record
-from commpass.runtime.uncompressed import LeftAlone, asks_for_codecs, sentence
+from commpass.runtime.uncompressed import UncompressedSite, asks_for_codecs, sentence
 
 log = logging.getLogger("commpass")
 
@@ -48,7 +48,7 @@ class Summary:
         self.rounds = 0
         self.said = 0
         self.warned: set[int] = set()
-        self.left: dict[tuple[str, str], Sequence[LeftAlone]] = {}
+        self.left: dict[tuple[str, str], Sequence[UncompressedSite]] = {}
         self.warned_of_none_compressed = False
         self.speaks = True
 
@@ -58,12 +58,12 @@ class Summary:
         *,
         trained: bool,
         instead_of: Plan | None = None,
-        left: Sequence[LeftAlone] = (),
+        sites: Sequence[UncompressedSite] = (),
     ) -> None:
         """Takes a graph's plan, or that of one which was compiled again. ``trained`` says whether
-        there is a backward of it, which may be compiled only when it runs; ``left`` are the sites
+        there is a backward of it, which may be compiled only when it runs; ``sites`` are the sites
         that it leaves alone."""
-        self.left[plan.graph, plan.direction] = left
+        self.left[plan.graph, plan.direction] = sites
         for place, each in enumerate(self.plans):
             if each is instead_of:
                 self.plans[place] = plan
@@ -158,7 +158,7 @@ class Summary:
             return ""
         known = {(plan.graph, plan.direction) for plan in self.plans}
         left = [each for graph, some in self.left.items() if graph in known for each in some]
-        if all(each.is_said for each in left):
+        if all(each.is_reported for each in left):
             return ""
         if all(each.is_unmatched for each in left) and self.unmatched_rules():
             return ""
@@ -178,12 +178,12 @@ class Summary:
         fallbacks = sum(bool(plan.fallback) for plan in self.plans)
         unknown = sum(site.bytes < 0 for _, site in sites)
         return (
-            f"policy {self.policy.name!r}: {many(len(self.plans), 'graph')},"
-            f" {many(len(sites), 'site')},"
+            f"policy {self.policy.name!r}: {plural(len(self.plans), 'graph')},"
+            f" {plural(len(sites), 'site')},"
             f" {compressed} compressed; each graph run once: {before:,} bytes -> {after:,},"
             f" collectives predicted {plain:,.0f} us -> {predicted:,.0f} us"
-            + (f", {many(unknown, 'site')} of unknown size not counted" if unknown else "")
-            + (f", {many(fallbacks, 'graph')} untouched" if fallbacks else "")
+            + (f", {plural(unknown, 'site')} of unknown size not counted" if unknown else "")
+            + (f", {plural(fallbacks, 'graph')} untouched" if fallbacks else "")
         )
 
     def unmatched_rules(self) -> dict[int, str]:
@@ -191,7 +191,9 @@ class Summary:
         preset, which the user did not write, have one together, under ``OF_PRESET``."""
         sites = [site for plan in self.plans for site in plan.sites]
         matched = {number for plan in self.plans for number in plan.matched}
-        preset = {n for n, rule in enumerate(self.policy.rules) if _alike(rule) in _PRESET_RULES}
+        preset = {
+            n for n, rule in enumerate(self.policy.rules) if _without_groups(rule) in _PRESET_RULES
+        }
         said = {
             number: (
                 f"{rule} of {self.policy.label} matched no collective of the {len(self.plans)}"
@@ -228,9 +230,9 @@ class Summary:
         )
 
 
-def many(count: int, what: str) -> str:
+def plural(count: int, noun: str) -> str:
     """``1 graph``, ``2 graphs``."""
-    return f"{count} {what}{'s' * (count != 1)}"
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 NO_SITE = (
@@ -250,12 +252,12 @@ NO_ROLE = (
 )
 
 
-def _alike(rule: Rule) -> Rule:
+def _without_groups(rule: Rule) -> Rule:
     """A rule without its groups, which ``Policy.for_mesh`` replaces."""
     return dataclasses.replace(rule, group=None)
 
 
-_PRESET_RULES = [_alike(rule) for policy in PRESETS.values() for rule in policy.rules]
+_PRESET_RULES = [_without_groups(rule) for policy in PRESETS.values() for rule in policy.rules]
 
 
 def _instead(rule: Rule, sites: list[PlannedSite]) -> str:

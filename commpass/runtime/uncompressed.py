@@ -10,14 +10,14 @@ from math import floor, inf, log10
 from typing import Any
 
 from commpass.costmodel import Profile
-from commpass.passes import Outcome
+from commpass.passes import PassResult
 from commpass.passes.breakeven import break_even, break_even_rate
 from commpass.passes.candidates import NO_CODEC, Options
 from commpass.passes.choose import rank
 from commpass.plan import LEFT, Candidate, PlannedSite
 from commpass.policy import Policy
 from commpass.printable import amount
-from commpass.rules import Allowed, Word
+from commpass.rules import Allowed, Annotation
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Slower:
 
 
 @dataclass(frozen=True)
-class LeftAlone:
+class UncompressedSite:
     """A site that is left alone: because of the time of its candidates, which are ``slower``, or
     else for a reason, ``why``, that sites may share. ``remedy`` is what would change that, as far
     as a user can."""
@@ -44,7 +44,7 @@ class LeftAlone:
     slower: Slower | None = None
 
     @property
-    def is_said(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether a warning, or an error, has said why."""
         return self.why == EARLIER
 
@@ -71,10 +71,12 @@ def asks_for_codecs(policy: Policy, sites: Sequence[PlannedSite]) -> bool:
 
 
 def _is_annotated(site: PlannedSite) -> bool:
-    return site.word is not None and not Word.from_json(site.word).keep
+    return site.word is not None and not Annotation.from_json(site.word).keep
 
 
-def left_alone(outcome: Outcome, policy: Policy, profile: Profile) -> tuple[LeftAlone, ...]:
+def uncompressed_sites(
+    outcome: PassResult, policy: Policy, profile: Profile
+) -> tuple[UncompressedSite, ...]:
     """The sites of a graph that are left alone though their group has other ranks, each with its
     reason."""
     allowed = {each.site.name: each.allowed for each in outcome.found}
@@ -83,7 +85,7 @@ def left_alone(outcome: Outcome, policy: Policy, profile: Profile) -> tuple[Left
         if site.group_size == 1 or (site.compressed and not plan.fallback):
             continue
         if plan.fallback:
-            found.append(LeftAlone(site, EARLIER))
+            found.append(UncompressedSite(site, EARLIER))
             continue
         options = outcome.options.get(site.name)
         terms = allowed.get(site.name) or policy.allowed(site)[0]
@@ -97,26 +99,26 @@ def _of_site(
     allowed: Allowed,
     policy: Policy,
     profile: Profile,
-) -> LeftAlone:
+) -> UncompressedSite:
     if site.hidden:
-        return LeftAlone(site, HIDDEN, "Policy(leave_hidden=False)")
+        return UncompressedSite(site, HIDDEN, "Policy(leave_hidden=False)")
     if options is None or site.reason.startswith(LEFT):
-        return LeftAlone(site, EARLIER if site.reason.startswith(LEFT) else site.reason)
+        return UncompressedSite(site, EARLIER if site.reason.startswith(LEFT) else site.reason)
     if options.obstacle == NO_CODEC.format(allowed.source):
-        return LeftAlone(site, *_unasked(site, allowed, policy))
+        return UncompressedSite(site, *_unasked(site, allowed, policy))
     if options.obstacle:
-        return LeftAlone(site, options.obstacle)
+        return UncompressedSite(site, options.obstacle)
     if not options.possible:
         first, *others = options.refused
         over = any(each.refused and each.error for each in options.candidates)
         more = f" (and {len(others)} more reasons)" if others else ""
-        return LeftAlone(site, first + more, "a larger max_error" if over else "")
-    return LeftAlone(site, slower=Slower(tuple(sorted(options.possible, key=rank)), profile))
+        return UncompressedSite(site, first + more, "a larger max_error" if over else "")
+    return UncompressedSite(site, slower=Slower(tuple(sorted(options.possible, key=rank)), profile))
 
 
 def _unasked(site: PlannedSite, allowed: Allowed, policy: Policy) -> tuple[str, str]:
     """Why no codec is allowed to a site, and what would allow one."""
-    if site.word is not None and Word.from_json(site.word).keep:
+    if site.word is not None and Annotation.from_json(site.word).keep:
         return KEPT, ""
     if allowed.source == policy.label and policy.rules:
         return NO_RULE.format(policy.label), NO_RULE_REMEDY
@@ -129,32 +131,32 @@ MOST = 3
 """Reasons that a sentence names."""
 
 
-def sentence(policy: Policy, left: Sequence[LeftAlone], *, sizes: bool) -> str:
+def sentence(policy: Policy, sites: Sequence[UncompressedSite], *, sizes: bool) -> str:
     """What is said of a policy that compresses none of some sites. With ``sizes`` it may look for
     the size from which on a codec gains, for which algorithms are traced."""
-    alike: dict[Any, list[LeftAlone]] = defaultdict(list)
-    for each in left:
+    alike: dict[Any, list[UncompressedSite]] = defaultdict(list)
+    for each in sites:
         if each.slower is not None:
-            alike[_alike(each.site, each.slower)].append(each)
+            alike[_cause_key(each.site, each.slower)].append(each)
     by_time = sorted(alike.values(), key=lambda some: -sum(each.site.plain_us for each in some))
     slower = [(some[0].site, some[0].slower, len(some)) for some in by_time]
-    others = Counter((each.why, each.remedy) for each in left if each.slower is None)
+    others = Counter((each.why, each.remedy) for each in sites if each.slower is None)
     reasons = [_in_numbers(site, its, count) for site, its, count in slower if its]
     for (why, _), count in others.most_common():
-        reasons.append(f"{_many(count)}: {why}" if count < len(left) else why)
+        reasons.append(f"{_sites_text(count)}: {why}" if count < len(sites) else why)
     if len(reasons) > MOST:
         reasons[MOST:] = [f"and {len(reasons) - MOST} more reasons (commpass explain)"]
     remedies = [each for site, its, _ in slower[:1] if its for each in _gains(site, its, sizes)]
     remedies += dict.fromkeys(remedy for (_, remedy), _ in others.most_common(MOST) if remedy)
-    said = f"{policy.label}: 0 of {_many(len(left))} compressed: {'; '.join(reasons)}"
+    said = f"{policy.label}: 0 of {_sites_text(len(sites))} compressed: {'; '.join(reasons)}"
     return f"{said}. What would change it: {'; '.join(remedies)}" if remedies else said
 
 
-def _many(count: int) -> str:
+def _sites_text(count: int) -> str:
     return f"{count} site{'s' * (count != 1)}"
 
 
-def _alike(site: PlannedSite, slower: Slower) -> tuple[Any, ...]:
+def _cause_key(site: PlannedSite, slower: Slower) -> tuple[Any, ...]:
     """What sites have in common that one reason is about."""
     of_site = (site.kind, site.bytes, site.group_size, site.dtype)
     best = slower.best
@@ -174,7 +176,7 @@ def _in_numbers(site: PlannedSite, slower: Slower, count: int) -> str:
         text += " (and is one exchange with others)"
     elif best.predicted_us < site.plain_us:
         text += f" (a gain below the model's margin of {profile.margin:.0%})"
-    return f"{text} ({_many(count)})" if count > 1 else text
+    return f"{text} ({_sites_text(count)})" if count > 1 else text
 
 
 TRIED = 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from commpass.running import now
+from commpass.running import innermost
 
 log = logging.getLogger("commpass")
 
@@ -60,7 +60,7 @@ class Watched:
         self.pending.append((begin, end))
         return result
 
-    def settle(self) -> None:
+    def read_events(self) -> None:
         """Reads the events that have come by now."""
         while self.pending and self.pending[0][1].query():
             begin, end = self.pending.pop(0)
@@ -82,24 +82,24 @@ class Watch:
         self.graphs.append(graph)
 
         def run(*args: Any) -> Any:
-            if graph.calls >= SKIPPED + COUNTED + LATE or now().sample is not None:
+            if graph.calls >= SKIPPED + COUNTED + LATE or innermost().sample is not None:
                 return function(*args)  # sampling takes time of its own
             graph.calls += 1
-            graph.settle()
+            graph.read_events()
             timed = SKIPPED < graph.calls <= SKIPPED + COUNTED
             result = graph.time(function, *args) if timed else function(*args)
             if all(each.done for each in self.graphs) or graph.calls == SKIPPED + COUNTED + LATE:
-                self.say()
+                self.log_summary()
             return result
 
         run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]
         return run
 
-    def say(self) -> None:
+    def log_summary(self) -> None:
         """A line for the graphs that were timed, and one for each that is slower than was predicted
         without commpass."""
         for each in self.graphs:
-            each.settle()
+            each.read_events()
         found = [each for each in self.graphs if each.done and each.name not in self.said]
         if not found:
             return

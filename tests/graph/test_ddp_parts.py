@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import commpass
-from commpass.annotate import words_of
-from commpass.groups import labels, timeout_of, twin
+from commpass.annotate import annotations_of
+from commpass.groups import duplicate, labels, timeout_of
 from commpass.parallel.buckets import parts_of
 from commpass.parallel.exchange import Exchange, Exchanges
 from commpass.parallel.worker import Worker
@@ -30,7 +30,7 @@ def model() -> nn.Sequential:
 def parts(policy: Policy, of: nn.Module, group: dist.ProcessGroup):
     parameters = list(of.parameters())
     x = torch.arange(float(sum(p.numel() for p in parameters)))
-    found = parts_of(policy, group, x, parameters, parameter_names(of), words_of(of))
+    found = parts_of(policy, group, x, parameters, parameter_names(of), annotations_of(of))
     return x, found
 
 
@@ -83,7 +83,7 @@ def test_a_twin_has_the_labels_of_its_group_and_another_name(fake_group):
     group = fake_group(8)
     mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     for one in (group, mesh.get_group("dp")):
-        made = twin(one)
+        made = duplicate(one)
         assert labels(made) == labels(one)
         assert dist.get_process_group_ranks(made) == dist.get_process_group_ranks(one)
         assert made.group_name != one.group_name

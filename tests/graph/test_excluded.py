@@ -11,7 +11,7 @@ from torch import ones
 import commpass
 from commpass.errors import PolicyError
 from commpass.passes.pipeline import run
-from commpass.passes.road import Road
+from commpass.passes.road import PassContext
 from commpass.policy import Policy
 from commpass.rules import Rule
 
@@ -27,7 +27,7 @@ def _group(fake_group):
 
 
 def planned(gm, excluded=None, policy=INT8, profile=SLOW):
-    road = Road(gm=gm, direction="forward", policy=policy, profile=profile)
+    road = PassContext(gm=gm, direction="forward", policy=policy, profile=profile)
     return run(road, "0", strict=True, excluded=excluded)
 
 

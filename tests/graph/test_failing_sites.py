@@ -18,7 +18,7 @@ from commpass.errors import VerifyError
 from commpass.passes import lower, pipeline, rewrite
 from commpass.passes.failures import SiteFailure
 from commpass.passes.pipeline import run
-from commpass.passes.road import Road
+from commpass.passes.road import PassContext
 from commpass.policy import Policy
 from commpass.rules import Rule
 
@@ -87,7 +87,7 @@ def forced(gather: str, other: str = "int8", **more) -> Policy:
 
 
 def planned(gm, policy, **more):
-    road = Road(gm=gm, direction="forward", policy=policy, profile=SLOW)
+    road = PassContext(gm=gm, direction="forward", policy=policy, profile=SLOW)
     return run(road, "0", **more)
 
 

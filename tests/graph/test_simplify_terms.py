@@ -13,7 +13,7 @@ import commpass
 from commpass.annotate import KEY
 from commpass.passes.graph.parse import parse
 from commpass.policy import Policy
-from commpass.rules import Rule, Word
+from commpass.rules import Annotation, Rule
 from commpass.runtime.summary import Summary
 
 wait = ops.wait_tensor
@@ -64,7 +64,7 @@ KEPT = Rule(module="router", keep=True)
 @pytest.mark.parametrize("said", ["by a rule", "in the model"])
 def test_kept_sites_are_not_merged_with_compressed_ones(function, order, said, fake_group):
     fake_group(8)
-    words = [Word(keep=True) if path == "router" else None for path in order]
+    words = [Annotation(keep=True) if path == "router" else None for path in order]
     by_a_rule = said == "by a rule"
     gm = labelled(function, order, [] if by_a_rule else words)
     plan = planned(gm, codecs="int8", rules=[KEPT] if by_a_rule else [])

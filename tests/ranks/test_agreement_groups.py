@@ -215,15 +215,15 @@ class Gone:
 def without_a_store():
     group = dist.new_group().group_name
     x = torch.rand(70)
-    kept = boards.Board.store
-    boards.Board.store = property(lambda self: Gone())
+    kept = boards.PlanStore.store
+    boards.PlanStore.store = property(lambda self: Gone())
     try:
         assert torch.equal(compiled(lambda x: summed(x, group), "lossless")(x), summed(x, group))
         with pytest.raises(PlanMismatch, match="does not answer") as error:
             compiled(lambda x: summed(x, group), forced("int8"))(x)
         assert "Broken pipe" in str(error.value)
     finally:
-        boards.Board.store = kept
+        boards.PlanStore.store = kept
     dist.barrier()
     got = compiled(lambda x: summed(x, group), forced("int8"))(x)
     return commpass.plans()[-1].sites[0].codec, got.shape

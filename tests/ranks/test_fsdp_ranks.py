@@ -867,7 +867,7 @@ def test_blocks_sharded_later_are_reported_once(ranks2):
 def test_refusals_name_both_sides(ranks2):
     door, comm, nothing, ddp, no_module, torchs = ranks2.run(taken)[0]
     assert "another door" in door
-    assert "FSDPDoor of FSDPNet" in door
+    assert "CompressedFSDP of FSDPNet" in door
     assert "remove()" in door
     assert "layers.1" in comm
     assert "Mine" in comm

@@ -20,7 +20,7 @@ from commpass.errors import PlanMismatch
 from commpass.passes import pipeline
 from commpass.policy import Policy
 from commpass.rules import Rule
-from commpass.runtime.meeting import Meeting
+from commpass.runtime.meeting import AgreementRound
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
@@ -52,9 +52,9 @@ def killed(where: str) -> str:
             dataclasses.replace(p, run=lambda road: die()) for p in pipeline.PASSES
         )
     if doomed and where == "agreement":
-        Meeting.speak = lambda self: die()
+        AgreementRound.publish = lambda self: die()
     if doomed and where == "agreement, once it has spoken":
-        Meeting.decided = lambda self: die()
+        AgreementRound.decided = lambda self: die()
     if where == "exchange":
         function(x)
         if doomed:

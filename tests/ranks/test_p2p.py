@@ -18,7 +18,7 @@ from commpass.passes.discover import discover
 from commpass.plan import NONE, PlannedSite
 from commpass.policy import Policy
 from commpass.rules import Rule
-from commpass.runtime.pairs import ends, mismatches
+from commpass.runtime.pairs import endpoints, mismatches
 
 pytestmark = [
     pytest.mark.xdist_group("ranks"),
@@ -281,7 +281,7 @@ def end(kind, rank, peer, codec="int8", **more):
         "shape": (30, 40),
         "bytes": 4800,
     }
-    (made,) = ends(
+    (made,) = endpoints(
         [PlannedSite(**facts | {"peer": peer, "codec": codec, "algorithm": "direct"} | more)], rank
     )
     return made

@@ -22,9 +22,9 @@ NAMES = (*environment.VARIABLES, environment.PROFILE)
 def nothing_is_set(monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    environment._say.cache_clear()
+    environment._log.cache_clear()
     yield
-    environment._say.cache_clear()
+    environment._log.cache_clear()
 
 
 def doctor() -> tuple[int, dict[str, dict], str]:

@@ -21,7 +21,7 @@ from commpass.errors import CommpassError
 from commpass.plan import Plan, PlannedSite
 from commpass.report import verdict
 from commpass.runtime import samples
-from commpass.runtime.ledger import Entry, Ledger
+from commpass.runtime.ledger import Entry, StepLog
 from commpass.runtime.samples import Sampled, Samples, is_sampled, measure
 from commpass.runtime.watch import Watched
 from commpass.stage import Stage
@@ -65,8 +65,8 @@ def entry(*sites: PlannedSite, bound=None, fallback="", took=(), why="") -> Entr
 @pytest.fixture
 def book(monkeypatch):
     """The only ledger that there is; no plans of other tests."""
-    made = Ledger("balanced")
-    monkeypatch.setattr(verdict, "ledgers", lambda: [made])
+    made = StepLog("balanced")
+    monkeypatch.setattr(verdict, "step_logs", lambda: [made])
     monkeypatch.setattr(verdict, "plans", lambda: [])
     return made
 
@@ -401,10 +401,10 @@ class Late:
 def test_report_does_not_wait_for_what_a_gpu_has_not_measured_yet():
     kept, event = entry(PlannedSite(**CODED)).samples, Late()
     kept._waiting.append((0, torch.tensor([1e-4, 1.0, *REST]), event))
-    kept.settle()
+    kept.read_measured()
     assert kept.sites[0].count == 0
     event.done = True
-    kept.settle()
+    kept.read_measured()
     assert kept.sites[0].count == 1
     assert not kept._waiting
 
@@ -431,8 +431,8 @@ def test_a_gpu_is_timed_by_events_that_are_read_when_they_have_come(monkeypatch)
     monkeypatch.setattr(torch, "get_device_module", lambda _: type("m", (), {"Event": Stamp}))
     graph = Watched("0 (forward)", 1.0, 1.0, False, "cuda")
     assert graph.time(lambda x: x + 1, 1) == 2
-    graph.settle()
+    graph.read_events()
     assert not graph.took_us
     graph.time(lambda x: x, 1)
-    graph.settle()
+    graph.read_events()
     assert graph.took_us == [1e3]

@@ -19,7 +19,7 @@ def of_exponent(
     name: str, coder: ExponentCodec, dtype: torch.dtype, numel: int
 ) -> tuple[Lowerable, ...]:
     """The kernels that follow one another; how many bytes each moves depends on the values."""
-    if why := exponent.missing(numel, dtype):
+    if why := exponent.unsupported_reason(numel, dtype):
         raise KernelError(f"no kernel: {coder.spec}: {why}")
     if name not in ("encode", "decode"):
         raise KernelError(f"no kernel: {coder.spec}: it has encode and decode alone")
@@ -66,7 +66,7 @@ def of_sparse(
     )
 
 
-def _held(dtype: torch.dtype, *shape: int) -> Tensor:
+def _fake(dtype: torch.dtype, *shape: int) -> Tensor:
     """A tensor of which only its shape and dtype matter."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -74,12 +74,12 @@ def _held(dtype: torch.dtype, *shape: int) -> Tensor:
 def _encoding(coder: SparseCodec, dtype: torch.dtype, warp: int, numel: int) -> list[Call]:
     rows = 1
     sizes, layout = sparse.Sizes(warp=warp), sparse.layout_of(coder, numel, dtype)
-    x, residual = _held(dtype, rows, numel), _held(torch.float32, rows, numel)
-    wire = _held(torch.uint8, rows, layout.pitch)
-    values, indices = sparse.values_of(layout, wire), _held(torch.int32, rows, layout.chosen)
-    one = _held(torch.int32, rows)
+    x, residual = _fake(dtype, rows, numel), _fake(torch.float32, rows, numel)
+    wire = _fake(torch.uint8, rows, layout.pitch)
+    values, indices = sparse.values_of(layout, wire), _fake(torch.int32, rows, layout.chosen)
+    one = _fake(torch.int32, rows)
     if isinstance(coder.selector, Threshold):
-        within = _held(torch.int32, rows, 3)
+        within = _fake(torch.int32, rows, 3)
         first = sparse.select_call(
             layout, sizes, x, residual, residual, values, indices, wire, one, within, one
         )
@@ -88,7 +88,7 @@ def _encoding(coder: SparseCodec, dtype: torch.dtype, warp: int, numel: int) -> 
     done = isinstance(coder.selector, Threshold) and layout.code == sparse.sparse_indices.BITMAP
     made = [first, sparse.pack_call(layout, sizes, indices, one, one, values, wire, done)]
     if layout.later:
-        own = _held(torch.float32, rows, layout.chosen)
+        own = _fake(torch.float32, rows, layout.chosen)
         made.append(sparse.settle_call(layout, sizes, residual, indices, values, own, one))
     return made
 
@@ -97,17 +97,17 @@ def _decoding(
     coder: SparseCodec, dtype: torch.dtype, rows: int, warp: int, numel: int, summed: bool
 ) -> list[Call]:
     sizes, layout = sparse.Sizes(warp=warp), sparse.layout_of(coder, numel, dtype)
-    wire = _held(torch.uint8, rows, layout.pitch)
-    values, indices = wire.view(layout.value_dtype), _held(torch.int32, rows, layout.chosen)
+    wire = _fake(torch.uint8, rows, layout.pitch)
+    values, indices = wire.view(layout.value_dtype), _fake(torch.int32, rows, layout.chosen)
     if layout.later:
-        values = _held(torch.int32, rows, layout.chosen)
+        values = _fake(torch.int32, rows, layout.chosen)
     if layout.code == sparse.sparse_indices.BLOCKS16:
         places = [sparse.places16_call(layout, sizes, wire, indices)]
     else:
-        tiles = _held(torch.int32, rows, -(-layout.second // sizes.tile))
+        tiles = _fake(torch.int32, rows, -(-layout.second // sizes.tile))
         places = [
             sparse.ones_call(layout, sizes, wire, tiles),
             sparse.places_call(layout, sizes, wire, indices, tiles),
         ]
-    out = _held(torch.float32, *((numel,) if summed else (rows, numel)))
+    out = _fake(torch.float32, *((numel,) if summed else (rows, numel)))
     return [*places, sparse.sum_call(layout, sizes, values, indices, out)]

@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from commpass.codecs.codec import FLOATS
 from commpass.costmodel import Link, Profile
 from commpass.errors import PolicyError
-from commpass.groups import goes_with, labels, need_group, twin
+from commpass.groups import close_with, duplicate, labels, need_group
 from commpass.parallel.ssfusion.buckets import BucketHooks
 from commpass.parallel.ssfusion.hooks import ModuleHooks
 from commpass.parallel.ssfusion.options import Options, check_optimizer
 from commpass.parallel.ssfusion.plan import FusionPlan, Settings
 from commpass.parallel.ssfusion.planner import Planner, Weight, agree
 from commpass.parallel.taken import (
-    claim,
+    acquire,
     refuse_if_claimed,
     refuse_if_optimized_in_backward,
     refuse_if_taken,
@@ -101,7 +101,7 @@ def ssfusion(
     options = Options(settings, selector, momentum, clip, warmup, step, profile_steps, dense)
     check_optimizer(optimizer, momentum)
     own = _group_of(model, group)
-    lane = twin(own)
+    lane = duplicate(own)
     weights = _weights(model)
     shown = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
     agree(lane, (shown, options), "parameters and options", "the same model and arguments")
@@ -115,8 +115,8 @@ def ssfusion(
     else:
         _spread(model, lane)
         hooks = ModuleHooks(model, planner)
-    goes_with(hooks.driver, lane)
-    claim(model, "ssfusion")
+    close_with(hooks.driver, lane)
+    acquire(model, "ssfusion")
     return SSFusion(model, hooks)
 
 

@@ -80,7 +80,7 @@ class Planner:
             else:
                 if not self.measured:
                     self._measure()
-                plan = self._made(step)
+                plan = self._new_plan(step)
             self._plans[density] = plan
             agree(self.lane, plan, "fusion plans", "the same profile and options")
             self._record(plan)
@@ -117,7 +117,7 @@ class Planner:
     def parts(self, message: Message) -> list[Part]:
         return [self.part(each) for each in message.sent]
 
-    def _made(self, step: int) -> FusionPlan:
+    def _new_plan(self, step: int) -> FusionPlan:
         assert self.link is not None
         gradients = self.gradients()
         itemsize = max(each.itemsize for each in gradients)
@@ -144,7 +144,11 @@ class Planner:
         coder = self.options.coder(self.options.settings.density)
         dtype = self.weights[0].parameter.dtype
         what = (coder, sizes, dtype, self.device, self.lane, cores)
-        rates = [measure.selection(*what), measure.aside(*what), measure.sparsifying(*what)]
+        rates = [
+            measure.selection(*what),
+            measure.offloaded_rate(*what),
+            measure.sparsifying(*what),
+        ]
         us = [
             *self.clock.backward_us(len(sizes), cores),
             *(each for rate in rates for each in rate.us),
@@ -172,9 +176,9 @@ class Planner:
         self.ledger.replace(made, UNSEEN)
 
 
-def agree(group: Any, mine: Any, what: str, need: str) -> None:
+def agree(group: Any, own_value: Any, subject: str, need: str) -> None:
     """Raises PlanMismatch, on all ranks of a group, if they do not all have the same."""
-    text = repr(mine)
+    text = repr(own_value)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, digest, group=group)
@@ -189,6 +193,7 @@ def agree(group: Any, mine: Any, what: str, need: str) -> None:
     begin = max(start - 40, 0)
     first, second = (each[begin : begin + 120] for each in (texts[0], texts[other]))
     raise PlanMismatch(
-        f"the {what} of rank 0 and rank {other} differ: ...{first}... and ...{second}...; give all"
+        f"the {subject} of rank 0 and rank {other} differ: ...{first}... and ...{second}...; give"
+        " all"
         f" ranks {need}"
     )

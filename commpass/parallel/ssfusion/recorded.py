@@ -18,7 +18,7 @@ from commpass.collectives.stages import Payload, read_stages
 from commpass.costmodel import Link, Profile, prices
 from commpass.parallel.ssfusion.messages import USED_BYTES, Part, gather_bytes, message_dtype
 from commpass.parallel.ssfusion.plan import FusionPlan, Message
-from commpass.passes import Outcome
+from commpass.passes import PassResult
 from commpass.plan import NONE, Candidate, Grouped, Plan, PlannedSite, Site, planned
 from commpass.runtime import record
 from commpass.stage import Stage
@@ -76,7 +76,7 @@ def keep(
         sites=tuple(sites),
         grouped=tuple(grouped),
     )
-    outcome = Outcome(made)
+    outcome = PassResult(made)
     record.record(outcome)
     if dump is not None and groups.is_first_rank():
         record.write_dump(dump, uuid.uuid4().hex[:8], outcome, Timeline(note=NO_EVENTS))
@@ -84,7 +84,7 @@ def keep(
 
 
 def _site(
-    name: str, own: Sequence[str], parts: Sequence[Part], group: Any, device: torch.device
+    name: str, own_names: Sequence[str], parts: Sequence[Part], group: Any, device: torch.device
 ) -> Site:
     labels = groups.labels(group)
     dtype = reduce(torch.promote_types, (part.dtype for part in parts))
@@ -102,7 +102,7 @@ def _site(
         bytes=sum(part.entries * part.dtype.itemsize for part in parts),
         stateless=None,
         device=device.type,
-        module=paths.common(name.rpartition(".")[0] for name in own),
+        module=paths.common(name.rpartition(".")[0] for name in own_names),
         direction="backward",
     )
 
@@ -133,11 +133,11 @@ def _us(stages: Sequence[Stage], link: Link, group: Any) -> float:
 
 
 def _grouped(
-    site: Site, own: Sequence[str], numbers: Sequence[int], parts: Sequence[Part]
+    site: Site, own_names: Sequence[str], numbers: Sequence[int], parts: Sequence[Part]
 ) -> Grouped:
     return Grouped(
-        sites=tuple(own),
-        modules=tuple(name.rpartition(".")[0] for name in own),
+        sites=tuple(own_names),
+        modules=tuple(name.rpartition(".")[0] for name in own_names),
         into=site.name,
         group=site.group,
         numbers=tuple(numbers),

@@ -53,7 +53,12 @@ def compute(node: fx.Node, profile: Profile) -> Task:
     kernels, and of their rates."""
     if CODED in node.meta:
         return Task(HOST, sum(profile.kernels.us(*work) for work in node.meta[CODED]))
-    if node.op != "call_function" or looks(node) or node.target in UNWRITTEN or MARK in node.meta:
+    if (
+        node.op != "call_function"
+        or is_alias(node)
+        or node.target in UNWRITTEN
+        or MARK in node.meta
+    ):
         return Task(HOST, 0.0)
     held = node.meta.get("val")
     moved = sum(max(meta.nbytes(fake), 0) for fake in tensors(held))
@@ -114,7 +119,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(each)
 
 
-def looks(node: fx.Node) -> bool:
+def is_alias(node: fx.Node) -> bool:
     """Whether what a node gives is another's memory, which it does not change."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(

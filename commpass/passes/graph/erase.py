@@ -42,7 +42,7 @@ class Erased(fx.Node):
             return super().__getattribute__(key)
         raise _error(self, key)
 
-    def __lt__(self, other: Any) -> bool:
+    def __lt__(self, value: Any) -> bool:
         raise _error(self, "place")
 
     __gt__ = __le__ = __ge__ = __lt__

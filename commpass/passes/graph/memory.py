@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from commpass.passes.graph import meta
-from commpass.passes.graph.costs import looks, tensors
+from commpass.passes.graph.costs import is_alias, tensors
 from commpass.passes.graph.marks import MARK
 from commpass.passes.graph.parse import is_wait, parse
 
@@ -26,8 +26,10 @@ class Memory:
     nbytes: Mapping[int, int]
 
 
-def memory(graph: fx.Graph, *, in_place: bool = False, without: Collection[fx.Node] = ()) -> Memory:
-    """The memory of a graph, ``without`` nodes that nobody takes any more. An exchange has its
+def memory(
+    graph: fx.Graph, *, in_place: bool = False, excluded: Collection[fx.Node] = ()
+) -> Memory:
+    """The memory of a graph, ``excluded`` nodes that nobody takes any more. An exchange has its
     input and its result until it is waited for.
     ``in_place``: as Inductor has it, which makes sums in the memory of their inputs, and parts of
     what is joined where they are joined."""
@@ -37,7 +39,7 @@ def memory(graph: fx.Graph, *, in_place: bool = False, without: Collection[fx.No
     gives: dict[fx.Node, frozenset[int]] = {}
     touches: dict[fx.Node, frozenset[int]] = {}
     for node in graph.nodes:
-        if node in without:
+        if node in excluded:
             continue
         made = set()
         inherits = is_wait(node) or _views(node) or (in_place and _sums_in_place(node))
@@ -56,7 +58,7 @@ def memory(graph: fx.Graph, *, in_place: bool = False, without: Collection[fx.No
             nbytes[number] = max(nbytes[number], meta.nbytes(fake))
             made.add(number)
         given = {number for each in node.all_input_nodes for number in gives[each]}
-        if is_wait(node) or looks(node):
+        if is_wait(node) or is_alias(node):
             made |= given
         gives[node] = frozenset(made)
         touches[node] = frozenset(made | given)
@@ -68,7 +70,7 @@ def memory(graph: fx.Graph, *, in_place: bool = False, without: Collection[fx.No
 
 def _views(node: fx.Node) -> bool:
     """Whether what a node gives is another's memory in any case; some copy where they must."""
-    return looks(node) and getattr(node.target, "_opname", "") not in ("reshape", "contiguous")
+    return is_alias(node) and getattr(node.target, "_opname", "") not in ("reshape", "contiguous")
 
 
 def _parts(node: fx.Node) -> list[fx.Node]:
@@ -78,7 +80,7 @@ def _parts(node: fx.Node) -> list[fx.Node]:
     return [
         each
         for each in node.all_input_nodes
-        if torch.Tag.pointwise in getattr(each.target, "tags", ()) and not looks(each)
+        if torch.Tag.pointwise in getattr(each.target, "tags", ()) and not is_alias(each)
     ]
 
 
@@ -89,7 +91,7 @@ def _sums_in_place(node: fx.Node) -> bool:
     if call is None or call.kind != "all_reduce" or call.form != "plain":
         return False
     source = call.inputs[0]
-    while len(source.users) == 1 and looks(source):
+    while len(source.users) == 1 and is_alias(source):
         source = source.all_input_nodes[0]
     return len(source.users) == 1 and source.op == "call_function"
 
@@ -200,7 +202,7 @@ def _has_effects(node: fx.Node) -> bool:
     return node.target in fx.node._side_effectful_functions and not is_wait(node)
 
 
-class Held:
+class LiveBytes:
     """The bytes that a graph holds as its nodes run: memory is taken by the first node that touches
     it and given back after the last. What a graph gives back is held until the end."""
 
@@ -210,7 +212,7 @@ class Held:
         self.taken: set[int] = set()
         self.now = self.most = 0
 
-    def takes(self, node: fx.Node) -> bool:
+    def allocates(self, node: fx.Node) -> bool:
         """Whether a node takes memory that nobody had before."""
         return not self.known.touches[node] <= self.taken
 
@@ -226,7 +228,7 @@ class Held:
             if not self.left[number]:
                 self.now -= self.known.nbytes[number]
 
-    def at_most(self, nodes: Sequence[fx.Node]) -> int:
+    def peak(self, nodes: Sequence[fx.Node]) -> int:
         """Bytes that would be held at once at most while some nodes run."""
         taken: set[int] = set()
         gone: Counter[int] = Counter()
@@ -245,7 +247,7 @@ class Held:
 
 def peak(order: Sequence[fx.Node], known: Memory) -> int:
     """Bytes that are held at once at most, if a graph runs in an order."""
-    held = Held(known)
+    held = LiveBytes(known)
     for node in order:
         held.run(node)
     return held.most

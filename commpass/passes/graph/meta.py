@@ -67,7 +67,7 @@ those of an autograd.Function or of a recomputation the first."""
 def module_path(node: fx.Node) -> str:
     """The path in the root model of the module that a node comes from, in forward and in backward;
     "" for the root itself, or where it is not known."""
-    placed = word(node, PLACE)
+    placed = annotation(node, PLACE)
     return _own_path(node) if placed is None else placed
 
 
@@ -91,7 +91,7 @@ def _own_path(node: fx.Node) -> str:
     return clean(rows[-1][0], [path for path, kind in rows if is_parallel(kind)]) if rows else ""
 
 
-def word(node: fx.Node, key: str) -> str | None:
+def annotation(node: fx.Node, key: str) -> str | None:
     """The annotation under ``key`` that the node carries."""
     custom = node.meta.get("custom")
     found = custom.get(key) if isinstance(custom, dict) else None

@@ -174,39 +174,39 @@ def _pointwise(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
     return Rows(axis, tuple(takes))
 
 
-def _axis_of(value: Tensor, axis: Axis, many: int) -> Axis | None:
-    """Along what an input has the rows of a result of ``many`` dimensions; None if it is repeated
+def _axis_of(value: Tensor, axis: Axis, rows: int) -> Axis | None:
+    """Along what an input has the rows of a result of ``rows`` dimensions; None if it is repeated
     along them."""
-    own = axis.dim - (many - value.dim())
+    own = axis.dim - (rows - value.dim())
     return Axis(own, axis.blocks) if own >= 0 and value.shape[own] != 1 else None
 
 
-def _viewed(given: Tensor, axis: Axis, made: Tensor) -> Axis | None:
+def _viewed(source: Tensor, axis: Axis, result: Tensor) -> Axis | None:
     """Along what a view has the rows: a block must be one piece, so that nothing but dimensions of
     one entry comes before."""
-    if any(size != 1 for size in given.shape[: axis.dim]):
+    if any(size != 1 for size in source.shape[: axis.dim]):
         return None
-    dim = next((place for place, size in enumerate(made.shape) if size != 1), None)
-    return None if dim is None or made.shape[dim] % axis.blocks else Axis(dim, axis.blocks)
+    dim = next((place for place, size in enumerate(result.shape) if size != 1), None)
+    return None if dim is None or result.shape[dim] % axis.blocks else Axis(dim, axis.blocks)
 
 
-def _reduced(given: Tensor, axis: Axis, over: Any, made: Tensor) -> Axis | None:
+def _reduced(source: Tensor, axis: Axis, over: Any, result: Tensor) -> Axis | None:
     if not over:
         return None
-    gone = {each % given.dim() for each in (over if isinstance(over, (list, tuple)) else [over])}
+    gone = {each % source.dim() for each in (over if isinstance(over, (list, tuple)) else [over])}
     if axis.dim in gone:
         return None
-    less = 0 if made.dim() == given.dim() else sum(each < axis.dim for each in gone)
+    less = 0 if result.dim() == source.dim() else sum(each < axis.dim for each in gone)
     return Axis(axis.dim - less, axis.blocks)
 
 
-def _divided(node: fx.Node, given: Tensor, axis: Axis) -> Axis | None:
+def _divided(node: fx.Node, source: Tensor, axis: Axis) -> Axis | None:
     """A split along another dimension, or into the blocks."""
     _, size, *along = node.args
-    dim: int = (along[0] if along else 0) % given.dim()  # type: ignore[operator, assignment]
+    dim: int = (along[0] if along else 0) % source.dim()  # type: ignore[operator, assignment]
     if dim != axis.dim:
         return axis
-    one_each = size * axis.blocks == given.shape[dim]  # type: ignore[operator]
+    one_each = size * axis.blocks == source.shape[dim]  # type: ignore[operator]
     return Axis(dim) if one_each and axis.blocks > 1 else None
 
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from torch import fx
 
 from commpass.costmodel import HOST, Task
-from commpass.passes.graph.memory import Held, Memory
+from commpass.passes.graph.memory import LiveBytes, Memory
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ LOOK = 8
 class _Schedule:
     def __init__(self, work: Work, starts: Sequence[fx.Node], window: int, bound: float):
         self.work, self.starts, self.window, self.bound = work, starts, window, bound
-        self.clock, self.held = Clock(work), Held(work.memory)
+        self.clock, self.held = Clock(work), LiveBytes(work.memory)
         self.left = work.remaining()
         self.order: list[fx.Node] = []
         self.done: set[fx.Node] = set()
@@ -251,9 +251,9 @@ class _Schedule:
         self._do(output)
         return self.order
 
-    def _need(self, wanted: Iterable[fx.Node]) -> None:
+    def _need(self, needed: Iterable[fx.Node]) -> None:
         """Marks nodes and all that must come before them."""
-        stack = list(wanted)
+        stack = list(needed)
         while stack:
             node = stack.pop()
             if node in self.needed or node in self.done:
@@ -295,15 +295,15 @@ class _Schedule:
     def _without_room_later(self, place: int, node: fx.Node) -> list[fx.Node]:
         """What was put off and there would be no room for once a node has run; none where there
         is."""
-        if not self.held.takes(node):
+        if not self.held.allocates(node):
             return []
         for each in itertools.islice(self._undone(), 1):
             if self.work.index[each] >= place:
                 break
             found = self._with_what_it_needs(each)
-            if found and node not in found and self.held.at_most([node, *found]) > self.bound:
+            if found and node not in found and self.held.peak([node, *found]) > self.bound:
                 return found
-        if self.spare and self.spare[0][0] < place and self.held.at_most([node]) > self.bound:
+        if self.spare and self.spare[0][0] < place and self.held.peak([node]) > self.bound:
             return [heapq.heappop(self.spare)[-1]]
         return []
 
@@ -330,15 +330,15 @@ class _Schedule:
         there is none, or no memory for it."""
         for node in itertools.islice(self._undone(), LOOK):
             found = self._with_what_it_needs(node)
-            if found and self.held.at_most(found) <= self.bound:
+            if found and self.held.peak(found) <= self.bound:
                 return found
         return []
 
-    def _with_what_it_needs(self, wanted: fx.Node) -> list[fx.Node]:
+    def _with_what_it_needs(self, needed: fx.Node) -> list[fx.Node]:
         """A node and all that must come before it and is not done, in order; none where an exchange
         is among them."""
         found: set[fx.Node] = set()
-        stack = [wanted]
+        stack = [needed]
         while stack:
             node = stack.pop()
             if node in self.done or node in found:

@@ -18,7 +18,7 @@ BLOCK = 128
 
 
 @dataclass
-class Held:
+class MemoryBudget:
     """The ``place`` of each node, the bytes that are kept at each place beyond what was, and the
     ``largest`` tensor that a rule has merged. ``most`` is the most that is kept in each block of
     places, ``more`` what is kept at all of its places."""
@@ -29,7 +29,7 @@ class Held:
     more: list[int]
     largest: int = 0
 
-    def hold(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
+    def may_extend(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
         """Whether so many bytes more may be kept from one node up to another: at no place may there
         be more of them than the largest tensor ``merged``."""
         if nbytes <= 0:
@@ -37,7 +37,7 @@ class Held:
         start, end = sorted((self.place[first], self.place[last]))
         largest = max(self.largest, merged)
         if start < end:
-            if self._most(start, end) + nbytes > largest:
+            if self._peak(start, end) + nbytes > largest:
                 return False
             self._add(start, end, nbytes)
         self.largest = largest
@@ -49,7 +49,7 @@ class Held:
             low, high = max(start, block * BLOCK), min(end, (block + 1) * BLOCK)
             yield block, low, high, high - low == BLOCK
 
-    def _most(self, start: int, end: int) -> int:
+    def _peak(self, start: int, end: int) -> int:
         return max(
             self.most[block] if whole else max(self.kept[low:high]) + self.more[block]
             for block, low, high, whole in self._pieces(start, end)
@@ -66,7 +66,7 @@ class Held:
                 self.most[block] = max(self.most[block], most)
 
 
-def nothing_held(graph: fx.Graph) -> Held:
+def initial_budget(graph: fx.Graph) -> MemoryBudget:
     place = {node: number for number, node in enumerate(graph.nodes)}
     blocks = len(place) // BLOCK + 1
-    return Held(place, [0] * (blocks * BLOCK), [0] * blocks, [0] * blocks)
+    return MemoryBudget(place, [0] * (blocks * BLOCK), [0] * blocks, [0] * blocks)

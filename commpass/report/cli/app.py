@@ -38,8 +38,8 @@ app = typer.Typer(
 )
 
 
-def print_version(wanted: bool) -> None:
-    if wanted:
+def print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"commpass {metadata.version('commpass')}")
         raise typer.Exit
 

@@ -105,5 +105,5 @@ def lower(
     chosen = [name for name, on in zip(lowered.TEXTS, (triton, ptx, sass), strict=True) if on]
     if len(chosen) + json > 1:
         raise typer.BadParameter("choose one of them", param_hint="--triton/--ptx/--sass/--json")
-    asked = lowered.Asked(spec, kernel, dtype, ranks, path, site, run)
+    asked = lowered.KernelQuery(spec, kernel, dtype, ranks, path, site, run)
     lowered.run(asked, arch, text="".join(chosen), json=json)

@@ -61,7 +61,7 @@ def graph(
     lowered: Annotated[
         bool, typer.Option("--lowered", help="The graph as it was compiled.")
     ] = False,
-    around: Annotated[
+    radius: Annotated[
         str | None,
         typer.Option(
             metavar="K|all",
@@ -85,9 +85,9 @@ def graph(
             "are of the level sites; with --level nodes say --around K",
             param_hint="--site, --module, --expand and --all",
         )
-    if around not in (None, "all") and not around.isdecimal():
+    if radius not in (None, "all") and not radius.isdecimal():
         raise typer.BadParameter(
-            f"{around!r} is neither a number of arrows nor 'all'", param_hint="--around"
+            f"{radius!r} is neither a number of arrows nor 'all'", param_hint="--around"
         )
     ending = ".svg" if svg else ".dot" if dot else ""
     if ending and output is not None and output.suffix.lower() != ending:
@@ -98,7 +98,7 @@ def graph(
         )
     one = newest(load(path, run), number)
     side = "before" if before else "lowered" if lowered else "after"
-    steps = None if around in (None, "all") else int(around)
+    steps = None if radius in (None, "all") else int(radius)
     if level == "nodes" and not ending:
         written = nodes.text(one, side, steps)
         if output is None:
@@ -114,12 +114,12 @@ def graph(
                 module=module,
                 site=site,
                 expand=tuple(expand or ()),
-                around=steps,
+                radius=steps,
                 every=every,
             )
         )
         if not ending:
-            console = tables.console_for(boxes.table_of(drawn), whole=False)
+            console = tables.console_for(boxes.table_of(drawn), full=False)
             if output is None:
                 console.print(boxes.text(drawn))
                 return
@@ -173,7 +173,7 @@ def timeline(
         timelines.write(shown, output)
         typer.echo(f"wrote {output}")
         return
-    console = tables.console_for(*map(timelines.table, shown), whole=False)
+    console = tables.console_for(*map(timelines.table, shown), full=False)
     for one in shown:
         for picture in one.pictures:
             console.print(Text(picture.title, style="bold"))

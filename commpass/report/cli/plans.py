@@ -66,7 +66,7 @@ def explain(
         for one in dumps
         if every
     ]
-    console = tables.console_for(*shown, whole=False)
+    console = tables.console_for(*shown, full=False)
     if not choice.everything:
         console.print(Text(f"only {choice}", style="bold"))
     for part in explanation(dumps, console, every=every):
@@ -84,7 +84,7 @@ def show_candidates(dumps: list[Dump], name: str, json: bool) -> None:
         typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
         return
     shown = [candidates_table(one, site) for one, site in found]
-    console = tables.console_for(*shown, whole=False)
+    console = tables.console_for(*shown, full=False)
     for one, site in found:
         console.print(title(one, site))
         if one.plan.fallback:
@@ -97,7 +97,7 @@ def show_candidates(dumps: list[Dump], name: str, json: bool) -> None:
 
 @app.command()
 def diff(
-    left: Annotated[
+    first: Annotated[
         Path, typer.Argument(metavar="DUMP_A", help="A dump folder, or one file of it.")
     ],
     right: Annotated[Path, typer.Argument(metavar="DUMP_B", help="The one to compare it with.")],
@@ -119,15 +119,15 @@ def diff(
 
     The exit status is 0 if nothing, 1 if something, 2 on an error.
     """
-    a, b = load(left, left_run), load(right, right_run)
+    a, b = load(first, left_run), load(right, right_run)
     found = compared.compared(a, b, Choice(module, kind, direction, codec))
     if json:
         told = compared.to_json(a, b, found)
         typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1))
     else:
         parts = list(compared.differences(found, every=every))
-        console = tables.console_for(*parts, whole=False)
-        for part in (*compared.heads(a, b, (str(left), str(right))), *parts):
+        console = tables.console_for(*parts, full=False)
+        for part in (*compared.heads(a, b, (str(first), str(right))), *parts):
             console.print(part)
         if not found:
             console.print("no differences")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from commpass.dump import Dump
 from commpass.report import lanes
-from commpass.report.timeline import Shown
+from commpass.report.timeline import TimelineView
 from commpass.timeline import HOST, Event, Timeline
 
 KINDS = tuple(what for what in lanes.COLOURS if what != "latency")
@@ -30,11 +30,11 @@ class Strip:
     labels: tuple[str, ...]
 
 
-def strips(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> tuple[Strip, ...]:
+def sparklines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> tuple[Strip, ...]:
     """What is predicted for each graph, and below it what was measured. Graphs without events have
     none."""
     shown = [
-        Shown(dump, dump.timeline, measured.get(dump.number))
+        TimelineView(dump, dump.timeline, measured.get(dump.number))
         for dump in dumps
         if dump.timeline is not None and dump.timeline.events
     ]
@@ -55,13 +55,13 @@ def missing(dump: Dump) -> str:
 def _strip(dump: Dump, picture: lanes.Picture, second: int) -> Strip:
     timeline = picture.timeline
     modules = {site.name.partition(".")[0]: site.module for site in dump.plan.sites}
-    places = {lane: at for at, lane in enumerate(timeline.lanes)}
+    places = {lane: at for at, lane in enumerate(timeline.tracks)}
     labels: dict[str, int] = {}
     events = sorted(timeline.events, key=lambda event: event.begin_us)
     return Strip(
         title=picture.title,
         measured=bool(second),
-        lanes=tuple("compute" if lane == HOST else f"link: {lane}" for lane in timeline.lanes),
+        lanes=tuple("compute" if lane == HOST else f"link: {lane}" for lane in timeline.tracks),
         end_us=picture.end_us,
         bars=tuple(
             (
