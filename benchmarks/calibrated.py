@@ -33,9 +33,9 @@ from torch.distributed.run import main as torchrun
 
 import commpass
 from commpass.calibration import CODECS, Calibration, Solution
+from commpass.calibration.all_ranks import Ranks, all_ranks
 from commpass.calibration.mix import sent
 from commpass.calibration.step import Step, fingerprints, replicas, step_of
-from commpass.calibration.together import Ranks, all_ranks
 from commpass.report.tables import plain_table
 
 ROOT = Path(__file__).resolve().parent.parent

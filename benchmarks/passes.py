@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import commpass
 from commpass.passes import PassContext, run
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 WIDTH = 128
 

@@ -30,10 +30,32 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._guards import CompileContext, TracingContext, tracing
 
 from commpass import groups
-from commpass.ambient import without_ambient_state
-from commpass.annotate import open_scopes
 from commpass.costmodel import Profile
 from commpass.costmodel.files import digest as digest_of
+from commpass.distributed import agreement, record, step_log
+from commpass.distributed.budget import OVER, Check, Key, keys_of
+from commpass.distributed.calls import (
+    Raising,
+    before_each_call,
+    callable_of,
+    constants_of,
+    named,
+    state_for,
+    with_boxed_args,
+    with_more,
+)
+from commpass.distributed.checked import Built, Checked, release
+from commpass.distributed.environment import dump_here, policy_here
+from commpass.distributed.hosts import with_hosts
+from commpass.distributed.machine import default_here, profile_here
+from commpass.distributed.origin import Origin, call_of, count_call, origin_of_graph
+from commpass.distributed.owners import INFERENCE, Calls
+from commpass.distributed.parts import can_compare
+from commpass.distributed.plan_store import Round, greet
+from commpass.distributed.samples import MORE, PLAIN, Sampled, Samples, label
+from commpass.distributed.summary import Summary
+from commpass.distributed.uncompressed import uncompressed_sites
+from commpass.distributed.watch import Watch, Watched
 from commpass.errors import (
     CommpassError,
     PlanMismatch,
@@ -46,41 +68,19 @@ from commpass.groups import is_first_rank, ready
 from commpass.lowering.repairs import repaired
 from commpass.passes import PASSES, PassContext, PassResult
 from commpass.passes import run as run_passes
-from commpass.passes.graph import meta
-from commpass.passes.graph.direction import keep_metadata
-from commpass.passes.graph.marks import chunked
-from commpass.passes.graph.parse import describe_group, graph_modules, parse
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import keep_metadata
+from commpass.passes.fx.marks import chunked
+from commpass.passes.fx.parse import describe_group, graph_modules, parse
 from commpass.passes.hidden import decided
 from commpass.passes.sample import RECEIVED, UNSEEN
 from commpass.passes.timeline import timeline, whole_us
-from commpass.paths import Places
 from commpass.plan import Plan, Simplification
 from commpass.policy import Policy
-from commpass.runtime import agreement, ledger, record
-from commpass.runtime.board import Round, greet
-from commpass.runtime.budget import OVER, Check, Key, keys_of
-from commpass.runtime.calls import (
-    Raising,
-    before_each_call,
-    callable_of,
-    constants_of,
-    named,
-    state_for,
-    with_boxed_args,
-    with_more,
-)
-from commpass.runtime.checked import Built, Checked, release
-from commpass.runtime.environment import dump_here, policy_here
-from commpass.runtime.hosts import with_hosts
-from commpass.runtime.machine import default_here, profile_here
-from commpass.runtime.origin import Origin, call_of, count_call, origin_of_graph
-from commpass.runtime.owners import INFERENCE, Calls
-from commpass.runtime.parts import can_compare
-from commpass.runtime.samples import MORE, PLAIN, Sampled, Samples, label
-from commpass.runtime.summary import Summary
-from commpass.runtime.uncompressed import uncompressed_sites
-from commpass.runtime.watch import Watch, Watched
+from commpass.policy.annotate import open_scopes
+from commpass.policy.paths import Places
 from commpass.tensorrt import Engines
+from commpass.utils.ambient import without_ambient_state
 
 INNER = ("inductor", "eager", "aot_eager", "tensorrt")
 LOOKS = INNER[:3]
@@ -253,8 +253,8 @@ class Backend:
         self.densities: dict[tuple[Any, ...], float] = {}  # likewise
         self.over: dict[tuple[Any, Key], str] = {}  # likewise: what is over its budget
         self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
-        self.ledger = ledger.opened(policy.name)
-        self.summary, self.watch = Summary(policy), Watch(self.ledger.facts)
+        self.step_log = step_log.opened(policy.name)
+        self.summary, self.watch = Summary(policy), Watch(self.step_log.facts)
         weakref.finalize(self, self.summary.report)
         greet()
 
@@ -552,8 +552,8 @@ class Backend:
             name, judged = f"{number} ({direction})", outcome.plan.changed and profile.measured
             graph = Watched(name, planned_us, plain_us, judged, device)
         samples = _samples(outcome, policy, self.inner in LOOKS)
-        entry = ledger.Entry(outcome.plan, samples, graph)
-        self.ledger.put(entry, instead_of)
+        entry = step_log.Entry(outcome.plan, samples, graph)
+        self.step_log.put(entry, instead_of)
         patience, compared = self._patience(outcome.plan), _is_compared(outcome.plan, round)
         check = Check(samples, round, policy.check_calls, patience, decides=compared)
         function = self._instrumented(callable_of(compiled), entry)
@@ -611,7 +611,7 @@ class Backend:
         known = [group for group in some if group is not None]
         return self.timeout or agreement.longest_timeout(known)
 
-    def _instrumented(self, function: Compiler, entry: ledger.Entry) -> Compiler:
+    def _instrumented(self, function: Compiler, entry: step_log.Entry) -> Compiler:
         """A compiled graph, sampled, timed and named for profilers as its plan says."""
         plan, labels = entry.plan, tuple(map(label, entry.plan.sites))
         name = f"graph {plan.graph} {plan.direction}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
-from commpass.printable import clean_lines
+from commpass.utils.printable import clean_lines
 
 
 class CommpassError(Exception):

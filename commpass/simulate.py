@@ -27,17 +27,17 @@ from torch.utils._pytree import tree_leaves
 
 from commpass.backend import Backend
 from commpass.costmodel import Link, Profile
+from commpass.distributed.machine import profile_here
+from commpass.distributed.owners import Calls
 from commpass.errors import CommpassError, PolicyError, nearest
 from commpass.passes import PassContext
 from commpass.passes import run as run_passes
-from commpass.passes.graph.parse import graph_modules
+from commpass.passes.fx.parse import graph_modules
 from commpass.passes.hidden import decided
 from commpass.passes.timeline import NOTHING_SENT, timeline
 from commpass.plan import Plan
+from commpass.plan.timeline import Timeline
 from commpass.policy import Policy, policy_named
-from commpass.runtime.machine import profile_here
-from commpass.runtime.owners import Calls
-from commpass.timeline import Timeline
 
 Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 """What makes a model and its inputs, given the mesh of all ranks."""

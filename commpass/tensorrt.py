@@ -17,8 +17,8 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
 from commpass.errors import PolicyError
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import is_wait, parse
 
 ENGINE, OUTSIDE = "engine", "outside"
 

@@ -32,8 +32,8 @@ from torch.distributed.run import main as torchrun
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 import commpass
-from commpass import dump
-from commpass.kinds import KINDS
+from commpass.plan import dump
+from commpass.plan.kinds import KINDS
 from commpass.report.trace import operation_kind
 
 BATCH, CONTEXT, HEAD = 8, 128, 32  # sequences a step, bytes a sequence, width of an attention head

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from commpass.dump import Considered, Dump, GraphNode
 from commpass.plan import (
     Candidate,
     Grouped,
@@ -18,7 +17,8 @@ from commpass.plan import (
     planned,
     uncompressed,
 )
-from commpass.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
+from commpass.plan.dump import Considered, Dump, GraphNode
+from commpass.plan.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
 
 PARTS = ("attn.o", "mlp.down")
 ALONE = Candidate(wire_bytes=1 << 20, predicted_us=8500.5)

@@ -12,10 +12,10 @@ import msgspec
 from commpass.calibration.mix import Solution, rules_of, solve
 from commpass.calibration.places import Address, Carried, Level, Place
 from commpass.costmodel import Profile
+from commpass.distributed.machine import profile_here
 from commpass.errors import CalibrationError
 from commpass.policy import Policy, policy_named
-from commpass.runtime.machine import profile_here
-from commpass.tables import Format, read_json, write_whole
+from commpass.utils.tables import Format, read_json, write_whole
 
 FORMAT = Format("calibration", 1, "measure again with `commpass calibrate`", CalibrationError)
 

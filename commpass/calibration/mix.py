@@ -13,13 +13,13 @@ from commpass.collectives import DEFAULTS, find_algorithm
 from commpass.costmodel import Profile
 from commpass.costmodel.budget import Option, cheapest
 from commpass.costmodel.links import steps
+from commpass.distributed.machine import default_here
 from commpass.errors import CalibrationError, check_number, nearest
 from commpass.passes.candidates import Options, candidates
 from commpass.passes.choose import rank
 from commpass.plan import NONE, Candidate
 from commpass.policy import Policy
-from commpass.rules import Allowed, Rule
-from commpass.runtime.machine import default_here
+from commpass.policy.rules import Allowed, Rule
 
 CHEAPEST = ("bytes", "time")
 

@@ -11,24 +11,24 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from commpass import groups
-from commpass.ambient import ambient_free
 from commpass.backend import Backend, Compiler
 from commpass.calibration.places import Address, bare
 from commpass.codecs import FLOATS, Codec
 from commpass.codecs.wrappers.outlier import Running
 from commpass.costmodel import Profile
+from commpass.distributed.calls import with_boxed_args
+from commpass.distributed.machine import default_here
+from commpass.distributed.owners import Calls
 from commpass.passes.candidates import candidates
 from commpass.passes.discover import GraphSite, discover
-from commpass.passes.graph import meta
-from commpass.passes.graph.marks import ALLOWED
-from commpass.passes.graph.parse import is_wait
+from commpass.passes.fx import meta
+from commpass.passes.fx.marks import ALLOWED
+from commpass.passes.fx.parse import is_wait
 from commpass.passes.simplify import simplify
 from commpass.plan import Site
 from commpass.policy import Policy
-from commpass.rules import Allowed
-from commpass.runtime.calls import with_boxed_args
-from commpass.runtime.machine import default_here
-from commpass.runtime.owners import Calls
+from commpass.policy.rules import Allowed
+from commpass.utils.ambient import ambient_free
 
 
 @dataclass

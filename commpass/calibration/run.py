@@ -14,17 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commpass.calibration.all_ranks import Ranks, all_ranks
 from commpass.calibration.data import Calibration
 from commpass.calibration.places import Address, Carried, Level, Place
 from commpass.calibration.probes import Probes, Probing, Squares
 from commpass.calibration.step import Loss, Step, fingerprints, replicas, step_of
-from commpass.calibration.together import Ranks, all_ranks
 from commpass.codecs import Codec, codec
 from commpass.codecs.wrappers.outlier import Channels, Running
 from commpass.costmodel import Profile
+from commpass.distributed.machine import profile_here
 from commpass.errors import CalibrationError, check_number
 from commpass.policy import Policy, policy_named
-from commpass.runtime.machine import profile_here
 
 CODECS = (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated", "bf16", "exponent")
 """What is measured at each place if nobody names others."""

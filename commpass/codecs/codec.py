@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.ambient import ambient_free, making_lasting_tensors
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.rows import ceil_to
 from commpass.errors import PolicyError
+from commpass.utils.ambient import ambient_free, making_lasting_tensors
 
 UNIT = 16
 """Bytes of which both parts of the wire of a ``dynamic`` codec are multiples."""

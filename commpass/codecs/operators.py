@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.ambient import ambient_free
 from commpass.codecs import constants
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.codec import Codec, accumulation_dtype
 from commpass.codecs.raw import RawCodec
 from commpass.codecs.registry import codec
 from commpass.codecs.sparse import SparseCodec, sum_by_index
+from commpass.utils.ambient import ambient_free
 
 ops = torch.ops.commpass
 

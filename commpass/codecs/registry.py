@@ -18,7 +18,7 @@ from commpass.codecs.wrappers.difference import difference
 from commpass.codecs.wrappers.mixed import mixed
 from commpass.codecs.wrappers.outlier import outlier
 from commpass.errors import PolicyError, nearest
-from commpass.spec import changed, parse, spelled
+from commpass.utils.spec import changed, parse, spelled
 
 
 def codec(name: str | Codec, **parameters: Any) -> Codec:

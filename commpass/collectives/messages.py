@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commpass.ambient import ambient_free
+from commpass.utils.ambient import ambient_free
 
 ops = torch.ops.commpass
 

@@ -19,14 +19,14 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commpass.ambient import ambient_free
 from commpass.codecs import Codec, codec, operators
 from commpass.collectives import data_sized, messages
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.request import Request, ops
 from commpass.collectives.steps import run
 from commpass.collectives.table import algorithm
-from commpass.stage import Stage, all_to_all
+from commpass.plan.stage import Stage, all_to_all
+from commpass.utils.ambient import ambient_free
 
 
 @dataclass(frozen=True)

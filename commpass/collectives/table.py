@@ -9,7 +9,7 @@ from typing import Any
 from commpass.collectives import moves, native, reductions
 from commpass.collectives.algorithm import Algorithm
 from commpass.errors import PolicyError, nearest
-from commpass.spec import changed, parameters_of, parse, spelled
+from commpass.utils.spec import changed, parameters_of, parse, spelled
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {
     "all_reduce": {

@@ -17,7 +17,7 @@ from commpass.costmodel.kernels import KernelRate, Kernels
 from commpass.costmodel.links import Link
 from commpass.costmodel.profile import Profile, link_named, profile_named
 from commpass.errors import PolicyError, ProfileError, nearest
-from commpass.tables import Format, line_of, read_json, read_toml, write_whole
+from commpass.utils.tables import Format, line_of, read_json, read_toml, write_whole
 
 FORMAT = Format("profile", 1, "measure again with `commpass probe`", ProfileError)
 SUFFIXES = (".json", ".toml")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from commpass.costmodel.links import ONE, SEVERAL, Link, sharing_of
 from commpass.costmodel.profile import INSIDE, Profile
 from commpass.costmodel.timeline import HOST, Task
-from commpass.stage import ALL, BLOCK, Stage
+from commpass.plan.stage import ALL, BLOCK, Stage
 
 
 @dataclass(frozen=True)

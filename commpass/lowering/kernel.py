@@ -20,13 +20,13 @@ from torch import Tensor, fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from commpass.ambient import ambient_free, making_lasting_tensors
 from commpass.errors import CommpassError
 from commpass.lowering import cpu
 from commpass.lowering.chain import Chain
 from commpass.lowering.constants import without_tables
 from commpass.lowering.repairs import repaired
-from commpass.running import stage
+from commpass.utils.ambient import ambient_free, making_lasting_tensors
+from commpass.utils.running import stage
 
 
 @dataclass(frozen=True)

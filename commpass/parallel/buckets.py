@@ -13,11 +13,11 @@ from torch import Tensor
 
 from commpass.groups import labels
 from commpass.parallel.exchange import Exchange
-from commpass.passes.graph.meta import dtype_name
-from commpass.paths import common
+from commpass.passes.fx.meta import dtype_name
 from commpass.plan import Site
 from commpass.policy import Policy
-from commpass.rules import Allowed
+from commpass.policy.paths import common
+from commpass.policy.rules import Allowed
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from commpass.ambient import ambient_free, without_ambient_state
 from commpass.codecs import Codec
 from commpass.codecs.rows import cut_apart
 from commpass.lowering import Form, KernelInput, Piece, Source, cpu, form_of, make
 from commpass.lowering.chain import Cast, Chain, Decode, Encode
 from commpass.passes.regions import write
 from commpass.passes.template import inductor_decompositions, without_tensors
+from commpass.utils.ambient import ambient_free, without_ambient_state
 
 Run = Callable[[Tensor, Tensor], object]
 """Takes one row and writes another."""

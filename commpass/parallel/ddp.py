@@ -21,21 +21,21 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from commpass.ambient import without_ambient_state
-from commpass.annotate import annotations_of
 from commpass.backend import backend
 from commpass.costmodel import Profile
+from commpass.distributed.owners import parameter_names
+from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.groups import close_with, duplicate
 from commpass.parallel.buckets import Part, parts_of
 from commpass.parallel.dropped import Dropped
 from commpass.parallel.exchange import Compiled, Exchanges
-from commpass.parallel.taken import Released, acquire, checked, refuse_if_optimized_in_backward
+from commpass.parallel.ownership import Released, acquire, checked, refuse_if_optimized_in_backward
 from commpass.parallel.worker import Worker
 from commpass.plan import Plan
 from commpass.policy import Policy
-from commpass.runtime.owners import parameter_names
-from commpass.runtime.record import wire_bytes
+from commpass.policy.annotate import annotations_of
+from commpass.utils.ambient import without_ambient_state
 
 
 class Bytes(NamedTuple):

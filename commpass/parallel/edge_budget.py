@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from commpass.codecs import Codec
+from commpass.distributed.budget import excess, is_due
+from commpass.distributed.samples import CHECKED, measure, reading_of
 from commpass.parallel import ends
 from commpass.passes.sample import unsupported_reason
 from commpass.plan import PlannedSite, uncompressed
 from commpass.policy import Policy
-from commpass.runtime.budget import excess, is_due
-from commpass.runtime.samples import CHECKED, measure, reading_of
 
 What = tuple[str, str]
 """``send`` or ``recv``, and the direction."""

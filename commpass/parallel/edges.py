@@ -19,12 +19,12 @@ import torch.distributed as dist
 from commpass import groups
 from commpass.codecs import codec
 from commpass.costmodel import Profile
-from commpass.kinds import KINDS
 from commpass.parallel.coding import Coding
 from commpass.passes.candidates import Options, candidates
 from commpass.passes.choose import choose
-from commpass.passes.graph import meta
+from commpass.passes.fx import meta
 from commpass.plan import Candidate, PlannedSite, Site, planned
+from commpass.plan.kinds import KINDS
 from commpass.policy import Policy
 
 STATELESS = "a pipeline keeps no state between microbatches"

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import msgspec
 import torch.distributed as dist
 
+from commpass.distributed.agreement import LONGEST_PAUSE_S, PATIENCE_S
+from commpass.distributed.pairs import End, mismatches
+from commpass.distributed.plan_store import ROOT, board
 from commpass.errors import PlanMismatch, Unanswered
-from commpass.runtime.agreement import LONGEST_PAUSE_S, PATIENCE_S
-from commpass.runtime.board import ROOT, board
-from commpass.runtime.pairs import End, mismatches
 
 log = logging.getLogger("commpass")
 

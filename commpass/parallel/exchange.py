@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from commpass.ambient import ambient_free, without_ambient_state
-from commpass.annotate import KEY, outside_scopes
 from commpass.backend import Backend
+from commpass.distributed import record
+from commpass.distributed.calls import Raising, with_boxed_args
+from commpass.distributed.origin import origin_of_hook
+from commpass.distributed.owners import HookCalls
 from commpass.errors import CommpassError
 from commpass.parallel.sharing import Shared, with_fakes
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.meta import PLACE
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.meta import PLACE
 from commpass.plan import Plan
-from commpass.runtime import record
-from commpass.runtime.calls import Raising, with_boxed_args
-from commpass.runtime.origin import origin_of_hook
-from commpass.runtime.owners import HookCalls
+from commpass.policy.annotate import KEY, outside_scopes
+from commpass.utils.ambient import ambient_free, without_ambient_state
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Exchanges:
 
     def clear(self) -> None:
         """Lets go of all that was compiled, as of a group that is no longer used."""
-        self.backend.ledger.retire()
+        self.backend.step_log.retire()
         self.compiled.clear()
         self.narrow.clear()
         self.shared.made.clear()
@@ -210,7 +210,7 @@ class Exchanges:
             with without_ambient_state(), outside_scopes():
                 function(list(tensors))
 
-        plan = functools.partial(self.backend.ledger.current, made[0])
+        plan = functools.partial(self.backend.step_log.current, made[0])
         return Compiled(run, plan, calls, isinstance(function, Raising))
 
     @property

@@ -20,19 +20,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from commpass import paths
-from commpass.annotate import annotations_of
 from commpass.backend import backend
 from commpass.costmodel import Profile
+from commpass.distributed.checked import suspended
+from commpass.distributed.machine import default_here
+from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.parallel.exchange import Compiled, Exchange, Exchanges
 from commpass.parallel.narrow import FLAG, gains, narrowed
 from commpass.passes.simplify.rules.gathers import EXACT_WIDENINGS
 from commpass.plan import Plan
-from commpass.policy import Policy
-from commpass.runtime.checked import suspended
-from commpass.runtime.machine import default_here
-from commpass.runtime.record import wire_bytes
+from commpass.policy import Policy, paths
+from commpass.policy.annotate import annotations_of
 
 log = logging.getLogger("commpass")
 

@@ -25,6 +25,13 @@ from torch import Tensor
 
 from commpass.backend import Backend, backend
 from commpass.costmodel import Profile
+from commpass.distributed import pairs, record
+from commpass.distributed.agreement import longest_timeout
+from commpass.distributed.budget import OVER
+from commpass.distributed.machine import default_here
+from commpass.distributed.plan_store import board, greet
+from commpass.distributed.samples import MORE, label
+from commpass.distributed.uncompressed import uncompressed_sites
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel import ends
 from commpass.parallel.coding import Coding
@@ -32,16 +39,9 @@ from commpass.parallel.edge_budget import EdgeBudget
 from commpass.parallel.edges import Line, Place, coding_of, decide_all, lines
 from commpass.passes import PassResult
 from commpass.plan import Plan, PlannedSite
+from commpass.plan.timeline import Timeline
 from commpass.policy import Policy
-from commpass.rules import DIRECTIONS
-from commpass.runtime import pairs, record
-from commpass.runtime.agreement import longest_timeout
-from commpass.runtime.board import board, greet
-from commpass.runtime.budget import OVER
-from commpass.runtime.machine import default_here
-from commpass.runtime.samples import MORE, label
-from commpass.runtime.uncompressed import uncompressed_sites
-from commpass.timeline import Timeline
+from commpass.policy.rules import DIRECTIONS
 
 log = logging.getLogger("commpass")
 
@@ -341,7 +341,7 @@ class Compressed:
         record.record(outcome, instead_of)
         left = uncompressed_sites(outcome, self.backend.policy, profile)
         self.backend.summary.add(outcome.plan, trained=False, instead_of=instead_of, sites=left)
-        self.backend.ledger.add(outcome.plan, UNSEEN, instead_of)
+        self.backend.step_log.add(outcome.plan, UNSEEN, instead_of)
         if self.backend.dump is not None:
             policy, run = self.backend.policy, self.backend.run
             timeline = Timeline(note=NO_EVENTS)

@@ -31,7 +31,6 @@ from commpass.collectives import (
     without_chunks,
 )
 from commpass.costmodel import Profile, finished_us
-from commpass.kinds import KINDS
 from commpass.passes.divide import (
     SURE,
     divided,
@@ -45,9 +44,10 @@ from commpass.passes.divide import (
     undivided_reason,
 )
 from commpass.plan import ROWS, Candidate, PlannedSite, Site
-from commpass.rules import Allowed
-from commpass.stage import Stage
-from commpass.timeline import HOST
+from commpass.plan.kinds import KINDS
+from commpass.plan.stage import Stage
+from commpass.plan.timeline import HOST
+from commpass.policy.rules import Allowed
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from commpass.passes.candidates import Options, together_us
 from commpass.passes.divide import SURE
 from commpass.passes.hidden import Known, Schedule, allow_hiding
 from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
-from commpass.rules import Allowed
+from commpass.policy.rules import Allowed
 
 SHARE = 3
 """Sites of a graph that do the same before they share kernels. One compiles no quicker with kernels

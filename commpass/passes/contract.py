@@ -16,9 +16,9 @@ from torch import fx
 
 from commpass.codecs import operators
 from commpass.errors import VerifyError, nearest
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.parse import graph_modules, parse
-from commpass.passes.road import PassContext
+from commpass.passes.context import PassContext
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import graph_modules, parse
 
 PHASES = ("graph", "post-grad")
 """When passes run: on the graphs of AOTAutograd; on those that Inductor is about to schedule."""

@@ -30,9 +30,9 @@ from commpass.costmodel.buffers import BOUND, Gradient, Problem, excluded, slack
 from commpass.passes.candidates import request
 from commpass.passes.discover import GraphSite
 from commpass.passes.divide import payload_of, prices_of
-from commpass.passes.graph import costs
-from commpass.passes.graph.marks import ALLOWED
-from commpass.passes.graph.parse import graph_modules, is_wait, parse
+from commpass.passes.fx import costs
+from commpass.passes.fx.marks import ALLOWED
+from commpass.passes.fx.parse import graph_modules, is_wait, parse
 from commpass.passes.group import Member, fusions, runs_again, selects
 from commpass.passes.hidden import facts_of
 from commpass.policy import Policy

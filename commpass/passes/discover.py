@@ -16,10 +16,9 @@ import torch
 from torch import fx
 
 from commpass import groups
-from commpass.annotate import KEY
-from commpass.passes.graph import meta
-from commpass.passes.graph.direction import gradients, recomputed
-from commpass.passes.graph.parse import (
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import gradients, recomputed
+from commpass.passes.fx.parse import (
     Call,
     describe_group,
     graph_modules,
@@ -37,7 +36,8 @@ from commpass.passes.references import (
     parameters_behind,
 )
 from commpass.plan import NOBODY, Site
-from commpass.rules import NOTHING, Allowed
+from commpass.policy.annotate import KEY
+from commpass.policy.rules import NOTHING, Allowed
 
 MATMULS = (
     "mm",

@@ -20,8 +20,8 @@ from commpass.collectives import (
 )
 from commpass.costmodel import Prices, Profile, prices
 from commpass.plan import Candidate, Site
-from commpass.rules import Allowed
-from commpass.stage import NEXT, Stage
+from commpass.plan.stage import NEXT, Stage
+from commpass.policy.rules import Allowed
 
 SURE = 0.01
 """By what share of the time more chunks, or micro-shards, must be faster than fewer."""

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from commpass.passes.discover import SEE_THROUGH, GraphSite
-from commpass.passes.graph import meta
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx import meta
+from commpass.passes.fx.parse import is_wait, parse
 from commpass.passes.provenance.walk import inputs, is_number, name_of, tensors
 
 UPDATES = ("add", "sub", "rsub", "lerp", "addcmul", "addcdiv", "fma")

@@ -36,11 +36,11 @@ from commpass.lowering.chain import (
     Sum,
 )
 from commpass.passes.failures import site_errors
-from commpass.passes.graph import meta
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.fakes import is_view, mode_of
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.parse import graph_modules
+from commpass.passes.fx import meta
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.fakes import is_view, mode_of
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import graph_modules
 from commpass.plan import PlannedSite
 
 ops = operators.ops

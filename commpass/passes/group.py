@@ -25,20 +25,20 @@ from torch import fx
 from commpass.codecs import FLOATS, SparseCodec, codec
 from commpass.codecs.sparse.segments import segmented
 from commpass.costmodel import Profile
-from commpass.kinds import SUMS
 from commpass.passes.discover import MATMULS, GraphSite
-from commpass.passes.graph import meta
-from commpass.passes.graph.direction import AGAIN
-from commpass.passes.graph.marks import ALLOWED, SEGMENTS
-from commpass.passes.graph.parse import graph_modules
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import AGAIN
+from commpass.passes.fx.marks import ALLOWED, SEGMENTS
+from commpass.passes.fx.parse import graph_modules
 from commpass.passes.simplify.editor import BY_ADDRESS, Editor, aten, fake, ops
 from commpass.passes.simplify.outputs import output_memory
 from commpass.passes.simplify.rules.gathers import SENT_EVERYWHERE
 from commpass.passes.simplify.values import memory, writes
-from commpass.paths import common
 from commpass.plan import Grouped
+from commpass.plan.kinds import SUMS
 from commpass.policy import Policy
-from commpass.rules import Allowed
+from commpass.policy.paths import common
+from commpass.policy.rules import Allowed
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 TOTAL = 4

@@ -19,16 +19,16 @@ from typing import Any
 from torch import fx
 
 from commpass.costmodel import HOST, Profile
-from commpass.kinds import KINDS
 from commpass.passes.chunk.gain import exchange_of
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph import costs
-from commpass.passes.graph.memory import memory
-from commpass.passes.graph.schedule import Clock, Work, timed
+from commpass.passes.fx import costs
+from commpass.passes.fx.memory import memory
+from commpass.passes.fx.schedule import Clock, Work, timed
 from commpass.passes.move import ordered, unsupported_reason, work_of
 from commpass.plan import ALIKE, Plan, PlannedSite, Site
+from commpass.plan.kinds import KINDS
 from commpass.policy import Policy
-from commpass.rules import Allowed
+from commpass.policy.rules import Allowed
 
 UNSURE = 0.5
 """The share of the predicted compute that a collective must hide behind: what a matmul takes is

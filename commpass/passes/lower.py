@@ -20,16 +20,15 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from commpass.ambient import without_ambient_state
 from commpass.codecs import operators
 from commpass.errors import VerifyError
 from commpass.lowering import Generated, Source, caller, exponent, fused, make, matmul
 from commpass.lowering.chain import Decode
 from commpass.passes.failures import SiteErrors, site_errors
-from commpass.passes.graph import meta
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.marks import CODED, MARK
-from commpass.passes.graph.parse import graph_modules, items
+from commpass.passes.fx import meta
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.marks import CODED, MARK
+from commpass.passes.fx.parse import graph_modules, items
 from commpass.passes.regions import (
     PAD,
     Region,
@@ -47,6 +46,7 @@ from commpass.passes.template import (
     without_tensors,
 )
 from commpass.plan import PlannedSite
+from commpass.utils.ambient import without_ambient_state
 
 EMPTY = torch.ops.aten.empty.memory_format
 """What makes a buffer into which something is written: no two sites share one."""

@@ -19,11 +19,11 @@ from torch import fx
 
 from commpass import groups
 from commpass.costmodel import HOST, Profile, Task
-from commpass.passes.graph import costs, meta
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.memory import Memory, memory, orders, peak, sources
-from commpass.passes.graph.parse import Call, describe_group, graph_modules, is_wait, parse
-from commpass.passes.graph.schedule import Clock, Work, schedule, sequence, timed
+from commpass.passes.fx import costs, meta
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.memory import Memory, memory, orders, peak, sources
+from commpass.passes.fx.parse import Call, describe_group, graph_modules, is_wait, parse
+from commpass.passes.fx.schedule import Clock, Work, schedule, sequence, timed
 from commpass.plan import PlannedSite
 
 WINDOWS = (0, 1, 2)

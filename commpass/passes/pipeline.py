@@ -15,31 +15,31 @@ from collections.abc import Callable, Mapping
 
 from torch import fx
 
-from commpass.ambient import rewriting
 from commpass.passes.allowed import allow, matched, still_allowed
 from commpass.passes.candidates import Options, scoring
 from commpass.passes.choose import choose
 from commpass.passes.chunk import chunk
 from commpass.passes.constants import lift_constants
+from commpass.passes.context import PassContext, PassResult, copied
 from commpass.passes.contract import Contracts, Pass
 from commpass.passes.densities import thin
 from commpass.passes.discover import GraphSite, discover
 from commpass.passes.failures import SiteFailure
 from commpass.passes.fuse import fuse
-from commpass.passes.graph.erase import is_checked
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.parse import graph_modules
+from commpass.passes.fx.erase import is_checked
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import graph_modules
 from commpass.passes.group import group
 from commpass.passes.hidden import initial_schedule as course_of
 from commpass.passes.lower import lower
 from commpass.passes.move import move, with_exposure
 from commpass.passes.rewrite import rewrite
-from commpass.passes.road import PassContext, PassResult, copied
 from commpass.passes.sample import EncodedValue, given_to_products, sample, unsupported_reason
 from commpass.passes.simplify import simplify
 from commpass.passes.sizes import limits, with_limits
 from commpass.passes.verify import verify
 from commpass.plan import LEFT, Plan
+from commpass.utils.ambient import rewriting
 
 log = logging.getLogger("commpass")
 

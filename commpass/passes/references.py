@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from commpass.ambient import ambient_free
-from commpass.passes.graph import meta
-from commpass.passes.graph.direction import AGAIN as TAGGED
-from commpass.passes.graph.parse import parse
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import AGAIN as TAGGED
+from commpass.passes.fx.parse import parse
+from commpass.utils.ambient import ambient_free
 
 NO_WEIGHTS = "nobody says which inputs of its graph are parameters"
 BACKWARD = (

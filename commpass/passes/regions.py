@@ -23,10 +23,10 @@ from commpass.lowering import (
     fused,
     unsupported_reason,
 )
-from commpass.passes.graph import meta
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.fakes import is_view, mode_of
-from commpass.passes.graph.marks import CODED, MARK
+from commpass.passes.fx import meta
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.fakes import is_view, mode_of
+from commpass.passes.fx.marks import CODED, MARK
 from commpass.passes.template import Decompositions, without_tensors
 
 OUTSIDE = ("exchange", "wait", "state", "join")

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from commpass.ambient import without_ambient_state
 from commpass.codecs import Codec, codec
 from commpass.passes.discover import GraphSite
 from commpass.passes.failures import site_errors
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.marks import MARK, PARTS, SEGMENTS
-from commpass.passes.graph.parse import is_size, is_wait, items, parse, value_of
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.marks import MARK, PARTS, SEGMENTS
+from commpass.passes.fx.parse import is_size, is_wait, items, parse, value_of
 from commpass.passes.references import Source, source_of
 from commpass.passes.template import (
     Decompositions,
@@ -39,6 +38,7 @@ from commpass.passes.template import (
     splice,
 )
 from commpass.plan import PlannedSite
+from commpass.utils.ambient import without_ambient_state
 
 
 @dataclass(frozen=True)

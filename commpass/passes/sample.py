@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from commpass.ambient import ambient_free
 from commpass.codecs import codec
 from commpass.lowering import matmul
-from commpass.passes.graph.costs import is_matmul
-from commpass.passes.graph.fakes import is_view, mode_of
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.parse import graph_modules
+from commpass.passes.fx.costs import is_matmul
+from commpass.passes.fx.fakes import is_view, mode_of
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import graph_modules
 from commpass.plan import PlannedSite
-from commpass.running import innermost
+from commpass.utils.ambient import ambient_free
+from commpass.utils.running import innermost
 
 LOSSLESS = "its codec loses nothing"
 STATE = "its codec keeps {}: what one step leaves out, later ones send"

@@ -25,9 +25,9 @@ from commpass.costmodel import Profile
 from commpass.passes.breakeven import break_even, explanation
 from commpass.passes.candidates import Options, nameless
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph import meta
+from commpass.passes.fx import meta
 from commpass.plan import PlannedSite, Site
-from commpass.rules import Allowed
+from commpass.policy.rules import Allowed
 
 MOST = 2
 """At how many sizes of a group's sites a graph is compiled anew, those of the most sites: Dynamo

@@ -11,18 +11,18 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass import groups
-from commpass.ambient import without_ambient_state
 from commpass.codecs import codec, operators
 from commpass.collectives import Algorithm, Request, algorithm
 from commpass.collectives import run as run_steps
 from commpass.collectives.data_sized import sizes_of_data
 from commpass.errors import VerifyError
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph import meta
-from commpass.passes.graph.fakes import another, can_be_copied, is_view
-from commpass.passes.graph.marks import MARK, Mark, marks
-from commpass.passes.graph.parse import is_wait, value_of
+from commpass.passes.fx import meta
+from commpass.passes.fx.fakes import another, can_be_copied, is_view
+from commpass.passes.fx.marks import MARK, Mark, marks
+from commpass.passes.fx.parse import is_wait, value_of
 from commpass.plan import PlannedSite
+from commpass.utils.ambient import without_ambient_state
 
 Decompositions = Callable[[], dict[Any, Callable[..., Any]]]
 

@@ -11,14 +11,14 @@ from torch import fx
 from commpass import groups
 from commpass.costmodel import Profile, Task
 from commpass.costmodel.critical import slack_us
-from commpass.passes.graph import meta
-from commpass.passes.graph.marks import MARK, Mark
-from commpass.passes.graph.memory import memory
-from commpass.passes.graph.parse import describe_group, parse
-from commpass.passes.graph.schedule import Span, Work, timed
+from commpass.passes.context import PassResult
+from commpass.passes.fx import meta
+from commpass.passes.fx.marks import MARK, Mark
+from commpass.passes.fx.memory import memory
+from commpass.passes.fx.parse import describe_group, parse
+from commpass.passes.fx.schedule import Span, Work, timed
 from commpass.passes.move import site_of, unsupported_reason, work_of
-from commpass.passes.road import PassResult
-from commpass.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
+from commpass.plan.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
 
 NOTHING_SENT = "no collective in this graph"
 """The note of a timeline that is only as long as what is computed."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from commpass.kinds import KINDS
-from commpass.stage import Stage
+from commpass.plan.kinds import KINDS
+from commpass.plan.stage import Stage
 
 NONE = "none"
 """Codec (and algorithm) name of a site that is left alone."""

@@ -16,14 +16,15 @@ from typing import Any
 
 import msgspec
 
-from commpass import groups, presets
+from commpass import groups
 from commpass.collectives import DEFAULTS
 from commpass.errors import PolicyError, nearest
-from commpass.lowbit import MAX_ERROR, SHARE, lowbit_rules
 from commpass.plan import Site
-from commpass.presets import DIMENSIONS, THREE_D, rules_over
-from commpass.rules import TYPES, Allowed, Annotation, Named, Rule, Words, as_names
-from commpass.tables import line_of, read_toml, toml_of
+from commpass.policy import presets
+from commpass.policy.lowbit import MAX_ERROR, SHARE, lowbit_rules
+from commpass.policy.presets import DIMENSIONS, THREE_D, rules_over
+from commpass.policy.rules import TYPES, Allowed, Annotation, Named, Rule, Words, as_names
+from commpass.utils.tables import line_of, read_toml, toml_of
 
 PASS_NAMES = (
     "discover",

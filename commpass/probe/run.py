@@ -13,12 +13,12 @@ import torch.distributed as dist
 from commpass.costmodel import Link
 from commpass.costmodel.files import Measured, ProfileFile
 from commpass.costmodel.fit import Point, regions
+from commpass.distributed.hosts import on_each_host
+from commpass.distributed.machine import default_here, device_of, place, this_machine
 from commpass.errors import ProfileError
 from commpass.probe.kernels import CODECS
 from commpass.probe.kernels import measure as kernel_times
 from commpass.probe.links import Times, busy_us, kinds, measure
-from commpass.runtime.hosts import on_each_host
-from commpass.runtime.machine import default_here, device_of, place, this_machine
 
 Progress = Callable[[int, int, str], None]
 """What is told how many kinds of exchanges and codecs are measured, of how many, and the next."""

@@ -17,6 +17,7 @@ from rich.text import Text
 from torch.distributed.device_mesh import init_device_mesh
 
 from commpass.calibration import CODECS, Calibration, Solution, calibrate
+from commpass.distributed.machine import default_here, device_of, requested_profile
 from commpass.errors import CalibrationError
 from commpass.plan import NONE
 from commpass.policy import Policy, policy_named
@@ -24,9 +25,8 @@ from commpass.report.probed import group
 from commpass.report.progress import progress
 from commpass.report.simulated import build_of, mesh_of
 from commpass.report.tables import console_for, plain_table, size
-from commpass.runtime.machine import default_here, device_of, requested_profile
 from commpass.simulate import no_dimension
-from commpass.tables import write_whole
+from commpass.utils.tables import write_whole
 
 UNIFORM = ("exponent", "rotated", "rotated(bits=6)", "rotated(bits=4)")
 """What totals are compared with."""

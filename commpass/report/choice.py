@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
-from commpass.globs import covers
-from commpass.kinds import KINDS
 from commpass.plan import PlannedSite
+from commpass.plan.dump import Dump
+from commpass.plan.kinds import KINDS
+from commpass.utils.globs import covers
 
 DIRECTIONS = ("forward", "backward")
 

@@ -12,8 +12,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commpass.dump import Dump
 from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, diff
+from commpass.plan.dump import Dump
 from commpass.report import sent, tables
 from commpass.report.choice import Choice, check
 from commpass.report.explained import done

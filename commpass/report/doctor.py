@@ -49,7 +49,7 @@ def checks() -> list[Check]:
 def variables() -> list[Check]:
     """The environment variables of ours, and those that are none."""
     try:
-        from commpass.runtime.environment import problems
+        from commpass.distributed.environment import problems
     except Exception as error:  # without torch: said above
         return [Check("environment", "unknown", False, str(error), False)]
     return [
@@ -123,7 +123,7 @@ def profile() -> tuple[str, bool]:
     import torch
 
     from commpass.costmodel.files import age, read
-    from commpass.runtime.machine import (
+    from commpass.distributed.machine import (
         VARIABLE,
         default_here,
         differences_from,

@@ -13,13 +13,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from commpass.dump import Dump
 from commpass.plan import Grouped, Plan, Simplification, Split
-from commpass.printable import brief
+from commpass.plan.dump import Dump
 from commpass.report import sent, tables
 from commpass.report.merged import Merged, is_exchange, merged
 from commpass.report.patterns import Pattern, patterns
 from commpass.report.tables import WIDE, amount, amounts, durations, plain_table, ratio, size
+from commpass.utils.printable import brief
 
 HEADERS = (
     ("sites", "collective"),

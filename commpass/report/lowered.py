@@ -14,11 +14,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from commpass import dump
 from commpass.codecs import FLOATS, codec
 from commpass.errors import CommpassError, KernelError, PolicyError, nearest
 from commpass.lowering.inspect.architectures import architecture
-from commpass.plan import PlannedSite
+from commpass.plan import PlannedSite, dump
 from commpass.report.tables import console_for, plain_table
 
 if TYPE_CHECKING:

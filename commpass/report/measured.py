@@ -7,11 +7,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from commpass.dump import Dump, GraphNode
 from commpass.errors import TraceError
-from commpass.kinds import KERNEL
+from commpass.plan.dump import Dump, GraphNode
+from commpass.plan.kinds import KERNEL
+from commpass.plan.timeline import (
+    COMPUTE,
+    EXCHANGE,
+    HOST,
+    WAIT,
+    Event,
+    Span,
+    Timeline,
+    subtract,
+    union,
+)
 from commpass.report.trace import CALL, HOW, Call, Row, Step, calls_of, operation_kind, read
-from commpass.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Span, Timeline, subtract, union
 
 LINKS = "links"
 """The lane of what travels where the dump names none."""

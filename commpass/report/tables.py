@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.plan import Grouped, Plan, PlannedSite, Simplification, Split
-from commpass.printable import amount, brief, clean_lines
 from commpass.report import sent
+from commpass.utils.printable import amount, brief, clean_lines
 
 COLUMNS = (
     ("site", "module", "direction"),

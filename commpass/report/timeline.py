@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from commpass.dump import Dump
 from commpass.errors import CommpassError, DumpError
-from commpass.printable import brief
-from commpass.report import lanes, trace_events
+from commpass.plan.dump import Dump
+from commpass.plan.timeline import Timeline
+from commpass.report import trace_events, tracks
 from commpass.report.tables import plain_table, ratio
-from commpass.timeline import Timeline
+from commpass.utils.printable import brief
 
 LEFT, RIGHT = (
     ("site", "module", "codec", "algorithm"),
@@ -42,7 +42,7 @@ class TimelineView:
     measured: Timeline | None = None
 
     @property
-    def pictures(self) -> list[lanes.Picture]:
+    def pictures(self) -> list[tracks.Picture]:
         """What is predicted, and below it what was measured, each with a title that adds it up."""
         what = f"graph {self.dump.number}: {self.dump.plan.direction}"
         was = sum(site.unmoved_us for site in self.dump.plan.sites)
@@ -51,10 +51,10 @@ class TimelineView:
         title = f"{what}, predicted: {exposure_text(self.predicted, before)}"
         both = [self.predicted, *([] if self.measured is None else [self.measured])]
         end = max(event.end_us for each in both for event in each.events)
-        found = [lanes.Picture(title, self.predicted, end)]
+        found = [tracks.Picture(title, self.predicted, end)]
         if self.measured is not None:
             title = f"{what}, measured: {exposure_text(self.measured)}"
-            found.append(lanes.Picture(title, self.measured, end))
+            found.append(tracks.Picture(title, self.measured, end))
         return found
 
 
@@ -157,7 +157,7 @@ def write(view: Sequence[TimelineView], path: Path) -> None:
 
 
 def _png(view: Sequence[TimelineView], path: Path) -> None:
-    lanes.draw([picture for one in view for picture in one.pictures]).savefig(
+    tracks.draw([picture for one in view for picture in one.pictures]).savefig(
         path, format="png", dpi=110
     )
 
@@ -170,7 +170,7 @@ def _html(view: Sequence[TimelineView], path: Path) -> None:
     parts = [f"<!doctype html><meta charset=utf-8><title>commpass timeline</title><style>{STYLE}"]
     parts.append("</style>")
     for one in view:
-        parts.append(lanes.svg(one.pictures, f"graph{one.dump.number}-"))
+        parts.append(tracks.svg(one.pictures, f"graph{one.dump.number}-"))
         numeric = range(len(LEFT), len(headers(one)))
         heads = [*headers(one), "reason"]
         lines = [[f"<th>{escape(head)}" for head in heads]]

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from commpass.errors import TraceError
-from commpass.kinds import KERNEL, KIND_OF, NAMESPACES, WAITS, without_form
-from commpass.timeline import WAIT
+from commpass.plan.kinds import KERNEL, KIND_OF, NAMESPACES, WAITS, without_form
+from commpass.plan.timeline import WAIT
 
 CALL = "## Call CompiledFxGraph"
 BACKWARD = "CompiledFunctionBackward"

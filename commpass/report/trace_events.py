@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from commpass.report.lanes import Picture
-from commpass.timeline import Timeline
+from commpass.plan.timeline import Timeline
+from commpass.report.tracks import Picture
 
 
 def write(pictures: Sequence[Picture], path: Path) -> None:

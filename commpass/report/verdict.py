@@ -9,17 +9,17 @@ from typing import Any
 
 import msgspec
 
+from commpass.distributed.record import plans
+from commpass.distributed.samples import Sampled
+from commpass.distributed.step_log import Entry, step_logs
+from commpass.distributed.summary import plural
 from commpass.errors import CommpassError
 from commpass.groups import is_first_rank
 from commpass.plan import Plan
 from commpass.policy import PRESETS
-from commpass.printable import brief, clean
 from commpass.report import sent
 from commpass.report.patterns import Pattern, patterns
-from commpass.runtime.ledger import Entry, step_logs
-from commpass.runtime.record import plans
-from commpass.runtime.samples import Sampled
-from commpass.runtime.summary import plural
+from commpass.utils.printable import brief, clean
 
 NOTHING = (
     "commpass has compiled nothing in this process: compile with torch.compile(model,"

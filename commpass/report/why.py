@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.costmodel import Profile
-from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
-from commpass.globs import covers
 from commpass.plan import Candidate, PlannedSite
-from commpass.printable import brief
+from commpass.plan.dump import Dump
 from commpass.report.explained import in_words_of_slack, slack_of_sites
 from commpass.report.graph.picture import inputs_of, waits
 from commpass.report.tables import micros, plain_table, ratio, size
+from commpass.utils.globs import covers
+from commpass.utils.printable import brief
 
 
 def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite]]:

@@ -20,9 +20,9 @@ from commpass.lowering.chain import Chain, Encode
 from commpass.lowering.constants import without_tables
 from commpass.passes import PassContext, pipeline
 from commpass.passes.choose import SHARE
-from commpass.passes.graph.marks import MARK
+from commpass.passes.fx.marks import MARK
 from commpass.policy import Policy, PolicyError
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 RANKS = 4

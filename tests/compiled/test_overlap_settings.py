@@ -18,9 +18,9 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 
 import commpass
+from commpass.distributed.calls import with_boxed_args
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime.calls import with_boxed_args
+from commpass.policy.rules import Rule
 
 RANKS = 2
 START = re.compile(r"torch\.ops\._c10d_functional\.((?:all|reduce)_\w+)\.default\((\w+)")

@@ -18,7 +18,7 @@ from commpass.codecs import Codec, codec
 from commpass.collectives import Request, algorithm
 from commpass.passes import PASSES, PassContext, PassResult, run
 from commpass.passes.discover import discover
-from commpass.passes.graph.parse import parse
+from commpass.passes.fx.parse import parse
 from commpass.passes.simplify import RULES
 from commpass.passes.template import Template
 from commpass.plan import Plan, PlannedSite

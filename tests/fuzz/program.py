@@ -21,9 +21,9 @@ import commpass
 import msgspec
 import torch
 import torch.distributed as dist
-from commpass.annotate import KEY
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Annotation, Rule
+from commpass.policy.annotate import KEY
+from commpass.policy.rules import Annotation, Rule
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh

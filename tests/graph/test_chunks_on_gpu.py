@@ -12,9 +12,9 @@ from commpass.costmodel import Link, Profile, profile_named
 from commpass.costmodel.kernels import GPU
 from commpass.costmodel.profile import link_named
 from commpass.passes import PassContext, pipeline
-from commpass.passes.graph.marks import MARK
+from commpass.passes.fx.marks import MARK
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 RANKS = 4
 PROFILES = {

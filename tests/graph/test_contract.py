@@ -15,8 +15,8 @@ from commpass.codecs import operators
 from commpass.errors import VerifyError
 from commpass.passes import PASSES, Pass, PassContext, run
 from commpass.passes.contract import FACTS, check_order
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.parse import graph_modules
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import graph_modules
 
 ops = torch.ops._c10d_functional
 NAMES = [step.name for step in PASSES]

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 import commpass
-from commpass.annotate import annotations_of
+from commpass.distributed import owners
+from commpass.distributed.owners import parameter_names
 from commpass.groups import duplicate, labels, timeout_of
 from commpass.parallel.buckets import parts_of
 from commpass.parallel.exchange import Exchange, Exchanges
 from commpass.parallel.worker import Worker
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime import owners
-from commpass.runtime.owners import parameter_names
+from commpass.policy.annotate import annotations_of
+from commpass.policy.rules import Rule
 
 
 def model() -> nn.Sequential:
@@ -238,7 +238,7 @@ def test_exchanges_of_parameters_of_other_names_are_others(fake_group):
         made.run(
             dataclasses.replace(all_reduce(group), parameters=(name,)), torch.ones(64), of=[of]
         )
-    assert len(made.plans) == len(made.backend.ledger.entries) == 2
+    assert len(made.plans) == len(made.backend.step_log.entries) == 2
     made.clear()
-    assert made.plans == made.backend.ledger.entries == []
-    assert len(made.backend.ledger.past) == 2
+    assert made.plans == made.backend.step_log.entries == []
+    assert len(made.backend.step_log.past) == 2

@@ -16,7 +16,7 @@ from commpass.passes import PassContext, group, pipeline
 from commpass.passes.densities import AGREED, EQUATION_2, NO_SMALLER
 from commpass.plan import NONE
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 RANKS = 4

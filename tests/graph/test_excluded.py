@@ -10,10 +10,10 @@ from torch import ones
 
 import commpass
 from commpass.errors import PolicyError
+from commpass.passes.context import PassContext
 from commpass.passes.pipeline import run
-from commpass.passes.road import PassContext
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 SLOW = commpass.ethernet(0.01)

@@ -9,10 +9,10 @@ from graphs import ops, trace
 import commpass
 from commpass.codecs import codec
 from commpass.lowering import exponent
+from commpass.passes.context import PassContext
 from commpass.passes.pipeline import run
-from commpass.passes.road import PassContext
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 RANKS = 2
 CALLS = ["exponent_encode", "exponent_decode"]

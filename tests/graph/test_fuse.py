@@ -20,10 +20,10 @@ from commpass.errors import VerifyError
 from commpass.lowering import fused, generated, matmul
 from commpass.passes import PassContext, pipeline
 from commpass.passes.fuse import fuse
-from commpass.passes.graph.marks import CODED, MARK, Mark
+from commpass.passes.fx.marks import CODED, MARK, Mark
 from commpass.passes.lower import lower
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 

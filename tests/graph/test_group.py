@@ -17,11 +17,11 @@ from commpass.codecs import codec
 from commpass.costmodel import Link, Profile
 from commpass.costmodel.kernels import CPU
 from commpass.errors import PolicyError
-from commpass.passes.graph.parse import parse
-from commpass.paths import common
+from commpass.passes.fx.parse import parse
 from commpass.plan import Plan, diff
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.paths import common
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 RANKS = 4

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
+from commpass.passes.context import PassContext
 from commpass.passes.hidden import MANY, UNSURE, facts_of, initial_schedule
 from commpass.passes.pipeline import run
-from commpass.passes.road import PassContext
 from commpass.plan import NONE
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 N = 64
 wait = ops.wait_tensor

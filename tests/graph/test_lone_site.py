@@ -22,7 +22,7 @@ from commpass.passes import PassContext, run
 from commpass.passes.candidates import coded_us, plain_us
 from commpass.passes.timeline import whole_us
 from commpass.policy import Policy, policy_named
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 NANOSECOND = 2e-3
 """To which times in plans are rounded, in microseconds, and a little."""

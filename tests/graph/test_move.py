@@ -14,15 +14,15 @@ from tiers import examples, thinned
 import commpass
 from commpass.costmodel import ethernet
 from commpass.errors import PolicyError
-from commpass.passes.graph import costs
-from commpass.passes.graph.marks import CODED
-from commpass.passes.graph.memory import memory, peak
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.context import PassContext
+from commpass.passes.fx import costs
+from commpass.passes.fx.marks import CODED
+from commpass.passes.fx.memory import memory, peak
+from commpass.passes.fx.parse import is_wait, parse
 from commpass.passes.move import NEEDED, move
 from commpass.passes.pipeline import run
-from commpass.passes.road import PassContext
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 N = 64
 LINK = ethernet(1)

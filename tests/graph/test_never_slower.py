@@ -24,7 +24,7 @@ from commpass.passes.candidates import together_us
 from commpass.passes.timeline import whole_us
 from commpass.plan import Plan
 from commpass.policy import Policy, policy_named
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 RANKS = 4

@@ -16,7 +16,7 @@ from commpass.costmodel import default_profile
 from commpass.passes import PassContext, pipeline
 from commpass.passes.constants import INPUT, lift_constants
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 RANKS, TOKENS, WIDTH = 8, 64, 512

@@ -30,7 +30,7 @@ from commpass.passes.discover import discover
 from commpass.passes.provenance import lossy_unsupported_reason
 from commpass.passes.provenance.operators import FEW
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 RANKS = 4

@@ -14,7 +14,7 @@ from commpass.costmodel import Link
 from commpass.passes import PassContext, pipeline
 from commpass.passes.simplify import RULES
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 X = torch.ones(64, 32)

@@ -10,11 +10,11 @@ from graphs import ops, trace
 from torch.distributed.device_mesh import init_device_mesh
 
 import commpass
-from commpass.annotate import KEY
-from commpass.passes.graph.parse import parse
+from commpass.distributed.summary import Summary
+from commpass.passes.fx.parse import parse
 from commpass.policy import Policy
-from commpass.rules import Annotation, Rule
-from commpass.runtime.summary import Summary
+from commpass.policy.annotate import KEY
+from commpass.policy.rules import Annotation, Rule
 
 wait = ops.wait_tensor
 X = torch.ones(64, 32)

@@ -20,7 +20,7 @@ from commpass.costmodel import Link
 from commpass.lowering import generated
 from commpass.passes import PassContext, pipeline
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 FAR = commpass.Profile("far", Link(1000.0, 0.1))

@@ -24,8 +24,8 @@ from commpass.collectives import (
     record_stages,
 )
 from commpass.passes import PASSES, PassContext, run
-from commpass.passes.graph.marks import MARK
-from commpass.stage import Stage
+from commpass.passes.fx.marks import MARK
+from commpass.plan.stage import Stage
 
 ops = torch.ops._c10d_functional
 RANKS = 4

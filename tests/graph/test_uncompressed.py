@@ -15,14 +15,14 @@ from torch import nn
 
 import commpass
 from commpass.costmodel import Link, Profile, ethernet, profile_named
+from commpass.distributed.summary import SERVED, Summary
+from commpass.distributed.uncompressed import EARLIER, HIDDEN, Slower, UncompressedSite
 from commpass.passes.breakeven import break_even_rate
 from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
 from commpass.plan import NONE, Candidate, Plan, PlannedSite, Site
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule
-from commpass.runtime.summary import SERVED, Summary
-from commpass.runtime.uncompressed import EARLIER, HIDDEN, Slower, UncompressedSite
+from commpass.policy.rules import Rule
 
 WIDTH, ROWS, RANKS = 64, 256, 8
 FAST = Profile("fast", Link(1.0, 1e4))

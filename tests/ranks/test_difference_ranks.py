@@ -15,8 +15,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import commpass
 from commpass.codecs import ALIGNMENT
+from commpass.distributed import owners
 from commpass.parallel.exchange import Exchange, Exchanges
-from commpass.runtime import owners
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

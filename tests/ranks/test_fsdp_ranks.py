@@ -807,7 +807,7 @@ def replaced_parameters(codec: str) -> tuple[list[int], list[int], bool, bool]:
             plain_steps(model, torch.optim.SGD(model.parameters(), 0.1), 1)
             if door is not None:
                 plans.append(len(door.plans))
-                listed.append(len(door.exchanges.backend.ledger.entries))
+                listed.append(len(door.exchanges.backend.step_log.entries))
         weights.append(whole(model))
         if door is not None:
             alive = {id(parameter) for parameter in model.parameters()}

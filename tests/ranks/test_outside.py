@@ -15,12 +15,12 @@ from processes import Ranks, RanksFailed
 from tiers import sampled
 
 import commpass
-from commpass import dump
+from commpass.distributed.agreement_round import AgreementRound
 from commpass.errors import PlanMismatch
 from commpass.passes import pipeline
+from commpass.plan import dump
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime.meeting import AgreementRound
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional

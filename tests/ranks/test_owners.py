@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import commpass
 from commpass import Policy, Rule
+from commpass.distributed import owners
 from commpass.errors import PolicyError
-from commpass.runtime import owners
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import commpass
 from commpass.calibration import Address, Calibration, Carried, Level, Place
+from commpass.cli import app
 from commpass.codecs import codec
 from commpass.collectives import algorithm
 from commpass.costmodel.budget import Option, cheapest
@@ -27,9 +28,8 @@ from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
 from commpass.plan import NONE, Site
 from commpass.policy import PRESETS, Policy
+from commpass.policy.rules import Rule
 from commpass.report.calibrated import draw
-from commpass.report.cli import app
-from commpass.rules import Rule
 
 tried = settings(max_examples=examples(50, 150), deadline=None)
 option = st.builds(Option, cost=st.integers(0, 9), loss=st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0]))

@@ -37,12 +37,12 @@ from commpass.costmodel import (
     profile_named,
 )
 from commpass.costmodel.kernels import CPU
+from commpass.distributed.parts import Part
 from commpass.errors import PolicyError
-from commpass.kinds import KINDS
 from commpass.plan import NONE, Plan, PlannedSite, Site
+from commpass.plan.kinds import KINDS
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Annotation, Rule
-from commpass.runtime.parts import Part
+from commpass.policy.rules import Annotation, Rule
 
 COMPRESSIBLE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SHARED_OUT = ("reduce_scatter", "all_to_all")

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 import commpass
+from commpass.cli import app
+from commpass.distributed import environment
+from commpass.distributed.environment import Settings, difference, settings
 from commpass.errors import PolicyError
 from commpass.policy import PRESETS, Policy
-from commpass.report.cli import app
-from commpass.runtime import environment
-from commpass.runtime.environment import Settings, difference, settings
 
 NAMES = (*environment.VARIABLES, environment.PROFILE)
 

@@ -16,7 +16,8 @@ from dumps import ODD, chain, coded, fails, layered, make, node, run, words
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commpass import dump, plan
+from commpass import plan
+from commpass.plan import dump
 from commpass.report.graph import dot as dots
 from commpass.report.graph import picture, sites
 from commpass.report.graph.view import of_sites

@@ -10,9 +10,9 @@ from commpass.calibration.places import Address, Carried, Level, Place
 from commpass.codecs import codec
 from commpass.codecs.wrappers.outlier import Channels
 from commpass.errors import PolicyError
-from commpass.lowbit import SHARES
 from commpass.plan import Site
 from commpass.policy import Policy
+from commpass.policy.lowbit import SHARES
 
 WIDTH = 128
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from commpass import dump, plan
+from commpass import plan
+from commpass.cli import app
 from commpass.codecs import codec
 from commpass.collectives.request import Request
 from commpass.collectives.stages import Payload, read_stages
@@ -24,7 +25,7 @@ from commpass.lowering.inspect.kernels import (
     of_stages,
     row_bytes,
 )
-from commpass.report.cli import app
+from commpass.plan import dump
 
 NUMEL, RANKS = 1 << 20, 8
 

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpass
-from commpass.annotate import annotations_of
+from commpass.distributed.state import Name, _parse
 from commpass.errors import PolicyError
-from commpass.paths import clean, names
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime.state import Name, _parse
+from commpass.policy.annotate import annotations_of
+from commpass.policy.paths import clean, names
+from commpass.policy.rules import Rule
 
 NOTHING = Policy(codecs=())
 WHOLE = ["layers.0.attn", "layers.0.mlp", "layers.1.attn", "layers.1.mlp", "head"]

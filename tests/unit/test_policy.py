@@ -20,11 +20,11 @@ from commpass.codecs import codec
 from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, algorithm
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.errors import PolicyError
-from commpass.kinds import KINDS
 from commpass.passes import PASSES
 from commpass.plan import Site
+from commpass.plan.kinds import KINDS
 from commpass.policy import PASS_NAMES, PRESETS, Policy, policy_named
-from commpass.rules import Annotation, Rule, covers
+from commpass.policy.rules import Annotation, Rule, covers
 
 tried = settings(max_examples=examples(26, 80), deadline=None)
 

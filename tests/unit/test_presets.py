@@ -26,12 +26,12 @@ from commpass.codecs.wrappers.outlier import Running, calibrate
 from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, algorithm, find_algorithm
 from commpass.costmodel import Kernels, Link, Profile, ethernet
 from commpass.costmodel.kernels import KernelRate
+from commpass.distributed.owners import FORWARD as FORWARD_STATE
+from commpass.distributed.summary import Summary
 from commpass.errors import PolicyError
 from commpass.plan import NONE, PlannedSite, Site
 from commpass.policy import PRESETS, Policy, policy_named
-from commpass.rules import DIRECTIONS, Rule
-from commpass.runtime.owners import FORWARD as FORWARD_STATE
-from commpass.runtime.summary import Summary
+from commpass.policy.rules import DIRECTIONS, Rule
 
 ROOT = Path(__file__).parents[2]
 wait = ops.wait_tensor

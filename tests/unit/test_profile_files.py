@@ -12,13 +12,13 @@ import torch
 from typer.testing import CliRunner
 
 import commpass
+from commpass.cli import app
 from commpass.costmodel import Link, Profile, Region, default_profile, profile_from
 from commpass.costmodel.files import Machine, Measured, ProfileFile, digest, read, write
 from commpass.costmodel.interconnects import CARDS, INTERCONNECTS, card_of
+from commpass.distributed.machine import differences_from, processor, this_machine
 from commpass.errors import PolicyError, ProfileError
-from commpass.report.cli import app
 from commpass.report.probed import noisy, parts
-from commpass.runtime.machine import differences_from, processor, this_machine
 
 MACHINE = Machine(
     device="cpu", processor="a", cores=2, hosts=2, world_size=4, backend="gloo", torch="2.13.0"
@@ -280,7 +280,7 @@ def test_probe_says_how_it_is_started(tmp_path, monkeypatch):
     ],
 )
 def test_gpu_without_a_profile_is_known_by_its_name(device, card, link, monkeypatch):
-    from commpass.runtime import machine
+    from commpass.distributed import machine
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)

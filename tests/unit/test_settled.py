@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from commpass.distributed.agreement import _is_agreed
+from commpass.distributed.parts import Part, call_of
+from commpass.distributed.plan_store import History, NoChange, Participant
+from commpass.distributed.reuse import _Published
 from commpass.plan import Grouped, Plan, Simplification, Site, uncompressed
-from commpass.runtime.agreement import _is_agreed
-from commpass.runtime.board import History, NoChange, Participant
-from commpass.runtime.parts import Part, call_of
-from commpass.runtime.reuse import _Published
 
 SPEAKER = Participant("policy", "custom", "backend", "function", "call")
 

@@ -19,17 +19,18 @@ from steps import growth
 from typer.testing import CliRunner
 
 import commpass
-from commpass import Policy, Rule, dump
+from commpass import Policy, Rule
+from commpass.cli import app
 from commpass.costmodel import Link, Profile
 from commpass.errors import TraceError
 from commpass.passes import PASSES, PassContext, run
 from commpass.passes.timeline import timeline
+from commpass.plan import dump
+from commpass.plan.timeline import HOST, Event, Timeline, subtract, union
 from commpass.report import timeline as timelines
-from commpass.report.cli import app
-from commpass.report.lanes import Picture, draw, labels
 from commpass.report.measured import measured
 from commpass.report.timeline import TimelineView
-from commpass.timeline import HOST, Event, Timeline, subtract, union
+from commpass.report.tracks import Picture, draw, labels
 
 wait = ops.wait_tensor
 

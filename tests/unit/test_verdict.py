@@ -17,14 +17,14 @@ from tiers import rarely
 
 import commpass
 from commpass.codecs import codec
+from commpass.distributed import samples
+from commpass.distributed.samples import Sampled, Samples, is_sampled, measure
+from commpass.distributed.step_log import Entry, StepLog
+from commpass.distributed.watch import Watched
 from commpass.errors import CommpassError
 from commpass.plan import Plan, PlannedSite
+from commpass.plan.stage import Stage
 from commpass.report import verdict
-from commpass.runtime import samples
-from commpass.runtime.ledger import Entry, StepLog
-from commpass.runtime.samples import Sampled, Samples, is_sampled, measure
-from commpass.runtime.watch import Watched
-from commpass.stage import Stage
 
 ALONE = {
     "name": "all_reduce",
@@ -64,7 +64,7 @@ def entry(*sites: PlannedSite, bound=None, fallback="", took=(), why="") -> Entr
 
 @pytest.fixture
 def book(monkeypatch):
-    """The only ledger that there is; no plans of other tests."""
+    """The only step_log that there is; no plans of other tests."""
     made = StepLog("balanced")
     monkeypatch.setattr(verdict, "step_logs", lambda: [made])
     monkeypatch.setattr(verdict, "plans", lambda: [])
@@ -230,7 +230,7 @@ def test_a_report_is_plain_data_and_stays_as_it_was(book):
 def test_a_backend_that_is_gone_is_not_in_the_report():
     graphs = len(commpass.report().graphs)
     made = commpass.backend("off")
-    made.ledger.entries.append(entry(PlannedSite(**ALONE)))
+    made.step_log.entries.append(entry(PlannedSite(**ALONE)))
     assert len(commpass.report().graphs) == graphs + 1
     del made
     assert len(commpass.report().graphs) == graphs

@@ -23,7 +23,7 @@ from benchmarks.claims.experiments.coded import coded_sites, forced
 from benchmarks.claims.experiments.experiment import Experiment
 from benchmarks.claims.experiments.launch import launched
 from benchmarks.claims.formulas.zipccl import EXPONENTS, best_start
-from commpass.kinds import KINDS
+from commpass.plan.kinds import KINDS
 from commpass.report.trace import operation_kind
 
 CODECS = ("exponent", "exponent(planes=3)")

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from commpass.ambient import ambient_free
 from commpass.codecs.codec import FLOATS, UNIT, Codec, Wire
 from commpass.codecs.exponent.bits import any_of, compress, expand, materialized, moves, transpose
 from commpass.codecs.exponent.bits import count as bits_set
@@ -32,7 +31,8 @@ from commpass.codecs.exponent.strings import concatenate, join_fields, split_fie
 from commpass.codecs.exponent.window import choose, total
 from commpass.codecs.rows import ceil_to, cut, larger, pad, smaller, to_bytes
 from commpass.errors import PolicyError
-from commpass.spec import spelled
+from commpass.utils.ambient import ambient_free
+from commpass.utils.spec import spelled
 
 BIAS = 16
 """Window starts are stored from -16 on, since a window may begin below the least exponent."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from commpass.ambient import ambient_free
 from commpass.codecs.codec import Codec, Wire, accumulation_dtype
 from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError
+from commpass.utils.ambient import ambient_free
 
 
 @dataclass(frozen=True, eq=False)

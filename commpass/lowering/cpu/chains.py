@@ -8,7 +8,6 @@ from functools import cache
 
 import torch
 
-from commpass.ambient import making_lasting_tensors
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.transforms import Hadamard
 from commpass.codecs.exponent.codec import ExponentCodec
@@ -20,6 +19,7 @@ from commpass.lowering.cpu.floats import FLOATS
 from commpass.lowering.cpu.grids import CODES
 from commpass.lowering.cpu.rotation import ROTATION, transform
 from commpass.lowering.cpu.scales import SCALES, sums_up
+from commpass.utils.ambient import making_lasting_tensors
 
 TILE = 256
 """A unit holds whole multiples of so many values: tiles of 16 vectors of 16."""

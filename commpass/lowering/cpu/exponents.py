@@ -33,7 +33,7 @@ from commpass.codecs.exponent.codec import (
 from commpass.codecs.exponent.floats import FORMS, LANES, LINE, FloatForm, join, pack, split
 from commpass.codecs.exponent.floats import unpack as unpack_pairs
 from commpass.codecs.exponent.ladder import BINS, Ladder
-from commpass.lowering.cpu.words import Lines
+from commpass.lowering.cpu.expressions import Lines
 
 WORDS = """
 typedef int32_t Word __attribute__((vector_size(4 * W)));  // W columns

@@ -266,7 +266,7 @@ def _counters(sizes: _Sizes) -> tuple[tuple[str, str], ...]:
 
 def _numbers(sizes: _Sizes, length: int) -> tuple[tuple[str, int], ...]:
     return (
-        ("row_words", length),
+        ("pitch", length),
         ("quads", sizes.columns // 4),
         ("static", sizes.static),
         ("tiles", sizes.tiles),

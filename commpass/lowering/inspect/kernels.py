@@ -23,10 +23,10 @@ from commpass.lowering.chain import (
 )
 from commpass.lowering.fused import encoded_dtype, made_dtype, role_of
 from commpass.lowering.gpu import generate, launch
-from commpass.lowering.inspect.apart import of_exponent, of_sparse
+from commpass.lowering.inspect.isolated import of_exponent, of_sparse
 from commpass.lowering.inspect.lowerable import FP8, NUMEL, Lowerable
 from commpass.lowering.inspect.matmuls import of_matmul
-from commpass.stage import Stage
+from commpass.plan.stage import Stage
 
 # --- by name --------------------------------------------------------------------------------------
 

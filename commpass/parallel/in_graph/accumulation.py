@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from commpass.ambient import without_ambient_state
 from commpass.parallel.in_graph.reading import ExchangedParameter, every_held
+from commpass.utils.ambient import without_ambient_state
 
 
 @contextmanager

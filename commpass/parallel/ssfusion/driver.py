@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commpass.ambient import without_ambient_state
 from commpass.codecs.codec import accumulation_dtype
+from commpass.distributed import state
+from commpass.distributed.owners import Code, owner_of
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel.ssfusion import messages
 from commpass.parallel.ssfusion.memory import Memory
@@ -25,8 +26,7 @@ from commpass.parallel.ssfusion.messages import Part
 from commpass.parallel.ssfusion.plan import FusionPlan, Message, Sent
 from commpass.parallel.ssfusion.planner import Planner
 from commpass.passes.rewrite import StateInput
-from commpass.runtime import state
-from commpass.runtime.owners import Code, owner_of
+from commpass.utils.ambient import without_ambient_state
 
 CODE = Code("", 0, "ssfusion")
 """Whose state it is, in the names of ``commpass.state_dict``."""

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commpass.ambient import without_ambient_state
 from commpass.codecs.codec import accumulation_dtype
 from commpass.codecs.sparse import SparseCodec
 from commpass.costmodel import Link, Region
@@ -26,6 +25,7 @@ from commpass.costmodel.links import steps
 from commpass.parallel.ssfusion import messages
 from commpass.parallel.ssfusion.memory import Memory, encoding
 from commpass.parallel.ssfusion.messages import Part
+from commpass.utils.ambient import without_ambient_state
 
 REPEATS = 3
 SMALLEST = 1 << 10

@@ -16,13 +16,13 @@ from torch import nn
 
 from commpass.costmodel import Link
 from commpass.costmodel.buffers import Gradient
+from commpass.distributed import step_log
+from commpass.distributed.machine import processors_each
 from commpass.errors import PlanMismatch
-from commpass.parallel.ssfusion import measure, recorded
+from commpass.parallel.ssfusion import measure, recording
 from commpass.parallel.ssfusion.messages import Part
 from commpass.parallel.ssfusion.options import Options
 from commpass.parallel.ssfusion.plan import FusionPlan, Message, Sent, make, unmeasured
-from commpass.runtime import ledger
-from commpass.runtime.machine import processors_each
 
 UNSEEN = "what one step leaves out, later ones send"
 
@@ -63,7 +63,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.clock = measure.Clock(self.device)
-        self.ledger = ledger.opened("ssfusion")
+        self.step_log = step_log.opened("ssfusion")
 
     def measures(self, step: int) -> bool:
         """Whether a step is one of those that are measured."""
@@ -172,8 +172,8 @@ class Planner:
         dense = self.options.dense
         group, device = self.group, self.device
         told = (group, link, dense, device, self.profile, self.dump)
-        made = recorded.keep(plan, names, parts, *told)
-        self.ledger.replace(made, UNSEEN)
+        made = recording.keep(plan, names, parts, *told)
+        self.step_log.replace(made, UNSEEN)
 
 
 def agree(group: Any, own_value: Any, subject: str, need: str) -> None:

@@ -23,10 +23,10 @@ from commpass.passes.chunk.build import build, joined_of
 from commpass.passes.chunk.gain import Meanwhile, exchange_of, part_of, pipeline_us
 from commpass.passes.chunk.region import Join, Product, Region, product_of, region_of
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph import meta
-from commpass.passes.graph.costs import tensors
-from commpass.passes.graph.direction import AGAIN
-from commpass.passes.graph.memory import LiveBytes, changed, memory, peak
+from commpass.passes.fx import meta
+from commpass.passes.fx.costs import tensors
+from commpass.passes.fx.direction import AGAIN
+from commpass.passes.fx.memory import LiveBytes, changed, memory, peak
 from commpass.passes.move import SMALL
 from commpass.plan import NONE, Candidate, PlannedSite, Site, Split
 from commpass.policy import Policy

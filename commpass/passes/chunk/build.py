@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.ambient import without_ambient_state
 from commpass.passes.chunk.region import Join, Region
-from commpass.passes.graph import meta
-from commpass.passes.graph.costs import tensors
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.fakes import mode_of
-from commpass.passes.graph.marks import ALLOWED
-from commpass.passes.graph.rowwise import VIEWS, Axis
+from commpass.passes.fx import meta
+from commpass.passes.fx.costs import tensors
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.fakes import mode_of
+from commpass.passes.fx.marks import ALLOWED
+from commpass.passes.fx.rowwise import VIEWS, Axis
+from commpass.utils.ambient import without_ambient_state
 
 aten = torch.ops.aten
 

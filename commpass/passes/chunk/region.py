@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph import meta
-from commpass.passes.graph.memory import Memory
-from commpass.passes.graph.parse import is_wait
-from commpass.passes.graph.rowwise import (
+from commpass.passes.fx import meta
+from commpass.passes.fx.memory import Memory
+from commpass.passes.fx.parse import is_wait
+from commpass.passes.fx.rowwise import (
     Axis,
     Rows,
     bounds,

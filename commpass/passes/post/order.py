@@ -23,9 +23,9 @@ from torch._inductor.fx_passes.control_dependencies import control_deps, preserv
 from torch._inductor.graph import GraphLowering
 from torch.utils._ordered_set import OrderedSet
 
-from commpass.passes.graph.costs import is_heavy, is_matmul
-from commpass.passes.graph.memory import memory
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx.costs import is_heavy, is_matmul
+from commpass.passes.fx.memory import memory
+from commpass.passes.fx.parse import is_wait, parse
 
 ops = torch.ops._c10d_functional
 

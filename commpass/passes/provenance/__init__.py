@@ -18,9 +18,9 @@ import operator
 import torch
 from torch import fx
 
-from commpass.passes.graph import meta
-from commpass.passes.graph.direction import gradients
-from commpass.passes.graph.parse import Call, is_wait, parse
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import gradients
+from commpass.passes.fx.parse import Call, is_wait, parse
 from commpass.passes.provenance.kinds import FIELD, FIELDS, LIKE, NEUTRAL, UNKNOWN, WHOLE
 from commpass.passes.provenance.kinds import Kind as Kind
 from commpass.passes.provenance.kinds import Provenance as Provenance

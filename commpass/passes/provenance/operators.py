@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from commpass.passes.discover import MATMULS
-from commpass.passes.graph import meta
-from commpass.passes.graph.parse import parse
+from commpass.passes.fx import meta
+from commpass.passes.fx.parse import parse
 from commpass.passes.provenance.kinds import FIELD, FIELDS, NEUTRAL, SUMS, WHOLE, Kind, Provenance
 from commpass.passes.provenance.walk import (
     Walk,

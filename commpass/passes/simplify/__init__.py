@@ -17,7 +17,7 @@ from torch import fx
 
 from commpass.costmodel import Profile
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph.parse import graph_modules, is_wait, parse
+from commpass.passes.fx.parse import graph_modules, is_wait, parse
 from commpass.passes.simplify.editor import Editor
 from commpass.passes.simplify.outputs import output_memory, separate_outputs
 from commpass.passes.simplify.rules import RULES, Applied, Rule

@@ -14,19 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from commpass import groups, meshes
-from commpass.ambient import without_ambient_state
+from commpass import groups
 from commpass.codecs import codec
 from commpass.costmodel import Profile
-from commpass.passes.graph import costs, meta
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.fakes import mode_of
-from commpass.passes.graph.marks import ALLOWED
-from commpass.passes.graph.parse import Call, describe_group, is_wait, parse
-from commpass.passes.simplify.held import MemoryBudget, initial_budget
+from commpass.groups import mesh_unions
+from commpass.passes.fx import costs, meta
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.fakes import mode_of
+from commpass.passes.fx.marks import ALLOWED
+from commpass.passes.fx.parse import Call, describe_group, is_wait, parse
+from commpass.passes.simplify.memory_budget import MemoryBudget, initial_budget
 from commpass.passes.simplify.values import memory, value_numbers
 from commpass.plan import ROWS
-from commpass.rules import Allowed
+from commpass.policy.rules import Allowed
+from commpass.utils.ambient import without_ambient_state
 
 aten = torch.ops.aten
 ops = torch.ops._c10d_functional
@@ -167,7 +168,7 @@ class Editor:
             return None
         pair = (first.group, second.group)
         if pair not in self.unions:
-            self.unions[pair] = meshes.joined(*pair)
+            self.unions[pair] = mesh_unions.joined(*pair)
         group = self.unions[pair]
         return None if group is None else (group.group_name, group.size())
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commpass.errors import CommpassError
-from commpass.printable import clean
 from commpass.report.graph.picture import LOOKS, Box, Picture
+from commpass.utils.printable import clean
 
 INSTALL = (
     "install Graphviz (apt-get install graphviz, brew install graphviz, conda install graphviz)"

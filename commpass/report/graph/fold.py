@@ -6,12 +6,12 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
-from commpass.dump import GraphNode
-from commpass.printable import clean
+from commpass.plan.dump import GraphNode
 from commpass.report.graph.labels import done_lines, modules_of, picture
 from commpass.report.graph.picture import Arrow, Box, Picture
 from commpass.report.graph.sites import Sketch
 from commpass.report.patterns import patterns, without_numbers
+from commpass.utils.printable import clean
 
 MANY = 60
 """Sites above which repeated layers are folded unless it is told otherwise."""

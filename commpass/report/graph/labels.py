@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from commpass.dump import GraphNode
 from commpass.plan import PlannedSite
-from commpass.printable import clean
+from commpass.plan.dump import GraphNode
 from commpass.report import tables
 from commpass.report.explained import done
 from commpass.report.graph.nodes import fallback
 from commpass.report.graph.picture import Arrow, Box, Picture, kind_of, travels
 from commpass.report.graph.sites import Sketch, role_of
+from commpass.utils.printable import clean
 
 MODULES = 3
 """So many modules are named in a box."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from commpass.dump import Dump, GraphNode
 from commpass.errors import CommpassError
-from commpass.printable import clean
+from commpass.plan.dump import Dump, GraphNode
 from commpass.report.graph.picture import (
     LOOKS,
     Arrow,
@@ -16,6 +15,7 @@ from commpass.report.graph.picture import (
     restricted,
     travels,
 )
+from commpass.utils.printable import clean
 
 
 def nodes_of(dump: Dump, side: str) -> tuple[GraphNode, ...]:

@@ -7,9 +7,9 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from commpass.dump import GraphNode
 from commpass.errors import CommpassError
-from commpass.kinds import KIND_OF, NAMESPACES, WAITS, without_form
+from commpass.plan.dump import GraphNode
+from commpass.plan.kinds import KIND_OF, NAMESPACES, WAITS, without_form
 
 BUFFER, KERNEL = "aten.empty.memory_format", "commpass.kernel_.default"
 """What a kernel that a CPU calls writes into, and the call."""

@@ -11,9 +11,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from commpass.dump import Dump, GraphNode
 from commpass.errors import CommpassError, nearest
 from commpass.plan import PlannedSite
+from commpass.plan.dump import Dump, GraphNode
 from commpass.report import tables
 from commpass.report.graph.nodes import nodes_of
 from commpass.report.graph.picture import (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
-from commpass.globs import covers
+from commpass.plan.dump import Dump
 from commpass.report.graph import fold, labels, sites
 from commpass.report.graph.picture import Picture, near, restricted
+from commpass.utils.globs import covers
 
 
 def of_sites(

@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from commpass.dump import Dump
 from commpass.plan import PlannedSite
-from commpass.printable import brief
+from commpass.plan.dump import Dump
 from commpass.report.compared import named
 from commpass.report.html.data import Run, described
 from commpass.report.html.totals import predicted_us, wire_bytes
 from commpass.report.patterns import without_numbers
+from commpass.utils.printable import brief
 
 Place = tuple[str, str, str]
 Sites = list[tuple[PlannedSite, bool]]

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from commpass.dump import Dump
 from commpass.plan import NONE, Candidate, PlannedSite
-from commpass.printable import brief
+from commpass.plan.dump import Dump
+from commpass.plan.timeline import Timeline
 from commpass.report import why
 from commpass.report.html.drawing import drawing
 from commpass.report.html.runs import Read
-from commpass.report.html.strips import Strip, sparklines
+from commpass.report.html.sparklines import Strip, sparklines
 from commpass.report.html.totals import Times, Totals, predicted_us, times, totals, wire_bytes
 from commpass.report.patterns import Pattern, patterns
-from commpass.timeline import Timeline
+from commpass.utils.printable import brief
 
 
 @dataclass(frozen=True, kw_only=True)

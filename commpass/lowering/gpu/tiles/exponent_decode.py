@@ -116,7 +116,7 @@ def exponent_join(
     out,
     tallies,
     groups,
-    row_words,
+    pitch,
     quads,
     static,
     tiles,
@@ -216,7 +216,7 @@ def exponent_join(
         at = wire + number * tl.cast(columns, tl.int64) + column
         rest = rest + (tl.load(at, mask=inside, other=0).to(tl.uint32, bitcast=True),)
     values = pack_floats(exponents, rest, FORM)
-    out += tl.cast(row, tl.int64) * row_words
+    out += tl.cast(row, tl.int64) * pitch
     first = column // LANES * (PACKED * LANES) + column % LANES
     lanes = lanes_of(column // LANES, columns)
     for part in tl.static_range(PACKED):
@@ -236,10 +236,10 @@ def exponent_join(
         place = tl.arange(0, 128)
         if HALVES:
             body = tl.cast(columns, tl.int64) * (2 * PACKED)
-            there = body + place < row_words
+            there = body + place < pitch
             values_left = tl.load(plain.to(tl.pointer_type(tl.int16)) + place, mask=there, other=0)
             tl.store(out + body + place, values_left, mask=there)
         else:
             body = tl.cast(columns, tl.int64) * PACKED
-            there = body + place < row_words
+            there = body + place < pitch
             tl.store(out + body + place, tl.load(plain + place, mask=there, other=0), mask=there)

@@ -29,7 +29,6 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
     lanes_of,
     marks_of,
     on_columns,
-    row_words,
 )
 
 FEW_BITS = 2
@@ -94,7 +93,7 @@ def exponent_split(
     sums,
     tallies,
     groups,
-    row_words,
+    pitch,
     quads,
     static,
     tiles,
@@ -127,7 +126,7 @@ def exponent_split(
     lane = column % LANES
     inside = column < columns
     live = tl.where(inside, 0xFFFFFFFF, 0).to(tl.uint32)
-    source += tl.cast(row, tl.int64) * row_words
+    source += tl.cast(row, tl.int64) * pitch
     wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
     first = column // LANES * (PACKED * LANES) + lane
     lanes = lanes_of(column // LANES, columns)
@@ -228,7 +227,7 @@ def exponent_place(
     sums,
     tallies,
     groups,
-    row_words,
+    pitch,
     quads,
     static,
     tiles,
@@ -274,15 +273,15 @@ def exponent_place(
         plain = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
         free = tl.cast(static, tl.int64) * 4 - tl.cast(columns, tl.int64) * (REST + FIRST)
         free -= (columns + LANES - 1) // LANES
-        source += tl.cast(row, tl.int64) * row_words
+        source += tl.cast(row, tl.int64) * pitch
         place = tl.arange(0, 256)
         if HALVES:
             body = tl.cast(columns, tl.int64) * (2 * PACKED)
-            values_left = tl.load(source + body + place, mask=body + place < row_words, other=0)
+            values_left = tl.load(source + body + place, mask=body + place < pitch, other=0)
             tl.store(
                 plain.to(tl.pointer_type(tl.int16)) + place, values_left, mask=place < free * 2
             )
         else:
             body = tl.cast(columns, tl.int64) * PACKED
-            values_left = tl.load(source + body + place, mask=body + place < row_words, other=0)
+            values_left = tl.load(source + body + place, mask=body + place < pitch, other=0)
             tl.store(plain + place, values_left, mask=place < free)

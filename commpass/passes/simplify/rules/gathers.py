@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.passes.graph import meta
+from commpass.passes.fx import meta
 from commpass.passes.simplify.chains import (
     before_clone,
     is_cast,

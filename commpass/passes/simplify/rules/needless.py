@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.kinds import SUMS
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx.parse import is_wait, parse
 from commpass.passes.simplify.chains import LONGEST, is_cast
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.rule import GATHERS, Applied
+from commpass.plan.kinds import SUMS
 
 
 def waits(node: fx.Node, editor: Editor) -> Applied | None:

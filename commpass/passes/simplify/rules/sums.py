@@ -9,9 +9,8 @@ import torch
 from torch import fx
 
 from commpass.collectives import UNROLLED_RANKS
-from commpass.kinds import SUMS
-from commpass.passes.graph import meta
-from commpass.passes.graph.parse import describe_group
+from commpass.passes.fx import meta
+from commpass.passes.fx.parse import describe_group
 from commpass.passes.simplify.chains import (
     RESHAPES,
     WIDE,
@@ -27,6 +26,7 @@ from commpass.passes.simplify.chains import (
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.gathers import convert, widened
 from commpass.passes.simplify.rules.rule import Applied
+from commpass.plan.kinds import SUMS
 
 functional = torch.ops._c10d_functional
 
