@@ -29,6 +29,7 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
     lanes_of,
     marks_of,
     on_columns,
+    row_words,
 )
 
 FEW_BITS = 2
