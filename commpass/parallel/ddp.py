@@ -36,6 +36,7 @@ from commpass.plan import Plan
 from commpass.policy import Policy
 from commpass.policy.annotate import annotations_of
 from commpass.utils.ambient import without_ambient_state
+from commpass.utils.deprecated import old_names
 
 
 class Bytes(NamedTuple):
@@ -316,3 +317,6 @@ def _leave(channel: weakref.ref[_Channel]) -> None:
     if (held := channel()) is not None and held.group is not None:
         group, held.group = held.group, None
         dist.destroy_process_group(group)
+
+
+__getattr__ = old_names(__name__, {"DDPDoor": "CompressedDDP"})

@@ -32,6 +32,7 @@ from commpass.passes.simplify.rules.gathers import EXACT_WIDENINGS
 from commpass.plan import Plan
 from commpass.policy import Policy, paths
 from commpass.policy.annotate import annotations_of
+from commpass.utils.deprecated import old_names
 
 log = logging.getLogger("commpass")
 
@@ -448,3 +449,6 @@ def _done(result: Tensor) -> dist.Work:
     torch_c10d: Any = torch._C._distributed_c10d
     work: dist.Work = torch_c10d._create_work_from_future(future)
     return work
+
+
+__getattr__ = old_names(__name__, {"FSDPDoor": "CompressedFSDP"})

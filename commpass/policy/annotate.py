@@ -21,6 +21,7 @@ from torch.fx.traceback import annotate
 from commpass.errors import PolicyError, nearest
 from commpass.policy.paths import clean, names, remember, star
 from commpass.policy.rules import Annotation, Rule
+from commpass.utils.deprecated import renamed_argument
 from commpass.utils.globs import covers
 
 KEY = "commpass"
@@ -261,6 +262,7 @@ def _eagerly(annotation: str) -> Iterator[None]:
         _open.reset(token)
 
 
+@renamed_argument("words", "annotations")
 def apply_policy(model: nn.Module, annotations: Mapping[str, Any]) -> nn.Module:
     """Puts words on the submodules that globs name, without touching the model's source; returns
     the model.
@@ -279,7 +281,7 @@ def apply_policy(model: nn.Module, annotations: Mapping[str, Any]) -> nn.Module:
     if not isinstance(annotations, Mapping):
         write = '{"layers.*.mlp": "int8"}'
         raise PolicyError(
-            f"apply_policy(words={annotations!r}): must map patterns to words: {write}"
+            f"apply_policy(annotations={annotations!r}): must map patterns to annotations: {write}"
         )
     known = {
         name: module for name, module in names(model) if name
