@@ -91,9 +91,9 @@ def seconds(layers: int, steps: int) -> dict[str, list[float]]:
             compiled(x, weights).backward()
             took[name].append(time.perf_counter() - began)
     for name, (_, backend) in each.items():
-        sites = [site for entry in backend.ledger.entries for site in entry.plan.sites]
+        sites = [site for entry in backend.step_log.entries for site in entry.plan.sites]
         assert [site.codec for site in sites] == ["int8"] * layers
-        counts = {each.count for entry in backend.ledger.entries for each in entry.samples.sites}
+        counts = {each.count for entry in backend.step_log.entries for each in entry.samples.sites}
         assert counts == {min(KINDS[name], steps + 4)}, (name, counts)
     return {name: times[4:] for name, times in took.items()}  # these compile, and end the check
 

@@ -33,9 +33,9 @@ from torch.distributed.run import main as torchrun
 
 import commpass
 from commpass.calibration import CODECS, Calibration, Solution
+from commpass.calibration.all_ranks import Ranks, all_ranks
 from commpass.calibration.mix import sent
 from commpass.calibration.step import Step, fingerprints, replicas, step_of
-from commpass.calibration.together import Ranks, together
 from commpass.report.tables import plain_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,7 +141,7 @@ def case(name: str, steps: int, mesh: Any, text: str) -> dict[str, Any]:
     batches = [(batch,) for batch in common.batches(texts[1], BATCHES, SEED)]
     points: list[Point] = []
     known = found.solve(0.0, profile=profile)
-    with together(300.0) as ranks:
+    with all_ranks(300.0) as ranks:
         step = prepared(ranks, model, model)
         runs = [step.run(batch) for batch in batches]
         plain, losses = [output for _, output in runs], [loss or 0.0 for loss, _ in runs]

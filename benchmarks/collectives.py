@@ -64,8 +64,8 @@ from commpass.codecs import codec
 from commpass.collectives import Payload, Request, algorithm, read_stages, run
 from commpass.costmodel import Link
 from commpass.errors import PolicyError
+from commpass.plan.stage import Stage
 from commpass.report.survey import DTYPES
-from commpass.stage import Stage
 
 ALGORITHMS = {
     "all_reduce": [

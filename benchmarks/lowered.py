@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commpass.lowering.inspect.architectures import ARCHITECTURES
-from commpass.report.lowered import Asked, as_json, rows_of
+from commpass.report.lowered import KernelQuery, as_json, rows_of
 
 CODECS = (
     "int8",
@@ -45,7 +45,7 @@ RESULTS = Path(__file__).parent / "results" / "lowered.json"
 
 def measured(codec: str, arch: str, dtype: str, ranks: int) -> list[dict[str, Any]]:
     """The kernels of a codec on an architecture, or why it has none."""
-    _, rows = rows_of(Asked(codec=codec, dtype=dtype, ranks=ranks), arch)
+    _, rows = rows_of(KernelQuery(codec=codec, dtype=dtype, ranks=ranks), arch)
     about = {"codec": codec, "arch": arch, "dtype": dtype, "ranks": ranks}
     return [about | as_json(row) for row in rows]
 

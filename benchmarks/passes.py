@@ -32,9 +32,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commpass
-from commpass.passes import Road, run
+from commpass.passes import PassContext, run
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 WIDTH = 128
 
@@ -101,7 +101,7 @@ def passes_alone(graph: Callable[..., Any], collectives: int) -> dict[str, Any]:
     with FakeTensorMode():
         weights = [torch.randn(8 * WIDTH, 8 * WIDTH) for _ in range(collectives)]
         gm = make_fx(graph)(torch.randn(2 * WIDTH, 8 * WIDTH), weights)
-    road = Road(
+    road = PassContext(
         gm=gm,
         direction="backward",
         policy=Policy(codecs=("int8", "bf16"), max_error=0.02),

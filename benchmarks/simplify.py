@@ -177,12 +177,12 @@ SHAPES = (layers, long_sum, late_sum, gathers)
 def timed(gm: fx.GraphModule) -> tuple[float, int]:
     """Milliseconds of processor time of the pass on a graph, which it changes, and how many rules
     were applied."""
-    from commpass.passes import PASSES, Road
+    from commpass.passes import PASSES, PassContext
 
     passes = {step.name: step.run for step in PASSES}
     profile = commpass.ethernet(0.001)
     road = passes["discover"](
-        Road(gm=gm, direction="forward", policy=POLICIES["on"], profile=profile)
+        PassContext(gm=gm, direction="forward", policy=POLICIES["on"], profile=profile)
     )
     start = time.process_time()
     road = passes["simplify"](road)

@@ -40,7 +40,7 @@ import commpass
 from commpass.codecs import codec
 from commpass.costmodel import Link, Profile
 from commpass.policy import Policy
-from commpass.presets import DIMENSIONS, THREE_D
+from commpass.policy.presets import DIMENSIONS, THREE_D
 from tests.processes import Ranks
 
 ROOT = Path(__file__).parents[1]

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from commpass import parallel
-    from commpass.annotate import apply_policy, compress, keep
     from commpass.backend import backend
     from commpass.calibration import Calibration, calibrate
     from commpass.codecs import codec
     from commpass.collectives import Handle, all_gather, all_reduce, all_to_all, reduce_scatter
     from commpass.costmodel import KernelRate, Kernels, Link, Profile, Region, ethernet
+    from commpass.distributed.record import plans
+    from commpass.distributed.state import load_state_dict, reset_state, state_dict
     from commpass.errors import (
         CalibrationError,
         CommpassError,
@@ -32,10 +33,9 @@ if TYPE_CHECKING:
     )
     from commpass.plan import Plan
     from commpass.policy import Policy
+    from commpass.policy.annotate import apply_policy, compress, keep
+    from commpass.policy.rules import Rule
     from commpass.report.verdict import Report, log_metrics, metrics, report
-    from commpass.rules import Rule
-    from commpass.runtime.record import plans
-    from commpass.runtime.state import load_state_dict, reset_state, state_dict
     from commpass.simulate import simulate
     from commpass.standalone import rewrite
 
@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 _NAMES = {
-    "annotate": "apply_policy compress keep",
+    "policy.annotate": "apply_policy compress keep",
     "backend": "backend",
     "calibration": "Calibration calibrate",
     "codecs": "codec",
@@ -97,9 +97,9 @@ _NAMES = {
     "plan": "Plan",
     "policy": "Policy",
     "report.verdict": "Report log_metrics metrics",
-    "rules": "Rule",
-    "runtime.record": "plans",
-    "runtime.state": "load_state_dict reset_state state_dict",
+    "policy.rules": "Rule",
+    "distributed.record": "plans",
+    "distributed.state": "load_state_dict reset_state state_dict",
     "simulate": "simulate",
     "standalone": "rewrite",
 }

@@ -1,5 +1,5 @@
 """``python -m commpass``: the command line."""
 
-from commpass.report.cli import main
+from commpass.cli import main
 
 main()

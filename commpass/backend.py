@@ -30,10 +30,32 @@ from torch._dynamo.exc import ShortenTraceback
 from torch._guards import CompileContext, TracingContext, tracing
 
 from commpass import groups
-from commpass.ambient import without_ambient_state
-from commpass.annotate import open_scopes
 from commpass.costmodel import Profile
 from commpass.costmodel.files import digest as digest_of
+from commpass.distributed import agreement, record, step_log
+from commpass.distributed.budget import OVER, Check, Key, keys_of
+from commpass.distributed.calls import (
+    Raising,
+    before_each_call,
+    callable_of,
+    constants_of,
+    named,
+    state_for,
+    with_boxed_args,
+    with_more,
+)
+from commpass.distributed.checked import Built, Checked, release
+from commpass.distributed.environment import dump_here, policy_here
+from commpass.distributed.hosts import with_hosts
+from commpass.distributed.machine import default_here, profile_here
+from commpass.distributed.origin import Origin, call_of, count_call, origin_of_graph
+from commpass.distributed.owners import INFERENCE, Calls
+from commpass.distributed.parts import can_compare
+from commpass.distributed.plan_store import Round, greet
+from commpass.distributed.samples import MORE, PLAIN, Sampled, Samples, label
+from commpass.distributed.summary import Summary
+from commpass.distributed.uncompressed import uncompressed_sites
+from commpass.distributed.watch import Watch, Watched
 from commpass.errors import (
     CommpassError,
     PlanMismatch,
@@ -44,43 +66,21 @@ from commpass.errors import (
 )
 from commpass.groups import is_first_rank, ready
 from commpass.lowering.repairs import repaired
-from commpass.passes import PASSES, Outcome, Road
+from commpass.passes import PASSES, PassContext, PassResult
 from commpass.passes import run as run_passes
-from commpass.passes.graph import meta
-from commpass.passes.graph.direction import keep_metadata
-from commpass.passes.graph.marks import chunked
-from commpass.passes.graph.parse import describe_group, graph_modules, parse
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import keep_metadata
+from commpass.passes.fx.marks import chunked
+from commpass.passes.fx.parse import describe_group, graph_modules, parse
 from commpass.passes.hidden import decided
 from commpass.passes.sample import RECEIVED, UNSEEN
 from commpass.passes.timeline import timeline, whole_us
-from commpass.paths import Places
 from commpass.plan import Plan, Simplification
 from commpass.policy import Policy
-from commpass.runtime import agreement, ledger, record
-from commpass.runtime.board import Round, greet
-from commpass.runtime.budget import OVER, Check, Key, keys_of
-from commpass.runtime.calls import (
-    Raising,
-    before_each_call,
-    boxed,
-    callable_of,
-    constants_of,
-    named,
-    state_for,
-    with_more,
-)
-from commpass.runtime.checked import Built, Checked, release
-from commpass.runtime.environment import dump_here, policy_here
-from commpass.runtime.hosts import with_hosts
-from commpass.runtime.machine import default_here, profile_here
-from commpass.runtime.origin import Origin, call_of, count_call, origin_of_graph
-from commpass.runtime.owners import INFERENCE, Calls
-from commpass.runtime.parts import can_compare
-from commpass.runtime.samples import MORE, PLAIN, Sampled, Samples, label
-from commpass.runtime.summary import Summary
-from commpass.runtime.uncompressed import left_alone
-from commpass.runtime.watch import Watch, Watched
+from commpass.policy.annotate import open_scopes
+from commpass.policy.paths import Places
 from commpass.tensorrt import Engines
+from commpass.utils.ambient import without_ambient_state
 
 INNER = ("inductor", "eager", "aot_eager", "tensorrt")
 LOOKS = INNER[:3]
@@ -253,8 +253,8 @@ class Backend:
         self.densities: dict[tuple[Any, ...], float] = {}  # likewise
         self.over: dict[tuple[Any, Key], str] = {}  # likewise: what is over its budget
         self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
-        self.ledger = ledger.opened(policy.name)
-        self.summary, self.watch = Summary(policy), Watch(self.ledger.facts)
+        self.step_log = step_log.opened(policy.name)
+        self.summary, self.watch = Summary(policy), Watch(self.step_log.facts)
         weakref.finalize(self, self.summary.report)
         greet()
 
@@ -297,10 +297,10 @@ class Backend:
             keep_metadata(gm)
         with torch._functorch.config.patch(enable_autograd_cache=False):
             if self.inner in ("inductor", "eager"):
-                return calls.around(
+                return calls.wrap(
                     self._with_inductor(gm, example_inputs, number, calls, mode, options)
                 )
-            return calls.around(self._with_aot(gm, example_inputs, number, calls))
+            return calls.wrap(self._with_aot(gm, example_inputs, number, calls))
 
     def of_hook(
         self,
@@ -321,7 +321,9 @@ class Backend:
     def simplified(self, gm: fx.GraphModule, direction: str) -> tuple[Simplification, ...]:
         """What simplify makes of a graph that is not compiled, and is another one afterwards."""
         profile = self.profile or default_here(meta.device_of(gm))
-        road = Road(gm=gm, direction=direction, policy=self.policy, profile=profile, hook=True)
+        road = PassContext(
+            gm=gm, direction=direction, policy=self.policy, profile=profile, hook=True
+        )
         passes = tuple(each for each in PASSES if each.name in ("discover", "simplify"))
         return run_passes(road, "", passes).plan.simplified
 
@@ -354,7 +356,7 @@ class Backend:
                 gm: fx.GraphModule, more: Sequence[Any], pinned: bool, changed: bool = False
             ) -> Any:
                 if self.inner == "eager":
-                    return boxed(gm.forward)
+                    return with_boxed_args(gm.forward)
                 with (
                     ordered() if pinned else nullcontext(),
                     repaired(),
@@ -401,7 +403,7 @@ class Backend:
                     raise PolicyError(TRAINS)
 
                 def run_inner(gm: fx.GraphModule, more: Sequence[Any], *_: bool) -> Any:
-                    return boxed(
+                    return with_boxed_args(
                         self.inner(gm, [*example_inputs, *more])
                         if callable(self.inner)
                         else gm.forward
@@ -432,7 +434,7 @@ class Backend:
         obstacle: str | None = None,
     ) -> Any:
         """Takes one forward or backward graph along the road, lets the ranks agree on it, and
-        compiles it. ``obstacle`` says why nothing of it may be changed."""
+        compiles it. ``unsupported_reason`` says why nothing of it may be changed."""
         profile = self.profile or default_here(meta.device_of(gm))
         job = Job(
             gm=gm,
@@ -467,7 +469,7 @@ class Backend:
         together.add(checked)
         return before_each_call(made.compiled, hook, checked)
 
-    def _build(self, job: Job, before: Outcome | None = None) -> Built | Raising:
+    def _build(self, job: Job, before: PassResult | None = None) -> Built | Raising:
         """A graph as it is compiled now, of which nothing was changed yet; ``before`` is what it
         was compiled from so far."""
         instead_of = before.plan if before is not None else None
@@ -476,7 +478,7 @@ class Backend:
         policy = self.policy
         if self.inner not in LOOKS:
             policy = dataclasses.replace(policy, watch=0.0, check_calls=0)
-        road = Road(
+        road = PassContext(
             gm=gm,
             direction=direction,
             policy=policy,
@@ -497,14 +499,14 @@ class Backend:
         record.trace_graph(gm, f"{direction}_before")
         nodes: dict[str, Any] = {}
 
-        def watch(step: str, road: Road) -> None:
+        def watch(step: str, context: PassContext) -> None:
             if step == "rewrite" and self._writes():
-                nodes["after"] = record.nodes_now(road.gm, road.sites or ())
+                nodes["after"] = record.nodes_now(context.gm, context.sites or ())
 
         device = meta.device_of(gm)
         watched = is_first_rank() and device in ("cpu", "cuda") and self.inner == "inductor"
         plain_us = _predicted_us(gm, profile) if watched else None
-        speaker = self._speaker(profile, job.origin, direction)
+        speaker = self._participant(profile, job.origin, direction)
         outcome, mismatch, round = self._planned(road, job, watch, speaker)
         if outcome.error is not None:
             record.log.warning(
@@ -550,24 +552,24 @@ class Backend:
             name, judged = f"{number} ({direction})", outcome.plan.changed and profile.measured
             graph = Watched(name, planned_us, plain_us, judged, device)
         samples = _samples(outcome, policy, self.inner in LOOKS)
-        entry = ledger.Entry(outcome.plan, samples, graph)
-        self.ledger.put(entry, instead_of)
+        entry = step_log.Entry(outcome.plan, samples, graph)
+        self.step_log.put(entry, instead_of)
         patience, compared = self._patience(outcome.plan), _is_compared(outcome.plan, round)
         check = Check(samples, round, policy.check_calls, patience, decides=compared)
-        function = self._around(callable_of(compiled), entry)
+        function = self._instrumented(callable_of(compiled), entry)
         function = with_more(function, functools.partial(constants_of, outcome.constants))
         function = with_more(function, state)
         strides = getattr(compiled, "output_strides", None)
         return Built(compiled, function, check, strides, outcome)
 
-    def _record(self, outcome: Outcome, job: Job, instead_of: Plan | None) -> None:
+    def _record(self, outcome: PassResult, job: Job, instead_of: Plan | None) -> None:
         """Keeps a plan for reports, in the place of an earlier one if there is one."""
         record.record(outcome, instead_of)
         self.summary.add(
             outcome.plan,
             trained=job.stateless != INFERENCE,
             instead_of=instead_of,
-            left=left_alone(outcome, self.policy, job.profile) if is_first_rank() else (),
+            sites=uncompressed_sites(outcome, self.policy, job.profile) if is_first_rank() else (),
         )
 
     def _rebuild(self, job: Job, built: Built, over: Mapping[Key, str]) -> Built | None:
@@ -609,7 +611,7 @@ class Backend:
         known = [group for group in some if group is not None]
         return self.timeout or agreement.longest_timeout(known)
 
-    def _around(self, function: Compiler, entry: ledger.Entry) -> Compiler:
+    def _instrumented(self, function: Compiler, entry: step_log.Entry) -> Compiler:
         """A compiled graph, sampled, timed and named for profilers as its plan says."""
         plan, labels = entry.plan, tuple(map(label, entry.plan.sites))
         name = f"graph {plan.graph} {plan.direction}"
@@ -621,26 +623,26 @@ class Backend:
 
     def _planned(
         self,
-        road: Road,
+        context: PassContext,
         job: Job,
-        watch: Callable[[str, Road], None],
-        speaker: agreement.Speaker,
-    ) -> tuple[Outcome, PlanMismatch | None, Round | None]:
+        watch: Callable[[str, PassContext], None],
+        participant: agreement.Participant,
+    ) -> tuple[PassResult, PlanMismatch | None, Round | None]:
         """A graph at the end of the road, with a plan that was compared with the other ranks', and
         the round in which it was. Where one cannot carry out the same, it is the untouched graph
         (law 7)."""
         number = job.number
         while True:
-            outcome = run_passes(road, number, watch=watch, strict=self.strict)
+            outcome = run_passes(context, number, watch=watch, strict=self.strict)
             if not (over := self._excluded(job, outcome.plan)):
                 break
             outcome.restore("a site is left alone")
-            road = dataclasses.replace(road, excluded={**outcome.excluded, **over})
+            context = dataclasses.replace(context, excluded={**outcome.excluded, **over})
         plan = outcome.plan
         try:
             agreement.same_environment(self.timeout)
-            ends = _ends(road.gm, outcome)
-            why, round = agreement.agree(plan, outcome.first, ends, speaker, self.timeout)
+            ends = _ends(context.gm, outcome)
+            why, round = agreement.agree(plan, outcome.first, ends, participant, self.timeout)
         except PlanMismatch as mismatch:
             outcome.restore(f"the ranks planned differently: {mismatch}")
             return outcome, mismatch, None
@@ -649,23 +651,25 @@ class Backend:
             outcome.restore(why)
             less: dict[str, Any] = {"own": False}
             if why == agreement.HIDDEN:
-                less = {"hides": False} if road.hides else {"hidden": None, "densities": None}
+                less = {"hides": False} if context.hides else {"hidden": None, "densities": None}
                 less["excluded"] = outcome.excluded
-            return self._planned(dataclasses.replace(road, **less), job, watch, speaker)
+            return self._planned(dataclasses.replace(context, **less), job, watch, participant)
         if why and not plan.fallback:
             outcome.restore(why)
             outcome.error = CommpassError(why)
         self.hidden |= decided(outcome.plan)
         self.densities |= outcome.densities
         for limit in outcome.limits:
-            limit.hold()
+            limit.install_guard()
         return outcome, None, round
 
-    def _speaker(self, profile: Profile, origin: Origin, direction: str) -> agreement.Speaker:
+    def _participant(
+        self, profile: Profile, origin: Origin, direction: str
+    ) -> agreement.Participant:
         """Policy and profile by what they say, and not by their names; and what is compiled."""
         said = [{**msgspec.to_builtins(self.policy), "name": ""}, digest_of(profile)]
         digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
-        return agreement.Speaker(
+        return agreement.Participant(
             digest,
             self.policy.name,
             f"{self.run}/{self.resets}",
@@ -694,7 +698,7 @@ class Backend:
         self.summary.called(graph)
 
 
-def _samples(outcome: Outcome, policy: Policy, known: bool) -> Samples:
+def _samples(outcome: PassResult, policy: Policy, known: bool) -> Samples:
     """The sites of a graph at the end of its road, as those of which errors may be measured.
     ``known``: what compiles it knows the operator by which they are."""
     bounds: Sequence[float | None] = [each.allowed.max_error for each in outcome.found]
@@ -769,7 +773,7 @@ def _is_compiled_autograd() -> bool:
     )
 
 
-def _ends(gm: fx.GraphModule, outcome: Outcome) -> set[tuple[str, int | None]]:
+def _ends(gm: fx.GraphModule, outcome: PassResult) -> set[tuple[str, int | None]]:
     """(group, peer) of a graph's collectives, where a pass failed before there were sites."""
     if outcome.first or not outcome.plan.fallback:
         return set()

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from numbers import Real
 from typing import Any
 
-from commpass.printable import clean_lines
+from commpass.utils.printable import clean_lines
 
 
 class CommpassError(Exception):
@@ -66,14 +66,14 @@ class VerifyError(CommpassError, RuntimeError):
     """A rewritten graph that is not what its plan says."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(wrong_name: str, known: Iterable[str]) -> str:
     """A sentence end that helps: ``; did you mean 'int8'? Known: int4, int8.``
 
     A name is only offered where it is near: difflib finds 60 percent of the letters of both in the
     same order, or one slip makes one of the other."""
     names = sorted(set(known))
-    close = difflib.get_close_matches(word, names, n=1) or [
-        name for name in names if _one_slip(word, name)
+    close = difflib.get_close_matches(wrong_name, names, n=1) or [
+        name for name in names if _one_slip(wrong_name, name)
     ]
     hint = f"; did you mean {close[0]!r}?" if close else "."
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
@@ -88,21 +88,26 @@ MOST = 40
 """How many names a message lists."""
 
 
-def _one_slip(word: str, name: str) -> bool:
+def _one_slip(wrong_name: str, name: str) -> bool:
     """Whether one letter is another, missing or too many, or they are swapped (``sr``, ``rs``)."""
-    steps = difflib.SequenceMatcher(None, word, name).get_opcodes()
+    steps = difflib.SequenceMatcher(None, wrong_name, name).get_opcodes()
     sizes = [max(b - a, d - c) for what, a, b, c, d in steps if what != "equal"]
-    return len(word) > 1 and (sizes == [1] or sorted(word) == sorted(name))
+    return len(wrong_name) > 1 and (sizes == [1] or sorted(wrong_name) == sorted(name))
 
 
 def check_number(
-    where: str, value: Any, least: float = 0.0, *, above: bool = False, most: float = math.inf
+    parameter: str,
+    value: Any,
+    minimum: float = 0.0,
+    *,
+    above: bool = False,
+    maximum: float = math.inf,
 ) -> None:
-    """Raises PolicyError unless a value is a finite number from ``least`` (or ``above`` it) to
-    ``most``."""
+    """Raises PolicyError unless a value is a finite number from ``minimum`` (or ``above`` it) to
+    ``maximum``."""
     number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not least <= value <= most or (above and value == least):
-        low = f"above {least:g}" if above else f"of at least {least:g}"
-        high = "" if most == math.inf else f" and at most {most:g}"
-        end = ")" * (where.count("(") - where.count(")"))
-        raise PolicyError(f"{where}={value!r}{end}: must be a number {low}{high}")
+    if not number or not minimum <= value <= maximum or (above and value == minimum):
+        low = f"above {minimum:g}" if above else f"of at least {minimum:g}"
+        high = "" if maximum == math.inf else f" and at most {maximum:g}"
+        end = ")" * (parameter.count("(") - parameter.count(")"))
+        raise PolicyError(f"{parameter}={value!r}{end}: must be a number {low}{high}")

@@ -27,17 +27,17 @@ from torch.utils._pytree import tree_leaves
 
 from commpass.backend import Backend
 from commpass.costmodel import Link, Profile
+from commpass.distributed.machine import profile_here
+from commpass.distributed.owners import Calls
 from commpass.errors import CommpassError, PolicyError, nearest
-from commpass.passes import Road
+from commpass.passes import PassContext
 from commpass.passes import run as run_passes
-from commpass.passes.graph.parse import graph_modules
+from commpass.passes.fx.parse import graph_modules
 from commpass.passes.hidden import decided
 from commpass.passes.timeline import NOTHING_SENT, timeline
 from commpass.plan import Plan
+from commpass.plan.timeline import Timeline
 from commpass.policy import Policy, policy_named
-from commpass.runtime.machine import profile_here
-from commpass.runtime.owners import Calls
-from commpass.timeline import Timeline
 
 Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
 """What makes a model and its inputs, given the mesh of all ranks."""
@@ -106,15 +106,15 @@ def simulate(
     for _, alike in groupby(cases, key=lambda case: (case.sizes, case.more)):
         some = list(alike)
 
-        def say(what: str, some: Sequence[_Case] = some, done: int = done) -> None:
+        def describe(message: str, some: Sequence[_Case] = some, done: int = done) -> None:
             if progress is not None:
                 which = some[0].set_to
                 where = f"{which[0]}={which[1]:g}: " if which and len(some) == 1 else ""
-                progress(done, len(cases), where + what)
+                progress(done, len(cases), where + message)
 
         runs = [_Run(policy, case) for case in some for policy in chosen]
         with _fake_ranks(some[0].sizes) as ranks:
-            _plan(build, ranks, runs, train, say)
+            _plan(build, ranks, runs, train, describe)
         found += map(_summed, runs)
         done += len(some)
     return found
@@ -205,9 +205,9 @@ def _fake_ranks(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
 class _Planner(Backend):
     """Plans every graph for each of some runs, and carries it out as it was."""
 
-    def __init__(self, runs: Sequence[_Run], say: Callable[[str], None]):
+    def __init__(self, runs: Sequence[_Run], report: Callable[[str], None]):
         super().__init__(policy_named("off"), "eager", runs[0].case.profile, False, None, None)
-        self.runs, self.say = runs, say
+        self.runs, self.say = runs, report
 
     def compile(
         self,
@@ -224,7 +224,7 @@ class _Planner(Backend):
             profile = run.case.profile
             self.say(f"{direction}, policy {run.policy.name}")
             untouched = {module: copy.deepcopy(module.graph) for _, module in graph_modules(gm)}
-            road = Road(
+            road = PassContext(
                 gm=gm,
                 direction=direction,
                 policy=run.policy,
@@ -253,17 +253,17 @@ def _plan(
     mesh: DeviceMesh,
     runs: Sequence[_Run],
     train: bool,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Traces one step, and plans its graphs for each run."""
     torch._dynamo.reset()
     try:
         with FakeTensorMode() as mode, nullcontext() if train else torch.no_grad():
-            say("building the model")
+            report("building the model")
             with _forgetful(mode), patch.object(Shard, "_shard_tensor", _first_shard):
                 model, inputs = _built(build, mesh, runs[0].case.more)
-            say("tracing")
-            given = torch.compile(model, backend=_Planner(runs, say))(*inputs)
+            report("tracing")
+            given = torch.compile(model, backend=_Planner(runs, report))(*inputs)
             if train:
                 _backward(given)
     except DataDependentOutputException as error:
@@ -285,7 +285,7 @@ def _first_shard(self: Shard, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, *
     return tensor.new_empty(shape)
 
 
-class _Nothing(WeakValueDictionary):
+class _NoRecord(WeakValueDictionary):
     """Keeps nothing."""
 
     def __setitem__(self, key: Any, value: Any) -> None: ...
@@ -296,7 +296,7 @@ def _forgetful(mode: FakeTensorMode) -> Iterator[None]:
     """A mode that does not remember which fake tensor stands for which: who refers to a parameter
     keeps ``module.to(dtype)`` from putting another one in its place."""
     converter = mode.fake_tensor_converter.meta_converter
-    kept, converter.tensor_memo = converter.tensor_memo, _Nothing()
+    kept, converter.tensor_memo = converter.tensor_memo, _NoRecord()
     try:
         yield
     finally:
@@ -337,9 +337,9 @@ def no_dimension(error: KeyError, mesh: DeviceMesh) -> str:
     return f"the model asks the mesh for {wants}; there is {', '.join(map(repr, known))}"
 
 
-def _backward(given: Any) -> None:
+def _backward(inputs: Any) -> None:
     """Backward of all that a model gives."""
-    sums = [x.sum() for x in tree_leaves(given) if isinstance(x, Tensor) and x.requires_grad]
+    sums = [x.sum() for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad]
     if not sums:
         raise CommpassError("nothing that the model gives needs a gradient: simulate inference")
     torch.stack([each.float() for each in sums]).sum().backward()

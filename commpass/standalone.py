@@ -14,15 +14,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from commpass.costmodel import Profile
+from commpass.distributed import record
+from commpass.distributed.environment import policy_here
+from commpass.distributed.machine import default_here, profile_here
 from commpass.errors import PolicyError
-from commpass.passes import Road
+from commpass.passes import PassContext
 from commpass.passes import run as run_passes
-from commpass.passes.graph import meta
+from commpass.passes.fx import meta
 from commpass.plan import Plan
 from commpass.policy import Policy
-from commpass.runtime import record
-from commpass.runtime.environment import policy_here
-from commpass.runtime.machine import default_here, profile_here
 
 
 def rewrite(
@@ -51,7 +51,7 @@ def rewrite(
     chosen = dataclasses.replace(policy_here(policy), watch=0.0, check_calls=0)
     _fake_values(gm, example_inputs)
     table = (lambda: dict(decompositions)) if decompositions is not None else None
-    road = Road(
+    road = PassContext(
         gm=gm,
         direction=direction,
         policy=chosen,

@@ -17,8 +17,8 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 
 from commpass.errors import PolicyError
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import is_wait, parse
 
 ENGINE, OUTSIDE = "engine", "outside"
 
@@ -53,15 +53,15 @@ class Engines:
             setattr(pieces, name, Piece(compiler(piece, given)))
         return pieces
 
-    def _engine(self, piece: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
-        compiled = self.compiler.torch_tensorrt_backend(piece, given, options=dict(self.settings))
+    def _engine(self, piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        compiled = self.compiler.torch_tensorrt_backend(piece, inputs, options=dict(self.settings))
         return compiled
 
 
-def _outside(piece: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+def _outside(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx_inner
 
-    compiled = compile_fx_inner(piece, list(given))
+    compiled = compile_fx_inner(piece, list(inputs))
     return lambda *args: compiled(list(args))
 
 

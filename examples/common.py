@@ -32,9 +32,9 @@ from torch.distributed.run import main as torchrun
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 import commpass
-from commpass import dump
-from commpass.kinds import KINDS
-from commpass.report.trace import what_of
+from commpass.plan import dump
+from commpass.plan.kinds import KINDS
+from commpass.report.trace import operation_kind
 
 BATCH, CONTEXT, HEAD = 8, 128, 32  # sequences a step, bytes a sequence, width of an attention head
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "2"))
@@ -245,7 +245,7 @@ def bytes_sent(step: Callable[[], Any]) -> int:
     return sum(
         prod(call.shapes()[0]) * sizes[call.dtypes()[0]]
         for call in calls
-        if what_of(call.name()) in KINDS
+        if operation_kind(call.name()) in KINDS
     )
 
 

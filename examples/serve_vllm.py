@@ -21,7 +21,7 @@ from common import Transformer, batches, read_texts
 from torch import Tensor, nn
 
 import commpass
-from commpass.doors.vllm import SLOT, CollectivePass
+from commpass.parallel.vllm import SLOT, CollectivePass
 from commpass.report.tables import totals
 
 GROUP = "tp:0"  # as vLLM calls its first tensor-parallel group

@@ -13,7 +13,7 @@ from statistics import median, quantiles
 
 from common import OWN_HOSTS, TRACE, Run, console
 
-from commpass import dump
+from commpass.plan import dump
 from commpass.report import html, measured, tables, timeline
 
 

@@ -7,9 +7,10 @@ import re
 
 from typer.testing import CliRunner
 
-from commpass import dump, plan
-from commpass.report.cli import app
-from commpass.stage import Stage
+from commpass import plan
+from commpass.cli import app
+from commpass.plan import dump
+from commpass.plan.stage import Stage
 
 LONG = (
     "left alone: the rule for 'layers.*.attn' says keep, and the link is "

@@ -38,14 +38,14 @@ def plain(
     """The wires that each rank makes, the wires of the sums, and the sum of what ranks bring:
     written once more, from the codec alone."""
     ranks, numel, dtype = len(brought), brought[0].numel(), brought[0].dtype
-    domain, within = coder.domain, coder.within
+    domain, within = coder.domain, coder.domain_codec
     shards = 1 if algorithm == "one_shot" else ranks
     length = -(-numel // (shards * coder.block)) * coder.block
     with plainly():
         wires = []
         for rank, x in enumerate(brought):
             rows = pad(x.reshape(1, -1), length * shards).float().reshape(shards, length)
-            wires.append(within.salted(rank, 0).encode_rows(domain.enter(rows)))
+            wires.append(within.salted(rank, 0).encode_rows(domain.to_domain(rows)))
         sums = []
         for shard in range(shards):
             rows = torch.stack([wire[shard] for wire in wires])
@@ -57,5 +57,5 @@ def plain(
             for rank, total in enumerate(sums):
                 coded.append(within.salted(rank, LAST).encode_rows(total.reshape(1, -1)))
             result = torch.cat([within.decode_rows(row, length, torch.float32) for row in coded])
-        result = domain.leave(result).to(dtype)
+        result = domain.from_domain(result).to(dtype)
     return wires, coded, cut_apart(result.reshape(1, -1), numel).flatten()

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from commpass.kinds import KINDS
-from commpass.passes.graph.parse import parse
+from commpass.passes.fx.parse import parse
+from commpass.plan.kinds import KINDS
 
 ops = torch.ops._c10d_functional
 KINDS_HERE = tuple(k for k, row in KINDS.items() if not row.pairwise or hasattr(ops, "isend"))

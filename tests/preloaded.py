@@ -13,7 +13,7 @@ MODULES = (
     "hypothesis",
     "commpass.backend",
     "commpass.parallel",
-    "commpass.report.cli",
+    "commpass.cli",
     "torch.export._trace",
     *(
         f"torch.distributed.{name}"

@@ -115,7 +115,7 @@ def _member(
     import torch
     import torch.distributed as dist
 
-    from commpass.runtime.board import begin
+    from commpass.distributed.plan_store import begin
 
     do_not_time_guards()
     torch.set_num_threads(1)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from commpass.dump import Considered, Dump, GraphNode
 from commpass.plan import (
     Candidate,
     Grouped,
@@ -15,10 +14,11 @@ from commpass.plan import (
     Simplification,
     Site,
     Split,
-    left_alone,
     planned,
+    uncompressed,
 )
-from commpass.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
+from commpass.plan.dump import Considered, Dump, GraphNode
+from commpass.plan.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
 
 PARTS = ("attn.o", "mlp.down")
 ALONE = Candidate(wire_bytes=1 << 20, predicted_us=8500.5)
@@ -55,7 +55,7 @@ def site(name: str, module: str, *, ranks: int = 4, compressed: bool = True, **m
     if compressed:
         chosen = planned(found, INT8, REASON, ALONE.predicted_us)
         return dataclasses.replace(chosen, missed=missed)
-    return left_alone(found, "hidden: the rank computes meanwhile", ALONE.predicted_us)
+    return uncompressed(found, "hidden: the rank computes meanwhile", ALONE.predicted_us)
 
 
 def layers(count: int, **more) -> list[PlannedSite]:

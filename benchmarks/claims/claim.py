@@ -43,7 +43,7 @@ class Claim:
     paper has no number. ``bound`` is for a formula: ours is then the deviation from it, and no more
     than rounding explains. ``predicted`` is that of the cost model, ``assumed`` what it stands on,
     ``fitted`` whether a parameter was fitted to this very number. ``note`` says how it was
-    measured. ``why_not`` says why there is neither.
+    measured. ``unsupported_reason`` says why there is neither.
     """
 
     paper: str

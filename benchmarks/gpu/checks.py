@@ -201,7 +201,7 @@ def coded(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where
 
 def summed(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, where: str) -> None:
     """Decode and sum, decode and sum and mean and encode, over several ranks."""
-    inner = coder.within
+    inner = coder.domain_codec
     assert isinstance(inner, BlockCodec)
     for ranks, wanted in summing(bench, dtype).items():
         per = numel if bench.small else max(numel // ranks, 1)
@@ -242,7 +242,7 @@ def in_domain(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, w
     """Values that enter a domain and are encoded there, and the way back."""
     if coder.domain == VALUES:
         return
-    domain, inner, numel = coder.domain, coder.within, coder.padded_numel(numel)
+    domain, inner, numel = coder.domain, coder.domain_codec, coder.padded_numel(numel)
     assert isinstance(inner, BlockCodec)
     x = bench.rows(2, numel, dtype)
     wire = ran(bench, Chain(dtype, (Enter(domain), Encode(inner))), x, numel)
@@ -250,7 +250,7 @@ def in_domain(bench: Bench, coder: BlockCodec, dtype: torch.dtype, numel: int, w
         return
     entered = exact.enter(domain, x.double())
     within_bound(bench, f"{where} enter_encode", inner, wire, entered, torch.float32)
-    plain = inner.encode_rows(domain.enter(x.cpu().float()))
+    plain = inner.encode_rows(domain.to_domain(x.cpu().float()))
     same_bits(bench, f"{where} enter_encode", coder, wire, plain)
     steps = (Decode(inner, dtype), Leave(domain), Cast(torch.float32))
     made = ran(bench, Chain(torch.uint8, steps), wire, numel)

@@ -274,7 +274,7 @@ def _block(bench: Bench, spec: str, mib: int, limit: Copies | None) -> None:
     time = measured(bench, [partial(decode, wire) for wire in wires])
     told(bench, spec, f"decode {mib} MiB", time, moved, limit, goal, mib=mib)
     del wires
-    inner = coder.within
+    inner = coder.domain_codec
     assert isinstance(inner, BlockCodec)
     for ranks in (4, 8):
         per = numel // ranks

@@ -1,17 +1,17 @@
 """Which errors a model minds: measured where each collective stands, and spent by a policy."""
 
-from commpass.calibration.data import Calibration, Carried, Level, Place, Where
-from commpass.calibration.mix import Chosen, Solution
+from commpass.calibration.data import Address, Calibration, Carried, Level, Place
+from commpass.calibration.mix import Solution, Treatment
 from commpass.calibration.run import CODECS, calibrate
 
 __all__ = [
     "CODECS",
+    "Address",
     "Calibration",
     "Carried",
-    "Chosen",
     "Level",
     "Place",
     "Solution",
-    "Where",
+    "Treatment",
     "calibrate",
 ]

@@ -10,16 +10,16 @@ from typing import Any
 import msgspec
 
 from commpass.calibration.mix import Solution, rules_of, solve
-from commpass.calibration.places import Carried, Level, Place, Where
+from commpass.calibration.places import Address, Carried, Level, Place
 from commpass.costmodel import Profile
+from commpass.distributed.machine import profile_here
 from commpass.errors import CalibrationError
 from commpass.policy import Policy, policy_named
-from commpass.runtime.machine import profile_here
-from commpass.tables import Format, read_json, write_whole
+from commpass.utils.tables import Format, read_json, write_whole
 
 FORMAT = Format("calibration", 1, "measure again with `commpass calibrate`", CalibrationError)
 
-__all__ = ["Calibration", "Carried", "Level", "Place", "Where"]
+__all__ = ["Address", "Calibration", "Carried", "Level", "Place"]
 
 
 @dataclass(frozen=True, kw_only=True)

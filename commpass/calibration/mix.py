@@ -7,25 +7,25 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from commpass.calibration.places import Place, Where
+from commpass.calibration.places import Address, Place
 from commpass.codecs import codec
-from commpass.collectives import DEFAULTS, own
+from commpass.collectives import DEFAULTS, find_algorithm
 from commpass.costmodel import Profile
 from commpass.costmodel.budget import Option, cheapest
 from commpass.costmodel.links import steps
+from commpass.distributed.machine import default_here
 from commpass.errors import CalibrationError, check_number, nearest
 from commpass.passes.candidates import Options, candidates
 from commpass.passes.choose import rank
 from commpass.plan import NONE, Candidate
 from commpass.policy import Policy
-from commpass.rules import Allowed, Rule
-from commpass.runtime.machine import default_here
+from commpass.policy.rules import Allowed, Rule
 
 CHEAPEST = ("bytes", "time")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class Treatment:
     """What may be done at a place: a codec (``none``: leave it alone) by one algorithm for each of
     its sites. ``error`` is the relative error of what the place gives, ``share`` what that adds
     to the squared error of the model. ``sent_bytes`` leave one rank in a step (a plan counts those
@@ -42,12 +42,12 @@ class Chosen:
 @dataclass(frozen=True, kw_only=True)
 class Solution:
     """The chosen candidate of each place, with all that were considered, and the budget that it
-    keeps. ``kept`` are the numbers of places that the base policy keeps."""
+    keeps. ``excluded`` are the numbers of places that the base policy keeps."""
 
     max_error: float
     places: tuple[Place, ...]
-    considered: tuple[tuple[Chosen, ...], ...]
-    chosen: tuple[Chosen, ...]
+    considered: tuple[tuple[Treatment, ...], ...]
+    chosen: tuple[Treatment, ...]
     kept: frozenset[int] = frozenset()
 
     @property
@@ -98,7 +98,7 @@ def solve(
         raise CalibrationError(f"cheapest={by!r}{nearest(str(by), CHEAPEST)}")
     ordered = tuple(sorted(places, key=lambda each: each.where))
     known = [considered(each, base, profile, by) for each in ordered]
-    kept = frozenset(number for number, each in enumerate(ordered) if _is_kept(each, base))
+    kept = frozenset(number for number, each in enumerate(ordered) if _is_excluded(each, base))
     open_to = [some[:1] if number in kept else some for number, some in enumerate(known)]
     options = [
         [Option(each.us if by == "time" else each.sent_bytes, each.share) for each in some]
@@ -112,7 +112,7 @@ def solve(
     )
 
 
-def _is_kept(place: Place, base: Policy) -> bool:
+def _is_excluded(place: Place, base: Policy) -> bool:
     """Whether a rule of the policy keeps a place, or the policy is off."""
     if base.off:
         return True
@@ -124,7 +124,7 @@ def _is_kept(place: Place, base: Policy) -> bool:
 
 def considered(
     place: Place, base: Policy, profile: Profile | None, by: str = "bytes"
-) -> tuple[Chosen, ...]:
+) -> tuple[Treatment, ...]:
     """All that may be done at a place, *leave it alone* first, by the algorithm that is best for
     each codec: that sends least and then loses least, or is fastest."""
     wanted = Allowed(codecs=tuple(sorted(place.errors)), algorithms=base.algorithms)
@@ -132,7 +132,7 @@ def considered(
         candidates(each.site, wanted, profile or default_here(each.site.device), True)
         for each in place.sites
     ]
-    alone = [each.alone for each in found]
+    alone = [each.uncompressed for each in found]
     made = (_by_codec(place, spec, found, by) for spec in sorted(place.errors))
     return (
         _at_all(place, alone, 0.0),
@@ -140,7 +140,7 @@ def considered(
     )
 
 
-def _by_codec(place: Place, spec: str, options: Sequence[Options], by: str) -> Chosen | None:
+def _by_codec(place: Place, spec: str, options: Sequence[Options], by: str) -> Treatment | None:
     """One codec at all sites of a place; None where one of them cannot have it."""
     best: list[Candidate] = []
     for carried, each in zip(place.sites, options, strict=True):
@@ -160,11 +160,11 @@ def _by_codec(place: Place, spec: str, options: Sequence[Options], by: str) -> C
     return _at_all(place, best, max(result_error(place, one.codec, one.error) for one in best))
 
 
-def _at_all(place: Place, chosen: Sequence[Candidate], error: float) -> Chosen:
-    rows = list(zip(place.sites, chosen, strict=True))
-    return Chosen(
-        codec=chosen[0].codec,
-        algorithms=tuple(sorted({one.algorithm for one in chosen} - {NONE})),
+def _at_all(place: Place, choice: Sequence[Candidate], error: float) -> Treatment:
+    rows = list(zip(place.sites, choice, strict=True))
+    return Treatment(
+        codec=choice[0].codec,
+        algorithms=tuple(sorted({one.algorithm for one in choice} - {NONE})),
         error=error,
         share=place.change(error) ** 2,
         sent_bytes=math.fsum(each.calls * sent(one, each.site.group_size) for each, one in rows),
@@ -193,10 +193,10 @@ def result_error(place: Place, spec: str, expected: float) -> float:
 
 def rules_of(found: Solution, base: Policy, name: str, *, exactly: bool = False) -> Policy:
     """The policy of a mix. Deeper modules come first, since a rule covers all that is inside."""
-    made: list[tuple[Where, Rule]] = []
+    made: list[tuple[Address, Rule]] = []
     rows = zip(found.places, found.considered, found.chosen, strict=True)
     for number, (place, some, chosen) in enumerate(rows):
-        words = _words(place, some, chosen, number in found.kept, exactly)
+        words = _rule_fields(place, some, chosen, number in found.kept, exactly)
         made += [(where, _rule(where, words)) for where in place.where]
     made.sort(key=lambda each: (-_depth(each[0].module), each[0]))
     rules = tuple(rule for _, rule in made)
@@ -207,23 +207,23 @@ def _depth(module: str) -> int:
     return module.count(".") + 1 if module else 0
 
 
-def _rule(where: Where, words: dict[str, object]) -> Rule:
-    fields = {"module": where.module, "kind": where.kind, "direction": where.direction}
-    return Rule(**fields, group=where.group, **words)  # type: ignore[arg-type]
+def _rule(address: Address, entries: dict[str, object]) -> Rule:
+    fields = {"module": address.module, "kind": address.kind, "direction": address.direction}
+    return Rule(**fields, group=address.group, **entries)  # type: ignore[arg-type]
 
 
-def _words(
-    place: Place, some: Sequence[Chosen], chosen: Chosen, kept: bool, exactly: bool
+def _rule_fields(
+    place: Place, some: Sequence[Treatment], choice: Treatment, excluded: bool, exactly: bool
 ) -> dict[str, object]:
     """What a rule says of a place."""
-    if kept or chosen.codec == NONE:
+    if excluded or choice.codec == NONE:
         return {"keep": True}
-    names, ways = [chosen.codec], list(chosen.algorithms)
+    names, ways = [choice.codec], list(choice.algorithms)
     if not exactly:
         names += [
             each.codec
             for each in some[1:]
-            if each is not chosen and _error(place, each.codec, ways) <= chosen.error
+            if each is not choice and _error(place, each.codec, ways) <= choice.error
         ]
         kinds = {each.site.kind for each in place.sites}
         ways += [
@@ -231,8 +231,8 @@ def _words(
             for way in DEFAULTS
             if way not in ways
             and way != "hierarchical"  # its error depends on the hosts
-            and any(own(kind, way) for kind in kinds)
-            and all(_error(place, name, [way]) <= chosen.error for name in names)
+            and any(find_algorithm(kind, way) for kind in kinds)
+            and all(_error(place, name, [way]) <= choice.error for name in names)
         ]
     # What candidates compare with the budget: the error by the algorithm on Gaussian data.
     most = max(each for name in names for each in _expected(place, name, ways))
@@ -253,5 +253,5 @@ def _expected(place: Place, spec: str, ways: Sequence[str]) -> Iterator[float]:
     """The errors that are expected of Gaussian data, by each algorithm at each site that has it."""
     for each in place.sites:
         for way in ways:
-            if (known := own(each.site.kind, way)) is not None:
+            if (known := find_algorithm(each.site.kind, way)) is not None:
                 yield known.error(codec(spec), each.site.group_size)

@@ -10,7 +10,7 @@ from commpass.plan import Site
 
 
 @dataclass(frozen=True, order=True)
-class Where:
+class Address:
     """What a rule can say of a site: module path, kind, direction, and a label of its group."""
 
     module: str
@@ -19,8 +19,8 @@ class Where:
     group: str
 
     @staticmethod
-    def of(site: Site) -> Where:
-        return Where(site.module, site.kind, site.direction, site.group_label or site.group)
+    def of(site: Site) -> Address:
+        return Address(site.module, site.kind, site.direction, site.group_label or site.group)
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.module or 'the root module'} ({self.direction}, {self.group})"
@@ -60,7 +60,7 @@ class Place:
     ``loss`` is the relative change of the loss for each unit of the least of those errors.
     """
 
-    where: tuple[Where, ...]
+    where: tuple[Address, ...]
     sites: tuple[Carried, ...]
     errors: dict[str, float]
     levels: tuple[Level, ...]
@@ -97,7 +97,7 @@ class Place:
         return sum(each.calls * max(each.site.bytes, 0) for each in self.sites)
 
     @property
-    def word(self) -> str:
+    def label(self) -> str:
         """What a table calls it."""
         first = self.where[0]
         more = f" and {len(self.where) - 1} more" if len(self.where) > 1 else ""

@@ -11,24 +11,24 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from commpass import groups
-from commpass.ambient import ambient_free
 from commpass.backend import Backend, Compiler
-from commpass.calibration.places import Where, bare
+from commpass.calibration.places import Address, bare
 from commpass.codecs import FLOATS, Codec
 from commpass.codecs.wrappers.outlier import Running
 from commpass.costmodel import Profile
+from commpass.distributed.calls import with_boxed_args
+from commpass.distributed.machine import default_here
+from commpass.distributed.owners import Calls
 from commpass.passes.candidates import candidates
 from commpass.passes.discover import GraphSite, discover
-from commpass.passes.graph import meta
-from commpass.passes.graph.marks import ALLOWED
-from commpass.passes.graph.parse import is_wait
+from commpass.passes.fx import meta
+from commpass.passes.fx.marks import ALLOWED
+from commpass.passes.fx.parse import is_wait
 from commpass.passes.simplify import simplify
 from commpass.plan import Site
 from commpass.policy import Policy
-from commpass.rules import Allowed
-from commpass.runtime.calls import boxed
-from commpass.runtime.machine import default_here
-from commpass.runtime.owners import Calls
+from commpass.policy.rules import Allowed
+from commpass.utils.ambient import ambient_free
 
 
 @dataclass
@@ -56,16 +56,16 @@ class Probes:
     wanted: tuple[str, ...]
     policy: Policy
     profile: Profile | None = None
-    errors_of: dict[Where, list[Codec]] = field(default_factory=dict)
+    errors_of: dict[Address, list[Codec]] = field(default_factory=dict)
     sizes_of: list[Codec] = field(default_factory=list)
-    disturb: tuple[frozenset[Where], Codec] | None = None
+    disturb: tuple[frozenset[Address], Codec] | None = None
     look: bool = False
-    sites: dict[Where, Counter[Site]] = field(default_factory=dict)
-    squares: dict[Where, Squares] = field(default_factory=dict)
-    channels: dict[Where, Running | None] = field(default_factory=dict)
-    sums: dict[Where, Running | None] = field(default_factory=dict)
-    seats: dict[Where, set[tuple[int, int]]] = field(default_factory=dict)
-    merged: set[tuple[Where, Where]] = field(default_factory=set)
+    sites: dict[Address, Counter[Site]] = field(default_factory=dict)
+    squares: dict[Address, Squares] = field(default_factory=dict)
+    channels: dict[Address, Running | None] = field(default_factory=dict)
+    sums: dict[Address, Running | None] = field(default_factory=dict)
+    seats: dict[Address, set[tuple[int, int]]] = field(default_factory=dict)
+    merged: set[tuple[Address, Address]] = field(default_factory=set)
     remarks: dict[str, None] = field(default_factory=dict)
 
     def insert(self, gm: fx.GraphModule, direction: str, obstacle: str | None) -> None:
@@ -75,19 +75,25 @@ class Probes:
         for each in found:
             each.call.node.meta[ALLOWED] = {}
         for each in found:
-            told = _Told(codecs=self.wanted, where=Where.of(each.site), merged=self.merged)
+            told = _MergeRecorder(
+                codecs=self.wanted, where=Address.of(each.site), merged=self.merged
+            )
             each.call.node.meta[ALLOWED][each.position] = told
-        found = [self._told(each) for each in found]
+        found = [self._recording(each) for each in found]
         profile = self.profile or default_here(meta.device_of(gm))
         if "simplify" not in self.policy.skip and obstacle is None and found:
             simplify(gm, found, self.policy, profile)
-            found = [self._told(each) for each in discover(gm, direction)]
+            found = [self._recording(each) for each in discover(gm, direction)]
         for each in found:
-            if why := obstacle or self._obstacle(each, profile):
-                place = Where.of(each.site)
+            if why := obstacle or self._unsupported_reason(each, profile):
+                place = Address.of(each.site)
                 self.remarks.setdefault(f"not measured: {place}: {why}")
                 continue
-            where = each.allowed.where if isinstance(each.allowed, _Told) else Where.of(each.site)
+            where = (
+                each.allowed.where
+                if isinstance(each.allowed, _MergeRecorder)
+                else Address.of(each.site)
+            )
             seat = groups.rank_in(each.site.group) or 0, each.site.group_size
             self.seats.setdefault(where, set()).add(seat)
             self._before(each, where)
@@ -96,11 +102,11 @@ class Probes:
             module.graph.lint()
             module.recompile()
 
-    def _told(self, each: GraphSite) -> GraphSite:
+    def _recording(self, each: GraphSite) -> GraphSite:
         known = each.call.node.meta.get(ALLOWED, {}).get(each.position)
         return dataclasses.replace(each, allowed=known or Allowed(codecs=self.wanted))
 
-    def _obstacle(self, each: GraphSite, profile: Profile) -> str | None:
+    def _unsupported_reason(self, each: GraphSite, profile: Profile) -> str | None:
         """Why nothing is measured at a site."""
         site = each.site
         if site.word is not None:
@@ -111,23 +117,23 @@ class Probes:
         options = candidates(site, wanted, profile, self.policy.reassociate)
         return options.obstacle or (None if options.possible else "; ".join(options.refused))
 
-    def _before(self, each: GraphSite, where: Where) -> None:
+    def _before(self, each: GraphSite, address: Address) -> None:
         """Puts a probe before a site's input."""
         node, source = each.call.node, each.input
         graph = each.module.graph
-        probe = Probe(self, where, bare(each.site), "in-place" in each.call.form)
+        probe = Probe(self, address, bare(each.site), "in-place" in each.call.form)
         name = _added(each, probe)
         with graph.inserting_before(node):
             made = graph.call_module(name, (source,))
         made.meta.update({key: source.meta[key] for key in ("val",) if key in source.meta})
         node.replace_input_with(source, made)
 
-    def _behind(self, each: GraphSite, where: Where) -> None:
+    def _behind(self, each: GraphSite, address: Address) -> None:
         """Puts a probe behind a sum, where one node has it."""
         if each.site.reduce_op != "sum" or len(each.outputs) != 1 or not is_wait(each.outputs[0]):
             return
         (node,) = each.outputs
-        name = _added(each, ProbeOfSums(self, where))
+        name = _added(each, ProbeOfSums(self, address))
         with node.graph.inserting_after(node):
             made = node.graph.call_module(name, (node,))
         made.meta.update({key: node.meta[key] for key in ("val",) if key in node.meta})
@@ -141,15 +147,15 @@ class Probes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Told(Allowed):
+class _MergeRecorder(Allowed):
     """What simplify may merge with all others, and notes whom it is about to be merged with."""
 
-    where: Where
-    merged: set[tuple[Where, Where]]
+    where: Address
+    merged: set[tuple[Address, Address]]
 
-    def allow_like(self, other: Allowed) -> bool:
-        if isinstance(other, _Told) and other.where != self.where:
-            self.merged.add((min(self.where, other.where), max(self.where, other.where)))
+    def allow_like(self, exact: Allowed) -> bool:
+        if isinstance(exact, _MergeRecorder) and exact.where != self.where:
+            self.merged.add((min(self.where, exact.where), max(self.where, exact.where)))
         return True
 
 
@@ -163,9 +169,9 @@ def _added(each: GraphSite, probe: nn.Module) -> str:
 class Probe(nn.Module):
     """What stands before one collective."""
 
-    def __init__(self, probes: Probes, where: Where, site: Site, in_place: bool):
+    def __init__(self, probes: Probes, address: Address, site: Site, in_place: bool):
         super().__init__()
-        self.probes, self.where, self.site, self.in_place = probes, where, site, in_place
+        self.probes, self.where, self.site, self.in_place = probes, address, site, in_place
 
     @ambient_free
     def forward(self, x: Tensor) -> Tensor:
@@ -199,9 +205,9 @@ class Probe(nn.Module):
 class ProbeOfSums(nn.Module):
     """What stands behind one collective."""
 
-    def __init__(self, probes: Probes, where: Where):
+    def __init__(self, probes: Probes, address: Address):
         super().__init__()
-        self.probes, self.where = probes, where
+        self.probes, self.where = probes, address
 
     @ambient_free
     def forward(self, x: Tensor) -> Tensor:
@@ -210,13 +216,13 @@ class ProbeOfSums(nn.Module):
         return x
 
 
-def _note_channels(known: dict[Where, Running | None], where: Where, x: Tensor) -> None:
+def _note_channels(known: dict[Address, Running | None], address: Address, x: Tensor) -> None:
     """Takes in the ranges of the channels of a tensor; None where tensors differ in them."""
-    if where not in known:
-        known[where] = Running.start(x) if x.dim() > 1 else None
-    elif (before := known[where]) is not None:
+    if address not in known:
+        known[address] = Running.start(x) if x.dim() > 1 else None
+    elif (before := known[address]) is not None:
         fits = x.dim() > 1 and before.low.numel() == x.shape[-1]
-        known[where] = before.update(x) if fits else None
+        known[address] = before.update(x) if fits else None
 
 
 def round_trip(codec: Codec, x: Tensor) -> Tensor:
@@ -224,10 +230,10 @@ def round_trip(codec: Codec, x: Tensor) -> Tensor:
     return codec.decode(codec.encode(x.contiguous())) if x.dtype in FLOATS else x
 
 
-def square(x: Tensor, other: Tensor | None = None) -> float:
+def square(x: Tensor, exact: Tensor | None = None) -> float:
     """The sum of squares of a tensor, or of its difference to another, in float64."""
     x = x.detach().double()
-    return float((x - other.detach().double() if other is not None else x).square().sum())
+    return float((x - exact.detach().double() if exact is not None else x).square().sum())
 
 
 class Probing(Backend):
@@ -250,4 +256,4 @@ class Probing(Backend):
         obstacle: str | None = None,
     ) -> Any:
         self.probes.insert(gm, direction, obstacle)
-        return boxed(compile_graph(gm, [], False))
+        return with_boxed_args(compile_graph(gm, [], False))

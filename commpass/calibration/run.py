@@ -14,17 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commpass.calibration.all_ranks import Ranks, all_ranks
 from commpass.calibration.data import Calibration
-from commpass.calibration.places import Carried, Level, Place, Where
+from commpass.calibration.places import Address, Carried, Level, Place
 from commpass.calibration.probes import Probes, Probing, Squares
 from commpass.calibration.step import Loss, Step, fingerprints, replicas, step_of
-from commpass.calibration.together import Ranks, together
 from commpass.codecs import Codec, codec
 from commpass.codecs.wrappers.outlier import Channels, Running
 from commpass.costmodel import Profile
+from commpass.distributed.machine import profile_here
 from commpass.errors import CalibrationError, check_number
 from commpass.policy import Policy, policy_named
-from commpass.runtime.machine import profile_here
 
 CODECS = (*(f"rotated(bits={bits})" for bits in range(2, 8)), "rotated", "bf16", "exponent")
 """What is measured at each place if nobody names others."""
@@ -41,12 +41,12 @@ Progress = Callable[[int, int], None]
 class _Seen:
     """What one rank has found in a first run over all batches."""
 
-    places: list[tuple[Where, list[Carried]]]
-    merged: list[tuple[Where, Where]]
-    channels: list[tuple[Where, list[float], list[float]]]
-    sums: list[tuple[Where, list[float], list[float]]]
-    seats: list[tuple[Where, list[tuple[int, int]]]]
-    uneven: list[Where]
+    places: list[tuple[Address, list[Carried]]]
+    merged: list[tuple[Address, Address]]
+    channels: list[tuple[Address, list[float], list[float]]]
+    sums: list[tuple[Address, list[float], list[float]]]
+    seats: list[tuple[Address, list[tuple[int, int]]]]
+    uneven: list[Address]
     remarks: list[str]
 
 
@@ -124,7 +124,7 @@ def calibrate(
         disturbing, outliers = [], False
     wanted = (*named, *(each.spec for each in sized)) or (disturbing[0].spec,)
     inserted = Probes(wanted, policy_named(policy), profile_here(profile))
-    with together(float(timeout)) as ranks:
+    with all_ranks(float(timeout)) as ranks:
         rows = [tuple(batch) if _is_tuple(batch) else (batch,) for batch in batches]
         counts = ranks.exchange(len(rows), int)
         if set(counts) != {len(rows)} or not rows:
@@ -181,12 +181,12 @@ def _measured(
     runs = 1 + len(groups) * len(disturbing)
     for number, batch in enumerate(rows):
 
-        def told(done: int, number: int = number) -> None:
+        def on_progress(done: int, number: int = number) -> None:
             if progress is not None:
                 progress(number * runs + done, len(rows) * runs)
 
         losses.append(
-            _one_batch(ranks, probes, step, batch, number, groups, sums, disturbing, told)
+            _one_batch(ranks, probes, step, batch, number, groups, sums, disturbing, on_progress)
         )
     many, sites = len(rows), [_sites(group, seen) for group in groups]
     places = tuple(
@@ -232,8 +232,8 @@ def _measured_codecs(sites: Sequence[Carried], sizes: Sizes) -> list[str]:
     return [codec(spec).measured(bits).spec for spec, bits in sizes.bits().items()]
 
 
-def _rms(total: float, many: int) -> float:
-    return math.sqrt(total / many)
+def _rms(total: float, count: int) -> float:
+    return math.sqrt(total / count)
 
 
 def _one_batch(
@@ -242,10 +242,10 @@ def _one_batch(
     step: Step,
     batch: tuple[Any, ...],
     number: int,
-    groups: Sequence[tuple[Where, ...]],
+    groups: Sequence[tuple[Address, ...]],
     sums: _Sums,
     disturbing: Sequence[Codec],
-    told: Callable[[int], None],
+    report: Callable[[int], None],
 ) -> float | None:
     """Runs one batch untouched, then with each error in each place. Gives the loss, a mean over
     ranks."""
@@ -266,7 +266,7 @@ def _one_batch(
     ]
     for at, group in enumerate(groups if probes.sizes_of else ()):
         _add_sizes(ranks, probes, group, sums.sizes[at])
-    told(1)
+    report(1)
     probes.look = False
     for at, group in enumerate(groups):
         for spec, value in here[at].items():
@@ -282,13 +282,13 @@ def _one_batch(
             if error := here[at][each.spec]:
                 sums.changes[at][level] += off / total / error**2
                 sums.loss[at] += (moved / lost / error) ** 2 if lost and not level else 0.0
-            told(at * len(disturbing) + level + 2)
+            report(at * len(disturbing) + level + 2)
     probes.disturb = None
     return loss_is if step.train else None
 
 
 def _relative(
-    ranks: Ranks, probes: Probes, group: tuple[Where, ...], specs: list[str]
+    ranks: Ranks, probes: Probes, group: tuple[Address, ...], specs: list[str]
 ) -> dict[str, float]:
     """The relative error of each codec at a place, over all ranks."""
     mine = [probes.squares[where] for where in group if where in probes.squares] or [Squares()]
@@ -301,7 +301,7 @@ def _relative(
     }
 
 
-def _add_sizes(ranks: Ranks, probes: Probes, group: tuple[Where, ...], sizes: Sizes) -> None:
+def _add_sizes(ranks: Ranks, probes: Probes, group: tuple[Address, ...], sizes: Sizes) -> None:
     """Adds what all ranks have sent at a place in a batch, and what codecs need for it."""
     specs = [each.spec for each in probes.sizes_of]
     mine = [probes.squares[where] for where in group if where in probes.squares]
@@ -328,8 +328,8 @@ def _seen(probes: Probes, batches: int) -> _Seen:
 
 
 def _ranges(
-    seen: Mapping[Where, Running | None],
-) -> list[tuple[Where, list[float], list[float]]]:
+    seen: Mapping[Address, Running | None],
+) -> list[tuple[Address, list[float], list[float]]]:
     return [
         (where, each.low.tolist(), each.high.tolist())
         for where, each in seen.items()
@@ -337,14 +337,14 @@ def _ranges(
     ]
 
 
-def _clusters(seen: Sequence[_Seen]) -> list[tuple[Where, ...]]:
+def _clusters(seen: Sequence[_Seen]) -> list[tuple[Address, ...]]:
     """The places: those that simplify merges are one. Only those that something was sent at."""
-    root: dict[Where, Where] = {}
+    root: dict[Address, Address] = {}
 
-    def find(where: Where) -> Where:
-        while (above := root.setdefault(where, where)) != where:
-            where = above
-        return where
+    def find(address: Address) -> Address:
+        while (above := root.setdefault(address, address)) != address:
+            address = above
+        return address
 
     sent = {where for each in seen for where, _ in each.places}
     for where in sorted(sent):
@@ -352,13 +352,13 @@ def _clusters(seen: Sequence[_Seen]) -> list[tuple[Where, ...]]:
     for one, other in sorted({pair for each in seen for pair in each.merged}):
         a, b = sorted((find(one), find(other)))
         root[b] = a
-    groups: dict[Where, list[Where]] = {}
+    groups: dict[Address, list[Address]] = {}
     for where in sorted(root):
         groups.setdefault(find(where), []).append(where)
     return [tuple(group) for group in groups.values() if sent & set(group)]
 
 
-def _sites(group: tuple[Where, ...], seen: Sequence[_Seen]) -> tuple[Carried, ...]:
+def _sites(group: tuple[Address, ...], seen: Sequence[_Seen]) -> tuple[Carried, ...]:
     """The sites of a place, as the first rank has them that sends anything there."""
     for each in seen:
         found = [site for where, sites in each.places if where in group for site in sites]
@@ -367,7 +367,7 @@ def _sites(group: tuple[Where, ...], seen: Sequence[_Seen]) -> tuple[Carried, ..
     return ()
 
 
-def _channels(group: tuple[Where, ...], seen: Sequence[_Seen]) -> Channels | None:
+def _channels(group: tuple[Address, ...], seen: Sequence[_Seen]) -> Channels | None:
     """The ranges of the channels of a place on each rank of its group, the largest of all groups
     there are, and of its sums; None where tensors differ in their channels."""
     by_seat: dict[int, list[list[float]]] = {}

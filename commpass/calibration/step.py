@@ -56,7 +56,7 @@ class Step:
                     "no parameter has a gradient after a step: give the parameters that are"
                     " trained, or calibrate inference (train=False, --inference)"
                 )
-            return float(_local(loss)), {name: _whole(each) for name, each in found.items()}
+            return float(_local(loss)), {name: _full_gradient(each) for name, each in found.items()}
 
     def _loss(self, batch: tuple[Any, ...]) -> Tensor:
         given = self.model(*batch)
@@ -71,14 +71,14 @@ class Step:
         sums = [each if each.dim() == 0 else each.sum() for each in leaves]
         return sums[0] if len(sums) == 1 else torch.stack([each.float() for each in sums]).sum()
 
-    def squares(self, output: dict[str, Tensor], other: dict[str, Tensor] | None = None) -> float:
+    def squares(self, output: dict[str, Tensor], exact: dict[str, Tensor] | None = None) -> float:
         """The sum of squares of an output, or of its difference to another, on this rank; what
         several ranks hold alike counts once in the sum over ranks."""
         total = 0.0
-        for name in sorted(output.keys() | (other or {}).keys()):
+        for name in sorted(output.keys() | (exact or {}).keys()):
             mine = output.get(name)
-            its = other.get(name) if other is not None else None
-            if mine is None or (its is None and other is not None):
+            its = exact.get(name) if exact is not None else None
+            if mine is None or (its is None and exact is not None):
                 only = mine if mine is not None else its
                 assert only is not None
                 total += self._weight(name) * square(_local(only))
@@ -132,10 +132,11 @@ def _fingerprint(parameter: Tensor) -> str:
     return f"{values} {parameter.placements} {parts}"
 
 
-def replicas(own: dict[str, str], every: Sequence[dict[str, str]]) -> dict[str, float]:
+def replicas(own_digests: dict[str, str], every: Sequence[dict[str, str]]) -> dict[str, float]:
     """By name, one over the number of ranks that hold the same of the parameter of that name."""
     return {
-        name: 1 / sum(other.get(name) == print_ for other in every) for name, print_ in own.items()
+        name: 1 / sum(other.get(name) == print_ for other in every)
+        for name, print_ in own_digests.items()
     }
 
 
@@ -196,7 +197,7 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local().detach() if isinstance(value, DTensor) else value.detach()
 
 
-def _whole(value: Tensor) -> Tensor:
+def _full_gradient(value: Tensor) -> Tensor:
     """A gradient whose parts are no longer to be summed."""
     if isinstance(value, DTensor) and any(isinstance(each, Partial) for each in value.placements):
         placements = [Replicate() if isinstance(p, Partial) else p for p in value.placements]

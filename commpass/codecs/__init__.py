@@ -4,7 +4,7 @@ from commpass.codecs import operators
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.cast import CastCodec
 from commpass.codecs.codec import FLOATS, Codec, Wire, accumulation_dtype
-from commpass.codecs.dispatch import settle
+from commpass.codecs.dispatch import warm_up
 from commpass.codecs.raw import RawCodec
 from commpass.codecs.registry import NAMES, codec
 from commpass.codecs.rows import ALIGNMENT, cut, cut_apart, pad
@@ -40,4 +40,4 @@ __all__ = [
     "sum_by_index",
 ]
 
-settle()
+warm_up()

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.ambient import ambient_free, making_lasting_tensors
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.rows import ceil_to
 from commpass.errors import PolicyError
+from commpass.utils.ambient import ambient_free, making_lasting_tensors
 
 UNIT = 16
 """Bytes of which both parts of the wire of a ``dynamic`` codec are multiples."""
@@ -53,7 +53,8 @@ class Codec(ABC):
 
     spec: str
     """What it is called: the text that ``commpass.codec`` turns into an equal codec, such as
-    ``int8(block=128)``. What is made of a codec afterwards (``within``, ``salted``) keeps it."""
+    ``int8(block=128)``. What is made of a codec afterwards (``domain_codec``, ``salted``) keeps
+    it."""
     lossless: bool = False
     state: str | None = None
     """What the caller must keep between calls, in words; None for nothing."""
@@ -80,7 +81,7 @@ class Codec(ABC):
         """How many values are encoded together: rows are padded to a multiple of it."""
 
     @property
-    def settled(self) -> bool:
+    def has_linear_padding(self) -> bool:
         """Whether ``padded_numel`` of a multiple of ``block`` is the same number: not where blocks
         make groups that must be alike."""
         return True
@@ -123,7 +124,7 @@ class Codec(ABC):
         return VALUES
 
     @property
-    def within(self) -> Codec:
+    def domain_codec(self) -> Codec:
         """The codec of values that have entered the domain: its decode does not leave it."""
         return self
 
@@ -153,7 +154,7 @@ class Codec(ABC):
         """The codec with ``constants`` of a graph."""
         return self
 
-    def kept(self, x: Tensor, ranks: int) -> Tensor:
+    def initial_state(self, x: Tensor, ranks: int) -> Tensor:
         """Zeros of the shape and dtype of the ``state`` for a collective of ``x`` on so many ranks:
         what was not sent, in which sums are made. For codecs that need some."""
         return x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from commpass.ambient import making_lasting_tensors
+from commpass.utils.ambient import making_lasting_tensors
 
 _named: dict[str, Tensor] = {}
 """Constants on the CPU by name, which is a digest of what they hold: the same on all ranks."""

@@ -10,13 +10,13 @@ _functions: list[Any] = []
 
 
 def by_type(function: Callable[..., Any]) -> Any:
-    """``functools.singledispatch`` for functions that Dynamo may trace: see ``settle``."""
+    """``functools.singledispatch`` for functions that Dynamo may trace: see ``warm_up``."""
     made = singledispatch(function)
     _functions.append(made)
     return made
 
 
-def settle() -> None:
+def warm_up() -> None:
     """Looks every registered type up once. Dynamo guards on how many types have been looked up:
     it would compile again what it has compiled as soon as another one is."""
     for function in _functions:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commpass.ambient import ambient_free
 from commpass.codecs import constants
 from commpass.codecs.block.domain import VALUES, Domain
 from commpass.codecs.codec import Codec, accumulation_dtype
 from commpass.codecs.raw import RawCodec
 from commpass.codecs.registry import codec
 from commpass.codecs.sparse import SparseCodec, sum_by_index
+from commpass.utils.ambient import ambient_free
 
 ops = torch.ops.commpass
 
@@ -92,17 +92,17 @@ def used_bytes(coder: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Te
     return ops.used_bytes(wire, _name(coder), numel, dtype)
 
 
-def enter(domain: Domain, rows: Tensor) -> Tensor:
+def to_domain(domain: Domain, rows: Tensor) -> Tensor:
     """Rows of values in a domain."""
     if domain == VALUES or not _opaque.get():
-        return domain.enter(rows)
+        return domain.to_domain(rows)
     return ops.enter(rows, _named(str(domain.transform), domain))
 
 
-def leave(domain: Domain, rows: Tensor) -> Tensor:
-    """The inverse of ``enter``."""
+def from_domain(domain: Domain, rows: Tensor) -> Tensor:
+    """The inverse of ``to_domain``."""
     if domain == VALUES or not _opaque.get():
-        return domain.leave(rows)
+        return domain.from_domain(rows)
     return ops.leave(rows, _named(str(domain.transform), domain))
 
 
@@ -150,8 +150,8 @@ def _tables(coder: Codec, like: Tensor) -> tuple[list[Tensor], ...]:
     return ([*tables],) if tables else ()
 
 
-def _named(name: str, what: Any) -> str:
-    _held[name] = what
+def _named(name: str, argument: Any) -> str:
+    _held[name] = argument
     return name
 
 
@@ -166,19 +166,19 @@ def named(name: str) -> Any:
 Tables = Sequence[Tensor] | None
 
 
-def _coder(name: str, tables: Tables, salt: Sequence[int] = ()) -> Codec:
+def _codec(name: str, tables: Tables, salt: Sequence[int] = ()) -> Codec:
     held: Codec = _held[name]
     return (held.with_constants(tables) if tables else held).salted(*salt)
 
 
 def _encode(rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None) -> Tensor:
-    return _coder(name, tables, salt).encode_rows(rows).contiguous()
+    return _codec(name, tables, salt).encode_rows(rows).contiguous()
 
 
 def _encode_with_feedback(
     rows: Tensor, residual: Tensor, name: str, salt: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    wire, left = _with_feedback(_coder(name, None, salt), rows, residual)
+    wire, left = _with_feedback(_codec(name, None, salt), rows, residual)
     return wire.contiguous(), left.contiguous()
 
 
@@ -193,13 +193,13 @@ def _with_feedback(coder: Codec, rows: Tensor, residual: Tensor) -> tuple[Tensor
 def _encode_parts(
     rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None
 ) -> list[Tensor]:
-    return [part.contiguous() for part in _coder(name, tables, salt).encode_parts(rows)]
+    return [part.contiguous() for part in _codec(name, tables, salt).encode_parts(rows)]
 
 
 def _decode(
     wire: Tensor, name: str, numel: int, dtype: torch.dtype, tables: Tables = None
 ) -> Tensor:
-    return _coder(name, tables).decode_rows(wire, numel, dtype).contiguous()
+    return _codec(name, tables).decode_rows(wire, numel, dtype).contiguous()
 
 
 def _decode_parts(
@@ -209,7 +209,7 @@ def _decode_parts(
     dtype: torch.dtype,
     tables: Tables = None,
 ) -> Tensor:
-    return _coder(name, tables).decode_parts(parts, numel, dtype).contiguous()
+    return _codec(name, tables).decode_parts(parts, numel, dtype).contiguous()
 
 
 def _used_bytes(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tensor:
@@ -246,7 +246,7 @@ def encode_pieces(
     rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None
 ) -> tuple[Tensor, ...]:
     """What ``encode`` gives, in pieces to be written side by side: see ``Codec``."""
-    return _coder(name, tables, salt).encode_pieces(rows)
+    return _codec(name, tables, salt).encode_pieces(rows)
 
 
 # --- and of what shape ----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from commpass.codecs.wrappers.difference import difference
 from commpass.codecs.wrappers.mixed import mixed
 from commpass.codecs.wrappers.outlier import outlier
 from commpass.errors import PolicyError, nearest
-from commpass.spec import changed, parse, spelled
+from commpass.utils.spec import changed, parse, spelled
 
 
 def codec(name: str | Codec, **parameters: Any) -> Codec:
@@ -41,12 +41,12 @@ def codec(name: str | Codec, **parameters: Any) -> Codec:
 
 
 @lru_cache(maxsize=256)
-def _build(word: str, parameters: tuple[tuple[str, Any], ...]) -> Codec:
+def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Codec:
     """A codec from its parameters other than the defaults."""
     try:
-        return NAMES[word](spelled(word, parameters), **dict(parameters))
+        return NAMES[name](spelled(name, parameters), **dict(parameters))
     except PolicyError as error:
-        raise PolicyError(f"codec {word!r}: {error}") from None
+        raise PolicyError(f"codec {name!r}: {error}") from None
 
 
 NAMES: dict[str, Callable[..., Codec]] = {

@@ -21,27 +21,31 @@ def to_bytes(values: Tensor) -> Tensor:
     bits = (
         values
         if values.dtype in (torch.int16, torch.int32, torch.int64)
-        else values.view(_whole(values.dtype))
+        else values.view(_integer_dtype(values.dtype))
     )
     return ((bits.unsqueeze(-1) >> _shifts(bits)) & 255).to(torch.uint8).flatten(-2)
 
 
 def from_bytes(raw: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of ``to_bytes``; ``dtype`` is float32, float64 or an integer of their width."""
-    parts = raw.unflatten(-1, (raw.shape[-1] // dtype.itemsize, dtype.itemsize)).to(_whole(dtype))
+    parts = raw.unflatten(-1, (raw.shape[-1] // dtype.itemsize, dtype.itemsize)).to(
+        _integer_dtype(dtype)
+    )
     return (
         (parts << _shifts(parts)).sum(dim=-1, dtype=parts.dtype).view(dtype)
     )  # no two parts share a bit
 
 
-def _whole(dtype: torch.dtype) -> torch.dtype:
+def _integer_dtype(dtype: torch.dtype) -> torch.dtype:
     """The integers as wide as a number."""
     return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
-def _shifts(whole: Tensor) -> Tensor:
+def _shifts(integer_dtype: Tensor) -> Tensor:
     """How far each byte of an integer lies from its little end."""
-    return 8 * torch.arange(whole.dtype.itemsize, device=whole.device, dtype=whole.dtype)
+    return 8 * torch.arange(
+        integer_dtype.dtype.itemsize, device=integer_dtype.device, dtype=integer_dtype.dtype
+    )
 
 
 def pad(rows: Tensor, length: int) -> Tensor:

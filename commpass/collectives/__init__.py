@@ -16,9 +16,9 @@ from commpass.collectives.table import (
     check_name,
     chunk_bytes_of,
     divides,
+    find_algorithm,
     has_shards,
-    own,
-    whole,
+    without_chunks,
 )
 
 __all__ = [
@@ -41,11 +41,11 @@ __all__ = [
     "chunk_bytes_of",
     "chunks_for",
     "divides",
+    "find_algorithm",
     "has_shards",
-    "own",
     "read_stages",
     "record_stages",
     "reduce_scatter",
     "run",
-    "whole",
+    "without_chunks",
 ]

@@ -29,8 +29,8 @@ class Algorithm:
     ``steps(x, request, codec)`` are its steps; with a codec that needs state ``steps(x, request,
     codec, state)``, which end in the result and the new state. ``encodes(codec, ranks)`` are the
     codecs that a value meets on its way, each with the share of the result's variance that is then
-    in it (for ranks whose values are independent). ``obstacle`` says why it cannot work with a
-    codec on so many ranks. ``domain`` names the domain in which it sums, "" for the values
+    in it (for ranks whose values are independent). ``unsupported_reason`` says why it cannot work
+    with a codec on so many ranks. ``domain`` names the domain in which it sums, "" for the values
     themselves. ``keeps`` says whether it, or an exchange in the air, still reads the input once it
     has started. ``chunks`` is into how many it divides what it sends, where that does not depend on
     the tensor's size. ``sends`` is the dtype of its wire: bytes, but for one whose library sums

@@ -219,16 +219,16 @@ def _rows(
     return torch.cat([arrived, spare])[place].flatten(1)
 
 
-def _places(used: Tensor, total: Any, room: int) -> Tensor:
+def _places(used: Tensor, total: Any, capacity: int) -> Tensor:
     """The unit, of all rows' units one after the other, that lies at each place of a buffer that
     holds the used ones alone."""
     place = torch.arange(total, device=used.device)
     ends = used.cumsum(0)
     row = torch.searchsorted(ends, place, right=True)
-    return row * room + place - (ends - used)[row]
+    return row * capacity + place - (ends - used)[row]
 
 
-def _by_rank(used: Tensor, rows: tuple[Any, ...], room: int, expected: int) -> list[Any]:
+def _by_rank(used: Tensor, rows: tuple[Any, ...], capacity: int, expected: int) -> list[Any]:
     """Units for each rank, whose rows follow one another."""
     zero = torch.zeros(1, dtype=used.dtype, device=used.device)
     sums, end, ends = torch.cat([zero, used.cumsum(0)]), 0, []
@@ -239,17 +239,17 @@ def _by_rank(used: Tensor, rows: tuple[Any, ...], room: int, expected: int) -> l
         )  # an index on the device: a symbolic one would be compared with the size
     counts = torch.diff(sums[torch.cat(ends)], prepend=zero)
     return [
-        _number(count, room * many, expected * many)
+        _number(count, capacity * many, expected * many)
         for count, many in zip(counts.unbind(), rows, strict=True)
     ]
 
 
-def _number(value: Tensor, most: Any, expected: Any) -> Any:
-    """A number of the graph's, from 0 to ``most``; where sizes are foreseen, ``expected``."""
+def _number(value: Tensor, limit: Any, expected: Any) -> Any:
+    """A number of the graph's, from 0 to ``limit``; where sizes are foreseen, ``expected``."""
     if (how := _foreseen.get()) is not None:
         how[1](value)
         return expected
     number = value.item()
     torch._check(number >= 0)
-    torch._check(number <= most)
+    torch._check(number <= limit)
     return number

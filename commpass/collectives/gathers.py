@@ -35,4 +35,4 @@ def ring(row: Tensor, request: Request, coding: Coding) -> Steps:
         wires.append((yield move.start(wires[-1])))
     wire = torch.cat([wires[(rank - source) % ranks] for source in range(ranks)])
     decoded = operators.decode(codec, wire, codec.padded_numel(numel), coding.dtype)
-    return decoded if codec.settled else cut_apart(decoded, numel)
+    return decoded if codec.has_linear_padding else cut_apart(decoded, numel)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from commpass.ambient import without_ambient_state
 from commpass.collectives.steps import Steps, finish
+from commpass.utils.ambient import without_ambient_state
 
 
 class Handle:

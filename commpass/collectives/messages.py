@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commpass.ambient import ambient_free
+from commpass.utils.ambient import ambient_free
 
 ops = torch.ops.commpass
 
@@ -44,14 +44,14 @@ def _post(coming: Sequence[Tensor], going: Sequence[Tensor], arrived: Tensor, na
     resolve: Any = dist.distributed_c10d._resolve_process_group
     group = resolve(name)
     rank = group.rank()
-    works = [group.recv([coming[peer]], peer, TAG) for peer in _others(coming, rank)]
-    works += [group.send([going[peer]], peer, TAG) for peer in _others(going, rank)]
+    works = [group.recv([coming[peer]], peer, TAG) for peer in _peers(coming, rank)]
+    works += [group.send([going[peer]], peer, TAG) for peer in _peers(going, rank)]
     coming[rank].copy_(going[rank])
     for work in works:
         torch._C._distributed_c10d._register_work(arrived, work)
 
 
-def _others(parts: Sequence[Tensor], rank: int) -> Iterator[int]:
+def _peers(parts: Sequence[Tensor], rank: int) -> Iterator[int]:
     """The ranks that a message comes from, or goes to: the next ones first, so that not all ranks
     send to the same one at once."""
     for step in range(1, len(parts)):

@@ -35,16 +35,16 @@ def all_gather_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> S
 
 
 def difference_steps(
-    x: Tensor, request: Request, coder: DifferenceCodec, held: Tensor, flow: Flow
+    x: Tensor, request: Request, coder: DifferenceCodec, reference: Tensor, flow: Flow
 ) -> Steps:
     """``[n, ...]`` of every rank to ``[ranks * n, ...]``, as the difference to what all ranks
-    ``held`` of it, of that shape; the steps end in what they hold now, and in what the next
+    ``reference`` of it, of that shape; the steps end in what they hold now, and in what the next
     difference is taken to (SDP4Bit, weights)."""
-    rows = held.reshape(request.ranks, -1)
+    rows = reference.reshape(request.ranks, -1)
     own = change(x.reshape(1, -1), rows.narrow(0, request.rank, 1))
     by = yield from _moved(own, own.dtype, coder.inner, flow, Gather(request))
-    now = changed(rows, by, x.dtype).to(x.dtype).reshape(held.shape)
-    return now, next_reference(now, held)
+    now = changed(rows, by, x.dtype).to(x.dtype).reshape(reference.shape)
+    return now, next_reference(now, reference)
 
 
 def broadcast_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
@@ -177,12 +177,12 @@ def direct(
 
 
 def gather_steps(
-    x: Tensor, request: Request, coder: Codec, held: Tensor | None = None, *, flow: Flow
+    x: Tensor, request: Request, coder: Codec, reference: Tensor | None = None, *, flow: Flow
 ) -> Steps:
-    """An all_gather of codes, or of codes of the difference to what all ranks ``held``."""
+    """An all_gather of codes, or of codes of the difference to what all ranks ``reference``."""
     if isinstance(coder, DifferenceCodec):
-        assert held is not None
-        return difference_steps(x, request, coder, held, flow)
+        assert reference is not None
+        return difference_steps(x, request, coder, reference, flow)
     return all_gather_steps(x, request, coder, flow)
 
 

@@ -46,13 +46,13 @@ def _summed(
     """``[r, n]`` cast, summed by the exchange that ``start`` starts and widened: ``[1, n]`` in the
     accumulation dtype. gloo has no mean: it is the sum, divided after it is widened."""
     wire = operators.encode(coder, rows).flatten()
-    arrived = yield start(wire.view(sent_as(coder)))
+    arrived = yield start(wire.view(wire_dtype(coder)))
     row = arrived.view(torch.uint8).reshape(1, -1)
     total = operators.decode(coder, row, rows.shape[1], accumulation_dtype(rows.dtype))
     return total / request.ranks if request.op == "avg" else total
 
 
-def sent_as(coder: Codec) -> torch.dtype:
+def wire_dtype(coder: Codec) -> torch.dtype:
     """The dtype in which the library gets, and sums, the values."""
     assert isinstance(coder, CastCodec)
     return coder.dtype
@@ -89,5 +89,5 @@ def native(kind: str, spec: str) -> Algorithm:
         all_reduce_steps if kind == "all_reduce" else reduce_scatter_steps,
         encodes=encodes,
         obstacle=_casts,
-        sends=sent_as,
+        sends=wire_dtype,
     )

@@ -20,7 +20,6 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from commpass.ambient import ambient_free, without_ambient_state
 from commpass.codecs import FLOATS, Codec, DifferenceCodec, SparseCodec, accumulation_dtype
 from commpass.codecs import codec as codec_named
 from commpass.collectives.algorithm import Algorithm
@@ -31,6 +30,7 @@ from commpass.collectives.steps import run
 from commpass.collectives.table import REDUCE_OPS, algorithm
 from commpass.errors import PolicyError, nearest
 from commpass.groups import group_named, need_group, sends_messages
+from commpass.utils.ambient import ambient_free, without_ambient_state
 
 _named = algorithm
 
@@ -302,7 +302,7 @@ def _sources() -> str:
     """A hash of the version and of the files that say what a collective computes."""
     package = Path(__file__).parent.parent
     parts = [(package / part).rglob("*.py") for part in ("codecs", "collectives")]
-    alone = [package / "ambient.py", package / "spec.py"]
+    alone = [package / "utils" / "ambient.py", package / "utils" / "spec.py"]
     files = sorted([*alone, *parts[0], *parts[1]])
     return hashlib.sha256(
         b"".join([version("commpass").encode(), *(file.read_bytes() for file in files)])
@@ -350,10 +350,10 @@ class _Straight(torch.autograd.Function):
         return gradient, *[None] * 10
 
 
-def _run(chosen: Algorithm, x: Tensor, request: Request, codec: str) -> Tensor:
+def _run(algorithm: Algorithm, x: Tensor, request: Request, codec: str) -> Tensor:
     coder = codec_named(codec)
     with sizes_of_data(coder, x, traced=get_proxy_mode() is not None):
-        return run(chosen.run(x, request, coder))
+        return run(algorithm.run(x, request, coder))
 
 
 def _mirror(kind: str, name: str) -> Algorithm:

@@ -289,16 +289,17 @@ MOST_HOPS = 64
 """Hops of a ring that are still worth a graph, and the errors, that they make."""
 
 
-def _few_hops(chosen: Algorithm, hops: Callable[[int], int]) -> Algorithm:
-    def obstacle(coder: Codec, ranks: int) -> str | None:
+def _few_hops(algorithm: Algorithm, hops: Callable[[int], int]) -> Algorithm:
+    def unsupported_reason(coder: Codec, ranks: int) -> str | None:
         if hops(ranks) > MOST_HOPS:
             return (
-                f"{chosen.spec} on {ranks} ranks would take {hops(ranks)} hops, each with an error:"
+                f"{algorithm.spec} on {ranks} ranks would take {hops(ranks)} hops, each with an"
+                " error:"
                 f" more than {MOST_HOPS}"
             )
-        return chosen.obstacle(coder, ranks)
+        return algorithm.obstacle(coder, ranks)
 
-    return replace(chosen, obstacle=obstacle)
+    return replace(algorithm, obstacle=unsupported_reason)
 
 
 def two_shot(

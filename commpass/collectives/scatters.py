@@ -20,14 +20,14 @@ from commpass.collectives.steps import Coding, hop
 Summed = Generator[Tensor, Tensor, tuple[Tensor, Domain]]
 
 
-def convert(rows: Tensor, here: Domain, there: Domain) -> Tensor:
+def convert(rows: Tensor, source: Domain, target: Domain) -> Tensor:
     """Rows from one domain in another; values are entered in the dtype in which sums are made."""
-    if here == there:
+    if source == target:
         return rows
-    rows = operators.leave(here, rows)
-    if there == VALUES:
+    rows = operators.from_domain(source, rows)
+    if target == VALUES:
         return rows
-    return operators.enter(there, rows.to(accumulation_dtype(rows.dtype)))
+    return operators.to_domain(target, rows.to(accumulation_dtype(rows.dtype)))
 
 
 def direct(rows: Tensor, request: Request, coding: Coding) -> Summed:

@@ -19,14 +19,14 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commpass.ambient import ambient_free
 from commpass.codecs import Codec, codec, operators
 from commpass.collectives import data_sized, messages
 from commpass.collectives.algorithm import Algorithm
 from commpass.collectives.request import Request, ops
 from commpass.collectives.steps import run
 from commpass.collectives.table import algorithm
-from commpass.stage import Stage, all_to_all
+from commpass.plan.stage import Stage, all_to_all
+from commpass.utils.ambient import ambient_free
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ def read_stages(kind: str, spec: str, code: str, payload: Payload, request: Requ
 
 
 def _read(
-    chosen: Algorithm, coder: Codec, shape: tuple[int, int], dtype: torch.dtype, request: Request
+    algorithm: Algorithm, coder: Codec, shape: tuple[int, int], dtype: torch.dtype, request: Request
 ) -> Stages:
     x = torch.empty(shape, dtype=dtype, device="meta")
-    found = record_stages(chosen, coder, x, request)
+    found = record_stages(algorithm, coder, x, request)
     if not coder.dynamic:
         return found
-    pairs = zip(found, record_stages(chosen, coder, x, request, gaussian=False), strict=True)
+    pairs = zip(found, record_stages(algorithm, coder, x, request, gaussian=False), strict=True)
     return Stages(
         tuple(dataclasses.replace(at, dynamic=at.nbytes != least.nbytes) for at, least in pairs)
     )
@@ -100,12 +100,12 @@ def _read(
 
 @ambient_free
 def record_stages(
-    chosen: Algorithm, coder: Codec, x: Tensor, request: Request, *, gaussian: bool = True
+    algorithm: Algorithm, coder: Codec, x: Tensor, request: Request, *, gaussian: bool = True
 ) -> Stages:
     """The stages of an algorithm for a tensor on ``meta``, or a fake one, whose sizes may be
     symbolic: then so are those of the stages. Bytes that depend on values are a ``gaussian``'s, or
     else the fewest that there can be."""
-    state = [coder.kept(x, request.ranks)] if coder.state is not None else []
+    state = [coder.initial_state(x, request.ranks)] if coder.state is not None else []
     recorder = _Recorder(request)
     fixed = all(isinstance(size, int) for size in x.shape)
     with (
@@ -114,7 +114,7 @@ def record_stages(
         operators.as_operators(),
         recorder,
     ):
-        run(chosen.run(x, request, coder, *state))
+        run(algorithm.run(x, request, coder, *state))
     return Stages(tuple(recorder.stages))
 
 
@@ -184,9 +184,9 @@ class _Recorder(TorchDispatchMode):
             self.made_by[id(given[1])] = (len(self.stages) - 1,)
         return result
 
-    def _stage(self, func: Any, args: Any, taken: list[Tensor], given: list[Tensor]) -> Any:
+    def _stage(self, func: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
         if func in EXCHANGES:
-            return self._exchange(EXCHANGES[func], taken[0], args)
+            return self._exchange(EXCHANGES[func], inputs[0], args)
         role = operators.ROLES.get(func)
         if role is None or role in UNCOUNTED:
             return None
@@ -195,10 +195,10 @@ class _Recorder(TorchDispatchMode):
             values = coder.slots(args[2]) * args[0].shape[0]
             return Stage(role=role, codec=coder.spec, values=values)
         if role not in ("encode", "decode"):
-            return Stage(role=role, values=taken[0].numel())
+            return Stage(role=role, values=inputs[0].numel())
         coder, (rows, numel) = (
             operators.named(next(arg for arg in args if isinstance(arg, str))),
-            (taken if role == "encode" else given)[0].shape,
+            (inputs if role == "encode" else outputs)[0].shape,
         )
         return Stage(role=role, codec=coder.spec, values=rows * coder.padded_numel(numel))
 

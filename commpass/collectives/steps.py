@@ -110,7 +110,7 @@ class Coding:
 
     def in_domain(self) -> Coding:
         """Of values that have entered the codec's domain."""
-        return self.by(self.codec.within)
+        return self.by(self.codec.domain_codec)
 
 
 def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
@@ -124,7 +124,7 @@ def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
         return (yield from _micro_shards(rows, coding, move))
     wire = yield move.start(operators.encode(codec, rows, salt))
     decoded = operators.decode(codec, wire, codec.padded_numel(numel), coding.dtype)
-    return decoded if codec.settled else cut_apart(decoded, numel)
+    return decoded if codec.has_linear_padding else cut_apart(decoded, numel)
 
 
 AHEAD = 4

@@ -9,7 +9,7 @@ from typing import Any
 from commpass.collectives import moves, native, reductions
 from commpass.collectives.algorithm import Algorithm
 from commpass.errors import PolicyError, nearest
-from commpass.spec import changed, parameters_of, parse, spelled
+from commpass.utils.spec import changed, parameters_of, parse, spelled
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {
     "all_reduce": {
@@ -68,7 +68,7 @@ def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
     )
 
 
-def whole(spec: str) -> str:
+def without_chunks(spec: str) -> str:
     """The text of an algorithm that does not divide what it sends."""
     name, given = parse(spec)
     given.pop("chunks", None)
@@ -91,7 +91,7 @@ def has_shards(kind: str, name: str) -> bool:
     return "shards" in parameters_of(ALGORITHMS[kind][name])
 
 
-def own(kind: str, spec: str) -> Algorithm | None:
+def find_algorithm(kind: str, spec: str) -> Algorithm | None:
     """The algorithm of this kind by name; None for what is one of another kind."""
     try:
         return algorithm(kind, spec)

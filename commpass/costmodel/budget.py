@@ -37,11 +37,11 @@ class Mix:
     loss: float
 
 
-def cheapest(places: Sequence[Sequence[Option]], budget: float, most: int = MOST) -> Mix | None:
+def cheapest(places: Sequence[Sequence[Option]], budget: float, limit: int = MOST) -> Mix | None:
     """The mix of least cost whose losses add up to at most ``budget``; None if there is none. Of
     those that cost the same, one of least loss.
 
-    It is the best one if no more than ``most`` mixes were worth remembering anywhere, and never
+    It is the best one if no more than ``limit`` mixes were worth remembering anywhere, and never
     worse than the best mix on the convex hull (that of a Lagrangian relaxation). The same numbers
     in the same order give the same mix, everywhere.
     """
@@ -51,7 +51,7 @@ def cheapest(places: Sequence[Sequence[Option]], budget: float, most: int = MOST
         costs = np.array([each.cost for each in options], dtype=np.float64)
         losses = np.array([each.loss for each in options], dtype=np.float64)
         all_costs, all_losses = cost[:, None] + costs, loss[:, None] + losses
-        kept = _worthwhile(all_costs.ravel(), all_losses.ravel(), most)
+        kept = _worthwhile(all_costs.ravel(), all_losses.ravel(), limit)
         layers.append((kept // len(options), kept % len(options)))
         cost, loss = all_costs.ravel()[kept], all_losses.ravel()[kept]
     fits = np.flatnonzero(loss <= budget)
@@ -65,16 +65,16 @@ def cheapest(places: Sequence[Sequence[Option]], budget: float, most: int = MOST
     return Mix(tuple(reversed(chosen)), float(cost[at]), float(loss[at]))
 
 
-def _worthwhile(cost: Floats, loss: Floats, most: int) -> Ints:
+def _worthwhile(cost: Floats, loss: Floats, limit: int) -> Ints:
     """The numbers of the points that no other beats, by ascending cost and descending loss; if
-    there are more than ``most``, those on the convex hull and every so many of the others."""
+    there are more than ``limit``, those on the convex hull and every so many of the others."""
     order = np.lexsort((loss, cost))
     least = np.minimum.accumulate(loss[order])
     better = np.concatenate(([True], loss[order][1:] < least[:-1]))
     front: Ints = order[better]
-    if len(front) <= most:
+    if len(front) <= limit:
         return front
-    every = -(-len(front) // most)
+    every = -(-len(front) // limit)
     keep = set(range(0, len(front), every)) | {len(front) - 1}
     keep |= set(_hull(cost[front].tolist(), loss[front].tolist()))
     return front[np.array(sorted(keep), dtype=np.int64)]

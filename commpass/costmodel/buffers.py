@@ -194,17 +194,17 @@ class _Run:
 
 
 def excluded(
-    problem: Problem, runs: Runs, dense: Collection[int], room: float = math.inf
+    problem: Problem, runs: Runs, dense: Collection[int], capacity: float = math.inf
 ) -> list[int]:
     """Which gradients are left dense beside those that are: in each buffer, from the last to the
     second, the smallest ones, until the exchange of the buffer before takes as long as backward and
     selection of this one (equation 2). It stops earlier where sending one more whole would end the
-    step later than selecting from it, or would be more than ``room`` entries in all."""
+    step later than selecting from it, or would be more than ``capacity`` entries in all."""
     held, found = set(dense), []
 
-    def end_us(whole: Collection[int]) -> float:
+    def end_us(dense: Collection[int]) -> float:
         return problem.end_us(
-            _Run([_Part(n, n in whole) for n in run], len(run) if problem.interleaved else 0)
+            _Run([_Part(n, n in dense) for n in run], len(run) if problem.interleaved else 0)
             for run in runs
         )
 
@@ -218,9 +218,9 @@ def excluded(
                 continue
             entries = problem.gradients[number].entries
             later = end_us(held | {number})
-            if entries > room or later > end:
+            if entries > capacity or later > end:
                 break
-            room -= entries
+            capacity -= entries
             held.add(number)
             found.append(number)
             end = later
@@ -262,28 +262,28 @@ def cut_off(problem: Problem, sent: Sequence[Part]) -> int:
     return min(range(len(sent), -1, -1), key=whole_us)
 
 
-def spare(
-    gradients: Sequence[Gradient], whole: Collection[int], density: float, bound: float
+def slack(
+    gradients: Sequence[Gradient], sent_dense: Collection[int], density: float, bound: float
 ) -> float:
-    """How many entries more than those of ``whole`` can be sent whole, so that the entries sent
+    """How many entries more than those of ``dense`` can be sent whole, so that the entries sent
     are still ``density`` of all if all others are thinned to ``bound``, each gradient's rounded
     up."""
-    dense = sum(gradients[number].entries for number in whole)
+    dense = sum(gradients[number].entries for number in sent_dense)
     total = sum(each.entries for each in gradients)
-    room = (density - bound) * total - (len(gradients) - len(whole))
+    room = (density - bound) * total - (len(gradients) - len(sent_dense))
     return room / max(1 - bound, 1 / FINEST) - dense
 
 
-def thinned(
-    gradients: Sequence[Gradient], whole: Collection[int], density: float, bound: float
+def sparsified(
+    gradients: Sequence[Gradient], sent_dense: Collection[int], density: float, bound: float
 ) -> float:
-    """Density-aware sparsification: the density of all that are not sent ``whole`` (a set of
+    """Density-aware sparsification: the density of all that are not sent ``dense`` (a set of
     numbers) at which the entries sent are ``density`` of all entries at most, each gradient's
     rounded up; not below ``bound``."""
     numbers = range(len(gradients))
-    dense = sum(gradients[n].entries for n in numbers if n in whole)
+    dense = sum(gradients[n].entries for n in numbers if n in sent_dense)
     total = sum(each.entries for each in gradients)
-    sparse = [n for n in numbers if n not in whole]
+    sparse = [n for n in numbers if n not in sent_dense]
     room = density * total - dense - len(sparse)
     share = room / (total - dense) if total > dense else 1.0
     found = math.floor(max(share, 0.0) * FINEST) / FINEST

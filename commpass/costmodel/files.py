@@ -17,7 +17,7 @@ from commpass.costmodel.kernels import KernelRate, Kernels
 from commpass.costmodel.links import Link
 from commpass.costmodel.profile import Profile, link_named, profile_named
 from commpass.errors import PolicyError, ProfileError, nearest
-from commpass.tables import Format, line_of, read_json, read_toml, write_whole
+from commpass.utils.tables import Format, line_of, read_json, read_toml, write_whole
 
 FORMAT = Format("profile", 1, "measure again with `commpass probe`", ProfileError)
 SUFFIXES = (".json", ".toml")
@@ -144,9 +144,9 @@ def _from_toml(path: Path) -> Profile:
     return _built(said, fail)
 
 
-def _built(said: dict[str, Any], fail: Any) -> Profile:
+def _built(fields: dict[str, Any], fail: Any) -> Profile:
     try:
-        return msgspec.convert(said, Profile)
+        return msgspec.convert(fields, Profile)
     except msgspec.ValidationError as error:
         where = str(error).rpartition("$.")[2].rstrip("`").partition(".")[0].partition("[")[0]
         raise fail(where or None, str(error)) from error
@@ -157,17 +157,17 @@ def _built(said: dict[str, Any], fail: Any) -> Profile:
 class _Unknown(ProfileError):
     """A word in a table that nobody knows, at a ``key``."""
 
-    def __init__(self, key: str, what: str, known: Sequence[str]):
-        super().__init__(f"{what} has no field {key!r}{nearest(key, known)}")
+    def __init__(self, key: str, name: str, known: Sequence[str]):
+        super().__init__(f"{name} has no field {key!r}{nearest(key, known)}")
         self.key = key
 
 
-def _fields(table: Any, kind: type, what: str) -> None:
+def _fields(table: Any, kind: type, name: str) -> None:
     """Raises ProfileError if a table has a field that its kind has not."""
     known = [field.name for field in dataclasses.fields(kind)]
     for key in table if isinstance(table, Mapping) else ():
         if key not in known and key != "base":
-            raise _Unknown(key, what, [*known, "base"])
+            raise _Unknown(key, name, [*known, "base"])
 
 
 def _laid_over(key: str, value: Any, below: Any) -> Any:

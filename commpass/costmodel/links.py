@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from commpass.errors import PolicyError, check_number, nearest
-from commpass.stage import ALL, BLOCK, NEXT
+from commpass.plan.stage import ALL, BLOCK, NEXT
 
 ONE, SEVERAL = "message", "messages"
 """Beside the kinds of collectives: an exchange by messages with one other rank, or with several."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from commpass.costmodel.links import ONE, SEVERAL, Link, sharing_of
 from commpass.costmodel.profile import INSIDE, Profile
 from commpass.costmodel.timeline import HOST, Task
-from commpass.stage import ALL, BLOCK, Stage
+from commpass.plan.stage import ALL, BLOCK, Stage
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Prices:
             latency -= busy
         return Task(port, taken, latency, stage.after, busy)
 
-    def _is_on_one_host(self, many: int) -> bool:
+    def _is_on_one_host(self, ranks: int) -> bool:
         """Whether the link inside carries what goes among each so many ranks that follow one
         another in the group; as the algorithm says, if the profile does not know hosts."""
         if self.profile.inside is None:
             return False
-        return not self.profile.node or self.on_host % many == 0 < self.on_host
+        return not self.profile.node or self.on_host % ranks == 0 < self.on_host
 
 
 def prices(

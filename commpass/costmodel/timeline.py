@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from commpass.timeline import HOST
+from commpass.plan.timeline import HOST
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def named(name: str) -> Chain:
 def name_of(chain: Chain) -> str:
     """What a chain is called in a graph: its steps in words."""
     dtype = str(chain.taken).removeprefix("torch.")
-    name = f"{dtype}: {' + '.join(map(_said, chain.steps))}"
+    name = f"{dtype}: {' + '.join(map(_step_text, chain.steps))}"
     while _held.setdefault(name, chain) != chain:
         name += "'"
     return name
@@ -48,7 +48,7 @@ def name_of(chain: Chain) -> str:
 
 def role_of(chain: Chain) -> str:
     """What a chain does, as marks say it: ``decode+sum+encode``."""
-    words = [_word(step) for step in chain.steps]
+    words = [_step_name(step) for step in chain.steps]
     return "+".join(dict.fromkeys(word for word in words if word))
 
 
@@ -60,20 +60,20 @@ def made_dtype(chain: Chain) -> torch.dtype:
     return torch.uint8 if chain.encodes is not None else held
 
 
-def dtype_after(step: Step, held: torch.dtype) -> torch.dtype:
+def dtype_after(step: Step, dtype: torch.dtype) -> torch.dtype:
     """The dtype of values after a step."""
     if isinstance(step, (Cast, Add)):
         return step.dtype
     if isinstance(step, Decode):
         return step.dtype if step.codec.lossless else accumulation_dtype(step.dtype)
-    return held
+    return dtype
 
 
-def _word(step: Step) -> str:
+def _step_name(step: Step) -> str:
     return {Cast: "", Divide: "", Normalise: "norm"}.get(type(step), type(step).__name__.lower())
 
 
-def _said(step: Step) -> str:
+def _step_text(step: Step) -> str:
     word = type(step).__name__.lower()
     if isinstance(step, (Encode, Decode)):
         return f"{word} {step.codec.spec}"
@@ -94,56 +94,56 @@ def compute(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:
 
 
 @by_type
-def _done(step: Step, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+def _done(step: Step, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
     raise NotImplementedError(step)
 
 
 @_done.register
-def _decode(step: Decode, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+def _decode(step: Decode, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
     return step.codec.decode_rows(rows, numel, step.dtype)
 
 
 @_done.register
-def _encode(step: Encode, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+def _encode(step: Encode, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
     return step.codec.encode_rows(rows)
 
 
 @_done.register
-def _sum(step: Sum, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+def _sum(step: Sum, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
     sums = rows.reshape(-1, step.ranks, rows.shape[1]).unbind(0)
     return torch.cat([operators.sum_rows(each) for each in sums])
 
 
 @_done.register
-def _divide(step: Divide, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+def _divide(step: Divide, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
     return rows / step.by
 
 
 @_done.register
-def _enter(step: Enter, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
-    return step.domain.enter(rows)
+def _enter(step: Enter, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return step.domain.to_domain(rows)
 
 
 @_done.register
-def _leave(step: Leave, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
-    return step.domain.leave(rows)
+def _leave(step: Leave, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return step.domain.from_domain(rows)
 
 
 @_done.register
-def _cast(step: Cast, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+def _cast(step: Cast, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
     return rows.to(step.dtype)
 
 
 @_done.register
-def _add(step: Add, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
-    return rows + next(others).reshape(rows.shape)
+def _add(step: Add, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
+    return rows + next(inputs).reshape(rows.shape)
 
 
 @_done.register
-def _normalise(step: Normalise, rows: Tensor, others: Iterator[Tensor], numel: int) -> Tensor:
+def _normalise(step: Normalise, rows: Tensor, inputs: Iterator[Tensor], numel: int) -> Tensor:
     lines = rows.to(torch.float32).unflatten(1, (numel // step.width, step.width))
     over = (lines.square().mean(dim=-1, keepdim=True) + step.eps).rsqrt()
-    return (lines * over).flatten(1).to(rows.dtype) * next(others).repeat(numel // step.width)
+    return (lines * over).flatten(1).to(rows.dtype) * next(inputs).repeat(numel // step.width)
 
 
 def _shape(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:

@@ -19,7 +19,7 @@ from commpass.lowering import cpu, fused, matmul, sparse
 from commpass.lowering.chain import Chain, Encode
 
 
-def obstacle(chain: Chain, numel: int, device: torch.device) -> str:
+def unsupported_reason(chain: Chain, numel: int, device: torch.device) -> str:
     """Why no kernel can be generated for rows of so many values on a device; "" if one can."""
     if device.type == "cpu":
         return cpu.supports(chain)
@@ -39,7 +39,7 @@ def has_kernels(coder: Codec, numel: int, device: torch.device) -> bool:
     if isinstance(coder, SparseCodec):
         each, lengths = coder.segments(numel)
         return not sparse.unsupported_reason(each, max(lengths), torch.float32)
-    return not obstacle(Chain(torch.float32, (Encode(coder),)), numel, device)
+    return not unsupported_reason(Chain(torch.float32, (Encode(coder),)), numel, device)
 
 
 def has_exponent_kernels(device: torch.device) -> bool:
@@ -48,7 +48,8 @@ def has_exponent_kernels(device: torch.device) -> bool:
 
 
 def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: matmul.Product) -> str:
-    """As ``obstacle``, of a matmul whose result is encoded by the kernel that makes it."""
+    """As ``unsupported_reason``, of a matmul whose result is encoded by the kernel that makes
+    it."""
     if why := _no_triton(a.device):
         return why
     from commpass.lowering.gpu import graph

@@ -20,13 +20,13 @@ from torch import Tensor, fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from commpass.ambient import ambient_free, making_lasting_tensors
 from commpass.errors import CommpassError
 from commpass.lowering import cpu
 from commpass.lowering.chain import Chain
 from commpass.lowering.constants import without_tables
 from commpass.lowering.repairs import repaired
-from commpass.running import stage
+from commpass.utils.ambient import ambient_free, making_lasting_tensors
+from commpass.utils.running import stage
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Form:
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
-    def within(self, buffer: Tensor, place: int) -> Tensor:
+    def slice_of(self, buffer: Tensor, place: int) -> Tensor:
         """So many values of a contiguous buffer, from its ``place``-th value of this dtype on."""
         values = buffer if buffer.dtype == self.dtype else buffer.view(self.dtype)
         return values.as_strided(self.shape, self.stride, values.storage_offset() + place)
@@ -52,18 +52,18 @@ def form_of(value: Tensor) -> Form:
 
 
 @dataclass(frozen=True)
-class Taken:
+class KernelInput:
     """What a kernel reads of an input: ``form`` is that of the part, from a place on that each
     call names; ``whole`` the input's own."""
 
     whole: Form
     form: Form
 
-    def of(self, given: Tensor, place: int) -> Tensor:
+    def of(self, tensor: Tensor, place: int) -> Tensor:
         """The part of an input. One that is laid out otherwise than was said is copied first."""
-        if given.shape != self.whole.shape or given.stride() != self.whole.stride:
-            given = self.whole.empty().copy_(given)
-        return given if self.form == self.whole else self.form.within(given, place)
+        if tensor.shape != self.whole.shape or tensor.stride() != self.whole.stride:
+            tensor = self.whole.empty().copy_(tensor)
+        return tensor if self.form == self.whole else self.form.slice_of(tensor, place)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Source:
     inputs; by a name that says all that it computes."""
 
     body: fx.GraphModule
-    inputs: tuple[Taken, ...]
+    inputs: tuple[KernelInput, ...]
     pieces: tuple[Piece, ...]
     name: str = field(init=False)
 
@@ -103,7 +103,7 @@ class Generated:
 
     chain: Chain
     numel: int
-    inputs: tuple[Taken, ...]
+    inputs: tuple[KernelInput, ...]
     piece: Piece
     name: str = field(init=False)
 
@@ -135,7 +135,7 @@ class Kernel:
     """A compiled function, which empties the list that it takes, and what it writes."""
 
     run: Callable[[list[Tensor]], object]
-    inputs: tuple[Taken, ...]
+    inputs: tuple[KernelInput, ...]
     pieces: tuple[Piece, ...]
 
 
@@ -173,7 +173,7 @@ def _compiled(body: fx.GraphModule, inputs: Sequence[Form]) -> Any:
     context = torch._guards.TracingContext(mode)
     with tracing(context), repaired():
         compiled = compile_fx_inner(rest, given, cudagraphs=BoxedBool(False))
-    return lambda taken: compiled([*taken, *tables])
+    return lambda read: compiled([*read, *tables])
 
 
 def _found(name: str) -> Kernel:
@@ -204,14 +204,14 @@ def _call(
     ]
     firsts = places[len(inputs) :]
     written = [
-        piece.form.within(outputs[piece.output], firsts[piece.output] + piece.place)
+        piece.form.slice_of(outputs[piece.output], firsts[piece.output] + piece.place)
         for piece in kernel.pieces
     ]
     with stage(site, role) if site >= 0 else nullcontext():
         kernel.run([*taken, *written])
 
 
-def _nothing(*_: object) -> None: ...
+def _no_op(*_: object) -> None: ...
 
 
 _library = torch.library.Library("commpass", "FRAGMENT")
@@ -220,4 +220,4 @@ _library.define(
     ' str role="") -> ()'
 )
 _library.impl("kernel_", ambient_free(_call), "CompositeExplicitAutograd")
-torch.library.register_fake("commpass::kernel_", _nothing, lib=_library)
+torch.library.register_fake("commpass::kernel_", _no_op, lib=_library)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from commpass.ambient import ambient_free
 from commpass.codecs import codec, operators
 from commpass.codecs.codec import accumulation_dtype
 from commpass.codecs.sparse import SparseCodec
+from commpass.utils.ambient import ambient_free
 
 ops = torch.ops.commpass
 ENCODE = ops.encode_with_feedback.default

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from commpass.groups import labels
 from commpass.parallel.exchange import Exchange
-from commpass.passes.graph.meta import dtype_name
-from commpass.paths import common
+from commpass.passes.fx.meta import dtype_name
 from commpass.plan import Site
 from commpass.policy import Policy
-from commpass.rules import Allowed
+from commpass.policy.paths import common
+from commpass.policy.rules import Allowed
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ def parts_of(
     x: Tensor,
     parameters: Sequence[Tensor],
     names: Mapping[int, str],
-    words: Mapping[str, str],
+    annotations: Mapping[str, str],
 ) -> list[Part]:
     """What is sent of a bucket whose tensor ``x`` holds the gradients of ``parameters`` one after
-    another. ``names`` are theirs by id, ``words`` the nearest ones by module."""
+    another. ``names`` are theirs by id, ``annotations`` the nearest ones by module."""
     site = Site(
         name="bucket",
         kind="all_reduce",
@@ -72,7 +72,7 @@ def parts_of(
     for number, (parameter, module) in enumerate(zip(parameters, modules, strict=True)):
         ranges.append((start, parameter.numel()))
         start += parameter.numel()
-        terms = _terms(policy, site, module, words.get(module))
+        terms = _terms(policy, site, module, annotations.get(module))
         same = next((numbers for other, numbers in alike if other == terms), None)
         if same is None:
             alike.append((terms, [number]))
@@ -82,7 +82,7 @@ def parts_of(
     for terms, numbers in alike:
         module, word = common(modules[number] for number in numbers), None
         if _terms(policy, site, module, None) != terms:  # what is said of one is said of all
-            module, word = modules[numbers[0]], words.get(modules[numbers[0]])
+            module, word = modules[numbers[0]], annotations.get(modules[numbers[0]])
         what = Exchange(
             "all_reduce",
             *(group.group_name, group.size(), module, "backward", "ddp", "avg"),
@@ -95,9 +95,9 @@ def parts_of(
     return found
 
 
-def _terms(policy: Policy, site: Site, module: str, word: str | None) -> Allowed:
+def _terms(policy: Policy, site: Site, module: str, annotation: str | None) -> Allowed:
     """What a policy allows to the gradients of one module."""
-    return policy.allowed(dataclasses.replace(site, module=module, word=word))[0].terms
+    return policy.allowed(dataclasses.replace(site, module=module, word=annotation))[0].terms
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

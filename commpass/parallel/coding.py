@@ -17,13 +17,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from commpass.ambient import ambient_free, without_ambient_state
 from commpass.codecs import Codec
 from commpass.codecs.rows import cut_apart
-from commpass.lowering import Form, Piece, Source, Taken, cpu, form_of, make
+from commpass.lowering import Form, KernelInput, Piece, Source, cpu, form_of, make
 from commpass.lowering.chain import Cast, Chain, Decode, Encode
 from commpass.passes.regions import write
 from commpass.passes.template import inductor_decompositions, without_tensors
+from commpass.utils.ambient import ambient_free, without_ambient_state
 
 Run = Callable[[Tensor, Tensor], object]
 """Takes one row and writes another."""
@@ -122,7 +122,7 @@ def _generated(coding: Coding, chain: Chain) -> Run | None:
     if coding.device.type != "cpu" or cpu.supports(chain):
         return None
     kernel = cpu.compiled(chain)
-    return lambda row, made: kernel([row], made, coding.numel)
+    return lambda row, output: kernel([row], output, coding.numel)
 
 
 def _compiled(
@@ -147,7 +147,7 @@ def _compiled(
         place += value.numel() * value.itemsize
     write(body, made, pieces)
     taken = form_of(fake)
-    source = Source(body, (Taken(taken, taken),), tuple(pieces))
+    source = Source(body, (KernelInput(taken, taken),), tuple(pieces))
     make([source])
     call = torch.ops.commpass.kernel_.default
     return lambda row, written: call([row], [written], [0, 0], source.name)

@@ -21,21 +21,22 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from commpass.ambient import without_ambient_state
-from commpass.annotate import words_of
 from commpass.backend import backend
 from commpass.costmodel import Profile
+from commpass.distributed.owners import parameter_names
+from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
-from commpass.groups import goes_with, twin
+from commpass.groups import close_with, duplicate
 from commpass.parallel.buckets import Part, parts_of
 from commpass.parallel.dropped import Dropped
 from commpass.parallel.exchange import Compiled, Exchanges
-from commpass.parallel.taken import Gone, checked, claim, refuse_if_optimized_in_backward
+from commpass.parallel.ownership import Released, acquire, checked, refuse_if_optimized_in_backward
 from commpass.parallel.worker import Worker
 from commpass.plan import Plan
 from commpass.policy import Policy
-from commpass.runtime.owners import parameter_names
-from commpass.runtime.record import wire_bytes
+from commpass.policy.annotate import annotations_of
+from commpass.utils.ambient import without_ambient_state
+from commpass.utils.deprecated import old_names
 
 
 class Bytes(NamedTuple):
@@ -54,7 +55,7 @@ def compress_ddp(
     strict: bool = False,
     dump: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
-) -> DDPDoor:
+) -> CompressedDDP:
     """Sends the gradients of a DistributedDataParallel model as a policy allows.
 
         model = DistributedDataParallel(model)
@@ -73,13 +74,13 @@ def compress_ddp(
     """
     ddp = checked(model)
     made = backend(policy, inner=inner, profile=profile, strict=strict, dump=dump, timeout=timeout)
-    door = DDPDoor(ddp, Exchanges(made))
+    door = CompressedDDP(ddp, Exchanges(made))
     ddp.register_comm_hook(door, _hook)
-    claim(ddp, "compress_ddp")
+    acquire(ddp, "compress_ddp")
     return door
 
 
-def _hook(state: DDPDoor, bucket: dist.GradBucket) -> Future[Tensor]:
+def _hook(state: CompressedDDP, bucket: dist.GradBucket) -> Future[Tensor]:
     return state.send(bucket)
 
 
@@ -95,7 +96,7 @@ class _Step:
     sent: int = 0
 
 
-class DDPDoor:
+class CompressedDDP:
     """What sends the gradients of one DDP model."""
 
     def __init__(self, ddp: DistributedDataParallel, exchanges: Exchanges):
@@ -134,7 +135,7 @@ class DDPDoor:
 
     def __reduce__(self) -> Any:
         """A copy of the model has no comm hook, and so no door."""
-        return Gone, ()
+        return Released, ()
 
     def __repr__(self) -> str:
         policy = self.exchanges.backend.policy.name
@@ -164,7 +165,7 @@ class DDPDoor:
         if in_backward and backward != self._backward:
             self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
-        job: Callable[[], None] = _nothing
+        job: Callable[[], None] = _no_op
         try:
             if bucket.index() == 0:
                 self._follow()
@@ -209,7 +210,7 @@ class DDPDoor:
             self._channel = _Channel(ddp.process_group)
             self._channel.open()
         if self._provisional is None and self.group is not None:
-            self._words = words_of(ddp)
+            self._words = annotations_of(ddp)
             self._provisional = _provisional_steps(ddp)
             drops = ddp.find_unused_parameters and not ddp.static_graph
             self._dropped = Dropped("ddp", self.group.size()) if drops else None
@@ -275,8 +276,8 @@ class _Channel:
 
     def open(self) -> None:
         """Makes the group: all ranks of the host's call it alike."""
-        self.group = twin(self.host)
-        goes_with(self, self.group)
+        self.group = duplicate(self.host)
+        close_with(self, self.group)
 
 
 def _provisional_steps(ddp: DistributedDataParallel) -> int:
@@ -306,7 +307,7 @@ def _in_order(jobs: Sequence[Callable[[], None]]) -> None:
         job()
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass
 
 
@@ -316,3 +317,6 @@ def _leave(channel: weakref.ref[_Channel]) -> None:
     if (held := channel()) is not None and held.group is not None:
         group, held.group = held.group, None
         dist.destroy_process_group(group)
+
+
+__getattr__ = old_names(__name__, {"DDPDoor": "CompressedDDP"})

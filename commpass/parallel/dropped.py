@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commpass.runtime.flat import put_back
+from commpass.distributed.flat import put_back
 
 
 class Dropped:

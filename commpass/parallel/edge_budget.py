@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from commpass.codecs import Codec
+from commpass.distributed.budget import excess, is_due
+from commpass.distributed.samples import CHECKED, measure, reading_of
 from commpass.parallel import ends
 from commpass.passes.sample import unsupported_reason
-from commpass.plan import PlannedSite, left_alone
+from commpass.plan import PlannedSite, uncompressed
 from commpass.policy import Policy
-from commpass.runtime.budget import excess, is_due
-from commpass.runtime.samples import CHECKED, measure, reading_of
 
 What = tuple[str, str]
 """``send`` or ``recv``, and the direction."""
@@ -47,21 +47,21 @@ class EdgeBudget:
     def apply(self, sites: Sequence[PlannedSite]) -> tuple[PlannedSite, ...]:
         """The sites of a plan, those that are known to be over their budget left alone."""
         return tuple(
-            left_alone(site, f"left alone: {why}", site.plain_us)
+            uncompressed(site, f"left alone: {why}", site.plain_us)
             if (why := self.over.get((site.direction, site.name))) and site.compressed
             else site
             for site in sites
         )
 
-    def begin(self, what: What, edges: Sequence[ends.Edge], timeout_s: float) -> bool:
+    def begin(self, exchange: What, edges: Sequence[ends.Edge], timeout_s: float) -> bool:
         """At the first microbatch of a step: whether the step before found anything over its
         budget. Raises Unanswered where the end that sends does not say so in time."""
-        step = self.steps[what]
-        self.steps[what] += 1
+        step = self.steps[exchange]
+        self.steps[exchange] += 1
         if not step or not is_due(step, self.policy.check_calls):
             return False
-        kind, direction = what
-        over = dict(self.found.pop(what, {}))
+        kind, direction = exchange
+        over = dict(self.found.pop(exchange, {}))
         if kind == "recv":
             for edge in edges:
                 if edge.key in self.ended:
@@ -78,19 +78,19 @@ class EdgeBudget:
         allowed = self.policy.allowed(site)[0]
         return None if allowed.force or unsupported_reason(site) else allowed.max_error
 
-    def is_due(self, what: What, microbatch: int) -> bool:
+    def is_due(self, exchange: What, microbatch: int) -> bool:
         """Whether the messages of this microbatch are measured."""
-        if what[0] != "send" or microbatch or not self._more(what):
+        if exchange[0] != "send" or microbatch or not self._more(exchange):
             return False
-        return is_due(self.steps[what], self.policy.check_calls)
+        return is_due(self.steps[exchange], self.policy.check_calls)
 
-    def _more(self, what: What) -> bool:
+    def _more(self, exchange: What) -> bool:
         """Whether there is a site that is yet to be measured."""
-        return what not in self.left or any(self.left[what].values())
+        return exchange not in self.left or any(self.left[exchange].values())
 
-    def measure(self, what: What, site: PlannedSite, coder: Codec, x: Tensor) -> None:
+    def measure(self, exchange: What, site: PlannedSite, coder: Codec, x: Tensor) -> None:
         """Measures a message that is about to be encoded."""
-        left = self.left.setdefault(what, {})
+        left = self.left.setdefault(exchange, {})
         bound = self.checks(site)
         if bound is None:
             return
@@ -100,12 +100,12 @@ class EdgeBudget:
             return
         left[site.name] = max(left[site.name] - 1, 0)
         if why := excess(reading, bound):
-            self.found.setdefault(what, {})[site.name] = why
+            self.found.setdefault(exchange, {})[site.name] = why
             left[site.name] = 0  # it is left alone
 
-    def publish(self, what: What, edges: Sequence[ends.Edge]) -> None:
+    def publish(self, exchange: What, edges: Sequence[ends.Edge]) -> None:
         """Publishes what was found, for the other end of each edge."""
-        over: Mapping[str, str] = self.found.get(what, {})
+        over: Mapping[str, str] = self.found.get(exchange, {})
         for edge in edges:
-            found = ends.Found(ends.of_edge(edge, over), self._more(what))
-            ends.publish_errors(edge, self.steps[what], found)
+            found = ends.Found(ends.of_edge(edge, over), self._more(exchange))
+            ends.publish_errors(edge, self.steps[exchange], found)

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from commpass import groups
 from commpass.codecs import codec
 from commpass.costmodel import Profile
-from commpass.kinds import KINDS
 from commpass.parallel.coding import Coding
 from commpass.passes.candidates import Options, candidates
 from commpass.passes.choose import choose
-from commpass.passes.graph import meta
+from commpass.passes.fx import meta
 from commpass.plan import Candidate, PlannedSite, Site, planned
+from commpass.plan.kinds import KINDS
 from commpass.policy import Policy
 
 STATELESS = "a pipeline keeps no state between microbatches"
@@ -115,7 +115,7 @@ class Place:
     ranks: dict[int, int]
     device: torch.device
 
-    def is_here(self, stage: int) -> bool:
+    def is_local(self, stage: int) -> bool:
         return self.ranks[stage] == self.group.rank()
 
 
@@ -137,7 +137,7 @@ def site_of(line: Line, place: Place) -> Site:
         members=tuple(dist.get_process_group_ranks(group)),
         dtype=meta.dtype_name(line.dtype),
         shape=line.shape,
-        bytes=0 if place.is_here(line.peer) else nbytes,
+        bytes=0 if place.is_local(line.peer) else nbytes,
         width=math.prod(line.shape[1:]),
         peer=place.ranks[line.peer],
         stateless=STATELESS,
@@ -164,13 +164,13 @@ def decide(site: Site, policy: Policy, profile: Profile) -> tuple[PlannedSite, O
 
 
 def decide_all(
-    wanted: Iterable[Line], place: Place, policy: Policy, profile: Profile
+    lines: Iterable[Line], place: Place, policy: Policy, profile: Profile
 ) -> tuple[tuple[PlannedSite, ...], dict[str, Options]]:
     """The decisions on lines, in order, and what might have been decided, by the site's name."""
     sites, considered = [], {}
-    for line in wanted:
+    for line in lines:
         site = site_of(line, place)
-        if place.is_here(line.peer):
+        if place.is_local(line.peer):
             sites.append(planned(site, Candidate(), TOGETHER, 0.0))
             continue
         chosen, options = decide(site, policy, profile)

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import msgspec
 import torch.distributed as dist
 
+from commpass.distributed.agreement import LONGEST_PAUSE_S, PATIENCE_S
+from commpass.distributed.pairs import End, mismatches
+from commpass.distributed.plan_store import ROOT, board
 from commpass.errors import PlanMismatch, Unanswered
-from commpass.runtime.agreement import LONGEST_PAUSE_S, PATIENCE_S
-from commpass.runtime.board import ROOT, board
-from commpass.runtime.pairs import End, mismatches
 
 log = logging.getLogger("commpass")
 
 
 @dataclass(frozen=True)
-class Word:
+class EndPlan:
     """What one end of an edge has decided: under which policy, and each of its messages."""
 
     policy: str
@@ -61,26 +61,26 @@ def answers() -> bool:
     return "fake" not in dist.get_backend(dist.group.WORLD)
 
 
-def say(edge: Edge, word: Word) -> None:
+def publish(edge: Edge, plan: EndPlan) -> None:
     """Says what this end has decided."""
     try:
         here = board()
-        here.store.set(f"{ROOT}/{here.nonce}/{edge.key}", msgspec.json.encode(word))
+        here.store.set(f"{ROOT}/{here.nonce}/{edge.key}", msgspec.json.encode(plan))
     except RuntimeError as error:
         raise _unreachable(edge, error) from error
 
 
-def compare(edge: Edge, mine: Word, timeout_s: float) -> None:
+def compare(edge: Edge, own_plan: EndPlan, timeout_s: float) -> None:
     """Waits for what the other end says. Raises PlanMismatch where it differs, and Unanswered
     where nothing was said in time."""
     try:
-        other = _heard(edge, timeout_s)
+        other = _received(edge, timeout_s)
     except RuntimeError as error:
         if isinstance(error, PlanMismatch):
             raise
         raise _unreachable(edge, error) from error
-    if found := mismatches((mine.ends, other.ends)):
-        policies = f"policy {mine.policy!r} on this rank, {other.policy!r} on rank {edge.rank}"
+    if found := mismatches((own_plan.ends, other.ends)):
+        policies = f"policy {own_plan.policy!r} on this rank, {other.policy!r} on rank {edge.rank}"
         raise PlanMismatch(
             f"two ranks planned {edge} differently ({policies}; ranks below are those of the"
             " group):\n  " + "\n  ".join(found) + "\nGive compress_pipeline the same policy and"
@@ -119,8 +119,8 @@ def _place(nonce: str, edge: Edge, step: int) -> str:
     return f"{ROOT}/{nonce}/{edge.key}" + (f"/errors/{step}" if step else "")
 
 
-def _heard(edge: Edge, timeout_s: float) -> Word:
-    return msgspec.json.decode(_read(edge, 0, timeout_s), type=Word)
+def _received(edge: Edge, timeout_s: float) -> EndPlan:
+    return msgspec.json.decode(_read(edge, 0, timeout_s), type=EndPlan)
 
 
 def _read(edge: Edge, step: int, timeout_s: float) -> bytes:

@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from commpass.ambient import ambient_free, without_ambient_state
-from commpass.annotate import KEY, outside_scopes
 from commpass.backend import Backend
+from commpass.distributed import record
+from commpass.distributed.calls import Raising, with_boxed_args
+from commpass.distributed.origin import origin_of_hook
+from commpass.distributed.owners import HookCalls
 from commpass.errors import CommpassError
 from commpass.parallel.sharing import Shared, with_fakes
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.meta import PLACE
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.meta import PLACE
 from commpass.plan import Plan
-from commpass.runtime import record
-from commpass.runtime.calls import Raising, boxed
-from commpass.runtime.origin import origin_of_hook
-from commpass.runtime.owners import HookCalls
+from commpass.policy.annotate import KEY, outside_scopes
+from commpass.utils.ambient import ambient_free, without_ambient_state
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Exchange:
     """What a hook sends: ``kind`` and ``op`` as in a site, over the group named ``group`` of
     ``ranks`` ranks, for the module at ``module``, in ``direction``; ``hook`` is who sends it, in
     the names of its state. ``word`` is what ``compress`` or ``keep`` says of it, as JSON;
-    ``obstacle`` is why it is left as it is, if it must be. ``flat`` says that it sends the
-    gradients of its parameters one after another: state is then kept by parameter. ``again`` says
-    that backward sends once more what forward sent, and must get the same bits. ``parameters`` are
-    the names of those that it carries: they tell it from others of the same module. ``wide`` is the
-    dtype of the result where ``x`` has narrower values, which are widened before they are summed,
-    and ``factor`` what they are multiplied by then.
+    ``unsupported_reason`` is why it is left as it is, if it must be. ``flat`` says that it sends
+    the gradients of its parameters one after another: state is then kept by parameter. ``again``
+    says that backward sends once more what forward sent, and must get the same bits. ``parameters``
+    are the names of those that it carries: they tell it from others of the same module. ``wide`` is
+    the dtype of the result where ``x`` has narrower values, which are widened before they are
+    summed, and ``factor`` what they are multiplied by then.
 
     A mean (``op="avg"``) is the sum of values that each rank has multiplied by 1 / ``ranks`` before
     it sends them, as DDP has it: the library need not know means, and no sum overflows that its
@@ -136,75 +136,81 @@ class Exchanges:
     shared: Shared = field(default_factory=Shared)
 
     def run(
-        self, what: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
+        self, exchange: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
     ) -> None:
         """Sends ``x`` and puts the result into ``out``, or into ``x`` itself; the two do not
         overlap. ``of`` are the parameters of ``what.parameters`` as they are now: their state is
         kept, if a codec keeps any."""
-        self.get(what, x, out, of).run(*([x] if out is None else [x, out]))
+        self.get(exchange, x, out, of).run(*([x] if out is None else [x, out]))
 
     def get(
-        self, what: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
+        self, exchange: Exchange, x: Tensor, out: Tensor | None = None, of: Sequence[Tensor] = ()
     ) -> Compiled:
         """The compiled exchange."""
         shape = None if out is None else tuple(out.shape)
-        key = (what, tuple(x.shape), x.dtype, x.device, shape, len(of))
+        key = (exchange, tuple(x.shape), x.dtype, x.device, shape, len(of))
         if key not in self.compiled:
-            self.compiled[key] = self._compile(what, x, out, of)
+            self.compiled[key] = self._compile(exchange, x, out, of)
         compiled = self.compiled[key]
         compiled.calls.set_parameters(of)
         return compiled
 
-    def narrows(self, what: Exchange, x: Tensor, out: Tensor) -> bool:
+    def narrows(self, exchange: Exchange, x: Tensor, out: Tensor) -> bool:
         """Whether simplify makes of an exchange of widened values one of narrow ones."""
-        key = (what, tuple(x.shape), x.dtype, x.device)
+        key = (exchange, tuple(x.shape), x.dtype, x.device)
         if key not in self.narrow:
-            self.narrow[key] = self._narrows(what, x, out)
+            self.narrow[key] = self._narrows(exchange, x, out)
         return self.narrow[key]
 
     @ambient_free
-    def _narrows(self, what: Exchange, x: Tensor, out: Tensor) -> bool:
-        gm = what.graph(inplace=False)
+    def _narrows(self, exchange: Exchange, x: Tensor, out: Tensor) -> bool:
+        gm = exchange.graph(inplace=False)
         with_fakes(gm, [x, out])
         with outside_scopes():
-            return bool(self.backend.simplified(gm, what.direction))
+            return bool(self.backend.simplified(gm, exchange.direction))
 
     def clear(self) -> None:
         """Lets go of all that was compiled, as of a group that is no longer used."""
-        self.backend.ledger.retire()
+        self.backend.step_log.retire()
         self.compiled.clear()
         self.narrow.clear()
         self.shared.made.clear()
 
     @ambient_free
     def _compile(
-        self, what: Exchange, x: Tensor, out: Tensor | None, of: Sequence[Tensor]
+        self, exchange: Exchange, x: Tensor, out: Tensor | None, of: Sequence[Tensor]
     ) -> Compiled:
         before = len(record.plans())
-        gm = what.graph(out is None)
+        gm = exchange.graph(out is None)
         with_fakes(gm, [x] if out is None else [x, out])
-        origin = origin_of_hook(what.hook, what.kind, what.op, what.module, what.parameters)
-        calls = HookCalls(what.direction, what.hook, of, what.flat, what.again, origin)
+        origin = origin_of_hook(
+            exchange.hook, exchange.kind, exchange.op, exchange.module, exchange.parameters
+        )
+        calls = HookCalls(
+            exchange.direction, exchange.hook, of, exchange.flat, exchange.again, origin
+        )
         inductor = self.backend.inner == "inductor"
 
         def compile_graph(
             gm: fx.GraphModule, more: Sequence[Any], pinned: bool, changed: bool
         ) -> Any:
             if not inductor or not any(MARK in node.meta for node in gm.graph.nodes):
-                return boxed(gm.forward)
+                return with_boxed_args(gm.forward)
             return self.shared.compiled(gm, pinned)
 
         with outside_scopes():
-            function = self.backend.of_hook(gm, what.direction, calls, compile_graph, what.obstacle)
+            function = self.backend.of_hook(
+                gm, exchange.direction, calls, compile_graph, exchange.obstacle
+            )
         made = record.plans()[before:]
         if len(made) != 1:
-            raise CommpassError(f"the exchange of {what} made {len(made)} plans instead of one")
+            raise CommpassError(f"the exchange of {exchange} made {len(made)} plans instead of one")
 
         def run(*tensors: Tensor) -> None:
             with without_ambient_state(), outside_scopes():
                 function(list(tensors))
 
-        plan = functools.partial(self.backend.ledger.current, made[0])
+        plan = functools.partial(self.backend.step_log.current, made[0])
         return Compiled(run, plan, calls, isinstance(function, Raising))
 
     @property

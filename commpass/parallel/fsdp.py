@@ -20,19 +20,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from commpass import paths
-from commpass.annotate import words_of
 from commpass.backend import backend
 from commpass.costmodel import Profile
+from commpass.distributed.checked import suspended
+from commpass.distributed.machine import default_here
+from commpass.distributed.record import wire_bytes
 from commpass.errors import PolicyError
 from commpass.parallel.exchange import Compiled, Exchange, Exchanges
 from commpass.parallel.narrow import FLAG, gains, narrowed
 from commpass.passes.simplify.rules.gathers import EXACT_WIDENINGS
 from commpass.plan import Plan
-from commpass.policy import Policy
-from commpass.runtime.checked import held
-from commpass.runtime.machine import default_here
-from commpass.runtime.record import wire_bytes
+from commpass.policy import Policy, paths
+from commpass.policy.annotate import annotations_of
+from commpass.utils.deprecated import old_names
 
 log = logging.getLogger("commpass")
 
@@ -95,7 +95,7 @@ class Unit:
         """Whether what is gathered now is for backward."""
         return getattr(self.group._training_state, "name", "") == "PRE_BACKWARD"
 
-    def is_whole(self, group: dist.ProcessGroup) -> bool:
+    def shards_over(self, group: dist.ProcessGroup) -> bool:
         """Whether it is over this group that the parameters are sharded between steps."""
         return group is getattr(self.group.mesh_info, "shard_process_group", None)
 
@@ -104,8 +104,8 @@ class CompressedAllGather:
     """FSDP2's ``AllGather``: every rank gets the values that the codes stand for, its own shard
     among them. Backward's gather is the same exchange as forward's, so it gives the same bits."""
 
-    def __init__(self, door: FSDPDoor, unit: Unit, plain: Any):
-        self.door, self.unit, self.plain = door, unit, plain
+    def __init__(self, integration: CompressedFSDP, unit: Unit, plain: Any):
+        self.door, self.unit, self.plain = integration, unit, plain
 
     def allocate(self, size: Sequence[Any], **how: Any) -> Tensor:
         made: Tensor = self.plain.allocate(size, **how)
@@ -121,7 +121,7 @@ class CompressedAllGather:
         what = _exchange("all_gather", "forward", self.unit, group)
         if input_tensor.dtype == torch.uint8:
             what = replace(what, obstacle=PACKED)
-        elif not self.unit.is_whole(group):
+        elif not self.unit.shards_over(group):
             what = replace(what, direction="backward", obstacle=RESHARDED)
         elif self.unit.gathers_again:
             what = replace(what, again=True)
@@ -129,7 +129,7 @@ class CompressedAllGather:
         if send is None:
             plain: dist.Work | None = self.plain(output_tensor, input_tensor, group, async_op)
             return plain
-        with held() if what.again and self.unit.in_backward else contextlib.nullcontext():
+        with suspended() if what.again and self.unit.in_backward else contextlib.nullcontext():
             send(input_tensor.clone(), output_tensor)  # FSDP2's input is a part of its output
         return _done(output_tensor) if async_op else None
 
@@ -138,8 +138,8 @@ class CompressedReduceScatter:
     """FSDP2's ``ReduceScatter``: each rank gets the sum, or the mean, of what the codes of all
     ranks stand for."""
 
-    def __init__(self, door: FSDPDoor, unit: Unit, plain: Any):
-        self.door, self.unit, self.plain = door, unit, plain
+    def __init__(self, integration: CompressedFSDP, unit: Unit, plain: Any):
+        self.door, self.unit, self.plain = integration, unit, plain
 
     def allocate(self, size: Sequence[Any], **how: Any) -> Tensor:
         made: Tensor = self.plain.allocate(size, **how)
@@ -171,7 +171,7 @@ class CompressedReduceScatter:
         return _done(output_tensor) if async_op else None
 
 
-class FSDPDoor:
+class CompressedFSDP:
     """The exchanges of a model's FSDP2 units under a policy; ``compress_fsdp`` makes it."""
 
     def __init__(self, exchanges: Exchanges, units: Sequence[Unit], model: nn.Module):
@@ -210,46 +210,50 @@ class FSDPDoor:
                 if getattr(comm, "door", None) is self:
                     setattr(group, name, comm.plain)
 
-    def sending(self, what: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
+    def sending(self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit) -> Any:
         """What sends this exchange compressed, or raises why nothing may be sent; None where its
         plan leaves it as it is."""
         self._begin_once(unit)
-        what = replace(what, word=unit.word, parameters=unit.names)
-        compiled = self.exchanges.get(what, x, out, unit.parameters)
+        exchange = replace(exchange, word=unit.word, parameters=unit.names)
+        compiled = self.exchanges.get(exchange, x, out, unit.parameters)
         if compiled.untouched:
-            self._record(what.kind, compiled)
+            self._record(exchange.kind, compiled)
             return None
 
         def run(*tensors: Tensor) -> None:
             compiled.run(*tensors)
-            self._record(what.kind, compiled)
+            self._record(exchange.kind, compiled)
 
         return run
 
     def sends_narrow(
-        self, what: Exchange, x: Tensor, out: Tensor, unit: Unit, group: dist.ProcessGroup
+        self, exchange: Exchange, x: Tensor, out: Tensor, unit: Unit, group: dist.ProcessGroup
     ) -> bool:
         """Sends gradients that were widened as the narrow values that they are. False, and nothing
         is sent, where they are none, or where that is no gain."""
         dtype = unit.grad_dtype
-        if what.obstacle is not None or dtype is None or (dtype, x.dtype) not in EXACT_WIDENINGS:
+        if (
+            exchange.obstacle is not None
+            or dtype is None
+            or (dtype, x.dtype) not in EXACT_WIDENINGS
+        ):
             return False
         profile = self.exchanges.backend.profile or default_here(x.device.type)
         if not gains(group, x.nbytes, x.numel() * dtype.itemsize, profile):
             return False
         self._begin_once(unit)
-        what = replace(what, wide=x.dtype, word=unit.word, parameters=unit.names)
+        exchange = replace(exchange, wide=x.dtype, word=unit.word, parameters=unit.names)
         like = torch.empty_like(x, dtype=dtype)
-        if not self.exchanges.narrows(what, like, out):
+        if not self.exchanges.narrows(exchange, like, out):
             return False
-        compiled = self.exchanges.get(what, like, out, unit.parameters)
+        compiled = self.exchanges.get(exchange, like, out, unit.parameters)
         if compiled.untouched:  # not all ranks plan it so
             return False
         narrow = like if compiled.refused else narrowed(x, dtype, group)
         if narrow is not None:
             compiled.run(narrow, out)
-            self._record(what.kind, compiled)
-        self._count(what.kind, FLAG.itemsize)
+            self._record(exchange.kind, compiled)
+        self._count(exchange.kind, FLAG.itemsize)
         return narrow is not None
 
     def _record(self, kind: str, compiled: Compiled) -> None:
@@ -303,7 +307,7 @@ class FSDPDoor:
         ]
         policy = self.exchanges.backend.policy.name
         return (
-            f"FSDPDoor of {self.name}: {len(self.units)} units under policy {policy!r};"
+            f"CompressedFSDP of {self.name}: {len(self.units)} units under policy {policy!r};"
             f" {'; '.join(sent) or 'nothing sent yet'}"
         )
 
@@ -316,7 +320,7 @@ def compress_fsdp(
     strict: bool = False,
     dump: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
-) -> FSDPDoor:
+) -> CompressedFSDP:
     """Lets all that FSDP2 sends for a model go through a policy, and returns the door.
 
     Call it after ``fully_shard``, on all ranks alike, before the first step. The other arguments
@@ -340,13 +344,13 @@ def compress_fsdp(
     units = list(_units(model))
     name = type(model).__name__
     if not units:
-        raise PolicyError(_nothing(model, name))
+        raise PolicyError(_suggestion(model, name))
     for unit in units:
         _refuse_if_taken(unit)
     made = backend(policy, profile=profile, strict=strict, dump=dump, timeout=timeout)
     if any(unit.replicas > 1 for unit in units):
         log.warning(NOT_REACHED, name)
-    return FSDPDoor(Exchanges(made), units, model)
+    return CompressedFSDP(Exchanges(made), units, model)
 
 
 LATER = (
@@ -363,7 +367,7 @@ NOT_REACHED = (
 def _units(model: nn.Module) -> Iterator[Unit]:
     """The parameter groups of a model's FSDP2 modules, outer ones first, each once."""
     named: dict[int, tuple[Any, list[str]]] = {}
-    said, modules = words_of(model), paths.names(model)
+    said, modules = annotations_of(model), paths.names(model)
     where = {id(module): path for path, module in reversed(modules)}  # a tied one has its first
     for path, module in modules:
         if not isinstance(module, FSDPModule):
@@ -402,7 +406,7 @@ def _refuse_if_taken(unit: Unit) -> None:
             )
 
 
-def _nothing(model: nn.Module, name: str) -> str:
+def _suggestion(model: nn.Module, name: str) -> str:
     """What to call instead, for a model without FSDP2 modules."""
     said = f"compress_fsdp: no module of {name} was sharded by torch.distributed.fsdp.fully_shard"
     if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
@@ -445,3 +449,6 @@ def _done(result: Tensor) -> dist.Work:
     torch_c10d: Any = torch._C._distributed_c10d
     work: dist.Work = torch_c10d._create_work_from_future(future)
     return work
+
+
+__getattr__ = old_names(__name__, {"FSDPDoor": "CompressedFSDP"})

@@ -25,23 +25,23 @@ from torch import Tensor
 
 from commpass.backend import Backend, backend
 from commpass.costmodel import Profile
+from commpass.distributed import pairs, record
+from commpass.distributed.agreement import longest_timeout
+from commpass.distributed.budget import OVER
+from commpass.distributed.machine import default_here
+from commpass.distributed.plan_store import board, greet
+from commpass.distributed.samples import MORE, label
+from commpass.distributed.uncompressed import uncompressed_sites
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel import ends
 from commpass.parallel.coding import Coding
 from commpass.parallel.edge_budget import EdgeBudget
 from commpass.parallel.edges import Line, Place, coding_of, decide_all, lines
-from commpass.passes import Outcome
+from commpass.passes import PassResult
 from commpass.plan import Plan, PlannedSite
+from commpass.plan.timeline import Timeline
 from commpass.policy import Policy
-from commpass.rules import DIRECTIONS
-from commpass.runtime import pairs, record
-from commpass.runtime.agreement import longest_timeout
-from commpass.runtime.board import board, greet
-from commpass.runtime.budget import OVER
-from commpass.runtime.machine import default_here
-from commpass.runtime.samples import MORE, label
-from commpass.runtime.uncompressed import left_alone
-from commpass.timeline import Timeline
+from commpass.policy.rules import DIRECTIONS
 
 log = logging.getLogger("commpass")
 
@@ -161,7 +161,7 @@ class Compressed:
         self.prepared: Counter[str] = Counter()
         self.plans: dict[str, Plan] = {}
         self.coded: dict[tuple[str, str], list[tuple[Line, PlannedSite, Coding | None]]] = {}
-        self.unheard: dict[tuple[str, str], list[tuple[ends.Edge, ends.Word]]] = {}
+        self.unheard: dict[tuple[str, str], list[tuple[ends.Edge, ends.EndPlan]]] = {}
         self.edges: dict[tuple[str, str], list[ends.Edge]] = {}
         self.budget = EdgeBudget(shared.policy)
         self.arriving: dict[tuple[str, int], list[tuple[Coding, Tensor, Tensor]]] = {}
@@ -172,8 +172,8 @@ class Compressed:
         for what, name in MESSAGES.items():
             self._replace(name, self._messages, what)
 
-    def _replace(self, name: str, method: Callable[..., Any], what: Any) -> None:
-        setattr(self.stage, name, functools.partial(method, what, getattr(self.stage, name)))
+    def _replace(self, name: str, method: Callable[..., Any], target: Any) -> None:
+        setattr(self.stage, name, functools.partial(method, target, getattr(self.stage, name)))
 
     # --- the methods ------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Compressed:
         return result
 
     def _messages(
-        self, what: tuple[str, str], original: Callable[[int], list[Any]], microbatch: int
+        self, target: tuple[str, str], original: Callable[[int], list[Any]], microbatch: int
     ) -> list[Any]:
         """The messages of a microbatch, as torch makes them, of codes where that was planned."""
         messages = original(microbatch)
@@ -198,43 +198,43 @@ class Compressed:
                 " compress_pipeline, and what it sends was planned for the ranks of the one"
                 " before: make the stages anew, and call compress_pipeline on these"
             )
-        kind, direction = what
+        kind, direction = target
         timeout_s = self.backend.timeout or longest_timeout([self.group])
-        for edge, word in self.unheard.pop(what, ()):
+        for edge, word in self.unheard.pop(target, ()):
             ends.compare(edge, word, timeout_s)
-        coded = self.coded.get(what, [])
+        coded = self.coded.get(target, [])
         lines_coded = {(line.source, line.target) for line, _, coding in coded if coding}
-        edges = [e for e in self.edges.get(what, ()) if (e.source, e.target) in lines_coded]
-        if edges and microbatch == 0 and self.budget.begin(what, edges, timeout_s):
-            self._leave_alone(what)
-            coded = self.coded[what]
+        edges = [e for e in self.edges.get(target, ()) if (e.source, e.target) in lines_coded]
+        if edges and microbatch == 0 and self.budget.begin(target, edges, timeout_s):
+            self._leave_alone(target)
+            coded = self.coded[target]
         if all(coding is None for _, _, coding in coded):
             return messages
-        self._check_messages(what, messages, coded)
-        checks = self.budget.is_due(what, microbatch)
+        self._check_messages(target, messages, coded)
+        checks = self.budget.is_due(target, microbatch)
         for message, (_, site, coding) in zip(messages, coded, strict=True):
             if coding is None:
                 continue
             if kind == "send":
                 if checks:
-                    self.budget.measure(what, site, coding.codec, message.tensor)
+                    self.budget.measure(target, site, coding.codec, message.tensor)
                 message.tensor = coding.encode(message.tensor)
                 continue
             wire, buffer = coding.empty_wire(), message.tensor
             self.arriving.setdefault((direction, microbatch), []).append((coding, wire, buffer))
             message.tensor = wire
         if checks:
-            self.budget.publish(what, edges)
+            self.budget.publish(target, edges)
         return messages
 
-    def _leave_alone(self, what: tuple[str, str]) -> None:
+    def _leave_alone(self, target: tuple[str, str]) -> None:
         """Sends as they are from now on those messages that are over their budget."""
-        kind, direction = what
+        kind, direction = target
         before = self.plans[direction]
         plan = dataclasses.replace(before, sites=self.budget.apply(before.sites))
         now = {site.name: site for site in plan.sites if site.kind == kind}
-        rows = self.coded[what]
-        self.coded[what] = [
+        rows = self.coded[target]
+        self.coded[target] = [
             (line, now[site.name], coding if now[site.name].compressed else None)
             for line, site, coding in rows
         ]
@@ -244,7 +244,7 @@ class Compressed:
                 log.warning(OVER, label(site), f"{kind} {direction}", why, MORE)
         self.plans[direction] = plan
         profile = self.backend.profile or default_here(self._place().device.type)
-        self._record(Outcome(plan), profile, before)
+        self._record(PassResult(plan), profile, before)
 
     def _take(self, direction: str, original: Callable[[int], Any], microbatch: int) -> Any:
         """What has arrived for a microbatch is put where torch takes it from."""
@@ -253,7 +253,7 @@ class Compressed:
         return original(microbatch)
 
     def _check_messages(
-        self, what: tuple[str, str], messages: Sequence[Any], coded: Sequence[Any]
+        self, target: tuple[str, str], messages: Sequence[Any], coded: Sequence[Any]
     ) -> None:
         """Raises CommpassError where torch sends something else than was planned: another number
         of messages would be taken for one another."""
@@ -266,10 +266,11 @@ class Compressed:
             for rank, tensor in zip(ranks, tensors, strict=True)
         ]
         if wanted != found:
-            kind, direction = what
+            kind, direction = target
             raise CommpassError(
-                f"stage {self.stage.stage_index} was planned to {kind} {_said(wanted)} {direction}"
-                f" for each microbatch, but torch asks it to {kind} {_said(found)}. All"
+                f"stage {self.stage.stage_index} was planned to {kind} {_described(wanted)}"
+                f" {direction}"
+                f" for each microbatch, but torch asks it to {kind} {_described(found)}. All"
                 " microbatches must have the same shapes; other shapes need stages of their own"
             )
 
@@ -300,7 +301,7 @@ class Compressed:
         )
         if self.plans.get(direction) != plan:
             self.plans[direction] = plan
-            self._record(Outcome(plan, options=considered), profile)
+            self._record(PassResult(plan, options=considered), profile)
         self.prepared[direction] += 1
         for kind in ("recv", "send"):
             rows = [
@@ -309,43 +310,45 @@ class Compressed:
                 if line.kind == kind
             ]
             self.coded[kind, direction] = rows
-            self.unheard[kind, direction] = self._said(rows, place) if self.answers else []
+            self.unheard[kind, direction] = self._messages_text(rows, place) if self.answers else []
             self.edges[kind, direction] = [edge for edge, _ in self.unheard[kind, direction]]
             for _, _, coding in rows:
                 if coding is not None:
                     coding.prepare(encodes=kind == "send")
 
-    def _said(
+    def _messages_text(
         self, rows: Sequence[tuple[Line, PlannedSite, Coding | None]], place: Place
-    ) -> list[tuple[ends.Edge, ends.Word]]:
+    ) -> list[tuple[ends.Edge, ends.EndPlan]]:
         """The edges of some lines to stages of other ranks, with what was said to these."""
-        every = pairs.ends([site for _, site, _ in rows], self.group.rank())
+        every = pairs.endpoints([site for _, site, _ in rows], self.group.rank())
         found = {}
         for line, _, _ in rows:
-            if place.is_here(line.peer) or (line.source, line.target) in found:
+            if place.is_local(line.peer) or (line.source, line.target) in found:
                 continue
             times = f"{self.number}/{line.direction}/{self.prepared[line.direction]}"
             key = f"pipeline/{self.group.group_name}/{line.source}-{line.target}/{times}"
             rank = dist.get_global_rank(self.group, place.ranks[line.peer])
             edge = ends.Edge(key, line.source, line.target, line.direction, rank)
             own = ends.ends_of(every, line.source, line.target)
-            word = ends.Word(self.backend.policy.name, own)
-            ends.say(edge, word)
+            word = ends.EndPlan(self.backend.policy.name, own)
+            ends.publish(edge, word)
             found[line.source, line.target] = (edge, word)
         return list(found.values())
 
-    def _record(self, outcome: Outcome, profile: Profile, instead_of: Plan | None = None) -> None:
+    def _record(
+        self, outcome: PassResult, profile: Profile, instead_of: Plan | None = None
+    ) -> None:
         record.record(outcome, instead_of)
-        left = left_alone(outcome, self.backend.policy, profile)
-        self.backend.summary.add(outcome.plan, trained=False, instead_of=instead_of, left=left)
-        self.backend.ledger.add(outcome.plan, UNSEEN, instead_of)
+        left = uncompressed_sites(outcome, self.backend.policy, profile)
+        self.backend.summary.add(outcome.plan, trained=False, instead_of=instead_of, sites=left)
+        self.backend.step_log.add(outcome.plan, UNSEEN, instead_of)
         if self.backend.dump is not None:
             policy, run = self.backend.policy, self.backend.run
             timeline = Timeline(note=NO_EVENTS)
             record.write_dump(self.backend.dump, run, outcome, timeline, policy, profile)
 
 
-def _said(messages: Sequence[tuple[int, tuple[int, ...], torch.dtype]]) -> str:
+def _described(messages: Sequence[tuple[int, tuple[int, ...], torch.dtype]]) -> str:
     said = (
         f"{str(dtype).removeprefix('torch.')}{list(shape)} (rank {rank})"
         for rank, shape, dtype in messages

@@ -18,10 +18,10 @@ from torch import fx
 
 from commpass.passes.discover import GraphSite
 from commpass.passes.fed_back import fed_back_reason
-from commpass.passes.graph.marks import ALLOWED
+from commpass.passes.fx.marks import ALLOWED
 from commpass.passes.provenance import Provenance, lossy_unsupported_reason, provenances
 from commpass.policy import Policy
-from commpass.rules import Allowed
+from commpass.policy.rules import Allowed
 
 
 def allow(sites: Iterable[GraphSite], policy: Policy, direction: str) -> tuple[GraphSite, ...]:

@@ -83,7 +83,7 @@ def break_even_rate(site: Site, candidate: Candidate, profile: Profile) -> float
     return of_site.link.gbytes_per_s * min(low, 1.0)
 
 
-def in_words(site: Site, nbytes: float) -> str:
+def explanation(site: Site, nbytes: float) -> str:
     """What a break-even size means for a site's symbols: ``16384*s0 > 1300000 bytes, s0 >= 80``; ""
     where its sizes are fixed."""
     if not site.dynamic or not 0 < nbytes < inf:

@@ -26,12 +26,11 @@ from commpass.collectives import (
     Stages,
     algorithm,
     algorithms_of,
-    own,
+    find_algorithm,
     read_stages,
-    whole,
+    without_chunks,
 )
 from commpass.costmodel import Profile, finished_us
-from commpass.kinds import KINDS
 from commpass.passes.divide import (
     SURE,
     divided,
@@ -45,21 +44,22 @@ from commpass.passes.divide import (
     undivided_reason,
 )
 from commpass.plan import ROWS, Candidate, PlannedSite, Site
-from commpass.rules import Allowed
-from commpass.stage import Stage
-from commpass.timeline import HOST
+from commpass.plan.kinds import KINDS
+from commpass.plan.stage import Stage
+from commpass.plan.timeline import HOST
+from commpass.policy.rules import Allowed
 
 
 @dataclass(frozen=True)
 class Options:
-    """What may be done to a site, *leave it alone* first. ``obstacle`` says why it can be nothing
-    else, whatever a codec or an algorithm could do."""
+    """What may be done to a site, *leave it alone* first. ``unsupported_reason`` says why it can be
+    nothing else, whatever a codec or an algorithm could do."""
 
     candidates: tuple[Candidate, ...]
     obstacle: str = ""
 
     @property
-    def alone(self) -> Candidate:
+    def uncompressed(self) -> Candidate:
         """*Leave it alone*."""
         return self.candidates[0]
 
@@ -82,8 +82,8 @@ class Options:
 
 def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool) -> Options:
     """All that the policy allows to be done to a site, scored."""
-    alone = (_alone(site, profile),)
-    if obstacle := _unsent(site) or site.obstacle or _obstacle(site, allowed):
+    alone = (_uncompressed(site, profile),)
+    if obstacle := _unsent(site) or site.obstacle or _unsupported_reason(site, allowed):
         return Options(alone, obstacle)
     return Options((*alone, *_coded(site, allowed, profile, reassociate)))
 
@@ -107,7 +107,7 @@ def nameless(site: Site) -> Site:
     return dataclasses.replace(site, name="", module="", producer=None, consumers=(), word=None)
 
 
-def _alone(site: Site, profile: Profile) -> Candidate:
+def _uncompressed(site: Site, profile: Profile) -> Candidate:
     """*Leave it alone*, with its time."""
     known = getattr(torch, site.dtype, None) in FLOATS
     payload = _scored(site)[0] if site.uneven and known else None
@@ -125,7 +125,7 @@ NO_CODEC = "{} allows no codec here"
 """Why a site is left alone of which the policy says so, or says nothing."""
 
 
-def _obstacle(site: Site, allowed: Allowed) -> str | None:
+def _unsupported_reason(site: Site, allowed: Allowed) -> str | None:
     """Why a site cannot, or may not, be compressed."""
     if not algorithms_of(site.kind):
         return f"no algorithm carries out {site.kind} with a codec"
@@ -138,7 +138,7 @@ def _obstacle(site: Site, allowed: Allowed) -> str | None:
         return f"{site.dtype} values must arrive exactly"
     if not allowed.codecs:
         return allowed.lossless_only or NO_CODEC.format(allowed.source)
-    if allowed.named and not any(own(site.kind, spec) for spec in allowed.algorithms):
+    if allowed.named and not any(find_algorithm(site.kind, spec) for spec in allowed.algorithms):
         have = ", ".join(each.name for each in algorithms_of(site.kind))
         return (
             f"{allowed.source} names {', '.join(allowed.algorithms)}, but {site.kind} has only"
@@ -159,7 +159,9 @@ def _coded(
     chosen = {each.spec: each for each in _algorithms(site, allowed, profile)}.values()
     known: list[Candidate] = []
     # What is no faster than that is chosen by nobody who is not forced.
-    plain = inf if allowed.force else _alone(site, profile).predicted_us * (1 - profile.margin)
+    plain = (
+        inf if allowed.force else _uncompressed(site, profile).predicted_us * (1 - profile.margin)
+    )
     undivided: list[tuple[Codec, Algorithm, Candidate]] = []
     for coder in {each.spec: each for each in map(codec, allowed.codecs)}.values():
         for each in chosen:
@@ -176,7 +178,9 @@ def _coded(
             except Exception as error:
                 said = str(error).strip().partition("\n")[0]
                 why = f"{coder.spec} by {each.spec} fails: {type(error).__name__}: {said}"
-                made = [Candidate(codec=coder.spec, algorithm=whole(each.spec), refused=why)]
+                made = [
+                    Candidate(codec=coder.spec, algorithm=without_chunks(each.spec), refused=why)
+                ]
             if len(made) == 1 and not made[0].refused:
                 undivided.append((coder, each, made[0]))
             made = [made[0], *(m for m in made[1:] if is_surely_faster(m, made[0], site, profile))]
@@ -197,7 +201,7 @@ def _coded(
 def _candidate(
     site: Site,
     coder: Codec,
-    chosen: Algorithm,
+    algorithm: Algorithm,
     allowed: Allowed,
     profile: Profile,
     reassociate: bool,
@@ -205,46 +209,48 @@ def _candidate(
     """One codec with one algorithm: scored, or refused."""
     named = Candidate(
         codec=coder.spec,
-        algorithm=whole(chosen.spec),
-        chunks=chosen.chunks,
+        algorithm=without_chunks(algorithm.spec),
+        chunks=algorithm.chunks,
     )
-    obstacle = _misfit(site, coder, chosen, reassociate)
+    obstacle = _unsupported_codec(site, coder, algorithm, reassociate)
     if obstacle := obstacle or (None if allowed.force else _needless(site, coder)):
         return dataclasses.replace(named, refused=obstacle)
-    error = round(chosen.error(coder, site.group_size), 6)
+    error = round(algorithm.error(coder, site.group_size), 6)
     if allowed.max_error is not None and error > allowed.max_error:
         budget = f"the budget of {allowed.max_error:.3%} ({allowed.budget})"
-        above = f"{coder.spec} by {chosen.spec}: error {error:.3%} is above {budget}"
+        above = f"{coder.spec} by {algorithm.spec}: error {error:.3%} is above {budget}"
         return dataclasses.replace(named, error=error, refused=above)
-    scored = read_stages(site.kind, chosen.spec, coder.spec, *_scored(site))
+    scored = read_stages(site.kind, algorithm.spec, coder.spec, *_scored(site))
     real = scored
     if site.uneven and site.bytes >= 0:
-        real = read_stages(site.kind, chosen.spec, coder.spec, payload_of(site), _handed(site))
+        real = read_stages(site.kind, algorithm.spec, coder.spec, payload_of(site), _handed(site))
     known = site.bytes >= 0
     return dataclasses.replace(
         named,
-        chunks=_made(chosen, scored, site, coder),
+        chunks=_actual_chunks(algorithm, scored, site, coder),
         stages=scored.stages,
         wire_bytes=real.wire_bytes if known else -1,
         dynamic_bytes=real.dynamic_bytes if known else 0,
-        domain=chosen.domain(coder),
-        predicted_us=round(stages_us(_timed(scored, site, chosen, coder), site, profile), 3),
+        domain=algorithm.domain(coder),
+        predicted_us=round(stages_us(_timed(scored, site, algorithm, coder), site, profile), 3),
         error=error,
     )
 
 
-def _made(chosen: Algorithm, found: Stages, site: Site, coder: Codec) -> int:
+def _actual_chunks(algorithm: Algorithm, found: Stages, site: Site, coder: Codec) -> int:
     """How many chunks an algorithm makes in fact: fewer than it is told where there are not so many
     blocks. Of sizes that are not fixed, what it is told."""
-    if chosen.chunks == 1 or site.dynamic:
-        return chosen.chunks
-    undivided = read_stages(site.kind, whole(chosen.spec), coder.spec, *_scored(site))
+    if algorithm.chunks == 1 or site.dynamic:
+        return algorithm.chunks
+    undivided = read_stages(site.kind, without_chunks(algorithm.spec), coder.spec, *_scored(site))
     return len(found.exchanges) // max(len(undivided.exchanges), 1)
 
 
-def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> str | None:
+def _unsupported_codec(
+    site: Site, coder: Codec, algorithm: Algorithm, reassociate: bool
+) -> str | None:
     """Why an algorithm cannot, or may not, carry out a site with a codec."""
-    if obstacle := chosen.unsupported_reason(coder, site.group_size):
+    if obstacle := algorithm.unsupported_reason(coder, site.group_size):
         return obstacle
     if obstacle := coder.unsupported_shape(site.shape):
         return obstacle
@@ -254,7 +260,8 @@ def _misfit(site: Site, coder: Codec, chosen: Algorithm, reassociate: bool) -> s
         return f"{coder.spec} has a wire whose size depends on the values, but {site.fixed}"
     if site.reduce_op is not None and coder.lossless and not reassociate:
         return (
-            f"{coder.spec} by {chosen.spec} sums in another order, which reassociate=False forbids"
+            f"{coder.spec} by {algorithm.spec} sums in another order, which reassociate=False"
+            " forbids"
         )
     return None
 
@@ -276,7 +283,7 @@ def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorith
     policy named them for every site alike; none, if the nearest word did."""
     found = []
     for spec in allowed.algorithms:
-        if (chosen := own(site.kind, spec)) is None:
+        if (chosen := find_algorithm(site.kind, spec)) is None:
             continue
         if chosen.name == "hierarchical" and "node=" not in spec and profile.node > 1:
             chosen = algorithm(site.kind, spec, node=profile.on_each_host(site.global_ranks) or 1)
@@ -337,15 +344,15 @@ def _known(site: Site) -> bool:
 # --- how long it takes ----------------------------------------------------------------------------
 
 
-def coded_us(site: Site, chosen: Algorithm, coder: Codec, profile: Profile) -> float:
+def coded_us(site: Site, algorithm: Algorithm, coder: Codec, profile: Profile) -> float:
     """Predicted microseconds of a site by an algorithm with a codec."""
-    found = read_stages(site.kind, chosen.spec, coder.spec, *_scored(site))
-    return stages_us(_timed(found, site, chosen, coder), site, profile)
+    found = read_stages(site.kind, algorithm.spec, coder.spec, *_scored(site))
+    return stages_us(_timed(found, site, algorithm, coder), site, profile)
 
 
 def plain_us(site: Site, profile: Profile) -> float:
     """Predicted microseconds of a site that is left alone."""
-    return _alone(site, profile).predicted_us
+    return _uncompressed(site, profile).predicted_us
 
 
 def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
@@ -373,13 +380,13 @@ def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
     )
 
 
-def _timed(found: Stages, site: Site, chosen: Algorithm, coder: Codec) -> list[Stage]:
+def _timed(found: Stages, site: Site, algorithm: Algorithm, coder: Codec) -> list[Stage]:
     """The stages that a candidate's time is made of: its own; of a message those of both ends,
     which must decide alike."""
     if not site.pairwise:
         return list(found)
     sent, received = (
-        read_stages(kind, chosen.spec, coder.spec, payload_of(site), request(site))
+        read_stages(kind, algorithm.spec, coder.spec, payload_of(site), request(site))
         for kind in ("send", "recv")
     )
     last = (len(list(sent)) - 1,)

@@ -21,9 +21,9 @@ from commpass.lowering import cpu, has_kernels
 from commpass.lowering.chain import Chain, Encode
 from commpass.passes.candidates import Options, together_us
 from commpass.passes.divide import SURE
-from commpass.passes.hidden import Course, Known, leave_hidden
+from commpass.passes.hidden import Known, Schedule, allow_hiding
 from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
-from commpass.rules import Allowed
+from commpass.policy.rules import Allowed
 
 SHARE = 3
 """Sites of a graph that do the same before they share kernels. One compiles no quicker with kernels
@@ -38,26 +38,29 @@ def choose(
     *,
     kernels: bool = False,
     hook: bool = False,
-    course: Course | None = None,
+    timeline: Schedule | None = None,
     known: Known | None = None,
 ) -> tuple[PlannedSite, ...]:
     """The chosen candidate of every site. ``kernels`` says whether sites may share kernels that
     nobody asked for; the one site of a ``hook`` shares them with other graphs. Where it is
     ``known`` from before whether a site is hidden it stays so; of the others the end of the graph
-    decides, if its ``course`` is there."""
+    decides, if its ``timeline`` is there."""
     rows = zip(sites, options, allowed, strict=True)
-    plan = [_chosen(site, its, terms, profile) for site, its, terms in rows]
+    plan = [_planned(site, its, terms, profile) for site, its, terms in rows]
     if any(site.compressed for site in plan):
         pairs = zip(sites, options, strict=True)
-        alone = [planned(site, its.alone, "", its.alone.predicted_us) for site, its in pairs]
+        alone = [
+            planned(site, its.uncompressed, "", its.uncompressed.predicted_us)
+            for site, its in pairs
+        ]
         plan = _leave_coalesced(plan, alone, allowed, profile)
         if known is not None:
-            plan = leave_hidden(plan, alone, allowed, known, course)
+            plan = allow_hiding(plan, alone, allowed, known, timeline)
     return _lowered(plan, [terms.lowering for terms in allowed], kernels, 1 if hook else SHARE)
 
 
-def _chosen(site: Site, options: Options, allowed: Allowed, profile: Profile) -> PlannedSite:
-    alone = options.alone
+def _planned(site: Site, options: Options, allowed: Allowed, profile: Profile) -> PlannedSite:
+    alone = options.uncompressed
 
     def leave(reason: str) -> PlannedSite:
         words = "; ".join(filter(None, (reason, allowed.lossless_only)))
@@ -99,7 +102,7 @@ def _chosen(site: Site, options: Options, allowed: Allowed, profile: Profile) ->
 
 def _leave_coalesced(
     plan: Sequence[PlannedSite],
-    alone: Sequence[PlannedSite],
+    uncompressed: Sequence[PlannedSite],
     allowed: Sequence[Allowed],
     profile: Profile,
 ) -> list[PlannedSite]:
@@ -116,12 +119,14 @@ def _leave_coalesced(
         coded = {n for n in numbers if plan[n].compressed}
         if not coded or any(allowed[n].force for n in coded):
             continue
-        plain, us = (together_us(some, profile) for some in ([alone[n] for n in numbers], members))
+        plain, us = (
+            together_us(some, profile) for some in ([uncompressed[n] for n in numbers], members)
+        )
         if plain - us <= profile.margin * plain:
             reason = f"coalesced: its {len(numbers)} tensors would take {us:,.0f} us with codes"
             reason += f" instead of {plain:,.0f} us on {profile.name}"
             for n in coded:
-                found[n] = dataclasses.replace(alone[n], reason=reason)
+                found[n] = dataclasses.replace(uncompressed[n], reason=reason)
     return found
 
 
@@ -156,7 +161,7 @@ def _lowered(
     for each in plan:
         alike[_work_of(each)] += each.chunks
 
-    def chosen(site: PlannedSite, name: str | None) -> str:
+    def reason_of(site: PlannedSite, name: str | None) -> str:
         if not site.compressed:
             return ""
         # Every rank of the group must find the same: what only it knows does not count.
@@ -169,7 +174,7 @@ def _lowered(
         return name or ("kernel" if worth else "inline")
 
     def lowered(site: PlannedSite, name: str | None) -> PlannedSite:
-        form, reason = chosen(site, name), site.reason
+        form, reason = reason_of(site, name), site.reason
         if name == "kernel" and form == "inline":
             reason += "; inline and not as a kernel, since its sizes are not fixed"
         return dataclasses.replace(site, lowering=form, reason=reason)

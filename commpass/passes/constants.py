@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from commpass.codecs import constants
 from commpass.codecs.operators import CONSTANT
-from commpass.passes.graph.erase import erase
+from commpass.passes.fx.erase import erase
 
 INPUT = "commpass_constant"
 """The beginning of the names of inputs and buffers that hold constants."""

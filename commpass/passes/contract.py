@@ -16,9 +16,9 @@ from torch import fx
 
 from commpass.codecs import operators
 from commpass.errors import VerifyError, nearest
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.parse import graph_modules, parse
-from commpass.passes.road import Road
+from commpass.passes.context import PassContext
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import graph_modules, parse
 
 PHASES = ("graph", "post-grad")
 """When passes run: on the graphs of AOTAutograd; on those that Inductor is about to schedule."""
@@ -30,7 +30,7 @@ class Pass:
     ``provides`` name facts; the road ends where a ``needed`` pass is left out."""
 
     name: str
-    run: Callable[[Road], Road]
+    run: Callable[[PassContext], PassContext]
     phase: str = "graph"
     requires: tuple[str, ...] = ()
     provides: tuple[str, ...] = ()
@@ -63,12 +63,12 @@ def check_order(passes: Iterable[Pass]) -> None:
 # --- facts ----------------------------------------------------------------------------------------
 
 
-def _sites(road: Road) -> str | None:
+def _sites(context: PassContext) -> str | None:
     """The road's sites are the graph's collectives: each once, in graph order."""
-    known = [(each.call.node, each.position) for each in road.found]
+    known = [(each.call.node, each.position) for each in context.found]
     there = [
         (node, position)
-        for _, module in graph_modules(road.gm)
+        for _, module in graph_modules(context.gm)
         for node in module.graph.nodes
         if (call := parse(node)) is not None
         for position in range(len(call.inputs))
@@ -76,28 +76,32 @@ def _sites(road: Road) -> str | None:
     return None if known == there else f"{len(known)} sites are known, {len(there)} are there"
 
 
-def _options(road: Road) -> str | None:
+def _options(context: PassContext) -> str | None:
     """Each site has options, of which the first leaves it alone."""
-    if len(road.options) != len(road.found):
-        return f"{len(road.found)} sites have {len(road.options)} options"
-    wrong = [f for f, its in zip(road.found, road.options, strict=True) if its.alone.compressed]
+    if len(context.options) != len(context.found):
+        return f"{len(context.found)} sites have {len(context.options)} options"
+    wrong = [
+        f
+        for f, its in zip(context.found, context.options, strict=True)
+        if its.uncompressed.compressed
+    ]
     return f"{wrong[0].site.name}: the first option compresses" if wrong else None
 
 
-def _plan(road: Road) -> str | None:
+def _plan(context: PassContext) -> str | None:
     """Each site has one chosen candidate, which nobody refuses, and a reason."""
-    names = [site.name for site in road.sites or ()]
-    if names != [found.site.name for found in road.found]:
+    names = [site.name for site in context.sites or ()]
+    if names != [found.site.name for found in context.found]:
         return "the plan is not about these sites"
-    wrong = [site.name for site in road.sites or () if site.refused or not site.reason]
+    wrong = [site.name for site in context.sites or () if site.refused or not site.reason]
     return f"{wrong[0]} is refused, or has no reason" if wrong else None
 
 
-def _coded(road: Road) -> str | None:
+def _coded(context: PassContext) -> str | None:
     """Compressed collectives are gone; what stands for them has marks that name their sites, and
     every coded operator has one."""
-    compressed = {site.name for site in road.sites or () if site.compressed}
-    nodes = [node for _, module in graph_modules(road.gm) for node in module.graph.nodes]
+    compressed = {site.name for site in context.sites or () if site.compressed}
+    nodes = [node for _, module in graph_modules(context.gm) for node in module.graph.nodes]
     marked = [node for node in nodes if MARK in node.meta]
     if lost := [node.name for node in _operators(nodes) if MARK not in node.meta]:
         return f"coded operator {lost[0]} has no mark"
@@ -108,9 +112,9 @@ def _coded(road: Road) -> str | None:
     return None
 
 
-def _plain(road: Road) -> str | None:
+def _plain(context: PassContext) -> str | None:
     """No coded operator is left."""
-    left = [n for _, module in graph_modules(road.gm) for n in _operators(module.graph.nodes)]
+    left = [n for _, module in graph_modules(context.gm) for n in _operators(module.graph.nodes)]
     return f"coded operator {left[0].name} is left" if left else None
 
 
@@ -118,7 +122,7 @@ def _operators(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [node for node in nodes if node.target in operators.IMPLEMENTATIONS]
 
 
-FACTS: dict[str, Callable[[Road], str | None]] = {
+FACTS: dict[str, Callable[[PassContext], str | None]] = {
     "sites": _sites,
     "options": _options,
     "plan": _plan,
@@ -139,24 +143,24 @@ class Contracts:
 
     before: list[Any] = field(default_factory=list)
 
-    def start(self, step: Pass, road: Road) -> None:
+    def start(self, step: Pass, context: PassContext) -> None:
         """What there is before a pass. Raises VerifyError where a fact does not hold that it
         requires."""
-        self._hold(step, step.requires, road, "requires")
-        self.before = [] if step.mutates else _nodes(road.gm)
+        self._check(step, step.requires, context, "requires")
+        self.before = [] if step.mutates else _nodes(context.gm)
 
-    def end(self, step: Pass, road: Road) -> None:
+    def end(self, step: Pass, context: PassContext) -> None:
         """What there is after it. Raises VerifyError where the pass did not do what it says."""
-        if not step.mutates and _nodes(road.gm) != self.before:
+        if not step.mutates and _nodes(context.gm) != self.before:
             raise VerifyError(f"pass {step.name!r} changed the graph, but says that it does not")
         if step.mutates:
-            for _, module in graph_modules(road.gm):
+            for _, module in graph_modules(context.gm):
                 module.graph.lint()
-        self._hold(step, step.provides, road, "provides")
+        self._check(step, step.provides, context, "provides")
 
-    def _hold(self, step: Pass, facts: Iterable[str], road: Road, how: str) -> None:
+    def _check(self, step: Pass, facts: Iterable[str], context: PassContext, how: str) -> None:
         for fact in facts:
-            if (why := FACTS[fact](road)) is not None:
+            if (why := FACTS[fact](context)) is not None:
                 raise VerifyError(f"pass {step.name!r} {how} {fact!r}, but {why}")
 
 

@@ -26,13 +26,13 @@ from torch import fx
 from commpass.codecs import SparseCodec, codec
 from commpass.collectives import read_stages
 from commpass.costmodel import HOST, Profile
-from commpass.costmodel.buffers import BOUND, Gradient, Problem, excluded, spare, thinned
+from commpass.costmodel.buffers import BOUND, Gradient, Problem, excluded, slack, sparsified
 from commpass.passes.candidates import request
 from commpass.passes.discover import GraphSite
 from commpass.passes.divide import payload_of, prices_of
-from commpass.passes.graph import costs
-from commpass.passes.graph.marks import ALLOWED
-from commpass.passes.graph.parse import graph_modules, is_wait, parse
+from commpass.passes.fx import costs
+from commpass.passes.fx.marks import ALLOWED
+from commpass.passes.fx.parse import graph_modules, is_wait, parse
 from commpass.passes.group import Member, fusions, runs_again, selects
 from commpass.passes.hidden import facts_of
 from commpass.policy import Policy
@@ -79,14 +79,14 @@ def thin(
     for _, module in graph_modules(gm):
         mine = [each for each in found if each.module is module and _is_open(each, direction)]
         clock = _clock(module.graph, profile) if mine and timed else None
-        for sites in _alike(mine):
+        for sites in _by_density(mine):
             facts = [(*facts_of(each.site), next(seen[facts_of(each.site)])) for each in sites]
             if known is not None and all(each in known for each in facts):
                 chosen = [(known[each], AGREED) for each in facts]
             else:
                 runs = _runs(sites, sets)
-                chosen = _chosen(sites, runs, profile, clock)
-                if clock is not None and chosen != _chosen(sites, runs, profile, None):
+                chosen = _densities(sites, runs, profile, clock)
+                if clock is not None and chosen != _densities(sites, runs, profile, None):
                     groups[sites[0].site.group] = None
             for each, fact, (density, why) in zip(sites, facts, chosen, strict=True):
                 made[fact] = density
@@ -109,7 +109,7 @@ def _lossy(each: GraphSite) -> list[SparseCodec]:
     return [coder for coder in coders if isinstance(coder, SparseCodec)]
 
 
-def _alike(sites: Iterable[GraphSite]) -> list[list[GraphSite]]:
+def _by_density(sites: Iterable[GraphSite]) -> list[list[GraphSite]]:
     """Sites that share one density, in graph order."""
     found: dict[Any, list[GraphSite]] = defaultdict(list)
     for each in sites:
@@ -127,7 +127,7 @@ def _runs(sites: Sequence[GraphSite], sets: Sequence[Sequence[Member]]) -> list[
     return sorted([*runs, *([n] for n in alone)], key=max)
 
 
-def _chosen(
+def _densities(
     sites: Sequence[GraphSite],
     runs: Sequence[Sequence[int]],
     profile: Profile,
@@ -159,9 +159,9 @@ def _chosen(
         for n, each in enumerate(gradients)
         if row_bytes(each.entries, target) >= each.nbytes
     }
-    for number in excluded(problem, runs, frozenset(why), spare(gradients, why, target, bound)):
+    for number in excluded(problem, runs, frozenset(why), slack(gradients, why, target, bound)):
         why[number] = EQUATION_2
-    density = thinned(gradients, why, target, bound)
+    density = sparsified(gradients, why, target, bound)
     return [(WHOLE, why[n]) if n in why else (density, "") for n in range(len(sites))]
 
 

@@ -16,10 +16,9 @@ import torch
 from torch import fx
 
 from commpass import groups
-from commpass.annotate import KEY
-from commpass.passes.graph import meta
-from commpass.passes.graph.direction import gradients, recomputed
-from commpass.passes.graph.parse import (
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import gradients, recomputed
+from commpass.passes.fx.parse import (
     Call,
     describe_group,
     graph_modules,
@@ -37,7 +36,8 @@ from commpass.passes.references import (
     parameters_behind,
 )
 from commpass.plan import NOBODY, Site
-from commpass.rules import NOTHING, Allowed
+from commpass.policy.annotate import KEY
+from commpass.policy.rules import NOTHING, Allowed
 
 MATMULS = (
     "mm",
@@ -102,10 +102,10 @@ class GraphSite:
     def input(self) -> fx.Node:
         """What the collective takes now: the result of another site, say, that has been replaced
         since it was found."""
-        return self.now.inputs[self.position]
+        return self.current_call.inputs[self.position]
 
     @property
-    def now(self) -> Call:
+    def current_call(self) -> Call:
         call = parse(self.call.node)
         assert call is not None
         return call
@@ -140,10 +140,10 @@ def discover(
     return found
 
 
-def _with_parameters(found: GraphSite, weights: Weights, again: bool) -> GraphSite:
+def _with_parameters(found: GraphSite, weights: Weights, recomputed: bool) -> GraphSite:
     """An all_gather with the parameters that it is of, or with why it may keep no reference."""
     source = found.call.inputs[found.position]
-    behind = parameters_behind(source, weights, again)
+    behind = parameters_behind(source, weights, recomputed)
     if isinstance(behind, str):
         return replace(found, site=replace(found.site, stateless=behind))
     symbolic = SYMBOLIC if found.site.dynamic else None
@@ -204,8 +204,8 @@ def _found(
         direction=direction,
         producer=_producer(source) if isinstance(source, fx.Node) else None,
         consumers=tuple(_consumers(held)),
-        word=meta.word(call.node, KEY),
-        obstacle=_obstacle(call, position, fake, size, held, early),
+        word=meta.annotation(call.node, KEY),
+        obstacle=_unsupported_reason(call, position, fake, size, held, early),
     )
     return GraphSite(site, module, call, position, tuple(sorted(held, key=order.__getitem__)))
 
@@ -226,12 +226,12 @@ def _fixed(fake: torch.Tensor | None) -> str | None:
     return "its fake values have no ShapeEnv" if mode and mode.shape_env is None else None
 
 
-def _obstacle(
+def _unsupported_reason(
     call: Call,
     position: int,
     fake: torch.Tensor | None,
     size: int,
-    held: list[fx.Node],
+    pinned: list[fx.Node],
     early: list[fx.Node],
 ) -> str | None:
     """Why the form of a collective keeps it from being rewritten, whatever the policy says."""
@@ -256,7 +256,7 @@ def _obstacle(
     if early and call.form in ("plain", "coalesced", "batch"):
         return f"{early[0].name} takes its result before it is waited for"
     if (
-        not held
+        not pinned
         and "in-place" not in call.form
         and call.form != "out"
         and not _end_is_waited_for(call, position)
@@ -290,16 +290,16 @@ def _producer(node: fx.Node) -> str | None:
     return node.name if _operator(node) in MATMULS else None
 
 
-def _consumers(values: list[fx.Node], most: int = 4) -> list[str]:
+def _consumers(values: list[fx.Node], limit: int = 4) -> list[str]:
     """The names of the first nodes that do something with a collective's result, seen through views
     and casts."""
     names: dict[str, None] = {}
     queue = list(values)
-    while queue and len(names) < most:
+    while queue and len(names) < limit:
         node = queue.pop(0)
         for user in node.users:
             if _operator(user) in SEE_THROUGH:
                 queue.append(user)
             else:
                 names.setdefault(user.name)
-    return list(names)[:most]
+    return list(names)[:limit]

@@ -16,12 +16,12 @@ from commpass.collectives import (
     chunks_for,
     divides,
     has_shards,
-    whole,
+    without_chunks,
 )
 from commpass.costmodel import Prices, Profile, prices
 from commpass.plan import Candidate, Site
-from commpass.rules import Allowed
-from commpass.stage import NEXT, Stage
+from commpass.plan.stage import NEXT, Stage
+from commpass.policy.rules import Allowed
 
 SURE = 0.01
 """By what share of the time more chunks, or micro-shards, must be faster than fewer."""
@@ -43,27 +43,27 @@ loses a fourth at 1, where it takes 9 times as long; benchmarks/network/reduces.
 
 
 def divided(
-    chosen: Algorithm, site: Site, allowed: Allowed, coder: Codec, profile: Profile
+    undivided: Algorithm, site: Site, allowed: Allowed, coder: Codec, profile: Profile
 ) -> Iterator[Algorithm]:
     """An algorithm with every number of chunks that is allowed; one where it has none, where it was
     named with its own, and where chunks would be small or of sizes that are not fixed. The model
     knows what they gain where exchanges go as messages, or in a stream of the GPU's own, so it is
     those that it divides unasked."""
     unsure = is_unsure(site) or coder.dynamic
-    if each := chunk_bytes_of(chosen.spec):
+    if each := chunk_bytes_of(undivided.spec):
         chunks = 1 if is_unsure(site) else chunks_for(site.bytes, each)
-        yield algorithm(site.kind, whole(chosen.spec), chunks=chunks)
+        yield algorithm(site.kind, without_chunks(undivided.spec), chunks=chunks)
         return
-    if undivided_reason(chosen, site) or (allowed.chunks is None and unsure):
-        yield chosen
+    if undivided_reason(undivided, site) or (allowed.chunks is None and unsure):
+        yield undivided
         return
     if allowed.chunks is not None:
-        yield algorithm(site.kind, chosen.spec, chunks=allowed.chunks)
+        yield algorithm(site.kind, undivided.spec, chunks=allowed.chunks)
         return
-    yield chosen
-    for chunks in _numbers(site) if coder.settled else ():
-        if chosen.name in FEW_HOPS or _is_slow_ring(chosen, chunks, site, coder, profile):
-            yield algorithm(site.kind, chosen.spec, chunks=chunks)
+    yield undivided
+    for chunks in _numbers(site) if coder.has_linear_padding else ():
+        if undivided.name in FEW_HOPS or _is_slow_ring(undivided, chunks, site, coder, profile):
+            yield algorithm(site.kind, undivided.spec, chunks=chunks)
 
 
 def _numbers(site: Site) -> tuple[int, ...]:
@@ -82,10 +82,10 @@ def is_unsure(site: Site) -> bool:
 
 
 def _is_slow_ring(
-    chosen: Algorithm, chunks: int, site: Site, coder: Codec, profile: Profile
+    undivided: Algorithm, chunks: int, site: Site, coder: Codec, profile: Profile
 ) -> bool:
     """Whether each message of a ring in chunks travels for long against what it takes to code."""
-    if chosen.name != "ring":
+    if undivided.name != "ring":
         return False
     dtype = payload_of(site).dtype
     values = site.bytes // dtype.itemsize // (site.group_size * chunks)
@@ -104,22 +104,22 @@ def _is_slow_ring(
     return task(move).us >= SLOW * sum(task(stage).us for stage in coding)
 
 
-def undivided_reason(chosen: Algorithm, site: Site) -> str | None:
+def undivided_reason(undivided: Algorithm, site: Site) -> str | None:
     """Why an algorithm is not divided, whoever asks for it."""
-    if not divides(site.kind, chosen.name):
-        return f"{site.kind} by {chosen.name} is sent whole"
-    if each := chunk_bytes_of(chosen.spec):
+    if not divides(site.kind, undivided.name):
+        return f"{site.kind} by {undivided.name} is sent whole"
+    if each := chunk_bytes_of(undivided.spec):
         return f"the algorithm was named with chunk_bytes={each}"
-    if chosen.chunks > 1:
-        return f"the algorithm was named with chunks={chosen.chunks}"
-    return f"{chosen.spec} has shards instead" if "shards=" in chosen.spec else None
+    if undivided.chunks > 1:
+        return f"the algorithm was named with chunks={undivided.chunks}"
+    return f"{undivided.spec} has shards instead" if "shards=" in undivided.spec else None
 
 
-def unapplied_note(chosen: Algorithm, site: Site, allowed: Allowed) -> str:
+def unapplied_note(undivided: Algorithm, site: Site, allowed: Allowed) -> str:
     """What a reason says of chunks that a word asks for in vain."""
-    if chunk_bytes_of(chosen.spec) and is_unsure(site):
-        return f"chunk_bytes={chunk_bytes_of(chosen.spec)} does not apply: sizes are not fixed"
-    if allowed.chunks in (None, chosen.chunks) or not (why := undivided_reason(chosen, site)):
+    if chunk_bytes_of(undivided.spec) and is_unsure(site):
+        return f"chunk_bytes={chunk_bytes_of(undivided.spec)} does not apply: sizes are not fixed"
+    if allowed.chunks in (None, undivided.chunks) or not (why := undivided_reason(undivided, site)):
         return ""
     return f"chunks={allowed.chunks} does not apply: {why}"
 
@@ -132,20 +132,22 @@ def is_surely_faster(parts: Candidate, one: Candidate, site: Site, profile: Prof
     return parts.predicted_us < one.predicted_us - _free_us(one, site, profile)
 
 
-def no_more_gain(made: Sequence[Candidate], site: Site, profile: Profile, least: float) -> bool:
-    """Whether more parts than the last of ``made`` has, each of which has more than the one before,
-    would be chosen by nobody on a GPU. Where the last is no faster than the one before, more take
-    longer still: what overlaps shrinks, and start-ups add up. And none ends before all that it
-    computes, or sends, is done one after the other: that must be less than ``least``
+def no_more_gain(
+    candidates: Sequence[Candidate], site: Site, profile: Profile, minimum: float
+) -> bool:
+    """Whether more parts than the last of ``candidates`` has, each of which has more than the one
+    before, would be chosen by nobody on a GPU. Where the last is no faster than the one before,
+    more take longer still: what overlaps shrinks, and start-ups add up. And none ends before all
+    that it computes, or sends, is done one after the other: that must be less than ``minimum``
     microseconds. On a CPU all are scored, since a rank takes turns between its messages."""
-    if site.device == "cpu" or any(each.refused for each in made):
+    if site.device == "cpu" or any(each.refused for each in candidates):
         return False
-    if len(made) > 1 and made[-1].predicted_us >= made[-2].predicted_us:
+    if len(candidates) > 1 and candidates[-1].predicted_us >= candidates[-2].predicted_us:
         return True
     busy: dict[Hashable, float] = {}
-    for task in map(prices_of(site, profile).task, made[-1].stages):
+    for task in map(prices_of(site, profile).task, candidates[-1].stages):
         busy[task.resource] = busy.get(task.resource, 0.0) + task.us + task.latency_us
-    return max(busy.values(), default=0.0) >= least
+    return max(busy.values(), default=0.0) >= minimum
 
 
 def _free_us(one: Candidate, site: Site, profile: Profile) -> float:
@@ -158,15 +160,15 @@ def _free_us(one: Candidate, site: Site, profile: Profile) -> float:
 
 
 def in_shards(
-    chosen: Algorithm,
+    undivided: Algorithm,
     one: Candidate,
     site: Site,
     coder: Codec,
     profile: Profile,
-    least: float,
+    minimum: float,
     score: Callable[[Algorithm], Candidate],
 ) -> Iterator[Candidate]:
-    """An algorithm in micro-shards, if that takes less than ``least`` microseconds: in as few as
+    """An algorithm in micro-shards, if that takes less than ``minimum`` microseconds: in as few as
     are hardly slower. Only what is decoded hides behind what arrives, so there is nothing to gain
     where ``one``, which has none, would take longer even without that. It is for what is not
     divided into chunks: those hide what is encoded as well, by one message less a hop. What is to
@@ -177,22 +179,22 @@ def in_shards(
     computed = [stage for stage in one.stages if stage.role in ("sum", "encode", "leave")]
     summed = {number for stage in computed for number in stage.after}
     values = sum(one.stages[n].values for n in summed if one.stages[n].role == "decode")
-    least -= profile.kernels.copies_us(0, 2 * torch.float32.itemsize * values)
-    least -= _free_us(one, site, profile)
-    if one.predicted_us - sum(task(stage).us for stage in decodes) >= least:
+    minimum -= profile.kernels.copies_us(0, 2 * torch.float32.itemsize * values)
+    minimum -= _free_us(one, site, profile)
+    if one.predicted_us - sum(task(stage).us for stage in decodes) >= minimum:
         return
-    if not has_shards(site.kind, chosen.name):
+    if not has_shards(site.kind, undivided.name):
         return
     if site.by_messages and site.kind == "broadcast":
         return  # gloo's own exchanges, of which small ones must not be in the air together
     made = []
     for shards in _numbers(site):
-        turns = site.by_messages and chosen.name not in FEW_HOPS
-        if not turns or _is_slow_ring(chosen, shards, site, coder, profile):
-            made.append(score(algorithm(site.kind, chosen.spec, shards=shards)))
-            if no_more_gain(made, site, profile, least):
+        turns = site.by_messages and undivided.name not in FEW_HOPS
+        if not turns or _is_slow_ring(undivided, shards, site, coder, profile):
+            made.append(score(algorithm(site.kind, undivided.spec, shards=shards)))
+            if no_more_gain(made, site, profile, minimum):
                 break
-    possible = [each for each in made if not each.refused and each.predicted_us < least]
+    possible = [each for each in made if not each.refused and each.predicted_us < minimum]
     if possible:
         best = min(each.predicted_us for each in possible)
         yield next(each for each in possible if each.predicted_us <= best * (1 + SURE))

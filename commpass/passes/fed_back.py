@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from commpass.passes.discover import SEE_THROUGH, GraphSite
-from commpass.passes.graph import meta
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx import meta
+from commpass.passes.fx.parse import is_wait, parse
 from commpass.passes.provenance.walk import inputs, is_number, name_of, tensors
 
 UPDATES = ("add", "sub", "rsub", "lerp", "addcmul", "addcdiv", "fma")
@@ -103,15 +103,15 @@ def fed_back_reason(site: GraphSite) -> str | None:
     return None
 
 
-def _before(here: Reached, source: Source) -> Reached:
+def _before(reached: Reached, source: Source) -> Reached:
     """What a node was made of, on the way back from a site."""
-    updated, reduced = here.updated, source.reduce_op is not None
+    updated, reduced = reached.updated, source.reduce_op is not None
     if source.name in (*UPDATES, *ADDED_TO):
         updated = Updated.YES
     elif reduced and updated is Updated.MAYBE:
         updated = Updated.NO  # parts of a sum: of gradients, as far as this graph tells
-    summed = here.summed or source.reduce_op == "sum"
-    return Reached(source.node, updated, summed, here.weighed or source.weighed)
+    summed = reached.summed or source.reduce_op == "sum"
+    return Reached(source.node, updated, summed, reached.weighed or source.weighed)
 
 
 def _overwritten(site: GraphSite) -> dict[fx.Node, bool]:
@@ -168,9 +168,9 @@ def _sources(node: fx.Node) -> list[Source]:
         several, index = node.args
         assert isinstance(several, fx.Node)
         if isinstance(index, int) and _has_rows(several):
-            return _made_of(several, index)
+            return _sources_of(several, index)
         return [Source(several, "getitem")]
-    return [] if _has_rows(node) else _made_of(node)
+    return [] if _has_rows(node) else _sources_of(node)
 
 
 def _has_rows(node: fx.Node) -> bool:
@@ -184,7 +184,7 @@ def _has_rows(node: fx.Node) -> bool:
     )
 
 
-def _made_of(node: fx.Node, row: int | None = None) -> list[Source]:
+def _sources_of(node: fx.Node, row: int | None = None) -> list[Source]:
     """Likewise, of one of the results of what has several ``rows``."""
     call = parse(node)
     if call is not None:

@@ -36,11 +36,11 @@ from commpass.lowering.chain import (
     Sum,
 )
 from commpass.passes.failures import site_errors
-from commpass.passes.graph import meta
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.fakes import is_view, mode_of
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.parse import graph_modules
+from commpass.passes.fx import meta
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.fakes import is_view, mode_of
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import graph_modules
 from commpass.plan import PlannedSite
 
 ops = operators.ops
@@ -63,13 +63,13 @@ class Run:
     others: tuple[fx.Node, ...] = ()
 
     @property
-    def taken(self) -> fx.Node:
+    def source(self) -> fx.Node:
         """What the first of them takes."""
         return self.nodes[0].all_input_nodes[0]
 
     @property
     def chain(self) -> Chain:
-        return Chain(self.taken.meta["val"].dtype, self.steps)
+        return Chain(self.source.meta["val"].dtype, self.steps)
 
     @property
     def numel(self) -> Any:
@@ -85,7 +85,7 @@ class Fusions:
     done: list[str] = dataclasses.field(default_factory=list)
     missed: list[str] = dataclasses.field(default_factory=list)
 
-    def told(self, site: PlannedSite) -> PlannedSite:
+    def with_reason(self, site: PlannedSite) -> PlannedSite:
         """The site with what became of it in its reason."""
         reason = site.reason
         if self.done:
@@ -112,14 +112,16 @@ def fuse(
                     _fuse_site(nodes, found[name], profile)
             if own:
                 module.recompile()
-    return tuple(found[each.name].told(each) if each.name in found else each for each in plan)
+    return tuple(
+        found[each.name].with_reason(each) if each.name in found else each for each in plan
+    )
 
 
 def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> None:
     in_parts = [operators.ROLES[node.target] for node in nodes if node.target in APART]
     for run in list(runs(nodes)):
-        role, device = fused.role_of(run.chain), run.taken.meta["val"].device
-        if why := _obstacle(run):
+        role, device = fused.role_of(run.chain), run.source.meta["val"].device
+        if why := _unsupported_reason(run):
             found.missed.append(f"{role}: {why}")
             continue
         if run.chain.decodes is None:
@@ -131,7 +133,7 @@ def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> No
             if missed:
                 found.missed.append(f"matmul+encode: {missed}")
         longer, missed = with_consumer(run)
-        fits = not lowering.obstacle(longer.chain, longer.numel, device)
+        fits = not lowering.unsupported_reason(longer.chain, longer.numel, device)
         chosen = longer if fits else run
         if missed:
             found.missed.append(missed)
@@ -140,13 +142,13 @@ def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> No
     found.missed += [f"{role}: its wire travels in parts" for role in in_parts]
 
 
-def _obstacle(run: Run) -> str:
+def _unsupported_reason(run: Run) -> str:
     """Why no kernel can do a run; "" if one can."""
-    if not isinstance(run.numel, int) or not _is_fixed(run.taken):
+    if not isinstance(run.numel, int) or not _is_fixed(run.source):
         return "its sizes are not fixed"
-    if not _side_by_side(run.taken):
+    if not _side_by_side(run.source):
         return "its values do not lie side by side"
-    return lowering.obstacle(run.chain, run.numel, run.taken.meta["val"].device)
+    return lowering.unsupported_reason(run.chain, run.numel, run.source.meta["val"].device)
 
 
 def _side_by_side(node: fx.Node) -> bool:
@@ -166,14 +168,14 @@ def runs(nodes: Sequence[fx.Node]) -> Iterator[Run]:
         if node in used or node.target not in (ops.decode.default, ops.encode.default):
             continue
         starts = node.target is ops.decode.default
-        run = _onwards(node, own) if starts else _back(node, own)
+        run = _following(node, own) if starts else _back(node, own)
         used.update(run.nodes)
         yield run
 
 
-def _onwards(node: fx.Node, own: set[fx.Node]) -> Run:
+def _following(node: fx.Node, members: set[fx.Node]) -> Run:
     nodes, steps = [node], [_step(node)]
-    while (following := _only_user(nodes[-1])) in own:
+    while (following := _only_user(nodes[-1])) in members:
         assert following is not None
         step = _step(following)
         if step is None or isinstance(step, Decode):
@@ -185,9 +187,9 @@ def _onwards(node: fx.Node, own: set[fx.Node]) -> Run:
     return Run(tuple(nodes), tuple(step for step in steps if step is not None))
 
 
-def _back(node: fx.Node, own: set[fx.Node]) -> Run:
+def _back(node: fx.Node, members: set[fx.Node]) -> Run:
     nodes, steps = [node], [_step(node)]
-    while (before := nodes[0].all_input_nodes[0]) in own and len(before.users) == 1:
+    while (before := nodes[0].all_input_nodes[0]) in members and len(before.users) == 1:
         step = _step(before)
         if not isinstance(step, (Cast, Enter, Divide)):
             break
@@ -267,7 +269,7 @@ class Multiplied:
 def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
     """The matmul that makes what a run encodes, if one kernel should do both; else why not, where
     there is one."""
-    nodes, activation, node = list[fx.Node](), "", run.taken
+    nodes, activation, node = list[fx.Node](), "", run.source
     while node.target in (RELU, *MATMULS) or _is_reshape(node):
         nodes.append(node)
         if node.target in MATMULS:
@@ -288,7 +290,7 @@ def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
     coder = _whole_codec(run.steps)
     if coder is None:
         return None, "something else happens to the values before they are encoded"
-    product = matmul.Product(coder, run.taken.meta["val"].shape[0], activation)
+    product = matmul.Product(coder, run.source.meta["val"].shape[0], activation)
     made = Multiplied(a, b, bias, tuple(nodes), product)
     values: list[Any] = [e.meta["val"] if e is not None else None for e in (a, b, bias)]
     if not all(_is_fixed(each) for each in (a, b, node)):
@@ -304,19 +306,19 @@ def _is_row(bias: fx.Node, b: fx.Node) -> bool:
     return bool(value.dim() == 1 and value.shape[0] == columns and value.is_contiguous())
 
 
-def _if_quicker(made: Multiplied, profile: Profile) -> tuple[Multiplied | None, str]:
+def _if_quicker(product: Multiplied, profile: Profile) -> tuple[Multiplied | None, str]:
     """A matmul is a little slower for what follows it; an encode of its own is a kernel more."""
-    a, b = made.a.meta["val"], made.b.meta["val"]
+    a, b = product.a.meta["val"], product.b.meta["val"]
     values = a.shape[0] * b.shape[1]
     nbytes = (a.numel() + b.numel() + values) * a.itemsize
     alone = profile.kernels.compute_us(2 * values * a.shape[1], nbytes)
-    encode = profile.kernels.us(made.product.codec.spec, "encode", values)
+    encode = profile.kernels.us(product.product.codec.spec, "encode", values)
     fused_us = alone * profile.kernels.matmul_encode
     if fused_us >= alone + encode:
         return None, (
             f"matmul and encode apart take {alone + encode:,.0f} us, together {fused_us:,.0f} us"
         )
-    return made, ""
+    return product, ""
 
 
 def _whole_codec(steps: Sequence[Step]) -> Codec | None:
@@ -357,9 +359,9 @@ def _numel(node: fx.Node) -> Any:
     return node.all_input_nodes[0].meta["val"].shape[1]
 
 
-def _counted(words: Sequence[str]) -> str:
+def _counted(notes: Sequence[str]) -> str:
     """``a, b (3 times)``."""
-    counts = {word: words.count(word) for word in words}
+    counts = {word: notes.count(word) for word in notes}
     return ", ".join(f"{w} ({n} times)" if n > 1 else w for w, n in counts.items())
 
 
@@ -374,9 +376,9 @@ def _replace(run: Run) -> None:
     chain, value = run.chain, last.meta["val"]
     with mode_of(graph), graph.inserting_before(last):
         others = [_as_rows(other, run.numel, coded) for other in run.others]
-        args = ([run.taken, *others], fused.name_of(chain), run.numel)
+        args = ([run.source, *others], fused.name_of(chain), run.numel)
         made = graph.call_function(fused.FUSED, args)
-        taken = [node.meta["val"] for node in (run.taken, *others)]
+        taken = [node.meta["val"] for node in (run.source, *others)]
         made.meta = _meta(coded, fused.FUSED(taken, *args[1:]), fused.role_of(chain))
         result = made
         if made.meta["val"].shape != value.shape:
@@ -389,24 +391,24 @@ def _replace(run: Run) -> None:
             erase(node)
 
 
-def _replace_matmul(run: Run, made: Multiplied) -> None:
+def _replace_matmul(run: Run, product: Multiplied) -> None:
     """Puts a matmul that encodes its own result in the place of both."""
     last, graph = run.nodes[-1], run.nodes[-1].graph
     coded = next(n for n in run.nodes if n.target in operators.IMPLEMENTATIONS)
-    given = [made.a, made.b, made.bias]
+    given = [product.a, product.b, product.bias]
     values = [each.meta["val"] if each is not None else None for each in given]
-    name = matmul.name_of(made.product)
+    name = matmul.name_of(product.product)
     with mode_of(graph), graph.inserting_before(last):
         node = graph.call_function(matmul.MATMUL, (*given, name))
         node.meta = _meta(coded, matmul.MATMUL(*values, name), "matmul+encode")
     last.replace_all_uses_with(node)
-    for each in (*reversed(run.nodes), *made.nodes):
+    for each in (*reversed(run.nodes), *product.nodes):
         erase(each)
 
 
-def _as_rows(other: fx.Node, numel: int, coded: fx.Node) -> fx.Node:
-    value = other.meta["val"]
-    view = other.graph.call_function(torch.ops.aten.view.default, (other, [-1, numel]))
+def _as_rows(node: fx.Node, numel: int, coded: fx.Node) -> fx.Node:
+    value = node.meta["val"]
+    view = node.graph.call_function(torch.ops.aten.view.default, (node, [-1, numel]))
     view.meta = _meta(coded, torch.ops.aten.view.default(value, [-1, numel]), "layout")
     return view
 

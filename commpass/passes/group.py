@@ -25,20 +25,20 @@ from torch import fx
 from commpass.codecs import FLOATS, SparseCodec, codec
 from commpass.codecs.sparse.segments import segmented
 from commpass.costmodel import Profile
-from commpass.kinds import SUMS
 from commpass.passes.discover import MATMULS, GraphSite
-from commpass.passes.graph import meta
-from commpass.passes.graph.direction import AGAIN
-from commpass.passes.graph.marks import ALLOWED, SEGMENTS
-from commpass.passes.graph.parse import graph_modules
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import AGAIN
+from commpass.passes.fx.marks import ALLOWED, SEGMENTS
+from commpass.passes.fx.parse import graph_modules
 from commpass.passes.simplify.editor import BY_ADDRESS, Editor, aten, fake, ops
 from commpass.passes.simplify.outputs import output_memory
 from commpass.passes.simplify.rules.gathers import SENT_EVERYWHERE
 from commpass.passes.simplify.values import memory, writes
-from commpass.paths import common
 from commpass.plan import Grouped
+from commpass.plan.kinds import SUMS
 from commpass.policy import Policy
-from commpass.rules import Allowed
+from commpass.policy.paths import common
+from commpass.policy.rules import Allowed
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 TOTAL = 4
@@ -75,7 +75,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Look:
+class GraphSnapshot:
     """A graph before anything in it is fused: the ``order`` of its nodes, how much ``compute``
     stands before each, the node in whose memory each may lie (``roots``), where it is ``written``
     to, what stays as it is in memory (``fixed``), and what becomes an output (``leaving``)."""
@@ -100,7 +100,7 @@ class Fusions:
     module: fx.GraphModule
     prefix: str
     editor: Editor
-    look: Look
+    look: GraphSnapshot
     sets: tuple[list[Member], ...]
 
 
@@ -140,8 +140,8 @@ def fusions(
         if len(small) < 2:
             continue
         editor = Editor(module, profile, {each.call.node: each.allowed for _, each in mine})
-        look = _look(module.graph)
-        chosen = [_best(members, editor) for members in _alike(mine, small, look, policy)]
+        look = _snapshot(module.graph)
+        chosen = [_best(members, editor) for members in _compatible(mine, small, look, policy)]
         sets = tuple(members for members in chosen if len(members) > 1)
         yield Fusions(module, prefix, editor, look, sets)
 
@@ -157,7 +157,7 @@ def _numbers(found: Sequence[GraphSite]) -> Iterator[int]:
 # --- looking --------------------------------------------------------------------------------------
 
 
-def _look(graph: fx.Graph) -> Look:
+def _snapshot(graph: fx.Graph) -> GraphSnapshot:
     roots, _ = memory(graph)
     nodes = list(graph.nodes)
     written: dict[fx.Node, list[int]] = {}
@@ -166,7 +166,7 @@ def _look(graph: fx.Graph) -> Look:
             written.setdefault(root, []).append(place)
     readers = (node for node in nodes if node.target in BY_ADDRESS)
     before = itertools.accumulate(map(_computes, nodes), initial=0)
-    return Look(
+    return GraphSnapshot(
         order={node: place for place, node in enumerate(nodes)},
         compute=dict(zip(nodes, before, strict=False)),
         roots=roots,
@@ -215,7 +215,7 @@ def _fill(each: GraphSite) -> int:
     lossy = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
     if selects(each):
         return 1
-    if any(coder.state is not None or not coder.settled for coder in lossy):
+    if any(coder.state is not None or not coder.has_linear_padding for coder in lossy):
         return 0
     return math.lcm(BLOCK, *(coder.block for coder in lossy)) if lossy else 1
 
@@ -236,15 +236,15 @@ def _carried(each: GraphSite) -> tuple[str, int]:
     return "all_gather", max(coder.wire_bytes(value.numel(), value.dtype) for coder in coders)
 
 
-def _member(each: GraphSite, number: int, look: Look) -> Member | None:
+def _member(each: GraphSite, number: int, snapshot: GraphSnapshot) -> Member | None:
     """A small site as a member, if its result is waited for once and nothing writes to it."""
     wait = each.outputs[0]
     if list(each.call.node.users) != [wait] or len(each.outputs) > 1 or not wait.users:
         return None
-    if look.roots[wait] in look.fixed or not fake(wait).is_contiguous():
+    if snapshot.roots[wait] in snapshot.fixed or not fake(wait).is_contiguous():
         return None
-    use = min(wait.users, key=look.order.__getitem__)
-    begin, end = look.compute[each.call.node], look.compute[use]
+    use = min(wait.users, key=snapshot.order.__getitem__)
+    begin, end = snapshot.compute[each.call.node], snapshot.compute[use]
     rows = _rows(each)
     width = fake(each.input).numel() // rows
     values = rows * math.ceil(width / _fill(each)) * _fill(each)
@@ -257,8 +257,11 @@ def _rows(each: GraphSite) -> int:
     return each.site.group_size if each.site.kind == "reduce_scatter" else 1
 
 
-def _alike(
-    numbered: Sequence[tuple[int, GraphSite]], small: set[fx.Node], look: Look, policy: Policy
+def _compatible(
+    numbered: Sequence[tuple[int, GraphSite]],
+    small: set[fx.Node],
+    snapshot: GraphSnapshot,
+    policy: Policy,
 ) -> Iterator[list[Member]]:
     """Sites that may be one, each set in graph order. One that does not fit into the set before it
     begins another."""
@@ -267,11 +270,11 @@ def _alike(
         if each.site.pairwise:  # another rank may wait for a message before it goes on
             yield from open_sets.values()
             open_sets.clear()
-        member = _member(each, number, look) if each.call.node in small else None
+        member = _member(each, number, snapshot) if each.call.node in small else None
         if member is None:
             continue
         key = _key(each)
-        if not _fits(open_sets.get(key, []), member, look, policy):
+        if not _fits(open_sets.get(key, []), member, snapshot, policy):
             yield open_sets.pop(key)
         open_sets.setdefault(key, []).append(member)
     yield from open_sets.values()
@@ -284,7 +287,7 @@ def _key(each: GraphSite) -> tuple[Any, ...]:
     return (*what, device, site.direction, each.allowed.terms)
 
 
-def _fits(members: Sequence[Member], new: Member, look: Look, policy: Policy) -> bool:
+def _fits(members: Sequence[Member], new: Member, snapshot: GraphSnapshot, policy: Policy) -> bool:
     """Whether a site may be fused with some before it: the one exchange starts where it does, and
     is waited for where the first of them is used."""
     if not members:
@@ -293,14 +296,14 @@ def _fits(members: Sequence[Member], new: Member, look: Look, policy: Policy) ->
     most = MOST_SELECTIONS if selects(new.found) else MOST
     if len(every) > most or sum(each.sent for each in every) > TOTAL * policy.group_bytes:
         return False
-    if min(look.order[each.use] for each in every) <= look.order[new.start]:
+    if min(snapshot.order[each.use] for each in every) <= snapshot.order[new.start]:
         return False
     # An exchange is hidden behind the compute between its start and its use.
     left = min(each.end for each in every) - new.begin
     if max(each.end - each.begin for each in every) - left > policy.group_delay:
         return False
     return not any(
-        look.written_between(each.found.input, each.start, new.start) for each in members
+        snapshot.written_between(each.found.input, each.start, new.start) for each in members
     )
 
 
@@ -367,18 +370,20 @@ def _record(members: Sequence[Member], editor: Editor, into: str) -> Grouped:
 # --- changing -------------------------------------------------------------------------------------
 
 
-def _fuse(members: Sequence[Member], editor: Editor, look: Look, prefix: str) -> Grouped:
+def _fuse(
+    members: Sequence[Member], editor: Editor, snapshot: GraphSnapshot, prefix: str
+) -> Grouped:
     """Lets one exchange carry all members; ``prefix`` is that of their graph's names."""
     first, last = members[0].found, members[-1].start
-    use = min((each.use for each in members), key=look.order.__getitem__)
-    call, ranks = first.now, first.site.group_size
+    use = min((each.use for each in members), key=snapshot.order.__getitem__)
+    call, ranks = first.current_call, first.site.group_size
     flat = [_flat(each.found, last, editor) for each in members]
     lengths = [fake(node).shape[1] for node in flat]
     joined = editor.emit(last, NAME, call.node, aten.cat.default, flat, 1)
     line = editor.emit(last, NAME, call.node, aten.view.default, joined, [-1])
     start = editor.start(last, NAME, call, line)
     if selects(first):
-        start.meta[ALLOWED] = {0: _apart(first.allowed, lengths)}
+        start.meta[ALLOWED] = {0: _allowed_separately(first.allowed, lengths)}
         start.meta[SEGMENTS] = tuple(
             (each.found.site.module, tuple(fake(each.found.input).shape)) for each in members
         )
@@ -392,7 +397,7 @@ def _fuse(members: Sequence[Member], editor: Editor, look: Look, prefix: str) ->
         shape = list(fake(each.wait).shape)
         part = [end - length, end - length + math.prod(shape) // rows]
         value = editor.emit(use, NAME, each.start, aten.slice.Tensor, arrived, 1, *part)
-        if rows > 1 or look.roots[each.wait] in look.leaving:
+        if rows > 1 or snapshot.roots[each.wait] in snapshot.leaving:
             # A tensor of its own: an output must not share the memory of others.
             plain = torch.contiguous_format
             value = editor.emit(
@@ -404,7 +409,7 @@ def _fuse(members: Sequence[Member], editor: Editor, look: Look, prefix: str) ->
     return made
 
 
-def _apart(allowed: Allowed, lengths: Sequence[int]) -> Allowed:
+def _allowed_separately(allowed: Allowed, lengths: Sequence[int]) -> Allowed:
     """What is allowed of members of some lengths together: selections of each."""
     codecs = (
         segmented(spec, lengths) if isinstance(codec(spec), SparseCodec) else spec

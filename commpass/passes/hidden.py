@@ -19,16 +19,16 @@ from typing import Any
 from torch import fx
 
 from commpass.costmodel import HOST, Profile
-from commpass.kinds import KINDS
 from commpass.passes.chunk.gain import exchange_of
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph import costs
-from commpass.passes.graph.memory import memory
-from commpass.passes.graph.schedule import Clock, Work, timed
-from commpass.passes.move import obstacle, ordered, work_of
+from commpass.passes.fx import costs
+from commpass.passes.fx.memory import memory
+from commpass.passes.fx.schedule import Clock, Work, timed
+from commpass.passes.move import ordered, unsupported_reason, work_of
 from commpass.plan import ALIKE, Plan, PlannedSite, Site
+from commpass.plan.kinds import KINDS
 from commpass.policy import Policy
-from commpass.rules import Allowed
+from commpass.policy.rules import Allowed
 
 UNSURE = 0.5
 """The share of the predicted compute that a collective must hide behind: what a matmul takes is
@@ -50,7 +50,7 @@ def decided(plan: Plan) -> dict[tuple[Any, ...], bool]:
 
 
 @dataclass(frozen=True)
-class Course:
+class Schedule:
     """A graph in an order, and the nodes at which its sites start."""
 
     work: Work
@@ -83,29 +83,29 @@ class Course:
         return timed(dataclasses.replace(self.work, tasks=tasks), self.order)
 
 
-def course(
+def initial_schedule(
     gm: fx.GraphModule, found: Sequence[GraphSite], policy: Policy, profile: Profile
-) -> Course | None:
+) -> Schedule | None:
     """A graph in the order that suits it as it came. None where nothing can hide, and where it is
     plain that ranks may compute different things: they would decide differently (law 5)."""
     nodes = tuple(gm.graph.nodes)
-    if obstacle(gm) or any(_unlike(each.site) for each in found):
+    if unsupported_reason(gm) or any(_may_differ(each.site) for each in found):
         return None
     if not any(map(costs.is_heavy, nodes)):
         return None
-    work = _sooner(work_of(gm.graph, memory(gm.graph, in_place=True), profile))
+    work = _with_least_compute(work_of(gm.graph, memory(gm.graph, in_place=True), profile))
     order: Sequence[fx.Node] = nodes
     if "move" not in policy.skip:
         order = ordered(work, timed(work, nodes), policy.more_memory)[1] or nodes
-    return Course(work, order, tuple(each.call.node for each in found), profile)
+    return Schedule(work, order, tuple(each.call.node for each in found), profile)
 
 
-def _unlike(site: Site) -> bool:
+def _may_differ(site: Site) -> bool:
     """Whether a site is not known to be the same on all ranks."""
     return site.uneven or site.pairwise or site.bytes < 0 or site.kind not in KINDS
 
 
-def _sooner(work: Work) -> Work:
+def _with_least_compute(work: Work) -> Work:
     """A graph whose compute takes as little as it may."""
     tasks = {
         node: dataclasses.replace(task, us=task.us * UNSURE) if task.resource == HOST else task
@@ -114,18 +114,18 @@ def _sooner(work: Work) -> Work:
     return dataclasses.replace(work, tasks=tasks)
 
 
-def leave_hidden(
+def allow_hiding(
     plan: Sequence[PlannedSite],
-    alone: Sequence[PlannedSite],
+    uncompressed: Sequence[PlannedSite],
     allowed: Sequence[Allowed],
     known: Known,
-    course: Course | None,
+    schedule: Schedule | None,
 ) -> list[PlannedSite]:
     """A plan in which sites are left alone whose codes do not end the graph earlier.
 
-    ``alone`` are the same sites left alone; what is ``known`` of a site from before stays so, and
-    without a ``course`` nothing else is found hidden. Sites that nothing tells apart are decided
-    alike, and those with a forced codec keep it.
+    ``uncompressed`` are the same sites left alone; what is ``known`` of a site from before stays
+    so, and without a ``initial_schedule`` nothing else is found hidden. Sites that nothing tells
+    apart are decided alike, and those with a forced codec keep it.
     """
     classes: dict[tuple[Any, ...], list[int]] = {}
     for number, (site, its) in enumerate(zip(plan, allowed, strict=True)):
@@ -133,9 +133,9 @@ def leave_hidden(
             classes.setdefault(facts_of(site), []).append(number)
     spared = {n for facts, numbers in classes.items() if known.get(facts) for n in numbers}
     fresh = [numbers for facts, numbers in classes.items() if facts not in known]
-    if fresh and course is not None:
-        spared |= _search(plan, alone, spared, fresh, course)
-    return [_hidden(site, alone[n]) if n in spared else site for n, site in enumerate(plan)]
+    if fresh and schedule is not None:
+        spared |= _search(plan, uncompressed, spared, fresh, schedule)
+    return [_hidden(site, uncompressed[n]) if n in spared else site for n, site in enumerate(plan)]
 
 
 MANY = 32
@@ -144,10 +144,10 @@ MANY = 32
 
 def _search(
     plan: Sequence[PlannedSite],
-    alone: Sequence[PlannedSite],
+    uncompressed: Sequence[PlannedSite],
     spared: set[int],
     classes: Sequence[Sequence[int]],
-    course: Course,
+    schedule: Schedule,
 ) -> set[int]:
     """The sites that can be left alone beside those that are ``spared``. Those come first for which
     the rank would stand still the least: of many as many at once as can be, by bisection, and of
@@ -155,24 +155,28 @@ def _search(
     margin of its plain time (law 10)."""
 
     def end_us(some: set[int]) -> float:
-        return course.end_us([alone[n] if n in some else each for n, each in enumerate(plan)])
+        return schedule.end_us(
+            [uncompressed[n] if n in some else each for n, each in enumerate(plan)]
+        )
 
     def plain_us(numbers: Sequence[int]) -> list[float]:
         return [plan[n].plain_us for n in numbers]
 
     every = {n for numbers in classes for n in numbers}
-    all_alone = [alone[n] if n in spared | every else each for n, each in enumerate(plan)]
-    exposed = course.exposed_us(all_alone)
+    all_alone = [uncompressed[n] if n in spared | every else each for n, each in enumerate(plan)]
+    exposed = schedule.exposed_us(all_alone)
     ranked = sorted(classes, key=lambda numbers: sum(exposed[n] for n in numbers))
-    found, end, margin = set(spared), end_us(spared), course.profile.margin
+    found, end, margin = set(spared), end_us(spared), schedule.profile.margin
     first = 0
 
-    def together(many: int) -> bool:
-        some = {n for numbers in ranked[:many] for n in numbers}
-        return end_us(spared | some) - end <= margin * min(map(min, map(plain_us, ranked[:many])))
+    def stay_hidden(count: int) -> bool:
+        some = {n for numbers in ranked[:count] for n in numbers}
+        return end_us(spared | some) - end <= margin * min(map(min, map(plain_us, ranked[:count])))
 
     if len(ranked) > MANY:
-        first = bisect_left(range(1, len(ranked) + 1), True, key=lambda many: not together(many))
+        first = bisect_left(
+            range(1, len(ranked) + 1), True, key=lambda count: not stay_hidden(count)
+        )
         found |= {n for numbers in ranked[:first] for n in numbers}
         end = end_us(found)
     for numbers in ranked[first : first + MANY]:
@@ -182,11 +186,11 @@ def _search(
     return found
 
 
-def _hidden(site: PlannedSite, alone: PlannedSite) -> PlannedSite:
+def _hidden(site: PlannedSite, uncompressed: PlannedSite) -> PlannedSite:
     what = f"{site.codec} by {site.algorithm}"
     times = f"{site.predicted_us:,.0f} us instead of {site.plain_us:,.0f} us"
     reason = (
         f"hidden: {what} would take {times}, but the rank computes meanwhile, and the graph would"
         " not end earlier"
     )
-    return dataclasses.replace(alone, reason=reason, hidden=True)
+    return dataclasses.replace(uncompressed, reason=reason, hidden=True)

@@ -20,16 +20,15 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from commpass.ambient import without_ambient_state
 from commpass.codecs import operators
 from commpass.errors import VerifyError
 from commpass.lowering import Generated, Source, caller, exponent, fused, make, matmul
 from commpass.lowering.chain import Decode
 from commpass.passes.failures import SiteErrors, site_errors
-from commpass.passes.graph import meta
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.marks import CODED, MARK
-from commpass.passes.graph.parse import graph_modules, items
+from commpass.passes.fx import meta
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.marks import CODED, MARK
+from commpass.passes.fx.parse import graph_modules, items
 from commpass.passes.regions import (
     PAD,
     Region,
@@ -47,6 +46,7 @@ from commpass.passes.template import (
     without_tensors,
 )
 from commpass.plan import PlannedSite
+from commpass.utils.ambient import without_ambient_state
 
 EMPTY = torch.ops.aten.empty.memory_format
 """What makes a buffer into which something is written: no two sites share one."""
@@ -231,11 +231,11 @@ class Bodies:
         key = (node.target, _constants(node), tuple(map(_facts, values)), self._call(node) is None)
         if key not in self.traced:
             plain = key[-1] and self.inline is nullcontext and all(map(_is_fixed, values))
-            made = self._kept(key, node, values) if plain else self._trace(node, values)
+            made = self._cached_trace(key, node, values) if plain else self._trace(node, values)
             self.traced[key] = made
         return self.traced[key]
 
-    def _kept(self, key: tuple[Any, ...], node: fx.Node, values: Sequence[Any]) -> fx.Graph:
+    def _cached_trace(self, key: tuple[Any, ...], node: fx.Node, values: Sequence[Any]) -> fx.Graph:
         """As ``_trace``, or what was traced for a former graph."""
         coders = _coders(node)
         key = (*key, self.decompositions, *map(id, coders))
@@ -258,17 +258,17 @@ class Bodies:
         function, places = operators.IMPLEMENTATIONS[node.target], list(node.all_input_nodes)
         if (call := self._call(node)) is not None:
 
-            def called(*given: Any) -> Any:
-                held = dict(zip(places, given, strict=True))
-                return call(*(held[each] for each in _taken(node)))
+            def called(*inputs: Any) -> Any:
+                held = dict(zip(places, inputs, strict=True))
+                return call(*(held[each] for each in _operands(node)))
 
             traced = make_fx(called, decomposition_table=self.decompositions())(*values).graph
             if node.target is fused.FUSED:
                 _check_compiles(traced, node)
             return without_tensors(traced, f"{node.name} ({node.target})")
 
-        def run(*given: Any) -> Any:
-            held = dict(zip(places, given, strict=True))
+        def run(*inputs: Any) -> Any:
+            held = dict(zip(places, inputs, strict=True))
             args, kwargs = fx.map_arg((node.args, node.kwargs), held.__getitem__)
             return function(*args, **kwargs)
 
@@ -304,7 +304,7 @@ def _check_compiles(traced: fx.Graph, node: fx.Node) -> None:
             raise VerifyError(f"{node.name}: Triton does not compile its kernel ({node.args[1]})")
 
 
-def _taken(node: fx.Node) -> list[fx.Node]:
+def _operands(node: fx.Node) -> list[fx.Node]:
     """The nodes that an operator takes in order, one that it takes twice twice."""
     given: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), given.append)
@@ -355,14 +355,14 @@ def _copied(each: fx.Node, node: fx.Node, copies: dict[fx.Node, Any]) -> fx.Node
     return copy
 
 
-def _take_over(node: fx.Node, result: Any, given: Sequence[fx.Node]) -> None:
+def _take_over(node: fx.Node, result: Any, inputs: Sequence[fx.Node]) -> None:
     """Lets all take the result of a body in place of the operator's."""
     pairs = [(node, result)]
     if not isinstance(result, fx.Node):
         pairs = [(item, result[index]) for index, item in items(node)]
     for was, new in pairs:
         was.replace_all_uses_with(new)
-        if new not in given:  # views of it were made of the fake value that it had
+        if new not in inputs:  # views of it were made of the fake value that it had
             new.meta["val"] = was.meta["val"]
         if was is not node:
             erase(was)

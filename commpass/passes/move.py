@@ -19,11 +19,11 @@ from torch import fx
 
 from commpass import groups
 from commpass.costmodel import HOST, Profile, Task
-from commpass.passes.graph import costs, meta
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.memory import Memory, memory, orders, peak, sources
-from commpass.passes.graph.parse import Call, describe_group, graph_modules, is_wait, parse
-from commpass.passes.graph.schedule import Clock, Work, schedule, sequence, timed
+from commpass.passes.fx import costs, meta
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.memory import Memory, memory, orders, peak, sources
+from commpass.passes.fx.parse import Call, describe_group, graph_modules, is_wait, parse
+from commpass.passes.fx.schedule import Clock, Work, schedule, sequence, timed
 from commpass.plan import PlannedSite
 
 WINDOWS = (0, 1, 2)
@@ -53,7 +53,7 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
     """Reorders a graph in place. ``more_memory``: by what share its peak memory may rise."""
     nodes = tuple(gm.graph.nodes)
     starts = [node for node in nodes if parse(node) is not None]
-    if (why := obstacle(gm)) or not starts:
+    if (why := unsupported_reason(gm)) or not starts:
         return Moved(why=why)
     known = memory(gm.graph, in_place=True)
     work = work_of(gm.graph, known, profile)
@@ -92,22 +92,22 @@ def _worth(was: Clock) -> float:
     return WORTH * sum(was.exposed.values())
 
 
-def _moved(gm: fx.GraphModule, now: Clock, was: Clock, **more: Any) -> Moved:
-    return Moved(_exposed(now), _exposed(was), pinned=_overlapped(gm), **more)
+def _moved(gm: fx.GraphModule, clock: Clock, was: Clock, **more: Any) -> Moved:
+    return Moved(_exposed(clock), _exposed(was), pinned=_overlapped(gm), **more)
 
 
 NEEDED = "nothing else can be computed while it travels: all that is left needs it"
 
 
 def _missed(
-    work: Work, starts: Sequence[fx.Node], now: Clock, more_memory: float
+    work: Work, starts: Sequence[fx.Node], clock: Clock, more_memory: float
 ) -> dict[str, str]:
     """For each site that a rank stands still for, why."""
-    if not any(now.exposed.values()):
+    if not any(clock.exposed.values()):
         return {}
     roomy = _exposed(timed(work, schedule(work, starts, _windows(starts)[-1], math.inf)))
     found = {}
-    for site, us in _exposed(now).items():
+    for site, us in _exposed(clock).items():
         gain = us - roomy.get(site, 0.0)
         if us > 0:
             room = f"with more memory than more_memory={more_memory:g} allows {gain:,.0f} us less"
@@ -148,7 +148,7 @@ def _windows(starts: Sequence[fx.Node]) -> list[int]:
     return [sites * most for sites in WINDOWS]
 
 
-def obstacle(gm: fx.GraphModule) -> str:
+def unsupported_reason(gm: fx.GraphModule) -> str:
     """Why a graph keeps its order, if it must."""
     for prefix, module in graph_modules(gm):
         for node in module.graph.nodes:
@@ -165,7 +165,7 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
     before, prices_of = orders(graph, memory(graph)), costs.prices_of(profile)
     tasks, starts, waited, heavy = {}, set(), {}, set()
     latest: dict[str, fx.Node] = {}
-    alone = _Alone()
+    alone = _GlooOrder()
     for node in graph.nodes:
         call = parse(node)
         tasks[node] = costs.exchange(call, prices_of) if call else costs.compute(node, profile)
@@ -201,7 +201,7 @@ ones in the air at once, or all_gathers of 128 KiB, it corrupts a rank's memory 
 (docs/collectives.md)."""
 
 
-class _Alone:
+class _GlooOrder:
     """Keeps small exchanges and all_gathers that gloo itself carries out alone in their groups,
     where the program has them alone."""
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from commpass.ambient import ambient_free
-from commpass.passes.graph import meta
-from commpass.passes.graph.direction import AGAIN as TAGGED
-from commpass.passes.graph.parse import parse
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import AGAIN as TAGGED
+from commpass.passes.fx.parse import parse
+from commpass.utils.ambient import ambient_free
 
 NO_WEIGHTS = "nobody says which inputs of its graph are parameters"
 BACKWARD = (
@@ -64,10 +64,10 @@ class Source:
         return taken
 
 
-def parameters_behind(node: Any, weights: Weights, again: bool) -> tuple[int, ...] | str:
+def parameters_behind(node: Any, weights: Weights, recomputed: bool) -> tuple[int, ...] | str:
     """The numbers of the parameters from which what an all_gather takes is computed, or why it may
-    keep no reference. ``again``: it is forward's, run again in a backward graph."""
-    if again:
+    keep no reference. ``recomputed``: it is forward's, run again in a backward graph."""
+    if recomputed:
         return GATHERED_AGAIN
     if weights.why is not None:
         return weights.why

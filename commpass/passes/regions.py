@@ -13,11 +13,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass.codecs import operators
 from commpass.errors import VerifyError
-from commpass.lowering import Form, Generated, Piece, Source, Taken, form_of, fused, obstacle
-from commpass.passes.graph import meta
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.fakes import is_view, mode_of
-from commpass.passes.graph.marks import CODED, MARK
+from commpass.lowering import (
+    Form,
+    Generated,
+    KernelInput,
+    Piece,
+    Source,
+    form_of,
+    fused,
+    unsupported_reason,
+)
+from commpass.passes.fx import meta
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.fakes import is_view, mode_of
+from commpass.passes.fx.marks import CODED, MARK
 from commpass.passes.template import Decompositions, without_tensors
 
 OUTSIDE = ("exchange", "wait", "state", "join")
@@ -78,7 +87,7 @@ class Region:
             (str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda n: names[n])))
             for node in self.nodes
         ]
-        facts = list(map(taken, self.inputs))
+        facts = list(map(input_of, self.inputs))
         widths = [self.places[node].width if node in self.places else 0 for node in self.outputs]
         return str((said, facts, [names[node] for node in self.outputs], widths))
 
@@ -230,8 +239,8 @@ def trace(region: Region, decompositions: Decompositions) -> Source:
         node for node in region.outputs if node.target is ENCODE and not inside & {*node.users}
     }
 
-    def run(*given: Tensor) -> list[Tensor]:
-        values: dict[fx.Node, Any] = dict(zip(region.inputs, given, strict=True))
+    def run(*inputs: Tensor) -> list[Tensor]:
+        values: dict[fx.Node, Any] = dict(zip(region.inputs, inputs, strict=True))
         for node in region.nodes:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             function: Any = operators.IMPLEMENTATIONS.get(node.target, node.target)
@@ -247,7 +256,7 @@ def trace(region: Region, decompositions: Decompositions) -> Source:
     made: Any = body.graph.output_node().args[0]
     pieces = tuple(_pieces(region, [node.meta["val"] for node in made]))
     write(body, made, pieces)
-    return Source(body, tuple(map(taken, region.inputs)), pieces)
+    return Source(body, tuple(map(input_of, region.inputs)), pieces)
 
 
 def generated(region: Region) -> Generated | None:
@@ -257,27 +266,27 @@ def generated(region: Region) -> Generated | None:
     if others or node.target is not fused.FUSED:
         return None
     chain, numel = fused.named(str(node.args[1])), node.args[2]
-    if not isinstance(numel, int) or obstacle(chain, numel, node.meta["val"].device):
+    if not isinstance(numel, int) or unsupported_reason(chain, numel, node.meta["val"].device):
         return None
     (piece,) = _pieces(region, [node.meta["val"]])
-    return Generated(chain, numel, tuple(map(taken, inputs)), piece)
+    return Generated(chain, numel, tuple(map(input_of, inputs)), piece)
 
 
-def whole(node: fx.Node) -> fx.Node:
+def base_of(node: fx.Node) -> fx.Node:
     """What an input of a region is a part of: who calls a kernel hands over that."""
     source = node.all_input_nodes[0] if MARK in node.meta and is_view(node) else node
     if source is node or source.meta["val"].dtype != node.meta["val"].dtype:
         return node
-    return whole(source)
+    return base_of(source)
 
 
-def taken(node: fx.Node) -> Taken:
+def input_of(node: fx.Node) -> KernelInput:
     """How an input lies in what it is a part of."""
-    return Taken(form_of(whole(node).meta["val"]), form_of(node.meta["val"]))
+    return KernelInput(form_of(base_of(node).meta["val"]), form_of(node.meta["val"]))
 
 
 def _place(node: fx.Node) -> int:
-    own, source = node.meta["val"], whole(node).meta["val"]
+    own, source = node.meta["val"], base_of(node).meta["val"]
     return int(own.storage_offset() - source.storage_offset())
 
 
@@ -305,11 +314,11 @@ def _pieces(region: Region, values: Sequence[Tensor]) -> Iterator[Piece]:
                 break
 
 
-def write(body: fx.GraphModule, made: Sequence[fx.Node], pieces: Sequence[Piece]) -> None:
+def write(body: fx.GraphModule, outputs: Sequence[fx.Node], pieces: Sequence[Piece]) -> None:
     """Lets a body write what it returned into further inputs."""
     graph = body.graph
     last, output = graph.find_nodes(op="placeholder")[-1], graph.output_node()
-    for number, (value, piece) in enumerate(zip(made, pieces, strict=True)):
+    for number, (value, piece) in enumerate(zip(outputs, pieces, strict=True)):
         with graph.inserting_after(last):
             last = graph.placeholder(f"written_{number}")
         with mode_of(graph):
@@ -343,7 +352,7 @@ def outline(region: Region, kernel: str, site: int, buffers: dict[fx.Node, fx.No
         call = graph.call_function(
             torch.ops.commpass.kernel_.default,
             (
-                list(map(whole, region.inputs)),
+                list(map(base_of, region.inputs)),
                 written,
                 [*map(_place, region.inputs), *firsts],
                 kernel,

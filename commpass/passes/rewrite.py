@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
-from commpass.ambient import without_ambient_state
 from commpass.codecs import Codec, codec
 from commpass.passes.discover import GraphSite
 from commpass.passes.failures import site_errors
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.marks import MARK, PARTS, SEGMENTS
-from commpass.passes.graph.parse import is_size, is_wait, items, parse, value_of
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.marks import MARK, PARTS, SEGMENTS
+from commpass.passes.fx.parse import is_size, is_wait, items, parse, value_of
 from commpass.passes.references import Source, source_of
 from commpass.passes.template import (
     Decompositions,
@@ -39,6 +38,7 @@ from commpass.passes.template import (
     splice,
 )
 from commpass.plan import PlannedSite
+from commpass.utils.ambient import without_ambient_state
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _parts(found: GraphSite, planned: PlannedSite) -> list[Part]:
 
 
 def _keep(
-    found: GraphSite, planned: PlannedSite, coder: Codec, kept: list[StateInput]
+    found: GraphSite, planned: PlannedSite, coder: Codec, states: list[StateInput]
 ) -> list[fx.Node]:
     """Adds an input for the state that a codec needs for each part of a site."""
     fake, graph = fake_of(found.input), found.module.graph
@@ -151,15 +151,15 @@ def _keep(
         )
         placeholders = graph.find_nodes(op="placeholder")
         with graph.inserting_after(placeholders[-1]) if placeholders else graph.inserting_before():
-            node = graph.placeholder(f"{STATE}_{len(kept)}")
+            node = graph.placeholder(f"{STATE}_{len(states)}")
         like = fake if len(parts) == 1 else fake.new_empty(part.shape)
-        value = coder.kept(like, planned.group_size)
+        value = coder.initial_state(like, planned.group_size)
         node.meta["val"] = value
         added.append(node)
-        kept.append(
+        states.append(
             StateInput(
                 place,
-                sum(state.place == place for state in kept),
+                sum(state.place == place for state in states),
                 reached_outputs(part.outputs),
                 planned.reduce_op or "sum",
                 planned.group,
@@ -221,7 +221,7 @@ def _update(states: Sequence[fx.Node], new: fx.Node) -> None:
 
 def _replace(found: GraphSite, result: fx.Node) -> None:
     """Lets everything that took the collective's waited result take the new one."""
-    call, graph = found.now, found.module.graph
+    call, graph = found.current_call, found.module.graph
     received = call.kind_at(found.position) == "recv"
     target = call.out or (found.input if "in-place" in call.form or received else None)
     if target is not None:  # an in-place form: what others see of that tensor must change as well
@@ -241,22 +241,24 @@ def _replace(found: GraphSite, result: fx.Node) -> None:
         call.node.replace_all_uses_with(result, delete_user_cb=lambda user: not is_wait(user))
 
 
-def _drop(node: fx.Node, gone: list[GraphSite]) -> None:
+def _drop(node: fx.Node, dropped: list[GraphSite]) -> None:
     """Erases a collective whose results were all replaced; of a coalesced one, only the parts that
     were."""
-    positions = {found.position for found in gone}
-    coalesced = "coalesced" in gone[0].call.form
+    positions = {found.position for found in dropped}
+    coalesced = "coalesced" in dropped[0].call.form
     removed = {
-        value for position in positions if (value := value_of(gone[0].call, position)) is not None
+        value
+        for position in positions
+        if (value := value_of(dropped[0].call, position)) is not None
     }
     _drop_waits(removed)
     for value in removed:
         for size in [user for user in value.users if is_size(user)]:
-            _resize(size, gone[0])
+            _resize(size, dropped[0])
         erase(value)
     if coalesced:
         _shrink(
-            node, [index for index in range(len(gone[0].call.inputs)) if index not in positions]
+            node, [index for index in range(len(dropped[0].call.inputs)) if index not in positions]
         )
 
 
@@ -269,7 +271,7 @@ def _resize(size: fx.Node, found: GraphSite) -> None:
     size.meta["val"] = fake_of(found.input).shape[dim]  # type: ignore[index]
     if dim != 0 or kind not in ("all_gather", "reduce_scatter", "all_to_all"):
         return
-    graph, splits = size.graph, found.now.splits
+    graph, splits = size.graph, found.current_call.splits
     with graph.inserting_after(size):
         if splits is not None:
             total = graph.call_function(torch.sym_sum, (tuple(splits[1]),))
@@ -298,7 +300,7 @@ def _drop_waits(values: set[fx.Node]) -> None:
 def _join(found: GraphSite, mark: str) -> None:
     """Lets a position of a batch carry the bytes of the exchange that was inserted for it before
     the batch: batches exist so that nothing deadlocks, and stay whole."""
-    call, position = found.now, found.position
+    call, position = found.current_call, found.position
     value, graph = value_of(call, position), call.node.graph
     assert value is not None
     _drop_waits({value})
@@ -325,17 +327,17 @@ def _join(found: GraphSite, mark: str) -> None:
     erase(own)
 
 
-def _shrink(node: fx.Node, kept: list[int]) -> None:
-    """Leaves of a node over a list of tensors only those at ``kept``, and renumbers who takes its
+def _shrink(node: fx.Node, states: list[int]) -> None:
+    """Leaves of a node over a list of tensors only those at ``states``, and renumbers who takes its
     results."""
     for index, item in list(items(node)):
-        if index in kept:
-            item.args = (node, kept.index(index))
+        if index in states:
+            item.args = (node, states.index(index))
         else:
             erase(item)
-    if not kept:
+    if not states:
         erase(node)
         return
-    node.args = ([node.args[0][index] for index in kept], *node.args[1:])  # type: ignore[index]
+    node.args = ([node.args[0][index] for index in states], *node.args[1:])  # type: ignore[index]
     if isinstance(node.meta.get("val"), (list, tuple)):
-        node.meta["val"] = [node.meta["val"][index] for index in kept]
+        node.meta["val"] = [node.meta["val"][index] for index in states]

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from commpass.ambient import ambient_free
 from commpass.codecs import codec
 from commpass.lowering import matmul
-from commpass.passes.graph.costs import is_matmul
-from commpass.passes.graph.fakes import is_view, mode_of
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.parse import graph_modules
+from commpass.passes.fx.costs import is_matmul
+from commpass.passes.fx.fakes import is_view, mode_of
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import graph_modules
 from commpass.plan import PlannedSite
-from commpass.running import now
+from commpass.utils.ambient import ambient_free
+from commpass.utils.running import innermost
 
 LOSSLESS = "its codec loses nothing"
 STATE = "its codec keeps {}: what one step leaves out, later ones send"
@@ -36,7 +36,7 @@ EMPTY = torch.ops.aten.empty.memory_format
 
 
 @dataclass(frozen=True)
-class Given:
+class EncodedValue:
     """What a site encodes: the fake value itself, or those of two matrices, and a bias or None, of
     which a ``product`` of ``lowering.matmul`` makes and encodes it."""
 
@@ -44,10 +44,10 @@ class Given:
     product: str = ""
 
 
-def given_to_products(gm: fx.GraphModule) -> dict[str, Given]:
+def given_to_products(gm: fx.GraphModule) -> dict[str, EncodedValue]:
     """What those sites encode whose matmul encodes its own result, by their names."""
     return {
-        node.meta[MARK].site: Given(
+        node.meta[MARK].site: EncodedValue(
             tuple(each.meta["val"] if each is not None else None for each in node.args[:3]),
             str(node.args[3]),
         )
@@ -59,15 +59,15 @@ def given_to_products(gm: fx.GraphModule) -> dict[str, Given]:
 def sample(
     gm: fx.GraphModule,
     plan: Sequence[PlannedSite],
-    given: Mapping[str, Given],
+    encoded: Mapping[str, EncodedValue],
     checked: Collection[str] = (),
     *,
-    others: bool = True,
+    other_ranks: bool = True,
 ) -> dict[str, str]:
-    """Puts the operator in front of what encodes, for each site where that can be done. ``given``
+    """Puts the operator in front of what encodes, for each site where that can be done. ``encoded``
     is what the sites encode, ``checked`` are those whose budgets are checked, by name, and
-    ``others`` says whether the rest is sampled too. Returns, by the name of each compressed site,
-    "" for these and for the others why not."""
+    ``other_ranks`` says whether the rest is sampled too. Returns, by the name of each compressed
+    site, "" for these and for the others why not."""
     nodes = {
         id(node.meta["val"]): node
         for _, module in graph_modules(gm)
@@ -80,12 +80,12 @@ def sample(
             continue
         why[site.name] = unsupported_reason(site)
         check = site.name in checked
-        if not why[site.name] and not (check or others):
+        if not why[site.name] and not (check or other_ranks):
             why[site.name] = UNSEEN
         if not why[site.name]:
-            its = given.get(site.name, Given(()))
+            its = encoded.get(site.name, EncodedValue(()))
             taken = [nodes.get(id(value)) for value in its.values if value is not None]
-            takes = _takes(taken[0], site.name) if taken and taken[0] is not None else []
+            takes = _senders(taken[0], site.name) if taken and taken[0] is not None else []
             seen = check or (not its.product and _is_seen(taken, site))
             if not takes or None in taken or not seen:
                 why[site.name] = INSIDE
@@ -96,9 +96,9 @@ def sample(
     return why
 
 
-def _is_seen(taken: Sequence[fx.Node | None], site: PlannedSite) -> bool:
+def _is_seen(inputs: Sequence[fx.Node | None], site: PlannedSite) -> bool:
     """Whether what a site encodes is in memory anyway."""
-    (x,) = taken
+    (x,) = inputs
     return x is not None and (site.lowering == "kernel" or _is_stored(x))
 
 
@@ -112,10 +112,10 @@ def unsupported_reason(site: PlannedSite) -> str:
     return RECEIVED if site.kind == "recv" else ""
 
 
-def _takes(x: fx.Node, site: str) -> list[fx.Node]:
+def _senders(x: fx.Node, site: str) -> list[fx.Node]:
     """What takes a value, or that of which it is a view, to send it for a site."""
     own = [user for user in x.users if MARK in user.meta and user.meta[MARK].site == site]
-    return own or (_takes(x.all_input_nodes[0], site) if is_view(x) else [])
+    return own or (_senders(x.all_input_nodes[0], site) if is_view(x) else [])
 
 
 def _is_stored(x: fx.Node) -> bool:
@@ -127,7 +127,7 @@ def _is_stored(x: fx.Node) -> bool:
     return x.op == "placeholder" or called or is_matmul(x)
 
 
-def _insert(its: Given, nodes: Mapping[int, fx.Node], before: fx.Node, number: int) -> None:
+def _insert(its: EncodedValue, nodes: Mapping[int, fx.Node], before: fx.Node, number: int) -> None:
     """Looks at what a site encodes where it first takes it: what is written there later is not
     sent."""
     given: Any = [nodes[id(value)] if value is not None else None for value in its.values]
@@ -146,7 +146,7 @@ def _insert(its: Given, nodes: Mapping[int, fx.Node], before: fx.Node, number: i
 
 def _looking(x: Tensor) -> Any:
     """Who samples this call, if anybody does; nobody can while a CUDA graph is recorded."""
-    look = now().sample
+    look = innermost().sample
     return None if x.is_cuda and torch.cuda.is_current_stream_capturing() else look
 
 
@@ -164,7 +164,7 @@ def _sample_product(
         look(site, matmul.values(a, b, bias, matmul.named(product)))
 
 
-def _nothing(*_: object) -> None: ...
+def _no_op(*_: object) -> None: ...
 
 
 _library = torch.library.Library("commpass", "FRAGMENT")
@@ -176,4 +176,4 @@ _library.define(
 )
 _library.impl("sample_product_", ambient_free(_sample_product), "CompositeExplicitAutograd")
 for _name in ("sample_", "sample_product_"):
-    torch.library.register_fake(f"commpass::{_name}", _nothing, lib=_library)
+    torch.library.register_fake(f"commpass::{_name}", _no_op, lib=_library)

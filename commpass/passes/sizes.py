@@ -22,12 +22,12 @@ import torch
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint, free_unbacked_symbols
 
 from commpass.costmodel import Profile
-from commpass.passes.breakeven import break_even, in_words
+from commpass.passes.breakeven import break_even, explanation
 from commpass.passes.candidates import Options, nameless
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph import meta
+from commpass.passes.fx import meta
 from commpass.plan import PlannedSite, Site
-from commpass.rules import Allowed
+from commpass.policy.rules import Allowed
 
 MOST = 2
 """At how many sizes of a group's sites a graph is compiled anew, those of the most sites: Dynamo
@@ -46,11 +46,11 @@ class Limit:
     above: bool
 
     @property
-    def said(self) -> str:
+    def key(self) -> str:
         """The same on all ranks and in all graphs, whatever the symbols are there."""
         return f"from {self.least:,} bytes on" if self.above else f"below {self.least:,} bytes"
 
-    def hold(self) -> None:
+    def install_guard(self) -> None:
         """Makes it a guard of the code that is compiled. Does nothing if it is one already."""
         if bool(self.nbytes >= self.least) != self.above:
             raise AssertionError(f"{self.nbytes} >= {self.least} is not as it was planned")
@@ -72,12 +72,12 @@ def limits(
     groups = {each.site.name: each.site.group for each in found}
     kept: set[tuple[str, str, int]] = set()
     for group in {*groups.values()}:
-        said = Counter(_said(limit) for name, limit in some.items() if groups[name] == group)
+        said = Counter(_limit_text(limit) for name, limit in some.items() if groups[name] == group)
         kept |= {(group, *what) for what, _ in said.most_common(MOST)}  # the first of equal ones
-    return {n: limit for n, limit in some.items() if (groups[n], *_said(limit)) in kept}
+    return {n: limit for n, limit in some.items() if (groups[n], *_limit_text(limit)) in kept}
 
 
-def _said(limit: Limit) -> tuple[str, int]:
+def _limit_text(limit: Limit) -> tuple[str, int]:
     return str(limit.nbytes), limit.least
 
 
@@ -140,11 +140,13 @@ def _bounds(tracked: Any) -> list[tuple[torch.SymInt, Any]]:
 
 def with_limits(plan: Sequence[PlannedSite], limits: dict[str, Limit]) -> tuple[PlannedSite, ...]:
     """The plan, in whose reasons stands where it ends."""
-    return tuple(_told(site, limits[site.name]) if site.name in limits else site for site in plan)
+    return tuple(
+        _with_reason(site, limits[site.name]) if site.name in limits else site for site in plan
+    )
 
 
-def _told(site: PlannedSite, limit: Limit) -> PlannedSite:
-    words = in_words(site, limit.least)
+def _with_reason(site: PlannedSite, limit: Limit) -> PlannedSite:
+    words = explanation(site, limit.least)
     end = f"while {words}, else" if limit.above else f"until {words}, then"
     reason = f"{site.reason}; holds {end} compiled anew"
-    return dataclasses.replace(site, reason=reason, holds=limit.said)
+    return dataclasses.replace(site, reason=reason, holds=limit.key)

@@ -11,18 +11,18 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from commpass import groups
-from commpass.ambient import without_ambient_state
 from commpass.codecs import codec, operators
 from commpass.collectives import Algorithm, Request, algorithm
 from commpass.collectives import run as run_steps
 from commpass.collectives.data_sized import sizes_of_data
 from commpass.errors import VerifyError
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph import meta
-from commpass.passes.graph.fakes import another, can_be_copied, is_view
-from commpass.passes.graph.marks import MARK, Mark, marks
-from commpass.passes.graph.parse import is_wait, value_of
+from commpass.passes.fx import meta
+from commpass.passes.fx.fakes import another, can_be_copied, is_view
+from commpass.passes.fx.marks import MARK, Mark, marks
+from commpass.passes.fx.parse import is_wait, value_of
 from commpass.plan import PlannedSite
+from commpass.utils.ambient import without_ambient_state
 
 Decompositions = Callable[[], dict[Any, Callable[..., Any]]]
 
@@ -57,7 +57,7 @@ class Templates:
             str(planned.splits),
             planned.peer,
             planned.tag,
-            found.now.root,
+            found.current_call.root,
             fake.dtype,
             fake.device,
             str(tuple(fake.shape)),
@@ -85,13 +85,13 @@ def trace(
     values = [value(node, found) for node in inputs]
     sizes = dict(zip(sizes_of(found), range(1, len(values)), strict=False))
 
-    def run(*given: Any) -> Any:
+    def run(*inputs: Any) -> Any:
         def split(size: Any) -> Any:
-            return given[sizes[size]] if isinstance(size, fx.Node) else size
+            return inputs[sizes[size]] if isinstance(size, fx.Node) else size
 
         sent, received = (
-            (tuple(map(split, some)) for some in found.now.splits)
-            if found.now.splits
+            (tuple(map(split, some)) for some in found.current_call.splits)
+            if found.current_call.splits
             else (None, None)
         )
         request = Request(
@@ -99,15 +99,15 @@ def trace(
             planned.group_size,
             _rank(planned),
             planned.reduce_op or "sum",
-            found.now.root,
+            found.current_call.root,
             sent,
             received,
             peer=planned.peer or 0,
             tag=planned.tag,
             by_messages=planned.by_messages,
         )
-        state = given[len(values) - (coder.state is not None) :]
-        return run_steps(chosen.run(given[0], request, coder, *state))
+        state = inputs[len(values) - (coder.state is not None) :]
+        return run_steps(chosen.run(inputs[0], request, coder, *state))
 
     with (
         without_ambient_state(),
@@ -124,17 +124,17 @@ def algorithm_of(planned: PlannedSite) -> Algorithm:
     return algorithm(planned.kind, planned.algorithm, **chunks)
 
 
-def without_tensors(traced: fx.Graph, what: str) -> fx.Graph:
+def without_tensors(traced: fx.Graph, subject: str) -> fx.Graph:
     """A traced graph. Raises VerifyError where it holds tensors of its own, which have no place in
     the graph that it goes to."""
     if captured := [node.name for node in traced.nodes if node.op == "get_attr"]:
-        raise VerifyError(f"{what} captured tensors while it was traced: {captured}")
+        raise VerifyError(f"{subject} captured tensors while it was traced: {captured}")
     return traced
 
 
 def sizes_of(found: GraphSite) -> list[fx.Node]:
     """The nodes among an all-to-all's splits."""
-    splits = (size for some in found.now.splits or () for size in some)
+    splits = (size for some in found.current_call.splits or () for size in some)
     return list(dict.fromkeys(size for size in splits if isinstance(size, fx.Node)))
 
 

@@ -11,30 +11,30 @@ from torch import fx
 from commpass import groups
 from commpass.costmodel import Profile, Task
 from commpass.costmodel.critical import slack_us
-from commpass.passes.graph import meta
-from commpass.passes.graph.marks import MARK, Mark
-from commpass.passes.graph.memory import memory
-from commpass.passes.graph.parse import describe_group, parse
-from commpass.passes.graph.schedule import Span, Work, timed
-from commpass.passes.move import obstacle, site_of, work_of
-from commpass.passes.road import Outcome
-from commpass.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
+from commpass.passes.context import PassResult
+from commpass.passes.fx import meta
+from commpass.passes.fx.marks import MARK, Mark
+from commpass.passes.fx.memory import memory
+from commpass.passes.fx.parse import describe_group, parse
+from commpass.passes.fx.schedule import Span, Work, timed
+from commpass.passes.move import site_of, unsupported_reason, work_of
+from commpass.plan.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
 
 NOTHING_SENT = "no collective in this graph"
 """The note of a timeline that is only as long as what is computed."""
 
 
-def timeline(gm: fx.GraphModule, outcome: Outcome, profile: Profile) -> Timeline:
+def timeline(gm: fx.GraphModule, outcome: PassResult, profile: Profile) -> Timeline:
     """What the cost model predicts for the graph that is compiled. Where it cannot tell, or nothing
     is sent, there are no events, and ``note`` says why."""
     if not outcome.plan.sites:
         return Timeline(us=whole_us(gm, profile) or 0.0, note=NOTHING_SENT)
-    if why := obstacle(gm):
+    if why := unsupported_reason(gm):
         return Timeline(note=why)
     nodes = tuple(gm.graph.nodes)
     work = work_of(gm.graph, memory(gm.graph), profile)
     clock = timed(work, nodes)
-    lanes = _lanes({_lane_of(span) for span in clock.spans})
+    lanes = _tracks({_lane_of(span) for span in clock.spans})
     notes = ["sizes that depend on the data count as 0 bytes"]
     notes = notes if any(site.bytes < 0 for site in outcome.plan.sites) else []
     if outcome.plan.fallback:
@@ -71,7 +71,7 @@ def site_slack_us(work: Work, order: Sequence[fx.Node]) -> dict[str, float]:
 def whole_us(gm: fx.GraphModule, profile: Profile) -> float | None:
     """Microseconds that are predicted for a graph as it is; None where the cost model cannot
     tell."""
-    if obstacle(gm):
+    if unsupported_reason(gm):
         return None
     nodes = tuple(gm.graph.nodes)
     return timed(work_of(gm.graph, memory(gm.graph), profile), nodes).now
@@ -106,7 +106,7 @@ def _lane_of(span: Span) -> str:
     return HOST if span.resource == HOST or call is None else describe_group(call)[0]
 
 
-def _lanes(resources: set[str]) -> dict[str, str]:
+def _tracks(resources: set[str]) -> dict[str, str]:
     """The lanes of the host and of groups by name; labels that several groups have tell the name
     too."""
     labels = {name: next(iter(groups.labels_of(name)), name) for name in resources - {HOST}}

@@ -16,9 +16,9 @@ from torch import fx
 from commpass.codecs import codec
 from commpass.errors import VerifyError
 from commpass.passes.failures import site_errors
-from commpass.passes.graph import meta
-from commpass.passes.graph.marks import MARK, PARTS
-from commpass.passes.graph.parse import graph_modules, parse, value_of, waited
+from commpass.passes.fx import meta
+from commpass.passes.fx.marks import MARK, PARTS
+from commpass.passes.fx.parse import graph_modules, parse, value_of, waited
 from commpass.passes.template import algorithm_of
 from commpass.plan import PlannedSite
 

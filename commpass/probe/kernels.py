@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from commpass.codecs import Codec, codec
 from commpass.collectives import messages
 from commpass.costmodel import KernelRate, Kernels
-from commpass.probe.links import most, seconds_of
+from commpass.probe.links import seconds_of, slowest_of
 
 CODECS = ("int8", "int4", "fp8", "rotated", "exponent", "cast")
 """Those whose rates a profile knows; the slowest of them stands for all others."""
@@ -33,7 +33,7 @@ def measure(
     group: dist.ProcessGroup,
     device: torch.device,
     known: Kernels,
-    say: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda message: None,
 ) -> Kernels:
     """What a profile says of kernels, measured here; every rank of the group calls it. Takes about
     a minute of compiling on a CPU."""
@@ -41,7 +41,7 @@ def measure(
     clock = partial(slowest, group=group, device=device)
     rates = {}
     for name in CODECS:
-        say(name)
+        report(name)
         rates[name] = _rate(name, group, device, clock)
     aliases = dict.fromkeys(("bf16", "fp16"), rates["cast"])
     side = torch.randn(MATMUL, MATMUL, device=device)
@@ -115,17 +115,17 @@ def _medians(
     for _ in range(CALLS + WARM_UP):
         for name, call in calls.items():
             took[name].append(seconds_of(call, group, device))
-    return {name: median(most(each[WARM_UP:], group, device)) for name, each in took.items()}
+    return {name: median(slowest_of(each[WARM_UP:], group, device)) for name, each in took.items()}
 
 
-def _compiled(function: Callable[..., Any], given: Any) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
     """A function as it is in a compiled graph. It is traced first: Dynamo compiles the same code
     only ``torch._dynamo.config.recompile_limit`` times, and codecs of one class share theirs."""
 
     def traced(x: Any) -> Any:  # what has defaults cannot be traced as it is
         return function(x)
 
-    return torch.compile(make_fx(traced)(given), dynamic=False)
+    return torch.compile(make_fx(traced)(inputs), dynamic=False)
 
 
 def slowest(run: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
@@ -141,4 +141,4 @@ def slowest(run: Callable[[], Any], group: dist.ProcessGroup, device: torch.devi
             if device.type == "cuda":
                 torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return median(most(times[2:], group, device))
+    return median(slowest_of(times[2:], group, device))

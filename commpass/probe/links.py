@@ -53,14 +53,15 @@ def measure(
     seconds: float,
     *,
     by_messages: bool,
-    say: Callable[[str], None] = lambda what: None,
+    report: Callable[[str], None] = lambda message: None,
 ) -> list[Times]:
     """Every kind in growing sizes, within about so many seconds; every rank of the group calls it.
-    Sizes that would take too long are left out, on all ranks alike. ``say`` is told each kind."""
+    Sizes that would take too long are left out, on all ranks alike. ``report`` is told each
+    kind."""
     wanted = kinds(group, by_messages=by_messages)
     found = []
     for kind in wanted:
-        say(kind)
+        report(kind)
         left = seconds / len(wanted)
         for number, size in enumerate(SIZES):
             begun = time.perf_counter()
@@ -68,7 +69,7 @@ def measure(
             if times is None:
                 break
             found.append(times)
-            left -= most([time.perf_counter() - begun], group, device)[0]
+            left -= slowest_of([time.perf_counter() - begun], group, device)[0]
     return found
 
 
@@ -86,7 +87,7 @@ def busy_us(group: dist.ProcessGroup, device: torch.device) -> float:
                 ops.wait_tensor(begun)
 
         every = [seconds_of(exchange, group, device) for _ in range(LEAST + 1)]
-        took.append(median(most(every[1:], group, device)))
+        took.append(median(slowest_of(every[1:], group, device)))
     return max(1e6 * (took[1] - took[0]) / (PARTS - 1) / (group.size() - 1), 0.0)
 
 
@@ -95,20 +96,22 @@ def _times(
     size: int,
     group: dist.ProcessGroup,
     device: torch.device,
-    left: float,
+    seconds: float,
     *,
     needed: bool,
 ) -> Times | None:
-    """One size, or None if ``left`` seconds are too few for it and it is not ``needed``: a line
+    """One size, or None if ``seconds`` seconds are too few for it and it is not ``needed``: a line
     needs two."""
     ranks = group.size()
     nbytes = _handed(kind, size, ranks)
     call = _call(kind, nbytes, group, device)
-    first = most([seconds_of(call, group, device), seconds_of(call, group, device)], group, device)
-    if first[1] * LEAST > left and not needed:
+    first = slowest_of(
+        [seconds_of(call, group, device), seconds_of(call, group, device)], group, device
+    )
+    if first[1] * LEAST > seconds and not needed:
         return None
-    repeats = min(MOST, max(LEAST, int(left / 3 / first[1])))
-    took = most([seconds_of(call, group, device) for _ in range(repeats)], group, device)
+    repeats = min(MOST, max(LEAST, int(seconds / 3 / first[1])))
+    took = slowest_of([seconds_of(call, group, device) for _ in range(repeats)], group, device)
     low, middle, high = (1e6 * each for each in quantiles(took, n=4, method="inclusive"))
     messages, sent = sent_by(kind, ranks, nbytes)
     return Times(kind, ranks, nbytes, messages, sent, low, middle, high)
@@ -138,7 +141,9 @@ def seconds_of(call: Callable[[], Any], group: dist.ProcessGroup, device: torch.
     return time.perf_counter() - start
 
 
-def most(seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+def slowest_of(
+    seconds: Sequence[float], group: dist.ProcessGroup, device: torch.device
+) -> list[float]:
     """What the slowest rank took, each time."""
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
@@ -170,8 +175,8 @@ def _start(
     return lambda: ours.all_to_all_single(given, received, sent, name)
 
 
-def _even(ranks: int, given: Tensor) -> list[int]:
-    return [given.numel() // ranks] * ranks
+def _even(ranks: int, value: Tensor) -> list[int]:
+    return [value.numel() // ranks] * ranks
 
 
 CALLS: dict[str, Callable[[Tensor, int, str], Tensor]] = {

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from commpass.costmodel import Link
 from commpass.costmodel.files import Measured, ProfileFile
 from commpass.costmodel.fit import Point, regions
+from commpass.distributed.hosts import on_each_host
+from commpass.distributed.machine import default_here, device_of, place, this_machine
 from commpass.errors import ProfileError
 from commpass.probe.kernels import CODECS
 from commpass.probe.kernels import measure as kernel_times
 from commpass.probe.links import Times, busy_us, kinds, measure
-from commpass.runtime.hosts import on_each_host
-from commpass.runtime.machine import default_here, device_of, here, place
 
 Progress = Callable[[int, int, str], None]
 """What is told how many kinds of exchanges and codecs are measured, of how many, and the next."""
@@ -52,14 +52,14 @@ def probe(
     many = len(levels) * len(kinds(world, by_messages=by_messages)) + kernels * len(CODECS)
     done = 0
 
-    def say(what: str) -> None:
+    def report(message: str) -> None:
         nonlocal done
         if progress is not None:
-            progress(done, many, what)
+            progress(done, many, message)
         done += 1
 
     found = {
-        level: measure(group, device, seconds / len(levels), by_messages=by_messages, say=say)
+        level: measure(group, device, seconds / len(levels), by_messages=by_messages, report=report)
         if isinstance(group, dist.ProcessGroup)
         else []
         for level, group in levels.items()
@@ -69,7 +69,9 @@ def probe(
     default = default_here(device.type)
     profile = dataclasses.replace(
         default,
-        kernels=kernel_times(world, device, default.kernels, say) if kernels else default.kernels,
+        kernels=kernel_times(world, device, default.kernels, report)
+        if kernels
+        else default.kernels,
         name=name,
         link=links["link"],
         inside=links.get("inside"),
@@ -78,7 +80,7 @@ def probe(
     file = ProfileFile(
         commpass=version("commpass"),
         written=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=here(places),
+        machine=this_machine(places),
         profile=profile,
         points=tuple(_points(found, links)),
     )

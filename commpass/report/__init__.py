@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 
-class _Room(ModuleType):
+class _CallablePackage(ModuleType):
     """This package, which can be called: ``commpass.report()`` works beside ``import
     commpass.report.tables``, whichever comes first."""
 
@@ -15,4 +15,4 @@ class _Room(ModuleType):
         return report()
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _CallablePackage

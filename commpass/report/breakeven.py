@@ -17,14 +17,14 @@ from rich.text import Text
 from commpass.codecs import FLOATS
 from commpass.costmodel import Profile
 from commpass.costmodel.kernels import GPU
+from commpass.distributed.machine import profile_here
 from commpass.errors import PolicyError, nearest
-from commpass.kinds import KINDS
 from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
 from commpass.plan import PlannedSite, Site
+from commpass.plan.kinds import KINDS
 from commpass.policy import Policy, policy_named
 from commpass.report.tables import console_for, micros, plain_table, size
-from commpass.runtime.machine import profile_here
 
 LEAST, MOST = 1 << 10, 1 << 34
 """Bytes of the smallest and the largest tensor that is tried, in powers of two."""
@@ -103,7 +103,7 @@ def even(
         profile.name,
         ranks,
         dtype,
-        _least(profile, ranks, dtype, kind, policy),
+        _smallest_gaining(profile, ranks, dtype, kind, policy),
         there.bytes,
         there.plain_us,
         there.predicted_us,
@@ -113,7 +113,7 @@ def even(
     )
 
 
-def _least(profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy) -> float:
+def _smallest_gaining(profile: Profile, ranks: int, dtype: str, kind: str, policy: Policy) -> float:
     """The least power of two from which on all larger ones are compressed."""
     least, nbytes = inf, MOST
     while nbytes >= LEAST:

@@ -17,6 +17,7 @@ from rich.text import Text
 from torch.distributed.device_mesh import init_device_mesh
 
 from commpass.calibration import CODECS, Calibration, Solution, calibrate
+from commpass.distributed.machine import default_here, device_of, requested_profile
 from commpass.errors import CalibrationError
 from commpass.plan import NONE
 from commpass.policy import Policy, policy_named
@@ -24,16 +25,15 @@ from commpass.report.probed import group
 from commpass.report.progress import progress
 from commpass.report.simulated import build_of, mesh_of
 from commpass.report.tables import console_for, plain_table, size
-from commpass.runtime.machine import asked_of, default_here, device_of
 from commpass.simulate import no_dimension
-from commpass.tables import write_whole
+from commpass.utils.tables import write_whole
 
 UNIFORM = ("exponent", "rotated", "rotated(bits=6)", "rotated(bits=4)")
 """What totals are compared with."""
 
 
 def run(
-    where: str | None,
+    address: str | None,
     mesh: str | None,
     max_error: float,
     output: Path,
@@ -57,7 +57,7 @@ def run(
         if each is not None and not os.access(each.parent, os.W_OK):
             raise CalibrationError(f"{each}: {str(each.parent)!r} is no folder that can be written")
     if source is not None:
-        if where is not None:
+        if address is not None:
             raise CalibrationError("give FILE.py:FUNCTION to measure, or --from to read: not both")
         found = Calibration.read(source)
         if codecs:
@@ -65,15 +65,15 @@ def run(
         if not train and found.of != "outputs":
             raise CalibrationError(f"--inference: {source} is of {found.of}; measure again for it")
     else:
-        if where is None or mesh is None:
+        if address is None or mesh is None:
             raise CalibrationError(
                 "give FILE.py:FUNCTION and --mesh, to measure, or --from calibration.json"
             )
         sizes = mesh_of(mesh)
-        command = f"calibrate {where} --mesh {mesh} --max-error {max_error:g}"
+        command = f"calibrate {address} --mesh {mesh} --max-error {max_error:g}"
         with group(command, math.prod(sizes.values())):
             first = dist.get_rank() == 0
-            found = _measured(where, sizes, base, profile, codecs, train)
+            found = _measured(address, sizes, base, profile, codecs, train)
         if not first:
             return
         if json is not None:
@@ -81,7 +81,7 @@ def run(
             typer.echo(f"wrote {json} ({found.digest()})")
     solved = found.solve(max_error, base=base, profile=profile, cheapest=cheapest)
     made = found.policy(max_error, base=base, profile=profile, cheapest=cheapest, name=output.stem)
-    _say(found, solved, made, output, plot, assumed(profile))
+    _print_summary(found, solved, made, output, plot, assumed(profile))
 
 
 LEFT = (
@@ -92,16 +92,16 @@ LEFT = (
 
 def assumed(profile: str | None) -> str:
     """What is to be said of the profile, where nobody named one."""
-    if asked_of(profile) is not None:
+    if requested_profile(profile) is not None:
         return LEFT
     name = default_here("cuda" if torch.cuda.is_available() else "cpu").name
     return f"{LEFT}. No --profile was given: {name} is assumed"
 
 
-def _say(
+def _print_summary(
     found: Calibration,
     solved: Solution,
-    made: Policy,
+    policy: Policy,
     output: Path,
     plot: Path | None,
     more: str,
@@ -114,7 +114,7 @@ def _say(
     for line in totals(found, solved):
         console.print(Text(line))
     console.print(Text(more))
-    write_whole(output, made.to_toml().encode(), CalibrationError)
+    write_whole(output, policy.to_toml().encode(), CalibrationError)
     typer.echo(f"wrote {output}: commpass.backend({str(output)!r})")
     if plot is not None:
         draw(solved, f"error of the {found.of} for each unit of error at a place", plot)
@@ -122,14 +122,14 @@ def _say(
 
 
 def _measured(
-    where: str,
+    address: str,
     sizes: dict[str, int],
     base: Policy,
     profile: str | None,
     codecs: Sequence[str],
     train: bool,
 ) -> Calibration:
-    build = build_of(where)
+    build = build_of(address)
     ranks = math.prod(sizes.values())
     if ranks != dist.get_world_size():
         raise CalibrationError(
@@ -144,15 +144,15 @@ def _measured(
         made: Any = build(mesh)
     except KeyError as error:
         if why := no_dimension(error, mesh):
-            raise CalibrationError(f"{where}: {why}") from error
+            raise CalibrationError(f"{address}: {why}") from error
         raise
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise CalibrationError(
-            f"{where}: gave {type(made).__name__}, but must give a model, batches (tuples of its"
+            f"{address}: gave {type(made).__name__}, but must give a model, batches (tuples of its"
             " inputs), and if it likes a loss"
         )
     model, batches, *loss = made
-    with progress("runs", shown=dist.get_rank() == 0) as told:
+    with progress("runs", visible=dist.get_rank() == 0) as told:
         return calibrate(
             model,
             batches,
@@ -161,7 +161,7 @@ def _measured(
             codecs=codecs or CODECS,
             train=train,
             profile=profile,
-            progress=lambda done, many: told(done, many, f"run {done} of {many}"),
+            progress=lambda done, count: told(done, count, f"run {done} of {count}"),
         )
 
 
@@ -177,7 +177,7 @@ def table(found: Solution) -> Table:
         first = place.where[0]
         what = f"{first.kind}, {first.direction}" + (f", {first.group}" if groups else "")
         row = (
-            *(place.word, what, size(round(plain.sent_bytes)), f"{place.sensitivity:.3g}"),
+            *(place.label, what, size(round(plain.sent_bytes)), f"{place.sensitivity:.3g}"),
             short(chosen.codec),
             size(round(chosen.sent_bytes)),
             f"{chosen.error:.2%}",
@@ -220,7 +220,7 @@ def draw(found: Solution, title: str, path: Path) -> None:
     of, many = found.places, len(found.places)
     figure = Figure(figsize=(8, 1.2 + 0.24 * many), layout="constrained")
     axes = figure.subplots()
-    names = [f"{place.word} ({place.where[0].direction})" for place in found.places]
+    names = [f"{place.label} ({place.where[0].direction})" for place in found.places]
     colours = {"forward": "#9db4cf", "backward": "#e0b080"}
     axes.barh(
         range(many),

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
-from commpass.globs import covers
-from commpass.kinds import KINDS
 from commpass.plan import PlannedSite
+from commpass.plan.dump import Dump
+from commpass.plan.kinds import KINDS
+from commpass.utils.globs import covers
 
 DIRECTIONS = ("forward", "backward")
 
@@ -41,7 +41,7 @@ class Choice:
         given = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         return " ".join(f"--{name} {value}" for name, value in given if value is not None)
 
-    def takes(self, site: PlannedSite) -> bool:
+    def accepts(self, site: PlannedSite) -> bool:
         return all(test(site) for _, test in self._tests())
 
     def _tests(self) -> Iterable[tuple[str, Callable[[PlannedSite], bool]]]:
@@ -66,7 +66,7 @@ def only(dumps: Sequence[Dump], choice: Choice) -> list[Dump]:
     check(dumps, choice)
     found = []
     for dump in dumps:
-        if sites := tuple(site for site in dump.plan.sites if choice.takes(site)):
+        if sites := tuple(site for site in dump.plan.sites if choice.accepts(site)):
             plan = dataclasses.replace(dump.plan, sites=sites, simplified=(), grouped=(), split=())
             found.append(dataclasses.replace(dump, plan=plan))
     return found
@@ -76,7 +76,7 @@ def check(dumps: Sequence[Dump], choice: Choice) -> None:
     """Raises CommpassError where no site is meant, with what there is in place of each part that
     none meets."""
     sites = [site for dump in dumps for site in dump.plan.sites]
-    if any(map(choice.takes, sites)):
+    if any(map(choice.accepts, sites)):
         return
     if not sites:
         raise CommpassError(f"{choice}: there are no sites here")

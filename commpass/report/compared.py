@@ -12,8 +12,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commpass.dump import Dump
 from commpass.plan import AGREED_FIELDS, Difference, Plan, PlannedSite, diff
+from commpass.plan.dump import Dump
 from commpass.report import sent, tables
 from commpass.report.choice import Choice, check
 from commpass.report.explained import done
@@ -58,19 +58,19 @@ def named(dumps: Sequence[Dump]) -> dict[str, Dump]:
 
 
 def compared(
-    left: Sequence[Dump], right: Sequence[Dump], choice: Choice | None = None
+    before: Sequence[Dump], right: Sequence[Dump], choice: Choice | None = None
 ) -> list[Compared]:
     """Every graph that differs. With a ``choice``, as far as sites differ that it takes in one of
     the runs; CommpassError where it takes none."""
     choice = choice or Choice()
     if not choice.everything:
-        check([*left, *right], choice)
+        check([*before, *right], choice)
     found = []
-    lefts, rights = named(left), named(right)
+    lefts, rights = named(before), named(right)
     for name in dict.fromkeys((*lefts, *rights)):
         a, b = (_of(some.get(name)) for some in (lefts, rights))
         if not choice.everything:
-            taken = {s.name for plan in (a, b) if plan for s in plan if choice.takes(s)}
+            taken = {s.name for plan in (a, b) if plan for s in plan if choice.accepts(s)}
             a, b = (plan and _only(plan, taken) for plan in (a, b))
             if not taken:
                 continue
@@ -94,9 +94,9 @@ def _policies(plans: Sequence[Plan]) -> str:
     return ", ".join(dict.fromkeys(plan.policy for plan in plans))
 
 
-def heads(left: Sequence[Dump], right: Sequence[Dump], names: Sequence[str]) -> Iterator[Text]:
+def heads(first: Sequence[Dump], right: Sequence[Dump], names: Sequence[str]) -> Iterator[Text]:
     """Which two runs they are, and what each comes to."""
-    for letter, path, dumps in zip("AB", names, (left, right), strict=True):
+    for letter, path, dumps in zip("AB", names, (first, right), strict=True):
         plans = [dump.plan for dump in dumps]
         yield Text(
             f"{letter}: {path}, run {dumps[0].run}, policy {_policies(plans)}, profile"
@@ -128,7 +128,7 @@ def diff_table(one: Compared) -> Table:
     modules = _modules(one)
     for row in one.rows:
         field = SAID.get(row.field, row.field)
-        texts = (row.site, modules.get(row.site) or "-", field, *map(_shown(row), _both(row)))
+        texts = (row.site, modules.get(row.site) or "-", field, *map(_formatted(row), _both(row)))
         table.add_row(*map(Text, texts))
     return table
 
@@ -142,7 +142,7 @@ def _both(row: Difference) -> tuple[Any, Any]:
     return row.left, row.right
 
 
-def _shown(row: Difference) -> Any:
+def _formatted(row: Difference) -> Any:
     def text(value: Any) -> str:
         if row.field == "site":
             return "(no such site)" if value is None else str(value)
@@ -154,11 +154,11 @@ def _shown(row: Difference) -> Any:
 
 
 def to_json(
-    left: Sequence[Dump], right: Sequence[Dump], found: Sequence[Compared]
+    first: Sequence[Dump], right: Sequence[Dump], found: Sequence[Compared]
 ) -> dict[str, Any]:
     """The two runs with their totals, and each difference: for programs."""
     return {
-        **{name: _totals(dumps) for name, dumps in (("a", left), ("b", right))},
+        **{name: _totals(dumps) for name, dumps in (("a", first), ("b", right))},
         "graphs": [
             {
                 "graph": one.name,
@@ -202,12 +202,12 @@ def _totals(dumps: Sequence[Dump]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Whole:
+class FoundCollective:
     """A collective as it was found, in one run: its site, or the several into which it is split."""
 
     sites: tuple[PlannedSite, ...]
 
-    def said(self, field: str) -> str:
+    def common_value(self, field: str) -> str:
         """What its sites say alike of a field, or that they do not."""
         values = {str(getattr(site, field)) for site in self.sites}
         return values.pop() if len(values) == 1 else "several"
@@ -216,13 +216,13 @@ class Whole:
         return sum(max(0, getattr(site, field)) for site in self.sites)
 
 
-def wholes(plan: Plan) -> dict[str, Whole]:
+def wholes(plan: Plan) -> dict[str, FoundCollective]:
     """The collectives of a plan by the names under which they were found."""
     of = {part: split.site for split in plan.split for part in split.into}
     found: dict[str, list[PlannedSite]] = {}
     for site in plan.sites:
         found.setdefault(of.get(site.name, site.name), []).append(site)
-    return {name: Whole(tuple(sites)) for name, sites in found.items()}
+    return {name: FoundCollective(tuple(sites)) for name, sites in found.items()}
 
 
 Key = tuple[str, str, tuple[str, ...]]
@@ -234,11 +234,11 @@ def changes_table(one: Compared) -> Table:
     assert one.left is not None
     assert one.right is not None
     lefts, rights = wholes(one.left), wholes(one.right)
-    lines: dict[Key, list[tuple[Whole | None, Whole | None]]] = {}
+    lines: dict[Key, list[tuple[FoundCollective | None, FoundCollective | None]]] = {}
     for name in dict.fromkeys((*lefts, *rights)):
         a, b = lefts.get(name), rights.get(name)
         if changed := changes(a, b):
-            site = (a or b or Whole(())).sites[0]
+            site = (a or b or FoundCollective(())).sites[0]
             key = (without_numbers(site.module), site.kind, changed)
             lines.setdefault(key, []).append((a, b))
     table = plain_table("sites", "changed", "on the wire, all", "predicted, all", folded=HEADS)
@@ -265,34 +265,34 @@ def _often(value: Any) -> str:
 HEADS = ("sites", "changed")
 
 
-def changes(left: Whole | None, right: Whole | None) -> tuple[str, ...]:
+def changes(first: FoundCollective | None, right: FoundCollective | None) -> tuple[str, ...]:
     """What changed of one collective, in words; () if nothing did. Sums stand beside it."""
-    if left is None or right is None:
-        return (f"only in {'B' if left is None else 'A'}",)
+    if first is None or right is None:
+        return (f"only in {'B' if first is None else 'A'}",)
     found = []
-    chunks = [len(one.sites) for one in (left, right)]
+    chunks = [len(one.sites) for one in (first, right)]
     if chunks[0] != chunks[1]:
         found.append(f"chunks of rows {chunks[0]} -> {chunks[1]}")
     fields = [f for f in AGREED_FIELDS if f != "common_shape" or chunks[0] == chunks[1]]
-    a, b = left.sites[0], right.sites[0]
+    a, b = first.sites[0], right.sites[0]
     if a.compressed != b.compressed:
         found.append(f"{done(a)} -> {done(b)}")
         fields = [f for f in fields if f not in ("codec", "algorithm", "chunks", "lowering")]
     for field in fields:
-        was, now = left.said(field), right.said(field)
+        was, now = first.common_value(field), right.common_value(field)
         if was != now:
             found.append(f"{SAID.get(field, field)} {was or '-'} -> {now or '-'}")
     if not found:
-        found = _forecasts(left, right)
+        found = _forecasts(first, right)
     return tuple(found)
 
 
-def _forecasts(left: Whole, right: Whole) -> list[str]:
+def _forecasts(first: FoundCollective, right: FoundCollective) -> list[str]:
     """Where all was decided alike: what the cost model thought otherwise, without numbers."""
     changed = [
         field
         for field in FORECASTS
-        if [getattr(site, field) for site in left.sites]
+        if [getattr(site, field) for site in first.sites]
         != [getattr(site, field) for site in right.sites]
     ]
     numbers = [SAID.get(field, field) for field in changed if field != "reason"]
@@ -302,7 +302,7 @@ def _forecasts(left: Whole, right: Whole) -> list[str]:
     return [f"decided alike, with other {', '.join(said)}"]
 
 
-def _two(pairs: Sequence[tuple[Whole | None, Whole | None]], field: str) -> str:
+def _two(pairs: Sequence[tuple[FoundCollective | None, FoundCollective | None]], field: str) -> str:
     """The sums of both runs, or of the one that has the sites."""
     sums = [
         sum(each.total(field) for each in side if each)

@@ -49,7 +49,7 @@ def checks() -> list[Check]:
 def variables() -> list[Check]:
     """The environment variables of ours, and those that are none."""
     try:
-        from commpass.runtime.environment import problems
+        from commpass.distributed.environment import problems
     except Exception as error:  # without torch: said above
         return [Check("environment", "unknown", False, str(error), False)]
     return [
@@ -123,16 +123,16 @@ def profile() -> tuple[str, bool]:
     import torch
 
     from commpass.costmodel.files import age, read
-    from commpass.runtime.machine import (
+    from commpass.distributed.machine import (
         VARIABLE,
-        asked_of,
         default_here,
-        here,
-        misfits,
+        differences_from,
         profile_here,
+        requested_profile,
+        this_machine,
     )
 
-    path = asked_of(None)
+    path = requested_profile(None)
     if path is None:
         assumed = default_here("cuda" if torch.cuda.is_available() else "cpu").name
         return f"{assumed}, an assumption: {VARIABLE} is not set", False
@@ -144,7 +144,7 @@ def profile() -> tuple[str, bool]:
     if not str(path).endswith(".json"):
         return found.name, True
     file = read(Path(str(path)))
-    others = list(misfits(file.machine, here()))
+    others = list(differences_from(file.machine, this_machine()))
     said = f"{path}, {age(file)} old" + (f"; {'; '.join(others)}" if others else "")
     return said, not others
 

@@ -13,13 +13,13 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from commpass.dump import Dump
 from commpass.plan import Grouped, Plan, Simplification, Split
-from commpass.printable import brief
+from commpass.plan.dump import Dump
 from commpass.report import sent, tables
 from commpass.report.merged import Merged, is_exchange, merged
 from commpass.report.patterns import Pattern, patterns
 from commpass.report.tables import WIDE, amount, amounts, durations, plain_table, ratio, size
+from commpass.utils.printable import brief
 
 HEADERS = (
     ("sites", "collective"),
@@ -61,7 +61,7 @@ def headlines(dumps: Sequence[Dump]) -> list[str]:
         )
     steps = [step for dump in dumps for step in dump.plan.simplified]
     if steps:
-        found, gone = found_and_gone(dumps)
+        found, gone = simplified_sites(dumps)
         saved = size(sum(step.saved_bytes for step in steps))
         of = (
             f"{gone} of {found} collective{'s' * (found != 1)} not sent at all"
@@ -72,7 +72,7 @@ def headlines(dumps: Sequence[Dump]) -> list[str]:
     return lines
 
 
-def found_and_gone(dumps: Sequence[Dump]) -> tuple[int, int]:
+def simplified_sites(dumps: Sequence[Dump]) -> tuple[int, int]:
     """How many collectives there were in the graphs as they came, and how many of those need not be
     sent. What was grouped or split counts as what it was before."""
     found = gone = 0
@@ -179,7 +179,7 @@ def _each(plan: Plan, console: Console, slack: Slack) -> Iterator[RenderableType
     table = tables.sites_table(plan.sites, wide=True, slack=slack)
     fits = _needs(table, console) <= console.width
     whole = console.width >= tables.NARROW
-    yield table if fits else tables.sites_table(plan.sites, wide=False, whole=whole, slack=slack)
+    yield table if fits else tables.sites_table(plan.sites, wide=False, full=whole, slack=slack)
     yield Text()
     yield tables.reasons(plan.sites)
     if any(site.missed for site in plan.sites):
@@ -299,7 +299,9 @@ def simplified(steps: Sequence[Simplification]) -> Table:
     for step in steps:
         by_rule.setdefault(step.rule, []).append(step)
     for rule, some in by_rule.items():
-        table.add_row(_few([s.site for s in some]), rule, size(sum(s.saved_bytes for s in some)))
+        table.add_row(
+            _abbreviated([s.site for s in some]), rule, size(sum(s.saved_bytes for s in some))
+        )
     return table
 
 
@@ -311,7 +313,7 @@ def grouped(fusions: Sequence[Grouped]) -> Table:
     for each in fusions:
         alike.setdefault((len(each.sites), each.reason), []).append(each)
     for (many, reason), some in alike.items():
-        into = f"{many} each into {_few([each.into for each in some])}"
+        into = f"{many} each into {_abbreviated([each.into for each in some])}"
         table.add_row(*map(Text, (into, amount(sum(sum(e.bytes) for e in some)), reason)))
     return table
 
@@ -325,7 +327,7 @@ def splits(steps: Sequence[Split]) -> Table:
         alike.setdefault(step.rows, []).append(step)
     for rows, some in alike.items():
         said = Counter(step.reason for step in some).most_common()
-        chunks = f"{_few([step.site for step in some])}: rows {' + '.join(map(str, rows))}"
+        chunks = f"{_abbreviated([step.site for step in some])}: rows {' + '.join(map(str, rows))}"
         table.add_row(Text(chunks), Text(said[0][0] + _and_more(len(said) - 1)))
     return table
 
@@ -334,6 +336,6 @@ def _and_more(reasons: int) -> str:
     return f" (and {reasons} more reason{'s' * (reasons != 1)}: --all)" if reasons else ""
 
 
-def _few(names: Sequence[str]) -> str:
+def _abbreviated(names: Sequence[str]) -> str:
     """``all_reduce_3``, or how many there are with the first."""
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

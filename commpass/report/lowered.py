@@ -14,11 +14,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from commpass import dump
 from commpass.codecs import FLOATS, codec
 from commpass.errors import CommpassError, KernelError, PolicyError, nearest
 from commpass.lowering.inspect.architectures import architecture
-from commpass.plan import PlannedSite
+from commpass.plan import PlannedSite, dump
 from commpass.report.tables import console_for, plain_table
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Asked:
+class KernelQuery:
     """Which kernels: of a codec by ``kernel`` (None: all that it has), or of the sites of a
     dump."""
 
@@ -54,14 +53,14 @@ class Asked:
     run: str | None = None
 
 
-def run(asked: Asked, arch: str, *, text: str = "", json: bool = False) -> None:
+def run(query: KernelQuery, arch: str, *, text: str = "", json: bool = False) -> None:
     """Compiles, and prints a table, the text of the kernels, or JSON: an object where a name was
     given of one kernel, else a list."""
     needs_triton()
     if architecture(arch).backend == "hip" and text == "sass":
         raise KernelError(f"{arch} has no SASS: --ptx shows its assembly")
-    title, rows = rows_of(asked, arch)
-    one = asked.kernel is not None and len(rows) == 1
+    title, rows = rows_of(query, arch)
+    one = query.kernel is not None and len(rows) == 1
     if one and rows[0].found is None:
         raise KernelError(rows[0].why)
     if json:
@@ -88,36 +87,36 @@ def needs_triton() -> None:
         ) from error
 
 
-def rows_of(asked: Asked, arch: str) -> tuple[str, list[Row]]:
+def rows_of(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
     """What the kernels are of, in words, and the kernels."""
-    if asked.codec is None and asked.folder is None:
+    if query.codec is None and query.folder is None:
         raise PolicyError("give --codec SPEC, or --dump DIR with --site NAME")
-    if asked.codec is not None and asked.folder is not None:
+    if query.codec is not None and query.folder is not None:
         raise PolicyError("--codec and --dump: a site has its own codec; give one of them")
-    if asked.folder is not None:
-        if asked.kernel is not None:
+    if query.folder is not None:
+        if query.kernel is not None:
             raise PolicyError("--kernel and --dump: a site has its own kernels; give one of them")
-        if asked.site is None:
+        if query.site is None:
             raise PolicyError("--dump needs --site NAME")
-        return of_site(asked.folder, asked.run, asked.site, arch)
-    if asked.site is not None:
+        return of_site(query.folder, query.run, query.site, arch)
+    if query.site is not None:
         raise PolicyError("--site needs --dump DIR")
-    return of_codec(asked, arch)
+    return of_codec(query, arch)
 
 
-def of_codec(asked: Asked, arch: str) -> tuple[str, list[Row]]:
+def of_codec(query: KernelQuery, arch: str) -> tuple[str, list[Row]]:
     from commpass.lowering.inspect.kernels import KERNELS, named
 
-    coder = codec(asked.codec or "")
-    if asked.dtype not in DTYPES:
-        raise PolicyError(f"unknown dtype {asked.dtype!r}{nearest(asked.dtype, DTYPES)}")
-    if asked.kernel is not None and asked.kernel not in KERNELS:
-        raise KernelError(f"no kernel {asked.kernel!r}{nearest(asked.kernel, KERNELS)}")
-    dtype = DTYPES[asked.dtype]
+    coder = codec(query.codec or "")
+    if query.dtype not in DTYPES:
+        raise PolicyError(f"unknown dtype {query.dtype!r}{nearest(query.dtype, DTYPES)}")
+    if query.kernel is not None and query.kernel not in KERNELS:
+        raise KernelError(f"no kernel {query.kernel!r}{nearest(query.kernel, KERNELS)}")
+    dtype = DTYPES[query.dtype]
     rows: list[Row] = []
-    for name in KERNELS if asked.kernel is None else (asked.kernel,):
-        rows += rows_for(name, partial(named, name, coder, dtype, asked.ranks, arch), arch)
-    return f"{coder.spec} of {asked.dtype}, {asked.ranks} ranks", rows
+    for name in KERNELS if query.kernel is None else (query.kernel,):
+        rows += rows_for(name, partial(named, name, coder, dtype, query.ranks, arch), arch)
+    return f"{coder.spec} of {query.dtype}, {query.ranks} ranks", rows
 
 
 def of_site(folder: Path, run: str | None, name: str, arch: str) -> tuple[str, list[Row]]:
@@ -151,13 +150,13 @@ def site_of(folder: Path, run: str | None, name: str) -> PlannedSite:
 
 
 def rows_for(
-    name: str, made: Callable[[], Sequence[Lowerable]], arch: str, times: int = 1
+    name: str, make: Callable[[], Sequence[Lowerable]], arch: str, times: int = 1
 ) -> list[Row]:
     """Kernels compiled, or why they cannot be."""
     from commpass.lowering.inspect.lowerable import lowered
 
     try:
-        return [Row(each.name, lowered(each, arch), times=times) for each in made()]
+        return [Row(each.name, lowered(each, arch), times=times) for each in make()]
     except KernelError as error:
         return [Row(name, why=str(error), times=times)]
 
@@ -165,8 +164,8 @@ def rows_for(
 # --- as text --------------------------------------------------------------------------------------
 
 
-def text_of(found: Compiled, what: str) -> str:
-    return {"triton": found.source, "ptx": found.assembly, "sass": found.sass}[what].rstrip()
+def text_of(found: Compiled, name: str) -> str:
+    return {"triton": found.source, "ptx": found.assembly, "sass": found.sass}[name].rstrip()
 
 
 def show(title: str, rows: Sequence[Row], arch: str) -> None:

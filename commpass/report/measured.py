@@ -7,11 +7,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from commpass.dump import Dump, GraphNode
 from commpass.errors import TraceError
-from commpass.kinds import KERNEL
-from commpass.report.trace import CALL, HOW, Call, Row, Step, calls_of, read, what_of
-from commpass.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Span, Timeline, union, without
+from commpass.plan.dump import Dump, GraphNode
+from commpass.plan.kinds import KERNEL
+from commpass.plan.timeline import (
+    COMPUTE,
+    EXCHANGE,
+    HOST,
+    WAIT,
+    Event,
+    Span,
+    Timeline,
+    subtract,
+    union,
+)
+from commpass.report.trace import CALL, HOW, Call, Row, Step, calls_of, operation_kind, read
 
 LINKS = "links"
 """The lane of what travels where the dump names none."""
@@ -37,7 +47,9 @@ def measured(path: Path, dumps: Sequence[Dump]) -> dict[int, Timeline]:
 
 def _steps(one: Dump) -> list[tuple[str, GraphNode]]:
     """What the compiled graph does, as its calls would tell it."""
-    found = [(what_of(node.target), node) for node in one.lowered if node.op == "call_function"]
+    found = [
+        (operation_kind(node.target), node) for node in one.lowered if node.op == "call_function"
+    ]
     return [(what, node) for what, node in found if what]
 
 
@@ -83,13 +95,13 @@ class Known:
     sites: dict[str, str]
     lanes: dict[str, str]
 
-    def event(self, step: Step, what: str, begin: float, us: float, lane: str = HOST) -> Event:
+    def event(self, step: Step, name: str, begin: float, us: float, lane: str = HOST) -> Event:
         node = self.nodes.get(step.row)
         if node is None:
-            return Event(name=step.row.name, what=what, lane=lane, begin_us=begin, us=us)
+            return Event(name=step.row.name, what=name, lane=lane, begin_us=begin, us=us)
         return Event(
             name=node.name,
-            what=what,
+            what=name,
             lane=lane,
             begin_us=begin,
             us=us,
@@ -114,7 +126,7 @@ def _timeline(one: Dump, call: Call, rows: Sequence[Row]) -> Timeline:
     if not (same := [what for what, _ in graph] == [step.what for step in call.steps]):
         starts = (node for what, node in graph if what not in (WAIT, KERNEL))
         pairs = zip(_starts(call), starts, strict=True)
-    known = Known({step.row: node for step, node in pairs}, _sites(one), _lanes(one))
+    known = Known({step.row: node for step, node in pairs}, _sites(one), _tracks(one))
     launched = _launched(call, rows)
     events = _on_gpu(call, known, launched) if launched else _on_cpu(call, known, rows)
     note = "" if same else "it waits in another order than the graph: sites are not told apart"
@@ -129,7 +141,7 @@ def _starts(call: Call) -> list[Step]:
     return [step for step in call.steps if step.what not in (WAIT, KERNEL)]
 
 
-def _lanes(one: Dump) -> dict[str, str]:
+def _tracks(one: Dump) -> dict[str, str]:
     """Exchanges to the lanes that the prediction has them on."""
     predicted = one.timeline.events if one.timeline is not None else ()
     return {event.name: event.lane for event in predicted if event.travels}
@@ -155,7 +167,7 @@ def _on_cpu(call: Call, known: Known, rows: Sequence[Row]) -> list[Event]:
         lane = known.lane_of(start)
         found.append(known.event(start, EXCHANGE, begin - zero, end - begin, lane))
     steps = [(step.row.begin, step.row.end) for step in call.steps]
-    return [*found, *_computing(without([(zero, call.row.end)], steps), zero)]
+    return [*found, *_computing(subtract([(zero, call.row.end)], steps), zero)]
 
 
 def _computing(spans: Iterable[Span], zero: float) -> list[Event]:
@@ -219,7 +231,7 @@ def _on_gpu(call: Call, known: Known, launched: dict[Row, Row]) -> list[Event]:
         start = start or Step(EXCHANGE, row)
         us, lane = row.end - row.begin, known.lane_of(start)
         found.append(known.event(start, EXCHANGE, row.begin - zero, us, lane))
-        for begin, end in without([(row.begin, row.end)], [*busy, *seen]):
+        for begin, end in subtract([(row.begin, row.end)], [*busy, *seen]):
             found.append(known.event(start, WAIT, begin - zero, end - begin))
         seen.append((row.begin, row.end))
     return found

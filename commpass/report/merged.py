@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from commpass.dump import Dump
+from commpass.plan.dump import Dump
 
 FEW = 8
 """Nodes of a graph that does nothing but its exchange."""

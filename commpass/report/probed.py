@@ -32,7 +32,7 @@ def run(output: Path, seconds: float, *, kernels: bool, plot: Path | None, json:
     with group("probe -o cluster.json"):
         _check_folder(output)
         first = dist.get_rank() == 0
-        with progress("measuring", shown=first) as told:
+        with progress("measuring", visible=first) as told:
             file = probe(seconds, name=output.stem, kernels=kernels, progress=told)
         if not first:
             return

@@ -13,15 +13,15 @@ Told = Callable[[int, int | None, str], None]
 
 
 @contextmanager
-def progress(what: str, *, shown: bool = True) -> Iterator[Told]:
+def progress(title: str, *, visible: bool = True) -> Iterator[Told]:
     """A bar that is gone in the end. Nothing is written where stderr is no terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    quiet = not shown or not console.is_terminal
+    quiet = not visible or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(title, total=None)
 
-        def told(done: int, many: int | None, now: str) -> None:
-            bar.update(task, completed=done, total=many, description=now or what)
+        def update(done: int, total: int | None, current: str) -> None:
+            bar.update(task, completed=done, total=total, description=current or title)
 
-        yield told
+        yield update

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from commpass.costmodel.links import steps
 from commpass.plan import Plan, PlannedSite
-from commpass.stage import Stage
+from commpass.plan.stage import Stage
 
 
 def plain(site: PlannedSite) -> int:

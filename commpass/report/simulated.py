@@ -24,7 +24,7 @@ Sweep = tuple[str, Sequence[float]]
 
 
 def run(
-    where: str,
+    path: str,
     profile: str,
     mesh: str,
     policies: Sequence[str],
@@ -36,7 +36,7 @@ def run(
 ) -> None:
     with progress("simulate") as told:
         found = simulate(
-            build_of(where),
+            build_of(path),
             profile,
             mesh_of(mesh),
             policies,
@@ -53,15 +53,15 @@ def run(
         made = table(found)
         console_for(made).print(made)
     if plot is not None:
-        draw(found, f"{Path(where).name}, {Path(profile).name}", plot)
+        draw(found, f"{Path(path).name}, {Path(profile).name}", plot)
         typer.echo(f"wrote {plot}", err=json)
 
 
-def build_of(where: str) -> Build:
+def build_of(location: str) -> Build:
     """The function that ``FILE.py:NAME`` means."""
-    path, _, name = where.rpartition(":")
+    path, _, name = location.rpartition(":")
     if not path.endswith(".py") or not name:
-        raise CommpassError(f"{where!r}: must be FILE.py:FUNCTION, such as model.py:build")
+        raise CommpassError(f"{location!r}: must be FILE.py:FUNCTION, such as model.py:build")
     if not Path(path).is_file():
         raise CommpassError(f"{path}: there is no such file")
     names = vars(_module(Path(path)))
@@ -188,7 +188,7 @@ def _scaled(axes: Any, found: Sequence[Simulated], field: str) -> None:
     ms = [getattr(each, field) for each in found]
     if far := at[0] > 0 and at[-1] > FAR * at[0]:
         axes.set_xscale("log")
-    axes.set_xticks(apart(at, log=far), minor=False)
+    axes.set_xticks(separate(at, log=far), minor=False)
     axes.set_xticks([], minor=True)
     axes.set_xticklabels([f"{value:,.10g}" for value in axes.get_xticks()])
     if min(ms) > 0 and max(ms) > FAR * min(ms):
@@ -201,7 +201,7 @@ ROOM = 0.11
 """Of an axis, what the label of a tick takes."""
 
 
-def apart(values: Sequence[float], *, log: bool) -> list[float]:
+def separate(values: Sequence[float], *, log: bool) -> list[float]:
     """Those of growing values whose labels have room beside one another; the last is always one."""
     places = [math.log(value) if log else value for value in values]
     room = ROOM * (places[-1] - places[0])

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.plan import Grouped, Plan, PlannedSite, Simplification, Split
-from commpass.printable import amount, brief, clean_lines
 from commpass.report import sent
+from commpass.utils.printable import amount, brief, clean_lines
 
 COLUMNS = (
     ("site", "module", "direction"),
@@ -61,11 +61,11 @@ def _short(value: float) -> str:
     return f"{value:.1f}" if value >= 0.1 else f"{value:.1g}"
 
 
-def micros(value: float, beside: float | None = None) -> str:
-    """A time in the unit that fits it, or the number that it stands ``beside``."""
+def micros(value: float, baseline: float | None = None) -> str:
+    """A time in the unit that fits it, or the number that it stands ``baseline``."""
     return (
         f"{value:,.1f} us"
-        if (value if beside is None else beside) < 10_000
+        if (value if baseline is None else baseline) < 10_000
         else f"{value / 1000:,.1f} ms"
     )
 
@@ -82,7 +82,7 @@ def sites_table(
     sites: Sequence[PlannedSite],
     *,
     wide: bool,
-    whole: bool = True,
+    full: bool = True,
     slack: Sequence[float | None] = (),
 ) -> Table:
     """A line for each site; with its ``slack`` in microseconds, where that is known of any."""
@@ -95,7 +95,7 @@ def sites_table(
                 header,
                 justify="right" if group in (2, 4) else "left",
                 overflow="fold",
-                no_wrap=whole
+                no_wrap=full
                 and group > 1,  # names are folded before numbers, and only if there is no room
             )
     for number, site in enumerate(sites, 1):
@@ -162,12 +162,12 @@ def reasons(sites: Sequence[PlannedSite]) -> Table:
     return numbered(numbers)
 
 
-def numbered(said: Mapping[str, Sequence[int]]) -> Table:
+def numbered(numbers: Mapping[str, Sequence[int]]) -> Table:
     """What is said, each behind the numbers of those of whom it is said."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(max_width=16, overflow="fold")
     table.add_column(overflow="fold")
-    for text, which in said.items():
+    for text, which in numbers.items():
         table.add_row(Text(spans(which)), Text(brief(text)))
     return table
 
@@ -298,19 +298,19 @@ class Harmless(Console):
                 yield part._replace(text=clean_lines(part.text))
 
 
-def console_for(*tables: RenderableType, whole: bool = True) -> Console:
+def console_for(*tables: RenderableType, full: bool = True) -> Console:
     """A console on stdout. In a file or a pipe, where COLUMNS says nothing else, its lines are as
-    long as the tables need. On a terminal too narrow for what must stay ``whole`` they are as long
+    long as the tables need. On a terminal too narrow for what must stay ``full`` they are as long
     as that needs; on any, as long as one can read."""
     console = Harmless()
-    for each in tables if whole else ():
+    for each in tables if full else ():
         if isinstance(each, Table):
             _keep_whole(each)
     sizes = [console.measure(each, options=_wide(console)) for each in tables]
     if not console.is_terminal and "COLUMNS" not in os.environ:
         needs = [each.maximum for each in sizes]
     else:
-        needs = [each.minimum for each in sizes] if whole else []
+        needs = [each.minimum for each in sizes] if full else []
     console.width = max([console.width, LEAST, *needs])
     return console
 

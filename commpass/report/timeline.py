@@ -11,12 +11,12 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from commpass.dump import Dump
 from commpass.errors import CommpassError, DumpError
-from commpass.printable import brief
-from commpass.report import lanes, trace_events
+from commpass.plan.dump import Dump
+from commpass.plan.timeline import Timeline
+from commpass.report import trace_events, tracks
 from commpass.report.tables import plain_table, ratio
-from commpass.timeline import Timeline
+from commpass.utils.printable import brief
 
 LEFT, RIGHT = (
     ("site", "module", "codec", "algorithm"),
@@ -34,7 +34,7 @@ th, td { padding: .3em .7em; border-bottom: 1px solid #ddd; text-align: left; ve
 
 
 @dataclass(frozen=True)
-class Shown:
+class TimelineView:
     """A graph of a dump that has something to show, and its timelines."""
 
     dump: Dump
@@ -42,23 +42,23 @@ class Shown:
     measured: Timeline | None = None
 
     @property
-    def pictures(self) -> list[lanes.Picture]:
+    def pictures(self) -> list[tracks.Picture]:
         """What is predicted, and below it what was measured, each with a title that adds it up."""
         what = f"graph {self.dump.number}: {self.dump.plan.direction}"
         was = sum(site.unmoved_us for site in self.dump.plan.sites)
         moved = was > self.predicted.exposed_us + 0.5
         before = f"; before moving {ms(was)} ms exposed" if moved else ""
-        title = f"{what}, predicted: {said(self.predicted, before)}"
+        title = f"{what}, predicted: {exposure_text(self.predicted, before)}"
         both = [self.predicted, *([] if self.measured is None else [self.measured])]
         end = max(event.end_us for each in both for event in each.events)
-        found = [lanes.Picture(title, self.predicted, end)]
+        found = [tracks.Picture(title, self.predicted, end)]
         if self.measured is not None:
-            title = f"{what}, measured: {said(self.measured)}"
-            found.append(lanes.Picture(title, self.measured, end))
+            title = f"{what}, measured: {exposure_text(self.measured)}"
+            found.append(tracks.Picture(title, self.measured, end))
         return found
 
 
-def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[Shown]:
+def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[TimelineView]:
     """The graphs that have exchanges to show. Raises CommpassError where there is none, DumpError
     for a dump without timelines."""
     for one in dumps:
@@ -68,7 +68,7 @@ def timelines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> list[S
                 f" ({one.commpass}). Write the dump again"
             )
     found = [
-        Shown(one, one.timeline, measured.get(one.number))
+        TimelineView(one, one.timeline, measured.get(one.number))
         for one in dumps
         if one.timeline is not None and one.timeline.events
     ]
@@ -87,7 +87,7 @@ def left_out(dumps: Sequence[Dump]) -> list[str]:
     ]
 
 
-def said(timeline: Timeline, before: str = "") -> str:
+def exposure_text(timeline: Timeline, before: str = "") -> str:
     """What is exposed of what travels, in words, and what is not known."""
     exposed, travels = timeline.exposed_us, timeline.travel_us
     of = f"exposed {ms(exposed)} of {ms(travels)} ms on the links"
@@ -109,19 +109,19 @@ def ms(us: float) -> str:
     return f"{us / 1000:,.0f}" if us >= 1e5 else f"{us / 1000:.3g}"
 
 
-def rows(shown: Shown) -> list[tuple[str, ...]]:
+def rows(view: TimelineView) -> list[tuple[str, ...]]:
     """The cells of each site, with the reason last. A coalesced collective's times stand at the
     first of its sites."""
     found, seen = [], set[str]()
-    moved = any(site.unmoved_us for site in shown.dump.plan.sites)
-    for site in shown.dump.plan.sites:
+    moved = any(site.unmoved_us for site in view.dump.plan.sites)
+    for site in view.dump.plan.sites:
         name = site.name.partition(".")[0]
-        first, exposed = name not in seen, shown.predicted.exposed_of(name)
+        first, exposed = name not in seen, view.predicted.exposed_of(name)
         seen.add(name)
-        times = [shown.predicted.travel_of(name), exposed, site.unmoved_us if moved else exposed]
-        if shown.measured is not None:
-            known = not shown.measured.note
-            times.append(shown.measured.exposed_of(name) if known else -1.0)
+        times = [view.predicted.travel_of(name), exposed, site.unmoved_us if moved else exposed]
+        if view.measured is not None:
+            known = not view.measured.note
+            times.append(view.measured.exposed_of(name) if known else -1.0)
         cells = [ms(time) if first and time >= 0 else "-" for time in times]
         chunks = str(site.chunks) if site.compressed else "-"
         about = (site.name, site.module or "-", brief(site.codec), site.algorithm, chunks)
@@ -130,47 +130,47 @@ def rows(shown: Shown) -> list[tuple[str, ...]]:
     return found
 
 
-def headers(shown: Shown) -> tuple[str, ...]:
-    return (*HEADERS, MEASURED) if shown.measured is not None else HEADERS
+def headers(view: TimelineView) -> tuple[str, ...]:
+    return (*HEADERS, MEASURED) if view.measured is not None else HEADERS
 
 
-def table(shown: Shown) -> Table:
+def table(view: TimelineView) -> Table:
     """The sites for a terminal, without reasons: ``commpass explain`` has them."""
-    made = plain_table(*headers(shown), folded=LEFT)
+    made = plain_table(*headers(view), folded=LEFT)
     for column in made.columns[len(LEFT) :]:
         column.justify = "right"
-    for row in rows(shown):
+    for row in rows(view):
         made.add_row(*map(Text, row[:-1]))
     return made
 
 
-def write(shown: Sequence[Shown], path: Path) -> None:
+def write(view: Sequence[TimelineView], path: Path) -> None:
     """Writes graphs, one below the other, as a PNG or as a page with their tables, or as JSON for
     ui.perfetto.dev. Raises CommpassError for another ending, and if the file cannot be written."""
     kinds = {".png": _png, ".html": _html, ".json": _json}
     if path.suffix.lower() not in kinds:
         raise CommpassError(f"{str(path)!r}: a timeline is a .png, an .html or a .json file")
     try:
-        kinds[path.suffix.lower()](shown, path)
+        kinds[path.suffix.lower()](view, path)
     except OSError as error:
         raise CommpassError(f"{path}: cannot be written: {error.strerror}") from error
 
 
-def _png(shown: Sequence[Shown], path: Path) -> None:
-    lanes.draw([picture for one in shown for picture in one.pictures]).savefig(
+def _png(view: Sequence[TimelineView], path: Path) -> None:
+    tracks.draw([picture for one in view for picture in one.pictures]).savefig(
         path, format="png", dpi=110
     )
 
 
-def _json(shown: Sequence[Shown], path: Path) -> None:
-    trace_events.write([picture for one in shown for picture in one.pictures], path)
+def _json(view: Sequence[TimelineView], path: Path) -> None:
+    trace_events.write([picture for one in view for picture in one.pictures], path)
 
 
-def _html(shown: Sequence[Shown], path: Path) -> None:
+def _html(view: Sequence[TimelineView], path: Path) -> None:
     parts = [f"<!doctype html><meta charset=utf-8><title>commpass timeline</title><style>{STYLE}"]
     parts.append("</style>")
-    for one in shown:
-        parts.append(lanes.svg(one.pictures, f"graph{one.dump.number}-"))
+    for one in view:
+        parts.append(tracks.svg(one.pictures, f"graph{one.dump.number}-"))
         numeric = range(len(LEFT), len(headers(one)))
         heads = [*headers(one), "reason"]
         lines = [[f"<th>{escape(head)}" for head in heads]]

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from commpass.errors import TraceError
-from commpass.kinds import KERNEL, KIND_OF, NAMESPACES, WAITS, without_form
-from commpass.timeline import WAIT
+from commpass.plan.kinds import KERNEL, KIND_OF, NAMESPACES, WAITS, without_form
+from commpass.plan.timeline import WAIT
 
 CALL = "## Call CompiledFxGraph"
 BACKWARD = "CompiledFunctionBackward"
@@ -47,8 +47,8 @@ class Row:
     end: float
     launch: Any = None
 
-    def holds(self, other: Row) -> bool:
-        return self.begin <= other.begin and other.end <= self.end
+    def holds(self, row: Row) -> bool:
+        return self.begin <= row.begin and row.end <= self.end
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ def calls_of(rows: Sequence[Row]) -> list[Call]:
         backwards = [row for row in own if row.name == BACKWARD]
         for row in _outermost(row for row in own if row.name.startswith(CALL)):
             inside = own[bisect_left(begins, row.begin) : bisect_right(begins, row.end)]
-            steps = [each for each in inside if what_of(each.name) and row.holds(each)]
+            steps = [each for each in inside if operation_kind(each.name) and row.holds(each)]
             backward = any(each.holds(row) for each in backwards)
-            taken = tuple(Step(what_of(each.name), each) for each in _outermost(steps))
+            taken = tuple(Step(operation_kind(each.name), each) for each in _outermost(steps))
             found.append(Call(row, backward, taken))
     return sorted(found, key=lambda call: call.row.begin)
 
@@ -139,7 +139,7 @@ def _outermost(rows: Iterable[Row]) -> list[Row]:
     return found
 
 
-def what_of(name: str) -> str:
+def operation_kind(name: str) -> str:
     """What an operator does: the kind of the exchange that it starts, ``WAIT``, ``KERNEL``, or ""
     for anything else. Graphs write ``commpass.kernel_.default``, traces ``commpass::kernel_``."""
     namespace, operator, *_ = [*re.split(r"::|\.", name), ""]

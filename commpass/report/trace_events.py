@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from commpass.report.lanes import Picture
-from commpass.timeline import Timeline
+from commpass.plan.timeline import Timeline
+from commpass.report.tracks import Picture
 
 
 def write(pictures: Sequence[Picture], path: Path) -> None:
@@ -22,7 +22,7 @@ def write(pictures: Sequence[Picture], path: Path) -> None:
 
 def _process(pid: int, title: str, timeline: Timeline) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": title}}
-    for tid, lane in enumerate(timeline.lanes):
+    for tid, lane in enumerate(timeline.tracks):
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}}
     for event in timeline.events:
         named = {"site": event.site, "module": event.module}
@@ -32,7 +32,7 @@ def _process(pid: int, title: str, timeline: Timeline) -> Iterator[dict[str, Any
         if event.latency_us:
             args["latency_us"] = event.latency_us
         yield {
-            **{"ph": "X", "pid": pid, "tid": timeline.lanes.index(event.lane)},
+            **{"ph": "X", "pid": pid, "tid": timeline.tracks.index(event.lane)},
             **{"name": event.name, "cat": event.what, "ts": event.begin_us, "dur": event.us},
             "args": args,
         }

@@ -9,17 +9,17 @@ from typing import Any
 
 import msgspec
 
+from commpass.distributed.record import plans
+from commpass.distributed.samples import Sampled
+from commpass.distributed.step_log import Entry, step_logs
+from commpass.distributed.summary import plural
 from commpass.errors import CommpassError
 from commpass.groups import is_first_rank
 from commpass.plan import Plan
 from commpass.policy import PRESETS
-from commpass.printable import brief, clean
 from commpass.report import sent
 from commpass.report.patterns import Pattern, patterns
-from commpass.runtime.ledger import Entry, ledgers
-from commpass.runtime.record import plans
-from commpass.runtime.samples import Sampled
-from commpass.runtime.summary import many
+from commpass.utils.printable import brief, clean
 
 NOTHING = (
     "commpass has compiled nothing in this process: compile with torch.compile(model,"
@@ -175,10 +175,10 @@ class Report:
     def _head(self) -> Iterable[str]:
         all_of, policies = self.totals, dict.fromkeys(each.policy for each in self.graphs)
         names = ", ".join(map(repr, policies))
-        untouched = f", {many(all_of.fallbacks, 'graph')} untouched" if all_of.fallbacks else ""
+        untouched = f", {plural(all_of.fallbacks, 'graph')} untouched" if all_of.fallbacks else ""
         yield (
-            f"commpass, policy {names}: {many(all_of.graphs, 'graph')},"
-            f" {many(all_of.sites, 'site')}, {all_of.compressed} compressed{untouched}"
+            f"commpass, policy {names}: {plural(all_of.graphs, 'graph')},"
+            f" {plural(all_of.sites, 'site')}, {all_of.compressed} compressed{untouched}"
         )
         if all_of.measured_ms is None:
             yield f"time: not measured{_why_untimed(self.graphs)}"
@@ -199,7 +199,7 @@ class Report:
         if all_of.above:
             first = next(site for site in self.sites if site.above)
             yield (
-                f"error: {many(all_of.above, 'site')} above max_error, such as"
+                f"error: {plural(all_of.above, 'site')} above max_error, such as"
                 f" {first.module or first.name} ({first.worst:.3g} > {first.max_error:.3g})"
             )
 
@@ -237,9 +237,9 @@ def report() -> Report:
     """What commpass has compiled in this process, with what was measured since: of all backends,
     and of doors, whose exchanges are graphs too. Waits for nothing. Before anything was compiled
     it says so."""
-    entries = [(book.policy, entry) for book in ledgers() for entry in book.entries]
+    entries = [(book.policy, entry) for book in step_logs() for entry in book.entries]
     followed = {id(entry.plan) for _, entry in entries}
-    followed |= {id(plan) for book in ledgers() for plan in book.past}
+    followed |= {id(plan) for book in step_logs() for plan in book.past}
     return Report(
         tuple(_graph(policy, entry) for policy, entry in entries),
         tuple(entry.plan for _, entry in entries),
@@ -284,9 +284,9 @@ def log_metrics(to: Any, step: int) -> None:
 
 def _graph(policy: str, entry: Entry) -> GraphReport:
     plan, watched = entry.plan, entry.watched
-    entry.samples.settle()
+    entry.samples.read_measured()
     if watched is not None:
-        watched.settle()
+        watched.read_events()
     return GraphReport(
         policy=policy,
         graph=plan.graph,
@@ -346,7 +346,7 @@ def _why_untimed(graphs: Sequence[GraphReport]) -> str:
     return " yet: calls of graphs that Inductor compiles are, some calls after the first"
 
 
-def _counted(what: str, found: Sequence[tuple[SiteReport, str]]) -> Iterable[str]:
+def _counted(noun: str, found: Sequence[tuple[SiteReport, str]]) -> Iterable[str]:
     """A line for each reason, the commonest first."""
     by_reason: dict[str, list[SiteReport]] = {}
     for site, why in found:
@@ -354,7 +354,7 @@ def _counted(what: str, found: Sequence[tuple[SiteReport, str]]) -> Iterable[str
             by_reason.setdefault(why, []).append(site)
     for why, sites in sorted(by_reason.items(), key=lambda each: -len(each[1]))[:REASONS]:
         first = sites[0].module or sites[0].name
-        yield f"{what}: {many(len(sites), 'site')}, such as {first}: {why}"
+        yield f"{noun}: {plural(len(sites), 'site')}, such as {first}: {why}"
 
 
 REASONS = 3

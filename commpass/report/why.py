@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from commpass.costmodel import Profile
-from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
-from commpass.globs import covers
 from commpass.plan import Candidate, PlannedSite
-from commpass.printable import brief
+from commpass.plan.dump import Dump
 from commpass.report.explained import in_words_of_slack, slack_of_sites
-from commpass.report.graph.picture import taken, waits
+from commpass.report.graph.picture import inputs_of, waits
 from commpass.report.tables import micros, plain_table, ratio, size
+from commpass.utils.globs import covers
+from commpass.utils.printable import brief
 
 
 def considered(dumps: Sequence[Dump], name: str) -> list[tuple[Dump, PlannedSite]]:
@@ -90,7 +90,10 @@ def lost(candidate: Candidate, site: PlannedSite) -> str:
 
 def _gains_from(dump: Dump, site: PlannedSite) -> str:
     """From which size on the chosen codec, or else the best that there was, gains."""
-    from commpass.passes.breakeven import break_even, in_words  # traces the algorithm: needs torch
+    from commpass.passes.breakeven import (  # traces the algorithm: needs torch
+        break_even,
+        explanation,
+    )
 
     possible = (each for each in candidates(dump, site) if each.compressed and not each.refused)
     best = site if site.compressed else next(possible, None)
@@ -106,7 +109,7 @@ def _gains_from(dump: Dump, site: PlannedSite) -> str:
     what = f"{brief(best.codec)} by {best.algorithm}"
     if nbytes == inf:
         return f"{what} gains at no size"
-    words = in_words(site, nbytes)
+    words = explanation(site, nbytes)
     at = f"from {size(nbytes)} on" + (f" ({words})" if words else "") if nbytes else "at any size"
     return f"{what} gains {at}"
 
@@ -119,7 +122,7 @@ def dependents(dump: Dump, site: PlannedSite) -> tuple[int, int, int, int] | Non
 
     nodes = dump.lowered or dump.after
     try:
-        edges = taken(nodes)
+        edges = inputs_of(nodes)
     except CommpassError:
         return None
     name = site.name.partition(".")[0]

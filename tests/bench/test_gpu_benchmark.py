@@ -43,7 +43,7 @@ def test_domains_in_float64(spec):
     domain = codec(spec).domain
     x = torch.randn(2, 1024, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     entered = exact.enter(domain, x)
-    assert (entered - domain.enter(x)).abs().max() < 1e-14
+    assert (entered - domain.to_domain(x)).abs().max() < 1e-14
     assert (exact.leave(domain, entered) - x).abs().max() < 1e-12
 
 

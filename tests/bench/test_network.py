@@ -21,7 +21,7 @@ from benchmarks.network import (
 )
 from benchmarks.network.data_ways import WAYS
 from commpass.collectives import Payload, Request, read_stages
-from commpass.stage import Stage
+from commpass.plan.stage import Stage
 
 MIB = 2**20
 

@@ -18,10 +18,10 @@ from tiers import rarely
 from torch import nn
 
 import commpass
-from commpass import dump as dumps
 from commpass.errors import CommpassError, PolicyError
+from commpass.plan import dump as dumps
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 X = torch.ones(64, 64)
 FORCED = Policy(rules=[Rule(codec="int8", force=True)])

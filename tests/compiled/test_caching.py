@@ -18,7 +18,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import commpass
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional

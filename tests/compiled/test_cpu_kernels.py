@@ -16,7 +16,7 @@ from commpass.codecs import codec, operators
 from commpass.codecs.block.domain import Domain
 from commpass.codecs.block.transforms import Hadamard
 from commpass.errors import CommpassError
-from commpass.lowering import Form, Generated, Piece, Taken, cpu, form_of, make
+from commpass.lowering import Form, Generated, KernelInput, Piece, cpu, form_of, make
 from commpass.lowering.chain import (
     Add,
     Cast,
@@ -357,7 +357,7 @@ def test_blocks_scaled_by_a_root_that_are_not_finite_stay_so(spec):
 def test_sums_of_values_scaled_by_roots_go_on_as_a_wire():
     """Decoded and summed they are bit for bit those of the aten form; each scale that goes on is
     that of float64."""
-    coder, n = codec("taco").within, 1024
+    coder, n = codec("taco").domain_codec, 1024
     rows = torch.randn(RANKS, n, generator=torch.Generator().manual_seed(5))
     rows[:, 256:512] *= 1e-30
     wire = coder.encode_rows(rows)
@@ -431,7 +431,7 @@ ROTATED = ("rotated", "rotated(bits=4,block=32)", "rotated(form=int,block=512)")
 def test_a_rotation_has_the_bits_of_its_butterfly(spec):
     coder = codec(spec)
     width, signed = coder.transform.width, coder.transform.signed
-    inside, dtype = coder.within if spec != "sdp4bit" else codec("int4"), BF16
+    inside, dtype = coder.domain_codec if spec != "sdp4bit" else codec("int4"), BF16
     for n in (coder.block, 4 * coder.block, 3072):
         x = values(5, n, dtype, n)
         wire = run(Chain(dtype, (Encode(coder),)), [x], n)
@@ -499,7 +499,7 @@ def test_a_wire_with_places_that_are_none_is_read_within_bounds():
 
 def test_domains_are_entered_and_left_on_the_way():
     outer, n = codec("rotated"), 1024
-    inner, domain = outer.within, outer.domain
+    inner, domain = outer.domain_codec, outer.domain
     x = values(RANKS, n, F32)[:1]
     entered = run(Chain(F32, (Enter(domain), Encode(inner))), [x], n)
     assert torch.equal(entered, inner.encode_rows(forward(x, 256)))
@@ -560,12 +560,12 @@ def test_a_wire_of_exponents_that_holds_anything_is_read_within_bounds():
 
 
 def test_chains_say_whether_they_have_the_bits_of_the_aten_form():
-    inner = codec("rotated").within
+    inner = codec("rotated").domain_codec
     assert cpu.exact(Chain(BF16, (Encode(INT8),)))
     assert cpu.exact(Chain(U8, (Decode(inner, BF16), Sum(2), Encode(inner))))
     assert not cpu.exact(Chain(BF16, (Encode(codec("rotated")),)))
     assert not cpu.exact(Chain(U8, (Decode(inner, BF16), Leave(codec("rotated").domain))))
-    dual = codec("taco").within
+    dual = codec("taco").domain_codec
     assert not cpu.exact(Chain(BF16, (Encode(dual),)))
     assert cpu.exact(Chain(U8, (Decode(dual, BF16), Sum(2), Encode(codec("fp8")))))
 
@@ -637,7 +637,7 @@ def test_the_operator_calls_a_generated_kernel_by_name():
     n, size = 512, INT8.wire_bytes(512, BF16)
     buffer, joined = torch.randn(2, 3 * n).to(BF16), torch.zeros(2, 2 * size, dtype=U8)
     part = buffer[:, n : 2 * n]
-    taken = Taken(form_of(buffer), form_of(part))
+    taken = KernelInput(form_of(buffer), form_of(part))
     piece = Piece(0, size, Form(U8, part.device, (2, size), (2 * size, 1)))
     kernel = Generated(Chain(BF16, (Encode(INT8),)), n, (taken,), piece)
     assert kernel == Generated(Chain(BF16, (Encode(codec("int8")),)), n, (taken,), piece)

@@ -18,11 +18,11 @@ from commpass.costmodel import default_profile
 from commpass.lowering import cpu, kernel
 from commpass.lowering.chain import Chain, Encode
 from commpass.lowering.constants import without_tables
-from commpass.passes import Road, pipeline
+from commpass.passes import PassContext, pipeline
 from commpass.passes.choose import SHARE
-from commpass.passes.graph.marks import MARK
+from commpass.passes.fx.marks import MARK
 from commpass.policy import Policy, PolicyError
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 RANKS = 4
@@ -46,7 +46,7 @@ def summed(x):
 def rewritten(function, x, policy, passes=pipeline.PASSES):
     """The graph of one rank after some passes, and its plan."""
     gm = trace(function, x, dynamic="exponent" in str(policy))
-    road = Road(
+    road = PassContext(
         gm=gm,
         direction="forward",
         policy=policy,
@@ -98,11 +98,11 @@ def test_domains_of_the_same_kind_are_told_apart():
     rows = torch.randn(2, 512, dtype=torch.float64)
     domains = [codec(name).domain for name in ("rotated(block=64)", "rotated", "sdp4bit")]
     with operators.as_operators():
-        entered = [operators.enter(domain, rows) for domain in domains]
-        traced = make_fx(lambda x: [operators.enter(domain, x) for domain in domains])(rows)
+        entered = [operators.to_domain(domain, rows) for domain in domains]
+        traced = make_fx(lambda x: [operators.to_domain(domain, x) for domain in domains])(rows)
     assert len({node.args[1] for node in traced.graph.nodes if node.target in CODED}) == 3
     for domain, found in zip(domains, traced(rows), strict=True):
-        assert torch.equal(found, domain.enter(rows))
+        assert torch.equal(found, domain.to_domain(rows))
     assert len({x.sum().item() for x in entered}) == 3
 
 
@@ -630,7 +630,7 @@ def test_compiling_a_kernel_leaves_what_is_being_compiled_around_it_alone(monkey
     monkeypatch.setattr(ShapeEnv, "cleanup", lambda env: (cleaned.append(env), cleanup(env)))
     monkeypatch.setattr(kernel, "_kernels", {})
     form = kernel.form_of(given)
-    taken, piece = kernel.Taken(form, form), kernel.Piece(0, 0, form)
+    taken, piece = kernel.KernelInput(form, form), kernel.Piece(0, 0, form)
     source = kernel.Source(body, (taken,), (piece,))
     context = torch._guards.TracingContext(outer)
     context.output_strides = []

@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 import commpass
 from commpass.passes.post.order import order
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 CALL = re.compile(

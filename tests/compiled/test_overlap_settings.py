@@ -18,9 +18,9 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 
 import commpass
+from commpass.distributed.calls import with_boxed_args
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime.calls import boxed
+from commpass.policy.rules import Rule
 
 RANKS = 2
 START = re.compile(r"torch\.ops\._c10d_functional\.((?:all|reduce)_\w+)\.default\((\w+)")
@@ -118,7 +118,7 @@ def test_a_graph_that_is_not_changed_keeps_the_setting(name, caplog):
     def compiled(gm, inputs, **_):
         holder, _, last = name.rpartition(".")
         seen.append(getattr(getattr(config, holder) if holder else config, last))
-        return boxed(gm.forward)
+        return with_boxed_args(gm.forward)
 
     with (
         as_rank(0, RANKS),

@@ -21,9 +21,9 @@ import commpass
 import msgspec
 import torch
 import torch.distributed as dist
-from commpass.annotate import KEY
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule, Word
+from commpass.policy.annotate import KEY
+from commpass.policy.rules import Annotation, Rule
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -656,7 +656,7 @@ def _said(step: Step) -> dict[str, Any]:
     if step.module:
         said["nn_module_stack"] = {step.module: (f"L['self'].{step.module}", "Module")}
     if step.word is not None:
-        said["custom"] = {KEY: Word(**step.word).to_json()}
+        said["custom"] = {KEY: Annotation(**step.word).to_json()}
     if step.again:
         said["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     return said

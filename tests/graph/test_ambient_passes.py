@@ -15,7 +15,7 @@ import commpass
 from commpass.codecs.codec import _sample_error
 from commpass.collectives import read_stages
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 BALANCED = Policy(name="two", rules=[Rule(codec="rotated", force=True)], max_error=1.0)
 QUICK = (

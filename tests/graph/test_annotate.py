@@ -16,11 +16,11 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.utils.checkpoint import checkpoint
 
 import commpass
-from commpass.annotate import open_scopes
 from commpass.errors import PolicyError, ScopeError
 from commpass.plan import NONE
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.annotate import open_scopes
+from commpass.policy.rules import Rule
 
 RANKS = 2
 NOTHING = Policy(codecs=())

@@ -16,9 +16,9 @@ from tiers import rarely
 
 import commpass
 from commpass import Policy, Rule
+from commpass.distributed.budget import excess, keys_of, limits
+from commpass.distributed.samples import CHECKED, Reading, measure, reading_of
 from commpass.errors import PolicyError
-from commpass.runtime.budget import excess, keys_of, limits
-from commpass.runtime.samples import CHECKED, Reading, measure, reading_of
 
 SLOW = commpass.ethernet(0.001)
 BALANCED = Policy.from_preset("balanced")
@@ -44,7 +44,7 @@ def with_counts() -> torch.Tensor:
 
 
 def codecs_of(backend) -> list[str]:
-    return [site.codec for entry in backend.ledger.entries for site in entry.plan.sites]
+    return [site.codec for entry in backend.step_log.entries for site in entry.plan.sites]
 
 
 def called(values, *, policy=BALANCED, calls: int = 3, inner: str = "eager", function=two_sums):
@@ -73,7 +73,7 @@ def test_site_over_its_budget_is_left_alone_after_the_first_call(fake_group, war
     y = with_counts()
     backend, results = called((*GOOD, y), policy=policy, inner=inner)
     assert codecs_of(backend) == [spec, "none"]
-    (entry,) = backend.ledger.entries
+    (entry,) = backend.step_log.entries
     assert "of its non-zero values are lost" in entry.plan.sites[1].reason
     assert entry.plan in commpass.plans()
     lost = (results[0][1] != y).float().mean()
@@ -277,7 +277,7 @@ def test_gradients_are_those_of_the_graph_that_was_compiled_again(fake_group, in
     assert "none" in codecs_of(backend)
     left = {
         site.direction
-        for e in backend.ledger.entries
+        for e in backend.step_log.entries
         for site in e.plan.sites
         if site.codec == "none"
     }
@@ -385,7 +385,7 @@ def test_whole_numbers_are_told_from_values_without_room_for_a_fraction(dtype):
 def test_equal_sites_have_keys_of_their_own(fake_group):
     fake_group(4)
     backend, _ = called((*GOOD, normal(128, 256)), calls=1)
-    (entry,) = backend.ledger.entries
+    (entry,) = backend.step_log.entries
     assert len(set(keys_of(entry.plan.sites, 0).values())) == 2
 
 

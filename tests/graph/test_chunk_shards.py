@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tiers import examples
 
 import commpass
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx.parse import is_wait, parse
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 N = 64
 aten = torch.ops.aten

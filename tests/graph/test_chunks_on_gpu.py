@@ -11,10 +11,10 @@ from tiers import rarely
 from commpass.costmodel import Link, Profile, profile_named
 from commpass.costmodel.kernels import GPU
 from commpass.costmodel.profile import link_named
-from commpass.passes import Road, pipeline
-from commpass.passes.graph.marks import MARK
+from commpass.passes import PassContext, pipeline
+from commpass.passes.fx.marks import MARK
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 RANKS = 4
 PROFILES = {
@@ -35,7 +35,7 @@ def planned(mib: int, profile: Profile, algorithm: str = "two_shot", chunks: int
     x = torch.empty(mib << 9, 1024, dtype=torch.bfloat16, device="meta")
     with fake_cuda.a_card():
         gm, _ = fake_cuda.trace(summed, x)
-        road = Road(
+        road = PassContext(
             gm=gm,
             direction="forward",
             policy=policy,

@@ -13,10 +13,10 @@ import commpass
 from commpass import Policy, Rule
 from commpass.codecs import operators
 from commpass.errors import VerifyError
-from commpass.passes import PASSES, Pass, Road, run
+from commpass.passes import PASSES, Pass, PassContext, run
 from commpass.passes.contract import FACTS, check_order
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.parse import graph_modules
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import graph_modules
 
 ops = torch.ops._c10d_functional
 NAMES = [step.name for step in PASSES]
@@ -32,7 +32,7 @@ def graph():
 
 def drive(gm, passes, **rule):
     policy = Policy(rules=[Rule(codec="int8", force=True, **rule)])
-    road = Road(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
+    road = PassContext(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
     return run(road, "0", tuple(passes), strict=True)
 
 
@@ -195,7 +195,9 @@ def test_promises_are_checked_under_strict_and_where_the_environment_says_so(
     passes = tuple(changed("choose", run=no_reason))
 
     def outcome(**how):
-        road = Road(gm=graph(), direction="forward", policy=policy, profile=commpass.ethernet(1))
+        road = PassContext(
+            gm=graph(), direction="forward", policy=policy, profile=commpass.ethernet(1)
+        )
         return run(road, "0", passes, **how)
 
     monkeypatch.setenv("COMMPASS_CHECK", "0")

@@ -12,16 +12,16 @@ from graphs import ops
 from typer.testing import CliRunner
 
 import commpass
-from commpass import dump
+from commpass.cli import app
 from commpass.costmodel import ethernet
 from commpass.costmodel.critical import dependencies, slack_us
-from commpass.passes.graph.marks import MARK
-from commpass.passes.graph.memory import memory
-from commpass.passes.graph.schedule import Work, timed
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.memory import memory
+from commpass.passes.fx.schedule import Work, timed
 from commpass.passes.move import work_of
 from commpass.passes.timeline import site_slack_us, tasks_of
+from commpass.plan import dump
 from commpass.policy import Policy
-from commpass.report.cli import app
 
 N = 128
 LINK = ethernet(1)

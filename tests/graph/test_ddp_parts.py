@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 import commpass
-from commpass.annotate import words_of
-from commpass.groups import labels, timeout_of, twin
+from commpass.distributed import owners
+from commpass.distributed.owners import parameter_names
+from commpass.groups import duplicate, labels, timeout_of
 from commpass.parallel.buckets import parts_of
 from commpass.parallel.exchange import Exchange, Exchanges
 from commpass.parallel.worker import Worker
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime import owners
-from commpass.runtime.owners import parameter_names
+from commpass.policy.annotate import annotations_of
+from commpass.policy.rules import Rule
 
 
 def model() -> nn.Sequential:
@@ -30,7 +30,7 @@ def model() -> nn.Sequential:
 def parts(policy: Policy, of: nn.Module, group: dist.ProcessGroup):
     parameters = list(of.parameters())
     x = torch.arange(float(sum(p.numel() for p in parameters)))
-    found = parts_of(policy, group, x, parameters, parameter_names(of), words_of(of))
+    found = parts_of(policy, group, x, parameters, parameter_names(of), annotations_of(of))
     return x, found
 
 
@@ -83,7 +83,7 @@ def test_a_twin_has_the_labels_of_its_group_and_another_name(fake_group):
     group = fake_group(8)
     mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     for one in (group, mesh.get_group("dp")):
-        made = twin(one)
+        made = duplicate(one)
         assert labels(made) == labels(one)
         assert dist.get_process_group_ranks(made) == dist.get_process_group_ranks(one)
         assert made.group_name != one.group_name
@@ -238,7 +238,7 @@ def test_exchanges_of_parameters_of_other_names_are_others(fake_group):
         made.run(
             dataclasses.replace(all_reduce(group), parameters=(name,)), torch.ones(64), of=[of]
         )
-    assert len(made.plans) == len(made.backend.ledger.entries) == 2
+    assert len(made.plans) == len(made.backend.step_log.entries) == 2
     made.clear()
-    assert made.plans == made.backend.ledger.entries == []
-    assert len(made.backend.ledger.past) == 2
+    assert made.plans == made.backend.step_log.entries == []
+    assert len(made.backend.step_log.past) == 2

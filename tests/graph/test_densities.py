@@ -12,11 +12,11 @@ from graphs import collectives, ops, trace
 import commpass
 from commpass.codecs import codec
 from commpass.costmodel import KernelRate, Kernels, Link
-from commpass.passes import Road, group, pipeline
+from commpass.passes import PassContext, group, pipeline
 from commpass.passes.densities import AGREED, EQUATION_2, NO_SMALLER
 from commpass.plan import NONE
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 RANKS = 4
@@ -78,7 +78,7 @@ def planned(
     given = ([torch.zeros(matmul, matmul)] if matmul else []) + values
     gm = trace(with_matmul if matmul else gradients, *given)
     policy = {"selective": True, "max_error": 1.0, "rules": [Rule(**RULE | (rule or {}))]} | more
-    road = Road(
+    road = PassContext(
         gm=gm,
         direction="backward",
         policy=Policy(**policy),

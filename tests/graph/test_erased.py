@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import commpass
 from commpass.errors import VerifyError
-from commpass.passes.graph.erase import CHECK, Erased, erase
+from commpass.passes.fx.erase import CHECK, Erased, erase
 from commpass.policy import Policy
 
 wait = ops.wait_tensor
@@ -86,7 +86,7 @@ def test_nodes_are_erased_in_one_place_only():
         and isinstance(call.func, ast.Attribute)
         and call.func.attr in ("erase_node", "eliminate_dead_code")
     }
-    assert places == {"passes/graph/erase.py: erase_node"}
+    assert places == {"passes/fx/erase.py: erase_node"}
 
 
 # --- what rules say -------------------------------------------------------------------------------

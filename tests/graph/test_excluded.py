@@ -10,10 +10,10 @@ from torch import ones
 
 import commpass
 from commpass.errors import PolicyError
+from commpass.passes.context import PassContext
 from commpass.passes.pipeline import run
-from commpass.passes.road import Road
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 SLOW = commpass.ethernet(0.01)
@@ -27,7 +27,7 @@ def _group(fake_group):
 
 
 def planned(gm, excluded=None, policy=INT8, profile=SLOW):
-    road = Road(gm=gm, direction="forward", policy=policy, profile=profile)
+    road = PassContext(gm=gm, direction="forward", policy=policy, profile=profile)
     return run(road, "0", strict=True, excluded=excluded)
 
 

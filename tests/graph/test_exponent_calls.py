@@ -9,10 +9,10 @@ from graphs import ops, trace
 import commpass
 from commpass.codecs import codec
 from commpass.lowering import exponent
+from commpass.passes.context import PassContext
 from commpass.passes.pipeline import run
-from commpass.passes.road import Road
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 RANKS = 2
 CALLS = ["exponent_encode", "exponent_decode"]
@@ -39,7 +39,9 @@ def lowered(x, dynamic=True, **road):
     function = tokens if dynamic else lambda x, _: tokens_fixed(x)
     gm = trace(function, x, counts, dynamic=True)
     policy = Policy(rules=[Rule(codec="exponent", force=True)])
-    taken = Road(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1), **road)
+    taken = PassContext(
+        gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1), **road
+    )
     outcome = run(taken, "0", strict=True)
     assert outcome.error is None
     assert len(outcome.plan.compressed) == 1

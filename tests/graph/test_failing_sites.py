@@ -16,11 +16,11 @@ from commpass.codecs.block.presets import int8
 from commpass.collectives import data_sized
 from commpass.errors import VerifyError
 from commpass.passes import lower, pipeline, rewrite
+from commpass.passes.context import PassContext
 from commpass.passes.failures import SiteFailure
 from commpass.passes.pipeline import run
-from commpass.passes.road import Road
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 RANKS = 4
@@ -87,7 +87,7 @@ def forced(gather: str, other: str = "int8", **more) -> Policy:
 
 
 def planned(gm, policy, **more):
-    road = Road(gm=gm, direction="forward", policy=policy, profile=SLOW)
+    road = PassContext(gm=gm, direction="forward", policy=policy, profile=SLOW)
     return run(road, "0", **more)
 
 

@@ -233,5 +233,5 @@ def test_compiled_steps_keep_what_is_fed_back_and_compress_the_rest(name):
     torch._dynamo.reset()
     backend = commpass.backend(INT8, inner="aot_eager", profile=SLOW, strict=True)
     torch.compile(step, backend=backend, fullgraph=True)(*[each.clone() for each in inputs])
-    plans = [entry.plan for entry in backend.ledger.entries]
+    plans = [entry.plan for entry in backend.step_log.entries]
     assert [site.codec for plan in plans for site in plan.sites] == codecs

@@ -18,12 +18,12 @@ from commpass.codecs import operators
 from commpass.costmodel import default_profile
 from commpass.errors import VerifyError
 from commpass.lowering import fused, generated, matmul
-from commpass.passes import Road, pipeline
+from commpass.passes import PassContext, pipeline
 from commpass.passes.fuse import fuse
-from commpass.passes.graph.marks import CODED, MARK, Mark
+from commpass.passes.fx.marks import CODED, MARK, Mark
 from commpass.passes.lower import lower
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 pytest.importorskip("triton", reason="kernels are written in Triton: pip install commpass[kernels]")
 
@@ -42,7 +42,7 @@ def run(function, policy, *inputs, passes=pipeline.PASSES, profile="cuda"):
     """A graph of a GPU after some passes, its fake inputs and its plan."""
     with fake_cuda.a_card():
         gm, inputs = fake_cuda.trace(function, *inputs)
-        road = Road(
+        road = PassContext(
             gm=gm,
             direction="forward",
             policy=policy,
@@ -157,14 +157,16 @@ def test_the_numbers_are_those_of_the_operators(fake_group, codec, algorithm):
 
         gm = trace(summed, x)
         profile = default_profile("cpu")
-        road = Road(gm=gm, direction="forward", policy=forced(codec, algorithm, lowering="kernel"),
-                    profile=profile, stateless=None)  # fmt: skip
-        with patch.object(lowering, "obstacle", any_device):
+        kernels = forced(codec, algorithm, lowering="kernel")
+        road = PassContext(
+            gm=gm, direction="forward", policy=kernels, profile=profile, stateless=None
+        )
+        with patch.object(lowering, "unsupported_reason", any_device):
             outcome = pipeline.run(road, "0", passes)
         assert outcome.error is None
         return gm
 
-    plain = graph(before("fuse"), lowering.obstacle)
+    plain = graph(before("fuse"), lowering.unsupported_reason)
     one = graph(before("lower"), lambda chain, numel, device: "")
     assert fused_roles(one)
     assert not fused_roles(plain)

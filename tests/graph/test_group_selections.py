@@ -11,9 +11,9 @@ from tiers import rarely
 import commpass
 from commpass.codecs import codec
 from commpass.costmodel import Link
-from commpass.passes import Road, pipeline
+from commpass.passes import PassContext, pipeline
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 FAR = commpass.Profile("far", Link(1000.0, 0.1))
@@ -42,7 +42,7 @@ def rewritten(
     spec: str, *values: torch.Tensor, stateless: str | None = None, force: bool = True, **more
 ):
     gm = trace(gradients, *values)
-    road = Road(
+    road = PassContext(
         gm=gm,
         direction="backward",
         policy=Policy(

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
-from commpass.passes.hidden import MANY, UNSURE, course, facts_of
+from commpass.passes.context import PassContext
+from commpass.passes.hidden import MANY, UNSURE, facts_of, initial_schedule
 from commpass.passes.pipeline import run
-from commpass.passes.road import Road
 from commpass.plan import NONE
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 N = 64
 wait = ops.wait_tensor
@@ -54,7 +54,7 @@ def gradients(matmuls: int):
 
 def planned(gm, known: Profile, *, hidden=None, hides=True, **policy):
     terms = {"codecs": "int8", "algorithms": "two_shot", "skip": ("group", "chunk")} | policy
-    road = Road(
+    road = PassContext(
         gm=gm,
         direction="backward",
         policy=Policy(**terms),
@@ -212,7 +212,7 @@ def test_against_all_that_could_be_left_alone(case):
     sizes, matmuls, exchange_us, matmul_us, coding = case
     known = profile(exchange_us, matmul_us, coding)
     gm = several(sizes, matmuls)
-    its = course(gm, _found(gm), Policy(), known)
+    its = initial_schedule(gm, _found(gm), Policy(), known)
     coded = planned(several(sizes, matmuls), known, hides=False).sites
     hidden = {n for n, each in enumerate(planned(gm, known)) if each.hidden}
     if its is None:

@@ -17,7 +17,7 @@ from tiers import examples
 import commpass
 from commpass import Policy, Rule
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
-from commpass.passes import Road, run
+from commpass.passes import PassContext, run
 from commpass.passes.divide import SURE
 from commpass.passes.timeline import whole_us
 from commpass.plan import Site
@@ -70,11 +70,11 @@ def test_a_faster_link_never_makes_fewer_bytes_more_attractive(site, profile, co
         if before.chunks > 1:  # into how many chunks depends on the link
             continue
         (after,) = (each for each in fast.possible if _same(each, before))
-        on_link = [profile_us(free, site, each, terms) for each in (before, slow.alone)]
+        on_link = [profile_us(free, site, each, terms) for each in (before, slow.uncompressed)]
         if on_link[0] > on_link[1]:
             continue
-        gained = slow.alone.predicted_us - before.predicted_us
-        assert fast.alone.predicted_us - after.predicted_us <= gained + 0.01
+        gained = slow.uncompressed.predicted_us - before.predicted_us
+        assert fast.uncompressed.predicted_us - after.predicted_us <= gained + 0.01
 
 
 def profile_us(profile, site, candidate, terms) -> float:
@@ -83,7 +83,9 @@ def profile_us(profile, site, candidate, terms) -> float:
         profile, kernels=Kernels(0.0, KernelRate(0.0, 0.0), gbytes_per_s=1e12)
     )
     (found,) = options([site], terms, free)
-    return next(e.predicted_us for e in (found.alone, *found.possible) if _same(e, candidate))
+    return next(
+        e.predicted_us for e in (found.uncompressed, *found.possible) if _same(e, candidate)
+    )
 
 
 def _same(one, other) -> bool:
@@ -128,7 +130,7 @@ def test_a_site_alone_takes_on_the_timeline_what_it_was_chosen_for(
     gm = trace(lambda x: ops.wait_tensor(calls[kind](x)), torch.ones(512, 512))
     policy = Policy(rules=[Rule(codec=codec, algorithm=way, force=True)])
     known = commpass.costmodel.profile_named(profile)
-    road = Road(gm=gm, direction="forward", policy=policy, profile=known)
+    road = PassContext(gm=gm, direction="forward", policy=policy, profile=known)
     (site,) = run(road, "0", strict=True).plan
     assert site.codec == codec
     assert whole_us(gm, known) == pytest.approx(site.predicted_us, rel=1e-3)
@@ -162,7 +164,7 @@ def whole_plan() -> str:
             found.append(wait(ops.all_gather_into_tensor(x[:1] + number, 4, "0")))
         return x, found
 
-    road = Road(
+    road = PassContext(
         gm=trace(function, torch.ones(512, 512), torch.ones(512, 512)),
         direction="backward",
         policy=Policy(codecs=("int8", "bf16"), rules=sorted(rules, key=repr), max_error=0.05),

@@ -13,10 +13,10 @@ from commpass.codecs import codec, constants
 from commpass.codecs.operators import CONSTANT
 from commpass.codecs.wrappers.outlier import Channels, Running, calibrate
 from commpass.costmodel import default_profile
-from commpass.passes import Road, pipeline
+from commpass.passes import PassContext, pipeline
 from commpass.passes.constants import INPUT, lift_constants
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 RANKS, TOKENS, WIDTH = 8, 64, 512
@@ -58,7 +58,7 @@ def policy_of(spec: str, **more) -> Policy:
 
 def rewritten(function, x, policy, **more):
     gm = trace(function, x)
-    road = Road(
+    road = PassContext(
         gm=gm,
         direction="forward",
         policy=policy,
@@ -198,7 +198,7 @@ def test_scales_of_other_ranks_leave_their_site_alone(fake_group):
     larger = Rule(codec="int8", force=True, min_bytes=2 * small.nbytes)
     policy = Policy(rules=[larger, Rule(codec=spec, force=True)])
     gm = trace(both, small, activations(1))
-    road = Road(
+    road = PassContext(
         gm=gm,
         direction="forward",
         policy=policy,

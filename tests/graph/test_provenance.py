@@ -30,7 +30,7 @@ from commpass.passes.discover import discover
 from commpass.passes.provenance import lossy_unsupported_reason
 from commpass.passes.provenance.operators import FEW
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 RANKS = 4
@@ -596,7 +596,9 @@ def test_simplify_adds_no_counts_to_fields_before_they_are_sent():
 def test_a_graph_of_many_nodes_is_walked_once(monkeypatch):
     walked = []
     monkeypatch.setattr(
-        provenance, "_made", lambda *given, made=provenance._made: walked.append(1) or made(*given)
+        provenance,
+        "_made",
+        lambda *given, made=provenance._of_operator: walked.append(1) or made(*given),
     )
 
     def function(x):

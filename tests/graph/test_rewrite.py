@@ -18,10 +18,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import commpass
 from commpass.passes import pipeline
 from commpass.passes.failures import SiteFailure
-from commpass.passes.graph.parse import is_wait
+from commpass.passes.fx.parse import is_wait
 from commpass.plan import NONE
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 SLOW = commpass.ethernet(0.01)

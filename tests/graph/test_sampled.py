@@ -15,8 +15,8 @@ from commpass import Policy, Rule
 from commpass.codecs import codec
 from commpass.codecs.wrappers.outlier import Channels
 from commpass.errors import PolicyError
-from commpass.passes import Road, run
-from commpass.passes.graph.marks import MARK
+from commpass.passes import PassContext, run
+from commpass.passes.fx.marks import MARK
 
 SAMPLE = torch.ops.commpass.sample_.default
 
@@ -55,7 +55,7 @@ def forced(spec: str = "int8", watch: float = 1.0, **rule) -> Policy:
 
 def planned(function, *inputs, policy, dynamic=False):
     gm = trace(function, *inputs, dynamic=dynamic)
-    road = Road(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
+    road = PassContext(gm=gm, direction="forward", policy=policy, profile=commpass.ethernet(1))
     return gm, run(road, "0", strict=True)
 
 
@@ -77,7 +77,7 @@ def steps(model, policy, count: int, **options):
         loss = compiled(values(step, next(model.parameters()).dtype)).square().mean()
         loss.backward()
         found += [loss.detach(), *(each.grad.clone() for each in model.parameters())]
-    return found, backend.ledger
+    return found, backend.step_log
 
 
 # --- in the graph ---------------------------------------------------------------------------------
@@ -205,10 +205,10 @@ def test_a_file_says_it_too(tmp_path):
 def test_errors_are_those_of_the_values_that_were_sent(fake_group, inner):
     fake_group(4)
     model = Layer()
-    _, ledger = steps(
+    _, step_log = steps(
         model, forced("int4", algorithm="two_shot", lowering="kernel"), 3, inner=inner
     )
-    forward, _ = ledger.entries
+    forward, _ = step_log.entries
     (site,) = forward.samples.sites
     coder, wanted = codec(site.site.codec), []
     for step in range(3):
@@ -231,8 +231,8 @@ def test_errors_of_a_calibrated_codec_are_those_of_the_ranks_own_scales(fake_gro
     spec = codec("outlier", statistics=channels.to_text()).spec
     rule = Rule(codec=spec, kind="all_reduce", algorithm="one_shot", max_error=1.0)
     policy = Policy(rules=[rule])
-    _, ledger = steps(model, policy, 1, inner="eager", profile=commpass.ethernet(0.001))
-    (site,) = ledger.entries[0].samples.sites
+    _, step_log = steps(model, policy, 1, inner="eager", profile=commpass.ethernet(0.001))
+    (site,) = step_log.entries[0].samples.sites
     assert site.site.codec == spec
     x = model.linear(values(0)).detach().double()
     step = scales[rank] / 7
@@ -244,8 +244,8 @@ def test_errors_of_a_calibrated_codec_are_those_of_the_ranks_own_scales(fake_gro
 
 def test_calls_sampled_are_as_many_as_asked(fake_group):
     fake_group(4)
-    _, ledger = steps(Layer(), forced(watch=0.25), 9, inner="eager")
-    for entry in ledger.entries:
+    _, step_log = steps(Layer(), forced(watch=0.25), 9, inner="eager")
+    for entry in step_log.entries:
         assert entry.samples.calls == 9
         assert [each.count for each in entry.samples.sites] == [3]
 
@@ -261,9 +261,9 @@ def test_results_are_bit_identical_with_and_without(fake_group, model, lowering,
     made = model().to(dtype)
     rule = {"algorithm": "two_shot", "lowering": lowering}
     plain, _ = steps(made, forced(watch=0.0, **rule), 3, inner=inner)
-    sampled, ledger = steps(made, forced(watch=0.5, **rule), 3, inner=inner)
+    sampled, step_log = steps(made, forced(watch=0.5, **rule), 3, inner=inner)
     assert all(map(torch.equal, plain, sampled))
-    counts = [each.count for entry in ledger.entries for each in entry.samples.sites]
+    counts = [each.count for entry in step_log.entries for each in entry.samples.sites]
     assert any(counts) or (model is Fused and lowering == "inline")
 
 
@@ -272,9 +272,9 @@ def test_errors_of_chunks_are_those_of_each_chunk(fake_group, more):
     fake_group(4)
     made = Layer()
     plain, _ = steps(made, forced(watch=0.0, **more), 1)
-    sampled, ledger = steps(made, forced(watch=1.0, **more), 1)
+    sampled, step_log = steps(made, forced(watch=1.0, **more), 1)
     assert all(map(torch.equal, plain, sampled))
-    assert all(each.count == 1 for each in ledger.entries[0].samples.sites)
+    assert all(each.count == 1 for each in step_log.entries[0].samples.sites)
 
 
 def test_a_compiler_of_others_is_not_given_the_operator(fake_group):
@@ -285,10 +285,10 @@ def test_a_compiler_of_others_is_not_given_the_operator(fake_group):
         graphs.append(gm)
         return gm.forward
 
-    _, ledger = steps(Layer(), forced(lowering="inline"), 1, inner=inner)
+    _, step_log = steps(Layer(), forced(lowering="inline"), 1, inner=inner)
     assert len(graphs) == 2
     assert not any(map(samples_in, graphs))
-    (site,) = ledger.entries[0].samples.sites
+    (site,) = step_log.entries[0].samples.sites
     assert "not looked into" in site.why
 
 

@@ -11,10 +11,10 @@ from torch.fx.traceback import preserve_node_meta
 
 import commpass
 from commpass.costmodel import Link
-from commpass.passes import Road, pipeline
+from commpass.passes import PassContext, pipeline
 from commpass.passes.simplify import RULES
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 X = torch.ones(64, 32)
@@ -381,7 +381,7 @@ def test_narrow_bits_are_gathered_for_an_all_reduce_of_few_ranks_and_only_where_
 
 def planned(function, x, policy):
     """What the passes before rewrite make of a graph whose sizes may depend on values."""
-    road = Road(
+    road = PassContext(
         gm=trace(function, x, dynamic=True), direction="forward", policy=policy, profile=SLOW
     )
     names = [step.name for step in pipeline.PASSES]

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.distributed.device_mesh import DeviceMesh
 
 import commpass
-from commpass.meshes import partitions
+from commpass.groups.mesh_unions import partitions
 from commpass.passes.discover import discover
 from commpass.passes.simplify import simplify
 from commpass.policy import Policy

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import commpass
 from commpass.passes.discover import discover
-from commpass.passes.graph.parse import parse
+from commpass.passes.fx.parse import parse
 from commpass.passes.simplify import simplify
 from commpass.passes.simplify.editor import Editor
 from commpass.policy import Policy

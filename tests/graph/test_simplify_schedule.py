@@ -20,7 +20,7 @@ from torch import fx
 import commpass
 from commpass.passes import pipeline
 from commpass.passes.discover import discover
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx.parse import is_wait, parse
 from commpass.passes.simplify import simplify
 from commpass.passes.simplify.editor import RULE
 from commpass.policy import Policy

@@ -10,11 +10,11 @@ from graphs import ops, trace
 from torch.distributed.device_mesh import init_device_mesh
 
 import commpass
-from commpass.annotate import KEY
-from commpass.passes.graph.parse import parse
+from commpass.distributed.summary import Summary
+from commpass.passes.fx.parse import parse
 from commpass.policy import Policy
-from commpass.rules import Rule, Word
-from commpass.runtime.summary import Summary
+from commpass.policy.annotate import KEY
+from commpass.policy.rules import Annotation, Rule
 
 wait = ops.wait_tensor
 X = torch.ones(64, 32)
@@ -64,7 +64,7 @@ KEPT = Rule(module="router", keep=True)
 @pytest.mark.parametrize("said", ["by a rule", "in the model"])
 def test_kept_sites_are_not_merged_with_compressed_ones(function, order, said, fake_group):
     fake_group(8)
-    words = [Word(keep=True) if path == "router" else None for path in order]
+    words = [Annotation(keep=True) if path == "router" else None for path in order]
     by_a_rule = said == "by a rule"
     gm = labelled(function, order, [] if by_a_rule else words)
     plan = planned(gm, codecs="int8", rules=[KEPT] if by_a_rule else [])

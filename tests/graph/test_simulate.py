@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 import commpass
 from commpass import Policy, Rule
+from commpass.cli import app
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.errors import CommpassError
-from commpass.report.cli import app
 from commpass.report.simulated import draw, millis, table
 from commpass.simulate import Simulated
 

@@ -12,7 +12,7 @@ import commpass
 from commpass.passes.breakeven import break_even
 from commpass.passes.sizes import MOST
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 WIDTH = 256
 PROFILE = commpass.ethernet(1)
@@ -61,7 +61,7 @@ def _gains(site, nbytes: int) -> bool:
     from commpass.passes.candidates import candidates
     from commpass.passes.choose import choose
     from commpass.plan import Site
-    from commpass.rules import Allowed
+    from commpass.policy.rules import Allowed
 
     fields = {each.name: getattr(site, each.name) for each in dataclasses.fields(Site)}
     like = Site(**fields | {"bytes": nbytes, "shape": (nbytes // (WIDTH * 4), WIDTH)})

@@ -18,9 +18,9 @@ from commpass import lowering
 from commpass.codecs import operators
 from commpass.costmodel import Link
 from commpass.lowering import generated
-from commpass.passes import Road, pipeline
+from commpass.passes import PassContext, pipeline
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 wait = ops.wait_tensor
 FAR = commpass.Profile("far", Link(1000.0, 0.1))
@@ -47,7 +47,7 @@ def policy(spec: str, **more) -> Policy:
 
 
 def passed(gm, chosen: Policy, passes=None):
-    road = Road(
+    road = PassContext(
         gm=gm, direction="backward", policy=chosen, profile=FAR, stateless=None, kernels=True
     )
     outcome = pipeline.run(road, "0", passes, strict=True)

@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import commpass
+from commpass.distributed import record
+from commpass.distributed import summary as summaries
+from commpass.distributed.summary import Summary
 from commpass.groups import meshes
-from commpass.parallel.taken import claim, release
+from commpass.parallel.ownership import acquire, release
 from commpass.plan import Plan, PlannedSite
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule
-from commpass.runtime import record
-from commpass.runtime import summary as summaries
-from commpass.runtime.summary import Summary
+from commpass.policy.rules import Rule
 
 LAYERS = 2
 
@@ -528,7 +528,7 @@ def other_graphs_have(model, fake_group):
 
 def has_a_door(model, fake_group):
     fake_group(8)
-    claim(model, "compress_ddp")
+    acquire(model, "compress_ddp")
     steps(by_itself(model, commpass.backend("balanced", inner="eager")), 4)
     release(model)
 

@@ -15,14 +15,14 @@ from torch import nn
 
 import commpass
 from commpass.costmodel import Link, Profile, ethernet, profile_named
+from commpass.distributed.summary import SERVED, Summary
+from commpass.distributed.uncompressed import EARLIER, HIDDEN, Slower, UncompressedSite
 from commpass.passes.breakeven import break_even_rate
 from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
 from commpass.plan import NONE, Candidate, Plan, PlannedSite, Site
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule
-from commpass.runtime.summary import SERVED, Summary
-from commpass.runtime.uncompressed import EARLIER, HIDDEN, LeftAlone, Slower
+from commpass.policy.rules import Rule
 
 WIDTH, ROWS, RANKS = 64, 256, 8
 FAST = Profile("fast", Link(1.0, 1e4))
@@ -272,8 +272,8 @@ def summary_of(*whys: str) -> Summary:
     sites = [PlannedSite(name=why, shape=(8,), bytes=32, **facts) for why in whys]
     summary = Summary(PRESETS["balanced"])
     plan = Plan(graph="0", direction="forward", policy="p", profile="p", sites=tuple(sites))
-    left = [LeftAlone(site, site.name, f"change {site.name}") for site in sites]
-    summary.add(plan, trained=True, left=left)
+    left = [UncompressedSite(site, site.name, f"change {site.name}") for site in sites]
+    summary.add(plan, trained=True, sites=left)
     return summary
 
 
@@ -337,7 +337,7 @@ def test_a_rate_is_where_a_candidate_begins_to_gain(kind, mapped):
             for each in again.possible
             if (each.algorithm, each.chunks) == (best.algorithm, best.chunks)
         )
-        return same.predicted_us < again.alone.predicted_us * (1 - profile.margin)
+        return same.predicted_us < again.uncompressed.predicted_us * (1 - profile.margin)
 
     assert is_best_at(rate)
     assert is_best_at(rate / 100)

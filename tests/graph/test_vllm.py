@@ -17,11 +17,11 @@ from serve_vllm import define_operators
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from commpass.doors import vllm
-from commpass.doors.vllm import CollectivePass
 from commpass.errors import CommpassError, PolicyError
+from commpass.parallel import vllm
+from commpass.parallel.vllm import CollectivePass
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 INT8 = Policy(rules=[Rule(codec="int8", algorithm="one_shot", force=True)], skip=("chunk", "group"))
 KEPT = Policy(rules=[Rule(keep=True)])

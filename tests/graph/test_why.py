@@ -10,9 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 import commpass
-from commpass import Policy, Rule, dump
+from commpass import Policy, Rule
+from commpass.cli import app
 from commpass.errors import CommpassError
-from commpass.report.cli import app
+from commpass.plan import dump
 from commpass.report.why import candidates, considered, lost
 
 ops = torch.ops._c10d_functional

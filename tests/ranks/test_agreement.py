@@ -14,13 +14,13 @@ from processes import Ranks
 from tiers import rarely
 
 import commpass
+from commpass.distributed import agreement
+from commpass.distributed.parts import parts
 from commpass.errors import PlanMismatch, Unanswered
 from commpass.lowering import kernel
 from commpass.passes import pipeline
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime import agreement
-from commpass.runtime.parts import parts
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import commpass
+from commpass.distributed import plan_store
 from commpass.errors import PlanMismatch
 from commpass.passes import pipeline
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime import board as boards
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
@@ -215,15 +215,15 @@ class Gone:
 def without_a_store():
     group = dist.new_group().group_name
     x = torch.rand(70)
-    kept = boards.Board.store
-    boards.Board.store = property(lambda self: Gone())
+    kept = plan_store.PlanStore.store
+    plan_store.PlanStore.store = property(lambda self: Gone())
     try:
         assert torch.equal(compiled(lambda x: summed(x, group), "lossless")(x), summed(x, group))
         with pytest.raises(PlanMismatch, match="does not answer") as error:
             compiled(lambda x: summed(x, group), forced("int8"))(x)
         assert "Broken pipe" in str(error.value)
     finally:
-        boards.Board.store = kept
+        plan_store.PlanStore.store = kept
     dist.barrier()
     got = compiled(lambda x: summed(x, group), forced("int8"))(x)
     return commpass.plans()[-1].sites[0].codec, got.shape

@@ -17,7 +17,7 @@ import commpass
 from commpass.parallel import compress_fsdp, compress_pipeline
 from commpass.parallel.exchange import Exchange, Exchanges
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -139,7 +139,7 @@ def watched(watch: float, mode: str | None) -> tuple[list[torch.Tensor], list[tu
     door.exchanges.backend.inner = "eager"
     with MODES[mode]() if mode else contextlib.nullcontext():
         model(data()).float().square().mean().backward()
-    entries = door.exchanges.backend.ledger.entries
+    entries = door.exchanges.backend.step_log.entries
     sites = [site for entry in entries for site in entry.samples.sites if site.count]
     errors = [(site.site.kind, site.last) for site in sites if site.site.kind == "all_gather"]
     return [p.grad.to_local() for p in model.parameters()], errors

@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commpass
+from commpass.distributed import budget
 from commpass.errors import Unanswered
 from commpass.parallel import compress_ddp
 from commpass.policy import Policy
-from commpass.runtime import budget
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
@@ -46,7 +46,7 @@ def with_counts(rank: int) -> torch.Tensor:
 
 
 def codecs_of(backend) -> list[str]:
-    return [site.codec for entry in backend.ledger.entries for site in entry.plan.sites]
+    return [site.codec for entry in backend.step_log.entries for site in entry.plan.sites]
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def _one_rank_over(inner: str) -> tuple[list[list[str]], list[str], list[torch.T
         for _ in range(4):
             results.append(compiled(x, y)[1])
             codecs.append(codecs_of(backend))
-    reasons = [site.reason for site in backend.ledger.entries[0].plan.sites]
+    reasons = [site.reason for site in backend.step_log.entries[0].plan.sites]
     return codecs, reasons, results, [m for m in messages if "left alone from now on" in m]
 
 

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import commpass
+from commpass.distributed import owners
 from commpass.errors import CommpassError, PlanMismatch, PolicyError, Unanswered
 from commpass.parallel import compress_ddp
-from commpass.runtime import owners
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -774,7 +774,7 @@ def in_fewer_and_more_ranks(policy, options):
             away = max(((a - b).norm() / b.norm()).item() for a, b in norms)
             sizes = {site.group_size for plan in door.plans for site in plan}
             codecs = {site.codec for plan in door.plans for site in plan}
-            found.append((sizes, codecs, len(door.exchanges.backend.ledger.entries), away))
+            found.append((sizes, codecs, len(door.exchanges.backend.step_log.entries), away))
         dist.barrier()
     return found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_example import output_of
 
-from commpass import dump
+from commpass.plan import dump
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

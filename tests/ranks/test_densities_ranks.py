@@ -13,10 +13,10 @@ from torch import nn
 import commpass
 from commpass.codecs import codec
 from commpass.costmodel import KernelRate, Kernels, Link
+from commpass.distributed import owners
 from commpass.plan import NONE
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime import owners
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional

@@ -54,11 +54,11 @@ def values(numel: int, dtype: torch.dtype, rank: int, call: int) -> torch.Tensor
 def several(folder: Path, text: str, algorithm: str, numel: int, dtype, op: str, calls: int, after):
     """Calls in a row, in each of which another rank comes late: results, what the library's own
     algorithm gives, and this rank's memory after each. ``after`` is how many calls were before."""
-    from commpass.lowering.gpu.exchange import Exchange, memory_of, obstacle, run
+    from commpass.lowering.gpu.exchange import Exchange, memory_of, run, unsupported_reason
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     exchange = Exchange(algorithm, codec(text), dtype, numel, ranks, op, PROGRAMS)
-    assert obstacle(exchange, processors=PROGRAMS) == ""
+    assert unsupported_reason(exchange, processors=PROGRAMS) == ""
     space = mapped(folder, exchange)
     first = memory_of(exchange).counters
     space.memory[first : first + 4 * PROGRAMS].view(torch.int32).fill_(after)

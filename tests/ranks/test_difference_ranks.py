@@ -15,8 +15,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import commpass
 from commpass.codecs import ALIGNMENT
+from commpass.distributed import owners
 from commpass.parallel.exchange import Exchange, Exchanges
-from commpass.runtime import owners
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -342,9 +342,9 @@ def check_instances() -> None:
         for number in order:
             held = call(functions[number], models[number])
             assert torch.equal(held, weights(0, number))
-    assert len([one for one in owners.owners() if one.references]) == 3
+    assert len([one for one in owners.state_owners() if one.references]) == 3
     models.pop(), functions.pop(), torch._dynamo.reset()
-    assert len([one for one in owners.owners() if one.references]) == 2
+    assert len([one for one in owners.state_owners() if one.references]) == 2
 
 
 def test_instances_keep_references_of_their_own_and_take_them_along(ranks2):

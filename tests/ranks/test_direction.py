@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
 import commpass
 from commpass import Policy, Rule
 from commpass.passes.discover import discover
-from commpass.passes.graph.direction import gradients, recomputed
+from commpass.passes.fx.direction import gradients, recomputed
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import commpass
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 INT8 = Policy(rules=[Rule(codec="int8", force=True)], skip=("chunk", "group", "simplify"))

@@ -807,7 +807,7 @@ def replaced_parameters(codec: str) -> tuple[list[int], list[int], bool, bool]:
             plain_steps(model, torch.optim.SGD(model.parameters(), 0.1), 1)
             if door is not None:
                 plans.append(len(door.plans))
-                listed.append(len(door.exchanges.backend.ledger.entries))
+                listed.append(len(door.exchanges.backend.step_log.entries))
         weights.append(whole(model))
         if door is not None:
             alive = {id(parameter) for parameter in model.parameters()}
@@ -867,7 +867,7 @@ def test_blocks_sharded_later_are_reported_once(ranks2):
 def test_refusals_name_both_sides(ranks2):
     door, comm, nothing, ddp, no_module, torchs = ranks2.run(taken)[0]
     assert "another door" in door
-    assert "FSDPDoor of FSDPNet" in door
+    assert "CompressedFSDP of FSDPNet" in door
     assert "remove()" in door
     assert "layers.1" in comm
     assert "Mine" in comm

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from commpass import Policy, Rule
 from commpass.costmodel import Link, Profile
+from commpass.distributed import hosts
+from commpass.distributed.plan_store import begin, board
 from commpass.parallel import compress_ddp
-from commpass.runtime import hosts
-from commpass.runtime.board import begin, board
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SLOW = Profile("slow", Link(1.0, 1e-6))

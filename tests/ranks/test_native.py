@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import commpass
 from commpass.collectives import Payload, Request, algorithm, read_stages
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 FORMS = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -15,12 +15,12 @@ from processes import Ranks, RanksFailed
 from tiers import sampled
 
 import commpass
-from commpass import dump
+from commpass.distributed.agreement_round import AgreementRound
 from commpass.errors import PlanMismatch
 from commpass.passes import pipeline
+from commpass.plan import dump
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime.meeting import Meeting
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
@@ -52,9 +52,9 @@ def killed(where: str) -> str:
             dataclasses.replace(p, run=lambda road: die()) for p in pipeline.PASSES
         )
     if doomed and where == "agreement":
-        Meeting.speak = lambda self: die()
+        AgreementRound.publish = lambda self: die()
     if doomed and where == "agreement, once it has spoken":
-        Meeting.decided = lambda self: die()
+        AgreementRound.decided = lambda self: die()
     if where == "exchange":
         function(x)
         if doomed:

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import commpass
 from commpass import Policy, Rule
+from commpass.distributed import owners
 from commpass.errors import PolicyError
-from commpass.runtime import owners
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -213,10 +213,10 @@ def check_second_model() -> None:
     fresh_given = train(lone, range(1), (0,), functions=compiled_blocks(lone, backend))
     assert torch.equal(fresh_given[0], sole[0])
     assert not torch.equal(given[0], sole[0])
-    assert len(owners.owners()) == 3
+    assert len(owners.state_owners()) == 3
     del one, first, lone
     gc.collect()
-    assert len(owners.owners()) == 1
+    assert len(owners.state_owners()) == 1
     assert len(commpass.state_dict()) == 1
     said = refusals(lambda: commpass.load_state_dict(twice(two)))[0]
     assert "several" in said, said

@@ -13,12 +13,12 @@ from processes import Ranks
 from tiers import rarely
 
 import commpass
+from commpass.distributed.pairs import endpoints, mismatches
 from commpass.errors import PlanMismatch
 from commpass.passes.discover import discover
 from commpass.plan import NONE, PlannedSite
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime.pairs import ends, mismatches
+from commpass.policy.rules import Rule
 
 pytestmark = [
     pytest.mark.xdist_group("ranks"),
@@ -281,7 +281,7 @@ def end(kind, rank, peer, codec="int8", **more):
         "shape": (30, 40),
         "bytes": 4800,
     }
-    (made,) = ends(
+    (made,) = endpoints(
         [PlannedSite(**facts | {"peer": peer, "codec": codec, "algorithm": "direct"} | more)], rank
     )
     return made

@@ -22,7 +22,7 @@ from commpass.errors import CommpassError, PlanMismatch
 from commpass.parallel import compress_pipeline
 from commpass.plan import NONE
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 WIDTH, BATCH, MICROBATCHES = 96, 8, 4

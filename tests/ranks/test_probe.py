@@ -15,9 +15,9 @@ import torch.distributed as dist
 import commpass
 from commpass.costmodel.files import digest, read
 from commpass.costmodel.links import steps
+from commpass.distributed.machine import backend_of
 from commpass.errors import ProfileError
 from commpass.probe import probe, run
-from commpass.runtime.machine import backend_of
 
 pytestmark = pytest.mark.xdist_group("ranks")
 KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from tiers import rarely
 
 import commpass
+from commpass.distributed import agreement
 from commpass.errors import PlanMismatch
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime import agreement
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional

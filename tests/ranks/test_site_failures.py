@@ -12,7 +12,7 @@ import torch.distributed as dist
 import commpass
 from commpass.codecs import operators
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional

@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import commpass
+from commpass.cli import app
 from commpass.costmodel import Link, Profile
-from commpass.dump import read_run
-from commpass.dump import runs as read_runs
+from commpass.distributed.machine import processors_each
 from commpass.errors import CommpassError, PlanMismatch, PolicyError
 from commpass.parallel import compress_ddp, ssfusion
-from commpass.report.cli import app
+from commpass.plan.dump import read_run
+from commpass.plan.dump import runs as read_runs
 from commpass.report.sent import of_plans
-from commpass.runtime.machine import processors_each
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

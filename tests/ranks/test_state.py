@@ -14,10 +14,10 @@ from tiers import crossed, rarely, sampled
 
 import commpass
 from commpass.codecs import codec
+from commpass.distributed import owners, state
+from commpass.distributed.owners import owner_of
+from commpass.distributed.state import Name
 from commpass.errors import PolicyError
-from commpass.runtime import owners, state
-from commpass.runtime.owners import owner_of
-from commpass.runtime.state import Name
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

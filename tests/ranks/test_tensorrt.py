@@ -13,9 +13,9 @@ from torch import fx
 
 import commpass
 from commpass.errors import PolicyError
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx.parse import is_wait, parse
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 from commpass.tensorrt import Engines, cut
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commpass
 from commpass.codecs import codec
+from commpass.distributed import agreement, environment, plan_store
 from commpass.errors import PlanMismatch
 from commpass.parallel import compress_ddp, compress_fsdp, ssfusion
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime import agreement, board, environment
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 ops = torch.ops._c10d_functional
@@ -41,8 +41,8 @@ def started_with(*settings: dict[str, str]):
     """As if this rank had been started with its own of these."""
     mine = settings[dist.get_rank()]
     with mock.patch.dict(os.environ, mine):
-        environment._say.cache_clear()
-        board.begin()
+        environment._log.cache_clear()
+        plan_store.begin()
         yield
 
 
@@ -81,7 +81,7 @@ def sampled() -> tuple[list[bool], list[float], float]:
         backend = commpass.backend(forced("int4", watch, algorithm="two_shot"), strict=True)
         function = torch.compile(summed, backend=backend)
         results.append([function(x_of(dist.get_rank(), step)) for step in range(4)])
-    (entry,) = backend.ledger.entries
+    (entry,) = backend.step_log.entries
     (site,) = entry.samples.sites
     errors, plan_error = [site.total, float(site.count)], site.site.error
     return [torch.equal(*pair) for pair in zip(*results, strict=True)], errors, plan_error
@@ -128,7 +128,7 @@ def through(door: str, watch: float) -> tuple[list[torch.Tensor], str, dict[str,
         model(x_of(dist.get_rank(), step)).square().mean().backward()
         grads = [p.grad for p in model.parameters()]
         found += [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in grads]
-    entries = opened.exchanges.backend.ledger.entries
+    entries = opened.exchanges.backend.step_log.entries
     counts = sum(each.count for entry in entries for each in entry.samples.sites)
     return found, str(commpass.report()), commpass.metrics(), counts
 
@@ -206,7 +206,7 @@ def one_never_comes() -> tuple[bool, list[tuple[str, str]]]:
     with started_with(OFF, {}), said() as words:
         torch._dynamo.reset()
         if dist.get_rank() == 0:
-            with mock.patch.object(board.Board, "hear_settings", return_value=False):
+            with mock.patch.object(plan_store.PlanStore, "hear_settings", return_value=False):
                 backend = commpass.backend(forced(), inner="eager", timeout=1)
                 got = torch.compile(lambda x: x @ x, backend=backend)(torch.ones(4, 4))
                 return torch.equal(got, torch.full((4, 4), 4.0)), words

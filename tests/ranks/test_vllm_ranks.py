@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import commpass
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 pytestmark = pytest.mark.xdist_group("ranks")
 SHAPE = (96, 256)
@@ -31,7 +31,7 @@ def served(policies: list[Policy], salt: float) -> list[tuple]:
     sines scattered and gathered. ``salt`` tells the graph from those in Inductor's cache."""
     from serve_vllm import define_operators
 
-    from commpass.doors.vllm import SLOT, CollectivePass
+    from commpass.parallel.vllm import SLOT, CollectivePass
 
     ops = torch.ops.vllm
 

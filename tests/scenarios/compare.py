@@ -14,7 +14,7 @@ import torch.distributed as dist
 import commpass
 from commpass.plan import Plan
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 from scenarios import everything
 from scenarios.scenario import Job, Results, Scenario
 

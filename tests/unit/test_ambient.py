@@ -26,12 +26,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import commpass
-from commpass.ambient import ambient_free, making_lasting_tensors, without_ambient_state
 from commpass.codecs import FLOATS, codec
 from commpass.codecs.codec import _gaussian_share, _sample_error
 from commpass.collectives import Payload, Request, read_stages
 from commpass.lowering import cpu
 from commpass.lowering.chain import Chain, Encode
+from commpass.utils.ambient import ambient_free, making_lasting_tensors, without_ambient_state
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 FORWARD_ALONE = ("inference", "no gradients")

@@ -11,7 +11,7 @@ from deciding import decide
 import commpass
 from commpass import Policy
 from commpass.costmodel import KernelRate, Kernels, Link, Profile, profile_named
-from commpass.passes.breakeven import break_even, in_words
+from commpass.passes.breakeven import break_even, explanation
 from commpass.plan import NONE, Site
 
 NEAR = 1.5
@@ -87,10 +87,10 @@ def test_sites_without_a_size():
     ],
 )
 def test_sentences_are_those_of_a_graph(shape, said):
-    found = in_words(site(shape=shape), 1.3e6)
+    found = explanation(site(shape=shape), 1.3e6)
     assert found.startswith(said)
     assert bool(found) == bool(said)
 
 
 def test_nothing_is_said_of_sizes_that_do_not_matter():
-    assert in_words(site(shape=("s0",)), 0.0) == in_words(site(shape=("s0",)), inf) == ""
+    assert explanation(site(shape=("s0",)), 0.0) == explanation(site(shape=("s0",)), inf) == ""

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 import commpass
+from commpass.cli import app
 from commpass.policy import policy_named
 from commpass.report.breakeven import LEAST, MOST, decided, even
-from commpass.report.cli import app
 
 BALANCED = policy_named("balanced")
 

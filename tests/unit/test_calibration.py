@@ -18,7 +18,8 @@ from tiers import examples
 from typer.testing import CliRunner
 
 import commpass
-from commpass.calibration import Calibration, Carried, Level, Place, Where
+from commpass.calibration import Address, Calibration, Carried, Level, Place
+from commpass.cli import app
 from commpass.codecs import codec
 from commpass.collectives import algorithm
 from commpass.costmodel.budget import Option, cheapest
@@ -27,9 +28,8 @@ from commpass.passes.candidates import candidates
 from commpass.passes.choose import choose
 from commpass.plan import NONE, Site
 from commpass.policy import PRESETS, Policy
+from commpass.policy.rules import Rule
 from commpass.report.calibrated import draw
-from commpass.report.cli import app
-from commpass.rules import Rule
 
 tried = settings(max_examples=examples(50, 150), deadline=None)
 option = st.builds(Option, cost=st.integers(0, 9), loss=st.sampled_from([0.0, 0.25, 0.5, 1.0, 3.0]))
@@ -114,7 +114,7 @@ def site(module: str, direction: str = "forward", nbytes: int = 1 << 20, **more)
 def place(module: str, sensitivity: float, direction: str = "forward", **more) -> Place:
     one = site(module, direction, **more)
     return Place(
-        where=(Where.of(one),),
+        where=(Address.of(one),),
         sites=(Carried(site=one, calls=1.0),),
         errors={codec(name).spec: codec(name).relative_error() for name in CODECS},
         levels=(Level(codec="rotated(bits=6)", error=0.024, sensitivity=sensitivity),),
@@ -224,7 +224,7 @@ def test_rules_of_deeper_modules_come_first():
 
 
 def test_merged_sites_are_allowed_the_same():
-    merged = dataclasses.replace(SOME[1], where=(Where.of(site("a")), Where.of(site("b"))))
+    merged = dataclasses.replace(SOME[1], where=(Address.of(site("a")), Address.of(site("b"))))
     one, other = calibration(merged).policy(0.05).rules
     assert dataclasses.replace(one, module="b") == other
 

@@ -37,12 +37,12 @@ from commpass.costmodel import (
     profile_named,
 )
 from commpass.costmodel.kernels import CPU
+from commpass.distributed.parts import Part
 from commpass.errors import PolicyError
-from commpass.kinds import KINDS
 from commpass.plan import NONE, Plan, PlannedSite, Site
+from commpass.plan.kinds import KINDS
 from commpass.policy import PRESETS, Policy
-from commpass.rules import Rule, Word
-from commpass.runtime.parts import Part
+from commpass.policy.rules import Annotation, Rule
 
 COMPRESSIBLE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SHARED_OUT = ("reduce_scatter", "all_to_all")
@@ -741,7 +741,7 @@ def test_force_compresses_whatever_the_times_and_says_so(a_site, link):
     assert planned.codec == "int8"
     assert "forces" in planned.reason
     assert "rule 1" in planned.reason
-    word = dataclasses.replace(a_site, word=Word(codec="fp8", force=True).to_json())
+    word = dataclasses.replace(a_site, word=Annotation(codec="fp8", force=True).to_json())
     assert one(word, Policy(), profile(link, 0.5)).codec == "fp8"
 
 
@@ -917,7 +917,7 @@ def test_an_algorithm_named_for_another_kind_leaves_this_kind_its_own_or_the_sit
     """What a policy names is for all kinds at once; what a rule or a word names is for the sites
     that it covers."""
     own, mine = choices(kind), name in [a.name for a in algorithms_of(kind)]
-    word = Policy(), site(kind, ranks=2, word=Word(codec="int8", algorithm=name).to_json())
+    word = Policy(), site(kind, ranks=2, word=Annotation(codec="int8", algorithm=name).to_json())
     rule = Policy(rules=[Rule(codec="int8", algorithm=name)]), site(kind, ranks=2)
     for policy, a_site in (
         (Policy(codecs="int8", algorithms=name), site(kind, ranks=2)),
@@ -1025,11 +1025,11 @@ def test_a_site_that_nobody_allows_a_codec_has_the_reason_who_said_so(policy, pa
 
 
 def test_a_word_in_the_model_is_decided_by_and_named():
-    kept = one(site(word=Word(keep=True).to_json()), Policy(codecs="int8"), profile())
+    kept = one(site(word=Annotation(keep=True).to_json()), Policy(codecs="int8"), profile())
     assert (kept.codec, "keep" in kept.reason) == (NONE, True)
-    said = one(site(word=Word(codec="fp8").to_json()), Policy(codecs="int8"), profile())
+    said = one(site(word=Annotation(codec="fp8").to_json()), Policy(codecs="int8"), profile())
     assert (said.codec, "compress" in said.reason) == ("fp8", True)
-    off = one(site(word=Word(codec="fp8", force=True).to_json()), PRESETS["off"], profile())
+    off = one(site(word=Annotation(codec="fp8", force=True).to_json()), PRESETS["off"], profile())
     assert off.codec == NONE
 
 
@@ -1643,7 +1643,7 @@ def test_native_is_chosen_only_where_it_is_named(kind, spec):
     fastest, other = (one(site(kind), forced(spec, name), slow) for name in ("native", None))
     assert fastest.predicted_us < 0.1 * other.predicted_us
     named = Rule(codec=spec, algorithm="native")
-    word = Word(codec=spec, algorithm="native").to_json()
+    word = Annotation(codec=spec, algorithm="native").to_json()
     for policy, a_site in (
         (Policy(rules=[named]), site(kind)),
         (Policy(), site(kind, word=word)),
@@ -1974,7 +1974,7 @@ UNASKED = {
     "many hops": (large(), "int8", "semi_ring"),
     "the library's sum": (large(), "bf16", "native"),
     "shards": (large(), "int8", "two_shot(shards=2)"),
-    "a word": (large(word=Word(chunks=1).to_json()), "int8", "two_shot"),
+    "a word": (large(word=Annotation(chunks=1).to_json()), "int8", "two_shot"),
 }
 
 

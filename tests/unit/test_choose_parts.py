@@ -13,7 +13,7 @@ from commpass.costmodel import KernelRate, Kernels, Link
 from commpass.errors import PolicyError
 from commpass.passes import candidates, divide
 from commpass.policy import Policy
-from commpass.rules import Rule
+from commpass.policy.rules import Rule
 
 RANKS = 8
 BLOCK_BYTES = 1 + 4 / 256

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from dumps import LONG, ODD, SITES, fails, make, node, run, site, words
 
-from commpass import dump, plan
+from commpass import plan
+from commpass.plan import dump
 from commpass.report import doctor, tables
 from commpass.report.progress import progress
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import commpass
-from commpass import dump, plan
-from commpass.timeline import COMPUTE, EXCHANGE, HOST, Event, Timeline
+from commpass import plan
+from commpass.plan import dump
+from commpass.plan.timeline import COMPUTE, EXCHANGE, HOST, Event, Timeline
 
 ROOT = Path(commpass.__file__).parent.parent
 MOST_MODULES = 550
@@ -22,7 +23,7 @@ REPORT = f"""
 import sys
 status = 0
 sys.argv = ["commpass", *sys.argv[1:]]
-from commpass.report.cli import main
+from commpass.cli import main
 try:
     main()
 except SystemExit as stop:

@@ -106,14 +106,14 @@ def test_a_cast_is_the_same_by_all_its_names(form):
 @pytest.mark.parametrize("text", ["rotated", "rotated(bits=4)", "taco", "sdp4bit"])
 def test_a_codec_of_what_is_in_its_domain_is_another_one(text):
     coder = codec(text)
-    assert coder.within != coder
-    assert coder.within.spec == coder.spec
+    assert coder.domain_codec != coder
+    assert coder.domain_codec.spec == coder.spec
     assert coder.domain != VALUES
-    assert coder.within.domain == VALUES
-    assert coder.within.within == coder.within
+    assert coder.domain_codec.domain == VALUES
+    assert coder.domain_codec.domain_codec == coder.domain_codec
     x = gaussian(512)
     wire = coder.encode(x)
-    assert bits(coder.decode(wire)) != bits(coder.within.decode(wire))
+    assert bits(coder.decode(wire)) != bits(coder.domain_codec.decode(wire))
 
 
 def test_domains_are_equal_if_their_transforms_are():
@@ -128,7 +128,7 @@ def test_grids_made_for_other_blocks_differ():
     """Of two blocks of 256 values, of which one is coded by the grid for blocks of 64."""
     one, other = codec("rotated", block=64), codec("rotated", block=256)
     assert one.grid != other.grid
-    assert one.within != dataclasses.replace(other.within, layout=one.layout)
+    assert one.domain_codec != dataclasses.replace(other.domain_codec, layout=one.layout)
     assert codec("rotated", block=64, form="int").grid == codec("rotated", form="int").grid
 
 
@@ -183,7 +183,7 @@ def test_every_type_of_a_part_is_registered_itself(part, function):
 
 
 def test_codecs_may_be_compared_in_compiled_code():
-    coder, inside = codec("rotated"), codec("rotated").within
+    coder, inside = codec("rotated"), codec("rotated").domain_codec
 
     def run(x):
         return x + 1 if coder == codec_again and coder != inside else x - 1

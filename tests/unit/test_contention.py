@@ -14,10 +14,10 @@ from tiers import examples
 from commpass.costmodel import HOST, Link, Profile
 from commpass.costmodel.links import DIRECT, MEASURED, ONE, SEVERAL, Region, steps
 from commpass.errors import PolicyError
-from commpass.passes.graph import costs
-from commpass.passes.graph.memory import memory
-from commpass.passes.graph.parse import parse
-from commpass.passes.graph.schedule import timed
+from commpass.passes.fx import costs
+from commpass.passes.fx.memory import memory
+from commpass.passes.fx.parse import parse
+from commpass.passes.fx.schedule import timed
 from commpass.passes.move import work_of
 
 SLOW, FAST = Link(0.0, 1.0), Link(0.0, 100.0)

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 import commpass
+from commpass.cli import app
+from commpass.distributed import environment
+from commpass.distributed.environment import Settings, difference, settings
 from commpass.errors import PolicyError
 from commpass.policy import PRESETS, Policy
-from commpass.report.cli import app
-from commpass.runtime import environment
-from commpass.runtime.environment import Settings, difference, settings
 
 NAMES = (*environment.VARIABLES, environment.PROFILE)
 
@@ -22,9 +22,9 @@ NAMES = (*environment.VARIABLES, environment.PROFILE)
 def nothing_is_set(monkeypatch):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    environment._say.cache_clear()
+    environment._log.cache_clear()
     yield
-    environment._say.cache_clear()
+    environment._log.cache_clear()
 
 
 def doctor() -> tuple[int, dict[str, dict], str]:

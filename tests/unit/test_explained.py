@@ -12,10 +12,10 @@ import report_dumps as made
 from dumps import fails, layered, make, node, run, site, words
 from steps import growth
 
-from commpass import dump, plan
-from commpass.plan import Grouped, Simplification
+from commpass import plan
+from commpass.plan import Grouped, Simplification, dump
+from commpass.plan.stage import Stage
 from commpass.report import sent
-from commpass.stage import Stage
 
 P = 8
 

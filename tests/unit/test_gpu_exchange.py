@@ -27,7 +27,7 @@ from commpass.lowering.gpu.exchange_kernel import (  # noqa: E402
     Exchange,
     kernel,
     memory_of,
-    obstacle,
+    unsupported_reason,
 )
 from commpass.lowering.gpu.source import load  # noqa: E402
 
@@ -138,12 +138,12 @@ def test_amd_releases_and_acquires_for_the_system(algorithm, spec):
     ],
 )
 def test_exchanges_without_a_kernel_say_why(changed, said):
-    assert obstacle(INT8, processors=100, card=(9, 0)) == ""
-    assert said in obstacle(replace(INT8, **changed), processors=100, card=(9, 0))
+    assert unsupported_reason(INT8, processors=100, card=(9, 0)) == ""
+    assert said in unsupported_reason(replace(INT8, **changed), processors=100, card=(9, 0))
 
 
 def test_a_card_that_is_too_old_is_named():
-    assert "sm_61: it does not release and acquire" in obstacle(INT8, card=(6, 1))
+    assert "sm_61: it does not release and acquire" in unsupported_reason(INT8, card=(6, 1))
 
 
 def test_a_workspace_is_for_values_of_one_kind():

@@ -181,7 +181,10 @@ def what_has_no_kernels() -> list[bool]:
         same.append(torch.equal(kernels.decode_rows(coder, wire, x.shape[1], x.dtype), x))
     return [
         *same,
-        *(kernels.missing(numel, torch.bfloat16) is not None for numel in (0, 127, 1 << 31)),
+        *(
+            kernels.unsupported_reason(numel, torch.bfloat16) is not None
+            for numel in (0, 127, 1 << 31)
+        ),
     ]
 
 

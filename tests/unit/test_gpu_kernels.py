@@ -191,7 +191,7 @@ SUMMED = ["int8", "int4(stored=bf16)", "fp8", "int6", "rotated", "rotated(bits=4
 @pytest.mark.parametrize("text", SUMMED)
 @pytest.mark.parametrize("ranks", [1, 2, 5, 19])
 def test_sums_are_made_in_rank_order(text, ranks):
-    coder = codec(text).within
+    coder = codec(text).domain_codec
     numel, dtype = 700, torch.bfloat16
     x = torch.cat([sample(numel, dtype, seed) for seed in range(8)])[:ranks].float()
     with plainly():
@@ -228,11 +228,11 @@ def test_a_domain_is_entered_and_left_within_the_kernel(text):
     coder = codec(text)
     numel, dtype = coder.padded_numel(900), torch.bfloat16
     x = sample(numel, dtype).float()
-    domain, within = coder.domain, coder.within
+    domain, within = coder.domain, coder.domain_codec
     with plainly():
-        entered = domain.enter(x)
+        entered = domain.to_domain(x)
         wire = within.encode_rows(entered)
-        left = domain.leave(within.decode_rows(wire, numel, dtype)).to(dtype)
+        left = domain.from_domain(within.decode_rows(wire, numel, dtype)).to(dtype)
     found = interpreted(ran, Chain(dtype, (Enter(domain), Encode(within))), x.to(dtype), numel)
     if sums(coder):
         nearly(within, found, wire, numel, dtype)

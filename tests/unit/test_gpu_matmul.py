@@ -68,7 +68,7 @@ def kernel_wire(case: Case) -> tuple[Tensor, Tensor | None]:
         codec(case.spec),
         case.ranks,
         chunks=case.chunks,
-        made=case.made,
+        dtype=case.made,
         bias=bias if case.bias else None,
         activation=case.activation,
         scales=scales,
@@ -225,7 +225,7 @@ def test_unfused_products_say_why(
     others: dict[str, Any],
     reason: str,
 ) -> None:
-    assert reason in matmul_encode.obstacle(codec(spec), matmul, problem, **others)
+    assert reason in matmul_encode.unsupported_reason(codec(spec), matmul, problem, **others)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_fused_products_have_tiles_of_whole_blocks(spec: str, arch: str) -> None
     coder = codec(spec)
     assert isinstance(coder, BlockCodec)
     for problem in (PROBLEM, replace(PROBLEM, m=512, n=1536), replace(PROBLEM, n=128 * 3 * 256)):
-        assert matmul_encode.obstacle(coder, LINEAR, problem, arch=arch) == ""
+        assert matmul_encode.unsupported_reason(coder, LINEAR, problem, arch=arch) == ""
         for by in matmul_sizes.configurations(coder, LINEAR, problem, arch):
             assert by.block_n % coder.block == 0
             shared = matmul_sizes.shared_bytes(by, coder, LINEAR, arch)
@@ -254,7 +254,7 @@ def test_operands_that_lie_neither_by_rows_nor_by_columns_are_refused() -> None:
 def test_descriptors_only_where_operands_are_aligned() -> None:
     by = matmul_sizes.Configuration(128, 256, 64, 8, 3, descriptors=True)
     matrix = torch.zeros(8, 64, dtype=torch.bfloat16)
-    assert matmul_launch.fitting(by, matrix, matrix) == by
-    assert not matmul_launch.fitting(by, matrix[:, 1:], matrix).descriptors
+    assert matmul_launch.for_alignment(by, matrix, matrix) == by
+    assert not matmul_launch.for_alignment(by, matrix[:, 1:], matrix).descriptors
     narrow = torch.zeros(8, 60, dtype=torch.bfloat16)
-    assert not matmul_launch.fitting(by, matrix, narrow).descriptors
+    assert not matmul_launch.for_alignment(by, matrix, narrow).descriptors

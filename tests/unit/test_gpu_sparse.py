@@ -25,7 +25,7 @@ from commpass.lowering.gpu.tiles.sparse import (
     code_of,
     counted_before,
     floats,
-    least_of,
+    least_pattern,
     pattern_of,
 )
 
@@ -263,7 +263,7 @@ def test_sums_are_in_the_order_of_ranks():
 def least_entry(thresholds, below, enough, FORM: tl.constexpr, TILE: tl.constexpr):
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     threshold = tl.load(thresholds + at)
-    least = least_of(threshold, FORM)
+    least = least_pattern(threshold, FORM)
     one = pattern_of(floats(code_of(least.to(tl.float32, bitcast=True), FORM), FORM))
     other = pattern_of(floats(code_of((least - 1).to(tl.float32, bitcast=True), FORM), FORM))
     tl.store(enough + at, (one >= threshold).to(tl.int32))

@@ -16,7 +16,8 @@ from dumps import ODD, chain, coded, fails, layered, make, node, run, words
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commpass import dump, plan
+from commpass import plan
+from commpass.plan import dump
 from commpass.report.graph import dot as dots
 from commpass.report.graph import picture, sites
 from commpass.report.graph.view import of_sites
@@ -241,7 +242,7 @@ def test_reading_dumps_needs_neither_torch_nor_the_drawing_libraries(
 
 
 def test_buffers_that_a_kernel_writes_are_drawn_as_its_results():
-    edges = picture.taken(
+    edges = picture.inputs_of(
         (
             node("x", "aten.mm.default"),
             node("wire", picture.BUFFER),
@@ -320,7 +321,7 @@ def test_a_site_opens_to_what_it_does():
 
 
 def test_surroundings_alone_with_dashed_ways_between():
-    shown = of_sites(layered(3), module="layers.*.mlp", around=0)
+    shown = of_sites(layered(3), module="layers.*.mlp", radius=0)
     heads = [
         f"#{number} all_reduce · layers.{layer}.mlp.o" for layer, number in enumerate((2, 4, 6))
     ]

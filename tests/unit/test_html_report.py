@@ -20,13 +20,13 @@ from steps import growth
 from tiers import examples
 from typer.testing import CliRunner
 
-from commpass import dump as dumps
+from commpass.cli import app
 from commpass.errors import CommpassError
+from commpass.plan import dump as dumps
+from commpass.plan.timeline import Timeline
 from commpass.report import html
-from commpass.report.cli import app
 from commpass.report.graph import dot
 from commpass.report.html.page import page
-from commpass.timeline import Timeline
 
 VOID = {"meta", "link", "input", "br", "hr", "img"}
 

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 
-from commpass.calibration.places import Carried, Level, Place, Where
+from commpass.calibration.places import Address, Carried, Level, Place
 from commpass.codecs import codec
 from commpass.codecs.wrappers.outlier import Channels
 from commpass.errors import PolicyError
-from commpass.lowbit import SHARES
 from commpass.plan import Site
 from commpass.policy import Policy
+from commpass.policy.lowbit import SHARES
 
 WIDTH = 128
 
@@ -39,7 +39,7 @@ def place(module: str, *, sensitivity: float = 1.0, far: float = 30.0, **more) -
         direction=more.get("direction", "forward"),
     )
     return Place(
-        where=(Where(module, site.kind, site.direction, "tp"),),
+        where=(Address(module, site.kind, site.direction, "tp"),),
         sites=(Carried(site=site, calls=1.0),),
         errors={},
         levels=(Level(codec="int4", error=0.1, sensitivity=sensitivity),),

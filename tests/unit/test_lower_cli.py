@@ -11,7 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from commpass import dump, plan
+from commpass import plan
+from commpass.cli import app
 from commpass.codecs import codec
 from commpass.collectives.request import Request
 from commpass.collectives.stages import Payload, read_stages
@@ -24,7 +25,7 @@ from commpass.lowering.inspect.kernels import (
     of_stages,
     row_bytes,
 )
-from commpass.report.cli import app
+from commpass.plan import dump
 
 NUMEL, RANKS = 1 << 20, 8
 
@@ -251,9 +252,17 @@ def test_a_two_shot_has_three_kernels():
 def test_sums_are_made_in_the_domain():
     rotated = codec("rotated")
     first, middle, last = places("all_reduce", "two_shot", "rotated")
-    assert first.chain.steps == (Enter(rotated.domain), Encode(rotated.within))
-    assert middle.chain.steps == (Decode(rotated.within, BF16), Sum(RANKS), Encode(rotated.within))
-    assert last.chain.steps == (Decode(rotated.within, BF16), Leave(rotated.domain), Cast(BF16))
+    assert first.chain.steps == (Enter(rotated.domain), Encode(rotated.domain_codec))
+    assert middle.chain.steps == (
+        Decode(rotated.domain_codec, BF16),
+        Sum(RANKS),
+        Encode(rotated.domain_codec),
+    )
+    assert last.chain.steps == (
+        Decode(rotated.domain_codec, BF16),
+        Leave(rotated.domain),
+        Cast(BF16),
+    )
 
 
 def test_moved_values_keep_their_transform():

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from dumps import fails, make, run, site
 
-from commpass import dump
-from commpass.timeline import Timeline
+from commpass.plan import dump
+from commpass.plan.timeline import Timeline
 
 SMALLER = {"codec": "int8", "algorithm": "ring", "wire_bytes": 2 << 20, "predicted_us": 40.0}
 

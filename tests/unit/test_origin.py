@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from commpass.runtime import origin
-from commpass.runtime.owners import Calls
+from commpass.distributed import origin
+from commpass.distributed.owners import Calls
 
 
 class Recorder:

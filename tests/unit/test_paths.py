@@ -17,12 +17,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commpass
-from commpass.annotate import words_of
+from commpass.distributed.state import Name, _parse
 from commpass.errors import PolicyError
-from commpass.paths import clean, names
 from commpass.policy import Policy
-from commpass.rules import Rule
-from commpass.runtime.state import Name, _parse
+from commpass.policy.annotate import annotations_of
+from commpass.policy.paths import clean, names
+from commpass.policy.rules import Rule
 
 NOTHING = Policy(codecs=())
 WHOLE = ["layers.0.attn", "layers.0.mlp", "layers.1.attn", "layers.1.mlp", "head"]
@@ -417,7 +417,7 @@ def test_a_rule_and_a_word_name_one_of_them():
             model = commpass.apply_policy(with_odd_names(), {name: commpass.keep()})
             rule = Rule(module=name, codec="int8", force=True)
             assert [path for path, _ in names(model) if rule._is_about(path)] == [name, f"{name}.0"]
-            assert set(words_of(model)) == {name, f"{name}.0"}
+            assert set(annotations_of(model)) == {name, f"{name}.0"}
 
 
 def test_state_of_a_parameter_may_be_called_anything(fake_group):

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from typer.testing import CliRunner
 
 import commpass
+from commpass.cli import app
 from commpass.codecs import codec
 from commpass.costmodel import ethernet
 from commpass.errors import CommpassError, PolicyError
@@ -20,8 +21,7 @@ from commpass.parallel.coding import Coding
 from commpass.parallel.edges import Line, Place, coding_of, decide_all, lines
 from commpass.plan import NONE
 from commpass.policy import Policy, policy_named
-from commpass.report.cli import app
-from commpass.rules import DIRECTIONS, Rule
+from commpass.policy.rules import DIRECTIONS, Rule
 
 SLOW = ethernet(0.1)
 CPU = torch.device("cpu")

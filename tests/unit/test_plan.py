@@ -16,10 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import examples
 
-from commpass import dump as dumps
-from commpass.dump import Dump, GraphNode
+from commpass.distributed.summary import Summary
 from commpass.errors import DumpError
-from commpass.kinds import KINDS
 from commpass.plan import (
     AGREED_FIELDS,
     NONE,
@@ -33,9 +31,11 @@ from commpass.plan import (
     Split,
     diff,
 )
+from commpass.plan import dump as dumps
+from commpass.plan.dump import Dump, GraphNode
+from commpass.plan.kinds import KINDS
+from commpass.plan.stage import Stage
 from commpass.policy import Policy
-from commpass.runtime.summary import Summary
-from commpass.stage import Stage
 
 tried = settings(max_examples=examples(26, 80), deadline=None)
 

@@ -20,11 +20,11 @@ from commpass.codecs import codec
 from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, algorithm
 from commpass.costmodel import KernelRate, Kernels, Link, Profile
 from commpass.errors import PolicyError
-from commpass.kinds import KINDS
 from commpass.passes import PASSES
 from commpass.plan import Site
+from commpass.plan.kinds import KINDS
 from commpass.policy import PASS_NAMES, PRESETS, Policy, policy_named
-from commpass.rules import Rule, Word, covers
+from commpass.policy.rules import Annotation, Rule, covers
 
 tried = settings(max_examples=examples(26, 80), deadline=None)
 
@@ -48,7 +48,7 @@ def site(
         bytes=nbytes,
         module=module,
         direction=direction,
-        word=word.to_json() if isinstance(word, Word) else word,
+        word=word.to_json() if isinstance(word, Annotation) else word,
     )
 
 
@@ -254,10 +254,14 @@ OVER = [
     ),
     (
         Policy(name="mine", max_error=0.02),
-        Word(codec="int4"),
+        Annotation(codec="int4"),
         "(max_error of policy 'mine', since compress(...) in the model says none)",
     ),
-    (Policy(), Word(codec="int4", max_error=0.02), "(max_error of compress(...) in the model)"),
+    (
+        Policy(),
+        Annotation(codec="int4", max_error=0.02),
+        "(max_error of compress(...) in the model)",
+    ),
 ]
 
 
@@ -321,7 +325,7 @@ def test_policy_fills_in_what_annotations_and_rules_leave_open(said, changed):
         "max_error": 0.05,
         "force": False,
     } | changed
-    by_word = terms(WHOLE, word=Word(**said))
+    by_word = terms(WHOLE, word=Annotation(**said))
     by_rule = terms(dataclasses.replace(WHOLE, rules=[Rule(**said)]))
     for found in (by_word, by_rule):
         assert {field: getattr(found, field) for field in expected} == expected
@@ -331,7 +335,7 @@ def test_a_word_in_the_model_beats_every_rule():
     policy = Policy(
         codecs="fp8", rules=[Rule(codec="int8", force=True, max_error=0.5), Rule(keep=True)]
     )
-    found, which = policy.allowed(site(word=Word(codec="int4")))
+    found, which = policy.allowed(site(word=Annotation(codec="int4")))
     assert (found.codecs, found.force, found.max_error) == (
         ("int4",),
         False,
@@ -348,7 +352,7 @@ def test_keep_allows_nothing_wherever_it_stands(forced):
     )
     assert terms(policy, module="layers.0.mlp").codecs == ()
     assert terms(policy, module="layers.0.mlp").force is False
-    kept = terms(policy, module="head", word=Word(keep=True))
+    kept = terms(policy, module="head", word=Annotation(keep=True))
     assert (kept.codecs, kept.force, kept.source) == ((), False, "keep")
     assert terms(policy, module="head").codecs == ("int8",)
 
@@ -357,7 +361,7 @@ def test_off_ignores_words_and_rules():
     policy = dataclasses.replace(
         PRESETS["off"], codecs="int8", rules=[Rule(codec="int8", force=True)]
     )
-    for word in (None, Word(codec="int4", force=True)):
+    for word in (None, Annotation(codec="int4", force=True)):
         found, which = policy.allowed(site(word=word))
         assert (found.codecs, found.force, which) == ((), False, None)
         assert "off" in found.source
@@ -381,9 +385,9 @@ SPECS = (
     "direct(first=sizes)",
 )
 WORDS = st.one_of(
-    st.just(Word(keep=True)),
+    st.just(Annotation(keep=True)),
     st.builds(
-        Word,
+        Annotation,
         codec=st.one_of(
             st.none(),
             st.just("fp8"),
@@ -399,8 +403,8 @@ WORDS = st.one_of(
 @tried
 @given(WORDS)
 def test_a_word_goes_out_as_json_and_comes_back(word):
-    assert Word.from_json(word.to_json()) == word
-    assert Word.from_json(word.to_json()).to_json() == word.to_json()
+    assert Annotation.from_json(word.to_json()) == word
+    assert Annotation.from_json(word.to_json()).to_json() == word.to_json()
 
 
 @tried
@@ -410,7 +414,7 @@ def test_two_words_have_one_text_only_if_they_say_the_same(one, other):
 
 
 def test_one_name_and_several_are_both_taken():
-    assert Word(codec="int8") == Word(codec=["int8"]) == Word(codec=("int8",))
+    assert Annotation(codec="int8") == Annotation(codec=["int8"]) == Annotation(codec=("int8",))
     assert Policy(codecs="int8", algorithms="direct", skip="verify") == Policy(
         codecs=["int8"], algorithms=["direct"], skip=["verify"]
     )
@@ -514,12 +518,12 @@ REFUSED = {
         ["Rule", "'modul'", "did you mean 'module'?", "min_bytes"],
     ),
     "word's field": (
-        lambda: Word(algoritm="a"),
+        lambda: Annotation(algoritm="a"),
         ["Word", "'algoritm'", "did you mean 'algorithm'?"],
     ),
-    "word is no rule": (lambda: Word(module="a"), ["Word", "'module'", "codec"]),
+    "word is no rule": (lambda: Annotation(module="a"), ["Word", "'module'", "codec"]),
     "rule's codec": (lambda: Rule(codec="int9"), ["'int9'", "did you mean 'int8'?", "rotated"]),
-    "one of several": (lambda: Word(codec=["int8", "pf8"]), ["'pf8'", "did you mean 'fp8'?"]),
+    "one of several": (lambda: Annotation(codec=["int8", "pf8"]), ["'pf8'", "did you mean 'fp8'?"]),
     "codec's parameter": (lambda: Rule(codec="int8(blok=8)"), ["'blok'", "did you mean 'block'?"]),
     "policy's codec": (
         lambda: Policy(codecs=["int8", "rotatd"]),
@@ -550,15 +554,15 @@ REFUSED = {
         ["'agg'", "did you mean 'ag'?", "both", "rs"],
     ),
     "word's stage": (
-        lambda: Word(algorithm="ring(stage=agg)"),
+        lambda: Annotation(algorithm="ring(stage=agg)"),
         ["'agg'", "did you mean 'ag'?", "both", "rs"],
     ),
     "one of several stages": (
-        lambda: Word(algorithm=["ring", "ring(stage=sr)"]),
+        lambda: Annotation(algorithm=["ring", "ring(stage=sr)"]),
         ["'sr'", "did you mean 'rs'?"],
     ),
     "value of another type": (
-        lambda: Word(algorithm="two_shot(shards=many)"),
+        lambda: Annotation(algorithm="two_shot(shards=many)"),
         ["'two_shot'", "shards='many'", "shards=1"],
     ),
     "too many shards": (
@@ -593,16 +597,16 @@ REFUSED = {
     "negative error": (lambda: Rule(max_error=-0.1), ["max_error=-0.1", "0.01"]),
     "error that is no number": (lambda: Policy(max_error=math.nan), ["max_error=nan", "0.01"]),
     "keep with a codec": (lambda: Rule(keep=True, codec="int8"), ["keep=True", "codec"]),
-    "keep with force": (lambda: Word(keep=True, force=True), ["keep=True", "force"]),
+    "keep with force": (lambda: Annotation(keep=True, force=True), ["keep=True", "force"]),
     "keep with an algorithm": (
-        lambda: Word(keep=True, algorithm="direct"),
+        lambda: Annotation(keep=True, algorithm="direct"),
         ["keep=True", "algorithm"],
     ),
     "keep with chunks": (lambda: Rule(keep=True, chunks=4), ["keep=True", "chunks"]),
     "keep with rows": (lambda: Rule(keep=True, rows=4), ["keep=True", "rows"]),
     "no chunks of a rule": (lambda: Rule(chunks=0), ["chunks=0", "from 1 to 64"]),
     "no chunks of a policy": (lambda: Policy(chunks=0), ["chunks=0", "from 1 to 64"]),
-    "fewer chunks than none": (lambda: Word(chunks=-1), ["chunks=-1", "from 1 to 64"]),
+    "fewer chunks than none": (lambda: Annotation(chunks=-1), ["chunks=-1", "from 1 to 64"]),
     "too many chunks of a rule": (lambda: Rule(chunks=65), ["chunks=65", "from 1 to 64"]),
     "too many chunks of a policy": (lambda: Policy(chunks=65), ["chunks=65", "from 1 to 64"]),
     "chunks as a text": (
@@ -646,7 +650,7 @@ def test_algorithms_may_have_parameters_wherever_they_are_named(spec, tmp_path):
     collective."""
     assert Policy(algorithms=spec).algorithms == (spec,)
     assert terms(Policy(rules=[Rule(algorithm=spec)])).algorithms == (spec,)
-    assert terms(Policy(), word=Word(algorithm=spec)).algorithms == (spec,)
+    assert terms(Policy(), word=Annotation(algorithm=spec)).algorithms == (spec,)
     path = tmp_path / "mine.toml"
     path.write_text(f'algorithms = ["{spec}"]\n[[rule]]\nalgorithm = "{spec}"\n')
     assert Policy.from_toml(path) == Policy(
@@ -1014,7 +1018,7 @@ def test_chunks_in_a_file_are_those_of_python(toml):
     assert terms(policy).chunks == 1  # 1 is said, and not what is left open
     assert terms(Policy(chunks=2, rules=[Rule(codec="int8")])).chunks == 2
     assert terms(Policy(rules=[Rule(codec="int8")])).chunks is None
-    assert Word.from_json(Word(chunks=4).to_json()).chunks == 4
+    assert Annotation.from_json(Annotation(chunks=4).to_json()).chunks == 4
 
 
 def test_a_rule_that_only_says_how_does_not_answer_for_the_codec():

@@ -23,15 +23,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import commpass
 from commpass.codecs import codec
 from commpass.codecs.wrappers.outlier import Running, calibrate
-from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, algorithm, own
+from commpass.collectives import ALGORITHM_NAMES, DEFAULTS, algorithm, find_algorithm
 from commpass.costmodel import Kernels, Link, Profile, ethernet
 from commpass.costmodel.kernels import KernelRate
+from commpass.distributed.owners import FORWARD as FORWARD_STATE
+from commpass.distributed.summary import Summary
 from commpass.errors import PolicyError
 from commpass.plan import NONE, PlannedSite, Site
 from commpass.policy import PRESETS, Policy, policy_named
-from commpass.rules import DIRECTIONS, Rule
-from commpass.runtime.owners import FORWARD as FORWARD_STATE
-from commpass.runtime.summary import Summary
+from commpass.policy.rules import DIRECTIONS, Rule
 
 ROOT = Path(__file__).parents[2]
 wait = ops.wait_tensor
@@ -135,7 +135,7 @@ def test_a_preset_has_room_in_its_budget_for_what_it_names_and_little_more(name)
     errors = []
     for kind, (_, spec, names) in TOUCHED[name].items():
         rule = next(rule for rule in preset.rules if kind in rule.kinds)
-        coded = [own(kind, each) for each in rule.algorithm or names]
+        coded = [find_algorithm(kind, each) for each in rule.algorithm or names]
         assert {each.name for each in coded if each} >= names
         errors += [
             (algorithm(kind, each.spec, node=4) if each.name == "hierarchical" else each).error(

@@ -12,7 +12,7 @@ from commpass.collectives import Payload, Request, read_stages
 from commpass.costmodel import HOST, KernelRate, Kernels, Link, Profile, finished_us, prices
 from commpass.costmodel.links import ONE, Region, crossing
 from commpass.costmodel.profile import INSIDE, LINK
-from commpass.stage import ALL, BLOCK, NEXT, STRIDE, Stage, all_to_all
+from commpass.plan.stage import ALL, BLOCK, NEXT, STRIDE, Stage, all_to_all
 
 NODE, RANKS, SHARD = 8, 64, 1024
 """Ranks of a host and of a group, and values of which each rank sums a shard."""

@@ -1,4 +1,4 @@
-"""``commpass.printable``: codecs that hold data are short where people read them."""
+"""``commpass.utils.printable``: codecs that hold data are short where people read them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dumps import site
 from commpass.codecs import codec
 from commpass.codecs.wrappers.outlier import Running, calibrate
 from commpass.plan import Candidate
-from commpass.printable import brief, clean
 from commpass.report.explained import done
 from commpass.report.html.data import described
 from commpass.report.tables import reasons
+from commpass.utils.printable import brief, clean
 
 
 def calibrated(seed: int) -> str:

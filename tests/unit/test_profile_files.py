@@ -12,13 +12,13 @@ import torch
 from typer.testing import CliRunner
 
 import commpass
+from commpass.cli import app
 from commpass.costmodel import Link, Profile, Region, default_profile, profile_from
 from commpass.costmodel.files import Machine, Measured, ProfileFile, digest, read, write
 from commpass.costmodel.interconnects import CARDS, INTERCONNECTS, card_of
+from commpass.distributed.machine import differences_from, processor, this_machine
 from commpass.errors import PolicyError, ProfileError
-from commpass.report.cli import app
 from commpass.report.probed import noisy, parts
-from commpass.runtime.machine import here, misfits, processor
 
 MACHINE = Machine(
     device="cpu", processor="a", cores=2, hosts=2, world_size=4, backend="gloo", torch="2.13.0"
@@ -208,17 +208,19 @@ def test_a_profile_of_another_machine_is_told_once(path, caplog):
 
 
 def test_unknown_facts_are_no_difference():
-    assert not list(misfits(here(), here()))
-    started = dataclasses.replace(here(), world_size=4, hosts=2, backend="gloo")
-    assert not list(misfits(started, here()))
-    assert not list(misfits(dataclasses.replace(started, backend="undefined"), started))
-    (other,) = misfits(dataclasses.replace(started, backend="nccl"), started)
+    assert not list(differences_from(this_machine(), this_machine()))
+    started = dataclasses.replace(this_machine(), world_size=4, hosts=2, backend="gloo")
+    assert not list(differences_from(started, this_machine()))
+    assert not list(differences_from(dataclasses.replace(started, backend="undefined"), started))
+    (other,) = differences_from(dataclasses.replace(started, backend="nccl"), started)
     assert other == "backend nccl there, gloo here"
-    (other,) = misfits(started, dataclasses.replace(started, world_size=8))
+    (other,) = differences_from(started, dataclasses.replace(started, world_size=8))
     assert other == "number of ranks 4 there, 8 here"
-    (other,) = misfits(dataclasses.replace(started, torch="2.1.0"), started)
+    (other,) = differences_from(dataclasses.replace(started, torch="2.1.0"), started)
     assert other.startswith("torch 2.1.0 there")
-    assert not list(misfits(dataclasses.replace(started, torch=f"{started.torch}+x"), started))
+    assert not list(
+        differences_from(dataclasses.replace(started, torch=f"{started.torch}+x"), started)
+    )
 
 
 def test_doctor_says_which_profile_would_be_used(path, monkeypatch):
@@ -230,7 +232,7 @@ def test_doctor_says_which_profile_would_be_used(path, monkeypatch):
     assert "commpass probe" in row()["meaning"]
     monkeypatch.setenv("COMMPASS_PROFILE", str(path))
     assert "days old; processor a there" in row()["state"]
-    write(path, file(machine=here()))
+    write(path, file(machine=this_machine()))
     assert row()["ok"]
     monkeypatch.setenv("COMMPASS_PROFILE", "ethernet-10")
     assert "did you mean 'ethernet-10g'" in row()["meaning"]
@@ -278,7 +280,7 @@ def test_probe_says_how_it_is_started(tmp_path, monkeypatch):
     ],
 )
 def test_gpu_without_a_profile_is_known_by_its_name(device, card, link, monkeypatch):
-    from commpass.runtime import machine
+    from commpass.distributed import machine
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)

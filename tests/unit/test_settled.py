@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from commpass.plan import Grouped, Plan, Simplification, Site, left_alone
-from commpass.runtime.agreement import _settled
-from commpass.runtime.board import History, Note, Speaker
-from commpass.runtime.parts import Part, call_of
-from commpass.runtime.reuse import _Asked
+from commpass.distributed.agreement import _is_agreed
+from commpass.distributed.parts import Part, call_of
+from commpass.distributed.plan_store import History, NoChange, Participant
+from commpass.distributed.reuse import _Published
+from commpass.plan import Grouped, Plan, Simplification, Site, uncompressed
 
-SPEAKER = Speaker("policy", "custom", "backend", "function", "call")
+SPEAKER = Participant("policy", "custom", "backend", "function", "call")
 
 
 def part(**changes: object) -> Part:
@@ -33,7 +33,7 @@ def part(**changes: object) -> Part:
         )
         for name in "abc"
     ]
-    alone = tuple(left_alone(site, "") for site in sites)
+    alone = tuple(uncompressed(site, "") for site in sites)
     plan = Plan(
         graph="graph", direction="forward", policy="custom", profile="link", sites=alone, **changes
     )
@@ -74,16 +74,16 @@ def test_the_same_of_each_site_is_not_enough_where_sites_were_put_together(first
     past.agree(SPEAKER, first.digest, first.decisions())
     assert first.decisions() == second.decisions()
     assert first.digest != second.digest
-    assert _settled(first, past, SPEAKER.scope)
-    assert not _settled(second, past, SPEAKER.scope)
+    assert _is_agreed(first, past, SPEAKER.scope)
+    assert not _is_agreed(second, past, SPEAKER.scope)
 
 
 def test_a_part_of_what_was_agreed_on_is_settled():
     past = History(group=None)
     known = part()
     past.agree(SPEAKER, "digest of more", known.decisions())
-    assert _settled(known, past, SPEAKER.scope)
-    assert not _settled(known, past, "another/function")
+    assert _is_agreed(known, past, SPEAKER.scope)
+    assert not _is_agreed(known, past, "another/function")
 
 
 def test_another_order_of_exchanges_is_not_settled():
@@ -91,20 +91,20 @@ def test_another_order_of_exchanges_is_not_settled():
     first, second = part(reordered=("b", "a", "c")), part(reordered=("c", "a", "b"))
     past.agree(SPEAKER, first.digest, first.decisions())
     assert first.digest != second.digest
-    assert _settled(first, past, SPEAKER.scope)
-    assert not _settled(second, past, SPEAKER.scope)
+    assert _is_agreed(first, past, SPEAKER.scope)
+    assert not _is_agreed(second, past, SPEAKER.scope)
 
 
 def test_a_note_that_was_heeded_before_is_no_answer():
     mine = merged(0, 1)
 
-    def note(repeats: int) -> Note:
+    def note(repeats: int) -> NoChange:
         who = (SPEAKER.digest, SPEAKER.name, "")
         call = call_of(mine, SPEAKER)
-        return Note(0, mine.outline, mine.sites, *who, call, repeats, mine.digest)
+        return NoChange(0, mine.outline, mine.sites, *who, call, repeats, mine.digest)
 
     past = History(group=None, repeats={note(0).graph: 1})
-    asked = _Asked(SimpleNamespace(rank=0), {mine.key: mine}, {mine.key: past}, {})
+    asked = _Published(SimpleNamespace(rank=0), {mine.key: mine}, {mine.key: past}, {})
     asked.mine = {mine.key: note(2)}
     asked.links = {mine.key: SimpleNamespace(call=SPEAKER.call)}
     found = [repeats for repeats in range(4) if asked._is_of_graph(mine.key, note(repeats))]

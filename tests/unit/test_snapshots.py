@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from dumps import layered, node, run
 
-from commpass import dump, plan
-from commpass.timeline import Timeline
+from commpass import plan
+from commpass.plan import dump
+from commpass.plan.timeline import Timeline
 
 FOLDER = Path(__file__).resolve().parent / "snapshots"
 REDUCE = "_c10d_functional.all_reduce.default"

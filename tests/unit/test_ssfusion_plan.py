@@ -23,7 +23,7 @@ from commpass.costmodel.buffers import (
     excluded,
     fused,
     offloaded,
-    thinned,
+    sparsified,
 )
 from commpass.errors import PolicyError
 from commpass.parallel.ssfusion import ssfusion
@@ -124,11 +124,11 @@ def test_the_share_that_is_sent_is_the_density_or_selection_is_at_its_bound(
 
 def test_large_gradients_make_up_for_what_is_sent_whole_and_not_without_aware():
     model = [Gradient("w", 1_000_000), Gradient("b", 5_000), Gradient("v", 1_000_000)]
-    assert thinned(model, {1}, 0.01, 0.001) == pytest.approx(
+    assert sparsified(model, {1}, 0.01, 0.001) == pytest.approx(
         (20_050 - 5_000 - 2) / 2_000_000, rel=1e-3
     )
-    assert thinned(model, {}, 0.01, 0.001) == pytest.approx(0.01, rel=1e-3)
-    assert thinned(model, {0}, 0.01, 0.001) == 0.001
+    assert sparsified(model, {}, 0.01, 0.001) == pytest.approx(0.01, rel=1e-3)
+    assert sparsified(model, {0}, 0.01, 0.001) == 0.001
     slow = Link(50.0, 0.001)
     for aware in (True, False):
         some = [*model, Gradient("c", 3)]

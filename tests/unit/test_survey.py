@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from commpass.cli import app
 from commpass.report import glosses, scatter, survey
-from commpass.report.cli import app
 
 
 def run(*args: object):

@@ -17,8 +17,8 @@ from commpass.codecs import codec
 from commpass.costmodel import Link, Profile
 from commpass.plan import NONE, PlannedSite, Site
 from commpass.policy import PRESETS, Policy, policy_named
-from commpass.presets import DIMENSIONS, THREE_D
-from commpass.rules import Rule
+from commpass.policy.presets import DIMENSIONS, THREE_D
+from commpass.policy.rules import Rule
 
 HOSTS = Profile("hosts", Link(60.0, 0.01), node=4, inside=Link(8.0, 200.0))
 CODED = {

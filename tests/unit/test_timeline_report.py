@@ -19,25 +19,26 @@ from steps import growth
 from typer.testing import CliRunner
 
 import commpass
-from commpass import Policy, Rule, dump
+from commpass import Policy, Rule
+from commpass.cli import app
 from commpass.costmodel import Link, Profile
 from commpass.errors import TraceError
-from commpass.passes import PASSES, Road, run
+from commpass.passes import PASSES, PassContext, run
 from commpass.passes.timeline import timeline
+from commpass.plan import dump
+from commpass.plan.timeline import HOST, Event, Timeline, subtract, union
 from commpass.report import timeline as timelines
-from commpass.report.cli import app
-from commpass.report.lanes import Picture, draw, labels
 from commpass.report.measured import measured
-from commpass.report.timeline import Shown
-from commpass.timeline import HOST, Event, Timeline, union, without
+from commpass.report.timeline import TimelineView
+from commpass.report.tracks import Picture, draw, labels
 
 wait = ops.wait_tensor
 
 
 def test_time_that_is_taken_by_others():
     assert union([(5, 7), (0, 2), (1, 3)]) == [(0, 3), (5, 7)]
-    assert without([(0, 10), (12, 14)], [(2, 4), (3, 5), (9, 13)]) == [(0, 2), (5, 9), (13, 14)]
-    assert without([(0, 1)], []) == [(0, 1)]
+    assert subtract([(0, 10), (12, 14)], [(2, 4), (3, 5), (9, 13)]) == [(0, 2), (5, 9), (13, 14)]
+    assert subtract([(0, 1)], []) == [(0, 1)]
 
 
 # --- predicted ------------------------------------------------------------------------------------
@@ -61,7 +62,7 @@ def profile(gflops: float = 1.0) -> Profile:
 
 
 def outcome_of(gm, policy: Policy, known: Profile, *without: str):
-    road = Road(gm=gm, direction="forward", policy=policy, profile=known)
+    road = PassContext(gm=gm, direction="forward", policy=policy, profile=known)
     return run(road, "0", tuple(each for each in PASSES if each.name not in without), strict=True)
 
 
@@ -98,7 +99,7 @@ def test_begins_and_ends_are_those_of_the_rule(fake_group):
     assert found.exposed_us == 0.0
     assert found.travel_us == pytest.approx(second.end_us - first.begin_us)
     assert found.us == pytest.approx(254_000.0)
-    assert found.lanes == (HOST, "world")
+    assert found.tracks == (HOST, "world")
 
 
 def test_a_wait_stands_still_until_all_has_arrived(fake_group):
@@ -229,7 +230,7 @@ def test_trace_events_have_each_event_of_each_timeline_on_its_lane(folder, tmp_p
     events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [e for e in events if e["ph"] == "X"]
-    assert tuple(names.values()) == one.timeline.lanes
+    assert tuple(names.values()) == one.timeline.tracks
     assert [(e["name"], e["cat"], names[e["tid"]], e["ts"], e["dur"]) for e in spans] == [
         (e.name, e.what, e.lane, e.begin_us, e.us) for e in one.timeline.events
     ]
@@ -240,7 +241,7 @@ def test_trace_events_have_each_event_of_each_timeline_on_its_lane(folder, tmp_p
 
 def test_pictures_label_sites_and_hops(folder):
     (one,) = dump.read_run(folder)
-    (picture,) = Shown(one, one.timeline).pictures
+    (picture,) = TimelineView(one, one.timeline).pictures
     texts = [text.split() for _, text in labels(picture).texts]
     assert texts == [[site.name, "hop", hop] for site in one.plan for hop in ("0", "1")]
 
@@ -258,14 +259,14 @@ def test_exposed_time_of_before_has_a_unit(folder):
     (one,) = dump.read_run(folder)
     sites = tuple(dataclasses.replace(site, unmoved_us=1e6) for site in one.plan.sites)
     moved = dataclasses.replace(one, plan=dataclasses.replace(one.plan, sites=sites))
-    assert Shown(moved, moved.timeline).pictures[0].title.endswith(" ms exposed")
+    assert TimelineView(moved, moved.timeline).pictures[0].title.endswith(" ms exposed")
 
 
 def test_compared_timelines_have_one_axis(folder):
     (one,) = dump.read_run(folder)
     longer = dataclasses.replace(one.timeline.events[-1], us=1e6)
     slower = dataclasses.replace(one.timeline, events=(*one.timeline.events, longer))
-    predicted, other = Shown(one, one.timeline, slower).pictures
+    predicted, other = TimelineView(one, one.timeline, slower).pictures
     assert predicted.end_us == other.end_us == longer.end_us
     plots = draw([predicted, other]).axes
     assert plots[0].get_xlim() == plots[1].get_xlim() == (0, longer.end_us / 1000)
@@ -464,7 +465,7 @@ def test_work_for_a_site_does_not_grow_with_their_number():
     def work(layers: int):
         one = made.dump(made.layers(layers))
         assert one.timeline is not None
-        return lambda: timelines.rows(Shown(one, one.timeline))
+        return lambda: timelines.rows(TimelineView(one, one.timeline))
 
     assert growth(work, 100) < 1.2
     rows = work(500)()

@@ -17,14 +17,14 @@ from tiers import rarely
 
 import commpass
 from commpass.codecs import codec
+from commpass.distributed import samples
+from commpass.distributed.samples import Sampled, Samples, is_sampled, measure
+from commpass.distributed.step_log import Entry, StepLog
+from commpass.distributed.watch import Watched
 from commpass.errors import CommpassError
 from commpass.plan import Plan, PlannedSite
+from commpass.plan.stage import Stage
 from commpass.report import verdict
-from commpass.runtime import samples
-from commpass.runtime.ledger import Entry, Ledger
-from commpass.runtime.samples import Sampled, Samples, is_sampled, measure
-from commpass.runtime.watch import Watched
-from commpass.stage import Stage
 
 ALONE = {
     "name": "all_reduce",
@@ -64,9 +64,9 @@ def entry(*sites: PlannedSite, bound=None, fallback="", took=(), why="") -> Entr
 
 @pytest.fixture
 def book(monkeypatch):
-    """The only ledger that there is; no plans of other tests."""
-    made = Ledger("balanced")
-    monkeypatch.setattr(verdict, "ledgers", lambda: [made])
+    """The only step_log that there is; no plans of other tests."""
+    made = StepLog("balanced")
+    monkeypatch.setattr(verdict, "step_logs", lambda: [made])
     monkeypatch.setattr(verdict, "plans", lambda: [])
     return made
 
@@ -230,7 +230,7 @@ def test_a_report_is_plain_data_and_stays_as_it_was(book):
 def test_a_backend_that_is_gone_is_not_in_the_report():
     graphs = len(commpass.report().graphs)
     made = commpass.backend("off")
-    made.ledger.entries.append(entry(PlannedSite(**ALONE)))
+    made.step_log.entries.append(entry(PlannedSite(**ALONE)))
     assert len(commpass.report().graphs) == graphs + 1
     del made
     assert len(commpass.report().graphs) == graphs
@@ -401,10 +401,10 @@ class Late:
 def test_report_does_not_wait_for_what_a_gpu_has_not_measured_yet():
     kept, event = entry(PlannedSite(**CODED)).samples, Late()
     kept._waiting.append((0, torch.tensor([1e-4, 1.0, *REST]), event))
-    kept.settle()
+    kept.read_measured()
     assert kept.sites[0].count == 0
     event.done = True
-    kept.settle()
+    kept.read_measured()
     assert kept.sites[0].count == 1
     assert not kept._waiting
 
@@ -431,8 +431,8 @@ def test_a_gpu_is_timed_by_events_that_are_read_when_they_have_come(monkeypatch)
     monkeypatch.setattr(torch, "get_device_module", lambda _: type("m", (), {"Event": Stamp}))
     graph = Watched("0 (forward)", 1.0, 1.0, False, "cuda")
     assert graph.time(lambda x: x + 1, 1) == 2
-    graph.settle()
+    graph.read_events()
     assert not graph.took_us
     graph.time(lambda x: x, 1)
-    graph.settle()
+    graph.read_events()
     assert graph.took_us == [1e3]

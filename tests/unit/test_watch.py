@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from commpass.runtime import watch
-from commpass.runtime.watch import COUNTED, LATE, SKIPPED, Watch, Watched
+from commpass.distributed import watch
+from commpass.distributed.watch import COUNTED, LATE, SKIPPED, Watch, Watched
 
 
 @pytest.fixture

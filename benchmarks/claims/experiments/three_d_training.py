@@ -29,7 +29,7 @@ from benchmarks.claims.experiments.experiment import Experiment
 from benchmarks.claims.experiments.losses import run_of
 from commpass.costmodel import Link, Profile
 from commpass.parallel import compress_pipeline, shard
-from commpass.presets import DIMENSIONS
+from commpass.policy.presets import DIMENSIONS
 
 MESH = {"dp": 2, "pp": 2, "tp": 2}
 RANKS = 8

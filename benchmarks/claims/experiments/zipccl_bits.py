@@ -23,8 +23,8 @@ from benchmarks.claims.experiments.coded import coded_sites, forced
 from benchmarks.claims.experiments.experiment import Experiment
 from benchmarks.claims.experiments.launch import launched
 from benchmarks.claims.formulas.zipccl import EXPONENTS, best_start
-from commpass.kinds import KINDS
-from commpass.report.trace import what_of
+from commpass.plan.kinds import KINDS
+from commpass.report.trace import operation_kind
 
 CODECS = ("exponent", "exponent(planes=3)")
 """Ours, and the paper's: a window for each 1,024 values."""
@@ -99,7 +99,7 @@ def handed(run: Callable[[], Any]) -> tuple[Any, int]:
     total = 0
     for event in profile.profiler.kineto_results.events():
         ours = event.name().startswith(("_c10d_functional::", "commpass::"))
-        if ours and what_of(event.name()) in KINDS:
+        if ours and operation_kind(event.name()) in KINDS:
             total += math.prod(event.shapes()[0]) * sizes[event.dtypes()[0]]
     return found, total
 

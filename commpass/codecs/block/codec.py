@@ -57,7 +57,7 @@ class BlockCodec(Codec):
         return self.layout.unit
 
     @property
-    def settled(self) -> bool:
+    def has_linear_padding(self) -> bool:
         return not isinstance(self.layout, Lanes)
 
     def padded_numel(self, numel: int) -> int:
@@ -68,7 +68,7 @@ class BlockCodec(Codec):
         size = self.layout.size(1 << 40)
         bound = scales.bound(self.scale, self.grid, self._half, size)
         if self.grid.has_zero and isinstance(self.rounding, Nearest):
-            bound = min(bound, scales.most(self.scale))
+            bound = min(bound, scales.bound_with_zero(self.scale))
         # The stored middle may be off by so much of itself.
         return bound + (2**-8 * math.sqrt(size) if self.offset else 0.0)
 
@@ -89,7 +89,7 @@ class BlockCodec(Codec):
         return domain_of(self.transform) if isinstance(self.layout, Flat) else VALUES
 
     @property
-    def within(self) -> Codec:
+    def domain_codec(self) -> Codec:
         return self if self.domain == VALUES else replace(self, transform=NoTransform())
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -131,10 +131,10 @@ class BlockCodec(Codec):
         middle = []
         if self.offset:
             stored = self.offset.stored
-            middle.append(scales.settled(scales.middle_of(self.offset, blocks), stored))
+            middle.append(scales.materialized(scales.middle_of(self.offset, blocks), stored))
             blocks = blocks - middle[0]
         numbers = [
-            scales.settled(number, self.scale.stored)
+            scales.materialized(number, self.scale.stored)
             for number in scales.measure(self.scale, blocks, self.grid)
         ]
         noise = noise_of(self.rounding, blocks, self.salt)

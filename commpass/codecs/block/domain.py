@@ -29,12 +29,12 @@ class Domain:
     def width(self) -> int:
         return self.transform.sums
 
-    def enter(self, rows: Tensor) -> Tensor:
+    def to_domain(self, rows: Tensor) -> Tensor:
         """Rows of values to rows in this domain."""
         return enter(self.transform, rows)
 
-    def leave(self, rows: Tensor) -> Tensor:
-        """The inverse of ``enter``."""
+    def from_domain(self, rows: Tensor) -> Tensor:
+        """The inverse of ``to_domain``."""
         return leave(self.transform, rows)
 
 

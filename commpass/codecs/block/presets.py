@@ -245,15 +245,15 @@ def _block(block: int) -> int:
     return block
 
 
-def _power(block: int, given: int) -> int:
+def _power(block: int, value: int) -> int:
     if not is_power_of_two(block):
         raise PolicyError(
-            f"block={given}: a Hadamard rotation needs a power of two, such as 128 or 256"
+            f"block={value}: a Hadamard rotation needs a power of two, such as 128 or 256"
         )
     return block
 
 
-def _one_of(what: str, word: str, known: tuple[str, ...]) -> str:
-    if word not in known:
-        raise PolicyError(f"{what}={word!r}{nearest(word, known)}")
-    return word
+def _one_of(parameter: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise PolicyError(f"{parameter}={value!r}{nearest(value, known)}")
+    return value

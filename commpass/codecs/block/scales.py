@@ -95,36 +95,36 @@ def measure(scale: Scale, blocks: Tensor, grid: Grid) -> list[Tensor]:
     if not scale.numbers:
         return []
     peak = peak_of(blocks)
-    made = _made(scale, blocks, peak, grid)
+    made = _measured(scale, blocks, peak, grid)
     if not grid.has_zero:
         tiny = torch.finfo(blocks.dtype).tiny
         made[-1] = torch.where(peak < grid.largest * tiny, 0.0, made[-1])
-    return [round_up(spoil(number, peak), scale.stored) for number in made]
+    return [round_up(propagate_nonfinite(number, peak), scale.stored) for number in made]
 
 
 @by_type
-def _made(scale: Scale, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
+def _measured(scale: Scale, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     """What ``measure`` gives, before it is rounded."""
     raise NotImplementedError(scale)
 
 
-@_made.register
+@_measured.register
 def _absmax(scale: Absmax, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     return [(peak / grid.largest).clamp_min(torch.finfo(blocks.dtype).tiny)]
 
 
-@_made.register
+@_measured.register
 def _rms(scale: Rms, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     limits = torch.finfo(blocks.dtype)
     return [(rms_of(blocks, peak) / grid.sigma).clamp(limits.tiny, limits.max)]  # sigma may be < 1
 
 
-@_made.register
+@_measured.register
 def _first(scale: LeastSquares, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
-    return _made(start_of(scale, grid), blocks, peak, grid)
+    return _measured(start_of(scale, grid), blocks, peak, grid)
 
 
-@_made.register
+@_measured.register
 def _dual(scale: Dual, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
     tiny = torch.finfo(blocks.dtype).tiny
     sigma = rms_of(blocks, peak).clamp_min(tiny)
@@ -229,7 +229,7 @@ def peak_of(blocks: Tensor) -> Tensor:
     return blocks.abs().amax(dim=-1, keepdim=True)
 
 
-def spoil(scale: Tensor, peak: Tensor) -> Tensor:
+def propagate_nonfinite(scale: Tensor, peak: Tensor) -> Tensor:
     """NaN where the block holds anything that is not finite, so that the whole block stays not
     finite (law 2)."""
     return scale + (peak - peak)  # inf - inf is NaN, and anything finite leaves the scale as it is
@@ -274,7 +274,7 @@ def _bound_static(scale: Static, grid: Grid, half: float, size: int) -> float:
     return 1.0
 
 
-def most(scale: Scale) -> float:
+def bound_with_zero(scale: Scale) -> float:
     """A bound of the same where zero is a number of the grid, and values are rounded to the nearest
     one: none is then off by more than its own size, unless it is cut or scaled anew."""
     return 1 + 2**-7 if isinstance(scale, (Absmax, Dual)) else math.inf
@@ -326,7 +326,7 @@ def round_nearest(number: Tensor, stored: str) -> Tensor:
     return number if number.dtype == torch.float64 else NEAREST[stored](number)
 
 
-def settled(number: Tensor, stored: str) -> Tensor:
+def materialized(number: Tensor, stored: str) -> Tensor:
     """The same number. On a CPU Inductor would compute it anew for every vector of its block; by
     way of its bytes, once. On a GPU it stays part of the one kernel."""
     if number.device.type != "cpu":

@@ -14,14 +14,14 @@ from torch import Tensor
 SWAPS = ((4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555))
 
 
-def transpose(words: Sequence[Tensor]) -> list[Tensor]:
+def transpose(rows: Sequence[Tensor]) -> list[Tensor]:
     """8 words of 4 bytes to 8 bit planes: bit k of byte q of plane b is bit b of byte q of word k.
     Its own inverse.
 
     Three rounds of swapping what lies off the diagonal, in blocks of 4, 2 and 1 bits (Warren,
     Hacker's Delight, 7-3).
     """
-    planes = list(words)
+    planes = list(rows)
     for distance, mask in SWAPS:
         for low in range(8):
             if low & distance == 0:
@@ -71,7 +71,7 @@ def add(a: Sequence[Tensor], b: Sequence[Tensor], bits: int) -> list[Tensor]:
     return total
 
 
-def kept(word: Tensor) -> Tensor:
+def materialized(x: Tensor) -> Tensor:
     """The same word, and a point at which a compiler keeps the value instead of working it out anew
     for every use.
 
@@ -79,7 +79,7 @@ def kept(word: Tensor) -> Tensor:
     before twice would be written out 2^n times. It does not substitute across ``as_strided``, and
     still fuses (and keeps the value in a register).
     """
-    return word.as_strided(word.shape, word.stride())
+    return x.as_strided(x.shape, x.stride())
 
 
 def any_of(planes: Sequence[Tensor]) -> Tensor:
@@ -114,17 +114,17 @@ def _all_equal(planes: Sequence[Tensor], number: int) -> Tensor:
     return found
 
 
-def count(word: Tensor) -> Tensor:
+def count(x: Tensor) -> Tensor:
     """Ones of an int32 word."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
-    word = word + (word >> 8)
-    return (word + (word >> 16)) & 0x3F
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return (x + (x >> 16)) & 0x3F
 
 
-def _right(word: Tensor, distance: int) -> Tensor:
-    return (word >> distance) & ((1 << (32 - distance)) - 1)
+def _right(x: Tensor, distance: int) -> Tensor:
+    return (x >> distance) & ((1 << (32 - distance)) - 1)
 
 
 def moves(mask: Tensor) -> list[Tensor]:
@@ -140,24 +140,24 @@ def moves(mask: Tensor) -> list[Tensor]:
         parity = zeros
         for distance in (1, 2, 4, 8, 16):
             parity = parity ^ (parity << distance)
-        going = kept(parity & mask)
+        going = materialized(parity & mask)
         plan.append(going)
         mask = (mask ^ going) | _right(going, 1 << round_)
-        zeros = kept(zeros & ~parity)
+        zeros = materialized(zeros & ~parity)
     return plan
 
 
-def compress(word: Tensor, plan: Sequence[Tensor]) -> Tensor:
-    """The bits of ``word`` under the mask at its low end, in order; ``word`` must be zero
+def compress(x: Tensor, plan: Sequence[Tensor]) -> Tensor:
+    """The bits of ``x`` under the mask at its low end, in order; ``x`` must be zero
     elsewhere."""
     for round_, going in enumerate(plan):
-        word = (word & ~going) | _right(word & going, 1 << round_)
-    return word
+        x = (x & ~going) | _right(x & going, 1 << round_)
+    return x
 
 
-def expand(word: Tensor, plan: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """The inverse of ``compress``; bits of ``word`` beyond the number of ones of the mask are
+def expand(x: Tensor, plan: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """The inverse of ``compress``; bits of ``x`` beyond the number of ones of the mask are
     dropped."""
     for round_ in reversed(range(len(plan))):
-        word = (word & ~plan[round_]) | ((word << (1 << round_)) & plan[round_])
-    return word & mask
+        x = (x & ~plan[round_]) | ((x << (1 << round_)) & plan[round_])
+    return x & mask

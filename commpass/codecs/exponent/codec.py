@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from commpass.ambient import ambient_free
 from commpass.codecs.codec import FLOATS, UNIT, Codec, Wire
-from commpass.codecs.exponent.bits import any_of, compress, expand, kept, moves, transpose
+from commpass.codecs.exponent.bits import any_of, compress, expand, materialized, moves, transpose
 from commpass.codecs.exponent.bits import count as bits_set
 from commpass.codecs.exponent.floats import (
     CHUNK,
@@ -32,7 +31,8 @@ from commpass.codecs.exponent.strings import concatenate, join_fields, split_fie
 from commpass.codecs.exponent.window import choose, total
 from commpass.codecs.rows import ceil_to, cut, larger, pad, smaller, to_bytes
 from commpass.errors import PolicyError
-from commpass.spec import spelled
+from commpass.utils.ambient import ambient_free
+from commpass.utils.spec import spelled
 
 BIAS = 16
 """Window starts are stored from -16 on, since a window may begin below the least exponent."""
@@ -145,7 +145,7 @@ class ExponentCodec(Codec):
             return torch.full((wire.shape[0],), static, dtype=torch.int64, device=wire.device)
         form = FORMS[dtype]
         at = self._static_words(form) * _columns(numel) * 4
-        marks = _words(wire.narrow(1, at, _chunks(numel) * 4), _chunks(numel) * 4)
+        marks = _packed(wire.narrow(1, at, _chunks(numel) * 4), _chunks(numel) * 4)
         length = _lengths(marks.unsqueeze(2), self._capacity(form, numel, wire.device))
         dynamic = length.sum((1, 2), dtype=torch.int64) * 2
         return static + (dynamic + (UNIT - 1)) // UNIT * UNIT
@@ -189,18 +189,20 @@ class ExponentCodec(Codec):
         form, ladder = FORMS[rows.dtype], self.ladder
         first, columns, chunks = ladder.planes, _columns(numel), _chunks(numel)
         pairs, rest = split(form, _chunk_words(rows, form).unbind(2))
-        exponents = [kept(plane) for plane in transpose(pack(pairs, 8))[: form.exponent_bits]]
+        exponents = [
+            materialized(plane) for plane in transpose(pack(pairs, 8))[: form.exponent_bits]
+        ]
         live = _live(numel, rows.device)
         sizes = _columns_of_chunks(numel, rows.device)
         start, mode = choose(ladder, exponents, sizes * LANES, LANES)
         steps, masks = ladder.encode(exponents, _across(start), self._modes(mode))
-        masks = [kept(mask & live) for mask in masks]
+        masks = [materialized(mask & live) for mask in masks]
         fields = (*ladder.fields[:-1], form.exponent_bits)
         bits = sum_of([total(mask) * each for mask, each in zip(masks[1:], fields, strict=True)])
         capacity = self._capacity(form, numel, rows.device)
         length = ((bits + 15) >> 4).minimum(capacity)
         is_raw = length == capacity
-        raw = kept(_across(-is_raw.to(torch.int32)) & live)
+        raw = materialized(_across(-is_raw.to(torch.int32)) & live)
         kept_planes = [(plane & ~raw) for plane in (*steps[0], *steps[-1])]
         shown = [plane & raw for plane in exponents]
         steps[0] = [a | b for a, b in zip(kept_planes[:first], shown[:first], strict=True)]
@@ -229,7 +231,7 @@ class ExponentCodec(Codec):
         regions = [cut(region.flatten(1), columns) for region in (*rest, *steps[0])]
         regions += [
             marks.squeeze(2),
-            _words(
+            _packed(
                 rows.narrow(1, numel - numel % LINE, numel % LINE),
                 (plain - chunks) * 4 // rows.dtype.itemsize,
             ),
@@ -257,7 +259,7 @@ class ExponentCodec(Codec):
             return _values(cut(wire, numel * dtype.itemsize), dtype)
         form, ladder = FORMS[dtype], self.ladder
         first, columns, chunks = ladder.planes, _columns(numel), _chunks(numel)
-        words = _words(wire, wire.shape[1])
+        words = _packed(wire, wire.shape[1])
         static = [
             _in_chunks(words.narrow(1, number * columns, columns), chunks)
             for number in range(self._static_words(form))
@@ -268,8 +270,8 @@ class ExponentCodec(Codec):
         capacity = self._capacity(form, numel, wire.device)
         length = _lengths(marks, capacity)
         live = _live(numel, wire.device)
-        raw = kept(_across(-(length == capacity).to(torch.int32)) & live)
-        dynamic = _words(rest_of_wire, rest_of_wire.shape[1], torch.int64)
+        raw = materialized(_across(-(length == capacity).to(torch.int32)) & live)
+        dynamic = _packed(rest_of_wire, rest_of_wire.shape[1], torch.int64)
         # The bit at which the strings of a step begin.
         begin = length.to(torch.int64).flatten(1).cumsum(1).unsqueeze(2)
         begin = (begin - length) * 16
@@ -278,7 +280,7 @@ class ExponentCodec(Codec):
         steps = [planes]
         for bits in (*ladder.fields[:-1], form.exponent_bits):
             is_last = len(steps) == len(ladder.steps)
-            here = kept(here | raw if is_last else here)
+            here = materialized(here | raw if is_last else here)
             some = bits_set(here)
             each = some * bits - (some & raw) * first if is_last else some * bits
             ends = each.to(torch.int64).cumsum(2)
@@ -391,7 +393,9 @@ def _across(of_chunks: Tensor) -> Tensor:
     Written out, so that what follows runs over columns alone: two loops in the place of one would
     not be fused.
     """
-    return kept(of_chunks.expand(-1, -1, LANES).clone(memory_format=torch.contiguous_format))
+    return materialized(
+        of_chunks.expand(-1, -1, LANES).clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _by_column(pieces: Sequence[Tensor]) -> Tensor:
@@ -409,25 +413,27 @@ def _chunk_words(rows: Tensor, form: FloatForm) -> Tensor:
     chunk has no column."""
     count, numel = rows.shape
     body, chunks = numel - numel % LINE, _chunks(numel)
-    words = _words(cut(rows, body), body)
-    shape = (form.words, LANES)
+    words = _packed(cut(rows, body), body)
+    shape = (form.packed_length, LANES)
     if isinstance(numel, int) and body % CHUNK == 0:
         return words.unflatten(1, (chunks, *shape))
-    whole, last = (chunks - 1) * form.words * LANES, _columns(numel) - (chunks - 1) * LANES
-    tail = words.narrow(1, whole, last * form.words).reshape(count, 1, form.words, last)
+    whole, last = (chunks - 1) * form.packed_length * LANES, _columns(numel) - (chunks - 1) * LANES
+    tail = words.narrow(1, whole, last * form.packed_length).reshape(
+        count, 1, form.packed_length, last
+    )
     head = words.narrow(1, 0, whole).reshape(count, chunks - 1, *shape)
     return torch.cat([head, pad(tail, LANES)], dim=1)
 
 
-def _row_words(words: Tensor, form: FloatForm, columns: int, chunks: int) -> Tensor:
+def _row_words(packed: Tensor, form: FloatForm, columns: int, chunks: int) -> Tensor:
     """The inverse of ``_chunk_words``: ``[rows, n]``."""
     if isinstance(columns, int) and columns % LANES == 0:
-        return words.flatten(1)
+        return packed.flatten(1)
     last = columns - (chunks - 1) * LANES
-    tail = cut(words.narrow(1, chunks - 1, 1), last)
+    tail = cut(packed.narrow(1, chunks - 1, 1), last)
     # A copy even where it is whole: a graph that was traced with such sizes serves others.
     tail = tail.clone(memory_format=torch.contiguous_format).flatten(1)
-    return torch.cat([words.narrow(1, 0, chunks - 1).flatten(1), tail], dim=1)
+    return torch.cat([packed.narrow(1, 0, chunks - 1).flatten(1), tail], dim=1)
 
 
 def _in_chunks(columns: Tensor, chunks: int) -> Tensor:
@@ -435,7 +441,7 @@ def _in_chunks(columns: Tensor, chunks: int) -> Tensor:
     return pad(columns, chunks * LANES).unflatten(1, (chunks, LANES))
 
 
-def _words(rows: Tensor, length: int, dtype: torch.dtype = torch.int32) -> Tensor:
+def _packed(rows: Tensor, length: int, dtype: torch.dtype = torch.int32) -> Tensor:
     """Rows ``[rows, n]`` as words, zeros behind them up to ``length`` numbers; copied only where it
     must be.
 
@@ -462,7 +468,7 @@ def _words(rows: Tensor, length: int, dtype: torch.dtype = torch.int32) -> Tenso
 
 
 def _values(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as values; cut and joined as bytes, see ``_words``."""
+    """Bytes as values; cut and joined as bytes, see ``_packed``."""
     return raw.clone(memory_format=torch.contiguous_format).view(dtype)
 
 

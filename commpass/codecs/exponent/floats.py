@@ -37,7 +37,7 @@ class FloatForm:
     rest: int
 
     @property
-    def words(self) -> int:
+    def packed_length(self) -> int:
         """Words of a column as it lies in memory."""
         return CHUNK // LANES * self.dtype.itemsize // 4
 
@@ -80,7 +80,7 @@ FORMS: dict[torch.dtype, FloatForm] = {
 
 
 @by_type
-def split(form: FloatForm, words: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def split(form: FloatForm, packed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The words of columns to 16 pairs of exponents and ``form.rest_words`` words of sign and
     mantissa."""
     raise NotImplementedError(form)
@@ -93,10 +93,10 @@ def join(form: FloatForm, pairs: Sequence[Tensor], rest: Sequence[Tensor]) -> li
 
 
 @split.register
-def _split_float32(form: Float32, words: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    low, high = words[0::2], words[1::2]
+def _split_float32(form: Float32, packed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    low, high = packed[0::2], packed[1::2]
     pairs = [((a >> 23) & 0xFF) | ((b >> 7) & 0x00FF0000) for a, b in zip(low, high, strict=True)]
-    rests = [(word & 0x007FFFFF) | ((word >> 8) & 0x00800000) for word in words]
+    rests = [(word & 0x007FFFFF) | ((word >> 8) & 0x00800000) for word in packed]
     return pairs, _three_of_four(rests)
 
 
@@ -111,10 +111,10 @@ def _join_float32(form: Float32, pairs: Sequence[Tensor], rest: Sequence[Tensor]
 
 
 @split.register
-def _split_bfloat16(form: Bfloat16, words: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _split_bfloat16(form: Bfloat16, packed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return (
-        [(word >> 7) & 0x00FF00FF for word in words],
-        pack([(word & 0x007F007F) | ((word >> 8) & 0x00800080) for word in words], 8),
+        [(word >> 7) & 0x00FF00FF for word in packed],
+        pack([(word & 0x007F007F) | ((word >> 8) & 0x00800080) for word in packed], 8),
     )
 
 
@@ -128,10 +128,10 @@ def _join_bfloat16(form: Bfloat16, pairs: Sequence[Tensor], rest: Sequence[Tenso
 
 
 @split.register
-def _split_float16(form: Float16, words: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    bytes_ = pack([word & 0x00FF00FF for word in words], 8)
-    above = pack([((word >> 8) & 0x00030003) | ((word >> 13) & 0x00040004) for word in words], 3)
-    return [(word >> 10) & 0x001F001F for word in words], bytes_ + above
+def _split_float16(form: Float16, packed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    bytes_ = pack([word & 0x00FF00FF for word in packed], 8)
+    above = pack([((word >> 8) & 0x00030003) | ((word >> 13) & 0x00040004) for word in packed], 3)
+    return [(word >> 10) & 0x001F001F for word in packed], bytes_ + above
 
 
 @join.register
@@ -160,13 +160,13 @@ def pack(pairs: Sequence[Tensor], bits: int) -> list[Tensor]:
     return [word | (((last >> bit) & HALVES) << 15) for bit, word in enumerate(words)]
 
 
-def unpack(words: Sequence[Tensor], bits: int) -> list[Tensor]:
+def unpack(packed: Sequence[Tensor], bits: int) -> list[Tensor]:
     """The inverse of ``pack``."""
     each = 16 // bits
     field = ((1 << bits) - 1) * HALVES
-    pairs = [(word >> (bits * place)) & field for word in words for place in range(each)]
+    pairs = [(word >> (bits * place)) & field for word in packed for place in range(each)]
     if len(pairs) < PAIRS:
-        pairs.append(_or([((word >> 15) & HALVES) << bit for bit, word in enumerate(words)]))
+        pairs.append(_or([((word >> 15) & HALVES) << bit for bit, word in enumerate(packed)]))
     return pairs
 
 
@@ -179,10 +179,10 @@ def _three_of_four(numbers: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _four_of_three(words: Sequence[Tensor]) -> list[Tensor]:
+def _four_of_three(packed: Sequence[Tensor]) -> list[Tensor]:
     numbers = []
-    for start in range(0, len(words), 3):
-        three = words[start : start + 3]
+    for start in range(0, len(packed), 3):
+        three = packed[start : start + 3]
         numbers += [word & 0x00FFFFFF for word in three]
         numbers.append(_or([((word >> 24) & 0xFF) << (8 * k) for k, word in enumerate(three)]))
     return numbers

@@ -37,7 +37,7 @@ def split_fields(string: Tensor, bits: int, count: Tensor) -> list[Tensor]:
     ]
 
 
-def concatenate(strings: Tensor, lengths: Tensor, words: int) -> Tensor:
+def concatenate(strings: Tensor, lengths: Tensor, length: int) -> Tensor:
     """Strings ``[rows, n]`` with int64 lengths put end to end: ``[rows, words]``, then zeros.
 
     Word w is ``sums[w + 1] - sums[w]``: no two strings meet in one store, though several share a
@@ -54,11 +54,11 @@ def concatenate(strings: Tensor, lengths: Tensor, words: int) -> Tensor:
     meets = (ends >> 6) > word
     rows = torch.arange(strings.shape[0], device=strings.device).unsqueeze(1)
     # What is not stored to is never read.
-    out = torch.empty((strings.shape[0], words + 2), dtype=torch.int64, device=strings.device)
-    out = out.index_put((rows, torch.where(meets, word + 1, words + 1)), sums - carry)
+    out = torch.empty((strings.shape[0], length + 2), dtype=torch.int64, device=strings.device)
+    out = out.index_put((rows, torch.where(meets, word + 1, length + 1)), sums - carry)
     # The last word may end in the middle.
     used = (ends[:, -1:] + 63) >> 6
     out = out.index_put((rows, used), sums[:, -1:])
-    place = torch.arange(words, device=strings.device)
-    before = torch.where(place > 0, out.narrow(1, 0, words), 0)
-    return torch.where(place < used, out.narrow(1, 1, words) - before, 0)
+    place = torch.arange(length, device=strings.device)
+    before = torch.where(place > 0, out.narrow(1, 0, length), 0)
+    return torch.where(place < used, out.narrow(1, 1, length) - before, 0)

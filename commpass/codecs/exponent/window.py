@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commpass.codecs.exponent.bits import any_of, count, equals, kept, spread, subtract
+from commpass.codecs.exponent.bits import any_of, count, equals, materialized, spread, subtract
 from commpass.codecs.exponent.ladder import BINS, Ladder
 
 
@@ -24,7 +24,7 @@ def choose(
     present = any_of(planes)
     number = total(present)
     median = median_of(planes, present, number)
-    base = kept(median - ladder.below)
+    base = materialized(median - ladder.below)
     offset = subtract(planes, spread(base.expand(-1, -1, columns), 9))
     near = present & ~any_of(offset[4:])
     bins = [total(term & near) for term in equals(offset[:4], range(BINS))]
@@ -32,15 +32,15 @@ def choose(
     best, place = gains[0], torch.zeros_like(base)
     for index, gain in enumerate(gains[1:], start=1):
         better = gain > best
-        place = kept(torch.where(better, index, place))
-        best = kept(torch.where(better, gain, best))
+        place = materialized(torch.where(better, index, place))
+        best = materialized(torch.where(better, gain, best))
     mode = torch.div(place, ladder.starts, rounding_mode="floor")
-    return kept(base + place - mode * ladder.starts), kept(mode)
+    return materialized(base + place - mode * ladder.starts), materialized(mode)
 
 
-def total(word: Tensor) -> Tensor:
+def total(counts: Tensor) -> Tensor:
     """Ones of all words of a chunk, ``[rows, chunks, 1]``."""
-    return count(word).sum(2, keepdim=True, dtype=torch.int32)
+    return count(counts).sum(2, keepdim=True, dtype=torch.int32)
 
 
 def median_of(planes: Sequence[Tensor], present: Tensor, number: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ def median_of(planes: Sequence[Tensor], present: Tensor, number: Tensor) -> Tens
     rank, left, median = (number - 1).clamp_min(0) >> 1, present, torch.zeros_like(number)
     for bit in reversed(range(len(planes))):
         lower = total(left & ~planes[bit])
-        upper = kept(-(rank >= lower).to(torch.int32))
-        rank = kept(rank - (lower & upper))
+        upper = materialized(-(rank >= lower).to(torch.int32))
+        rank = materialized(rank - (lower & upper))
         median = median | ((upper & 1) << bit)
-        left = kept(left & (planes[bit] ^ ~upper))
+        left = materialized(left & (planes[bit] ^ ~upper))
     return median

@@ -38,8 +38,9 @@ def select_at_once(selector: Selector, row: Tensor, density: Density) -> Selecti
 
 
 @dataclass(frozen=True)
-class _Few:
-    """All entries of a row that reach ``least``: where they are, ascending, and their patterns."""
+class _Entries:
+    """All entries of a row that reach ``threshold``: where they are, ascending, and their
+    patterns."""
 
     least: int
     places: Tensor
@@ -50,7 +51,7 @@ class _Few:
 class _Row(Measured):
     """Statistics of one row. ``few`` holds at most one: what was taken out of it last."""
 
-    few: list[_Few] = field(default_factory=list)
+    few: list[_Entries] = field(default_factory=list)
 
     @cached_property
     def _largest(self) -> Tensor:
@@ -81,33 +82,37 @@ class _Row(Measured):
             found.append(found[-1] if known else self._count(one))
         return torch.tensor([found])
 
-    def between(self, within: Bounds, k: int) -> Selection:
+    def between(self, bounds: Bounds, k: int) -> Selection:
         """The entries within bounds, as indices in order."""
-        low, high, room = int(within.low), int(within.high), int(within.room)
+        low, high, room = int(bounds.low), int(bounds.high), int(bounds.room)
         few = self._reaching(low)
         sure = few.places[few.bits >= high]
         maybe = few.places[(few.bits >= low) & (few.bits < high)]
         found = torch.cat([sure[:k], maybe[:room]]).sort().values[:k]
         rest = found.new_full((k - len(found),), self.entries)
         indices = torch.cat([found, rest]).unsqueeze(0)
-        return Selection(indices, torch.tensor([len(found)]), within.lost)
+        return Selection(indices, torch.tensor([len(found)]), bounds.lost)
 
     def _count(self, threshold: int) -> int:
         return int(torch.count_nonzero(self.bits >= threshold))
 
-    def _taken_out(self, least: int) -> _Few | None:
+    def _taken_out(self, threshold: int) -> _Entries | None:
         """What reaches a threshold, where that is little of the row."""
-        if self.few and self.few[0].least <= least:
+        if self.few and self.few[0].least <= threshold:
             return self.few[0]
-        return self._reaching(least) if self._count(least) * FEW <= self.entries else None
+        return self._reaching(threshold) if self._count(threshold) * FEW <= self.entries else None
 
-    def _reaching(self, least: int) -> _Few:
+    def _reaching(self, threshold: int) -> _Entries:
         """What reaches a threshold."""
-        if self.few and self.few[0].least <= least:
+        if self.few and self.few[0].least <= threshold:
             few = self.few[0]
-            there = few.bits >= least
-            return few if few.least == least else _Few(least, few.places[there], few.bits[there])
-        places = torch.nonzero(self.bits[0] >= least).squeeze(1)
-        few = _Few(least, places, self.bits[0][places])
+            there = few.bits >= threshold
+            return (
+                few
+                if few.least == threshold
+                else _Entries(threshold, few.places[there], few.bits[there])
+            )
+        places = torch.nonzero(self.bits[0] >= threshold).squeeze(1)
+        few = _Entries(threshold, places, self.bits[0][places])
         self.few[:] = [few]
         return few

@@ -19,7 +19,7 @@ from commpass.codecs.rows import ceil_to, cut, pad
 from commpass.codecs.sparse import indices as index_codes
 from commpass.codecs.sparse.at_once import select_at_once
 from commpass.codecs.sparse.indices import IndexCode
-from commpass.codecs.sparse.select import Density, Selection, Selector, kept, select
+from commpass.codecs.sparse.select import Density, Selection, Selector, guaranteed_share, select
 
 ALIGNMENT = 16
 """Bytes to which a row is padded, so that each begins where vectors can be loaded; a sparse row is
@@ -52,7 +52,7 @@ class SparseCodec(Codec):
     def bound(self) -> float:
         """Of a row: what is left out, ``1 - kept`` of the squared norm at most, and the inner
         codec's error of the rest."""
-        part = kept(self.selector, self.density)
+        part = guaranteed_share(self.selector, self.density)
         return max(self.inner.bound, math.sqrt(1 - part + self.inner.bound**2 * part))
 
     def floor(self, dtype: torch.dtype) -> float:

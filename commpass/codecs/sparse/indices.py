@@ -69,8 +69,8 @@ def index_code(density: Fraction, kind: str = "least") -> IndexCode:
 
 
 @by_type
-def nbytes(code: IndexCode, entries: int, chosen: int) -> int:
-    """Bytes for ``chosen`` of ``entries``; both may be symbolic."""
+def nbytes(code: IndexCode, entries: int, count: int) -> int:
+    """Bytes for ``count`` of ``entries``; both may be symbolic."""
     raise NotImplementedError(code)
 
 
@@ -87,14 +87,14 @@ def encode(code: IndexCode, indices: Tensor, entries: int) -> Tensor:
 
 
 @by_type
-def decode(code: IndexCode, raw: Tensor, entries: int, chosen: int) -> Tensor:
+def decode(code: IndexCode, raw: Tensor, entries: int, count: int) -> Tensor:
     """The inverse of ``encode``; whatever the bytes are, no index lies outside ``0 ...
     entries``."""
     raise NotImplementedError(code)
 
 
 @nbytes.register
-def _nbytes_bitmap(code: Bitmap, entries: int, chosen: int) -> int:
+def _nbytes_bitmap(code: Bitmap, entries: int, count: int) -> int:
     return _bytes(entries)
 
 
@@ -110,13 +110,13 @@ def _encode_bitmap(code: Bitmap, indices: Tensor, entries: int) -> Tensor:
 
 
 @decode.register
-def _decode_bitmap(code: Bitmap, raw: Tensor, entries: int, chosen: int) -> Tensor:
-    return _places_of_ones(unpack_bits(raw, entries, 1), chosen).clamp(max=entries)
+def _decode_bitmap(code: Bitmap, raw: Tensor, entries: int, count: int) -> Tensor:
+    return _places_of_ones(unpack_bits(raw, entries, 1), count).clamp(max=entries)
 
 
 @nbytes.register
-def _nbytes_fano(code: EliasFano, entries: int, chosen: int) -> int:
-    return _bytes(chosen * code.low) + _bytes(_upper(code, entries, chosen))
+def _nbytes_fano(code: EliasFano, entries: int, count: int) -> int:
+    return _bytes(count * code.low) + _bytes(_upper(code, entries, count))
 
 
 @bits_per_entry.register
@@ -133,24 +133,24 @@ def _encode_fano(code: EliasFano, indices: Tensor, entries: int) -> Tensor:
 
 
 @decode.register
-def _decode_fano(code: EliasFano, raw: Tensor, entries: int, chosen: int) -> Tensor:
-    split = _bytes(chosen * code.low)
-    ones = unpack_bits(raw.narrow(1, split, raw.shape[1] - split), _upper(code, entries, chosen), 1)
-    high = _places_of_ones(ones, chosen) - torch.arange(chosen, device=raw.device)
+def _decode_fano(code: EliasFano, raw: Tensor, entries: int, count: int) -> Tensor:
+    split = _bytes(count * code.low)
+    ones = unpack_bits(raw.narrow(1, split, raw.shape[1] - split), _upper(code, entries, count), 1)
+    high = _places_of_ones(ones, count) - torch.arange(count, device=raw.device)
     indices = high << code.low
     if code.low:
-        indices = indices | unpack_bits(raw.narrow(1, 0, split), chosen, code.low)
+        indices = indices | unpack_bits(raw.narrow(1, 0, split), count, code.low)
     return indices.clamp(0, entries)
 
 
-def _upper(code: EliasFano, entries: int, chosen: int) -> int:
+def _upper(code: EliasFano, entries: int, count: int) -> int:
     """Bits of the high parts: the last place is ``(entries >> low) + chosen - 1``."""
-    return chosen + (entries >> code.low)
+    return count + (entries >> code.low)
 
 
 @nbytes.register
-def _nbytes_blocks(code: Blocks16, entries: int, chosen: int) -> int:
-    return 2 * chosen + 4 * _blocks(entries)
+def _nbytes_blocks(code: Blocks16, entries: int, count: int) -> int:
+    return 2 * count + 4 * _blocks(entries)
 
 
 @bits_per_entry.register
@@ -168,10 +168,10 @@ def _encode_blocks(code: Blocks16, indices: Tensor, entries: int) -> Tensor:
 
 
 @decode.register
-def _decode_blocks(code: Blocks16, raw: Tensor, entries: int, chosen: int) -> Tensor:
-    offsets = unpack_bits(raw.narrow(1, 0, 2 * chosen), chosen, BLOCK_BITS)
-    ends = unpack_bits(raw.narrow(1, 2 * chosen, 4 * _blocks(entries)), _blocks(entries), 32)
-    slots = torch.arange(chosen, device=raw.device).expand(raw.shape[0], -1).contiguous()
+def _decode_blocks(code: Blocks16, raw: Tensor, entries: int, count: int) -> Tensor:
+    offsets = unpack_bits(raw.narrow(1, 0, 2 * count), count, BLOCK_BITS)
+    ends = unpack_bits(raw.narrow(1, 2 * count, 4 * _blocks(entries)), _blocks(entries), 32)
+    slots = torch.arange(count, device=raw.device).expand(raw.shape[0], -1).contiguous()
     blocks = torch.searchsorted(ends.contiguous(), slots, right=True)
     found = (blocks << BLOCK_BITS) | offsets
     return torch.where(blocks < _blocks(entries), found, entries).clamp(max=entries)

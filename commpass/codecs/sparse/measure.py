@@ -38,9 +38,9 @@ class Statistics(Protocol):
         """The sums of signed sizes to 24 bits and of their squares to 32 bits behind the point, as
         float64, and the count of what is finite."""
 
-    def above(self, peak: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
+    def above(self, peak: Tensor, threshold: Tensor | None) -> tuple[Tensor, Tensor]:
         """The sum to 24 bits, as float64, and the count of the finite sizes that are not below
-        ``least`` (float64)."""
+        ``threshold`` (float64)."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class Measured:
         count = finite(self.bits).sum(-1, keepdim=True)
         return _exact_sum(signed, 24), _exact_sum(size * size, 32), count
 
-    def above(self, peak: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
+    def above(self, peak: Tensor, threshold: Tensor | None) -> tuple[Tensor, Tensor]:
         size, kept = _sizes(self.bits, peak), finite(self.bits)
-        if least is not None:
-            kept = kept & (size >= least)
+        if threshold is not None:
+            kept = kept & (size >= threshold)
         return _exact_sum(torch.where(kept, size, 0), 24), kept.sum(-1, keepdim=True)
 
 

@@ -160,7 +160,7 @@ Threshold = Dgc | GaussianK | RedSync | Sidco
 Selector = TopK | RandomK | Threshold
 
 
-def kept(selector: Selector, density: Density) -> float:
+def guaranteed_share(selector: Selector, density: Density) -> float:
     """The least part of a row's squared norm that a selector promises to choose: the density for
     exact top-k, nothing for the others."""
     return density.ratio if isinstance(selector, TopK) else 0.0
@@ -214,7 +214,7 @@ def _by_threshold(selector: Threshold, rows: Tensor, density: Density) -> Select
 @dataclass(frozen=True)
 class Bounds:
     """What is chosen of a row, in magnitudes as patterns: what is not below ``high``, and the first
-    ``room`` of what is in ``low ... high``. Each ``[rows, 1]``; ``lost`` as in Selection."""
+    ``capacity`` of what is in ``low ... high``. Each ``[rows, 1]``; ``lost`` as in Selection."""
 
     low: Tensor
     high: Tensor
@@ -355,18 +355,18 @@ def _largest_above(seen: Statistics, threshold: Tensor, peak: Tensor, k: int) ->
     return Bounds(low, high, room, outside.squeeze(-1) > k)
 
 
-def _between(bits: Tensor, within: Bounds, k: int) -> Selection:
+def _between(bits: Tensor, bounds: Bounds, k: int) -> Selection:
     """The entries within bounds."""
-    low, high = within.low, within.high
-    indices = _lowest(bits >= high, (bits >= low) & (bits < high), within.room, k)
-    return Selection(indices, (indices < bits.shape[1]).sum(-1), within.lost)
+    low, high = bounds.low, bounds.high
+    indices = _lowest(bits >= high, (bits >= low) & (bits < high), bounds.room, k)
+    return Selection(indices, (indices < bits.shape[1]).sum(-1), bounds.lost)
 
 
-def _lowest(sure: Tensor, maybe: Tensor, room: Tensor, k: int) -> Tensor:
-    """Indices ``[rows, k]``, ascending, of all that are sure and of the first ``room`` that may be;
-    ``n`` behind them."""
+def _lowest(sure: Tensor, maybe: Tensor, capacity: Tensor, k: int) -> Tensor:
+    """Indices ``[rows, k]``, ascending, of all that are sure and of the first ``capacity`` that may
+    be; ``n`` behind them."""
     second = torch.where(
-        torch.arange(k, device=sure.device) < room, _first(maybe, k), sure.shape[1]
+        torch.arange(k, device=sure.device) < capacity, _first(maybe, k), sure.shape[1]
     )
     return cut(torch.cat([_first(sure, k), second], dim=1).sort(dim=-1).values, k)
 

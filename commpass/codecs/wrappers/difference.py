@@ -6,7 +6,7 @@ its error. Law 1 asks that sender and receivers hold the same bits for a referen
 decoded weight of the last step, not the original. So errors do not add up: what one step lost is
 part of the next difference.
 
-An all_gather keeps its reference between calls (``kept``, ``next_reference``).
+An all_gather keeps its reference between calls (``initial_state``, ``next_reference``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from commpass.ambient import ambient_free
 from commpass.codecs.codec import Codec, Wire, accumulation_dtype
 from commpass.codecs.wrappers.inner import Resolve, inner_codec
 from commpass.errors import PolicyError
+from commpass.utils.ambient import ambient_free
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +38,11 @@ class DifferenceCodec(Codec):
 
     state = "reference"
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, value: object) -> bool:
         return (
-            isinstance(other, DifferenceCodec)
-            and self.inner == other.inner
-            and self.reference is other.reference
+            isinstance(value, DifferenceCodec)
+            and self.inner == value.inner
+            and self.reference is value.reference
         )
 
     def __hash__(self) -> int:
@@ -81,27 +81,27 @@ class DifferenceCodec(Codec):
 
     @ambient_free
     def encode(self, x: Tensor) -> Wire:
-        reference = self._held(tuple(x.shape)).reshape(1, -1)
+        reference = self._reference(tuple(x.shape)).reshape(1, -1)
         return Codec.encode(self.against(reference), x)
 
     @ambient_free
     def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
-        reference = self._held(wire.shape).reshape(1, -1)
+        reference = self._reference(wire.shape).reshape(1, -1)
         return Codec.decode(self.against(reference), wire, like)
 
     def encode_rows(self, rows: Tensor) -> Tensor:
-        return self.inner.encode_rows(change(rows, self._held(tuple(rows.shape))))
+        return self.inner.encode_rows(change(rows, self._reference(tuple(rows.shape))))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        held = self._held((wire.shape[0], numel))
+        held = self._reference((wire.shape[0], numel))
         return changed(held, self.inner.decode_rows(wire, numel, accumulation_dtype(dtype)), dtype)
 
-    def kept(self, x: Tensor, ranks: int) -> Tensor:
+    def initial_state(self, x: Tensor, ranks: int) -> Tensor:
         """What all ranks hold of the shards ``x`` of an all_gather: zeros ``[ranks * n, ...]``, in
         the dtype of ``x``."""
         return x.new_zeros((ranks * x.shape[0], *x.shape[1:]))
 
-    def _held(self, shape: tuple[int, ...]) -> Tensor:
+    def _reference(self, shape: tuple[int, ...]) -> Tensor:
         if self.reference is None:
             raise PolicyError(
                 f"codec {self.spec!r} codes the difference to what receivers hold: give it with"
@@ -115,32 +115,32 @@ class DifferenceCodec(Codec):
         return self.reference
 
 
-def change(x: Tensor, held: Tensor) -> Tensor:
+def change(x: Tensor, previous: Tensor) -> Tensor:
     """``x - held``, in the accumulation dtype of ``x``."""
     work = accumulation_dtype(x.dtype)
     if x.itemsize == 2:  # else Inductor takes the values from which x was rounded, and their noise
         x = x.view(torch.int16).bitwise_and(-1).view(x.dtype)
-    wide, reference = x.to(work), held.to(work)
+    wide, reference = x.to(work), previous.to(work)
     return _cut(wide - reference, wide, reference, work)
 
 
-def changed(held: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+def changed(previous: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     """``held + by``, in the accumulation dtype of ``dtype``, in which it does not overflow."""
-    reference = held.to(accumulation_dtype(dtype))
+    reference = previous.to(accumulation_dtype(dtype))
     return _cut(reference + by, reference, by, dtype)
 
 
-def next_reference(received: Tensor, held: Tensor) -> Tensor:
+def next_reference(received: Tensor, previous: Tensor) -> Tensor:
     """What the next difference is taken to: what was received, but where that is not finite what
     was held before. A NaN of one step would else be in all that follow."""
-    return torch.where(received.isfinite(), received, held)
+    return torch.where(received.isfinite(), received, previous)
 
 
-def _cut(values: Tensor, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+def _cut(values: Tensor, one: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Values of two finite numbers cut at the largest number of ``dtype``, so that none overflows;
     others as they are."""
     limit = torch.finfo(dtype).max
-    return torch.where(one.isfinite() & other.isfinite(), values.clamp(-limit, limit), values)
+    return torch.where(one.isfinite() & value.isfinite(), values.clamp(-limit, limit), values)
 
 
 def difference(resolve: Resolve, spec: str, *, inner: str = "int4(block=2048)") -> Codec:

@@ -64,12 +64,13 @@ class Channels:
             )
         if any(type(channel) is not int or not 0 <= channel < self.width for channel in self.kept):
             raise PolicyError(
-                f"kept channels {_few(self.kept)}: each must be a whole number from 0 to"
+                f"kept channels {_abbreviated(self.kept)}: each must be a whole number from 0 to"
                 f" {self.width - 1}"
             )
         if any(one >= other for one, other in zip(self.kept, self.kept[1:], strict=False)):
             raise PolicyError(
-                f"kept channels {_few(self.kept)}: must ascend, each at most once; sort them"
+                f"kept channels {_abbreviated(self.kept)}: must ascend, each at most once; sort"
+                " them"
             )
         if len(self.kept) == self.width:
             raise PolicyError(
@@ -84,13 +85,15 @@ class Channels:
                     " needed"
                 )
             if any(not 0 <= float(reach) < 3e38 for reach in row):
-                raise PolicyError(f"ranges {_few(row)}: each must be a finite number, 0 or more")
+                raise PolicyError(
+                    f"ranges {_abbreviated(row)}: each must be a finite number, 0 or more"
+                )
         object.__setattr__(self, "kept", tuple(self.kept))
         object.__setattr__(self, "ranges", tuple(tuple(map(_up, row)) for row in self.ranges))
         object.__setattr__(self, "sums", tuple(map(_up, self.sums)))
 
     @property
-    def others(self) -> tuple[int, ...]:
+    def inner_channels(self) -> tuple[int, ...]:
         """The channels that are not kept, ascending."""
         return tuple(sorted(set(range(self.width)) - set(self.kept)))
 
@@ -153,7 +156,7 @@ class Channels:
     def to_text(self) -> str:
         """A word of letters and digits, which may stand in a codec's name; ``from_text`` makes the
         same Channels of it."""
-        words = [_word(reach) for row in (*self.ranges, self.sums) for reach in row]
+        words = [_bfloat16_bits(reach) for row in (*self.ranges, self.sums) for reach in row]
         rows = len(self.ranges) | (WITH_SUMS if self.sums else 0)
         numbers = (self.width, len(self.kept), rows, *self.kept)
         raw = struct.pack(f"<{len(numbers)}I{len(words)}H", *numbers, *words)
@@ -183,24 +186,24 @@ WITH_SUMS = 1 << 31
 """Beside the number of rows in the text of Channels: the last row is that of sums."""
 
 
-def _word(reach: float) -> int:
+def _bfloat16_bits(reach: float) -> int:
     """The upper half of a float32, which is a bfloat16."""
     return int(struct.unpack("<I", struct.pack("<f", reach))[0] >> 16)
 
 
-def _reach(word: int) -> float:
-    return float(struct.unpack("<f", struct.pack("<I", word << 16))[0])
+def _reach(bits: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
 
 
 def _up(reach: float) -> float:
     """The least bfloat16 that is not below a number of 0 ... 3e38."""
-    word = _word(reach)
+    word = _bfloat16_bits(reach)
     while _reach(word) < reach:
         word += 1
     return _reach(word)
 
 
-def _few(numbers: Sequence[Any]) -> str:
+def _abbreviated(numbers: Sequence[Any]) -> str:
     return str(list(numbers[:6])).replace("]", ", ...]" if len(numbers) > 6 else "]")
 
 
@@ -403,12 +406,12 @@ class OutlierCodec(Codec):
     def _kept_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return aligned(self._tokens(numel) * len(self.channels.kept) * KEPT[dtype].itemsize)
 
-    def _others(self, numel: int) -> int:
+    def _inner_numel(self, numel: int) -> int:
         return self._tokens(numel) * (self.channels.width - len(self.channels.kept))
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self._kept_bytes(numel, dtype) + self.inner.wire_bytes(
-            self._others(numel), self._inner_dtype(dtype)
+            self._inner_numel(numel), self._inner_dtype(dtype)
         )
 
     def _inner_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -433,7 +436,7 @@ class OutlierCodec(Codec):
             )
         narrow = finite_stays(kept, kept, KEPT[rows.dtype]).to(KEPT[rows.dtype])
         first = to_bytes(narrow.reshape(count, tokens * split))
-        second = self.inner.encode_rows(self._flat(others, count, self._others(numel)))
+        second = self.inner.encode_rows(self._flat(others, count, self._inner_numel(numel)))
         return torch.cat([pad(first, self._kept_bytes(numel, rows.dtype)), second], dim=1)
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -443,9 +446,9 @@ class OutlierCodec(Codec):
         kept = from_bytes(raw, KEPT[dtype]).to(work).reshape(count, tokens, split)
         start = self._kept_bytes(numel, dtype)
         second = wire.narrow(1, start, wire.shape[1] - start)
-        others = self.inner.decode_rows(second, self._others(numel), self._inner_dtype(dtype)).to(
-            work
-        )
+        others = self.inner.decode_rows(
+            second, self._inner_numel(numel), self._inner_dtype(dtype)
+        ).to(work)
         others = others.reshape(count, tokens, self.channels.width - split)
         if scales:
             others = finite_stays(
@@ -454,10 +457,10 @@ class OutlierCodec(Codec):
         rows = torch.cat([kept, others], dim=2).index_select(2, back)
         return cut_apart(rows.reshape(count, tokens * self.channels.width), numel)
 
-    def _flat(self, others: Tensor, count: int, numel: int) -> Tensor:
+    def _flat(self, inner: Tensor, count: int, numel: int) -> Tensor:
         """``[rows, numel]``; for a static grid cut apart from something longer: nothing else in it,
         as a peak would be, makes a compiler compute the scaled values once."""
-        flat = others.reshape(count, numel)
+        flat = inner.reshape(count, numel)
         return cut_apart(pad(flat, numel + 1), numel) if self.largest else flat
 
     def _scale(self, scales: Tensor, count: int, *, encode: bool) -> Tensor:
@@ -491,7 +494,7 @@ TEXT = "the statistics of codec 'outlier'"
 def _constants(channels: Channels, largest: int) -> tuple[str, ...]:
     """The names of what the codec needs on a device: int64 ``[width]`` twice, and where scales are
     static float64 ``[ranks or 1, others]``."""
-    others = channels.others
+    others = channels.inner_channels
     order = (*channels.kept, *others)
     back = sorted(range(len(order)), key=lambda place: order[place])
     names = [constants.named(order, torch.int64), constants.named(back, torch.int64)]

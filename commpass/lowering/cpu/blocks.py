@@ -133,7 +133,7 @@ struct Blocks {
 """
 
 
-def why_not(codec: BlockCodec) -> str:
+def unsupported_reason(codec: BlockCodec) -> str:
     """Why there is no C++ for a block codec; "" where there is."""
     if not isinstance(codec.layout, Flat):
         return f"there is no C++ for blocks laid out as {type(codec.layout).__name__}"
@@ -145,7 +145,7 @@ def why_not(codec: BlockCodec) -> str:
         return "there is no C++ for rounding at random"
     if isinstance(codec.scale, Static) and not isinstance(codec.transform, NoTransform):
         return "there is no C++ for values that are transformed, then scaled by what nobody sends"
-    return str(grids.why_not(codec.grid) or scales.why_not(codec.scale))
+    return str(grids.unsupported_reason(codec.grid) or scales.unsupported_reason(codec.scale))
 
 
 def text(codec: BlockCodec, name: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commpass.errors import CommpassError
 from commpass.lowering.chain import Chain, Decode, Encode
-from commpass.lowering.cpu.chains import added, given, impossible, source
+from commpass.lowering.cpu.chains import added, impossible, output_dtype, source
 
 LEAST = 1 << 15
 """Values for which a further thread is worth waking."""
@@ -46,7 +46,7 @@ class Compiled:
         made = numel if chain.encodes is None else _wire(chain.encodes, numel, chain)
         more = added(chain)
         shapes = [(rows * chain.ranks, taken), *[(rows, numel)] * len(more), (rows, made)]
-        dtypes = [chain.taken, *more, given(chain)]
+        dtypes = [chain.taken, *more, output_dtype(chain)]
         if len(tensors) != len(shapes):
             raise CommpassError(f"{len(tensors) - 1} inputs for a chain of {len(shapes) - 1}")
         for value, shape, dtype in zip(tensors, shapes, dtypes, strict=True):

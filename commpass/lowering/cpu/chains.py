@@ -8,7 +8,6 @@ from functools import cache
 
 import torch
 
-from commpass.ambient import making_lasting_tensors
 from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.transforms import Hadamard
 from commpass.codecs.exponent.codec import ExponentCodec
@@ -20,6 +19,7 @@ from commpass.lowering.cpu.floats import FLOATS
 from commpass.lowering.cpu.grids import CODES
 from commpass.lowering.cpu.rotation import ROTATION, transform
 from commpass.lowering.cpu.scales import SCALES, sums_up
+from commpass.utils.ambient import making_lasting_tensors
 
 TILE = 256
 """A unit holds whole multiples of so many values: tiles of 16 vectors of 16."""
@@ -33,7 +33,7 @@ def supports(chain: Chain) -> str:
 
 def impossible(chain: Chain) -> str:
     """Why there is no C++ for a chain, in words; "" where there is."""
-    return next(_obstacles(chain), "")
+    return next(_unsupported_reasons(chain), "")
 
 
 def _has_vectors() -> bool:
@@ -52,7 +52,7 @@ def _slower(chain: Chain) -> str:
     return ""
 
 
-def _obstacles(chain: Chain) -> Iterator[str]:
+def _unsupported_reasons(chain: Chain) -> Iterator[str]:
     if not chain.steps:
         yield "a chain of no steps"
     if not _has_vectors():
@@ -64,7 +64,7 @@ def _obstacles(chain: Chain) -> Iterator[str]:
         if isinstance(step, (Encode, Decode)):
             if not isinstance(step.codec, BlockCodec):
                 yield f"there is no C++ for {type(step.codec).__name__}"
-            elif reason := blocks.why_not(step.codec):
+            elif reason := blocks.unsupported_reason(step.codec):
                 yield reason
         if isinstance(step, Decode) and place:
             yield "a wire is taken by the first step alone"
@@ -108,7 +108,7 @@ def _lossless_obstacles(chain: Chain) -> Iterator[str]:
     others = [each for each in chain.steps if each is not step and each != Cast(dtype)]
     if others or (isinstance(step, Encode) and len(chain.steps) > 1):
         yield "the C++ of exponents encodes or decodes, and nothing besides"
-    elif reason := exponents.why_not(step.codec, dtype):
+    elif reason := exponents.unsupported_reason(step.codec, dtype):
         yield reason
 
 
@@ -127,7 +127,7 @@ def _dtypes(chain: Chain) -> list[torch.dtype]:
     return dtypes
 
 
-def given(chain: Chain) -> torch.dtype:
+def output_dtype(chain: Chain) -> torch.dtype:
     """The dtype of what a chain writes."""
     return _dtypes(chain)[-1]
 

@@ -33,7 +33,7 @@ from commpass.codecs.exponent.codec import (
 from commpass.codecs.exponent.floats import FORMS, LANES, LINE, FloatForm, join, pack, split
 from commpass.codecs.exponent.floats import unpack as unpack_pairs
 from commpass.codecs.exponent.ladder import BINS, Ladder
-from commpass.lowering.cpu.words import Lines
+from commpass.lowering.cpu.expressions import Lines
 
 WORDS = """
 typedef int32_t Word __attribute__((vector_size(4 * W)));  // W columns
@@ -100,7 +100,7 @@ constexpr int RARE = 12;
 """
 
 
-def why_not(codec: ExponentCodec, dtype: torch.dtype) -> str:
+def unsupported_reason(codec: ExponentCodec, dtype: torch.dtype) -> str:
     """Why there is no C++ for an exponent codec; "" where there is."""
     return "" if dtype in FORMS else f"there is no C++ for exponents of {dtype}"
 
@@ -110,7 +110,7 @@ def text(codec: ExponentCodec, dtype: torch.dtype, role: str) -> str:
     form, ladder = FORMS[dtype], codec.ladder
     fields = (*ladder.fields[:-1], form.exponent_bits)
     constants = f"""
-constexpr int ITEM = {dtype.itemsize}, PARTS = {form.words}, REST = {form.rest_words};
+constexpr int ITEM = {dtype.itemsize}, PARTS = {form.packed_length}, REST = {form.rest_words};
 constexpr int EXPONENT = {form.exponent_bits}, FIRST = {ladder.planes};
 constexpr int STATIC = REST + FIRST, RAW = EXPONENT - FIRST, CAPACITY = LANES * RAW;
 constexpr int STEPS = {len(fields)};
@@ -140,7 +140,9 @@ def _places(name: str, number: int, first: int = 0) -> list[str]:
 
 
 def _modes(lines: Lines, ladder: Ladder) -> list[Any]:
-    return [lines.word(f"Word{{}} - int(mode == {number + 1})") for number in range(ladder.modes)]
+    return [
+        lines.expression(f"Word{{}} - int(mode == {number + 1})") for number in range(ladder.modes)
+    ]
 
 
 # --- encode ---------------------------------------------------------------------------------------
@@ -148,7 +150,9 @@ def _modes(lines: Lines, ladder: Ladder) -> list[Any]:
 
 def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
     first = Lines()
-    words = [first.word(f"get<Word>(words + {i} * 128 + g * 4)") for i in range(form.words)]
+    words = [
+        first.expression(f"get<Word>(words + {i} * 128 + g * 4)") for i in range(form.packed_length)
+    ]
     pairs: list[Any]
     pairs, rest = split(form, words)
     first.stores([f"out + {i} * line + g * 4" for i in range(form.rest_words)], rest)
@@ -158,7 +162,10 @@ def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
 
     counting = Lines()
     planes = counting.loads(_places("plane", form.exponent_bits))
-    base, there = counting.word("Word{} + base"), counting.word("get<Word>((Byte*)(present + g))")
+    base, there = (
+        counting.expression("Word{} + base"),
+        counting.expression("get<Word>((Byte*)(present + g))"),
+    )
     offset = subtract(planes, spread(base, 9))
     near = there & ~any_of(offset[4:])
     terms = [term & near for term in equals(offset[:4], range(BINS))]
@@ -168,7 +175,9 @@ def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
     planes = second.loads(_places("plane", form.exponent_bits))
     steps: list[Any]
     masks: list[Any]
-    steps, masks = ladder.encode(planes, second.word("Word{} + start"), _modes(second, ladder))
+    steps, masks = ladder.encode(
+        planes, second.expression("Word{} + start"), _modes(second, ladder)
+    )
     second.stores([f"out + (REST + {i}) * line + g * 4" for i in range(ladder.planes)], steps[0])
     base_of = [sum(fields[:number]) for number in range(len(fields))]
     strings = []
@@ -180,7 +189,7 @@ def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
             [f"(Byte*)(mask[{number}] + g)", f"(Byte*)(fields[{number}] + g)"], [mask, count(mask)]
         )
         lines = Lines()
-        plan = moves(lines.word(f"get<Word>((Byte*)(mask[{number}] + g))"))
+        plan = moves(lines.expression(f"get<Word>((Byte*)(mask[{number}] + g))"))
         lines.stores(places, [compress(plane, plan) for plane in lines.loads(places)])
         joins = "\n        ".join(
             f"string |= uint64_t(uint32_t(field[{at + i}][l])) << std::min({i} * c, 63);"
@@ -212,8 +221,8 @@ def _encode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
   }}""")
 
     choice = Lines()
-    bins = [choice.word(f"ones(bin[{place}])", "int32_t") for place in range(BINS)]
-    zeros = choice.word("values - number", "int32_t")
+    bins = [choice.expression(f"ones(bin[{place}])", "int32_t") for place in range(BINS)]
+    zeros = choice.expression("values - number", "int32_t")
     gains = ladder.gains(bins, zeros, form.exponent_bits)
     choice.lines.append(f"int32_t best = {gains[0].name}, place = 0;")
     for place, gain in enumerate(gains[1:], start=1):
@@ -363,7 +372,7 @@ def _decode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
     steps = []
     for number, bits in enumerate(fields):
         lines, base = Lines(), sum(fields[:number])
-        mask = lines.word("get<Word>((Byte*)(here + g))")
+        mask = lines.expression("get<Word>((Byte*)(here + g))")
         closed = lines.loads(_places("field", bits))
         plan = moves(mask)
         opened = [expand(plane, plan, mask) for plane in closed]
@@ -403,16 +412,16 @@ def _decode(ladder: Ladder, form: FloatForm, fields: tuple[int, ...]) -> str:
     for number, bits in enumerate(fields):
         known.append(last.loads(_places("step", bits, sum(fields[:number]))))
     exponents = ladder.decode(
-        known, last.word("Word{} + start"), _modes(last, ladder), form.exponent_bits
+        known, last.expression("Word{} + start"), _modes(last, ladder), form.exponent_bits
     )
     last.stores(_places("plane", form.exponent_bits), exponents)
 
     final = Lines()
     exponents = final.loads(_places("plane", form.exponent_bits))
-    exponents += [final.word("Word{}")] * (8 - form.exponent_bits)
+    exponents += [final.expression("Word{}")] * (8 - form.exponent_bits)
     rest = final.loads([f"wire + {i} * line + g * 4" for i in range(form.rest_words)])
     values: list[Any] = join(form, unpack_pairs(transpose(exponents), 8), rest)
-    final.stores([f"out + {i} * 128 + g * 4" for i in range(form.words)], values)
+    final.stores([f"out + {i} * 128 + g * 4" for i in range(form.packed_length)], values)
     return f"""
 // Reads strings one behind the other; no index leads outside, whatever the wire holds.
 struct Cursor {{

@@ -130,12 +130,12 @@ def grid(part: Grid, name: str) -> str:
 
 
 @by_type
-def why_not(part: Grid) -> str:
+def unsupported_reason(part: Grid) -> str:
     """Why there is no C++ for a grid; "" where there is."""
     return f"there is no C++ for {type(part).__name__}"
 
 
-@why_not.register
+@unsupported_reason.register
 def _any(part: IntGrid | LevelGrid | Fp8Grid | CompandedGrid) -> str:
     return ""
 

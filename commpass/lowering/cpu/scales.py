@@ -217,7 +217,7 @@ def scale(part: Scale, grid: str) -> str:
 
 
 @by_type
-def why_not(part: Scale) -> str:
+def unsupported_reason(part: Scale) -> str:
     """Why there is no C++ for a scale; "" where there is."""
     return f"there is no C++ for {type(part).__name__} scales"
 
@@ -233,7 +233,7 @@ def _static(part: Static, grid: str) -> str:
     return f"Static<{grid}, {bits}u>"
 
 
-@why_not.register
+@unsupported_reason.register
 def _any(part: Absmax | Rms | Dual | Static) -> str:
     return ""
 

@@ -32,12 +32,20 @@ from commpass.lowering.gpu.exchange_kernel import (
     Memory,
     kernel,
     memory_of,
-    obstacle,
+    unsupported_reason,
 )
-from commpass.lowering.gpu.launch import has_fp8, interpreting, places
+from commpass.lowering.gpu.launch import has_fp8, interpreting, offsets
 from commpass.lowering.gpu.source import load
 
-__all__ = ["Exchange", "Memory", "Workspace", "all_reduce", "memory_of", "obstacle", "run"]
+__all__ = [
+    "Exchange",
+    "Memory",
+    "Workspace",
+    "all_reduce",
+    "memory_of",
+    "run",
+    "unsupported_reason",
+]
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
         "sums_at": memory.sums,
         "wire_bytes": exchange.wire_bytes,
     }
-    found |= places("made", coder, exchange.length, torch.float32)
+    found |= offsets("made", coder, exchange.length, torch.float32)
     if isinstance(coder.rounding, Stochastic):
         for name, hop in (("key", 0), ("sum_key", LAST)):
             key = key_of(coder.rounding.seed, (rank, hop))
@@ -141,11 +149,13 @@ def workspace(exchange: Exchange, group: dist.ProcessGroup, device: torch.device
     """The workspace of a group for an exchange; the first time all its ranks make it together."""
     held = _held.setdefault(group, {})
     if (exchange, device) not in held:
-        held[exchange, device] = _made(exchange, group, device)
+        held[exchange, device] = _agreed_workspace(exchange, group, device)
     return held[exchange, device]
 
 
-def _made(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:
+def _agreed_workspace(
+    exchange: Exchange, group: dist.ProcessGroup, device: torch.device
+) -> Workspace:
     """Agreed on by all ranks: each says what it is about to do, and what stands in its way."""
     card, why = _card(exchange, device)
     what = (
@@ -184,7 +194,7 @@ def _card(exchange: Exchange, device: torch.device) -> tuple[Card, str]:
     capability = (seen.major, seen.minor) if torch.version.hip is None else None
     name = f"{socket.gethostname()} {seen.uuid}"
     card = Card(name, seen.multi_processor_count, seen.warp_size)
-    return card, obstacle(exchange, processors=card.processors, card=capability)
+    return card, unsupported_reason(exchange, processors=card.processors, card=capability)
 
 
 def _symmetric(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:

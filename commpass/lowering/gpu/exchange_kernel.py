@@ -76,7 +76,7 @@ class Exchange:
 
     @property
     def wire_bytes(self) -> int:
-        return self.codec.within.wire_bytes(self.length, torch.float32)
+        return self.codec.domain_codec.wire_bytes(self.length, torch.float32)
 
     @property
     def buffers(self) -> int:
@@ -105,7 +105,7 @@ class Exchange:
     @property
     def block_codec(self) -> BlockCodec:
         """The codec of what travels: values that have entered the domain."""
-        within = self.codec.within
+        within = self.codec.domain_codec
         assert isinstance(within, BlockCodec)
         return within
 
@@ -141,7 +141,7 @@ def memory_of(exchange: Exchange) -> Memory:
 # --- what can be exchanged ------------------------------------------------------------------------
 
 
-def obstacle(
+def unsupported_reason(
     exchange: Exchange, *, processors: int | None = None, card: tuple[int, int] | None = None
 ) -> str:
     """Why no kernel can carry out an exchange; "" if one can. ``processors`` of the card (SMs, CUs)
@@ -176,7 +176,7 @@ def obstacle(
 
 def _chains(exchange: Exchange) -> list[Chain]:
     """What a kernel does before it signals and after it has waited."""
-    domain, within = exchange.codec.domain, exchange.codec.within
+    domain, within = exchange.codec.domain, exchange.codec.domain_codec
     summed = (Decode(within, exchange.dtype), Sum(exchange.ranks))
     leaves = (Leave(domain), Cast(exchange.dtype))
     return [
@@ -212,7 +212,7 @@ row; where the counters, the ranks that did not come and the wires begin, and ho
 
 @lru_cache(maxsize=256)
 def kernel(exchange: Exchange) -> Kernel:
-    """The kernel of an exchange (``obstacle`` must be "")."""
+    """The kernel of an exchange (``unsupported_reason`` must be "")."""
     writer = _writer(exchange)
     lines = [*_beginning(writer), *(_LINES[exchange.algorithm](writer)), *_end()]
     pointers = {"peers": "*i64", "taken": writer.values, "made": writer.values}
@@ -283,7 +283,7 @@ class _Writer:
         return generate.lines_of(Enter(self.exchange.codec.domain), self.size)
 
     @property
-    def left(self) -> list[str]:
+    def remaining(self) -> list[str]:
         return generate.lines_of(Leave(self.exchange.codec.domain), self.size)
 
     @property
@@ -394,7 +394,7 @@ def _stored(writer: _Writer) -> list[str]:
     """The result; where somebody did not come, no number at all."""
     store = f"store_values_{writer.values.removeprefix('*')}"
     return [
-        *writer.left,
+        *writer.remaining,
         'x = tl.where(late == 0, x, float("nan"))',
         f"{store}(made + at, x, there, CASTS)",
     ]

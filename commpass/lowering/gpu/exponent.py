@@ -84,7 +84,7 @@ class Kernels:
     launches: tuple[Launch, ...]
 
 
-def missing(numel: int, dtype: torch.dtype) -> str | None:
+def unsupported_reason(numel: int, dtype: torch.dtype) -> str | None:
     """Why there are no kernels for such a row, or None."""
     if dtype not in FORMS:
         return f"{dtype} travels as it is"
@@ -163,7 +163,7 @@ def encode_rows(
     traced, for Inductor, which launches the kernels itself.
     """
     count, numel = rows.shape
-    if missing(numel, rows.dtype) is not None or count == 0:
+    if unsupported_reason(numel, rows.dtype) is not None or count == 0:
         return coder.encode_rows(rows)
     rows = rows.contiguous()
     halves = _needs_halves(rows)
@@ -190,7 +190,7 @@ def decode_rows(
     """``wire [count, wire_bytes]`` back to rows ``[count, numel]`` in ``dtype``; ``graph`` as for
     ``encode_rows``."""
     count = wire.shape[0]
-    if missing(numel, dtype) is not None or count == 0:
+    if unsupported_reason(numel, dtype) is not None or count == 0:
         return coder.decode_rows(wire, numel, dtype)
     wire = wire.contiguous()
     if wire.storage_offset() % 4:
@@ -244,7 +244,7 @@ class _Sizes:
 def _sizes(
     coder: ExponentCodec, count: int, numel: int, dtype: torch.dtype, tiling: Tiling
 ) -> _Sizes:
-    reason = missing(numel, dtype)
+    reason = unsupported_reason(numel, dtype)
     assert reason is None, reason
     columns = numel // LINE * (LINE // LANES)
     tiles = -(-columns // tiling.columns)
@@ -264,9 +264,9 @@ def _counters(sizes: _Sizes) -> tuple[tuple[str, str], ...]:
     return ("tallies", "*i32"), ("groups", "*i32" if sizes.sums == torch.int32 else "*i64")
 
 
-def _numbers(sizes: _Sizes, words: int) -> tuple[tuple[str, int], ...]:
+def _numbers(sizes: _Sizes, length: int) -> tuple[tuple[str, int], ...]:
     return (
-        ("words", words),
+        ("pitch", length),
         ("quads", sizes.columns // 4),
         ("static", sizes.static),
         ("tiles", sizes.tiles),
@@ -287,7 +287,7 @@ def _known(
     moved = [0, *(table[-1] for table in ladder.offsets[: ladder.modes])]
     return {
         "FORM": NUMBERS[dtype],
-        "WORDS": form.words,
+        "PACKED": form.packed_length,
         "REST": form.rest_words,
         "EXPONENT": form.exponent_bits,
         "STEPS": len(ladder.steps),

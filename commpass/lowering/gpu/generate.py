@@ -106,7 +106,7 @@ def obstacle(chain: Chain, numel: int) -> str:
     if not coders:
         return "nothing is encoded or decoded"
     for coder in coders:
-        if why := _obstacle_of(coder, numel):
+        if why := _unsupported_codec(coder, numel):
             return f"{coder.spec}: {why}"
     sizes = {_block_codec(coder).layout.size(numel) for coder in coders}
     layouts_ = {_block_codec(coder).layout for coder in coders}
@@ -135,7 +135,7 @@ def coders_of(chain: Chain) -> list[Codec]:
     return [step.codec for step in chain.steps if isinstance(step, (Decode, Encode))]
 
 
-def _obstacle_of(coder: Codec, numel: int) -> str:
+def _unsupported_codec(coder: Codec, numel: int) -> str:
     if not isinstance(coder, BlockCodec):
         return "no block codec, and kernels are made of the parts of one"
     size = coder.layout.size(numel)
@@ -176,16 +176,16 @@ class Body:
     def add(self, *lines: str) -> None:
         self.lines += lines
 
-    def takes(self, name: str, what: str) -> str:
+    def add_argument(self, name: str, declaration: str) -> str:
         """An argument of the entry."""
-        self.signature[name] = what
+        self.signature[name] = declaration
         return name
 
 
 @lru_cache(maxsize=1024)
 def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
-    """The kernel of a chain for rows of ``numel`` values (``obstacle`` must be ""). It depends on
-    that number where the size of a block does, or where the last block is not full."""
+    """The kernel of a chain for rows of ``numel`` values (``unsupported_reason`` must be ""). It
+    depends on that number where the size of a block does, or where the last block is not full."""
     layout = _block_codec(coders_of(chain)[0]).layout
     size = layout.size(numel)
     body = Body(size, parts.place(layout, size))
@@ -195,11 +195,11 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     body.add("inside += tl.arange(0, PARTS)[None, :, None] * (SIZE // PARTS)")
     body.add(f"place = {body.place}", "there = place < numel", "here = block < blocks")
     if chain.decodes is None:
-        body.takes("taken", TYPES[chain.taken])
+        body.add_argument("taken", TYPES[chain.taken])
         body.add("x = tl.load(taken + row * taken_stride + place, mask=there, other=0.0)")
         body.add("x = to_float32(x)")
     else:
-        body.takes("taken", "*u8")
+        body.add_argument("taken", "*u8")
     held = chain.taken if chain.decodes is None else torch.float32
     for step in chain.steps:
         if isinstance(step, Encode) and chain.decodes and layout.blocks(numel) * size != numel:
@@ -207,12 +207,12 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
         held = dtype_after(step, held)
         _write(step, body, chain)
     if chain.encodes is None:
-        body.takes("made", TYPES[held])
+        body.add_argument("made", TYPES[held])
         body.add(f"{_stored(held)}(made + row * made_stride + place, x, there, CASTS)")
     for name in ("taken_stride", "made_stride"):
-        body.takes(name, "i64")
+        body.add_argument(name, "i64")
     for name in ("numel", "blocks"):
-        body.takes(name, "i32")
+        body.add_argument(name, "i32")
     blocks = max(1, _tile(chain) // size)
     for step in chain.steps:
         if isinstance(step, Normalise):
@@ -292,9 +292,9 @@ def _encode(step: Encode, body: Body, chain: Chain) -> None:
 def write_encode(coder: BlockCodec, body: Body) -> list[tuple[str, str]]:
     """``x`` to ``made``, a wire. Regions and their lengths, behind which it is still to be filled
     up, are returned."""
-    body.takes("made", "*u8")
+    body.add_argument("made", "*u8")
     if isinstance(coder.rounding, Stochastic):
-        body.takes("key", "i32")
+        body.add_argument("key", "i32")
     body.add(*encode_lines(coder))
     body.add("wire = made + row * made_stride")
     for low, width, first, length in parts.packs(coder.grid.bits, body.size):
@@ -308,7 +308,7 @@ def write_encode(coder: BlockCodec, body: Body) -> list[tuple[str, str]]:
         body.add(f"store_{stored}(wire + {at} + block * {itemsize}, {name}, here)")
         ends.append((f"wire + {at}", f"blocks * {itemsize}"))
     if coder.transform.side:
-        at = body.takes("made_side_at", "i32")
+        at = body.add_argument("made_side_at", "i32")
         body.add(f"tl.store(wire + {at} + block, side.to(tl.uint8), mask=here)")
         ends.append((f"wire + {at}", "blocks"))
     return ends
@@ -326,10 +326,10 @@ def encode_lines(coder: BlockCodec) -> list[str]:
         if not grid.has_zero:
             lines.append(f"{last} = without_zero({last}, peak, {grid.largest!r})")
         for i in range(scale.numbers):
-            lines.append(f"number_{i} = up_{scale.stored}(spoiled(number_{i}, peak))")
+            lines.append(f"number_{i} = up_{scale.stored}(propagate_nonfinite(number_{i}, peak))")
     lines += parts.units(scale, grid)
     lines.append(f"noise = {parts.noise(coder.rounding)}")
-    lines += parts.encoded(grid, parts.kept_in(scale))
+    lines += parts.encoded(grid, parts.never_exceeds(scale))
     return lines + parts.refitted(scale, grid)
 
 
@@ -397,7 +397,7 @@ def write_decode(
     regions = list(_regions(coder, body, "taken"))
     given = ["wire", "block", "inside", "here", *(at for _, _, at in regions)]
     if coder.transform.side:
-        given.append(body.takes("taken_side_at", "i32"))
+        given.append(body.add_argument("taken_side_at", "i32"))
     lines = decode_lines(coder, dtype, body.size, regions)
     constants = [n for n in ("FP8", "PARTS", "CUT") if any(n in line for line in lines)]
     header = ", ".join([*given, *(f"{each}: tl.constexpr" for each in constants)])
@@ -431,24 +431,24 @@ def decode_lines(
         lines.append("side = tl.load(wire + taken_side_at + block, mask=here, other=0)")
         lines.append("side = side.to(tl.int32)")
     lines += parts.inverse(coder.transform, float(sums))
-    return [*lines, *_within(coder, torch.finfo(dtype).max)]
+    return [*lines, *_clamped(coder, torch.finfo(dtype).max)]
 
 
-def _within(coder: BlockCodec, limit: float) -> list[str]:
+def _clamped(coder: BlockCodec, limit: float) -> list[str]:
     """Cuts ``x`` at the largest number of its dtype, where a scale can make it larger."""
     most = coder.grid.largest * coder.transform.sums
     if isinstance(coder.scale, Static) and not coder.offset and coder.scale.value * most <= limit:
         return []
-    return ["if CUT:", f"    x = within(x, {limit!r})"]
+    return ["if CUT:", f"    x = clamp_to(x, {limit!r})"]
 
 
 def _regions(coder: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str, str]]:
     """The numbers that travel for each block: their names, stored forms, and the arguments that
     say where their regions begin."""
     if coder.offset:
-        yield "middle", coder.offset.stored, body.takes(f"{of}_middle_at", "i32")
+        yield "middle", coder.offset.stored, body.add_argument(f"{of}_middle_at", "i32")
     for i in range(coder.scale.numbers):
-        yield f"number_{i}", coder.scale.stored, body.takes(f"{of}_number_{i}_at", "i32")
+        yield f"number_{i}", coder.scale.stored, body.add_argument(f"{of}_number_{i}_at", "i32")
 
 
 @_write.register
@@ -484,7 +484,7 @@ def _cast(step: Cast, body: Body, chain: Chain) -> None:
 
 @_write.register
 def _add(step: Add, body: Body, chain: Chain) -> None:
-    name = body.takes(f"added_{next(body.numbers)}", TYPES[step.dtype])
+    name = body.add_argument(f"added_{next(body.numbers)}", TYPES[step.dtype])
     place = f"{name} + row * made_stride + place"
     body.add(f"x = x + to_float32(tl.load({place}, mask=there, other=0.0))")
     if step is not chain.steps[-1]:
@@ -493,7 +493,7 @@ def _add(step: Add, body: Body, chain: Chain) -> None:
 
 @_write.register
 def _normalise(step: Normalise, body: Body, chain: Chain) -> None:
-    weight = body.takes("weight", TYPES[step.dtype])
+    weight = body.add_argument("weight", TYPES[step.dtype])
     column = f"(place % {step.width})"
     body.add(f"x = normalised(x, {step.width}, {step.eps!r})")
     body.add(f"x = x * to_float32(tl.load({weight} + {column}, mask=there, other=0.0))")

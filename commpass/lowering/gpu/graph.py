@@ -14,7 +14,7 @@ from commpass.codecs.exponent.codec import ExponentCodec
 from commpass.lowering.chain import Chain
 from commpass.lowering.gpu import exponent, launch, matmul_launch
 from commpass.lowering.gpu.generate import kernel
-from commpass.lowering.gpu.matmul_encode import obstacle
+from commpass.lowering.gpu.matmul_encode import unsupported_reason
 from commpass.lowering.gpu.matmul_sizes import Problem
 from commpass.lowering.gpu.source import load
 from commpass.lowering.matmul import Product
@@ -50,13 +50,13 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
     encodes = node.target is operators.ops.encode.default
     rows: Tensor = node.all_input_nodes[0].meta["val"] if encodes else value
     fixed = all(isinstance(n, int) for n in (*rows.shape, *rows.stride(), *value.shape))
-    if not fixed or exponent.missing(rows.shape[1], rows.dtype) is not None:
+    if not fixed or exponent.unsupported_reason(rows.shape[1], rows.dtype) is not None:
         return None
 
-    def call(*given: Tensor) -> Tensor:
+    def call(*inputs: Tensor) -> Tensor:
         if encodes:
-            return exponent.encode_rows(coder, given[0], graph=True)
-        wire = given[0] if len(given) == 1 else torch.cat(given, dim=1)
+            return exponent.encode_rows(coder, inputs[0], graph=True)
+        wire = inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=1)
         return exponent.decode_rows(coder, wire, rows.shape[1], rows.dtype, graph=True)
 
     return torch.func.functionalize(call)
@@ -74,7 +74,7 @@ def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: Product
     if made is None:
         return "an operand lies neither by rows nor by columns"
     problem = Problem(int(a.shape[0]), int(b.shape[1]), int(a.shape[1]), product.rows)
-    return obstacle(product.codec, made, problem, arch=matmul_launch.arch_of(a.device))
+    return unsupported_reason(product.codec, made, problem, arch=matmul_launch.arch_of(a.device))
 
 
 def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:

@@ -23,15 +23,15 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def run(chain: Chain, taken: Tensor, numel: int, *others: Tensor) -> Tensor:
+def run(chain: Chain, inputs: Tensor, numel: int, *constants: Tensor) -> Tensor:
     """Rows of values or wires ``[rows, n]`` to rows of values ``[rows', numel]`` or wires; rows are
-    ``numel`` values each. ``others`` are what later steps take (residuals, weights)."""
+    ``numel`` values each. ``constants`` are what later steps take (residuals, weights)."""
     if why := obstacle(chain, numel):
         raise CommpassError(f"no kernel: {why}")
     generated = kernel(chain, numel)
-    rows = taken.shape[0] // chain.ranks
-    made = empty(generated, rows, numel, taken.device)
-    launch(generated, [taken, *others], made, numel)
+    rows = inputs.shape[0] // chain.ranks
+    made = empty(generated, rows, numel, inputs.device)
+    launch(generated, [inputs, *constants], made, numel)
     return made
 
 
@@ -44,23 +44,23 @@ def empty(generated: Generated, rows: int, numel: int, device: torch.device) -> 
     return torch.empty((rows, width), dtype=dtype, device=device)
 
 
-def launch(generated: Generated, taken: Sequence[Tensor], made: Tensor, numel: int) -> None:
-    """Calls a kernel; ``taken`` are the rows, then what later steps take."""
-    arguments = [*taken[:1], *taken[1:], made]
-    values = scalars(generated, numel, taken[0].stride(0), made.stride(0))
-    programs, rows = grid(generated, numel, made.shape[0])
+def launch(generated: Generated, inputs: Sequence[Tensor], outputs: Tensor, numel: int) -> None:
+    """Calls a kernel; ``inputs`` are the rows, then what later steps take."""
+    arguments = [*inputs[:1], *inputs[1:], outputs]
+    values = scalars(generated, numel, inputs[0].stride(0), outputs.stride(0))
+    programs, rows = grid(generated, numel, outputs.shape[0])
     if not programs or not rows:
         return
     load(generated.source)[(programs, rows)](
         *ordered(generated, arguments, values),
-        **constants(generated, taken[0].device),
+        **constants(generated, inputs[0].device),
         **({} if interpreting() else {"enable_fp_fusion": generated.fuses}),
         num_warps=generated.num_warps,
     )
 
 
 def grid(generated: Generated, numel: int, rows: int) -> tuple[int, int]:
-    blocks = _coder(generated).layout.blocks(numel)
+    blocks = _codec(generated).layout.blocks(numel)
     return (blocks + generated.blocks - 1) // generated.blocks, rows
 
 
@@ -73,13 +73,13 @@ def scalars(
         "taken_stride": taken_stride,
         "made_stride": made_stride,
         "numel": numel,
-        "blocks": _coder(generated).layout.blocks(numel),
+        "blocks": _codec(generated).layout.blocks(numel),
     }
     if chain.decodes is not None:
-        found |= places("taken", chain.decodes.codec, numel, chain.decodes.dtype)
+        found |= offsets("taken", chain.decodes.codec, numel, chain.decodes.dtype)
     if chain.encodes is not None:
         coder = chain.encodes.codec
-        found |= places("made", coder, numel, encoded_dtype(chain))
+        found |= offsets("made", coder, numel, encoded_dtype(chain))
         if isinstance(coder, BlockCodec) and isinstance(coder.rounding, Stochastic):
             key = key_of(coder.rounding.seed, coder.salt)
             found["key"] = (key + 2**31) % 2**32 - 2**31
@@ -104,14 +104,14 @@ def has_fp8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _coder(generated: Generated) -> BlockCodec:
+def _codec(generated: Generated) -> BlockCodec:
     ends = generated.chain.decodes or generated.chain.encodes
     assert ends is not None
     assert isinstance(ends.codec, BlockCodec)
     return ends.codec
 
 
-def places(of: str, coder: Any, numel: int, dtype: torch.dtype) -> dict[str, int]:
+def offsets(of: str, coder: Any, numel: int, dtype: torch.dtype) -> dict[str, int]:
     """Where the regions of a wire begin, in bytes of a row."""
     codes, *lengths = (aligned(length) for length in coder.regions(numel, dtype))
     names = [f"{of}_middle_at"] if coder.offset else []

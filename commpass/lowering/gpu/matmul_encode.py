@@ -45,7 +45,7 @@ HELD = 2**31
 # --- what can be fused ----------------------------------------------------------------------------
 
 
-def obstacle(
+def unsupported_reason(
     coder: Codec, matmul: Matmul, problem: Problem, *, arch: str = "sm_90", shards: int = 1
 ) -> str:
     """Why a matmul cannot encode its own result; "" if it can."""
@@ -53,7 +53,7 @@ def obstacle(
         return f"{coder.spec}: no block codec, and kernels are made of the parts of one"
     if not isinstance(coder.layout, Flat):
         return f"{coder.spec}: its blocks are no consecutive values"
-    if why := _obstacle_of_dtypes(matmul, arch):
+    if why := _unsupported_dtypes(matmul, arch):
         return why
     block, n = coder.block, problem.n
     if why := generate.obstacle(_chain(coder), problem.rows * n):
@@ -78,7 +78,7 @@ def obstacle(
     return f"{largest:,} values in a tensor: kernels count to 2^31" if largest >= HELD else ""
 
 
-def _obstacle_of_dtypes(matmul: Matmul, arch: str) -> str:
+def _unsupported_dtypes(matmul: Matmul, arch: str) -> str:
     if arch not in SHARED:
         return f"{arch}: no kernels for it"
     if matmul.operands not in OPERANDS:
@@ -125,17 +125,17 @@ def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration, *, counts: bool
     tile of it that is in memory. Its loop is not flat then: loads are not pipelined in a loop with
     a barrier (Triton 3.7)."""
     body = generate.Body(coder.block, "")
-    body.takes("a", TYPES[matmul.operands])
-    body.takes("b", TYPES[matmul.operands])
+    body.add_argument("a", TYPES[matmul.operands])
+    body.add_argument("b", TYPES[matmul.operands])
     for name in ("rows", "columns", "depth", "ranks", "chunks", "a_step", "b_step"):
-        body.takes(name, "i32")
+        body.add_argument(name, "i32")
     epilogue = _within_loop(_epilogue_lines, body, matmul)
     stores = _within_loop(_encode_lines, body, coder)
     ends = []
     if counts:
-        body.takes("ready", "*i32")
+        body.add_argument("ready", "*i32")
         ends = ["tl.debug_barrier()", 'tl.atomic_add(ready + row, 1, sem="release", scope="sys")']
-    body.takes("made_stride", "i64")
+    body.add_argument("made_stride", "i64")
     loop = [
         *_place_lines(),
         *_product_lines(matmul, by),
@@ -177,10 +177,10 @@ CONSTANTS = (
 )
 
 
-def _within_loop(write: Callable[..., None], body: generate.Body, what: Any) -> list[str]:
+def _within_loop(write: Callable[..., None], body: generate.Body, subject: Any) -> list[str]:
     """The lines that are written to a body, taken out of it again."""
     before, body.lines = body.lines, []
-    write(body, what)
+    write(body, subject)
     lines, body.lines = body.lines, before
     return lines
 
@@ -237,10 +237,13 @@ def _product_lines(matmul: Matmul, by: Configuration) -> list[str]:
 def _epilogue_lines(body: generate.Body, matmul: Matmul) -> None:
     through = f"x = through_{TYPES[matmul.made].removeprefix('*')}(x, CASTS)"
     if matmul.scaled:
-        a_scale, b_scale = body.takes("a_scale", "*fp32"), body.takes("b_scale", "*fp32")
+        a_scale, b_scale = (
+            body.add_argument("a_scale", "*fp32"),
+            body.add_argument("b_scale", "*fp32"),
+        )
         body.add(f"x = x * (tl.load({a_scale}) * tl.load({b_scale}))")
     if matmul.bias is not None:
-        body.takes("bias", TYPES[matmul.bias])
+        body.add_argument("bias", TYPES[matmul.bias])
         body.add("along = column + tl.arange(0, BLOCK_N)")
         body.add("added = tl.load(bias + along, mask=along < columns, other=0.0)")
         body.add("x = x + to_float32(added)[None, :]")

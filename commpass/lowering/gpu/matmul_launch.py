@@ -17,8 +17,8 @@ from commpass.codecs.block.codec import BlockCodec
 from commpass.codecs.block.noise import Stochastic, key_of
 from commpass.codecs.block.packing import widths
 from commpass.errors import CommpassError
-from commpass.lowering.gpu.launch import has_fp8, interpreting, places
-from commpass.lowering.gpu.matmul_encode import Kernel, kernel, obstacle
+from commpass.lowering.gpu.launch import has_fp8, interpreting, offsets
+from commpass.lowering.gpu.matmul_encode import Kernel, kernel, unsupported_reason
 from commpass.lowering.gpu.matmul_sizes import (
     Configuration,
     Matmul,
@@ -32,7 +32,7 @@ from commpass.lowering.gpu.source import load
 @dataclass(frozen=True)
 class Call:
     """One call of a kernel: plain numbers and compile-time constants by name, and the tiles that
-    its programs share. Tensors are given by name as well: ``a``, ``b``, ``made`` and, where the
+    its programs share. Tensors are given by name as well: ``a``, ``b``, ``dtype`` and, where the
     kernel takes them, ``bias``, ``a_scale``, ``b_scale``, ``ready``."""
 
     kernel: Kernel
@@ -69,7 +69,7 @@ def call(
         "a_step": steps[0],
         "b_step": steps[1],
         "made_stride": coder.wire_bytes(numel, torch.float32),
-        **places("made", coder, numel, torch.float32),
+        **offsets("made", coder, numel, torch.float32),
     }
     if isinstance(coder.rounding, Stochastic):
         key = key_of(coder.rounding.seed, coder.salt)
@@ -110,15 +110,15 @@ def step_of(operand: Tensor) -> int:
     return down if lies_by_rows(operand) else along
 
 
-def matmul_of(a: Tensor, b: Tensor, made: torch.dtype, **others: Any) -> Matmul | None:
+def matmul_of(a: Tensor, b: Tensor, dtype: torch.dtype, **options: Any) -> Matmul | None:
     """What two tensors ask for; None if one lies neither by rows nor by columns."""
     by_rows = [lies_by_rows(each) for each in (a, b)]
     if by_rows[0] is None or by_rows[1] is None:
         return None
-    return Matmul(a.dtype, made, by_rows[0], by_rows[1], **others)
+    return Matmul(a.dtype, dtype, by_rows[0], by_rows[1], **options)
 
 
-def fitting(by: Configuration, a: Tensor, b: Tensor) -> Configuration:
+def for_alignment(by: Configuration, a: Tensor, b: Tensor) -> Configuration:
     """The configuration without descriptors where operands are not aligned as these need it: where
     they begin, and from line to line, at multiples of 16 bytes."""
     apart = (step_of(each) * each.itemsize for each in (a, b))
@@ -134,7 +134,7 @@ def run(
     ranks: int,
     *,
     chunks: int = 1,
-    made: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
     bias: Tensor | None = None,
     activation: str = "",
     scales: tuple[Tensor, Tensor] | None = None,
@@ -144,7 +144,7 @@ def run(
     tune: bool = False,
     graph: bool = False,
 ) -> Tensor:
-    """The wire ``[chunks, ranks, wire_bytes]`` of ``a @ b``, of dtype ``made`` (that of ``a``
+    """The wire ``[chunks, ranks, wire_bytes]`` of ``a @ b``, of dtype ``dtype`` (that of ``a``
     unless it has 8 bits). ``graph``: the call is to be traced, for Inductor, which launches the
     kernel itself and gives memory to descriptors.
 
@@ -152,14 +152,14 @@ def run(
     segment that are in memory; all are where it holds ``Problem.tiles``. ``tune`` measures the
     configurations that are worth it once for each problem, and takes the fastest.
     """
-    made = made or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
+    dtype = dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
     has = {"bias": bias.dtype if bias is not None else None, "activation": activation}
-    matmul = matmul_of(a, b, made, fast=fast, **has)
+    matmul = matmul_of(a, b, dtype, fast=fast, **has)
     if matmul is None:
         raise CommpassError("no kernel: an operand lies neither by rows nor by columns")
     problem = Problem(a.shape[0], b.shape[1], a.shape[1], ranks, chunks)
     arch = "sm_90" if interpreting() else arch_of(a.device)
-    if why := obstacle(coder, matmul, problem, arch=arch):
+    if why := unsupported_reason(coder, matmul, problem, arch=arch):
         raise CommpassError(f"no kernel: {why}")
     tensors: dict[str, Tensor | None] = {"a": a, "b": b, "bias": bias, "ready": ready}
     if matmul.scaled:
@@ -173,7 +173,7 @@ def run(
         by = configuration(coder, matmul, problem, arch)
     if tune and not interpreting():
         by = _fastest(coder, matmul, problem, arch, tensors)
-    _launch(coder, matmul, problem, fitting(by, a, b), tensors, graph=graph)
+    _launch(coder, matmul, problem, for_alignment(by, a, b), tensors, graph=graph)
     return wire
 
 
@@ -252,7 +252,7 @@ def _fastest(
     a, b = _tensor(tensors, "a"), _tensor(tensors, "b")
     key = (coder, matmul, problem, arch, a.device)
     if key not in _found:
-        tried = {fitting(by, a, b) for by in configurations(coder, matmul, problem, arch)}
+        tried = {for_alignment(by, a, b) for by in configurations(coder, matmul, problem, arch)}
         free = {**tensors, "ready": None}  # which counts what is asked for, and no measurements
         times = {
             by: triton.testing.do_bench(

@@ -109,7 +109,7 @@ def _scale(transform: Hadamard, number: float) -> str:
     ``codecs.block.transforms``."""
     bits = transform.width.bit_length()
     split = bits - 1 - bits // 2
-    signed = f"signs(inside, {number!r}, {transform.width}, {split})"
+    signed = f"fixed_signs(inside, {number!r}, {transform.width}, {split})"
     return signed if transform.signed else repr(number)
 
 
@@ -201,7 +201,7 @@ def _value_again(scale: Static, first: str) -> Lines:
     return [f"x = x * {scale.value!r}"]
 
 
-def kept_in(scale: Scale) -> bool:
+def never_exceeds(scale: Scale) -> bool:
     """Whether no value in grid units is above the largest: its rule is the peak, rounded up."""
     return isinstance(scale, (Absmax, Dual))
 
@@ -210,7 +210,7 @@ def kept_in(scale: Scale) -> bool:
 
 
 @by_type
-def encoded(grid: Grid, kept: bool) -> Lines:
+def encoded(grid: Grid, in_range: bool) -> Lines:
     """Makes ``codes`` of ``z``; ``noise`` is there."""
     raise NotImplementedError(grid)
 
@@ -222,8 +222,8 @@ def decoded(grid: Grid, codes: str) -> str:
 
 
 @encoded.register
-def _encode_int(grid: IntGrid, kept: bool) -> Lines:
-    lines = [f"codes = encode_int(z, noise, {grid.bits}, {not kept}, {grid.marks})"]
+def _encode_int(grid: IntGrid, in_range: bool) -> Lines:
+    lines = [f"codes = encode_int(z, noise, {grid.bits}, {not in_range}, {grid.marks})"]
     return [*lines, "codes = marked(codes, z)"] if grid.marks else lines
 
 
@@ -233,7 +233,7 @@ def _decode_int(grid: IntGrid, codes: str) -> str:
 
 
 @encoded.register
-def _encode_level(grid: LevelGrid, kept: bool) -> Lines:
+def _encode_level(grid: LevelGrid, in_range: bool) -> Lines:
     return [f"codes = encode_level(z, noise, {grid.bits}, {grid.largest!r})"]
 
 
@@ -243,7 +243,7 @@ def _decode_level(grid: LevelGrid, codes: str) -> str:
 
 
 @encoded.register
-def _encode_fp8(grid: Fp8Grid, kept: bool) -> Lines:
+def _encode_fp8(grid: Fp8Grid, in_range: bool) -> Lines:
     return [f"codes = encode_{grid.form}(z, {grid.largest!r}, {grid.marks}, FP8)"]
 
 
@@ -254,7 +254,7 @@ def _decode_fp8(grid: Fp8Grid, codes: str) -> str:
 
 
 @encoded.register
-def _encode_companded(grid: CompandedGrid, kept: bool) -> Lines:
+def _encode_companded(grid: CompandedGrid, in_range: bool) -> Lines:
     cells = 2 ** (grid.bits - 1)
     gain, k = companding_of(grid)
     return [f"codes = encode_companded(z, {gain!r}, {k!r}, {cells})"]
@@ -269,7 +269,7 @@ def _decode_companded(grid: CompandedGrid, codes: str) -> str:
 
 
 @encoded.register
-def _encode_table(grid: TableGrid, kept: bool) -> Lines:
+def _encode_table(grid: TableGrid, in_range: bool) -> Lines:
     edges = [(low + high) / 2 for low, high in pairwise(grid.levels)]
     return [f"codes = encode_table(z, {_tuple(edges)}, {grid.bits})"]
 

@@ -62,7 +62,7 @@ def sizes_on(device: torch.device) -> Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Rows of ``entries`` in a dtype as a codec writes them: ``chosen`` slots, ``pitch`` bytes a
+    """Rows of ``entries`` in a dtype as a codec writes them: ``count`` slots, ``pitch`` bytes a
     row, of which values take ``gap``, padded to ``split``, and indices ``first`` (low bits or
     offsets) and ``second``.
 
@@ -126,14 +126,14 @@ def layout_of(coder: SparseCodec, numel: int, dtype: torch.dtype) -> Layout:
     return Layout(numel, chosen, dtype, pitch, gap, split, first, second, code, low, value, later)
 
 
-def _index(code: IndexCode, chosen: int) -> tuple[int, int, int]:
+def _index(code: IndexCode, count: int) -> tuple[int, int, int]:
     match code:
         case Bitmap():
             return sparse_indices.BITMAP, 0, 0
         case Blocks16():
-            return sparse_indices.BLOCKS16, 0, 2 * chosen
+            return sparse_indices.BLOCKS16, 0, 2 * count
         case EliasFano(low):
-            return sparse_indices.ELIAS_FANO, low, (chosen * low + 7) // 8
+            return sparse_indices.ELIAS_FANO, low, (count * low + 7) // 8
 
 
 # --- encode ---------------------------------------------------------------------------------------
@@ -144,30 +144,32 @@ def encode(
     x: Tensor,
     residual: Tensor,
     sizes: Sizes | None = None,
-    left: Tensor | None = None,
+    remainder: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The wire of ``x + residual``, uint8 ``[rows, wire_bytes]``, and what it leaves out, float32
     ``[rows, n]``: 0 where it or what is decoded is not finite.
 
     ``x`` is ``[rows, n]`` in bf16, fp16 or fp32, ``residual`` float32; both contiguous.
-    ``left`` is where to write what is left, which may be the residual itself.
+    ``remainder`` is where to write what is left, which may be the residual itself.
     """
     sizes = sizes or sizes_on(x.device)
     layout = layout_of(coder, x.shape[1], x.dtype)
     wire = x.new_empty((x.shape[0], layout.pitch), dtype=torch.uint8)
     values = values_of(layout, wire)
-    left = torch.empty_like(residual) if left is None else left
+    remainder = torch.empty_like(residual) if remainder is None else remainder
     indices = x.new_empty((x.shape[0], layout.chosen), dtype=torch.int32)
     if isinstance(coder.selector, Threshold):
         used = x.new_empty((x.shape[0],), dtype=torch.int32)
         within, lost = bounds_of(coder, x, residual, sizes)
         launch(
-            select_call(layout, sizes, x, residual, left, values, indices, wire, used, within, lost)
+            select_call(
+                layout, sizes, x, residual, remainder, values, indices, wire, used, within, lost
+            )
         )
         done = layout.code == sparse_indices.BITMAP
     else:
-        indices, used, lost = chosen_of(coder, x, residual)
-        launch(take_call(layout, sizes, x, residual, left, values, indices, lost))
+        indices, used, lost = selection_of(coder, x, residual)
+        launch(take_call(layout, sizes, x, residual, remainder, values, indices, lost))
         done = False
     launch(pack_call(layout, sizes, indices, used, lost, values, wire, done))
     if layout.later:
@@ -175,8 +177,8 @@ def encode(
         inner = coder.inner.encode_rows(numbers)
         wire[:, : layout.split].copy_(inner)
         own = coder.inner.decode_rows(inner, layout.chosen, layout.dtype).float().contiguous()
-        launch(settle_call(layout, sizes, left, indices, values, own, used))
-    return wire, left
+        launch(settle_call(layout, sizes, remainder, indices, values, own, used))
+    return wire, remainder
 
 
 def wanted_rows(x: Tensor, residual: Tensor) -> Tensor:
@@ -193,7 +195,7 @@ def bounds_of(
     return within, found.lost.to(torch.int32)
 
 
-def chosen_of(coder: SparseCodec, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def selection_of(coder: SparseCodec, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What ``sparse_take`` is told: indices, int32 ``[rows, k]``; used and lost, int32
     ``[rows]``."""
     found = select(coder.selector, wanted_rows(x, residual), coder.density)
@@ -232,24 +234,24 @@ def select_call(
     sizes: Sizes,
     x: Tensor,
     residual: Tensor,
-    left: Tensor,
+    remainder: Tensor,
     values: Tensor,
     indices: Tensor,
     wire: Tensor,
     used: Tensor,
-    within: Tensor,
+    bounds: Tensor,
     lost: Tensor,
 ) -> Call:
     rows, blocks = x.shape[0], _blocks(layout, sizes)
     arguments: Arguments = {
         "x": x.view(WHOLE[layout.dtype]),
         "residual": residual,
-        "left": left,
+        "remainder": remainder,
         "values": values,
         "indices": indices,
         "bitmap": wire.view(-1)[layout.split :],
         "used": used,
-        "within": within,
+        "bounds": bounds,
         "lost": lost,
         "state": x.new_zeros((1 + rows * blocks,), dtype=torch.int64),
         "n": layout.entries,
@@ -275,7 +277,7 @@ def take_call(
     sizes: Sizes,
     x: Tensor,
     residual: Tensor,
-    left: Tensor,
+    remainder: Tensor,
     values: Tensor,
     indices: Tensor,
     lost: Tensor,
@@ -284,7 +286,7 @@ def take_call(
     arguments: Arguments = {
         "x": x.view(WHOLE[layout.dtype]),
         "residual": residual,
-        "left": left,
+        "remainder": remainder,
         "values": values,
         "indices": indices,
         "starts": starts_of(indices, layout, sizes),
@@ -348,23 +350,23 @@ def pack_call(
 def settle_call(
     layout: Layout,
     sizes: Sizes,
-    left: Tensor,
+    remainder: Tensor,
     indices: Tensor,
     values: Tensor,
-    own: Tensor,
+    own_values: Tensor,
     used: Tensor,
 ) -> Call:
     arguments: Arguments = {
-        "left": left,
+        "remainder": remainder,
         "indices": indices,
         "values": values,
-        "decoded": own,
+        "decoded": own_values,
         "used": used,
         "n": layout.entries,
         "k": layout.chosen,
     }
     constants = {"FORM": layout.form, "TILE": sizes.tile}
-    programs = left.shape[0] * -(-layout.chosen // sizes.tile)
+    programs = remainder.shape[0] * -(-layout.chosen // sizes.tile)
     return Call(_source(tiles.sparse_settle), arguments, constants, programs, 4)
 
 

@@ -58,9 +58,9 @@ class Seen:
         signed, squares = found.double().split(1, dim=1)
         return signed / 2.0**24, squares / 2.0**32, self.entries - self.outside()
 
-    def above(self, peak: Tensor, least: Tensor | None) -> tuple[Tensor, Tensor]:
+    def above(self, peak: Tensor, threshold: Tensor | None) -> tuple[Tensor, Tensor]:
         found = self.x.new_zeros((self.x.shape[0], 2), dtype=torch.int64)
-        launch(self.above_call(peak, _rounded_up(peak, least), found))
+        launch(self.above_call(peak, _rounded_up(peak, threshold), found))
         total, count = found.split(1, dim=1)
         return total.double() / 2.0**24, count
 
@@ -74,13 +74,13 @@ class Seen:
         none = thresholds.new_zeros((thresholds.shape[0],), dtype=torch.int32)
         skipped = none if unless is None else unless.reshape(-1).to(torch.int32)
         arguments: Arguments = {"thresholds": thresholds, "unless": skipped, "found": found}
-        return self._call(sparse_measure.sparse_counts, arguments, MANY=thresholds.shape[1])
+        return self._call(sparse_measure.sparse_counts, arguments, COUNT=thresholds.shape[1])
 
     def moments_call(self, peak: Tensor, found: Tensor) -> Call:
         return self._call(sparse_measure.sparse_moments, {"peaks": peak, "found": found})
 
-    def above_call(self, peak: Tensor, least: Tensor, found: Tensor) -> Call:
-        arguments: Arguments = {"peaks": peak, "least": least, "found": found}
+    def above_call(self, peak: Tensor, threshold: Tensor, found: Tensor) -> Call:
+        arguments: Arguments = {"peaks": peak, "threshold": threshold, "found": found}
         return self._call(sparse_measure.sparse_above, arguments)
 
     def _call(self, entry: object, arguments: Arguments, **more: int) -> Call:
@@ -106,13 +106,13 @@ def seen(x: Tensor, residual: Tensor, block: int = 2048, tiles: int = 8) -> Seen
     return made
 
 
-def _rounded_up(peak: Tensor, least: Tensor | None) -> Tensor:
+def _rounded_up(peak: Tensor, threshold: Tensor | None) -> Tensor:
     """A float64 bound as the least float32 that is not below it: sizes are float32."""
-    if least is None:
+    if threshold is None:
         return torch.zeros_like(peak, dtype=torch.float32)
-    near = least.float()
+    near = threshold.float()
     above = torch.nextafter(near, torch.full_like(near, torch.inf))
-    return torch.where(near.double() < least, above, near)
+    return torch.where(near.double() < threshold, above, near)
 
 
 @lru_cache(maxsize=16)

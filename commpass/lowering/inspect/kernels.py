@@ -23,10 +23,10 @@ from commpass.lowering.chain import (
 )
 from commpass.lowering.fused import encoded_dtype, made_dtype, role_of
 from commpass.lowering.gpu import generate, launch
-from commpass.lowering.inspect.apart import of_exponent, of_sparse
+from commpass.lowering.inspect.isolated import of_exponent, of_sparse
 from commpass.lowering.inspect.lowerable import FP8, NUMEL, Lowerable
 from commpass.lowering.inspect.matmuls import of_matmul
-from commpass.stage import Stage
+from commpass.plan.stage import Stage
 
 # --- by name --------------------------------------------------------------------------------------
 
@@ -42,12 +42,14 @@ def _decode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
 def _decode_sum(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
     """The end of a reduction. Sums are made in the codec's domain and leave it once."""
     leave = () if coder.domain == VALUES else (Leave(coder.domain),)
-    return Chain(torch.uint8, (Decode(coder.within, dtype), Sum(ranks), *leave, Cast(dtype)))
+    return Chain(torch.uint8, (Decode(coder.domain_codec, dtype), Sum(ranks), *leave, Cast(dtype)))
 
 
 def _decode_sum_encode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
     """The middle of a two-shot; it never leaves the codec's domain."""
-    return Chain(torch.uint8, (Decode(coder.within, dtype), Sum(ranks), Encode(coder.within)))
+    return Chain(
+        torch.uint8, (Decode(coder.domain_codec, dtype), Sum(ranks), Encode(coder.domain_codec))
+    )
 
 
 CHAINS: Mapping[str, Callable[[Codec, torch.dtype, int], Chain]] = {
@@ -174,7 +176,7 @@ def _place(
     rows = 1
     for number, (stage, coder) in enumerate(zip(run, coders, strict=True)):
         if coder is not None:
-            inner = coder.within if entered else coder
+            inner = coder.domain_codec if entered else coder
             if stage.role == "encode" and number and roles[number - 1] == "decode":
                 steps.append(Add(accumulation_dtype(dtype)))
             steps.append(Decode(inner, dtype) if stage.role == "decode" else Encode(inner))

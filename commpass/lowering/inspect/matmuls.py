@@ -9,7 +9,7 @@ import torch
 from commpass.codecs import Codec
 from commpass.codecs.block.codec import BlockCodec
 from commpass.errors import KernelError
-from commpass.lowering.gpu.matmul_encode import obstacle
+from commpass.lowering.gpu.matmul_encode import unsupported_reason
 from commpass.lowering.gpu.matmul_launch import call
 from commpass.lowering.gpu.matmul_sizes import Matmul, Problem, configuration
 from commpass.lowering.inspect.lowerable import FP8, Lowerable
@@ -23,7 +23,7 @@ def of_matmul(coder: Codec, dtype: torch.dtype, ranks: int, arch: str) -> Lowera
     encoded for a two-shot. What is told of one of its programs is one tile's part of it."""
     matmul = Matmul(dtype, dtype, a_by_rows=True, b_by_rows=False)
     problem = Problem(EDGE, EDGE, EDGE, ranks)
-    if why := obstacle(coder, matmul, problem, arch=arch):
+    if why := unsupported_reason(coder, matmul, problem, arch=arch):
         raise KernelError(f"no kernel: {why}")
     assert isinstance(coder, BlockCodec)
     by = configuration(coder, matmul, problem, arch)

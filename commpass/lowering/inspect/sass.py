@@ -368,10 +368,10 @@ def _back_edges(blocks: Sequence[Block], reached: set[int]) -> Iterable[tuple[in
 
 
 def _avoided(
-    blocks: Sequence[Block], body: set[int], head: int, tails: set[int], without: int
+    blocks: Sequence[Block], body: set[int], head: int, tails: set[int], skipped: int
 ) -> bool:
     """Whether a turn of a loop can get from its head to its end without a block."""
-    seen, left = {without}, [head]
+    seen, left = {skipped}, [head]
     while left:
         number = left.pop()
         if number in seen or number not in body:

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from commpass.ambient import without_ambient_state
-from commpass.parallel.in_graph.reading import Held, every_held
+from commpass.parallel.in_graph.reading import ExchangedParameter, every_held
+from commpass.utils.ambient import without_ambient_state
 
 
 @contextmanager
@@ -36,10 +36,10 @@ def accumulate(model: nn.Module) -> Iterator[None]:
             one.accumulating = was
 
 
-def _make_room(held: Held, device: torch.device) -> None:
-    shape, dtype = held.how.shape, held.how.reduce_dtype
-    held.leaf = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
-    pending = held.pending = torch.zeros(shape, dtype=dtype, device=device)
+def _make_room(shard: ExchangedParameter, device: torch.device) -> None:
+    shape, dtype = shard.how.shape, shard.how.reduce_dtype
+    shard.leaf = torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
+    pending = shard.pending = torch.zeros(shape, dtype=dtype, device=device)
 
     def add(leaf: Tensor) -> None:
         # A forward that is under way may hold it: backward takes what is there by then.
@@ -47,7 +47,7 @@ def _make_room(held: Held, device: torch.device) -> None:
             pending.add_(leaf.grad)  # type: ignore[arg-type]
         leaf.grad = None
 
-    held.leaf.register_post_accumulate_grad_hook(add)
+    shard.leaf.register_post_accumulate_grad_hook(add)
 
 
 def drop_accumulated(model: nn.Module) -> None:

@@ -43,7 +43,7 @@ def name_of(mesh: DeviceMesh) -> str:
     return ", ".join(mesh.mesh_dim_names or ("without a name",))
 
 
-def around(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """The mesh of the dimensions of both. Raises ParallelError if they are not of one mesh, or
     share a dimension."""
     shared = set(outer.mesh_dim_names or ()) & set(inner.mesh_dim_names or ())

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from commpass.errors import ParallelError, nearest
 from commpass.parallel.in_graph import layout
-from commpass.parallel.in_graph.reading import HELD, Held, Inner, reading
+from commpass.parallel.in_graph.reading import HELD, ExchangedParameter, Inner, reading
 from commpass.parallel.in_graph.traced import Exchange
 
 
@@ -112,14 +112,14 @@ def _distribute(
     terms.check()
     parameters = dict(model.named_parameters())
     inner = {one.device_mesh for one in parameters.values() if isinstance(one, DTensor)}
-    around = {mesh: layout.around(outer, mesh) for mesh in inner}
+    around = {mesh: layout.joint_mesh(outer, mesh) for mesh in inner}
     layout.check_alike(parameters, outer)
     layout.equalize(parameters.values(), outer)
     # Plain parameters go onto the mesh of the others: norms of gradients on two do not add up.
     plain = next(iter(around.values())) if len(around) == 1 else outer
-    made: dict[int, tuple[nn.Parameter, Held]] = {}
+    made: dict[int, tuple[nn.Parameter, ExchangedParameter]] = {}
     for parameter in parameters.values():
-        held = _held(parameter, outer, sharded, terms)
+        held = _shard_of(parameter, outer, sharded, terms)
         whole = around[parameter.device_mesh] if isinstance(parameter, DTensor) else plain
         placed = layout.placed(parameter, outer, whole, held.how.sharded)
         made[id(parameter)] = nn.Parameter(placed, parameter.requires_grad), held
@@ -135,7 +135,9 @@ def _distribute(
     return model
 
 
-def _held(parameter: nn.Parameter, outer: DeviceMesh, sharded: bool, terms: Terms) -> Held:
+def _shard_of(
+    parameter: nn.Parameter, outer: DeviceMesh, sharded: bool, terms: Terms
+) -> ExchangedParameter:
     local, inner = parameter.detach(), None
     sharded = sharded and layout.has_rows(local)
     if isinstance(local, DTensor):
@@ -154,7 +156,7 @@ def _held(parameter: nn.Parameter, outer: DeviceMesh, sharded: bool, terms: Term
         reduce_dtype=terms.reduce_dtype or param_dtype,
         op=terms.reduce_op,
     )
-    return Held(how, inner, terms.keep_gathered or not how.sharded)
+    return ExchangedParameter(how, inner, terms.keep_gathered or not how.sharded)
 
 
 def _casting(dtype: torch.dtype) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from commpass.errors import ParallelError
-from commpass.parallel.in_graph.traced import Exchange, Exchanged, Kept, gathered
+from commpass.parallel.in_graph.traced import Exchange, Exchanged, LocalGradient, gathered
 
 HELD = "_commpass_held"
 """The attribute of a module that says how its parameters are exchanged."""
@@ -32,7 +32,7 @@ class Inner:
 
 
 @dataclass(eq=False)
-class Held:
+class ExchangedParameter:
     """One parameter, however many modules have it: how it is exchanged, and what is accumulated.
 
     While ``accumulating``, gradients go to ``leaf``, which takes no memory, and from there to
@@ -47,9 +47,11 @@ class Held:
     leaf: Tensor | None = None
     pending: Tensor | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Held:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExchangedParameter:
         """That of a copy of the model, which has accumulated nothing."""
-        return memo.setdefault(id(self), Held(self.how, self.inner, self.keep_gathered))
+        return memo.setdefault(
+            id(self), ExchangedParameter(self.how, self.inner, self.keep_gathered)
+        )
 
 
 @functools.cache
@@ -58,7 +60,7 @@ def reading(kind: Any, names: tuple[str, ...]) -> type[nn.Module]:
     compiled of it."""
 
     def read(name: str) -> property:
-        return property(lambda module: _whole(module, name))
+        return property(lambda module: _full_parameter(module, name))
 
     members = {name: read(name) for name in names} | {"register_parameter": _register}
     return type(f"Parallel{kind.__name__}", (kind,), members | {"__module__": kind.__module__})
@@ -74,7 +76,7 @@ def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> N
     nn.Module.register_parameter(module, name, parameter)
 
 
-def _whole(module: nn.Module, name: str) -> Tensor:
+def _full_parameter(module: nn.Module, name: str) -> Tensor:
     """What a module sees of a parameter."""
     parameter, held = module._parameters[name], module.__dict__[HELD][name]
     if held.as_it_is and parameter is not None:
@@ -107,13 +109,13 @@ def _whole(module: nn.Module, name: str) -> Tensor:
     )
 
 
-def _read(part: Tensor, held: Held) -> Tensor:
-    if held.accumulating and held.leaf is not None and part.requires_grad:
-        return Kept.apply(gathered(part.detach(), held.how), held.leaf)
-    return Exchanged.apply(part, held.pending, held.how)
+def _read(part: Tensor, parameter: ExchangedParameter) -> Tensor:
+    if parameter.accumulating and parameter.leaf is not None and part.requires_grad:
+        return LocalGradient.apply(gathered(part.detach(), parameter.how), parameter.leaf)
+    return Exchanged.apply(part, parameter.pending, parameter.how)
 
 
-def every_held(model: nn.Module) -> Collection[tuple[Held, nn.Parameter]]:
+def every_held(model: nn.Module) -> Collection[tuple[ExchangedParameter, nn.Parameter]]:
     """Each parameter of a model once. Raises ParallelError if it is not data-parallel."""
     found = {
         id(held): (held, parameter)

@@ -113,13 +113,13 @@ class Exchanged(torch.autograd.Function):
         return reduced(gradient, ctx.how), None, None
 
 
-class Kept(torch.autograd.Function):
+class LocalGradient(torch.autograd.Function):
     """The whole parameter; the gradient goes to ``leaf``, of this rank alone, and no further."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, leaf: Tensor) -> Tensor:
+    def forward(ctx: Any, full: Tensor, leaf: Tensor) -> Tensor:
         ctx.dtype = leaf.dtype
-        return whole.view_as(whole)
+        return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commpass.ambient import without_ambient_state
 from commpass.codecs.codec import accumulation_dtype
+from commpass.distributed import state
+from commpass.distributed.owners import Code, owner_of
 from commpass.errors import CommpassError, PolicyError
 from commpass.parallel.ssfusion import messages
 from commpass.parallel.ssfusion.memory import Memory
@@ -25,8 +26,7 @@ from commpass.parallel.ssfusion.messages import Part
 from commpass.parallel.ssfusion.plan import FusionPlan, Message, Sent
 from commpass.parallel.ssfusion.planner import Planner
 from commpass.passes.rewrite import StateInput
-from commpass.runtime import state
-from commpass.runtime.owners import Code, owner_of
+from commpass.utils.ambient import without_ambient_state
 
 CODE = Code("", 0, "ssfusion")
 """Whose state it is, in the names of ``commpass.state_dict``."""
@@ -124,13 +124,13 @@ class Driver:
 
     def memory(self, number: int) -> Memory:
         """What this rank has not sent of a gradient."""
-        velocity = self._kept(number, "velocity") if self.options.momentum else None
-        return Memory(self._kept(number, "residual"), velocity, self.options.momentum)
+        velocity = self._state_tensor(number, "velocity") if self.options.momentum else None
+        return Memory(self._state_tensor(number, "residual"), velocity, self.options.momentum)
 
-    def _kept(self, number: int, what: str) -> Tensor:
+    def _state_tensor(self, number: int, name: str) -> Tensor:
         parameter = self.planner.weights[number].parameter
         kept = StateInput(
-            place=what,
+            place=name,
             number=0,
             reaches=(),
             op="avg",
@@ -147,7 +147,7 @@ class Driver:
             return None
         sent, part, memory = self.sent[number], self.parts[number], self.memory(number)
         if sent.offloaded:
-            return self._selector.submit(self._aside, memory, gradient, part, self._event())
+            return self._selector.submit(self._offloaded, memory, gradient, part, self._event())
         return self._selected(memory, gradient, part, self.device)
 
     def _selected(self, memory: Memory, gradient: Tensor, part: Part, on: torch.device) -> Tensor:
@@ -157,8 +157,8 @@ class Driver:
             return memory.take(part.dtype)
         return memory.select(part.coder, part.dtype, on)
 
-    def _aside(self, memory: Memory, gradient: Tensor, part: Part, event: Any) -> Tensor:
-        with without_ambient_state(), self._beside(event):
+    def _offloaded(self, memory: Memory, gradient: Tensor, part: Part, event: Any) -> Tensor:
+        with without_ambient_state(), self._side_stream(event):
             return self._selected(memory, gradient, part, CPU)
 
     # --- messages ---------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Driver:
         if self.failed is not None:
             raise self.failed
         try:
-            with without_ambient_state(), self._beside(event):
+            with without_ambient_state(), self._side_stream(event):
                 means = self._exchanged(message.sent, message.kind, step)
                 for sent, mean in zip(message.sent, means, strict=True):
                     self._put(sent.number, mean, step)
@@ -234,7 +234,7 @@ class Driver:
         return event
 
     @contextmanager
-    def _beside(self, event: Any) -> Iterator[None]:
+    def _side_stream(self, event: Any) -> Iterator[None]:
         """Work that comes after ``event``, in a stream of its own."""
         if self._stream is None:
             yield

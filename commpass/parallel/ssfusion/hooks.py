@@ -58,7 +58,7 @@ class ModuleHooks:
     def _finish(self) -> None:
         """At the end of a backward: of one within another only if nothing is missing."""
         step = self.driver.step
-        if step is None or (_within() and any(step.missing)):
+        if step is None or (_in_backward() and any(step.missing)):
             return
         known = {id(each.parameter) for each in self.driver.planner.weights}
         for name, parameter in self.module.named_parameters():
@@ -78,7 +78,7 @@ class ModuleHooks:
         self.driver.wait(self.driver.end())
 
 
-def _within() -> bool:
+def _in_backward() -> bool:
     """Whether autograd is in the middle of another backward."""
     return torch._C._current_autograd_node() is not None
 

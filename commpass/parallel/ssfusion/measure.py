@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commpass.ambient import without_ambient_state
 from commpass.codecs.codec import accumulation_dtype
 from commpass.codecs.sparse import SparseCodec
 from commpass.costmodel import Link, Region
@@ -26,6 +25,7 @@ from commpass.costmodel.links import steps
 from commpass.parallel.ssfusion import messages
 from commpass.parallel.ssfusion.memory import Memory, encoding
 from commpass.parallel.ssfusion.messages import Part
+from commpass.utils.ambient import without_ambient_state
 
 REPEATS = 3
 SMALLEST = 1 << 10
@@ -52,7 +52,7 @@ class Clock:
 
     def begin(self) -> None:
         """Forward has ended: what follows is backward."""
-        self.begun = self._now()
+        self.begun = self._timestamp()
 
     def step(self) -> None:
         """A backward begins to make gradients."""
@@ -63,7 +63,7 @@ class Clock:
         if self.steps and not self.steps[-1] and self.begun is not None:
             self.steps[-1].append((-1, self.begun))
         if self.steps:
-            self.steps[-1].append((number, self._now()))
+            self.steps[-1].append((number, self._timestamp()))
 
     def order(self) -> list[int]:
         """Gradients as they came in the last step."""
@@ -79,25 +79,25 @@ class Clock:
         for step in self.steps:
             for (_, before), (number, there) in pairwise(step):
                 found[number].append(self._us(before, there))
-        return [_least(times, cores) for times in found]
+        return [_minimum(times, cores) for times in found]
 
-    def _now(self) -> Any:
+    def _timestamp(self) -> Any:
         if self.device.type != "cuda":
             return time.perf_counter(), time.process_time()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _us(self, before: Any, there: Any) -> tuple[float, float]:
+    def _us(self, before: Any, end: Any) -> tuple[float, float]:
         """Time, and processor time."""
         if self.device.type != "cuda":
-            wall, busy = (1e6 * (after - first) for first, after in zip(before, there, strict=True))
+            wall, busy = (1e6 * (after - first) for first, after in zip(before, end, strict=True))
             return wall, busy
-        there.synchronize()
-        return 1e3 * before.elapsed_time(there), 0.0
+        end.synchronize()
+        return 1e3 * before.elapsed_time(end), 0.0
 
 
-def _least(times: Sequence[tuple[float, float]], cores: float) -> float:
+def _minimum(times: Sequence[tuple[float, float]], cores: float) -> float:
     """Of some times and processor times, what is taken where all ranks compute at once."""
     wall, busy = (min(each, default=0.0) for each in zip(*times, strict=True)) if times else (0, 0)
     return max(wall, busy / cores)
@@ -134,7 +134,7 @@ def selection(
     return _rate(lambda row: functools.partial(encode, row), entries, dtype, device, group, cores)
 
 
-def aside(
+def offloaded_rate(
     coder: SparseCodec,
     entries: Sequence[int],
     dtype: torch.dtype,
@@ -146,12 +146,12 @@ def aside(
     for a gradient on another device, copies there and back included."""
     encode, cpu = encoding(coder, torch.device("cpu")), torch.device("cpu")
 
-    def made(row: Tensor) -> Callable[[], object]:
+    def prepared(row: Tensor) -> Callable[[], object]:
         if row.device != cpu:
             return lambda: encode(row.cpu()).to(row.device)
         return functools.partial(_both, *(functools.partial(encode, row.clone()) for _ in "12"))
 
-    return _rate(made, entries, dtype, device, group, cores)
+    return _rate(prepared, entries, dtype, device, group, cores)
 
 
 def sparsifying(
@@ -166,7 +166,7 @@ def sparsifying(
     sent, to select from it, and to add up what comes back from all ranks of a group."""
     ranks = dist.get_world_size(group)
 
-    def made(row: Tensor) -> Callable[[], object]:
+    def prepared(row: Tensor) -> Callable[[], object]:
         part = Part(row.numel(), row.dtype, coder)
         memory = Memory(torch.zeros_like(row, dtype=accumulation_dtype(row.dtype)))
         into = torch.empty_like(row)
@@ -178,18 +178,18 @@ def sparsifying(
 
         return run
 
-    return _rate(made, entries, dtype, device, group, cores)
+    return _rate(prepared, entries, dtype, device, group, cores)
 
 
-def _both(one: Callable[[], object], other: Callable[[], object]) -> None:
-    beside = threading.Thread(target=other)
+def _both(one: Callable[[], object], second: Callable[[], object]) -> None:
+    beside = threading.Thread(target=second)
     beside.start()
     one()
     beside.join()
 
 
 def _rate(
-    made: Callable[[Tensor], Callable[[], object]],
+    make: Callable[[Tensor], Callable[[], object]],
     entries: Sequence[int],
     dtype: torch.dtype,
     device: Any,
@@ -204,7 +204,7 @@ def _rate(
     times = []
     with without_ambient_state():
         for size in sizes:
-            run = made(torch.randn((1, size), generator=generator).to(dtype).to(device))
+            run = make(torch.randn((1, size), generator=generator).to(dtype).to(device))
             run()
             dist.barrier(group)
             times.append(_median_us(run, device, cores))
@@ -221,14 +221,14 @@ def _median_us(call: Callable[[], object], device: Any, cores: float) -> float:
 
 def _seconds(call: Callable[[], object], device: Any) -> tuple[float, float]:
     """Time, and processor time of all threads."""
-    _settle(device)
+    _synchronize(device)
     start, busy = time.perf_counter(), time.process_time()
     call()
-    _settle(device)
+    _synchronize(device)
     return time.perf_counter() - start, time.process_time() - busy
 
 
-def _settle(device: Any) -> None:
+def _synchronize(device: Any) -> None:
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -54,14 +54,14 @@ class Part:
         return total
 
 
-def gather(parts: Sequence[Part], given: Given, group: Any, device: Any) -> list[Tensor | None]:
+def gather(parts: Sequence[Part], values: Given, group: Any, device: Any) -> list[Tensor | None]:
     """One all_gather of a row of bytes: all wires, then a flag for each. The mean of each part,
     None where no rank had any."""
     ranks, many = dist.get_world_size(group), len(parts)
     mine = torch.zeros(gather_bytes(parts), dtype=torch.uint8, device=device)
-    flags = [int(wire is not None) for wire in given]
+    flags = [int(wire is not None) for wire in values]
     mine[-many:] = torch.tensor(flags, dtype=torch.uint8)
-    for (begin, part), wire in zip(_places(parts), given, strict=True):
+    for (begin, part), wire in zip(_places(parts), values, strict=True):
         if wire is not None:
             mine[begin : begin + part.nbytes] = wire.reshape(-1).view(torch.uint8)
     gathered = ops.wait_tensor(ops.all_gather_into_tensor(mine, ranks, group.group_name))
@@ -85,7 +85,7 @@ def gather_bytes(parts: Sequence[Part]) -> int:
 
 
 def sums(
-    parts: Sequence[Part], given: Given, group: Any, device: Any, codec: str | None = None
+    parts: Sequence[Part], gradients: Given, group: Any, device: Any, codec: str | None = None
 ) -> list[Tensor | None]:
     """One all_reduce of the values of all parts, by the library, or coded. The mean of each, None
     where no rank had any. Divided before it is summed, as DistributedDataParallel does it."""
@@ -96,10 +96,10 @@ def sums(
             torch.zeros(part.entries, dtype=dtype, device=device)
             if values is None
             else values.reshape(-1).to(dtype)
-            for part, values in zip(parts, given, strict=True)
+            for part, values in zip(parts, gradients, strict=True)
         ]
     )
-    flags = [int(values is not None) for values in given]
+    flags = [int(values is not None) for values in gradients]
     if codec is None:
         used = torch.tensor(flags, dtype=dtype, device=device)
         whole = torch.cat([flat / ranks, used])

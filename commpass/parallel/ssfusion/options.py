@@ -38,7 +38,7 @@ class Options:
                 f"selector={self.selector!r}: selects no entries; give one of dgc, topk, gaussiank,"
                 " redsync, sidco, randomk"
             )
-        check_number("momentum", self.momentum, most=1.0)
+        check_number("momentum", self.momentum, maximum=1.0)
         if self.momentum == 1:
             raise PolicyError("momentum=1: must be below 1, such as 0.9, or velocities never end")
         if self.clip is not None:

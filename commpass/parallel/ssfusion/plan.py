@@ -20,8 +20,8 @@ from commpass.costmodel.buffers import (
     fused,
     idle,
     offloaded,
-    spare,
-    thinned,
+    slack,
+    sparsified,
 )
 from commpass.errors import PolicyError, check_number
 
@@ -48,9 +48,9 @@ class Settings:
     margin: float = 0.1
 
     def __post_init__(self) -> None:
-        check_number("density", self.density, 1 / FINEST, most=1.0)
-        check_number("bound", self.bound, 1 / FINEST, most=1.0)
-        check_number("margin", self.margin, most=1.0)
+        check_number("density", self.density, 1 / FINEST, maximum=1.0)
+        check_number("bound", self.bound, 1 / FINEST, maximum=1.0)
+        check_number("margin", self.margin, maximum=1.0)
         if self.bound > self.density:
             raise PolicyError(
                 f"bound={self.bound}: is the least density of one gradient, and so must be at most"
@@ -128,7 +128,7 @@ def make(
     """The plan of a step. ``row_bytes(entries, density)`` are the bytes of a sparse row;
     ``busy_us`` is as in ``Problem``."""
     problem = Problem(gradients, ranks, link, row_bytes, busy_us=busy_us)
-    whole = _whole(problem, settings)
+    whole = _all_dense(problem, settings)
     if ranks == 1:
         return replace(whole, why="one rank: nothing is sent")
     found = _selected(problem, settings)
@@ -154,7 +154,7 @@ def unmeasured(gradients: Sequence[Gradient]) -> FusionPlan:
     return FusionPlan(tuple(Buffer(tuple(sent), len(sent)) for sent in buffers))
 
 
-def _whole(problem: Problem, settings: Settings) -> FusionPlan:
+def _all_dense(problem: Problem, settings: Settings) -> FusionPlan:
     """All sent whole, by all_reduce, in the best buffers."""
     everything = frozenset(range(len(problem.gradients)))
     runs = fused(problem, everything, "all_reduce") if settings.fuse else _each(problem)
@@ -175,12 +175,12 @@ def _selected(problem: Problem, settings: Settings) -> FusionPlan:
     problem = replace(problem, density=settings.density)
     runs = fused(problem, frozenset(why), "all_gather") if settings.fuse else _each(problem)
     if settings.fuse:
-        room = spare(problem.gradients, why, settings.density, settings.bound)
+        room = slack(problem.gradients, why, settings.density, settings.bound)
         for number in excluded(problem, runs, frozenset(why), room):
             why[number] = "sent whole: its selection would outlast the exchange before (equation 2)"
     density = settings.density
     if settings.aware:
-        density = thinned(problem.gradients, why, settings.density, settings.bound)
+        density = sparsified(problem.gradients, why, settings.density, settings.bound)
     problem = replace(problem, density=density)
     buffers = []
     for run in runs:

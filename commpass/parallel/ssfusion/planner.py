@@ -16,13 +16,13 @@ from torch import nn
 
 from commpass.costmodel import Link
 from commpass.costmodel.buffers import Gradient
+from commpass.distributed import step_log
+from commpass.distributed.machine import processors_each
 from commpass.errors import PlanMismatch
-from commpass.parallel.ssfusion import measure, recorded
+from commpass.parallel.ssfusion import measure, recording
 from commpass.parallel.ssfusion.messages import Part
 from commpass.parallel.ssfusion.options import Options
 from commpass.parallel.ssfusion.plan import FusionPlan, Message, Sent, make, unmeasured
-from commpass.runtime import ledger
-from commpass.runtime.machine import processors_each
 
 UNSEEN = "what one step leaves out, later ones send"
 
@@ -63,7 +63,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.clock = measure.Clock(self.device)
-        self.ledger = ledger.opened("ssfusion")
+        self.step_log = step_log.opened("ssfusion")
 
     def measures(self, step: int) -> bool:
         """Whether a step is one of those that are measured."""
@@ -80,7 +80,7 @@ class Planner:
             else:
                 if not self.measured:
                     self._measure()
-                plan = self._made(step)
+                plan = self._new_plan(step)
             self._plans[density] = plan
             agree(self.lane, plan, "fusion plans", "the same profile and options")
             self._record(plan)
@@ -117,7 +117,7 @@ class Planner:
     def parts(self, message: Message) -> list[Part]:
         return [self.part(each) for each in message.sent]
 
-    def _made(self, step: int) -> FusionPlan:
+    def _new_plan(self, step: int) -> FusionPlan:
         assert self.link is not None
         gradients = self.gradients()
         itemsize = max(each.itemsize for each in gradients)
@@ -144,7 +144,11 @@ class Planner:
         coder = self.options.coder(self.options.settings.density)
         dtype = self.weights[0].parameter.dtype
         what = (coder, sizes, dtype, self.device, self.lane, cores)
-        rates = [measure.selection(*what), measure.aside(*what), measure.sparsifying(*what)]
+        rates = [
+            measure.selection(*what),
+            measure.offloaded_rate(*what),
+            measure.sparsifying(*what),
+        ]
         us = [
             *self.clock.backward_us(len(sizes), cores),
             *(each for rate in rates for each in rate.us),
@@ -168,13 +172,13 @@ class Planner:
         dense = self.options.dense
         group, device = self.group, self.device
         told = (group, link, dense, device, self.profile, self.dump)
-        made = recorded.keep(plan, names, parts, *told)
-        self.ledger.replace(made, UNSEEN)
+        made = recording.keep(plan, names, parts, *told)
+        self.step_log.replace(made, UNSEEN)
 
 
-def agree(group: Any, mine: Any, what: str, need: str) -> None:
+def agree(group: Any, own_value: Any, subject: str, need: str) -> None:
     """Raises PlanMismatch, on all ranks of a group, if they do not all have the same."""
-    text = repr(mine)
+    text = repr(own_value)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     said: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(said, digest, group=group)
@@ -189,6 +193,7 @@ def agree(group: Any, mine: Any, what: str, need: str) -> None:
     begin = max(start - 40, 0)
     first, second = (each[begin : begin + 120] for each in (texts[0], texts[other]))
     raise PlanMismatch(
-        f"the {what} of rank 0 and rank {other} differ: ...{first}... and ...{second}...; give all"
+        f"the {subject} of rank 0 and rank {other} differ: ...{first}... and ...{second}...; give"
+        " all"
         f" ranks {need}"
     )

@@ -23,10 +23,10 @@ from commpass.passes.chunk.build import build, joined_of
 from commpass.passes.chunk.gain import Meanwhile, exchange_of, part_of, pipeline_us
 from commpass.passes.chunk.region import Join, Product, Region, product_of, region_of
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph import meta
-from commpass.passes.graph.costs import tensors
-from commpass.passes.graph.direction import AGAIN
-from commpass.passes.graph.memory import Held, changed, memory, peak
+from commpass.passes.fx import meta
+from commpass.passes.fx.costs import tensors
+from commpass.passes.fx.direction import AGAIN
+from commpass.passes.fx.memory import LiveBytes, changed, memory, peak
 from commpass.passes.move import SMALL
 from commpass.plan import NONE, Candidate, PlannedSite, Site, Split
 from commpass.policy import Policy
@@ -45,7 +45,7 @@ class Chunked:
     done: list[Split] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
-    def told(self, site: PlannedSite) -> PlannedSite:
+    def with_reason(self, site: PlannedSite) -> PlannedSite:
         """A site of the plan with what its reason says of a split that is not made."""
         why = self.refused.get(site.name)
         return site if why is None else replace(site, reason=f"{site.reason}; {why}")
@@ -80,7 +80,7 @@ class _Chunks:
         self.joins: dict[fx.Node, Join] = {}
         self.known = memory(graph)
         self.written = changed(graph, self.known)
-        held = Held(memory(graph, in_place=True))
+        held = LiveBytes(memory(graph, in_place=True))
         self.held: dict[fx.Node, int] = {}
         for node in graph.nodes:
             self.held[node] = held.now
@@ -179,7 +179,7 @@ class _Chunks:
     def _best(self, site: Site, each: GraphSite) -> Candidate:
         """The fastest that may be done to a site."""
         options = self.scored(site, each.allowed)
-        possible = (options.alone, *options.possible)
+        possible = (options.uncompressed, *options.possible)
         return min(possible, key=lambda candidate: candidate.predicted_us)
 
     def _build(self, each: GraphSite, region: Region, reason: str) -> str:
@@ -209,8 +209,8 @@ class _Chunks:
         each: GraphSite,
         region: Region,
         form: tuple[Any, ...],
-        most: int,
-        gone: set[fx.Node],
+        limit: int,
+        erased: set[fx.Node],
     ) -> int:
         """By how many bytes the peak memory of the whole is higher than that of the graph as it
         came, at most. To count that takes as long as the graph is: it is not done again for a
@@ -218,10 +218,10 @@ class _Chunks:
         base = self.held[each.call.node]
         if form in self.counted:
             more, then = self.counted[form]
-            if (bound := max(more, 0) + max(base - then, 0)) <= most:
+            if (bound := max(more, 0) + max(base - then, 0)) <= limit:
                 return bound
-        order = [node for node in self.graph.nodes if node not in gone]
-        more = peak(order, memory(self.graph, in_place=True, without=gone)) - self.peak
+        order = [node for node in self.graph.nodes if node not in erased]
+        more = peak(order, memory(self.graph, in_place=True, excluded=erased)) - self.peak
         self.counted[form] = more, base
         return more
 
@@ -232,15 +232,15 @@ def _form(region: Region) -> tuple[Any, ...]:
     nodes = (*region.product.nodes, region.start, region.wait, *region.consumers)
     inside = set(nodes)
 
-    def within(node: fx.Node) -> bool:
+    def is_inside(node: fx.Node) -> bool:
         return inside.issuperset(node.users)
 
     return region.bounds, tuple(
         (
             node.target,
             tuple((each.shape, each.dtype) for each in tensors(node.meta.get("val"))),
-            within(node),
-            tuple(within(each) for each in node.all_input_nodes if each not in inside),
+            is_inside(node),
+            tuple(is_inside(each) for each in node.all_input_nodes if each not in inside),
         )
         for node in nodes
     )

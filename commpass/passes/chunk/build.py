@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.ambient import without_ambient_state
 from commpass.passes.chunk.region import Join, Region
-from commpass.passes.graph import meta
-from commpass.passes.graph.costs import tensors
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.fakes import mode_of
-from commpass.passes.graph.marks import ALLOWED
-from commpass.passes.graph.rowwise import VIEWS, Axis
+from commpass.passes.fx import meta
+from commpass.passes.fx.costs import tensors
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.fakes import mode_of
+from commpass.passes.fx.marks import ALLOWED
+from commpass.passes.fx.rowwise import VIEWS, Axis
+from commpass.utils.ambient import without_ambient_state
 
 aten = torch.ops.aten
 
@@ -151,13 +151,13 @@ class _Work:
         key = (node, axis, number)
         if key not in self.slices:
             begin, end = ends[number], ends[number + 1]
-            (blocks,) = self.apart([node], axis, before, node)
+            (blocks,) = self.split_blocks([node], axis, before, node)
             dim = axis.dim + (axis.blocks > 1)
             part = self.emit(before, node, aten.slice.Tensor, blocks, dim, begin, end)
-            self.slices[key] = self.together(part, axis, before, node)
+            self.slices[key] = self.merge_blocks(part, axis, before, node)
         return self.slices[key]
 
-    def apart(
+    def split_blocks(
         self, nodes: Sequence[fx.Node], axis: Axis, before: fx.Node, source: fx.Node
     ) -> list[fx.Node]:
         """Tensors with a dimension for their blocks, if there are several."""
@@ -170,7 +170,7 @@ class _Work:
             made.append(self.emit(before, source, aten.reshape.default, node, sizes))
         return made
 
-    def together(self, node: fx.Node, axis: Axis, before: fx.Node, source: fx.Node) -> fx.Node:
+    def merge_blocks(self, node: fx.Node, axis: Axis, before: fx.Node, source: fx.Node) -> fx.Node:
         """A tensor without the dimension for its blocks."""
         if axis.blocks == 1:
             return node
@@ -192,10 +192,10 @@ class _Work:
         before = first if place[first] <= place[last] else last.next
         axis, parts = self.region.rows[node].axis, self.chunks[node]
         earlier = len(self.built.new)
-        blocks = self.apart(parts, axis, before, node)
+        blocks = self.split_blocks(parts, axis, before, node)
         dim = axis.dim + (axis.blocks > 1)
         joined = self.emit(before, node, aten.cat.default, blocks, dim)
-        joined = self.together(joined, axis, before, node)
+        joined = self.merge_blocks(joined, axis, before, node)
         nodes = tuple(self.built.new[earlier:])
         ends = self.region.cut(node, axis)
         self.built.joins[joined] = Join(tuple(parts), self.region.bounds, axis, ends, nodes)

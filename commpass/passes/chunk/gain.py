@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from commpass.costmodel import HOST, Profile, Task, finished_us
 from commpass.passes.chunk.region import Region
-from commpass.passes.graph import costs, meta
+from commpass.passes.fx import costs, meta
 from commpass.plan import Candidate, Site
 
 EXCHANGE = "exchange"

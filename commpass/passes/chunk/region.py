@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph import meta
-from commpass.passes.graph.memory import Memory
-from commpass.passes.graph.parse import is_wait
-from commpass.passes.graph.rowwise import (
+from commpass.passes.fx import meta
+from commpass.passes.fx.memory import Memory
+from commpass.passes.fx.parse import is_wait
+from commpass.passes.fx.rowwise import (
     Axis,
     Rows,
     bounds,
@@ -59,7 +59,7 @@ class Join:
 class Product:
     """What makes a collective's input: the ``matmul`` whose rows are cut, or what joins a matmul
     that has been cut, then views and casts, and its ``input`` last. ``rows`` is how each treats
-    them, ``axis`` along what the input has them, ``many`` how many there are in a block. Without
+    them, ``axis`` along what the input has them, ``chunks`` how many there are in a block. Without
     nodes nothing is computed in chunks before the collective."""
 
     nodes: tuple[fx.Node, ...]
@@ -114,7 +114,7 @@ def product_of(
         return "not one node alone waits for it"
     if not (ranks := each.site.group_size):
         return "the size of its group is not known"
-    chain = _made(each, cut, known, written)
+    chain = _producers(each, cut, known, written)
     why = chain if isinstance(chain, str) else "its rows are not one block for each rank"
     if not isinstance(chain, str):
         for root, many in _roots(chain[0], ranks, cut):
@@ -138,7 +138,7 @@ def _fits_kind(axis: Axis, kind: str, ranks: int) -> bool:
     return axis.blocks == 1 and (kind == "all_reduce" or axis.dim == 0)
 
 
-def _made(
+def _producers(
     each: GraphSite, cut: Collection[fx.Node], known: Memory, written: Collection[int]
 ) -> list[fx.Node] | str:
     """The nodes from the matmul that makes a site's input to that input."""
@@ -187,14 +187,14 @@ def _roots(matmul: fx.Node, ranks: int, cut: Mapping[fx.Node, Join]) -> list[tup
     return [(rows, entries // n) for n, rows in found if rows is not None and entries % n == 0]
 
 
-def _treated(chain: list[fx.Node], given: fx.Node, root: Rows, many: int) -> Product | str:
-    """A product whose first node treats its rows so, ``many`` in a block."""
+def _treated(chain: list[fx.Node], value: fx.Node, root: Rows, chunks: int) -> Product | str:
+    """A product whose first node treats its rows so, ``chunks`` in a block."""
     rows = {chain[0]: root}
     for node in chain[1:]:
         if (found := rows_of(node, {one: its.axis for one, its in rows.items()})) is None:
             return f"{node.name} does not compute each row alone"
         rows[node] = found
-    return Product(tuple(chain), rows, given, rows[given].axis, many)
+    return Product(tuple(chain), rows, value, rows[value].axis, chunks)
 
 
 def region_of(
@@ -255,9 +255,9 @@ def _users(node: fx.Node) -> set[fx.Node]:
     return {user for user in node.users if user.op != "output"}
 
 
-def _fits(many: int, chunks: int, step: int, fixed: tuple[int, ...] | None) -> bool:
+def _fits(count: int, chunks: int, step: int, fixed: tuple[int, ...] | None) -> bool:
     """Whether there are so many chunks whose rows are multiples of ``step``."""
-    return chunks * step <= many if fixed is None else all(row % step == 0 for row in fixed)
+    return chunks * step <= count if fixed is None else all(row % step == 0 for row in fixed)
 
 
 def _may_be_cut(node: fx.Node, known: Memory, written: Collection[int]) -> bool:

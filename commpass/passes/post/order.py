@@ -23,9 +23,9 @@ from torch._inductor.fx_passes.control_dependencies import control_deps, preserv
 from torch._inductor.graph import GraphLowering
 from torch.utils._ordered_set import OrderedSet
 
-from commpass.passes.graph.costs import is_heavy, is_matmul
-from commpass.passes.graph.memory import memory
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx.costs import is_heavy, is_matmul
+from commpass.passes.fx.memory import memory
+from commpass.passes.fx.parse import is_wait, parse
 
 ops = torch.ops._c10d_functional
 
@@ -36,7 +36,7 @@ KNOWS_VOIDS = "_void_ctrl_dep_op_names" in GraphLowering.__init__.__code__.co_na
 ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
 
 
-def hold(graph: fx.Graph) -> None:
+def pin(graph: fx.Graph) -> None:
     """Pins matmuls that run while something travels behind its start, where their result is added
     to something once that has arrived: Inductor would make one operator of both, which comes too
     late."""
@@ -74,7 +74,7 @@ def order(graph: fx.Graph) -> None:
             behind = [*([] if last is None else [last]), *between]
             last, between = node, []
             latest = None if is_wait(node) else node
-        elif _is_held(node):
+        elif _is_pinned(node):
             between.append(node)
             continue
         elif is_matmul(node):
@@ -128,8 +128,8 @@ def _sum_in_place(graph: fx.Graph, starts: Iterable[fx.Node]) -> None:
             start.target = ops.all_reduce_.default
 
 
-def _is_held(node: fx.Node) -> bool:
-    """Whether ``hold`` has pinned a matmul here."""
+def _is_pinned(node: fx.Node) -> bool:
+    """Whether ``pin`` has pinned a matmul here."""
     if node.target is not control_deps:
         return False
     return any(map(is_matmul, _inner(node).nodes))
@@ -161,7 +161,7 @@ def ordered() -> Any:
 
 
 def _slots() -> Iterator[tuple[str, Any]]:
-    for name, function in (("pre", hold), ("post", order)):
+    for name, function in (("pre", pin), ("post", order)):
         slot = f"post_grad_custom_{name}_pass"
         before = getattr(config, slot)
         if hasattr(custom_graph_pass, "get_custom_graph_passes"):  # torch 2.13: several have room

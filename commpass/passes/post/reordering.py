@@ -26,7 +26,7 @@ default) moves starts up and waits down, but past no other one."""
 
 def reordering_settings() -> tuple[str, ...]:
     """Those that are on. A torch that does not have one has it off."""
-    return tuple(name for name in REORDERING if _is_on(name))
+    return tuple(name for name in REORDERING if _is_enabled(name))
 
 
 def switched_off(names: tuple[str, ...]) -> Any:
@@ -34,7 +34,7 @@ def switched_off(names: tuple[str, ...]) -> Any:
     return config.patch(dict.fromkeys(names, False))
 
 
-def _is_on(name: str) -> bool:
+def _is_enabled(name: str) -> bool:
     try:
         return bool(attrgetter(name)(config))
     except AttributeError:

@@ -18,9 +18,9 @@ import operator
 import torch
 from torch import fx
 
-from commpass.passes.graph import meta
-from commpass.passes.graph.direction import gradients
-from commpass.passes.graph.parse import Call, is_wait, parse
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import gradients
+from commpass.passes.fx.parse import Call, is_wait, parse
 from commpass.passes.provenance.kinds import FIELD, FIELDS, LIKE, NEUTRAL, UNKNOWN, WHOLE
 from commpass.passes.provenance.kinds import Kind as Kind
 from commpass.passes.provenance.kinds import Provenance as Provenance
@@ -57,7 +57,9 @@ def provenances(graph: fx.Graph, direction: str) -> dict[fx.Node, tuple[Provenan
         call = parse(node)
         if call is not None:
             found[node] = tuple(map(walk.of, call.inputs))
-        walk.made[node] = _made(node, walk) if call is None else _given(call, found[node])
+        walk.made[node] = (
+            _of_operator(node, walk) if call is None else _of_collective(call, found[node])
+        )
         if node in targets:
             _write(node, call, targets[node], walk)
     if any(each.kind is Kind.GRADIENT for some in found.values() for each in some):
@@ -71,22 +73,22 @@ def _as_gradient(found: Provenance) -> Provenance:
     return FIELD if found.kind is Kind.GRADIENT else found
 
 
-def _given(call: Call, taken: tuple[Provenance, ...]) -> tuple[Provenance, ...]:
+def _of_collective(call: Call, inputs: tuple[Provenance, ...]) -> tuple[Provenance, ...]:
     """What a collective gives: what it takes, but for what comes from another rank's graph."""
     if not call.ends:
-        return taken
-    pairs = zip(taken, call.ends, strict=True)
+        return inputs
+    pairs = zip(inputs, call.ends, strict=True)
     return tuple(UNKNOWN if end.kind == "recv" else each for each, end in pairs)
 
 
-def _made(node: fx.Node, walk: Walk) -> Provenance | tuple[Provenance, ...]:
+def _of_operator(node: fx.Node, walk: Walk) -> Provenance | tuple[Provenance, ...]:
     """What any other node gives."""
     value = meta.tensor(node)
     if node.op == "placeholder":
         whole = value is not None and not is_float(value)
         return Provenance(Kind.INTEGER, node.name) if whole else UNKNOWN
     if node.op == "get_attr":
-        return _held(node, value)
+        return _of_constant(node, value)
     if node.op != "call_function":
         return UNKNOWN
     if node.target is operator.getitem:
@@ -101,7 +103,7 @@ def _made(node: fx.Node, walk: Walk) -> Provenance | tuple[Provenance, ...]:
     return _with_dtype(found, node, value)
 
 
-def _held(node: fx.Node, value: torch.Tensor | None) -> Provenance:
+def _of_constant(node: fx.Node, value: torch.Tensor | None) -> Provenance:
     """What a graph holds: a number that was written in the code, or a parameter."""
     if value is None:
         return UNKNOWN

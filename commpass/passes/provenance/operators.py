@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from commpass.passes.discover import MATMULS
-from commpass.passes.graph import meta
-from commpass.passes.graph.parse import parse
+from commpass.passes.fx import meta
+from commpass.passes.fx.parse import parse
 from commpass.passes.provenance.kinds import FIELD, FIELDS, NEUTRAL, SUMS, WHOLE, Kind, Provenance
 from commpass.passes.provenance.walk import (
     Walk,
@@ -61,7 +61,7 @@ def _is_dot(node: fx.Node) -> bool:
     return (meta.hint(rows.shape[-1]) or 0) >= LONG
 
 
-def _beside(node: fx.Node, walk: Walk) -> Provenance:
+def _concatenated(node: fx.Node, walk: Walk) -> Provenance:
     """cat, stack, and slices that are put into another tensor."""
     sources = inputs(node)
     return joined([walk.of(source) for source in sources], sources)
@@ -191,7 +191,7 @@ def broadcast_later(graph: fx.Graph) -> set[fx.Node]:
     for node in reversed(graph.nodes):
         size = numel(node)
         for user in node.users:
-            if name_of(user) in SHRINKING or RULES.get(name_of(user)) is _beside:
+            if name_of(user) in SHRINKING or RULES.get(name_of(user)) is _concatenated:
                 continue
             larger = size is not None and (numel(user) or 0) > size
             if (larger and parse(user) is None) or user in found:
@@ -302,8 +302,8 @@ ROWS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (_always(Kind.FIELD), ("rand_like", "randn_like", "uniform", "normal", "inductor_random")),
     (_always(Kind.LOSS), ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")),
     (_always(Kind.LOSS), ("nll_loss_forward", "nll_loss2d_forward", "binary_cross_entropy")),
-    (_beside, ("cat", "stack", "hstack", "vstack")),
-    (_beside, ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")),
+    (_concatenated, ("cat", "stack", "hstack", "vstack")),
+    (_concatenated, ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")),
     (_filled, ("where", "scatter", "index_copy", "masked_scatter")),
     (_put, ("index_put", "_unsafe_index_put", "_index_put_impl")),
     (_added_at, ("scatter_add", "scatter_reduce", "index_add")),

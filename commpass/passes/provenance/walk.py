@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.passes.graph import meta
-from commpass.passes.graph.direction import recomputed
+from commpass.passes.fx import meta
+from commpass.passes.fx.direction import recomputed
 from commpass.passes.provenance.kinds import (
     ACCUMULATED,
     FIELD,

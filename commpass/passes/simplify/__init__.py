@@ -17,7 +17,7 @@ from torch import fx
 
 from commpass.costmodel import Profile
 from commpass.passes.discover import GraphSite
-from commpass.passes.graph.parse import graph_modules, is_wait, parse
+from commpass.passes.fx.parse import graph_modules, is_wait, parse
 from commpass.passes.simplify.editor import Editor
 from commpass.passes.simplify.outputs import output_memory, separate_outputs
 from commpass.passes.simplify.rules import RULES, Applied, Rule
@@ -39,15 +39,17 @@ def simplify(
     found: Sequence[GraphSite],
     policy: Policy,
     profile: Profile,
-    own: bool = True,
+    local: bool = True,
 ) -> tuple[Simplification, ...]:
     """Applies the rules until none fits any more. Linear in the nodes of the graph, for each
-    sweep. Without ``own`` those are left out that look for the rank's own part."""
+    sweep. Without ``local`` those are left out that look for the rank's own part."""
     if policy.off:
         return ()
     applied: list[Simplification] = []
     allowed = {each.call.node: each.allowed for each in found}
-    rules = [rule for rule in RULES if (rule.exact or policy.reassociate) and (own or not rule.own)]
+    rules = [
+        rule for rule in RULES if (rule.exact or policy.reassociate) and (local or not rule.own)
+    ]
     owning = {rule.name for rule in RULES if rule.own}
     for prefix, module in graph_modules(gm):
         if not any(parse(node) is not None for node in module.graph.nodes):
@@ -90,7 +92,7 @@ def _apply(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
 
 def _sweep(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
     """Tries the rules once at every node, in graph order."""
-    editor.look()
+    editor.refresh()
     done: list[tuple[str, Applied]] = []
     at: dict[Any, list[Rule]] = {}
     for node in list(editor.graph.nodes):

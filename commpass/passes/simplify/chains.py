@@ -106,7 +106,7 @@ def _scale(link: fx.Node) -> str:
     return f"{'times' if link.target in SCALINGS[:2] else 'divided by'} {link.args[1]}"
 
 
-def walk_back(
+def trace_to_source(
     node: Any,
     allowed: Callable[[fx.Node], bool],
     found: Callable[[fx.Node], Any],
@@ -175,7 +175,7 @@ class Part:
 def _part_of(node: fx.Node, kind: str, editor: Editor) -> Part | None:
     """The own part that a node takes of a collective's result, if it is one."""
     whole = _divided(node) if node not in editor.changing else None
-    walked = walk_back(whole, _may_divide, lambda n: editor.exchange(n, (kind,)))
+    walked = trace_to_source(whole, _may_divide, lambda n: editor.exchange(n, (kind,)))
     if walked is None or whole is None:
         return None
     exchange, chain = walked

@@ -14,19 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from commpass import groups, meshes
-from commpass.ambient import without_ambient_state
+from commpass import groups
 from commpass.codecs import codec
 from commpass.costmodel import Profile
-from commpass.passes.graph import costs, meta
-from commpass.passes.graph.erase import erase
-from commpass.passes.graph.fakes import mode_of
-from commpass.passes.graph.marks import ALLOWED
-from commpass.passes.graph.parse import Call, describe_group, is_wait, parse
-from commpass.passes.simplify.held import Held, nothing_held
+from commpass.groups import mesh_unions
+from commpass.passes.fx import costs, meta
+from commpass.passes.fx.erase import erase
+from commpass.passes.fx.fakes import mode_of
+from commpass.passes.fx.marks import ALLOWED
+from commpass.passes.fx.parse import Call, describe_group, is_wait, parse
+from commpass.passes.simplify.memory_budget import MemoryBudget, initial_budget
 from commpass.passes.simplify.values import memory, value_numbers
 from commpass.plan import ROWS
-from commpass.rules import Allowed
+from commpass.policy.rules import Allowed
+from commpass.utils.ambient import without_ambient_state
 
 aten = torch.ops.aten
 ops = torch.ops._c10d_functional
@@ -77,7 +78,7 @@ class Editor:
                 self.number_of[node.name] = count[group]
                 count[group] += 1
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Looks at the whole graph, at the start of a sweep: which values are equal, and which must
         stay where they are in memory, since something writes to them or reads them by address."""
         found = roots, written = memory(self.graph)
@@ -100,9 +101,9 @@ class Editor:
         return node not in self.gone
 
     @cached_property
-    def held(self) -> Held:
+    def memory_budget(self) -> MemoryBudget:
         """What the rules keep for longer, by the places of the graph as it came."""
-        return nothing_held(self.graph)
+        return initial_budget(self.graph)
 
     @cached_property
     def mode(self) -> Any:
@@ -167,7 +168,7 @@ class Editor:
             return None
         pair = (first.group, second.group)
         if pair not in self.unions:
-            self.unions[pair] = meshes.joined(*pair)
+            self.unions[pair] = mesh_unions.joined(*pair)
         group = self.unions[pair]
         return None if group is None else (group.group_name, group.size())
 
@@ -196,10 +197,10 @@ class Editor:
             + values * min(rate.encode_ns for rate in rates) / 1e3
         )
 
-    def hold(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
+    def may_extend(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
         """Whether so many bytes more may be kept from one node up to another, for the tensor
         ``merged``. The sizes must be those that all ranks know."""
-        return self.held.hold(first, last, nbytes, merged)
+        return self.memory_budget.may_extend(first, last, nbytes, merged)
 
     def last_user(self, node: fx.Node) -> fx.Node:
         """The last node that takes a node, or itself."""
@@ -226,7 +227,7 @@ class Editor:
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
         meta.carry(source, node)
-        self.held.place[node] = self.held.place[before]
+        self.memory_budget.place[node] = self.memory_budget.place[before]
         node.meta[RULE] = rule
         made = self.call(node) is not None
         if made and source.name in self.number_of:

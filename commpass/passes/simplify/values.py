@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx.parse import is_wait, parse
 
 NAMESPACES = ("aten", "prims")
 """What other operators do is not known here: they might be random, or read a state."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commpass.errors import CommpassError
-from commpass.printable import clean
 from commpass.report.graph.picture import LOOKS, Box, Picture
+from commpass.utils.printable import clean
 
 INSTALL = (
     "install Graphviz (apt-get install graphviz, brew install graphviz, conda install graphviz)"
@@ -23,19 +23,19 @@ def quoted(*lines: str) -> str:
     )
 
 
-def dot(shown: Picture) -> str:
+def dot(picture: Picture) -> str:
     """Graphviz source, with the boxes of a site in one frame."""
-    looks = [f"{LOOKS[kind].called}: {LOOKS[kind].meaning}" for kind in shown.kinds]
-    if any(arrow.hidden for arrow in shown.arrows):
+    looks = [f"{LOOKS[kind].called}: {LOOKS[kind].meaning}" for kind in picture.kinds]
+    if any(arrow.hidden for arrow in picture.arrows):
         looks.append("dashed arrow: by way of what is not shown")
     lines = [
-        f"digraph {quoted(shown.title)} {{",
-        f"  label={quoted(shown.title, '; '.join(looks), '')}; labelloc=t; fontname=Helvetica;",
+        f"digraph {quoted(picture.title)} {{",
+        f"  label={quoted(picture.title, '; '.join(looks), '')}; labelloc=t; fontname=Helvetica;",
         "  fontsize=12; ranksep=0.3; nodesep=0.25;",
         '  node [shape=box, style="rounded,filled", fontname=Helvetica, fontsize=10];',
         '  edge [color="#666666", arrowsize=0.7, fontname=Helvetica, fontsize=9];',
     ]
-    for number, (cluster, boxes) in enumerate(_clusters(shown.boxes).items()):
+    for number, (cluster, boxes) in enumerate(_clusters(picture.boxes).items()):
         if cluster:
             lines += [
                 f"  subgraph cluster_{number} {{",
@@ -50,8 +50,8 @@ def dot(shown: Picture) -> str:
             )
         if cluster:
             lines.append("  }")
-    sites = {box.name for box in shown.boxes if box.kind in ("alone", "compressed")}
-    for arrow in shown.arrows:
+    sites = {box.name for box in picture.boxes if box.kind in ("alone", "compressed")}
+    for arrow in picture.arrows:
         looks = ["style=dashed"] if arrow.hidden else []
         if {arrow.source, arrow.user} & sites:  # the ways between collectives are straight
             looks.append("weight=8")
@@ -68,7 +68,7 @@ def _clusters(boxes: Sequence[Box]) -> dict[str, list[Box]]:
     return found
 
 
-def svg(shown: Picture) -> str:
+def svg(picture: Picture) -> str:
     """The drawing as SVG text. Raises CommpassError where Graphviz is missing, with how to install
     it."""
     try:
@@ -79,7 +79,7 @@ def svg(shown: Picture) -> str:
             f" {INSTALL}. --dot and --text work without"
         ) from error
     try:
-        return graphviz.pipe("dot", "svg", dot(shown).encode()).decode()
+        return graphviz.pipe("dot", "svg", dot(picture).encode()).decode()
     except graphviz.ExecutableNotFound as error:
         raise CommpassError(
             f"an SVG needs the program dot, which is not on the PATH: {INSTALL}. --dot and --text"

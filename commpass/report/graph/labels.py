@@ -5,45 +5,45 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from commpass.dump import GraphNode
 from commpass.plan import PlannedSite
-from commpass.printable import clean
+from commpass.plan.dump import GraphNode
 from commpass.report import tables
 from commpass.report.explained import done
 from commpass.report.graph.nodes import fallback
 from commpass.report.graph.picture import Arrow, Box, Picture, kind_of, travels
 from commpass.report.graph.sites import Sketch, role_of
+from commpass.utils.printable import clean
 
 MODULES = 3
 """So many modules are named in a box."""
 
 
-def picture(shown: Sketch) -> Picture:
+def picture(sketch: Sketch) -> Picture:
     """Every box with its label."""
-    many = Counter(shown.sites.values())
-    used = {source for some in shown.edges.values() for source in some}
+    many = Counter(sketch.sites.values())
+    used = {source for some in sketch.edges.values() for source in some}
     boxes = []
-    for name, nodes in shown.members.items():
-        site = shown.sites.get(name)
+    for name, nodes in sketch.members.items():
+        site = sketch.sites.get(name)
         if site is None:
             last = "" if name in used else ", for outputs alone"
             boxes.append(Box(name, "plain", (clean(run_label(nodes) + last),)))
         elif many[site] > 1:
-            boxes.append(_part(name, nodes, site, shown))
+            boxes.append(_part(name, nodes, site, sketch))
         else:
-            lines = site_lines(shown, site, nodes)
+            lines = site_lines(sketch, site, nodes)
             boxes.append(Box(name, kind(nodes), tuple(map(clean, lines))))
-    arrows = tuple(Arrow(source, box) for box in shown.edges for source in shown.edges[box])
-    return Picture(title(shown), tuple(boxes), arrows)
+    arrows = tuple(Arrow(source, box) for box in sketch.edges for source in sketch.edges[box])
+    return Picture(title(sketch), tuple(boxes), arrows)
 
 
-def title(shown: Sketch) -> str:
-    dump = shown.dump
-    sites = len(set(shown.sites.values()))
-    more = f"; {shown.left_out} operators apart from all of them" if shown.left_out else ""
+def title(sketch: Sketch) -> str:
+    dump = sketch.dump
+    sites = len(set(sketch.sites.values()))
+    more = f"; {sketch.left_out} operators apart from all of them" if sketch.left_out else ""
     counts = f"{sites} site{'s' * (sites != 1)}, times are predicted{more}"
     return clean(
-        f"graph {dump.number}: {dump.plan.direction}, {shown.side} ({counts}){fallback(dump)}"
+        f"graph {dump.number}: {dump.plan.direction}, {sketch.side} ({counts}){fallback(dump)}"
     )
 
 
@@ -51,18 +51,18 @@ def kind(nodes: Sequence[GraphNode]) -> str:
     return "compressed" if any(node.inserted for node in nodes) else "alone"
 
 
-def site_lines(shown: Sketch, site: str, nodes: Sequence[GraphNode]) -> list[str]:
+def site_lines(sketch: Sketch, site: str, nodes: Sequence[GraphNode]) -> list[str]:
     """What stands in the box of a site: what it is and where, what was done to it, and what that
     saves. One that the plan does not have any more says what became of it."""
     where = next((node.module for node in nodes if node.module), "") or "the root module"
-    some = shown.planned[site]
+    some = sketch.planned[site]
     if not some:
         node = next((each for each in nodes if travels(each)), nodes[0])
-        return [f"{kind_of(node) or node.name} · {where}", became(shown, site) or site]
-    head = f"{shown.numbers(site)}{some[0].kind} · {where}"
+        return [f"{kind_of(node) or node.name} · {where}", became(sketch, site) or site]
+    head = f"{sketch.numbers(site)}{some[0].kind} · {where}"
     return [
         head,
-        *done_lines([some], found=shown.side == "before" or bool(shown.dump.plan.fallback)),
+        *done_lines([some], found=sketch.side == "before" or bool(sketch.dump.plan.fallback)),
     ]
 
 
@@ -94,9 +94,9 @@ def _of_one(name: str, several: Sequence[Sequence[PlannedSite]]) -> float:
     return -1 if min(values) < 0 else sum(values) / len(several)
 
 
-def became(shown: Sketch, name: str) -> str:
+def became(sketch: Sketch, name: str) -> str:
     """What became of a site that the plan does not have any more, in words."""
-    plan = shown.dump.plan
+    plan = sketch.dump.plan
     for step in plan.simplified:
         if step.site == name:
             return f"{step.rule}: {step.into}"
@@ -130,10 +130,10 @@ def modules_of(nodes: Sequence[GraphNode]) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _part(name: str, nodes: Sequence[GraphNode], site: str, shown: Sketch) -> Box:
+def _part(name: str, nodes: Sequence[GraphNode], site: str, sketch: Sketch) -> Box:
     """A box of the middle level: what a site does in one step."""
     first = next((node for node in nodes if role_of(node)), nodes[0])
-    role, some = role_of(first), shown.planned[site]
+    role, some = role_of(first), sketch.planned[site]
     mine = next((each for each in some if each.name == first.site), some[0] if some else None)
     lines = [role if role != "exchange" else f"exchange: {kind_of(first)}"]
     if mine is not None and mine.compressed:
@@ -142,7 +142,7 @@ def _part(name: str, nodes: Sequence[GraphNode], site: str, shown: Sketch) -> Bo
         elif "code" in role:
             lines.append(mine.codec)
     lines += [first.value] if first.value and role != "exchange" else []
-    head = f"{shown.numbers(site)}{some[0].module or 'the root module'}" if some else site
+    head = f"{sketch.numbers(site)}{some[0].module or 'the root module'}" if some else site
     box = "transfer" if role == "exchange" else "inserted" if first.inserted else "alone"
     return Box(name, box, tuple(clean(line) for line in lines if line), clean(head))
 

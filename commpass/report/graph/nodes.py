@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from commpass.dump import Dump, GraphNode
 from commpass.errors import CommpassError
-from commpass.printable import clean
+from commpass.plan.dump import Dump, GraphNode
 from commpass.report.graph.picture import (
     LOOKS,
     Arrow,
     Box,
     Edges,
     Picture,
+    inputs_of,
     near,
     restricted,
-    taken,
     travels,
 )
+from commpass.utils.printable import clean
 
 
 def nodes_of(dump: Dump, side: str) -> tuple[GraphNode, ...]:
@@ -35,24 +35,26 @@ def serves(node: GraphNode) -> bool:
     return bool(node.inserted or node.site)
 
 
-def chosen(dump: Dump, side: str, around: int | None) -> tuple[tuple[GraphNode, ...], Edges, str]:
-    """The nodes of one side within ``around`` edges of a site or an inserted node, all for None;
+def select_nodes(
+    dump: Dump, side: str, radius: int | None
+) -> tuple[tuple[GraphNode, ...], Edges, str]:
+    """The nodes of one side within ``radius`` edges of a site or an inserted node, all for None;
     the edges of all; and a title that counts them. Raises CommpassError where there is no site to
     be near to."""
     nodes = nodes_of(dump, side)
-    edges = taken(nodes)
+    edges = inputs_of(nodes)
     served = {node.name for node in nodes if serves(node)}
-    if around is None:
+    if radius is None:
         return nodes, edges, titled(dump, side)
     if nodes and not served:
         raise CommpassError(
             f"graph {dump.number} has no site to draw the surroundings of: draw it with"
             " --around all"
         )
-    shown = near(edges, served, around)
+    shown = near(edges, served, radius)
     some = tuple(node for node in nodes if node.name in shown)
     left = len(nodes) - len(some)
-    more = f", {left} nodes farther than {around} from a site hidden" if left else ""
+    more = f", {left} nodes farther than {radius} from a site hidden" if left else ""
     return some, edges, titled(dump, side) + more
 
 
@@ -71,9 +73,9 @@ def fallback(dump: Dump) -> str:
     return ", FALLBACK: the untouched graph was compiled" if dump.plan.fallback else ""
 
 
-def text(dump: Dump, side: str, around: int | None) -> str:
+def text(dump: Dump, side: str, radius: int | None) -> str:
     """One line a node, in graph order."""
-    nodes, _, title = chosen(dump, side, around)
+    nodes, _, title = select_nodes(dump, side, radius)
     calls = [call(node) for node in nodes]
     kinds = [each for each in LOOKS if any(kind(node) == each != "plain" for node in nodes)]
     lines = [title, "  ".join(f"{LOOKS[k].mark} {LOOKS[k].meaning}" for k in kinds), ""]
@@ -106,9 +108,9 @@ def call(node: GraphNode) -> str:
     return f"{node.op if node.op == 'output' else node.target}({', '.join(node.inputs)})"
 
 
-def picture(dump: Dump, side: str, around: int | None) -> Picture:
+def picture(dump: Dump, side: str, radius: int | None) -> Picture:
     """One box a node, with the nodes of a site in one frame."""
-    some, edges, title = chosen(dump, side, around)
+    some, edges, title = select_nodes(dump, side, radius)
     nodes = nodes_of(dump, side)
     boxes = tuple(
         Box(node.name, kind(node), labels(node), (node.site or "") if node.inserted else "")

@@ -7,16 +7,16 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from commpass.dump import GraphNode
 from commpass.errors import CommpassError
-from commpass.kinds import KIND_OF, NAMESPACES, WAITS, without_form
+from commpass.plan.dump import GraphNode
+from commpass.plan.kinds import KIND_OF, NAMESPACES, WAITS, without_form
 
 BUFFER, KERNEL = "aten.empty.memory_format", "commpass.kernel_.default"
 """What a kernel that a CPU calls writes into, and the call."""
 
 
 @dataclass(frozen=True)
-class Look:
+class BoxStyle:
     """How boxes of a kind are drawn: what the legend says of them, their mark in text, and their
     colour with its name."""
 
@@ -27,11 +27,11 @@ class Look:
 
 
 LOOKS = {
-    "transfer": Look("travels between ranks", "*", "#ffb74d", "orange"),
-    "alone": Look("a collective, left alone", "*", "#ffe0b2", "pale orange"),
-    "compressed": Look("a collective, compressed", "+", "#b9dfb4", "green"),
-    "inserted": Look("inserted for a collective", "+", "#b5dcff", "blue"),
-    "plain": Look("what else is computed", " ", "#f4f4f4", "grey"),
+    "transfer": BoxStyle("travels between ranks", "*", "#ffb74d", "orange"),
+    "alone": BoxStyle("a collective, left alone", "*", "#ffe0b2", "pale orange"),
+    "compressed": BoxStyle("a collective, compressed", "+", "#b9dfb4", "green"),
+    "inserted": BoxStyle("inserted for a collective", "+", "#b5dcff", "blue"),
+    "plain": BoxStyle("what else is computed", " ", "#f4f4f4", "grey"),
 }
 """By kind of box, in the order of the legend."""
 
@@ -75,7 +75,7 @@ Edges = Mapping[str, Collection[str]]
 """From each name to the names that it takes from."""
 
 
-def taken(nodes: Iterable[GraphNode]) -> dict[str, tuple[str, ...]]:
+def inputs_of(nodes: Iterable[GraphNode]) -> dict[str, tuple[str, ...]]:
     """What each node takes. Of a buffer that kernels write into, that is what they wrote. Raises
     CommpassError where a node takes what comes after it."""
     found: dict[str, tuple[str, ...]] = {}
@@ -174,11 +174,11 @@ def near(edges: Edges, names: Iterable[str], steps: int) -> set[str]:
     return found
 
 
-def between(edges: Edges, shown: Collection[str]) -> list[tuple[str, str]]:
+def between(edges: Edges, visible: Collection[str]) -> list[tuple[str, str]]:
     """The pairs of shown names that a path of hidden ones alone connects, source first; of several
     sources only those that no other of them waits for."""
     order = in_order(edges) or list(edges)
-    names = [name for name in order if name in shown]
+    names = [name for name in order if name in visible]
     bit = {name: 1 << at for at, name in enumerate(names)}
     before: dict[str, int] = {}  # of a shown name: all shown ones that it waits for
     reach: dict[str, int] = {}  # of a hidden name: the last shown ones that it waits for
@@ -213,18 +213,18 @@ def _places(some: int) -> list[int]:
     return found
 
 
-def restricted(picture: Picture, edges: Edges, shown: Collection[str], *, cut: bool) -> Picture:
+def restricted(picture: Picture, edges: Edges, visible: Collection[str], *, cut: bool) -> Picture:
     """The part of a picture with these boxes, and dashed arrows in place of what lies between them.
     ``cut`` marks boxes with neighbours that are not shown."""
-    if all(box.name in shown for box in picture.boxes):
+    if all(box.name in visible for box in picture.boxes):
         return picture
-    ends = {source for name, some in edges.items() if name not in shown for source in some}
-    ends |= {name for name, some in edges.items() if any(each not in shown for each in some)}
+    ends = {source for name, some in edges.items() if name not in visible for source in some}
+    ends |= {name for name, some in edges.items() if any(each not in visible for each in some)}
     boxes = tuple(
         dataclasses.replace(box, cut=cut and box.name in ends)
         for box in picture.boxes
-        if box.name in shown
+        if box.name in visible
     )
-    arrows = [each for each in picture.arrows if each.source in shown and each.user in shown]
-    arrows += [Arrow(source, user, hidden=True) for source, user in between(edges, shown)]
+    arrows = [each for each in picture.arrows if each.source in visible and each.user in visible]
+    arrows += [Arrow(source, user, hidden=True) for source, user in between(edges, visible)]
     return Picture(picture.title, boxes, tuple(arrows))

@@ -11,15 +11,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from commpass.dump import Dump, GraphNode
 from commpass.errors import CommpassError, nearest
 from commpass.plan import PlannedSite
+from commpass.plan.dump import Dump, GraphNode
 from commpass.report import tables
 from commpass.report.graph.nodes import nodes_of
 from commpass.report.graph.picture import (
     in_order,
+    inputs_of,
     needed,
-    taken,
     travels,
     waits,
 )
@@ -84,7 +84,7 @@ def sketch(dump: Dump, side: str, expanded: Collection[str] = ()) -> Sketch:
     """The boxes of one side of a graph, with those of the middle level for the sites that are
     ``expanded``. Raises CommpassError for a graph without sites, or a damaged one."""
     nodes = nodes_of(dump, side) or _of_plan(dump)
-    sources = taken(nodes)
+    sources = inputs_of(nodes)
     whole = {part: split.site for split in dump.plan.split for part in split.into}
     site_of = {name: whole.get(site, site) for name, site in _sites(nodes, sources).items()}
     if not site_of:

@@ -12,29 +12,31 @@ from commpass.report.graph.picture import LOOKS, Picture, in_order
 from commpass.report.tables import WIDE, plain_table
 
 
-def text(shown: Picture) -> RenderableType:
+def text(picture: Picture) -> RenderableType:
     """The title, the legend and the table."""
-    return Group(Text(shown.title, style="bold"), Text(_legend(shown)), Text(), table_of(shown))
+    return Group(
+        Text(picture.title, style="bold"), Text(_legend(picture)), Text(), table_of(picture)
+    )
 
 
-def plain(shown: Picture) -> str:
+def plain(picture: Picture) -> str:
     """The same as lines of plain text, as long as they need to be."""
     file = io.StringIO()
-    Console(file=file, width=WIDE, no_color=True).print(text(shown))
+    Console(file=file, width=WIDE, no_color=True).print(text(picture))
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
-def table_of(shown: Picture) -> Table:
+def table_of(picture: Picture) -> Table:
     """The boxes in an order in which they may run. A number in brackets is that of a line that
     comes by way of what is not shown."""
-    edges: dict[str, list[str]] = {box.name: [] for box in shown.boxes}
-    for arrow in shown.arrows:
+    edges: dict[str, list[str]] = {box.name: [] for box in picture.boxes}
+    for arrow in picture.arrows:
         edges[arrow.user].append(arrow.source)
-    boxes = {box.name: box for box in shown.boxes}
+    boxes = {box.name: box for box in picture.boxes}
     order = in_order(edges) or list(boxes)
     line = {name: str(at) for at, name in enumerate(order, 1)}
     after: dict[str, list[str]] = {name: [] for name in order}
-    for arrow in shown.arrows:
+    for arrow in picture.arrows:
         number = line[arrow.source]
         after[arrow.user].append(f"({number})" if arrow.hidden else number)
     table = plain_table("", "", "what", "after", folded=("what", "after"))
@@ -48,8 +50,10 @@ def table_of(shown: Picture) -> Table:
     return table
 
 
-def _legend(shown: Picture) -> str:
-    looks = [f"{LOOKS[kind].mark} {LOOKS[kind].meaning}" for kind in shown.kinds if kind != "plain"]
-    if any(arrow.hidden for arrow in shown.arrows):
+def _legend(picture: Picture) -> str:
+    looks = [
+        f"{LOOKS[kind].mark} {LOOKS[kind].meaning}" for kind in picture.kinds if kind != "plain"
+    ]
+    if any(arrow.hidden for arrow in picture.arrows):
         looks.append("(n) by way of what is not shown")
     return "  ".join(looks)

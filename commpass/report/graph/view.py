@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from commpass.dump import Dump
 from commpass.errors import CommpassError, nearest
-from commpass.globs import covers
+from commpass.plan.dump import Dump
 from commpass.report.graph import fold, labels, sites
 from commpass.report.graph.picture import Picture, near, restricted
+from commpass.utils.globs import covers
 
 
 def of_sites(
@@ -16,11 +16,11 @@ def of_sites(
     module: str | None = None,
     site: str | None = None,
     expand: tuple[str, ...] = (),
-    around: int | None = None,
+    radius: int | None = None,
     every: bool = False,
 ) -> Picture:
     """One box a site: of all, or of those of a ``module`` (a glob), or of the one ``site`` (its
-    number or name), with what is within ``around`` boxes of them (one, where it is not said).
+    number or name), with what is within ``radius`` boxes of them (one, where it is not said).
     ``expand`` names sites whose middle level is shown; that of ``site`` always is. More than
     ``fold.MANY`` sites are folded by pattern unless ``every`` one is asked for.
 
@@ -34,25 +34,25 @@ def of_sites(
         names = {box for box, name in shown.sites.items() if name in chosen}
     if module is not None:
         names &= _of_module(shown, module)
-    if len(names) < len(shown.members) or around is not None:
+    if len(names) < len(shown.members) or radius is not None:
         names &= shown.sites.keys()
-        names = near(shown.edges, names, 1 if around is None else around)
+        names = near(shown.edges, names, 1 if radius is None else radius)
     many = len({name for box, name in shown.sites.items() if box in names})
     if many > fold.MANY and not every and len(names) == len(shown.members):
         return fold.folded(shown)
     return restricted(labels.picture(shown), shown.edges, names, cut=False)
 
 
-def _of_module(shown: sites.Sketch, module: str) -> set[str]:
+def _of_module(sketch: sites.Sketch, module: str) -> set[str]:
     """The boxes of sites in modules that a glob covers."""
     found, known = set(), set()
-    for box in shown.sites:
-        modules = {node.module for node in shown.members[box]}
+    for box in sketch.sites:
+        modules = {node.module for node in sketch.members[box]}
         known |= modules
         if any(covers(module, each) for each in modules):
             found.add(box)
     if not found:
         raise CommpassError(
-            f"no site of graph {shown.dump.number} is in module {module!r}{nearest(module, known)}"
+            f"no site of graph {sketch.dump.number} is in module {module!r}{nearest(module, known)}"
         )
     return found

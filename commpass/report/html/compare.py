@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from commpass.dump import Dump
 from commpass.plan import PlannedSite
-from commpass.printable import brief
+from commpass.plan.dump import Dump
 from commpass.report.compared import named
 from commpass.report.html.data import Run, described
 from commpass.report.html.totals import predicted_us, wire_bytes
 from commpass.report.patterns import without_numbers
+from commpass.utils.printable import brief
 
 Place = tuple[str, str, str]
 Sites = list[tuple[PlannedSite, bool]]
@@ -38,8 +38,8 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A place where two runs differ. ``what`` is what they say differently; empty where they decide
-    alike, about other bytes or another number of sites, or predict other times."""
+    """A place where two runs differ. ``fields`` is what they say differently; empty where they
+    decide alike, about other bytes or another number of sites, or predict other times."""
 
     graph: str
     module: str
@@ -59,9 +59,9 @@ class Comparison:
     notes: tuple[str, ...]
 
 
-def compare(left: Run, right: Run) -> Comparison:
+def compare(before: Run, right: Run) -> Comparison:
     """What the second run does otherwise than the first."""
-    places = _places(left.dumps), _places(right.dumps)
+    places = _places(before.dumps), _places(right.dumps)
     changes = []
     every = list(dict.fromkeys((*places[0], *places[1])))
     for place in every:
@@ -72,10 +72,10 @@ def compare(left: Run, right: Run) -> Comparison:
         elif _sizes(sides[0]) != _sizes(sides[1]):
             changes.append(_change(place, [], sides))
     return Comparison(
-        runs=(left, right),
+        runs=(before, right),
         changes=tuple(changes),
         same=len(every) - len(changes),
-        notes=tuple(_notes(left.dumps, right.dumps)),
+        notes=tuple(_notes(before.dumps, right.dumps)),
     )
 
 
@@ -96,9 +96,9 @@ def _choice(site: PlannedSite, fallback: bool) -> str:
     return "left alone" if fallback else described(site)
 
 
-def _change(place: Place, what: Sequence[str], sides: tuple) -> Change:
+def _change(place: Place, fields: Sequence[str], sides: tuple) -> Change:
     graph, module, kind = place
-    return Change(graph=graph, module=module, kind=kind, what=tuple(what), sides=sides)
+    return Change(graph=graph, module=module, kind=kind, what=tuple(fields), sides=sides)
 
 
 def _side(sites: Sites) -> Side:
@@ -116,13 +116,15 @@ def _sizes(side: Side | None) -> tuple[float, ...]:
     return () if side is None else (side.sites, side.bytes, side.wire_bytes, side.predicted_us)
 
 
-def _differences(left: Sites, right: Sites) -> list[str]:
+def _differences(before: Sites, right: Sites) -> list[str]:
     """What is decided about the sites of a place, where the two say it differently."""
-    if not left or not right:
-        return [f"only in {'A' if left else 'B'}"]
+    if not before or not right:
+        return [f"only in {'A' if before else 'B'}"]
     found = []
     for what, of in FACTS.items():
-        a, b = (_counted(of(site, fallback) for site, fallback in sites) for sites in (left, right))
+        a, b = (
+            _counted(of(site, fallback) for site, fallback in sites) for sites in (before, right)
+        )
         if a != b:
             found.append(f"{what}{a} → {b}")
     return found
@@ -146,15 +148,15 @@ def _counted(values: Iterator[str]) -> str:
     )
 
 
-def _notes(left: Sequence[Dump], right: Sequence[Dump]) -> Iterator[str]:
-    worlds = left[0].world_size, right[0].world_size
+def _notes(before: Sequence[Dump], right: Sequence[Dump]) -> Iterator[str]:
+    worlds = before[0].world_size, right[0].world_size
     if worlds[0] != worlds[1]:
         yield f"A ran on {worlds[0]} ranks, B on {worlds[1]}"
     for what in ("commpass", "torch"):
-        a, b = getattr(left[0], what), getattr(right[0], what)
+        a, b = getattr(before[0], what), getattr(right[0], what)
         if a != b:
             yield f"A was written with {what} {a}, B with {b}"
-    lefts, rights = named(left), named(right)
+    lefts, rights = named(before), named(right)
     for name in dict.fromkeys((*lefts, *rights)):
         if name not in lefts or name not in rights:
             yield f"graph {name} is only in {'A' if name in lefts else 'B'}"

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from commpass.dump import Dump
 from commpass.plan import NONE, Candidate, PlannedSite
-from commpass.printable import brief
+from commpass.plan.dump import Dump
+from commpass.plan.timeline import Timeline
 from commpass.report import why
 from commpass.report.html.drawing import drawing
 from commpass.report.html.runs import Read
-from commpass.report.html.strips import Strip, strips
+from commpass.report.html.sparklines import Strip, sparklines
 from commpass.report.html.totals import Times, Totals, predicted_us, times, totals, wire_bytes
 from commpass.report.patterns import Pattern, patterns
-from commpass.timeline import Timeline
+from commpass.utils.printable import brief
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ def run(key: str, read: Read) -> Run:
             choices=tuple(found.choices),
             texts=tuple(found.texts),
             rules=_rules(dumps),
-            strips=strips(dumps, measured),
+            strips=sparklines(dumps, measured),
             measured=bool(measured),
         ),
     )
@@ -209,7 +209,7 @@ class _Tables:
         ]
         self._before = [_before(dump) for dump in dumps]
         self._predicted = [_exposed(dump.timeline) for dump in dumps]
-        self._measured = [_told(measured.get(dump.number)) for dump in dumps]
+        self._measured = [_measured_totals(measured.get(dump.number)) for dump in dumps]
 
     def group(self, pattern: Pattern) -> Group:
         first = pattern.first
@@ -306,6 +306,6 @@ def _exposed(timeline: Timeline | None) -> dict[str, float]:
     return found | {f"{name}.0": us for name, us in found.items()}
 
 
-def _told(measured: Timeline | None) -> dict[str, float] | None:
+def _measured_totals(measured: Timeline | None) -> dict[str, float] | None:
     """The same as measured; None where nobody did, or where the trace does not tell sites apart."""
     return None if measured is None or measured.note else _exposed(measured)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from commpass.dump import Dump
 from commpass.errors import CommpassError
+from commpass.plan.dump import Dump
 from commpass.report.graph import dot
 from commpass.report.graph.view import of_sites
 

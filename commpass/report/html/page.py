@@ -17,10 +17,10 @@ from commpass.errors import CommpassError
 from commpass.report.html.compare import compare
 from commpass.report.html.data import run
 from commpass.report.html.runs import Read
-from commpass.report.html.strips import KINDS, missing
+from commpass.report.html.sparklines import KINDS, missing
 from commpass.report.tables import micros, ratio, size
 from commpass.report.timeline import ms
-from commpass.tables import write_whole
+from commpass.utils.tables import write_whole
 
 SCRIPTS = ("format.js", "table.js", "bars.js", "sites.js", "timeline.js", "page.js")
 """Of one script, in this order: later ones use what earlier ones define."""

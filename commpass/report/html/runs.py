@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from commpass.dump import Dump
 from commpass.errors import CommpassError
+from commpass.plan.dump import Dump
+from commpass.plan.timeline import Timeline
 from commpass.report.measured import measured
-from commpass.timeline import Timeline
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commpass.plan import Plan, PlannedSite
+from commpass.plan.timeline import Timeline
 from commpass.report import sent
-from commpass.timeline import Timeline
 
 
 @dataclass(frozen=True, kw_only=True)

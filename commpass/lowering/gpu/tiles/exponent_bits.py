@@ -12,20 +12,20 @@ from commpass.lowering.gpu.source import tile
 
 
 @tile
-def inverse(word):
+def inverse(x):
     """uint32 words with all bits turned; the interpreter has no ``~`` of them."""
-    return word ^ 0xFFFFFFFF
+    return x ^ 0xFFFFFFFF
 
 
 @tile
-def ones(word):
+def ones(x):
     """Ones of uint32 words, int32. In the form that LLVM knows as one instruction."""
-    word = word - ((word >> 1) & 0x55555555)
-    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
-    word = (word + (word >> 4)) & 0x0F0F0F0F
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
     # The minimum changes nothing. It keeps what follows (a product with a power of two is a shift)
     # from being merged into the form before LLVM knows it, which then drops the minimum.
-    return tl.minimum(((word * 0x01010101) >> 24).to(tl.int32), 32)
+    return tl.minimum(((x * 0x01010101) >> 24).to(tl.int32), 32)
 
 
 @tile
@@ -54,25 +54,25 @@ def any_of(planes):
 
 
 @tile
-def swapped(words, DISTANCE: tl.constexpr, MASK: tl.constexpr):
+def swapped(packed, DISTANCE: tl.constexpr, MASK: tl.constexpr):
     """Blocks of ``DISTANCE`` bits off the diagonal change places, in each pair of words that are
     as far apart. ``MASK``: the lower block of each pair of blocks."""
     mask = unknown(MASK)
     out = ()
     for place in tl.static_range(8):
         if place & DISTANCE == 0:
-            out = out + (merged(mask, words[place], words[place + DISTANCE] << DISTANCE),)
+            out = out + (merged(mask, packed[place], packed[place + DISTANCE] << DISTANCE),)
         else:
-            out = out + (merged(mask, words[place - DISTANCE] >> DISTANCE, words[place]),)
+            out = out + (merged(mask, packed[place - DISTANCE] >> DISTANCE, packed[place]),)
     return out
 
 
 @tile
-def transposed(words):
+def transposed(packed):
     """8 words of 4 bytes to 8 bit planes, and back."""
-    words = swapped(words, 4, 0x0F0F0F0F)
-    words = swapped(words, 2, 0x33333333)
-    return swapped(words, 1, 0x55555555)
+    packed = swapped(packed, 4, 0x0F0F0F0F)
+    packed = swapped(packed, 2, 0x33333333)
+    return swapped(packed, 1, 0x55555555)
 
 
 @tile
@@ -159,16 +159,16 @@ def expanded(planes, plan, mask):
 
 
 @tile
-def picked(planes, mask, most):
+def picked(planes, mask, limit):
     """As ``compressed``, one field at a time: quicker where there are few.
 
-    ``most``: no mask has more ones.
+    ``limit``: no mask has more ones.
     """
     out = ()
     for _ in tl.static_range(len(planes)):
         out = out + (tl.zeros_like(mask),)
     place = tl.full((), 1, tl.uint32)
-    for _ in range(most):
+    for _ in range(limit):
         lowest = mask & (0 - mask)
         mask = mask ^ lowest
         longer = ()
@@ -182,13 +182,13 @@ def picked(planes, mask, most):
 
 
 @tile
-def put_back(planes, mask, most):
+def put_back(planes, mask, limit):
     """The inverse of ``picked``; bits beyond the ones of the mask are dropped."""
     out = ()
     for _ in tl.static_range(len(planes)):
         out = out + (tl.zeros_like(mask),)
     place = tl.full((), 1, tl.uint32)
-    for _ in range(most):
+    for _ in range(limit):
         lowest = mask & (0 - mask)
         mask = mask ^ lowest
         fuller = ()
@@ -202,7 +202,7 @@ def put_back(planes, mask, most):
 
 
 @tile
-def taken_apart(string, fields, BITS: tl.constexpr):
+def unpacked(string, fields, BITS: tl.constexpr):
     """Planes of ``fields`` fields each, one behind the other in ``string``; what follows is left in
     them: mask it off."""
     planes = ()

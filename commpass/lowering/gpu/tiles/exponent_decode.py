@@ -13,11 +13,11 @@ from commpass.lowering.gpu.tiles.exponent_bits import (
     moves,
     ones,
     put_back,
-    taken_apart,
     transposed,
+    unpacked,
 )
 from commpass.lowering.gpu.tiles.exponent_encode import up_to_here
-from commpass.lowering.gpu.tiles.exponent_floats import words_of
+from commpass.lowering.gpu.tiles.exponent_floats import pack_floats
 from commpass.lowering.gpu.tiles.exponent_ladder import exponents_from
 from commpass.lowering.gpu.tiles.exponent_wire import (
     BIAS,
@@ -40,33 +40,33 @@ FEW = 2
 
 
 @tile
-def read(dynamic, begin, offset, length, room):
+def read(dynamic, begin, offset, length, capacity):
     """``length`` bits, up to 64, from bit ``begin + offset`` on; further ones may follow. Nothing
-    beyond the ``room`` words of the dynamic part is read, whatever the wire holds.
+    beyond the ``capacity`` words of the dynamic part is read, whatever the wire holds.
 
     ``begin`` int64 of a tile, a multiple of 16; ``offset`` int32 of its columns: all but the first
     step is done in 32 bits.
     """
     first = begin >> 5
     dynamic += first
-    last = tl.minimum(room - first, 1 << 30).to(tl.int32) - 1
+    last = tl.minimum(capacity - first, 1 << 30).to(tl.int32) - 1
     bit = (begin & 31).to(tl.int32) + offset
     number = bit >> 5
     shift = bit & 31
     reach = shift + length
     shift = shift.to(tl.uint64)
-    low = word_at(dynamic, number, length > 0, last)
-    middle = word_at(dynamic, number + 1, reach > 32, last)
-    high = word_at(dynamic, number + 2, reach > 64, last)
+    low = load_packed(dynamic, number, length > 0, last)
+    middle = load_packed(dynamic, number + 1, reach > 32, last)
+    high = load_packed(dynamic, number + 2, reach > 64, last)
     low = (low | (middle << 32)) >> shift
     high = (middle | (high << 32)) >> shift
     return (low & 0xFFFFFFFF) | (high << 32)
 
 
 @tile
-def word_at(dynamic, number, wanted, last):
-    wanted = wanted & (number <= last)
-    return tl.load(dynamic + number, mask=wanted, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
+def load_packed(dynamic, number, mask, last):
+    mask = mask & (number <= last)
+    return tl.load(dynamic + number, mask=mask, other=0).to(tl.uint32, bitcast=True).to(tl.uint64)
 
 
 @tile
@@ -95,19 +95,19 @@ def exponent_count(
 
 
 @tile
-def strings_of(dynamic, begin, offset, fields, room, BITS: tl.constexpr, MANY: tl.constexpr):
+def strings_of(dynamic, begin, offset, fields, capacity, BITS: tl.constexpr, COUNT: tl.constexpr):
     """The planes of fields, so many in a string; what is not a field is left in them."""
     planes = ()
-    for first in tl.static_range(0, BITS, MANY):
+    for first in tl.static_range(0, BITS, COUNT):
         planes = planes + string_of(
-            dynamic, begin, offset + fields * first, fields, room, min(MANY, BITS - first)
+            dynamic, begin, offset + fields * first, fields, capacity, min(COUNT, BITS - first)
         )
     return planes
 
 
 @tile
-def string_of(dynamic, begin, offset, fields, room, BITS: tl.constexpr):
-    return taken_apart(read(dynamic, begin, offset, fields * BITS, room), fields, BITS)
+def string_of(dynamic, begin, offset, fields, capacity, BITS: tl.constexpr):
+    return unpacked(read(dynamic, begin, offset, fields * BITS, capacity), fields, BITS)
 
 
 @tile
@@ -116,13 +116,13 @@ def exponent_join(
     out,
     tallies,
     groups,
-    words,
+    pitch,
     quads,
     static,
     tiles,
     many_groups,
     FORM: tl.constexpr,
-    WORDS: tl.constexpr,
+    PACKED: tl.constexpr,
     REST: tl.constexpr,
     EXPONENT: tl.constexpr,
     STEPS: tl.constexpr,
@@ -215,11 +215,11 @@ def exponent_join(
     for number in tl.static_range(REST):
         at = wire + number * tl.cast(columns, tl.int64) + column
         rest = rest + (tl.load(at, mask=inside, other=0).to(tl.uint32, bitcast=True),)
-    values = words_of(exponents, rest, FORM)
-    out += tl.cast(row, tl.int64) * words
-    first = column // LANES * (WORDS * LANES) + column % LANES
+    values = pack_floats(exponents, rest, FORM)
+    out += tl.cast(row, tl.int64) * pitch
+    first = column // LANES * (PACKED * LANES) + column % LANES
     lanes = lanes_of(column // LANES, columns)
-    for part in tl.static_range(WORDS):
+    for part in tl.static_range(PACKED):
         at = first + part * lanes
         if HALVES:
             half = at.to(tl.int64) * 2
@@ -235,11 +235,11 @@ def exponent_join(
         plain = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
         place = tl.arange(0, 128)
         if HALVES:
-            body = tl.cast(columns, tl.int64) * (2 * WORDS)
-            there = body + place < words
+            body = tl.cast(columns, tl.int64) * (2 * PACKED)
+            there = body + place < pitch
             values_left = tl.load(plain.to(tl.pointer_type(tl.int16)) + place, mask=there, other=0)
             tl.store(out + body + place, values_left, mask=there)
         else:
-            body = tl.cast(columns, tl.int64) * WORDS
-            there = body + place < words
+            body = tl.cast(columns, tl.int64) * PACKED
+            there = body + place < pitch
             tl.store(out + body + place, tl.load(plain + place, mask=there, other=0), mask=there)

@@ -46,10 +46,10 @@ def up_to_here(of_columns, COLUMNS: tl.constexpr):
 
 
 @tile
-def shifted(planes, fields, offset, FIRST: tl.constexpr, MANY: tl.constexpr):
-    """``MANY`` planes from the first on, of ``fields`` fields each, as one string that begins at a
+def shifted(planes, fields, offset, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """``COUNT`` planes from the first on, of ``fields`` fields each, as one string that begins at a
     bit offset: its length, what falls into the word where it begins, and into the next one."""
-    HERE: tl.constexpr = min(MANY, len(planes) - FIRST)
+    HERE: tl.constexpr = min(COUNT, len(planes) - FIRST)
     string = planes[FIRST].to(tl.uint64)
     for number in tl.static_range(1, HERE):
         shift = tl.minimum(fields * number, 63).to(tl.uint64)
@@ -59,28 +59,28 @@ def shifted(planes, fields, offset, FIRST: tl.constexpr, MANY: tl.constexpr):
 
 
 @tile
-def append(sums, planes, fields, begin, gained, kept, MANY: tl.constexpr, COLUMNS: tl.constexpr):
+def append(sums, planes, fields, begin, gained, stored, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
     """Puts the fields of columns, so many planes in a string, behind what chunks have already:
     ``begin`` bits, which add up to ``gained``. Returns both with them.
 
     Word w of a chunk is ``sums[w] - sums[w - 1]``: no two strings share a bit, so that "or" is a
     sum, and a word is what the running sum (mod 2^64) gained in it. Each boundary between words is
-    met by one string, which stores the sum up to there. ``kept``: columns whose sums are stored.
+    met by one string, which stores the sum up to there. ``stored``: columns whose sums are stored.
     """
     length = fields * len(planes)
     offset = on_columns(begin, COLUMNS) + up_to_here(length, COLUMNS) - length
     at = offset
     whole = tl.zeros((COLUMNS,), tl.uint64)
-    for first in tl.static_range(0, len(planes), MANY):
-        bits, low, carry = shifted(planes, fields, at, first, MANY)
+    for first in tl.static_range(0, len(planes), COUNT):
+        bits, low, carry = shifted(planes, fields, at, first, COUNT)
         whole = whole + low + carry
         at = at + bits
     upto = on_columns(gained, COLUMNS) + up_to_here(whole, COLUMNS) - whole
     at = offset
-    for first in tl.static_range(0, len(planes), MANY):
-        bits, low, carry = shifted(planes, fields, at, first, MANY)
+    for first in tl.static_range(0, len(planes), COUNT):
+        bits, low, carry = shifted(planes, fields, at, first, COUNT)
         upto = upto + low
-        meets = kept & (((at + bits) >> 6) > (at >> 6))
+        meets = stored & (((at + bits) >> 6) > (at >> 6))
         tl.store(sums + (at >> 6), upto.to(tl.int64, bitcast=True), mask=meets)
         upto = upto + carry
         at = at + bits
@@ -94,13 +94,13 @@ def exponent_split(
     sums,
     tallies,
     groups,
-    words,
+    pitch,
     quads,
     static,
     tiles,
     many_groups,
     FORM: tl.constexpr,
-    WORDS: tl.constexpr,
+    PACKED: tl.constexpr,
     REST: tl.constexpr,
     EXPONENT: tl.constexpr,
     STEPS: tl.constexpr,
@@ -127,11 +127,11 @@ def exponent_split(
     lane = column % LANES
     inside = column < columns
     live = tl.where(inside, 0xFFFFFFFF, 0).to(tl.uint32)
-    source += tl.cast(row, tl.int64) * words
+    source += tl.cast(row, tl.int64) * pitch
     wire += tl.cast(row, tl.int64) * row_words(static, columns, RAW)
-    first = column // LANES * (WORDS * LANES) + lane
+    first = column // LANES * (PACKED * LANES) + lane
     lanes = lanes_of(column // LANES, columns)
-    part = column_words(source, first, lanes, inside, WORDS, HALVES)
+    part = column_words(source, first, lanes, inside, PACKED, HALVES)
 
     rest = rest_of(part, FORM)
     for number in tl.static_range(REST):
@@ -228,12 +228,12 @@ def exponent_place(
     sums,
     tallies,
     groups,
-    words,
+    pitch,
     quads,
     static,
     tiles,
     many_groups,
-    WORDS: tl.constexpr,
+    PACKED: tl.constexpr,
     REST: tl.constexpr,
     EXPONENT: tl.constexpr,
     BITS: tl.constexpr,
@@ -274,15 +274,15 @@ def exponent_place(
         plain = marks_of(wire, columns, REST + FIRST) + (columns + LANES - 1) // LANES
         free = tl.cast(static, tl.int64) * 4 - tl.cast(columns, tl.int64) * (REST + FIRST)
         free -= (columns + LANES - 1) // LANES
-        source += tl.cast(row, tl.int64) * words
+        source += tl.cast(row, tl.int64) * pitch
         place = tl.arange(0, 256)
         if HALVES:
-            body = tl.cast(columns, tl.int64) * (2 * WORDS)
-            values_left = tl.load(source + body + place, mask=body + place < words, other=0)
+            body = tl.cast(columns, tl.int64) * (2 * PACKED)
+            values_left = tl.load(source + body + place, mask=body + place < pitch, other=0)
             tl.store(
                 plain.to(tl.pointer_type(tl.int16)) + place, values_left, mask=place < free * 2
             )
         else:
-            body = tl.cast(columns, tl.int64) * WORDS
-            values_left = tl.load(source + body + place, mask=body + place < words, other=0)
+            body = tl.cast(columns, tl.int64) * PACKED
+            values_left = tl.load(source + body + place, mask=body + place < pitch, other=0)
             tl.store(plain + place, values_left, mask=place < free)

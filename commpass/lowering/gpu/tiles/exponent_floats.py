@@ -17,14 +17,14 @@ BUT_HIGH_BITS = 0x7F7F7F7F
 
 
 @tile
-def column_words(source, first, lanes, inside, WORDS: tl.constexpr, HALVES: tl.constexpr):
-    """The words of columns, a tuple of ``WORDS`` uint32 tiles; zero where a column is not inside.
+def column_words(source, first, lanes, inside, PACKED: tl.constexpr, HALVES: tl.constexpr):
+    """The words of columns, a tuple of ``PACKED`` uint32 tiles; zero where a column is not inside.
 
     ``source``: int32 pointer to a row; with ``HALVES`` an int16 pointer, which need not lie at a
     whole word. ``first``: the number of a column's first word; the next ones are ``lanes`` apart.
     """
     out = ()
-    for part in tl.static_range(WORDS):
+    for part in tl.static_range(PACKED):
         at = first + part * lanes
         if HALVES:
             # Two parts of a number of words may lie behind 2^31 halves.
@@ -40,16 +40,16 @@ def column_words(source, first, lanes, inside, WORDS: tl.constexpr, HALVES: tl.c
 
 
 @tile
-def low_bytes(words, UNIT: tl.constexpr):
+def low_bytes(packed, UNIT: tl.constexpr):
     """The lower bytes of the four halves of words 2 UNIT and 2 UNIT + 1: byte 0 of the first, byte
     0 of the second, then byte 2 of each."""
-    return merged(unknown(LOW_BYTES), words[2 * UNIT], words[2 * UNIT + 1] << 8)
+    return merged(unknown(LOW_BYTES), packed[2 * UNIT], packed[2 * UNIT + 1] << 8)
 
 
 @tile
-def high_bytes(words, UNIT: tl.constexpr):
+def high_bytes(packed, UNIT: tl.constexpr):
     """As ``low_bytes``, the upper ones."""
-    return merged(unknown(LOW_BYTES), words[2 * UNIT] >> 8, words[2 * UNIT + 1])
+    return merged(unknown(LOW_BYTES), packed[2 * UNIT] >> 8, packed[2 * UNIT + 1])
 
 
 @tile
@@ -62,40 +62,40 @@ def from_bytes(low, high, SECOND: tl.constexpr):
 
 
 @tile
-def exponents_of(words, FORM: tl.constexpr):
+def exponents_of(packed, FORM: tl.constexpr):
     """8 words of 4 exponents, one in a byte: of 16-bit floats those of the two lower halves of two
     words, then those of the upper ones."""
     out = ()
     for unit in tl.static_range(8):
         if FORM == BFLOAT16:
-            high = high_bytes(words, unit)
-            low = low_bytes(words, unit)
+            high = high_bytes(packed, unit)
+            low = low_bytes(packed, unit)
             out = out + (merged(unknown(LOW_BITS), low >> 7, high << 1),)
         elif FORM == FLOAT16:
-            out = out + ((high_bytes(words, unit) >> 2) & 0x1F1F1F1F,)
+            out = out + ((high_bytes(packed, unit) >> 2) & 0x1F1F1F1F,)
         else:
-            first = ((words[4 * unit] >> 23) & 0xFF) | ((words[4 * unit + 2] >> 15) & 0xFF00)
-            second = (words[4 * unit + 1] >> 7) & 0xFF0000
-            out = out + (first | second | ((words[4 * unit + 3] << 1) & 0xFF000000),)
+            first = ((packed[4 * unit] >> 23) & 0xFF) | ((packed[4 * unit + 2] >> 15) & 0xFF00)
+            second = (packed[4 * unit + 1] >> 7) & 0xFF0000
+            out = out + (first | second | ((packed[4 * unit + 3] << 1) & 0xFF000000),)
     return out
 
 
 @tile
-def rest_of(words, FORM: tl.constexpr):
+def rest_of(packed, FORM: tl.constexpr):
     """Sign and mantissa: 8, 11 or 24 words."""
     if FORM == BFLOAT16:
         out = ()
         for unit in tl.static_range(8):
-            low = low_bytes(words, unit)
-            out = out + (merged(unknown(BUT_HIGH_BITS), low, high_bytes(words, unit)),)
+            low = low_bytes(packed, unit)
+            out = out + (merged(unknown(BUT_HIGH_BITS), low, high_bytes(packed, unit)),)
         return out
     elif FORM == FLOAT16:
         out = ()
         above = ()
         for unit in tl.static_range(8):
-            out = out + (low_bytes(words, unit),)
+            out = out + (low_bytes(packed, unit),)
         for pair in tl.static_range(16):
-            word = words[pair]
+            word = packed[pair]
             above = above + (((word >> 8) & 0x00030003) | ((word >> 13) & 0x00040004),)
         for word in tl.static_range(3):
             five = above[5 * word]
@@ -107,16 +107,16 @@ def rest_of(words, FORM: tl.constexpr):
     else:
         out = ()
         for four in tl.static_range(8):
-            last = (words[4 * four + 3] & 0x007FFFFF) | ((words[4 * four + 3] >> 8) & 0x00800000)
+            last = (packed[4 * four + 3] & 0x007FFFFF) | ((packed[4 * four + 3] >> 8) & 0x00800000)
             for place in tl.static_range(3):
-                word = words[4 * four + place]
+                word = packed[4 * four + place]
                 number = (word & 0x007FFFFF) | ((word >> 8) & 0x00800000)
                 out = out + (number | ((last >> (8 * place)) << 24),)
         return out
 
 
 @tile
-def words_of(exponents, rest, FORM: tl.constexpr):
+def pack_floats(exponents, rest, FORM: tl.constexpr):
     """The inverse of ``exponents_of`` and ``rest_of``."""
     out = ()
     if FORM == BFLOAT16:

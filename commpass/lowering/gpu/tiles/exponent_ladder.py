@@ -58,7 +58,7 @@ def last_code(TABLES: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr):
 
 
 @tile
-def where_at(low, high, PLACE: tl.constexpr):
+def place_mask(low, high, PLACE: tl.constexpr):
     """Where an offset is, of those that ``four_of`` two planes and two others say."""
     return low[PLACE & 3] & high[PLACE >> 2]
 
@@ -92,10 +92,12 @@ def codes_of(
             if (TABLES >> (32 * step + 4 * code)) & 15 == ZERO_CODE:
                 term = zero & inverse(any_of(modes))
                 for mode in tl.static_range(len(modes)):
-                    term = term | (where_at(low, high, last_code(TABLES, BITS, mode)) & modes[mode])
+                    term = term | (
+                        place_mask(low, high, last_code(TABLES, BITS, mode)) & modes[mode]
+                    )
                 terms = terms + (term & here,)
             else:
-                term = where_at(low, high, (TABLES >> (32 * step + 4 * code)) & 15)
+                term = place_mask(low, high, (TABLES >> (32 * step + 4 * code)) & 15)
                 if step < len(modes) and code == (1 << ((BITS >> (4 * step)) & 15)) - 1:
                     term = (term & inverse(modes[step])) | (zero & modes[step])
                 terms = terms + (term & here,)
@@ -144,12 +146,12 @@ def exponents_from(
 
 
 @tile
-def marked(offset, where, PLACE: tl.constexpr):
+def marked(offset, mask, PLACE: tl.constexpr):
     """Planes of offsets, with ``PLACE`` where there are ones."""
     out = ()
     for bit in tl.static_range(4):
         if (PLACE >> bit) & 1:
-            out = out + (offset[bit] | where,)
+            out = out + (offset[bit] | mask,)
         else:
             out = out + (offset[bit],)
     return out

@@ -14,8 +14,8 @@ from commpass.lowering.gpu.tiles.numbers import (
     is_finite,
     number_of,
     of_bits,
+    round_to_even,
     size_bits,
-    whole,
     whole_below,
 )
 
@@ -60,7 +60,7 @@ def decode_int(codes, BITS: tl.constexpr, MARKS: tl.constexpr):
 def encode_level(x, noise, BITS: tl.constexpr, LARGEST: tl.constexpr):
     MOST: tl.constexpr = 2**BITS - 1
     shifted = clamped(x + LARGEST, -1.0, MOST + 1.0)
-    codes = whole(shifted) if noise is None else whole_below(shifted + noise)
+    codes = round_to_even(shifted) if noise is None else whole_below(shifted + noise)
     return tl.minimum(tl.maximum(codes, 0), MOST)
 
 

@@ -114,13 +114,13 @@ def product_by_descriptors(
 
 
 @tile
-def multiply_add(left, right, total, IMPRECISE: tl.constexpr, CASTS: tl.constexpr):
-    """``total + left @ right``. ``CASTS`` is false in Triton's interpreter, which has no products
+def multiply_add(a, b, total, IMPRECISE: tl.constexpr, CASTS: tl.constexpr):
+    """``total + a @ b``. ``CASTS`` is false in Triton's interpreter, which has no products
     of bf16 or 8-bit floats; those of float32 hold them all."""
     if not CASTS:
-        left = left.to(tl.float32)
-        right = right.to(tl.float32)
-    return tl.dot(left, right, total, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee", max_num_imprecise_acc=IMPRECISE)
 
 
 @tile

@@ -51,25 +51,25 @@ def divided(x, BY: tl.constexpr):
 
 
 @tile
-def at_least(x, LEAST: tl.constexpr):
+def maximum(x, LOWER: tl.constexpr):
     """NaN stays NaN."""
-    return tl.where(x < LEAST, LEAST, x)
+    return tl.where(x < LOWER, LOWER, x)
 
 
 @tile
-def at_most(x, MOST: tl.constexpr):
+def minimum(x, UPPER: tl.constexpr):
     """NaN stays NaN."""
-    return tl.where(x > MOST, MOST, x)
+    return tl.where(x > UPPER, UPPER, x)
 
 
 @tile
-def whole(x):
+def round_to_even(x):
     """The nearest whole number of |x| < 2^22, as int32; of two, the even one."""
     return bits_of(x + MAGIC) - MAGIC_BITS
 
 
 @tile
-def most_of(x):
+def block_max(x):
     """The largest of each block of a tile ``[blocks, parts, part]``, ``[blocks, 1, 1]``."""
     return tl.max(tl.max(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
 
@@ -81,7 +81,7 @@ def most_of_all(x):
 
 
 @tile
-def least_of(x):
+def block_min(x):
     return tl.min(tl.min(x, axis=2, keep_dims=True), axis=1, keep_dims=True)
 
 
@@ -202,7 +202,7 @@ def to_float32(x):
 
 
 @tile
-def within(x, LIMIT_OF: tl.constexpr):
+def clamp_to(x, LIMIT_OF: tl.constexpr):
     """Cut at the largest number of a dtype; NaN stays NaN."""
     x = tl.maximum(x, -LIMIT_OF, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, LIMIT_OF, propagate_nan=tl.PropagateNan.ALL)

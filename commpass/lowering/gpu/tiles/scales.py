@@ -9,12 +9,12 @@ from commpass.lowering.gpu.source import tile
 from commpass.lowering.gpu.tiles.numbers import (
     LIMIT,
     TINY,
-    at_least,
-    at_most,
+    block_max,
+    block_min,
     divided,
     is_finite,
-    least_of,
-    most_of,
+    maximum,
+    minimum,
     of_bits,
     reciprocal,
     size_bits,
@@ -26,11 +26,11 @@ from commpass.lowering.gpu.tiles.numbers import (
 def peak_of(x):
     """``max|x|`` of each block; not finite where the block holds anything that is not. Compared as
     whole numbers: no NaN is passed over."""
-    return of_bits(most_of(size_bits(x)))
+    return of_bits(block_max(size_bits(x)))
 
 
 @tile
-def spoiled(number, peak):
+def propagate_nonfinite(number, peak):
     """NaN where the block holds anything that is not finite (law 2)."""
     return number + (peak - peak)
 
@@ -43,13 +43,13 @@ def without_zero(number, peak, LARGEST: tl.constexpr):
 
 @tile
 def absmax(peak, LARGEST: tl.constexpr):
-    return at_least(divided(peak, LARGEST), TINY)
+    return maximum(divided(peak, LARGEST), TINY)
 
 
 @tile
 def rms_of(x, peak):
     """Of values divided by the peak, whose squares cannot overflow."""
-    safe = at_least(peak, TINY)
+    safe = maximum(peak, TINY)
     part = x * reciprocal(safe)
     mean = divided(sum_of(part * part), x.shape[1] * x.shape[2])
     return tl.sqrt_rn(mean) * peak
@@ -57,12 +57,12 @@ def rms_of(x, peak):
 
 @tile
 def rms(x, peak, SIGMA: tl.constexpr):
-    return at_most(at_least(divided(rms_of(x, peak), SIGMA), TINY), LIMIT)
+    return minimum(maximum(divided(rms_of(x, peak), SIGMA), TINY), LIMIT)
 
 
 @tile
 def dual_sigma(x, peak):
-    return at_least(rms_of(x, peak), TINY)
+    return maximum(rms_of(x, peak), TINY)
 
 
 @tile
@@ -84,22 +84,22 @@ def in_units_of_some(x, number):
 
 
 @tile
-def in_units_static(x, VALUE: tl.constexpr, FAR: tl.constexpr):
+def in_units_static(x, VALUE: tl.constexpr, OUTSIDE: tl.constexpr):
     """Only what was not finite is marked so: a large finite value stays one."""
     values = divided(x, VALUE)
-    return tl.where(is_finite(x), tl.minimum(tl.maximum(values, -FAR), FAR), values)
+    return tl.where(is_finite(x), tl.minimum(tl.maximum(values, -OUTSIDE), OUTSIDE), values)
 
 
 @tile
 def least_squares(x, decoded, first):
     """``<x, q> / <q, q>`` of blocks in units of the first number; that one where q is zero."""
-    dot = sum_of(x * reciprocal(at_least(first, TINY)) * decoded)
+    dot = sum_of(x * reciprocal(maximum(first, TINY)) * decoded)
     norm = sum_of(decoded * decoded)
     factor = tl.where(norm > 0, tl.div_rn(dot, norm), 1.0)
-    return first * at_most(at_least(factor, 0.0), 2.0)
+    return first * minimum(maximum(factor, 0.0), 2.0)
 
 
 @tile
 def middle_of(x):
     """Midway between the least and the largest value of each block, NaN passed over."""
-    return least_of(x) * 0.5 + most_of(x) * 0.5
+    return block_min(x) * 0.5 + block_max(x) * 0.5

@@ -102,7 +102,7 @@ def received(code, FORM: tl.constexpr, VALUE: tl.constexpr):
 
 
 @tile
-def least_of(pattern, FORM: tl.constexpr):
+def least_pattern(pattern, FORM: tl.constexpr):
     """The least pattern that, rounded to a form, is not below a pattern of 1 ... Inf: so that what
     is compared need not be rounded. Halfway to the code above is enough where that code is even,
     the next pattern where it is odd."""
@@ -121,9 +121,9 @@ def least_of(pattern, FORM: tl.constexpr):
 
 
 @tile
-def left_of(wanted, own):
+def remainder_of(target, sent):
     """What was not sent. What is not finite must not come back."""
-    return tl.where(is_finite(own) & is_finite(wanted), wanted - own, 0.0)
+    return tl.where(is_finite(sent) & is_finite(target), target - sent, 0.0)
 
 
 # --- rows in blocks -------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ def row_start(row, n, ONE_ROW: tl.constexpr):
 
 
 @tile
-def wanted_at(x, residual, start, at, n, whole, FORM: tl.constexpr):
+def load_target(x, residual, start, at, n, is_full, FORM: tl.constexpr):
     """``x + residual`` of a block in float32; zeros behind the row."""
-    if whole:
+    if is_full:
         code = tl.load(x + start + at)
         rest = tl.load(residual + start + at)
     else:
@@ -149,18 +149,18 @@ def wanted_at(x, residual, start, at, n, whole, FORM: tl.constexpr):
 
 
 @tile
-def write_left(left, start, at, n, whole, value):
-    if whole:
-        tl.store(left + start + at, value)
+def store_remainder(remainder, start, at, n, is_full, value):
+    if is_full:
+        tl.store(remainder + start + at, value)
     else:
-        tl.store(left + start + at, value, mask=at < n)
+        tl.store(remainder + start + at, value, mask=at < n)
 
 
 # --- entries as words of bits ---------------------------------------------------------------------
 
 
 @tile
-def words_of(ones, BLOCK: tl.constexpr):
+def pack_ones(ones, BLOCK: tl.constexpr):
     """A bool for each entry to uint32 words, least bit first. The sums over 4 entries are a
     thread's own."""
     fours = tl.reshape(ones.to(tl.int32), (BLOCK // 32, 8, 4)) << tl.arange(0, 4)[None, None, :]
@@ -169,9 +169,9 @@ def words_of(ones, BLOCK: tl.constexpr):
 
 
 @tile
-def ones_in_word(word):
+def ones_in_word(packed):
     """How many bits of each word, uint32, are set; int32."""
-    pairs = word - ((word >> 1) & 0x55555555)
+    pairs = packed - ((packed >> 1) & 0x55555555)
     fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
     eights = (fours + (fours >> 4)) & 0x0F0F0F0F
     sixteens = eights + (eights >> 8)
@@ -182,14 +182,14 @@ def ones_in_word(word):
 
 
 @tile
-def publish(state, mine, counts, flag):
+def publish(state, count, counts, flag):
     """Tells the blocks behind what is known of a block. The word is all that they read, so that
     nothing need be ordered by it."""
-    tl.atomic_xchg(state + mine, (counts << FLAGS) | flag, sem="relaxed")
+    tl.atomic_xchg(state + count, (counts << FLAGS) | flag, sem="relaxed")
 
 
 @tile
-def counted_before(state, first, mine, WINDOW: tl.constexpr):
+def counted_before(state, first, count, WINDOW: tl.constexpr):
     """The counts of all blocks ``first ... mine`` of a row, without the last: a look back that
     waits for blocks that began before this one (Merrill and Garland 2016, single-pass prefix scan
     with decoupled look-back).
@@ -200,7 +200,7 @@ def counted_before(state, first, mine, WINDOW: tl.constexpr):
     """
     lane = tl.arange(0, WINDOW)
     total = first.to(tl.int64) * 0
-    back = mine - 1
+    back = count - 1
     while back >= first:
         at = back - lane
         seen = tl.load(state + at, mask=at >= first, other=SUMMED, volatile=True)
@@ -222,12 +222,12 @@ def counted_before(state, first, mine, WINDOW: tl.constexpr):
 def sparse_select(
     x,
     residual,
-    left,
+    remainder,
     values,
     indices,
     bitmap,
     used,
-    within,
+    bounds,
     lost,
     state,
     n,
@@ -245,11 +245,11 @@ def sparse_select(
 ):
     """Chooses within bounds, writes values and indices without gaps, and what is left.
 
-    ``x`` and ``residual`` are ``[rows, n]``; ``left`` as the residual, and may be it. ``within``
-    is int32 ``[rows, 3]``: low, high, room; ``lost`` int32 ``[rows]``. ``values`` takes code after
-    code of each row, ``value_pitch`` apart; ``indices`` is int32 ``[rows, k]``; slots behind
-    ``used`` are left to ``sparse_pack``. ``state`` is int64 ``[1 + rows * blocks]``, zeros: a
-    counter, and a word for each block. Programs take blocks in the order in which they begin, not
+    ``x`` and ``residual`` are ``[rows, n]``; ``remainder`` as the residual, and may be it.
+    ``bounds`` is int32 ``[rows, 3]``: low, high, room; ``lost`` int32 ``[rows]``. ``values`` takes
+    code after code of each row, ``value_pitch`` apart; ``indices`` is int32 ``[rows, k]``; slots
+    behind ``used`` are left to ``sparse_pack``. ``state`` is int64 ``[1 + rows * blocks]``, zeros:
+    a counter, and a word for each block. Programs take blocks in the order in which they begin, not
     in that of their numbers: those that one waits for are then running. Where ``LATER``, values
     travel by another codec, and what is left of those that were chosen is all of them.
     """
@@ -261,16 +261,16 @@ def sparse_select(
     at = block * BLOCK + tl.arange(0, BLOCK)
     whole = (block + 1) * BLOCK <= n
     start = row_start(row, n, ONE_ROW)
-    wanted = wanted_at(x, residual, start, at, n, whole, FORM)
-    low = least_of(tl.load(within + row * 3), FORM)
-    high = least_of(tl.load(within + row * 3 + 1), FORM)
-    room = tl.load(within + row * 3 + 2)
+    wanted = load_target(x, residual, start, at, n, whole, FORM)
+    low = least_pattern(tl.load(bounds + row * 3), FORM)
+    high = least_pattern(tl.load(bounds + row * 3 + 1), FORM)
+    room = tl.load(bounds + row * 3 + 2)
     gone = tl.load(lost + row) != 0
 
     # Zeros behind the row are below any threshold: a threshold is at least 1.
     pattern = pattern_of(wanted)
-    some = tl.where(gone, 0, words_of(pattern >= low, BLOCK))
-    sure = tl.where(gone, 0, words_of(pattern >= high, BLOCK))
+    some = tl.where(gone, 0, pack_ones(pattern >= low, BLOCK))
+    sure = tl.where(gone, 0, pack_ones(pattern >= high, BLOCK))
     ones = ones_in_word(sure) + (ones_in_word(some ^ sure) << 16)
     here = tl.sum(ones, 0)
     counts = (here & 0xFFFF).to(tl.int64) | ((here >> 16).to(tl.int64) << FIELD)
@@ -280,14 +280,14 @@ def sparse_select(
     # By way of memory, each thread gets a word of its own; what the sums left has each of them in
     # several threads. Words take a part of the place of what is left, also in a block cut short.
     begin = block * BLOCK + tl.arange(0, BLOCK // 32) * 32
-    lent = left + start + block * BLOCK + tl.arange(0, BLOCK // 32)
+    lent = remainder + start + block * BLOCK + tl.arange(0, BLOCK // 32)
     tl.debug_barrier()  # left may be the residual, of which all has been read now
     tl.store(lent, some.to(tl.float32, bitcast=True), mask=begin < n)
     tl.debug_barrier()
     rest = tl.load(lent, mask=begin < n, other=0.0).to(tl.uint32, bitcast=True)
     tl.debug_barrier()
     # What is not finite is above any threshold: it lies here until it has been sent.
-    write_left(left, start, at, n, whole, tl.where(gone, 0.0, wanted))
+    store_remainder(remainder, start, at, n, whole, tl.where(gone, 0.0, wanted))
     upto = tl.cumsum(ones, 0)
     before = counted_before(words, first, turn, WINDOW)
     publish(words, turn, before + counts, SUMMED)
@@ -308,7 +308,7 @@ def sparse_select(
         others = rest & (rest - 1)
         lowest = rest ^ others
         place = begin + ones_in_word(lowest - 1)
-        value = tl.load(left + start + place, mask=rest != 0, other=0.0)
+        value = tl.load(remainder + start + place, mask=rest != 0, other=0.0)
         certain = pattern_of(value) >= high
         slot = sures + tl.minimum(maybes, room)
         take = (rest != 0) & (certain | (maybes < room)) & (slot < k)
@@ -317,7 +317,7 @@ def sparse_select(
         tl.store(slots + slot, place, mask=take)
         if LATER:
             own = tl.where(is_finite(own), 0.0, own)
-        tl.store(left + start + place, left_of(value, own), mask=take)
+        tl.store(remainder + start + place, remainder_of(value, own), mask=take)
         if BITMAP:
             taken = tl.where(take, taken | lowest, taken)
         sures += certain.to(tl.int32)
@@ -335,7 +335,7 @@ def sparse_select(
 def sparse_take(
     x,
     residual,
-    left,
+    remainder,
     values,
     indices,
     starts,
@@ -359,7 +359,7 @@ def sparse_take(
     at = block * BLOCK + tl.arange(0, BLOCK)
     whole = (block + 1) * BLOCK <= n
     start = row_start(row, n, ONE_ROW)
-    wanted = wanted_at(x, residual, start, at, n, whole, FORM)
+    wanted = load_target(x, residual, start, at, n, whole, FORM)
     gone = tl.load(lost + row) != 0
     slot = tl.load(starts + row * (blocks + 1) + block)
     end = tl.load(starts + row * (blocks + 1) + block + 1)
@@ -374,20 +374,22 @@ def sparse_take(
         to = row.to(tl.int64) * value_pitch + slots
         tl.store(values + to, coded.to(values.dtype.element_ty), mask=slots < end)
     tl.debug_barrier()  # as above, of left
-    write_left(left, start, at, n, whole, tl.where(is_finite(wanted) & (not gone), wanted, 0.0))
+    store_remainder(
+        remainder, start, at, n, whole, tl.where(is_finite(wanted) & (not gone), wanted, 0.0)
+    )
     if not LATER:
         tl.debug_barrier()
         for j in range(slot, end, STEP):
             slots = j + tl.arange(0, STEP)
             place = tl.load(chosen + slots, mask=slots < end, other=0)
-            kept = tl.load(left + start + place, mask=slots < end, other=0.0)
+            kept = tl.load(remainder + start + place, mask=slots < end, other=0.0)
             _coded, own = sent(floats(code_of(kept, FORM), FORM), FORM, VALUE)
-            tl.store(left + start + place, left_of(kept, own), mask=slots < end)
+            tl.store(remainder + start + place, remainder_of(kept, own), mask=slots < end)
 
 
 @tile
 def sparse_settle(
-    left, indices, values, decoded, n, k, used, FORM: tl.constexpr, TILE: tl.constexpr
+    remainder, indices, values, decoded, n, k, used, FORM: tl.constexpr, TILE: tl.constexpr
 ):
     """Takes what another codec made of the values, float32 ``[rows, k]``, off what is left."""
     tiles = (k + TILE - 1) // TILE
@@ -398,6 +400,6 @@ def sparse_settle(
     place = row.to(tl.int64) * n + tl.load(indices + at, mask=mine, other=0)
     own = tl.load(decoded + at, mask=mine, other=0.0)
     value = floats(tl.load(values + at, mask=mine, other=0), FORM)
-    wanted = tl.load(left + place, mask=mine, other=0.0)
-    rest = tl.where(is_finite(value), left_of(wanted, own), 0.0)
-    tl.store(left + place, rest, mask=mine)
+    wanted = tl.load(remainder + place, mask=mine, other=0.0)
+    rest = tl.where(is_finite(value), remainder_of(wanted, own), 0.0)
+    tl.store(remainder + place, rest, mask=mine)

@@ -193,13 +193,13 @@ def sparse_count_ones(wire, ends, pitch, begin, length, tiles, TILE: tl.constexp
 
 
 @tile
-def low_bits(lows, slot, mine, size, LOW: tl.constexpr):
+def low_bits(lows, slot, own_bits, size, LOW: tl.constexpr):
     """``LOW`` bits of each slot, without gaps from the start of a row."""
     bit = slot.to(tl.int64) * LOW
     gathered = bit * 0
     for ahead in tl.static_range((LOW + 14) // 8):
         at = (bit >> 3) + ahead
-        byte = tl.load(lows + at, mask=mine & (at < size), other=0)
+        byte = tl.load(lows + at, mask=own_bits & (at < size), other=0)
         gathered = gathered | (byte.to(tl.int64) << (8 * ahead))
     return (gathered >> (bit & 7)) & ((1 << LOW) - 1)
 
@@ -245,10 +245,10 @@ def sparse_places(
 
 
 @tile
-def number16(raw, at, mine):
+def number16(raw, at, own_bits):
     """A number of 16 bits, little end first, wherever it lies."""
-    low = tl.load(raw + at, mask=mine, other=0).to(tl.int32)
-    return low | (tl.load(raw + at + 1, mask=mine, other=0).to(tl.int32) << 8)
+    low = tl.load(raw + at, mask=own_bits, other=0).to(tl.int32)
+    return low | (tl.load(raw + at + 1, mask=own_bits, other=0).to(tl.int32) << 8)
 
 
 @tile

@@ -3,7 +3,7 @@
 
 A program goes through ``TILES`` blocks and adds up in its threads; what all programs add is
 integers, so that their order is nothing to the result. Bounds are those before rounding where that
-saves the rounding (``least_of``).
+saves the rounding (``least_pattern``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from commpass.lowering.gpu.tiles.sparse import (
     code_of,
     floats,
     is_finite,
-    least_of,
+    least_pattern,
+    load_target,
     pattern_of,
     row_start,
-    wanted_at,
 )
 
 BITS24 = 16777216.0
@@ -33,9 +33,9 @@ def by_eight(numbers, BLOCK: tl.constexpr):
 
 
 @tile
-def size_of(wanted, peak, FORM: tl.constexpr):
+def size_of(value, peak, FORM: tl.constexpr):
     """Signed values over the largest magnitude, -1 ... 1; zeros for what is not finite."""
-    row = floats(code_of(wanted, FORM), FORM)
+    row = floats(code_of(value, FORM), FORM)
     largest = peak.to(tl.float32, bitcast=True)
     largest = tl.where(largest > 0, largest, 1.0)
     return tl.div_rn(tl.where(is_finite(row), row, 0.0), largest)
@@ -59,13 +59,13 @@ def sparse_peak(
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     start = row_start(row, n, ONE_ROW)
-    bound = least_of(tl.full((), INFINITY, tl.int32), FORM)
+    bound = least_pattern(tl.full((), INFINITY, tl.int32), FORM)
     largest = tl.zeros((BLOCK // 8,), tl.int32)
     count = tl.zeros((BLOCK // 8,), tl.int32)
     for ahead in range(TILES):
         block = part * TILES + ahead
         at = block * BLOCK + tl.arange(0, BLOCK)
-        pattern = pattern_of(wanted_at(x, residual, start, at, n, (block + 1) * BLOCK <= n, FORM))
+        pattern = pattern_of(load_target(x, residual, start, at, n, (block + 1) * BLOCK <= n, FORM))
         finite = tl.where(pattern < bound, pattern, 0)
         largest = tl.maximum(largest, tl.max(tl.reshape(finite, (BLOCK // 8, 8)), 1))
         count += by_eight((pattern >= bound).to(tl.int32), BLOCK)
@@ -86,12 +86,12 @@ def sparse_counts(
     n,
     parts,
     FORM: tl.constexpr,
-    MANY: tl.constexpr,
+    COUNT: tl.constexpr,
     ONE_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """How many entries reach each of the patterns ``thresholds``, both int32 ``[rows, MANY]``,
+    """How many entries reach each of the patterns ``thresholds``, both int32 ``[rows, COUNT]``,
     zeros before. Rows for which ``unless``, int32 ``[rows]``, is not 0 are left."""
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
@@ -99,8 +99,8 @@ def sparse_counts(
         start = row_start(row, n, ONE_ROW)
         counts = ()
         bounds = ()
-        for which in tl.static_range(MANY):
-            bound = least_of(tl.load(thresholds + row * MANY + which), FORM)
+        for which in tl.static_range(COUNT):
+            bound = least_pattern(tl.load(thresholds + row * COUNT + which), FORM)
             bounds = bounds + (bound,)
             none = tl.zeros((BLOCK // 8,), tl.int32)
             counts = counts + (none,)
@@ -108,15 +108,15 @@ def sparse_counts(
             block = part * TILES + ahead
             at = block * BLOCK + tl.arange(0, BLOCK)
             pattern = pattern_of(
-                wanted_at(x, residual, start, at, n, (block + 1) * BLOCK <= n, FORM)
+                load_target(x, residual, start, at, n, (block + 1) * BLOCK <= n, FORM)
             )
             more = ()
-            for which in tl.static_range(MANY):
+            for which in tl.static_range(COUNT):
                 reach = by_eight((pattern >= bounds[which]).to(tl.int32), BLOCK)
                 more = more + (counts[which] + reach,)
             counts = more
-        for which in tl.static_range(MANY):
-            tl.atomic_add(found + row * MANY + which, tl.sum(counts[which], 0), sem="relaxed")
+        for which in tl.static_range(COUNT):
+            tl.atomic_add(found + row * COUNT + which, tl.sum(counts[which], 0), sem="relaxed")
 
 
 @tile
@@ -143,7 +143,7 @@ def sparse_moments(
     for ahead in range(TILES):
         block = part * TILES + ahead
         at = block * BLOCK + tl.arange(0, BLOCK)
-        wanted = wanted_at(x, residual, start, at, n, (block + 1) * BLOCK <= n, FORM)
+        wanted = load_target(x, residual, start, at, n, (block + 1) * BLOCK <= n, FORM)
         size = size_of(wanted, peak, FORM)
         first += by_eight((size * BITS24).to(tl.int32), BLOCK).to(tl.int64)
         second += by_eight((size * size * BITS32).to(tl.int64), BLOCK)
@@ -156,7 +156,7 @@ def sparse_above(
     x,
     residual,
     peaks,
-    least,
+    threshold,
     found,
     n,
     parts,
@@ -165,20 +165,20 @@ def sparse_above(
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The sum, in units of 2^-24, and the count of the finite sizes that are not below ``least``,
-    float32 ``[rows]``: int64 ``[rows, 2]``, zeros before."""
+    """The sum, in units of 2^-24, and the count of the finite sizes that are not below
+    ``threshold``, float32 ``[rows]``: int64 ``[rows, 2]``, zeros before."""
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     start = row_start(row, n, ONE_ROW)
     peak = tl.load(peaks + row)
-    bound = tl.load(least + row)
-    infinite = least_of(tl.full((), INFINITY, tl.int32), FORM)
+    bound = tl.load(threshold + row)
+    infinite = least_pattern(tl.full((), INFINITY, tl.int32), FORM)
     total = tl.zeros((BLOCK // 8,), tl.int64)
     count = tl.zeros((BLOCK // 8,), tl.int32)
     for ahead in range(TILES):
         block = part * TILES + ahead
         at = block * BLOCK + tl.arange(0, BLOCK)
-        wanted = wanted_at(x, residual, start, at, n, (block + 1) * BLOCK <= n, FORM)
+        wanted = load_target(x, residual, start, at, n, (block + 1) * BLOCK <= n, FORM)
         size = tl.abs(size_of(wanted, peak, FORM))
         kept = (size >= bound) & (pattern_of(wanted) < infinite) & (at < n)
         total += by_eight(tl.where(kept, (size * BITS24).to(tl.int32), 0), BLOCK).to(tl.int64)

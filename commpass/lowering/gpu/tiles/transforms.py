@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from commpass.lowering.gpu.source import tile
-from commpass.lowering.gpu.tiles.numbers import bits_of, least_of, most_of, of_bits, sum_of
+from commpass.lowering.gpu.tiles.numbers import bits_of, block_max, block_min, of_bits, sum_of
 
 
 @tile
@@ -31,7 +31,7 @@ def hadamard(x, WIDTH: tl.constexpr):
 
 
 @tile
-def signs(inside, SCALE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+def fixed_signs(inside, SCALE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
     """SCALE with the fixed sign of each place: a bent function of it, whose low SPLIT bits and the
     others are paired apart. A product sums the pairs in one place, whose lowest bit is the
     parity."""
@@ -47,9 +47,9 @@ def pivot_of(x, inside):
     """The place of a value that is more than twice as large as all others of its block, else 0;
     the first of equals."""
     size = tl.abs(x)
-    first = most_of(size)
-    at = least_of(tl.where(size == first, inside, x.shape[1] * x.shape[2] - 1))
-    second = most_of(tl.where(inside == at, 0.0, size))
+    first = block_max(size)
+    at = block_min(tl.where(size == first, inside, x.shape[1] * x.shape[2] - 1))
+    second = block_max(tl.where(inside == at, 0.0, size))
     return tl.where(first > 2 * second, at, 0)
 
 

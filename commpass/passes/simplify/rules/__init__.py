@@ -7,7 +7,7 @@ from commpass.passes.simplify.rules.gathers import (
     gather_then_narrow,
     widen_then_gather,
 )
-from commpass.passes.simplify.rules.needless import alone, constant, same, waits
+from commpass.passes.simplify.rules.needless import constant, same, single_rank, waits
 from commpass.passes.simplify.rules.parts import gather_of_scatter, own_part, scattered
 from commpass.passes.simplify.rules.rule import Applied, Rule
 from commpass.passes.simplify.rules.sums import (
@@ -19,7 +19,7 @@ from commpass.passes.simplify.rules.sums import (
 
 RULES: tuple[Rule, ...] = (
     Rule("waits", waits, exact=True),
-    Rule("alone", alone, exact=True),
+    Rule("alone", single_rank, exact=True),
     Rule("constant", constant, exact=True),
     Rule("same", same, exact=True),
     Rule("own part", own_part, exact=True, own=True),

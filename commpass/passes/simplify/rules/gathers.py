@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.passes.graph import meta
+from commpass.passes.fx import meta
 from commpass.passes.simplify.chains import (
     before_clone,
     is_cast,
@@ -18,7 +18,7 @@ from commpass.passes.simplify.chains import (
     maps_values,
     repeat,
     scales,
-    walk_back,
+    trace_to_source,
 )
 from commpass.passes.simplify.editor import Editor, Exchange, aten, common_nbytes, fake, nbytes
 from commpass.passes.simplify.rules.rule import GATHERS, Applied
@@ -57,7 +57,7 @@ def gather_then_narrow(node: fx.Node, editor: Editor) -> Applied | None:
     front of it with the cast, in their order."""
     if not is_cast(node) or node in editor.changing:
         return None
-    between = walk_back(node.args[0], _is_link, lambda n: editor.exchange(n, GATHERS), node)
+    between = trace_to_source(node.args[0], _is_link, lambda n: editor.exchange(n, GATHERS), node)
     if between is None:
         return None
     exchange, chain = between
@@ -94,7 +94,7 @@ def widened(
     def may_follow(node: fx.Node) -> bool:
         return is_view(node) or (scaled and is_scaling(node))
 
-    walked = walk_back(exchange.input, may_follow, lambda n: n if is_cast(n) else None)
+    walked = trace_to_source(exchange.input, may_follow, lambda n: n if is_cast(n) else None)
     if walked is None:
         return None
     cast, views = walked
@@ -118,7 +118,7 @@ def widen_then_gather(node: fx.Node, editor: Editor) -> Applied | None:
     if editor.us(call.kind, size, call) - editor.us(call.kind, sent, call) < editor.kernels_us(1):
         # The cast may have been hidden behind another exchange: here it comes after this one.
         return None
-    if len(cast.users) > 1 and not editor.hold(cast, place, sent, size):
+    if len(cast.users) > 1 and not editor.may_extend(cast, place, sent, size):
         return None
     narrow = editor.collective(
         place, rule, exchange.call, repeat(views, source, place, rule, editor)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from commpass.kinds import SUMS
-from commpass.passes.graph.parse import is_wait, parse
+from commpass.passes.fx.parse import is_wait, parse
 from commpass.passes.simplify.chains import LONGEST, is_cast
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.rule import GATHERS, Applied
+from commpass.plan.kinds import SUMS
 
 
 def waits(node: fx.Node, editor: Editor) -> Applied | None:
@@ -57,7 +57,7 @@ def same(node: fx.Node, editor: Editor) -> Applied | None:
     if first is None or not editor.allowed_alike(first.call, exchange.call):
         return None
     until = editor.last_user(first.wait)
-    if until < node and not editor.hold(until, node, nbytes(node), nbytes(node)):
+    if until < node and not editor.may_extend(until, node, nbytes(node), nbytes(node)):
         return None
     name, size, kept = exchange.call.node.name, nbytes(exchange.input), first.call.node.name
     editor.replace(node, first.wait)
@@ -78,7 +78,7 @@ def _only_for_equal_exchanges(node: fx.Node, editor: Editor) -> bool:
     return False
 
 
-def alone(node: fx.Node, editor: Editor) -> Applied | None:
+def single_rank(node: fx.Node, editor: Editor) -> Applied | None:
     """A collective over a group of one rank gives what it took."""
     exchange = editor.exchange(node, (*SUMS, *GATHERS))
     if (
@@ -139,19 +139,19 @@ def _on_every_rank(full: fx.Node) -> int | None:
     )
 
 
-def _constant(exchange: Exchange, given: int | None, ranks: int) -> Any:
+def _constant(exchange: Exchange, value: int | None, ranks: int) -> Any:
     """What a collective makes of a constant, as its operator takes it; None if that is not known to
     the bit."""
     dtype, literal = fake(exchange.input).dtype, exchange.input.args[1]
     op = exchange.call.reduce_op
-    if given is not None and literal != given:
+    if value is not None and literal != value:
         return None
     if op is None or op in ("max", "min"):
-        return None if given is None else literal
+        return None if value is None else literal
     plain_zero = literal == 0 and not str(literal).startswith(
         "-"
     )  # the sign of a zero is a bit as well
-    if op not in ("sum", "avg") or (given is None and not plain_zero):
+    if op not in ("sum", "avg") or (value is None and not plain_zero):
         return None
     if plain_zero:
         return literal

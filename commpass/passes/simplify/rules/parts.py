@@ -34,11 +34,11 @@ def own_part(node: fx.Node, editor: Editor) -> Applied | None:
     return Applied(name, "the part that this rank has", size)
 
 
-def _replace(part: fx.Node, own: fx.Node, editor: Editor) -> None:
+def _replace(part: fx.Node, shard: fx.Node, editor: Editor) -> None:
     """Lets everything take the own value instead of a part of a result; the items of a split that
     nobody takes go as well."""
     items = [*part.all_input_nodes[0].users] if part.target is operator.getitem else []
-    editor.replace(part, own)
+    editor.replace(part, shard)
     for item in items:
         if editor.lives(item):
             editor.prune(item)
@@ -64,7 +64,7 @@ def scattered(node: fx.Node, editor: Editor) -> Applied | None:
     scatter_us = editor.us("reduce_scatter", size, call) + (
         editor.kernels_us(2, values) if copies else 0
     )
-    if scatter_us > editor.us("all_reduce", size, call) or not editor.hold(
+    if scatter_us > editor.us("all_reduce", size, call) or not editor.may_extend(
         place, node, 2 * size // ranks if copies else 0, size
     ):
         return None
@@ -121,7 +121,7 @@ def gather_of_scatter(node: fx.Node, editor: Editor) -> Applied | None:
         call.node, gathered.call.node
     ):
         return None
-    if not editor.hold(call.node, gathered.call.node, size - nbytes(gathered.input), size):
+    if not editor.may_extend(call.node, gathered.call.node, size - nbytes(gathered.input), size):
         return None
     target, place = functional.all_reduce.default, call.node
     start = editor.emit(

@@ -9,9 +9,8 @@ import torch
 from torch import fx
 
 from commpass.collectives import UNROLLED_RANKS
-from commpass.kinds import SUMS
-from commpass.passes.graph import meta
-from commpass.passes.graph.parse import describe_group
+from commpass.passes.fx import meta
+from commpass.passes.fx.parse import describe_group
 from commpass.passes.simplify.chains import (
     RESHAPES,
     WIDE,
@@ -22,11 +21,12 @@ from commpass.passes.simplify.chains import (
     keeps_range,
     repeat,
     scales,
-    walk_back,
+    trace_to_source,
 )
 from commpass.passes.simplify.editor import Editor, Exchange, aten, fake, nbytes, same_shape
 from commpass.passes.simplify.rules.gathers import convert, widened
 from commpass.passes.simplify.rules.rule import Applied
+from commpass.plan.kinds import SUMS
 
 functional = torch.ops._c10d_functional
 
@@ -53,11 +53,11 @@ def sum_of_sums(node: fx.Node, editor: Editor) -> Applied | None:
     a, b, rule = first.exchange.call, last.exchange.call, "sum of sums"
     # What is added waits for the last addend: where a scatter takes more than it gives, that much
     # longer.
-    if not editor.hold(
+    if not editor.may_extend(
         a.node, b.node, nbytes(a.inputs[0]) - nbytes(first.exchange.wait), nbytes(a.inputs[0])
     ):
         return None
-    values = [_again(term, b.node, editor) for term in (left, right)]
+    values = [_replay(term, b.node, editor) for term in (left, right)]
     total = editor.emit(b.node, rule, node, node.target, *values, **node.kwargs)
     merged = editor.collective(b.node, rule, b, total)
     moved = scales(left.chain + right.chain) + tuple(
@@ -102,7 +102,7 @@ def _linear(node: fx.Node) -> bool:
 
 def _term(node: Any, user: fx.Node, editor: Editor) -> Term | None:
     """The term that a node is, if nobody but the sum takes it or anything on its way."""
-    walked = walk_back(node, _linear, lambda n: editor.exchange(n, SUMS), user)
+    walked = trace_to_source(node, _linear, lambda n: editor.exchange(n, SUMS), user)
     if walked is None:
         return None
     exchange, chain = walked
@@ -122,7 +122,7 @@ def _keeps_first(link: fx.Node) -> bool:
     return link.target in RESHAPES or dim_before(link, 0, 1) == 0
 
 
-def _again(term: Term, before: fx.Node, editor: Editor) -> fx.Node:
+def _replay(term: Term, before: fx.Node, editor: Editor) -> fx.Node:
     """The operators of a term, on what was reduced instead of on the result."""
     scatter = term.exchange.call.kind == "reduce_scatter"
     dims, times = ([0] * len(term.chain), editor.size(term.exchange.call)) if scatter else ([], 1)
@@ -160,7 +160,7 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     more = arrives + nbytes(node)
     if all(len(each.users) == 1 for each in (cast, *links)):  # else the wide values stay for others
         more -= wide + (size if len(source.users) == 1 else 0)
-    if not editor.hold(place, node, more, wide):
+    if not editor.may_extend(place, node, more, wide):
         return None
     # What arrives is added where the sum is first needed, if it takes no more memory until then: so
     # others may travel together with it.
@@ -255,7 +255,7 @@ def nested_groups(node: fx.Node, editor: Editor) -> Applied | None:
     outer = editor.exchange(node, ("all_reduce",))
     if outer is None:
         return None
-    walked = walk_back(
+    walked = trace_to_source(
         outer.input, _linear, lambda n: editor.exchange(n, ("all_reduce",)), outer.call.node
     )
     if walked is None:

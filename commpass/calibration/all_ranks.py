@@ -1,0 +1,114 @@
+"""What ranks tell each other while they measure: numbers and failures, through torch's store.
+
+The collectives of the model are the user's, and a rank that fails takes part in no more of them. So
+nothing of ours goes through them: each rank puts its numbers on the store, and reads the others'.
+A rank that fails leaves its reason there; one that waits for it in a collective of the model is let
+go by the time-out of its process group, which is as short as ``timeout`` for as long.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from commpass.errors import CalibrationError, CommpassError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All ranks of a running group, which call ``exchange`` in the same order."""
+
+    def __init__(self, timeout: float):
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.timeout = timedelta(seconds=timeout)
+        self.step = 0
+        name = [uuid.uuid4().hex[:12]]
+        dist.broadcast_object_list(name)
+        self.root = f"commpass/calibrate/{name[0]}"
+
+    def exchange(self, value: T, kind: type[T]) -> list[T]:
+        """What every rank gave, by rank. Raises CalibrationError if one has failed, or says nothing
+        in time."""
+        self.step += 1
+        self._store.set(self._place(self.rank), msgspec.msgpack.encode(value))
+        try:
+            self._store.wait([self._place(rank) for rank in range(self.size)], self.timeout)
+        except Exception as error:
+            self.raise_others(error)
+            seconds = self.timeout.total_seconds()
+            raise CalibrationError(
+                f"a rank did not say what it measured within {seconds:.0f} s: was it stopped?"
+                " A step that takes longer needs a longer timeout="
+            ) from error
+        self.raise_others(None)
+        raw = [self._store.get(self._place(rank)) for rank in range(self.size)]
+        return [msgspec.msgpack.decode(each, type=kind) for each in raw]
+
+    def all_sums(self, numbers: list[float]) -> list[float]:
+        """Sums over all ranks, added in rank order: the same bits on every rank."""
+        rows = self.exchange(numbers, list[float])
+        return [sum(column) for column in zip(*rows, strict=True)]
+
+    def fail(self, error: BaseException) -> None:
+        """Leaves a reason for the others, and lets go of those that wait for this rank's
+        numbers."""
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._store.set(f"{self.root}/failed/{self.rank}", said)
+        for step in (self.step, self.step + 1):
+            if not self._store.check([f"{self.root}/{step}/{self.rank}"]):
+                self._store.set(f"{self.root}/{step}/{self.rank}", "")
+
+    def raise_others(self, because: BaseException | None) -> None:
+        """Raises CalibrationError if another rank has failed."""
+        for rank in range(self.size):
+            place = f"{self.root}/failed/{rank}"
+            if rank != self.rank and self._store.check([place]):
+                said = self._store.get(place).decode()
+                raise CalibrationError(f"rank {rank} failed: {said}") from because
+
+    def _place(self, rank: int) -> str:
+        return f"{self.root}/{self.step}/{rank}"
+
+    @property
+    def _store(self) -> Any:
+        """Asked for each time: who keeps torch's store keeps a server alive."""
+        return dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def all_ranks(timeout: float) -> Iterator[Ranks]:
+    """All ranks, for as long as they measure. A rank that raises tells the others why."""
+    with _patience(timeout):
+        ranks = Ranks(timeout)
+        try:
+            yield ranks
+        except BaseException as error:
+            if not isinstance(error, CommpassError):  # it may have waited for one that failed
+                ranks.raise_others(error)
+            ranks.fail(error)
+            raise
+
+
+@contextmanager
+def _patience(seconds: float) -> Iterator[None]:
+    """Process groups that wait no longer than so many seconds."""
+    before = []
+    for group in list(dist.distributed_c10d._world.pg_map):
+        for device in group._device_types:
+            carrier = group._get_backend(device)
+            known = getattr(getattr(carrier, "options", None), "_timeout", None)
+            if known is not None and hasattr(carrier, "_set_default_timeout"):
+                before.append((carrier, known))
+                carrier._set_default_timeout(min(known, timedelta(seconds=seconds)))
+    try:
+        yield
+    finally:
+        for carrier, known in before:
+            carrier._set_default_timeout(known)

@@ -1,0 +1,47 @@
+"""The command line: a file for each command, which reads its arguments and hands the work on.
+
+Results go to stdout, errors as one line to stderr.
+"""
+
+# Commands are listed by ``--help`` in the order in which they are imported here.
+# isort: off
+from commpass.cli.app import app
+from commpass.cli import (
+    explain,
+    diff,
+    report,
+    graph,
+    timeline,
+    codecs,
+    lower,
+    breakeven,
+    simulate,
+    calibrate,
+    probe,
+    doctor,
+)
+
+# isort: on
+from commpass.cli.streams import print_whatever_the_encoding
+
+__all__ = [
+    "app",
+    "breakeven",
+    "calibrate",
+    "codecs",
+    "diff",
+    "doctor",
+    "explain",
+    "graph",
+    "lower",
+    "main",
+    "probe",
+    "report",
+    "simulate",
+    "timeline",
+]
+
+
+def main() -> None:
+    print_whatever_the_encoding()
+    app()

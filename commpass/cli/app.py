@@ -1,0 +1,57 @@
+"""The command line's program: its options for all commands, and how it tells errors."""
+
+from __future__ import annotations
+
+import errno
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from commpass.errors import CommpassError
+from commpass.utils.printable import clean
+
+
+class Commands(TyperGroup):
+    """Every command tells an error of ours as one line, with exit status 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CommpassError as error:
+            typer.echo(f"commpass: {clean(' '.join(str(error).splitlines()))}", err=True)
+            raise typer.Exit(2) from error
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            typer.echo(f"commpass: the output cannot be written: {error.strerror}", err=True)
+            raise typer.Exit(2) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def print_version(requested: bool) -> None:
+    if requested:
+        typer.echo(f"commpass {metadata.version('commpass')}")
+        raise typer.Exit
+
+
+@app.callback()
+def commpass(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Says what commpass did to the collectives of a compiled model, and why.
+
+    Dumps are written by backend(..., dump="folder") or COMMPASS_DUMP=folder.
+    """

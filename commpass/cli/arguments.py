@@ -1,0 +1,82 @@
+"""Arguments that several commands have, and the dumps that they name."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commpass.errors import CommpassError
+from commpass.plan import dump
+from commpass.plan.dump import Dump
+from commpass.utils.printable import clean
+
+DumpPath = Annotated[
+    Path,
+    typer.Argument(metavar="DUMP", help="A dump folder, or one file of it.", show_default=False),
+]
+RunName = Annotated[
+    str | None,
+    typer.Option("--run", metavar="ID", help="Which run of the folder, or all (default: newest)."),
+]
+Module = Annotated[
+    str | None,
+    typer.Option("--module", metavar="GLOB", help="Sites of these modules: layers.*.mlp."),
+]
+Kind = Annotated[
+    str | None, typer.Option("--kind", metavar="KIND", help="Sites of this kind: all_reduce.")
+]
+Direction = Annotated[
+    str | None, typer.Option("--direction", metavar="NAME", help="forward or backward.")
+]
+CodecName = Annotated[
+    str | None,
+    typer.Option("--codec", metavar="CODEC", help="Sites with this codec (none: left alone)."),
+]
+Every = Annotated[
+    bool, typer.Option("--all", help="Each site on its own (default: by pattern of modules).")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def load(path: Path, run: str | None) -> list[Dump]:
+    """One run of a dump. Where the folder has others and none was asked for, that is said on
+    stderr."""
+    dumps = dump.read_run(path, run)
+    gc.freeze()  # a command ends soon: what it read need not be looked through for garbage
+    if run is None and path.is_dir():
+        runs = list(dict.fromkeys(dump.runs(path).values()))
+        if len(runs) > 1:
+            others = ", ".join(runs[:-1])
+            said = (
+                f"{path} has {len(runs)} runs; this is the newest, {runs[-1]}. --run picks:"
+                f" {others}, or all (each backend and each door of a program is a run)"
+            )
+            typer.echo(clean(said), err=True)
+    return dumps
+
+
+def newest(dumps: list[Dump], number: int | None) -> Dump:
+    """The graph of that number; without one the newest. Where there are others, that is said on
+    stderr."""
+    if number is not None:
+        return pick(dumps, number)
+    if others := ", ".join(f"{one.number} ({one.plan.direction})" for one in dumps[:-1]):
+        last = dumps[-1]
+        typer.echo(
+            f"this is graph {last.number} ({last.plan.direction}), the newest of {len(dumps)};"
+            f" --graph picks: {others}",
+            err=True,
+        )
+    return dumps[-1]
+
+
+def pick(dumps: list[Dump], number: int) -> Dump:
+    """The graph of that number."""
+    known = ", ".join(f"{one.number} ({one.plan.direction})" for one in dumps)
+    for one in dumps:
+        if one.number == number:
+            return one
+    raise CommpassError(f"no graph {number} here; there are: {known}")

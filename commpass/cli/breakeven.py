@@ -1,0 +1,38 @@
+"""``breakeven``: the size from which on compression pays."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from commpass.cli.app import app
+from commpass.cli.arguments import Json
+
+
+@app.command()
+def breakeven(
+    links: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[LINK]...",
+            help="Names (ethernet-25g, nvlink-4, ...), or profiles (.toml, .json).",
+        ),
+    ] = None,
+    *,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,8,64",
+    dtype: Annotated[str, typer.Option(help="Dtypes of the tensor.")] = "float32,bfloat16",
+    kind: Annotated[str, typer.Option(help="The collective.")] = "all_reduce",
+    policy: Annotated[str, typer.Option(help="A preset or .toml file.")] = "balanced",
+    at: Annotated[str, typer.Option("--size", help="The tensor that is timed.")] = "16MiB",
+    gpus: Annotated[bool, typer.Option("--gpus", help="Codecs run on GPUs, also here.")] = False,
+    json: Json = False,
+) -> None:
+    """Predict from which size on compressing pays.
+
+    By link, number of ranks and dtype. Needs no network.
+    """
+    from commpass.report import breakeven as table
+
+    chosen = links or table.LINKS
+    table.run(chosen, ranks, dtype, kind, policy, at, gpus=gpus, json=json)

@@ -1,0 +1,69 @@
+"""``calibrate``: measures which errors a model tolerates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commpass.cli.app import app
+
+
+@app.command()
+def calibrate(
+    build: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="FILE.py:FUNCTION",
+            help="FUNCTION(mesh) gives a model, batches (tuples of its inputs), and maybe a loss.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    max_error: Annotated[
+        float, typer.Option(help="Largest relative error of the gradients (inference: outputs).")
+    ],
+    mesh: Annotated[str | None, typer.Option(help="Sizes of the mesh by name: tp=2.")] = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="The policy to write (.toml).")
+    ] = Path("calibrated.toml"),
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Use what was measured before (.json).")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write what was measured (.json).")
+    ] = None,
+    codecs: Annotated[
+        list[str] | None, typer.Option("--codec", help="A choice; may be given again.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="What holds where nothing was measured, and what is kept.")
+    ] = "lossless",
+    profile: Annotated[str | None, typer.Option(help="A name, a .toml or .json file.")] = None,
+    cheapest: Annotated[str, typer.Option(help="What is made small: bytes or time.")] = "bytes",
+    train: Annotated[
+        bool, typer.Option("--train/--inference", help="With or without backward.")
+    ] = True,
+    plot: Annotated[Path | None, typer.Option(help="Draw the sensitivities (.png).")] = None,
+) -> None:
+    """Measure which errors a model minds, and choose codecs by that.
+
+    Run it on every rank, as torchrun does.
+    """
+    from commpass.report import calibrated
+
+    calibrated.run(
+        build,
+        mesh,
+        max_error,
+        output,
+        source=source,
+        json=json,
+        codecs=codecs or (),
+        policy=policy,
+        profile=profile,
+        cheapest=cheapest,
+        train=train,
+        plot=plot,
+    )

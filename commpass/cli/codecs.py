@@ -1,0 +1,62 @@
+"""``codecs``: bits, errors and speed of codecs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from commpass.cli.app import app
+from commpass.cli.arguments import Json
+from commpass.report import tables
+
+
+@app.command()
+def codecs(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CODEC]...", help="Which (default: all named ones)."),
+    ] = None,
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE.safetensors|gaussian|laplace|student|outliers|gradients|tokens",
+            help="What to encode.",
+        ),
+    ] = "gaussian",
+    dtype: Annotated[str, typer.Option(help="Dtype of the data; a file has its own.")] = "float32",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw error against bits.")
+    ] = None,
+    speed: Annotated[
+        bool,
+        typer.Option(
+            "--speed/--no-speed", help="Compile and time each codec (takes seconds each)."
+        ),
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Measure codecs: bits, error, distance to the bound 2^-b, speed."""
+    from commpass.report import glosses, scatter, survey
+
+    tensors = survey.tensors(data, dtype)
+    rows = []
+    specs = names or survey.STANDARD
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(specs))
+        for spec in specs:
+            progress.update(task, description=spec)
+            rows.append(survey.measure(spec, tensors, timed=speed))
+            progress.advance(task)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+    else:
+        made, words = survey.table_of(rows), glosses.table_of(row.codec for row in rows)
+        tables.console_for(made).print(made, "", words, sep="\n")
+    if plot is not None:
+        scatter.plot(rows, f"codecs on {Path(data).name}", plot)
+        typer.echo(f"wrote {plot}", err=json)

@@ -1,0 +1,94 @@
+"""``explain``: the collectives of a dump, what was decided about them, and the reasons."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.text import Text
+
+from commpass.cli.app import app
+from commpass.cli.arguments import (
+    CodecName,
+    Direction,
+    DumpPath,
+    Every,
+    Json,
+    Kind,
+    Module,
+    RunName,
+    load,
+)
+from commpass.plan.dump import Dump
+from commpass.report import tables
+from commpass.report.choice import Choice, only
+from commpass.report.explained import explain as explanation
+from commpass.report.explained import slack_of_sites, to_json
+from commpass.report.why import candidates, considered, refusals, title
+from commpass.report.why import table_of as candidates_table
+from commpass.utils.printable import brief
+
+
+@app.command()
+def explain(
+    path: DumpPath,
+    *,
+    why: Annotated[
+        str | None,
+        typer.Option(
+            "--why",
+            metavar="NAME",
+            help="All candidates of a site, or of the sites of modules (a name or glob).",
+        ),
+    ] = None,
+    every: Every = False,
+    module: Module = None,
+    kind: Kind = None,
+    direction: Direction = None,
+    codec: CodecName = None,
+    run: RunName = None,
+    json: Json = False,
+) -> None:
+    """Show the collectives, what was decided about them, and the reasons."""
+    choice = Choice(module, kind, direction, codec)
+    dumps = only(load(path, run), choice)
+    if why is not None:
+        show_candidates(dumps, why, json)
+        return
+    if json:
+        plans = msgspec.json.encode(to_json(dumps))
+        typer.echo(msgspec.json.format(plans, indent=1))
+        return
+    shown = [
+        tables.sites_table(one.plan.sites, wide=True, slack=slack_of_sites(one))
+        for one in dumps
+        if every
+    ]
+    console = tables.console_for(*shown, full=False)
+    if not choice.everything:
+        console.print(Text(f"only {choice}", style="bold"))
+    for part in explanation(dumps, console, every=every):
+        console.print(part)
+
+
+def show_candidates(dumps: list[Dump], name: str, json: bool) -> None:
+    """What was considered for the sites of a name, best first."""
+    found = considered(dumps, name)
+    if json:
+        rows = [
+            {"graph": one.number, "site": site, "candidates": candidates(one, site)}
+            for one, site in found
+        ]
+        typer.echo(msgspec.json.format(msgspec.json.encode(rows), indent=1))
+        return
+    shown = [candidates_table(one, site) for one, site in found]
+    console = tables.console_for(*shown, full=False)
+    for one, site in found:
+        console.print(title(one, site))
+        if one.plan.fallback:
+            console.print(Text(f"The untouched graph was compiled: {one.plan.fallback}"), "")
+            continue
+        console.print(candidates_table(one, site), "", Text(brief(site.reason)), "", sep="\n")
+        if (table := refusals(one, site)).row_count:
+            console.print(table, "")

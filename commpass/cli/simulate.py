@@ -1,0 +1,46 @@
+"""``simulate``: predicts a step on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commpass.cli.app import app
+from commpass.cli.arguments import Json
+
+
+@app.command()
+def simulate(
+    build: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py:FUNCTION",
+            help="FUNCTION(mesh) gives a model, divided over the mesh, and its inputs.",
+            show_default=False,
+        ),
+    ],
+    mesh: Annotated[str, typer.Option(help="Sizes of the mesh by name: dp=8,tp=8.")],
+    profile: Annotated[str, typer.Option(help="A name, a .toml or .json file.")],
+    policy: Annotated[
+        list[str] | None, typer.Option(help="A preset or .toml file; may be given again.")
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="A dimension of the mesh, gbit, inside_gbit or an argument of FUNCTION, and its"
+            " values: tp=2,4,8."
+        ),
+    ] = None,
+    train: Annotated[
+        bool, typer.Option("--train/--inference", help="With or without backward.")
+    ] = True,
+    plot: Annotated[Path | None, typer.Option(help="Draw the steps (.png).")] = None,
+    json: Json = False,
+) -> None:
+    """Predict a step of a model on a cluster that is not there."""
+    from commpass.report import simulated
+
+    chosen = policy or ["off", "lossless", "balanced"]
+    simulated.run(build, profile, mesh, chosen, sweep, train=train, plot=plot, json=json)

@@ -1,0 +1,179 @@
+"""What an operator of a job sets from outside, without a change of the program.
+
+``COMMPASS=off`` compiles as with policy ``off``, and doors send as they are. ``COMMPASS_POLICY``
+(a preset or a .toml file) takes the place of every policy that the program gives. The other
+variables stand in where the program says nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from commpass.errors import CommpassError, PolicyError, nearest
+from commpass.groups import is_first_rank
+from commpass.policy import PRESETS, Policy, policy_named
+
+log = logging.getLogger("commpass")
+
+SWITCH, POLICY, DUMP, PROFILE = "COMMPASS", "COMMPASS_POLICY", "COMMPASS_DUMP", "COMMPASS_PROFILE"
+CHECK = "COMMPASS_CHECK"
+WORDS = ("off", "on")
+
+
+def is_off() -> bool:
+    """Whether commpass is switched off. Raises PolicyError for a word that is not known."""
+    given = os.environ.get(SWITCH) or "on"
+    word = given.lower()
+    if word not in WORDS:
+        raise PolicyError(f"{SWITCH}={given}: must be off or on{nearest(word, WORDS)}")
+    return word == "off"
+
+
+def asked_policy() -> Policy | None:
+    """The policy that COMMPASS_POLICY names; None where it is not set. Raises PolicyError for one
+    that is not known."""
+    named = os.environ.get(POLICY)
+    if not named:
+        return None
+    try:
+        return policy_named(named)
+    except CommpassError as error:
+        raise PolicyError(f"{POLICY}={named}: {error}") from error
+
+
+def policy_here(argument: str | Path | Policy) -> Policy:
+    """The policy that counts, where the program gives this one. Raises PolicyError for one that is
+    not known, wherever it stands, so that a mistake is found before the variables are taken away.
+    """
+    chosen = policy_named(argument)
+    asked = asked_policy()
+    if is_off():
+        _log(logging.INFO, f"{SWITCH}=off: nothing is compressed, whatever the program says")
+        return PRESETS["off"]
+    if asked is None or asked == chosen:
+        return chosen
+    named = os.environ[POLICY]
+    _log(
+        logging.WARNING,
+        f"{POLICY}={named} takes the place of policy {chosen.name!r}, which the program gives",
+    )
+    return asked
+
+
+def dump_here(argument: str | os.PathLike[str] | None) -> Path | None:
+    """The folder for dumps: as the program says, else as the environment does."""
+    folder = argument if argument is not None else os.environ.get(DUMP)
+    return Path(folder) if folder else None
+
+
+@functools.cache
+def _log(level: int, text: str) -> None:
+    if is_first_rank():
+        log.log(level, "%s", text)
+
+
+# --- other ranks ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What must be set alike on all ranks: in words, and a digest of what it means."""
+
+    words: str = ""
+    digest: str = ""
+
+
+def settings() -> Settings:
+    """Those of this process. A value that is wrong raises elsewhere."""
+    words = " ".join(f"{name}={os.environ[name]}" for name in (SWITCH, POLICY) if _counts(name))
+    if not words:
+        return Settings()
+    try:
+        meant = "off" if is_off() else msgspec.to_builtins(asked_policy())
+    except CommpassError as error:
+        meant = str(error)
+    if isinstance(meant, dict):
+        meant = {**meant, "name": ""}
+    return Settings(words, hashlib.sha256(msgspec.json.encode(meant)).hexdigest()[:16])
+
+
+def _counts(name: str) -> bool:
+    """Whether a variable is set to something else than what holds anyway."""
+    return os.environ.get(name) not in (None, "") and (name, os.environ[name]) != (SWITCH, "on")
+
+
+def difference(settings: Mapping[int, Settings]) -> str:
+    """What ranks are told whose settings differ; "" where they are alike."""
+    sides: dict[str, list[int]] = {}
+    for rank, one in sorted(settings.items()):
+        sides.setdefault(one.digest, []).append(rank)
+    if len(sides) < 2:
+        return ""
+    shown = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}"
+        f"{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}:"
+        f" {settings[ranks[0]].words or f'neither {SWITCH} nor {POLICY} is set'}"
+        for ranks in sides.values()
+    )
+    return (
+        f"the ranks were started with different environments. {shown}. Set both alike for all"
+        " ranks, on every host"
+    )
+
+
+# --- what is set, for `commpass doctor` -----------------------------------------------------------
+
+
+def problems() -> Iterator[tuple[str, str, str, str]]:
+    """(variable, its value or "not set", what it does, what is wrong with it or "")."""
+    for name, (meaning, check) in VARIABLES.items():
+        value = os.environ.get(name, "")
+        wrong = ""
+        try:
+            wrong = check(value) if value else ""
+        except CommpassError as error:
+            wrong = " ".join(str(error).split())
+        yield name, value or "not set", meaning, wrong
+    for name in sorted(os.environ):
+        if name.startswith(f"{SWITCH}_") and name not in (*VARIABLES, PROFILE, *OTHERS):
+            known = nearest(name, (*VARIABLES, PROFILE))
+            yield name, os.environ[name], "", f"{name}: there is no such variable{known}"
+
+
+def _checked(validate: Callable[[], object]) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        validate()
+        return ""
+
+    return check
+
+
+def _dump_problem(value: str) -> str:
+    folder = Path(value)
+    if folder.exists() and not folder.is_dir():
+        return f"{DUMP}={value}: is a file, and must be a folder"
+    there = next((each for each in (folder, *folder.absolute().parents) if each.exists()), folder)
+    return "" if os.access(there, os.W_OK) else f"{DUMP}={value}: {there} cannot be written to"
+
+
+def _check_problem(value: str) -> str:
+    return "" if value in ("0", "1") else f"{CHECK}={value}: must be 0 or 1"
+
+
+VARIABLES: dict[str, tuple[str, Callable[[str], str]]] = {
+    SWITCH: ("off: nothing is compressed, whatever the program says", _checked(is_off)),
+    POLICY: ("takes the place of the policy that the program gives", _checked(asked_policy)),
+    DUMP: ("where rank 0 writes plans and graphs, unless the program says", _dump_problem),
+    CHECK: ("1: passes are checked on every graph, as with strict=True", _check_problem),
+}
+"""Variable to what it does and what finds its mistakes. COMMPASS_PROFILE is checked on its own."""
+OTHERS = ("COMMPASS_DEMO_HOSTS", "COMMPASS_NETLAB")
+"""Variables of examples and tests."""

@@ -1,0 +1,63 @@
+"""The residual of a tensor that holds the gradients of several parameters one after another.
+
+The compiled exchange takes it as one tensor. It is kept, named, saved and loaded by parameter, each
+of which has its part of that tensor: so it stays right when parameters are put into other buckets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commpass.distributed import state
+from commpass.distributed.owners import HookCalls, Owner, owner_of
+from commpass.passes.rewrite import StateInput
+
+PLACE = "gradient"
+"""What the residual of a parameter's gradient is called, whatever bucket it is sent in."""
+
+
+class Flat:
+    """The residual of one exchange: flat, in the order of its parameters."""
+
+    def __init__(self, state: StateInput, calls: HookCalls):
+        self.kept, self.calls = state, calls
+        self.of: tuple[Tensor, ...] = ()
+        self.whole: Tensor | None = None
+        self.parts: list[tuple[Owner, Any, Tensor]] = []
+
+    def current(self) -> Tensor:
+        """It, with what other exchanges of these parameters, a reset or a load have left there."""
+        if self.whole is None or self.of is not self.calls.parameters_of_flat:
+            kept, self.of = self.kept, self.calls.parameters_of_flat
+            self.whole = torch.zeros(kept.shape, dtype=kept.dtype, device=kept.device)
+            self.parts = [(owner, None, part) for owner, part in self._parts(self.whole)]
+        for number, (owner, key, part) in enumerate(self.parts):
+            owner.used += 1
+            if key not in owner.state or owner.state[key][1] is not part:
+                one = dataclasses.replace(self.kept, place=PLACE, number=0, shape=tuple(part.shape))
+                self.parts[number] = owner, state.move(one, self.calls.code, owner, part), part
+        return self.whole
+
+    def _parts(self, flat: Tensor) -> list[tuple[Owner, Tensor]]:
+        """Each parameter's owner and its part, laid out in memory as the parameter is."""
+        found, start = [], 0
+        for parameter in self.of:
+            part = flat.narrow(0, start, parameter.numel()).view(parameter.shape)
+            dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
+            if dense:
+                part = flat.as_strided(parameter.shape, parameter.stride(), start)
+            found.append((owner_of([parameter]), part))
+            start += parameter.numel()
+        return found
+
+
+def put_back(hook: str, parameter: Tensor, values: Tensor) -> None:
+    """Adds to what is kept of a parameter's gradient for the exchanges of a ``hook``, if that is
+    anything."""
+    for name, residual in owner_of([parameter]).state.values():
+        if name.function == hook and name.own.startswith(f"{PLACE}/"):
+            residual.add_(values)

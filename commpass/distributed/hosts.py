@@ -1,0 +1,95 @@
+"""How many ranks follow one another on each host, where the profile does not say: as all ranks
+agree.
+
+Each rank publishes where it runs when it says hello: its host name, its network, and torchrun's
+number of the node. Whoever needs to know waits until all have. The first answer counts for all
+ranks, an answer that time ran out for among them: it is put on the store by compare-and-set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch.distributed as dist
+from torch import fx
+
+from commpass.collectives import DEFAULTS
+from commpass.costmodel import Profile
+from commpass.distributed.plan_store import PlanStore, board
+from commpass.groups import ready
+from commpass.passes.fx.parse import graph_modules
+from commpass.policy import Policy
+from commpass.policy.annotate import KEY
+
+log = logging.getLogger("commpass")
+
+PATIENCE_S = 60.0
+"""How long a rank waits for others to say where they run."""
+LONGEST_PAUSE_S = 0.25
+HIERARCHICAL = "hierarchical"
+
+
+def with_hosts(
+    profile: Profile, policy: Policy, gm: fx.GraphModule, timeout_s: float | None = None
+) -> Profile:
+    """The profile with its ``node``, where that is not said but needed: for ``hierarchical``, if a
+    rule or an annotation names it without a number of ranks. The number is 0 on all ranks where
+    hosts have different ones, or where not all ranks use commpass."""
+    if profile.node or not _asks(policy, gm) or not _is_distributed():
+        return profile
+    try:
+        here = board()
+        if here.node is None:
+            here.node = _agreed(here, min(timeout_s or PATIENCE_S, PATIENCE_S))
+    except RuntimeError as error:  # the store is gone: who compares plans will say so
+        log.debug("commpass could not reach the store: %s", error)
+        return profile
+    return dataclasses.replace(profile, node=here.node)
+
+
+def on_each_host(places: Sequence[str]) -> int:
+    """How many ranks follow one another on each host, by the places of all ranks in order; 0 where
+    it is not the same number."""
+    runs = [(place, len(list(run))) for place, run in groupby(places)]
+    hosts, sizes = {place for place, _ in runs}, {size for _, size in runs}
+    return sizes.pop() if len(hosts) == len(runs) and len(sizes) == 1 else 0
+
+
+def _asks(policy: Policy, gm: fx.GraphModule) -> bool:
+    """Whether the policy, or an annotation in a graph, names the algorithm without ``node``."""
+    named = [spec for rule in policy.rules for spec in rule.algorithm or ()]
+    named += policy.algorithms if policy.algorithms != DEFAULTS else ()
+    nodes = (node for _, module in graph_modules(gm) for node in module.graph.nodes)
+    words = (node.meta.get("custom") for node in nodes if node.meta.get("custom"))
+    named += [str(custom[KEY]) for custom in words if isinstance(custom, dict) and KEY in custom]
+    return any(HIERARCHICAL in spec and "node=" not in spec for spec in named)
+
+
+def _is_distributed() -> bool:
+    """Whether there are other ranks: not in a fake group, which stands for many with one."""
+    return ready() and dist.get_world_size() > 1 and "fake" not in dist.get_backend()
+
+
+def _agreed(store: PlanStore, patience_s: float) -> int:
+    start, pause, ranks = time.monotonic(), 0.001, range(dist.get_world_size())
+    while len(places := store.places(ranks)) < len(ranks):
+        if time.monotonic() - start > patience_s:
+            log.warning(SILENT, len(ranks) - len(places), patience_s)
+            break
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+    if 0 not in places:
+        return 0
+    whole = len(places) == len(ranks)
+    mine = on_each_host([places[rank] for rank in ranks]) if whole else 0
+    return int(store.agree_on_first("hosts", str(mine)))
+
+
+SILENT = (
+    "%d ranks have not said within %g s where they run: algorithm hierarchical is no choice. Say it"
+    " in the profile, as Profile(node=8), or in the rule, as hierarchical(node=8)"
+)

@@ -1,0 +1,160 @@
+"""The machine that this process runs on, and whether a profile was measured on such a one."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from commpass.codecs.registry import NAMES as CODECS
+from commpass.costmodel import Profile, default_profile, profile_from
+from commpass.costmodel.files import Machine, read
+from commpass.errors import ProfileError, nearest
+from commpass.groups import is_first_rank
+
+VARIABLE = "COMMPASS_PROFILE"
+"""The environment variable that names a profile where the program names none."""
+log = logging.getLogger("commpass")
+
+
+def profile_here(profile: str | Path | Profile | None) -> Profile | None:
+    """The profile that is asked for, by name, path or the environment; None if nobody asks. One
+    that was measured on another machine is used, and said so once."""
+    asked = requested_profile(profile)
+    if isinstance(asked, (str, Path)) and str(asked).endswith(".json"):
+        file = read(Path(asked))
+        if is_first_rank() and (others := list(differences_from(file.machine, this_machine()))):
+            _warn(f"profile {asked} was measured elsewhere: {'; '.join(others)}. Probe again here")
+        return file.profile
+    found = profile_from(asked)
+    rates = found.kernels.rates if found is not None else {}
+    for name in rates if str(asked).endswith(".toml") else ():
+        if name not in CODECS:
+            raise ProfileError(f"{asked}: [kernels.rates.{name}]: no codec{nearest(name, CODECS)}")
+    return found
+
+
+@functools.cache
+def default_here(device: str) -> Profile:
+    """What stands in where nobody asks for a profile, by the type of the device and its name."""
+    here = device == "cuda" and torch.cuda.is_available()
+    return default_profile(device, torch.cuda.get_device_name() if here else "")
+
+
+def requested_profile(profile: str | Path | Profile | None) -> str | Path | Profile | None:
+    """What is asked for, by the program or else by the environment."""
+    return profile if profile is not None else os.environ.get(VARIABLE) or None
+
+
+@functools.cache
+def _warn(warning: str) -> None:
+    log.warning(warning)
+
+
+def this_machine(places: Sequence[str] = ()) -> Machine:
+    """This machine, as a profile remembers it; ``places`` are the hosts of all ranks."""
+    world = dist.group.WORLD
+    device = device_of(world) if world is not None else torch.device("cpu")
+    return Machine(
+        device=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        processor=processor(),
+        cores=len(os.sched_getaffinity(0)),
+        hosts=len(set(places)),
+        world_size=len(places) or (world.size() if world is not None else 0),
+        backend=backend_of(world, device) if world is not None else "",
+        torch=str(torch.__version__),
+    )
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+            return next(names, "") or platform.processor() or platform.machine()
+    except OSError:
+        return platform.processor() or platform.machine()
+
+
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """What a group's exchanges are fastest on."""
+    carriers = dist.get_backend_config(group)
+    return torch.device("cuda" if "nccl" in carriers and torch.cuda.is_available() else "cpu")
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that carries a group's exchanges on a device. A group that was made without
+    naming one has several, and torch calls it "undefined"."""
+    carriers = dist.get_backend_config(group).split(",")
+    named = dict(each.split(":", 1) for each in carriers if ":" in each)
+    return named.get(device.type, dist.get_backend(group))
+
+
+def place() -> str:
+    """What ranks of one host have in common: name, network, and torchrun's number for it."""
+    try:
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        network = 0
+    return f"{platform.node()}/{network}/{os.environ.get('GROUP_RANK', '')}"
+
+
+def differences_from(measured: Machine, current: Machine) -> Iterator[str]:
+    """In what a profile's machine differs from this one, as far as both are known."""
+    words = {
+        "device": "device",
+        "processor": "processor",
+        "world_size": "number of ranks",
+        "hosts": "number of hosts",
+        "backend": "backend",
+        "cores": "number of cores",
+    }
+    for field, word in words.items():
+        then, here_ = getattr(measured, field), getattr(current, field)
+        if here_ and then not in (here_, UNDEFINED):
+            yield f"{word} {then} there, {here_} here"
+    if _minor(measured.torch) != _minor(current.torch):
+        yield f"torch {measured.torch} there, {current.torch} here"
+
+
+UNDEFINED = "undefined"
+"""The backend in profiles of before it was asked of a device."""
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def processors_each(group: Any) -> float:
+    """How many processors of its machine each rank of a group has to itself where all of them
+    compute at once: of 4 ranks on the same 2 processors each has half a one. Of the rank that has
+    the fewest; every rank calls it. Ranks that share a kernel of the operating system are on one
+    machine, in whatever containers."""
+    mine = (_kernel(), _processors())
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    users = Counter((kernel, each) for kernel, cores in found for each in cores)
+    return min(sum(1 / users[kernel, each] for each in cores) for kernel, cores in found)
+
+
+def _processors() -> list[int]:
+    """Those that this process may use; all where the system does not say, as macOS."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _kernel() -> str:
+    """What tells the running operating system from any other."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()

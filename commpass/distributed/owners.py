@@ -1,0 +1,355 @@
+"""Whose a call of a compiled graph is: the module instance, known by the parameters that the call
+is given.
+
+Instances of a class share compiled code, and their parameters are inputs of it. So state that
+belongs to an instance is found when a graph is called, not when it is compiled. A backward graph is
+not given all parameters; it learns whose it is from the autograd node that runs it, on which the
+forward call of that very node has written its owner. This holds for accumulation, checkpoints and
+several models, in whatever order they run.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import TensorWeakRef
+
+from commpass.distributed.origin import Origin, code_here, origin_of
+from commpass.errors import PolicyError
+from commpass.passes.references import BACKWARD, GATHERED_AGAIN, Weights
+from commpass.policy import paths
+
+log = logging.getLogger("commpass")
+
+KEY = "commpass_owner"
+"""Key in the metadata of an autograd node: whose it is."""
+FEW = 3
+"""Owners that went after one step until we say that nothing is made up."""
+INFERENCE = (
+    "inference has no next step to make up in: give the rule direction='backward', or this model a"
+    " codec without state"
+)
+FORWARD = (
+    "what a forward collective does not send cannot be made up in the next step, which has other"
+    " activations: give the rule direction='backward', or this site a codec without state"
+)
+NOT_TRAINED = (
+    "inference changes no parameters, so that there is no next difference: what is gathered here"
+    " travels as it is, or take a codec without state"
+)
+NOBODYS = (
+    "none of its graph's inputs is a parameter, so that it is not known whose state it would be:"
+    " compile a module or a function that is given the parameters, or call commpass.all_reduce(...,"
+    " residual=...)"
+)
+"""Why no state is kept."""
+
+
+class Owner:
+    """The parameters that one instance gives to its graphs, and the state that is kept for it;
+    it goes with any of them."""
+
+    def __init__(self, parameters: Sequence[Tensor]):
+        key = tuple(map(id, parameters))
+        self.parameters = [TensorWeakRef(parameter) for parameter in parameters]
+        self._watch = [weakref.ref(parameter, lambda _: _forget(key)) for parameter in parameters]
+        self.state: dict[Any, tuple[Any, Tensor]] = {}
+        self.references: dict[Any, tuple[Any, Tensor]] = {}
+        self.used = 0
+
+    def name_in(self, names: dict[int, str]) -> str | None:
+        """The name of the first of its parameters that has one in ``names``, which are by id."""
+        held = (parameter() for parameter in self.parameters)
+        return next((names[id(one)] for one in held if one is not None and id(one) in names), None)
+
+
+_owners: dict[tuple[int, ...], Owner] = {}
+_short = [0]
+
+
+def state_owners() -> list[Owner]:
+    """All whose parameters live, in the order in which they were first seen."""
+    return list(_owners.values())
+
+
+def owner_of(parameters: Sequence[Tensor]) -> Owner:
+    """Who gives these parameters."""
+    key = tuple(map(id, parameters))
+    if key not in _owners:
+        _owners[key] = Owner(parameters)
+    return _owners[key]
+
+
+def part_of(owner: Owner, numbers: Sequence[int]) -> Owner:
+    """Whose state is that is kept for some of an owner's parameters: the same one, whatever other
+    parameters a graph takes."""
+    held = [owner.parameters[number]() for number in numbers]
+    some = [parameter for parameter in held if parameter is not None]
+    return owner_of(some) if some else owner
+
+
+def _forget(key: tuple[int, ...]) -> None:
+    """Lets go of the owner one of whose parameters is no more: the ids may be those of others
+    soon."""
+    owner = _owners.pop(key, None)
+    if owner is not None and owner.used == 1:
+        _short[0] += 1
+        if _short[0] == FEW:
+            log.warning(
+                "error feedback was dropped after one step, %d times: it belongs to parameters, and"
+                " these are new tensors in each step. Change them in place, as torch.optim does",
+                FEW,
+            )
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter of a model by its id, without what wrappers of torch put into
+    it; a tied one has its first."""
+    found: dict[int, str] = {}
+    for path, module in paths.names(model):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(id(parameter), paths.join(path, name))
+    return found
+
+
+@dataclass(frozen=True)
+class Code:
+    """The function that a graph was made of. A method of one name in one place is the same one
+    when it is compiled again."""
+
+    file: str
+    line: int
+    name: str
+
+
+COMPILED_AUTOGRAD = Code("", 0, "compiled_autograd")
+
+
+def _name_of(code: CodeType | None) -> Code:
+    """The function that Dynamo is compiling; None where the backend was called by hand."""
+    if code is None:
+        return Code("", 0, "graph")
+    return Code(code.co_filename, code.co_firstlineno, code.co_qualname)
+
+
+def _grad_of(recorded: Any) -> Any:
+    """The input of which an output is the gradient, as AOTAutograd describes both; None if of
+    none."""
+    while hasattr(recorded, "base"):  # a part of a tensor subclass
+        recorded = recorded.base
+    return getattr(recorded, "grad_of", None)
+
+
+class Calls:
+    """The calls of one graph of Dynamo's. ``autograd`` says that compiled autograd made it: then
+    it is a backward graph."""
+
+    hook = False
+    """Whether it is the graph of a hook, of which there are many alike."""
+
+    def __init__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], autograd: bool):
+        self.autograd = autograd
+        code = None if autograd else code_here()
+        self.code = COMPILED_AUTOGRAD if autograd else _name_of(code)
+        self.origin = origin_of(code)
+        self.keeps: bool | None = None
+        """Whether its backward graph keeps state; None until that is compiled."""
+        self.refers = False
+        """Whether its forward graph keeps references."""
+        self.names = [name for name, _ in gm.named_parameters()]
+        self.fixed = tuple(gm.parameters())
+        inputs = _flat(example_inputs)
+        self.positions = [i for i, value in enumerate(inputs) if isinstance(value, nn.Parameter)]
+        if (
+            not self.positions and not self.fixed
+        ):  # a function: its weights are leaves that want gradients
+            self.positions = [i for i, value in enumerate(inputs) if _is_weight(value)]
+        self.last = False
+        """Whether Dynamo will compile this code no more."""
+        self._now = threading.local()
+
+    def parameters(self, outputs: fx.Node, reaches: Iterable[int]) -> tuple[int, ...]:
+        """The numbers, among what an owner has, of the parameters of which the outputs ``reaches``
+        of the backward graph are the gradients. () where that cannot be told.
+
+        AOTAutograd says it of each output: their places do not, for the gradient of a DTensor is
+        several outputs."""
+        said = outputs.meta.get("desc")
+        if self.autograd or said is None:
+            return ()
+        numbers = {self._number(_grad_of(said[output])) for output in reaches}
+        return tuple(sorted(number for number in numbers if number is not None))
+
+    def stateless(self, direction: str, inference: bool) -> str | None:
+        """Why no state can be kept for a site of this graph, if none can."""
+        if direction == "forward":
+            return INFERENCE if inference else FORWARD
+        return None if self.positions or self.fixed else NOBODYS
+
+    def weights(self, gm: fx.GraphModule, direction: str, stateless: str | None) -> Weights:
+        """Which inputs of a graph of AOTAutograd's are parameters, or the shards of such: it says
+        of each input which one of Dynamo's it is. ``stateless`` is what this says of the graph."""
+        if direction == "backward" or stateless == INFERENCE:
+            return Weights(why=BACKWARD if direction == "backward" else NOT_TRAINED)
+        numbers = {}
+        for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            number = self._number(node.meta.get("desc"))
+            if number is not None:
+                numbers[place] = (number,)
+        return Weights(numbers, why=None if numbers else NOBODYS)
+
+    def _number(self, recorded: Any) -> int | None:
+        """The number, among what an owner has, of a parameter as AOTAutograd describes it."""
+        while hasattr(recorded, "base"):  # a part of a tensor subclass: of a DTensor its shard
+            recorded = recorded.base
+        target, index = getattr(recorded, "target", None), getattr(recorded, "idx", None)
+        if target in self.names:
+            return self.names.index(target)
+        if index in self.positions:
+            return len(self.fixed) + self.positions.index(index)
+        return None
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph, which lets its forward and backward graph know who called it."""
+        if not self.positions and not self.fixed:
+            return compiled
+
+        def run(*inputs: Any) -> Any:
+            trains = self.autograd or torch.is_grad_enabled()
+            if not self.refers and (self.keeps is False or not trains):
+                return compiled(*inputs)
+            flat = _flat(inputs)
+            owner = owner_of([*self.fixed, *(flat[position] for position in self.positions)])
+            del flat
+            if self.autograd:
+                with self._calling(owner):
+                    return compiled(*inputs)
+            start = torch.autograd._get_sequence_nr()
+            with self._calling(owner):
+                outputs = compiled(*inputs)
+            _write(
+                [*tree_leaves(outputs), *inputs],
+                range(start, torch.autograd._get_sequence_nr()),
+                owner,
+            )
+            return outputs
+
+        return run
+
+    def owner(self, direction: str) -> Owner:
+        """Whose the call of a forward or backward graph is that goes on now. Raises PolicyError
+        where that is not known."""
+        if self.autograd or direction == "forward":
+            owner = getattr(self._now, "owner", None)
+        else:
+            node: Any = torch._C._current_autograd_node()
+            owner = node.metadata.get(KEY) if node is not None else None
+        if owner is None:
+            raise PolicyError(
+                f"state in the {direction} graph of {self.code.name}: it is not known whose it is,"
+                " since it does not run for a call of that function. Use a codec without state here"
+            )
+        owner.used += 1
+        return owner
+
+    @contextmanager
+    def _calling(self, owner: Owner) -> Iterator[None]:
+        before = getattr(self._now, "owner", None)
+        self._now.owner = owner
+        try:
+            yield
+        finally:
+            self._now.owner = before
+
+
+class HookCalls(Calls):
+    """The calls of a graph that a hook made, of one collective: whose state it keeps is known from
+    the start, and so is its direction. With ``flat`` its tensor holds the gradients of the
+    parameters one after another, and the state belongs to each of them. ``recomputed`` says that
+    backward calls it once more for what forward has gathered."""
+
+    hook = True
+
+    def __init__(
+        self,
+        direction: str,
+        name: str,
+        parameters: Sequence[Tensor],
+        flat: bool = False,
+        recomputed: bool = False,
+        origin: Origin | None = None,
+    ):
+        self.again, self.flat = recomputed, flat
+        self.parameters_of_flat: tuple[Tensor, ...] = ()
+        self.autograd = direction == "backward"
+        self.code, self.fixed, self.positions = Code("", 0, name), (), []
+        self.origin = origin or Origin(name)
+        self.keeps: bool | None = None
+        self.refers = self.last = False
+        self.whose: Owner | None = None
+        self.set_parameters(parameters)
+
+    def set_parameters(self, parameters: Sequence[Tensor]) -> None:
+        """From now on the calls are of these parameters. Those that others took the place of have
+        taken their state with them."""
+        if not parameters:
+            return
+        self.whose = owner_of(parameters)
+        if self.flat and not _are(self.parameters_of_flat, parameters):
+            self.parameters_of_flat = tuple(parameters)
+
+    def stateless(self, direction: str, inference: bool) -> str | None:
+        if direction == "forward":
+            return FORWARD
+        return None if self.whose is not None else NOBODYS
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        return compiled
+
+    def weights(self, gm: fx.GraphModule, direction: str, stateless: str | None) -> Weights:
+        if direction == "backward" or self.whose is None:
+            return Weights(why=BACKWARD if direction == "backward" else NOBODYS)
+        if self.again:
+            return Weights(why=GATHERED_AGAIN)
+        return Weights({0: tuple(range(len(self.whose.parameters)))})
+
+    def owner(self, direction: str) -> Owner:
+        assert self.whose is not None
+        self.whose.used += 1
+        return self.whose
+
+
+def _are(some: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Whether these are the very same tensors."""
+    return len(some) == len(tensors) and all(map(operator.is_, some, tensors))
+
+
+def _flat(inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a graph; those of compiled autograd begin with a list of tensors."""
+    return [*inputs[0], *inputs[1:]] if inputs and isinstance(inputs[0], list) else list(inputs)
+
+
+def _is_weight(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_leaf and value.requires_grad
+
+
+def _write(values: Iterable[Any], outputs: range, owner: Owner) -> None:
+    """Writes whose they are on the autograd nodes that a call made: those behind ``values`` whose
+    sequence numbers are in ``outputs``."""
+    nodes: list[Any] = [value.grad_fn for value in values if isinstance(value, Tensor)]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node._sequence_nr() in outputs and KEY not in node.metadata:
+            node.metadata[KEY] = owner
+            nodes += [following for following, _ in node.next_functions]

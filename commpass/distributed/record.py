@@ -1,0 +1,193 @@
+"""What commpass did in this process: plans, counters, artifacts for tlparse, log lines, dumps."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from commpass.costmodel import Profile
+from commpass.groups import ready
+from commpass.passes import PassResult
+from commpass.passes.fx import meta
+from commpass.passes.fx.marks import MARK
+from commpass.passes.fx.parse import graph_modules
+from commpass.passes.simplify.editor import RULE
+from commpass.plan import Candidate, Plan, PlannedSite
+from commpass.plan import dump as dumps
+from commpass.plan.timeline import Timeline
+from commpass.policy import Policy
+
+log = logging.getLogger("commpass")
+
+_plans: list[Plan] = []
+
+
+def plans() -> list[Plan]:
+    """The plans of the graphs compiled in this process, in order of compilation."""
+    return list(_plans)
+
+
+def record(outcome: PassResult, instead_of: Plan | None = None) -> None:
+    """Keeps a plan, counts it among torch's own counters
+    (``torch._dynamo.utils.counters["commpass"]``), and traces it. The plan that a graph had before
+    goes, and is not counted any more."""
+    from torch._dynamo.utils import counters
+    from torch._logging import trace_structured
+
+    plan, counted = outcome.plan, counters["commpass"]
+    place = next((n for n, each in enumerate(_plans) if each is instead_of), len(_plans))
+    _plans[place:] = [plan, *_plans[place + 1 :]]
+    for name, number in _counts(plan).items():
+        counted[name] += number - (_counts(instead_of)[name] if instead_of is not None else 0)
+    counted["fallbacks"] += bool(plan.fallback) and outcome.error is not None
+    counted["passes_us"] += int(sum(outcome.times_ms.values()) * 1e3)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"commpass_plan_{plan.direction}", "encoding": "json"},
+        payload_fn=lambda: {"plan": msgspec.to_builtins(plan), "passes_ms": outcome.times_ms},
+        expect_trace_id=False,
+    )
+
+
+def _counts(plan: Plan) -> dict[str, int]:
+    """What is counted of a plan."""
+    return {
+        "graphs": 1,
+        "sites": len(plan.sites),
+        "compressed": len(plan.compressed),
+        "simplified": len(plan.simplified),
+        "grouped": sum(len(each.sites) for each in plan.grouped),
+        "split": len(plan.split),
+        "saved_bytes": sum(step.saved_bytes for step in plan.simplified),
+        "bytes": sum(max(site.bytes, 0) for site in plan.sites),
+        "wire_bytes": wire_bytes(plan),
+    }
+
+
+def trace_graph(gm: fx.GraphModule, name: str) -> None:
+    """The readable graph as an artifact, where structured tracing is on."""
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": f"commpass_{name}", "encoding": "string"},
+        payload_fn=lambda: gm.print_readable(
+            print_output=False, include_stride=True, include_device=True
+        ),
+        expect_trace_id=False,
+    )
+
+
+def wire_bytes(plan: Plan) -> int:
+    """What one rank hands to the collectives of a graph as it was really compiled."""
+    return sum(max(site.bytes if plan.fallback else site.wire_bytes, 0) for site in plan.sites)
+
+
+def nodes_before(outcome: PassResult, gm: fx.GraphModule) -> tuple[dumps.GraphNode, ...]:
+    """The graph as it was handed to us, as data."""
+    return _rows(
+        ((p, outcome.untouched.get(m, m.graph)) for p, m in graph_modules(gm)), outcome.plan.sites
+    )
+
+
+def nodes_now(gm: fx.GraphModule, sites: Iterable[PlannedSite]) -> tuple[dumps.GraphNode, ...]:
+    """The graph as it is, as data."""
+    return _rows(((p, m.graph) for p, m in graph_modules(gm)), sites)
+
+
+def _rows(
+    graphs: Iterable[tuple[str, fx.Graph]], planned: Iterable[PlannedSite]
+) -> tuple[dumps.GraphNode, ...]:
+    sites = {re.sub(r"\.\d+$", "", site.name): site.name for site in planned}
+    rows = []
+    for prefix, graph in graphs:
+        for node in graph.nodes:
+            value = meta.tensor(node)
+            shape = (
+                ""
+                if value is None
+                else f"{meta.dtype_name(value.dtype)}[{', '.join(map(str, meta.shape(value)))}]"
+            )
+            mark = node.meta.get(MARK)
+            rows.append(
+                dumps.GraphNode(
+                    name=prefix + node.name,
+                    op=node.op,
+                    target=node.target if isinstance(node.target, str) else _target(node.target),
+                    inputs=tuple(prefix + source.name for source in node.all_input_nodes),
+                    value=shape,
+                    module=meta.module_path(node),
+                    site=mark.site if mark else sites.get(prefix + node.name),
+                    inserted=mark is not None or RULE in node.meta,
+                    role=mark.role if mark else "",
+                    hop=mark.hop if mark else 0,
+                    chunk=mark.chunk if mark else 0,
+                )
+            )
+    return tuple(rows)
+
+
+def _target(target: Any) -> str:
+    return (
+        str(target)
+        if isinstance(target, torch._ops.OpOverload)
+        else getattr(target, "__name__", str(target))
+    )
+
+
+def _considered(outcome: PassResult) -> tuple[dumps.Considered, ...]:
+    """What might have been chosen, once for all sites that have the same choice."""
+    alike: dict[tuple[Candidate, ...], list[str]] = {}
+    for name, options in outcome.options.items():
+        alike.setdefault(options.candidates, []).append(name)
+    return tuple(
+        dumps.Considered(sites=tuple(names), candidates=candidates)
+        for candidates, names in alike.items()
+    )
+
+
+def write_dump(
+    folder: Path,
+    run: str,
+    outcome: PassResult,
+    timeline: Timeline,
+    policy: Policy | None = None,
+    profile: Profile | None = None,
+    nodes: Mapping[str, tuple[dumps.GraphNode, ...]] | None = None,
+) -> None:
+    """Writes the dump of one graph; ``nodes`` are those before, after, and lowered, ``timeline``
+    what is predicted for the last. A full disk ends no job: it is a warning, and the others go on
+    with what was agreed on."""
+    held = nodes or {}
+    found = dumps.Dump(
+        run=run,
+        commpass=version("commpass"),
+        torch=str(torch.__version__),
+        rank=dist.get_rank() if ready() else 0,
+        world_size=dist.get_world_size() if ready() else 1,
+        written=datetime.now(UTC).isoformat(timespec="seconds"),
+        plan=outcome.plan,
+        policy=msgspec.to_builtins(policy) if policy else {},
+        profile=msgspec.to_builtins(profile) if profile else {},
+        passes_ms=outcome.times_ms,
+        considered=_considered(outcome),
+        before=held.get("before", ()),
+        after=held.get("after", ()),
+        lowered=held.get("lowered", ()),
+        timeline=timeline,
+    )
+    try:
+        dumps.write(folder, found)
+    except OSError as error:
+        graph, why = outcome.plan.graph, error.strerror
+        log.warning("%s: the dump of graph %s was not written: %s", folder, graph, why)

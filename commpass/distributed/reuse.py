@@ -1,0 +1,193 @@
+"""A rank whose plan was agreed on before, for other code, asks whether the others compile it too.
+
+A plan of the same digest may be that of another graph, which other ranks plan differently. A rank
+that compiles the same code again goes on at once. One that compiles other code publishes that it
+would reuse the plan, and waits a while. It goes on when all ranks that its groups connect publish
+the same, and compares its plan as if it was new if one of them does. If they publish nothing, this
+rank is taken to be the only one that compiles such a graph, and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from commpass.distributed.parts import Part, call_of
+from commpass.distributed.plan_store import (
+    History,
+    Link,
+    NoChange,
+    NoChanges,
+    Participant,
+    PlanStore,
+    Round,
+    from_spans,
+    spans,
+)
+
+log = logging.getLogger("commpass")
+
+LONGEST_PAUSE_S = 0.25
+ALONE = (
+    "rank %d compiled a function that is new here, with collectives whose plan was agreed on"
+    " before, and rank %s compiled none for that call within %g s. Rank %d goes on with that plan:"
+    " the others are taken to run what they compiled before. To avoid the wait, let all ranks call"
+    " the same compiled functions"
+)
+
+
+def publish_reuse(
+    store: PlanStore,
+    part: Part,
+    past: History,
+    participant: Participant,
+    links: Mapping[str, Link] | None = None,
+    *,
+    waits: bool = False,
+) -> NoChange:
+    """Publishes that this rank goes on with what was agreed on, or would."""
+    note = NoChange(
+        0,
+        part.outline,
+        part.sites,
+        participant.digest,
+        participant.name,
+        "",
+        call=call_of(part, participant),
+        digest=part.reused_digest,
+        waits=waits,
+        links=dict(links or {}),
+    )
+    store.note(part.where, part.key, past, note)
+    return note
+
+
+def must_compare(
+    store: PlanStore,
+    likely: Sequence[Part],
+    pasts: Mapping[str, History],
+    participant: Participant,
+    patience_s: float,
+) -> tuple[bool, Round | None]:
+    """Whether another rank plans the graph anew, so that this one has to compare its plan; if not,
+    the round in which all ranks published that they reuse theirs, if all have.
+
+    ``likely`` are the parts whose plans were agreed on for other code. Waits for at most
+    ``patience_s`` seconds.
+    """
+    if not likely:
+        return False, None
+    round = None
+    links = {
+        part.key: Link(pasts[part.key].count, spans(part.ranks), call_of(part, participant))
+        for part in likely
+    }
+    try:
+        notes = {
+            part.key: publish_reuse(store, part, pasts[part.key], participant, links, waits=True)
+            for part in likely
+        }
+        asked = _Published(store, {part.key: part for part in likely}, pasts, notes)
+        if asked.is_compared(patience_s):
+            for key, note in notes.items():
+                del pasts[key].notes[note.graph]
+            return True, None
+        round = asked.round()
+        for part in likely:
+            publish_reuse(store, part, pasts[part.key], participant, links)
+    except RuntimeError as error:  # the store is gone: nobody can be heard
+        log.debug("commpass could not reach the store: %s", error)
+    for part in likely:
+        pasts[part.key].agree(participant, part.digest, part.decisions())
+    return False, round
+
+
+@dataclass
+class _Published:
+    """What the ranks have published of one graph, in the groups of this rank (``parts``) and in
+    those that other ranks' notes lead to."""
+
+    here: PlanStore
+    parts: Mapping[str, Part]
+    pasts: Mapping[str, History]
+    mine: Mapping[str, NoChange]
+    links: dict[str, Link] = field(default_factory=dict)
+    notes: dict[str, dict[int, NoChange]] = field(default_factory=dict)
+    nonces: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, note in self.mine.items():
+            self._follow(note)
+            self.notes[key][self.here.rank] = note
+
+    def is_compared(self, patience_s: float) -> bool:
+        """Whether a rank compares its plan, or would reuse another one. False once all would reuse
+        the same, or ``patience_s`` seconds have passed."""
+        start, pause = time.monotonic(), 0.001
+        while True:
+            if any(self._differs(key) for key in list(self.links)):
+                return True
+            silent = sorted({rank for key in self.links for rank in self._silent(key)})
+            if not silent:
+                return False
+            if time.monotonic() - start > patience_s:
+                log.warning(ALONE, self.here.rank, spans(silent), patience_s, self.here.rank)
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def round(self) -> Round | None:
+        """What all ranks have for a name of this, if all have published."""
+        key = min(self.links)
+        if not self.links[key].call or any(map(self._silent, self.links)):
+            return None
+        ranks = {rank for link in self.links.values() for rank in from_spans(link.ranks)}
+        return Round(f"{key}/reuse/{self.links[key].call}", tuple(sorted(ranks)))
+
+    def _silent(self, key: str) -> list[int]:
+        return [rank for rank in from_spans(self.links[key].ranks) if rank not in self.notes[key]]
+
+    def _differs(self, key: str) -> bool:
+        """Reads what there is in one group."""
+        here, silent, link = self.here, self._silent(key), self.links[key]
+        self.nonces |= here.nonces([rank for rank in silent if rank not in self.nonces])
+        places = {rank: self.nonces[rank] for rank in silent if rank in self.nonces}
+        words = here.votes(places, key, link.count + 1).values()
+        if key in self.parts:
+            where = self.parts[key].where
+            others = here.last(places, where).values()
+            if any(now.policy not in here.spoken[where] for now in others):
+                return True
+            if here.departed(places, key) or any(not self.pasts[key].is_past(w) for w in words):
+                return True
+        elif any(word.call == link.call for word in words):
+            return True
+        for rank, notes in here.notes(places, key).items():
+            if note := self._of_graph(key, notes):
+                self.notes[key][rank] = note
+                self._follow(note)
+        return len({note.digest for note in self.notes[key].values()}) > 1
+
+    def _of_graph(self, key: str, notes: NoChanges) -> NoChange | None:
+        """The latest note that a rank has left of this graph."""
+        if notes.count != self.links[key].count:
+            return None
+        return next((note for note in reversed(notes.notes) if self._is_of_graph(key, note)), None)
+
+    def _is_of_graph(self, key: str, note: NoChange) -> bool:
+        mine, call = self.mine.get(key), self.links[key].call
+        if mine is None:
+            return note.concerns(call, note.outline) and bool(call or note.digest)
+        past = self.pasts[key]
+        if not note.concerns(call, mine.outline):
+            return False
+        if call or note.digest:
+            return note.repeats > past.repeats.get(note.graph, 0)
+        return note.times > past.noted.get(note.outline, 0)
+
+    def _follow(self, note: NoChange) -> None:
+        for key, link in note.links.items():
+            self.links.setdefault(key, link)
+            self.notes.setdefault(key, {})

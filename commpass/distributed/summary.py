@@ -1,0 +1,335 @@
+"""One line (at INFO) about a model, and rules that matched nothing and a policy that compresses
+nothing (at WARNING): said when what a backend compiles has come to rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+
+from commpass.distributed import record
+from commpass.distributed.uncompressed import UncompressedSite, asks_for_codecs, sentence
+from commpass.errors import nearest
+from commpass.groups import is_first_rank, ready
+from commpass.plan import Plan, PlannedSite
+from commpass.policy import PRESETS, Policy
+from commpass.policy.rules import Rule
+from commpass.utils.globs import covers
+
+log = logging.getLogger("commpass")
+
+
+doors: weakref.WeakSet[object] = weakref.WeakSet()
+"""Models of which a door of ours exchanges the gradients without a plan for each graph."""
+_warned_of_no_site: list[bool] = []
+
+
+class Summary:
+    """What the graphs of one backend have in common.
+
+    A *round* goes from one call of a forward graph to the next one of the same, with no graph
+    compiled between the two and no backward still to come of a graph that has one: a step, an
+    evaluation, a part of a batch. Where all graphs are backward ones it goes from one call of any
+    to the next. After one round all is said in a line, and again after a round behind graphs that
+    were compiled later (training after an evaluation, a second model). After two rounds, of which a
+    backward was part, rules that matched nothing are said: each once; and so is a policy that
+    compresses none of all sites, that after ``SERVED`` rounds without a backward too.
+    What was not said until then is said when the backend goes, or the process.
+    """
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.plans: list[Plan] = []
+        self.trained: set[str] = set()
+        self.round: set[str] = set()
+        self.rounds = 0
+        self.said = 0
+        self.warned: set[int] = set()
+        self.left: dict[tuple[str, str], Sequence[UncompressedSite]] = {}
+        self.warned_of_none_compressed = False
+        self.speaks = True
+
+    def add(
+        self,
+        plan: Plan,
+        *,
+        trained: bool,
+        instead_of: Plan | None = None,
+        sites: Sequence[UncompressedSite] = (),
+    ) -> None:
+        """Takes a graph's plan, or that of one which was compiled again. ``trained`` says whether
+        there is a backward of it, which may be compiled only when it runs; ``sites`` are the sites
+        that it leaves alone."""
+        self.left[plan.graph, plan.direction] = sites
+        for place, each in enumerate(self.plans):
+            if each is instead_of:
+                self.plans[place] = plan
+                return
+        self.plans.append(plan)
+        if trained:
+            self.trained.add(plan.graph)
+        self.round &= {f"{plan.graph}forward"} if plan.direction == "backward" else set()
+        self.rounds = 0
+        self.speaks = (
+            is_first_rank()
+        )  # asked now: when the backend goes, the process group may have gone already
+
+    def called(self, graph: str) -> None:
+        """Before each call of a graph, which is its number and direction."""
+        if self.rounds > 1 and (self.rounds >= SERVED or self._has_backward()):
+            return  # all that can be known before another graph is compiled is said
+        if graph in self.round and self._begins_round(graph):
+            self.round.clear()
+            self.rounds += 1
+            self.say_line()
+            if self.rounds > 1 and self._has_backward():
+                self.say_unmatched()
+                self.say_no_site()
+                self.say_none_compressed()
+            elif self.rounds >= SERVED:
+                self.say_none_compressed()
+        self.round.add(graph)
+
+    def _begins_round(self, graph: str) -> bool:
+        """Whether a graph that is called again begins a round. Where there are graphs of hooks in
+        backward alone, as DDP's, each does."""
+        if graph.endswith("forward"):
+            return not self._backward_to_come()
+        return all(plan.direction == "backward" for plan in self.plans)
+
+    def _has_backward(self) -> bool:
+        return any(plan.direction == "backward" for plan in self.plans)
+
+    def _backward_to_come(self) -> bool:
+        forward, backward = (
+            {graph.removesuffix(end) for graph in self.round if graph.endswith(end)}
+            for end in ("forward", "backward")
+        )
+        known = {plan.graph for plan in self.plans if plan.direction == "forward"}
+        return backward <= known and bool(
+            forward & self.trained - backward
+        )  # compiled autograd's is that of all graphs
+
+    def report(self) -> None:
+        """Says what was not said: at the end."""
+        self.say_line()
+        self.say_unmatched()
+        self.say_none_compressed(at_end=True)
+
+    def say_line(self) -> None:
+        if self.speaks and len(self.plans) > self.said:
+            self.said = len(self.plans)
+            log.info("%s", self.line())
+
+    def say_unmatched(self) -> None:
+        if self.speaks and self.plans:
+            for number, sentence in self.unmatched_rules().items():
+                if number not in self.warned:
+                    self.warned.add(number)
+                    log.warning("%s", sentence)
+
+    def say_no_site(self) -> None:
+        """Says that nothing is sent in any graph, where there are ranks to send to: that the
+        gradients go past torch.compile. Once in a process."""
+        ranks = dist.get_world_size() if ready() else 1
+        silent = _warned_of_no_site or not self.speaks or self.policy.off or ranks == 1 or doors
+        if not silent and not any(plan.sites or plan.simplified for plan in record.plans()):
+            _warned_of_no_site.append(True)
+            log.warning(NO_SITE, len(self.plans), ranks)
+
+    def say_none_compressed(self, *, at_end: bool = False) -> None:
+        """Says that nothing is compressed, where the user asks for it: once, with why."""
+        if self.warned_of_none_compressed or not self.speaks:
+            return
+        if text := self.none_compressed(sizes=not at_end):
+            self.warned_of_none_compressed = True
+            log.warning("%s", text)
+
+    def none_compressed(self, *, sizes: bool = True) -> str:
+        """Why no site of any graph is compressed; "" where one is, where nobody asks for it, where
+        nothing is sent to other ranks, and where other warnings say it: those of rules that matched
+        nothing, of graphs that are left untouched, of errors above their budget. ``sizes`` as in
+        ``uncompressed.sentence``."""
+        sites = [site for plan in self.plans for site in plan.sites]
+        if any(plan.compressed for plan in self.plans) or not asks_for_codecs(self.policy, sites):
+            return ""
+        known = {(plan.graph, plan.direction) for plan in self.plans}
+        left = [each for graph, some in self.left.items() if graph in known for each in some]
+        if all(each.is_reported for each in left):
+            return ""
+        if all(each.is_unmatched for each in left) and self.unmatched_rules():
+            return ""
+        return sentence(self.policy, left, sizes=sizes)
+
+    def line(self) -> str:
+        sites = [(plan, site) for plan in self.plans for site in plan.sites]
+        before = sum(max(site.bytes, 0) for _, site in sites)
+        after = sum(
+            max(site.bytes if plan.fallback else site.wire_bytes, 0) for plan, site in sites
+        )
+        plain = sum(site.plain_us for _, site in sites)
+        predicted = sum(
+            site.plain_us if plan.fallback else site.predicted_us for plan, site in sites
+        )
+        compressed = sum(len(plan.compressed) for plan in self.plans)
+        fallbacks = sum(bool(plan.fallback) for plan in self.plans)
+        unknown = sum(site.bytes < 0 for _, site in sites)
+        return (
+            f"policy {self.policy.name!r}: {plural(len(self.plans), 'graph')},"
+            f" {plural(len(sites), 'site')},"
+            f" {compressed} compressed; each graph run once: {before:,} bytes -> {after:,},"
+            f" collectives predicted {plain:,.0f} us -> {predicted:,.0f} us"
+            + (f", {plural(unknown, 'site')} of unknown size not counted" if unknown else "")
+            + (f", {plural(fallbacks, 'graph')} untouched" if fallbacks else "")
+        )
+
+    def unmatched_rules(self) -> dict[int, str]:
+        """A sentence for each rule, by number from 0, that matched no site of any graph. Those of a
+        preset, which the user did not write, have one together, under ``OF_PRESET``."""
+        sites = [site for plan in self.plans for site in plan.sites]
+        matched = {number for plan in self.plans for number in plan.matched}
+        preset = {
+            n for n, rule in enumerate(self.policy.rules) if _without_groups(rule) in _PRESET_RULES
+        }
+        said = {
+            number: (
+                f"{rule} of {self.policy.label} matched no collective of the {len(self.plans)}"
+                f" graphs so far{_instead(rule, sites)}"
+            )
+            for number, rule in enumerate(self.policy.rules)
+            if number not in matched | preset
+        }
+        if preset and (left := self._left_by_preset(sites, preset, matched)):
+            said[OF_PRESET] = left
+        return said
+
+    def _left_by_preset(
+        self, sites: list[PlannedSite], preset: set[int], matched: set[int]
+    ) -> str | None:
+        """What no rule of the preset is for, in words: groups with names that it does not know, or
+        all that there is. None where each group has a rule."""
+        rules = [self.policy.rules[number] for number in sorted(preset)]
+        if all(rule.groups is not None for rule in rules):
+            groups = {
+                site.group_label or site.group
+                for site in sites
+                if not any(rule.is_over(site) for rule in rules)
+                and not any(rule.matches(site) for rule in self.policy.rules)
+            }
+            return NO_ROLE.format(self.policy.label, ", ".join(sorted(groups))) if groups else None
+        if preset & matched:
+            return None
+        asked = sorted({kind for rule in rules for kind in rule.kinds or ()})
+        return (
+            f"no rule of {self.policy.label} matched a collective of the {len(self.plans)} graphs"
+            f" so far: it is for {' and '.join(asked)}, in certain directions, and they have"
+            f" {', '.join(sorted({site.kind for site in sites})) or 'none'}"
+        )
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 graph``, ``2 graphs``."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+NO_SITE = (
+    "no collective in any of the %d graphs, but there are %d ranks: what they send is not in the"
+    " compiled graphs, and nothing is compressed. DistributedDataParallel and FSDP2's fully_shard"
+    " send from hooks: call commpass.parallel.compress_ddp(model, policy) or"
+    " commpass.parallel.compress_fsdp(model, policy) as well. For gradients in the graph itself use"
+    " commpass.parallel.replicate(model, mesh). If nothing is to be sent, policy='off' says so"
+)
+SERVED = 32
+"""Rounds without a backward after which a model is taken to be served, and not evaluated before it
+is trained."""
+OF_PRESET = -1
+NO_ROLE = (
+    "{} has no rule for what is sent over {}, and leaves it alone. Where that is tensor, data or"
+    " pipeline parallelism, say so: Policy.for_mesh(preset, tp=..., dp=..., pp=...)"
+)
+
+
+def _without_groups(rule: Rule) -> Rule:
+    """A rule without its groups, which ``Policy.for_mesh`` replaces."""
+    return dataclasses.replace(rule, group=None)
+
+
+_PRESET_RULES = [_without_groups(rule) for policy in PRESETS.values() for rule in policy.rules]
+
+
+def _instead(rule: Rule, sites: list[PlannedSite]) -> str:
+    """What there is in place of what a rule asks for: of each of its conditions that no site
+    meets."""
+    if not sites:
+        return ": they have none."
+    said = []
+    for name, wanted, met, known in _conditions(rule, sites):
+        if wanted is not None and not any(map(met, sites)):
+            said.append(
+                f" {name}={wanted!r}: there is none{nearest(wanted, known)}{_why(name, known)}"
+            )
+    if rule.min_bytes and not any(site.common_bytes >= rule.min_bytes for site in sites):
+        said.append(
+            f" min_bytes={rule.min_bytes}: the largest has"
+            f" {max(site.common_bytes for site in sites):,}."
+        )
+    return (
+        ":" + "".join(said)
+        if said
+        else ": each of its conditions holds somewhere, but nowhere all of them."
+    )
+
+
+def _conditions(
+    rule: Rule, sites: list[PlannedSite]
+) -> Iterable[tuple[str, str | None, Callable[[PlannedSite], bool], set[str]]]:
+    """(field, what the rule says there or None, whether a site meets it, what there is) of a
+    rule."""
+    module = None if rule.module == "**" else rule.module
+    yield (
+        "module",
+        module,
+        lambda site: covers(rule.module, site.module),
+        {site.module for site in sites},
+    )
+    kinds = rule.kinds
+    yield (
+        "kind",
+        None if kinds is None else " or ".join(kinds),
+        lambda site: kinds is None or site.kind in kinds,
+        {site.kind for site in sites},
+    )
+    yield (
+        "direction",
+        rule.direction,
+        lambda site: site.direction == rule.direction,
+        {s.direction for s in sites},
+    )
+    groups = {
+        label for site in sites for label in site.group_labels or (site.group_label or site.group,)
+    }
+    yield (
+        "group",
+        None if rule.groups is None else " or ".join(rule.groups),
+        rule.is_over,
+        groups,
+    )
+
+
+def _why(name: str, known: set[str]) -> str:
+    """What else a user must know about module paths."""
+    if name != "module":
+        return ""
+    shared = any("*" in path.split(".") for path in known)
+    return (
+        " A collective of the model itself, or of code outside of it, has the path ''."
+        if "" in known
+        else ""
+    ) + (
+        " Blocks that are compiled one by one share a graph, whose path has * for their numbers."
+        if shared
+        else ""
+    )

@@ -1,0 +1,212 @@
+"""One sentence about a policy that compresses none of the sites of its graphs: why, and what would
+change that."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import floor, inf, log10
+from typing import Any
+
+from commpass.costmodel import Profile
+from commpass.passes import PassResult
+from commpass.passes.breakeven import break_even, break_even_rate
+from commpass.passes.candidates import NO_CODEC, Options
+from commpass.passes.choose import rank
+from commpass.plan import LEFT, Candidate, PlannedSite
+from commpass.policy import Policy
+from commpass.policy.rules import Allowed, Annotation
+from commpass.utils.printable import amount
+
+
+@dataclass(frozen=True)
+class Slower:
+    """The candidates that code a site, best first, which do not gain by a profile."""
+
+    candidates: tuple[Candidate, ...]
+    profile: Profile
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+
+@dataclass(frozen=True)
+class UncompressedSite:
+    """A site that is left alone: because of the time of its candidates, which are ``slower``, or
+    else for a reason, ``why``, that sites may share. ``remedy`` is what would change that, as far
+    as a user can."""
+
+    site: PlannedSite
+    why: str = ""
+    remedy: str = ""
+    slower: Slower | None = None
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether a warning, or an error, has said why."""
+        return self.why == EARLIER
+
+    @property
+    def is_unmatched(self) -> bool:
+        """Whether it is left alone because no rule matches it."""
+        return self.remedy == NO_RULE_REMEDY
+
+
+KEPT = "kept by keep in the model"
+NO_RULE = "no rule of {} is for them"
+NO_RULE_REMEDY = "a rule that matches them"
+HIDDEN = "hidden behind what is computed meanwhile"
+EARLIER = "left alone as earlier warnings say"
+
+
+def asks_for_codecs(policy: Policy, sites: Sequence[PlannedSite]) -> bool:
+    """Whether a user asks for something to be compressed: by the codecs of a policy, by a rule, or
+    by an annotation in the model."""
+    if policy.off:
+        return False
+    by_rule = any(not rule.keep and (rule.codec or rule.force) for rule in policy.rules)
+    return bool(policy.codecs) or by_rule or any(map(_is_annotated, sites))
+
+
+def _is_annotated(site: PlannedSite) -> bool:
+    return site.word is not None and not Annotation.from_json(site.word).keep
+
+
+def uncompressed_sites(
+    outcome: PassResult, policy: Policy, profile: Profile
+) -> tuple[UncompressedSite, ...]:
+    """The sites of a graph that are left alone though their group has other ranks, each with its
+    reason."""
+    allowed = {each.site.name: each.allowed for each in outcome.found}
+    plan, found = outcome.plan, []
+    for site in plan.sites:
+        if site.group_size == 1 or (site.compressed and not plan.fallback):
+            continue
+        if plan.fallback:
+            found.append(UncompressedSite(site, EARLIER))
+            continue
+        options = outcome.options.get(site.name)
+        terms = allowed.get(site.name) or policy.allowed(site)[0]
+        found.append(_of_site(site, options, terms, policy, profile))
+    return tuple(found)
+
+
+def _of_site(
+    site: PlannedSite,
+    options: Options | None,
+    allowed: Allowed,
+    policy: Policy,
+    profile: Profile,
+) -> UncompressedSite:
+    if site.hidden:
+        return UncompressedSite(site, HIDDEN, "Policy(leave_hidden=False)")
+    if options is None or site.reason.startswith(LEFT):
+        return UncompressedSite(site, EARLIER if site.reason.startswith(LEFT) else site.reason)
+    if options.obstacle == NO_CODEC.format(allowed.source):
+        return UncompressedSite(site, *_unasked(site, allowed, policy))
+    if options.obstacle:
+        return UncompressedSite(site, options.obstacle)
+    if not options.possible:
+        first, *others = options.refused
+        over = any(each.refused and each.error for each in options.candidates)
+        more = f" (and {len(others)} more reasons)" if others else ""
+        return UncompressedSite(site, first + more, "a larger max_error" if over else "")
+    return UncompressedSite(site, slower=Slower(tuple(sorted(options.possible, key=rank)), profile))
+
+
+def _unasked(site: PlannedSite, allowed: Allowed, policy: Policy) -> tuple[str, str]:
+    """Why no codec is allowed to a site, and what would allow one."""
+    if site.word is not None and Annotation.from_json(site.word).keep:
+        return KEPT, ""
+    if allowed.source == policy.label and policy.rules:
+        return NO_RULE.format(policy.label), NO_RULE_REMEDY
+    if any(rule.keep and rule.matches(site) for rule in policy.rules):
+        return f"kept by {allowed.source}", ""
+    return f"{allowed.source} names no codec", "a codec there, or in the policy"
+
+
+MOST = 3
+"""Reasons that a sentence names."""
+
+
+def sentence(policy: Policy, sites: Sequence[UncompressedSite], *, sizes: bool) -> str:
+    """What is said of a policy that compresses none of some sites. With ``sizes`` it may look for
+    the size from which on a codec gains, for which algorithms are traced."""
+    alike: dict[Any, list[UncompressedSite]] = defaultdict(list)
+    for each in sites:
+        if each.slower is not None:
+            alike[_cause_key(each.site, each.slower)].append(each)
+    by_time = sorted(alike.values(), key=lambda some: -sum(each.site.plain_us for each in some))
+    slower = [(some[0].site, some[0].slower, len(some)) for some in by_time]
+    others = Counter((each.why, each.remedy) for each in sites if each.slower is None)
+    reasons = [_in_numbers(site, its, count) for site, its, count in slower if its]
+    for (why, _), count in others.most_common():
+        reasons.append(f"{_sites_text(count)}: {why}" if count < len(sites) else why)
+    if len(reasons) > MOST:
+        reasons[MOST:] = [f"and {len(reasons) - MOST} more reasons (commpass explain)"]
+    remedies = [each for site, its, _ in slower[:1] if its for each in _gains(site, its, sizes)]
+    remedies += dict.fromkeys(remedy for (_, remedy), _ in others.most_common(MOST) if remedy)
+    said = f"{policy.label}: 0 of {_sites_text(len(sites))} compressed: {'; '.join(reasons)}"
+    return f"{said}. What would change it: {'; '.join(remedies)}" if remedies else said
+
+
+def _sites_text(count: int) -> str:
+    return f"{count} site{'s' * (count != 1)}"
+
+
+def _cause_key(site: PlannedSite, slower: Slower) -> tuple[Any, ...]:
+    """What sites have in common that one reason is about."""
+    of_site = (site.kind, site.bytes, site.group_size, site.dtype)
+    best = slower.best
+    return (*of_site, best.codec, best.algorithm, best.chunks, slower.profile.name)
+
+
+def _in_numbers(site: PlannedSite, slower: Slower, count: int) -> str:
+    """What the best candidate of a site would take, instead of what."""
+    best, profile = slower.best, slower.profile
+    what = f"{site.kind} of {amount(site.common_bytes)} over {site.group_size} ranks"
+    chunks = f" in {best.chunks} chunks" if best.chunks > 1 else ""
+    text = (
+        f"on {profile.name}, {what} takes {site.plain_us:,.0f} us, with {best.codec} by"
+        f" {best.algorithm}{chunks} {best.predicted_us:,.0f} us"
+    )
+    if site.reason.startswith("coalesced:"):
+        text += " (and is one exchange with others)"
+    elif best.predicted_us < site.plain_us:
+        text += f" (a gain below the model's margin of {profile.margin:.0%})"
+    return f"{text} ({_sites_text(count)})" if count > 1 else text
+
+
+TRIED = 4
+"""Candidates of a site of which it is found out from which size on they gain."""
+
+
+def _gains(site: PlannedSite, slower: Slower, sizes: bool) -> Iterator[str]:
+    """With what a candidate of a site would gain."""
+    best, profile = slower.best, slower.profile
+    if not profile.measured:
+        yield f"a profile that is measured here (commpass probe): {profile.name} is stated"
+    if sizes:
+        some = [_least_bytes(site, each, profile) for each in slower.candidates[:TRIED]]
+        if site.bytes < (least := min(some)) < inf:
+            yield f"tensors of {amount(least)} or more"
+    rates = [break_even_rate(site, each, profile) or 0.0 for each in slower.candidates]
+    if (rate := max(rates)) and (shown := _rounded_down(rate * 8)):
+        yield f"a link of {shown:,g} Gbit/s or less"
+    named = f"codec={best.codec!r}, algorithm={best.algorithm!r}, force=True"
+    yield f"Rule({named}) compresses in spite of the prediction"
+
+
+def _least_bytes(site: PlannedSite, candidate: Candidate, profile: Profile) -> float:
+    """From how many bytes on a candidate gains; inf where that is not known."""
+    spec, code = candidate.algorithm, candidate.codec
+    least = break_even(site, spec, code, profile, chunks=candidate.chunks)
+    return inf if least is None else least
+
+
+def _rounded_down(value: float) -> float:
+    """To two digits."""
+    unit = 10.0 ** (floor(log10(value)) - 1)
+    return round(floor(value / unit) * unit, 9)

@@ -1,0 +1,124 @@
+"""Predicted against measured: what the compiled graphs of a backend really take, said once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from commpass.utils.running import innermost
+
+log = logging.getLogger("commpass")
+
+SKIPPED, COUNTED = 3, 5
+"""Calls of a graph that warm up, and those after them that are timed."""
+LATE = 3
+"""Calls more, after which a graph that is called less often is no longer waited for."""
+
+
+@dataclass
+class Watched:
+    """One graph: its name, microseconds that are predicted for it and for the graph as it came, and
+    whether something was changed by a profile that was measured: what is slower then is told.
+    ``device`` is the type of that on which it runs."""
+
+    name: str
+    predicted_us: float
+    plain_us: float
+    judged: bool
+    device: str = "cpu"
+    calls: int = 0
+    took_us: list[float] = field(default_factory=list)
+    pending: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return len(self.took_us) == COUNTED
+
+    @property
+    def measured_us(self) -> float:
+        return median(self.took_us)
+
+    def time(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls and times. On a CPU a call is done when it returns; elsewhere by events on the
+        stream, which are read later: nothing waits for them."""
+        if self.device == "cpu":
+            start = time.perf_counter()
+            result = function(*args)
+            self.took_us.append(1e6 * (time.perf_counter() - start))
+            return result
+        module = torch.get_device_module(self.device)
+        begin, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
+        begin.record()
+        result = function(*args)
+        end.record()
+        self.pending.append((begin, end))
+        return result
+
+    def read_events(self) -> None:
+        """Reads the events that have come by now."""
+        while self.pending and self.pending[0][1].query():
+            begin, end = self.pending.pop(0)
+            self.took_us.append(1e3 * begin.elapsed_time(end))
+
+
+class Watch:
+    """The graphs of one backend on this rank. When each was called often enough, or one much more
+    often than the others, a line says what was predicted and measured; again where graphs were
+    compiled later. ``facts`` gives what else the line says."""
+
+    def __init__(self, facts: Callable[[], str] = str) -> None:
+        self.graphs: list[Watched] = []
+        self.said: set[str] = set()
+        self.facts = facts
+
+    def timed(self, function: Callable[..., Any], graph: Watched) -> Callable[..., Any]:
+        """The function with its first calls timed."""
+        self.graphs.append(graph)
+
+        def run(*args: Any) -> Any:
+            if graph.calls >= SKIPPED + COUNTED + LATE or innermost().sample is not None:
+                return function(*args)  # sampling takes time of its own
+            graph.calls += 1
+            graph.read_events()
+            timed = SKIPPED < graph.calls <= SKIPPED + COUNTED
+            result = graph.time(function, *args) if timed else function(*args)
+            if all(each.done for each in self.graphs) or graph.calls == SKIPPED + COUNTED + LATE:
+                self.log_summary()
+            return result
+
+        run._boxed_call = getattr(function, "_boxed_call", False)  # type: ignore[attr-defined]
+        return run
+
+    def log_summary(self) -> None:
+        """A line for the graphs that were timed, and one for each that is slower than was predicted
+        without commpass."""
+        for each in self.graphs:
+            each.read_events()
+        found = [each for each in self.graphs if each.done and each.name not in self.said]
+        if not found:
+            return
+        self.said |= {each.name for each in found}
+        predicted, plain, measured = (
+            sum(getattr(each, key) for each in found) / 1e3
+            for key in ("predicted_us", "plain_us", "measured_us")
+        )
+        many = f"{len(found)} graphs" if len(found) > 1 else f"graph {found[0].name}"
+        log.info(
+            "%s: predicted %.4g ms (%.4g ms without commpass), measured %.4g ms%s",
+            *(many, predicted, plain, measured, self.facts()),
+        )
+        for each in found:
+            if each.judged and each.measured_us > each.plain_us:
+                log.warning(SLOWER, each.name, each.measured_us / 1e3, each.plain_us / 1e3)
+
+
+SLOWER = (
+    "graph %s takes %.4g ms, more than the %.4g ms that are predicted without commpass. Measure the"
+    " machines as they are now, `commpass probe --kernels`, or compare with policy 'off'"
+)

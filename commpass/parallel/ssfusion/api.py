@@ -1,0 +1,230 @@
+"""The public face of SSFusion."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from commpass.codecs.codec import FLOATS
+from commpass.costmodel import Link, Profile
+from commpass.distributed import state
+from commpass.distributed.environment import dump_here, is_off
+from commpass.distributed.machine import profile_here
+from commpass.errors import PolicyError
+from commpass.groups import close_with, duplicate, labels, need_group
+from commpass.parallel.ownership import (
+    acquire,
+    refuse_if_claimed,
+    refuse_if_optimized_in_backward,
+    refuse_if_taken,
+    release,
+)
+from commpass.parallel.ssfusion.buckets import BucketHooks
+from commpass.parallel.ssfusion.hooks import ModuleHooks
+from commpass.parallel.ssfusion.options import Options, check_optimizer
+from commpass.parallel.ssfusion.plan import FusionPlan, Settings
+from commpass.parallel.ssfusion.planner import Planner, Weight, agree
+from commpass.policy.paths import join, names
+
+
+def ssfusion(
+    model: nn.Module,
+    *,
+    density: float = 0.01,
+    bound: float = 0.001,
+    selector: str = "dgc",
+    momentum: float = 0.0,
+    optimizer: optim.Optimizer | None = None,
+    clip: float | None = None,
+    warmup: int = 0,
+    step: int = 0,
+    dense: str | None = None,
+    fuse: bool = True,
+    aware: bool = True,
+    interleave: bool = True,
+    offload: bool = True,
+    force: bool = False,
+    profile: str | Path | Profile | None = None,
+    profile_steps: int = 5,
+    dump: str | os.PathLike[str] | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> SSFusion:
+    """Data-parallel training with sparsified gradients in fusion buffers (SSFusion). Every rank
+    calls it, with the same model and the same arguments.
+
+    ``model`` is a plain module, whose parameters and buffers are set to those of the group's first
+    rank, and whose gradients are means over ``group`` (None: all ranks) when ``backward()``
+    returns; or a ``DistributedDataParallel``, which gets a comm hook, and whose group it is then.
+
+    ``fuse``, ``aware``, ``interleave`` and ``offload`` are parts of the method that can be left out
+    (see ``Settings``). With COMMPASS=off all is sent whole always.
+
+    Args:
+        density: the share of all gradient entries that is sent.
+        bound: the least share of one gradient that selection is thinned to.
+        selector: a sparse codec, such as ``"dgc"``, ``"topk"`` or ``"dgc(values=bf16)"``.
+        momentum: that of momentum correction, for plain SGD whose own momentum is 0; with 0 what is
+            not sent is added to the next gradient as it is.
+        optimizer: if given, is checked for that.
+        clip: the largest 2-norm of the mean of one gradient; that of each rank is held to ``clip /
+            sqrt(ranks)`` before it is accumulated.
+        warmup: steps in which the density falls from 25 % to the target.
+        step: how many steps were done before, in a run that is resumed.
+        dense: a codec for what is sent whole, such as ``"bf16"``; its rounding is not made up for.
+        force: sparse even where dense is predicted to be as fast.
+        profile: the link, as in ``commpass.backend``; None measures it after the first steps.
+        profile_steps: how many steps these are: backward is measured, and all is sent whole.
+        dump: a folder for plans, as in ``commpass.backend``; each plan is a run of its own there.
+        group: the ranks, for a plain module.
+
+    Raises PolicyError for what cannot be, and PlanMismatch on all ranks if they differ.
+    """
+    need_group("commpass.parallel.ssfusion")
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"model={model!r}: must be a module or a DistributedDataParallel")
+    refuse_if_claimed(model, "ssfusion", ("ssfusion", "compress_ddp"))
+    if isinstance(model, DistributedDataParallel):
+        refuse_if_taken(model, "ssfusion")
+        refuse_if_optimized_in_backward(model._module_parameters, "ssfusion")
+    if is_off():
+        density, warmup, dense, force = 1.0, 0, None, False
+    settings = Settings(density, bound, fuse, aware, interleave, offload, force)
+    options = Options(settings, selector, momentum, clip, warmup, step, profile_steps, dense)
+    check_optimizer(optimizer, momentum)
+    own = _group_of(model, group)
+    lane = duplicate(own)
+    weights = _weights(model)
+    shown = [(each.name, tuple(each.parameter.shape), each.parameter.dtype) for each in weights]
+    agree(lane, (shown, options), "parameters and options", "the same model and arguments")
+    device, known = weights[0].parameter.device, profile_here(profile)
+    link = None if known is None else _link(known, own)
+    name = "measured" if known is None else known.name
+    planner = Planner(weights, options, own, lane, device, link, name, dump_here(dump))
+    hooks: ModuleHooks | BucketHooks
+    if isinstance(model, DistributedDataParallel):
+        hooks = BucketHooks(model, planner)
+    else:
+        _spread(model, lane)
+        hooks = ModuleHooks(model, planner)
+    close_with(hooks.driver, lane)
+    acquire(model, "ssfusion")
+    return SSFusion(model, hooks)
+
+
+class SSFusion:
+    """The exchange of one model's gradients."""
+
+    def __init__(self, model: nn.Module, hooks: ModuleHooks | BucketHooks):
+        self._model, self._hooks = model, hooks
+
+    @property
+    def plan(self) -> FusionPlan | None:
+        """The plan of the last step; None before the first."""
+        return self._hooks.driver.plan
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters by the numbers that they have in the plan."""
+        return tuple(each.name for each in self._hooks.driver.planner.weights)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were exchanged."""
+        return self._hooks.driver.count
+
+    @property
+    def overhead_s(self) -> float:
+        """What measuring and planning took so far, in seconds."""
+        return self._hooks.driver.planner.overhead_s
+
+    def __repr__(self) -> str:
+        if self.plan is None:
+            return "<ssfusion: no step yet>"
+        why = f" ({self.plan.why})" if self.plan.why else ""
+        return (
+            f"<ssfusion: step {self.steps}, {len(self.plan.sparse)} of {len(self.names)} gradients"
+            f" sparse, in {len(self.plan.messages)} messages{why}>"
+        )
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward in here accumulates gradients, and exchanges nothing."""
+        return self._hooks.no_sync()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this rank has not sent yet, and its velocities: ``commpass.state_dict(model)``."""
+        return state.state_dict(self._model)
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """As ``commpass.load_state_dict(saved, model)``: of as many ranks, or of others."""
+        state.load_state_dict(saved, self._model)
+
+    def remove(self) -> None:
+        """Leaves gradients alone from now on. What was not sent stays in the state."""
+        self._hooks.remove()
+        release(self._model)
+
+
+def _group_of(model: nn.Module, group: Any) -> dist.ProcessGroup:
+    if isinstance(model, DistributedDataParallel):
+        if group is not None:
+            raise PolicyError(
+                "group: a DistributedDataParallel has its own, give it process_group=... instead"
+            )
+        found: Any = model.process_group
+    elif isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            known = ", ".join(group.mesh_dim_names or ())
+            raise PolicyError(
+                f"group: a mesh of {group.ndim} dimensions ({known}); give one of them, such as"
+                " mesh['dp']"
+            )
+        found = group.get_group()
+    else:
+        found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        raise PolicyError(f"group={group!r}: this rank is in no such group")
+    return found
+
+
+def _weights(model: nn.Module) -> list[Weight]:
+    """The parameters that want a gradient, the last one first: about the order of backward."""
+    found: dict[int, Weight] = {}
+    for path, module in names(model):
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in found:
+                found[id(parameter)] = Weight(join(path, name), parameter)
+    weights = list(found.values())[::-1]
+    if not weights:
+        raise PolicyError("model: no parameter wants a gradient, so there is nothing to exchange")
+    for each in weights:
+        if isinstance(each.parameter, DTensor):
+            raise PolicyError(
+                f"{each.name} is a DTensor: ssfusion is for models that every rank holds whole"
+            )
+        if each.parameter.dtype not in FLOATS:
+            raise PolicyError(f"{each.name} is {each.parameter.dtype}, which no codec carries")
+    if len({each.parameter.device for each in weights}) > 1:
+        raise PolicyError("model: its parameters are on several devices, but must be on one")
+    return weights
+
+
+def _link(profile: Profile, group: dist.ProcessGroup) -> Link:
+    return profile.link_of(*labels(group), ranks=dist.get_process_group_ranks(group))
+
+
+def _spread(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Sets a model to that of the group's first rank."""
+    source = dist.get_global_rank(group, 0)
+    for tensor in (*model.parameters(), *model.buffers()):
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole, source, group=group)
+        tensor.detach().copy_(whole)

@@ -1,0 +1,223 @@
+"""One normaliser for every form a functional collective takes in a graph."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._ops import OpOverload
+
+from commpass import groups
+from commpass.plan.kinds import KIND_OF, NAMESPACES, WAITS, without_form
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of what goes between two ranks: ``send`` to, or ``recv`` from, rank ``peer`` of the
+    group."""
+
+    kind: str
+    peer: int
+    tag: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective node, taken apart. ``form`` is plain, coalesced, batch, in-place, out, autograd,
+    legacy or view. ``ends`` has one for each input of a point-to-point operator; a received tensor
+    is written into the input of its position."""
+
+    node: fx.Node
+    kind: str
+    form: str
+    inputs: tuple[fx.Node, ...]
+    reduce_op: str | None
+    group: Any
+    group_size: int | None
+    out: fx.Node | None
+    splits: tuple[tuple[Any, ...], tuple[Any, ...]] | None
+    root: int
+    ends: tuple[End, ...] = ()
+
+    def kind_at(self, position: int) -> str:
+        """The kind of what happens to one input."""
+        return self.ends[position].kind if self.ends else self.kind
+
+    @property
+    def by_messages(self) -> bool:
+        """Whether it is an exchange of ours, as messages between pairs of ranks."""
+        return str(getattr(self.node.target, "namespace", "")) == "commpass"
+
+    def written(self) -> tuple[fx.Node, ...]:
+        """The inputs into which something is received, though the operator's schema does not say
+        so."""
+        return tuple(
+            source
+            for source, end in zip(self.inputs, self.ends, strict=False)
+            if end.kind == "recv"
+        )
+
+
+def parse(node: fx.Node) -> Call | None:
+    """The collective that a node is, or None."""
+    if node.op != "call_function" or (found := _collective(node.target)) is None:
+        return None
+    overload, namespace, name, base = found
+    arguments: dict[str, Any] = (
+        dict(zip((a.name for a in overload._schema.arguments), node.args, strict=False))
+        | node.kwargs
+    )
+    tensors = next((arguments[key] for key in _INPUT_NAMES if key in arguments), ())
+    inputs = tuple(tensors) if isinstance(tensors, (list, tuple)) else (tensors,)
+    op = arguments.get("reduce_op", arguments.get("reduceOp"))
+    return Call(
+        node=node,
+        kind=KIND_OF[base],
+        form=_form(namespace, name),
+        inputs=inputs,
+        reduce_op=op.lower() if isinstance(op, str) else None if op is None else str(op),
+        group=arguments.get("group_name", arguments.get("ranks")),
+        group_size=arguments.get("group_size")
+        if isinstance(arguments.get("group_size"), int)
+        else None,
+        out=arguments.get("out"),
+        splits=_splits(arguments),
+        root=arguments.get("src", 0) if KIND_OF[base] == "broadcast" else 0,
+        ends=_ends(base, arguments),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _collective(target: Any) -> tuple[OpOverload, str, str, str] | None:
+    """The operator of a collective with its namespace, its name and that without its form; None for
+    any other."""
+    if not isinstance(target, (OpOverload, torch._ops.OpOverloadPacket)):
+        return None
+    overload = target if isinstance(target, OpOverload) else getattr(target, target.overloads()[0])
+    namespace, _, name = overload._schema.name.partition("::")
+    base = without_form(name)
+    known = namespace in NAMESPACES and base in KIND_OF
+    return (overload, namespace, name, base) if known else None
+
+
+def _ends(base: str, arguments: dict[str, Any]) -> tuple[End, ...]:
+    if base == "batch_p2p_ops":
+        rows = zip(arguments["op_list"], arguments["peer_list"], arguments["tag_list"], strict=True)
+        return tuple(End(KIND_OF[op], peer, tag) for op, peer, tag in rows)
+    peer = {"isend": "dst", "irecv": "src"}.get(base)
+    return (End(KIND_OF[base], arguments[peer], arguments["tag"]),) if peer else ()
+
+
+def _splits(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """What an all-to-all sends to and receives from each rank, as numbers or nodes."""
+    if "input_split_sizes" not in arguments:
+        return None
+    return tuple(arguments["input_split_sizes"]), tuple(arguments["output_split_sizes"])
+
+
+_INPUT_NAMES = ("inputs", "input", "tensors", "tensor", "self", "shard")
+
+
+def _form(namespace: str, name: str) -> str:
+    if namespace == "_c10d_functional_autograd":
+        return "autograd"
+    if namespace == "c10d_functional":
+        return "legacy"
+    if namespace == "_dtensor":
+        return "view"
+    if name.endswith("_coalesced_"):
+        return "in-place coalesced"
+    if name == "batch_p2p_ops":
+        return "batch"
+    if name.endswith("_coalesced"):
+        return "coalesced"
+    if name.endswith("_out"):
+        return "out"
+    return "in-place" if name.endswith("_") else "plain"
+
+
+def describe_group(call: Call) -> tuple[str, int]:
+    """(name, size) of a collective's group; size 0 if unknown."""
+    group: Any = call.group
+    if isinstance(group, fx.Node):
+        held = group.meta.get("val")
+        group = getattr(held, "real_obj", held)
+    if isinstance(group, str):
+        group = groups.group_named(group)
+    if isinstance(group, dist.ProcessGroup):
+        return group.group_name, group.size()
+    return str(call.group), call.group_size or 0
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Whether a node waits for one tensor, or (torch 2.15) for several."""
+    return node.op == "call_function" and _waits(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _waits(target: Any) -> bool:
+    if not isinstance(target, (OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    name = str(getattr(target, "_schema", target)).partition("(")[0]
+    return name.split(".")[0].split("::")[-1] in WAITS
+
+
+def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """The (index, node) of every ``getitem`` of a node that has several values."""
+    for user in node.users:
+        if user.op == "call_function" and user.target is operator.getitem:
+            yield int(user.args[1]), user  # type: ignore[arg-type]
+
+
+def value_of(call: Call, position: int) -> fx.Node | None:
+    """The node that stands for result ``position`` of a collective, before any wait; None if nobody
+    takes it."""
+    if "coalesced" not in call.form and call.form != "batch":
+        return call.node
+    return next((node for index, node in items(call.node) if index == position), None)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node asks for a size alone, which is known before any wait."""
+    return node.op == "call_function" and node.target is torch.ops.aten.sym_size.int
+
+
+def waited(value: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What becomes of a collective's result: (the nodes that hold it after a wait, the users that
+    do not wait)."""
+    held: list[fx.Node] = []
+    early: list[fx.Node] = []
+    for user in value.users:
+        if is_size(user):
+            continue
+        if not is_wait(user):
+            early.append(user)
+        elif isinstance(user.args[0], fx.Node):
+            held.append(user)
+        else:
+            position = list(user.args[0]).index(value)  # type: ignore[arg-type]
+            held += [node for index, node in items(user) if index == position]
+    return held, early
+
+
+def graph_modules(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    """A graph module and the sub-graphs that its higher-order operators call, each once, with a
+    prefix for names."""
+    return _graph_modules(gm, "", set())
+
+
+def _graph_modules(
+    gm: fx.GraphModule, prefix: str, seen: set[int]
+) -> Iterator[tuple[str, fx.GraphModule]]:
+    seen.add(id(gm))
+    yield prefix, gm
+    for name in dict.fromkeys(str(n.target) for n in gm.graph.nodes if n.op == "get_attr"):
+        child = getattr(gm, name, None)
+        if isinstance(child, fx.GraphModule) and id(child) not in seen:
+            yield from _graph_modules(child, f"{prefix}{name}.", seen)

@@ -1,0 +1,362 @@
+"""The order of a graph that hides its exchanges: which comes first, and what is computed meanwhile.
+
+Two questions, kept apart. In which order exchanges start depends on nothing but what takes what
+(``sequence``): ranks that compile the same program for other sizes find the same. What a rank
+computes between a start and its wait is its own affair, and depends on times (``schedule``).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import fx
+
+from commpass.costmodel import HOST, Task
+from commpass.passes.fx.memory import LiveBytes, Memory
+
+
+@dataclass(frozen=True)
+class Work:
+    """The nodes of a graph in its order, what must come ``before`` each, and what each costs. A
+    wait takes what its starts give: the nodes that it waits for are ``waited[wait]``. ``heavy`` are
+    matmuls and their like, ``later`` the starts of later hops of their sites."""
+
+    nodes: tuple[fx.Node, ...]
+    before: Mapping[fx.Node, Sequence[fx.Node]]
+    tasks: Mapping[fx.Node, Task]
+    starts: frozenset[fx.Node]
+    waited: Mapping[fx.Node, Sequence[fx.Node]]
+    heavy: frozenset[fx.Node]
+    later: frozenset[fx.Node]
+    memory: Memory
+
+    @cached_property
+    def index(self) -> dict[fx.Node, int]:
+        return {node: number for number, node in enumerate(self.nodes)}
+
+    @cached_property
+    def after(self) -> dict[fx.Node, list[fx.Node]]:
+        """The nodes that must come after each."""
+        found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in self.nodes:
+            for each in self.before[node]:
+                found[each].append(node)
+        return found
+
+    def remaining(self) -> dict[fx.Node, int]:
+        """How many nodes must still come before each: all of them, at first."""
+        return {node: len(self.before[node]) for node in self.nodes}
+
+
+# --- which exchange starts first ------------------------------------------------------------------
+
+
+def sequence(work: Work) -> list[fx.Node]:
+    """The starts in the order in which they can be made: each as soon as all is there that it
+    takes. A later hop comes when the first one of another site has started in between, or when what
+    is computed next needs it. What takes nothing that is computed could start at once, and would be
+    held for long (the weights of all layers): it comes after all that the program starts before."""
+    return _Sequence(work).run()
+
+
+class _Sequence:
+    """A walk through the matmuls and their like in the order of the graph; all else is done as soon
+    as it can be."""
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.left = work.remaining()
+        self.found: list[fx.Node] = []
+        self.startable: list[tuple[int, fx.Node]] = []
+        self.waits: list[tuple[int, int, fx.Node]] = []
+        self.number: dict[fx.Node, int] = {}
+        self.program = deque(sorted(work.starts, key=work.index.__getitem__))
+        self.ready: set[fx.Node] = set()
+
+    def run(self) -> list[fx.Node]:
+        free = [node for node in self.work.nodes if not self.work.before[node]]
+        for node in free:
+            self._reach(node)
+        self.ready = {node for _, node in self.startable}
+        self.startable.clear()
+        self._start_all()
+        for node in self.work.nodes:
+            if node in self.work.heavy:
+                while self.left[node]:
+                    self._wait()
+                self._done(node)
+                self._start_all()
+        while self.waits:
+            self._wait()
+        return self.found
+
+    def _done(self, node: fx.Node) -> None:
+        stack = [node]
+        while stack:
+            for user in self.work.after[stack.pop()]:
+                self.left[user] -= 1
+                if not self.left[user] and self._reach(user, quiet=True):
+                    stack.append(user)
+
+    def _reach(self, node: fx.Node, *, quiet: bool = False) -> bool:
+        """All is there that a node takes. Whether it is done by that."""
+        if node in self.work.heavy:
+            return False
+        if node in self.work.starts:
+            heapq.heappush(self.startable, (self.work.index[node], node))
+            return False
+        if node in self.work.waited:
+            made = max((self.number.get(each, 0) for each in self.work.waited[node]), default=0)
+            heapq.heappush(self.waits, (made, self.work.index[node], node))
+            return False
+        if not quiet:
+            self._done(node)
+        return True
+
+    def _next(self) -> fx.Node | None:
+        """What starts next; of what was ready before anything was computed, only what comes next in
+        the program."""
+        if self.startable:
+            return heapq.heappop(self.startable)[-1]
+        while self.program and self.program[0] in self.number:
+            self.program.popleft()
+        return self.program[0] if self.program and self.program[0] in self.ready else None
+
+    def _start_all(self) -> None:
+        while (node := self._next()) is not None:
+            self.number[node] = len(self.found)
+            self.found.append(node)
+            self._done(node)
+            while node not in self.work.later and self.waits and self._is_older(node):
+                self._done(heapq.heappop(self.waits)[-1])
+
+    def _is_older(self, start: fx.Node) -> bool:
+        """Whether the first wait is for what started before."""
+        return self.waits[0][0] < self.number[start]
+
+    def _wait(self) -> None:
+        self._done(heapq.heappop(self.waits)[-1])
+        self._start_all()
+
+
+# --- what is computed meanwhile -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """For how long a node holds the host or a link, from when on, in microseconds. What it gives
+    can be used ``latency_us`` later; ``still``: the rank does nothing meanwhile but wait."""
+
+    node: fx.Node
+    resource: Hashable
+    begin_us: float
+    us: float
+    latency_us: float = 0.0
+    still: bool = False
+
+
+@dataclass
+class Clock:
+    """Where a rank and its links are in time, in microseconds; ``exposed`` is how long the rank
+    stood still at each wait, and ``spans`` all that took time."""
+
+    work: Work
+    now: float = 0.0
+    free: dict[object, float] = field(default_factory=dict)
+    arrives: dict[fx.Node, float] = field(default_factory=dict)
+    exposed: dict[fx.Node, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+
+    def arrival(self, wait: fx.Node) -> float:
+        """When all that a wait is for has arrived."""
+        return max((self.arrives.get(each, 0.0) for each in self.work.waited[wait]), default=0.0)
+
+    def run(self, node: fx.Node) -> None:
+        """The rank comes to a node, and goes on when it is done, or started."""
+        task = self.work.tasks[node]
+        if node in self.work.waited:
+            self.exposed[node] = max(self.arrival(node) - self.now, 0.0)
+            self._pass(node, self.exposed[node], still=True)
+        self._pass(node, task.busy_us)
+        if task.resource == HOST:
+            self._pass(node, task.us)
+            return
+        begun = max(self.now, self.free.get(task.resource, 0.0))
+        self.spans.append(Span(node, task.resource, begun, task.us, task.latency_us))
+        self.free[task.resource] = begun + task.us
+        self.arrives[node] = begun + task.us + task.latency_us
+
+    def _pass(self, node: fx.Node, us: float, *, still: bool = False) -> None:
+        """The host is at a node for so long."""
+        if us > 0:
+            self.spans.append(Span(node, HOST, self.now, us, still=still))
+        self.now += us
+
+
+def timed(work: Work, order: Iterable[fx.Node]) -> Clock:
+    """The clock after all nodes in an order."""
+    clock = Clock(work)
+    for node in order:
+        clock.run(node)
+    return clock
+
+
+def schedule(work: Work, starts: Sequence[fx.Node], window: int, bound: float) -> list[fx.Node]:
+    """An order of all nodes in which the exchanges start in the order that is given: what the next
+    start needs comes first. A matmul that it does not need waits until the rank would stand still
+    otherwise, but no longer than until ``window`` more have started, and runs early only where no
+    more than ``bound`` bytes are held then."""
+    return _Schedule(work, starts, window, bound).run()
+
+
+LOOK = 8
+"""Matmuls among which one is looked for that could run while the rank would stand still."""
+
+
+class _Schedule:
+    def __init__(self, work: Work, starts: Sequence[fx.Node], window: int, bound: float):
+        self.work, self.starts, self.window, self.bound = work, starts, window, bound
+        self.clock, self.held = Clock(work), LiveBytes(work.memory)
+        self.left = work.remaining()
+        self.order: list[fx.Node] = []
+        self.done: set[fx.Node] = set()
+        self.needed: set[fx.Node] = set()
+        self.ready: list[tuple[int, fx.Node]] = []  # of what is needed
+        self.spare: list[tuple[int, fx.Node]] = []  # of what is not
+        self.waits: list[tuple[float, int, fx.Node]] = []  # by when all has arrived
+        self.heavy = [node for node in work.nodes if node in work.heavy]
+        self.next = list(range(len(self.heavy)))  # of each the next one that may be undone
+
+    def run(self) -> list[fx.Node]:
+        for node in self.work.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._do(node)
+            elif not self.work.before[node]:
+                self._reach(node)
+        for number, start in enumerate(self.starts):
+            if number >= self.window:
+                self._catch_up(self.work.index[self.starts[number - self.window]])
+            self._need([start])
+            while start not in self.done:
+                self._step()
+        *others, output = self.work.nodes
+        self._need(others)
+        while len(self.done) < len(others):
+            self._step()
+        self._do(output)
+        return self.order
+
+    def _need(self, needed: Iterable[fx.Node]) -> None:
+        """Marks nodes and all that must come before them."""
+        stack = list(needed)
+        while stack:
+            node = stack.pop()
+            if node in self.needed or node in self.done:
+                continue
+            self.needed.add(node)
+            stack += self.work.before[node]
+            if not self.left[node]:
+                self._reach(node)
+
+    def _reach(self, node: fx.Node) -> None:
+        """All has come that must come before a node."""
+        if node in self.work.waited:
+            if node in self.needed:
+                entry = (self.clock.arrival(node), self.work.index[node], node)
+                heapq.heappush(self.waits, entry)
+        elif node not in self.work.starts or node in self.needed:
+            where = self.ready if node in self.needed else self.spare
+            heapq.heappush(where, (self.work.index[node], node))
+
+    def _catch_up(self, limit: int) -> None:
+        """Does what has been put off for too long."""
+        while self.spare and self.spare[0][0] < limit:
+            self._do(heapq.heappop(self.spare)[-1])
+
+    def _step(self) -> None:
+        """The next node on the way to a goal, or else one that something is hidden behind."""
+        while self.waits and self.waits[0][0] <= self.clock.now:
+            heapq.heappush(self.ready, heapq.heappop(self.waits)[1:])
+        if self.ready:
+            place, node = self.ready[0]
+            for each in self._without_room_later(place, node) or [heapq.heappop(self.ready)[-1]]:
+                self._do(each)
+        elif found := self._filler():
+            for node in found:
+                self._do(node)
+        else:
+            self._do(heapq.heappop(self.waits)[-1])
+
+    def _without_room_later(self, place: int, node: fx.Node) -> list[fx.Node]:
+        """What was put off and there would be no room for once a node has run; none where there
+        is."""
+        if not self.held.allocates(node):
+            return []
+        for each in itertools.islice(self._undone(), 1):
+            if self.work.index[each] >= place:
+                break
+            found = self._with_what_it_needs(each)
+            if found and node not in found and self.held.peak([node, *found]) > self.bound:
+                return found
+        if self.spare and self.spare[0][0] < place and self.held.peak([node]) > self.bound:
+            return [heapq.heappop(self.spare)[-1]]
+        return []
+
+    def _undone(self) -> Iterator[fx.Node]:
+        """The matmuls that are not done, in order."""
+        place = self._undone_from(0)
+        while place < len(self.heavy):
+            yield self.heavy[place]
+            place = self._undone_from(place + 1)
+
+    def _undone_from(self, place: int) -> int:
+        """The place of the first matmul from one on that is not done. What was done is jumped over
+        the next time."""
+        passed = []
+        while place < len(self.heavy) and self.heavy[place] in self.done:
+            passed.append(place)
+            place = max(self.next[place], place + 1)
+        for each in passed:
+            self.next[each] = place
+        return place
+
+    def _filler(self) -> list[fx.Node]:
+        """The next matmul that needs nothing that still travels, with what it needs; none where
+        there is none, or no memory for it."""
+        for node in itertools.islice(self._undone(), LOOK):
+            found = self._with_what_it_needs(node)
+            if found and self.held.peak(found) <= self.bound:
+                return found
+        return []
+
+    def _with_what_it_needs(self, needed: fx.Node) -> list[fx.Node]:
+        """A node and all that must come before it and is not done, in order; none where an exchange
+        is among them."""
+        found: set[fx.Node] = set()
+        stack = [needed]
+        while stack:
+            node = stack.pop()
+            if node in self.done or node in found:
+                continue
+            if node in self.work.starts or node in self.work.waited:
+                return []
+            found.add(node)
+            stack += self.work.before[node]
+        return sorted(found, key=self.work.index.__getitem__)
+
+    def _do(self, node: fx.Node) -> None:
+        if node in self.done:  # it was spare, and then needed, or done before its turn
+            return
+        self.done.add(node)
+        self.order.append(node)
+        self.clock.run(node)
+        self.held.run(node)
+        for user in self.work.after[node]:
+            self.left[user] -= 1
+            if not self.left[user]:
+                self._reach(user)

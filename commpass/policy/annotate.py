@@ -1,0 +1,353 @@
+"""``compress`` and ``keep``: the user's word about a part of the model, carried into the graph by
+torch's annotations.
+
+Inside a compiled call the word becomes ``node.meta["custom"]["commpass"]`` of every node made under
+it, forward and backward. Outside one there is no graph for it to enter; the runtime then asks
+``open_scopes`` and refuses rather than ignore it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.traceback import annotate
+
+from commpass.errors import PolicyError, nearest
+from commpass.policy.paths import clean, names, remember, star
+from commpass.policy.rules import Annotation, Rule
+from commpass.utils.deprecated import renamed_argument
+from commpass.utils.globs import covers
+
+KEY = "commpass"
+"""The key in ``node.meta["custom"]`` under which the word of the nearest enclosing scope stands."""
+
+_open: ContextVar[tuple[str, ...]] = ContextVar("commpass_open_scopes", default=())
+
+
+def open_scopes() -> tuple[str, ...]:
+    """The words of the scopes that are open around the caller, outside any compiled call; the
+    nearest last."""
+    return _open.get()
+
+
+@contextmanager
+def outside_scopes() -> Iterator[None]:
+    """Within, no scope is open: what runs there has its word from elsewhere."""
+    token = _open.set(())
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
+class Scope:
+    """A word to put on a part of a model: decorator of a module class, a module or a function, or
+    context manager."""
+
+    def __init__(self, annotation: Annotation):
+        self.word = annotation
+        self._tokens: list[Any] = []
+
+    def __call__(self, target: Any) -> Any:
+        if isinstance(target, type) and issubclass(target, nn.Module):
+            target.forward = _under(self.word.to_json(), target.forward)
+            return target
+        if isinstance(target, nn.Module):
+            _refuse_if_taken(target, type(target).__name__)
+            self._put_on(target)
+            return target
+        if callable(target):
+            return _under(self.word.to_json(), target)
+        raise PolicyError(
+            f"compress and keep go on a module class, a module or a function, not on {target!r}"
+        )
+
+    def _put_on(self, target: nn.Module) -> None:
+        for module in _callable(target):
+            if _own_annotation(module) is None:  # else that is the nearer word
+                # No closure: a copy of the module, pickled or not, then has a forward and a word of
+                # its own.
+                under = functools.partial(
+                    _forward_under, self.word.to_json(), module, module.__dict__.get("forward")
+                )
+                module.forward = functools.update_wrapper(under, module.forward, updated=())
+
+    def __enter__(self) -> Scope:
+        self._tokens.append(_open.set((*_open.get(), self.word.to_json())))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _open.reset(self._tokens.pop())
+
+
+def _own_annotation(module: nn.Module) -> str | None:
+    """The word that was put on this one module, not on its class."""
+    forward = module.__dict__.get("forward")
+    return (
+        str(forward.args[0])
+        if isinstance(forward, functools.partial) and forward.func is _forward_under
+        else None
+    )
+
+
+def _refuse_if_taken(module: nn.Module, name: str) -> None:
+    """Raises PolicyError where a word on this module would reach nothing, since words were put on
+    all of it before."""
+    words = [_own_annotation(part) for part in _callable(module)]
+    if words and None not in words:
+        raise PolicyError(
+            f"{name} already has the word {words[0]}, and a second one would do nothing: put one"
+            " word on a module, and all words of a model into one apply_policy"
+        )
+
+
+def _callable(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or if it only holds others (a ModuleList, say) those in it that are called."""
+    if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        for child in module.children():
+            yield from _callable(child)
+    else:
+        yield module
+
+
+def compress(
+    target: Any = None,
+    /,
+    *,
+    codec: Any = None,
+    algorithm: Any = None,
+    max_error: float | None = None,
+    force: bool = False,
+    lowering: str | None = None,
+    chunks: int | None = None,
+    rows: int | None = None,
+) -> Any:
+    """Says how the collectives of a part of the model may be compressed; what is left out is the
+    policy's own: bare, all of it is, whatever the policy's rules or a ``keep`` around it say.
+
+    ``@commpass.compress`` or ``@commpass.compress(codec="int8")`` on a module class or function,
+    ``with commpass.compress(...):`` inside the compiled code, ``commpass.compress(module)`` or
+    ``commpass.compress(...)(module)`` on one module. The nearest enclosing word wins. ``codec`` and
+    ``algorithm`` are one name or several; ``max_error`` is a relative error; ``force`` compresses
+    even where the cost model sees no gain; ``lowering`` is ``inline`` or ``kernel``; ``chunks`` is
+    into how many a tensor is divided, ``rows`` into how many chunks of rows the matmul before a
+    collective is split.
+    Raises PolicyError for unknown names, and for anything given without its name
+    (``compress("int8")``).
+    """
+    if torch.compiler.is_dynamo_compiling():
+        if target is not None:
+            _refuse_inside(target)
+        word = _compress_json(codec, algorithm, max_error, force, lowering, chunks, rows)
+        return annotate({KEY: word})
+    if target is not None:
+        _refuse_unnamed(target)
+    scope = Scope(_annotation(codec, algorithm, max_error, force, lowering, chunks, rows))
+    return scope if target is None else scope(target)
+
+
+def keep(target: Any = None) -> Any:
+    """Says never to compress in here: ``@commpass.keep``, ``with commpass.keep():`` or
+    ``commpass.keep(module)``."""
+    if torch.compiler.is_dynamo_compiling():
+        return annotate({KEY: KEEP})
+    scope = Scope(Annotation(keep=True))
+    return scope if target is None else scope(target)
+
+
+def _refuse_unnamed(value: Any) -> None:
+    if not callable(value):
+        write = f"compress(codec={value!r})" if isinstance(value, str) else 'compress(codec="int8")'
+        raise PolicyError(f"compress({value!r}): arguments need their names, write {write}")
+
+
+@torch.compiler.assume_constant_result
+def _refuse_inside(value: Any) -> None:
+    _refuse_unnamed(value)
+    name = getattr(value, "__name__", type(value).__name__)
+    raise PolicyError(
+        f"compress({name}) inside compiled code: write `with commpass.compress():` around the call"
+        " there, or @commpass.compress where it is defined"
+    )
+
+
+KEEP = Annotation(keep=True).to_json()
+
+
+def _annotation(
+    codec: Any,
+    algorithm: Any,
+    max_error: float | None,
+    force: bool,
+    lowering: str | None,
+    chunks: int | None,
+    rows: int | None,
+) -> Annotation:
+    return Annotation(
+        codec=codec,
+        algorithm=algorithm,
+        max_error=max_error,
+        force=force,
+        lowering=lowering,
+        chunks=chunks,
+        rows=rows,
+    )
+
+
+@torch.compiler.assume_constant_result
+def _compress_json(*fields: Any) -> str:
+    return _annotation(*fields).to_json()
+
+
+def _under(annotation: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            with annotate({KEY: annotation}):
+                return function(*args, **kwargs)
+        with _eagerly(annotation):
+            return function(*args, **kwargs)
+
+    wrapped.commpass_word = annotation  # type: ignore[attr-defined]
+    return wrapped
+
+
+def annotations_of(model: nn.Module) -> dict[str, str]:
+    """The nearest word around each module of a model that has one, as JSON by its path."""
+    found: dict[str, str] = {}
+    for path, module in names(model):  # outer ones first
+        around = found.get(path) or found.get(path.rpartition(".")[0])
+        own = getattr(type(module).forward, "commpass_word", None)
+        word = own or _own_annotation(module) or around
+        if word is not None:
+            found[path] = word
+    return found
+
+
+def _forward_under(
+    annotation: str,
+    module: nn.Module,
+    forward: Callable[..., Any] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """What one module does under a word: ``forward``, or what its class says."""
+    if torch.compiler.is_compiling():
+        with annotate({KEY: annotation}):
+            return (
+                type(module).forward(module, *args, **kwargs)
+                if forward is None
+                else forward(*args, **kwargs)
+            )
+    with _eagerly(annotation):
+        return (
+            type(module).forward(module, *args, **kwargs)
+            if forward is None
+            else forward(*args, **kwargs)
+        )
+
+
+@contextmanager
+def _eagerly(annotation: str) -> Iterator[None]:
+    token = _open.set((*_open.get(), annotation))
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
+@renamed_argument("words", "annotations")
+def apply_policy(model: nn.Module, annotations: Mapping[str, Any]) -> nn.Module:
+    """Puts words on the submodules that globs name, without touching the model's source; returns
+    the model.
+
+    ``commpass.apply_policy(model, {"layers.0.mlp": commpass.keep(), "layers.*.mlp": "int8"})``: a
+    value is a codec, several codecs, a dict of ``compress`` arguments, or a scope. Names are those
+    of ``named_modules`` without what wrappers put into them (torch.compile, checkpoint_wrapper,
+    DDP, FSDP), as rules see them; a module that is tied has several, and a word on one is on all.
+    Of several patterns that name one module the first counts; a word in the module's source is
+    nearer than any of them. Raises PolicyError for a pattern that names no module, with the nearest
+    module that exists, for a value that is no word, and for a module that was given a word before;
+    nothing is changed then.
+    """
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"apply_policy(model={model!r}): must be a module, torch.nn.Module")
+    if not isinstance(annotations, Mapping):
+        write = '{"layers.*.mlp": "int8"}'
+        raise PolicyError(
+            f"apply_policy(annotations={annotations!r}): must map patterns to annotations: {write}"
+        )
+    known = {
+        name: module for name, module in names(model) if name
+    }  # a wrapper's name is that of what it wraps
+    chosen: dict[nn.Module, tuple[str, Scope]] = {}
+    for pattern, word in annotations.items():
+        scope = _scope(pattern, word)
+        found = [name for name in known if _is(pattern, name)]
+        if not found:
+            raise PolicyError(
+                f"pattern {pattern!r} names no module of"
+                f" {type(model).__name__}{_near(pattern, known)}"
+            )
+        for name in found:
+            _refuse_if_taken(known[name], name)
+            chosen.setdefault(known[name], (name, scope))
+    remember(model)
+    inner_first = sorted(chosen.items(), key=lambda item: -item[1][0].count("."))
+    for module, (_, scope) in inner_first:  # who is put on last is further out
+        scope._put_on(module)
+    return model
+
+
+def _is(pattern: str, name: str) -> bool:
+    """Whether a glob names this very module, and not only one around it."""
+    parent = name.rpartition(".")[0]
+    return covers(pattern, name) and not (parent and covers(pattern, parent))
+
+
+def _near(pattern: str, known: Mapping[str, nn.Module]) -> str:
+    # Indices are alike in every layer: compare the pattern with the modules' names in which they
+    # are stars as well.
+    return nearest(clean(pattern), {star(name) for name in known} if "*" in pattern else known)
+
+
+def _scope(pattern: Any, annotation: Any) -> Scope:
+    """The scope that ``apply_policy`` was given for a pattern, however it was written."""
+    if not isinstance(pattern, str):
+        raise PolicyError(f"apply_policy: pattern {pattern!r} must be a text, e.g. 'layers.*.mlp'")
+    if isinstance(annotation, Scope):
+        return annotation
+    where = f"apply_policy: the word for {pattern!r}"
+    if isinstance(annotation, Rule):
+        raise PolicyError(
+            f"{where} is {annotation}, whose module, kind, direction, group and min_bytes would be "
+            "ignored here: put a rule into Policy(rules=[...]), or give a codec's name or "
+            "commpass.compress(...) here"
+        )
+    if annotation is keep or (isinstance(annotation, str) and annotation == "keep"):
+        raise PolicyError(f"{where} is {annotation!r}: write commpass.keep()")
+    if annotation is compress:
+        write = 'commpass.compress(), or commpass.compress(codec="int8")'
+        raise PolicyError(f"{where} is {annotation!r}: write {write}")
+    if not isinstance(annotation, (Annotation, Mapping, str, tuple, list)):
+        raise PolicyError(
+            f"{where} is {annotation!r}: must be a codec, a list of codecs, a dict of"
+            " compress(...) "
+            "arguments, commpass.compress(...) or commpass.keep()"
+        )
+    try:
+        if isinstance(annotation, Annotation):
+            return Scope(annotation)
+        return Scope(
+            Annotation(**annotation)
+            if isinstance(annotation, Mapping)
+            else Annotation(codec=annotation)
+        )
+    except PolicyError as error:
+        raise PolicyError(f"{where}: {error}") from error

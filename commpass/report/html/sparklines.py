@@ -1,0 +1,88 @@
+"""Timelines as the page draws them: lanes of coloured bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from commpass.plan.dump import Dump
+from commpass.plan.timeline import HOST, Event, Timeline
+from commpass.report import tracks
+from commpass.report.timeline import TimelineView
+
+KINDS = tuple(what for what in tracks.COLOURS if what != "latency")
+"""What bars are, in the order of the legend. An exchange's latency is a part of its own bar."""
+
+Bar = tuple[int, int, float, float, float, int]
+"""Lane, kind, begin, length and latency in microseconds, and the place of its label."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strip:
+    """One timeline: ``bars`` in order of time. ``end_us`` is where its axis ends: those that are to
+    be compared end at the same."""
+
+    title: str
+    measured: bool
+    lanes: tuple[str, ...]
+    end_us: float
+    bars: tuple[Bar, ...]
+    labels: tuple[str, ...]
+
+
+def sparklines(dumps: Sequence[Dump], measured: Mapping[int, Timeline]) -> tuple[Strip, ...]:
+    """What is predicted for each graph, and below it what was measured. Graphs without events have
+    none."""
+    shown = [
+        TimelineView(dump, dump.timeline, measured.get(dump.number))
+        for dump in dumps
+        if dump.timeline is not None and dump.timeline.events
+    ]
+    return tuple(
+        _strip(one.dump, picture, second)
+        for one in shown
+        for second, picture in enumerate(one.pictures)
+    )
+
+
+def missing(dump: Dump) -> str:
+    """Why a graph has no timeline to show, "" if it has one."""
+    if dump.timeline is None:
+        return f"its dump was written by an older commpass ({dump.commpass})"
+    return "" if dump.timeline.events else dump.timeline.note or "nothing happens in it"
+
+
+def _strip(dump: Dump, picture: tracks.Picture, second: int) -> Strip:
+    timeline = picture.timeline
+    modules = {site.name.partition(".")[0]: site.module for site in dump.plan.sites}
+    places = {lane: at for at, lane in enumerate(timeline.tracks)}
+    labels: dict[str, int] = {}
+    events = sorted(timeline.events, key=lambda event: event.begin_us)
+    return Strip(
+        title=picture.title,
+        measured=bool(second),
+        lanes=tuple("compute" if lane == HOST else f"link: {lane}" for lane in timeline.tracks),
+        end_us=picture.end_us,
+        bars=tuple(
+            (
+                places[event.lane],
+                KINDS.index(tracks.kind(event)),
+                round(event.begin_us, 3),
+                round(event.us, 3),
+                round(event.latency_us, 3),
+                labels.setdefault(_label(event, modules), len(labels)),
+            )
+            for event in events
+        ),
+        labels=tuple(labels),
+    )
+
+
+def _label(event: Event, modules: Mapping[str, str]) -> str:
+    """What an event is about, in words."""
+    if not event.site:
+        return " in ".join(filter(None, (event.name, event.module)))
+    role = "" if event.travels or event.exposed else f"{event.what} for "
+    module = modules.get(event.site) or event.module
+    where = f" in {module}" if module else ""
+    return f"{role}{event.site}{where}, hop {event.hop}, chunk {event.chunk}"

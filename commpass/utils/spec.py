@@ -1,0 +1,73 @@
+"""Settings as text: a name with its parameters, ``int8(block=128)``. Codecs and algorithms are
+written so in policies, plans and calls."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from commpass.errors import PolicyError, nearest
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """``"int8(block=128, form=e4m3)"`` to its name and parameters; values are numbers or words. One
+    word alone, ``"cast(fp16)"``, is that of the first parameter, which is called "" here. Raises
+    PolicyError for what cannot be read."""
+    word, bracket, rest = text.strip().partition("(")
+    if not bracket:
+        return word, {}
+    try:
+        call = ast.parse(f"_({rest}", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise SyntaxError
+        if len(call.args) == 1 and not call.keywords and isinstance(call.args[0], ast.Name):
+            return word.strip(), {"": _value(call.args[0])}
+        if call.args:
+            raise SyntaxError
+        given = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
+        if len(given) < len(call.keywords):
+            raise SyntaxError
+        return word.strip(), given
+    except (SyntaxError, ValueError):
+        raise PolicyError(f"cannot read {text!r}; write it like 'int8(block=128)'") from None
+
+
+def _value(node: ast.expr) -> Any:
+    """A number or a word; what has parameters of its own, such as ``inner=int4(block=64)``, stays
+    text."""
+    return ast.unparse(node) if isinstance(node, (ast.Name, ast.Call)) else ast.literal_eval(node)
+
+
+def spelled(name: str, parameters: tuple[tuple[str, Any], ...]) -> str:
+    """A name with its parameters, as ``parse`` reads it."""
+    return (
+        f"{name}({', '.join(f'{key}={value}' for key, value in parameters)})"
+        if parameters
+        else name
+    )
+
+
+@lru_cache(maxsize=256)
+def parameters_of(builder: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters of what ``builder`` makes, with their defaults: its keyword-only ones."""
+    parameters = inspect.signature(builder).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def changed(
+    kind: str, builder: Callable[..., Any], options: dict[str, Any]
+) -> tuple[tuple[str, Any], ...]:
+    """The parameters that are given and are not the defaults, in order. Raises PolicyError for an
+    unknown one, or a type of value that it cannot have."""
+    known = parameters_of(builder)
+    if "" in options and known:
+        options = {next(iter(known)) if key == "" else key: value for key, value in options.items()}
+    for key, value in options.items():
+        if key not in known:
+            raise PolicyError(f"{kind} has no parameter {key!r}{nearest(key, known)}")
+        if type(value) is not type(known[key]):
+            raise PolicyError(f"{kind}: {key}={value!r} should be like {key}={known[key]!r}")
+    return tuple((key, value) for key, value in sorted(options.items()) if value != known[key])
