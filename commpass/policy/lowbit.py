@@ -42,7 +42,7 @@ class Place(Protocol):
     """A place of a calibration (``commpass.calibration.places.Place``)."""
 
     @property
-    def sites(self) -> Sequence[Site]: ...
+    def where(self) -> Sequence[Site]: ...
     @property
     def statistics(self) -> str: ...
     @property
@@ -59,7 +59,7 @@ class _Layer:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(where.module for where in self.place.sites)
+        return tuple(where.module for where in self.place.where)
 
     def spec(self, share: float, bits: int, per_rank: bool) -> str:
         chosen = self.channels.keeping(share)
@@ -85,7 +85,7 @@ def lowbit_rules(
         _Layer(place, Channels.from_text(place.statistics))
         for place in places
         if place.statistics
-        and all(each.kind == "all_reduce" and each.direction == "forward" for each in place.sites)
+        and all(each.kind == "all_reduce" and each.direction == "forward" for each in place.where)
     ]
     if not layers:
         raise PolicyError(
@@ -105,7 +105,7 @@ def lowbit_rules(
             max_error=max_error,
         )
         for layer, kept in zip(layers, shares, strict=True)
-        for where in layer.place.sites
+        for where in layer.place.where
     ]
     return tuple(sorted(found, key=lambda rule: -str(rule.module).count(".")))
 

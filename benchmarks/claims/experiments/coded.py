@@ -15,8 +15,9 @@ def forced(codec: str, algorithm: str, **named: object) -> commpass.Policy:
 
 
 def coded_sites(plans: Sequence[Plan], codecs: Sequence[str], many: int) -> list[PlannedSite]:
-    """The coded sites of plans. Raises RuntimeError where a plan fell back, a site was left alone
-    or has a codec that is not one of ``codecs``, or there are not so ``many``."""
+    """The coded sites of plans. Raises RuntimeError if a plan fell back, if a site is uncompressed
+    or has a codec that is not one of ``codecs``, or if their number is not ``many``, where the
+    parts of a site that was split by rows count as one."""
     wanted = {commpass.codec(each).spec for each in codecs}
     for plan in plans:
         if plan.fallback:
@@ -25,6 +26,7 @@ def coded_sites(plans: Sequence[Plan], codecs: Sequence[str], many: int) -> list
             if site.codec == NONE or site.codec not in wanted:
                 raise RuntimeError(f"{site.name} has codec {site.codec[:60]}: {site.reason}")
     found = [site for plan in plans for site in plan.sites]
-    if len(found) != many:
-        raise RuntimeError(f"{len(found)} sites are coded, not {many}")
+    parts = sum(len(split.into) - 1 for plan in plans for split in plan.split)
+    if len(found) - parts != many:
+        raise RuntimeError(f"{len(found) - parts} sites are coded, not {many}")
     return found
