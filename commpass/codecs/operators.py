@@ -217,11 +217,11 @@ def _used_bytes(wire: Tensor, name: str, numel: int, dtype: torch.dtype) -> Tens
 
 
 def _enter(rows: Tensor, name: str) -> Tensor:
-    return _held[name].enter(rows).contiguous()
+    return _held[name].to_domain(rows).contiguous()
 
 
 def _leave(rows: Tensor, name: str) -> Tensor:
-    return _held[name].leave(rows).contiguous()
+    return _held[name].from_domain(rows).contiguous()
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
