@@ -149,8 +149,9 @@ def by_name(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Compile one Dynamo graph for ``torch.compile(model, backend="commpass", options={"policy":
-    "balanced"})``.
+    """Compile one Dynamo graph.
+
+    Called for ``torch.compile(model, backend="commpass", options={"policy": "balanced"})``.
 
     ``options`` holds arguments of ``commpass.backend`` and options of Inductor. Equal arguments of
     ``commpass.backend`` share one Backend. Raises PolicyError for an unknown option.
@@ -255,13 +256,10 @@ class Backend:
         self.run = uuid.uuid4().hex[:8]
         self.graphs = self.resets = 0
         self.warned_of_reordering = False
-        self.hidden: dict[
-            tuple[Any, ...], bool
-        ] = {}  # as the ranks agreed: a rank may compile alone
-        self.densities: dict[tuple[Any, ...], float] = {}  # as the ranks agreed
-        self.over: dict[
-            tuple[Any, Key], str
-        ] = {}  # as the ranks agreed: sites over their error budget
+        # As the ranks agreed, because a rank may compile alone.
+        self.hidden: dict[tuple[Any, ...], bool] = {}
+        self.densities: dict[tuple[Any, ...], float] = {}
+        self.over: dict[tuple[Any, Key], str] = {}  # sites over their error budget
         self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
         self.step_log = step_log.opened(policy.name)
         self.summary, self.watch = Summary(policy), Watch(self.step_log.facts)

@@ -24,7 +24,7 @@ class PolicyError(CommpassError, ValueError):
 
 
 class ScopeError(CommpassError, RuntimeError):
-    """A ``compress`` or ``keep`` around a compiled call, where it cannot affect the compiled graph."""
+    """A ``compress`` or ``keep`` around a compiled call, where it cannot affect the graph."""
 
 
 class PlanMismatch(CommpassError, RuntimeError):
@@ -32,7 +32,7 @@ class PlanMismatch(CommpassError, RuntimeError):
 
 
 class Unanswered(PlanMismatch):
-    """A rank of a group did not answer in time or could not be reached. The next call tries again."""
+    """A rank of a group did not answer in time or was unreachable. The next call tries again."""
 
 
 class ParallelError(CommpassError, ValueError):

@@ -286,7 +286,7 @@ def _plan(
 
 
 def _first_shard(self: Shard, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any) -> Tensor:
-    """Return rank 0's shard of a tensor. DTensor itself would make and send a tensor for each rank."""
+    """Return rank 0's shard of a tensor. DTensor would make and send one tensor per rank."""
     rows = -(-tensor.size(self.dim) // mesh.size(mesh_dim))
     shape = list(tensor.shape)
     shape[self.dim] = rows
