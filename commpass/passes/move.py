@@ -191,7 +191,7 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
             before[node] += [] if other in before[node] else [other]
         if (call is not None or node in waited) and (site := site_of(node)):
             if site in latest and latest[site] not in before[node]:
-                before[node].append(latest[site])  # a site's own order: so many chunks at once
+                before[node].append(latest[site])  # keeps the site's own order
             latest[site] = node
     later = {node for node in starts if MARK in node.meta and node.meta[MARK].hop > 0}
     return Work(
