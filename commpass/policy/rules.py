@@ -220,7 +220,7 @@ class Rule(Annotation):
             raise PolicyError(f"Rule(min_bytes={self.min_bytes}): must be at least 0")
         for kind in self.kinds or ():
             if self.algorithm and not any(find_algorithm(kind, spec) for spec in self.algorithm):
-                algorithm(kind, self.algorithm[0])  # raises, with the nearest that this kind has
+                algorithm(kind, self.algorithm[0])  # raises, with the nearest known name
 
     @property
     def kinds(self) -> tuple[str, ...] | None:
