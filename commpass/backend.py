@@ -102,11 +102,12 @@ def backend(
     Args:
         policy: the name of a preset, the path of a TOML file, or a Policy. The environment
             variables COMMPASS_POLICY and COMMPASS=off override it.
-        inner: the compiler of the rewritten graphs. ``"inductor"``; ``"eager"``, which runs the
-            graphs that Inductor would get, operator by operator; ``"aot_eager"``, which does so
-            with AOTAutograd's graphs, without Inductor's decompositions; ``"tensorrt"``, which
-            compiles AOTAutograd's graphs to torch-tensorrt engines, for inference; or a function
-            ``(graph_module, example_inputs) -> callable``, which is called with each of
+        inner: the compiler of the rewritten graphs.
+            ``"inductor"``: Inductor.
+            ``"eager"``: runs the graphs that Inductor would get, operator by operator.
+            ``"aot_eager"``: runs AOTAutograd's graphs, without Inductor's decompositions.
+            ``"tensorrt"``: compiles AOTAutograd's graphs to torch-tensorrt engines, for inference.
+            A function ``(graph_module, example_inputs) -> callable``: called with each of
             AOTAutograd's graphs.
         profile: the cost model's data on links and kernels: a Profile, a name (``"nvlink-4"``,
             ``"ethernet-25g"``), or the path of a .json or .toml file. If None, the environment
@@ -116,7 +117,7 @@ def backend(
         dump: a folder into which rank 0 writes plans and graphs, for ``commpass explain`` and
             related commands. If None, the environment variable COMMPASS_DUMP.
         timeout: seconds that ranks wait for each other's plans. If None, the time-out of the
-            process groups. After 30 s a line names the ranks that are waited for.
+            process groups. After 30 s a message names the ranks that are waited for.
 
     Raises PolicyError for an unknown name, with the nearest known one.
     """

@@ -309,7 +309,7 @@ def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorith
     return [each for each in algorithms_of(site.kind) if each.name in DEFAULTS]
 
 
-# --- what is sent ---------------------------------------------------------------------------------
+# --- payloads -------------------------------------------------------------------------------------
 
 
 def request(site: Site) -> Request:
@@ -362,7 +362,7 @@ def _known(site: Site) -> bool:
     return all(isinstance(size, int) for some in site.splits or () for size in some)
 
 
-# --- how long it takes ----------------------------------------------------------------------------
+# --- predicted times ------------------------------------------------------------------------------
 
 
 def coded_us(site: Site, algorithm: Algorithm, coder: Codec, profile: Profile) -> float:

@@ -2,9 +2,9 @@
 
 needs: the sites of a graph, each with what it is allowed.
 gives: what sites with a selecting codec are now allowed. In each fusion the smallest gradients are
-sent whole, until the exchange of the previous fusion takes as long as backward and selection of
-this one (equation 2). The others are sparsified, so that the total number of sent entries matches
-the codec's density.
+sent whole, up to the limit of equation 2: the previous fusion's exchange takes as long as backward
+and selection of this one. The others are sparsified, so that the total number of sent entries
+matches the codec's density.
 changes: nothing in the graph.
 
 The time of backward depends on a batch that may differ per rank. It counts only if ranks compare

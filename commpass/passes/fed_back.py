@@ -89,9 +89,9 @@ def fed_back_reason(site: GraphSite) -> str | None:
     The next call starts from the decoded values, so changes smaller than the codec's resolution
     would never accumulate.
 
-    A sum that overwrites an input which was not updated here is a sum of gradients, for example,
-    which the caller recomputes. An unweighted sum that overwrites an input which was added to here
-    is excluded too: it would grow with each call by a factor of the group size.
+    Two cases are excluded. A sum that overwrites an input which was not updated here is, for
+    example, a sum of gradients that the caller recomputes. An unweighted sum that overwrites an
+    input which was added to here would grow with each call by a factor of the group size.
     """
     kept = _overwritten(site)
     if not kept or not isinstance(site.input, fx.Node):

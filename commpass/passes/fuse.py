@@ -157,7 +157,7 @@ def _side_by_side(node: fx.Node) -> bool:
     return bool(value.shape[-1] <= 1 or value.stride(-1) == 1)
 
 
-# --- finding --------------------------------------------------------------------------------------
+# --- search ---------------------------------------------------------------------------------------
 
 
 def runs(nodes: Sequence[fx.Node]) -> Iterator[Run]:
@@ -371,7 +371,7 @@ def _counted(notes: Sequence[str]) -> str:
     return ", ".join(f"{w} ({n} times)" if n > 1 else w for w, n in counts.items())
 
 
-# --- replacing ------------------------------------------------------------------------------------
+# --- replacement ----------------------------------------------------------------------------------
 
 
 def _replace(run: Run) -> None:

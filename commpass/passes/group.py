@@ -162,7 +162,7 @@ def _numbers(found: Sequence[GraphSite]) -> Iterator[int]:
         counts[each.site.group] += 1
 
 
-# --- looking --------------------------------------------------------------------------------------
+# --- analysis -------------------------------------------------------------------------------------
 
 
 def _snapshot(graph: fx.Graph) -> GraphSnapshot:
@@ -321,7 +321,7 @@ def _fits(members: Sequence[Member], new: Member, snapshot: GraphSnapshot, polic
     )
 
 
-# --- what pays ------------------------------------------------------------------------------------
+# --- gain -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -382,7 +382,7 @@ def _record(members: Sequence[Member], editor: Editor, into: str) -> Grouped:
     )
 
 
-# --- changing -------------------------------------------------------------------------------------
+# --- edits ----------------------------------------------------------------------------------------
 
 
 def _fuse(

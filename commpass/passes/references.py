@@ -1,8 +1,9 @@
 """Which all_gathers may keep a reference for the next difference: those of parameters.
 
 Parameters change little from step to step, so a difference codec pays. Activations of the next step
-are unrelated. The gathered tensor must therefore be computed from parameters alone: all graph
-inputs that it depends on are parameters, with no collective and no random number in between.
+are unrelated. The gathered tensor must therefore be computed from parameters alone. Walking back
+from it, the graph must end in inputs that are parameters, without a collective or a random number
+in between.
 """
 
 from __future__ import annotations

@@ -22,9 +22,10 @@ class Stage:
     - ``kind`` and ``nbytes``: an exchange's collective, and the bytes that the rank hands to it.
     - ``leaving``: the bytes of these that go to other ranks.
     - ``peers``: the number of ranks that they go to, or None for all.
-    - ``reach``: which ranks these are, equal on all ranks. ``all``; ``next``: the neighbours in the
-      group, on one side or both; ``block``: consecutive ranks, in the part of the group that
-      contains the rank; ``stride``: likewise, ranks at equal distances over the whole group.
+    - ``reach``: which ranks these are, equal on all ranks. ``all``, or ``next``: the neighbours in
+      the group, on one side or both. The other two are the part of the group that contains the
+      rank: a ``block`` of consecutive ranks, or a ``stride`` of ranks at equal distances over the
+      whole group.
     - ``by_messages``: whether it is sent as messages between pairs instead of the library's
       collective.
     - ``dynamic``: whether the number of bytes depends on the values. It is then what a Gaussian

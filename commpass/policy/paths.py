@@ -98,7 +98,7 @@ def remember(model: nn.Module) -> None:
         _known.setdefault(module, path)
 
 
-# --- where a graph of Dynamo's stands in the model around it --------------------------------------
+# --- the place of a Dynamo graph in its model -----------------------------------------------------
 
 
 class Places:

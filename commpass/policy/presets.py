@@ -154,9 +154,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         ),
         "max_error": 0.15,
     },
-    # SSFusion, gradients of data parallelism: one entry in a hundred, the remainder accumulated for
-    # later steps, and the smallest gradients of a fusion whole. commpass.parallel.ssfusion adds
-    # measured times.
+    # SSFusion, gradients of data parallelism: one entry in a hundred is sent, and the remainder is
+    # accumulated for later steps. The smallest gradients of a fusion are sent whole.
+    # commpass.parallel.ssfusion adds measured times.
     "ssfusion": {
         "selective": True,
         "rules": (
@@ -170,8 +170,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_error": 1.0,
     },
     # SDP4Bit, sharded data parallelism: weights as 4 bits of their difference to what receivers
-    # hold; gradients in 8 bits inside a host, in 4 bits between hosts. Better at the same bits: the
-    # data parallelism of "balanced-3d".
+    # hold. Gradients have 8 bits inside a host and 4 bits between hosts. Better at the same bits:
+    # the data parallelism of "balanced-3d".
     "sdp4bit": {"rules": SDP4BIT, "max_error": 0.2},
     # TahQuant: activations from one pipeline stage to the next, and their gradients back. Better at
     # the same bits: the pipeline parallelism of "balanced-3d".
@@ -181,8 +181,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 """The fields of each named policy.
 
 ``lossless`` is the default and keeps every bit of what is sent; lossy presets are opt-in. Presets
-named after papers follow the publication as far as rules can express it, and touch the collectives
-that the paper touches. docs/policies.md lists what is missing and compares them with those of
-commpass. None names a module, so lossy codecs apply only to fields of similar values
+named after papers follow the publication as far as rules can express it. They touch only the
+collectives that the paper touches. docs/policies.md lists what is missing and compares them with
+the presets of commpass. None names a module, so lossy codecs apply only to fields of similar values
 (passes/provenance).
 """

@@ -239,7 +239,7 @@ def _first(node: fx.Node) -> Tensor:
     return _values(node)[0]
 
 
-# --- where rows are cut ---------------------------------------------------------------------------
+# --- chunk bounds ---------------------------------------------------------------------------------
 
 
 def step_of(rows: int, entries: int) -> int:

@@ -56,7 +56,7 @@ class Work:
         return {node: len(self.before[node]) for node in self.nodes}
 
 
-# --- which exchange starts first ------------------------------------------------------------------
+# --- the order of exchange starts -----------------------------------------------------------------
 
 
 def sequence(work: Work) -> list[fx.Node]:
@@ -150,7 +150,7 @@ class _Sequence:
         self._start_all()
 
 
-# --- what is computed meanwhile -------------------------------------------------------------------
+# --- the order of computation ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

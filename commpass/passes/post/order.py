@@ -3,10 +3,11 @@
 needs: an Inductor graph, before and after its own post-grad passes.
 gives: the same graph. Every start and wait comes after the one before it, and matmuls and codec
 kernels stay between the same two.
-changes: no computed value. Without the pass, Inductor (torch 2.11 to 2.15) saves memory by moving
-each wait next to its start, and all encodes before the first, so that nothing overlaps.
+changes: no computed value.
 
-The pass reads only the graph, so Inductor's cache entries are valid for the same graph.
+Without the pass, Inductor (torch 2.11 to 2.15) moves each wait next to its start, and all encodes
+before the first start. This saves memory, but nothing overlaps. The pass reads only the graph, so
+Inductor's cache entries are valid for the same graph.
 """
 
 from __future__ import annotations

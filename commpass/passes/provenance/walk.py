@@ -121,7 +121,7 @@ def origin(node: fx.Node) -> fx.Node:
     return node
 
 
-# --- putting together -----------------------------------------------------------------------------
+# --- combining values -----------------------------------------------------------------------------
 
 
 def merged(node: fx.Node, sources: Sequence[fx.Node], walk: Walk) -> Provenance:

@@ -33,8 +33,8 @@ SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 WIDE = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes whose values may be added or scaled before a sum over ranks instead of after it.
 
-float16 ends at 65,504 and 2^-24. There a sum of two values may be Inf although the sums over all
-ranks are finite, and a scaled value may be 0 although the scaled sum is not.
+float16 is excluded: it ends at 65,504 and 2^-24. A sum of two values may be Inf although the sums
+over all ranks are finite. A scaled value may be 0 although the scaled sum is not.
 """
 FARTHEST = 32
 """The maximum total scaling, in powers of two, that a chain may apply before a sum.

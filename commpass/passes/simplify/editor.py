@@ -118,7 +118,7 @@ class Editor:
         """The prices in each group."""
         return costs.prices_of(self.profile)
 
-    # --- looking ---
+    # --- queries ---
 
     def call(self, start: fx.Node) -> Call | None:
         """Return the collective that a node is, or None. Parses a node again only if its arguments
@@ -223,7 +223,7 @@ class Editor:
             node = node.next
         return False
 
-    # --- changing ---
+    # --- edits ---
 
     def emit(
         self, before: fx.Node, rule: str, source: fx.Node, target: Any, *args: Any, **kwargs: Any
