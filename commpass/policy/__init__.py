@@ -187,7 +187,7 @@ class Policy(Named):
             algorithm: ``two_shot`` and ``ring``, unlike ``one_shot``, encode sums as well.
             per_rank: if True, each rank has its own scales; if False, the ranks share them.
             max_error: the error budget of the rules.
-            fields: as in ``from_preset``.
+            **fields: as in ``from_preset``.
 
         Raises PolicyError if nothing was calibrated.
         """
