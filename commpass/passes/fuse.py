@@ -1,9 +1,9 @@
 """fuse: sequences of codec operators that one kernel can compute -> one operator each.
 
 needs: a rewritten graph.
-gives: the same graph. What a site computes between two exchanges is one operator if a kernel can be
-generated for it: an encode with the steps before it, a decode with the sum and encode after it, or
-a decode with its consumer.
+gives: the same graph, with one operator for what a site computes between two exchanges, if a kernel
+can be generated for it. Fused are an encode with the steps before it, a decode with the sum and
+encode after it, and a decode with its consumer.
 changes: no computed value. The plan has a reason for each missed fusion.
 """
 

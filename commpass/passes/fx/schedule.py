@@ -62,7 +62,7 @@ class Work:
 def sequence(work: Work) -> list[fx.Node]:
     """Return the exchange starts in the order in which they become ready.
 
-    A later hop starts after the first hop of another site that started in between, or if the next
+    A later hop starts once the first hop of another site has started in between, or if the next
     computation needs it. A start without computed inputs is ready at once, but its result would be
     held for long (the weights of all layers). It therefore comes after all starts that precede it
     in the program.
