@@ -173,9 +173,7 @@ def _slots() -> Iterator[tuple[str, Any]]:
     for name, function in (("pre", pin), ("post", order)):
         slot = f"post_grad_custom_{name}_pass"
         before = getattr(config, slot)
-        if hasattr(
-            custom_graph_pass, "get_custom_graph_passes"
-        ):  # torch 2.13: several passes per slot
+        if hasattr(custom_graph_pass, "get_custom_graph_passes"):  # torch 2.13: several per slot
             yield slot, [*custom_graph_pass.get_custom_graph_passes(before), Pins(function)]
         else:
             yield slot, Pins(function, before)
