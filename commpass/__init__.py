@@ -1,9 +1,9 @@
-"""commpass makes the collectives of a compiled PyTorch model smaller and hides what is left.
+"""commpass compresses the collectives of a compiled PyTorch model and overlaps what remains.
 
 ``model = torch.compile(model, backend=commpass.backend("balanced"))``
 
-A name is imported when it is first asked for: ``import commpass`` costs next to nothing, and the
-command line reads dumps without torch.
+Public names are imported on first access. ``import commpass`` is therefore cheap, and the command
+line reads dumps without importing torch.
 """
 
 import sys
@@ -103,14 +103,17 @@ _NAMES = {
     "simulate": "simulate",
     "standalone": "rewrite",
 }
-"""The public names by the module that has them."""
+"""The public names, by the module that defines them."""
 
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 class _Face(ModuleType):
-    """This package. Importing a submodule sets it as an attribute of its package; where the face
-    has a name like that (``backend``, ``simulate``), the name stays what the face says."""
+    """The package module.
+
+    Python sets an imported submodule as an attribute of its package. Some public names equal a
+    submodule's name (``backend``, ``simulate``). For these, the attribute keeps the public object.
+    """
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _HOME or not isinstance(value, ModuleType):
@@ -119,7 +122,7 @@ class _Face(ModuleType):
 
 sys.modules[__name__].__class__ = _Face
 
-if not TYPE_CHECKING:  # else a type checker would take any name for one of ours
+if not TYPE_CHECKING:  # if False, type checkers would accept any attribute name
 
     def __getattr__(name: str) -> object:
         if name in _HOME:
@@ -130,12 +133,12 @@ if not TYPE_CHECKING:  # else a type checker would take any name for one of ours
             found = version(__name__)
         else:
             found = _submodule(name)
-        globals()[name] = found  # so that it is asked for once
+        globals()[name] = found  # cache the lookup
         return found
 
 
 def _submodule(name: str) -> ModuleType:
-    """``parallel``, or any other module of the package."""
+    """Import ``parallel`` or any other submodule of the package."""
     where = f"{__name__}.{name}"
     try:
         if not name.startswith("_"):

@@ -1,9 +1,9 @@
-"""The entry for torch.compile: AOTAutograd's forward and backward graphs take the road of the
-passes, then are compiled.
+"""The torch.compile backend: runs the passes on AOTAutograd's forward and backward graphs and
+compiles them.
 
-Graphs are rewritten in ``inner_compile``, before Inductor's own compile: its graph cache then keys
-on what was really rewritten. AOTAutograd's cache would skip that step on a hit and is off for our
-compiles (and for ours alone).
+Graphs are rewritten in ``inner_compile``, before Inductor's own compile, so that Inductor's graph
+cache keys on the rewritten graph. On a hit, AOTAutograd's cache would skip that step. It is
+therefore disabled, for compiles of this backend only.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ from commpass.utils.ambient import without_ambient_state
 
 INNER = ("inductor", "eager", "aot_eager", "tensorrt")
 LOOKS = INNER[:3]
-"""Those that know the operator by which errors are sampled; others need not."""
+"""The inner compilers that know the operator that samples errors. Others need not know it."""
 Compiler = Callable[..., Any]
 
 
@@ -97,26 +97,29 @@ def backend(
     dump: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
 ) -> Backend:
-    """A backend for ``torch.compile(model, backend=commpass.backend("balanced"))``.
+    """Return a backend for ``torch.compile(model, backend=commpass.backend("balanced"))``.
 
     Args:
-        policy: a preset by name, the path of a TOML file, or a Policy. The environment variables
-            COMMPASS_POLICY and COMMPASS=off take its place.
-        inner: what compiles the rewritten graphs. ``"inductor"``; ``"eager"``, the very graphs that
-            Inductor would get, run operator by operator; ``"aot_eager"``, AOTAutograd's graphs
-            without Inductor's decompositions, likewise; ``"tensorrt"``, those in torch-tensorrt's
-            engines, for inference; or a function ``(graph_module, example_inputs) -> callable``
-            that is given each of the latter.
-        profile: what the cost model knows about links and kernels: a Profile, or one by name
-            (``"nvlink-4"``, ``"ethernet-25g"``), or by the path of a .json or .toml file; if None
-            the environment variable COMMPASS_PROFILE, else a default for the device.
-        strict: raise when a pass fails, instead of compiling the untouched graph with a warning.
-        dump: a folder into which rank 0 writes plan and graphs, for ``commpass explain`` and its
-            kin; if None the environment variable COMMPASS_DUMP.
-        timeout: seconds that ranks wait for each other's plans; if None the process groups' own
-            time-out. After 30 s a line says who is waited for.
+        policy: the name of a preset, the path of a TOML file, or a Policy. The environment
+            variables COMMPASS_POLICY and COMMPASS=off override it.
+        inner: the compiler of the rewritten graphs.
+            ``"inductor"``: Inductor.
+            ``"eager"``: runs the graphs that Inductor would get, operator by operator.
+            ``"aot_eager"``: runs AOTAutograd's graphs, without Inductor's decompositions.
+            ``"tensorrt"``: compiles AOTAutograd's graphs to torch-tensorrt engines, for inference.
+            A function ``(graph_module, example_inputs) -> callable``: called with each of
+            AOTAutograd's graphs.
+        profile: the cost model's data on links and kernels: a Profile, a name (``"nvlink-4"``,
+            ``"ethernet-25g"``), or the path of a .json or .toml file. If None, the environment
+            variable COMMPASS_PROFILE, or else a default for the device.
+        strict: if True, raise when a pass fails. Otherwise log a warning and compile the untouched
+            graph.
+        dump: a folder into which rank 0 writes plans and graphs, for ``commpass explain`` and
+            related commands. If None, the environment variable COMMPASS_DUMP.
+        timeout: seconds that ranks wait for each other's plans. If None, the time-out of the
+            process groups. After 30 s a message names the ranks that are waited for.
 
-    Raises PolicyError for anything that is not known, with the nearest name that is.
+    Raises PolicyError for an unknown name, with the nearest known one.
     """
     chosen = policy_here(policy)
     if not callable(inner) and inner not in INNER:
@@ -147,11 +150,12 @@ def by_name(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What ``torch.compile(model, backend="commpass", options={"policy": "balanced"})`` calls for
-    each graph of Dynamo's.
+    """Compile one Dynamo graph.
 
-    ``options`` are the arguments of ``commpass.backend``, and beside them those of Inductor. The
-    same ones give the same Backend. Raises PolicyError for an option that neither knows.
+    Called for ``torch.compile(model, backend="commpass", options={"policy": "balanced"})``.
+
+    ``options`` holds arguments of ``commpass.backend`` and options of Inductor. Equal arguments of
+    ``commpass.backend`` share one Backend. Raises PolicyError for an unknown option.
     """
     own = {key: value for key, value in (options or {}).items() if key in OPTIONS}
     others = {key: value for key, value in (options or {}).items() if key not in OPTIONS}
@@ -171,8 +175,8 @@ by_name.reset = _reset_by_name  # type: ignore[attr-defined]
 
 
 def _inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict[str, Any]:
-    """Options by the names of Inductor's config. Raises PolicyError for those that the inner
-    compiler does not have."""
+    """Return options by their names in Inductor's config. Raise PolicyError for options that the
+    inner compiler does not have."""
     from torch._inductor import config
 
     known = list(config.get_config_copy()) if inner == "inductor" else []
@@ -190,8 +194,11 @@ def _inductor_options(options: Mapping[str, Any], inner: str | Compiler) -> dict
 
 
 class _Unanswered(Unanswered, ShortenTraceback):
-    """Leaves the compiler as it is: Dynamo keeps nothing of the graph, and compiles again when it
-    is called again, maybe with process groups that were made anew."""
+    """An Unanswered that passes through Dynamo unchanged.
+
+    Dynamo keeps nothing of the graph. The next call compiles it again, possibly with new process
+    groups.
+    """
 
     def __init__(self, error: Unanswered):
         super().__init__(str(error), first_useful_frame=None)
@@ -201,8 +208,10 @@ _Unanswered.__name__ = _Unanswered.__qualname__ = Unanswered.__name__
 
 
 def _predicted_us(gm: fx.GraphModule, profile: Profile) -> float | None:
-    """What is predicted for a graph that sends something. It is only said: where that fails nothing
-    else does."""
+    """Return the predicted time of a graph with collectives, else None.
+
+    The prediction is only reported, so a failure is only logged.
+    """
     if all(parse(node) is None for node in gm.graph.nodes):
         return None
     try:
@@ -214,8 +223,8 @@ def _predicted_us(gm: fx.GraphModule, profile: Profile) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One graph to compile: what ``Backend.compile`` is given, its profile, and torch's context of
-    the compilation, in which it can be compiled again."""
+    """One graph to compile: the arguments of ``Backend.compile``, the profile, and torch's tracing
+    context, which is needed to compile the graph again."""
 
     gm: fx.GraphModule
     number: str
@@ -231,8 +240,7 @@ class Job:
 
 
 class Backend:
-    """A configured backend: call it as torch.compile does. Holds what its graphs have in common,
-    and nothing else."""
+    """A configured backend, called by torch.compile. Holds only what its graphs share."""
 
     def __init__(
         self,
@@ -249,9 +257,10 @@ class Backend:
         self.run = uuid.uuid4().hex[:8]
         self.graphs = self.resets = 0
         self.warned_of_reordering = False
-        self.hidden: dict[tuple[Any, ...], bool] = {}  # as agreed on: a rank may compile alone
-        self.densities: dict[tuple[Any, ...], float] = {}  # likewise
-        self.over: dict[tuple[Any, Key], str] = {}  # likewise: what is over its budget
+        # As the ranks agreed, because a rank may compile alone.
+        self.hidden: dict[tuple[Any, ...], bool] = {}
+        self.densities: dict[tuple[Any, ...], float] = {}
+        self.over: dict[tuple[Any, Key], str] = {}  # sites over their error budget
         self.checked: dict[tuple[Any, ...], weakref.WeakSet[Checked]] = {}
         self.step_log = step_log.opened(policy.name)
         self.summary, self.watch = Summary(policy), Watch(self.step_log.facts)
@@ -259,8 +268,11 @@ class Backend:
         greet()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
-        """Itself, as the functions are that torch has for backends: a copy of a compiled module
-        (weights averaged over time, say) is compiled by what compiled the module."""
+        """Return itself, as torch's function backends do.
+
+        A copy of a compiled module (averaged weights, for example) thus keeps the backend of the
+        module.
+        """
         return self
 
     def __repr__(self) -> str:
@@ -282,7 +294,7 @@ class Backend:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compiles one graph of Dynamo's. ``mode`` and ``options`` of torch.compile go to
+        """Compile one Dynamo graph. ``mode`` and ``options`` of torch.compile are passed to
         Inductor."""
         greet()
         options = _inductor_options(options or {}, self.inner)
@@ -310,8 +322,8 @@ class Backend:
         compile_graph: Compiler,
         obstacle: str | None = None,
     ) -> Callable[[list[Any]], Any]:
-        """Compiles a graph that no one traced, the collective of a hook, whose nodes have fake
-        values: ``compile_graph`` gets it at the end of the road."""
+        """Run the passes on a graph that was not traced (the collective of a hook) and pass it to
+        ``compile_graph``. Its nodes have fake values."""
         greet()
         number = str(self.graphs)
         self.graphs += 1
@@ -319,7 +331,7 @@ class Backend:
         return self.compile(gm, number, direction, calls, stateless, compile_graph, None, obstacle)
 
     def simplified(self, gm: fx.GraphModule, direction: str) -> tuple[Simplification, ...]:
-        """What simplify makes of a graph that is not compiled, and is another one afterwards."""
+        """Simplify a graph that will not be compiled, in place. Return the simplifications."""
         profile = self.profile or default_here(meta.device_of(gm))
         road = PassContext(
             gm=gm, direction=direction, policy=self.policy, profile=profile, hook=True
@@ -328,7 +340,8 @@ class Backend:
         return run_passes(road, "", passes).plan.simplified
 
     def reset(self) -> None:
-        """torch._dynamo.reset calls this: all will be compiled, and compared, anew."""
+        """Forget agreed values, so that graphs are compiled and compared again.
+        ``torch._dynamo.reset`` calls this."""
         self.resets += 1
         self.hidden.clear()
         self.densities.clear()
@@ -360,7 +373,7 @@ class Backend:
                 with (
                     ordered() if pinned else nullcontext(),
                     repaired(),
-                    torch._inductor.config.patch(patches),  # as in here, when it is compiled again
+                    torch._inductor.config.patch(patches),  # patched here too, for later recompiles
                     self._without_reordering() if pinned or changed else nullcontext(),
                 ):
                     return compile_fx_inner(gm, [*example_inputs, *more], **kwargs)
@@ -379,8 +392,8 @@ class Backend:
         )
 
     def _without_reordering(self) -> Any:
-        """Inductor's config in which no rank orders exchanges for itself, for one compile; what is
-        switched off for that is said once."""
+        """Return a config patch under which Inductor does not reorder exchanges per rank, for one
+        compile. Warn once about the settings that it disables."""
         from commpass.passes.post.reordering import reordering_settings, switched_off
 
         names = reordering_settings()
@@ -433,8 +446,11 @@ class Backend:
         decompositions: Callable[[], Any] | None,
         obstacle: str | None = None,
     ) -> Any:
-        """Takes one forward or backward graph along the road, lets the ranks agree on it, and
-        compiles it. ``unsupported_reason`` says why nothing of it may be changed."""
+        """Run the passes on one forward or backward graph, let the ranks agree on its plan, and
+        compile it.
+
+        If ``obstacle`` is given, no collective is changed, and ``obstacle`` is the reason.
+        """
         profile = self.profile or default_here(meta.device_of(gm))
         job = Job(
             gm=gm,
@@ -470,8 +486,8 @@ class Backend:
         return before_each_call(made.compiled, hook, checked)
 
     def _build(self, job: Job, before: PassResult | None = None) -> Built | Raising:
-        """A graph as it is compiled now, of which nothing was changed yet; ``before`` is what it
-        was compiled from so far."""
+        """Build a graph that is still unchanged. ``before`` is the result that it was compiled from
+        so far."""
         instead_of = before.plan if before is not None else None
         gm, number, direction = job.gm, job.number, job.direction
         calls, profile = job.calls, job.profile
@@ -544,7 +560,7 @@ class Backend:
         planned_us = _predicted_us(gm, profile) if plain_us is not None else None
         pinned = outcome.pinned or chunked(gm)
         compiled = job.compile_graph(gm, more, pinned, outcome.plan.changed)
-        if instead_of is not None:  # only now: until then the graph is what it was
+        if instead_of is not None:  # not earlier: a failed compile leaves the earlier plan in use
             self._record(outcome, job, instead_of)
         state = state_for(outcome.state, gm, calls, direction)
         graph = None
@@ -563,7 +579,7 @@ class Backend:
         return Built(compiled, function, check, strides, outcome)
 
     def _record(self, outcome: PassResult, job: Job, instead_of: Plan | None) -> None:
-        """Keeps a plan for reports, in the place of an earlier one if there is one."""
+        """Record a plan for reports. It replaces ``instead_of`` if there is one."""
         record.record(outcome, instead_of)
         self.summary.add(
             outcome.plan,
@@ -573,8 +589,8 @@ class Backend:
         )
 
     def _rebuild(self, job: Job, built: Built, over: Mapping[Key, str]) -> Built | None:
-        """The graph compiled again without the sites that are ``over`` their budget; None where it
-        has none of them."""
+        """Compile the graph again without the sites that are ``over`` their budget. Return None if
+        it has no such site."""
         outcome = built.outcome
         self.over |= {(_place_of(job), key): why for key, why in over.items()}
         names = self._excluded(job, outcome.plan)
@@ -599,20 +615,22 @@ class Backend:
         return made
 
     def _excluded(self, job: Job, plan: Plan) -> dict[str, str]:
-        """The compressed sites of a plan that are known to be over their budget, and why."""
+        """Return the compressed sites of a plan that are known to be over their budget, with the
+        reasons."""
         rank = dist.get_rank() if ready() else 0
         keys, place = keys_of(plan.sites, rank), _place_of(job)
         found = {site.name: (place, keys[site.name]) for site in plan.compressed}
         return {n: f"left alone: {self.over[key]}" for n, key in found.items() if key in self.over}
 
     def _patience(self, plan: Plan) -> float:
-        """Seconds to wait for what other ranks publish."""
+        """Return the seconds to wait for what other ranks publish."""
         some = (groups.group_named(name) for name in {site.group for site in plan.sites})
         known = [group for group in some if group is not None]
         return self.timeout or agreement.longest_timeout(known)
 
     def _instrumented(self, function: Compiler, entry: step_log.Entry) -> Compiler:
-        """A compiled graph, sampled, timed and named for profilers as its plan says."""
+        """Wrap a compiled graph: sample its errors, time it, and name it for profilers, as its plan
+        says."""
         plan, labels = entry.plan, tuple(map(label, entry.plan.sites))
         name = f"graph {plan.graph} {plan.direction}"
         if len(labels) == 1:
@@ -628,9 +646,11 @@ class Backend:
         watch: Callable[[str, PassContext], None],
         participant: agreement.Participant,
     ) -> tuple[PassResult, PlanMismatch | None, Round | None]:
-        """A graph at the end of the road, with a plan that was compared with the other ranks', and
-        the round in which it was. Where one cannot carry out the same, it is the untouched graph
-        (law 7)."""
+        """Run the passes and compare the plan with the other ranks. Return the result, a mismatch
+        if any, and the round of the comparison.
+
+        If one rank cannot carry out the common plan, the result is the untouched graph (law 7).
+        """
         number = job.number
         while True:
             outcome = run_passes(context, number, watch=watch, strict=self.strict)
@@ -666,7 +686,8 @@ class Backend:
     def _participant(
         self, profile: Profile, origin: Origin, direction: str
     ) -> agreement.Participant:
-        """Policy and profile by what they say, and not by their names; and what is compiled."""
+        """Return this rank's participant. It identifies policy and profile by their contents, not
+        their names, and says what is compiled."""
         said = [{**msgspec.to_builtins(self.policy), "name": ""}, digest_of(profile)]
         digest = hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
         return agreement.Participant(
@@ -683,7 +704,7 @@ class Backend:
     def _check(
         self, graph: str, counted: Callable[[], None] | None, members: groups.Members
     ) -> None:
-        """Before each call of a compiled graph."""
+        """Run before each call of a compiled graph."""
         members.check()
         if counted is not None:
             counted()
@@ -699,8 +720,10 @@ class Backend:
 
 
 def _samples(outcome: PassResult, policy: Policy, known: bool) -> Samples:
-    """The sites of a graph at the end of its road, as those of which errors may be measured.
-    ``known``: what compiles it knows the operator by which they are."""
+    """Return the sites of a compiled graph as those whose errors may be measured.
+
+    ``known`` says whether the inner compiler knows the sampling operator.
+    """
     bounds: Sequence[float | None] = [each.allowed.max_error for each in outcome.found]
     forced = [each.allowed.force for each in outcome.found]
     if outcome.plan.fallback:
@@ -718,12 +741,13 @@ def _samples(outcome: PassResult, policy: Policy, known: bool) -> Samples:
 
 
 def _is_compared(plan: Plan, round: Round | None) -> bool:
-    """Whether the ranks of a plan's groups compared it, or there are none that could."""
+    """Whether the ranks of a plan's groups compared it, or no group could compare it."""
     return round is not None or not any(can_compare(site.group) for site in plan.sites)
 
 
 def _place_of(job: Job) -> tuple[Any, ...]:
-    """What is compiled again for other inputs: the code of a graph. Hooks have a graph each."""
+    """Return a key of the code that is recompiled for other inputs: code object and direction. Each
+    hook has a graph and a key of its own."""
     return (job.calls.code, job.direction, job.number if job.calls.hook else "")
 
 
@@ -736,8 +760,11 @@ TRAINS = (
 
 
 CPP_WRAPPER = "cpp_wrapper is on: torch's C++ wrapper cannot call the collectives that carry codes"
-"""Why a graph is left as it is with ``torch._inductor.config.cpp_wrapper``. There torch (2.13) can
-call all_reduce and its wait; an all_gather ends in NotImplementedError without us as well."""
+"""The reason for leaving a graph unchanged under ``torch._inductor.config.cpp_wrapper``.
+
+There, torch 2.13 can call only all_reduce and its wait. An all_gather raises NotImplementedError
+even without commpass.
+"""
 
 
 REORDERING_OFF = (
@@ -757,16 +784,18 @@ LAST = (
 
 
 def _is_last_compile() -> bool:
-    """Whether Dynamo gives up after this compile of a piece of code."""
+    """Whether Dynamo stops recompiling this code after the current compile."""
     frame = CompileContext.current_compile_id()
     count = getattr(frame, "frame_compile_id", None)
     return count is not None and count + 1 >= torch._dynamo.config.recompile_limit
 
 
 def _is_compiled_autograd() -> bool:
-    """Whether Dynamo is compiling what compiled autograd made of a backward pass. A function that
-    wants gradients is the user's, called from there: a checkpoint that runs its forward again,
-    say."""
+    """Whether Dynamo is compiling a backward pass of compiled autograd.
+
+    False for a function that wants gradients: it is user code called from there, such as a
+    checkpoint that recomputes its forward.
+    """
     frame = CompileContext.current_compile_id()
     return (
         frame is not None and frame.compiled_autograd_id is not None and not torch.is_grad_enabled()
@@ -774,7 +803,8 @@ def _is_compiled_autograd() -> bool:
 
 
 def _ends(gm: fx.GraphModule, outcome: PassResult) -> set[tuple[str, int | None]]:
-    """(group, peer) of a graph's collectives, where a pass failed before there were sites."""
+    """Return (group, peer) of a graph's collectives if a pass failed before sites were found, else
+    nothing."""
     if outcome.first or not outcome.plan.fallback:
         return set()
     calls = (parse(node) for _, module in graph_modules(gm) for node in module.graph.nodes)

@@ -1,4 +1,4 @@
-"""Errors for people: what was wrong, where, and what to write instead."""
+"""Exceptions with messages for users: what was wrong, where, and what to write instead."""
 
 from __future__ import annotations
 
@@ -20,57 +20,56 @@ class CommpassError(Exception):
 
 
 class PolicyError(CommpassError, ValueError):
-    """A policy, rule, codec or module pattern that cannot be meant: names the nearest valid one."""
+    """An invalid policy, rule, codec or module pattern. The message names the nearest valid one."""
 
 
 class ScopeError(CommpassError, RuntimeError):
-    """A ``compress`` or ``keep`` around a compiled call, from where it cannot reach the compiled
-    graph."""
+    """A ``compress`` or ``keep`` around a compiled call, where it cannot affect the graph."""
 
 
 class PlanMismatch(CommpassError, RuntimeError):
-    """The ranks of a group planned differently, or one of them did not answer in time."""
+    """The ranks of a group made different plans, or one of them did not answer in time."""
 
 
 class Unanswered(PlanMismatch):
-    """A rank of a group did not answer in time, or could not be reached: the next call asks
-    again."""
+    """A rank of a group did not answer in time or was unreachable. The next call tries again."""
 
 
 class ParallelError(CommpassError, ValueError):
-    """A model, mesh or parameter that cannot be made parallel as asked."""
+    """A model, mesh or parameter that cannot be parallelized as requested."""
 
 
 class DumpError(CommpassError, ValueError):
-    """A dump that is not ours, cut short, or written by a newer version."""
+    """A dump that commpass did not write, that is truncated, or that a newer version wrote."""
 
 
 class ProfileError(PolicyError):
-    """A profile that is not ours, or measured times that no link can have."""
+    """A profile that commpass did not write, or measured times that no link can have."""
 
 
 class CalibrationError(CommpassError, ValueError):
-    """A calibration that cannot be made, is not ours, or was written by a newer version."""
+    """A calibration that cannot be made, that commpass did not write, or that a newer version
+    wrote."""
 
 
 class TraceError(CommpassError, ValueError):
-    """A trace that is none of torch.profiler's, or that of another program."""
+    """A trace that torch.profiler did not write, or one of another program."""
 
 
 class KernelError(CommpassError, ValueError):
-    """A kernel that cannot be generated or compiled as asked, or an architecture that is not
-    known."""
+    """A kernel that cannot be generated or compiled as requested, or an unknown architecture."""
 
 
 class VerifyError(CommpassError, RuntimeError):
-    """A rewritten graph that is not what its plan says."""
+    """A rewritten graph that differs from its plan."""
 
 
 def nearest(wrong_name: str, known: Iterable[str]) -> str:
-    """A sentence end that helps: ``; did you mean 'int8'? Known: int4, int8.``
+    """Return the end of an error message: ``; did you mean 'int8'? Known: int4, int8.``
 
-    A name is only offered where it is near: difflib finds 60 percent of the letters of both in the
-    same order, or one slip makes one of the other."""
+    A name is suggested if difflib finds 60 percent of the letters of both in the same order, or if
+    one typing error separates them.
+    """
     names = sorted(set(known))
     close = difflib.get_close_matches(wrong_name, names, n=1) or [
         name for name in names if _one_slip(wrong_name, name)
@@ -85,11 +84,12 @@ def nearest(wrong_name: str, known: Iterable[str]) -> str:
 
 
 MOST = 40
-"""How many names a message lists."""
+"""The maximum number of names in a message."""
 
 
 def _one_slip(wrong_name: str, name: str) -> bool:
-    """Whether one letter is another, missing or too many, or they are swapped (``sr``, ``rs``)."""
+    """Whether two names differ by one wrong, missing or extra letter, or by swapped letters
+    (``sr``, ``rs``)."""
     steps = difflib.SequenceMatcher(None, wrong_name, name).get_opcodes()
     sizes = [max(b - a, d - c) for what, a, b, c, d in steps if what != "equal"]
     return len(wrong_name) > 1 and (sizes == [1] or sorted(wrong_name) == sorted(name))
@@ -103,8 +103,8 @@ def check_number(
     above: bool = False,
     maximum: float = math.inf,
 ) -> None:
-    """Raises PolicyError unless a value is a finite number from ``minimum`` (or ``above`` it) to
-    ``maximum``."""
+    """Raise PolicyError unless a value is a finite number from ``minimum`` to ``maximum``. If
+    ``above``, ``minimum`` itself is excluded."""
     number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not minimum <= value <= maximum or (above and value == minimum):
         low = f"above {minimum:g}" if above else f"of at least {minimum:g}"

@@ -1,5 +1,8 @@
-"""The plans of a model on a cluster that is not there: traced with fake values in a fake process
-group of any size, with the times that the cost model predicts."""
+"""Predict the steps of a model on a cluster that need not exist.
+
+The model is traced with fake values in a fake process group of any size, and the cost model
+predicts the times.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +43,22 @@ from commpass.plan.timeline import Timeline
 from commpass.policy import Policy, policy_named
 
 Build = Callable[..., tuple[Callable[..., Any], Sequence[Any]]]
-"""What makes a model and its inputs, given the mesh of all ranks."""
+"""A function that makes a model and its inputs, given the mesh of all ranks."""
 Progress = Callable[[int, int, str], None]
-"""What is told how many values of a sweep are done, of how many, and what is done now."""
+"""A callback: the number of finished values of a sweep, their total, and the current step."""
 RATES = {"gbit": "link", "inside_gbit": "inside"}
-"""What a sweep calls the rates of a profile's links, in Gbit/s."""
+"""The names under which a sweep sets the rates of a profile's links, in Gbit/s."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """One step under one policy, as predicted of one rank: milliseconds of the step, those for
-    which the rank waits for exchanges, and bytes that it hands to collectives. ``swept`` is the
-    name and value that a sweep has set, if there was one. ``remarks`` say which graphs are not as
-    the policy would have them, or do not count because the cost model cannot tell their time."""
+    """One step under one policy, as predicted for one rank.
+
+    ``step_ms`` is the time of the step, ``exposed_ms`` the time that the rank waits for exchanges,
+    both in milliseconds. ``wire_bytes`` counts the bytes handed to collectives. ``swept`` is the
+    name and value that a sweep has set, if any. ``remarks`` name graphs that deviate from the
+    policy, and graphs without a predicted time, which do not count.
+    """
 
     policy: str
     ranks: int
@@ -75,17 +81,18 @@ def simulate(
     train: bool = True,
     progress: Progress | None = None,
 ) -> list[Simulated]:
-    """What a step of a model would take on a cluster, under each policy.
+    """Predict a step of a model on a cluster, under each policy.
 
-    ``build(mesh)`` gives the model, divided over the mesh as it will be, and its inputs; what it
-    makes are fake tensors, which need no memory. ``mesh`` are the sizes of its dimensions, by name;
-    as many ranks as their product. With ``train`` the sum of all that the model gives runs
-    backward. ``sweep`` sets one thing to several values: a dimension of the mesh, ``gbit`` or
-    ``inside_gbit`` of the profile's links, or an argument of ``build``. The model is traced once
-    for all policies and links, and again for each mesh and each argument.
+    ``build(mesh)`` returns the model, already sharded over the mesh, and its inputs. They are made
+    of fake tensors, which need no memory. ``mesh`` maps dimension names to sizes; their product is
+    the number of ranks. If ``train`` is true, the sum of all outputs runs backward.
 
-    No process group may be there already. Raises CommpassError for that, for a name that cannot be
-    swept, and where a model asks for values.
+    ``sweep`` sets one parameter to several values: a mesh dimension, ``gbit`` or ``inside_gbit`` of
+    the profile's links, or an argument of ``build``. The model is traced once for all policies and
+    links, and again for each mesh and each argument.
+
+    Raises CommpassError if a process group exists already, if a name cannot be swept, or if the
+    model needs a tensor's value.
     """
     if dist.is_initialized():
         raise CommpassError("simulate makes process groups of its own: there must be none before")
@@ -127,8 +134,10 @@ def _on_each_host(node: int, ranks: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class _Remembering(Profile):
-    """A profile that remembers of each group how many of its ranks are on a host: passes ask for it
-    at every candidate, and to look at 100,000 ranks takes 20 ms."""
+    """A profile that caches how many ranks of a group share a host.
+
+    The passes ask for every candidate, and a scan of 100,000 ranks takes 20 ms.
+    """
 
     def on_each_host(self, ranks: Sequence[int]) -> int:
         return _on_each_host(self.node, tuple(ranks)) if self.node else 0
@@ -136,7 +145,7 @@ class _Remembering(Profile):
 
 @dataclass(frozen=True)
 class _Case:
-    """What is simulated for one value of a sweep: ``more`` are arguments of ``build``."""
+    """The simulation for one value of a sweep. ``more`` holds additional arguments of ``build``."""
 
     set_to: tuple[str, float] | None
     sizes: dict[str, int]
@@ -146,7 +155,7 @@ class _Case:
 
 @dataclass(frozen=True)
 class _Graph:
-    """What comes of one graph."""
+    """The plan and predicted times of one graph."""
 
     plan: Plan
     times: Timeline
@@ -154,8 +163,8 @@ class _Graph:
 
 @dataclass
 class _Run:
-    """One step under one policy, with one profile, and what its graphs come to. ``hidden`` is what
-    a backend remembers of graphs before."""
+    """One step under one policy and profile, with the results of its graphs. ``hidden`` holds what
+    a backend remembers of earlier graphs."""
 
     policy: Policy
     case: _Case
@@ -164,7 +173,7 @@ class _Run:
 
 
 def _swept(set_to: tuple[str, float] | None, mesh: dict[str, int], profile: Profile) -> _Case:
-    """Mesh, profile and further arguments of ``build`` with one thing set."""
+    """Return mesh, profile and additional arguments of ``build`` with one parameter set."""
     for name, size in mesh.items():
         if not isinstance(size, int) or size < 1:
             raise CommpassError(f"mesh {name}={size!r}: must be a number of ranks")
@@ -191,7 +200,7 @@ def _swept(set_to: tuple[str, float] | None, mesh: dict[str, int], profile: Prof
 
 @contextmanager
 def _fake_ranks(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
-    """Rank 0 of so many, with a mesh; nothing is ever sent."""
+    """Yield a mesh for rank 0 of a fake process group, which sends nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     many = prod(sizes.values())
@@ -203,7 +212,7 @@ def _fake_ranks(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
 
 
 class _Planner(Backend):
-    """Plans every graph for each of some runs, and carries it out as it was."""
+    """Plans every graph once per run, and executes it unchanged."""
 
     def __init__(self, runs: Sequence[_Run], report: Callable[[str], None]):
         super().__init__(policy_named("off"), "eager", runs[0].case.profile, False, None, None)
@@ -255,7 +264,7 @@ def _plan(
     train: bool,
     report: Callable[[str], None],
 ) -> None:
-    """Traces one step, and plans its graphs for each run."""
+    """Trace one step and plan its graphs for each run."""
     torch._dynamo.reset()
     try:
         with FakeTensorMode() as mode, nullcontext() if train else torch.no_grad():
@@ -277,8 +286,7 @@ def _plan(
 
 
 def _first_shard(self: Shard, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, *_: Any) -> Tensor:
-    """What rank 0 has of a tensor. DTensor itself would make a tensor for each rank, and hand them
-    out."""
+    """Return rank 0's shard of a tensor. DTensor would make and send one tensor per rank."""
     rows = -(-tensor.size(self.dim) // mesh.size(mesh_dim))
     shape = list(tensor.shape)
     shape[self.dim] = rows
@@ -286,15 +294,17 @@ def _first_shard(self: Shard, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, *
 
 
 class _NoRecord(WeakValueDictionary):
-    """Keeps nothing."""
+    """A dictionary that stores nothing."""
 
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
 
 @contextmanager
 def _forgetful(mode: FakeTensorMode) -> Iterator[None]:
-    """A mode that does not remember which fake tensor stands for which: who refers to a parameter
-    keeps ``module.to(dtype)`` from putting another one in its place."""
+    """Keep a fake mode from remembering which fake tensor stands for which.
+
+    A remembered reference to a parameter would prevent ``module.to(dtype)`` from replacing it.
+    """
     converter = mode.fake_tensor_converter.meta_converter
     kept, converter.tensor_memo = converter.tensor_memo, _NoRecord()
     try:
@@ -327,7 +337,8 @@ def _built(build: Build, mesh: DeviceMesh, more: Mapping[str, Any]) -> Any:
 
 
 def no_dimension(error: KeyError, mesh: DeviceMesh) -> str:
-    """Which dimension a model asked a mesh for that it does not have; "" for any other error."""
+    """Name the dimension that the mesh lacks and the model asked for. Return "" for any other
+    error."""
     said = " ".join(map(str, error.args))
     if "mesh_dim_names" not in said:
         return ""
@@ -338,7 +349,7 @@ def no_dimension(error: KeyError, mesh: DeviceMesh) -> str:
 
 
 def _backward(inputs: Any) -> None:
-    """Backward of all that a model gives."""
+    """Run backward from the sum of all outputs."""
     sums = [x.sum() for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad]
     if not sums:
         raise CommpassError("nothing that the model gives needs a gradient: simulate inference")
@@ -362,7 +373,7 @@ def _summed(run: _Run) -> Simulated:
 
 
 def _remark(number: int, graph: _Graph) -> str:
-    """What is to be known of a graph beside its times."""
+    """Return a remark on a graph whose time does not count or needs a note, else ""."""
     times, what = graph.times, f"graph {number} ({graph.plan.direction})"
     if not (times.events or times.note == NOTHING_SENT):
         return f"{what} does not count: {times.note}"

@@ -1,4 +1,4 @@
-"""The passes alone, for other compile stacks."""
+"""The passes without the torch.compile backend, for other compile stacks."""
 
 from __future__ import annotations
 
@@ -35,16 +35,15 @@ def rewrite(
     strict: bool = False,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Plan:
-    """The passes alone, for other compile stacks: rewrites a graph of aten operators in place and
-    returns its plan.
+    """Rewrite a graph of aten operators in place and return its plan.
 
-    ``example_inputs`` give the graph fake values where its nodes have none in ``meta["val"]``. No
-    ranks are asked: call it on all of them alike. Of what ``torch.export`` made give the
-    ``graph_module``. A site that cannot be carried out is left alone,
-    with its reason. If a pass fails the graph is left as it was and the plan's ``fallback`` says
-    why; ``strict`` raises.
+    ``example_inputs`` provide fake values if the graph's nodes have no ``meta["val"]``. The ranks
+    do not compare plans: call it identically on all of them. For a ``torch.export`` program, pass
+    its ``graph_module``. A site that cannot be compressed stays unchanged, with a reason in the
+    plan. If a pass fails, the graph stays unchanged and the plan's ``fallback`` has the reason;
+    with ``strict`` the error is raised.
 
-    Raises PolicyError where the graph is none, or ``example_inputs`` are no tuple or list.
+    Raises PolicyError if ``gm`` is not a GraphModule or ``example_inputs`` is not a tuple or list.
     """
     _check(gm, example_inputs)
     # Other compile stacks need not know the operator that samples.
@@ -68,15 +67,15 @@ def rewrite(
 
 
 def _results(gm: fx.GraphModule) -> list[fx.Node]:
-    """What a graph returns, each node as often as it does."""
+    """Return the nodes that a graph returns, with repetitions."""
     return [
         arg for arg in pytree.tree_leaves(gm.graph.output_node().args) if isinstance(arg, fx.Node)
     ]
 
 
 def _rename_results(gm: fx.GraphModule, names: Sequence[str]) -> None:
-    """Gives new results the names of those that they stand for: the signature of an exported
-    program says them."""
+    """Give new results the names of the ones that they replace, because an exported program's
+    signature refers to them."""
     by_name = {node.name: node for node in gm.graph.nodes}
     for node, name in zip(_results(gm), names, strict=True):
         if (other := by_name.get(name, node)) is not node:
@@ -99,8 +98,11 @@ def _check(gm: Any, example_inputs: Any) -> None:
 
 
 def _fake_values(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Gives every node a fake value, where the graph has none, or where each has a mode of its own,
-    as ``make_fx`` leaves them if it traces with real values."""
+    """Give every node a fake value if the graph has none, or if its values have different fake
+    modes.
+
+    ``make_fx`` leaves different modes if it traces with real values.
+    """
     given = [node for node in gm.graph.nodes if node.op == "placeholder"]
     held = all("val" in node.meta for node in given)
     values = (meta.tensor(node) for node in gm.graph.nodes)

@@ -1,9 +1,9 @@
-"""torch-tensorrt behind the passes (``inner="tensorrt"``): engines for what a model computes,
-Inductor for what it sends.
+"""torch-tensorrt as the inner compiler (``inner="tensorrt"``): engines for computation, Inductor
+for exchanges.
 
-A rewritten graph is cut where exchanges are. torch-tensorrt gets the pieces between, which hold no
-collective. Encodes, exchanges and decodes stay outside engines: an engine may compute in another
-precision on another rank, and the copies of a sum would no longer be the same bits.
+A rewritten graph is cut at its exchanges. torch-tensorrt gets the pieces between them, which
+contain no collective. Encodes, exchanges and decodes stay outside the engines. An engine may
+compute with another precision on another rank, so the copies of a sum would differ in their bits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ ENGINE, OUTSIDE = "engine", "outside"
 
 
 class Engines:
-    """An inner compiler for ``commpass.backend``: ``inner="tensorrt"``, or
-    ``inner=commpass.tensorrt.Engines(min_block_size=1)`` with settings of torch-tensorrt's.
+    """An inner compiler for ``commpass.backend``.
 
-    Engines are for inference alone. Raises PolicyError where torch_tensorrt cannot be imported.
+    Use ``inner="tensorrt"``, or ``inner=commpass.tensorrt.Engines(min_block_size=1)`` with settings
+    of torch-tensorrt. Engines support inference only. Raises PolicyError if torch_tensorrt cannot
+    be imported.
     """
 
     inference_only = True
@@ -44,7 +45,7 @@ class Engines:
             ) from error
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiles a graph of AOTAutograd's, of which every node has a fake value."""
+        """Compile an AOTAutograd graph whose nodes all have fake values."""
         pieces = cut(gm)
         for name, piece in list(pieces.named_children()):
             assert isinstance(piece, fx.GraphModule)
@@ -66,7 +67,7 @@ def _outside(piece: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]
 
 
 class Piece(nn.Module):
-    """A compiled piece of a graph, where the piece was."""
+    """A compiled piece of a graph, in the place of the original piece."""
 
     def __init__(self, compiled: Callable[..., Any]):
         super().__init__()
@@ -77,8 +78,10 @@ class Piece(nn.Module):
 
 
 def cut(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph as calls of its pieces in order, those for engines and those outside, by name. Each
-    takes what earlier ones give, and gives a tuple."""
+    """Return the graph as a sequence of calls of its pieces, named by engine or outside.
+
+    Each piece takes results of earlier ones and returns a tuple.
+    """
     levels, output = _levels(gm.graph), gm.graph.output_node()
     for node in sorted(levels, key=levels.__getitem__):
         output.prepend(node)
@@ -95,8 +98,11 @@ def cut(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
-    """In which piece a node is: the first that has all it takes, an even one for an engine. What
-    writes into a tensor comes behind all before it, and before all behind it."""
+    """Return the piece of each node: the first one after its inputs' pieces, with even numbers for
+    engines.
+
+    A node that writes into a tensor comes after all earlier nodes and before all later ones.
+    """
     levels: dict[fx.Node, int] = {}
     floor = highest = 0
     for node in graph.nodes:
@@ -113,7 +119,7 @@ def _levels(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _sends(node: fx.Node) -> bool:
-    """Whether a node is a collective or its wait, or codes or decodes what one carries."""
+    """Whether a node is a collective, its wait, or an encode or decode of its data."""
     return MARK in node.meta or is_wait(node) or parse(node) is not None
 
 

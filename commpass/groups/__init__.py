@@ -1,5 +1,4 @@
-"""Process groups by name. The names in graphs are torch's own; these are the few questions that we
-ask about them."""
+"""Process groups by name, as torch names them in graphs, and queries on them."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ from commpass.errors import CommpassError, PolicyError, Unanswered
 
 
 def ready() -> bool:
-    """Whether torch.distributed has been initialised."""
+    """Whether torch.distributed is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def need_group(caller: str) -> None:
-    """Raises PolicyError where there is no process group, with what to write."""
+    """Raise PolicyError with instructions if there is no process group."""
     if not ready():
         raise PolicyError(
             f"{caller}: there is no process group yet. Write"
@@ -36,7 +35,7 @@ def need_group(caller: str) -> None:
 
 
 def group_named(name: str) -> dist.ProcessGroup | None:
-    """The process group of that name, or None if there is none such here."""
+    """Return the process group of that name, or None if it does not exist here."""
     if not ready():
         return None
     resolve: Any = dist.distributed_c10d._resolve_process_group
@@ -47,7 +46,7 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 
 
 def rank_in(name: str) -> int | None:
-    """The number of this process among the ranks of a group, or None where it is not one of
+    """Return the number of this process among the ranks of a group, or None if it is not one of
     them."""
     group = group_named(name)
     return group.rank() if group is not None and group.rank() >= 0 else None
@@ -55,35 +54,38 @@ def rank_in(name: str) -> int | None:
 
 def sends_messages(name: str, device: str) -> bool:
     """Whether exchanges of a group are best sent as messages between pairs of ranks
-    (``collectives.messages``): on a CPU, where gloo carries them."""
+    (``collectives.messages``). True on a CPU with gloo."""
     group = group_named(name)
     if group is None or device != "cpu":
         return False
     try:
         carriers = dist.get_backend_config(group).split(",")
-    except (KeyError, ValueError, AssertionError):  # nobody registered it
+    except (KeyError, ValueError, AssertionError):  # not registered
         return False
     return "cpu:gloo" in carriers
 
 
 def ranks_of(name: str) -> tuple[int, ...]:
-    """The global ranks of a group, in its own order; () where there is no such group here."""
+    """Return the global ranks of a group in its own order, or () if the group does not exist
+    here."""
     group = group_named(name)
     return tuple(dist.get_process_group_ranks(group)) if group is not None else ()
 
 
 class Members:
-    """The ranks of some groups, and which of them this process is, when something was made for
-    them. Torch gives a group that is made anew the name of an older one."""
+    """The ranks of some groups, and this process's number in them, when a graph was compiled.
+
+    torch may give a new group the name of an older one.
+    """
 
     def __init__(self, names: Iterable[str]):
         self.known = {name: (_reference(name), _members(name)) for name in sorted(set(names))}
 
     def check(self) -> None:
-        """Raises CommpassError where a group of that name has other ranks now."""
+        """Raise CommpassError if a group of that name now has other ranks."""
         for name, (known, before) in self.known.items():
             group = group_named(name)
-            if group is None or group is known():  # without a group, torch says so
+            if group is None or group is known():  # torch itself raises for a missing group
                 continue
             if before[0] and (now := _members(name)) != before:
                 raise CommpassError(OTHER_RANKS.format(name, *_as_text(before), *_as_text(now)))
@@ -112,7 +114,7 @@ def _as_text(members: tuple[tuple[int, ...], int | None]) -> tuple[str, str]:
 
 
 def labels_of(name: str) -> tuple[str, ...]:
-    """The labels of a group by name; () where there is no such group here."""
+    """Return the labels of a group by name, or () if the group does not exist here."""
     group = group_named(name)
     return labels(group) if group is not None else ()
 
@@ -124,21 +126,24 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 
 
 def duplicate(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A new group of the same ranks, backend, time-out and labels, in which exchanges keep an order
-    of their own. All ranks of the group call this alike, and no others need to. Raises Unanswered
-    where one of them does not within the group's time-out."""
+    """Return a new group of the same ranks, backend, time-out and labels, with a separate order of
+    exchanges.
+
+    All ranks of the group must make this call, and no others. Raises Unanswered if one of them does
+    not within the group's time-out.
+    """
     _close_idle()
     _numbers[group] = _numbers.get(group, 0) + 1
     name = f"{group.group_name}-twin-{_numbers[group]}"
-    # torch counts the groups that a rank has at the moment. Ranks may have different numbers of
-    # them, and a name that was there before leads to addresses where nobody listens any more.
+    # torch names groups by the rank's current number of groups. Ranks may have different numbers,
+    # and a reused name leads to addresses where no process listens any more.
     ranks = dist.get_process_group_ranks(group)
     try:
         with mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name):
             made = dist.new_group(
                 ranks,
                 timeout=timedelta(seconds=timeout_of(group)) if timeout_of(group) else None,
-                # by one name, since torch warns when it closes a group of several backends
+                # a single name, because torch warns when it closes a group of several backends
                 backend="gloo" if _is_gloo(group) else dist.get_backend_config(group),
                 use_local_synchronization=True,
                 group_desc=group.group_desc,
@@ -159,8 +164,11 @@ _idle: list[weakref.ref[dist.ProcessGroup]] = []
 
 
 def close_with(owner: object, group: dist.ProcessGroup) -> None:
-    """Lets a twin be closed once its ``owner`` is gone: when the next twin is made, since an owner
-    may go in the middle of anything. On gloo alone, where a rank closes its part by itself."""
+    """Close a duplicate group after its ``owner`` is freed.
+
+    It is closed when the next duplicate is made, because an owner may be freed at any point. Only
+    on gloo, where a rank can close its part alone.
+    """
     if _is_gloo(group):
         weakref.finalize(owner, _idle.append, weakref.ref(group)).atexit = False
 
@@ -179,12 +187,12 @@ def _close_idle() -> None:
 
 
 def _known() -> Any:
-    """The groups that torch knows."""
+    """Return the groups that torch has registered."""
     return dist.distributed_c10d._world.pg_map
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:
-    """The longest time-out of a group in seconds; 0.0 where it does not say."""
+    """Return the longest time-out of a group in seconds, or 0.0 if it has none."""
     found = [0.0]
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
@@ -194,9 +202,12 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def labels(group: dist.ProcessGroup) -> tuple[str, ...]:
-    """What users call a group: the dimensions of meshes that it belongs to, such as ``tp``; last
-    ``world`` if all ranks are in it. Several where several meshes share a group, as those of one
-    dimension do with the group of all ranks. A twin has those of its group."""
+    """Return the labels of a group: the mesh dimensions that it belongs to, such as ``tp``, and
+    last ``world`` if it has all ranks.
+
+    There are several if meshes share a group, as one-dimensional meshes share the group of all
+    ranks. A duplicate has the labels of its original.
+    """
     group = _twins.get(group, group)
     own = (group.group_desc or "").removeprefix("mesh_")
     found = [] if own in ("", "undefined", "default_pg", "default") else [own]
@@ -206,11 +217,11 @@ def labels(group: dist.ProcessGroup) -> tuple[str, ...]:
 
 
 def _dimensions(mesh: DeviceMesh, group: dist.ProcessGroup) -> Iterator[str]:
-    """The names of a mesh's dimensions whose group this is."""
+    """Yield the names of a mesh's dimensions that use this group."""
     registry = getattr(getattr(mesh, "_root_mesh", None) or mesh, "_pg_registry", {})
     rows = zip(mesh.mesh_dim_names or (), getattr(mesh, "_dim_group_names", ()), strict=False)
     for dimension, (name, held) in enumerate(rows):
-        # A mesh of before init_process_group was called again holds another group of this name.
+        # A mesh from before a repeated init_process_group holds another group of this name.
         if (
             held == group.group_name
             and mesh.size(dimension) == group.size()
@@ -220,15 +231,18 @@ def _dimensions(mesh: DeviceMesh, group: dist.ProcessGroup) -> Iterator[str]:
 
 
 def dimensions() -> tuple[str, ...]:
-    """The names of the dimensions of every mesh of this process, and ``world``."""
+    """Return the names of the dimensions of every mesh of this process, and ``world``."""
     named = (name for mesh in meshes() for name in mesh.mesh_dim_names or ())
     return tuple(dict.fromkeys((*named, "world")))
 
 
 class _Meshes:
-    """Every mesh of this process. torch keeps no list of them, and a mesh of one dimension leaves
-    no other trace: it shares the group of all ranks. So they are found as what refers to their
-    class (30 to 130 ms): again when one of the counts that a new mesh changes is another."""
+    """Finds every mesh of this process.
+
+    torch keeps no list of them, and a one-dimensional mesh leaves no other trace, because it shares
+    the group of all ranks. Meshes are therefore found as referrers of their class (30 to 130 ms).
+    The search is repeated if a count that a new mesh changes has changed.
+    """
 
     def __init__(self) -> None:
         self.seen: list[weakref.ref[DeviceMesh]] = []
@@ -239,28 +253,31 @@ class _Meshes:
         if len(alive) != len(self.seen) or self.counts != _counts():
             found = [one for one in gc.get_referrers(DeviceMesh) if type(one) is DeviceMesh]
             known = set(map(id, found))
-            # those among objects that gc.freeze() has set aside are not found again
+            # objects set aside by gc.freeze() are not found again
             alive = [*found, *(mesh for mesh in alive if id(mesh) not in known)]
             self.seen = [weakref.ref(mesh) for mesh in alive]
             self.counts = _counts()
         return alive
 
 
-_LAYOUT = getattr(device_mesh, "_MeshLayout", DeviceMesh)  # torch's own, and not promised
+_LAYOUT = getattr(device_mesh, "_MeshLayout", DeviceMesh)  # private to torch
 
 
 def _counts() -> tuple[int, ...]:
-    """References to the class of meshes and to that of their layouts, and meshes made lately. A
-    mesh holds a reference to both classes. One to either may go as a mesh is made, so that its
-    count stays as it was, but hardly one to each."""
+    """Return the reference counts of the mesh class and its layout class, and the number of recent
+    meshes.
+
+    A mesh refers to both classes. If another reference to one class disappears when a mesh is made,
+    its count stays equal; for both at once this is unlikely.
+    """
     return sys.getrefcount(DeviceMesh), sys.getrefcount(_LAYOUT), _recent_meshes()
 
 
 def _recent_meshes() -> int:
-    """How many meshes are among the objects made lately.
+    """Return how many meshes are among the recently created objects.
 
-    One call of C code, within which no other thread runs: a tuple that another thread is just
-    building is among these objects, and Python refuses to finish one that is referred to twice.
+    This is one call of C code, during which no other thread runs. These objects include tuples that
+    another thread is building, and Python refuses to finish a tuple that is referenced twice.
     """
     lately = itertools.chain.from_iterable(map(gc.get_objects, (0, 1)))
     return operator.countOf(map(type, lately), DeviceMesh)
@@ -270,5 +287,5 @@ meshes = _Meshes().all
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for all: rank 0, or the only one."""
+    """Whether this process reports for all: rank 0, or the only process."""
     return not ready() or dist.get_rank() == 0

@@ -1,8 +1,8 @@
-"""Device meshes of this process: which groups the other ranks have.
+"""Which groups the other ranks have, derived from the device meshes of this process.
 
-A rank knows the ranks of its own groups alone. A device mesh is the same on all of its ranks and
-says, for every dimension, into which groups it divides them: from that, and from nothing else, is
-it known here whose values another rank adds.
+A rank knows only the ranks of its own groups. A device mesh is equal on all of its ranks and says,
+for every dimension, which groups its ranks form. This is the only source here for which values
+another rank adds.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup as Group
 
 Blocks = frozenset[frozenset[int]]
-"""The ranks of each of the groups into which a dimension of a mesh divides its ranks."""
+"""The ranks of each group that a mesh dimension divides its ranks into."""
 
 
 def joined(first: str, second: str) -> Group | None:
-    """The group over which one reduction does what one over group ``first`` and then one over group
-    ``second`` do; None if there is none such, or if it cannot be proved here.
+    """Return the group over which one reduction equals one over group ``first`` followed by one
+    over group ``second``.
 
-    On rank r the two add the values of the ranks in first(q) for all q in second(r). So for each
-    rank of the larger group: the first(q) are different ones, and together they are all of it.
+    Return None if there is none, or if this cannot be proved here. On rank r the two add the values
+    of the ranks in first(q) for all q in second(r). Therefore, for each rank of the larger group,
+    the sets first(q) must be disjoint and together be all of it.
     """
     mine, others = (set(groups.ranks_of(name)) for name in (first, second))
     if not groups.ready() or mine & others != {dist.get_rank()}:
-        return None  # looking for meshes takes a while
+        return None  # the search for meshes is slow
     known = partitions()
     rows, columns = known.get(first), known.get(second)
     if rows is None or columns is None:
@@ -53,8 +54,11 @@ def joined(first: str, second: str) -> Group | None:
 
 
 def _group_of(ranks: frozenset[int], like: Iterable[str], known: Iterable[str]) -> Group | None:
-    """The group of exactly these ranks, by the same library: that of all ranks, or a dimension of a
-    mesh. All its ranks know the same ones, so they take the same one."""
+    """Return the group of exactly these ranks with the same backend: the group of all ranks, or a
+    mesh dimension.
+
+    All its ranks know the same candidates, so they choose the same one.
+    """
     world = dist.group.WORLD.group_name  # type: ignore[union-attr]
     others = sorted(set(known) - {world}, key=lambda name: (len(name), name))
     backends = {dist.get_backend_config(groups.group_named(name)) for name in like}
@@ -68,8 +72,11 @@ def _group_of(ranks: frozenset[int], like: Iterable[str], known: Iterable[str]) 
 
 
 def partitions() -> dict[str, Blocks]:
-    """For each group of this process that is of a device mesh, by name: the groups of all ranks
-    along that dimension. A name that meshes say different things about is left out."""
+    """Return the groups of all ranks along the dimension of each mesh group of this process, by
+    group name.
+
+    A name for which meshes disagree is omitted.
+    """
     found: dict[str, set[frozenset[int]]] = {}
     for name, blocks in itertools.chain.from_iterable(map(_dimensions, groups.meshes())):
         if set(groups.ranks_of(name)) in blocks:
@@ -78,24 +85,26 @@ def partitions() -> dict[str, Blocks]:
 
 
 def _are_disjoint(blocks: Iterable[frozenset[int]]) -> bool:
-    """Whether no rank is in two of them."""
+    """Whether no rank is in two blocks."""
     return sum(map(len, blocks)) == len(frozenset().union(*blocks))
 
 
 def _dimensions(mesh: Any) -> Iterator[tuple[str, Blocks]]:
-    """(group name, groups of all ranks) of the dimensions of a mesh that this rank is in. A
-    flattened dimension is one or more of those of the mesh that it was made from."""
+    """Yield (group name, groups of all ranks) for the dimensions of a mesh that this rank is in.
+
+    A flattened dimension stands for one or more dimensions of its root mesh.
+    """
     try:
         root = mesh._get_root_mesh()
         table: torch.Tensor = root.mesh
         mine = [mesh.get_group(dim) for dim in range(mesh.ndim)]
         own = mesh.mesh
     except (AttributeError, RuntimeError, LookupError, TypeError, AssertionError):
-        return  # made without groups, or not of this rank
+        return  # made without groups, or not on this rank
     for dim, group in enumerate(mine):
         name = group.group_name
         if groups.group_named(name) is not group or not _has_group(mesh, root, dim, group):
-            continue  # of a process group that was destroyed: another one has its name now
+            continue  # its group was destroyed, and another one has the name now
         if own.numel() == table.numel():
             yield name, _blocks(own, (dim,))
         elif own.ndim == 1:
@@ -105,9 +114,12 @@ def _dimensions(mesh: Any) -> Iterator[tuple[str, Blocks]]:
 
 
 def _has_group(mesh: Any, root: Any, dim: int, group: Any) -> bool:
-    """Whether a dimension of a mesh was made with this group, and not with one that was destroyed
-    and had the same name. Where torch keeps no register of a mesh's groups, their description
-    tells: that is then one of a dimension of that name, or of all ranks."""
+    """Whether a dimension of a mesh was made with this group, and not with a destroyed group of the
+    same name.
+
+    If torch keeps no registry of a mesh's groups, the group's description decides. It must be that
+    of a dimension of that name, or of all ranks.
+    """
     registry = getattr(root, "_pg_registry", None)
     if registry is not None:
         return registry.get(group.group_name) is group
@@ -117,7 +129,7 @@ def _has_group(mesh: Any, root: Any, dim: int, group: Any) -> bool:
 
 
 def _blocks(table: torch.Tensor, dims: tuple[int, ...]) -> Blocks:
-    """The ranks that differ in these dimensions of a mesh alone."""
+    """Return the sets of ranks that differ only in these dimensions of a mesh."""
     others = [dim for dim in range(table.ndim) if dim not in dims]
     length = 1
     for dim in dims:

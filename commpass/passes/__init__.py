@@ -1,4 +1,4 @@
-"""The passes, one file each, and the pipeline that lists them in order."""
+"""The passes, one file each, and the pipeline that runs them in order."""
 
 from commpass.passes.pipeline import PASSES, Pass, PassContext, PassResult, run
 

@@ -1,11 +1,11 @@
-"""What the policy allows each site: worked out once, when the sites are found, and kept through
-what simplify makes of them.
+"""What the policy allows each site.
 
-A collective that a rule makes stands for others: it is allowed what they were, whatever rules of
-the policy its own kind, size, group and module would match.
+This is computed once, when the sites are found, and kept through simplify. A collective that a rule
+creates replaces others. It is allowed what they were, whatever policy rules its own kind, size,
+group and module would match.
 
-Codecs that lose bits are for fields of like values (``provenance``) that are not what the next call
-begins with (``fed_back``), and for sites that a rule or an annotation names.
+Lossy codecs are allowed for fields of similar values (``provenance``) that the next call does not
+start from (``fed_back``), and for sites that a rule or an annotation names.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from commpass.policy.rules import Allowed
 
 
 def allow(sites: Iterable[GraphSite], policy: Policy, direction: str) -> tuple[GraphSite, ...]:
-    """The sites of a forward or backward graph as it comes to the passes, each with what the policy
-    allows it."""
+    """Return the sites of an input graph, each with what the policy allows it."""
     sites, found = tuple(sites), _finder(direction)
     for each in sites:
         each.call.node.meta[ALLOWED] = {}
@@ -38,8 +37,8 @@ def allow(sites: Iterable[GraphSite], policy: Policy, direction: str) -> tuple[G
 def still_allowed(
     sites: Iterable[GraphSite], policy: Policy, direction: str
 ) -> tuple[GraphSite, ...]:
-    """The sites of a graph after simplify, each with what it, or what it stands for, is allowed; of
-    one that stands for none, what the policy says."""
+    """Return the sites of a graph after simplify, each with what it, or the site it replaces, is
+    allowed. Apply the policy to sites that replace none."""
     found = _finder(direction)
 
     def allowed(each: GraphSite) -> Allowed:
@@ -53,13 +52,13 @@ Finder = Callable[[fx.Graph], dict[fx.Node, tuple[Provenance, ...]]]
 
 
 def _finder(direction: str) -> Finder:
-    """``provenances`` in that direction, once for each graph."""
+    """Return ``provenances`` for that direction, cached per graph."""
     return cache(lambda graph: provenances(graph, direction))
 
 
 def _allowed(each: GraphSite, policy: Policy, found: Finder) -> Allowed:
-    """What the policy allows a site, given what it carries. A graph is looked into only for a codec
-    that loses bits."""
+    """Return what the policy allows a site, given what it carries. The graph is inspected only for
+    lossy codecs."""
     allowed = policy.allowed(each.site)[0]
     if allowed.names_site or not allowed.lossy:
         return allowed
@@ -75,6 +74,6 @@ def _allowed(each: GraphSite, policy: Policy, found: Finder) -> Allowed:
 
 
 def matched(sites: Iterable[GraphSite], policy: Policy) -> tuple[int, ...]:
-    """The numbers of the rules that match a site."""
+    """Return the numbers of the rules that match a site."""
     found, rules = [each.site for each in sites], enumerate(policy.rules)
     return tuple(number for number, rule in rules if any(map(rule.matches, found)))

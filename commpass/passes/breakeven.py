@@ -1,5 +1,5 @@
-"""From which size on, or up to which bandwidth, a candidate gains; and what a size means for sizes
-that are not fixed."""
+"""Break-even points of a candidate: the smallest size and the highest bandwidth with a gain, and
+their meaning for symbolic sizes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from commpass.plan import Candidate, Site
 LEAST, MOST = 1 << 8, 1 << 36
 """Bytes of the smallest and the largest site that is tried."""
 CLOSE = 1.02
-"""How near, as a factor, the size is told."""
+"""The precision of the break-even size, as a factor."""
 
 
 def break_even(
     site: Site, spec: str, code: str, profile: Profile, *, chunks: int = 1
 ) -> float | None:
-    """Bytes of a site like this from which on codec ``code`` by algorithm ``spec`` gains more than
-    the model's margin, at all larger sizes too: 0 if it always does, inf if never. None where a
-    site has no size to change: its ranks may hold different ones."""
+    """Return the bytes of such a site from which on codec ``code`` by algorithm ``spec`` gains more
+    than the model's margin.
+
+    The gain holds at all larger sizes. 0 means always, inf never. None if the site has no single
+    size, because its ranks may hold different ones.
+    """
     if site.uneven or site.pairwise or site.bytes < 0:
         return None
     chosen, coder = algorithm(site.kind, spec, chunks=chunks), codec(code)
@@ -55,13 +58,16 @@ def break_even(
 
 
 SLOWEST = 2.0**-20
-"""The least share of a link's bandwidth that is tried."""
+"""The smallest share of a link's bandwidth that is tried."""
 
 
 def break_even_rate(site: Site, candidate: Candidate, profile: Profile) -> float | None:
-    """GB/s of the site's link up to which a candidate, which has stages, gains more than the
-    model's margin: 0 if it gains at no rate, and the link's own rate if it gains there. None for
-    messages between two ranks, whose candidates have the stages of one end."""
+    """Return the GB/s of the site's link up to which a candidate with stages gains more than the
+    model's margin.
+
+    0 means at no rate; the link's own rate means that it gains there. None for messages between two
+    ranks, whose candidates have the stages of one end only.
+    """
     if site.pairwise:
         return None
     of_site = prices_of(site, profile)
@@ -84,8 +90,8 @@ def break_even_rate(site: Site, candidate: Candidate, profile: Profile) -> float
 
 
 def explanation(site: Site, nbytes: float) -> str:
-    """What a break-even size means for a site's symbols: ``16384*s0 > 1300000 bytes, s0 >= 80``; ""
-    where its sizes are fixed."""
+    """Return what a break-even size means for a site's symbols: ``16384*s0 > 1300000 bytes, s0 >=
+    80``. Return "" if its sizes are fixed."""
     if not site.dynamic or not 0 < nbytes < inf:
         return ""
     sizes = map(_size, site.shape)
@@ -106,8 +112,10 @@ OPERATIONS = {
 
 
 def _size(size: int | str) -> sympy.Expr:
-    """A size of a graph as an expression, without evaluating any text; what is no sum, product or
-    quotient of names and numbers stands for itself."""
+    """Parse a size of a graph into an expression, without evaluating text.
+
+    Anything except sums, products and quotients of names and numbers becomes one symbol.
+    """
 
     def read(node: ast.expr) -> sympy.Expr:
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:

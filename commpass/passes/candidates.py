@@ -1,8 +1,8 @@
-"""candidates: site -> everything that may be done to it, each with its stages, error and time.
+"""candidates: site -> every way to carry it out, each with its stages, error and time.
 
 needs: the sites of a graph, each with what it is allowed.
-gives: for every site its ``Options``: *leave it alone* first, then each codec with each algorithm,
-in chunks and micro-shards where those may pay.
+gives: ``Options`` for every site: first the uncompressed one, then each codec with each algorithm,
+in chunks and micro-shards if they may gain.
 changes: nothing. Every rank finds the same.
 """
 
@@ -52,26 +52,32 @@ from commpass.policy.rules import Allowed
 
 @dataclass(frozen=True)
 class Options:
-    """What may be done to a site, *leave it alone* first. ``unsupported_reason`` says why it can be
-    nothing else, whatever a codec or an algorithm could do."""
+    """The candidates of a site, the uncompressed one first.
+
+    If ``obstacle`` is set, it is the reason why the site cannot be compressed by any codec or
+    algorithm.
+    """
 
     candidates: tuple[Candidate, ...]
     obstacle: str = ""
 
     @property
     def uncompressed(self) -> Candidate:
-        """*Leave it alone*."""
+        """The uncompressed candidate."""
         return self.candidates[0]
 
     @property
     def possible(self) -> tuple[Candidate, ...]:
-        """The candidates that compress, without those that are refused."""
+        """The compressing candidates that are not refused."""
         return tuple(each for each in self.candidates[1:] if not each.refused)
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """Why candidates are refused, each reason once; of a codec that loses more than the budget,
-        by the algorithm with which it loses least."""
+        """Why candidates are refused, each reason once.
+
+        For a codec over the error budget, only the reason of its algorithm with the smallest error
+        is listed.
+        """
         losses = [each for each in self.candidates if each.refused and each.error]
         by_error = sorted(losses, key=lambda each: each.error)
         least = {each.codec: each for each in reversed(by_error)}
@@ -81,7 +87,7 @@ class Options:
 
 
 def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool) -> Options:
-    """All that the policy allows to be done to a site, scored."""
+    """Return all candidates that the policy allows for a site, with predicted times."""
     alone = (_uncompressed(site, profile),)
     if obstacle := _unsent(site) or site.obstacle or _unsupported_reason(site, allowed):
         return Options(alone, obstacle)
@@ -89,11 +95,12 @@ def candidates(site: Site, allowed: Allowed, profile: Profile, reassociate: bool
 
 
 Scoring = Callable[[Site, Allowed], Options]
-"""What may be done to a site, with one profile."""
+"""Returns the options of a site, for one profile."""
 
 
 def scoring(profile: Profile, reassociate: bool) -> Scoring:
-    """``candidates``, worked out once for sites that differ in name and neighbours alone."""
+    """Return ``candidates`` with a cache. Sites that differ only in name and neighbours share an
+    entry."""
 
     @functools.cache
     def scored(site: Site, allowed: Allowed) -> Options:
@@ -103,12 +110,12 @@ def scoring(profile: Profile, reassociate: bool) -> Scoring:
 
 
 def nameless(site: Site) -> Site:
-    """A site without what tells it from others that are the same in all that counts."""
+    """Return a site without the fields that do not affect its candidates."""
     return dataclasses.replace(site, name="", module="", producer=None, consumers=(), word=None)
 
 
 def _uncompressed(site: Site, profile: Profile) -> Candidate:
-    """*Leave it alone*, with its time."""
+    """Return the uncompressed candidate with its predicted time."""
     known = getattr(torch, site.dtype, None) in FLOATS
     payload = _scored(site)[0] if site.uneven and known else None
     size = payload.numel * payload.dtype.itemsize if payload else max(site.bytes, 0)
@@ -122,11 +129,11 @@ def _unsent(site: Site) -> str | None:
 
 
 NO_CODEC = "{} allows no codec here"
-"""Why a site is left alone of which the policy says so, or says nothing."""
+"""The reason for sites that the policy excludes or does not mention."""
 
 
 def _unsupported_reason(site: Site, allowed: Allowed) -> str | None:
-    """Why a site cannot, or may not, be compressed."""
+    """Return why a site cannot or may not be compressed, else None."""
     if not algorithms_of(site.kind):
         return f"no algorithm carries out {site.kind} with a codec"
     if site.reduce_op is not None and site.reduce_op not in REDUCE_OPS:
@@ -154,11 +161,14 @@ def _unsupported_reason(site: Site, allowed: Allowed) -> str | None:
 def _coded(
     site: Site, allowed: Allowed, profile: Profile, reassociate: bool
 ) -> Iterator[Candidate]:
-    """Every codec with every algorithm that is allowed. One that fails on a site is refused. Then
-    those in micro-shards that are surely faster than all of these."""
+    """Yield every allowed codec with every allowed algorithm, then micro-shards that are surely
+    faster than all of these.
+
+    A combination that raises an error is refused.
+    """
     chosen = {each.spec: each for each in _algorithms(site, allowed, profile)}.values()
     known: list[Candidate] = []
-    # What is no faster than that is chosen by nobody who is not forced.
+    # A candidate that is no faster than this is chosen only if it is forced.
     plain = (
         inf if allowed.force else _uncompressed(site, profile).predicted_us * (1 - profile.margin)
     )
@@ -206,7 +216,7 @@ def _candidate(
     profile: Profile,
     reassociate: bool,
 ) -> Candidate:
-    """One codec with one algorithm: scored, or refused."""
+    """Return the candidate of one codec with one algorithm: with its time, or refused."""
     named = Candidate(
         codec=coder.spec,
         algorithm=without_chunks(algorithm.spec),
@@ -238,8 +248,10 @@ def _candidate(
 
 
 def _actual_chunks(algorithm: Algorithm, found: Stages, site: Site, coder: Codec) -> int:
-    """How many chunks an algorithm makes in fact: fewer than it is told where there are not so many
-    blocks. Of sizes that are not fixed, what it is told."""
+    """Return how many chunks an algorithm really makes.
+
+    Fewer than requested if there are fewer blocks. For symbolic sizes, the requested number.
+    """
     if algorithm.chunks == 1 or site.dynamic:
         return algorithm.chunks
     undivided = read_stages(site.kind, without_chunks(algorithm.spec), coder.spec, *_scored(site))
@@ -249,7 +261,7 @@ def _actual_chunks(algorithm: Algorithm, found: Stages, site: Site, coder: Codec
 def _unsupported_codec(
     site: Site, coder: Codec, algorithm: Algorithm, reassociate: bool
 ) -> str | None:
-    """Why an algorithm cannot, or may not, carry out a site with a codec."""
+    """Return why an algorithm cannot or may not carry out a site with a codec, else None."""
     if obstacle := algorithm.unsupported_reason(coder, site.group_size):
         return obstacle
     if obstacle := coder.unsupported_shape(site.shape):
@@ -267,11 +279,12 @@ def _unsupported_codec(
 
 
 MANY = 1 << 16
-"""Values of a row whose padding no longer counts."""
+"""Row length from which on padding is negligible."""
 
 
 def _needless(site: Site, coder: Codec) -> str | None:
-    """Why nobody would want a codec who is not told to: it rounds values and sends no less."""
+    """Return why a codec is pointless unless it is forced: it rounds values and sends no fewer
+    bytes."""
     own = getattr(torch, site.dtype)
     if coder.lossless or coder.wire_bytes(MANY, own) < MANY * own.itemsize:
         return None
@@ -279,8 +292,11 @@ def _needless(site: Site, coder: Codec) -> str | None:
 
 
 def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorithm]:
-    """The named algorithms that this kind has. Where none is one of its kind: its defaults, if the
-    policy named them for every site alike; none, if the nearest word did."""
+    """Return the named algorithms that this kind has.
+
+    If there is none, return the kind's defaults if the policy names algorithms for all sites. If a
+    rule or annotation for this site names them, return nothing.
+    """
     found = []
     for spec in allowed.algorithms:
         if (chosen := find_algorithm(site.kind, spec)) is None:
@@ -293,11 +309,11 @@ def _algorithms(site: Site, allowed: Allowed, profile: Profile) -> list[Algorith
     return [each for each in algorithms_of(site.kind) if each.name in DEFAULTS]
 
 
-# --- what is sent ---------------------------------------------------------------------------------
+# --- payloads -------------------------------------------------------------------------------------
 
 
 def request(site: Site) -> Request:
-    """What a site asks for, as seen by any of its ranks."""
+    """Return the request of a site, as seen by any of its ranks."""
     sent, received = site.splits or (None, None)
     return Request(
         site.group,
@@ -314,8 +330,10 @@ def request(site: Site) -> Request:
 
 
 def _scored(site: Site) -> tuple[Payload, Request]:
-    """What times are predicted for: the site itself, or where ranks may hold different sizes one
-    that all ranks know."""
+    """Return the payload and request that times are predicted for.
+
+    If ranks may hold different sizes, they are standard sizes that all ranks know.
+    """
     if not site.uneven:
         return payload_of(site), request(site)
     dtype = getattr(torch, site.dtype)
@@ -327,8 +345,11 @@ def _scored(site: Site) -> tuple[Payload, Request]:
 
 
 def _handed(site: Site) -> Request:
-    """What this rank asks for, where ranks may hold different sizes. If nobody knows them yet, all
-    entries stand as if they went to one rank: their bytes are the same."""
+    """Return this rank's request if ranks may hold different sizes.
+
+    If the sizes are still unknown, all entries count as sent to one rank, which gives the same
+    bytes.
+    """
     asked = request(site)
     if _known(site):
         return asked
@@ -341,23 +362,26 @@ def _known(site: Site) -> bool:
     return all(isinstance(size, int) for some in site.splits or () for size in some)
 
 
-# --- how long it takes ----------------------------------------------------------------------------
+# --- predicted times ------------------------------------------------------------------------------
 
 
 def coded_us(site: Site, algorithm: Algorithm, coder: Codec, profile: Profile) -> float:
-    """Predicted microseconds of a site by an algorithm with a codec."""
+    """Return the predicted microseconds of a site by an algorithm with a codec."""
     found = read_stages(site.kind, algorithm.spec, coder.spec, *_scored(site))
     return stages_us(_timed(found, site, algorithm, coder), site, profile)
 
 
 def plain_us(site: Site, profile: Profile) -> float:
-    """Predicted microseconds of a site that is left alone."""
+    """Return the predicted microseconds of an uncompressed site."""
     return _uncompressed(site, profile).predicted_us
 
 
 def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
-    """Predicted microseconds of a coalesced collective: one exchange of all that is left alone, and
-    what is done to each of the others. As in the graph, all that waits for nothing comes first."""
+    """Return the predicted microseconds of a coalesced collective.
+
+    All uncompressed tensors share one exchange; the others have their own stages. As in the graph,
+    stages that wait for nothing come first.
+    """
     of_group, kind = prices_of(members[0], profile), members[0].kind
     rest = sum(each.bytes for each in members if not each.compressed)
     stages = [Stage(role="exchange", kind=kind, nbytes=rest, leaving=rest)] if rest else []
@@ -381,8 +405,10 @@ def together_us(members: Sequence[PlannedSite], profile: Profile) -> float:
 
 
 def _timed(found: Stages, site: Site, algorithm: Algorithm, coder: Codec) -> list[Stage]:
-    """The stages that a candidate's time is made of: its own; of a message those of both ends,
-    which must decide alike."""
+    """Return the stages that determine a candidate's time.
+
+    For a message, these are the stages of both ends, because both ends must make the same choice.
+    """
     if not site.pairwise:
         return list(found)
     sent, received = (
@@ -395,9 +421,11 @@ def _timed(found: Stages, site: Site, algorithm: Algorithm, coder: Codec) -> lis
 
 
 def stages_us(found: Sequence[Stage], site: Site, profile: Profile) -> float:
-    """The time of stages: what is computed and what travels overlap as far as they can. A stream of
-    the GPU's carries out one exchange after the other: the next begins when all of the one before
-    has arrived."""
+    """Return the time of stages, with computation and transfers overlapped as far as possible.
+
+    A GPU stream runs its exchanges one after the other: the next one starts when the previous one
+    has arrived completely.
+    """
     tasks = list(map(prices_of(site, profile).task, found))
     if site.device != "cpu":
         tasks = [

@@ -1,7 +1,7 @@
 """choose: candidates + profile -> plan.
 
-needs: the options of every site of a graph, and the graph's course in time.
-gives: a plan with one chosen candidate for each, and the reason in words.
+needs: the options of every site of a graph, and the graph's timeline.
+gives: a plan with one chosen candidate per site, and the reason as text.
 changes: nothing. A pure function: same inputs, same plan, on every rank.
 """
 
@@ -26,8 +26,11 @@ from commpass.plan import ROWS, Candidate, PlannedSite, Site, planned
 from commpass.policy.rules import Allowed
 
 SHARE = 3
-"""Sites of a graph that do the same before they share kernels. One compiles no quicker with kernels
-than inline, and inline its codes fuse with what makes the values (benchmarks/compile_time.py)."""
+"""How many sites of a graph must do the same work before they share kernels.
+
+One site compiles no faster with kernels than inline, and inline its encode fuses with the producer
+of its values (benchmarks/compile_time.py).
+"""
 
 
 def choose(
@@ -41,10 +44,12 @@ def choose(
     timeline: Schedule | None = None,
     known: Known | None = None,
 ) -> tuple[PlannedSite, ...]:
-    """The chosen candidate of every site. ``kernels`` says whether sites may share kernels that
-    nobody asked for; the one site of a ``hook`` shares them with other graphs. Where it is
-    ``known`` from before whether a site is hidden it stays so; of the others the end of the graph
-    decides, if its ``timeline`` is there."""
+    """Choose the candidate of every site.
+
+    ``kernels`` says whether sites may share kernels that were not requested; the single site of a
+    ``hook`` shares them with other graphs. A site that is ``known`` to be overlapped, or not, stays
+    so. For other sites the end of the graph decides, if ``timeline`` is given.
+    """
     rows = zip(sites, options, allowed, strict=True)
     plan = [_planned(site, its, terms, profile) for site, its, terms in rows]
     if any(site.compressed for site in plan):
@@ -95,7 +100,7 @@ def _planned(site: Site, options: Options, allowed: Allowed, profile: Profile) -
             below = f"a gain below the model's margin of {profile.margin:.0%}"
             return leave(f"{'no gain' if gain <= 0 else below}: {what} would take {times}")
         reason = f"{what}: {times} ({allowed.source})"
-    notes = (best.note, allowed.lossless_only)  # why it is not as was asked, or not smaller
+    notes = (best.note, allowed.lossless_only)  # why it is not as requested, or not smaller
     reason = "; ".join([reason, *filter(None, notes)])
     return planned(site, best, reason, alone.predicted_us)
 
@@ -106,8 +111,12 @@ def _leave_coalesced(
     allowed: Sequence[Allowed],
     profile: Profile,
 ) -> list[PlannedSite]:
-    """A plan in which coalesced collectives are left alone whose codes gain nothing together: all
-    their tensors are one exchange, which begins once, and each that is coded is one of its own."""
+    """Return a plan without codecs for coalesced collectives that gain nothing from them as a
+    whole.
+
+    Uncompressed, all their tensors share one exchange with one start-up. Each compressed tensor
+    needs its own exchange.
+    """
     calls: dict[str, list[int]] = defaultdict(list)
     for number, site in enumerate(plan):
         call, _, position = site.name.rpartition(".")
@@ -131,7 +140,7 @@ def _leave_coalesced(
 
 
 def _with_fewest_chunks(possible: Sequence[Candidate]) -> Candidate:
-    """The best candidate, in as few chunks as are hardly slower."""
+    """Return the best candidate, with the fewest chunks that are not significantly slower."""
     best = min(possible, key=rank)
     others = (
         each
@@ -143,7 +152,7 @@ def _with_fewest_chunks(possible: Sequence[Candidate]) -> Candidate:
 
 
 def rank(candidate: Candidate) -> tuple[Any, ...]:
-    """By what candidates are compared: the least comes first."""
+    """Return the sort key of candidates. The smallest is best."""
     return (
         candidate.predicted_us,
         candidate.wire_bytes,
@@ -155,8 +164,11 @@ def rank(candidate: Candidate) -> tuple[Any, ...]:
 def _lowered(
     plan: Sequence[PlannedSite], named: Sequence[str | None], kernels: bool, share: int
 ) -> tuple[PlannedSite, ...]:
-    """The plan with what encode and decode become: as is named, else kernels where ``share`` sites
-    or more, or chunks of them, of fixed sizes on a CPU do the same."""
+    """Return the plan with the lowering of each site.
+
+    A named lowering is used. Otherwise kernels are used if at least ``share`` sites or chunks of
+    fixed sizes on a CPU do the same work.
+    """
     alike: Counter[Any] = Counter()
     for each in plan:
         alike[_work_of(each)] += each.chunks
@@ -164,7 +176,7 @@ def _lowered(
     def reason_of(site: PlannedSite, name: str | None) -> str:
         if not site.compressed:
             return ""
-        # Every rank of the group must find the same: what only it knows does not count.
+        # All ranks of the group must find the same, so facts local to one rank do not count.
         common = not (site.uneven or site.pairwise)
         fixed = common and all(isinstance(size, int) for size in site.shape)
         shared = site.device == "cpu" and alike[_work_of(site)] >= share
@@ -183,20 +195,23 @@ def _lowered(
 
 
 def _generated(site: PlannedSite) -> bool:
-    """Whether a GPU has a kernel that is generated for what a site is coded by."""
+    """Whether a GPU has a generated kernel for the codec of a site."""
     device = torch.device(site.device)
     return device.type == "cuda" and has_kernels(codec(site.codec), max(site.bytes, 1), device)
 
 
 def _has_bits_of_its_own(site: PlannedSite) -> bool:
-    """Whether a kernel on a CPU gives other last bits than the plain form. How many sites a graph
-    has must not decide then: a backward graph that runs some of forward's again has fewer."""
+    """Whether a CPU kernel produces other last bits than the inline form.
+
+    The number of sites must then not decide, because a backward graph that recomputes forward sites
+    has fewer of them.
+    """
     encode = Chain(torch.float32, (Encode(codec(site.codec)),))
     return site.device == "cpu" and not cpu.exact(encode) and not cpu.supports(encode)
 
 
 def _work_of(site: PlannedSite) -> tuple[Any, ...]:
-    """What two sites must have in common to compute the same."""
+    """Return what two sites must have in common to compute the same."""
     return (
         *(site.kind, site.codec, site.algorithm, site.reduce_op, site.group, site.direction),
         *(site.dtype, site.shape, site.splits, site.chunks),

@@ -1,4 +1,4 @@
-"""The constants of codecs in a graph: inputs of it, where its caller can give it more of them, else
+"""Turn the constants of codecs into inputs of the graph if its caller can pass more, else into
 buffers of its module."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from commpass.codecs.operators import CONSTANT
 from commpass.passes.fx.erase import erase
 
 INPUT = "commpass_constant"
-"""The beginning of the names of inputs and buffers that hold constants."""
+"""The name prefix of inputs and buffers that hold constants."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,17 @@ class ConstantInput:
     fake: Tensor
 
     def tensor(self) -> Tensor:
-        """Its values: one tensor for all graphs of the process, which nobody changes."""
+        """Return its values: one read-only tensor for all graphs of the process."""
         return constants.on_device(self.name, self.device)
 
 
 def lift_constants(
     gm: fx.GraphModule, *, as_inputs: bool, before: Sequence[ConstantInput] = ()
 ) -> tuple[ConstantInput, ...]:
-    """Puts an input, or a buffer, in the place of all nodes that name the same constant; returns
-    the inputs, those there were ``before`` first, in order. Graphs inside of the graph keep the
-    operator."""
+    """Replace all nodes that name the same constant by one input or buffer.
+
+    Return the inputs in order, after those that existed ``before``. Sub-graphs keep the operator.
+    """
     graph, made = gm.graph, [*before]
     added = graph.find_nodes(op="placeholder")[-len(before) :] if before else []
     held = {(each.name, str(each.device)): node for each, node in zip(before, added, strict=True)}
@@ -55,8 +56,10 @@ def lift_constants(
 
 
 def _add(gm: fx.GraphModule, name: str, device: str, number: int, as_input: bool) -> fx.Node:
-    """A node that holds a constant: the last input, or a buffer, whose name says what it holds: a
-    graph may come here again."""
+    """Add a node that holds a constant: the last input, or a buffer.
+
+    The buffer's name identifies the constant, because a graph may run through the passes again.
+    """
     graph = gm.graph
     placeholders = graph.find_nodes(op="placeholder")
     first = next(iter(graph.nodes))

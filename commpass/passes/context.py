@@ -1,4 +1,4 @@
-"""A graph on its way through the passes, and where it ends."""
+"""The state that passes hand on (PassContext) and the result of a pipeline run (PassResult)."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ from commpass.policy import Policy
 
 @dataclass(frozen=True, kw_only=True)
 class PassContext:
-    """A graph on its way: what goes in, and what the passes have found and chosen so far.
-    ``stateless`` and ``weights`` say which of its collectives may keep state, as in ``discover``;
-    ``unsupported_reason`` says why none of its collectives may be changed, whatever the policy
-    says, and ``excluded`` why single sites are left alone, by the names that they have in the plan;
-    ``kernels`` whether Inductor compiles it, which can then compile what sites share as well.
-    ``adds_inputs`` says that whoever calls the graph can give it more inputs. ``operators`` says
-    that whoever compiles the graph lets operators of our own stay in it. ``hook`` says that it is
-    the one exchange of a hook, which has many graphs like it. ``hidden`` says of sites that were
-    compiled before whether they are hidden behind what is computed, and ``hides`` whether others
-    may be found to be so: only where ranks agree on it. ``densities`` are those that were agreed on
-    before, of gradients that are selected from. ``own`` says whether rules may look for what this
-    rank alone uses, likewise. ``given`` has what compressed sites encode, by name; ``sampled`` says
-    of compressed sites, by name, why their real error is not measured; "" where it is."""
+    """The input of the passes, and what they have found and chosen so far.
+
+    - ``stateless`` and ``weights``: which collectives may keep state, as in ``discover``.
+    - ``obstacle``: why no collective may be changed, whatever the policy says, or None.
+    - ``excluded``: why single sites stay uncompressed, by their names in the plan.
+    - ``kernels``: whether Inductor compiles the graph. It can then compile code that sites share.
+    - ``adds_inputs``: whether the caller of the graph can pass additional inputs.
+    - ``operators``: whether the inner compiler accepts operators of commpass in the graph.
+    - ``hook``: whether the graph is the single exchange of a hook, which has many similar graphs.
+    - ``hidden``: for sites compiled earlier, whether computation overlaps them.
+    - ``hides``: whether other sites may be found overlapped. Requires that the ranks agree on it.
+    - ``densities``: agreed densities of gradients that are selected from.
+    - ``own``: whether rules may look for what only this rank uses. Requires agreement as well.
+    - ``given``: what compressed sites encode, by name.
+    - ``sampled``: why the real error of a compressed site is not measured, by name; "" if it is.
+    """
 
     gm: fx.GraphModule
     direction: str
@@ -76,13 +79,17 @@ class PassContext:
 
 @dataclass
 class PassResult:
-    """A graph at the end of the road. ``plan.fallback`` is set where the graph is the untouched
-    one, and says why. ``options`` has what might have been chosen, by the name of the site, and
-    ``state``, then ``constants`` what it takes as its last inputs; ``pinned`` says that its order
-    must be kept, and ``limits`` for which sizes it is right; ``sampled`` and ``densities`` are the
-    road's. ``failed``
-    says of the sites because of which a pass failed why, and ``excluded`` of those that the plan
-    leaves alone for that, or because the caller said so."""
+    """The result of the passes.
+
+    - ``plan``: its ``fallback`` is set, with the reason, if the graph is the untouched one.
+    - ``options``: the candidates of each site, by name.
+    - ``state``, then ``constants``: the graph's last inputs.
+    - ``pinned``: whether the order of the graph must be kept.
+    - ``limits``: the sizes for which the graph is valid.
+    - ``sampled`` and ``densities``: as in the context.
+    - ``failed``: the errors of sites that made a pass fail, by name.
+    - ``excluded``: why sites were excluded, for such an error or at the caller's request.
+    """
 
     plan: Plan
     found: tuple[GraphSite, ...] = ()
@@ -101,11 +108,11 @@ class PassResult:
     excluded: Mapping[str, str] = field(default_factory=dict)
 
     def copies(self) -> dict[fx.GraphModule, fx.Graph]:
-        """The untouched graphs once more."""
+        """Copy the untouched graphs."""
         return {module: copied(graph) for module, graph in self.untouched.items()}
 
     def restore(self, why: str) -> None:
-        """Puts the untouched graph back (law 7), because of ``why``."""
+        """Restore the untouched graph (law 7). ``why`` becomes the plan's fallback reason."""
         for module, graph in self.untouched.items():
             module.graph = graph
             module.recompile()
@@ -117,8 +124,8 @@ class PassResult:
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy in which new nodes get the names that they would get in the graph itself: plans name
-    their sites by them."""
+    """Copy a graph so that new nodes get the same names as in the original. Plans refer to sites by
+    these names."""
     made = copy.deepcopy(graph)
     names, known = made._graph_namespace, graph._graph_namespace
     names._used_names |= known._used_names

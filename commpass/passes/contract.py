@@ -1,9 +1,9 @@
-"""What passes promise each other, and the checks of it.
+"""Contracts between passes, and their checks.
 
-A *fact* is something that holds of a graph on its road. A pass says which facts it requires, which
-it provides, and whether it mutates the graph: one that mutates makes an end of the facts about the
-graph that it does not provide itself. ``check_order`` shows that a list of passes fits together
-without any graph; ``Contracts`` looks at a real one after each pass.
+A *fact* is a property of a graph between passes. A pass declares which facts it requires, which it
+provides, and whether it mutates the graph. A mutating pass invalidates the facts about the graph
+that it does not provide itself. ``check_order`` verifies a list of passes without a graph;
+``Contracts`` checks a real graph after each pass.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from commpass.passes.fx.marks import MARK
 from commpass.passes.fx.parse import graph_modules, parse
 
 PHASES = ("graph", "post-grad")
-"""When passes run: on the graphs of AOTAutograd; on those that Inductor is about to schedule."""
+"""When passes run: on AOTAutograd's graphs, or on the graphs that Inductor is about to schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """A pass by name: a function from one stage of the road to the next. ``requires`` and
-    ``provides`` name facts; the road ends where a ``needed`` pass is left out."""
+    """A named pass: a function from one context to the next.
+
+    ``requires`` and ``provides`` name facts. If a ``needed`` pass is skipped, the pipeline stops.
+    """
 
     name: str
     run: Callable[[PassContext], PassContext]
@@ -39,8 +41,8 @@ class Pass:
 
 
 def check_order(passes: Iterable[Pass]) -> None:
-    """Raises VerifyError where a pass requires a fact that does not hold when it runs, names one
-    that does not exist, or comes in a later phase than the next."""
+    """Raise VerifyError if a pass requires a fact that does not hold when it runs, names an unknown
+    fact, or follows a pass of a later phase."""
     held: set[str] = set()
     phase = 0
     for step in passes:
@@ -64,7 +66,7 @@ def check_order(passes: Iterable[Pass]) -> None:
 
 
 def _sites(context: PassContext) -> str | None:
-    """The road's sites are the graph's collectives: each once, in graph order."""
+    """The context's sites are the graph's collectives: each once, in graph order."""
     known = [(each.call.node, each.position) for each in context.found]
     there = [
         (node, position)
@@ -77,7 +79,7 @@ def _sites(context: PassContext) -> str | None:
 
 
 def _options(context: PassContext) -> str | None:
-    """Each site has options, of which the first leaves it alone."""
+    """Each site has options, of which the first is uncompressed."""
     if len(context.options) != len(context.found):
         return f"{len(context.found)} sites have {len(context.options)} options"
     wrong = [
@@ -89,7 +91,7 @@ def _options(context: PassContext) -> str | None:
 
 
 def _plan(context: PassContext) -> str | None:
-    """Each site has one chosen candidate, which nobody refuses, and a reason."""
+    """Each site has one chosen candidate that is not refused, and a reason."""
     names = [site.name for site in context.sites or ()]
     if names != [found.site.name for found in context.found]:
         return "the plan is not about these sites"
@@ -98,8 +100,8 @@ def _plan(context: PassContext) -> str | None:
 
 
 def _coded(context: PassContext) -> str | None:
-    """Compressed collectives are gone; what stands for them has marks that name their sites, and
-    every coded operator has one."""
+    """No compressed collective remains. Its replacement has marks that name its site, and every
+    codec operator has a mark."""
     compressed = {site.name for site in context.sites or () if site.compressed}
     nodes = [node for _, module in graph_modules(context.gm) for node in module.graph.nodes]
     marked = [node for node in nodes if MARK in node.meta]
@@ -113,7 +115,7 @@ def _coded(context: PassContext) -> str | None:
 
 
 def _plain(context: PassContext) -> str | None:
-    """No coded operator is left."""
+    """No codec operator remains."""
     left = [n for _, module in graph_modules(context.gm) for n in _operators(module.graph.nodes)]
     return f"coded operator {left[0].name} is left" if left else None
 
@@ -129,9 +131,9 @@ FACTS: dict[str, Callable[[PassContext], str | None]] = {
     "coded": _coded,
     "plain": _plain,
 }
-"""Fact to what says why it does not hold, or None where it does."""
+"""Maps a fact to a function that returns why it does not hold, or None if it holds."""
 OF_GRAPH = {"sites", "coded", "plain"}
-"""The facts that are about the nodes of the graph."""
+"""The facts about the nodes of the graph."""
 
 
 # --- one graph ------------------------------------------------------------------------------------
@@ -144,13 +146,13 @@ class Contracts:
     before: list[Any] = field(default_factory=list)
 
     def start(self, step: Pass, context: PassContext) -> None:
-        """What there is before a pass. Raises VerifyError where a fact does not hold that it
-        requires."""
+        """Check and record the state before a pass. Raise VerifyError if a required fact does not
+        hold."""
         self._check(step, step.requires, context, "requires")
         self.before = [] if step.mutates else _nodes(context.gm)
 
     def end(self, step: Pass, context: PassContext) -> None:
-        """What there is after it. Raises VerifyError where the pass did not do what it says."""
+        """Check the state after a pass. Raise VerifyError if the pass broke its contract."""
         if not step.mutates and _nodes(context.gm) != self.before:
             raise VerifyError(f"pass {step.name!r} changed the graph, but says that it does not")
         if step.mutates:
@@ -165,7 +167,7 @@ class Contracts:
 
 
 def _nodes(gm: fx.GraphModule) -> list[Any]:
-    """All nodes of a graph with what they take, in order."""
+    """Return all nodes of a graph with their arguments, in order."""
     return [
         (node, node.target, node.args, node.kwargs)
         for _, module in graph_modules(gm)

@@ -1,14 +1,15 @@
-"""densities: how much is sent of each gradient that is selected from (SSFusion, section IV.B).
+"""densities: how much of each selected gradient is sent (SSFusion, section IV.B).
 
 needs: the sites of a graph, each with what it is allowed.
-gives: what those that may be selected from are allowed now. Of each fusion the smallest are sent
-whole, until the exchange of the fusion before takes as long as backward and selection of this one
-(equation 2). The others are thinned, so that as many entries are sent as the codec's density says.
+gives: what sites with a selecting codec are now allowed. In each fusion the smallest gradients are
+sent whole, up to the limit of equation 2: the previous fusion's exchange takes as long as backward
+and selection of this one. The others are sparsified, so that the total number of sent entries
+matches the codec's density.
 changes: nothing in the graph.
 
-What backward takes depends on a batch that may be the rank's own. So it counts only where ranks
-compare what they decide (``timed``); elsewhere it counts as nothing, equation 2 holds earlier, and
-fewer are sent whole.
+The time of backward depends on a batch that may differ per rank. It counts only if ranks compare
+their decisions (``timed``). Otherwise it counts as zero, equation 2 holds earlier, and fewer
+gradients are sent whole.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from commpass.passes.hidden import facts_of
 from commpass.policy import Policy
 
 WHOLE = 1.0
-"""The density of what is sent whole."""
+"""The density of a gradient that is sent whole."""
 EQUATION_2 = "sent whole: its selection would outlast the exchange before (SSFusion, equation 2)"
 NO_SMALLER = "sent whole: its codes would be no smaller"
 AGREED = "sent whole, as was agreed on before"
 
 Densities = Mapping[tuple[Any, ...], float]
-"""By ``hidden.facts_of`` a site, and which of several such it is: the share of its entries that is
-sent."""
+"""The share of its entries that a site sends, by ``hidden.facts_of`` the site and its number among
+equal sites."""
 
 
 @dataclass(frozen=True)
 class Thinned:
-    """What was decided: ``densities`` of the sites, and the names of the process ``groups`` in
-    which that depends on what this rank computes."""
+    """The decided ``densities`` of sites, and the names of the process ``groups`` in which they
+    depend on this rank's computation."""
 
     densities: dict[tuple[Any, ...], float] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
@@ -67,8 +68,11 @@ def thin(
     *,
     timed: bool = False,
 ) -> Thinned:
-    """Notes at the collectives of a graph what they are allowed now. What is ``known`` of all sites
-    of a kind from before stays so. ``timed``: what this rank computes counts."""
+    """Record at the collectives of a graph what they are now allowed.
+
+    Values ``known`` from earlier for all sites of a set are kept. ``timed`` says whether this
+    rank's computation counts.
+    """
     if policy.off or not policy.selective or not policy.group_bytes:
         return Thinned()
     fused = fusions(gm, found, policy, profile, direction)
@@ -95,8 +99,8 @@ def thin(
 
 
 def _is_open(each: GraphSite, direction: str) -> bool:
-    """Whether it is open how much of a site is sent: one codec selects from it that nobody
-    forces."""
+    """Whether the density of a site is undecided: exactly one codec selects from it, and nothing
+    forces it."""
     if each.allowed.force or each.site.dynamic or each.site.group_size == 1:
         return False
     if each.call.form != "plain" or each.site.obstacle is not None or runs_again(each, direction):
@@ -110,7 +114,7 @@ def _lossy(each: GraphSite) -> list[SparseCodec]:
 
 
 def _by_density(sites: Iterable[GraphSite]) -> list[list[GraphSite]]:
-    """Sites that share one density, in graph order."""
+    """Group the sites that share one density, in graph order."""
     found: dict[Any, list[GraphSite]] = defaultdict(list)
     for each in sites:
         found[each.site.group, each.site.dtype, each.allowed.terms].append(each)
@@ -118,8 +122,8 @@ def _by_density(sites: Iterable[GraphSite]) -> list[list[GraphSite]]:
 
 
 def _runs(sites: Sequence[GraphSite], sets: Sequence[Sequence[Member]]) -> list[list[int]]:
-    """Sites by number as they travel: those of a fusion together, in the order in which exchanges
-    start."""
+    """Return site numbers by exchange, in the order in which exchanges start. The sites of a fusion
+    form one list."""
     number = {each.call.node: n for n, each in enumerate(sites)}
     together = [[number[m.start] for m in members if m.start in number] for members in sets]
     runs = [run for run in together if run]
@@ -133,7 +137,7 @@ def _densities(
     profile: Profile,
     clock: Mapping[fx.Node, float] | None,
 ) -> list[tuple[float, str]]:
-    """The density of each site, and for those that are sent whole why."""
+    """Return the density of each site, with the reason if it is sent whole."""
     first = sites[0].site
     (coder,), dtype = _lossy(sites[0]), getattr(torch, first.dtype)
     target, bound = coder.density.ratio, min(BOUND, coder.density.ratio)
@@ -168,7 +172,8 @@ def _densities(
 def _coding_us(
     coder: SparseCodec, numel: int, sites: Sequence[GraphSite], profile: Profile
 ) -> tuple[float, float]:
-    """What it takes to select from so many values, and all else that is computed for them."""
+    """Return the microseconds to select from ``numel`` values, and those of all other computation
+    for them."""
     site = next(each.site for each in sites if payload_of(each.site).numel == numel)
     task = prices_of(site, profile).task
     stages = read_stages(site.kind, "sparse", coder.spec, payload_of(site), request(site))
@@ -179,7 +184,7 @@ def _coding_us(
 
 
 def _clock(graph: fx.Graph, profile: Profile) -> dict[fx.Node, float]:
-    """How many microseconds a rank computes before it comes to each node."""
+    """Return how many microseconds a rank computes before it reaches each node."""
 
     def us(node: fx.Node) -> float:
         exchanged = parse(node) is not None or is_wait(node)
@@ -190,7 +195,7 @@ def _clock(graph: fx.Graph, profile: Profile) -> dict[fx.Node, float]:
 
 
 def _note(each: GraphSite, density: float, why: str) -> None:
-    """Notes what a site is allowed now."""
+    """Record what a site is now allowed."""
     if density == WHOLE:
         allowed = each.allowed.without_lossy(why)
     else:

@@ -1,8 +1,8 @@
 """discover: graph -> sites.
 
 needs: a graph of aten operators and functional collectives, with fake values in ``meta["val"]``.
-gives: a ``GraphSite`` for every tensor that a collective carries, in graph order, sub-graphs
-included.
+gives: a ``GraphSite`` for every tensor that a collective carries, in graph order, including
+sub-graphs.
 changes: nothing.
 """
 
@@ -75,8 +75,8 @@ SEE_THROUGH = (
     "wait_tensor",
     "wait_tensors",
 )
-"""Operators between a collective and the matmul that feeds it, or what consumes it, that change no
-value (but its dtype)."""
+"""Operators between a collective and its producing matmul, or its consumers, that change no value
+except its dtype."""
 
 
 SYMBOLIC = "its size is symbolic: compile with dynamic=False"
@@ -86,9 +86,12 @@ AGAIN = "it runs again what forward sent, and must send the same"
 
 @dataclass(frozen=True)
 class GraphSite:
-    """A site with its place in the graph, and what the policy allows it: ``outputs`` hold its
-    result after the wait; all are replaced together. ``parameters`` are the numbers, among what the
-    owner of a call has, of those that an all_gather is of, if it may keep a reference."""
+    """A site with its place in the graph and what the policy allows it.
+
+    ``outputs`` hold its result after the wait; all are replaced together. ``parameters`` are the
+    numbers of the parameters that an all_gather collects, if it may keep a reference. They index
+    what the owner of a call has.
+    """
 
     site: Site
     module: fx.GraphModule
@@ -100,8 +103,8 @@ class GraphSite:
 
     @property
     def input(self) -> fx.Node:
-        """What the collective takes now: the result of another site, say, that has been replaced
-        since it was found."""
+        """The collective's current input. It may have changed since discovery, for example if
+        another site was replaced."""
         return self.current_call.inputs[self.position]
 
     @property
@@ -117,11 +120,13 @@ def discover(
     stateless: str | None = NOBODY,
     weights: Weights = UNKNOWN,
 ) -> list[GraphSite]:
-    """Every site of a graph and its sub-graphs, whatever form its collective takes. ``stateless``
-    says why what was not sent cannot be kept, and ``weights`` which gathers may keep a reference.
-    A collective that a backward graph recomputes is a forward site."""
+    """Return every site of a graph and its sub-graphs, in any form of collective.
+
+    ``stateless`` says why state of unsent values cannot be kept, and ``weights`` which gathers may
+    keep a reference. A collective that a backward graph recomputes is a forward site.
+    """
     found: list[GraphSite] = []
-    labels_of = functools.cache(groups.labels_of)  # the meshes are looked for once
+    labels_of = functools.cache(groups.labels_of)  # looks the meshes up once
     for prefix, module in graph_modules(gm):
         order = {node: index for index, node in enumerate(module.graph.nodes)}
         reached = gradients(module.graph) if direction == "backward" else set()
@@ -141,7 +146,8 @@ def discover(
 
 
 def _with_parameters(found: GraphSite, weights: Weights, recomputed: bool) -> GraphSite:
-    """An all_gather with the parameters that it is of, or with why it may keep no reference."""
+    """Return an all_gather with the parameters that it collects, or with the reason why it may keep
+    no reference."""
     source = found.call.inputs[found.position]
     behind = parameters_behind(source, weights, recomputed)
     if isinstance(behind, str):
@@ -162,9 +168,7 @@ def _found(
 ) -> GraphSite:
     source, value = call.inputs[position], value_of(call, position)
     held, early = waited(value) if value is not None else ([], [])
-    if (
-        held and call.kind_at(position) == "recv"
-    ):  # its buffer, which who comes after the wait may take as well
+    if held and call.kind_at(position) == "recv":  # its buffer, which later users may read as well
         early = [user for user in early if order[user] < min(map(order.__getitem__, held))]
     if call.form == "batch":
         early += [
@@ -211,7 +215,7 @@ def _found(
 
 
 def _splits(call: Call) -> tuple[tuple[int | str, ...], tuple[int | str, ...]] | None:
-    """An all-to-all's splits with symbolic ones as text."""
+    """Return an all_to_all's splits, with symbolic ones as text."""
     if call.splits is None:
         return None
     sent, received = (
@@ -221,7 +225,7 @@ def _splits(call: Call) -> tuple[tuple[int | str, ...], tuple[int | str, ...]] |
 
 
 def _fixed(fake: torch.Tensor | None) -> str | None:
-    """Why a graph can hold no sizes that depend on values."""
+    """Return why a graph cannot hold value-dependent sizes, else None."""
     mode = getattr(fake, "fake_mode", None)
     return "its fake values have no ShapeEnv" if mode and mode.shape_env is None else None
 
@@ -234,7 +238,7 @@ def _unsupported_reason(
     pinned: list[fx.Node],
     early: list[fx.Node],
 ) -> str | None:
-    """Why the form of a collective keeps it from being rewritten, whatever the policy says."""
+    """Return why the form of a collective prevents a rewrite, whatever the policy says."""
     if call.form == "autograd":
         return "its gradient would be lost: rewrite the graphs that AOTAutograd makes of it"
     if call.form == "legacy":
@@ -266,8 +270,11 @@ def _unsupported_reason(
 
 
 def _end_is_waited_for(call: Call, position: int) -> bool:
-    """Whether a send or recv is waited for, though nobody takes what a wait for several tensors
-    gives for it (torch 2.15): the rank at its other end knows nothing of that."""
+    """Whether a send or recv is waited for although nothing uses its output of a wait for several
+    tensors (torch 2.15).
+
+    The rank at the other end does not know whether the output is used.
+    """
     value = value_of(call, position)
     return bool(call.ends) and value is not None and any(is_wait(user) for user in value.users)
 
@@ -284,15 +291,15 @@ def _operator(node: fx.Node) -> str:
 
 
 def _producer(node: fx.Node) -> str | None:
-    """The name of the matmul that makes a collective's input, seen through views and casts."""
+    """Return the name of the matmul that produces a collective's input, through views and casts."""
     while _operator(node) in SEE_THROUGH and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.name if _operator(node) in MATMULS else None
 
 
 def _consumers(values: list[fx.Node], limit: int = 4) -> list[str]:
-    """The names of the first nodes that do something with a collective's result, seen through views
-    and casts."""
+    """Return the names of the first nodes that use a collective's result, through views and
+    casts."""
     names: dict[str, None] = {}
     queue = list(values)
     while queue and len(names) < limit:

@@ -1,5 +1,5 @@
-"""Into how many chunks or micro-shards a site is divided: as it is asked for, or as the cost model
-finds worth it where nobody asks."""
+"""How many chunks or micro-shards a site is divided into: as requested, or as the cost model
+predicts a gain."""
 
 from __future__ import annotations
 
@@ -24,31 +24,37 @@ from commpass.plan.stage import NEXT, Stage
 from commpass.policy.rules import Allowed
 
 SURE = 0.01
-"""By what share of the time more chunks, or micro-shards, must be faster than fewer."""
+"""How much faster more chunks or micro-shards must be than fewer, as a share of the time."""
 CHUNKS = (2, 4, 8)
-"""Into how many chunks a site may be divided where nobody names a number: more take longer, since
-a rank is busy with every message (benchmarks/network/reduces.py)."""
+"""Chunk counts that are tried without a request. More take longer, because a rank is busy with
+every message (benchmarks/network/reduces.py)."""
 MORE_CHUNKS = (16, 32)
-"""And into how many where a rank is not: a stream of the GPU carries exchanges out."""
+"""Further chunk counts where the rank is not busy with messages: a GPU stream runs the
+exchanges."""
 LEAST_BYTES = 2 << 20
-"""Bytes of a tensor's values that are worth an exchange of their own."""
+"""Minimum bytes of values that justify an exchange of their own."""
 LEAST_OF_MANY = 16 << 20
-"""As ``LEAST_BYTES``, of ``MORE_CHUNKS``: each takes as long to plan as it has operators."""
+"""As ``LEAST_BYTES``, for ``MORE_CHUNKS``: planning time grows with the number of operators."""
 FEW_HOPS = ("one_shot", "two_shot", "direct")
 """Algorithms whose chunks are few messages."""
 SLOW = 10.0
-"""How many times longer than its coding a message of a ring's must take on the link for chunks to
-gain: between its hops the rank takes turns (4 ranks on 2 cores: int8 gains 3 % at 0.1 Gbit/s, and
-loses a fourth at 1, where it takes 9 times as long; benchmarks/network/reduces.py)."""
+"""How many times longer than its coding a ring message must take on the link for chunks to gain.
+
+The rank alternates between the hops of chunks. Measured with 4 ranks on 2 cores: int8 gains 3 % at
+0.1 Gbit/s. At 1 Gbit/s, where a message takes 9 times as long as its coding, it loses a fourth
+(benchmarks/network/reduces.py).
+"""
 
 
 def divided(
     undivided: Algorithm, site: Site, allowed: Allowed, coder: Codec, profile: Profile
 ) -> Iterator[Algorithm]:
-    """An algorithm with every number of chunks that is allowed; one where it has none, where it was
-    named with its own, and where chunks would be small or of sizes that are not fixed. The model
-    knows what they gain where exchanges go as messages, or in a stream of the GPU's own, so it is
-    those that it divides unasked."""
+    """Yield an algorithm with every allowed number of chunks.
+
+    Yield it undivided if it has no chunks, if it was named with its own, or if chunks would be
+    small or of symbolic sizes. Without a request, only exchanges as messages and exchanges in a GPU
+    stream are divided, because the model knows their gain.
+    """
     unsure = is_unsure(site) or coder.dynamic
     if each := chunk_bytes_of(undivided.spec):
         chunks = 1 if is_unsure(site) else chunks_for(site.bytes, each)
@@ -67,8 +73,11 @@ def divided(
 
 
 def _numbers(site: Site) -> tuple[int, ...]:
-    """Into how many parts a site may be divided unasked, each worth an exchange of its own: none
-    where exchanges that are in the air together are not known to gain."""
+    """Return the chunk counts to try without a request, each chunk large enough for its own
+    exchange.
+
+    Return none if concurrent exchanges are not known to gain.
+    """
     if not site.by_messages and site.device == "cpu":
         return ()
     more = () if site.by_messages else MORE_CHUNKS
@@ -77,14 +86,14 @@ def _numbers(site: Site) -> tuple[int, ...]:
 
 
 def is_unsure(site: Site) -> bool:
-    """Whether other ranks may hold other sizes, or other graphs."""
+    """Whether other ranks may hold other sizes or other graphs."""
     return site.splits is not None or site.dynamic
 
 
 def _is_slow_ring(
     undivided: Algorithm, chunks: int, site: Site, coder: Codec, profile: Profile
 ) -> bool:
-    """Whether each message of a ring in chunks travels for long against what it takes to code."""
+    """Whether each message of a chunked ring travels long compared with its coding."""
     if undivided.name != "ring":
         return False
     dtype = payload_of(site).dtype
@@ -105,7 +114,7 @@ def _is_slow_ring(
 
 
 def undivided_reason(undivided: Algorithm, site: Site) -> str | None:
-    """Why an algorithm is not divided, whoever asks for it."""
+    """Return why an algorithm is not divided even on request, else None."""
     if not divides(site.kind, undivided.name):
         return f"{site.kind} by {undivided.name} is sent whole"
     if each := chunk_bytes_of(undivided.spec):
@@ -116,7 +125,7 @@ def undivided_reason(undivided: Algorithm, site: Site) -> str | None:
 
 
 def unapplied_note(undivided: Algorithm, site: Site, allowed: Allowed) -> str:
-    """What a reason says of chunks that a word asks for in vain."""
+    """Return the note for a request of chunks that does not apply, else ""."""
     if chunk_bytes_of(undivided.spec) and is_unsure(site):
         return f"chunk_bytes={chunk_bytes_of(undivided.spec)} does not apply: sizes are not fixed"
     if allowed.chunks in (None, undivided.chunks) or not (why := undivided_reason(undivided, site)):
@@ -125,8 +134,11 @@ def unapplied_note(undivided: Algorithm, site: Site, allowed: Allowed) -> str:
 
 
 def is_surely_faster(parts: Candidate, one: Candidate, site: Site, profile: Profile) -> bool:
-    """Whether chunks that nobody asked for are faster than ``one``, which is sent whole, even if
-    that is encoded by the kernel that makes its values: on a GPU a matmul may."""
+    """Whether unrequested chunks are faster than ``one``, the undivided candidate.
+
+    They must be faster even if the kernel that produces the values encodes ``one`` for free, as a
+    GPU matmul may.
+    """
     if site.device == "cpu" or one.refused or parts.refused:
         return True
     return parts.predicted_us < one.predicted_us - _free_us(one, site, profile)
@@ -135,11 +147,14 @@ def is_surely_faster(parts: Candidate, one: Candidate, site: Site, profile: Prof
 def no_more_gain(
     candidates: Sequence[Candidate], site: Site, profile: Profile, minimum: float
 ) -> bool:
-    """Whether more parts than the last of ``candidates`` has, each of which has more than the one
-    before, would be chosen by nobody on a GPU. Where the last is no faster than the one before,
-    more take longer still: what overlaps shrinks, and start-ups add up. And none ends before all
-    that it computes, or sends, is done one after the other: that must be less than ``minimum``
-    microseconds. On a CPU all are scored, since a rank takes turns between its messages."""
+    """Whether no candidate with more parts can be chosen on a GPU.
+
+    ``candidates`` have increasing numbers of parts. If the last one is no faster than the one
+    before, more parts take longer still: overlap shrinks, and start-ups add up. A candidate also
+    takes at least as long as all its computation, or all its transfers, in sequence. This must be
+    less than ``minimum`` microseconds. On a CPU all are scored, since a rank alternates between its
+    messages.
+    """
     if site.device == "cpu" or any(each.refused for each in candidates):
         return False
     if len(candidates) > 1 and candidates[-1].predicted_us >= candidates[-2].predicted_us:
@@ -151,7 +166,7 @@ def no_more_gain(
 
 
 def _free_us(one: Candidate, site: Site, profile: Profile) -> float:
-    """How long what is sent whole is encoded at first, where that may cost nothing."""
+    """Return how long the first encode of an undivided candidate takes, if it may cost nothing."""
     if site.device == "cpu":
         return 0.0
     task = prices_of(site, profile).task
@@ -168,11 +183,13 @@ def in_shards(
     minimum: float,
     score: Callable[[Algorithm], Candidate],
 ) -> Iterator[Candidate]:
-    """An algorithm in micro-shards, if that takes less than ``minimum`` microseconds: in as few as
-    are hardly slower. Only what is decoded hides behind what arrives, so there is nothing to gain
-    where ``one``, which has none, would take longer even without that. It is for what is not
-    divided into chunks: those hide what is encoded as well, by one message less a hop. What is to
-    be summed counts as written and read once more: no kernel decodes and sums what comes in parts.
+    """Yield an algorithm in micro-shards if it takes less than ``minimum`` microseconds, in the
+    fewest that are not significantly slower.
+
+    Micro-shards overlap only decodes with arriving data. They gain nothing if ``one``, which has
+    none, would exceed ``minimum`` even without its decodes. They serve algorithms without chunks;
+    chunks also overlap encodes, with one message less per hop. Values to be summed count as written
+    and read once more, because no kernel decodes and sums data that comes in parts.
     """
     task = prices_of(site, profile).task
     decodes = [stage for stage in one.stages if stage.role == "decode"]
@@ -186,7 +203,7 @@ def in_shards(
     if not has_shards(site.kind, undivided.name):
         return
     if site.by_messages and site.kind == "broadcast":
-        return  # gloo's own exchanges, of which small ones must not be in the air together
+        return  # gloo's own exchanges; small ones must not be in flight together
     made = []
     for shards in _numbers(site):
         turns = site.by_messages and undivided.name not in FEW_HOPS
@@ -201,12 +218,12 @@ def in_shards(
 
 
 def payload_of(site: Site) -> Payload:
-    """The tensor that a rank hands over."""
+    """Return the payload that a rank hands to the collective."""
     dtype = getattr(torch, site.dtype)
     return Payload(max(site.bytes, 0) // dtype.itemsize, site.width, dtype)
 
 
 def prices_of(site: Site, profile: Profile) -> Prices:
-    """What anything costs in the group of a site."""
+    """Return the prices in the group of a site."""
     labels = (site.group_label, *site.group_labels)
     return prices(profile, site.group_size, labels, site.global_ranks)

@@ -1,4 +1,4 @@
-"""Failures that belong to single sites: the passes run once more without those."""
+"""Failures of single sites. The passes run again without these sites."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from commpass.errors import CommpassError
 
 
 class SiteFailure(CommpassError):
-    """A pass could not carry out some sites: ``errors`` has the error of each, by its name."""
+    """A pass could not carry out some sites. ``errors`` maps their names to the errors."""
 
     def __init__(self, errors: dict[str, Exception]):
         super().__init__("; ".join(f"{name}: {error}" for name, error in errors.items()))
@@ -29,7 +29,7 @@ class SiteErrors:
 
     @contextmanager
     def of(self, *sites: str) -> Iterator[None]:
-        """Keeps an error as that of these sites. Without any, it is raised."""
+        """Record an error as one of these sites. Raise it if no site is given."""
         try:
             yield
         except Exception as error:
@@ -41,9 +41,11 @@ class SiteErrors:
 
 @contextmanager
 def site_errors() -> Iterator[SiteErrors]:
-    """Collects the errors of sites, so that one round finds all of them. Raises SiteFailure at the
-    end where there are any. An error of no site is raised as it is, unless it may follow from those
-    of sites."""
+    """Collect the errors of sites, so that one round finds all of them.
+
+    Raises SiteFailure at the end if there are any. An error of no site is raised unchanged, unless
+    errors of sites were found, which may have caused it.
+    """
     found = SiteErrors()
     try:
         yield found

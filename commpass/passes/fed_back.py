@@ -1,9 +1,10 @@
-"""fed_back: whether what a site gives takes the place, in an input of the graph, of what it was
-made of: weights that each rank updates a part of, and that are gathered in place.
+"""fed_back: whether a site's result overwrites the graph input that it was computed from.
+
+This happens if each rank updates a part of the weights, and the parts are gathered in place.
 
 needs: a graph of aten operators with sites.
-gives: why a codec that loses bits is not for a site.
-changes: nothing. Two walks from one site, by facts that all ranks share.
+gives: why a lossy codec is not allowed at a site.
+changes: nothing. Walks the graph twice from one site, using only facts that all ranks share.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from commpass.passes.fx.parse import is_wait, parse
 from commpass.passes.provenance.walk import inputs, is_number, name_of, tensors
 
 UPDATES = ("add", "sub", "rsub", "lerp", "addcmul", "addcdiv", "fma")
-"""Operators that change a tensor a little, value by value."""
+"""Operators that change a tensor slightly, elementwise."""
 ADDED_TO = ("addmm", "addmv", "addbmm", "baddbmm", "addr", "index_add", "scatter_add", "index_put")
-"""Those that change their first tensor so."""
+"""Operators that change their first tensor in this way."""
 SCALED = ("mul", "div", "where", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "neg")
-"""Those that scale or choose values, and leave small changes of them what they are."""
+"""Operators that scale or select values. Small changes of the input remain small changes."""
 WEIGHING = ("mul", "div", "lerp", "fma", "where", "constant_pad_nd")
-"""Of all these, what may make a sum over ranks no larger than what each of them has."""
+"""Those of all these operators that may turn a sum over ranks into an average."""
 JOINED = ("cat", "stack", "constant_pad_nd")
 PUT = (
     "slice_scatter",
@@ -37,16 +38,17 @@ PUT = (
     "diagonal_scatter",
     "slice_backward",
 )
-"""What puts one tensor beside others, or into another."""
+"""Operators that concatenate tensors or insert one into another."""
 CONSTANTS = ("full", "full_like", "new_full", "zeros", "zeros_like", "new_zeros", "empty")
 COPIES = ("all_gather", "broadcast")
-"""Kinds whose results may have been changed by somebody else, outside of the graph."""
+"""Kinds whose results may have been changed outside of the graph."""
 SUMS = ("all_reduce", "reduce_scatter")
 FOREACH = "_foreach_"
 
 
 class Updated(Enum):
-    """Whether what a site carries was changed since it was the input that it takes the place of."""
+    """Whether a site's input was changed since it was the graph input that the result
+    overwrites."""
 
     NO = 0
     MAYBE = 1
@@ -55,8 +57,11 @@ class Updated(Enum):
 
 @dataclass(frozen=True)
 class Reached:
-    """A tensor that a site's values were made of. ``summed`` says that a sum over ranks lies
-    between, and ``weighed`` that something does that makes an average of that."""
+    """A tensor that a site's values were computed from.
+
+    ``summed`` says that a sum over ranks lies in between, ``weighed`` that an operator may turn it
+    into an average.
+    """
 
     node: fx.Node
     updated: Updated
@@ -66,8 +71,11 @@ class Reached:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor that a node's values were made of, one by one, by an operator of that ``name``; of a
-    collective, ``reduce_op`` says how ranks were put together."""
+    """A tensor that a node's values were computed from elementwise, by an operator of that
+    ``name``.
+
+    For a collective, ``reduce_op`` says how it combines the ranks.
+    """
 
     node: fx.Node
     name: str
@@ -76,12 +84,14 @@ class Source:
 
 
 def fed_back_reason(site: GraphSite) -> str | None:
-    """Why what is lost at a site is lost for good: the next call begins with the decoded values,
-    and changes smaller than what a code can tell apart never add up.
+    """Return why a loss at a site would be permanent, else None.
 
-    A sum in place of what was not updated here is one of gradients, say, which its caller fills
-    anew. So is a sum that nothing weighs, in place of what was added to here: it would grow with
-    each call by as much as there are ranks.
+    The next call starts from the decoded values, so changes smaller than the codec's resolution
+    would never accumulate.
+
+    Two cases are excluded. A sum that overwrites an input which was not updated here is, for
+    example, a sum of gradients that the caller recomputes. An unweighted sum that overwrites an
+    input which was added to here would grow with each call by a factor of the group size.
     """
     kept = _overwritten(site)
     if not kept or not isinstance(site.input, fx.Node):
@@ -104,19 +114,19 @@ def fed_back_reason(site: GraphSite) -> str | None:
 
 
 def _before(reached: Reached, source: Source) -> Reached:
-    """What a node was made of, on the way back from a site."""
+    """Return a source of a node, with what was found on the way back from the site."""
     updated, reduced = reached.updated, source.reduce_op is not None
     if source.name in (*UPDATES, *ADDED_TO):
         updated = Updated.YES
     elif reduced and updated is Updated.MAYBE:
-        updated = Updated.NO  # parts of a sum: of gradients, as far as this graph tells
+        updated = Updated.NO  # parts of a sum: gradients, as far as this graph shows
     summed = reached.summed or source.reduce_op == "sum"
     return Reached(source.node, updated, summed, reached.weighed or source.weighed)
 
 
 def _overwritten(site: GraphSite) -> dict[fx.Node, bool]:
-    """The inputs of the graph into which the result of a site is written, as it is or times a
-    number, and whether something on the way there weighs it."""
+    """Return the graph inputs that a site's result overwrites, unchanged or scaled by a number. The
+    value says whether an operator on the way may average."""
     found: dict[fx.Node, bool] = {}
     seen = {(output, False) for output in site.outputs}
     queue = list(seen)
@@ -139,7 +149,7 @@ def _overwritten(site: GraphSite) -> dict[fx.Node, bool]:
 
 
 def _memory(node: object) -> fx.Node | None:
-    """The input of the graph that a node is, also after it was changed in place."""
+    """Return the graph input behind a node, through in-place changes, or None."""
     while isinstance(node, fx.Node) and node.op == "call_function":
         if not str(getattr(node.target, "_opname", "")).endswith("_") or not node.args:
             return None
@@ -148,7 +158,7 @@ def _memory(node: object) -> fx.Node | None:
 
 
 def _unchanged_sources(node: fx.Node) -> Iterator[Source]:
-    """The sources of a node whose values are still what they were there, but for a number."""
+    """Yield the sources whose values the node keeps, up to a factor."""
     found = [each for each in _sources(node) if each.name not in (*UPDATES, *ADDED_TO)]
     scaled = any(each.name in ("mul", "div", "minimum", "maximum") for each in found)
     if scaled and sum(not is_number(meta.tensor(each.node)) for each in found) > 1:
@@ -161,7 +171,7 @@ def _items(node: fx.Node) -> list[fx.Node]:
 
 
 def _sources(node: fx.Node) -> list[Source]:
-    """The tensors that a node's values were made of, one by one."""
+    """Return the tensors that a node's values were computed from, elementwise."""
     if node.op != "call_function":
         return []
     if node.target is operator.getitem:
@@ -174,7 +184,7 @@ def _sources(node: fx.Node) -> list[Source]:
 
 
 def _has_rows(node: fx.Node) -> bool:
-    """Whether a node does the same with several tensors, each by itself."""
+    """Whether a node applies the same operation to several tensors independently."""
     if name_of(node).startswith(FOREACH):
         return True
     call = parse(node)
@@ -185,7 +195,7 @@ def _has_rows(node: fx.Node) -> bool:
 
 
 def _sources_of(node: fx.Node, row: int | None = None) -> list[Source]:
-    """Likewise, of one of the results of what has several ``rows``."""
+    """Return the sources of a node, or of result number ``row`` of a node with several results."""
     call = parse(node)
     if call is not None:
         if call.kind in ("send", "recv"):
@@ -210,7 +220,8 @@ def _sources_of(node: fx.Node, row: int | None = None) -> list[Source]:
 
 
 def _row(node: fx.Node, row: int | None) -> list[fx.Node]:
-    """The tensors that a node takes for one of its results: of lists those at its place."""
+    """Return the tensors that a node reads for one of its results. Lists contribute the element at
+    its index."""
     if row is None:
         return inputs(node)
     given = (*node.args, *node.kwargs.values())

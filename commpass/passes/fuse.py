@@ -1,10 +1,10 @@
-"""fuse: coded operators that one kernel can do -> one operator each.
+"""fuse: sequences of codec operators that one kernel can compute -> one operator each.
 
 needs: a rewritten graph.
-gives: the same graph, in which what a site computes between two exchanges is one operator where a
-kernel can be generated for it: encode with what leads to it, decode with the sum and the encode
-that follow, decode with what takes its values.
-changes: nothing that is computed; for each fusion that was missed the plan has the reason.
+gives: the same graph, with one operator for what a site computes between two exchanges, if a kernel
+can be generated for it. Fused are an encode with the steps before it, a decode with the sum and
+encode after it, and a decode with its consumer.
+changes: no computed value. The plan has a reason for each missed fusion.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ APART = (ops.encode_parts.default, ops.decode_parts.default)
 
 @dataclass(frozen=True)
 class Run:
-    """Nodes that follow each other, each taken by the next one alone, and the steps that they are.
-    ``others`` are what later steps take besides."""
+    """A sequence of nodes, each used only by the next one, and their steps. ``others`` are
+    additional inputs of later steps."""
 
     nodes: tuple[fx.Node, ...]
     steps: tuple[Step, ...]
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def source(self) -> fx.Node:
-        """What the first of them takes."""
+        """The input of the first node."""
         return self.nodes[0].all_input_nodes[0]
 
     @property
@@ -73,20 +73,20 @@ class Run:
 
     @property
     def numel(self) -> Any:
-        """Values in a row."""
+        """The number of values in a row."""
         coded = next(n for n in self.nodes if n.target in operators.IMPLEMENTATIONS)
         return _numel(coded)
 
 
 @dataclass
 class Fusions:
-    """What was fused at a site, and what was not and why."""
+    """What was fused at a site, and what was not, with the reasons."""
 
     done: list[str] = dataclasses.field(default_factory=list)
     missed: list[str] = dataclasses.field(default_factory=list)
 
     def with_reason(self, site: PlannedSite) -> PlannedSite:
-        """The site with what became of it in its reason."""
+        """Return the site with its fusions added to the reason."""
         reason = site.reason
         if self.done:
             reason += f"; in one kernel each: {_counted(self.done)}"
@@ -98,7 +98,7 @@ class Fusions:
 def fuse(
     gm: fx.GraphModule, plan: Sequence[PlannedSite], profile: Profile
 ) -> tuple[PlannedSite, ...]:
-    """Fuses in place; the plan with what was done. Raises SiteFailure."""
+    """Fuse in place and return the plan with what was done. Raises SiteFailure."""
     by_kernel = {site.name: site for site in plan if site.lowering == "kernel"}
     found: dict[str, Fusions] = defaultdict(Fusions)
     with site_errors() as errors:
@@ -143,7 +143,7 @@ def _fuse_site(nodes: Sequence[fx.Node], found: Fusions, profile: Profile) -> No
 
 
 def _unsupported_reason(run: Run) -> str:
-    """Why no kernel can do a run; "" if one can."""
+    """Return why no kernel can compute a run; "" if one can."""
     if not isinstance(run.numel, int) or not _is_fixed(run.source):
         return "its sizes are not fixed"
     if not _side_by_side(run.source):
@@ -152,17 +152,19 @@ def _unsupported_reason(run: Run) -> str:
 
 
 def _side_by_side(node: fx.Node) -> bool:
-    """Whether the values of each row follow each other in memory, as kernels read them."""
+    """Whether the values of each row are contiguous in memory, as kernels read them."""
     value = node.meta["val"]
     return bool(value.shape[-1] <= 1 or value.stride(-1) == 1)
 
 
-# --- finding --------------------------------------------------------------------------------------
+# --- search ---------------------------------------------------------------------------------------
 
 
 def runs(nodes: Sequence[fx.Node]) -> Iterator[Run]:
-    """The runs of a site's nodes, as long as can be, in graph order: from each decode on, and up to
-    each encode that no such run ends in."""
+    """Yield the maximal runs of a site's nodes, in graph order.
+
+    A run starts at a decode, or ends at an encode that is in no such run.
+    """
     own, used = set(nodes), set[fx.Node]()
     for node in nodes:
         if node in used or node.target not in (ops.decode.default, ops.encode.default):
@@ -203,7 +205,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _step(node: fx.Node) -> Step | None:
-    """What a node is as a step of a chain; None if it is none."""
+    """Return a node as a step of a chain, or None."""
     if node.target is ops.decode.default:
         return Decode(operators.named(str(node.args[1])), node.args[3])  # type: ignore[arg-type]
     if node.target is ops.encode.default:
@@ -224,13 +226,13 @@ def _step(node: fx.Node) -> Step | None:
 
 
 def _only_casts(node: fx.Node) -> bool:
-    """Whether a copy changes nothing but the dtype."""
+    """Whether a copy changes only the dtype."""
     said = {key for key, value in node.kwargs.items() if value is not None}
     return said <= {"dtype"} and node.meta["val"].is_floating_point()
 
 
 def with_consumer(run: Run) -> tuple[Run, str]:
-    """A run with the addition that takes its values, if one does, or itself and why not."""
+    """Return a run extended by the addition that uses its values, or the run itself and why not."""
     last = run.nodes[-1]
     if last.target is ops.encode.default:
         return run, ""
@@ -256,7 +258,7 @@ def with_consumer(run: Run) -> tuple[Run, str]:
 
 @dataclass(frozen=True)
 class Multiplied:
-    """A matmul whose result a run encodes, and nobody else takes: ``a @ b``, a bias, and nodes
+    """A matmul ``a @ b`` with an optional bias whose result only a run encodes, and the nodes in
     between."""
 
     a: fx.Node
@@ -267,8 +269,10 @@ class Multiplied:
 
 
 def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
-    """The matmul that makes what a run encodes, if one kernel should do both; else why not, where
-    there is one."""
+    """Return the matmul whose result a run encodes, if one kernel should compute both.
+
+    Otherwise return None and the reason, or "" if there is no matmul.
+    """
     nodes, activation, node = list[fx.Node](), "", run.source
     while node.target in (RELU, *MATMULS) or _is_reshape(node):
         nodes.append(node)
@@ -300,14 +304,15 @@ def with_matmul(run: Run, profile: Profile) -> tuple[Multiplied | None, str]:
 
 
 def _is_row(bias: fx.Node, b: fx.Node) -> bool:
-    """Whether a bias is one row in memory, with a value for each column of ``b``: the kernel reads
-    it so, and repeats no value."""
+    """Whether a bias is one contiguous row with a value per column of ``b``. The kernel reads it
+    so, without broadcasting."""
     value, columns = bias.meta["val"], b.meta["val"].shape[1]
     return bool(value.dim() == 1 and value.shape[0] == columns and value.is_contiguous())
 
 
 def _if_quicker(product: Multiplied, profile: Profile) -> tuple[Multiplied | None, str]:
-    """A matmul is a little slower for what follows it; an encode of its own is a kernel more."""
+    """Return the fused matmul if it is faster, else None and the times. The fusion slows the matmul
+    slightly and saves one kernel."""
     a, b = product.a.meta["val"], product.b.meta["val"]
     values = a.shape[0] * b.shape[1]
     nbytes = (a.numel() + b.numel() + values) * a.itemsize
@@ -322,7 +327,8 @@ def _if_quicker(product: Multiplied, profile: Profile) -> tuple[Multiplied | Non
 
 
 def _whole_codec(steps: Sequence[Step]) -> Codec | None:
-    """The codec of the steps before and in an encode: one that enters its domain itself."""
+    """Return the codec of an encode and the steps before it, with its transform included, or
+    None."""
     *before, last = steps
     assert isinstance(last, Encode)
     domain = None
@@ -338,7 +344,7 @@ def _whole_codec(steps: Sequence[Step]) -> Codec | None:
 
 
 def _is_reshape(node: fx.Node) -> bool:
-    """Whether a node is all values of another in another shape, in the same order."""
+    """Whether a node reshapes another without changing the order of its values."""
     if not is_view(node) or not _is_fixed(node):
         return False
     own, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
@@ -353,23 +359,23 @@ def _is_fixed(node: fx.Node) -> bool:
 
 
 def _numel(node: fx.Node) -> Any:
-    """Values in a row of what a coded operator takes or gives."""
+    """Return the number of values in a row of a codec operator's input or output."""
     if node.target is ops.decode.default:
         return node.args[2]
     return node.all_input_nodes[0].meta["val"].shape[1]
 
 
 def _counted(notes: Sequence[str]) -> str:
-    """``a, b (3 times)``."""
+    """Return ``a, b (3 times)``."""
     counts = {word: notes.count(word) for word in notes}
     return ", ".join(f"{w} ({n} times)" if n > 1 else w for w, n in counts.items())
 
 
-# --- replacing ------------------------------------------------------------------------------------
+# --- replacement ----------------------------------------------------------------------------------
 
 
 def _replace(run: Run) -> None:
-    """Puts one fused operator in the place of a run."""
+    """Replace a run by one fused operator."""
     last, graph = run.nodes[-1], run.nodes[-1].graph
     inside = set(run.nodes)
     coded = next(n for n in run.nodes if n.target in operators.IMPLEMENTATIONS)
@@ -392,7 +398,7 @@ def _replace(run: Run) -> None:
 
 
 def _replace_matmul(run: Run, product: Multiplied) -> None:
-    """Puts a matmul that encodes its own result in the place of both."""
+    """Replace a matmul and its encode by one operator."""
     last, graph = run.nodes[-1], run.nodes[-1].graph
     coded = next(n for n in run.nodes if n.target in operators.IMPLEMENTATIONS)
     given = [product.a, product.b, product.bias]

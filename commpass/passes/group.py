@@ -1,12 +1,12 @@
-"""group: small sites that do the same become one exchange, where that pays.
+"""group: combines small similar sites into one exchange if that is faster.
 
 needs: the sites of a graph, each with what it is allowed.
-gives: the same graph, in which such sites are one plain collective of all their values, one after
-the other, and a record of every fusion.
-changes: nothing for a gather; the order in which a library adds, and so the rounding of sums
-(``Policy(reassociate=False)`` leaves those out; ``Policy(group_bytes=0)`` all).
+gives: the same graph, in which one plain collective carries the concatenated values of such sites,
+and a record of every fusion.
+changes: nothing for gathers. For sums, the library's order of additions and thus the rounding.
+``Policy(reassociate=False)`` excludes sums; ``Policy(group_bytes=0)`` disables the pass.
 
-What is fused is decided by facts that all ranks share: sizes, terms and groups of sites, and their
+The decisions use only facts that all ranks share: sizes, terms and groups of sites, and their
 places in the graph.
 """
 
@@ -42,21 +42,25 @@ from commpass.policy.rules import Allowed
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 TOTAL = 4
-"""How many times ``Policy.group_bytes`` the members of a fusion may have together."""
+"""The maximum total size of a fusion's members, as a multiple of ``Policy.group_bytes``."""
 MOST = 64
-"""Members of a fusion: more save next to nothing, and so the pass stays linear."""
+"""The maximum number of members of a fusion. More save almost nothing, and the limit keeps the pass
+linear."""
 MOST_SELECTIONS = 16
-"""As ``MOST``, where each member has a selection of its own: that is a hundred nodes."""
+"""As ``MOST``, if each member has its own selection, which takes about a hundred nodes."""
 BLOCK = 256
-"""Values to a multiple of which a member is filled up where a codec may lose some."""
+"""Members of lossy codecs are padded to a multiple of this number of values."""
 NAME = "group"
 
 
 @dataclass(frozen=True)
 class Member:
-    """A small site that may be fused: ``number`` is its place among the sites of its process group,
-    ``use`` the first node that takes its result, ``begin`` and ``end`` how much compute stands in
-    the graph before its start and before its use, ``sent`` the bytes of its filled up input."""
+    """A small site that may be fused.
+
+    ``number`` is its place among the sites of its process group, and ``use`` the first node that
+    reads its result. ``begin`` and ``end`` count the compute nodes before its start and before its
+    use. ``sent`` is the size of its padded input in bytes.
+    """
 
     found: GraphSite
     number: int
@@ -76,9 +80,12 @@ class Member:
 
 @dataclass(frozen=True)
 class GraphSnapshot:
-    """A graph before anything in it is fused: the ``order`` of its nodes, how much ``compute``
-    stands before each, the node in whose memory each may lie (``roots``), where it is ``written``
-    to, what stays as it is in memory (``fixed``), and what becomes an output (``leaving``)."""
+    """A graph before any fusion.
+
+    It holds the ``order`` of the nodes and how much ``compute`` precedes each. ``roots`` maps a
+    node to the one whose memory it may share. ``written`` has the places of writes to each root,
+    ``fixed`` what must stay as it is in memory, and ``leaving`` what becomes an output.
+    """
 
     order: dict[fx.Node, int]
     compute: dict[fx.Node, int]
@@ -88,14 +95,15 @@ class GraphSnapshot:
     leaving: frozenset[fx.Node]
 
     def written_between(self, node: fx.Node, first: fx.Node, last: fx.Node) -> bool:
-        """Whether something may write to the memory of a node between two others."""
+        """Whether an operator between two nodes may write to the memory of a node."""
         low, high = self.order[first], self.order[last]
         return any(low < place < high for place in self.written.get(self.roots[node], ()))
 
 
 @dataclass(frozen=True)
 class Fusions:
-    """What is fused in one graph module, whose names begin with ``prefix``: ``sets`` of members."""
+    """The fusions of one graph module, as ``sets`` of members. ``prefix`` starts the names of its
+    nodes."""
 
     module: fx.GraphModule
     prefix: str
@@ -111,8 +119,8 @@ def group(
     profile: Profile,
     direction: str = "forward",
 ) -> tuple[Grouped, ...]:
-    """Fuses sites of each graph module of a forward or backward graph, in place, and returns what
-    was fused."""
+    """Fuse sites in each graph module of a forward or backward graph, in place, and return what was
+    fused."""
     made: list[Grouped] = []
     for each in fusions(gm, found, policy, profile, direction):
         for members in sorted(each.sets, key=lambda members: each.look.order[members[-1].start]):
@@ -130,7 +138,7 @@ def fusions(
     profile: Profile,
     direction: str,
 ) -> Iterator[Fusions]:
-    """What would be fused in each graph module that has several small sites."""
+    """Yield the possible fusions of each graph module that has several small sites."""
     if policy.off or not policy.group_bytes:
         return
     numbered = list(zip(_numbers(found), found, strict=True))
@@ -147,14 +155,14 @@ def fusions(
 
 
 def _numbers(found: Sequence[GraphSite]) -> Iterator[int]:
-    """The place of each site among those of its process group."""
+    """Yield the place of each site among the sites of its process group."""
     counts: Counter[str] = Counter()
     for each in found:
         yield counts[each.site.group]
         counts[each.site.group] += 1
 
 
-# --- looking --------------------------------------------------------------------------------------
+# --- analysis -------------------------------------------------------------------------------------
 
 
 def _snapshot(graph: fx.Graph) -> GraphSnapshot:
@@ -177,7 +185,8 @@ def _snapshot(graph: fx.Graph) -> GraphSnapshot:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node is a matmul, a convolution, an attention, or a sub-graph that may hold one."""
+    """Whether a node is a matmul, a convolution, an attention, or a sub-graph that may contain
+    one."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     name = getattr(node.target, "_opname", "")
@@ -185,7 +194,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _is_small(each: GraphSite, policy: Policy, direction: str) -> bool:
-    """Whether a site is a plain collective of few bytes, of a size that all ranks share."""
+    """Whether a site is a plain collective of few bytes, with a size that all ranks share."""
     site, call = each.site, each.call
     return (
         site.kind in KINDS
@@ -202,14 +211,17 @@ def _is_small(each: GraphSite, policy: Policy, direction: str) -> bool:
 
 
 def runs_again(each: GraphSite, direction: str) -> bool:
-    """Whether forward and backward both run a site: they must send the same, but backward may have
-    other neighbours of it."""
+    """Whether forward and backward both run a site. They must send the same, but the site may have
+    other neighbours in backward."""
     return each.site.direction != direction or each.call.node.meta.get("recompute") in AGAIN
 
 
 def _fill(each: GraphSite) -> int:
-    """To a multiple of how many values a member is filled up, such that no block of a codec has
-    values of two; 0 where a codec that is allowed looks at more than a block."""
+    """Return the multiple of values that a member is padded to, so that no codec block spans two
+    members.
+
+    Return 0 if an allowed codec depends on more than a block.
+    """
     if fake(each.input).dtype not in FLOATS:
         return 1
     lossy = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
@@ -221,14 +233,14 @@ def _fill(each: GraphSite) -> int:
 
 
 def selects(each: GraphSite) -> bool:
-    """Whether all that a site may lose is left out by a selection: each member keeps its own."""
+    """Whether a site loses values only by selection. Each member then keeps its own selection."""
     lossy = [coder for coder in map(codec, each.allowed.codecs) if not coder.lossless]
     plain = each.site.kind == "all_reduce" and each.site.stateless is None
     return plain and bool(lossy) and all(type(coder) is SparseCodec for coder in lossy)
 
 
 def _carried(each: GraphSite) -> tuple[str, int]:
-    """The kind of exchange that a site will be, and the bytes that one rank hands over."""
+    """Return the kind of exchange that a site becomes, and the bytes that one rank sends."""
     if not selects(each):
         return each.site.kind, each.site.bytes
     value = fake(each.input)
@@ -237,7 +249,8 @@ def _carried(each: GraphSite) -> tuple[str, int]:
 
 
 def _member(each: GraphSite, number: int, snapshot: GraphSnapshot) -> Member | None:
-    """A small site as a member, if its result is waited for once and nothing writes to it."""
+    """Return a small site as a member if its result is waited for once and never written to, else
+    None."""
     wait = each.outputs[0]
     if list(each.call.node.users) != [wait] or len(each.outputs) > 1 or not wait.users:
         return None
@@ -253,7 +266,8 @@ def _member(each: GraphSite, number: int, snapshot: GraphSnapshot) -> Member | N
 
 
 def _rows(each: GraphSite) -> int:
-    """How many parts of its input go different ways: a scatter has one for each rank."""
+    """Return how many parts of the input have different destinations: one per rank for a
+    reduce_scatter, else 1."""
     return each.site.group_size if each.site.kind == "reduce_scatter" else 1
 
 
@@ -263,11 +277,11 @@ def _compatible(
     snapshot: GraphSnapshot,
     policy: Policy,
 ) -> Iterator[list[Member]]:
-    """Sites that may be one, each set in graph order. One that does not fit into the set before it
-    begins another."""
+    """Yield sets of sites that may be fused, each in graph order. A site that does not fit into its
+    set starts a new one."""
     open_sets: dict[Any, list[Member]] = {}
     for number, each in numbered:
-        if each.site.pairwise:  # another rank may wait for a message before it goes on
+        if each.site.pairwise:  # another rank may wait for this message
             yield from open_sets.values()
             open_sets.clear()
         member = _member(each, number, snapshot) if each.call.node in small else None
@@ -281,15 +295,15 @@ def _compatible(
 
 
 def _key(each: GraphSite) -> tuple[Any, ...]:
-    """What all members have in common."""
+    """Return what all members of a set have in common."""
     site, device = each.site, fake(each.input).device
     what = (site.kind, site.reduce_op, site.group, site.dtype)
     return (*what, device, site.direction, each.allowed.terms)
 
 
 def _fits(members: Sequence[Member], new: Member, snapshot: GraphSnapshot, policy: Policy) -> bool:
-    """Whether a site may be fused with some before it: the one exchange starts where it does, and
-    is waited for where the first of them is used."""
+    """Whether a site may be fused with earlier ones. The single exchange starts where this site
+    starts. Its wait precedes the first use of any member."""
     if not members:
         return True
     every = [*members, new]
@@ -298,7 +312,7 @@ def _fits(members: Sequence[Member], new: Member, snapshot: GraphSnapshot, polic
         return False
     if min(snapshot.order[each.use] for each in every) <= snapshot.order[new.start]:
         return False
-    # An exchange is hidden behind the compute between its start and its use.
+    # Computation between the start and the use of an exchange overlaps it.
     left = min(each.end for each in every) - new.begin
     if max(each.end - each.begin for each in every) - left > policy.group_delay:
         return False
@@ -307,12 +321,13 @@ def _fits(members: Sequence[Member], new: Member, snapshot: GraphSnapshot, polic
     )
 
 
-# --- what pays ------------------------------------------------------------------------------------
+# --- gain -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Times:
-    """Predicted microseconds of exchanges one by one, of the one, and of the copies for it."""
+    """Predicted microseconds of the separate exchanges, of the fused one, and of the copies for
+    it."""
 
     apart: float
     fused: float
@@ -324,8 +339,8 @@ class Times:
 
 
 def _best(members: list[Member], editor: Editor) -> list[Member]:
-    """The members without the largest ones, until fusing them is predicted to gain more than the
-    model's margin."""
+    """Remove the largest members until the predicted gain of the fusion exceeds the model's margin.
+    Return the remaining ones."""
     members = list(members)
     while len(members) > 1:
         times = _times(members, editor)
@@ -367,13 +382,13 @@ def _record(members: Sequence[Member], editor: Editor, into: str) -> Grouped:
     )
 
 
-# --- changing -------------------------------------------------------------------------------------
+# --- edits ----------------------------------------------------------------------------------------
 
 
 def _fuse(
     members: Sequence[Member], editor: Editor, snapshot: GraphSnapshot, prefix: str
 ) -> Grouped:
-    """Lets one exchange carry all members; ``prefix`` is that of their graph's names."""
+    """Replace the members by one exchange. ``prefix`` starts the names of their graph's nodes."""
     first, last = members[0].found, members[-1].start
     use = min((each.use for each in members), key=snapshot.order.__getitem__)
     call, ranks = first.current_call, first.site.group_size
@@ -398,7 +413,7 @@ def _fuse(
         part = [end - length, end - length + math.prod(shape) // rows]
         value = editor.emit(use, NAME, each.start, aten.slice.Tensor, arrived, 1, *part)
         if rows > 1 or snapshot.roots[each.wait] in snapshot.leaving:
-            # A tensor of its own: an output must not share the memory of others.
+            # Copy: an output must not share memory with others.
             plain = torch.contiguous_format
             value = editor.emit(
                 use, NAME, each.start, aten.clone.default, value, memory_format=plain
@@ -410,7 +425,8 @@ def _fuse(
 
 
 def _allowed_separately(allowed: Allowed, lengths: Sequence[int]) -> Allowed:
-    """What is allowed of members of some lengths together: selections of each."""
+    """Return what is allowed for members of several lengths in one exchange, with a separate
+    selection for each."""
     codecs = (
         segmented(spec, lengths) if isinstance(codec(spec), SparseCodec) else spec
         for spec in allowed.codecs
@@ -419,7 +435,7 @@ def _allowed_separately(allowed: Allowed, lengths: Sequence[int]) -> Allowed:
 
 
 def _flat(each: GraphSite, before: fx.Node, editor: Editor) -> fx.Node:
-    """The input of a member as ``[rows, n]``, filled up with zeros."""
+    """Return the input of a member as ``[rows, n]``, padded with zeros."""
     node, rows = each.call.node, _rows(each)
     flat = editor.emit(before, NAME, node, aten.reshape.default, each.input, [rows, -1])
     missing = -fake(flat).shape[1] % _fill(each)

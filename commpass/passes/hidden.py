@@ -1,9 +1,10 @@
-"""Whether a collective hides behind what is computed: what counts is the end of a graph's timeline,
-and not the sum of its parts.
+"""Whether computation overlaps a collective completely.
+
+The criterion is the end of the graph's timeline, not the sum of its parts.
 
 needs: a graph with its sites, and a chosen candidate for each.
-gives: when the rank is done with the graph, if this is done to each site; and which sites may be
-left alone after all, because their codes would not end it earlier.
+gives: when the rank finishes the graph for given candidates, and which sites can stay uncompressed
+because their codecs would not end the graph earlier.
 changes: nothing.
 """
 
@@ -31,27 +32,30 @@ from commpass.policy import Policy
 from commpass.policy.rules import Allowed
 
 UNSURE = 0.5
-"""The share of the predicted compute that a collective must hide behind: what a matmul takes is
-known less surely than what a link carries (a core does 40 GFLOP/s, or twice as many)."""
+"""The share of the predicted compute time that is assumed available for overlap.
+
+The time of a matmul is known less precisely than that of a transfer (a core does 40 GFLOP/s, or
+twice as many).
+"""
 
 Known = Mapping[tuple[Any, ...], bool]
-"""By ``facts_of`` a site: whether it was left alone because it is hidden, or not."""
+"""Whether a site stayed uncompressed because it is overlapped, by ``facts_of`` the site."""
 
 
 def facts_of(site: Site) -> tuple[Any, ...]:
-    """What a site has in common on all ranks, and each time that it is compiled."""
+    """Return what identifies a site on all ranks and in every compile."""
     return (site.group, site.tag, *(getattr(site, name) for name in ALIKE))
 
 
 def decided(plan: Plan) -> dict[tuple[Any, ...], bool]:
-    """What is known of the sites of a plan from now on."""
+    """Return the decisions of a plan, to be kept for later plans."""
     sites = plan.sites if not plan.fallback else ()
     return {facts_of(site): site.hidden for site in sites if site.compressed or site.hidden}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A graph in an order, and the nodes at which its sites start."""
+    """A graph in a given order, and the nodes at which its sites start."""
 
     work: Work
     order: Sequence[fx.Node]
@@ -59,11 +63,11 @@ class Schedule:
     profile: Profile
 
     def end_us(self, plan: Sequence[PlannedSite]) -> float:
-        """Microseconds until the rank is done, with this done to each site."""
+        """Return the microseconds until the rank finishes with these candidates."""
         return self._clock(plan).now
 
     def exposed_us(self, plan: Sequence[PlannedSite]) -> list[float]:
-        """Microseconds for which the rank stands still for each site."""
+        """Return the microseconds that the rank waits for each site."""
         found: dict[fx.Node, float] = defaultdict(float)
         for wait, us in self._clock(plan).exposed.items():
             for start in self.work.waited[wait]:
@@ -71,7 +75,8 @@ class Schedule:
         return [found[start] for start in self.starts]
 
     def _clock(self, plan: Sequence[PlannedSite]) -> Clock:
-        """What is done to the sites of a coalesced collective is done one after the other."""
+        """Time the graph with the candidates of a plan. Those of one coalesced collective run one
+        after the other."""
         tasks, of_node = dict(self.work.tasks), defaultdict(list)
         for site, start in zip(plan, self.starts, strict=True):
             of_node[start].append(site)
@@ -86,8 +91,11 @@ class Schedule:
 def initial_schedule(
     gm: fx.GraphModule, found: Sequence[GraphSite], policy: Policy, profile: Profile
 ) -> Schedule | None:
-    """A graph in the order that suits it as it came. None where nothing can hide, and where it is
-    plain that ranks may compute different things: they would decide differently (law 5)."""
+    """Return the graph in its best order.
+
+    Return None if nothing can be overlapped, or if ranks may compute different things. They would
+    then decide differently (law 5).
+    """
     nodes = tuple(gm.graph.nodes)
     if unsupported_reason(gm) or any(_may_differ(each.site) for each in found):
         return None
@@ -101,12 +109,12 @@ def initial_schedule(
 
 
 def _may_differ(site: Site) -> bool:
-    """Whether a site is not known to be the same on all ranks."""
+    """Whether a site may differ between ranks."""
     return site.uneven or site.pairwise or site.bytes < 0 or site.kind not in KINDS
 
 
 def _with_least_compute(work: Work) -> Work:
-    """A graph whose compute takes as little as it may."""
+    """Return the work with the lowest plausible compute times."""
     tasks = {
         node: dataclasses.replace(task, us=task.us * UNSURE) if task.resource == HOST else task
         for node, task in work.tasks.items()
@@ -121,11 +129,11 @@ def allow_hiding(
     known: Known,
     schedule: Schedule | None,
 ) -> list[PlannedSite]:
-    """A plan in which sites are left alone whose codes do not end the graph earlier.
+    """Return a plan in which sites stay uncompressed if their codecs do not end the graph earlier.
 
-    ``uncompressed`` are the same sites left alone; what is ``known`` of a site from before stays
-    so, and without a ``initial_schedule`` nothing else is found hidden. Sites that nothing tells
-    apart are decided alike, and those with a forced codec keep it.
+    ``uncompressed`` holds the uncompressed form of each site. Decisions ``known`` from earlier are
+    kept. Without a ``schedule`` no other site counts as overlapped. Indistinguishable sites share a
+    decision, and sites with a forced codec keep it.
     """
     classes: dict[tuple[Any, ...], list[int]] = {}
     for number, (site, its) in enumerate(zip(plan, allowed, strict=True)):
@@ -139,7 +147,7 @@ def allow_hiding(
 
 
 MANY = 32
-"""Sites, of those that are not known together to be hidden, that are each tried alone."""
+"""The maximum number of undecided classes of sites that are tried one by one."""
 
 
 def _search(
@@ -149,10 +157,13 @@ def _search(
     classes: Sequence[Sequence[int]],
     schedule: Schedule,
 ) -> set[int]:
-    """The sites that can be left alone beside those that are ``spared``. Those come first for which
-    the rank would stand still the least: of many as many at once as can be, by bisection, and of
-    what follows each that still can. A site's codes must end the graph earlier by more than the
-    margin of its plain time (law 10)."""
+    """Return the sites that can stay uncompressed, including those in ``spared``.
+
+    Classes are tried in the order of the time that the rank would wait for them. If there are many,
+    bisection finds the largest first part that can stay uncompressed together; the next ones are
+    tried one by one. Codecs must end the graph earlier by more than the margin of the plain time
+    (law 10).
+    """
 
     def end_us(some: set[int]) -> float:
         return schedule.end_us(

@@ -1,9 +1,10 @@
-"""lower: coded operators -> what Inductor compiles.
+"""lower: codec operators -> operators that Inductor compiles.
 
 needs: a rewritten graph.
-gives: the same graph without coded operators: inline, each is the nodes that it stands for; else
-what a site computes between two exchanges is one call of a kernel, which is compiled here.
-changes: nothing that is computed.
+gives: the same graph without codec operators. Inline, each is replaced by the nodes that it
+consists of. Otherwise one call of a kernel, compiled here, replaces what a site computes between
+two exchanges.
+changes: no computed value.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ from commpass.plan import PlannedSite
 from commpass.utils.ambient import without_ambient_state
 
 EMPTY = torch.ops.aten.empty.memory_format
-"""What makes a buffer into which something is written: no two sites share one."""
+"""Creates a buffer that is written to later. Sites never share one."""
 WITH_FEEDBACK = operators.ops.encode_with_feedback.default
 RATED = ("encode", "decode", "enter", "leave")
-"""What a codec's rates are of: those of the first two hold for what they enter and leave too."""
+"""The roles that a codec's rates refer to. The encode and decode rates also cover enter and
+leave."""
 
 
 def lower(
@@ -63,11 +65,12 @@ def lower(
     calls: bool = False,
     kernels: bool = False,
 ) -> None:
-    """Replaces every coded operator in place, as the plan says of its site: by a call of a kernel,
-    or by what it stands for. Raises SiteFailure, also for a kernel that does not compile.
+    """Replace every codec operator in place: by a kernel call or by its body, as the plan says of
+    its site.
 
-    ``calls``: what stands for it may hold operators of our own (``lowering.exponent``), which run
-    by ``kernels`` where there are some.
+    Raises SiteFailure, also if a kernel does not compile. If ``calls``, a body may contain
+    operators of commpass (``lowering.exponent``). They run as kernels if ``kernels`` is true and a
+    kernel exists.
     """
     by_kernel = {site.name: number for number, site in enumerate(plan) if site.lowering == "kernel"}
     table = decompositions or inductor_decompositions
@@ -111,7 +114,7 @@ def _lower(
         with errors.of(site):
             own = [node for node in of_site[site] if caller(node) is None]
             known, buffers = places(own), dict[fx.Node, fx.Node]()
-            for region in regions(own, known):  # each once those before it are calls
+            for region in regions(own, known):  # lazy: earlier regions are calls by then
                 outline(region, kernels.of(region, site).name, number, buffers)
             place_buffers(buffers)
     for node in graph.find_nodes(op="call_function", target=PAD):
@@ -124,8 +127,8 @@ def _lower(
 
 
 def _fill_beside(node: fx.Node) -> None:
-    """Zeros beside a flat tensor instead of a pad of it, which Inductor makes on a CPU value by
-    value."""
+    """Replace a pad of a flat tensor by a concatenation with zeros. On a CPU, Inductor pads value
+    by value."""
     given: Any = node.args
     x, widths, *value = given
     made: Tensor = node.meta["val"]
@@ -146,7 +149,7 @@ def _fill_beside(node: fx.Node) -> None:
 
 
 def _note_coded(node: fx.Node) -> None:
-    """Notes at a coded operator what it encodes or decodes."""
+    """Record at a codec operator what it encodes or decodes."""
     if node.target not in operators.IMPLEMENTATIONS:
         return
     if node.target is matmul.MATMUL:
@@ -155,12 +158,13 @@ def _note_coded(node: fx.Node) -> None:
         node.meta[CODED] = _coded_by_chain(node)
     elif operators.ROLES[node.target] in RATED:
         node.meta[CODED] = _coded(node)
-    if node.target is WITH_FEEDBACK:  # what is sent is decoded here too, to know what is left
+    if node.target is WITH_FEEDBACK:  # it also decodes what is sent, to compute the remainder
         node.meta[CODED] += tuple((spec, "decode", n) for spec, _, n in node.meta[CODED])
 
 
 def _coded(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
-    """What an operator encodes or decodes: codec, role, and how many values, in whole blocks."""
+    """Return what an operator encodes or decodes: codec, role, and number of values, padded to
+    whole blocks."""
     role = operators.ROLES[node.target]
     if role not in ("encode", "decode"):
         return ()
@@ -177,7 +181,7 @@ def _spec_of(node: fx.Node) -> str:
 
 
 def _coded_by_chain(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
-    """As ``_coded``, of a fused operator."""
+    """Return the same for a fused operator."""
     chain, numel = fused.named(str(node.args[1])), meta.hint(node.args[2]) or 0
     taken, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
     found = []
@@ -190,8 +194,8 @@ def _coded_by_chain(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
 
 
 def _coded_by_product(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
-    """As ``_coded``, of a matmul that encodes its own result: its operations."""
-    given: Any = node.args[:2]  # which may be one tensor
+    """Return the same for a matmul that encodes its own result, with its number of operations."""
+    given: Any = node.args[:2]  # both may be one tensor
     a, b = (each.meta["val"] for each in given)
     spec = matmul.named(str(node.args[3])).codec.spec
     return ((spec, "matmul", 2 * a.shape[0] * a.shape[1] * b.shape[1]),)
@@ -199,8 +203,8 @@ def _coded_by_product(node: fx.Node) -> tuple[tuple[str, str, int], ...]:
 
 @dataclass
 class Kernels:
-    """What the kernels of regions are compiled from: equal ones are traced once. ``sites`` are
-    those that share a kernel, by its name."""
+    """The sources of the kernels of regions, with equal regions traced once. ``sites`` lists the
+    sites that share a kernel, by its name."""
 
     decompositions: Decompositions
     traced: dict[Any, Source | Generated] = field(default_factory=dict)
@@ -217,8 +221,11 @@ class Kernels:
 
 @dataclass
 class Bodies:
-    """What operators stand for, as graphs: equal calls are traced once, ``inline`` where no kernel
-    is called. Those of fixed sizes that call no kernel are kept for the next graph."""
+    """The bodies of operators, as graphs. Equal calls are traced once, under ``inline`` if no
+    kernel is called.
+
+    Bodies of fixed sizes that call no kernel are kept for later graphs.
+    """
 
     decompositions: Decompositions
     by_kernel: frozenset[str]
@@ -226,7 +233,7 @@ class Bodies:
     traced: dict[Any, fx.Graph] = field(default_factory=dict)
 
     def of(self, node: fx.Node) -> fx.Graph:
-        """The graph of an operator, whose inputs are the nodes that it takes."""
+        """Return the graph of an operator. Its inputs are the operator's input nodes."""
         values = [each.meta["val"] for each in node.all_input_nodes]
         key = (node.target, _constants(node), tuple(map(_facts, values)), self._call(node) is None)
         if key not in self.traced:
@@ -236,21 +243,22 @@ class Bodies:
         return self.traced[key]
 
     def _cached_trace(self, key: tuple[Any, ...], node: fx.Node, values: Sequence[Any]) -> fx.Graph:
-        """As ``_trace``, or what was traced for a former graph."""
+        """Return the cached body of an equal operator of any graph, or trace it."""
         coders = _coders(node)
         key = (*key, self.decompositions, *map(id, coders))
         if (held := _bodies.get(key)) is not None:
             return held[0]
         body = self._trace(node, values)
         for each in body.nodes:
-            each.meta = {}  # fake values hold all that their graph was traced from
+            each.meta = {}  # fake values keep alive the graph that they were traced from
         while len(_bodies) >= MOST_BODIES:
             _bodies.pop(next(iter(_bodies)), None)
         _bodies[key] = body, coders
         return body
 
     def _call(self, node: fx.Node) -> Any:
-        """What calls the kernels of an operator, if its site has kernels and it has some."""
+        """Return the function that calls an operator's kernels, or None if its site is inline or no
+        kernel exists."""
         by_kernel = MARK in node.meta and node.meta[MARK].site in self.by_kernel
         return caller(node) if by_kernel else None
 
@@ -278,12 +286,12 @@ class Bodies:
 
 
 _bodies: dict[tuple[Any, ...], tuple[fx.Graph, Sequence[Any]]] = {}
-"""Bodies of former graphs, with the codecs by whose numbers they are looked up."""
+"""Bodies from earlier graphs. The codecs are stored too, since the keys contain their ids."""
 MOST_BODIES = 128
 
 
 def _coders(node: fx.Node) -> list[Any]:
-    """The codecs, domains and chains that an operator names."""
+    """Return the codecs, domains and chains that an operator names."""
     held = {fused.FUSED: fused.named, matmul.MATMUL: matmul.named}.get(node.target, operators.named)
     return [held(arg) for arg in node.args if isinstance(arg, str)]
 
@@ -295,9 +303,11 @@ def _is_fixed(value: Any) -> bool:
 
 
 def _check_compiles(traced: fx.Graph, node: fx.Node) -> None:
-    """Raises VerifyError where Triton cannot make sense of a generated kernel: torch has looked
-    what it writes, and takes all that it is given for written where that failed. Better here,
-    where the graph can be left alone, than in Inductor's hands."""
+    """Raise VerifyError if Triton cannot parse a generated kernel.
+
+    torch analyzes which arguments a kernel writes, and on a failure assumes all of them. Here the
+    site can still stay uncompressed; inside Inductor the compile would fail.
+    """
     for call in traced.nodes:
         written = call.kwargs.get("tensors_to_clone", ["made"])
         if list(written) != ["made"]:
@@ -305,14 +315,14 @@ def _check_compiles(traced: fx.Graph, node: fx.Node) -> None:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes that an operator takes in order, one that it takes twice twice."""
+    """Return the input nodes of an operator in order, with repetitions."""
     given: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), given.append)
     return given
 
 
 def _constants(node: fx.Node) -> str:
-    """The arguments of a node, its inputs by number."""
+    """Return the arguments of a node as text, with its inputs by number."""
     numbers = {each: number for number, each in enumerate(node.all_input_nodes)}
     return str(fx.map_arg((node.args, node.kwargs), lambda each: f"%{numbers[each]}"))
 
@@ -324,7 +334,7 @@ def _facts(value: Any) -> tuple[Any, ...]:
 
 
 def _inline(node: fx.Node, body: fx.Graph) -> None:
-    """Puts the nodes of a body in the place of an operator."""
+    """Replace an operator by the nodes of its body."""
     graph, given_nodes = node.graph, node.all_input_nodes
     given = iter(given_nodes)
     copies: dict[fx.Node, Any] = {}
@@ -346,7 +356,7 @@ def _inline(node: fx.Node, body: fx.Graph) -> None:
 
 
 def _copied(each: fx.Node, node: fx.Node, copies: dict[fx.Node, Any]) -> fx.Node:
-    """A node of a body in the graph, with a fake value of its own."""
+    """Copy a node of a body into the graph, with a fake value of its own."""
     copy = node.graph.node_copy(each, copies.__getitem__)
     copy.meta = {MARK: node.meta[MARK]} if MARK in node.meta else {}
     meta.carry(node, copy)
@@ -356,13 +366,13 @@ def _copied(each: fx.Node, node: fx.Node, copies: dict[fx.Node, Any]) -> fx.Node
 
 
 def _take_over(node: fx.Node, result: Any, inputs: Sequence[fx.Node]) -> None:
-    """Lets all take the result of a body in place of the operator's."""
+    """Replace all uses of the operator's result by the result of its body."""
     pairs = [(node, result)]
     if not isinstance(result, fx.Node):
         pairs = [(item, result[index]) for index, item in items(node)]
     for was, new in pairs:
         was.replace_all_uses_with(new)
-        if new not in inputs:  # views of it were made of the fake value that it had
+        if new not in inputs:  # its views were traced with the old fake value
             new.meta["val"] = was.meta["val"]
         if was is not node:
             erase(was)
@@ -372,8 +382,8 @@ def _take_over(node: fx.Node, result: Any, inputs: Sequence[fx.Node]) -> None:
 
 
 def _share_tables(graph: fx.Graph) -> None:
-    """What depends on no input at all (a table of a codec) goes to the top of the graph, once for
-    all sites."""
+    """Move nodes that depend on no input, such as a codec's tables, to the top of the graph, once
+    for all sites."""
     top = next(node for node in graph.nodes if node.op != "placeholder")
     tables: dict[Any, fx.Node] = {}
     shared: set[fx.Node] = set()
@@ -396,7 +406,7 @@ def _share_tables(graph: fx.Graph) -> None:
 
 
 def _frozen(value: Any) -> Any:
-    """Arguments as something to look up by."""
+    """Return arguments in a hashable form."""
     if isinstance(value, fx.Node):
         return value
     if isinstance(value, (list, tuple)):

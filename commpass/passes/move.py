@@ -1,10 +1,10 @@
-"""move: exchanges start as soon as they can and are waited for as late as that helps.
+"""move: starts exchanges as early as possible and delays their waits as long as that helps.
 
-needs: a graph without coded operators.
-gives: the same nodes in another order, in which matmuls run while exchanges travel: those whose
-result nobody waits for (the gradients of weights, in a backward graph) are put off until the rank
-would stand still otherwise. The order of exchanges depends on the graph alone, not on times.
-changes: nothing that is computed. The peak memory by no more than the policy allows.
+needs: a graph without codec operators.
+gives: the same nodes in another order, in which matmuls run while exchanges are in flight. Matmuls
+whose result is needed late (weight gradients in a backward graph) are delayed until the rank would
+otherwise wait. The order of exchanges depends only on the graph, not on times.
+changes: no computed value. The peak memory grows at most as far as the policy allows.
 """
 
 from __future__ import annotations
@@ -27,19 +27,24 @@ from commpass.passes.fx.schedule import Clock, Work, schedule, sequence, timed
 from commpass.plan import PlannedSite
 
 WINDOWS = (0, 1, 2)
-"""For the exchanges of how many sites a matmul may be put off."""
+"""Over how many sites' exchanges a matmul may be delayed."""
 WORTH = 0.01
-"""What share of the time for which a rank stands still another order must save, or a larger window,
-which needs more memory."""
+"""The share of the waiting time that another order, or a larger window with its higher memory use,
+must save."""
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What became of a graph's order. ``reordered`` are the names of the exchanges' sites in the
-    order in which they start, where that is not the program's; ``exposed_us`` how long a rank is
-    predicted to stand still for each site, and ``was_us`` how long it would have in the graph's own
-    order; ``missed`` says why it still does. ``pinned``: something is done while an exchange
-    travels, so the order must be kept. ``why`` says why nothing was moved, where nothing was."""
+    """The result of reordering a graph.
+
+    - ``reordered``: the sites of the exchanges in the order of their starts, if it differs from the
+      program's.
+    - ``exposed_us``: how long a rank is predicted to wait for each site.
+    - ``was_us``: the same for the graph's original order.
+    - ``missed``: why the rank still waits, by site.
+    - ``pinned``: whether work overlaps an exchange, so that the order must be kept.
+    - ``why``: why nothing was moved, or "".
+    """
 
     exposed_us: dict[str, float] = field(default_factory=dict)
     was_us: dict[str, float] = field(default_factory=dict)
@@ -50,7 +55,7 @@ class Moved:
 
 
 def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
-    """Reorders a graph in place. ``more_memory``: by what share its peak memory may rise."""
+    """Reorder a graph in place. ``more_memory`` is the allowed relative increase of peak memory."""
     nodes = tuple(gm.graph.nodes)
     starts = [node for node in nodes if parse(node) is not None]
     if (why := unsupported_reason(gm)) or not starts:
@@ -77,9 +82,12 @@ def move(gm: fx.GraphModule, profile: Profile, more_memory: float) -> Moved:
 def ordered(
     work: Work, was: Clock, more_memory: float
 ) -> tuple[Sequence[fx.Node], Sequence[fx.Node]]:
-    """The exchanges of a graph in the order in which they start, and its nodes in the one that
-    hides them best; no nodes where each order would need more memory than there may be. ``was`` is
-    the clock of the graph's own order."""
+    """Return the exchanges in the order of their starts, and the nodes in the order that overlaps
+    them best.
+
+    Return no nodes if every order exceeds the memory limit. ``was`` is the clock of the original
+    order.
+    """
     bound, worth = (1 + more_memory) * peak(work.nodes, work.memory), _worth(was)
     program = sorted(work.starts, key=work.index.__getitem__)
     for first in (sequence(work), program):
@@ -102,7 +110,7 @@ NEEDED = "nothing else can be computed while it travels: all that is left needs 
 def _missed(
     work: Work, starts: Sequence[fx.Node], clock: Clock, more_memory: float
 ) -> dict[str, str]:
-    """For each site that a rank stands still for, why."""
+    """Return why the rank waits, for each site that it waits for."""
     if not any(clock.exposed.values()):
         return {}
     roomy = _exposed(timed(work, schedule(work, starts, _windows(starts)[-1], math.inf)))
@@ -116,8 +124,8 @@ def _missed(
 
 
 def with_exposure(plan: Sequence[PlannedSite], moved: Moved) -> tuple[PlannedSite, ...]:
-    """The plan with how long a rank stands still for each site. That of a coalesced collective
-    counts for the first of its sites."""
+    """Return the plan with the waiting time for each site. That of a coalesced collective counts
+    for its first site."""
     now, was = dict(moved.exposed_us), dict(moved.was_us)
 
     def of(site: PlannedSite) -> PlannedSite:
@@ -134,8 +142,11 @@ def with_exposure(plan: Sequence[PlannedSite], moved: Moved) -> tuple[PlannedSit
 
 
 def _best(work: Work, starts: Sequence[fx.Node], bound: float, worth: float) -> list[fx.Node]:
-    """Of the orders with these starts one with the least window that is hardly slower (``worth``
-    microseconds) than the fastest; none where each needs more memory than there may be."""
+    """Return the order with the smallest window that is at most ``worth`` microseconds slower than
+    the fastest.
+
+    Return no nodes if every order exceeds the memory limit.
+    """
     orders = [schedule(work, starts, window, bound) for window in _windows(starts)]
     ends = [(timed(work, each).now, each) for each in orders if peak(each, work.memory) <= bound]
     least = min((end for end, _ in ends), default=0.0)
@@ -143,13 +154,13 @@ def _best(work: Work, starts: Sequence[fx.Node], bound: float, worth: float) -> 
 
 
 def _windows(starts: Sequence[fx.Node]) -> list[int]:
-    """For how many starts a matmul may be put off: those of so many sites."""
+    """Return the numbers of exchange starts that a matmul may be delayed over."""
     most = max(Counter(map(site_of, starts)).values())
     return [sites * most for sites in WINDOWS]
 
 
 def unsupported_reason(gm: fx.GraphModule) -> str:
-    """Why a graph keeps its order, if it must."""
+    """Return why a graph must keep its order, else ""."""
     for prefix, module in graph_modules(gm):
         for node in module.graph.nodes:
             call = parse(node)
@@ -161,7 +172,7 @@ def unsupported_reason(gm: fx.GraphModule) -> str:
 
 
 def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
-    """What must stay in order in a graph, and what each of its nodes costs and holds."""
+    """Return the dependencies of a graph's nodes, and the cost and memory of each."""
     before, prices_of = orders(graph, memory(graph)), costs.prices_of(profile)
     tasks, starts, waited, heavy = {}, set(), {}, set()
     latest: dict[str, fx.Node] = {}
@@ -180,7 +191,7 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
             before[node] += [] if other in before[node] else [other]
         if (call is not None or node in waited) and (site := site_of(node)):
             if site in latest and latest[site] not in before[node]:
-                before[node].append(latest[site])  # a site's own order: so many chunks at once
+                before[node].append(latest[site])  # keeps the site's own order
             latest[site] = node
     later = {node for node in starts if MARK in node.meta and node.meta[MARK].hop > 0}
     return Work(
@@ -196,20 +207,22 @@ def work_of(graph: fx.Graph, known: Memory, profile: Profile) -> Work:
 
 
 SMALL = 1 << 16
-"""Bytes of an exchange that gloo may be trusted with beside another of the same group: with smaller
-ones in the air at once, or all_gathers of 128 KiB, it corrupts a rank's memory now and then
-(docs/collectives.md)."""
+"""The minimum bytes of an exchange that gloo can run concurrently with another of the same group.
+
+Concurrent smaller exchanges, or all_gathers of 128 KiB, occasionally corrupt a rank's memory
+(docs/collectives.md).
+"""
 
 
 class _GlooOrder:
-    """Keeps small exchanges and all_gathers that gloo itself carries out alone in their groups,
-    where the program has them alone."""
+    """Keeps gloo's small exchanges and all_gathers from overlapping others in their group where the
+    program does not overlap them."""
 
     def __init__(self) -> None:
         self.waits: dict[str, list[tuple[fx.Node, bool]]] = defaultdict(list)
 
     def before(self, node: fx.Node, call: Call | None) -> list[fx.Node]:
-        """The waits that must come before a start."""
+        """Return the waits that must precede a start."""
         if call is None:
             for source in sources(node) if is_wait(node) else ():
                 if (started := parse(source)) is not None and (name := self._group(started)):
@@ -223,14 +236,17 @@ class _GlooOrder:
         return found
 
     def _group(self, call: Call) -> str:
-        """The group of an exchange that gloo carries out itself; "" for any other."""
+        """Return the group of an exchange that gloo carries out itself; "" for any other."""
         name, _ = describe_group(call)
         return name if not call.by_messages and groups.sends_messages(name, "cpu") else ""
 
 
 def _is_unsafe(call: Call) -> bool:
-    """Whether gloo cannot be trusted with an exchange beside another: it is an all_gather, or has
-    few bytes, or on some rank may have: all must find the same."""
+    """Whether gloo may corrupt an exchange that overlaps another: an all_gather, or one that may
+    have few bytes on some rank.
+
+    All ranks must find the same.
+    """
     if call.kind == "all_gather":
         return True
     fakes = (fake for each in call.inputs for fake in costs.tensors(each.meta.get("val")))
@@ -238,7 +254,7 @@ def _is_unsafe(call: Call) -> bool:
 
 
 def site_of(node: fx.Node) -> str:
-    """The name of the site that an exchange or a wait belongs to."""
+    """Return the name of the site of an exchange or a wait."""
     if MARK in node.meta:
         return str(node.meta[MARK].site)
     if is_wait(node):
@@ -247,7 +263,7 @@ def site_of(node: fx.Node) -> str:
 
 
 def _exposed(clock: Clock) -> dict[str, float]:
-    """Microseconds of standing still for each site."""
+    """Return the microseconds of waiting for each site."""
     found: dict[str, float] = defaultdict(float)
     for wait, us in clock.exposed.items():
         found[site_of(wait)] += us
@@ -255,7 +271,8 @@ def _exposed(clock: Clock) -> dict[str, float]:
 
 
 def _overlapped(gm: fx.GraphModule) -> bool:
-    """Whether anything starts, or is computed, while an exchange travels."""
+    """Whether another exchange starts, or heavy computation runs, while an exchange is in
+    flight."""
     travelling: set[fx.Node] = set()
     for node in gm.graph.nodes:
         if is_wait(node):

@@ -1,8 +1,7 @@
-"""The road of a graph: every pass, in order, in one place.
+"""The pipeline: the ordered list of passes, and the function that runs them on a graph.
 
-A pass is a plain function from one stage of the road to the next; what it requires, provides and
-changes stands here and is checked (``contract``). Each can be left out by name with
-``Policy(skip=...)``.
+A pass is a function from one PassContext to the next. ``PASSES`` declares what it requires,
+provides and changes; ``contract`` checks this. ``Policy(skip=...)`` skips passes by name.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def _still_allowed(context: PassContext) -> tuple[GraphSite, ...]:
 
 
 def _discover(context: PassContext) -> PassContext:
-    for _, module in graph_modules(context.gm):  # a graph that has been here before
+    for _, module in graph_modules(context.gm):  # the graph may have been through the passes before
         for node in module.graph.nodes:
             node.meta.pop(MARK, None)
     found = tuple(_discovered(context))
@@ -107,8 +106,8 @@ def _candidates(context: PassContext) -> PassContext:
 
 
 def _with_parts(context: PassContext) -> dict[str, str]:
-    """What is excluded, with the sites that excluded ones are grouped or split into. Chunks of one
-    collective are excluded together."""
+    """Return the excluded sites, with the sites that they were grouped or split into. The chunks of
+    one collective are excluded together."""
     excluded = dict(context.excluded)
     for fusion in context.grouped:
         if (name := next((name for name in fusion.sites if name in excluded), None)) is not None:
@@ -158,7 +157,7 @@ def _fuse(context: PassContext) -> PassContext:
 def _lower(context: PassContext) -> PassContext:
     calls = {"calls": context.operators, "kernels": context.kernels}
     lower(context.gm, context.sites or (), context.decompositions, **calls)
-    # Codecs inside of codecs name their constants only now.
+    # Codecs inside codecs only now introduce their constants.
     constants = lift_constants(context.gm, as_inputs=context.adds_inputs, before=context.constants)
     return dataclasses.replace(context, constants=constants)
 
@@ -187,7 +186,7 @@ def _sample(context: PassContext) -> PassContext:
 
 
 def checked_sites(context: PassContext) -> frozenset[str]:
-    """The lossy sites whose budgets are checked on real values, by name."""
+    """Return the names of lossy sites whose error budgets are checked on real values."""
     if not context.policy.check_calls:
         return frozenset()
     bounded = {each.site.name for each in context.found if each.allowed.max_error is not None}
@@ -255,8 +254,11 @@ Watch = Callable[[str, PassContext], None]
 
 
 ROUNDS = 8
-"""How many times the passes run again without the sites that failed. One round finds all that fail
-in one pass: more are only needed where that of others comes to light."""
+"""How many times the passes run again without the sites that failed.
+
+One round finds all failures of one pass. Further rounds are needed only if their removal exposes
+other failures.
+"""
 
 
 @rewriting()
@@ -269,13 +271,14 @@ def run(
     strict: bool = False,
     excluded: Mapping[str, str] | None = None,
 ) -> PassResult:
-    """Takes a graph along the road, in place. If a pass fails, the graph is the untouched one
-    again; if only some sites failed, the passes run again without those, and a warning names them.
+    """Run the passes on a graph, in place.
 
-    ``watch`` is called with the name of each pass that has run. ``strict`` checks after each pass
-    what it promises: a promise that is not kept is a failure, and nothing is tried again.
-    ``excluded`` are reasons, by the names of sites in a plan of the same untouched graph: those are
-    left alone with them, as are those of the road.
+    If a pass fails, the untouched graph is restored. If only some sites failed, the passes run
+    again without them, and a warning names them. ``watch`` is called with the name of each pass
+    that has run. If ``strict``, the contract of each pass is checked; a broken contract is a
+    failure, and nothing is retried. ``excluded`` maps names of sites in a plan of the same
+    untouched graph to reasons. These sites stay uncompressed, like the sites that the context
+    excludes.
     """
     context = dataclasses.replace(context, excluded={**context.excluded, **(excluded or {})})
     given, outcome = context.excluded, _run_once(context, graph, passes, watch, strict)
@@ -296,7 +299,7 @@ def run(
 
 
 MOST = 4
-"""Sites that a warning names."""
+"""The maximum number of sites that a warning names."""
 
 
 def _run_once(
@@ -306,7 +309,7 @@ def _run_once(
     watch: Watch | None,
     strict: bool,
 ) -> PassResult:
-    """All or nothing: if a pass fails, the graph is the untouched one again."""
+    """Run the passes once. If one fails, restore the untouched graph."""
     outcome = PassResult(
         Plan(
             graph=graph,
@@ -368,12 +371,12 @@ def _run_once(
 
 
 def _failure_text(step: Pass, error: Exception) -> str:
-    said = str(error).strip().partition("\n")[0]  # torch goes on with hints and addresses
+    said = str(error).strip().partition("\n")[0]  # torch appends hints and addresses
     return f"pass {step.name!r} failed: {type(error).__name__}: {said}"
 
 
 def _copies(context: PassContext) -> dict[fx.GraphModule, fx.Graph]:
-    """Copies of the graphs, where there is anything that could be changed."""
+    """Copy the graphs if they contain sites, else return nothing."""
     if not context.found:
         return {}
     return {module: copied(module.graph) for _, module in graph_modules(context.gm)}

@@ -1,9 +1,9 @@
 """Which all_gathers may keep a reference for the next difference: those of parameters.
 
-A parameter of the next step is close to that of this one, and so a codec of differences pays. An
-activation of the next step is another one. So what is gathered must be computed from parameters
-alone: seen backwards from it, the graph ends in inputs that are parameters, with no collective and
-no random number on the way.
+Parameters change little from step to step, so a difference codec pays. Activations of the next step
+are unrelated. The gathered tensor must therefore be computed from parameters alone. Walking back
+from it, the graph must end in inputs that are parameters, without a collective or a random number
+in between.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ SEVERAL_TIMES = "it is in a region that may run several times"
 
 @dataclass(frozen=True)
 class Weights:
-    """Which inputs of a graph are parameters: by the number of the input, the numbers among what
-    the owner of its call has. ``why`` says why no reference may be kept, whatever is gathered."""
+    """Which inputs of a graph are parameters.
+
+    Maps the number of an input to the numbers of its parameters, which index what the owner of the
+    call has. ``why`` is the reason if no reference may be kept at all.
+    """
 
     numbers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     why: str | None = None
@@ -51,7 +54,7 @@ UNKNOWN = Weights(why=NO_WEIGHTS)
 
 @dataclass(frozen=True)
 class Source:
-    """What an all_gather takes, as a graph of some inputs of its own graph: ``inputs`` are their
+    """The input of an all_gather, as a graph of some inputs of its own graph. ``inputs`` are their
     numbers."""
 
     gm: fx.GraphModule
@@ -59,14 +62,17 @@ class Source:
 
     @ambient_free
     def value(self, inputs: Sequence[Any]) -> Tensor:
-        """What the all_gather takes when its graph is called with ``inputs``."""
+        """Return the all_gather's input for a call of its graph with ``inputs``."""
         taken: Tensor = self.gm(*(inputs[number] for number in self.inputs))
         return taken
 
 
 def parameters_behind(node: Any, weights: Weights, recomputed: bool) -> tuple[int, ...] | str:
-    """The numbers of the parameters from which what an all_gather takes is computed, or why it may
-    keep no reference. ``recomputed``: it is forward's, run again in a backward graph."""
+    """Return the numbers of the parameters that an all_gather's input is computed from, or why it
+    may keep no reference.
+
+    ``recomputed`` says that the gather belongs to forward and runs again in backward.
+    """
     if recomputed:
         return GATHERED_AGAIN
     if weights.why is not None:
@@ -86,12 +92,12 @@ def parameters_behind(node: Any, weights: Weights, recomputed: bool) -> tuple[in
 
 
 def is_gathered_again(node: fx.Node) -> bool:
-    """Whether torch's partitioner was told to let backward run a collective of forward again."""
+    """Whether torch's partitioner was told to recompute a forward collective in backward."""
     return node.meta.get("recompute") in TAGGED
 
 
 def source_of(node: fx.Node) -> Source:
-    """What an all_gather takes, as a graph of its own."""
+    """Return the input of an all_gather as a graph of its own."""
     order, graph = _placeholders(node.graph), fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     inputs: list[int] = []
@@ -110,7 +116,8 @@ def _placeholders(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _ancestors(node: fx.Node) -> list[fx.Node]:
-    """A node and all that it is computed from: inputs first, then the others in graph order."""
+    """Return a node and all nodes that it depends on: placeholders first, the others in graph
+    order."""
     found, left = {node}, [node]
     while left:
         new = [source for source in left.pop().all_input_nodes if source not in found]
@@ -121,11 +128,11 @@ def _ancestors(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether a node computes the same from the same tensors, and nothing else."""
+    """Whether a node's result depends only on its input tensors."""
     target = node.target
     if node.op != "call_function" or parse(node) is not None:
         return False
     if isinstance(target, torch._ops.OpOverload):
         random = torch.Tag.nondeterministic_seeded in target.tags
         return not (random or target._schema.is_mutable or target.namespace.startswith("_c10d"))
-    return meta.tensor(node) is None  # arithmetic of sizes
+    return meta.tensor(node) is None  # arithmetic on sizes

@@ -1,4 +1,4 @@
-"""Regions: what a site computes between two of its exchanges, which one kernel can do."""
+"""Regions: what a site computes between two of its exchanges, so that one kernel can compute it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from commpass.passes.fx.marks import CODED, MARK
 from commpass.passes.template import Decompositions, without_tensors
 
 OUTSIDE = ("exchange", "wait", "state", "join")
-"""The roles of nodes that are part of no region."""
+"""The roles of nodes that belong to no region."""
 EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 PAD = torch.ops.aten.constant_pad_nd.default
 JOIN = operators.ops.join.default
@@ -39,22 +39,24 @@ ENCODE = operators.ops.encode.default
 
 @dataclass(frozen=True)
 class Place:
-    """Where a region writes a part of what a ``join`` joins: its columns from ``first`` on."""
+    """Where a region writes its part of a ``join``: the columns from ``first`` on."""
 
     join: fx.Node
     first: int
 
     @property
     def width(self) -> int:
-        """Columns of all parts together."""
+        """The number of columns of all parts together."""
         return int(self.join.meta["val"].shape[1])
 
 
 @dataclass(frozen=True)
 class Region:
-    """Nodes of one site that lie between the same exchanges and depend on the same waits and on
-    each other; what they take from outside; and those of them that are used there, without those
-    that are views of others. ``places`` has those that are parts of something larger."""
+    """Connected nodes of one site between the same exchanges, which depend on the same waits.
+
+    ``inputs`` come from outside, and ``outputs`` are used outside, except views of others.
+    ``places`` holds the outputs that are parts of a join.
+    """
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
@@ -63,25 +65,25 @@ class Region:
 
     @property
     def anchor(self) -> fx.Node:
-        """The first node before which all inputs are there."""
+        """The first node before which all inputs exist."""
         late = [node for node in self.inputs if not node < self.nodes[0]]
         return max(late).next if late else self.nodes[0]
 
     @property
     def role(self) -> str:
-        """What its coded operators do, in order."""
+        """The roles of its codec operators, in order."""
         roles = [n.meta[MARK].role for n in self.nodes if n.target in operators.ROLES]
         return "+".join(dict.fromkeys(roles))
 
     def comes_in_time(self) -> bool:
-        """Whether all that take its results come after its inputs."""
+        """Whether all users of its results come after its inputs."""
         inside, anchor = {*self.nodes}, self.anchor
         return not any(
             user < anchor for node in self.nodes for user in node.users if user not in inside
         )
 
     def key(self) -> Any:
-        """Equal for regions that compute the same of equal inputs."""
+        """Return a key that is equal for regions that compute the same from equal inputs."""
         names = {node: f"%{number}" for number, node in enumerate((*self.inputs, *self.nodes))}
         said = [
             (str(node.target), str(fx.map_arg((node.args, node.kwargs), lambda n: names[n])))
@@ -93,7 +95,7 @@ class Region:
 
 
 def places(nodes: Sequence[fx.Node]) -> dict[fx.Node, Place]:
-    """Where the parts of each ``join`` belong that are all made by regions."""
+    """Return the places of the parts of each ``join`` whose parts are all made by regions."""
     made = {node for region in regions(nodes) for node in region.nodes}
     found: dict[fx.Node, Place] = {}
     for join in nodes:
@@ -112,9 +114,12 @@ def places(nodes: Sequence[fx.Node]) -> dict[fx.Node, Place]:
 def regions(
     nodes: Sequence[fx.Node], places: dict[fx.Node, Place] | None = None
 ) -> Iterator[Region]:
-    """The regions of the nodes that were inserted for a site, in graph order; those that code
-    nothing are left out. Where some sizes are not fixed, a region is a coded operator whose own
-    are: of a codec whose wire depends on values, the encode and the decode."""
+    """Yield the regions of the nodes inserted for a site, in graph order. Regions without a codec
+    operator are omitted.
+
+    If some sizes are symbolic, each codec operator of fixed size forms a region. For a codec of
+    value-dependent wire size these are the encode and the decode.
+    """
     waits: dict[fx.Node, frozenset[fx.Node]] = {}
     groups: dict[tuple[int, frozenset[fx.Node]], list[fx.Node]] = {}
     exchanges = 0
@@ -136,15 +141,15 @@ def regions(
 
 
 def _after(source: fx.Node, waits: dict[fx.Node, frozenset[fx.Node]]) -> frozenset[fx.Node]:
-    """The waits that who takes a node depends on."""
+    """Return the waits that a user of a node depends on."""
     if source not in waits:
         return frozenset()
     return waits[source] | ({source} if source.meta[MARK].role == "wait" else frozenset())
 
 
 def _without_leading_views(group: list[fx.Node]) -> list[fx.Node]:
-    """Without the views of what comes from outside: they cost nothing, and a kernel must not give
-    back its own input."""
+    """Remove views of values from outside. They cost nothing, and a kernel must not return its own
+    input."""
     inside = set(group)
     for node in group:
         if is_view(node) and not any(source in inside for source in node.all_input_nodes):
@@ -153,9 +158,12 @@ def _without_leading_views(group: list[fx.Node]) -> list[fx.Node]:
 
 
 def _without_leading_pads(group: list[fx.Node]) -> list[fx.Node]:
-    """Without a row that is filled up from outside, where later regions take it as well (a ring
-    adds its own values at each hop): it is in memory anyway, and what makes the values can write
-    them there at once. What is left of the region is then one coded operator."""
+    """Remove a leading pad that later regions read as well, as in a ring, which adds its own values
+    at each hop.
+
+    The padded row is in memory in any case, and the producer of the values can write it there
+    directly. The rest of the region is then one codec operator.
+    """
     if not group:
         return group
     first, inside = group[0], set(group)
@@ -165,7 +173,7 @@ def _without_leading_pads(group: list[fx.Node]) -> list[fx.Node]:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Those that take a node, or a view of it."""
+    """Yield the users of a node, through views."""
     for user in node.users:
         if is_view(user):
             yield from _readers(user)
@@ -174,7 +182,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_fixed(node: fx.Node) -> bool:
-    """Whether all sizes of a node, and of what it takes, are numbers."""
+    """Whether all sizes of a node and its inputs are numbers."""
     values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
     tensors = [
         v for value in values for v in (value if isinstance(value, (list, tuple)) else [value])
@@ -186,13 +194,13 @@ def _is_fixed(node: fx.Node) -> bool:
 
 
 def _stands_alone(node: fx.Node) -> bool:
-    """Whether a coded operator is worth a kernel of its own, and can be one."""
+    """Whether a codec operator can form a kernel of its own and is worth it."""
     role, value = operators.ROLES[node.target], node.meta["val"]
     return role in ("encode", "decode") and isinstance(value, Tensor) and _is_fixed(node)
 
 
 def _connected(nodes: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Nodes apart by whether they depend on each other, each part in order."""
+    """Split nodes into connected components, each in order."""
     root = {node: node for node in nodes}
 
     def find(node: fx.Node) -> fx.Node:
@@ -225,7 +233,7 @@ def _region(nodes: list[fx.Node], places: dict[fx.Node, Place]) -> Region:
 
 
 def _bases(node: fx.Node, inside: set[fx.Node]) -> Iterable[fx.Node]:
-    """The nodes of a region that a view, seen through other views, is a view of."""
+    """Return the nodes of a region that a view refers to, through other views."""
     if not is_view(node):
         return [node]
     sources = [source for source in node.all_input_nodes if source in inside]
@@ -233,7 +241,7 @@ def _bases(node: fx.Node, inside: set[fx.Node]) -> Iterable[fx.Node]:
 
 
 def trace(region: Region, decompositions: Decompositions) -> Source:
-    """What a region computes and writes, for a kernel to be compiled from."""
+    """Trace what a region computes and writes, as the source of a kernel."""
     inside = {*region.nodes}
     encodes = {
         node for node in region.outputs if node.target is ENCODE and not inside & {*node.users}
@@ -260,8 +268,8 @@ def trace(region: Region, decompositions: Decompositions) -> Source:
 
 
 def generated(region: Region) -> Generated | None:
-    """What the kernel of a region is generated from, where that is one fused operator for which
-    there is one."""
+    """Return the source of a region's generated kernel, or None unless the region is one fused
+    operator with such a kernel."""
     (node, *others), inputs = region.nodes, region.inputs
     if others or node.target is not fused.FUSED:
         return None
@@ -273,7 +281,8 @@ def generated(region: Region) -> Generated | None:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """What an input of a region is a part of: who calls a kernel hands over that."""
+    """Return the tensor that a region's input is a view of. The kernel's caller passes this
+    tensor."""
     source = node.all_input_nodes[0] if MARK in node.meta and is_view(node) else node
     if source is node or source.meta["val"].dtype != node.meta["val"].dtype:
         return node
@@ -281,7 +290,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def input_of(node: fx.Node) -> KernelInput:
-    """How an input lies in what it is a part of."""
+    """Return the layout of an input within its base tensor."""
     return KernelInput(form_of(base_of(node).meta["val"]), form_of(node.meta["val"]))
 
 
@@ -295,7 +304,7 @@ def _several(value: Any) -> Sequence[Tensor]:
 
 
 def _pieces(region: Region, values: Sequence[Tensor]) -> Iterator[Piece]:
-    """Where each value that a region computes belongs."""
+    """Yield where each value that a region computes is written."""
     left = iter(values)
     for number, node in enumerate(region.outputs):
         like: Tensor = node.meta["val"]
@@ -315,7 +324,7 @@ def _pieces(region: Region, values: Sequence[Tensor]) -> Iterator[Piece]:
 
 
 def write(body: fx.GraphModule, outputs: Sequence[fx.Node], pieces: Sequence[Piece]) -> None:
-    """Lets a body write what it returned into further inputs."""
+    """Make a body write its results into additional inputs."""
     graph = body.graph
     last, output = graph.find_nodes(op="placeholder")[-1], graph.output_node()
     for number, (value, piece) in enumerate(zip(outputs, pieces, strict=True)):
@@ -332,8 +341,8 @@ def write(body: fx.GraphModule, outputs: Sequence[fx.Node], pieces: Sequence[Pie
 
 
 def outline(region: Region, kernel: str, site: int, buffers: dict[fx.Node, fx.Node]) -> None:
-    """Puts a call of a kernel in the place of a region of the ``site`` of that number, and buffers
-    into which it writes. ``buffers`` has those of joins."""
+    """Replace a region of site number ``site`` by a kernel call and the buffers that it writes.
+    ``buffers`` holds those of joins."""
     inside, graph = set(region.nodes), region.nodes[0].graph
     users = [(node, [u for u in node.users if u not in inside]) for node in region.nodes]
     new: dict[fx.Node, fx.Node] = {}
@@ -385,7 +394,7 @@ def _parts(join: fx.Node) -> list[fx.Node]:
 
 
 def _buffer(like: fx.Node) -> fx.Node:
-    """A new buffer for a value."""
+    """Create a buffer for a value."""
     value: Tensor = like.meta["val"]
     empty = like.graph.call_function(
         EMPTY[0], (list(value.shape),), {"dtype": value.dtype, "device": value.device}
@@ -396,8 +405,8 @@ def _buffer(like: fx.Node) -> fx.Node:
 
 
 def place_buffers(buffers: dict[fx.Node, fx.Node]) -> None:
-    """Lets the buffers of joins take the place of those, each where it is first written. Raises
-    VerifyError where a part of one was written by no kernel."""
+    """Replace joins by their buffers, each placed before its first write. Raise VerifyError if no
+    kernel writes a part of one."""
     for join, buffer in buffers.items():
         if left := _parts(join):
             raise VerifyError(f"no kernel writes {left[0].name}, a part of {join.name}")

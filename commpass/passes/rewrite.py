@@ -1,9 +1,9 @@
-"""rewrite: carry out the plan by tracing each site's algorithm and splicing its nodes in.
+"""rewrite: carries out the plan. It traces each site's algorithm and inserts its nodes.
 
 needs: the sites found in a graph, and their plan.
-gives: the same graph, in which every compressed site is replaced by the nodes of its algorithm,
+gives: the same graph, in which the nodes of its algorithm replace every compressed site, with
 metadata carried over.
-changes: numerics, as the chosen codecs do. Sites that are left alone are not touched.
+changes: values, as the chosen codecs do. Uncompressed sites are not touched.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ from commpass.utils.ambient import without_ambient_state
 
 @dataclass(frozen=True)
 class StateInput:
-    """State that a site keeps between calls: a new last input of its graph. ``place`` names it for
-    good: where in the model, which direction, kind and shape; ``number`` which of several such in
-    its graph. ``reaches`` are the numbers of those outputs of the graph that depend on the site.
+    """State that a site keeps between calls: an additional last input of its graph.
 
-    State of an all_gather is what all ranks hold of its result: ``source`` is what it gathers, with
-    which that begins, and ``parameters`` the numbers of those that it is of."""
+    ``place`` is its permanent name: module, direction, kind, dtype and shape. ``number`` counts
+    equal places in a graph. ``reaches`` lists the graph outputs that depend on the site. State of
+    an all_gather is the gathered result, equal on all ranks. ``source`` computes its initial value,
+    the gathered tensor, and ``parameters`` are the numbers of the parameters in it.
+    """
 
     place: str
     number: int
@@ -68,9 +69,12 @@ def rewrite(
     plan: Sequence[PlannedSite],
     decompositions: Decompositions | None = None,
 ) -> tuple[tuple[StateInput, ...], dict[str, Tensor]]:
-    """Replaces every compressed site in place; returns the state that the graph now takes as its
-    last inputs, in order, and the fake value of what each site takes, by its name. Raises
-    SiteFailure. On an error the graph is half done: the caller holds the copy to go back to."""
+    """Replace every compressed site in place.
+
+    Return the state that the graph now takes as its last inputs, in order, and the fake value of
+    each site's input, by site name. Raises SiteFailure. After an error the graph is incomplete, and
+    the caller must restore its copy.
+    """
     templates = Templates(decompositions or inductor_decompositions)
     kept: list[StateInput] = []
     given: dict[str, Tensor] = {}
@@ -108,12 +112,13 @@ def rewrite(
 
 
 STATE = "commpass_state"
-"""The beginning of the names of inputs that hold state."""
+"""The name prefix of inputs that hold state."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a site carries for one of several that it stands for, or for itself."""
+    """The part of a fused site that belongs to one original tensor, or the whole of any other
+    site."""
 
     module: str
     shape: tuple[int, ...]
@@ -121,8 +126,8 @@ class Part:
 
 
 def _parts(found: GraphSite, planned: PlannedSite) -> list[Part]:
-    """The tensors that one site carries: each has a state of its own, which is found again
-    whatever it travels with."""
+    """Return the tensors that one site carries. Each has a state of its own, which can be found
+    again in any fusion."""
     known = found.call.node.meta.get(SEGMENTS)
     if known is None:
         return [Part(planned.module, planned.shape, found.outputs)]  # type: ignore[arg-type]
@@ -141,7 +146,7 @@ def _parts(found: GraphSite, planned: PlannedSite) -> list[Part]:
 def _keep(
     found: GraphSite, planned: PlannedSite, coder: Codec, states: list[StateInput]
 ) -> list[fx.Node]:
-    """Adds an input for the state that a codec needs for each part of a site."""
+    """Add an input for the codec's state of each part of a site."""
     fake, graph = fake_of(found.input), found.module.graph
     parts, added = _parts(found, planned), []
     for part in parts:
@@ -175,7 +180,8 @@ def _keep(
 
 
 def _joined(found: GraphSite, states: Sequence[fx.Node]) -> list[fx.Node]:
-    """The state of a site as an algorithm takes it: that of all parts, one after the other."""
+    """Return the state of a site as its algorithm expects it: the states of all parts,
+    concatenated."""
     if len(states) < 2:
         return list(states)
     graph, aten = found.module.graph, torch.ops.aten
@@ -189,7 +195,7 @@ def _joined(found: GraphSite, states: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def reached_outputs(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
-    """The numbers of a graph's outputs that depend on one of some nodes."""
+    """Return the numbers of the graph outputs that depend on any of some nodes."""
     reached, left = set(nodes), list(nodes)
     while left:
         new = [user for user in left.pop().users if user not in reached]
@@ -201,7 +207,8 @@ def reached_outputs(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
 
 
 def _update(states: Sequence[fx.Node], new: fx.Node) -> None:
-    """Writes the new state into the inputs that hold it, once all have read the old one."""
+    """Write the new state into the inputs that hold it, at the end of the graph, after all reads of
+    the old state."""
     graph, aten, start = new.graph, torch.ops.aten, 0
     mark = replace(new.meta[MARK], role="state")
     for state in states:
@@ -220,11 +227,11 @@ def _update(states: Sequence[fx.Node], new: fx.Node) -> None:
 
 
 def _replace(found: GraphSite, result: fx.Node) -> None:
-    """Lets everything that took the collective's waited result take the new one."""
+    """Replace all uses of the collective's waited result by the new one."""
     call, graph = found.current_call, found.module.graph
     received = call.kind_at(found.position) == "recv"
     target = call.out or (found.input if "in-place" in call.form or received else None)
-    if target is not None:  # an in-place form: what others see of that tensor must change as well
+    if target is not None:  # in-place: other readers of this tensor must see the result
         with graph.inserting_after(result):
             copied = graph.call_function(torch.ops.aten.copy_.default, (target, result))
         copied.meta = {**result.meta, "val": fake_of(target)}
@@ -242,8 +249,8 @@ def _replace(found: GraphSite, result: fx.Node) -> None:
 
 
 def _drop(node: fx.Node, dropped: list[GraphSite]) -> None:
-    """Erases a collective whose results were all replaced; of a coalesced one, only the parts that
-    were."""
+    """Erase a collective whose results were all replaced. Of a coalesced one, erase only the
+    replaced parts."""
     positions = {found.position for found in dropped}
     coalesced = "coalesced" in dropped[0].call.form
     removed = {
@@ -263,8 +270,7 @@ def _drop(node: fx.Node, dropped: list[GraphSite]) -> None:
 
 
 def _resize(size: fx.Node, found: GraphSite) -> None:
-    """Lets what asked for the size of a collective's result ask its input, or an all-to-all's
-    splits."""
+    """Redirect size queries on a collective's result to its input or to an all_to_all's splits."""
     dim, kind, ranks = size.args[1], found.site.kind, found.site.group_size
     asked = size.meta["val"]
     size.args = (found.input, dim)
@@ -288,7 +294,7 @@ def _resize(size: fx.Node, found: GraphSite) -> None:
 
 
 def _drop_waits(values: set[fx.Node]) -> None:
-    """Erases the waits for values; of a wait for several, only the parts for those."""
+    """Erase the waits for values. Of a wait for several values, erase only the parts for these."""
     for wait in {user: None for value in values for user in value.users if is_wait(user)}:
         if isinstance(wait.args[0], fx.Node):
             erase(wait)
@@ -298,8 +304,10 @@ def _drop_waits(values: set[fx.Node]) -> None:
 
 
 def _join(found: GraphSite, mark: str) -> None:
-    """Lets a position of a batch carry the bytes of the exchange that was inserted for it before
-    the batch: batches exist so that nothing deadlocks, and stay whole."""
+    """Let a position of a batch carry the bytes of the exchange that was inserted before it.
+
+    Batches exist to avoid deadlocks, so they stay whole.
+    """
     call, position = found.current_call, found.position
     value, graph = value_of(call, position), call.node.graph
     assert value is not None
@@ -316,7 +324,7 @@ def _join(found: GraphSite, mark: str) -> None:
     ]
     call.node.args = (*call.node.args[:3], tensors, *call.node.args[4:])
     call.node.meta[PARTS] = {**call.node.meta.get(PARTS, {}), position: mark}
-    received = call.kind_at(position) == "recv"  # a buffer is its own result
+    received = call.kind_at(position) == "recv"  # a receive buffer is its own result
     fake = (own.all_input_nodes[0] if received else own).meta["val"]
     value.meta |= {MARK: own.meta[MARK], "val": fake}
     if isinstance(held, (list, tuple)):
@@ -328,8 +336,8 @@ def _join(found: GraphSite, mark: str) -> None:
 
 
 def _shrink(node: fx.Node, states: list[int]) -> None:
-    """Leaves of a node over a list of tensors only those at ``states``, and renumbers who takes its
-    results."""
+    """Reduce a node over a list of tensors to the positions ``states``, and renumber the users of
+    its results."""
     for index, item in list(items(node)):
         if index in states:
             item.args = (node, states.index(index))

@@ -1,11 +1,11 @@
-"""sample: an operator that looks at what a compressed site is given, on some calls.
+"""sample: an operator that reads a compressed site's input on some calls.
 
-needs: a graph without coded operators, its sites and their plan.
-gives: the same graph with one ``commpass::sample_`` for each site whose real error can be measured;
-of every other compressed site, why not.
-changes: nothing that is computed. Where errors are sampled only tensors are looked at that are
-there anyway. Where the budget of a site is checked its values are written to memory, if they were
-not before; a product that its encode is fused with is computed again, on the calls that look.
+needs: a graph without codec operators, its sites and their plan.
+gives: the same graph with one ``commpass::sample_`` for each site whose real error can be measured,
+and for the other compressed sites the reason why it cannot.
+changes: no computed value. Sampling reads only tensors that are in memory anyway. If a site's
+budget is checked, its values are written to memory even if they were not before. A matmul that is
+fused with its encode is computed again on sampled calls.
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ EMPTY = torch.ops.aten.empty.memory_format
 
 @dataclass(frozen=True)
 class EncodedValue:
-    """What a site encodes: the fake value itself, or those of two matrices, and a bias or None, of
-    which a ``product`` of ``lowering.matmul`` makes and encodes it."""
+    """What a site encodes.
+
+    Either the fake value itself, or those of two matrices and an optional bias, from which a
+    ``product`` of ``lowering.matmul`` computes and encodes it.
+    """
 
     values: tuple[Tensor | None, ...]
     product: str = ""
 
 
 def given_to_products(gm: fx.GraphModule) -> dict[str, EncodedValue]:
-    """What those sites encode whose matmul encodes its own result, by their names."""
+    """Return what sites with a self-encoding matmul encode, by site name."""
     return {
         node.meta[MARK].site: EncodedValue(
             tuple(each.meta["val"] if each is not None else None for each in node.args[:3]),
@@ -64,10 +67,12 @@ def sample(
     *,
     other_ranks: bool = True,
 ) -> dict[str, str]:
-    """Puts the operator in front of what encodes, for each site where that can be done. ``encoded``
-    is what the sites encode, ``checked`` are those whose budgets are checked, by name, and
-    ``other_ranks`` says whether the rest is sampled too. Returns, by the name of each compressed
-    site, "" for these and for the others why not."""
+    """Insert the operator before the encode of each site that can be sampled.
+
+    ``encoded`` is what the sites encode, and ``checked`` names those whose budgets are checked.
+    ``other_ranks`` says whether the other sites are sampled too. Return for each compressed site,
+    by name, why it is not sampled; "" if it is.
+    """
     nodes = {
         id(node.meta["val"]): node
         for _, module in graph_modules(gm)
@@ -97,13 +102,13 @@ def sample(
 
 
 def _is_seen(inputs: Sequence[fx.Node | None], site: PlannedSite) -> bool:
-    """Whether what a site encodes is in memory anyway."""
+    """Whether a site's encode input is in memory in any case."""
     (x,) = inputs
     return x is not None and (site.lowering == "kernel" or _is_stored(x))
 
 
 def unsupported_reason(site: PlannedSite) -> str:
-    """Why there is nothing to measure at a site; "" where there is."""
+    """Return why a site has no error to measure; "" if it has one."""
     coder = codec(site.codec)
     if coder.lossless:
         return LOSSLESS
@@ -113,14 +118,17 @@ def unsupported_reason(site: PlannedSite) -> str:
 
 
 def _senders(x: fx.Node, site: str) -> list[fx.Node]:
-    """What takes a value, or that of which it is a view, to send it for a site."""
+    """Return the nodes of a site that read a value, or the value that it is a view of."""
     own = [user for user in x.users if MARK in user.meta and user.meta[MARK].site == site]
     return own or (_senders(x.all_input_nodes[0], site) if is_view(x) else [])
 
 
 def _is_stored(x: fx.Node) -> bool:
-    """Whether Inductor writes a value to memory, whoever takes it: an input, or what a call of its
-    own gives. All else may become part of the kernel that takes it."""
+    """Whether Inductor writes a value to memory regardless of its users: an input, or the result of
+    an external call.
+
+    Any other value may be fused into the kernel that uses it.
+    """
     while is_view(x):
         x = x.all_input_nodes[0]
     called = getattr(x.target, "namespace", "aten") not in ("aten", "prims")
@@ -128,13 +136,13 @@ def _is_stored(x: fx.Node) -> bool:
 
 
 def _insert(its: EncodedValue, nodes: Mapping[int, fx.Node], before: fx.Node, number: int) -> None:
-    """Looks at what a site encodes where it first takes it: what is written there later is not
-    sent."""
+    """Insert the operator before the first read of the site's input, since later writes to it are
+    not sent."""
     given: Any = [nodes[id(value)] if value is not None else None for value in its.values]
     held = given[0].meta["val"]
     graph = before.graph
     with graph.inserting_before(before), mode_of(graph):
-        # An operator that gives and changes nothing would be dropped.
+        # An operator without results or side effects would be eliminated.
         into = graph.call_function(EMPTY, ([1],), {"device": held.device})
         into.meta["val"] = held.new_empty([1], dtype=torch.float32)
         if its.product:
@@ -145,13 +153,14 @@ def _insert(its: EncodedValue, nodes: Mapping[int, fx.Node], before: fx.Node, nu
 
 
 def _looking(x: Tensor) -> Any:
-    """Who samples this call, if anybody does; nobody can while a CUDA graph is recorded."""
+    """Return the sampler of this call, if any. Sampling is impossible while a CUDA graph is
+    captured."""
     look = innermost().sample
     return None if x.is_cuda and torch.cuda.is_current_stream_capturing() else look
 
 
 def _sample(x: Tensor, into: Tensor, site: int) -> None:
-    """Hands what a site is given to who samples this call."""
+    """Pass a site's input to the sampler of this call."""
     if (look := _looking(x)) is not None:
         look(site, x)
 
@@ -159,7 +168,7 @@ def _sample(x: Tensor, into: Tensor, site: int) -> None:
 def _sample_product(
     a: Tensor, b: Tensor, bias: Tensor | None, into: Tensor, site: int, product: str
 ) -> None:
-    """As ``_sample``, of what a matmul gives that encodes it itself."""
+    """Pass the result of a self-encoding matmul to the sampler of this call."""
     if (look := _looking(a)) is not None:
         look(site, matmul.values(a, b, bias, matmul.named(product)))
 

@@ -1,11 +1,12 @@
-"""For which sizes a plan holds: where codes begin to gain, or cease to, the graph is compiled anew.
+"""The sizes for which a plan is valid. At sizes where a codec starts or stops gaining, the graph is
+recompiled.
 
 needs: a graph of symbolic sizes, and a chosen candidate for each of its sites.
-gives: the sizes at which another decision begins; and, once the ranks have agreed on the plan,
-Dynamo's guards that call for another graph there.
-changes: nothing of the graph.
+gives: the sizes at which another decision starts. Once the ranks have agreed on the plan, Dynamo
+guards that cause a recompile there.
+changes: nothing in the graph.
 
-All ranks of a group hold tensors of the same sizes there, so that they pass such a size together.
+All ranks of a group hold tensors of the same sizes here, so they cross such a size together.
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ from commpass.plan import PlannedSite, Site
 from commpass.policy.rules import Allowed
 
 MOST = 2
-"""At how many sizes of a group's sites a graph is compiled anew, those of the most sites: Dynamo
-compiles the same code only so many times (torch._dynamo.config.recompile_limit is 8), then no
-longer for us. Of each group, since its ranks see those of other groups that are not theirs."""
+"""The maximum number of break-even sizes per group that cause a recompile. Those of the most sites
+are kept.
+
+Dynamo compiles the same code a limited number of times (torch._dynamo.config.recompile_limit is 8),
+and then no longer uses this backend. The limit is per group, because ranks see sites of groups that
+the other ranks are not in.
+"""
 NEAR = 1.1
-"""How near to each other two numbers of bytes are that may be the same break-even size."""
+"""The factor within which two byte counts may be the same break-even size."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The plan holds while a site has at least so many bytes, or while it has fewer."""
+    """The plan holds while a site has at least ``least`` bytes if ``above``, else while it has
+    fewer."""
 
     nbytes: torch.SymInt
     least: int
@@ -47,11 +53,11 @@ class Limit:
 
     @property
     def key(self) -> str:
-        """The same on all ranks and in all graphs, whatever the symbols are there."""
+        """A text that is equal on all ranks and in all graphs, independent of symbol names."""
         return f"from {self.least:,} bytes on" if self.above else f"below {self.least:,} bytes"
 
     def install_guard(self) -> None:
-        """Makes it a guard of the code that is compiled. Does nothing if it is one already."""
+        """Install a guard for this limit on the compiled code, unless it has one already."""
         if bool(self.nbytes >= self.least) != self.above:
             raise AssertionError(f"{self.nbytes} >= {self.least} is not as it was planned")
 
@@ -63,8 +69,8 @@ def limits(
     plan: Sequence[PlannedSite],
     profile: Profile,
 ) -> dict[str, Limit]:
-    """By the name of a site, where its decision ends; none for those that are forced, hidden, or
-    known only when the graph runs."""
+    """Return the limits of sites, by name. Forced and overlapped sites and those of unknown size
+    have none."""
     gains = functools.cache(functools.partial(_gains_from, profile=profile))
     rows = zip(found, options, allowed, plan, strict=True)
     known = {site.name: _limit(each, its, terms, site, gains) for each, its, terms, site in rows}
@@ -73,7 +79,7 @@ def limits(
     kept: set[tuple[str, str, int]] = set()
     for group in {*groups.values()}:
         said = Counter(_limit_text(limit) for name, limit in some.items() if groups[name] == group)
-        kept |= {(group, *what) for what, _ in said.most_common(MOST)}  # the first of equal ones
+        kept |= {(group, *what) for what, _ in said.most_common(MOST)}  # ties: the first one
     return {n: limit for n, limit in some.items() if (groups[n], *_limit_text(limit)) in kept}
 
 
@@ -100,8 +106,8 @@ def _limit(
     size = gains_from(nameless(found.site), tuple(ways))
     if not 0 < size < inf:
         return None
-    # What was decided of the very size holds at it, however closely the other was found. Where it
-    # was decided otherwise than that says, there are several such sizes.
+    # The decision for this size is exact, while the break-even size has a tolerance. If the
+    # decision contradicts the break-even size, there are several such sizes.
     if not (site.bytes * NEAR >= size if site.compressed else site.bytes <= size * NEAR):
         return None
     least = min(ceil(size), site.bytes) if site.compressed else max(ceil(size), site.bytes + 1)
@@ -112,15 +118,17 @@ def _limit(
 
 
 def _gains_from(site: Site, ways: tuple[tuple[str, str], ...], profile: Profile) -> float:
-    """Bytes from which on any of some algorithms and codecs gains."""
+    """Return the bytes from which on any of the given algorithms and codecs gains."""
     sizes = [break_even(site, algorithm, codec, profile) for algorithm, codec in ways]
     return min((size for size in sizes if size is not None), default=inf)
 
 
 def _may_be_guarded(size: torch.SymInt) -> bool:
-    """Whether code may be compiled anew for other sizes: not where the user's bounds forbid it
-    (``mark_dynamic`` with ``min`` or ``max``, ``torch.export``), nor where sizes depend on
-    values."""
+    """Whether other sizes may cause a recompile.
+
+    Not if the user's bounds forbid it (``mark_dynamic`` with ``min`` or ``max``, ``torch.export``),
+    or if sizes depend on values.
+    """
     env, symbols = size.node.shape_env, size.node.expr.free_symbols
     if env.frozen or not size.node.has_hint() or free_unbacked_symbols(size):
         return False
@@ -132,14 +140,14 @@ def _may_be_guarded(size: torch.SymInt) -> bool:
 
 
 def _bounds(tracked: Any) -> list[tuple[torch.SymInt, Any]]:
-    """The symbolic lengths of an input of Dynamo's, with what the user says of each."""
+    """Return the symbolic lengths of a Dynamo input, each with the user's constraint."""
     lengths = getattr(tracked.fake, "shape", ())
     said = getattr(tracked.symbolic_context, "constraint_sizes", ())
     return [pair for pair in zip(lengths, said) if isinstance(pair[0], torch.SymInt)]  # noqa: B905
 
 
 def with_limits(plan: Sequence[PlannedSite], limits: dict[str, Limit]) -> tuple[PlannedSite, ...]:
-    """The plan, in whose reasons stands where it ends."""
+    """Return the plan with the limits added to the reasons."""
     return tuple(
         _with_reason(site, limits[site.name]) if site.name in limits else site for site in plan
     )

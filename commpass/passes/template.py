@@ -1,4 +1,5 @@
-"""The algorithm of a site as a graph of coded operators, and its way into the graph of the site."""
+"""The algorithm of a site as a graph of codec operators, and its insertion into the site's
+graph."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ Decompositions = Callable[[], dict[Any, Callable[..., Any]]]
 
 @dataclass(frozen=True)
 class Template:
-    """A traced algorithm. ``own_sizes``: it holds sizes that depend on values, so no other site can
-    have it."""
+    """A traced algorithm. If ``own_sizes``, it contains value-dependent sizes, so that no other
+    site can share it."""
 
     graph: fx.Graph
     marks: dict[fx.Node, Mark]
@@ -39,7 +40,7 @@ class Template:
 
 @dataclass
 class Templates:
-    """Traced algorithms by everything that they depend on: equal sites are traced once."""
+    """Traced algorithms, by everything that they depend on. Equal sites are traced once."""
 
     decompositions: Decompositions
     traced: dict[tuple[Any, ...], Template] = field(default_factory=dict)
@@ -79,8 +80,8 @@ def trace(
     inputs: Sequence[fx.Node],
     decompositions: Decompositions,
 ) -> fx.Graph:
-    """The algorithm of a site as a graph of its inputs, traced under the fake mode of the graph
-    with encode, decode and sums as operators of their own."""
+    """Trace the algorithm of a site as a graph of its inputs, under the graph's fake mode. Encodes,
+    decodes and sums are single operators."""
     chosen, coder = algorithm_of(planned), codec(planned.codec)
     values = [value(node, found) for node in inputs]
     sizes = dict(zip(sizes_of(found), range(1, len(values)), strict=False))
@@ -119,21 +120,21 @@ def trace(
 
 
 def algorithm_of(planned: PlannedSite) -> Algorithm:
-    """What carries a compressed site out."""
+    """Return the algorithm of a compressed site, with its chunks."""
     chunks = {"chunks": planned.chunks} if planned.chunks > 1 else {}
     return algorithm(planned.kind, planned.algorithm, **chunks)
 
 
 def without_tensors(traced: fx.Graph, subject: str) -> fx.Graph:
-    """A traced graph. Raises VerifyError where it holds tensors of its own, which have no place in
-    the graph that it goes to."""
+    """Return a traced graph. Raise VerifyError if it captured tensors, which the target graph
+    cannot hold."""
     if captured := [node.name for node in traced.nodes if node.op == "get_attr"]:
         raise VerifyError(f"{subject} captured tensors while it was traced: {captured}")
     return traced
 
 
 def sizes_of(found: GraphSite) -> list[fx.Node]:
-    """The nodes among an all-to-all's splits."""
+    """Return the nodes among an all_to_all's splits."""
     splits = (size for some in found.current_call.splits or () for size in some)
     return list(dict.fromkeys(size for size in splits if isinstance(size, fx.Node)))
 
@@ -151,13 +152,13 @@ def _rank(planned: PlannedSite) -> int:
 def splice(
     found: GraphSite, name: str, template: Template, inputs: Sequence[fx.Node]
 ) -> list[fx.Node]:
-    """Copies a traced algorithm into the graph of a site; returns the nodes of its result, and of
-    its new state if it has one.
+    """Copy a traced algorithm into the graph of a site. Return the nodes of its result and of its
+    new state, if any.
 
-    What does not depend on a wait goes where the collective stands, the rest where its result is
-    first waited for: what the graph computes in between still overlaps with the first exchanges.
-    Where it computes nothing there, chunks start no sooner than the algorithm lets them: fewer
-    buffers are taken at once.
+    Nodes that depend on no wait are inserted at the collective, the others before the first wait
+    for its result. Computation in between then overlaps the first exchanges. If there is no such
+    computation, chunks start no earlier than the algorithm starts them, so that fewer buffers exist
+    at once.
     """
     graph, collective = found.module.graph, found.call.node
     anchor = _anchor(found)
@@ -186,8 +187,8 @@ def splice(
 
 
 def _anchor(found: GraphSite) -> fx.Node:
-    """The node before which the rest of an algorithm goes: the first wait, or right behind a
-    collective without one."""
+    """Return the node before which the second part of an algorithm goes: the first wait, or else
+    the node after the collective."""
     if not found.outputs:
         held = value_of(found.call, found.position)
         return next(
@@ -201,8 +202,11 @@ def _anchor(found: GraphSite) -> fx.Node:
 def _describe(
     copy: fx.Node, found: GraphSite, mark: Mark, traced: fx.Node, own_sizes: bool
 ) -> None:
-    """Metadata of an inserted node: from its site, and a fake value of its own, since storages tell
-    aliases apart. That is the ``traced`` one where nobody else has it (``own_sizes``)."""
+    """Set the metadata of an inserted node: its site's, and its own fake value, because storages
+    identify aliases.
+
+    The fake value is that of the ``traced`` node if no other site shares it (``own_sizes``).
+    """
     copy.meta = {MARK: mark}
     meta.carry(found.call.node, copy)
     if own_sizes:
@@ -222,19 +226,19 @@ def _describe(
 
 
 def value(node: fx.Node, found: GraphSite) -> Any:
-    """The fake value, or symbolic number, of a node."""
+    """Return the fake value, or symbolic number, of a node."""
     if node is found.call.group:
         return found.site.group
     return node.meta["val"] if "val" in node.meta else node.meta["example_value"]
 
 
 def mode_of(node: fx.Node) -> Any:
-    """The fake mode under which a graph was traced."""
+    """Return the fake mode under which a graph was traced."""
     return getattr(fake_of(node), "fake_mode", None) or contextlib.nullcontext()
 
 
 def fake_of(node: fx.Node) -> Tensor:
-    """The fake value of a node that is a tensor. Raises VerifyError where it has none."""
+    """Return the fake value of a tensor node. Raise VerifyError if it has none."""
     found = meta.tensor(node)
     if found is None:
         raise VerifyError(f"node {node.name} has no fake value")
@@ -242,7 +246,7 @@ def fake_of(node: fx.Node) -> Tensor:
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """What Inductor takes apart before it compiles a graph."""
+    """Return the decompositions that Inductor applies before it compiles a graph."""
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()

@@ -1,4 +1,4 @@
-"""The predicted timeline of a graph, in the order in which it is."""
+"""The predicted timeline of a graph, in its present order."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from commpass.passes.move import site_of, unsupported_reason, work_of
 from commpass.plan.timeline import COMPUTE, EXCHANGE, HOST, WAIT, Event, Timeline
 
 NOTHING_SENT = "no collective in this graph"
-"""The note of a timeline that is only as long as what is computed."""
+"""The note of a timeline that contains only computation."""
 
 
 def timeline(gm: fx.GraphModule, outcome: PassResult, profile: Profile) -> Timeline:
-    """What the cost model predicts for the graph that is compiled. Where it cannot tell, or nothing
-    is sent, there are no events, and ``note`` says why."""
+    """Return the predicted timeline of the compiled graph.
+
+    If the model cannot predict it, or nothing is sent, it has no events, and ``note`` says why.
+    """
     if not outcome.plan.sites:
         return Timeline(us=whole_us(gm, profile) or 0.0, note=NOTHING_SENT)
     if why := unsupported_reason(gm):
@@ -48,7 +50,7 @@ def timeline(gm: fx.GraphModule, outcome: PassResult, profile: Profile) -> Timel
 
 
 def tasks_of(work: Work, order: Sequence[fx.Node]) -> list[Task]:
-    """The nodes of a graph, in an order, as tasks; a wait comes after what it waits for."""
+    """Return the nodes of a graph as tasks, in an order. A wait comes after what it waits for."""
     number = {node: at for at, node in enumerate(order)}
     return [
         dataclasses.replace(
@@ -59,8 +61,8 @@ def tasks_of(work: Work, order: Sequence[fx.Node]) -> list[Task]:
 
 
 def site_slack_us(work: Work, order: Sequence[fx.Node]) -> dict[str, float]:
-    """By how much the exchanges of each site could begin later, in an order of the graph, without
-    the graph ending later: that of the one that has the least."""
+    """Return the smallest slack of each site's exchanges: how much later they could start without
+    the graph ending later."""
     found: dict[str, float] = {}
     for number, slack in slack_us(tasks_of(work, order)).items():
         site, least = site_of(order[number]), round(slack, 3)
@@ -69,8 +71,8 @@ def site_slack_us(work: Work, order: Sequence[fx.Node]) -> dict[str, float]:
 
 
 def whole_us(gm: fx.GraphModule, profile: Profile) -> float | None:
-    """Microseconds that are predicted for a graph as it is; None where the cost model cannot
-    tell."""
+    """Return the predicted microseconds of a graph in its present order; None if the model cannot
+    predict them."""
     if unsupported_reason(gm):
         return None
     nodes = tuple(gm.graph.nodes)
@@ -101,14 +103,15 @@ def _event(span: Span, lanes: dict[str, str]) -> Event:
 
 
 def _lane_of(span: Span) -> str:
-    """The host, or the group of an exchange: what several groups share is drawn apart."""
+    """Return the host, or the group of an exchange. Groups with the same label keep separate
+    lanes."""
     call = parse(span.node)
     return HOST if span.resource == HOST or call is None else describe_group(call)[0]
 
 
 def _tracks(resources: set[str]) -> dict[str, str]:
-    """The lanes of the host and of groups by name; labels that several groups have tell the name
-    too."""
+    """Return the lane names of the host and of groups. A label that several groups share is
+    followed by the group's name."""
     labels = {name: next(iter(groups.labels_of(name)), name) for name in resources - {HOST}}
     several = {label for label, count in Counter(labels.values()).items() if count > 1}
     return {HOST: HOST} | {

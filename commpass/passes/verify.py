@@ -1,7 +1,7 @@
-"""verify: is the rewritten graph what its plan says?
+"""verify: checks that the rewritten graph matches its plan.
 
 needs: a rewritten graph and its plan.
-gives: nothing; raises SiteFailure, which says for each site what is wrong with it.
+gives: nothing. Raises SiteFailure with the error of each site.
 changes: nothing.
 """
 
@@ -26,8 +26,11 @@ BYTES = torch.uint8
 
 
 def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
-    """Checks order and use of all nodes, metadata of the inserted ones, waits, and dtype and bytes
-    on the wire (law 9). Raises SiteFailure with a VerifyError for each site."""
+    """Check the order and use of all nodes, metadata and waits of the inserted ones, and dtype and
+    bytes on the wire (law 9).
+
+    Raises SiteFailure with a VerifyError for each site.
+    """
     sent: Counter[str] = Counter()
     marked: set[str] = set()
     unknown: set[str] = set()
@@ -57,8 +60,11 @@ def verify(gm: fx.GraphModule, plan: Sequence[PlannedSite]) -> None:
 
 
 def _check(site: PlannedSite, inserted: bool, sent: int, unknown: bool) -> None:
-    """Raises VerifyError where a site is not what its plan says: whether nodes are ``inserted`` for
-    it, and the bytes that are ``sent`` by them, apart from such as are ``unknown``."""
+    """Raise VerifyError if a site does not match its plan.
+
+    ``inserted`` says whether it has inserted nodes. ``sent`` is the number of bytes that they send,
+    apart from ``unknown`` ones.
+    """
     if site.compressed and not inserted:
         raise VerifyError(
             f"{site.name}: planned as {site.codec} by {site.algorithm}, but nothing was"
@@ -79,8 +85,11 @@ def _check(site: PlannedSite, inserted: bool, sent: int, unknown: bool) -> None:
 
 
 def _sent(node: fx.Node, mark: str, dtype: torch.dtype, position: int | None = None) -> list[int]:
-    """Bytes that an inserted node, or one position of a batch, hands to the process group, -1 where
-    they depend on values; none for a node that is no collective."""
+    """Return the bytes that an inserted node, or one position of a batch, hands to the process
+    group.
+
+    -1 stands for value-dependent sizes. A node that is no collective gives an empty list.
+    """
     call = parse(node)
     if call is None:
         return []

@@ -1,7 +1,7 @@
-"""Sites, plans and their JSON: what was found in a graph and what was decided about it.
+"""Sites, plans and their JSON: what was found in a graph, and what was decided about it.
 
-A plan is data. It goes out as JSON, comes back as the same plan, and has a digest that all ranks of
-a group share.
+A plan is plain data. It can be written as JSON and read back unchanged, and it has a digest that is
+equal on all ranks of a group.
 """
 
 from __future__ import annotations
@@ -18,33 +18,39 @@ from commpass.plan.kinds import KINDS
 from commpass.plan.stage import Stage
 
 NONE = "none"
-"""Codec (and algorithm) name of a site that is left alone."""
+"""The codec (and algorithm) name of an uncompressed site."""
 
 
 ROWS = 1024
-"""Entries of the first dimension that each rank is taken to send to each where ranks may hold
-different numbers: what all ranks know, so that they decide alike."""
+"""Entries of the first dimension that each rank is assumed to send to each if ranks may hold
+different numbers.
+
+All ranks know this number, so they decide alike.
+"""
 
 
 NOBODY = "nobody keeps it here: use commpass.backend"
-"""Why no state is kept for a site, where nothing else is said."""
+"""The default reason why no state is kept for a site."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One collective of a graph with all that matters about it.
+    """One collective of a graph, with everything that decisions depend on.
 
-    ``group_labels`` are what users may call its group (mesh dimensions, ``world``), of which
-    ``group_label`` is the first, and ``members`` the global numbers of its ranks (0, 1, ... if that
-    is not known). ``shape`` is the input of one rank; a symbolic size stands there as text ("s0")
-    and ``bytes`` is then what the size hints say (-1 where there is no hint); ``width`` are the
-    values of one entry of the first dimension. ``stateless`` says why no state can be kept for it
-    between calls, if none can, and ``fixed`` why its graph can hold no sizes that depend on
-    values, if it cannot. ``splits`` are what an all-to-all sends to and receives from each
-    rank, in entries of the first dimension. ``peer`` is the number of the rank at the other end of
-    a send or recv, and ``tag`` tells apart what goes between the two. ``by_messages``: exchanges of
-    its group go as messages between pairs of ranks. ``word`` is the nearest
-    enclosing ``compress``/``keep``, as JSON text.
+    - ``group_labels``: what users may call its group (mesh dimensions, ``world``); ``group_label``
+      is the first one.
+    - ``members``: the global numbers of its ranks (0, 1, ... if unknown).
+    - ``shape``: the input of one rank, with symbolic sizes as text ("s0").
+    - ``bytes``: the size of the input, by hints if symbolic; -1 without a hint.
+    - ``width``: the number of values in one entry of the first dimension.
+    - ``stateless``: why no state can be kept for it between calls, if so.
+    - ``fixed``: why its graph cannot hold value-dependent sizes, if so.
+    - ``splits``: what an all_to_all sends to and receives from each rank, in entries of the first
+      dimension.
+    - ``peer``: the rank at the other end of a send or recv; ``tag`` distinguishes messages between
+      the two.
+    - ``by_messages``: whether exchanges of its group are sent as messages between pairs of ranks.
+    - ``word``: the nearest enclosing ``compress`` or ``keep``, as JSON text.
     """
 
     name: str
@@ -75,7 +81,7 @@ class Site:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Everything by which a rule or a profile may mean its group."""
+        """The names by which a rule or a profile may refer to its group."""
         return tuple(
             dict.fromkeys(
                 text for text in (self.group_label, *self.group_labels, self.group) if text
@@ -93,41 +99,44 @@ class Site:
 
     @property
     def pairwise(self) -> bool:
-        """Whether it is one end of what goes between two ranks, which the others of the group know
-        nothing of."""
+        """Whether it is one end of a message between two ranks, of which the other ranks of the
+        group know nothing."""
         return self.kind in KINDS and KINDS[self.kind].pairwise
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks may hold tensors of different sizes. A rank without any entries knows
-        nothing of the others."""
+        """Whether ranks may hold tensors of different sizes. A rank without entries does not know
+        the sizes of the others."""
         lengths = {length for some in self.splits or () for length in some}
         return len(lengths) > 1 or lengths == {0} or any(isinstance(n, str) for n in lengths)
 
     @property
     def common_bytes(self) -> int:
-        """``bytes``, or where ranks may hold different sizes those that all ranks take for
-        theirs."""
+        """``bytes``, or an estimate that is equal on all ranks if they may hold different sizes."""
         itemsize = {"float64": 8, "float32": 4}.get(self.dtype, 2)
         return ROWS * self.group_size * self.width * itemsize if self.uneven else self.bytes
 
     @property
     def common_shape(self) -> tuple[int | str, ...]:
-        """The part of the shape that all ranks share."""
+        """The part of the shape that is equal on all ranks."""
         return self.shape[1:] if self.splits is not None else self.shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One thing that may be done to a site; codec ``none`` is *leave it alone*. ``wire_bytes`` is
-    what one rank hands to the collectives then (-1 where it is not known); of those, the number of
-    ``dynamic_bytes`` depends on the values, and is what was measured of such, or what a Gaussian
-    needs. ``domain`` is where sums
-    are made, "" for the values themselves: they leave it once, at the end. ``lowering`` is what
-    encode and decode become, inline or kernel, and "" where nothing is coded: it is chosen last,
-    for all sites of a graph. ``error`` is the expected relative error of the result; ``stages`` are
-    those of one rank, for the size that was scored. ``refused`` says why it cannot be chosen: then
-    it has no score. ``note`` is what a word asked for that this one cannot have."""
+    """One way to carry out a site. Codec ``none`` leaves it uncompressed.
+
+    - ``wire_bytes``: what one rank hands to the collectives; -1 if unknown.
+    - ``dynamic_bytes``: the value-dependent part of it, as measured, or as a Gaussian needs.
+    - ``domain``: where sums are computed, "" for the values themselves; results leave it once, at
+      the end.
+    - ``lowering``: what encode and decode become, inline or kernel; "" without a codec. It is
+      chosen last, for all sites of a graph.
+    - ``error``: the expected relative error of the result.
+    - ``stages``: those of one rank, for the size that the time was predicted for.
+    - ``refused``: why it cannot be chosen. Then it has no predicted time.
+    - ``note``: a requested setting that does not apply to it.
+    """
 
     codec: str = NONE
     algorithm: str = NONE
@@ -150,11 +159,13 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSite(Site, Candidate):
-    """A site and its chosen candidate, the reason in words, and the time of leaving it alone.
-    ``exposed_us`` is how long a rank is predicted to stand still for it in the order of the graph
-    that runs, ``unmoved_us`` how long in the graph's own, and ``missed`` why it still does.
-    ``hidden``: it is left alone because it hides behind what is computed. ``holds`` says for which
-    of its sizes that was decided, where it is another plan for others."""
+    """A site with its chosen candidate, the reason as text, and its uncompressed time.
+
+    ``exposed_us`` is how long a rank is predicted to wait for it in the order that runs, and
+    ``unmoved_us`` in the graph's original order. ``missed`` is the reason for the remaining wait.
+    ``hidden`` says that it stays uncompressed because computation overlaps it. ``holds`` names the
+    sizes that the decision holds for, if another plan holds for others.
+    """
 
     plain_us: float = 0.0
     reason: str = ""
@@ -166,29 +177,29 @@ class PlannedSite(Site, Candidate):
 
     @property
     def failed(self) -> bool:
-        """Whether it is left alone because a pass could not carry it out."""
+        """Whether it is uncompressed because a pass could not carry it out."""
         return self.reason.startswith(f"{LEFT}pass ")
 
 
 LEFT = "left alone: "
-"""How the reason of a site begins that was planned otherwise at first."""
+"""The prefix of the reason of a site that was first planned otherwise."""
 
 
 def planned(site: Site, candidate: Candidate, reason: str, plain_us: float) -> PlannedSite:
-    """A site with its chosen candidate."""
+    """Return a site with its chosen candidate."""
     of_site = {field.name: getattr(site, field.name) for field in dataclasses.fields(Site)}
     chosen = {field.name: getattr(candidate, field.name) for field in dataclasses.fields(Candidate)}
     return PlannedSite(**of_site, **chosen, reason=reason, plain_us=plain_us)
 
 
 def uncompressed(site: Site, reason: str, plain_us: float = 0.0) -> PlannedSite:
-    """A site with the candidate that every site has: *leave it alone*."""
+    """Return a site with its uncompressed candidate, which every site has."""
     alone = Candidate(wire_bytes=site.bytes, predicted_us=plain_us)
     return planned(site, alone, reason, plain_us)
 
 
 ALIKE = ("kind", "reduce_op", "group_size", "dtype", "common_shape", "module", "direction")
-"""What makes two sites of two ranks, or of two compilations, the same one."""
+"""The fields that identify a site across ranks and compilations."""
 
 
 AGREED_FIELDS = (
@@ -205,18 +216,19 @@ AGREED_FIELDS = (
     "fused",
     "lowering",
 )
-"""The fields that every rank of a group must hold alike. Times may differ: links and clocks do."""
+"""The fields that must be equal on every rank of a group. Times may differ, because links and
+clocks do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simplification:
-    """A collective that algebra made smaller or needless: by which rule, into what, and the bytes
-    one rank need not send.
+    """A collective that an algebraic rule reduced or removed.
 
-    ``moved`` holds the numbers by which a result was scaled and now an input is: they must be alike
-    on all ranks. ``own``: the rule found that this rank uses its own part alone; others may not.
-    ``numbers`` are the places, from 0, of the site and of those that it was merged with among the
-    collectives of their process groups, as the graph came.
+    ``rule`` is the rule, ``into`` the result, and ``saved_bytes`` what one rank no longer sends.
+    ``moved`` holds the numbers by which an input is now scaled instead of a result; they must be
+    equal on all ranks. ``own`` says that only this rank is known to use only its own part.
+    ``numbers`` are the places, from 0, of the site and those merged with it among the collectives
+    of their process groups, in the original graph.
     """
 
     rule: str
@@ -231,11 +243,11 @@ class Simplification:
 
 @dataclass(frozen=True, kw_only=True)
 class Grouped:
-    """Small sites that were fused into one: their names and modules, the name of the one, and why.
+    """Small sites that were fused into one.
 
-    ``numbers`` are the members' places, from 0, among the sites of their process group as they were
-    before, ``bytes`` theirs, in the same order. ``gain_us`` is the predicted gain of one exchange
-    instead of several, all uncompressed.
+    ``into`` is the name of the fused site. ``numbers`` are the members' places, from 0, among the
+    earlier sites of their process group, and ``bytes`` their sizes, in the same order. ``gain_us``
+    is the predicted gain of one exchange over several, all uncompressed.
     """
 
     sites: tuple[str, ...]
@@ -250,9 +262,11 @@ class Grouped:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A collective that is done in chunks of rows: the sites that it is split ``into``, the numbers
-    of rows of the matmul before it, the nodes that are done chunk by chunk (``through``), and the
-    reason."""
+    """A collective that is carried out in chunks of rows.
+
+    ``into`` are the resulting sites, ``rows`` the rows of the preceding matmul per chunk, and
+    ``through`` the nodes that are computed chunk by chunk.
+    """
 
     site: str
     into: tuple[str, ...]
@@ -264,15 +278,14 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The chosen candidate of every site of one graph, in graph order; the sites are those that are
-    left once it is simplified, small ones are grouped, and some ``split`` into chunks of rows.
+    """The chosen candidate of every site of one graph, in graph order.
 
-    ``fallback`` is empty when the plan was carried out, and otherwise says why the untouched graph
-    was compiled. ``reordered`` are the names of the exchanges' sites in the order in which they
-    start, where that is not the program's, and ``order`` says why nothing was moved, where nothing
-    was. ``matched`` are the numbers of the policy's rules, from 0, that match a site as it
-    was found. ``timed`` are the names of the process groups in which how much of a gradient is sent
-    depends on what this rank computes.
+    The sites are those after simplification, grouping of small ones, and splits into chunks of
+    rows. ``fallback`` is empty if the plan was carried out, or else the reason why the untouched
+    graph was compiled. ``reordered`` are the sites of the exchanges in the order of their starts,
+    if it differs from the program's. ``order`` says why nothing was moved, if so. ``matched`` are
+    the numbers, from 0, of the policy's rules that match a site as found. ``timed`` are the process
+    groups in which gradient densities depend on this rank's computation.
     """
 
     graph: str
@@ -296,7 +309,7 @@ class Plan:
         return len(self.sites)
 
     def __bool__(self) -> bool:
-        return True  # a plan without sites is a plan
+        return True  # even without sites
 
     def __repr__(self) -> str:
         counts = {
@@ -321,7 +334,7 @@ class Plan:
         return () if self.fallback else tuple(site for site in self.sites if site.compressed)
 
     def untouched(self, sites: Iterable[PlannedSite], why: str) -> Plan:
-        """The plan of the same graph if nothing of it is changed, because of ``why``."""
+        """Return the plan of the same graph without any change. ``why`` is the reason."""
         return dataclasses.replace(
             self,
             sites=tuple(sites),
@@ -335,13 +348,13 @@ class Plan:
 
     @property
     def changed(self) -> bool:
-        """Whether what is compiled is another graph than the one that came."""
+        """Whether the compiled graph differs from the original one."""
         return not self.fallback and (self._differs or bool(self.reordered))
 
     @property
     def bound_groups(self) -> tuple[str, ...]:
-        """The groups whose number of ranks is in what was changed: all but those of which only the
-        order of collectives is another."""
+        """The groups whose size is built into the changed graph: all except those with only a
+        changed order of collectives."""
         names = dict.fromkeys(site.group for site in self.sites) if self.changed else ()
         return tuple(name for name in names if self.of_group(name)._differs)
 
@@ -350,7 +363,7 @@ class Plan:
         return any((self.compressed, self.simplified, self.grouped, self.split))
 
     def of_group(self, group: str) -> Plan:
-        """The part of the plan that the ranks of one group share."""
+        """Return the part of the plan that the ranks of one group share."""
         sites = tuple(site for site in self.sites if site.group == group)
         return dataclasses.replace(
             self,
@@ -361,42 +374,43 @@ class Plan:
         )
 
     def common(self) -> Plan:
-        """The part of the plan that all ranks hold alike: without what goes between two of them."""
+        """Return the part of the plan that is equal on all ranks: without messages between
+        pairs."""
         return dataclasses.replace(
             self, sites=tuple(site for site in self.sites if not site.pairwise)
         )
 
     def digest(self) -> str:
-        """A digest of every common decision; equal on two ranks if and only if they will do the
-        same."""
+        """Return a digest of every common decision. It is equal on two ranks if and only if they
+        will do the same."""
         rows = [[getattr(site, field) for field in AGREED_FIELDS] for site in self.common()]
         did = (self.rules(), self.groups(), self.splits(), self.starts())
         facts = [self.direction, rows, *did, bool(self.fallback)]
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
     def starts(self) -> list[int]:
-        """The numbers of the sites, as they stand here, in the order in which their exchanges
-        start; none where that is the program's."""
+        """Return the numbers of the sites in the order in which their exchanges start; empty for
+        the program's order."""
         numbers: dict[str, int] = {}
         for number, site in enumerate(self.sites):
             numbers.setdefault(site.name, number)
-            numbers.setdefault(site.name.rpartition(".")[0], number)  # of a coalesced collective
+            numbers.setdefault(site.name.rpartition(".")[0], number)  # a coalesced collective
         return [numbers[name] for name in self.reordered if name in numbers]
 
     def rules(self) -> list[str]:
-        """What was simplified, as far as the ranks must do it alike."""
+        """Return the simplifications, as far as the ranks must apply the same ones."""
         return [
             ", ".join((f"{step.rule} at {' and '.join(map(str, step.numbers))}", *step.moved))
             for step in self.simplified
         ]
 
     def groups(self) -> list[str]:
-        """Which sites were fused, by their places in their process group: as the ranks must do it
-        alike."""
+        """Return which sites were fused, by their places in their process group. This must be equal
+        on all ranks."""
         return [f"sites {', '.join(map(str, each.numbers))}" for each in self.grouped]
 
     def splits(self) -> list[str]:
-        """What was split, as far as the ranks must do it alike."""
+        """Return the splits, as far as the ranks must apply the same ones."""
         return [f"rows {' + '.join(map(str, each.rows))}" for each in self.split]
 
     def to_json(self) -> str:
@@ -404,15 +418,14 @@ class Plan:
 
     @staticmethod
     def from_json(text: str | bytes) -> Plan:
-        """The plan that ``to_json`` wrote. Raises ``msgspec.ValidationError`` or ``DecodeError``
-        for anything else."""
+        """Parse the output of ``to_json``. Raises ``msgspec.ValidationError`` or ``DecodeError``
+        for other text."""
         return msgspec.json.decode(text, type=Plan)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that two plans say differently about a site (or a site that only one of them
-    has)."""
+    """One difference between two plans of a site, or a site that only one of them has."""
 
     site: str
     field: str
@@ -431,7 +444,7 @@ class Difference:
 
 
 def diff(first: Plan, right: Plan, fields: Iterable[str] = AGREED_FIELDS) -> list[Difference]:
-    """What two plans of the same graph decide differently, site by site."""
+    """Return the differences between two plans of the same graph, site by site."""
     fields = tuple(fields)
     found = []
     lefts, rights = ({site.name: site for site in plan.sites} for plan in (first, right))

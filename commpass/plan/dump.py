@@ -1,8 +1,9 @@
-"""Dumps: one JSON file a compiled graph, readable on any machine, without ranks and without torch.
+"""Dumps: one JSON file per compiled graph, readable on any machine, without ranks and without
+torch.
 
 ``backend(..., dump="dir")`` (or ``COMMPASS_DUMP=dir``) makes rank 0 write ``dir/0000-forward.json``
-and so on; the number is the next free one, so that no earlier dump is lost. A file holds the plan,
-and the graph before and after.
+and so on. Each file takes the next free number, so no earlier dump is overwritten. A file holds the
+plan, and the graph before and after.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ FORMAT = Format("dump", 1, "write the dump again with backend(..., dump=...)", D
 
 @dataclass(frozen=True, kw_only=True)
 class GraphNode:
-    """One node of a graph. ``site`` names the site that it is (before) or was inserted for
-    (after); ``role``, ``hop`` and ``chunk`` are what an inserted node does, and in which exchange
-    of its algorithm."""
+    """One node of a graph.
+
+    ``site`` names the site that the node is (before) or was inserted for (after). For inserted
+    nodes, ``role`` says what it does, and ``hop`` and ``chunk`` in which exchange of its algorithm.
+    """
 
     name: str
     op: str
@@ -49,8 +52,7 @@ class GraphNode:
 
 @dataclass(frozen=True, kw_only=True)
 class Considered:
-    """All that might have been done to some sites that have the same choice, *leave it alone*
-    first."""
+    """All candidates of some sites that have the same ones, the uncompressed one first."""
 
     sites: tuple[str, ...]
     candidates: tuple[Candidate, ...]
@@ -58,10 +60,13 @@ class Considered:
 
 @dataclass(frozen=True, kw_only=True)
 class Dump:
-    """Everything about one compiled graph. ``run`` is the same for all graphs of one backend
-    object. ``considered`` has every candidate of every site with its score. ``after`` is the graph
-    with coded operators, ``lowered`` what was compiled, and ``timeline`` what is predicted for that
-    (None in dumps of before there were timelines)."""
+    """All information on one compiled graph.
+
+    ``run`` is equal for all graphs of one backend object. ``considered`` has every candidate of
+    every site with its predicted time. ``after`` is the graph with codec operators, and ``lowered``
+    the compiled one. ``timeline`` is the prediction for the latter (None in dumps older than
+    timelines).
+    """
 
     format: str = FORMAT.name
     version: int = FORMAT.version
@@ -84,7 +89,7 @@ class Dump:
 
 
 def write(folder: Path, dump: Dump) -> Path:
-    """Writes one dump under the next free number, whole or not at all. Returns the file."""
+    """Write one dump atomically, under the next free number. Return the file."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{uuid.uuid4().hex}.part"
     with _locked(folder):
@@ -104,7 +109,7 @@ def write(folder: Path, dump: Dump) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keeps other writers out of a folder: two of them must not take the same number."""
+    """Lock a folder against other writers, so that no two take the same number."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -114,7 +119,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def files(folder: Path) -> list[Path]:
-    """The dump files of a folder, in the order in which they were written."""
+    """Return the dump files of a folder, in the order in which they were written."""
     return sorted(
         (path for path in folder.glob("*-*.json") if path.name.partition("-")[0].isdigit()),
         key=_number,
@@ -126,7 +131,7 @@ def _number(path: Path) -> int:
 
 
 def read(path: Path) -> Dump:
-    """One dump file. Raises DumpError that says what is wrong with it and where."""
+    """Read one dump file. Raises DumpError with the position and cause of any defect."""
     with _uncollected():
         found = read_json(path, FORMAT, Dump)
     for number, site in enumerate(found.plan.sites):
@@ -136,7 +141,7 @@ def read(path: Path) -> Dump:
 
 
 def _wrong(site: PlannedSite) -> str:
-    """What no site can be, though its type is right."""
+    """Return why a site is invalid despite its types, else ""."""
     if site.kind not in KINDS:
         return f"kind: no kind {site.kind!r}{nearest(site.kind, KINDS)}"
     if site.group_size < 1:
@@ -149,8 +154,8 @@ def _wrong(site: PlannedSite) -> str:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without the garbage collector, which looks again and again at all that a big dump is read
-    into: half of the time."""
+    """Disable the garbage collector, which scans the objects of a large dump repeatedly and takes
+    half of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -162,13 +167,13 @@ def _uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Head:
-    """What tells the run of a file."""
+    """The field that identifies the run of a file."""
 
     run: str
 
 
 def runs(folder: Path) -> dict[Path, str]:
-    """The run of each dump file of a folder, in the order in which they were written."""
+    """Return the run of each dump file of a folder, in the order in which they were written."""
     return {file: read_json(file, FORMAT, _Head).run for file in files(folder)}
 
 
@@ -177,9 +182,12 @@ ALL = "all"
 
 
 def read_run(path: Path, run: str | None = None) -> list[Dump]:
-    """The graphs of one run: of the newest in a folder, of the one named ``run``, or the one file
-    that ``path`` is. ``all`` are all runs of a folder as one: those of a program that has several
-    backends and doors."""
+    """Return the graphs of one run.
+
+    If ``path`` is a file, return its graph. In a folder, return those of the run named ``run``, or
+    of the newest one. ``all`` joins all runs of a folder, for a program with several backends and
+    integrations.
+    """
     if path.is_file():
         return [read(path)]
     if not path.is_dir():

@@ -1,5 +1,8 @@
-"""The kinds of collectives: one row each. A new functional collective is a row here, what it costs
-on a link (``costmodel.links``) and the algorithms that carry it out (``collectives.table``)."""
+"""The kinds of collectives, one row each.
+
+A new functional collective needs a row here, its cost on a link (``costmodel.links``) and the
+algorithms that carry it out (``collectives.table``).
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,20 @@ NAMESPACES = (
     "_dtensor",
     "commpass",
 )
-"""Of the operators that are collectives."""
+"""The namespaces of collective operators."""
 WAITS = ("wait_tensor", "wait_tensors")
 KERNEL = "kernel_"
-"""In the namespace commpass: a call of a kernel of ours."""
+"""The operator in the namespace commpass that calls a commpass kernel."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """``operators`` are the functional operators that are one, without their form (coalesced,
-    in-place, out). ``sums``: values of several ranks are added. ``pairwise``: it is one end of what
-    goes between two ranks, who agree on it with each other, not with their group."""
+    """A kind of collective.
+
+    ``operators`` are its functional operators, without their form (coalesced, in-place, out).
+    ``sums`` says that values of several ranks are added. ``pairwise`` says that it is one end of a
+    message between two ranks, who agree on it with each other and not with their group.
+    """
 
     operators: tuple[str, ...]
     sums: bool = False
@@ -39,13 +45,13 @@ KINDS: dict[str, Kind] = {
     "send": Kind(("isend", "batch_p2p_ops"), pairwise=True),
     "recv": Kind(("irecv",), pairwise=True),
 }
-"""By name. The ends of a batch of sends and receives each have a kind of their own."""
+"""The kinds by name. Each end of a batch of sends and receives has its own kind."""
 KIND_OF = {operator: name for name, kind in KINDS.items() for operator in kind.operators}
-"""Operator to the name of its kind."""
+"""Maps an operator to the name of its kind."""
 SUMS = tuple(name for name, kind in KINDS.items() if kind.sums)
-"""The names of those that add."""
+"""The names of the kinds that add."""
 
 
 def without_form(operator: str) -> str:
-    """The name of a functional operator without its form: coalesced, in-place or out."""
+    """Return the name of a functional operator without its form: coalesced, in-place or out."""
     return re.sub(r"_(coalesced_?|out|)$", "", operator)

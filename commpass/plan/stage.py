@@ -1,4 +1,4 @@
-"""One step of an algorithm on one rank: plain data, for plans and for those who time them."""
+"""One step of an algorithm on one rank, as plain data for plans and the cost model."""
 
 from __future__ import annotations
 
@@ -7,24 +7,31 @@ from dataclasses import dataclass
 from typing import Any
 
 ALL, NEXT, BLOCK, STRIDE = "all", "next", "block", "stride"
-"""Whom each rank of a group sends to, as ``Stage.reach`` says it."""
+"""The values of ``Stage.reach``: which ranks each rank of a group sends to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What one rank does in one step, and after which other steps of its algorithm (``after``,
-    their numbers from 0).
+    """One step of one rank. ``after`` has the numbers, from 0, of the earlier steps of its
+    algorithm that it depends on.
 
-    ``role`` is ``encode``, ``decode``, ``sum``, ``enter``, ``leave`` (a codec's domain) or
-    ``exchange``. The first five take or give ``values`` values, the first two by ``codec`` and in
-    whole blocks. An
-    exchange is a collective of ``kind`` to which the rank hands ``nbytes`` bytes, of which
-    ``leaving`` go to other ranks: to all, or to so many ``peers`` alone. ``reach`` says who those
-    are, the same on all ranks: ``all``; the ``next`` ranks of the group, on one side or on both; or
-    all ranks of the part of the group that the rank is in: a ``block`` of ranks that follow one
-    another, or a ``stride``, ranks of equal distances over the whole group. ``by_messages``: it
-    goes as messages between pairs, and not by the library's own collective. ``dynamic``: the number
-    of bytes depends on the values; this is what a Gaussian needs. Numbers may be symbolic.
+    - ``role``: ``encode``, ``decode``, ``sum``, ``enter``, ``leave`` (a codec's domain) or
+      ``exchange``.
+    - ``values``: the number of values that the first five roles read or produce; encodes and
+      decodes do so by ``codec`` and in whole blocks.
+    - ``kind`` and ``nbytes``: an exchange's collective, and the bytes that the rank hands to it.
+    - ``leaving``: the bytes of these that go to other ranks.
+    - ``peers``: the number of ranks that they go to, or None for all.
+    - ``reach``: which ranks these are, equal on all ranks. ``all``, or ``next``: the neighbours in
+      the group, on one side or both. The other two are the part of the group that contains the
+      rank: a ``block`` of consecutive ranks, or a ``stride`` of ranks at equal distances over the
+      whole group.
+    - ``by_messages``: whether it is sent as messages between pairs instead of the library's
+      collective.
+    - ``dynamic``: whether the number of bytes depends on the values. It is then what a Gaussian
+      needs.
+
+    Numbers may be symbolic.
     """
 
     role: str
@@ -41,16 +48,18 @@ class Stage:
 
     @property
     def inside(self) -> bool:
-        """Whether it stays among ranks that follow one another and are not the whole group."""
+        """Whether it stays among consecutive ranks that are not the whole group."""
         return self.reach == BLOCK
 
 
 def all_to_all(
     nbytes: Any, sent: Sequence[Any], received: Sequence[Any], rank: int, *, by_messages: bool
 ) -> Stage:
-    """The exchange in which ``rank`` hands over ``nbytes`` as rows of one size, of which
-    ``sent[r]`` go to rank r of its group and ``received[r]`` come from it. Numbers may be symbolic:
-    one of rows then counts as some."""
+    """Return the exchange in which ``rank`` sends ``nbytes`` as rows of equal size.
+
+    ``sent[r]`` rows go to rank r of its group, and ``received[r]`` come from it. Numbers may be
+    symbolic; a symbolic number of rows counts as nonzero.
+    """
     to, source = (
         {at for at, rows in enumerate(some) if type(rows) is not int or rows}
         for some in (sent, received)
@@ -69,8 +78,8 @@ def all_to_all(
 
 
 def _reach(to: set[int], source: set[int], rank: int, ranks: int) -> str:
-    """Whom all ranks of a group send to, judged by one of them. One that sends a row to itself as
-    well is one of several that exchange rows among themselves."""
+    """Return which ranks of a group all ranks send to, derived from one rank. A rank that also
+    sends to itself belongs to a subset that exchanges rows internally."""
     size = len(to)
     if rank in to:
         if to != source or size == ranks or ranks % size:

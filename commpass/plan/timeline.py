@@ -1,5 +1,7 @@
-"""Timelines: what a rank computes, what its links carry meanwhile, and where the rank stands
-still. Predicted by the cost model, or read from a trace of torch.profiler."""
+"""Timelines: what a rank computes, what its links carry, and where the rank waits.
+
+They are predicted by the cost model, or read from a torch.profiler trace.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +13,19 @@ Span = tuple[float, float]
 """Begin and end, in microseconds."""
 
 HOST = "host"
-"""What carries out that which is computed; every other lane is a link."""
+"""The lane of computation. Every other lane is a link."""
 COMPUTE, EXCHANGE, WAIT = "compute", "exchange", "wait"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that takes time, from ``begin_us`` on for ``us`` microseconds. What an exchange
-    brings can be used ``latency_us`` later.
+    """An event that starts at ``begin_us`` and takes ``us`` microseconds. The data of an exchange
+    is available ``latency_us`` later.
 
-    ``what`` is compute, exchange (on the host: handing it over), or wait: the rank stands still.
-    Other nodes that were inserted for a site say their role, as in a mark: encode, decode, sum, or
-    several for a kernel that does them at once (``decode+sum+encode``). ``lane`` is ``HOST`` or the
-    label of the group whose link it is on. ``hop`` and ``chunk`` tell which exchange of the site it
-    belongs to.
+    ``what`` is compute, exchange (on the host: the hand-over), or wait. Other nodes inserted for a
+    site have their mark's role: encode, decode, sum, or several for a kernel that does them at once
+    (``decode+sum+encode``). ``lane`` is ``HOST`` or the label of the group whose link is used.
+    ``hop`` and ``chunk`` identify the exchange of the site.
     """
 
     name: str
@@ -49,16 +50,19 @@ class Event:
 
     @property
     def exposed(self) -> bool:
-        """Whether the rank stands still."""
+        """Whether the rank waits."""
         return self.what == WAIT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The events of one graph by lane and time. ``us`` is when the rank is done. ``note`` says why
-    there are no events, or what is not known of them. ``slack_us`` says by site how much later each
-    of its exchanges could begin without the graph ending later: it is 0 on the critical path, and
-    what was measured, or written by an older commpass, has none."""
+    """The events of one graph, by lane and time.
+
+    ``us`` is the time when the rank is done. ``note`` says why there are no events, or what is
+    unknown. ``slack_us`` says by site how much later each of its exchanges could start without the
+    graph ending later. It is 0 on the critical path. Measured timelines and those of older versions
+    have none.
+    """
 
     events: tuple[Event, ...] = ()
     us: float = 0.0
@@ -67,38 +71,37 @@ class Timeline:
 
     @cached_property
     def exposed_us(self) -> float:
-        """Microseconds for which the rank stands still."""
+        """Microseconds that the rank waits."""
         return sum(event.us for event in self.events if event.exposed)
 
     @cached_property
     def travel_us(self) -> float:
-        """Microseconds in which anything travels, or is waited for. What travels at once counts
+        """Microseconds in which any data is in flight or waited for. Concurrent transfers count
         once."""
         found = (event for event in self.events if event.travels or event.exposed)
         return length(union((event.begin_us, event.end_us) for event in found))
 
     @cached_property
     def start_us(self) -> float:
-        """Microseconds for which the rank is busy handing over what travels."""
+        """Microseconds that the rank spends handing over data."""
         return sum(e.us for e in self.events if e.what == EXCHANGE and e.lane == HOST)
 
     def exposed_of(self, site: str) -> float:
-        """Microseconds for which the rank stands still for a site."""
+        """Return the microseconds that the rank waits for a site."""
         return sum(event.us for event in self._by_site.get(site, ()) if event.exposed)
 
     def slack_of(self, site: str) -> float | None:
-        """The slack of a site, or of the coalesced collective that it is part of; None where it is
-        not known."""
+        """Return the slack of a site, or of its coalesced collective; None if unknown."""
         return self.slack_us.get(site, self.slack_us.get(site.rpartition(".")[0]))
 
     def travel_of(self, site: str) -> float:
-        """Microseconds in which anything of a site travels."""
+        """Return the microseconds in which any data of a site is in flight."""
         found = (event for event in self._by_site.get(site, ()) if event.travels)
         return length(union((event.begin_us, event.end_us) for event in found))
 
     @cached_property
     def _by_site(self) -> dict[str, list[Event]]:
-        """Looked for once: there may be thousands of sites."""
+        """The events by site, cached because there may be thousands of sites."""
         found: dict[str, list[Event]] = {}
         for event in self.events:
             found.setdefault(event.site, []).append(event)
@@ -106,12 +109,12 @@ class Timeline:
 
     @property
     def tracks(self) -> tuple[str, ...]:
-        """The host, and the links in the order in which they are first used."""
+        """The host, and the links in the order of their first use."""
         return tuple(dict.fromkeys((HOST, *(event.lane for event in self.events))))
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that do not overlap, in order."""
+    """Return the same time as ordered spans that do not overlap."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1]:
@@ -122,7 +125,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def subtract(spans: Iterable[Span], excluded: Iterable[Span]) -> list[Span]:
-    """The time of spans in which none of the others is, as spans in order."""
+    """Return the time of spans outside of all excluded ones, as ordered spans."""
     found = []
     taken = union(excluded)
     for begin, end in union(spans):
@@ -138,5 +141,5 @@ def subtract(spans: Iterable[Span], excluded: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Microseconds of spans that do not overlap."""
+    """Return the total microseconds of spans that do not overlap."""
     return sum(end - begin for begin, end in spans)

@@ -1,9 +1,8 @@
-"""What the user allows: rules by module, kind, direction and group; codecs; an error budget.
-Presets and TOML.
+"""Policies: which codecs, error budgets and rules a user allows. Also presets and TOML files.
 
-For one site, the nearest word counts: a ``compress`` or ``keep`` around it in the model, else the
-first rule that matches, else the policy itself. What the nearer word leaves open, the policy fills
-in.
+For one site, the nearest source counts: an enclosing ``compress`` or ``keep`` in the model, else
+the first matching rule, else the policy itself. Settings that this source leaves open come from the
+policy.
 """
 
 from __future__ import annotations
@@ -40,25 +39,27 @@ PASS_NAMES = (
     "verify",
     "sample",
 )
-"""In the order in which they run."""
+"""The passes, in the order in which they run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Named):
-    """What is allowed. ``codecs`` are the choices for every site that no rule covers; none means:
-    leave alone.
+    """What a user allows.
 
-    ``max_error`` is the largest allowed relative error of a compressed result;
-    ``reassociate=False`` forbids even changes that only round a sum differently; ``skip`` names
-    passes to leave out; ``lowering``, ``chunks`` and ``rows`` as in a rule. ``group_bytes`` is the
-    largest site in bytes that is fused with others, 0 for none, and ``group_delay`` how many
-    matmuls, convolutions and attentions fewer an exchange may then be hidden behind.
-    ``selective``: of gradients that are selected from and fused the smallest are sent whole, and
-    the others thinned for that (SSFusion, section IV.B).
-    ``more_memory`` is by what share the peak memory of a graph may rise where exchanges are moved
-    so that they hide behind matmuls. ``watch`` is the share of calls of a graph on which the real
-    error of its compressed sites is measured (docs/verdict.md): 0 for none, and then nothing is
-    added to the graph.
+    - ``codecs``: the choices for every site without a rule. If empty, such sites stay uncompressed.
+    - ``max_error``: the largest allowed relative error of a compressed result.
+    - ``reassociate=False``: forbids even changes that only round a sum differently.
+    - ``skip``: names of passes to skip.
+    - ``lowering``, ``chunks`` and ``rows``: as in a rule.
+    - ``group_bytes``: the largest site in bytes that is fused with others; 0 fuses none.
+    - ``group_delay``: by how many matmuls, convolutions and attentions fusion may reduce the
+      overlap of an exchange.
+    - ``selective``: of fused gradients with a selecting codec, the smallest are sent whole, and the
+      others are sparsified accordingly (SSFusion, section IV.B).
+    - ``more_memory``: by what share the peak memory of a graph may rise if exchanges are moved to
+      overlap matmuls.
+    - ``watch``: the share of a graph's calls on which the real error of its compressed sites is
+      measured (docs/verdict.md). 0 adds nothing to the graph.
     """
 
     name: str = "custom"
@@ -119,7 +120,7 @@ class Policy(Named):
         for name in self.skip:
             if name not in PASS_NAMES:
                 raise PolicyError(f"skip: no pass {name!r}{nearest(name, PASS_NAMES)}")
-        Annotation(  # checks them
+        Annotation(  # validates the fields
             codec=self.codecs,
             algorithm=self.algorithms,
             max_error=self.max_error,
@@ -129,7 +130,7 @@ class Policy(Named):
         )
 
     def allowed(self, site: Site) -> tuple[Allowed, int | None]:
-        """What may be done to a site, and the index of the rule that says so, if it was a rule."""
+        """Return what is allowed at a site, and the index of the rule that decides it, if any."""
         if self.off:
             return Allowed(source="policy 'off'"), None
         if site.word is not None:
@@ -144,13 +145,15 @@ class Policy(Named):
 
     @property
     def label(self) -> str:
-        """What reasons call it."""
+        """The name of the policy in reasons."""
         return f"policy {self.name!r}"
 
     @staticmethod
     def from_preset(preset: str, *, rules: Sequence[Rule] = (), **fields: Any) -> Policy:
-        """A preset with something changed: ``Policy.from_preset("balanced", max_error=0.01)``.
-        ``rules`` come before the preset's own. Raises PolicyError for a name that is not known."""
+        """Return a changed preset: ``Policy.from_preset("balanced", max_error=0.01)``.
+
+        ``rules`` precede the preset's own. Raises PolicyError for an unknown name.
+        """
         if preset not in PRESETS:
             raise PolicyError(f"unknown preset {preset!r}{nearest(str(preset), PRESETS)}")
         base = PRESETS[preset]
@@ -169,15 +172,24 @@ class Policy(Named):
         max_error: float = MAX_ERROR,
         **fields: Any,
     ) -> Policy:
-        """Low-bit tensor-parallel inference by the paper's own method, from a calibration:
-        ``Policy.lowbit_tp(Calibration.read("model.json"))``.
+        """Return a policy of low-bit tensor-parallel inference by the paper's method, from a
+        calibration.
 
-        Of each all_reduce in forward, the ``share`` of channels with the widest ranges travel in
-        bf16, the others on a static grid of ``bits`` bits. ``share`` is a number, one for each
-        module by globs (1/64 for others), or ``"sensitivity"``: no more is kept in all, and more
-        where the model minds errors. Scales are each rank's own, or with ``per_rank=False`` shared.
-        ``algorithm`` may also be ``two_shot`` or ``ring``, by which sums are coded as well.
-        ``fields`` as in ``from_preset``. Raises PolicyError where nothing was calibrated.
+        ``Policy.lowbit_tp(Calibration.read("model.json"))``
+
+        Args:
+            calibration: the calibration of the model.
+            share: the share of channels with the widest ranges, in each all_reduce of forward, that
+                are sent in bf16. A number, a mapping from module globs to numbers (1/64 for
+                others), or ``"sensitivity"``. The latter keeps no more in total, and more where the
+                model is sensitive to errors.
+            bits: the bits of the static grid of all other channels.
+            algorithm: ``two_shot`` and ``ring``, unlike ``one_shot``, encode sums as well.
+            per_rank: if True, each rank has its own scales; if False, the ranks share them.
+            max_error: the error budget of the rules.
+            **fields: as in ``from_preset``.
+
+        Raises PolicyError if nothing was calibrated.
         """
         rules = lowbit_rules(calibration.places, share, bits, algorithm, per_rank, max_error)
         return Policy(**{"name": "lowbit-tp, calibrated", **fields, "rules": rules})
@@ -186,14 +198,16 @@ class Policy(Named):
     def for_mesh(
         preset: str, *, tp: Words = None, dp: Words = None, pp: Words = None, **fields: Any
     ) -> Policy:
-        """A preset of three dimensions, ``taco-3d`` or ``balanced-3d``, told which dimensions of
-        this process's meshes are tensor, data and pipeline parallelism:
-        ``Policy.for_mesh("taco-3d", tp="x", dp=("a", "b"))``.
+        """Return a preset of three dimensions, ``taco-3d`` or ``balanced-3d``, for the meshes of
+        this process.
 
-        ``world`` is the group of all ranks. A role that is not told has the usual names
-        (``DIMENSIONS``), after those that are; one that is ``()`` is left alone. ``fields`` as in
-        ``from_preset``. Raises PolicyError for a preset without dimensions, for one that no mesh
-        has, and for one with two roles.
+        ``Policy.for_mesh("taco-3d", tp="x", dp=("a", "b"))`` names the dimensions of tensor, data
+        and pipeline parallelism. ``world`` is the group of all ranks. A role without argument has
+        the usual names (``DIMENSIONS``), after the given ones; the sites of a role ``()`` stay
+        uncompressed. ``fields`` are as in ``from_preset``.
+
+        Raises PolicyError for a preset without dimensions, for a dimension that no mesh has, and
+        for one with two roles.
         """
         if preset not in THREE_D:
             raise PolicyError(f"preset {preset!r} has no dimensions{nearest(str(preset), THREE_D)}")
@@ -215,18 +229,21 @@ class Policy(Named):
         return Policy.from_preset(preset, **{"rules": (), **fields})._over(preset, over)
 
     def _over(self, preset: str, over: Mapping[str, Sequence[str]]) -> Policy:
-        """A policy whose last rules are those of a preset, with other dimensions."""
+        """Return a policy whose last rules are those of a preset, for other dimensions."""
         own = self.rules[: len(self.rules) - len(PRESETS[preset].rules)]
         return dataclasses.replace(self, rules=(*own, *rules_over(THREE_D[preset], over)))
 
     @staticmethod
     def from_toml(path: str | Path) -> Policy:
-        """A policy from a file. Raises PolicyError with file, line and what was expected there."""
+        """Read a policy from a file. Raises PolicyError with file, line and what was expected
+        there."""
         return _from_toml(Path(path))
 
     def to_toml(self) -> str:
-        """A file that ``from_toml`` reads back as an equal policy. Raises PolicyError for that of
-        ``off``, which no file can say but as a preset."""
+        """Return the text of a file that ``from_toml`` reads back as an equal policy.
+
+        Raises PolicyError for the policy ``off``, which a file can only name as a preset.
+        """
         if self.off:
             raise PolicyError(f"policy {self.name!r} is off, which a file says by preset = 'off'")
         said = {key: value for key, value in _set_fields(self).items() if key != "rules"}
@@ -237,8 +254,11 @@ class Policy(Named):
 def _allowed(
     policy: Policy, annotation: Annotation, source: str, names_site: bool = False
 ) -> Allowed:
-    """What is allowed to a site that a word covers; what it leaves open is the policy's. One that
-    ``names_site`` and a codec, or forces one, means whatever the site carries."""
+    """Return what is allowed at a site that an annotation or a rule covers. Open settings come from
+    the policy.
+
+    If ``names_site``, its codec (or ``force``) applies to any values of the site.
+    """
     if annotation.keep:
         return Allowed(source=source, split=source, rows=1)
     what = (annotation.codec, annotation.algorithm, annotation.max_error)
@@ -266,7 +286,7 @@ def _allowed(
 
 
 def _set_fields(of: Policy | Rule) -> dict[str, Any]:
-    """The fields that are not what they are if nothing is said."""
+    """Return the fields that differ from their defaults."""
     values = {f.name: (getattr(of, f.name), f.default) for f in dataclasses.fields(of)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
@@ -275,7 +295,7 @@ PRESETS = {name: Policy(name=name, **fields) for name, fields in presets.PRESETS
 
 
 def policy_named(policy: str | Path | Policy) -> Policy:
-    """A preset by name, a TOML file by path, or the policy itself."""
+    """Return a preset by name, a TOML file by path, or the policy itself."""
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, Path):
@@ -315,7 +335,7 @@ def _from_toml(path: Path) -> Policy:
     made = tuple(_build(path, text, number, rule, Rule, {}) for number, rule in enumerate(rules))
     fields = {f.name: getattr(base, f.name) for f in dataclasses.fields(Policy)} | {
         "name": path.stem,
-        "rules": (*made, *base.rules),  # the first that matches counts: the file's own
+        "rules": (*made, *base.rules),  # the file's own rules come first; the first match counts
     }
     return _build(path, text, None, table, Policy, fields)
 
@@ -328,7 +348,8 @@ def _build(
     kind: type,
     base: dict[str, Any],
 ) -> Any:
-    """A Rule or Policy from a table; each field on its own, so that an error knows its line."""
+    """Build a Rule or Policy from a table. Each field is checked separately, so that an error has
+    its line."""
     hidden = {"rules", "off"} if kind is Policy else set()
     known = {f.name for f in dataclasses.fields(kind)} - hidden
     types = {f.name: TYPES[str(f.type)] for f in dataclasses.fields(kind) if f.name in known}

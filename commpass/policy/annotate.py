@@ -1,9 +1,8 @@
-"""``compress`` and ``keep``: the user's word about a part of the model, carried into the graph by
-torch's annotations.
+"""``compress`` and ``keep``: annotations of parts of a model, carried into the graph by torch.
 
-Inside a compiled call the word becomes ``node.meta["custom"]["commpass"]`` of every node made under
-it, forward and backward. Outside one there is no graph for it to enter; the runtime then asks
-``open_scopes`` and refuses rather than ignore it.
+Inside a compiled call, an annotation becomes ``node.meta["custom"]["commpass"]`` of every node made
+under it, forward and backward. Outside one it has no graph to enter. The backend then reads
+``open_scopes`` and raises an error rather than ignore it.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from commpass.utils.deprecated import renamed_argument
 from commpass.utils.globs import covers
 
 KEY = "commpass"
-"""The key in ``node.meta["custom"]`` under which the word of the nearest enclosing scope stands."""
+"""The key in ``node.meta["custom"]`` of the nearest enclosing annotation."""
 
 _open: ContextVar[tuple[str, ...]] = ContextVar("commpass_open_scopes", default=())
 
 
 def open_scopes() -> tuple[str, ...]:
-    """The words of the scopes that are open around the caller, outside any compiled call; the
+    """Return the annotations of the scopes open around the caller, outside any compiled call; the
     nearest last."""
     return _open.get()
 
 
 @contextmanager
 def outside_scopes() -> Iterator[None]:
-    """Within, no scope is open: what runs there has its word from elsewhere."""
+    """Close all scopes inside the context: code that runs there gets its annotation elsewhere."""
     token = _open.set(())
     try:
         yield
@@ -47,8 +46,8 @@ def outside_scopes() -> Iterator[None]:
 
 
 class Scope:
-    """A word to put on a part of a model: decorator of a module class, a module or a function, or
-    context manager."""
+    """An annotation for a part of a model: a decorator of a module class, a module or a function,
+    or a context manager."""
 
     def __init__(self, annotation: Annotation):
         self.word = annotation
@@ -70,9 +69,9 @@ class Scope:
 
     def _put_on(self, target: nn.Module) -> None:
         for module in _callable(target):
-            if _own_annotation(module) is None:  # else that is the nearer word
-                # No closure: a copy of the module, pickled or not, then has a forward and a word of
-                # its own.
+            if _own_annotation(module) is None:  # otherwise the module's own annotation is nearer
+                # A partial instead of a closure: a copy of the module, pickled or not, then has its
+                # own forward and annotation.
                 under = functools.partial(
                     _forward_under, self.word.to_json(), module, module.__dict__.get("forward")
                 )
@@ -87,7 +86,7 @@ class Scope:
 
 
 def _own_annotation(module: nn.Module) -> str | None:
-    """The word that was put on this one module, not on its class."""
+    """Return the annotation of this module instance, not of its class, or None."""
     forward = module.__dict__.get("forward")
     return (
         str(forward.args[0])
@@ -97,8 +96,8 @@ def _own_annotation(module: nn.Module) -> str | None:
 
 
 def _refuse_if_taken(module: nn.Module, name: str) -> None:
-    """Raises PolicyError where a word on this module would reach nothing, since words were put on
-    all of it before."""
+    """Raise PolicyError if an annotation of this module would have no effect, because all of it has
+    annotations already."""
     words = [_own_annotation(part) for part in _callable(module)]
     if words and None not in words:
         raise PolicyError(
@@ -108,7 +107,7 @@ def _refuse_if_taken(module: nn.Module, name: str) -> None:
 
 
 def _callable(module: nn.Module) -> Iterator[nn.Module]:
-    """The module, or if it only holds others (a ModuleList, say) those in it that are called."""
+    """Yield the module, or the called modules inside a pure container such as a ModuleList."""
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         for child in module.children():
             yield from _callable(child)
@@ -128,18 +127,26 @@ def compress(
     chunks: int | None = None,
     rows: int | None = None,
 ) -> Any:
-    """Says how the collectives of a part of the model may be compressed; what is left out is the
-    policy's own: bare, all of it is, whatever the policy's rules or a ``keep`` around it say.
+    """Say how the collectives of a part of the model may be compressed.
 
-    ``@commpass.compress`` or ``@commpass.compress(codec="int8")`` on a module class or function,
-    ``with commpass.compress(...):`` inside the compiled code, ``commpass.compress(module)`` or
-    ``commpass.compress(...)(module)`` on one module. The nearest enclosing word wins. ``codec`` and
-    ``algorithm`` are one name or several; ``max_error`` is a relative error; ``force`` compresses
-    even where the cost model sees no gain; ``lowering`` is ``inline`` or ``kernel``; ``chunks`` is
-    into how many a tensor is divided, ``rows`` into how many chunks of rows the matmul before a
-    collective is split.
-    Raises PolicyError for unknown names, and for anything given without its name
-    (``compress("int8")``).
+    Arguments that are not given come from the policy. ``compress`` without arguments applies the
+    policy's own settings, regardless of its rules or an enclosing ``keep``.
+
+    Use ``@commpass.compress`` or ``@commpass.compress(codec="int8")`` on a module class or
+    function, ``with commpass.compress(...):`` inside compiled code, and
+    ``commpass.compress(module)`` or ``commpass.compress(...)(module)`` on one module. The nearest
+    enclosing annotation wins.
+
+    Args:
+        codec: one name or several.
+        algorithm: one name or several.
+        max_error: the allowed relative error.
+        force: compress even if the cost model predicts no gain.
+        lowering: ``inline`` or ``kernel``.
+        chunks: the number of chunks that a tensor is divided into.
+        rows: the number of chunks of rows that the matmul before a collective is split into.
+
+    Raises PolicyError for unknown names, and for positional arguments (``compress("int8")``).
     """
     if torch.compiler.is_dynamo_compiling():
         if target is not None:
@@ -153,7 +160,7 @@ def compress(
 
 
 def keep(target: Any = None) -> Any:
-    """Says never to compress in here: ``@commpass.keep``, ``with commpass.keep():`` or
+    """Never compress here: ``@commpass.keep``, ``with commpass.keep():`` or
     ``commpass.keep(module)``."""
     if torch.compiler.is_dynamo_compiling():
         return annotate({KEY: KEEP})
@@ -219,7 +226,7 @@ def _under(annotation: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def annotations_of(model: nn.Module) -> dict[str, str]:
-    """The nearest word around each module of a model that has one, as JSON by its path."""
+    """Return the nearest annotation around each annotated module of a model, as JSON by path."""
     found: dict[str, str] = {}
     for path, module in names(model):  # outer ones first
         around = found.get(path) or found.get(path.rpartition(".")[0])
@@ -237,7 +244,7 @@ def _forward_under(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """What one module does under a word: ``forward``, or what its class says."""
+    """Run one module under an annotation: ``forward``, or its class's method."""
     if torch.compiler.is_compiling():
         with annotate({KEY: annotation}):
             return (
@@ -264,17 +271,17 @@ def _eagerly(annotation: str) -> Iterator[None]:
 
 @renamed_argument("words", "annotations")
 def apply_policy(model: nn.Module, annotations: Mapping[str, Any]) -> nn.Module:
-    """Puts words on the submodules that globs name, without touching the model's source; returns
-    the model.
+    """Annotate the submodules that match globs, without changes to the model's source. Return the
+    model.
 
     ``commpass.apply_policy(model, {"layers.0.mlp": commpass.keep(), "layers.*.mlp": "int8"})``: a
     value is a codec, several codecs, a dict of ``compress`` arguments, or a scope. Names are those
-    of ``named_modules`` without what wrappers put into them (torch.compile, checkpoint_wrapper,
-    DDP, FSDP), as rules see them; a module that is tied has several, and a word on one is on all.
-    Of several patterns that name one module the first counts; a word in the module's source is
-    nearer than any of them. Raises PolicyError for a pattern that names no module, with the nearest
-    module that exists, for a value that is no word, and for a module that was given a word before;
-    nothing is changed then.
+    of ``named_modules`` without wrapper attributes (torch.compile, checkpoint_wrapper, DDP, FSDP),
+    as in rules. A tied module has several names, and an annotation of one applies to all.
+
+    If several patterns match a module, the first one counts. An annotation in the module's source
+    is nearer than any of them. Raises PolicyError for a pattern without a match (naming the nearest
+    module), for an invalid value, and for an already annotated module. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise PolicyError(f"apply_policy(model={model!r}): must be a module, torch.nn.Module")
@@ -285,7 +292,7 @@ def apply_policy(model: nn.Module, annotations: Mapping[str, Any]) -> nn.Module:
         )
     known = {
         name: module for name, module in names(model) if name
-    }  # a wrapper's name is that of what it wraps
+    }  # a wrapper has the name of its module
     chosen: dict[nn.Module, tuple[str, Scope]] = {}
     for pattern, word in annotations.items():
         scope = _scope(pattern, word)
@@ -300,25 +307,25 @@ def apply_policy(model: nn.Module, annotations: Mapping[str, Any]) -> nn.Module:
             chosen.setdefault(known[name], (name, scope))
     remember(model)
     inner_first = sorted(chosen.items(), key=lambda item: -item[1][0].count("."))
-    for module, (_, scope) in inner_first:  # who is put on last is further out
+    for module, (_, scope) in inner_first:  # modules annotated last are further out
         scope._put_on(module)
     return model
 
 
 def _is(pattern: str, name: str) -> bool:
-    """Whether a glob names this very module, and not only one around it."""
+    """Whether a glob matches this module itself, and not only one around it."""
     parent = name.rpartition(".")[0]
     return covers(pattern, name) and not (parent and covers(pattern, parent))
 
 
 def _near(pattern: str, known: Mapping[str, nn.Module]) -> str:
-    # Indices are alike in every layer: compare the pattern with the modules' names in which they
-    # are stars as well.
+    # Indices repeat in every layer, so the pattern is compared with module names that have stars
+    # too.
     return nearest(clean(pattern), {star(name) for name in known} if "*" in pattern else known)
 
 
 def _scope(pattern: Any, annotation: Any) -> Scope:
-    """The scope that ``apply_policy`` was given for a pattern, however it was written."""
+    """Return the scope for a pattern of ``apply_policy``, from any accepted form of value."""
     if not isinstance(pattern, str):
         raise PolicyError(f"apply_policy: pattern {pattern!r} must be a text, e.g. 'layers.*.mlp'")
     if isinstance(annotation, Scope):

@@ -1,7 +1,8 @@
-"""The rules of low-bit tensor-parallel inference for one model, from what was calibrated on it.
+"""The rules of low-bit tensor-parallel inference for one model, from its calibration.
 
 The paper (section 3) sends the channels with the widest ranges in bf16 and all others on a static
-4-bit grid, the same channels on all ranks, scales of each rank its own, in one all-gather.
+4-bit grid. The channels are the same on all ranks, the scales are local to each rank, and one
+all-gather carries both.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from commpass.utils.globs import covers
 
 SHARE = 1 / 64
 SHARES = (0.0, 1 / 128, 1 / 64, 1 / 32, 1 / 16)
-"""What a layer may keep where ``share="sensitivity"``."""
+"""The shares of channels that a layer may keep if ``share="sensitivity"``."""
 BY_SENSITIVITY = "sensitivity"
 MAX_ERROR = 0.25
-"""Static grids of 4 bits without a channel that stands out have 16 %."""
+"""Static 4-bit grids have an error of 16 % on channels without outliers."""
 
 
 class Site(Protocol):
-    """What a rule says of the sites of a place."""
+    """The fields by which a rule addresses the sites of a place."""
 
     @property
     def module(self) -> str: ...
@@ -67,7 +68,7 @@ class _Layer:
         return codec("outlier", statistics=chosen.to_text(), bits=bits).spec
 
     def change(self, share: float, bits: int) -> float:
-        """The relative change of the model's outputs that is expected of it."""
+        """Return the expected relative change of the model's outputs."""
         return self.place.change(codec(self.spec(share, bits, per_rank=False)).relative_error())
 
 
@@ -79,7 +80,7 @@ def lowbit_rules(
     per_rank: bool,
     max_error: float,
 ) -> tuple[Rule, ...]:
-    """A rule for each place that sums in forward and has channels; arguments as in
+    """Return a rule for each place that sums in forward and has channels. Arguments are as in
     ``Policy.lowbit_tp``."""
     layers = [
         _Layer(place, Channels.from_text(place.statistics))
@@ -113,7 +114,7 @@ def lowbit_rules(
 def _shares(
     layers: Sequence[_Layer], share: float | str | Mapping[str, float], bits: int
 ) -> list[float]:
-    """The share of channels that each layer keeps."""
+    """Return the share of channels that each layer keeps."""
     if isinstance(share, str):
         if share != BY_SENSITIVITY:
             raise PolicyError(f"share={share!r}{nearest(share, [BY_SENSITIVITY])} Or a number.")
@@ -131,8 +132,11 @@ def _shares(
 
 
 def _by_sensitivity(layers: Sequence[_Layer], bits: int) -> list[float]:
-    """Shares that send no more than ``SHARE`` of all layers would, with the least expected change
-    of the outputs: step by step to where a kept channel gains most (the paper's future work)."""
+    """Return shares with the least expected output change that send no more than ``SHARE`` in all
+    layers would.
+
+    Greedy: each step adds channels where they gain most per byte (the paper's future work).
+    """
     changes = [[layer.change(share, bits) ** 2 for share in SHARES] for layer in layers]
     sent = [layer.place.bytes for layer in layers]
     left, chosen = SHARE * math.fsum(sent), [0] * len(layers)

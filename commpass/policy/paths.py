@@ -1,9 +1,9 @@
-"""The path of a module as its user writes it: the name in the root model, without what wrappers put
-into it.
+"""Module paths as users write them: names in the root model, without the attributes that wrappers
+add.
 
-Names come in three forms: those of ``named_modules``, the sources that Dynamo writes down
-(``L['self'].layers.0``), and module objects. ``clean`` and ``names`` are the one place that knows
-what in a name belongs to a wrapper.
+Names come in three forms: those of ``named_modules``, the sources that Dynamo records
+(``L['self'].layers.0``), and module objects. Only ``clean`` and ``names`` know which parts of a
+name belong to wrappers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch import fx, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""The attributes in which torch.compile, checkpoint_wrapper and FSDP keep the module that they
+"""The attributes in which torch.compile, checkpoint_wrapper and FSDP store the module that they
 wrap."""
 PLUMBING = re.compile(r"\.forward\.args\.1(?=\.|$)|\.(?:__dict__|_modules)(?=\.|$)")
-"""What Dynamo writes of how it came from a module to one inside: through a word's ``forward``, or a
-dictionary."""
+"""The parts of Dynamo's sources that lead from a module to an inner one: through an annotation's
+``forward``, or a dictionary."""
 
 
 def clean(path: str, parallel: Iterable[str] = ()) -> str:
-    """``L['self'].layers.0._orig_mod.mlp`` and its relatives to ``layers.0.mlp``.
+    """Convert ``L['self'].layers.0._orig_mod.mlp`` and similar sources to ``layers.0.mlp``.
 
-    ``parallel`` are the paths, as raw as ``path``, of those modules whose ``module`` is what they
-    wrap.
+    ``parallel`` are the paths, as raw as ``path``, of the wrappers whose ``module`` is the wrapped
+    module.
     """
     parts = _parts(_strip_wrappers(parallel, path))
     if parts and parts[0] in ("L", "G"):
@@ -42,7 +42,7 @@ def clean(path: str, parallel: Iterable[str] = ()) -> str:
 
 
 def _strip_wrappers(parallel: Iterable[str], path: str) -> str:
-    """A path without the ``module`` of the wrappers at ``parallel``."""
+    """Return a path without the ``module`` attribute of the wrappers at ``parallel``."""
     for wrapper in sorted(parallel, key=len, reverse=True):
         inner = f"{wrapper}.module" if wrapper else "module"
         if path == inner or path.startswith(inner + "."):
@@ -57,22 +57,22 @@ def _parts(path: str) -> list[str]:
 
 
 def is_parallel(kind: Any) -> bool:
-    """Whether a class is a wrapper that calls what it wraps ``module``, as a module of the user's
-    own might be called."""
+    """Whether a class is a wrapper that stores its module in ``module``, a name that a user's
+    module may have as well."""
     return isinstance(kind, type) and issubclass(kind, (DistributedDataParallel, DataParallel))
 
 
 def names(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every (path, module) of a model, outer ones first. A module that is tied has several paths; a
-    wrapper has that of what it wraps."""
+    """Return every (path, module) of a model, outer ones first. A tied module has several paths; a
+    wrapper has the path of its module."""
     found = list(model.named_modules(remove_duplicate=False))
     parallel = [name for name, module in found if is_parallel(type(module))]
     return [(_of_names(_strip_wrappers(parallel, name)), module) for name, module in found]
 
 
 def _of_names(path: str) -> str:
-    """A name of ``named_modules`` without wrappers. A name in it may be anything that has no dot:
-    also ``G``, ``self``, or what Dynamo would write in a source."""
+    """Return a name of ``named_modules`` without wrappers. Its parts may be any text without a dot,
+    including ``G``, ``self`` and the syntax of Dynamo's sources."""
     return ".".join(name for name in path.split(".") if name and name not in WRAPPERS)
 
 
@@ -81,8 +81,8 @@ def join(*parts: str) -> str:
 
 
 def common(paths: Iterable[str]) -> str:
-    """The innermost module that all of some paths are in, or are: ``layers`` of ``layers.0.norm``
-    and ``layers.1``; "" is the root."""
+    """Return the innermost module that contains or is all of some paths: ``layers`` for
+    ``layers.0.norm`` and ``layers.1``. "" is the root."""
     columns = zip(*(path.split(".") for path in paths), strict=False)
     alike = itertools.takewhile(lambda names: len(set(names)) == 1, columns)
     return ".".join(names[0] for names in alike)
@@ -92,24 +92,24 @@ _known: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 
 def remember(model: nn.Module) -> None:
-    """Keeps where the modules of a model stand in it, for when one is compiled and called by
-    itself."""
+    """Record the paths of a model's modules, for those that are later compiled and called on their
+    own."""
     for path, module in names(model):
         _known.setdefault(module, path)
 
 
-# --- where a graph of Dynamo's stands in the model around it --------------------------------------
+# --- the place of a Dynamo graph in its model -----------------------------------------------------
 
 
 class Places:
-    """Paths in the root model of the modules in the graph that Dynamo is compiling now.
+    """Paths in the root model of the modules in the graph that Dynamo is compiling.
 
-    The root is the outermost module whose call is going on and that holds what is compiled:
-    model(x) calls its blocks, and they are compiled one by one. Where no call goes on around it, it
-    is the compiled module itself, or the model that ``apply_policy`` saw it in.
+    The root is the outermost running module that contains the compiled one: model(x) calls its
+    blocks, which are compiled one by one. If no such call is running, it is the compiled module
+    itself, or the model that ``apply_policy`` saw it in.
 
-    Blocks of a class that are compiled one by one share one graph. Where only numbers tell their
-    paths apart, it stands for all of them: ``layers.*``.
+    Separately compiled blocks of one class share a graph. If their paths differ only in numbers,
+    the path stands for all of them: ``layers.*``.
     """
 
     def __init__(self) -> None:
@@ -117,11 +117,11 @@ class Places:
         self.around = list(_modules_around())
         self.tables: dict[int, dict[int, list[str]]] = {}
         self.found: dict[int, str] = {}
-        self.kept: list[nn.Module] = []  # since the number of one that is gone is used again
+        self.kept: list[nn.Module] = []  # keeps them alive, because ids of freed modules are reused
 
     def path(self, stack: Mapping[str, tuple[str, Any]] | None) -> str | None:
-        """The path that a node's module stack leads to, or that of the compiled code where there is
-        none; None where it cannot be known."""
+        """Return the path of a node's module stack, or that of the compiled code without a stack;
+        None if it cannot be known."""
         if not stack:
             return self._of(self.around[-1]) if self.around else None
         key, (source, _) = list(stack.items())[-1]
@@ -132,8 +132,8 @@ class Places:
         return join(self._of(base), inside if inside in paths else paths[0])
 
     def _of(self, module: nn.Module) -> str:
-        """Where a module that is compiled by itself stands, with a star for each number that does
-        not count."""
+        """Return the path of a separately compiled module, with a star for each number that is
+        irrelevant."""
         if id(module) not in self.found:
             self.kept.append(module)
             self.found[id(module)] = self._find(module)
@@ -157,7 +157,7 @@ class Places:
         return self.tables[id(root)]
 
     def _follow(self, source: str) -> tuple[nn.Module | None, str]:
-        """The first module on the way that a source names, and the rest of the way."""
+        """Return the first module that a source names, and the rest of the source."""
         parts = _parts(source)
         value = (
             self.scope[parts[0]].get(parts[1])
@@ -171,12 +171,12 @@ class Places:
 
 
 def star(path: str) -> str:
-    """``layers.3.mlp`` to ``layers.*.mlp``."""
+    """Convert ``layers.3.mlp`` to ``layers.*.mlp``."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _identity(key: str) -> int:
-    """The id of a module that Dynamo's stack names by it; ``@n`` counts its calls."""
+    """Return the id of a module from its key in Dynamo's stack; ``@n`` counts its calls."""
     number = key.partition("@")[0]
     return int(number) if number.isdecimal() else -1
 
@@ -188,18 +188,18 @@ def _entry(value: Any, name: str) -> Any:
 
 
 def _scope() -> dict[str, dict[str, Any]]:
-    """The local and global names of the code that Dynamo is compiling."""
+    """Return the local and global names of the code that Dynamo is compiling."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
         translator: Any = InstructionTranslator.current_tx()
         return {"L": translator.f_locals, "G": translator.f_globals}
-    except AttributeError:  # nothing is being compiled here
+    except AttributeError:  # nothing is being compiled
         return {"L": {}, "G": {}}
 
 
 def _modules_around() -> Iterator[nn.Module]:
-    """The modules whose calls are going on, the outermost first."""
+    """Return the modules whose calls are running, the outermost first."""
     frame: FrameType | None = sys._getframe()
     found = []
     while frame is not None:

@@ -1,4 +1,4 @@
-"""The policies that have names: ours, and those of papers."""
+"""The named policies: presets of commpass and of papers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ DIMENSIONS = {
     "dp": ("dp", "dp_*", "*fsdp", "hsdp", "ddp", "data*", "shard", "replicate"),
     "pp": ("pp", "pipe*", "stage*"),
 }
-"""What the dimensions of meshes are usually called (torch's tutorials, torchtitan, Accelerate,
-Lightning, Megatron): globs by role."""
+"""The usual names of mesh dimensions (torch's tutorials, torchtitan, Accelerate, Lightning,
+Megatron), as globs by role."""
 SDP4BIT = (
     Rule(
         kind="all_gather",
@@ -27,10 +27,10 @@ SDP4BIT = (
         direction="backward",
         codec="sdp4bit(bits=8)",
         algorithm=("direct", "two_shot", "hierarchical(between=sdp4bit)"),
-        max_error=0.2,  # of an all_reduce between hosts, whose 4 bits are twice in it
+        max_error=0.2,  # of an all_reduce between hosts, in which the 4-bit error occurs twice
     ),
 )
-# Gradients go back as the published scripts have it, as plain 6-bit integers in tiles of 32.
+# Gradients are sent as in the published scripts: plain 6-bit integers in tiles of 32.
 TAHQUANT = (
     Rule(kind=("send", "recv"), direction="forward", codec="tahquant", max_error=0.15),
     Rule(
@@ -41,10 +41,10 @@ TAHQUANT = (
     ),
 )
 SUMS_OF_LAYERS = ("all_reduce", "all_gather", "reduce_scatter")
-"""What tensor parallelism sends, with sequence parallelism or without."""
+"""The collectives of tensor parallelism, with or without sequence parallelism."""
 THREE_D: dict[str, dict[str, tuple[Rule, ...]]] = {
-    # TACO, section 5: tensor parallelism by TACO, data parallelism by SDP4Bit, pipeline
-    # parallelism by TahQuant.
+    # TACO, section 5: tensor parallelism by TACO, data parallelism by SDP4Bit, pipeline parallelism
+    # by TahQuant.
     "taco-3d": {
         "tp": (
             Rule(
@@ -57,7 +57,7 @@ THREE_D: dict[str, dict[str, tuple[Rule, ...]]] = {
         "dp": SDP4BIT,
         "pp": TAHQUANT,
     },
-    # Our own: at each of these sites no more bytes, and less error (benchmarks/three_d.py).
+    # Of commpass: at each of these sites no more bytes and a smaller error (benchmarks/three_d.py).
     "balanced-3d": {
         "tp": (
             Rule(
@@ -98,13 +98,13 @@ THREE_D: dict[str, dict[str, tuple[Rule, ...]]] = {
         ),
     },
 }
-"""Presets of three dimensions: the rules of each role, tensor, data and pipeline parallelism."""
+"""Presets of three dimensions: the rules of tensor, data and pipeline parallelism."""
 
 
 def rules_over(
     roles: Mapping[str, Sequence[Rule]], over: Mapping[str, Sequence[str]]
 ) -> Iterator[Rule]:
-    """The rules of all roles over their dimensions, in the order of ``over``."""
+    """Yield the rules of all roles for their dimensions, in the order of ``over``."""
     for role, names in over.items():
         for rule in roles[role] if names else ():
             yield dataclasses.replace(rule, group=tuple(names))
@@ -113,17 +113,17 @@ def rules_over(
 PRESETS: dict[str, dict[str, Any]] = {
     "off": {"off": True},
     "lossless": {},
-    # bf16 is what every user has for nothing: it wins where coding takes longer than it saves.
+    # bf16 costs almost nothing. It wins where coding takes longer than it saves.
     "balanced": {"codecs": ("rotated", "int8", "bf16"), "max_error": 0.02},
     "aggressive": {"codecs": ("rotated(bits=4)", "rotated", "int8", "bf16"), "max_error": 0.25},
-    # TACO, sections 4.2 to 4.4: the all_reduces of tensor parallelism, forward and backward.
-    # Better at the same bits: "balanced", a quarter of the error at 8.06 bits instead of 8.25.
+    # TACO, sections 4.2 to 4.4: the all_reduces of tensor parallelism, forward and backward. Better
+    # at the same bits: "balanced", a quarter of the error at 8.06 bits instead of 8.25.
     "taco": {
         "rules": (Rule(kind="all_reduce", codec="taco", algorithm="two_shot"),),
         "max_error": 0.04,
     },
-    # EQuARX, section III: all_reduces of inference by one of its two rings, both stages coded.
-    # Better at the same bits: "balanced".
+    # EQuARX, section III: all_reduces of inference by one of its two rings, with both stages
+    # encoded. Better at the same bits: "balanced".
     "equarx": {
         "rules": (
             Rule(
@@ -135,8 +135,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         ),
         "max_error": 0.04,
     },
-    # ZipCCL, sections 3 and 4: nothing is lost; an all_reduce is a reduce_scatter, then an
-    # all_gather. Better at the same error: Policy(codecs="exponent"), half a bit less.
+    # ZipCCL, sections 3 and 4: lossless. An all_reduce is a reduce_scatter, then an all_gather.
+    # Better at the same error: Policy(codecs="exponent"), half a bit less.
     "zipccl": {
         "rules": (
             Rule(
@@ -146,7 +146,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             ),
         ),
     },
-    # Low-bit tensor-parallel inference, section 3, without its calibrated channels: those are data
+    # Low-bit tensor-parallel inference, section 3, without its calibrated channels. These are data
     # of a model, which a rule can name. Better at the same bits: "aggressive".
     "lowbit-tp": {
         "rules": (
@@ -154,8 +154,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         ),
         "max_error": 0.15,
     },
-    # SSFusion, gradients of data parallelism: one entry in a hundred, the rest made up for later;
-    # the smallest of a fusion whole. With what is measured, by commpass.parallel.ssfusion.
+    # SSFusion, gradients of data parallelism: one entry in a hundred is sent, and the remainder is
+    # accumulated for later steps. The smallest gradients of a fusion are sent whole.
+    # commpass.parallel.ssfusion adds measured times.
     "ssfusion": {
         "selective": True,
         "rules": (
@@ -169,16 +170,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_error": 1.0,
     },
     # SDP4Bit, sharded data parallelism: weights as 4 bits of their difference to what receivers
-    # hold; gradients in 8 bits inside a host, in 4 between hosts.
-    # Better at the same bits: what "balanced-3d" has for data parallelism.
+    # hold. Gradients have 8 bits inside a host and 4 bits between hosts. Better at the same bits:
+    # the data parallelism of "balanced-3d".
     "sdp4bit": {"rules": SDP4BIT, "max_error": 0.2},
-    # TahQuant: activations from one pipeline stage to the next, and their gradients back.
-    # Better at the same bits: what "balanced-3d" has for pipeline parallelism.
+    # TahQuant: activations from one pipeline stage to the next, and their gradients back. Better at
+    # the same bits: the pipeline parallelism of "balanced-3d".
     "tahquant": {"rules": TAHQUANT, "max_error": 0.15},
     **{name: {"rules": tuple(rules_over(roles, DIMENSIONS))} for name, roles in THREE_D.items()},
 }
-"""The fields of each policy that has a name. ``lossless`` is the default and loses no bit of what
-travels; the lossy ones are opted into. Those with the names of papers are as published, as far as
-rules can say it, and touch what the paper touches; docs/policies.md says what is left out, and
-compares them to ours. None names a module: a codec that loses bits is then for fields of like
-values alone (passes/provenance)."""
+"""The fields of each named policy.
+
+``lossless`` is the default and keeps every bit of what is sent; lossy presets are opt-in. Presets
+named after papers follow the publication as far as rules can express it. They touch only the
+collectives that the paper touches. docs/policies.md lists what is missing and compares them with
+the presets of commpass. None names a module, so lossy codecs apply only to fields of similar values
+(passes/provenance).
+"""

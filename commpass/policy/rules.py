@@ -1,5 +1,5 @@
-"""What may be said about sites: words that an annotation or a rule gives, what a rule covers, and
-what then is allowed."""
+"""Annotations and rules: what they say about sites, which sites they cover, and what is then
+allowed."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ TYPES: dict[str, Any] = {
     "int": int,
     "bool": bool,
 }
-"""Annotation of a field to what may be given for it, in Python and in a file."""
+"""The accepted types of a field's value, in Python and in a file, by the field's annotation."""
 
 
 class Named:
-    """Keyword arguments that no field has are refused with the nearest field that exists."""
+    """Base class that rejects unknown keyword arguments and names the nearest field."""
 
     def __new__(cls, **fields: Any) -> Any:
         known = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ class Named:
         return super().__new__(cls)
 
     def _check_types(self) -> None:
-        """Raises PolicyError for a value of a type that its field cannot have."""
+        """Raise PolicyError for a value whose type its field does not accept."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             if (expected := TYPES.get(str(field.type))) is None:
                 continue
@@ -69,11 +69,13 @@ class Named:
 
 @dataclass(frozen=True, kw_only=True)
 class Allowed:
-    """What may be done to a site. No codecs means: leave it alone. ``named`` says that the nearest
-    word named the algorithms, and not the policy for all sites alike; ``source`` says who said
-    what codes it, ``budget`` the largest error, and ``split`` the ``rows``. ``names_site`` says
-    that a rule that names its module, or an annotation, gave the codecs: they are for whatever it
-    carries. ``lossless_only`` says why codecs that lose bits are not among them.
+    """What may be done to a site. Without codecs it stays uncompressed.
+
+    ``named`` says that an annotation or rule named the algorithms, not the policy for all sites.
+    ``source`` says what decided the codecs, ``budget`` the largest error, and ``split`` the
+    ``rows``. ``names_site`` says that an annotation, or a rule that names the site's module, gave
+    the codecs; they then apply to any values. ``lossless_only`` is the reason why lossy codecs were
+    removed.
     """
 
     codecs: tuple[str, ...] = ()
@@ -92,7 +94,7 @@ class Allowed:
 
     @property
     def terms(self) -> Allowed:
-        """What is allowed, without who says so, and why."""
+        """Return what is allowed, without sources and reasons."""
         if not self.codecs:
             return Allowed()
         return dataclasses.replace(
@@ -101,16 +103,16 @@ class Allowed:
 
     @property
     def lossy(self) -> bool:
-        """Whether a codec that loses bits is allowed."""
+        """Whether a lossy codec is allowed."""
         return not all(codec_named(spec).lossless for spec in self.codecs)
 
     def without_lossy(self, why: str) -> Allowed:
-        """The same without codecs that lose bits, because of ``why``."""
+        """Return the same without lossy codecs. ``why`` is the reason."""
         codecs = tuple(spec for spec in self.codecs if codec_named(spec).lossless)
         return dataclasses.replace(self, codecs=codecs, lossless_only=why)
 
     def allow_like(self, site: Allowed) -> bool:
-        """Whether both allow the same, whoever says so."""
+        """Whether both allow the same, regardless of the source."""
         return self.terms == site.terms
 
 
@@ -119,16 +121,19 @@ NOTHING = Allowed()
 
 @dataclass(frozen=True, kw_only=True)
 class Annotation(Named):
-    """What a rule or an annotation says about the sites it covers. None leaves the question to the
-    policy.
+    """What a rule or an annotation says about the sites that it covers. None leaves a setting to
+    the policy.
 
-    ``codec`` and ``algorithm`` are one name or several, of which the cost model takes the fastest.
-    ``max_error`` is the allowed relative error. ``force`` compresses even where the cost model sees
-    no gain. ``keep`` never compresses. ``lowering`` says what encode and decode become: ``inline``,
-    operators that Inductor fuses with their neighbours, or ``kernel``, functions that all sites
-    share. ``chunks`` is into how many a tensor is divided, of which one travels while another is
-    coded; 1 means not at all, and None lets the cost model choose. ``rows``, likewise, is into how
-    many chunks of rows the matmul before a collective is split, and what comes after it.
+    - ``codec`` and ``algorithm``: one name or several; the cost model takes the fastest.
+    - ``max_error``: the allowed relative error.
+    - ``force``: compress even if the cost model predicts no gain.
+    - ``keep``: never compress.
+    - ``lowering``: what encode and decode become. ``inline``: operators that Inductor fuses with
+      their neighbours; ``kernel``: functions that all sites share.
+    - ``chunks``: the number of chunks that a tensor is divided into, so that one is sent while
+      another is encoded. 1 divides nothing; None lets the cost model choose.
+    - ``rows``: the number of chunks of rows that the matmul before a collective, and what comes
+      after it, is split into. 1 and None as for ``chunks``.
     """
 
     codec: Words = None
@@ -181,9 +186,12 @@ class Annotation(Named):
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(Annotation):
-    """A word for the sites that match: ``module`` is a glob over module paths (``layers.*.mlp``
-    covers all that is inside; ``**`` crosses dots), ``kind`` one kind or several, ``group`` one or
-    several globs over group labels or names, ``min_bytes`` the least size of a site in bytes."""
+    """An annotation for matching sites.
+
+    ``module`` is a glob over module paths (``layers.*.mlp`` covers everything inside; ``**``
+    crosses dots). ``kind`` is one kind or several, ``group`` one or several globs over group labels
+    or names, and ``min_bytes`` the minimum size of a site in bytes.
+    """
 
     module: str = "**"
     kind: Words = None
@@ -212,11 +220,11 @@ class Rule(Annotation):
             raise PolicyError(f"Rule(min_bytes={self.min_bytes}): must be at least 0")
         for kind in self.kinds or ():
             if self.algorithm and not any(find_algorithm(kind, spec) for spec in self.algorithm):
-                algorithm(kind, self.algorithm[0])  # raises, with the nearest that this kind has
+                algorithm(kind, self.algorithm[0])  # raises, with the nearest known name
 
     @property
     def kinds(self) -> tuple[str, ...] | None:
-        """The kinds that it is about, None for all."""
+        """The kinds that the rule covers, or None for all."""
         return as_names(self.kind)
 
     def matches(self, site: Site) -> bool:
@@ -230,28 +238,31 @@ class Rule(Annotation):
 
     @property
     def names_module(self) -> bool:
-        """Whether it is about some modules, and not about all of them."""
+        """Whether the rule is restricted to some modules."""
         return self.module.strip("*.") != ""
 
     @property
     def groups(self) -> tuple[str, ...] | None:
-        """The globs over group labels, None for all."""
+        """The globs over group labels, or None for all."""
         return as_names(self.group)
 
     def is_over(self, site: Site) -> bool:
-        """Whether the group of a site is one that it names."""
+        """Whether the rule names the group of a site."""
         return any(covers(glob, text) for glob in self.groups or () for text in site.labels)
 
     def _is_about(self, path: str) -> bool:
-        """Whether the module glob covers a path. In a graph that serves several blocks
-        (``layers.*``), what is kept for one of them is kept for all."""
+        """Whether the module glob covers a path.
+
+        In a graph that serves several blocks (``layers.*``), a ``keep`` for one of them applies to
+        all.
+        """
         return covers(self.module, path) or (
             self.keep and "*" in path and covers(star(self.module), path)
         )
 
     @property
     def about(self) -> str:
-        """What it covers, as it was written, and ``keep``: ``group='tp', keep=True``."""
+        """The rule's conditions as written, and ``keep``: ``group='tp', keep=True``."""
         fields = ("module", "kind", "direction", "group", "min_bytes")
         said = [(name, getattr(self, name)) for name in fields]
         shown = [f"{name}={value!r}" for name, value in said if value != getattr(Rule, name)]

@@ -1,1 +1,1 @@
-"""Small helpers that any package may use."""
+"""Small helpers for all packages."""

@@ -1,4 +1,4 @@
-"""Module globs, as rules, words and the command line read them. No torch."""
+"""Module globs, as used by rules, annotations and the command line. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _pattern(glob: str) -> re.Pattern[str]:
     body = "".join(
         {"**": ".*", "*": "[^.]*", "?": "[^.]"}.get(part, re.escape(part)) for part in parts
     )
-    return re.compile(body + r"(\..*)?", re.DOTALL)  # a name may have a line break
+    return re.compile(body + r"(\..*)?", re.DOTALL)  # a name may contain a line break
 
 
 def covers(glob: str, path: str) -> bool:

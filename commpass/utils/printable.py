@@ -1,5 +1,8 @@
-"""Text with names in it, as it is shown. A module may be called anything, also what a terminal
-obeys: so what cannot be printed is a blank wherever people read it."""
+"""Makes text with user-chosen names safe to print.
+
+A module name may contain terminal control characters. Unprintable characters are therefore replaced
+by blanks wherever people read the text.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,30 @@ import re
 import zlib
 
 DATA = re.compile(r"(?<==)[A-Za-z0-9]{64,}")
-"""A parameter of a codec that is data, such as the channels and scales of a calibration."""
+"""A codec parameter that is data, such as the channels and scales of a calibration."""
 
 
 def brief(text: str) -> str:
-    """A text with data of codecs shortened to its beginning and a checksum, which tells two such
-    codecs apart: ``outlier(statistics=cAAAQA...5f3e01aa)``."""
+    """Shorten codec data in a text to its beginning and a checksum, which distinguishes two such
+    codecs: ``outlier(statistics=cAAAQA...5f3e01aa)``."""
     return DATA.sub(lambda data: f"{data[0][:6]}...{zlib.crc32(data[0].encode()):08x}", text)
 
 
 def clean(text: str) -> str:
-    """One line, ``brief`` and without control characters: a name must not break a line, a terminal
-    or an XML file."""
+    """Return one line, ``brief`` and without control characters, so that a name cannot break a
+    line, a terminal or an XML file."""
     text = brief(text)
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
 def clean_lines(text: str) -> str:
-    """The same of each line of a text."""
+    """Apply ``clean`` to each line of a text."""
     return "\n".join(map(clean, text.split("\n")))
 
 
 def amount(count: float) -> str:
-    """Bytes in up to three digits: ``260 KiB``; "?" for a negative count, which is not known."""
+    """Format bytes in up to three digits: ``260 KiB``; "?" for a negative count, which means
+    unknown."""
     if count < 0:
         return "?"
     power = min(3, int(math.log2(count) // 10)) if count >= 1024 else 0
@@ -41,7 +45,7 @@ def amount(count: float) -> str:
 
 
 class CleanMessages(logging.Filter):
-    """Log messages without control characters."""
+    """Removes control characters from log messages."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()

@@ -1,8 +1,8 @@
-"""Which compiled graph is being called in this thread: for our operators, which are told the number
-of a site alone.
+"""The compiled graph that is being called in this thread, for operators of commpass that only know
+a site's number.
 
-Graphs of layers that are alike share one code, so no name of a site may stand in it. Whoever calls
-the graph says here what it is.
+Graphs of equal layers share code, so the code cannot contain names of sites. The caller of a graph
+provides them here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Running:
-    """A call of a graph. ``labels`` name its sites, in the order of its plan; ``sample`` is called
-    with the number of a site and what this rank sends there, and None where nobody looks."""
+    """A call of a graph.
+
+    ``labels`` name its sites, in the order of its plan. ``sample`` is called with the number of a
+    site and this rank's values there. It is None if this call is not sampled.
+    """
 
     labels: tuple[str, ...] = ()
     sample: Callable[[int, Tensor], None] | None = None
@@ -30,14 +33,14 @@ NOBODY = Running()
 
 
 def innermost() -> Running:
-    """The innermost call that goes on in this thread."""
+    """Return the innermost running call of this thread."""
     found: Running = getattr(_now, "running", NOBODY)
     return found
 
 
 @contextmanager
 def running(call: Running) -> Iterator[None]:
-    """In here, ``call`` goes on."""
+    """Make ``call`` the innermost running one inside the context."""
     before = innermost()
     _now.running = call
     try:
@@ -47,13 +50,14 @@ def running(call: Running) -> Iterator[None]:
 
 
 def profiled(name: str) -> AbstractContextManager[object]:
-    """A range in torch.profiler's traces; nothing where no profiler is on."""
+    """Return a torch.profiler range, or an empty context if no profiler is active."""
     if not torch.autograd._profiler_enabled():
         return nullcontext()
     return torch.profiler.record_function(f"commpass: {name}")
 
 
 def stage(site: int, role: str) -> AbstractContextManager[object]:
-    """The range of a stage of a site, by its number in the plan of the graph that is called."""
+    """Return the profiler range of a stage of a site, by its number in the plan of the running
+    graph."""
     labels = innermost().labels
     return profiled(f"{labels[site]} {role}" if site < len(labels) else role)

@@ -1,5 +1,7 @@
-"""Settings as text: a name with its parameters, ``int8(block=128)``. Codecs and algorithms are
-written so in policies, plans and calls."""
+"""Settings as text: a name with parameters, such as ``int8(block=128)``.
+
+Policies, plans and calls use this form for codecs and algorithms.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,12 @@ from commpass.errors import PolicyError, nearest
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
-    """``"int8(block=128, form=e4m3)"`` to its name and parameters; values are numbers or words. One
-    word alone, ``"cast(fp16)"``, is that of the first parameter, which is called "" here. Raises
-    PolicyError for what cannot be read."""
+    """Parse ``"int8(block=128, form=e4m3)"`` into its name and parameters, whose values are numbers
+    or words.
+
+    A single word, as in ``"cast(fp16)"``, is the value of the first parameter and has the key ""
+    here. Raises PolicyError for invalid text.
+    """
     word, bracket, rest = text.strip().partition("(")
     if not bracket:
         return word, {}
@@ -36,13 +41,13 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(node: ast.expr) -> Any:
-    """A number or a word; what has parameters of its own, such as ``inner=int4(block=64)``, stays
-    text."""
+    """Return a number or a word. A value with its own parameters, such as ``inner=int4(block=64)``,
+    stays text."""
     return ast.unparse(node) if isinstance(node, (ast.Name, ast.Call)) else ast.literal_eval(node)
 
 
 def spelled(name: str, parameters: tuple[tuple[str, Any], ...]) -> str:
-    """A name with its parameters, as ``parse`` reads it."""
+    """Return a name with its parameters, in the form that ``parse`` reads."""
     return (
         f"{name}({', '.join(f'{key}={value}' for key, value in parameters)})"
         if parameters
@@ -52,7 +57,8 @@ def spelled(name: str, parameters: tuple[tuple[str, Any], ...]) -> str:
 
 @lru_cache(maxsize=256)
 def parameters_of(builder: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters of what ``builder`` makes, with their defaults: its keyword-only ones."""
+    """Return the parameters of what ``builder`` makes, with their defaults: its keyword-only
+    ones."""
     parameters = inspect.signature(builder).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -60,8 +66,10 @@ def parameters_of(builder: Callable[..., Any]) -> dict[str, Any]:
 def changed(
     kind: str, builder: Callable[..., Any], options: dict[str, Any]
 ) -> tuple[tuple[str, Any], ...]:
-    """The parameters that are given and are not the defaults, in order. Raises PolicyError for an
-    unknown one, or a type of value that it cannot have."""
+    """Return the given parameters that differ from their defaults, in order.
+
+    Raises PolicyError for an unknown parameter or a value of the wrong type.
+    """
     known = parameters_of(builder)
     if "" in options and known:
         options = {next(iter(known)) if key == "" else key: value for key, value in options.items()}

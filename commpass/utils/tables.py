@@ -1,4 +1,4 @@
-"""Files: TOML that people write, with the line of whatever is wrong in it, and JSON of our own."""
+"""Reads and writes files: TOML by users, with the line of each error, and JSON by commpass."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of JSON files of our own: what it is called, the newest ``version`` that is read, how
-    another file is made, and the error that tells what is wrong."""
+    """A kind of commpass JSON file.
+
+    ``what`` is its name, ``version`` the newest version that can be read, ``again`` how to make
+    another file, and ``error`` the exception for invalid files.
+    """
 
     what: str
     version: int
@@ -29,13 +32,13 @@ class Format:
 
     @property
     def name(self) -> str:
-        """The ``format`` that such a file says."""
+        """The value of the ``format`` field in such a file."""
         return f"commpass-{self.what}"
 
 
 def read_json(path: Path, form: Format, struct: type[T]) -> T:
-    """What a file of our own holds. Raises the format's error that says what is wrong with it and
-    where."""
+    """Read a JSON file of commpass. Raises the format's error with the position and cause of any
+    defect."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -56,7 +59,8 @@ def read_json(path: Path, form: Format, struct: type[T]) -> T:
 
 
 def _head(path: Path, raw: bytes, form: Format) -> dict[str, msgspec.Raw]:
-    """The fields of such a file, not yet decoded: nothing is made of a big file twice."""
+    """Return the fields of such a file, not yet decoded, so that a large file is decoded only
+    once."""
     try:
         head = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError:  # some other JSON
@@ -76,7 +80,7 @@ def _field(head: Mapping[str, msgspec.Raw], name: str) -> Any:
 
 
 def write_whole(path: Path, raw: bytes, error: type[CommpassError]) -> None:
-    """Writes a file, whole or not at all. Raises ``error`` where that cannot be."""
+    """Write a file atomically. Raises ``error`` on failure."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_bytes(raw)
@@ -88,8 +92,10 @@ def write_whole(path: Path, raw: bytes, error: type[CommpassError]) -> None:
 
 
 def toml_of(table: Mapping[str, Any], tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """TOML of plain values, then of arrays of tables: ``[[rule]]`` for ``{"rule": [...]}``. Values
-    are numbers, texts, booleans and lists of those."""
+    """Return TOML of plain values, then of arrays of tables: ``[[rule]]`` for ``{"rule": [...]}``.
+
+    Values are numbers, texts, booleans and lists of these.
+    """
     lines = [f"{key} = {_toml_value(value)}" for key, value in table.items()]
     for name, rows in tables.items():
         for row in rows:
@@ -101,14 +107,14 @@ def toml_of(table: Mapping[str, Any], tables: Mapping[str, Sequence[Mapping[str,
 def _toml_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_toml_value, value))}]"
-    if isinstance(value, str):  # JSON's escapes are TOML's, but for DEL, which JSON writes bare
+    if isinstance(value, str):  # JSON escapes are valid TOML, except that JSON writes DEL unescaped
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
-    """A file's text and what it says. Raises PolicyError with the file and the line where it is no
-    TOML."""
+    """Return a file's text and its parsed table. Raises PolicyError with file and line if it is not
+    valid TOML."""
     try:
         text = path.read_text(encoding="utf-8")
         return text, tomllib.loads(text)
@@ -123,8 +129,11 @@ def read_toml(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def line_of(text: str, key: str | None, rule: int | None = None) -> int:
-    """The line of a key: of the n-th [[rule]] if ``rule`` is given (or ``rule = [{...}]``), else
-    above all tables; of the table if ``key`` is None."""
+    """Return the line of a key, or of its table if ``key`` is None.
+
+    The key is searched in the n-th [[rule]] if ``rule`` is given (or ``rule = [{...}]``), else
+    above all tables.
+    """
     if rule is not None and (inline := re.search(r"^\s*rule\s*=", text, re.M)):
         table = [
             brace.start() for brace in re.finditer(r"\{", text) if brace.start() > inline.end()

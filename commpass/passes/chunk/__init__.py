@@ -1,10 +1,10 @@
-"""chunk: a collective beside a matmul in chunks of rows, each sent as soon as the matmul before has
-made it, and taken by the matmul after it as soon as it has arrived.
+"""chunk: splits a collective beside a matmul into chunks of rows. Each chunk is sent as soon as the
+preceding matmul has computed it, and used by the next matmul as soon as it arrives.
 
 needs: the sites of a functional graph, each with what it is allowed.
-gives: the same graph with several smaller collectives in place of some, and a record of each split.
-Which of them run while another travels is for ``move``.
-changes: nothing but the number of rows of matmuls, by which some libraries round differently.
+gives: the same graph, with several smaller collectives in the place of some, and a record of each
+split. ``move`` decides which of them overlap.
+changes: only the number of rows of matmuls, which changes the rounding of some libraries.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ from commpass.plan import NONE, Candidate, PlannedSite, Site, Split
 from commpass.policy import Policy
 
 CHUNKS = (2, 4)
-"""Into how many chunks rows are split where nobody names a number."""
+"""The chunk counts that are tried without a request."""
 MOST = 512
-"""Sites of a graph that are split unasked: each time the peak memory of the whole is counted."""
+"""The maximum number of sites that are split without a request. Each split recomputes the peak
+memory of the graph."""
 
 
 @dataclass
 class Chunked:
-    """What was split, and by the name of the site why one was not that a word or the cost model
-    wanted to be."""
+    """The splits that were made, and why others were not, by site name.
+
+    ``refused`` has sites that an annotation, a rule or the cost model wanted to split.
+    """
 
     done: list[Split] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
 
     def with_reason(self, site: PlannedSite) -> PlannedSite:
-        """A site of the plan with what its reason says of a split that is not made."""
+        """Return a planned site with the refused split added to its reason."""
         why = self.refused.get(site.name)
         return site if why is None else replace(site, reason=f"{site.reason}; {why}")
 
@@ -58,7 +61,7 @@ def chunk(
     profile: Profile,
     direction: str,
 ) -> Chunked:
-    """Splits the collectives of a graph that gain by it, or that a word names a number for."""
+    """Split the collectives that gain from it, or for which a number of chunks is requested."""
     work = _Chunks(gm.graph, policy, profile, direction)
     for each in found:
         if each.allowed.rows != 1:
@@ -70,7 +73,7 @@ def chunk(
 
 
 class _Chunks:
-    """A graph whose sites are split one after the other."""
+    """Splits the sites of a graph one after the other."""
 
     def __init__(self, graph: fx.Graph, policy: Policy, profile: Profile, direction: str):
         self.graph, self.policy, self.profile = graph, policy, profile
@@ -90,12 +93,12 @@ class _Chunks:
 
     @cached_property
     def meanwhile(self) -> Meanwhile:
-        """Of the graph as it is when it is first asked for: to split one site does not change what
-        another waits for."""
+        """The overlap of the graph at first access. Splitting one site does not change what can
+        overlap another."""
         return Meanwhile(self.graph, self.profile)
 
     def site(self, each: GraphSite) -> None:
-        """Splits one site, if that is asked for or gains."""
+        """Split one site if this is requested or gains."""
         asked, name = each.allowed.rows, each.site.name
         regions = self._regions(each)
         if isinstance(regions, str):
@@ -116,8 +119,7 @@ class _Chunks:
             self.result.refused[name] = f"not split into {region.chunks} chunks of rows: {why}"
 
     def _regions(self, each: GraphSite) -> list[Region] | str:
-        """What may be done in chunks around a site, for each number of them, or why nothing can
-        be."""
+        """Return the regions around a site, one per chunk count, or why there are none."""
         if each.site.group_size == 1:
             return "the group has one rank, and nothing is sent"
         if each.module.graph is not self.graph:
@@ -149,16 +151,19 @@ class _Chunks:
         return region
 
     def _gaining(self, each: GraphSite, regions: Sequence[Region]) -> list[tuple[Region, str]]:
-        """The regions that gain more than the model's margin, the best first, each with why. What
-        is computed before an exchange of backward may be the gradient of a weight: how long that
-        takes depends on a batch that is the rank's own, and ranks would decide differently."""
+        """Return the regions that gain more than the model's margin, the best first, with reasons.
+
+        In backward, the computation before an exchange may be a weight gradient. Its time depends
+        on the local batch, so ranks would decide differently; only regions with consumers count
+        there.
+        """
         if self.direction == "backward":
             regions = [region for region in regions if region.consumers]
         if not regions:
             return []
         best = self._best(each.site, each)
         if each.call.kind == "all_gather" and each.site.by_messages and best.codec == NONE:
-            return []  # gloo must not have two in the air
+            return []  # gloo cannot run two of them concurrently
         whole = exchange_of(best, self.profile)
         if self.meanwhile.us(each.call.node) >= whole.us:
             return []
@@ -177,13 +182,13 @@ class _Chunks:
         ]
 
     def _best(self, site: Site, each: GraphSite) -> Candidate:
-        """The fastest that may be done to a site."""
+        """Return the fastest candidate of a site."""
         options = self.scored(site, each.allowed)
         possible = (options.uncompressed, *options.possible)
         return min(possible, key=lambda candidate: candidate.predicted_us)
 
     def _build(self, each: GraphSite, region: Region, reason: str) -> str:
-        """Splits a site, or says why its graph must not hold the chunks."""
+        """Split a site and return "", or undo the split and return why."""
         through = tuple(node.name for node in (*region.product.nodes, *region.consumers))
         form = _form(region)
         built = build(self.graph, region, self.joins)
@@ -212,9 +217,11 @@ class _Chunks:
         limit: int,
         erased: set[fx.Node],
     ) -> int:
-        """By how many bytes the peak memory of the whole is higher than that of the graph as it
-        came, at most. To count that takes as long as the graph is: it is not done again for a
-        region of the same form, where no more is held than there, or hardly."""
+        """Return an upper bound of the increase in peak memory over the original graph.
+
+        Computing it takes time linear in the graph. It is therefore reused for regions of the same
+        form that hold hardly more memory.
+        """
         base = self.held[each.call.node]
         if form in self.counted:
             more, then = self.counted[form]
@@ -227,8 +234,8 @@ class _Chunks:
 
 
 def _form(region: Region) -> tuple[Any, ...]:
-    """What two regions have in common that need as much memory: what is computed of which shapes,
-    into how many chunks, and what of it is taken outside."""
+    """Return a key that is equal for regions that need the same memory: operators, shapes, chunk
+    bounds, and uses outside."""
     nodes = (*region.product.nodes, region.start, region.wait, *region.consumers)
     inside = set(nodes)
 
@@ -247,5 +254,5 @@ def _form(region: Region) -> tuple[Any, ...]:
 
 
 def _largest(each: GraphSite) -> int:
-    """Bytes of what a collective takes or gives, whichever is more."""
+    """Return the larger of a collective's input and output sizes, in bytes."""
     return max(each.site.bytes, meta.nbytes(each.call.node.meta["val"]))

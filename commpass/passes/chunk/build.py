@@ -1,5 +1,5 @@
-"""Chunks of rows in the graph: each node of a region once for each chunk, joined where others take
-the whole."""
+"""Builds the chunks of a region in the graph: one copy of each node per chunk, joined where the
+whole is needed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ aten = torch.ops.aten
 
 @dataclass
 class Built:
-    """The chunks of a region, beside what they stand for. Either ``undo`` or ``finish`` comes next.
+    """The chunks of a region, beside the nodes that they replace. The caller must then call either
+    ``undo`` or ``finish``.
 
-    ``starts`` are the exchanges, ``joins`` the nodes that join chunks. ``old`` are the nodes that
-    nobody takes any more.
+    ``starts`` are the exchanges, and ``joins`` the nodes that join chunks. ``old`` are the nodes
+    that lose all users.
     """
 
     starts: tuple[fx.Node, ...] = ()
@@ -39,7 +40,7 @@ class Built:
     moved: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
 
     def undo(self) -> None:
-        """The graph as it was."""
+        """Restore the graph."""
         for user, node, joined in self.taken:
             user.replace_input_with(joined, node)
         for node, following in reversed(self.moved):
@@ -48,14 +49,14 @@ class Built:
             erase(node)
 
     def finish(self) -> None:
-        """Erases what the chunks stand for."""
+        """Erase the replaced nodes."""
         for node in reversed(self.old):
             erase(node)
 
 
 def joined_of(region: Region) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    """The nodes whose chunks are joined, since others take the whole, and the views that stay as
-    they are, of what is joined."""
+    """Return the nodes whose chunks are joined because others need the whole, and the views of
+    joined nodes that stay unchanged."""
     members = {region.wait, *region.consumers}
     joined: list[fx.Node] = []
     views: list[fx.Node] = []
@@ -66,8 +67,11 @@ def joined_of(region: Region) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]
 
 
 def build(graph: fx.Graph, region: Region, joins: Mapping[fx.Node, Join]) -> Built:
-    """Puts the chunks of a region into a graph, each where the node is that it is a part of; the
-    product where the exchange starts. ``joins`` are those of the regions before."""
+    """Insert the chunks of a region, each at the place of its node, and the product at the start of
+    the exchange.
+
+    ``joins`` are those of earlier regions.
+    """
     work = _Work(graph, region, joins, mode_of(graph))
     joined, views = joined_of(region)
     place: dict[fx.Node, float] = {node: number for number, node in enumerate(graph.nodes)}
@@ -84,7 +88,7 @@ def build(graph: fx.Graph, region: Region, joins: Mapping[fx.Node, Join]) -> Bui
     for node in views:
         user = min((user for user in node.users if user not in inside), key=place.__getitem__)
         work.built.moved.append((node, node.next))
-        if user.op == "output":  # as early as it can be, for the sake of memory
+        if user.op == "output":  # as early as possible, to save memory
             last = work.last(node.all_input_nodes[0], inside, place)
             last.append(node)
             place[node] = place[last] + 0.5
@@ -112,9 +116,9 @@ class _Work:
     slices: dict[tuple[fx.Node, Axis, int], fx.Node] = field(default_factory=dict)
 
     def chunk(self, node: fx.Node, number: int, before: fx.Node) -> None:
-        """One chunk of a node of the region."""
+        """Insert one chunk of a node of the region."""
         made = self.chunks.setdefault(node, [])
-        if node in self.joins:  # a matmul that is cut already
+        if node in self.joins:  # a matmul that is already cut
             made.append(self.joins[node].chunks[number])
             return
         rows = self.region.rows[node]
@@ -132,14 +136,14 @@ class _Work:
             made[-1].meta[ALLOWED] = dict(node.meta.get(ALLOWED, {}))
 
     def shape(self, node: fx.Node, axis: Axis, number: int) -> list[int]:
-        """The shape of a chunk of a node, or of the first tensor that it gives."""
+        """Return the shape of a chunk of a node, or of its first result."""
         ends = self.region.cut(node, axis)
         sizes = list(next(iter(tensors(node.meta["val"]))).shape)
         sizes[axis.dim] = axis.blocks * (ends[number + 1] - ends[number])
         return sizes
 
     def part(self, node: fx.Node, axis: Axis | None, number: int, before: fx.Node) -> fx.Node:
-        """What a chunk takes of a node."""
+        """Return the part of a node that a chunk uses."""
         if node in self.chunks:
             return self.chunks[node][number]
         if axis is None:
@@ -160,7 +164,7 @@ class _Work:
     def split_blocks(
         self, nodes: Sequence[fx.Node], axis: Axis, before: fx.Node, source: fx.Node
     ) -> list[fx.Node]:
-        """Tensors with a dimension for their blocks, if there are several."""
+        """Reshape tensors so that their blocks have a dimension, if there are several."""
         if axis.blocks == 1:
             return list(nodes)
         made = []
@@ -171,7 +175,7 @@ class _Work:
         return made
 
     def merge_blocks(self, node: fx.Node, axis: Axis, before: fx.Node, source: fx.Node) -> fx.Node:
-        """A tensor without the dimension for its blocks."""
+        """Remove the dimension of blocks from a tensor."""
         if axis.blocks == 1:
             return node
         sizes = list(node.meta["val"].shape)
@@ -179,13 +183,15 @@ class _Work:
         return self.emit(before, source, aten.reshape.default, node, sizes)
 
     def last(self, node: fx.Node, inside: set[fx.Node], place: Mapping[fx.Node, float]) -> fx.Node:
-        """The last node that takes a node in chunks, or itself if none does."""
+        """Return the last user of a node in chunks, or the node itself."""
         return max([node, *(user for user in node.users if user in inside)], key=place.__getitem__)
 
     def join(self, node: fx.Node, inside: set[fx.Node], place: Mapping[fx.Node, float]) -> None:
-        """Lets those that are not in chunks take the chunks of a node as one. They are joined when
-        no chunk takes them any more, or somebody needs the whole: so they are there twice for as
-        short as can be."""
+        """Join the chunks of a node for users that are not in chunks.
+
+        They are joined after their last use by a chunk, or earlier if a user needs the whole. The
+        data thus exists twice for the shortest time.
+        """
         users = [user for user in node.users if user not in inside]
         first = min(users, key=place.__getitem__)
         last = self.last(node, inside, place)
@@ -206,7 +212,7 @@ class _Work:
     def emit(
         self, before: fx.Node, source: fx.Node, target: Any, *args: Any, **kwargs: Any
     ) -> fx.Node:
-        """A new node with its fake value."""
+        """Insert a node with its fake value."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
         self.built.new.append(node)

@@ -1,5 +1,5 @@
-"""What chunks of rows gain: a pipeline of matmul, exchange and matmul against one after the
-other."""
+"""The gain of chunks of rows: a pipeline of matmul, exchange and matmul, compared with their
+sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXCHANGE = "exchange"
 
 
 def part_of(site: Site, region: Region) -> Site:
-    """The site of the largest chunk."""
+    """Return the site of the largest chunk."""
     axis = region.product.axis
     ends = region.cut(region.product.input, axis)
     largest = max(end - begin for begin, end in itertools.pairwise(ends))
@@ -42,9 +42,11 @@ def pipeline_us(
     cut: Mapping[fx.Node, Sequence[fx.Node]],
     profile: Profile,
 ) -> float:
-    """Microseconds until the matmuls after a collective are done, in so many chunks of which each
-    takes the ``exchange``. ``joined`` are the nodes whose chunks are put together afterwards,
-    ``cut`` are matmuls in chunks by what joins them."""
+    """Return the microseconds until the matmuls after a collective are done.
+
+    ``exchange`` is the exchange of one of ``chunks`` chunks. ``joined`` are the nodes whose chunks
+    are joined afterwards. ``cut`` maps the join of an already cut matmul to its chunks.
+    """
     before = [node for each in region.product.nodes for node in cut.get(each, (each,))]
     made = _part_us(before, chunks, profile)
     used = _part_us(region.consumers, chunks, profile)
@@ -61,7 +63,7 @@ def pipeline_us(
 
 
 def _sliced(region: Region) -> Iterable[fx.Node]:
-    """What matmuls take in slices of several blocks, which are copied."""
+    """Yield matmul inputs that are sliced in several blocks, and therefore copied."""
     for node in filter(costs.is_matmul, (*region.product.nodes, *region.consumers)):
         for each, axis in zip(node.args, region.rows[node].takes, strict=False):
             if isinstance(each, fx.Node) and axis and axis.blocks > 1 and each not in region.rows:
@@ -73,7 +75,7 @@ def _fakes(node: fx.Node) -> Iterable[Tensor]:
 
 
 def exchange_of(best: Candidate, profile: Profile) -> Task:
-    """What is done to a site, as one task. What codes and decodes keeps the rank busy."""
+    """Return a site's candidate as one task. Encodes and decodes occupy the rank."""
     coded = sum(
         profile.kernels.us(stage.codec, stage.role, stage.values)
         for stage in best.stages
@@ -84,14 +86,17 @@ def exchange_of(best: Candidate, profile: Profile) -> Task:
 
 
 class Meanwhile:
-    """What can be computed while a collective of a graph travels: matmuls that neither lead to it
-    nor take its result. Which lead where is kept as sets of bits, one for each matmul."""
+    """The computation that can overlap a collective: matmuls that neither precede it nor depend on
+    it.
+
+    Reachability is stored as bit sets, with one bit per matmul.
+    """
 
     def __init__(self, graph: fx.Graph, profile: Profile):
         nodes = list(graph.nodes)
         heavy = filter(costs.is_heavy, nodes)
         self.bits = {node: 1 << number for number, node in enumerate(heavy)}
-        self.by_us: dict[float, int] = defaultdict(int)  # matmuls that take so long
+        self.by_us: dict[float, int] = defaultdict(int)  # matmuls by their time
         for node, bit in self.bits.items():
             self.by_us[costs.compute(node, profile).us] |= bit
         self.before = self._reached(nodes, lambda node: node.all_input_nodes)
@@ -108,13 +113,13 @@ class Meanwhile:
         return found
 
     def us(self, start: fx.Node) -> float:
-        """Microseconds of it, for the collective that starts here."""
+        """Return the microseconds of computation that can overlap the collective starting here."""
         related = self.before[start] | self.after[start]
         return sum(us * (bits & ~related).bit_count() for us, bits in self.by_us.items())
 
 
 def _part_us(nodes: Iterable[fx.Node], chunks: int, profile: Profile) -> float:
-    """What one of some chunks takes: its share, and a launch for each matmul."""
+    """Return the time of one chunk: its share, and a launch for each matmul."""
     us = 0.0
     for node in nodes:
         launch = profile.kernels.launch_us if costs.is_matmul(node) else 0.0

@@ -1,8 +1,8 @@
-"""What is done in chunks of rows around one collective: from the matmul before it to those after
-it.
+"""Regions that are computed in chunks of rows around one collective, from the matmul before it to
+those after it.
 
-What is gathered has a block of rows from each rank, and so has what is summed and scattered
-(``Axis``): chunk i of an all_gather is the i-th part of every rank's rows.
+A gathered tensor has one block of rows per rank, and so has the input of a reduce_scatter
+(``Axis``). Chunk i of an all_gather is the i-th part of every rank's rows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from commpass.passes.fx.rowwise import (
 
 aten = torch.ops.aten
 LEAST = 16
-"""Rows of a chunk: a matmul of fewer is hardly quicker."""
+"""The minimum rows of a chunk. A matmul of fewer rows is hardly faster."""
 BLOCK = 2048
-"""Values that all codecs' blocks divide: chunks are multiples of it where that is possible."""
+"""A multiple of the block sizes of all codecs. Chunks are multiples of it if possible."""
 
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -45,8 +45,10 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Join:
-    """What joins chunks of a node, which have the rows between ``bounds`` and were cut along
-    ``axis`` at ``ends``: the last of ``nodes``."""
+    """The nodes that join the chunks of a node; the last of ``nodes`` is the result.
+
+    The chunks have the rows between ``bounds`` and were cut along ``axis`` at ``ends``.
+    """
 
     chunks: tuple[fx.Node, ...]
     bounds: tuple[int, ...]
@@ -57,10 +59,13 @@ class Join:
 
 @dataclass(frozen=True)
 class Product:
-    """What makes a collective's input: the ``matmul`` whose rows are cut, or what joins a matmul
-    that has been cut, then views and casts, and its ``input`` last. ``rows`` is how each treats
-    them, ``axis`` along what the input has them, ``chunks`` how many there are in a block. Without
-    nodes nothing is computed in chunks before the collective."""
+    """The nodes that compute a collective's input.
+
+    They are the matmul whose rows are cut, or the join of a matmul that is already cut, then views
+    and casts, and ``input`` last. ``rows`` says how each treats the rows, and ``axis`` where the
+    input has them. ``many`` is the number of rows in a block. Without nodes, nothing before the
+    collective is computed in chunks.
+    """
 
     nodes: tuple[fx.Node, ...]
     rows: dict[fx.Node, Rows]
@@ -75,9 +80,11 @@ class Product:
 
 @dataclass(frozen=True)
 class Region:
-    """The nodes that are done chunk by chunk: the product, ``start`` and ``wait``, and the
-    ``consumers``, each with its rows. Chunk i has the rows from ``bounds[i]`` to ``bounds[i + 1]``
-    of each block."""
+    """The nodes that run chunk by chunk: the product, ``start`` and ``wait``, and the
+    ``consumers``, with their rows.
+
+    Chunk i has the rows from ``bounds[i]`` to ``bounds[i + 1]`` of each block.
+    """
 
     product: Product
     start: fx.Node
@@ -91,7 +98,7 @@ class Region:
         return len(self.bounds) - 1
 
     def cut(self, node: fx.Node, axis: Axis) -> tuple[int, ...]:
-        """Where chunks begin and end in a block of a node."""
+        """Return the bounds of chunks within a block of a node."""
         entries = length(node, axis)
         return tuple(row * entries // self.product.many for row in self.bounds)
 
@@ -99,8 +106,11 @@ class Region:
 def product_of(
     each: GraphSite, cut: Mapping[fx.Node, Join], known: Memory, written: Collection[int]
 ) -> Product | str:
-    """What makes a site's input, or why nothing does whose rows can be cut. ``cut`` are the nodes
-    that join what is in chunks already, ``written`` is the memory that something writes into."""
+    """Return the product of a site's input, or why its rows cannot be cut.
+
+    ``cut`` maps nodes that join existing chunks to their joins. ``written`` are the storages that
+    some node writes.
+    """
     start, kind = each.call.node, each.call.kind
     if each.call.form != "plain" or kind not in KINDS:
         return f"only plain {', '.join(KINDS)} are split, not {each.site.kind} ({each.call.form})"
@@ -132,7 +142,7 @@ def product_of(
 
 
 def _fits_kind(axis: Axis, kind: str, ranks: int) -> bool:
-    """Whether what a collective takes has rows as it needs them."""
+    """Whether a collective's input has rows in the form that its kind needs."""
     if kind == "reduce_scatter":
         return axis == Axis(0, ranks)
     return axis.blocks == 1 and (kind == "all_reduce" or axis.dim == 0)
@@ -141,7 +151,7 @@ def _fits_kind(axis: Axis, kind: str, ranks: int) -> bool:
 def _producers(
     each: GraphSite, cut: Collection[fx.Node], known: Memory, written: Collection[int]
 ) -> list[fx.Node] | str:
-    """The nodes from the matmul that makes a site's input to that input."""
+    """Return the nodes from the matmul that computes a site's input to that input."""
     chain: list[fx.Node] = [each.input]
     while matmul_rows(chain[0]) is None and chain[0] not in cut:
         before = _before(chain[0])
@@ -162,7 +172,7 @@ def _producers(
 
 
 def _before(node: fx.Node) -> list[fx.Node]:
-    """What a node is made of: its first argument, or what was divided, with its parts, if the node
+    """Return a node's source: its first argument, or a split tensor with its parts if the node
     joins all of them."""
     source = node.args[0] if node.op == "call_function" and node.args else None
     if isinstance(source, fx.Node):
@@ -178,8 +188,8 @@ def _before(node: fx.Node) -> list[fx.Node]:
 
 
 def _roots(matmul: fx.Node, ranks: int, cut: Mapping[fx.Node, Join]) -> list[tuple[Rows, int]]:
-    """How a matmul may treat its rows, each with how many there are in a block; what joins one that
-    is in chunks already has no choice."""
+    """Return how a matmul may treat its rows, with the number of rows in a block. The join of an
+    existing cut has one option only."""
     if (join := cut.get(matmul)) is not None:
         return [(Rows(join.axis, ()), join.bounds[-1])]
     found = [(blocks, matmul_rows(matmul, blocks)) for blocks in dict.fromkeys((1, ranks))]
@@ -188,7 +198,8 @@ def _roots(matmul: fx.Node, ranks: int, cut: Mapping[fx.Node, Join]) -> list[tup
 
 
 def _treated(chain: list[fx.Node], value: fx.Node, root: Rows, chunks: int) -> Product | str:
-    """A product whose first node treats its rows so, ``chunks`` in a block."""
+    """Return a product whose first node treats its rows as ``root``, with ``chunks`` rows in a
+    block."""
     rows = {chain[0]: root}
     for node in chain[1:]:
         if (found := rows_of(node, {one: its.axis for one, its in rows.items()})) is None:
@@ -205,8 +216,8 @@ def region_of(
     known: Memory,
     written: Collection[int],
 ) -> Region | str:
-    """What is done in so many chunks, or why it cannot be. ``fixed`` are the rows of a matmul that
-    is cut already."""
+    """Return the region for a number of chunks, or why there is none. ``fixed`` are the bounds of a
+    matmul that is already cut."""
     start = each.call.node
     (wait,) = start.users
     many, given = product.many, product.axis
@@ -221,9 +232,9 @@ def region_of(
     if many < chunks * max(LEAST, step):
         return f"{many} rows are too few for {chunks} chunks of {max(LEAST, step)} or more"
     found: dict[fx.Node, Rows] = {}
-    axes = {wait: rows[wait].axis}  # of what may be taken further
-    whole: set[fx.Node] = set()  # what takes all rows, and what takes that
-    node, ahead = wait.next, _users(wait)  # of what has rows, as far as they were not met
+    axes = {wait: rows[wait].axis}  # of nodes that more consumers may read
+    whole: set[fx.Node] = set()  # nodes that need all rows, and their users
+    node, ahead = wait.next, _users(wait)  # users of nodes with rows that were not visited yet
     while ahead:
         ahead.discard(node)
         its = None if any(each in whole for each in node.all_input_nodes) else rows_of(node, axes)
@@ -256,25 +267,25 @@ def _users(node: fx.Node) -> set[fx.Node]:
 
 
 def _fits(count: int, chunks: int, step: int, fixed: tuple[int, ...] | None) -> bool:
-    """Whether there are so many chunks whose rows are multiples of ``step``."""
+    """Whether ``count`` rows allow ``chunks`` chunks whose rows are multiples of ``step``."""
     return chunks * step <= count if fixed is None else all(row % step == 0 for row in fixed)
 
 
 def _may_be_cut(node: fx.Node, known: Memory, written: Collection[int]) -> bool:
-    """Whether what a node gives has a fixed size, no gaps, and nobody writes into it."""
+    """Whether a node's result has a fixed size, is contiguous, and is never written to."""
     if not is_fixed(node) or not is_contiguous(node):
         return False
     return not _is_written(node, known, written)
 
 
 def _is_written(node: fx.Node, known: Memory, written: Collection[int]) -> bool:
-    """Whether something writes into what a node takes or gives. What chunks of others are is not
-    known, but they are made of what nobody writes into alone."""
+    """Whether a node's inputs or results are written to. Chunks of other regions are unknown here,
+    but derive from unwritten memory only."""
     return any(number in written for number in known.touches.get(node, ()))
 
 
 def _towards_matmuls(nodes: list[fx.Node]) -> list[fx.Node]:
-    """Those that are matmuls, or lead to one, with all items of what gives several."""
+    """Return the nodes that are matmuls or lead to one, with all items of multi-result nodes."""
     kept: set[fx.Node] = set()
     for node in reversed(nodes):
         if matmul_rows(node) is not None or any(user in kept for user in node.users):

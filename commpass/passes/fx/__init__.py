@@ -1,1 +1,1 @@
-"""Reading a graph: its collectives whatever their form, metadata, marks, directions."""
+"""Analysis of fx graphs: collectives in every form, metadata, marks, directions."""

@@ -1,5 +1,4 @@
-"""What the nodes of a graph cost: operations and bytes of what is computed, bytes of what is
-sent."""
+"""The cost of a graph's nodes: operations and bytes of computation, bytes of exchanges."""
 
 from __future__ import annotations
 
@@ -21,21 +20,27 @@ from commpass.plan.kinds import KERNEL
 from commpass.plan.stage import ALL, Stage, all_to_all
 
 UNWRITTEN = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
-"""What makes memory without writing into it."""
+"""Operators that allocate memory without writing to it."""
 OUR_KERNEL = f"commpass::{KERNEL}"
 ATTENTION = "aten::_scaled_dot_product"
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Whether a node is worth hiding an exchange behind, and stays a call of its own when Inductor
-    fuses: a matmul, a convolution, attention, a kernel of ours or one in Triton."""
+    """Whether a node is worth overlapping with an exchange and stays a separate call when Inductor
+    fuses.
+
+    True for a matmul, a convolution, attention, a kernel of commpass, and a Triton kernel.
+    """
     return is_matmul(node) or _name(node) == OUR_KERNEL or node.target in triton_calls()
 
 
 @functools.cache
 def triton_calls() -> tuple[Any, ...]:
-    """What calls of Triton kernels are in a graph, ours among them, before and after Inductor has
-    given them memory to write. torch defines them when they are first looked at."""
+    """Return the operators that call Triton kernels in a graph, before and after Inductor allocates
+    their outputs.
+
+    torch defines them on first access.
+    """
     from torch._higher_order_ops import triton_kernel_wrap as wrap
 
     return wrap.triton_kernel_wrapper_functional, wrap.triton_kernel_wrapper_mutation
@@ -47,10 +52,13 @@ def is_matmul(node: fx.Node) -> bool:
 
 
 def compute(node: fx.Node, profile: Profile) -> Task:
-    """What a rank computes in one node: what it encodes and decodes; else the longer of what its
-    operations take and what it takes to write its result and read as much. Views take no time; nor
-    does what is done beside encode and decode, as sums of what was decoded: it is part of those
-    kernels, and of their rates."""
+    """Return the cost of a node's computation.
+
+    For encodes and decodes, their codec rates. Otherwise the longer of two times: that of its
+    operations, and that of writing its result and reading as much. Views cost nothing. Nodes beside
+    an encode or decode, such as sums of decoded values, cost nothing either: they are part of those
+    kernels and their rates.
+    """
     if CODED in node.meta:
         return Task(HOST, sum(profile.kernels.us(*work) for work in node.meta[CODED]))
     if (
@@ -71,11 +79,11 @@ def compute(node: fx.Node, profile: Profile) -> Task:
 
 
 PricesOf = Callable[[str, int], Prices]
-"""From the name of a group, and its size, to what is asked of what is done in it."""
+"""Returns the prices in a group, from its name and size."""
 
 
 def exchange(call: Call, prices_of: PricesOf) -> Task:
-    """What an exchange costs on the link of its group."""
+    """Return the cost of an exchange on the link of its group."""
     name, size = describe_group(call)
     fakes = [fake for each in call.inputs for fake in tensors(each.meta.get("val"))]
     nbytes = sum(max(meta.nbytes(fake), 0) for fake in fakes)
@@ -83,8 +91,11 @@ def exchange(call: Call, prices_of: PricesOf) -> Task:
 
 
 def _stage(call: Call, group: str, nbytes: int) -> Stage:
-    """An exchange of a graph as a stage. Whom the program's own ranks send to is not the same on
-    all of them, as it is in an algorithm: it is taken to be anyone."""
+    """Return an exchange of a graph as a stage.
+
+    In an exchange of the program, unlike in an algorithm, the destinations may differ between
+    ranks. Its peers are therefore assumed to be any ranks.
+    """
     splits = call.splits
     if splits is None or not all(isinstance(rows, int) for some in splits for rows in some):
         return Stage(
@@ -101,7 +112,7 @@ def _stage(call: Call, group: str, nbytes: int) -> Stage:
 
 
 def prices_of(profile: Profile) -> PricesOf:
-    """The prices of groups; each is looked up once."""
+    """Return a function for the prices of groups, with a cache."""
 
     @functools.cache
     def of(name: str, size: int) -> Prices:
@@ -111,7 +122,7 @@ def prices_of(profile: Profile) -> PricesOf:
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of a fake value: one, or several in lists."""
+    """Yield the tensors of a fake value: one, or several in lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -120,7 +131,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def is_alias(node: fx.Node) -> bool:
-    """Whether what a node gives is another's memory, which it does not change."""
+    """Whether a node's result shares the memory of another tensor, without changing it."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(
         given.alias_info is not None and not given.alias_info.is_write for given in schema.returns
@@ -134,7 +145,8 @@ def _name(node: fx.Node) -> str:
 
 @functools.cache
 def _formula(target: Any) -> Callable[..., Any] | None:
-    """What counts the operations of an operator; None for those that are not worth counting."""
+    """Return the function that counts the operations of an operator, or None if they are
+    negligible."""
     packet = getattr(target, "overloadpacket", None)
     if packet in flop_registry:
         return flop_registry[packet]
@@ -151,5 +163,6 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
 def _attention_backward(
     _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
 ) -> int:
-    """Five products instead of two: the first again, and two for each gradient of one."""
+    """Five products instead of two: the first one again, and two for the gradients of each
+    product."""
     return sdpa_flop_count(query.shape, key.shape, value.shape) * 5 // 2

@@ -1,10 +1,11 @@
-"""Which collectives of a backward graph carry gradients, and which are forward's, run again.
+"""Which collectives of a backward graph carry gradients, and which are recomputed forward
+collectives.
 
-Activation checkpointing lets backward run a part of forward again, collectives included. Such a
-collective is a forward site: it is compressed as forward compressed it, so that gradients are those
-of the forward that was run. It is told by two things that must both hold: torch's partitioner was
-told to recompute it, or made it in forward; and no gradient reaches it. A collective of a user's
-own backward formula that takes no gradient is therefore still a backward site.
+Activation checkpointing makes backward recompute parts of forward, including collectives. Such a
+collective is a forward site: it is compressed as in forward, so that the gradients match the
+forward that was run. Two conditions identify it. torch's partitioner was told to recompute it, or
+made it in forward; and no gradient reaches it. A collective without a gradient in a user's backward
+formula is therefore still a backward site.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 RECOMPUTED = "commpass_recomputed"
-"""Key in ``node.meta["custom"]`` of what is run again in a graph of compiled autograd."""
+"""The key in ``node.meta["custom"]`` of recomputed nodes in a graph of compiled autograd."""
 AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 TAGS = ("recompute", "ac_graph_id", "partitioner_tag")
-"""What checkpointing and the partitioner say of a node, in its metadata."""
+"""The metadata keys of checkpointing and the partitioner."""
 
 
 def gradients(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that an incoming gradient reaches: AOTAutograd calls those inputs ``tangents``, and
-    tells them by that name itself."""
+    """Return the nodes that an incoming gradient reaches.
+
+    AOTAutograd names these inputs ``tangents``, and identifies them by that name itself.
+    """
     reached: set[fx.Node] = set()
     for node in graph.nodes:
         tangent = node.op == "placeholder" and "tangents" in str(node.target)
@@ -34,8 +37,8 @@ def gradients(graph: fx.Graph) -> set[fx.Node]:
 
 
 def recomputed(node: fx.Node, reached: Collection[fx.Node]) -> bool:
-    """Whether a node of a backward graph is forward's, run again. ``reached`` are the ``gradients``
-    of its graph."""
+    """Whether a node of a backward graph is a recomputed forward node. ``reached`` are the
+    ``gradients`` of its graph."""
     if node in reached:
         return False
     custom = node.meta.get("custom")
@@ -47,12 +50,13 @@ def _is_forward(meta: dict[str, Any]) -> bool:
 
 
 def keep_metadata(gm: fx.GraphModule) -> None:
-    """Lets a graph of compiled autograd keep its nodes' metadata in the graph that AOTAutograd
-    makes.
+    """Keep the node metadata of a compiled-autograd graph in the graph that AOTAutograd makes of
+    it.
 
-    Such a graph takes a list of tensors; torch then calls it as Python code, and what its nodes say
-    of modules, words and checkpointing is lost. What is run again is marked under a key of our own:
-    nothing is left to recompute in it, and torch would refuse random operators under its own.
+    Such a graph takes a list of tensors. torch then calls it as Python code, which loses metadata
+    of modules, annotations and checkpointing. Recomputed nodes get a key of commpass instead:
+    nothing in the graph needs to be recomputed, and torch would reject random operators under its
+    own keys.
     """
     from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
     from torch.fx.traceback import preserve_node_meta

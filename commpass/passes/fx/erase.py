@@ -1,7 +1,7 @@
-"""The one way in which passes erase nodes, so that nobody reads an erased one.
+"""The function with which passes erase nodes, so that reads of erased nodes are detected.
 
-torch lets an erased node answer: it takes None and has no users. Who reads it too late gets an
-answer that is wrong, and goes on.
+torch keeps an erased node readable: it has no inputs and no users. A read after the erase then
+continues with wrong values.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from torch import fx
 from commpass.errors import VerifyError
 
 CHECK = "COMMPASS_CHECK"
-"""Environment variable: 1 checks what passes promise each other on every graph, as ``strict``
-does, and lets no erased node be read."""
+"""Environment variable. 1 checks the contracts of passes on every graph, as ``strict`` does, and
+forbids reads of erased nodes."""
 READABLE = ("name", "_erased")
-"""What may be read of an erased node: its name, and for torch that it is erased."""
+"""The readable attributes of an erased node: its name, and torch's flag that it is erased."""
 
 
 def is_checked() -> bool:
-    """Whether the environment asks for the checks."""
+    """Whether the environment variable enables the checks."""
     return os.environ.get(CHECK) == "1"
 
 
 def erase(node: fx.Node) -> None:
-    """Erases a node that has no users from its graph. Where checks are on, who reads it afterwards
-    gets a VerifyError."""
+    """Erase a node without users from its graph. If checks are enabled, a later read raises
+    VerifyError."""
     node.graph.erase_node(node)
     if is_checked():
         node.__class__ = Erased
 
 
 class Erased(fx.Node):
-    """A node that was erased. Its name may be read, and it may be looked up and compared by
-    identity. All else raises VerifyError."""
+    """An erased node. Its name can be read, and it can be hashed and compared by identity. Any
+    other access raises VerifyError."""
 
     def __getattribute__(self, key: str) -> Any:
         if key in READABLE or key.startswith("__"):

@@ -1,4 +1,4 @@
-"""Fake values: which share their storage, and others like them."""
+"""Fake values: which ones share storage, and how to create similar ones."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.utils._mode_utils import no_dispatch
 
 
 def mode_of(graph: fx.Graph) -> Any:
-    """The fake mode under which a graph was traced."""
+    """Return the fake mode under which a graph was traced."""
     values = (node.meta.get("val") for node in graph.nodes)
     modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
     return next(modes, contextlib.nullcontext())
 
 
 def storage(value: Tensor) -> Any:
-    """What two tensors have in common where one is a view of the other."""
+    """Return a key that is equal for a tensor and its views."""
     return StorageWeakRef(value.untyped_storage())
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node is a tensor that shares its storage with one that it takes."""
+    """Whether a node is a tensor that shares its storage with an input."""
     own = node.meta.get("val")
     if not isinstance(own, Tensor):
         return False
@@ -34,15 +34,15 @@ def is_view(node: fx.Node) -> bool:
 
 
 def can_be_copied(value: Any) -> TypeGuard[FakeTensor]:
-    """Whether ``another`` can be made of a value: of a fake tensor of fixed sizes."""
+    """Whether ``another`` supports a value: a fake tensor of fixed sizes."""
     return isinstance(value, FakeTensor) and all(
         isinstance(number, int) for number in (*value.shape, *value.stride())
     )
 
 
 def another(value: FakeTensor) -> FakeTensor:
-    """A fake tensor like one of fixed sizes, with a storage of its own; ten times quicker than a
-    fake run of the operator that makes it."""
+    """Return a similar fake tensor of fixed sizes with its own storage. Ten times faster than a
+    fake run of its operator."""
     with no_dispatch():
         memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return FakeTensor(value.fake_mode, memory, value.device)

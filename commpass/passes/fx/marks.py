@@ -1,4 +1,4 @@
-"""What an inserted node says of itself."""
+"""The metadata of inserted nodes: which site a node belongs to, and its role."""
 
 from __future__ import annotations
 
@@ -10,26 +10,31 @@ from commpass.codecs import operators
 from commpass.passes.fx.parse import graph_modules, is_wait, parse
 
 MARK = "commpass"
-"""Key in ``node.meta`` of an inserted node: its ``Mark``."""
+"""The key of an inserted node's ``Mark`` in ``node.meta``."""
 PARTS = "commpass_parts"
-"""Key in ``node.meta`` of a batch, of which positions now carry bytes: each of those, to the name
-of its site."""
+"""The key in ``node.meta`` of a batch with compressed positions. Maps each such position to its
+site's name."""
 CODED = "commpass_coded"
-"""Key in ``node.meta`` of what coded operators became: what it encodes and decodes, each as name of
-the codec, role and number of values. Of the nodes that stand for one operator the last has it."""
+"""The key in ``node.meta`` of nodes that replace codec operators: what they encode and decode.
+
+Each entry is codec name, role and number of values. If several nodes replace one operator, the last
+one has it.
+"""
 ALLOWED = "commpass_allowed"
-"""Key in ``node.meta`` of a collective: by the position of its input, what it is allowed."""
+"""The key in ``node.meta`` of what a collective is allowed, by input position."""
 SEGMENTS = "commpass_segments"
-"""Key in ``node.meta`` of a collective that stands for several: module and shape of each."""
+"""The key in ``node.meta`` of a fused collective: module and shape of each member."""
 AFTER_A_WAIT = ("wait", "decode", "used_bytes", "sum", "leave")
 
 
 @dataclass(frozen=True)
 class Mark:
-    """``site`` is the name of the site that a node was inserted for; ``hop`` the number of the
-    exchange that it prepares or follows; ``role`` what it does: enter, encode, exchange, wait,
-    decode, used_bytes, sum or leave, layout for what only moves values, or state; ``chunk`` which
-    of several exchanges of one hop."""
+    """The origin and role of an inserted node.
+
+    ``site`` is the name of its site, and ``hop`` the number of the exchange that it prepares or
+    follows. ``role`` is enter, encode, exchange, wait, decode, used_bytes, sum, leave or state, or
+    layout for nodes that only move values. ``chunk`` numbers the exchanges of one hop.
+    """
 
     site: str
     hop: int
@@ -38,7 +43,7 @@ class Mark:
 
 
 def chunked(gm: fx.GraphModule) -> bool:
-    """Whether exchanges of several chunks were inserted into a graph."""
+    """Whether a graph contains inserted exchanges of several chunks."""
     return any(
         node.meta[MARK].chunk > 0
         for _, module in graph_modules(gm)
@@ -48,7 +53,7 @@ def chunked(gm: fx.GraphModule) -> bool:
 
 
 def role(node: fx.Node) -> str:
-    """What a node of an algorithm does."""
+    """Return the role of a node of an algorithm."""
     if node.target in operators.ROLES:
         return operators.ROLES[node.target]
     if is_wait(node):
@@ -57,7 +62,7 @@ def role(node: fx.Node) -> str:
 
 
 def marks(graph: fx.Graph, site: str) -> dict[fx.Node, Mark]:
-    """The marks of the nodes of a traced algorithm: hops are counted along the longest way from
+    """Return the marks of a traced algorithm's nodes. Hops are counted along the longest path from
     the input."""
     found: dict[fx.Node, Mark] = {}
     depth: dict[fx.Node, int] = {}
@@ -74,5 +79,5 @@ def marks(graph: fx.Graph, site: str) -> dict[fx.Node, Mark]:
         elif does == "wait":
             chunk = found[node.all_input_nodes[0]].chunk
         found[node] = Mark(site, hop, does, chunk)
-    last = max(exchanges, default=0)  # what comes after it prepares no other
+    last = max(exchanges, default=0)  # nodes after the last exchange prepare no other
     return {node: replace(mark, hop=min(mark.hop, last)) for node, mark in found.items()}

@@ -1,4 +1,4 @@
-"""Which nodes must stay in order, beyond what takes what, and how much memory an order needs."""
+"""The order constraints of nodes beyond data dependencies, and the memory that an order needs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from commpass.passes.fx.parse import is_wait, parse
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory of a graph by number: what each node ``gives``, and all that it ``touches``, that
-    of its inputs as well; ``nbytes`` of each."""
+    """The memory of a graph, as numbered storages.
+
+    ``gives`` are the storages of each node's result, and ``touches`` those of its inputs and
+    result. ``nbytes`` has the size of each.
+    """
 
     gives: Mapping[fx.Node, frozenset[int]]
     touches: Mapping[fx.Node, frozenset[int]]
@@ -29,10 +32,12 @@ class Memory:
 def memory(
     graph: fx.Graph, *, in_place: bool = False, excluded: Collection[fx.Node] = ()
 ) -> Memory:
-    """The memory of a graph, ``excluded`` nodes that nobody takes any more. An exchange has its
-    input and its result until it is waited for.
-    ``in_place``: as Inductor has it, which makes sums in the memory of their inputs, and parts of
-    what is joined where they are joined."""
+    """Return the memory of a graph without ``excluded`` nodes, which have no users left.
+
+    An exchange holds its input and its result until its wait. If ``in_place``, the memory is as
+    Inductor plans it: sums reuse their input's memory, and parts of a concatenation are computed in
+    place.
+    """
     numbers: dict[int, int] = {}
     parts = {part: join for join in graph.nodes for part in _parts(join)} if in_place else {}
     nbytes: dict[int, int] = defaultdict(int)
@@ -43,7 +48,7 @@ def memory(
             continue
         made = set()
         inherits = is_wait(node) or _views(node) or (in_place and _sums_in_place(node))
-        if inherits:  # whatever memory its fake has: that of what stood there before, say
+        if inherits:  # regardless of its fake's storage, which may belong to a replaced node
             pairs = zip(tensors(node.meta.get("val")), node.all_input_nodes, strict=False)
             for fake, source in pairs:
                 if gives[source]:
@@ -69,12 +74,13 @@ def memory(
 
 
 def _views(node: fx.Node) -> bool:
-    """Whether what a node gives is another's memory in any case; some copy where they must."""
+    """Whether a node's result always shares its input's memory. Some view operators copy if they
+    must."""
     return is_alias(node) and getattr(node.target, "_opname", "") not in ("reshape", "contiguous")
 
 
 def _parts(node: fx.Node) -> list[fx.Node]:
-    """The inputs of a ``cat`` that Inductor computes where they are joined."""
+    """Return the inputs of a ``cat`` that Inductor computes in place in the result."""
     if node.target is not torch.ops.aten.cat.default:
         return []
     return [
@@ -85,8 +91,8 @@ def _parts(node: fx.Node) -> list[fx.Node]:
 
 
 def _sums_in_place(node: fx.Node) -> bool:
-    """Whether Inductor carries out a sum in the memory of its input: nothing else takes that, and
-    it is the graph's own."""
+    """Whether Inductor runs a sum in its input's memory: the input has no other users, and the
+    graph allocated it."""
     call = parse(node)
     if call is None or call.kind != "all_reduce" or call.form != "plain":
         return False
@@ -97,16 +103,19 @@ def _sums_in_place(node: fx.Node) -> bool:
 
 
 def sources(node: fx.Node) -> list[fx.Node]:
-    """What a wait waits for, seen through the items of a coalesced collective."""
+    """Return what a wait waits for, through the items of a coalesced collective."""
     found = list(node.all_input_nodes)
     return [*found, *(source for each in found for source in each.all_input_nodes)]
 
 
 def orders(graph: fx.Graph, known: Memory) -> dict[fx.Node, list[fx.Node]]:
-    """For each node those that must come before it: what it takes; of what it writes into, all that
-    touched it before; of what another has written, that one. What has effects of its own, or draws
-    random numbers, keeps its order. Nor does anything that Inductor may carry out in place come
-    between the start of an exchange and its wait, where it would write into what travels."""
+    """Return for each node the nodes that must come before it.
+
+    These are its inputs and the last writer of each storage that it touches. For storages that it
+    writes, all earlier readers are included. Nodes with side effects or random numbers keep their
+    order. Nothing that Inductor may run in place may write into data in flight, between the start
+    of an exchange and its wait.
+    """
     before: dict[fx.Node, dict[fx.Node, None]] = {}
     readers: dict[int, list[fx.Node]] = defaultdict(list)
     writer: dict[int, fx.Node] = {}
@@ -143,14 +152,14 @@ def orders(graph: fx.Graph, known: Memory) -> dict[fx.Node, list[fx.Node]]:
 
 
 def changed(graph: fx.Graph, known: Memory) -> frozenset[int]:
-    """The memory that something in a graph writes into; what waits for an exchange does not."""
+    """Return the storages that some node writes. Waits do not count."""
     nodes = (node for node in graph.nodes if not is_wait(node))
     return frozenset(number for node in nodes for number in written(node, known))
 
 
 def written(node: fx.Node, known: Memory) -> frozenset[int]:
-    """The memory into which a node writes: that of the arguments that its operator changes; a wait
-    makes the values of its result appear."""
+    """Return the storages that a node writes: those of the arguments that its operator mutates. A
+    wait writes its result."""
     if is_wait(node):
         return known.gives[node]
     call = parse(node)
@@ -169,13 +178,16 @@ def written(node: fx.Node, known: Memory) -> frozenset[int]:
 
 
 IN_PLACE = ("index_put", "_scatter", "_foreach_")
-"""What is in the names of operators that Inductor carries out in place, where nobody takes the old
-values any more. It does not know that an exchange still reads them."""
+"""Name parts of operators that Inductor runs in place if the old values have no further users. It
+does not know that an exchange may still read them."""
 
 
 def _written_in_place(node: fx.Node, known: Memory) -> frozenset[int]:
-    """The memory into which a node may write in Inductor's hands: of an operator on one tensor that
-    of its first argument, of one that holds another (``auto_functionalized``) that of all."""
+    """Return the storages that Inductor may let a node write.
+
+    For an operator on one tensor, that of its first argument. For a wrapper of another operator
+    (``auto_functionalized``), those of all inputs.
+    """
     if node.op != "call_function" or is_wait(node) or parse(node) is not None:
         return frozenset()
     found: list[Any]
@@ -192,19 +204,22 @@ def _written_in_place(node: fx.Node, known: Memory) -> frozenset[int]:
 
 
 def _has_effects(node: fx.Node) -> bool:
-    """Whether there is more to a node than what it gives and writes."""
+    """Whether a node has effects beyond its result and its writes."""
     if node.op != "call_function":
         return node.op in ("call_module", "call_method")
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return MARK not in node.meta  # a kernel of ours gives its result, and does nothing else
+        return MARK not in node.meta  # commpass kernels only return a result
     if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
         return True
     return node.target in fx.node._side_effectful_functions and not is_wait(node)
 
 
 class LiveBytes:
-    """The bytes that a graph holds as its nodes run: memory is taken by the first node that touches
-    it and given back after the last. What a graph gives back is held until the end."""
+    """The bytes that a graph holds while its nodes run.
+
+    Memory is allocated by the first node that touches it and freed after the last. Outputs are held
+    until the end.
+    """
 
     def __init__(self, known: Memory):
         self.known = known
@@ -213,11 +228,11 @@ class LiveBytes:
         self.now = self.most = 0
 
     def allocates(self, node: fx.Node) -> bool:
-        """Whether a node takes memory that nobody had before."""
+        """Whether a node allocates memory."""
         return not self.known.touches[node] <= self.taken
 
     def run(self, node: fx.Node) -> None:
-        """A node runs."""
+        """Run a node."""
         for number in self.known.touches[node]:
             if number not in self.taken:
                 self.taken.add(number)
@@ -229,7 +244,7 @@ class LiveBytes:
                 self.now -= self.known.nbytes[number]
 
     def peak(self, nodes: Sequence[fx.Node]) -> int:
-        """Bytes that would be held at once at most while some nodes run."""
+        """Return the peak bytes while the given nodes run."""
         taken: set[int] = set()
         gone: Counter[int] = Counter()
         held = most = self.now
@@ -246,7 +261,7 @@ class LiveBytes:
 
 
 def peak(order: Sequence[fx.Node], known: Memory) -> int:
-    """Bytes that are held at once at most, if a graph runs in an order."""
+    """Return the peak bytes if a graph runs in an order."""
     held = LiveBytes(known)
     for node in order:
         held.run(node)

@@ -1,4 +1,4 @@
-"""What the metadata of a node says: sizes and their hints, module path, the user's word."""
+"""The metadata of nodes: sizes and their hints, module paths, and annotations of users."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from commpass.policy.paths import Places, clean, is_parallel
 
 
 def tensor(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor that a node computes, if it is one tensor."""
+    """Return the fake tensor that a node computes, or None unless it is a single tensor."""
     value = node.meta.get("val", node.meta.get("example_value"))
     return value if isinstance(value, torch.Tensor) else None
 
 
 def hint(size: Any) -> int | None:
-    """The number that a size is, or for a symbolic one the number it had when the graph was traced;
-    None if unknown."""
+    """Return a size as a number. For a symbolic size, return its value at trace time, or None if
+    unknown."""
     if isinstance(size, int):
         return size
     if isinstance(size, torch.SymInt):
@@ -30,12 +30,12 @@ def hint(size: Any) -> int | None:
 
 
 def shape(value: torch.Tensor) -> tuple[int | str, ...]:
-    """The shape with symbolic sizes as text."""
+    """Return the shape, with symbolic sizes as text."""
     return tuple(size if isinstance(size, int) else str(size) for size in value.shape)
 
 
 def nbytes(value: torch.Tensor) -> int:
-    """Bytes of a tensor, by hints where sizes are symbolic; -1 if there is no hint."""
+    """Return the bytes of a tensor, with hints for symbolic sizes; -1 if a hint is missing."""
     total = value.dtype.itemsize
     for size in value.shape:
         known = hint(size)
@@ -46,8 +46,8 @@ def nbytes(value: torch.Tensor) -> int:
 
 
 def width(value: torch.Tensor) -> int:
-    """Values of one entry of the first dimension, by hints where sizes are symbolic; 1 where there
-    is no hint."""
+    """Return the number of values per entry of the first dimension. Use hints for symbolic sizes,
+    and 1 if a hint is missing."""
     known = (hint(size) for size in value.shape[1:])
     return math.prod(1 if size is None else size for size in known)
 
@@ -57,23 +57,22 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 PLACE = "commpass_module"
-"""The key in ``node.meta["custom"]`` of a module path that the node's own module stack does not
-tell."""
+"""The key in ``node.meta["custom"]`` of a module path that differs from the node's module stack."""
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")
-"""Forward nodes have the first; backward nodes that autograd's formulas made have the second, and
-those of an autograd.Function or of a recomputation the first."""
+"""Forward nodes have the first key. Backward nodes have the second if autograd's formulas made
+them, and the first if an autograd.Function or a recomputation did."""
 
 
 def module_path(node: fx.Node) -> str:
-    """The path in the root model of the module that a node comes from, in forward and in backward;
-    "" for the root itself, or where it is not known."""
+    """Return the path of a node's module in the root model, in forward and backward; "" for the
+    root itself, or if unknown."""
     placed = annotation(node, PLACE)
     return _own_path(node) if placed is None else placed
 
 
 def place(gm: fx.GraphModule, places: Places) -> None:
-    """Writes the module's path on each node of a graph of Dynamo's whose own module stack would
-    tell another one. From there it comes into the graphs that AOTAutograd makes."""
+    """Record the module path on each node of a Dynamo graph whose module stack gives another path.
+    AOTAutograd copies it to its graphs."""
     for node in gm.graph.nodes:
         if node.op.startswith("call_"):
             path = places.path(_stack(node))
@@ -86,13 +85,13 @@ def _stack(node: fx.Node) -> Mapping[str, tuple[str, Any]]:
 
 
 def _own_path(node: fx.Node) -> str:
-    """The path as the node's own module stack has it: from where the compiled code starts."""
+    """Return the path in the node's module stack, which is relative to the compiled code."""
     rows = list(_stack(node).values())
     return clean(rows[-1][0], [path for path, kind in rows if is_parallel(kind)]) if rows else ""
 
 
 def annotation(node: fx.Node, key: str) -> str | None:
-    """The annotation under ``key`` that the node carries."""
+    """Return the node's annotation under ``key``, or None."""
     custom = node.meta.get("custom")
     found = custom.get(key) if isinstance(custom, dict) else None
     return found if isinstance(found, str) else None
@@ -108,7 +107,7 @@ CARRIED = (
     "recompute",
     "partitioner_tag",
 )
-"""The metadata that a node inserted for a site takes over from the site's collective."""
+"""The metadata that an inserted node takes over from its site's collective."""
 
 
 def carry(source: fx.Node, target: fx.Node) -> None:
@@ -118,6 +117,6 @@ def carry(source: fx.Node, target: fx.Node) -> None:
 
 
 def device_of(gm: fx.GraphModule) -> str:
-    """The device type that a graph computes on."""
+    """Return the device type that a graph computes on."""
     types = {value.device.type for node in gm.graph.nodes if (value := tensor(node)) is not None}
     return next(iter(sorted(types - {"cpu", "meta"})), "cpu")

@@ -1,4 +1,4 @@
-"""One normaliser for every form a functional collective takes in a graph."""
+"""Parse every form of functional collective in a graph into one class."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from commpass.plan.kinds import KIND_OF, NAMESPACES, WAITS, without_form
 
 @dataclass(frozen=True)
 class End:
-    """One end of what goes between two ranks: ``send`` to, or ``recv`` from, rank ``peer`` of the
+    """One end of a message between two ranks: ``send`` to, or ``recv`` from, rank ``peer`` of the
     group."""
 
     kind: str
@@ -29,9 +29,12 @@ class End:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective node, taken apart. ``form`` is plain, coalesced, batch, in-place, out, autograd,
-    legacy or view. ``ends`` has one for each input of a point-to-point operator; a received tensor
-    is written into the input of its position."""
+    """A parsed collective node.
+
+    ``form`` is plain, coalesced, batch, in-place, out, autograd, legacy or view. ``ends`` has one
+    entry per input of a point-to-point operator; a received tensor is written into the input at its
+    position.
+    """
 
     node: fx.Node
     kind: str
@@ -46,17 +49,17 @@ class Call:
     ends: tuple[End, ...] = ()
 
     def kind_at(self, position: int) -> str:
-        """The kind of what happens to one input."""
+        """Return the kind of operation on one input."""
         return self.ends[position].kind if self.ends else self.kind
 
     @property
     def by_messages(self) -> bool:
-        """Whether it is an exchange of ours, as messages between pairs of ranks."""
+        """Whether it is an exchange of commpass, made of messages between pairs of ranks."""
         return str(getattr(self.node.target, "namespace", "")) == "commpass"
 
     def written(self) -> tuple[fx.Node, ...]:
-        """The inputs into which something is received, though the operator's schema does not say
-        so."""
+        """Return the inputs that are receive buffers. The operator's schema does not mark them as
+        written."""
         return tuple(
             source
             for source, end in zip(self.inputs, self.ends, strict=False)
@@ -65,7 +68,7 @@ class Call:
 
 
 def parse(node: fx.Node) -> Call | None:
-    """The collective that a node is, or None."""
+    """Return the collective that a node is, or None."""
     if node.op != "call_function" or (found := _collective(node.target)) is None:
         return None
     overload, namespace, name, base = found
@@ -95,8 +98,8 @@ def parse(node: fx.Node) -> Call | None:
 
 @functools.lru_cache(maxsize=4096)
 def _collective(target: Any) -> tuple[OpOverload, str, str, str] | None:
-    """The operator of a collective with its namespace, its name and that without its form; None for
-    any other."""
+    """Return a collective's operator, namespace, name, and name without its form; None for other
+    operators."""
     if not isinstance(target, (OpOverload, torch._ops.OpOverloadPacket)):
         return None
     overload = target if isinstance(target, OpOverload) else getattr(target, target.overloads()[0])
@@ -115,7 +118,7 @@ def _ends(base: str, arguments: dict[str, Any]) -> tuple[End, ...]:
 
 
 def _splits(arguments: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-    """What an all-to-all sends to and receives from each rank, as numbers or nodes."""
+    """Return what an all_to_all sends to and receives from each rank, as numbers or nodes."""
     if "input_split_sizes" not in arguments:
         return None
     return tuple(arguments["input_split_sizes"]), tuple(arguments["output_split_sizes"])
@@ -143,7 +146,7 @@ def _form(namespace: str, name: str) -> str:
 
 
 def describe_group(call: Call) -> tuple[str, int]:
-    """(name, size) of a collective's group; size 0 if unknown."""
+    """Return (name, size) of a collective's group, with size 0 if unknown."""
     group: Any = call.group
     if isinstance(group, fx.Node):
         held = group.meta.get("val")
@@ -156,7 +159,7 @@ def describe_group(call: Call) -> tuple[str, int]:
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for one tensor, or (torch 2.15) for several."""
+    """Whether a node waits for one tensor, or for several (torch 2.15)."""
     return node.op == "call_function" and _waits(node.target)
 
 
@@ -169,28 +172,28 @@ def _waits(target: Any) -> bool:
 
 
 def items(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
-    """The (index, node) of every ``getitem`` of a node that has several values."""
+    """Yield (index, node) for every ``getitem`` of a node with several values."""
     for user in node.users:
         if user.op == "call_function" and user.target is operator.getitem:
             yield int(user.args[1]), user  # type: ignore[arg-type]
 
 
 def value_of(call: Call, position: int) -> fx.Node | None:
-    """The node that stands for result ``position`` of a collective, before any wait; None if nobody
-    takes it."""
+    """Return the node of result ``position`` of a collective, before any wait, or None if it is
+    unused."""
     if "coalesced" not in call.form and call.form != "batch":
         return call.node
     return next((node for index, node in items(call.node) if index == position), None)
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node asks for a size alone, which is known before any wait."""
+    """Whether a node only queries a size, which is known before any wait."""
     return node.op == "call_function" and node.target is torch.ops.aten.sym_size.int
 
 
 def waited(value: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What becomes of a collective's result: (the nodes that hold it after a wait, the users that
-    do not wait)."""
+    """Return the uses of a collective's result: (the nodes that hold it after a wait, the users
+    that do not wait)."""
     held: list[fx.Node] = []
     early: list[fx.Node] = []
     for user in value.users:
@@ -207,8 +210,8 @@ def waited(value: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def graph_modules(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
-    """A graph module and the sub-graphs that its higher-order operators call, each once, with a
-    prefix for names."""
+    """Yield a graph module and the sub-graphs that its higher-order operators call, each once, with
+    a name prefix."""
     return _graph_modules(gm, "", set())
 
 

@@ -1,10 +1,9 @@
-"""Where the rows of a matmul are in what is computed from its result, and which operators compute
-each row from that row alone.
+"""Where a matmul's rows are in tensors computed from its result, and which operators are row-wise.
 
 Rows are the entries of a matmul's first dimension. A tensor that holds them has a dimension along
-which a chunk of rows is a slice: ``[M, N]`` has 0, and so has ``[B, S, N]`` where chunks end
-between entries of the batch; ``[1, S, N]`` has 1. What has been gathered from R ranks has R blocks
-along it, one of each rank, and a chunk is a slice of each block.
+which a chunk of rows is a slice. This is 0 for ``[M, N]``, and for ``[B, S, N]`` if chunks end
+between batch entries; it is 1 for ``[1, S, N]``. A tensor gathered from R ranks has R blocks along
+it, one per rank, and a chunk is a slice of each block.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Axis:
-    """Where a tensor has rows: along ``dim``, in so many ``blocks`` of the same length. A chunk of
-    rows is a slice of each block."""
+    """Where a tensor has rows: along ``dim``, in ``blocks`` of equal length. A chunk of rows is a
+    slice of each block."""
 
     dim: int
     blocks: int = 1
@@ -38,9 +37,12 @@ Takes = tuple[Axis | None, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """How a node treats rows: its result has them along ``axis``, and ``takes`` says for each of
-    its arguments along what a chunk takes a slice, of each tensor of a list as well; None for what
-    each chunk takes whole."""
+    """How a node treats rows.
+
+    Its result has them along ``axis``. ``takes`` gives, for each argument, the axis along which a
+    chunk slices it, or None if each chunk uses it whole. For a list, the axis holds for each
+    tensor.
+    """
 
     axis: Axis
     takes: Takes
@@ -49,7 +51,7 @@ class Rows:
 MATMULS = (aten.mm.default, aten.addmm.default)
 """The matmuls whose rows are the entries of the first dimension."""
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-"""What gives the same values another shape."""
+"""Operators that only change the shape."""
 REDUCTIONS = (
     aten.sum.dim_IntList,
     aten.mean.dim,
@@ -58,13 +60,14 @@ REDUCTIONS = (
     aten.var.correction,
     aten.var_mean.correction,
 )
-"""What combines the values of some dimensions, which are the second argument."""
+"""Operators that reduce some dimensions, given by the second argument."""
 OVER_ONE = (aten._softmax.default, aten._log_softmax.default)
-"""What computes values from others of one dimension, the second argument."""
+"""Operators along one dimension, given by the second argument."""
 
 
 def matmul_rows(node: fx.Node, blocks: int = 1) -> Rows | None:
-    """How a matmul treats the rows that it makes, in so many blocks; None for any other node."""
+    """Return how a matmul treats the rows of its result in ``blocks`` blocks; None for other
+    nodes."""
     if node.op != "call_function" or node.target not in MATMULS:
         return None
     axis = Axis(0, blocks)
@@ -75,8 +78,10 @@ def matmul_rows(node: fx.Node, blocks: int = 1) -> Rows | None:
 
 
 def rows_of(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
-    """How a node treats the rows of those that it takes, which have them along ``axes``; None if it
-    has none, if a row of it depends on other rows, or if that is not known."""
+    """Return how a node treats the rows of its inputs, which have them along ``axes``.
+
+    Return None if it has no rows, if a row depends on other rows, or if this is unknown.
+    """
     if node.op != "call_function":
         return None
     if node.target == aten.cat.default:
@@ -85,7 +90,7 @@ def rows_of(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
     if not any(each in axes for each in given):
         return None
     if any(each not in given for each in node.all_input_nodes):
-        return None  # in a list, or by keyword
+        return None  # in a list or by keyword
     if (found := _rule(node, axes)) is None:
         return None
     pairs = zip(given, found.takes, strict=True)
@@ -94,17 +99,17 @@ def rows_of(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
 
 
 def length(node: fx.Node, axis: Axis) -> int:
-    """The entries of a block of a node's result."""
+    """Return the entries of a block of a node's result."""
     return int(_first(node).shape[axis.dim]) // axis.blocks
 
 
 def is_contiguous(node: fx.Node) -> bool:
-    """Whether all that a node gives lies in memory without gaps, one row after the other."""
+    """Whether all results of a node are contiguous, one row after the other."""
     return all(each.is_contiguous() for each in _values(node))
 
 
 def is_fixed(node: fx.Node) -> bool:
-    """Whether all sizes of what a node gives are numbers."""
+    """Whether all sizes of a node's results are numbers."""
     return all(isinstance(size, int) for each in _values(node) for size in each.shape)
 
 
@@ -131,7 +136,7 @@ def _rule(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
     if target in VIEWS:
         made = _viewed(given, axis, _first(node))
     elif target in REDUCTIONS:
-        over = node.args[1] if rest else None  # without any, all of them
+        over = node.args[1] if rest else None  # default: all dimensions
         made = _reduced(given, axis, over, _first(node))
     elif target in OVER_ONE:
         made = None if node.args[1] % given.dim() == axis.dim else axis  # type: ignore[operator]
@@ -154,7 +159,8 @@ def _is_pointwise(target: Any) -> bool:
 
 
 def _pointwise(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
-    """Inputs are aligned from the last dimension on; what has one entry, or none, is repeated."""
+    """Return the rows of a pointwise operator. Inputs are aligned at the last dimension; missing
+    dimensions and those of size 1 are broadcast."""
     made = meta.tensor(node)
     if made is None:
         return None
@@ -175,15 +181,15 @@ def _pointwise(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
 
 
 def _axis_of(value: Tensor, axis: Axis, rows: int) -> Axis | None:
-    """Along what an input has the rows of a result of ``rows`` dimensions; None if it is repeated
-    along them."""
+    """Return the axis of an input for a result of ``rows`` dimensions; None if the input is
+    broadcast along it."""
     own = axis.dim - (rows - value.dim())
     return Axis(own, axis.blocks) if own >= 0 and value.shape[own] != 1 else None
 
 
 def _viewed(source: Tensor, axis: Axis, result: Tensor) -> Axis | None:
-    """Along what a view has the rows: a block must be one piece, so that nothing but dimensions of
-    one entry comes before."""
+    """Return the rows' axis of a view. A block must stay contiguous, so only dimensions of size 1
+    may precede it."""
     if any(size != 1 for size in source.shape[: axis.dim]):
         return None
     dim = next((place for place, size in enumerate(result.shape) if size != 1), None)
@@ -201,7 +207,7 @@ def _reduced(source: Tensor, axis: Axis, over: Any, result: Tensor) -> Axis | No
 
 
 def _divided(node: fx.Node, source: Tensor, axis: Axis) -> Axis | None:
-    """A split along another dimension, or into the blocks."""
+    """Return the rows' axis after a split along another dimension or into the blocks."""
     _, size, *along = node.args
     dim: int = (along[0] if along else 0) % source.dim()  # type: ignore[operator, assignment]
     if dim != axis.dim:
@@ -211,7 +217,8 @@ def _divided(node: fx.Node, source: Tensor, axis: Axis) -> Axis | None:
 
 
 def _joined(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
-    """Tensors beside one another, or behind one another: each is a block then."""
+    """Return the rows of a concatenation, along another dimension or along the rows. In the latter
+    case each input becomes a block."""
     parts, made = node.args[0], meta.tensor(node)
     found = {axes.get(part) for part in parts}  # type: ignore[union-attr, arg-type]
     axis = next(iter(found))
@@ -228,19 +235,19 @@ def _joined(node: fx.Node, axes: Mapping[fx.Node, Axis]) -> Rows | None:
 
 
 def _first(node: fx.Node) -> Tensor:
-    """The fake value of a node, or the first of several, which have the same shape."""
+    """Return the fake value of a node, or the first of several, which have equal shapes."""
     return _values(node)[0]
 
 
-# --- where rows are cut ---------------------------------------------------------------------------
+# --- chunk bounds ---------------------------------------------------------------------------------
 
 
 def step_of(rows: int, entries: int) -> int:
-    """Of how many rows chunks must be multiples so that each is a slice of a dimension of so many
-    entries."""
+    """Return the number of rows that chunks must be multiples of, so that each is a slice of a
+    dimension of ``entries``."""
     return rows // math.gcd(rows, entries)
 
 
 def bounds(rows: int, chunks: int, step: int) -> tuple[int, ...]:
-    """Where chunks of nearly as many rows begin and end: multiples of ``step``."""
+    """Return the bounds of chunks of nearly equal size, as multiples of ``step``."""
     return (*(round(number * rows / (chunks * step)) * step for number in range(chunks)), rows)

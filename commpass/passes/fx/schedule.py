@@ -1,8 +1,9 @@
-"""The order of a graph that hides its exchanges: which comes first, and what is computed meanwhile.
+"""The order of a graph that overlaps its exchanges with computation.
 
-Two questions, kept apart. In which order exchanges start depends on nothing but what takes what
-(``sequence``): ranks that compile the same program for other sizes find the same. What a rank
-computes between a start and its wait is its own affair, and depends on times (``schedule``).
+Two separate decisions are made. The order in which exchanges start depends only on data
+dependencies (``sequence``), so ranks that compile the same program for other sizes find the same
+order. The computation between a start and its wait may differ per rank, and depends on times
+(``schedule``).
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from commpass.passes.fx.memory import LiveBytes, Memory
 
 @dataclass(frozen=True)
 class Work:
-    """The nodes of a graph in its order, what must come ``before`` each, and what each costs. A
-    wait takes what its starts give: the nodes that it waits for are ``waited[wait]``. ``heavy`` are
-    matmuls and their like, ``later`` the starts of later hops of their sites."""
+    """The nodes of a graph in order, the nodes that must come ``before`` each, and their costs.
+
+    ``waited[wait]`` are the nodes that a wait waits for. ``heavy`` are matmuls and similar nodes,
+    and ``later`` the starts of later hops of their sites.
+    """
 
     nodes: tuple[fx.Node, ...]
     before: Mapping[fx.Node, Sequence[fx.Node]]
@@ -41,7 +44,7 @@ class Work:
 
     @cached_property
     def after(self) -> dict[fx.Node, list[fx.Node]]:
-        """The nodes that must come after each."""
+        """Return the nodes that must come after each node."""
         found: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in self.nodes:
             for each in self.before[node]:
@@ -49,24 +52,27 @@ class Work:
         return found
 
     def remaining(self) -> dict[fx.Node, int]:
-        """How many nodes must still come before each: all of them, at first."""
+        """Return the initial number of nodes that must come before each node."""
         return {node: len(self.before[node]) for node in self.nodes}
 
 
-# --- which exchange starts first ------------------------------------------------------------------
+# --- the order of exchange starts -----------------------------------------------------------------
 
 
 def sequence(work: Work) -> list[fx.Node]:
-    """The starts in the order in which they can be made: each as soon as all is there that it
-    takes. A later hop comes when the first one of another site has started in between, or when what
-    is computed next needs it. What takes nothing that is computed could start at once, and would be
-    held for long (the weights of all layers): it comes after all that the program starts before."""
+    """Return the exchange starts in the order in which they become ready.
+
+    A later hop starts once the first hop of another site has started in between, or if the next
+    computation needs it. A start without computed inputs is ready at once, but its result would be
+    held for long (the weights of all layers). It therefore comes after all starts that precede it
+    in the program.
+    """
     return _Sequence(work).run()
 
 
 class _Sequence:
-    """A walk through the matmuls and their like in the order of the graph; all else is done as soon
-    as it can be."""
+    """Walks through the heavy nodes in graph order. All other nodes run as soon as they are
+    ready."""
 
     def __init__(self, work: Work):
         self.work = work
@@ -104,7 +110,7 @@ class _Sequence:
                     stack.append(user)
 
     def _reach(self, node: fx.Node, *, quiet: bool = False) -> bool:
-        """All is there that a node takes. Whether it is done by that."""
+        """Handle a node whose inputs are all ready. Return whether it is thereby done."""
         if node in self.work.heavy:
             return False
         if node in self.work.starts:
@@ -119,8 +125,8 @@ class _Sequence:
         return True
 
     def _next(self) -> fx.Node | None:
-        """What starts next; of what was ready before anything was computed, only what comes next in
-        the program."""
+        """Return the next start. Of starts that were ready before any computation, return only the
+        next one in the program."""
         if self.startable:
             return heapq.heappop(self.startable)[-1]
         while self.program and self.program[0] in self.number:
@@ -136,7 +142,7 @@ class _Sequence:
                 self._done(heapq.heappop(self.waits)[-1])
 
     def _is_older(self, start: fx.Node) -> bool:
-        """Whether the first wait is for what started before."""
+        """Whether the first wait belongs to an earlier start."""
         return self.waits[0][0] < self.number[start]
 
     def _wait(self) -> None:
@@ -144,13 +150,15 @@ class _Sequence:
         self._start_all()
 
 
-# --- what is computed meanwhile -------------------------------------------------------------------
+# --- the order of computation ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Span:
-    """For how long a node holds the host or a link, from when on, in microseconds. What it gives
-    can be used ``latency_us`` later; ``still``: the rank does nothing meanwhile but wait."""
+    """The time for which a node occupies the host or a link, in microseconds.
+
+    Its result is available ``latency_us`` after the end. ``still`` says that the rank only waits.
+    """
 
     node: fx.Node
     resource: Hashable
@@ -162,8 +170,8 @@ class Span:
 
 @dataclass
 class Clock:
-    """Where a rank and its links are in time, in microseconds; ``exposed`` is how long the rank
-    stood still at each wait, and ``spans`` all that took time."""
+    """The time of a rank and its links, in microseconds. ``exposed`` is the waiting time at each
+    wait, and ``spans`` holds everything that took time."""
 
     work: Work
     now: float = 0.0
@@ -173,11 +181,11 @@ class Clock:
     spans: list[Span] = field(default_factory=list)
 
     def arrival(self, wait: fx.Node) -> float:
-        """When all that a wait is for has arrived."""
+        """Return the time when everything that a wait waits for has arrived."""
         return max((self.arrives.get(each, 0.0) for each in self.work.waited[wait]), default=0.0)
 
     def run(self, node: fx.Node) -> None:
-        """The rank comes to a node, and goes on when it is done, or started."""
+        """Run a node: the rank continues when it is done, or has started."""
         task = self.work.tasks[node]
         if node in self.work.waited:
             self.exposed[node] = max(self.arrival(node) - self.now, 0.0)
@@ -192,14 +200,14 @@ class Clock:
         self.arrives[node] = begun + task.us + task.latency_us
 
     def _pass(self, node: fx.Node, us: float, *, still: bool = False) -> None:
-        """The host is at a node for so long."""
+        """Advance the host by the time of a node."""
         if us > 0:
             self.spans.append(Span(node, HOST, self.now, us, still=still))
         self.now += us
 
 
 def timed(work: Work, order: Iterable[fx.Node]) -> Clock:
-    """The clock after all nodes in an order."""
+    """Return the clock after all nodes of an order."""
     clock = Clock(work)
     for node in order:
         clock.run(node)
@@ -207,15 +215,17 @@ def timed(work: Work, order: Iterable[fx.Node]) -> Clock:
 
 
 def schedule(work: Work, starts: Sequence[fx.Node], window: int, bound: float) -> list[fx.Node]:
-    """An order of all nodes in which the exchanges start in the order that is given: what the next
-    start needs comes first. A matmul that it does not need waits until the rank would stand still
-    otherwise, but no longer than until ``window`` more have started, and runs early only where no
-    more than ``bound`` bytes are held then."""
+    """Return an order of all nodes with the given order of exchange starts.
+
+    Nodes that the next start needs come first. A matmul that it does not need is delayed until the
+    rank would otherwise wait, or until ``window`` more exchanges have started. It runs early only
+    if at most ``bound`` bytes are then held.
+    """
     return _Schedule(work, starts, window, bound).run()
 
 
 LOOK = 8
-"""Matmuls among which one is looked for that could run while the rank would stand still."""
+"""The number of matmuls that are considered for filling a waiting time."""
 
 
 class _Schedule:
@@ -226,11 +236,11 @@ class _Schedule:
         self.order: list[fx.Node] = []
         self.done: set[fx.Node] = set()
         self.needed: set[fx.Node] = set()
-        self.ready: list[tuple[int, fx.Node]] = []  # of what is needed
-        self.spare: list[tuple[int, fx.Node]] = []  # of what is not
-        self.waits: list[tuple[float, int, fx.Node]] = []  # by when all has arrived
+        self.ready: list[tuple[int, fx.Node]] = []  # needed nodes
+        self.spare: list[tuple[int, fx.Node]] = []  # nodes not needed yet
+        self.waits: list[tuple[float, int, fx.Node]] = []  # by time of arrival
         self.heavy = [node for node in work.nodes if node in work.heavy]
-        self.next = list(range(len(self.heavy)))  # of each the next one that may be undone
+        self.next = list(range(len(self.heavy)))  # per matmul, the next one that may be undone
 
     def run(self) -> list[fx.Node]:
         for node in self.work.nodes:
@@ -252,7 +262,7 @@ class _Schedule:
         return self.order
 
     def _need(self, needed: Iterable[fx.Node]) -> None:
-        """Marks nodes and all that must come before them."""
+        """Mark nodes, and all nodes that must come before them, as needed."""
         stack = list(needed)
         while stack:
             node = stack.pop()
@@ -264,7 +274,7 @@ class _Schedule:
                 self._reach(node)
 
     def _reach(self, node: fx.Node) -> None:
-        """All has come that must come before a node."""
+        """Queue a node whose predecessors have all run."""
         if node in self.work.waited:
             if node in self.needed:
                 entry = (self.clock.arrival(node), self.work.index[node], node)
@@ -274,12 +284,12 @@ class _Schedule:
             heapq.heappush(where, (self.work.index[node], node))
 
     def _catch_up(self, limit: int) -> None:
-        """Does what has been put off for too long."""
+        """Run the nodes that have been delayed too long."""
         while self.spare and self.spare[0][0] < limit:
             self._do(heapq.heappop(self.spare)[-1])
 
     def _step(self) -> None:
-        """The next node on the way to a goal, or else one that something is hidden behind."""
+        """Run the next needed node, or else one that overlaps an exchange."""
         while self.waits and self.waits[0][0] <= self.clock.now:
             heapq.heappush(self.ready, heapq.heappop(self.waits)[1:])
         if self.ready:
@@ -293,8 +303,8 @@ class _Schedule:
             self._do(heapq.heappop(self.waits)[-1])
 
     def _without_room_later(self, place: int, node: fx.Node) -> list[fx.Node]:
-        """What was put off and there would be no room for once a node has run; none where there
-        is."""
+        """Return the delayed nodes that would exceed the memory limit once ``node`` has run, or
+        nothing."""
         if not self.held.allocates(node):
             return []
         for each in itertools.islice(self._undone(), 1):
@@ -308,15 +318,15 @@ class _Schedule:
         return []
 
     def _undone(self) -> Iterator[fx.Node]:
-        """The matmuls that are not done, in order."""
+        """Yield the matmuls that have not run, in order."""
         place = self._undone_from(0)
         while place < len(self.heavy):
             yield self.heavy[place]
             place = self._undone_from(place + 1)
 
     def _undone_from(self, place: int) -> int:
-        """The place of the first matmul from one on that is not done. What was done is jumped over
-        the next time."""
+        """Return the place of the first matmul from ``place`` on that has not run. Finished ones
+        are skipped by path compression."""
         passed = []
         while place < len(self.heavy) and self.heavy[place] in self.done:
             passed.append(place)
@@ -326,8 +336,8 @@ class _Schedule:
         return place
 
     def _filler(self) -> list[fx.Node]:
-        """The next matmul that needs nothing that still travels, with what it needs; none where
-        there is none, or no memory for it."""
+        """Return the next matmul that needs no exchange in flight, with its predecessors, or
+        nothing if there is none within the memory limit."""
         for node in itertools.islice(self._undone(), LOOK):
             found = self._with_what_it_needs(node)
             if found and self.held.peak(found) <= self.bound:
@@ -335,8 +345,8 @@ class _Schedule:
         return []
 
     def _with_what_it_needs(self, needed: fx.Node) -> list[fx.Node]:
-        """A node and all that must come before it and is not done, in order; none where an exchange
-        is among them."""
+        """Return a node and its unfinished predecessors in order, or nothing if they include an
+        exchange."""
         found: set[fx.Node] = set()
         stack = [needed]
         while stack:
@@ -350,7 +360,7 @@ class _Schedule:
         return sorted(found, key=self.work.index.__getitem__)
 
     def _do(self, node: fx.Node) -> None:
-        if node in self.done:  # it was spare, and then needed, or done before its turn
+        if node in self.done:  # run earlier, as spare, needed or filler
             return
         self.done.add(node)
         self.order.append(node)

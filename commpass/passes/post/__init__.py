@@ -1,1 +1,1 @@
-"""Passes for Inductor's post-grad slot: what must be said as late as possible."""
+"""Passes for Inductor's post-grad slots, which must run as late as possible."""

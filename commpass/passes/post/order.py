@@ -1,12 +1,13 @@
-"""order: exchanges start, and are waited for, in the order in which the graph has them.
+"""order: pins the starts and waits of exchanges to their order in the graph.
 
-needs: a graph of Inductor's, before and after its own post-grad passes.
-gives: the same graph, in which every start and wait comes after the one before it, and matmuls and
-kernels that code stay between those that they stand between.
-changes: nothing that is computed. Without it Inductor (torch 2.11 to 2.15) brings each wait as near
-to its start as it can, and all encodes before the first, to save memory, and nothing overlaps.
+needs: an Inductor graph, before and after its own post-grad passes.
+gives: the same graph. Every start and wait comes after the one before it, and matmuls and codec
+kernels stay between the same two.
+changes: no computed value.
 
-It reads nothing but the graph, so that what Inductor keeps in its cache is that of the same graph.
+Without the pass, Inductor (torch 2.11 to 2.15) moves each wait next to its start, and all encodes
+before the first start. This saves memory, but nothing overlaps. The pass reads only the graph, so
+Inductor's cache entries are valid for the same graph.
 """
 
 from __future__ import annotations
@@ -30,16 +31,19 @@ from commpass.passes.fx.parse import is_wait, parse
 ops = torch.ops._c10d_functional
 
 READS_WITH = tuple(each.__code__.co_filename for each in (parse, is_matmul, memory))
-"""The files of what it reads graphs with: part of its name in Inductor's cache."""
+"""The source files of the functions that analyze graphs, as part of the pass's name in Inductor's
+cache."""
 KNOWS_VOIDS = "_void_ctrl_dep_op_names" in GraphLowering.__init__.__code__.co_names
-"""Whether this torch can pin what gives nothing (2.13 can, 2.11 cannot)."""
+"""Whether this torch can pin nodes without a result (2.13 can, 2.11 cannot)."""
 ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.sub.Tensor)
 
 
 def pin(graph: fx.Graph) -> None:
-    """Pins matmuls that run while something travels behind its start, where their result is added
-    to something once that has arrived: Inductor would make one operator of both, which comes too
-    late."""
+    """Pin matmuls that run during an exchange and are added to another value after it.
+
+    Without the pin Inductor would fuse the matmul and the addition into one operator, which then
+    runs too late.
+    """
     start: fx.Node | None = None
     held: dict[fx.Node, fx.Node] = {}
     pins: dict[fx.Node, OrderedSet[fx.Node]] = {}
@@ -52,7 +56,7 @@ def pin(graph: fx.Graph) -> None:
         elif start is not None and is_matmul(node) and start not in node.all_input_nodes:
             held[node] = start
         else:
-            for each in node.all_input_nodes:  # added, if at all, while it still travels
+            for each in node.all_input_nodes:  # an addition, if any, comes before the wait
                 held.pop(each, None)
     preserve_node_ordering(graph, pins)
 
@@ -62,12 +66,14 @@ def _is_added(node: fx.Node) -> bool:
 
 
 def order(graph: fx.Graph) -> None:
-    """Pins every start and wait behind the one before it and what is computed in between, matmuls
-    and kernels that code, and those behind the starts of what travels meanwhile, where they do not
-    take it anyway."""
+    """Pin every start and wait behind the previous one and the matmuls and codec kernels in
+    between.
+
+    Also pin these behind the starts of exchanges in flight, unless they depend on them anyway.
+    """
     pins: dict[fx.Node, OrderedSet[fx.Node]] = {}
     last: fx.Node | None = None
-    latest: fx.Node | None = None  # start that nobody has waited for yet
+    latest: fx.Node | None = None  # the latest start without a wait
     between: list[fx.Node] = []
     for node in graph.nodes:
         if is_wait(node) or parse(node) is not None:
@@ -81,7 +87,7 @@ def order(graph: fx.Graph) -> None:
             behind = [] if latest is None else [latest]
             between.append(node)
         elif is_heavy(node) and last is not None:
-            pins[node] = OrderedSet([last])  # it gives nothing: only what is pinned is come after
+            pins[node] = OrderedSet([last])  # it has no result, so only pinned nodes can follow it
             between.append(node)
             continue
         else:
@@ -95,7 +101,7 @@ def order(graph: fx.Graph) -> None:
 
 
 def _give_something(graph: fx.Graph) -> None:
-    """Lets each pinned kernel give one of its inputs, which nothing takes."""
+    """Make each pinned kernel return one of its inputs, which stays unused."""
     for node in graph.nodes:
         if node.target is control_deps and node.meta.get("val") is None:
             *taken, _, output = _inner(node).nodes
@@ -103,14 +109,16 @@ def _give_something(graph: fx.Graph) -> None:
 
 
 def _inner(pinned: fx.Node) -> fx.Graph:
-    """What a pinned node computes."""
+    """Return the graph inside a pinned node."""
     body: Any = pinned.args[1]
     return getattr(pinned.graph.owning_module, str(body.target)).graph
 
 
 def _sum_in_place(graph: fx.Graph, starts: Iterable[fx.Node]) -> None:
-    """Lets an all_reduce that is going to be pinned write into its input, where nothing else takes
-    that any more: Inductor does so later on, but does not look behind pins, and would copy it."""
+    """Make an all_reduce that will be pinned write into its input, if the input has no later uses.
+
+    Inductor would do so later, but does not look inside pins, and would copy the input.
+    """
     known = memory(graph)
     place = {node: number for number, node in enumerate(graph.nodes)}
     touching: dict[int, list[fx.Node]] = defaultdict(list)
@@ -136,7 +144,7 @@ def _is_pinned(node: fx.Node) -> bool:
 
 
 class Pins(CustomGraphPass):
-    """``function`` behind what is in its slot already."""
+    """A custom pass that runs ``function`` after the passes already in its slot."""
 
     def __init__(self, function: Callable[[fx.Graph], None], before: Any = None):
         self.function = function
@@ -148,15 +156,16 @@ class Pins(CustomGraphPass):
         self.function(graph)
 
     def uuid(self) -> Any:
-        """Names this pass and those before it; None, as torch has it, where one has no name."""
+        """Return a name for this pass and the earlier ones, or None if one of them has no name, as
+        torch expects."""
         names = [each.uuid() if hasattr(each, "uuid") else None for each in self.before]
         own = get_hash_for_files((__file__, *READS_WITH))
         return None if None in names else (self.function.__name__, own, *names)
 
 
 def ordered() -> Any:
-    """Inductor's config with the pass, for one compile. Nor does Inductor bring what is computed
-    nearer to those who take it."""
+    """Return a config patch with the passes, for one compile. It also stops Inductor from moving
+    computation closer to its users."""
     return config.patch({**dict(_slots()), "reorder_for_locality": False})
 
 
@@ -164,7 +173,7 @@ def _slots() -> Iterator[tuple[str, Any]]:
     for name, function in (("pre", pin), ("post", order)):
         slot = f"post_grad_custom_{name}_pass"
         before = getattr(config, slot)
-        if hasattr(custom_graph_pass, "get_custom_graph_passes"):  # torch 2.13: several have room
+        if hasattr(custom_graph_pass, "get_custom_graph_passes"):  # torch 2.13: several per slot
             yield slot, [*custom_graph_pass.get_custom_graph_passes(before), Pins(function)]
         else:
             yield slot, Pins(function, before)

@@ -1,10 +1,9 @@
-"""reordering: settings of Inductor's by which each rank would order exchanges for itself.
+"""reordering: Inductor settings that reorder exchanges on each rank independently.
 
-They decide by what a rank computes: by its memory, by times that are measured or estimated there.
-Ranks that compute different things then start their exchanges in different orders, and wait for
-each other for good. torch leaves that to the user. Where commpass has changed a graph the ranks
-have agreed on its exchanges, so these settings are off for it; pass ``move`` has put its exchanges
-into the order that hides them.
+They decide by local facts: memory, and measured or estimated times. Ranks that compute different
+things then start their exchanges in different orders and deadlock. torch leaves this to the user.
+In a graph that commpass has changed, the ranks have agreed on the exchanges. These settings are
+therefore off for it; pass ``move`` has already ordered its exchanges for overlap.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ REORDERING = (
     f"{_OF_GRAPHS}.enable_overlap_scheduling",
     f"{_OF_GRAPHS}.enable_low_contention_collectives",
 )
-"""Their names. Others keep the order of starts: ``enable_simple_overlap`` (torch 2.15, on by
-default) moves starts up and waits down, but past no other one."""
+"""The names of the settings. Others keep the order of starts: ``enable_simple_overlap`` (torch
+2.15, on by default) moves starts up and waits down, but not past another exchange."""
 
 
 def reordering_settings() -> tuple[str, ...]:
-    """Those that are on. A torch that does not have one has it off."""
+    """Return the settings that are enabled. A setting that this torch lacks counts as disabled."""
     return tuple(name for name in REORDERING if _is_enabled(name))
 
 
 def switched_off(names: tuple[str, ...]) -> Any:
-    """Inductor's config without them, for one compile."""
+    """Return a patch of Inductor's config that disables them, for one compile."""
     return config.patch(dict.fromkeys(names, False))
 
 

@@ -1,14 +1,13 @@
-"""provenance: whether what a collective carries is a field of like values, from how the graph
-computes it.
+"""provenance: derives from the graph whether a collective carries a field of similar values.
 
 needs: a graph of aten operators and functional collectives, with fake values in ``meta["val"]``.
-gives: what the inputs of every collective are, and why a lossy codec is not for them.
-changes: nothing. One walk over the graph, by facts that all ranks share.
+gives: the provenance of every collective's inputs, and why a lossy codec is not allowed for them.
+changes: nothing. Walks the graph once, using only facts that all ranks share.
 
-A codec of blocks scales a block by what is in it. That is right for a *field*: activations,
-gradients, weights. It is wrong for numbers that mean something one by one: a count beside
-deviations sets the scale of their block, and they become 0; an index that is off by one is another
-index. What an input of the graph is, nobody says: it is taken for a field.
+A block codec scales a block by its values. That suits a *field*: activations, gradients, weights.
+It does not suit numbers with individual meanings. A count beside deviations sets the scale of their
+block and turns them into 0, and an index that is off by one is another index. The meaning of graph
+inputs is unknown; they count as fields.
 """
 
 from __future__ import annotations
@@ -35,15 +34,17 @@ from commpass.passes.simplify.values import memory, writes
 
 
 def lossy_unsupported_reason(found: Provenance) -> str | None:
-    """Why a codec that loses bits is not for such values; None for a field of like values."""
+    """Return why a lossy codec is not allowed for such values, or None for a field of similar
+    values."""
     return None if found.kind in LIKE else f"its values are {found}"
 
 
 def provenances(graph: fx.Graph, direction: str) -> dict[fx.Node, tuple[Provenance, ...]]:
-    """What each input of every collective of a forward or backward graph is. Linear.
+    """Return the provenance of each input of every collective of a forward or backward graph.
+    Linear.
 
-    A sum of gradients is a field as the gradient of a parameter, which leaves the graph; where a
-    larger tensor takes it again, as in a batch norm over all ranks, it is a statistic.
+    A sum of gradients is a field if it is the gradient of a parameter, which leaves the graph. If a
+    larger tensor is computed from it, as in a batch norm over all ranks, it is a statistic.
     """
     backward = direction == "backward"
     targets = {node: some for node in graph.nodes if (some := _targets(node))}
@@ -74,7 +75,8 @@ def _as_gradient(found: Provenance) -> Provenance:
 
 
 def _of_collective(call: Call, inputs: tuple[Provenance, ...]) -> tuple[Provenance, ...]:
-    """What a collective gives: what it takes, but for what comes from another rank's graph."""
+    """Return the results of a collective: its inputs, except for values received from another
+    rank's graph."""
     if not call.ends:
         return inputs
     pairs = zip(inputs, call.ends, strict=True)
@@ -82,7 +84,7 @@ def _of_collective(call: Call, inputs: tuple[Provenance, ...]) -> tuple[Provenan
 
 
 def _of_operator(node: fx.Node, walk: Walk) -> Provenance | tuple[Provenance, ...]:
-    """What any other node gives."""
+    """Return the results of any other node."""
     value = meta.tensor(node)
     if node.op == "placeholder":
         whole = value is not None and not is_float(value)
@@ -104,7 +106,7 @@ def _of_operator(node: fx.Node, walk: Walk) -> Provenance | tuple[Provenance, ..
 
 
 def _of_constant(node: fx.Node, value: torch.Tensor | None) -> Provenance:
-    """What a graph holds: a number that was written in the code, or a parameter."""
+    """Return the provenance of a graph attribute: a number from the code, or a parameter."""
     if value is None:
         return UNKNOWN
     if not is_float(value):
@@ -113,7 +115,7 @@ def _of_constant(node: fx.Node, value: torch.Tensor | None) -> Provenance:
 
 
 def _item(node: fx.Node, value: torch.Tensor | None, walk: Walk) -> Provenance:
-    """One of the tensors that an operator or a collective gives."""
+    """Return one of the results of an operator or a collective."""
     source, index = node.args
     assert isinstance(source, fx.Node)
     assert isinstance(index, int)
@@ -129,7 +131,8 @@ def _item(node: fx.Node, value: torch.Tensor | None, walk: Walk) -> Provenance:
 
 
 def _with_dtype(found: Provenance, node: fx.Node, value: torch.Tensor | None) -> Provenance:
-    """What values without fractions are: comparisons give masks, and a field is one no more."""
+    """Return the provenance of values without fractions: comparisons give masks, and integers are
+    no field."""
     if value is None or is_float(value):
         return found
     if value.dtype is torch.bool:
@@ -138,13 +141,13 @@ def _with_dtype(found: Provenance, node: fx.Node, value: torch.Tensor | None) ->
 
 
 def _targets(node: fx.Node) -> list[fx.Node]:
-    """The nodes to whose memory an operator is known to write."""
+    """Return the nodes to whose memory an operator is known to write."""
     return writes(node) if isinstance(node.target, torch._ops.OpOverload) else []
 
 
 def _write(node: fx.Node, call: Call | None, targets: list[fx.Node], walk: Walk) -> None:
-    """Notes what a node writes to memory that others look at. A collective in place leaves there
-    what it took."""
+    """Record a node's writes to memory that others read. An in-place collective keeps its input's
+    provenance."""
     if call is not None and (call.form != "out" or not call.inputs):
         return
     new = walk.of(node if call is None else call.inputs[0])

@@ -1,4 +1,4 @@
-"""What values are, in the words of a reason."""
+"""The kinds of values, with the texts that reasons use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What values are by how they were made. Its text is what a reason says."""
+    """What values are, by how they were computed. The text appears in reasons."""
 
     FIELD = "a field of like values"
     UNKNOWN = "an input of the graph"
@@ -31,21 +31,21 @@ class Kind(Enum):
 
 FIELDS = frozenset({Kind.FIELD, Kind.UNKNOWN, Kind.PRODUCT, Kind.ALIGNED, Kind.SQUARE})
 LIKE = FIELDS | {Kind.ZERO}
-"""What a lossy codec may be for. Zeros come back from every codec as they were."""
+"""Kinds for which lossy codecs are allowed. Every codec reproduces zeros exactly."""
 WHOLE = frozenset({Kind.INTEGER, Kind.INDEX, Kind.MASK, Kind.COUNT})
-"""What has no fractions."""
+"""Kinds without fractions."""
 NEUTRAL = frozenset({Kind.ZERO, Kind.CONSTANT})
 SUMS = frozenset({Kind.COLUMN_SUM, Kind.GRADIENT})
-"""Few values that are a field where they lie beside one: gradients of biases beside those of
-weights."""
+"""Few values that count as a field beside a field, such as bias gradients beside weight
+gradients."""
 ACCUMULATED = frozenset({Kind.COUNT, Kind.STATISTIC, Kind.COLUMN_SUM, Kind.NORM, Kind.LOSS})
-"""What stays what it is when an input of the graph meets it value by value: running counts and
-means, masked losses, the larger one of two."""
+"""Kinds that survive an elementwise operation with a graph input: running counts and means, masked
+losses, the larger of two."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What values are, and ``how`` they were made: the names of operators."""
+    """What values are, and ``how`` they were computed: the names of operators."""
 
     kind: Kind
     how: str = ""

@@ -1,4 +1,4 @@
-"""What each operator makes of what it takes, where that is more than arithmetic."""
+"""The provenance rule of each operator that needs more than the arithmetic rule."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ from commpass.passes.provenance.walk import (
 )
 
 FEW = 1 << 14
-"""Values that a reduction leaves at most, for them to be statistics: 64 KiB of float32."""
+"""The maximum number of values that a reduction leaves for them to be statistics: 64 KiB of
+float32."""
 LONG = 16
-"""Entries of a last dimension that become one number, for these to be statistics of rows, however
-many rows there are. Fewer are added up as the outputs of a token's experts are."""
+"""The minimum length of a reduced last dimension for its results to be statistics of rows, for any
+number of rows.
+
+Shorter sums combine values such as the outputs of a token's experts.
+"""
 
 
 def arithmetic(node: fx.Node, walk: Walk) -> Provenance:
-    """Arithmetic, views, casts, copies and whatever has no rule of its own."""
+    """The rule of arithmetic, views, casts, copies and all operators without a rule of their
+    own."""
     return merged(node, inputs(node), walk)
 
 
@@ -45,8 +50,8 @@ def _always(kind: Kind) -> Rule:
 
 
 def _matmul(node: fx.Node, walk: Walk) -> Provenance:
-    """A matmul, a convolution: a field, if not of whole numbers alone. One of rows with rows, each
-    with its own, leaves a number for each."""
+    """A matmul or convolution: a field, unless all inputs are integers. A batched dot product gives
+    one statistic per row."""
     kinds = {walk.of(source).kind for source in inputs(node)}
     if kinds <= WHOLE | NEUTRAL:
         return Provenance(Kind.COUNT, name_of(node))
@@ -62,13 +67,14 @@ def _is_dot(node: fx.Node) -> bool:
 
 
 def _concatenated(node: fx.Node, walk: Walk) -> Provenance:
-    """cat, stack, and slices that are put into another tensor."""
+    """cat, stack, and operators that insert slices into a tensor."""
     sources = inputs(node)
     return joined([walk.of(source) for source in sources], sources)
 
 
 def _filled(node: fx.Node, walk: Walk) -> Provenance:
-    """Some values of one tensor, others of another or a number: with padding, a field is one."""
+    """Values of one tensor mixed with those of another or a number. Padding leaves a field a
+    field."""
     given = arguments(node)
     keys = ("self", "other", "src", "values", "source")
     found = [walk.of(source) for source in tensors(given[key] for key in keys if key in given)]
@@ -79,7 +85,7 @@ def _filled(node: fx.Node, walk: Walk) -> Provenance:
 
 
 def _added_at(node: fx.Node, walk: Walk) -> Provenance:
-    """What is added up where an index says: of ones, that is a count."""
+    """Values added at indices. Of ones, this is a count."""
     given = arguments(node)
     keys = ("self", "src", "values", "source")
     found = merged(node, list(tensors(given[key] for key in keys if key in given)), walk)
@@ -91,13 +97,16 @@ def _put(node: fx.Node, walk: Walk) -> Provenance:
 
 
 def _first(node: fx.Node, walk: Walk) -> Provenance:
-    """What is looked up in, or masked in, the first tensor."""
+    """A lookup or masking of the first tensor."""
     return walk.of(next(tensors(node.args), None))
 
 
 def _picked(node: fx.Node, walk: Walk) -> Provenance:
-    """What is picked by an index: of each row one value (the logarithm of the probability of its
-    label), or some of what was sorted (quantiles), is a statistic."""
+    """Values selected by an index.
+
+    One value per row (the log-probability of its label), or values of a sorted tensor (quantiles),
+    are statistics.
+    """
     found, value = _first(node, walk), meta.tensor(next(tensors(node.args)))
     if found.kind not in FIELDS:
         return found
@@ -129,7 +138,7 @@ def _rounded(node: fx.Node, walk: Walk) -> Provenance:
 
 
 def _between(node: fx.Node, walk: Walk) -> Provenance:
-    """Values between those of two tensors; the weights say where."""
+    """An interpolation between two tensors. The weights do not count."""
     return merged(node, inputs(node)[:2], walk)
 
 
@@ -138,8 +147,11 @@ def _copied(node: fx.Node, walk: Walk) -> Provenance:
 
 
 def _full(node: fx.Node, walk: Walk) -> Provenance:
-    """A constant; zeros, where the operator that was called says so: a number in the graph may be a
-    rank's own, and another at other ranks. What is not written yet is neutral, as zeros are."""
+    """A constant, or zeros if the called operator's name says so.
+
+    A number in the graph may be local to a rank and differ on others. Uninitialized memory is
+    neutral, like zeros.
+    """
     given, name = arguments(node), name_of(node)
     called = node.meta.get("original_aten")
     by_name = str(getattr(called, "_opname", name)).rstrip("_")
@@ -171,8 +183,8 @@ def _multiplied(node: fx.Node, walk: Walk) -> Provenance:
 
 
 def _is_scaled(sources: list[fx.Node], walk: Walk) -> bool:
-    """Whether integers are multiplied by what is a number or one for each row, and was measured:
-    what was quantised, decoded."""
+    """Whether integers are multiplied by measured scales, one in total or one per row, as in
+    dequantization."""
     if len(sources) < 2 or walk.of(sources[0]).kind is not Kind.INTEGER:
         sources = sources[::-1]
     size, scales = numel(sources[0]), sources[1:]
@@ -185,8 +197,8 @@ def _is_scaled(sources: list[fx.Node], walk: Walk) -> bool:
 
 
 def broadcast_later(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that a larger tensor is computed from, value by value: what a layer takes again,
-    and not the gradient of a parameter. Linear."""
+    """Return the nodes that a larger tensor is computed from elementwise. They are reused by a
+    layer, and are no parameter gradients. Linear."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         size = numel(node)
@@ -204,12 +216,12 @@ def broadcast_later(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _reduced(node: fx.Node, walk: Walk) -> Provenance:
-    """A sum, a mean, a variance, a largest value: statistics, where they leave few values.
+    """A sum, mean, variance or maximum: statistics if it leaves few values.
 
-    A sum that a backward pass makes is a gradient (of a bias, say), and one of products a matmul's.
-    A sum of squares is a norm's, wherever it stands.
+    A sum in a backward pass is a gradient, for example of a bias. A sum of products is a matmul's
+    result, and a sum of squares is a norm.
     """
-    if getattr(node.target, "_overloadname", "") == "other":  # max(x, y), value by value
+    if getattr(node.target, "_overloadname", "") == "other":  # max(x, y), elementwise
         return arithmetic(node, walk)
     name, source = name_of(node), next(tensors(node.args), None)
     found = walk.of(source)
@@ -233,7 +245,7 @@ def _reduced(node: fx.Node, walk: Walk) -> Provenance:
 
 
 def _dims(node: fx.Node, rank: int) -> frozenset[int]:
-    """The dimensions that a reduction takes away."""
+    """Return the dimensions that a reduction removes."""
     given = arguments(node)
     named = given.get("dim", given.get("dims"))
     some = [named] if isinstance(named, int) else list(named or range(rank))
@@ -241,10 +253,10 @@ def _dims(node: fx.Node, rank: int) -> frozenset[int]:
 
 
 def _is_statistic(value: torch.Tensor, dims: frozenset[int], adds: bool) -> bool:
-    """Whether a reduction of a tensor leaves numbers that are no field.
+    """Whether a reduction leaves numbers that are no field.
 
-    The size of what is reduced does not count where it may be that of a batch: ranks may have
-    batches of other sizes, and must decide alike.
+    The size of a dimension that may be the batch does not count. Batch sizes differ between ranks,
+    and ranks must decide alike.
     """
     last = _last(value)
     length = meta.hint(value.shape[last]) if value.dim() else None
@@ -254,11 +266,11 @@ def _is_statistic(value: torch.Tensor, dims: frozenset[int], adds: bool) -> bool
     left = [size for size in sizes if size is not None]
     if len(left) < len(sizes) or math.prod(left) > FEW:
         return False
-    return not adds or bool(dims & {0, last})  # else the parts of each token are added up
+    return not adds or bool(dims & {0, last})  # otherwise the parts of each token are added
 
 
 def _last(value: torch.Tensor) -> int:
-    """The last dimension of more than one entry."""
+    """Return the last dimension with more than one entry."""
     sizes = meta.shape(value)
     return max((dim for dim, size in enumerate(sizes) if size != 1), default=len(sizes) - 1)
 
@@ -298,7 +310,7 @@ ROWS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (_always(Kind.INDEX), ("arange", "iota", "argmax", "argmin", "argsort", "nonzero")),
     (_always(Kind.INDEX), ("searchsorted", "bucketize", "randperm")),
     (_always(Kind.MASK), ("bernoulli", "one_hot")),
-    (_always(Kind.FIELD), ("sin", "cos")),  # of positions, say
+    (_always(Kind.FIELD), ("sin", "cos")),  # of positions, for example
     (_always(Kind.FIELD), ("rand_like", "randn_like", "uniform", "normal", "inductor_random")),
     (_always(Kind.LOSS), ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")),
     (_always(Kind.LOSS), ("nll_loss_forward", "nll_loss2d_forward", "binary_cross_entropy")),
@@ -321,4 +333,4 @@ ROWS: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (_multiplied, ("mul",)),
 )
 RULES = {name: rule for rule, names in ROWS for name in names}
-"""By the name of the operator."""
+"""The rules, by operator name."""

@@ -1,4 +1,4 @@
-"""What is known on the way through a graph, and what becomes of values that are put together."""
+"""The state of the walk through a graph, and the provenance of combined values."""
 
 from __future__ import annotations
 
@@ -28,14 +28,17 @@ SAME = (
     *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "expand", "clone", "alias"),
     *("detach", "_to_copy", "convert_element_type"),
 )
-"""Operators whose result has the values of what they take: another dtype, shape or place."""
+"""Operators that change only dtype, shape or place of values."""
 
 
 @dataclass
 class Walk:
-    """What each node that was met has ``made``, one tensor or several, and what was ``written``
-    later to the memory that begins at a node. ``roots`` says where the memory of each node begins,
-    if anything is written at all. ``reached`` are the nodes that a gradient reaches."""
+    """The state of the walk.
+
+    ``made`` has the results of each visited node, one or several. ``written`` has what was written
+    later to the memory that starts at a node, and ``roots`` maps nodes to the start of their
+    memory. ``reached`` are the nodes that a gradient reaches.
+    """
 
     backward: bool
     reached: Collection[fx.Node]
@@ -44,7 +47,7 @@ class Walk:
     written: dict[fx.Node, Provenance] = field(default_factory=dict)
 
     def of(self, node: Any) -> Provenance:
-        """What a node is now."""
+        """Return the current provenance of a node."""
         found = self.made.get(node, UNKNOWN)
         if isinstance(found, tuple):
             found = found[0] if found else UNKNOWN
@@ -52,8 +55,11 @@ class Walk:
         return found if later is None else joined([found, later], [node, node])
 
     def is_gradient(self, node: fx.Node) -> bool:
-        """Whether a node is part of a backward pass, and not of a forward that is run again. Where
-        the gradients that come in are not marked, as in compiled autograd, all else is."""
+        """Whether a node belongs to a backward pass, and not to a recomputed forward.
+
+        If incoming gradients are not marked, as in compiled autograd, every node that is not
+        recomputed counts.
+        """
         if not self.backward:
             return False
         return node in self.reached if self.reached else not recomputed(node, ())
@@ -63,19 +69,19 @@ class Walk:
 
 
 def name_of(node: Any) -> str:
-    """The name of an operator; one that works in place has the same."""
+    """Return the name of an operator, without the suffix of in-place forms."""
     return str(getattr(node.target, "_opname", "")).rstrip("_")
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call by name."""
+    """Return the arguments of a call by name."""
     schema = node.target._schema  # type: ignore[union-attr]
     names = (argument.name for argument in schema.arguments)
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
 def tensors(values: Iterable[Any]) -> Iterator[fx.Node]:
-    """The nodes with tensors among arguments and lists of them."""
+    """Yield the tensor nodes among arguments and lists of them."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from tensors(value)
@@ -84,7 +90,7 @@ def tensors(values: Iterable[Any]) -> Iterator[fx.Node]:
 
 
 def inputs(node: fx.Node) -> list[fx.Node]:
-    """All nodes with tensors among a node's arguments."""
+    """Return all tensor nodes among a node's arguments."""
     return list(tensors((*node.args, *node.kwargs.values())))
 
 
@@ -97,33 +103,34 @@ def is_float(value: torch.Tensor) -> bool:
 
 
 def is_number(value: torch.Tensor | None) -> bool:
-    """Whether a tensor is one number by its form: a batch of one row is none."""
+    """Whether a tensor is a single number by its shape. A batch of one row is not."""
     return value is not None and meta.shape(value) in ((), (1,))
 
 
 def numel(node: fx.Node) -> int | None:
-    """How many values a node has, by hints; None for several tensors."""
+    """Return the number of values of a node, by hints; None for several tensors."""
     value = meta.tensor(node)
     sizes = [None] if value is None else [meta.hint(size) for size in value.shape]
     return None if None in sizes else math.prod(size for size in sizes if size is not None)
 
 
 def origin(node: fx.Node) -> fx.Node:
-    """What a node's values are, before casts, views and repetitions."""
+    """Return the node whose values a node has, before casts, views and repetitions."""
     while name_of(node) in SAME and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
-# --- putting together -----------------------------------------------------------------------------
+# --- combining values -----------------------------------------------------------------------------
 
 
 def merged(node: fx.Node, sources: Sequence[fx.Node], walk: Walk) -> Provenance:
-    """What an operator makes of several tensors, value by value: with a field, a field."""
+    """Return the result of an elementwise operator on several tensors. With a field, it is a
+    field."""
     if not sources:
         return FIELD  # random numbers
     values = [meta.tensor(source) for source in sources]
-    if not all(map(is_number, values)):  # a number is a scale of the others
+    if not all(map(is_number, values)):  # a number only scales the others
         sources = [s for s, v in zip(sources, values, strict=True) if not is_number(v)]
     found = [walk.of(source) for source in sources]
     parts = [each for each in found if each.kind not in NEUTRAL]
@@ -145,7 +152,7 @@ def merged(node: fx.Node, sources: Sequence[fx.Node], walk: Walk) -> Provenance:
 
 
 def _constant(node: fx.Node, found: Sequence[Provenance]) -> Provenance:
-    """What an operator makes of constants: zeros to which a number is added are none."""
+    """Return the result of an operator on constants. Zeros plus a number are a constant."""
     constant = next((each for each in found if each.kind is Kind.CONSTANT), None)
     if constant is None and name_of(node) in ADDITIONS and not isinstance(node.args[-1], fx.Node):
         return Provenance(Kind.CONSTANT, name_of(node))
@@ -158,7 +165,7 @@ def _have_one_shape(nodes: Iterable[fx.Node]) -> bool:
 
 
 def joined(found: Sequence[Provenance], sources: Sequence[fx.Node]) -> Provenance:
-    """What values are that lie beside one another in one tensor."""
+    """Return the provenance of a concatenation."""
     parts = [each for each in found if each.kind is not Kind.ZERO]
     if not parts:
         return found[0] if found else FIELD

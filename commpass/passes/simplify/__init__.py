@@ -1,11 +1,9 @@
-"""simplify: what algebra says need not be sent is not sent. No codec is as cheap as that.
+"""simplify: removes or shrinks collectives by algebraic rules. This is cheaper than any codec.
 
 needs: a functional graph of aten operators and collectives with fake values.
-gives: the same graph with fewer or smaller collectives, and a record of every rule that was
-applied.
-changes: nothing with the bit-exact rules; the others round a float sum differently, as it is when
-the number of ranks changes
-(``Policy(reassociate=False)`` leaves them out; ``"off"`` leaves out all).
+gives: the same graph with fewer or smaller collectives, and a record of every applied rule.
+changes: nothing with the bit-exact rules. The others round a float sum differently, as a change of
+the number of ranks does. ``Policy(reassociate=False)`` disables these; ``"off"`` disables all.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from commpass.plan import Simplification
 from commpass.policy import Policy
 
 SWEEPS = 8
-"""A rule may make room for another; what is not found after so many sweeps is left."""
+"""The maximum number of sweeps. One rule may enable another."""
 EARLY = ("waits", "same")
-"""The rules of the first sweep: equal collectives are one before anything makes them look
-different."""
+"""The rules of the first sweep: equal collectives are merged before other rules make them
+differ."""
 LATE = ("alone",)
-"""The rules of the last sweep: other ranks' groups may have more than one rank, and what only one
-rank takes away must not make room for rules that it then applies alone."""
+"""The rules of the last sweep. Other ranks' groups may have more than one rank, so a removal on one
+rank alone must not enable further rules there."""
 
 
 def simplify(
@@ -41,8 +39,10 @@ def simplify(
     profile: Profile,
     local: bool = True,
 ) -> tuple[Simplification, ...]:
-    """Applies the rules until none fits any more. Linear in the nodes of the graph, for each
-    sweep. Without ``local`` those are left out that look for the rank's own part."""
+    """Apply the rules until none matches. Linear in the number of nodes for each sweep.
+
+    If ``local`` is false, rules that look for the rank's own part are skipped.
+    """
     if policy.off:
         return ()
     applied: list[Simplification] = []
@@ -76,7 +76,7 @@ def simplify(
 
 
 def _apply(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
-    """Sweeps over a graph until no rule fits any more."""
+    """Sweep over a graph until no rule matches."""
     outputs = output_memory(editor.graph)
     done = _sweep(editor, [rule for rule in rules if rule.name in EARLY])
     for _ in range(SWEEPS - 1):
@@ -91,7 +91,7 @@ def _apply(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
 
 
 def _sweep(editor: Editor, rules: Sequence[Rule]) -> list[tuple[str, Applied]]:
-    """Tries the rules once at every node, in graph order."""
+    """Try the rules once at every node, in graph order."""
     editor.refresh()
     done: list[tuple[str, Applied]] = []
     at: dict[Any, list[Rule]] = {}

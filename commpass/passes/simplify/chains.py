@@ -1,9 +1,8 @@
-"""Chains of operators that each take one tensor: what may stand between a collective and a rule,
-and moves past it.
+"""Chains of one-input operators that rules move past a collective.
 
-A *view* gives every value another place; a *one-to-one* operator maps every value on its own. Both
-commute with taking a part, as far as dimensions can be followed, and the second with a gather; a
-*scaling* is also linear, so it commutes with a sum.
+A *view* moves values; a *one-to-one* operator maps each value separately. Both commute with taking
+a part, if the dimensions can be followed. One-to-one operators also commute with a gather. A
+*scaling* is linear as well, so it also commutes with a sum.
 """
 
 from __future__ import annotations
@@ -32,15 +31,20 @@ CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
 SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 WIDE = (torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes of which values may be added or scaled before a sum over ranks instead of after it. In
-float16, which ends at 65,504 and 2^-24, a sum of two may be Inf where their sums over all ranks are
-not, and a scaled value 0 where the scaled sum is not."""
+"""Dtypes whose values may be added or scaled before a sum over ranks instead of after it.
+
+float16 is excluded: it ends at 65,504 and 2^-24. A sum of two values may be Inf although the sums
+over all ranks are finite. A scaled value may be 0 although the scaled sum is not.
+"""
 FARTHEST = 32
-"""Powers of two by which the scales of a chain may move values before a sum. These dtypes end at
-2^127 and 2^-126: so values between 2^-60 and 2^60 stay in range, over up to 2^30 ranks."""
+"""The maximum total scaling, in powers of two, that a chain may apply before a sum.
+
+These dtypes end at 2^127 and 2^-126. Values between 2^-60 and 2^60 thus stay in range, over up to
+2^30 ranks.
+"""
 PLAIN_LAYOUTS = (None, torch.contiguous_format, torch.preserve_format)
 LONGEST = 16
-"""Links of a chain that are looked at: so every walk is short, and the pass linear."""
+"""The maximum number of links in a chain, which keeps the pass linear."""
 
 
 def is_view(node: fx.Node) -> bool:
@@ -48,15 +52,15 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_scaling(node: fx.Node) -> bool:
-    """Times or divided by a number, in the same dtype."""
+    """Whether a node multiplies or divides by a number, in the same dtype."""
     if node.target not in SCALINGS or any(isinstance(arg, fx.Node) for arg in node.args[1:]):
         return False
     return isinstance(node.args[0], fx.Node) and fake(node).dtype == fake(node.args[0]).dtype
 
 
 def keeps_range(chain: Sequence[fx.Node], *numbers: Any) -> bool:
-    """Whether the scalings of a chain, and by these numbers, may move to the other side of a sum
-    over ranks without a value leaving the range of its dtype."""
+    """Whether the scalings of a chain, and by these numbers, can cross a sum over ranks without
+    overflow or underflow."""
     links = [link for link in chain if is_scaling(link)]
     given = [number for link in links for number in link.args[1:]] + list(numbers)
     if not all(isinstance(number, (int, float)) and number for number in given):
@@ -74,13 +78,13 @@ def is_cast(node: fx.Node) -> bool:
 
 
 def is_copy(node: fx.Node) -> bool:
-    """A clone that any tensor can have. Others, such as channels_last, are for a number of
-    dimensions, and are no links."""
+    """Whether a node is a clone in a layout that exists for any number of dimensions. Others, such
+    as channels_last, are no links."""
     return node.target is aten.clone.default and node.kwargs.get("memory_format") in PLAIN_LAYOUTS
 
 
 def maps_values(node: fx.Node) -> bool:
-    """Whether a node maps every value on its own, and leaves it where it is."""
+    """Whether a node maps values elementwise in place, without moving them."""
     return is_cast(node) or is_scaling(node)
 
 
@@ -89,14 +93,14 @@ def is_one_to_one(node: fx.Node) -> bool:
 
 
 def before_clone(node: fx.Node) -> fx.Node:
-    """What a copy was made of: collectives take contiguous tensors, so what is expanded has been
-    copied before."""
+    """Return the source of a copy. Collectives need contiguous inputs, so expanded tensors are
+    copied before them."""
     return node.args[0] if node.target is aten.clone.default else node  # type: ignore[return-value]
 
 
 def scales(chain: Sequence[fx.Node]) -> tuple[str, ...]:
-    """The numbers by which a chain scales, for the plan: the ranks must agree on them. Asked before
-    the edit that erases the chain."""
+    """Return the numbers by which a chain scales, for the plan, because ranks must agree on them.
+    Call it before the chain is erased."""
     return tuple(_scale(link) for link in chain if is_scaling(link))
 
 
@@ -112,9 +116,11 @@ def trace_to_source(
     found: Callable[[fx.Node], Any],
     user: fx.Node | None = None,
 ) -> tuple[Any, tuple[fx.Node, ...]] | None:
-    """From a node back through allowed links to the first for which ``found`` gives something: that
-    and the links, in graph order. With ``user``: only if nobody else takes the node or anything on
-    the way."""
+    """Walk back through allowed links to the first node for which ``found`` returns a value. Return
+    that value and the links, in graph order.
+
+    If ``user`` is given, neither the node nor any link may have another user.
+    """
     chain: list[fx.Node] = []
     while isinstance(node, fx.Node) and len(chain) <= LONGEST:
         if user is not None and (len(node.users) != 1 or user not in node.users):
@@ -138,14 +144,17 @@ def repeat(
     times: int = 1,
     part: int = 1,
 ) -> fx.Node:
-    """The operators of a chain on another value. Where ``dims`` gives a dimension for the result of
-    each link, it is ``times`` as long as it was, divided by ``part``."""
+    """Apply a chain's operators to another value.
+
+    ``dims`` gives a dimension of each link's result. Its length is multiplied by ``times`` and
+    divided by ``part``.
+    """
     for number, link in enumerate(chain):
         target, args = link.target, link.args[1:]
-        if link.target is aten.cat.default:  # a part of what is put together again is the part
+        if link.target is aten.cat.default:  # one part of rejoined parts is the part itself
             continue
         if target in RESHAPES:
-            # The value may lie otherwise in memory than what the link took: a view of it may need a
+            # The value may have another layout than the link's input, so a view of it may need a
             # copy.
             target = aten.reshape.default
             if dims:
@@ -161,9 +170,11 @@ def repeat(
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's own part of a collective's result: of dimension ``dim`` of what the wait gives,
-    through a chain of links; ``dims`` says which dimension of each link's result is then
-    divided."""
+    """A rank's own part of a collective's result.
+
+    It is a part of dimension ``dim`` of the wait's result, taken after a chain of links. ``dims``
+    are the dimensions of the links' results that are then divided.
+    """
 
     exchange: Exchange
     node: fx.Node
@@ -173,7 +184,7 @@ class Part:
 
 
 def _part_of(node: fx.Node, kind: str, editor: Editor) -> Part | None:
-    """The own part that a node takes of a collective's result, if it is one."""
+    """Return the own part of a collective's result that a node takes, or None."""
     whole = _divided(node) if node not in editor.changing else None
     walked = trace_to_source(whole, _may_divide, lambda n: editor.exchange(n, (kind,)))
     if walked is None or whole is None:
@@ -191,7 +202,8 @@ def _part_of(node: fx.Node, kind: str, editor: Editor) -> Part | None:
 
 
 def own_parts(exchange: Exchange, editor: Editor) -> list[Part] | None:
-    """The parts that are all that is taken of an exchange's result; None if anything else is."""
+    """Return the parts that are the only uses of an exchange's result; None if it has other
+    uses."""
     leaves: list[fx.Node] = []
     stack = [exchange.wait]
     for _ in range(LONGEST):
@@ -218,7 +230,7 @@ def own_parts(exchange: Exchange, editor: Editor) -> list[Part] | None:
 
 
 def _divided(node: fx.Node) -> fx.Node | None:
-    """What a node takes a part of."""
+    """Return the tensor that a node takes a part of, or None."""
     source: Any = node.args[0] if node.args else None
     if node.target is operator.getitem and source.target in SPLITS:
         source = source.args[0]
@@ -228,7 +240,7 @@ def _divided(node: fx.Node) -> fx.Node | None:
 
 
 def _own_dim(node: fx.Node, shape: torch.Size, ranks: int, rank: int) -> int | None:
-    """The dimension that a slice or an item of a split takes the rank-th of equal parts of."""
+    """Return the dimension of which a slice or split item takes this rank's equal part, or None."""
     if node.target is aten.slice.Tensor:
         given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
         dim, start, end, step = given
@@ -252,8 +264,11 @@ def _own_dim(node: fx.Node, shape: torch.Size, ranks: int, rank: int) -> int | N
 
 
 def _joined(node: fx.Node) -> fx.Node | None:
-    """What was split into equal parts, if a node joins all of them again, maybe along another
-    dimension: so a gather along another dimension than the first looks."""
+    """Return the tensor whose equal split parts a node joins again, possibly along another
+    dimension, or None.
+
+    A gather along a dimension other than the first has this form.
+    """
     pieces: Any = node.args[0] if node.target is aten.cat.default else ()
     split: Any = pieces[0].args[0] if pieces and pieces[0].target is operator.getitem else None
     if (
@@ -280,8 +295,8 @@ def _may_divide(node: fx.Node) -> bool:
 
 
 def dim_before(link: fx.Node, dim: int, ranks: int) -> int | None:
-    """The dimension of a link's argument whose equal parts are those of dimension ``dim`` of its
-    result; None if none is."""
+    """Return the dimension of a link's argument whose equal parts become those of dimension ``dim``
+    of its result, or None."""
     args: Any = link.args
     if is_one_to_one(link):
         return dim
@@ -305,8 +320,8 @@ def dim_before(link: fx.Node, dim: int, ranks: int) -> int | None:
         return None if dim == new else dim - (dim > new)
     if link.target is aten.squeeze.dim:
         return dim if len(given) == len(made) else dim + (dim >= args[1] % len(given))
-    # A reshape keeps the order of values: equal parts are equal where as much stands before the
-    # dimension.
+    # A reshape keeps the order of values. Equal parts correspond if the preceding dimensions have
+    # equal products.
     before = math.prod(made[:dim])
     fits = (
         d

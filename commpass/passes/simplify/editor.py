@@ -1,5 +1,5 @@
-"""What the rules share: looking at collectives and the chains of operators around them, and
-changing the graph."""
+"""Shared functions of the rules: inspecting collectives and the chains around them, and editing the
+graph."""
 
 from __future__ import annotations
 
@@ -32,16 +32,14 @@ from commpass.utils.ambient import without_ambient_state
 aten = torch.ops.aten
 ops = torch.ops._c10d_functional
 RULE = "commpass_rule"
-"""Key in ``node.meta`` of every node that a rule inserted: the name of the rule."""
+"""The key in ``node.meta`` of nodes that a rule inserted: the name of the rule."""
 NEAR = 256
-"""How many nodes apart two collectives may be to be next to each other: so that looking is
-linear."""
+"""The maximum distance in nodes between adjacent collectives, which keeps the search linear."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A plain collective with the one node that waits for it: nothing else takes its result
-    before."""
+    """A plain collective with its only wait. Nothing else uses its result before the wait."""
 
     call: Call
     wait: fx.Node
@@ -53,7 +51,7 @@ class Exchange:
 
 @dataclass
 class Editor:
-    """One graph being simplified."""
+    """A graph that is being simplified."""
 
     module: fx.GraphModule
     profile: Profile
@@ -68,9 +66,11 @@ class Editor:
     unions: dict[tuple[str, str], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Numbers the collectives that all ranks of a group have, within their group, as the graph
-        came: all of its ranks start them in this order. What a rule makes has the number of what it
-        stands for."""
+        """Number the collectives that all ranks of a group share, within their group.
+
+        All ranks of the group start them in this order. A node that a rule creates has the number
+        of the one that it replaces.
+        """
         count: Counter[str] = Counter()
         for node in self.graph.nodes:
             if (call := self.call(node)) is not None and not call.ends:
@@ -79,8 +79,11 @@ class Editor:
                 count[group] += 1
 
     def refresh(self) -> None:
-        """Looks at the whole graph, at the start of a sweep: which values are equal, and which must
-        stay where they are in memory, since something writes to them or reads them by address."""
+        """Analyze the whole graph at the start of a sweep.
+
+        Finds equal values, and values that must keep their memory because something writes to them
+        or reads them by address.
+        """
         found = roots, written = memory(self.graph)
         readers = [node for node in self.graph.nodes if node.target in BY_ADDRESS]
         fixed = written | {roots[node.all_input_nodes[0]] for node in readers}
@@ -102,7 +105,7 @@ class Editor:
 
     @cached_property
     def memory_budget(self) -> MemoryBudget:
-        """What the rules keep for longer, by the places of the graph as it came."""
+        """The extra memory that rules hold, by the places of the original graph."""
         return initial_budget(self.graph)
 
     @cached_property
@@ -112,13 +115,14 @@ class Editor:
 
     @cached_property
     def prices_of(self) -> costs.PricesOf:
-        """What is done in each group costs."""
+        """The prices in each group."""
         return costs.prices_of(self.profile)
 
-    # --- looking ---
+    # --- queries ---
 
     def call(self, start: fx.Node) -> Call | None:
-        """The collective that a node is; parsed once as long as its arguments stay."""
+        """Return the collective that a node is, or None. Parses a node again only if its arguments
+        changed."""
         args, kwargs, call = self.calls.get(start, (None, None, None))
         if args is not start.args or kwargs is not start.kwargs:
             call = parse(start)
@@ -128,7 +132,7 @@ class Editor:
         return call
 
     def exchange(self, node: Any, kinds: Sequence[str]) -> Exchange | None:
-        """The exchange whose wait a node is, if it is a plain one of these kinds."""
+        """Return the exchange whose wait a node is, if it is a plain one of these kinds."""
         if not (isinstance(node, fx.Node) and is_wait(node) and isinstance(node.args[0], fx.Node)):
             return None
         start = node.args[0]
@@ -145,25 +149,26 @@ class Editor:
             or node in self.changing
             or call.inputs[0] in self.changing
         ):
-            return None  # what is written to may be another value wherever it is read
+            return None  # values that are written to may differ between reads
         return Exchange(call, node)
 
     def keeps_values(self, node: fx.Node) -> bool:
-        """Whether a collective sends values as they are, or by lossless codecs that nobody
-        forces."""
+        """Whether a collective sends exact values: without a codec, or with lossless ones that are
+        not forced."""
         allowed = self.allowed.get(node)
         if allowed is None or not allowed.codecs:
             return True
         return not allowed.force and all(codec(name).lossless for name in allowed.codecs)
 
     def allowed_alike(self, a: Call, b: Call) -> bool:
-        """Whether the policy allows the same for two collectives: else they stay two."""
+        """Whether the policy allows the same for two collectives, which is required to merge
+        them."""
         one, other = self.allowed.get(a.node), self.allowed.get(b.node)
         return one is other or (one is not None and other is not None and one.allow_like(other))
 
     def union(self, first: Call, second: Call) -> tuple[str, int] | None:
-        """(name, size) of the group over which one reduction does what these do one after the
-        other, if it is proved to be one."""
+        """Return (name, size) of a group over which one reduction replaces these two, if there
+        provably is one."""
         if not isinstance(first.group, str) or not isinstance(second.group, str):
             return None
         pair = (first.group, second.group)
@@ -176,21 +181,21 @@ class Editor:
         return describe_group(call)[1]
 
     def rank(self, call: Call) -> int | None:
-        """This process's place in a collective's group."""
+        """Return this process's rank in a collective's group."""
         group = groups.group_named(str(call.group))
         return None if group is None else dist.get_group_rank(group, dist.get_rank())
 
     def us(self, kind: str, nbytes: float, call: Call) -> float:
-        """Microseconds of a plain collective in the group of another one."""
+        """Return the microseconds of a plain collective in another one's group."""
         return self.us_in(*describe_group(call), kind, nbytes)
 
     def us_in(self, group: str, size: int, kind: str, nbytes: float) -> float:
-        """Microseconds of a plain collective in a group of this name and size."""
+        """Return the microseconds of a plain collective in a group of this name and size."""
         return self.prices_of(group, size).us(kind, nbytes)
 
     def kernels_us(self, kernels: int, values: float = 0) -> float:
-        """Microseconds of so many local operators that copy so many values: a launch each, and the
-        time of the fastest encode, which a copy is no slower than."""
+        """Return the microseconds of local operators that copy values: launches, plus the time of
+        the fastest encode, as an upper bound of a copy."""
         rates = [*self.profile.kernels.rates.values(), self.profile.kernels.other]
         return (
             kernels * self.profile.kernels.launch_us
@@ -198,17 +203,17 @@ class Editor:
         )
 
     def may_extend(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
-        """Whether so many bytes more may be kept from one node up to another, for the tensor
-        ``merged``. The sizes must be those that all ranks know."""
+        """Reserve ``nbytes`` between two nodes for the tensor ``merged`` if allowed. All ranks must
+        know the sizes."""
         return self.memory_budget.may_extend(first, last, nbytes, merged)
 
     def last_user(self, node: fx.Node) -> fx.Node:
-        """The last node that takes a node, or itself."""
+        """Return the last user of a node, or the node itself."""
         return max(node.users, default=node)
 
     def next_to(self, first: fx.Node, second: fx.Node) -> bool:
-        """Whether no other collective starts between two: one in their place would come in front of
-        it, or start later."""
+        """Whether no other collective starts between two. A merged one would otherwise change the
+        order of starts."""
         node = first.next
         for _ in range(NEAR):
             if node is second:
@@ -218,12 +223,12 @@ class Editor:
             node = node.next
         return False
 
-    # --- changing ---
+    # --- edits ---
 
     def emit(
         self, before: fx.Node, rule: str, source: fx.Node, target: Any, *args: Any, **kwargs: Any
     ) -> fx.Node:
-        """A new node with its fake value; what it is for comes from ``source``."""
+        """Insert a node with a fake value. Its metadata comes from ``source``."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args, kwargs)
         meta.carry(source, node)
@@ -243,14 +248,15 @@ class Editor:
     def collective(
         self, before: fx.Node, rule: str, like: Call, value: fx.Node, **changed: Any
     ) -> fx.Node:
-        """The same collective of another value, and its wait; the policy allows it the same."""
+        """Insert the same collective of another value, with its wait. The policy allows it the
+        same."""
         start = self.start(before, rule, like, value, **changed)
         return self.emit(before, rule, like.node, ops.wait_tensor.default, start)
 
     def start(
         self, before: fx.Node, rule: str, like: Call, value: fx.Node, **changed: Any
     ) -> fx.Node:
-        """As ``collective``, without the wait."""
+        """Insert the same collective of another value, without a wait."""
         value = self.contiguous(before, rule, value)
         names = [a.name for a in like.node.target._schema.arguments]  # type: ignore[union-attr]
         given = {
@@ -263,7 +269,7 @@ class Editor:
         return self.emit(before, rule, like.node, like.node.target, *args)
 
     def contiguous(self, before: fx.Node, rule: str, value: fx.Node) -> fx.Node:
-        """The same values, one after the other in memory, as collectives take and give them."""
+        """Return the same values in contiguous memory, as collectives require."""
         if (
             any(not isinstance(size, int) for size in fake(value).shape)
             or fake(value).is_contiguous()
@@ -274,13 +280,13 @@ class Editor:
         )
 
     def replace(self, old: fx.Node, new: fx.Node) -> None:
-        """Lets everything that took ``old`` take ``new``, and erases what nobody takes any more."""
+        """Replace all uses of ``old`` by ``new``, and erase nodes without users."""
         old.replace_all_uses_with(self.laid_out_as(old, new))
         self.prune(old)
 
     def laid_out_as(self, old: fx.Node, new: fx.Node) -> fx.Node:
-        """The values of ``new``, such that what was a view of ``old`` is one of them: dimensions in
-        the same order in memory."""
+        """Return the values of ``new`` in the memory order of ``old``'s dimensions, so that views
+        of ``old`` remain valid."""
         given, made = _lengths_and_steps(fake(new)), _lengths_and_steps(fake(old))
         if given is None or made is None or given == made:
             return new
@@ -317,19 +323,19 @@ def _pure(node: fx.Node) -> bool:
 
 
 def _needed(node: fx.Node) -> bool:
-    """Whether a node is a collective, or one of its results, that others see the effect of: it must
-    be waited for."""
+    """Whether a node is a collective with side effects, or one of its results. It must be waited
+    for."""
     call = parse(node.all_input_nodes[0] if node.target is operator.getitem else node)
     return call is not None and bool(call.ends or "in-place" in call.form or call.form == "out")
 
 
 BY_ADDRESS = (aten.as_strided.default,)
-"""Operators that read a place in memory, whatever tensor it was."""
+"""Operators that read memory by address, regardless of the tensor."""
 
 
 def _lengths_and_steps(value: torch.Tensor) -> list[tuple[int, int]] | None:
-    """(length, stride) of each dimension, by hints; None where there is no hint. The stride of one
-    entry is 0: it says nothing."""
+    """Return (length, stride) of each dimension, by hints; None if a hint is missing. A dimension
+    of size 1 has stride 0, as its stride is meaningless."""
     found = []
     for size, stride in zip(value.shape, value.stride(), strict=True):
         length, step = meta.hint(size), meta.hint(stride)
@@ -340,7 +346,7 @@ def _lengths_and_steps(value: torch.Tensor) -> list[tuple[int, int]] | None:
 
 
 def _dense(dims: Sequence[tuple[int, int]]) -> bool:
-    """Whether dimensions, in this order, lie in memory without gaps, the last one closest."""
+    """Whether dimensions in this order are dense in memory, the last one innermost."""
     expected = 1
     for length, step in reversed(dims):
         if length != 1 and step != expected:
@@ -356,7 +362,7 @@ def fake(node: fx.Node) -> torch.Tensor:
 
 
 def same_shape(a: fx.Node, b: fx.Node) -> bool:
-    """Equal shapes and dtypes; symbolic sizes are equal if they read the same."""
+    """Whether shapes and dtypes are equal. Symbolic sizes are equal if their texts are."""
     return (meta.shape(fake(a)), fake(a).dtype) == (meta.shape(fake(b)), fake(b).dtype)
 
 
@@ -365,8 +371,11 @@ def nbytes(node: fx.Node) -> int:
 
 
 def common_nbytes(call: Call, size: int) -> int:
-    """Bytes that all ranks take for those of a collective's input. Each has its own number of
-    entries in an all_to_all: then as many as for ROWS from each rank to each."""
+    """Return an estimate of a collective's input bytes that is equal on all ranks.
+
+    In an all_to_all each rank has its own number of entries, so ``ROWS`` from each rank to each are
+    assumed.
+    """
     if call.splits is None:
         return nbytes(call.inputs[0])
     value = fake(call.inputs[0])

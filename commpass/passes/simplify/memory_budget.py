@@ -1,9 +1,8 @@
-"""How many bytes more the rules keep at each place of a graph: so that what they keep for longer
-does not fill the memory.
+"""Bounds the extra memory that simplify rules hold at each place of a graph.
 
-A rank cannot ask where its own graph has room: what lives there depends on its batch, and another
-rank would decide otherwise. So the graph is taken to be at its peak everywhere, and only tensors
-that collectives take or give are counted, whose sizes all ranks share.
+A rank cannot use the free memory of its own graph as a criterion: it depends on the batch, so ranks
+would decide differently. Every place therefore counts as the peak, and only inputs and outputs of
+collectives are counted, whose sizes all ranks share.
 """
 
 from __future__ import annotations
@@ -14,14 +13,17 @@ from dataclasses import dataclass
 from torch import fx
 
 BLOCK = 128
-"""Places that are looked at together, so that a long interval costs little."""
+"""Places that are summarized together, so that long intervals are cheap."""
 
 
 @dataclass
 class MemoryBudget:
-    """The ``place`` of each node, the bytes that are kept at each place beyond what was, and the
-    ``largest`` tensor that a rule has merged. ``most`` is the most that is kept in each block of
-    places, ``more`` what is kept at all of its places."""
+    """The extra bytes that rules hold at each place.
+
+    ``place`` numbers the nodes, and ``kept`` has the extra bytes at each place. ``largest`` is the
+    largest tensor that a rule has merged. ``most`` is the maximum in each block of places, and
+    ``more`` the bytes that all of a block's places share.
+    """
 
     place: dict[fx.Node, int]
     kept: list[int]
@@ -30,8 +32,8 @@ class MemoryBudget:
     largest: int = 0
 
     def may_extend(self, first: fx.Node, last: fx.Node, nbytes: int, merged: int) -> bool:
-        """Whether so many bytes more may be kept from one node up to another: at no place may there
-        be more of them than the largest tensor ``merged``."""
+        """Reserve ``nbytes`` between two nodes and return True, if no place then exceeds the
+        largest tensor ``merged`` so far."""
         if nbytes <= 0:
             return True
         start, end = sorted((self.place[first], self.place[last]))
@@ -44,7 +46,7 @@ class MemoryBudget:
         return nbytes <= largest
 
     def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int, bool]]:
-        """(block, from, to, whether that is all of it) of the blocks of an interval."""
+        """Yield (block, from, to, whether it is the whole block) for the blocks of an interval."""
         for block in range(start // BLOCK, (end - 1) // BLOCK + 1):
             low, high = max(start, block * BLOCK), min(end, (block + 1) * BLOCK)
             yield block, low, high, high - low == BLOCK

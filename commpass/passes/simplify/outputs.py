@@ -1,4 +1,4 @@
-"""The results of a graph stay tensors of their own: whoever writes into one does not change
+"""Keeps the outputs of a graph in separate memory, so that a write into one does not change
 another."""
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from commpass.passes.simplify.values import memory
 
 
 def output_memory(graph: fx.Graph) -> list[fx.Node]:
-    """For each output the node in whose memory it lies."""
+    """Return the node in whose memory each output lies."""
     roots, _ = memory(graph)
     return [roots[node] for node in _outputs(graph)]
 
 
 def separate_outputs(editor: Editor, before: list[fx.Node]) -> None:
-    """Copies an output that came to share its memory with another one, or with an input, where it
-    did not ``before``."""
+    """Copy each output that now shares memory with another output or an input, but did not
+    ``before``."""
     taken: dict[fx.Node, fx.Node] = {}
     copies: list[fx.Node] = []
     last = editor.graph.output_node()

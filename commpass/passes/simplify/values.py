@@ -1,8 +1,8 @@
-"""Value numbers: two nodes with one number have the same value, bit for bit.
+"""Value numbering: nodes with equal numbers have bit-identical values.
 
-A node's number is that of its operator and of its arguments' numbers, so one walk over the graph
-finds all that are equal (value numbering). Only pure deterministic operators are compared, never
-what reads memory that something else writes.
+A node's number derives from its operator and its arguments' numbers, so one walk over the graph
+finds all equal values. Only pure deterministic operators are compared. Reads of memory that is also
+written are excluded.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import fx
 from commpass.passes.fx.parse import is_wait, parse
 
 NAMESPACES = ("aten", "prims")
-"""What other operators do is not known here: they might be random, or read a state."""
+"""Operators of other namespaces may be random or read state."""
 RANDOM = ("nondeterministic_seeded", "nondeterministic_bitwise")
 
 
 def value_numbers(graph: fx.Graph, memory: Memory) -> dict[fx.Node, int]:
-    """The number of every node. Linear."""
+    """Return the number of every node. Linear."""
     roots, written = memory
     pure: dict[Any, bool] = {}
     known: dict[Any, int] = {}
@@ -39,8 +39,8 @@ Memory = tuple[dict[fx.Node, fx.Node], set[fx.Node]]
 
 
 def memory(graph: fx.Graph) -> Memory:
-    """Which node's memory each node may share (the first one that has it), and which of those are
-    written to."""
+    """Return which node's memory each node may share (the first one that has it), and which of
+    these are written to."""
     roots: dict[fx.Node, fx.Node] = {}
     written: set[fx.Node] = set()
     shares: dict[Any, bool] = {}
@@ -56,14 +56,14 @@ def memory(graph: fx.Graph) -> Memory:
 
 
 def writes(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory a node may write to."""
+    """Return the nodes whose memory a node may write to."""
     if node.op in ("placeholder", "get_attr", "output"):
         return []
     return _writes(node) if node.op == "call_function" else node.all_input_nodes
 
 
 def _shares(node: fx.Node, known: dict[Any, bool]) -> bool:
-    """Whether a node's result may lie in the memory of its first argument."""
+    """Whether a node's result may share the memory of its first argument."""
     target = node.target
     if target not in known:
         schema = getattr(target, "_schema", None)
@@ -78,7 +78,7 @@ def _shares(node: fx.Node, known: dict[Any, bool]) -> bool:
 
 
 def _writes(node: fx.Node) -> list[fx.Node]:
-    """The arguments that a call changes."""
+    """Return the arguments that a call mutates."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         if (call := parse(node)) is not None and call.ends:
@@ -135,11 +135,11 @@ def _pure_operator(target: Any) -> bool:
     ):
         return False
     random = any(getattr(torch.Tag, tag, None) in target.tags for tag in RANDOM)
-    return not random and "empty" not in target._opname  # what was not written yet may be anything
+    return not random and "empty" not in target._opname  # uninitialized values differ
 
 
 def _frozen(value: Any, numbers: dict[fx.Node, int]) -> Any:
-    """An argument as something to compare: numbers of other types are not the same, nor are 0.0 and
+    """Return an argument in comparable form. Numbers of different types differ, and so do 0.0 and
     -0.0."""
     if isinstance(value, fx.Node):
         return ("value", numbers[value])

@@ -1,4 +1,4 @@
-"""The rules, by theme, in the order in which they are tried at a node."""
+"""The rules, in the order in which they are tried at a node."""
 
 from commpass.passes.simplify.chains import CASTS
 from commpass.passes.simplify.editor import aten

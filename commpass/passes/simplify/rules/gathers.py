@@ -1,4 +1,4 @@
-"""Gathers send each value as narrow as it is, and each once."""
+"""Rules for gathers: send each value in its narrowest dtype, and only once."""
 
 from __future__ import annotations
 
@@ -46,15 +46,17 @@ SENT_EVERYWHERE = (
     torch.uint8,
     torch.bool,
 )
-"""The dtypes that gloo carries, and others too. Not float8, nor the 16-bit integers: those are
-narrowed where they arrive."""
+"""Dtypes that gloo and other libraries can send. float8 and 16-bit integers are not among them, and
+are narrowed after the gather."""
 convert = torch.ops.prims.convert_element_type.default
 
 
 def gather_then_narrow(node: fx.Node, editor: Editor) -> Applied | None:
-    """to(narrow, gather(x)) = gather(to(narrow, x)): a gather moves values, a cast maps each on its
-    own. Likewise behind views and copies, which stay behind the gather, and scales, which move in
-    front of it with the cast, in their order."""
+    """to(narrow, gather(x)) = gather(to(narrow, x)): a gather moves values, a cast is elementwise.
+
+    Views and copies in between stay after the gather. Scales in between move before it with the
+    cast, in their order.
+    """
     if not is_cast(node) or node in editor.changing:
         return None
     between = trace_to_source(node.args[0], _is_link, lambda n: editor.exchange(n, GATHERS), node)
@@ -87,9 +89,12 @@ def _lays_out(node: fx.Node) -> bool:
 def widened(
     exchange: Exchange, editor: Editor, *, scaled: bool = False
 ) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
-    """What a collective takes, if it was widened without loss: what was widened, as what, and the
-    views between; with ``scaled`` also what was multiplied by numbers then. None where something
-    writes to the narrow values: they are read later now."""
+    """Return the source of a collective's input that was widened without loss, the cast, and the
+    views in between.
+
+    If ``scaled``, scalings after the cast are accepted too. Return None if the narrow values are
+    written to, because they would now be read later.
+    """
 
     def may_follow(node: fx.Node) -> bool:
         return is_view(node) or (scaled and is_scaling(node))
@@ -104,7 +109,8 @@ def widened(
 
 
 def widen_then_gather(node: fx.Node, editor: Editor) -> Applied | None:
-    """gather(to(wide, x)) = to(wide, gather(x)): likewise, and widening loses nothing."""
+    """gather(to(wide, x)) = to(wide, gather(x)): a gather moves values, and widening loses
+    nothing."""
     exchange = editor.exchange(node, GATHERS)
     found = widened(exchange, editor) if exchange is not None else None
     if exchange is None or found is None:
@@ -116,7 +122,7 @@ def widen_then_gather(node: fx.Node, editor: Editor) -> Applied | None:
     size = common_nbytes(call, editor.size(call))
     sent = size - round(size * less)
     if editor.us(call.kind, size, call) - editor.us(call.kind, sent, call) < editor.kernels_us(1):
-        # The cast may have been hidden behind another exchange: here it comes after this one.
+        # The cast may have been overlapped by another exchange; now it comes after this one.
         return None
     if len(cast.users) > 1 and not editor.may_extend(cast, place, sent, size):
         return None
@@ -130,8 +136,8 @@ def widen_then_gather(node: fx.Node, editor: Editor) -> Applied | None:
 
 
 def gather_of_expand(node: fx.Node, editor: Editor) -> Applied | None:
-    """all_gather(expand(x)) = expand(all_gather(x)): copies of one value need be sent once. So also
-    for one number."""
+    """all_gather(expand(x)) = expand(all_gather(x)): send repeated values, or a single number, only
+    once."""
     exchange = editor.exchange(node, ("all_gather",))
     wide = before_clone(exchange.input) if exchange is not None else None
     if (
@@ -162,7 +168,7 @@ def gather_of_expand(node: fx.Node, editor: Editor) -> Applied | None:
         small = editor.emit(place, rule, wide, aten.reshape.default, small, kept)
     name = place.name
     gathered = editor.collective(place, rule, exchange.call, small)
-    # Row r of what was gathered stands for all rows of rank r.
+    # Row r of the gathered result stands for all rows of rank r.
     apart = editor.emit(node, rule, wide, aten.reshape.default, gathered, [ranks, *kept])
     whole = editor.emit(node, rule, wide, aten.expand.default, apart, [ranks, *shape])
     whole = editor.emit(

@@ -1,4 +1,5 @@
-"""Collectives that need not be at all: equal ones, of constants, over a group of one rank."""
+"""Rules that remove needless collectives: duplicates, those of constants, and those in a group of
+one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from commpass.plan.kinds import SUMS
 
 
 def waits(node: fx.Node, editor: Editor) -> Applied | None:
-    """Waiting for what has been waited for is nothing: rules see one wait."""
+    """Remove repeated waits, so that other rules see only one wait."""
     if not (is_wait(node) and isinstance(node.args[0], fx.Node)):
         return None
     source = node.args[0]
@@ -27,15 +28,15 @@ def waits(node: fx.Node, editor: Editor) -> Applied | None:
         editor.replace(node, source)
     elif (call := editor.call(source)) is not None and call.form == "plain":
         first = min(user for user in source.users if is_wait(user))
-        if first is not node:  # torch 2.14 merges equal collectives, and leaves a wait for each
+        if first is not node:  # torch 2.14 merges equal collectives, but keeps their waits
             editor.replace(node, first)
             _merge_casts(first, editor)
     return None
 
 
 def _merge_casts(value: fx.Node, editor: Editor) -> None:
-    """Equal casts of a value that several had, each after its own wait, are one: rules look for the
-    only user of a result."""
+    """Merge equal casts of a value whose waits were merged. Other rules look for the single user of
+    a result."""
     known: dict[Any, fx.Node] = {}
     casts = [user for user in value.users if is_cast(user) and user not in editor.changing]
     for user in sorted(casts):
@@ -45,14 +46,16 @@ def _merge_casts(value: fx.Node, editor: Editor) -> None:
 
 
 def same(node: fx.Node, editor: Editor) -> Applied | None:
-    """Two collectives of equal values over one group are one: a function of equal arguments. Not an
-    all_to_all: the numbers of its entries are a rank's own, and may be equal there by chance."""
+    """Merge two collectives of equal values over one group.
+
+    all_to_all is excluded: its entry counts are local to a rank and may be equal by chance.
+    """
     kinds = (*SUMS, "all_gather", "broadcast")
     exchange, equal = editor.exchange(node, kinds), editor.equal.get(node)
     if exchange is None or equal is None or not editor.lives(equal):
         return None
     if editor.sweeps == 1 and _only_for_equal_exchanges(node, editor):
-        return None  # it goes by itself, and need not be kept for longer, once those are one
+        return None  # removed once those exchanges are merged
     first = editor.exchange(equal, kinds)
     if first is None or not editor.allowed_alike(first.call, exchange.call):
         return None
@@ -65,8 +68,7 @@ def same(node: fx.Node, editor: Editor) -> Applied | None:
 
 
 def _only_for_equal_exchanges(node: fx.Node, editor: Editor) -> bool:
-    """Whether all that is made of a value goes into exchanges that have an equal one before
-    them."""
+    """Whether all uses of a value are inputs of exchanges that have an earlier equal one."""
     stack = [node]
     for _ in range(LONGEST):
         if not stack:
@@ -79,7 +81,7 @@ def _only_for_equal_exchanges(node: fx.Node, editor: Editor) -> bool:
 
 
 def single_rank(node: fx.Node, editor: Editor) -> Applied | None:
-    """A collective over a group of one rank gives what it took."""
+    """Replace a collective in a group of one rank by its input."""
     exchange = editor.exchange(node, (*SUMS, *GATHERS))
     if (
         exchange is None
@@ -95,8 +97,8 @@ def single_rank(node: fx.Node, editor: Editor) -> Applied | None:
 
 
 def constant(node: fx.Node, editor: Editor) -> Applied | None:
-    """The sum of W equal constants c is W c, their mean, maximum or minimum c, and gathered they
-    are c again."""
+    """The sum of W equal constants c is W c. Their mean, maximum or minimum is c, and so is their
+    gather."""
     exchange = editor.exchange(node, (*SUMS, *GATHERS))
     if exchange is None or exchange.input.target is not aten.full.default:
         return None
@@ -128,9 +130,11 @@ NAMED = {
 
 
 def _on_every_rank(full: fx.Node) -> int | None:
-    """The constant that all ranks have there: what the operator's name says. A number in the graph
-    may be this rank's own (its place in the group, how many samples it has), and only of these two
-    is it known that it is not."""
+    """Return the constant that all ranks have, according to the operator's name, or None.
+
+    Other numbers in the graph may be local to this rank, such as its place in the group or its
+    sample count.
+    """
     made_as: Any = full.meta.get("original_aten")
     return (
         NAMED.get(getattr(made_as, "_schema", made_as).name.split("::")[-1])
@@ -140,17 +144,15 @@ def _on_every_rank(full: fx.Node) -> int | None:
 
 
 def _constant(exchange: Exchange, value: int | None, ranks: int) -> Any:
-    """What a collective makes of a constant, as its operator takes it; None if that is not known to
-    the bit."""
+    """Return the result of a collective of a constant, as the operator's argument; None if its bits
+    are not certain."""
     dtype, literal = fake(exchange.input).dtype, exchange.input.args[1]
     op = exchange.call.reduce_op
     if value is not None and literal != value:
         return None
     if op is None or op in ("max", "min"):
         return None if value is None else literal
-    plain_zero = literal == 0 and not str(literal).startswith(
-        "-"
-    )  # the sign of a zero is a bit as well
+    plain_zero = literal == 0 and not str(literal).startswith("-")  # the sign of zero matters
     if op not in ("sum", "avg") or (value is None and not plain_zero):
         return None
     if plain_zero:
@@ -159,8 +161,11 @@ def _constant(exchange: Exchange, value: int | None, ranks: int) -> Any:
 
 
 def _ones(op: str, dtype: torch.dtype, ranks: int) -> int | None:
-    """The sum or mean of ones, where every partial sum is exact, in any order; and of a mean every
-    part, as some libraries divide before they add."""
+    """Return the sum or mean of ones if all partial sums are exact in any order, else None.
+
+    For a mean, each divided addend must be exact too, because some libraries divide before they
+    add.
+    """
     if (
         dtype is torch.bool
         or dtype.is_complex
@@ -169,5 +174,5 @@ def _ones(op: str, dtype: torch.dtype, ranks: int) -> int | None:
         return None
     largest = (
         2 / torch.finfo(dtype).eps if dtype.is_floating_point else torch.iinfo(dtype).max
-    )  # of which all below are exact
+    )  # all smaller integers are exact
     return None if ranks > largest else 1 if op == "avg" else ranks

@@ -1,5 +1,4 @@
-"""A rank that uses only its own part of a result need not have the rest; who has all parts has the
-whole."""
+"""Rules for collectives of which a rank uses only its own part, and for gathers of all parts."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ functional = torch.ops._c10d_functional
 
 
 def own_part(node: fx.Node, editor: Editor) -> Applied | None:
-    """The own part of an all_gather is what one gave to it: where nothing else is taken of it, it
-    need not be."""
+    """Replace an all_gather of which only the own part is used by its input."""
     exchange = editor.exchange(node, ("all_gather",))
     parts = own_parts(exchange, editor) if exchange is not None else None
     if exchange is None or not parts or parts[0].dim != 0:
@@ -35,8 +33,7 @@ def own_part(node: fx.Node, editor: Editor) -> Applied | None:
 
 
 def _replace(part: fx.Node, shard: fx.Node, editor: Editor) -> None:
-    """Lets everything take the own value instead of a part of a result; the items of a split that
-    nobody takes go as well."""
+    """Replace a part of a result by the rank's own value, and remove unused items of a split."""
     items = [*part.all_input_nodes[0].users] if part.target is operator.getitem else []
     editor.replace(part, shard)
     for item in items:
@@ -45,9 +42,11 @@ def _replace(part: fx.Node, shard: fx.Node, editor: Editor) -> None:
 
 
 def scattered(node: fx.Node, editor: Editor) -> Applied | None:
-    """An all_reduce of which a rank uses only its own part is a reduce_scatter, by definition of
-    that. It scatters the first
-    dimension: another one is turned there, where that pays."""
+    """Replace an all_reduce by a reduce_scatter if a rank uses only its own part.
+
+    A reduce_scatter splits the first dimension. Another dimension is permuted to the front if this
+    pays.
+    """
     exchange = editor.exchange(node, ("all_reduce",))
     if exchange is None or not node.users or exchange.call.reduce_op not in ("sum", "avg"):
         return None
@@ -59,7 +58,7 @@ def scattered(node: fx.Node, editor: Editor) -> Applied | None:
     turn = [dim, *(d for d in range(fake(node).dim()) if d != dim)]
     copies = any(
         not isinstance(length, int) or length != 1 for length in fake(node).shape[:dim]
-    )  # else nothing moves in memory
+    )  # otherwise nothing moves in memory
     values = size // fake(node).dtype.itemsize * (1 + 1 / ranks)
     scatter_us = editor.us("reduce_scatter", size, call) + (
         editor.kernels_us(2, values) if copies else 0

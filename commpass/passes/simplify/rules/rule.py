@@ -1,10 +1,10 @@
-"""What a rule is: a small function from a node to what was done, with a proof in one line.
+"""The definition of a rule: a function from a node to what was done, with a one-line proof.
 
-A rule looks at one node, changes the graph if it fits, and says so. It must hold: no value that
-somebody else uses, that is an output or that is saved for backward is lost; group and reduce op are
-the same; nothing non-linear is crossed. A number by which a graph scales may be the rank's own:
-where it is moved across a collective, the plan names it, and the ranks compare that. What a rule
-says of nodes is found out before the edit that erases them.
+A rule inspects one node and changes the graph if it matches. It must keep every value that has
+other users, is an output, or is saved for backward. It must keep group and reduce op, and must not
+cross non-linear operators. Scale factors may differ between ranks, so the plan records those moved
+across a collective, and the ranks compare them. A rule must read the nodes before the edit that
+erases them.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ GATHERS = ("all_gather", "all_to_all")
 
 @dataclass(frozen=True)
 class Applied:
-    """What a rule did: the site that it took away or made smaller, what became of it, bytes that
-    one rank need not send, the numbers that were moved across a collective, to ``before`` or
-    ``behind`` it, and the ``others`` sites that it was merged with. On these the ranks must
-    agree."""
+    """What a rule did.
+
+    ``site`` was removed or reduced, and ``into`` describes the result. ``saved_bytes`` is what one
+    rank no longer sends. ``moved`` are the numbers moved across a collective, to ``before`` or
+    ``behind`` it. ``others`` are the sites that it was merged with. The ranks must agree on the
+    last two.
+    """
 
     site: str
     into: str
@@ -42,9 +45,12 @@ class Applied:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule by name. ``exact``: bit-exact; the others round a float sum differently. It looks
-    ``at`` nodes of these operators, or at waits. ``own``: what it finds is this rank's own part,
-    and other ranks need not find theirs."""
+    """A named rule.
+
+    ``exact`` rules are bit-exact; others round a float sum differently. ``at`` lists the operators
+    that the rule inspects; if empty, it inspects waits. If ``own``, it matches this rank's own
+    part, and other ranks may not match theirs.
+    """
 
     name: str
     apply: Callable[[fx.Node, Editor], Applied | None]

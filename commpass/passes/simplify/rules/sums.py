@@ -1,4 +1,4 @@
-"""Sums over ranks: one for many, of narrow values, over one group for two."""
+"""Rules for sums over ranks: merge several sums, send narrow values, and join nested groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ functional = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Term:
-    """An addend: a reduction's result, and the linear operators with one argument between it and
+    """A term of a sum: a reduction's result, and the linear one-argument operators between it and
     the sum."""
 
     exchange: Exchange
@@ -41,8 +41,8 @@ class Term:
 
 
 def sum_of_sums(node: fx.Node, editor: Editor) -> Applied | None:
-    """ar(a) + k ar(b) = ar(a + k b): sums are linear. The merged collective starts when the later
-    one did and is as long."""
+    """ar(a) + k ar(b) = ar(a + k b): sums are linear. The merged collective has the start and the
+    size of the later one."""
     merge = _terms(node, editor) if node not in editor.changing else None
     if merge is None:
         return None
@@ -51,8 +51,8 @@ def sum_of_sums(node: fx.Node, editor: Editor) -> Applied | None:
         (left, right) if left.exchange.call.node < right.exchange.call.node else (right, left)
     )
     a, b, rule = first.exchange.call, last.exchange.call, "sum of sums"
-    # What is added waits for the last addend: where a scatter takes more than it gives, that much
-    # longer.
+    # The first addend waits for the last one. It is held longer if a scatter's input is larger than
+    # its output.
     if not editor.may_extend(
         a.node, b.node, nbytes(a.inputs[0]) - nbytes(first.exchange.wait), nbytes(a.inputs[0])
     ):
@@ -70,7 +70,7 @@ def sum_of_sums(node: fx.Node, editor: Editor) -> Applied | None:
 
 
 def _terms(node: fx.Node, editor: Editor) -> tuple[Term, Term] | None:
-    """The two reductions that a sum or difference adds, if they may be one."""
+    """Return the two reductions that a sum or difference adds, if they can be merged."""
     if node.target not in (aten.add.Tensor, aten.sub.Tensor) or not all(
         isinstance(arg, fx.Node) for arg in node.args
     ):
@@ -101,7 +101,8 @@ def _linear(node: fx.Node) -> bool:
 
 
 def _term(node: Any, user: fx.Node, editor: Editor) -> Term | None:
-    """The term that a node is, if nobody but the sum takes it or anything on its way."""
+    """Return the term that a node is, if the sum is the only user of it and of the nodes in
+    between."""
     walked = trace_to_source(node, _linear, lambda n: editor.exchange(n, SUMS), user)
     if walked is None:
         return None
@@ -113,7 +114,7 @@ def _term(node: Any, user: fx.Node, editor: Editor) -> Term | None:
 
 
 def _keeps_first(link: fx.Node) -> bool:
-    """Whether a link leaves the first dimension first, which is the one that is scattered."""
+    """Whether a link keeps the first dimension first, which is the scattered one."""
     if is_scaling(link):
         return True
     given, made = fake(link.args[0]).shape, fake(link).shape  # type: ignore[arg-type]
@@ -123,17 +124,19 @@ def _keeps_first(link: fx.Node) -> bool:
 
 
 def _replay(term: Term, before: fx.Node, editor: Editor) -> fx.Node:
-    """The operators of a term, on what was reduced instead of on the result."""
+    """Apply a term's operators to the reduction's input instead of its result."""
     scatter = term.exchange.call.kind == "reduce_scatter"
     dims, times = ([0] * len(term.chain), editor.size(term.exchange.call)) if scatter else ([], 1)
     return repeat(term.chain, term.exchange.input, before, "sum of sums", editor, dims, times=times)
 
 
 def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
-    """sum(k to(float32, x)) = the float32 sum of all ranks' k x: send the narrow bits, scale and
-    add locally. Where that is less, and where no codec is allowed that would make it less still: a
-    lossless one codes the narrow bits (ZipCCL, section 4: of bfloat16 gradients 11 bits instead of
-    27)."""
+    """sum(k to(float32, x)) = the float32 sum of all ranks' k x: send the narrow bits, then scale
+    and add locally.
+
+    Applies if this sends less and no allowed codec would send still less. A lossless codec can
+    encode the narrow bits (ZipCCL, section 4: 11 bits per bfloat16 gradient instead of 27).
+    """
     exchange = editor.exchange(node, SUMS)
     found = widened(exchange, editor, scaled=True) if exchange is not None else None
     if exchange is None or found is None or not editor.keeps_values(exchange.call.node):
@@ -158,12 +161,12 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
         return None
     arrives = size if scatter else size * ranks
     more = arrives + nbytes(node)
-    if all(len(each.users) == 1 for each in (cast, *links)):  # else the wide values stay for others
+    if all(len(each.users) == 1 for each in (cast, *links)):  # else others keep the wide values
         more -= wide + (size if len(source.users) == 1 else 0)
     if not editor.may_extend(place, node, more, wide):
         return None
-    # What arrives is added where the sum is first needed, if it takes no more memory until then: so
-    # others may travel together with it.
+    # Arriving values are added where the sum is first needed, if this holds no more memory until
+    # then. Other exchanges can then overlap this one.
     needed = min(node.users, default=node) if arrives <= nbytes(node) else node
     rule = "widen then reduce"
     laid_out = repeat([link for link in links if is_view(link)], source, place, rule, editor)
@@ -191,7 +194,7 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
     scalings = [link for link in links if is_scaling(link)]
     for rank in range(ranks):
         row = editor.emit(needed, rule, place, aten.slice.Tensor, arrived, 0, rank, rank + 1)
-        # A wide sum and a narrow row add as the row widened, without a copy of it.
+        # A wide sum plus a narrow row promotes the row without a copy.
         if total is None or scalings:
             row = editor.emit(needed, rule, cast, convert, row, dtypes[1])
             row = repeat(scalings, row, needed, rule, editor)
@@ -210,8 +213,8 @@ def widen_then_reduce(node: fx.Node, editor: Editor) -> Applied | None:
 
 
 def _better_merged(node: fx.Node, wide_us: float, narrow_us: float, editor: Editor) -> bool:
-    """Whether a reduction's result is only added to that of another, and one wide exchange for both
-    is no slower than a narrow one for each."""
+    """Whether a reduction's result is only added to another's, and one wide exchange for both is no
+    slower than two narrow ones."""
     user = node
     while len(user.users) == 1 and (user is node or _linear(user)):
         user = next(iter(user.users))
@@ -222,8 +225,11 @@ def _better_merged(node: fx.Node, wide_us: float, narrow_us: float, editor: Edit
 
 
 def expanded(node: fx.Node, editor: Editor) -> Applied | None:
-    """all_reduce(expand(x)) = expand(all_reduce(x)): equal addends have equal sums. (Not equal bits
-    from 3 ranks on: a ring adds each part of a tensor in another order of ranks.)"""
+    """all_reduce(expand(x)) = expand(all_reduce(x)): equal addends have equal sums.
+
+    From 3 ranks on the bits may differ, because a ring adds each part of a tensor in another order
+    of ranks.
+    """
     exchange = editor.exchange(node, ("all_reduce",))
     wide = before_clone(exchange.input) if exchange is not None else None
     if exchange is None or wide is None or wide.target is not aten.expand.default:
@@ -239,7 +245,7 @@ def expanded(node: fx.Node, editor: Editor) -> Applied | None:
     place, saved, name = call.node, nbytes(wide) - nbytes(narrow), call.node.name
     small = editor.collective(place, "expand", call, narrow)
     again = editor.emit(node, "expand", wide, aten.expand.default, small, *wide.args[1:])
-    # A new tensor, as the collective's result was: an expanded one shares its memory.
+    # A separate tensor, like the collective's result: an expanded one has internal overlap.
     whole = editor.emit(
         node, "expand", wide, aten.clone.default, again, memory_format=torch.contiguous_format
     )
@@ -249,9 +255,11 @@ def expanded(node: fx.Node, editor: Editor) -> Applied | None:
 
 
 def nested_groups(node: fx.Node, editor: Editor) -> Applied | None:
-    """Sums over one dimension of a mesh, then over another, are the sum over both, where there is a
-    group of those ranks. Of a sum and a mean it is that sum, divided by the size of the group that
-    is averaged. Scales and views between go behind."""
+    """Merge sums over two mesh dimensions into one over both, if a group of these ranks exists.
+
+    A sum and a mean become a sum, divided by the size of the averaged group. Scales and views in
+    between are applied afterwards.
+    """
     outer = editor.exchange(node, ("all_reduce",))
     if outer is None:
         return None
@@ -268,7 +276,7 @@ def nested_groups(node: fx.Node, editor: Editor) -> Applied | None:
     ):
         return None
     if op in ("sum", "avg") and (fake(node).dtype not in WIDE or not keeps_range(chain)):
-        return None  # in float16 the sum of some ranks may be Inf where that of all is not
+        return None  # in float16 a partial sum may be Inf while the total is finite
     size = nbytes(inner.input)
     if not editor.next_to(inner.call.node, outer.call.node):
         return None
