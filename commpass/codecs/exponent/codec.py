@@ -418,8 +418,8 @@ def _lengths(marks: Tensor, capacity: Tensor) -> Tensor:
 
 
 def _chunk_words(rows: Tensor, form: FloatForm) -> Tensor:
-    """Return the lines of rows as int32 words ``[rows, chunks, form.words, 32]``, with zeros for
-    the missing columns of the last chunk."""
+    """Return the lines of rows as int32 words ``[rows, chunks, form.packed_length, 32]``, with
+    zeros for the missing columns of the last chunk."""
     count, numel = rows.shape
     body, chunks = numel - numel % LINE, _chunks(numel)
     words = _packed(cut(rows, body), body)

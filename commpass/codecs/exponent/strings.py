@@ -37,7 +37,8 @@ def split_fields(string: Tensor, bits: int, count: Tensor) -> list[Tensor]:
 
 
 def concatenate(strings: Tensor, lengths: Tensor, length: int) -> Tensor:
-    """Concatenate strings ``[rows, n]`` with int64 lengths to ``[rows, words]``, followed by zeros.
+    """Concatenate strings ``[rows, n]`` with int64 lengths to ``[rows, length]`` words, followed by
+    zeros.
 
     Word w is ``sums[w + 1] - sums[w]``, so that no two strings store to the same place, though
     several share a word. Their bits are disjoint, hence "or" is "plus", and a word is the increase
