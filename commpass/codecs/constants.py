@@ -1,8 +1,8 @@
 """Constant tensors of codecs (channels, static scales) that a traced graph refers to by name.
 
-A captured tensor would not be part of the graph that is rewritten, and each of its numbers would be
-compiled. So ``constant`` traces to an operator that takes only a name. Pass rewrite turns these
-operators into graph inputs; a graph without further inputs runs the operator.
+A captured tensor would have no place in the graph that an algorithm is traced into, and each of its
+numbers would be compiled. So ``constant`` traces to an operator that takes only a name. Pass
+rewrite turns these operators into graph inputs; a graph without further inputs runs the operator.
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ def sizes_of_data(codec: Codec, x: Tensor, *, traced: bool) -> Iterator[None]:
     wire.
 
     Raises VerifyError if the fake mode has no ShapeEnv. If the run is ``traced``, the fake mode
-    keeps allowing such sizes, because the compiler of the graph runs it again on fake values. The
-    mode belongs to that one graph. Otherwise the setting is restored.
+    keeps allowing such sizes: the compiler of the graph runs it again on fake values, and Dynamo by
+    default allows them only in full graphs. The mode belongs to that one graph. Otherwise the
+    setting is restored.
     """
     mode = detect_fake_mode(x)
     if not codec.dynamic or mode is None:

@@ -311,8 +311,9 @@ def _sources() -> str:
 
 
 SOURCES = _sources()
-"""An argument of every call. AOTAutograd's cache identifies a graph only by its operators and their
-arguments, and could otherwise load the result of an older commpass for the same call."""
+"""An argument of every call. AOTAutograd's cache identifies a graph only by its operators and
+their arguments. Without this one, it could load from disk what an older commpass made of the
+same call."""
 
 
 class _Straight(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """The times of the stages of an algorithm and of plain collectives, on the links and kernels of a
 profile.
 
-They are used by the choice of codecs, the timeline, overlap, chunks, groups and simplifications.
+They are used by the choice of codec and algorithm, the timeline, overlap, chunks, groups and
+simplifications.
 """
 
 from __future__ import annotations

@@ -84,10 +84,12 @@ class ExponentCodec(Codec):
     The *dynamic part* holds the later steps (see ``Ladder``), one chunk after another. Each step of
     a chunk is a bit string: for every column, the fields of the values that need the step, in bit
     planes. Their number per column is not limited. The string of a chunk is padded to whole 16-bit
-    words, and its mark stores their number. A chunk that would need as many words as its plain
-    exponents is *raw*: the planes of the first step hold the lowest bits of its exponents, and its
-    string the other bits. So no chunk is longer than its values. The rest of the buffer is zeros;
-    it is never read, and need not be sent. Both parts are multiples of 16 bytes.
+    words, and its mark stores their number.
+
+    A chunk that would need as many words as its plain exponents is *raw*. The planes of its first
+    step hold the lowest bits of its exponents, and its string the other bits. So no chunk is longer
+    than its values. The rest of the buffer is zeros; it is never read, and need not be sent. Both
+    parts are multiples of 16 bytes.
 
     The window and the mode of a chunk minimize its bits over all windows around the median of its
     nonzero exponents (``choose``).

@@ -331,9 +331,7 @@ def _largest_above(seen: Statistics, threshold: Tensor, peak: Tensor, k: int) ->
     for narrowing in range(2):
         step = (high - low + (_STEPS - 1)) // _STEPS
         edges = [torch.minimum(low + step * i, high) for i in range(_STEPS)]
-        if (
-            narrowing == 0
-        ):  # then all entries of the largest magnitude, or only some of them, are kept
+        if narrowing == 0:  # then all entries of the largest magnitude are kept, or no others
             edges = [torch.minimum(edge, torch.maximum(peak, start)) for edge in [*edges, high]]
         points = torch.cat(edges, dim=1)
         counts = seen.counts(points, fits)
