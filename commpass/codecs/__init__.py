@@ -1,4 +1,4 @@
-"""Encode and decode: the parts, their composition, and codecs by name."""
+"""Codecs by name, and the functions and classes that codecs are composed of."""
 
 from commpass.codecs import operators
 from commpass.codecs.block.domain import VALUES, Domain

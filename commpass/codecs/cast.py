@@ -1,4 +1,4 @@
-"""Values in a 16-bit float: what every user has for nothing, as a codec to compare others with."""
+"""Casts to 16-bit floats as codecs, a baseline for the other codecs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ FORMS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class CastCodec(Codec):
-    """Each value rounded to the nearest 16-bit float, ties to even; 2 bytes a value, no side data.
+    """Round each value to the nearest 16-bit float, ties to even; 2 bytes per value, no side data.
 
-    What is not finite stays as it is (law 2). A finite value that would be rounded to an Inf
-    becomes the largest number instead: above 65504 in fp16, above 3.39e38 in bf16. A value that is
-    one of the form's own is kept as it is; the codec still counts as lossy, since it knows nothing
-    of its input.
+    Nonfinite values are kept (law 2). A finite value that would be rounded to an Inf becomes the
+    largest number instead: above 65504 in fp16, above 3.39e38 in bf16. Values representable in the
+    16-bit dtype are exact, but the codec counts as lossy, since it does not know its input.
     """
 
     spec: str = field(compare=False)
@@ -32,13 +31,13 @@ class CastCodec(Codec):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the codes."""
+        """The dtype of the codes."""
         return FORMS[self.form]
 
     @property
     def bound(self) -> float:
-        """Half a step of the mantissa: 2^-8 for bf16, 2^-11 for fp16; of values up to its largest
-        number, above which all of a value may be lost."""
+        """Half a unit of the mantissa: 2^-8 for bf16, 2^-11 for fp16. It holds for values up to the
+        largest number of the dtype; above it, all of a value may be lost."""
         return torch.finfo(self.dtype).eps / 2
 
     def floor(self, dtype: torch.dtype) -> float:
@@ -53,10 +52,10 @@ class CastCodec(Codec):
         form, numel = self.dtype, rows.shape[1]
         if isinstance(numel, int) and numel == 0:
             return rows.new_empty((rows.shape[0], 0), dtype=torch.uint8)
-        if _reach(rows.dtype) > _reach(form):  # in a dtype that has the largest number of the form
+        if _reach(rows.dtype) > _reach(form):  # clamp to the largest number of the form
             wide = rows.to(accumulation_dtype(rows.dtype))
             rows = finite_stays(wide, wide, form)
-        codes = rows.to(form, copy=True).contiguous()  # a wire is never the memory of the values
+        codes = rows.to(form, copy=True).contiguous()  # a wire must not alias the values
         return pad(as_bytes(codes), self.wire_bytes(numel, form))
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
@@ -72,8 +71,8 @@ def _reach(dtype: torch.dtype) -> float:
 
 
 def cast(spec: str, *, to: str = "bf16") -> Codec:
-    """16-bit floats: ``to`` is bf16, with the range of fp32, or fp16, with 3 bits more of
-    mantissa and nothing above 65504."""
+    """16-bit floats: ``to`` is bf16, with the range of fp32, or fp16, with 3 more mantissa bits and
+    a largest value of 65504."""
     if to not in FORMS:
         raise PolicyError(f"to={to!r}{nearest(to, FORMS)}")
     return CastCodec(spec, to)
@@ -85,5 +84,5 @@ def bf16(spec: str) -> Codec:
 
 
 def fp16(spec: str) -> Codec:
-    """16-bit floats with 11 bits of mantissa and nothing above 65504: ``cast(fp16)``."""
+    """16-bit floats with 11 bits of mantissa and a largest value of 65504: ``cast(fp16)``."""
     return CastCodec(spec, "fp16")

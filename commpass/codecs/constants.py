@@ -1,8 +1,8 @@
-"""Constant tensors of codecs (channels, static scales) in graphs: a traced graph names them.
+"""Constant tensors of codecs (channels, static scales) that a traced graph refers to by name.
 
-A captured tensor has no place in the graph that an algorithm goes to, and each of its numbers would
-be compiled. So ``constant`` traces to an operator that takes a name alone. Pass rewrite turns these
-into inputs of the graph; a graph without further inputs runs the operator.
+A captured tensor would have no place in the graph that an algorithm is traced into, and each of its
+numbers would be compiled. So ``constant`` traces to an operator that takes only a name. Pass
+rewrite turns these operators into graph inputs; a graph without further inputs runs the operator.
 """
 
 from __future__ import annotations
@@ -19,32 +19,35 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from commpass.utils.ambient import making_lasting_tensors
 
 _named: dict[str, Tensor] = {}
-"""Constants on the CPU by name, which is a digest of what they hold: the same on all ranks."""
+"""Constants on the CPU by name: a digest of their contents, equal on all ranks."""
 _copies: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def constant(name: str, like: Tensor, spec: str, variant: str) -> Tensor:
-    """The constant that ``named`` gave a name, on the device of ``like``: a node where a graph is
-    traced, else a tensor that all who ask share. It is that of codec ``spec``, or of a ``variant``
-    of it (``Codec.variant``), from which a process that finds the graph in a cache makes it."""
+    """Return the constant of a name returned by ``named``, on the device of ``like``.
+
+    While a graph is traced this is a node; otherwise it is a tensor shared by all callers. The
+    constant belongs to the codec ``spec`` or to a ``variant`` of it (``Codec.variant``). A process
+    that loads the graph from a cache rebuilds the constant from these.
+    """
     if _is_traced(like):
         return torch.ops.commpass.constant(name, str(like.device), spec, variant)
     return on_device(name, like.device)
 
 
 def is_known(name: str) -> bool:
-    """Whether this process has made a constant."""
+    """Whether this process has created the constant."""
     return name in _named
 
 
 def shape_of(name: str, device: str) -> Tensor:
-    """An empty tensor like a constant."""
+    """Return an uninitialized tensor with the shape and dtype of a constant."""
     held = _named[name]
     return torch.empty(held.shape, dtype=held.dtype, device=device)
 
 
 def named(values: Sequence[Any], dtype: torch.dtype) -> str:
-    """Keeps a constant of (nested) numbers for the life of the process; gives its name."""
+    """Store a constant of (nested) numbers for the lifetime of the process, and return its name."""
     with making_lasting_tensors():
         kept = torch.tensor(values, dtype=dtype, device="cpu")
         said = f"{kept.dtype} {list(kept.shape)} ".encode()
@@ -54,7 +57,7 @@ def named(values: Sequence[Any], dtype: torch.dtype) -> str:
 
 
 def on_device(name: str, device: torch.device | str) -> Tensor:
-    """A constant on a device, copied there once."""
+    """Return a constant on a device; it is copied there once."""
     key = name, torch.device(device)
     if key not in _copies:
         with making_lasting_tensors():

@@ -1,4 +1,4 @@
-"""Functions of a codec's part that are others for each type of part."""
+"""Functions that dispatch on the type of a codec's part."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def by_type(function: Callable[..., Any]) -> Any:
 
 
 def warm_up() -> None:
-    """Looks every registered type up once. Dynamo guards on how many types have been looked up:
-    it would compile again what it has compiled as soon as another one is."""
+    """Look up every registered type once. Dynamo guards on the size of the dispatch cache, and
+    would recompile whenever another type is looked up."""
     for function in _functions:
         for kind in function.registry:
             function.dispatch(kind)

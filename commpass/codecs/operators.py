@@ -1,9 +1,9 @@
-"""Encode, decode and sum as operators: what an algorithm is made of, as long as nobody needs to
-know what they compute.
+"""Encode, decode and sum as opaque operators, for algorithms that need not know their
+implementation.
 
-While an algorithm is traced ``as_operators``, each of the functions below becomes one node that
-says what it is; ``IMPLEMENTATIONS`` has what it stands for. Elsewhere they compute at once: a
-function that somebody else compiles holds plain operators.
+While an algorithm is traced under ``as_operators``, each of the functions below becomes one node;
+``IMPLEMENTATIONS`` maps it to its implementation. Otherwise they compute directly, so a function
+that the user compiles contains plain operators.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _opaque: ContextVar[bool] = ContextVar("as_operators", default=False)
 
 @contextmanager
 def as_operators() -> Iterator[None]:
-    """In here, encode, decode and sums are operators of their own."""
+    """Trace encode, decode and sums as single operators in this context."""
     before = _opaque.set(True)
     try:
         yield
@@ -45,8 +45,7 @@ def as_operators() -> Iterator[None]:
 
 
 def encode(coder: Codec, rows: Tensor, salt: Sequence[int] = ()) -> Tensor:
-    """``[rows, n]`` to their wire, uint8 ``[rows, wire_bytes(n)]``; ``salt`` as in
-    ``Codec.salted``."""
+    """Encode ``[rows, n]`` to uint8 ``[rows, wire_bytes(n)]``; ``salt`` as in ``Codec.salted``."""
     if _plain(coder):
         return coder.salted(*salt).encode_rows(rows)
     return ops.encode(rows, _name(coder), list(salt), *_tables(coder, rows))
@@ -55,9 +54,12 @@ def encode(coder: Codec, rows: Tensor, salt: Sequence[int] = ()) -> Tensor:
 def encode_with_feedback(
     coder: Codec, rows: Tensor, residual: Tensor, salt: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """The wire of ``rows + residual`` in the dtype of ``rows``, and what that leaves out, ``[rows,
-    n]`` in the dtype of the residual: 0 where it, or what is decoded, is not finite, for that must
-    not come back (error feedback)."""
+    """Encode ``rows + residual`` in the dtype of ``rows``, and return the wire and the new residual
+    (error feedback).
+
+    The new residual is the encoding error, ``[rows, n]`` in the dtype of ``residual``. It is 0 if
+    the input or the decoded value is not finite, since nonfinite values must not persist.
+    """
     if not _opaque.get():
         return _with_feedback(coder.salted(*salt), rows, residual)
     wire, left = ops.encode_with_feedback(rows, residual, _name(coder), list(salt))
@@ -65,21 +67,21 @@ def encode_with_feedback(
 
 
 def encode_parts(coder: Codec, rows: Tensor, salt: Sequence[int] = ()) -> tuple[Tensor, ...]:
-    """As ``encode``, the parts of the wire apart: uint8 ``[rows, parts(n)[i]]`` each."""
+    """As ``encode``, with separate parts of the wire: uint8 ``[rows, parts(n)[i]]`` each."""
     if _plain(coder):
         return coder.salted(*salt).encode_parts(rows)
     return tuple(ops.encode_parts(rows, _name(coder), list(salt), *_tables(coder, rows)))
 
 
 def decode(coder: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """What ``encode`` made, as ``Codec.decode_rows`` gives it: ``[rows, numel]``."""
+    """Decode a wire of ``encode`` to ``[rows, numel]``, as ``Codec.decode_rows``."""
     if _plain(coder):
         return coder.decode_rows(wire, numel, dtype)
     return ops.decode(wire, _name(coder), numel, dtype, *_tables(coder, wire))
 
 
 def decode_parts(coder: Codec, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
-    """As ``decode``, of parts that came apart."""
+    """As ``decode``, from separate parts."""
     if _plain(coder):
         return coder.decode_parts(parts, numel, dtype)
     return ops.decode_parts(list(parts), _name(coder), numel, dtype, *_tables(coder, parts[0]))
@@ -93,7 +95,7 @@ def used_bytes(coder: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Te
 
 
 def to_domain(domain: Domain, rows: Tensor) -> Tensor:
-    """Rows of values in a domain."""
+    """Transform rows of values to a domain."""
     if domain == VALUES or not _opaque.get():
         return domain.to_domain(rows)
     return ops.enter(rows, _named(str(domain.transform), domain))
@@ -107,45 +109,47 @@ def from_domain(domain: Domain, rows: Tensor) -> Tensor:
 
 
 def sum_rows(rows: Tensor) -> Tensor:
-    """``[ranks, n]`` to ``[1, n]``: the sum in the dtype of ``rows``, in rank order; of more than
-    ``UNROLLED_RANKS`` in the order of torch's own sum, which is that of the shape (law 4)."""
+    """Sum ``[ranks, n]`` to ``[1, n]`` in the dtype of ``rows``, in rank order. Above
+    ``UNROLLED_RANKS``, the order is that of torch's sum, which depends only on the shape (law
+    4)."""
     return ops.sum_rows(rows) if _opaque.get() else _sum_rows(rows)
 
 
 def join(parts: Sequence[Tensor]) -> Tensor:
-    """Columns ``[r, n]`` of several parts side by side."""
+    """Concatenate columns ``[r, n]`` of several parts."""
     return ops.join(list(parts)) if _opaque.get() else _join(parts)
 
 
 def decode_and_sum_by_index(
     coder: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype
 ) -> Tensor:
-    """Rows of chosen values to ``[numel]``: their sum, each where its index says."""
+    """Decode rows of sparse values and sum them by index to ``[numel]``."""
     if not _opaque.get():
         return sum_by_index(*coder.decode_sparse(wires, numel, dtype), numel)
     return ops.decode_and_sum_by_index(wires, _name(coder), numel, dtype)
 
 
-# --- names ----------------------------------------------------------------------------------------
+# --- codecs and domains by name -------------------------------------------------------------------
 
 _held: dict[str, Any] = {}
-"""Codecs and domains by the names that they have as arguments of operators."""
+"""Codecs and domains by their names in arguments of operators."""
 
 
 def _plain(coder: Codec) -> bool:
-    """Whether a codec computes at once: values as they are cost nothing, and stay in sight."""
+    """Whether a codec computes directly: always for ``raw``, which costs nothing and stays visible
+    to the compiler."""
     return isinstance(coder, RawCodec) or not _opaque.get()
 
 
 def _name(coder: Codec) -> str:
-    """What a codec is called, and whether it is that of values that have entered its domain."""
+    """Return the name of a codec, marked if it encodes values that are already in its domain."""
     entered = coder.domain == VALUES and codec(coder.spec).domain != VALUES
     said = [coder.spec, "entered" if entered else "", coder.variant]
     return _named(", ".join(filter(None, said)), coder.with_constants(()))
 
 
 def _tables(coder: Codec, like: Tensor) -> tuple[list[Tensor], ...]:
-    """The last argument of an operator: the constants of its codec, where that has some."""
+    """The last argument of an operator: the constants of its codec, if it has any."""
     tables = coder.constants(like)
     return ([*tables],) if tables else ()
 
@@ -156,11 +160,11 @@ def _named(name: str, argument: Any) -> str:
 
 
 def named(name: str) -> Any:
-    """The codec or domain of an operator's argument."""
+    """Return the codec or domain of an operator's argument."""
     return _held[name]
 
 
-# --- what they compute ----------------------------------------------------------------------------
+# --- implementations ------------------------------------------------------------------------------
 
 
 Tables = Sequence[Tensor] | None
@@ -245,11 +249,11 @@ def _sum_by_index(wires: Tensor, name: str, numel: int, dtype: torch.dtype) -> T
 def encode_pieces(
     rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None
 ) -> tuple[Tensor, ...]:
-    """What ``encode`` gives, in pieces to be written side by side: see ``Codec``."""
+    """As ``encode``, in pieces that are concatenated on the wire: see ``Codec.encode_pieces``."""
     return _codec(name, tables, salt).encode_pieces(rows)
 
 
-# --- and of what shape ----------------------------------------------------------------------------
+# --- output shapes --------------------------------------------------------------------------------
 
 
 def _shape_of_encode(rows: Tensor, name: str, salt: Sequence[int], tables: Tables = None) -> Tensor:
@@ -332,15 +336,15 @@ def _like(rows: Tensor) -> Tensor:
 
 
 IMPLEMENTATIONS: dict[Any, Function] = {}
-"""What each operator stands for, by the operator."""
+"""The implementation of each operator."""
 ROLES: dict[Any, str] = {}
-"""What a node of each operator does: encode, decode, used_bytes, enter, leave, sum or join; of one
-that does several of these, ``fused``."""
+"""The role of each operator: encode, decode, used_bytes, enter, leave, sum or join; ``fused`` for
+one that combines several of these."""
 _library = torch.library.Library("commpass", "FRAGMENT")
 
 
 def define(name: str, signature: str, function: Function, shapes: Function, role: str) -> Any:
-    """A coded operator: what it computes, the shapes of that, and what it does."""
+    """Define an operator with its signature, implementation, output shapes and role."""
     _library.define(name + signature)
     _library.impl(name, ambient_free(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"commpass::{name}", shapes, lib=_library)
@@ -354,7 +358,7 @@ _library.define("constant(str name, str device, str codec, str variant) -> Tenso
 
 def _constant(name: str, device: str, spec: str, variant: str) -> Tensor:
     _make_known(name, spec, variant)
-    # What an operator gives is the caller's.
+    # The caller owns the result of an operator.
     return constants.on_device(name, device).clone()
 
 
@@ -364,7 +368,7 @@ def _shape_of_constant(name: str, device: str, spec: str, variant: str) -> Tenso
 
 
 def _make_known(name: str, spec: str, variant: str) -> None:
-    """Makes a constant that a graph from a cache of compiled code asks for."""
+    """Create a constant that a graph from a cache of compiled code refers to."""
     if constants.is_known(name):
         return
     coder = codec(spec)
@@ -375,7 +379,7 @@ def _make_known(name: str, spec: str, variant: str) -> None:
 _library.impl("constant", ambient_free(_constant), "CompositeExplicitAutograd")
 torch.library.register_fake("commpass::constant", _shape_of_constant, lib=_library)
 CONSTANT = ops.constant.default
-"""What stands for a constant of a codec where a graph has no input for it."""
+"""The operator for a constant of a codec in a graph that has no input for it."""
 
 _OF = {
     "encode_with_feedback": "encode",

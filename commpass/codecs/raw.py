@@ -1,4 +1,4 @@
-"""The values as they are."""
+"""The identity codec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from commpass.codecs.rows import as_bytes
 
 @dataclass(frozen=True)
 class RawCodec(Codec):
-    """The bytes of the values, as views: nothing is computed. No side data. Lossless."""
+    """Send the bytes of the values, as views, without computation or side data. Lossless."""
 
     spec: str = field(compare=False)
 
@@ -32,9 +32,10 @@ class RawCodec(Codec):
             return wire.new_empty((wire.shape[0], 0), dtype=dtype)
         return (
             wire.reshape(-1).view(dtype).reshape(wire.shape[0], numel)
-        )  # rows may lie at any distance
+        )  # rows may have any stride
 
 
 def raw(spec: str) -> Codec:
-    """The values as they are, in their own dtype: what sparse codecs send by default."""
+    """The values in their own dtype, uncompressed; sparse codecs send values this way by
+    default."""
     return RawCodec(spec)

@@ -1,4 +1,4 @@
-"""Codecs by name with parameters: ``codec("int8", block=128)`` or the same as text,
+"""Codecs by name and parameters: ``codec("int8", block=128)`` or, as text,
 ``"int8(block=128)"``."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from commpass.utils.spec import changed, parse, spelled
 
 
 def codec(name: str | Codec, **parameters: Any) -> Codec:
-    """A codec by name. ``name`` may hold parameters, ``"int8(block=128)"``; keywords win over
-    those.
+    """Return the codec of a name. ``name`` may contain parameters, ``"int8(block=128)"``; keyword
+    arguments take precedence.
 
     Raises PolicyError for an unknown name, parameter or value, with the nearest valid one.
     """
@@ -42,7 +42,7 @@ def codec(name: str | Codec, **parameters: Any) -> Codec:
 
 @lru_cache(maxsize=256)
 def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Codec:
-    """A codec from its parameters other than the defaults."""
+    """Build a codec from the parameters that differ from their defaults."""
     try:
         return NAMES[name](spelled(name, parameters), **dict(parameters))
     except PolicyError as error:
@@ -66,7 +66,7 @@ NAMES: dict[str, Callable[..., Codec]] = {
     "cast": cast,
     "bf16": bf16,
     "fp16": fp16,
-    # Codecs that have another one inside are given the means to look it up.
+    # Codecs with an inner codec get ``codec`` to look it up.
     "outlier": partial(outlier, codec),
     "difference": partial(difference, codec),
     "mixed": partial(mixed, codec),
@@ -78,4 +78,4 @@ NAMES: dict[str, Callable[..., Codec]] = {
     "redsync": partial(sparse.redsync, codec),
     "sidco": partial(sparse.sidco, codec),
 }
-"""What builds a codec of each name: its text, then its parameters as keywords."""
+"""The builder of each codec: it takes the text, then the parameters as keywords."""

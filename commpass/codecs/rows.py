@@ -1,4 +1,4 @@
-"""Numbers as bytes; padding and cutting of rows: what all codecs are made with."""
+"""Helpers of all codecs: numbers as bytes, padding and cutting of rows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ALIGNMENT = 128
-"""Bytes to which the regions of a row are padded: odd rows lose vector stores and cost a copy."""
+"""The regions of a row are padded to this many bytes: unaligned rows prevent vector stores and cost
+a copy."""
 
 
 def to_bytes(values: Tensor) -> Tensor:
-    """Numbers ``[..., n]`` to their bytes, little end first, ``[..., n * itemsize]``.
+    """Convert numbers ``[..., n]`` to little-endian bytes, ``[..., n * itemsize]``.
 
-    By shifts, since a view to a dtype of another size is no pointwise operation and would cost a
-    kernel of its own.
+    Shifts are used because a view as a dtype of another size is not pointwise and would need its
+    own kernel.
     """
     bits = (
         values
@@ -27,7 +28,7 @@ def to_bytes(values: Tensor) -> Tensor:
 
 
 def from_bytes(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of ``to_bytes``; ``dtype`` is float32, float64 or an integer of their width."""
+    """The inverse of ``to_bytes``; ``dtype`` has 2, 4 or 8 bytes."""
     parts = raw.unflatten(-1, (raw.shape[-1] // dtype.itemsize, dtype.itemsize)).to(
         _integer_dtype(dtype)
     )
@@ -37,38 +38,39 @@ def from_bytes(raw: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _integer_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The integers as wide as a number."""
+    """Return the integer dtype of the same width."""
     return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
 def _shifts(integer_dtype: Tensor) -> Tensor:
-    """How far each byte of an integer lies from its little end."""
+    """Return the shift of each byte of an integer, lowest byte first."""
     return 8 * torch.arange(
         integer_dtype.dtype.itemsize, device=integer_dtype.device, dtype=integer_dtype.dtype
     )
 
 
 def pad(rows: Tensor, length: int) -> Tensor:
-    """Zeros behind the last dimension up to ``length``, which may be symbolic; nothing is traced
-    where nothing is missing."""
+    """Pad the last dimension with zeros to ``length``, which may be symbolic; nothing is traced if
+    no padding is needed."""
     missing = length - rows.shape[-1]
     return rows if isinstance(missing, int) and missing == 0 else F.pad(rows, (0, missing))
 
 
 def cut(rows: Tensor, length: int) -> Tensor:
-    """The first ``length`` of the last dimension; nothing is traced where that is all."""
+    """Return the first ``length`` of the last dimension; nothing is traced if that is all."""
     return (
         rows if isinstance(length, int) and length == rows.shape[-1] else rows.narrow(-1, 0, length)
     )
 
 
 def cut_apart(rows: Tensor, length: int) -> Tensor:
-    """As ``cut``, but what computes the rows stays apart from what takes the cut.
+    """As ``cut``, but prevent the compiler from fusing the producer of the rows with the consumer
+    of the cut.
 
     On a CPU, Inductor (torch 2.11 to 2.15) splits a loop over ``length`` values that loads one
-    scale a block into ``length // block`` whole blocks, and leaves the tail *unwritten*, if
-    anything elementwise follows the cut. A cut of bytes is a view of a buffer, through which it
-    does not see.
+    scale per block into ``length // block`` whole blocks. If anything elementwise follows the cut,
+    it leaves the tail *unwritten*. A cut of bytes is a view of a buffer, which Inductor does not
+    look through.
     """
     if rows.device.type != "cpu" or (isinstance(length, int) and length == rows.shape[-1]):
         return cut(rows, length)
@@ -81,12 +83,12 @@ def cut_apart(rows: Tensor, length: int) -> Tensor:
 
 
 def as_bytes(numbers: Tensor) -> Tensor:
-    """``[..., n]`` numbers to their bytes ``[..., n * itemsize]``."""
+    """View ``[..., n]`` numbers as bytes ``[..., n * itemsize]``."""
     if numbers.dtype == torch.uint8:
         return numbers
     if isinstance(numbers.shape[-1], int) and numbers.shape[-1] == 1:
-        # Inductor of torch 2.11 may give a last dimension of size 1 any stride, and a view of bytes
-        # wants a stride of 1.
+        # Inductor of torch 2.11 may give a last dimension of size 1 any stride, but a view as bytes
+        # needs a stride of 1.
         return (
             torch.cat([numbers, numbers], dim=-1).view(torch.uint8).narrow(-1, 0, numbers.itemsize)
         )
@@ -94,30 +96,30 @@ def as_bytes(numbers: Tensor) -> Tensor:
 
 
 def finite_stays(values: Tensor, original: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values cut at the largest number of ``dtype`` where the originals are finite; the others as
-    they are (law 2)."""
+    """Clamp values to the largest number of ``dtype`` if the original is finite; leave the others
+    unchanged (law 2)."""
     limit = torch.finfo(dtype).max
     return torch.where(original.isfinite(), values.clamp(-limit, limit), values)
 
 
 def aligned(number: int) -> int:
-    """The least multiple of ``ALIGNMENT`` that is not below ``number``."""
+    """Round ``number`` up to a multiple of ``ALIGNMENT``."""
     return ceil_to(number, ALIGNMENT)
 
 
 def ceil_to(number: int, step: int) -> int:
-    """The least multiple of ``step`` that is not below ``number`` (which may be symbolic)."""
+    """Round ``number``, which may be symbolic, up to a multiple of ``step``."""
     return (number + step - 1) // step * step
 
 
 def larger(a: int, b: int) -> int:
-    """The larger of two numbers, of which either may be symbolic. Dynamo of torch 2.11 takes no
-    ``sym_max`` of plain ones."""
+    """Return the larger of two numbers, each possibly symbolic. Dynamo of torch 2.11 does not
+    support ``sym_max`` of plain numbers."""
     return max(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_max(a, b)
 
 
 def smaller(a: int, b: int) -> int:
-    """The smaller of two numbers; as ``larger``."""
+    """Return the smaller of two numbers; see ``larger``."""
     return min(a, b) if isinstance(a, int) and isinstance(b, int) else torch.sym_min(a, b)
 
 

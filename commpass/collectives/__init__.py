@@ -1,4 +1,5 @@
-"""The algorithms that carry out a collective with a codec, and the collectives to call by hand."""
+"""Algorithms that run a collective with a codec, and functions to call compressed collectives
+directly."""
 
 from commpass.codecs.operators import UNROLLED_RANKS
 from commpass.collectives.algorithm import Algorithm

@@ -1,4 +1,4 @@
-"""What an algorithm is to those who choose and run it."""
+"""``Algorithm``: the interface through which algorithms are chosen and run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from commpass.collectives.steps import Steps
 
 Encodes = tuple[tuple[Codec, float], ...]
 BY_RANK = ("all_reduce", "reduce_scatter", "all_gather")
-"""Kinds in which rows to decode are those of all ranks, in order, or sums."""
+"""Kinds of collectives for which rows to decode are those of all ranks, in order, or sums."""
 
 
 def _fits_all(codec: Codec, ranks: int) -> str | None:
@@ -24,17 +24,19 @@ def _fits_all(codec: Codec, ranks: int) -> str | None:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm of one kind of collective, by name with its parameters (``spec``).
+    """An algorithm for one kind of collective, identified by its name with parameters (``spec``).
 
-    ``steps(x, request, codec)`` are its steps; with a codec that needs state ``steps(x, request,
-    codec, state)``, which end in the result and the new state. ``encodes(codec, ranks)`` are the
-    codecs that a value meets on its way, each with the share of the result's variance that is then
-    in it (for ranks whose values are independent). ``unsupported_reason`` says why it cannot work
-    with a codec on so many ranks. ``domain`` names the domain in which it sums, "" for the values
-    themselves. ``keeps`` says whether it, or an exchange in the air, still reads the input once it
-    has started. ``chunks`` is into how many it divides what it sends, where that does not depend on
-    the tensor's size. ``sends`` is the dtype of its wire: bytes, but for one whose library sums
-    what is sent.
+    - ``steps(x, request, codec)`` returns its steps. For a codec with state it is ``steps(x,
+      request, codec, state)``, whose result is a pair of the result and the new state.
+    - ``encodes(codec, ranks)`` returns the codecs that encode a value on its way, each with the
+      share of the result's variance that it encodes (for ranks whose values are independent).
+    - ``obstacle`` returns why it cannot work with a codec on a number of ranks, or None.
+    - ``domain`` returns the name of the domain in which it sums, "" for untransformed values.
+    - ``keeps`` returns whether it, or a running exchange, still reads the input after it has
+      started.
+    - ``chunks`` is the number of chunks that it sends, if that does not depend on the tensor's
+      size.
+    - ``sends`` returns the dtype of its wire: uint8, except if the library sums what is sent.
     """
 
     spec: str
@@ -48,11 +50,12 @@ class Algorithm:
     sends: Callable[[Codec], torch.dtype] = lambda codec: torch.uint8
 
     def run(self, x: Tensor, request: Request, codec: Codec, *state: Tensor) -> Steps:
-        """Its steps on this rank. Raises PolicyError for a codec that is not for so many ranks."""
+        """Return its steps on this rank. Raises PolicyError for a codec calibrated for another
+        number of ranks."""
         return self.steps(x, request, codec.of_rank(request.rank, request.ranks), *state)
 
     def unsupported_reason(self, codec: Codec, ranks: int) -> str | None:
-        """Why it cannot work with a codec on so many ranks."""
+        """Return why it cannot work with a codec on ``ranks`` ranks, or None if it can."""
         if why := codec.unsupported_reason(ranks):
             return why
         if self.kind not in BY_RANK and codec.of_rank(0, ranks) is not codec:
@@ -60,7 +63,8 @@ class Algorithm:
         return self.obstacle(codec, ranks)
 
     def error(self, codec: Codec, ranks: int) -> float:
-        """Expected relative error of a result: the errors of all encodes, added as variances."""
+        """The expected relative error of a result: the errors of all encodes, added as
+        variances."""
         return math.sqrt(
             sum(share * coder.relative_error() ** 2 for coder, share in self.encodes(codec, ranks))
         )

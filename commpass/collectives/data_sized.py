@@ -1,9 +1,9 @@
-"""Exchanges whose size depends on the data: the wire of a lossless codec has a static part and a
-dynamic one (ZipCCL, section 4).
+"""Exchanges whose size depends on the data: the wire of a lossless codec has a static and a dynamic
+part (ZipCCL, section 4).
 
-The buffers have room for the worst case, and only what is used travels: nothing can overflow,
-whatever the values are. Sizes are read on the host once an exchange, as numbers that a traced graph
-holds as unbacked symbols.
+The buffers have room for the worst case, and only the used bytes are sent, so no values can cause
+an overflow. Sizes are read on the host once per exchange; a traced graph holds them as unbacked
+symbols.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from commpass.errors import VerifyError
 
 @contextmanager
 def sizes_of_data(codec: Codec, x: Tensor, *, traced: bool) -> Iterator[None]:
-    """Lets sizes that depend on values into a fake run of an algorithm, for a codec whose wire has
-    such. Raises VerifyError where the fake values cannot have them.
+    """Allow sizes that depend on values in a fake run of an algorithm, for a codec with a dynamic
+    wire.
 
-    If the run is ``traced``, they stay allowed in its fake mode: whoever compiles the graph runs it
-    again on fake values, and without them in Dynamo's graphs unless they are whole functions. That
-    mode belongs to one graph and goes with it. Else nobody will ask for them afterwards.
+    Raises VerifyError if the fake mode has no ShapeEnv. If the run is ``traced``, the fake mode
+    keeps allowing such sizes: the compiler of the graph runs it again on fake values, and Dynamo by
+    default allows them only in full graphs. The mode belongs to that one graph. Otherwise the
+    setting is restored.
     """
     mode = detect_fake_mode(x)
     if not codec.dynamic or mode is None:
@@ -58,8 +59,8 @@ _foreseen: ContextVar[tuple[bool, Read] | None] = ContextVar("foreseen", default
 
 @contextmanager
 def foreseen(gaussian: bool, read: Read) -> Iterator[None]:
-    """In here no sizes are read: what a Gaussian needs stands for them, or the least there is.
-    ``read`` is called with what would have been read."""
+    """Do not read sizes in this context: use the bytes that Gaussian values need, or the fewest
+    possible. ``read`` is called with each tensor that would have been read."""
     before = _foreseen.set((gaussian, read))
     try:
         yield
@@ -68,19 +69,21 @@ def foreseen(gaussian: bool, read: Read) -> Iterator[None]:
 
 
 def varies(codec: Codec, dtype: torch.dtype) -> bool:
-    """Whether the bytes of a wire depend on the values. Not on how many there are: ranks that have
-    none do as the others."""
+    """Whether the number of bytes of a wire depends on the values.
+
+    The number of values is ignored, so that ranks without values act as the others.
+    """
     return codec.dynamic and codec.parts(codec.block, dtype)[1] > 0
 
 
 def hop(
     codec: Codec, rows: Tensor, move: Move, sizes_first: bool
 ) -> Generator[Tensor, Tensor, Tensor]:
-    """As ``steps.hop``, sending of each row only the bytes that it uses."""
+    """As ``steps.hop``, but send only the bytes that each row uses."""
     numel, dtype = rows.shape[1], rows.dtype
     static, room = codec.parts(numel, dtype)
     wire = operators.encode(codec, rows)
-    if isinstance(room, int) and room == 0:  # too short to be coded, on all ranks alike
+    if isinstance(room, int) and room == 0:  # too short to be coded, on all ranks
         arrived = yield move.start(wire)
         return operators.decode(codec, arrived, numel, dtype)
     used = (operators.used_bytes(codec, wire, numel, dtype) - static) // UNIT
@@ -111,8 +114,8 @@ def parts_hop(
     request: Request,
     sizes_first: bool,
 ) -> Generator[Tensor, Tensor, list[Tensor]]:
-    """As ``steps.parts_hop``: the wire of part r, ``[1, ...]`` with room for the worst case, to
-    rank r."""
+    """As ``steps.parts_hop``: send the wire of part r, ``[1, ...]`` with room for the worst case,
+    to rank r."""
     sent, coming = ([codec.parts(numel, dtype) for numel in some] for some in (lengths, arriving))
     expected, expected_in = (
         [_foreseen_bytes(codec, numel, dtype) for numel in some] for some in (lengths, arriving)
@@ -167,20 +170,21 @@ def parts_hop(
 
 
 def _filled(piece: Tensor, length: int) -> Tensor:
-    """Bytes with zeros behind them, as a row; ``pad`` takes no lengths that are only known when a
-    graph runs."""
+    """Pad bytes with zeros and return them as a row; ``pad`` does not support lengths that are
+    known only when a graph runs."""
     zeros = torch.zeros(length - piece.shape[0], dtype=torch.uint8, device=piece.device)
     return torch.cat([piece, zeros]).reshape(1, length)
 
 
 def _flat(pieces: Sequence[Tensor], sizes: Sequence[Any], request: Request) -> Tensor:
-    """Pieces ``[1, ...]`` of bytes to the ranks, from whom so many bytes come each: started."""
+    """Start an exchange that sends one piece of bytes, ``[1, ...]``, to each rank and receives
+    ``sizes`` bytes."""
     move = Rows(request, tuple(piece.shape[1] for piece in pieces), tuple(sizes))
     return move.start(torch.cat(list(pieces), dim=1).flatten())
 
 
 def _foreseen_bytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:
-    """Bytes of the dynamic part that stand for those of a row, if its size is not read."""
+    """Return the bytes assumed for the dynamic part of a row if its size is not read."""
     if (how := _foreseen.get()) is None or not how[0]:
         return 0
     return codec.expected_bytes(numel, dtype) - codec.parts(numel, dtype)[0]
@@ -189,9 +193,12 @@ def _foreseen_bytes(codec: Codec, numel: int, dtype: torch.dtype) -> int:
 def _send_used(
     wire: Tensor, used: Tensor, arriving: Tensor, move: Move, expected: int
 ) -> Generator[Tensor, Tensor, Tensor]:
-    """Of each row ``[r, room]`` the first ``used[i]`` units, ``expected`` where sizes are
-    foreseen; ``arriving`` says how long those are that come. ``[r', room]``, of
-    which what lies behind that is not to be read."""
+    """Send the first ``used[i]`` units of each row of ``[r, room]``, or ``expected`` units if sizes
+    are not read.
+
+    ``arriving`` holds the numbers of units received. Return ``[r', room]``, in which only these
+    units may be read.
+    """
     room = wire.shape[1] // UNIT
     units = wire.reshape(wire.shape[0], room, UNIT)
     if isinstance(move, Rows):
@@ -220,8 +227,8 @@ def _rows(
 
 
 def _places(used: Tensor, total: Any, capacity: int) -> Tensor:
-    """The unit, of all rows' units one after the other, that lies at each place of a buffer that
-    holds the used ones alone."""
+    """Return the index, among the units of all rows, of each unit of a buffer that holds only the
+    used units."""
     place = torch.arange(total, device=used.device)
     ends = used.cumsum(0)
     row = torch.searchsorted(ends, place, right=True)
@@ -229,14 +236,14 @@ def _places(used: Tensor, total: Any, capacity: int) -> Tensor:
 
 
 def _by_rank(used: Tensor, rows: tuple[Any, ...], capacity: int, expected: int) -> list[Any]:
-    """Units for each rank, whose rows follow one another."""
+    """Return the number of units for each rank, whose rows are consecutive."""
     zero = torch.zeros(1, dtype=used.dtype, device=used.device)
     sums, end, ends = torch.cat([zero, used.cumsum(0)]), 0, []
     for count in rows:
         end = end + count
         ends.append(
             torch.full_like(zero, end)
-        )  # an index on the device: a symbolic one would be compared with the size
+        )  # index on the device: a symbolic index would be compared with the size
     counts = torch.diff(sums[torch.cat(ends)], prepend=zero)
     return [
         _number(count, capacity * many, expected * many)
@@ -245,7 +252,7 @@ def _by_rank(used: Tensor, rows: tuple[Any, ...], capacity: int, expected: int) 
 
 
 def _number(value: Tensor, limit: Any, expected: Any) -> Any:
-    """A number of the graph's, from 0 to ``limit``; where sizes are foreseen, ``expected``."""
+    """Return a number of the graph, from 0 to ``limit``, or ``expected`` if sizes are not read."""
     if (how := _foreseen.get()) is not None:
         how[1](value)
         return expected

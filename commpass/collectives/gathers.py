@@ -1,5 +1,8 @@
-"""All-gathers: the row ``[1, n]`` of every rank to all of them, ``[ranks, padded_numel(n)]``, row r
-from rank r, coded once and decoded by everybody."""
+"""All-gathers: send the row ``[1, n]`` of every rank to all ranks.
+
+The result is ``[ranks, padded_numel(n)]``, row r from rank r. Each row is encoded once and decoded
+by every rank.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from commpass.collectives.steps import Coding, Steps, hop
 
 
 def direct(row: Tensor, request: Request, coding: Coding) -> Steps:
-    """All rows to all ranks in one exchange."""
+    """Send all rows to all ranks in one exchange."""
     return (yield from hop(row, coding, Gather(request)))
 
 
 def ring(row: Tensor, request: Request, coding: Coding) -> Steps:
-    """Rows go round: each rank hands on the bytes that it got. No two of the messages meet at a
-    rank (SSFusion, section 2: the ring of an all-gather).
+    """Pass rows around a ring: each rank forwards the bytes that it received, so no two messages
+    compete at a rank (SSFusion, section 2: the ring of an all-gather).
 
-    A library's own all-gather, which is taken where exchanges do not go as messages, does so
-    itself; and what travels in several exchanges of its own goes ``direct``.
+    The library's own all-gather does this itself and is used if exchanges are not sent as messages.
+    Rows that need several exchanges use ``direct``.
     """
     codec, ranks, rank, numel = coding.codec, request.ranks, request.rank, row.shape[1]
     row = row.to(codec.hop_dtype(coding.dtype))

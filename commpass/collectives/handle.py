@@ -1,4 +1,4 @@
-"""A collective in the air."""
+"""Handles of running collectives."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from commpass.utils.ambient import without_ambient_state
 
 
 class Handle:
-    """What ``async_op=True`` returns: the first exchange has started. ``wait`` gives the result,
-    and again when asked again.
+    """The result of ``async_op=True``: the first exchange has started. ``wait`` returns the result,
+    also if called again.
 
     Every rank must wait for its handles in the same order, since later exchanges of an algorithm
-    start in ``wait``. One that nobody waits for leaves the other ranks waiting: a warning says that
-    it was dropped.
+    start in ``wait``. A handle that is never waited for blocks the other ranks: a warning is issued
+    if it is dropped.
     """
 
     def __init__(self, steps: Steps):
@@ -26,12 +26,12 @@ class Handle:
             with without_ambient_state():
                 self._started = next(steps)
             self._steps = steps
-        except StopIteration as end:  # a ring of one rank exchanges nothing
+        except StopIteration as end:  # a ring of one rank has no exchanges
             self._result = end.value
 
     def wait(self) -> Any:
-        """The result, once everything has arrived. Raises what the process group raises, where a
-        rank is gone, say; and RuntimeError when asked again after that."""
+        """Return the result once everything has arrived. Raises the error of the process group, for
+        example if a rank has exited, and RuntimeError if called again after that."""
         if self._failure:
             raise RuntimeError(f"an earlier wait on this handle failed: {self._failure}")
         if self._steps is not None:

@@ -1,9 +1,9 @@
-"""Exchanges as messages between pairs of ranks: all are in flight at once, in both directions, and
-every receive is posted before the first send.
+"""Exchanges as point-to-point messages: all are in flight at once, in both directions, and every
+receive is posted before the first send.
 
-gloo carries out an all-to-all of large messages one direction at a time, and no more exchanges at
-once than a group has workers; its messages know neither limit. What an exchange started here gives
-is waited for like any functional collective's.
+gloo runs an all-to-all of large messages one direction at a time, and at most as many exchanges at
+once as a group has workers. Its messages have neither limit. The result of an exchange started here
+is waited for like that of any functional collective.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from commpass.utils.ambient import ambient_free
 ops = torch.ops.commpass
 
 TAG = 0x70617373
-"""Tells our messages apart from those that a user sends between the same two ranks."""
+"""The tag that separates these messages from the user's messages between the same two ranks."""
 
 
 def _all_to_all(wire: Tensor, received: Sequence[int], sent: Sequence[int], group: str) -> Tensor:
-    """The first ``sent[0]`` rows to rank 0, ...; ``received[0]`` rows from it, ..."""
+    """Send the first ``sent[0]`` rows to rank 0 and so on; receive ``received[0]`` rows from it and
+    so on."""
     arrived = wire.new_empty((sum(received), *wire.shape[1:]))
     _post(arrived.split(list(received)), wire.contiguous().split(list(sent)), arrived, group)
     return arrived
 
 
 def _all_gather(wire: Tensor, ranks: int, group: str) -> Tensor:
-    """All rows to all ranks; those of rank 0 come first, then those of rank 1, ..."""
+    """Send all rows to all ranks and return them in rank order."""
     arrived = wire.new_empty((wire.shape[0] * ranks, *wire.shape[1:]))
     _post(arrived.chunk(ranks), [wire.contiguous()] * ranks, arrived, group)
     return arrived
 
 
 def _post(coming: Sequence[Tensor], going: Sequence[Tensor], arrived: Tensor, name: str) -> None:
-    """Starts all messages of one exchange; who waits for ``arrived`` waits for all of them."""
+    """Start all messages of one exchange; waiting for ``arrived`` waits for all of them."""
     resolve: Any = dist.distributed_c10d._resolve_process_group
     group = resolve(name)
     rank = group.rank()
@@ -52,8 +53,8 @@ def _post(coming: Sequence[Tensor], going: Sequence[Tensor], arrived: Tensor, na
 
 
 def _peers(parts: Sequence[Tensor], rank: int) -> Iterator[int]:
-    """The ranks that a message comes from, or goes to: the next ones first, so that not all ranks
-    send to the same one at once."""
+    """The ranks that a message comes from or goes to. The next rank comes first, so that not all
+    ranks send to the same one at once."""
     for step in range(1, len(parts)):
         peer = (rank + step) % len(parts)
         if parts[peer].numel():
@@ -95,8 +96,8 @@ def _inductor_knows() -> bool:
 
 
 def _tell_inductor() -> None:
-    """Lets Inductor know, where somebody uses it, that these are exchanges: it then leaves their
-    buffers alone until they are waited for."""
+    """Register the exchanges in Inductor if it is in use: it then does not reuse their buffers
+    until they are waited for."""
     if "torch._inductor.compile_fx" in sys.modules:
         _inductor_knows()
 

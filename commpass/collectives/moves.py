@@ -1,5 +1,5 @@
-"""all_gather, all_to_all, broadcast, send and recv: values only move, so one encode and one
-decode."""
+"""all_gather, all_to_all, broadcast, send and recv: values are only moved, so they are encoded and
+decoded once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from commpass.collectives.request import Broadcast, Gather, Move, Request, Rows,
 from commpass.collectives.steps import Coding, Flow, Steps, hop, in_chunks, parts_hop
 
 LONG = 1.05
-"""A row is long for a codec if it takes at most so many times the bytes that its values take of a
+"""A row is long enough for a codec if its bytes per value are at most this factor times those of a
 large tensor."""
 
 
 def all_gather_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
-    """``[n, ...]`` of every rank to ``[ranks * n, ...]``: encode once, gather, decode all."""
+    """Gather ``[n, ...]`` of every rank to ``[ranks * n, ...]``: encode once, gather, decode
+    all."""
     rows = yield from _moved(x.reshape(1, -1), x.dtype, coder, flow, Gather(request))
     return rows.reshape(request.ranks * x.shape[0], *x.shape[1:])
 
@@ -37,9 +38,12 @@ def all_gather_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> S
 def difference_steps(
     x: Tensor, request: Request, coder: DifferenceCodec, reference: Tensor, flow: Flow
 ) -> Steps:
-    """``[n, ...]`` of every rank to ``[ranks * n, ...]``, as the difference to what all ranks
-    ``reference`` of it, of that shape; the steps end in what they hold now, and in what the next
-    difference is taken to (SDP4Bit, weights)."""
+    """Gather ``[n, ...]`` of every rank to ``[ranks * n, ...]`` as the difference to ``reference``,
+    which has that shape and is equal on all ranks.
+
+    The result is a pair: the gathered values, and the reference of the next difference (SDP4Bit,
+    weights).
+    """
     rows = reference.reshape(request.ranks, -1)
     own = change(x.reshape(1, -1), rows.narrow(0, request.rank, 1))
     by = yield from _moved(own, own.dtype, coder.inner, flow, Gather(request))
@@ -48,15 +52,17 @@ def difference_steps(
 
 
 def broadcast_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
-    """The root's ``x`` on all ranks, the root's own included: decoded there as well."""
+    """Return the root's ``x`` on all ranks; the root also returns the decoded value."""
     rows = yield from _moved(x.reshape(1, -1), x.dtype, coder, flow, Broadcast(request))
     return rows.reshape(x.shape)
 
 
 def all_to_all_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
-    """Parts of ``[n, ...]`` to all ranks, theirs joined: with even splits a row a rank; else each
-    entry of the first dimension is a row of its own (mixture of experts: a token), or where those
-    are short for the codec, each rank's part."""
+    """Send parts of ``[n, ...]`` to all ranks and concatenate the received parts.
+
+    With even splits, each rank's part is a row. Otherwise each entry of the first dimension is a
+    row (mixture of experts: a token), or each rank's part if entries are too short for the codec.
+    """
     if request.sent is None or request.received is None:
         rows = x.reshape(request.ranks, -1)
         moved = yield from _moved(rows, x.dtype, coder, flow, scatter(request))
@@ -66,7 +72,7 @@ def all_to_all_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> S
         move = Rows(request, request.sent, request.received)
         moved = yield from _moved(x.reshape(x.shape[0], width), x.dtype, coder, flow, move)
         return moved.reshape(arriving, *x.shape[1:])
-    # Ranks whose parts are even must do as those whose parts are not.
+    # Ranks whose parts are even must do the same as ranks whose parts are not.
     coding = Coding(coder, x.dtype, flow).undivided()
     if _even(request):
         rows = x.reshape(request.ranks, request.sent[0] * width)
@@ -84,7 +90,7 @@ def all_to_all_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> S
 
 
 def _moved(rows: Tensor, dtype: torch.dtype, coder: Codec, flow: Flow, move: Move) -> Steps:
-    """``[r, n]`` encoded, moved and decoded: ``[r', n]``."""
+    """Encode ``[r, n]``, move and decode it: ``[r', n]``."""
 
     def moved(rows: Tensor, coding: Coding) -> Steps:
         arrived = yield from hop(rows, coding, move)
@@ -101,8 +107,8 @@ def _width(x: Tensor) -> int:
 
 
 def by_entries(coder: Codec, width: int, dtype: torch.dtype, request: Request) -> bool:
-    """Whether entries are coded one by one. Every rank finds the same: the splits differ between
-    them, their form does not."""
+    """Whether entries are encoded one by one. Every rank gets the same answer: it depends on the
+    form of the splits, not on their sizes, which differ between ranks."""
     if request.sent is None or request.received is None:
         return False
     if request.unknown or not all(
@@ -121,15 +127,15 @@ def _even(request: Request) -> bool:
 
 
 def send_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
-    """``x`` as bytes to the peer. What torch gives for a tensor that was sent, and so this, has no
-    elements."""
+    """Send ``x`` as bytes to the peer. The result has no elements, like torch's result for a tensor
+    that was sent."""
     wire = operators.encode(coder, x.reshape(1, -1).to(coder.hop_dtype(x.dtype)), (request.rank,))
     sent = yield ops.isend(wire, request.peer, request.tag, request.group)
     return sent.to(x.dtype)
 
 
 def recv_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
-    """What the peer sent as bytes, in shape and dtype of the buffer ``x``, of which nothing else is
+    """Receive bytes from the peer and decode them. Only the shape and dtype of the buffer ``x`` are
     used."""
     wire = x.new_empty(
         (1, coder.wire_bytes(x.numel(), coder.hop_dtype(x.dtype))), dtype=torch.uint8
@@ -149,7 +155,7 @@ def _pairwise_obstacle(coder: Codec, ranks: int) -> str | None:
 
 
 def pairwise(kind: str, spec: str) -> Algorithm:
-    """One message as the plain operator has it, of codes."""
+    """One encoded message, in place of the plain operator."""
     steps = send_steps if kind == "send" else recv_steps
     return Algorithm(spec, kind, steps, obstacle=_pairwise_obstacle)
 
@@ -163,9 +169,12 @@ def direct(
     shards: int = 1,
     first: str = "static",
 ) -> Algorithm:
-    """One exchange as the plain collective has it, of codes. ``first`` is for a lossless codec:
-    ``static``, its static part goes first, and has the sizes of the rest in it; ``sizes``, sizes go
-    first, then all together (ZipCCL, designs 2 and 1)."""
+    """One encoded exchange, in place of the plain collective.
+
+    ``first`` is for a lossless codec. With ``static``, its static part is sent first and contains
+    the sizes of the rest. With ``sizes``, sizes are sent first, then all data (ZipCCL, designs 2
+    and 1).
+    """
     flow = flow_of(chunks, chunk_bytes, shards, first)
     steps: Any = {
         "all_gather": gather_steps,
@@ -179,7 +188,7 @@ def direct(
 def gather_steps(
     x: Tensor, request: Request, coder: Codec, reference: Tensor | None = None, *, flow: Flow
 ) -> Steps:
-    """An all_gather of codes, or of codes of the difference to what all ranks ``reference``."""
+    """Gather codes, or codes of the difference to the ``reference``."""
     if isinstance(coder, DifferenceCodec):
         assert reference is not None
         return difference_steps(x, request, coder, reference, flow)

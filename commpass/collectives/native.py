@@ -1,8 +1,8 @@
-"""all_reduce and reduce_scatter as the library has them, on values in a 16-bit float.
+"""all_reduce and reduce_scatter by the library, on values cast to a 16-bit float.
 
-What every user can do without commpass: cast, let the library sum, cast back. The library sums in
-the 16-bit form and in an order of its own. Law 4 (sums in float32, in rank order) does not hold
-here, so ``native`` is no default: who wants it names it.
+This is what users can do without commpass: cast, let the library sum, cast back. The library sums
+in the 16-bit dtype and in its own order, so law 4 (sums in float32, in rank order) does not hold.
+``native`` is therefore used only if it is named explicitly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from commpass.collectives.steps import Steps
 
 
 def all_reduce_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
-    """``x`` of any shape to its sum, or mean, over the ranks."""
+    """Reduce ``x`` of any shape to its sum or mean over the ranks."""
     total = yield from _summed(
         x.reshape(1, -1),
         request,
@@ -30,7 +30,7 @@ def all_reduce_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
 
 
 def reduce_scatter_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
-    """``[ranks * n, ...]`` to part ``request.rank`` of its sum, or mean: ``[n, ...]``."""
+    """Reduce ``[ranks * n, ...]`` to part ``request.rank`` of its sum or mean: ``[n, ...]``."""
     total = yield from _summed(
         x.reshape(request.ranks, -1),
         request,
@@ -43,8 +43,9 @@ def reduce_scatter_steps(x: Tensor, request: Request, coder: Codec) -> Steps:
 def _summed(
     rows: Tensor, request: Request, coder: Codec, start: Callable[[Tensor], Tensor]
 ) -> Steps:
-    """``[r, n]`` cast, summed by the exchange that ``start`` starts and widened: ``[1, n]`` in the
-    accumulation dtype. gloo has no mean: it is the sum, divided after it is widened."""
+    """Cast ``[r, n]``, sum it by the exchange that ``start`` starts, and widen it to ``[1, n]`` in
+    the accumulation dtype. For a mean, the sum is divided after it is widened, because gloo has no
+    mean."""
     wire = operators.encode(coder, rows).flatten()
     arrived = yield start(wire.view(wire_dtype(coder)))
     row = arrived.view(torch.uint8).reshape(1, -1)
@@ -53,16 +54,19 @@ def _summed(
 
 
 def wire_dtype(coder: Codec) -> torch.dtype:
-    """The dtype in which the library gets, and sums, the values."""
+    """Return the dtype in which the library receives and sums the values."""
     assert isinstance(coder, CastCodec)
     return coder.dtype
 
 
 def encodes(coder: Codec, ranks: int) -> Encodes:
-    """Every addend is rounded, which counts as one encode (share 1). A ring of the library's then
-    adds one rank after the other and rounds each partial sum to the form: that of k ranks holds
-    k / ranks of the variance, for k = 2, ..., ranks. These are ``(ranks + 1) / 2 - 1 / ranks``
-    more. A library that sums as a tree, or wider than it sends, rounds less."""
+    """Return the share of rounding errors, for a ring of the library.
+
+    Every addend is rounded, which counts as one encode (share 1). A ring then adds one rank after
+    another and rounds each partial sum: that of k ranks has k / ranks of the variance, for k = 2,
+    ..., ranks. These add ``(ranks + 1) / 2 - 1 / ranks``. A library that sums as a tree, or in a
+    wider dtype than it sends, rounds less.
+    """
     return ((coder, 1 + (ranks + 1) / 2 - 1 / ranks),)
 
 
@@ -76,12 +80,13 @@ def _casts(coder: Codec, ranks: int) -> str | None:
 
 
 def native(kind: str, spec: str) -> Algorithm:
-    """The library's own collective on values cast to bf16 or fp16: the fewest steps, and what it
-    computes in 16 bits.
+    """The library's own collective on values cast to bf16 or fp16: the fewest steps, but sums in 16
+    bits.
 
-    All ranks hold what the library gives all of them: the same bits. What is not finite stays so. A
-    finite addend that the form cannot hold is cut at the largest number, as the codec does; a *sum*
-    above it is an Inf, as any sum of the library's in that form: 65504 in fp16, 3.39e38 in bf16.
+    All ranks have the same bits, as the library returns them. Nonfinite values stay nonfinite. A
+    finite addend that the 16-bit dtype cannot represent is clamped to its largest number, as in the
+    codec. A *sum* above it is an Inf, as in any sum of the library in that dtype: 65504 in fp16,
+    3.39e38 in bf16.
     """
     return Algorithm(
         spec,

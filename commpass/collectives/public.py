@@ -1,9 +1,9 @@
-"""``commpass.all_reduce`` and its kin: compressed collectives to call by hand, eagerly or inside a
-compiled function.
+"""``commpass.all_reduce`` and the other compressed collectives to call directly, eagerly or inside
+a compiled function.
 
-Gradients pass straight through the rounding: the backward of each is the compressed collective that
-torch's own functional collective has there (all_reduce for all_reduce; all_gather and
-reduce_scatter for each other; all_to_all with the splits exchanged).
+Gradients ignore the rounding. The backward of each is the compressed form of the collective that
+torch's functional collective uses there. For all_reduce it is all_reduce, for all_gather
+reduce_scatter and vice versa, for all_to_all all_to_all with the splits exchanged.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ def all_reduce(
     async_op: bool = False,
     residual: Tensor | None = None,
 ) -> Any:
-    """The sum (or ``op="avg"``) of ``x`` over the ranks of ``group``, with the same bits on every
-    rank.
+    """Return the sum (or mean, ``op="avg"``) of ``x`` over the ranks of ``group``, with the same
+    bits on every rank.
 
-    ``x`` is a float tensor of any shape; ``group`` as in torch's functional collectives, the
-    default group if None; ``algorithm`` is ``two_shot`` if None, or ``one_shot``, ``ring``,
-    ``semi_ring``, ``hierarchical(node=8)``, each with parameters such as ``two_shot(stage=ag)``;
-    ``native`` is the library's own sum of values cast to 16 bits (codecs ``bf16`` and ``fp16``). A
-    codec that selects (``topk``) goes by ``sparse`` and needs a ``residual``: zeros of the shape of
-    ``x`` in the accumulation dtype at first, kept by the caller and changed in place (error
-    feedback). With ``async_op`` a ``Handle`` comes back whose ``wait()`` gives the result; it has
-    no gradient. ``x`` may be changed at once: where it is still read, a copy is. Raises PolicyError
-    for what cannot be.
+    ``x`` is a float tensor of any shape; it may be changed immediately after the call. ``group`` is
+    as in torch's functional collectives, with the default group for None. ``algorithm`` is
+    ``two_shot`` if None, or ``one_shot``, ``ring``, ``semi_ring``, ``hierarchical(node=8)``, each
+    with parameters such as ``two_shot(stage=ag)``. ``native`` is the library's own sum of values
+    cast to 16 bits (codecs ``bf16`` and ``fp16``).
+
+    A sparse codec (``topk``) uses algorithm ``sparse`` and needs a ``residual`` (error feedback).
+    It is initially zeros of the shape of ``x`` in the accumulation dtype; the caller keeps it and
+    it is changed in place. With ``async_op``, the result is a ``Handle`` whose ``wait()`` returns
+    the sum, without gradient. Raises PolicyError for invalid arguments.
     """
     spec = _spec(codec)
     if residual is not None or _selects(spec):
@@ -72,7 +73,7 @@ def all_gather(
     algorithm: str | None = None,
     async_op: bool = False,
 ) -> Any:
-    """``[n, ...]`` of every rank, joined along the first dimension in rank order: ``[ranks * n,
+    """Concatenate ``[n, ...]`` of every rank along the first dimension in rank order: ``[ranks * n,
     ...]`` on each."""
     return _collective("all_gather", x, "sum", group, _spec(codec), algorithm or "direct", async_op)
 
@@ -86,7 +87,7 @@ def reduce_scatter(
     algorithm: str | None = None,
     async_op: bool = False,
 ) -> Any:
-    """The sum (or mean) over the ranks of ``[ranks * n, ...]``, of which rank r gets part r: ``[n,
+    """Return part r of the sum (or mean) of ``[ranks * n, ...]`` over the ranks on rank r: ``[n,
     ...]``."""
     return _collective(
         "reduce_scatter", x, op, group, _spec(codec), algorithm or "direct", async_op
@@ -103,11 +104,11 @@ def all_to_all(
     algorithm: str | None = None,
     async_op: bool = False,
 ) -> Any:
-    """Parts of ``[n, ...]`` along the first dimension to all ranks, and theirs joined in rank
-    order.
+    """Send parts of ``[n, ...]`` along the first dimension to all ranks, and concatenate the
+    received parts in rank order.
 
-    ``input_split_sizes`` are the lengths of the parts, ``output_split_sizes`` those of what comes
-    from each rank; even if None.
+    ``input_split_sizes`` are the lengths of the parts sent to each rank, ``output_split_sizes`` the
+    lengths received from each rank; even if None.
     """
     splits = (output_split_sizes, input_split_sizes)
     return _collective(
@@ -204,7 +205,7 @@ def _no_group(group: Any, error: Exception) -> str:
     )
 
 
-# Dynamo takes the results of these as constants: a group, a codec and an algorithm never change.
+# Dynamo treats the results of these as constants: a group, a codec and an algorithm never change.
 @torch.compiler.assume_constant_result
 def _check_ready(kind: str) -> None:
     need_group(f"commpass.{kind}")
@@ -233,8 +234,8 @@ def _selects(spec: str) -> bool:
 
 @torch.compiler.assume_constant_result
 def _checked(kind: str, codec: str, name: str, ranks: int) -> str:
-    """The algorithm's full name. Raises PolicyError if it cannot carry out this kind with this
-    codec on so many ranks."""
+    """Return the algorithm's full name. Raises PolicyError if it cannot run this kind of collective
+    with this codec on ``ranks`` ranks."""
     chosen = _named(kind, name)
     if isinstance(codec_named(codec), DifferenceCodec):
         raise PolicyError(
@@ -299,7 +300,7 @@ def _request(
 
 
 def _sources() -> str:
-    """A hash of the version and of the files that say what a collective computes."""
+    """Return a hash of the version and of the files that determine the result of a collective."""
     package = Path(__file__).parent.parent
     parts = [(package / part).rglob("*.py") for part in ("codecs", "collectives")]
     alone = [package / "utils" / "ambient.py", package / "utils" / "spec.py"]
@@ -310,12 +311,13 @@ def _sources() -> str:
 
 
 SOURCES = _sources()
-"""An argument of every call: AOTAutograd's cache knows a graph by its operators and their arguments
-alone, and would else serve, from disk, what an older commpass made of the same call."""
+"""An argument of every call. AOTAutograd's cache identifies a graph only by its operators and
+their arguments. Without this one, it could load from disk what an older commpass made of the
+same call."""
 
 
 class _Straight(torch.autograd.Function):
-    """The collective with the gradient of the exact one: rounding is taken for the identity."""
+    """The collective with the gradient of the exact one: rounding is treated as the identity."""
 
     @staticmethod
     @ambient_free
@@ -357,7 +359,7 @@ def _run(algorithm: Algorithm, x: Tensor, request: Request, codec: str) -> Tenso
 
 
 def _mirror(kind: str, name: str) -> Algorithm:
-    """The algorithm that carries the gradient."""
+    """Return the algorithm of the backward collective."""
     if kind == "reduce_scatter":
         return _named("all_gather", name if name.startswith("direct") else "direct")
     return _named("reduce_scatter" if kind == "all_gather" else kind, name)
@@ -382,8 +384,8 @@ def _sparse_run(
     )
 
 
-# One operator for all: Dynamo keeps it as it is, AOTAutograd traces through it to plain operators
-# and functional collectives.
+# One operator for all kinds: Dynamo keeps it as is, AOTAutograd traces through it to plain
+# operators and functional collectives.
 _library = torch.library.Library("commpass", "DEF")
 _library.define(
     "collective(Tensor x, str kind, str op, str group, int ranks, int rank, SymInt[]? sent,"

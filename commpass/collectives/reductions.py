@@ -1,9 +1,9 @@
-"""all_reduce and reduce_scatter: a reduce-scatter by one of ``scatters``, and for all_reduce an
-all-gather of what it gave.
+"""all_reduce and reduce_scatter: a reduce-scatter of ``scatters``, followed for all_reduce by an
+all-gather of its result.
 
-Each stage is coded or not: ``stage`` is ``both``, ``rs`` (the reduce-scatter alone) or ``ag``
-(EQuARX, section III.A). A stage that is not coded sends values in the collective's dtype. Every
-rank uses the decoded value of what it sent, its own part included.
+``stage`` selects the encoded stages: ``both``, ``rs`` (only the reduce-scatter) or ``ag`` (EQuARX,
+section III.A). The other stage sends values in the collective's dtype. Every rank uses the decoded
+value of what it sent, including its own part.
 """
 
 from __future__ import annotations
@@ -46,18 +46,21 @@ from commpass.collectives.steps import (
 from commpass.errors import PolicyError, nearest
 
 RAW = codec("raw")
-"""What a stage that is not coded uses: values as they are, for which nothing is computed."""
+"""The codec of a stage that is not encoded."""
 STAGES = ("both", "rs", "ag")
 LAST = 1 << 16
-"""The number of the last hop of an all_reduce, which follows on any number of others."""
+"""The number of the last hop of an all_reduce, larger than that of any other hop."""
 
 
 @dataclass(frozen=True)
 class Scatter:
-    """One of the functions of ``scatters``. ``encodes`` as in ``Algorithm``;
-    ``between`` is the codec of the last hop if it is another one; ``hops`` whether partial sums
-    travel, and not only values; ``keeps`` whether later hops read the values again. ``gather`` is
-    the one of ``gathers`` by which an all_reduce then shares the sums."""
+    """One of the functions of ``scatters``.
+
+    ``encodes`` is as in ``Algorithm``. ``between`` returns the codec of the last hop if it differs.
+    ``hops`` says whether partial sums are sent, not only values. ``keeps`` says whether later hops
+    read the values again. ``gather`` is the function of ``gathers`` by which an all_reduce then
+    shares the sums.
+    """
 
     run: Callable[[Tensor, Request, Coding], Summed]
     encodes: Callable[[Codec, int], Encodes]
@@ -86,15 +89,15 @@ SEMI_RING = Scatter(
 
 @dataclass(frozen=True)
 class Staged:
-    """A reduction in one or two stages: how values travel in each."""
+    """A reduction in one or two stages, with the settings of each stage."""
 
     scatter: Scatter
     stage: str = "both"
     flow: Flow = UNDIVIDED
 
     def codings(self, coder: Codec, dtype: torch.dtype, request: Request) -> tuple[Coding, Coding]:
-        # Partial sums are not rounded to a narrower dtype on their way, even by a codec that loses
-        # nothing else (law 4).
+        # Partial sums are not rounded to a narrower dtype when sent, even by an otherwise lossless
+        # codec (law 4).
         partial = accumulation_dtype(dtype) if self.scatter.hops else dtype
         first = Coding(RAW if self.stage == "ag" else coder, partial, self.flow)
         second = RAW if self.stage == "rs" else self.scatter.between(coder)
@@ -140,7 +143,7 @@ class Staged:
         rows = x.reshape(request.ranks, -1)
         padded = pad(rows, self._padded_numel(rows.shape[1], coder))
         result = yield from in_chunks(padded, first, self.unit(coder), summed_values)
-        if request.ranks == 1:  # nothing was sent: it may be a view of x
+        if request.ranks == 1:  # nothing was sent, so it may be a view of x
             result = result.clone()
         return cut_apart(result, rows.shape[1]).reshape(x.shape[0] // request.ranks, *x.shape[1:])
 
@@ -156,8 +159,8 @@ def _mean(total: Tensor, request: Request) -> Tensor:
 
 
 def one_shot_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Steps:
-    """Everybody sends everything, everybody sums: one hop, one encode, ``ranks`` decodes (low-bit
-    TP inference, section 3)."""
+    """Every rank sends all its values to all ranks and sums: one hop, one encode, ``ranks`` decodes
+    (low-bit TP inference, section 3)."""
     domain = coder.domain
 
     def summed(row: Tensor, coding: Coding) -> Steps:
@@ -176,16 +179,17 @@ def one_shot_steps(x: Tensor, request: Request, coder: Codec, flow: Flow) -> Ste
 
 
 def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) -> Any:
-    """Chosen values and their indices to all ranks, summed by index; what was not sent is added to
-    the next ``x``.
+    """Send selected values and their indices to all ranks, and sum them by index; values not sent
+    are added to the next ``x``.
 
-    ``residual`` has the shape of ``x``, in the accumulation dtype; the steps end in the sum and the
-    new residual (SSFusion, section 2; error feedback as in Deep Gradient Compression). Where ranks'
-    selections together are no fewer than the values, rows are summed densely instead.
+    ``residual`` has the shape of ``x``, in the accumulation dtype. The result is a pair of the sum
+    and the new residual (SSFusion, section 2; error feedback as in Deep Gradient Compression). If
+    the selections of all ranks together are at least as many as the values, rows are summed densely
+    instead.
     """
     assert isinstance(coder, SparseCodec)
     numel, dtype = x.numel(), accumulation_dtype(x.dtype)
-    # Segments are operators of their own: equal ones are traced, and compiled, once.
+    # Segments are separate operators: equal ones are traced and compiled once.
     each, lengths = coder.segments(numel)
     rows, kept = (
         value.split(list(lengths), dim=1) if len(lengths) > 1 else [value]
@@ -213,7 +217,8 @@ def sparse_steps(x: Tensor, request: Request, coder: Codec, residual: Tensor) ->
 def _summed(
     coder: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype, ranks: int
 ) -> Tensor:
-    """The sum of the rows of all ranks, densely where selections are no fewer than the values."""
+    """Return the sum of the rows of all ranks, densely if the selections are at least as many as
+    the values."""
     if coder.slots(numel) * ranks >= numel:
         return sum_rows(operators.decode(coder, wires, numel, dtype).to(accumulation_dtype(dtype)))
     return operators.decode_and_sum_by_index(coder, wires, numel, dtype)
@@ -232,7 +237,7 @@ def _needs_sparse(coder: Codec, ranks: int) -> str | None:
 
 
 def no_sparse(coder: Codec, ranks: int) -> str | None:
-    """Why a codec cannot be summed hop by hop."""
+    """Return why a codec cannot be summed hop by hop, or None if it can."""
     if isinstance(coder, SparseCodec):
         return f"{coder.spec} needs {coder.state}, which only algorithm 'sparse' keeps"
     return (
@@ -254,7 +259,7 @@ def one_shot(
     shards: int = 1,
     first: str = "static",
 ) -> Algorithm:
-    """One all-gather of everything: the fewest hops, for small tensors and few ranks."""
+    """One all-gather of all values: the fewest hops, for small tensors and few ranks."""
     flow = flow_of(chunks, chunk_bytes, shards, first)
     return Algorithm(
         spec,
@@ -286,7 +291,7 @@ def _staged(kind: str, spec: str, scatter: Scatter, stage: str, flow: Flow) -> A
 
 
 MOST_HOPS = 64
-"""Hops of a ring that are still worth a graph, and the errors, that they make."""
+"""The most hops of a ring; more would make the graph and the errors too large."""
 
 
 def _few_hops(algorithm: Algorithm, hops: Callable[[int], int]) -> Algorithm:
@@ -326,8 +331,8 @@ def ring(
     shards: int = 1,
     first: str = "static",
 ) -> Algorithm:
-    """Partial sums go round, coded again at each of ranks - 1 hops (EQuARX, full loop); then, of an
-    all_reduce, the sums (``gathers.ring``)."""
+    """Partial sums go around a ring, encoded again at each of ranks - 1 hops (EQuARX, full loop).
+    For an all_reduce, the sums follow (``gathers.ring``)."""
     return _few_hops(
         _staged(kind, spec, RING, stage, flow_of(chunks, chunk_bytes, shards, first)),
         lambda ranks: ranks - 1,
@@ -344,7 +349,7 @@ def semi_ring(
     shards: int = 1,
     first: str = "static",
 ) -> Algorithm:
-    """As ``ring`` in both directions at once: ranks / 2 hops (EQuARX, semi-loop)."""
+    """As ``ring``, in both directions at once: ranks / 2 hops (EQuARX, semi-loop)."""
     return _few_hops(
         _staged(kind, spec, SEMI_RING, stage, flow_of(chunks, chunk_bytes, shards, first)),
         lambda ranks: ranks // 2,
@@ -363,7 +368,7 @@ def hierarchical(
     shards: int = 1,
     first: str = "static",
 ) -> Algorithm:
-    """First among the ``node`` ranks of a host, then between hosts, there by codec ``between``
+    """Reduce among the ``node`` ranks of a host, then between hosts with codec ``between``
     (SDP4Bit: 8 and 4 bits)."""
     if node < 0:
         raise PolicyError(f"node={node}: must be the number of ranks on one host")
@@ -396,13 +401,14 @@ def hierarchical(
 
 
 def sparse(kind: str, spec: str) -> Algorithm:
-    """An all-gather of selected values and indices, with error feedback; for codecs that select
-    (topk, dgc, ...)."""
+    """An all-gather of selected values and indices, with error feedback; for sparse codecs (topk,
+    dgc, ...)."""
     return Algorithm(spec, kind, sparse_steps, obstacle=_needs_sparse)
 
 
 def flow_of(chunks: int, chunk_bytes: int, shards: int, first: str) -> Flow:
-    """How an algorithm's parameters divide what it sends. Raises PolicyError for what cannot be."""
+    """Return how an algorithm's parameters divide what it sends. Raises PolicyError for invalid
+    parameters."""
     for name, many in (("chunks", chunks), ("shards", shards)):
         if not 1 <= many <= MOST_CHUNKS:
             raise PolicyError(f"{name}={many}: must be from 1 to {MOST_CHUNKS}")

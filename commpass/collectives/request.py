@@ -1,7 +1,7 @@
-"""How a collective was called, and the exchanges that every algorithm is made of: functional
+"""The request of a collective, and the exchanges that every algorithm consists of: functional
 collectives on rows of bytes.
 
-An exchange is *started* here and waited for by whoever runs the algorithm: see ``steps``.
+An exchange is *started* here; the code that runs the algorithm waits for it (see ``steps``).
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Request:
-    """What a collective is asked for beside its tensor.
+    """The arguments of a collective, without its tensor.
 
-    ``op`` is ``sum`` or ``avg``; ``group`` a group name, of ``ranks`` ranks, in which this one has
-    number ``rank``; ``root`` is the number of the rank that broadcasts; ``sent`` and ``received``
-    are the lengths along the first dimension for each rank of an all-to-all (numbers, maybe
-    symbolic), None if even; ``unknown`` says that they are only known when the graph runs, though
-    numbers stand in for them here; ``alike`` is False if those of other ranks are not even, though
-    these are. ``peer`` is the number of the rank at the other end of a send or receive, ``tag``
-    what tells it apart from others between the two. ``by_messages`` says that exchanges go as
-    messages between pairs of ranks (``messages``) and not by the library's own collectives.
+    - ``op`` is ``sum`` or ``avg``.
+    - ``group`` is the name of a group of ``ranks`` ranks, in which this rank has number ``rank``.
+    - ``root`` is the number of the rank that broadcasts.
+    - ``sent`` and ``received`` are the lengths along the first dimension for each rank of an
+      all-to-all (numbers, possibly symbolic), None if even.
+    - ``unknown`` says that the lengths are known only when the graph runs, though numbers are given
+      here.
+    - ``alike`` is False if the lengths of other ranks are not even, though those of this rank are.
+    - ``peer`` is the number of the rank at the other end of a send or receive, ``tag`` identifies
+      the message among others between the two.
+    - ``by_messages`` says that exchanges are point-to-point messages (``messages``) and not the
+      library's collectives.
     """
 
     group: str
@@ -48,13 +52,13 @@ class Request:
 
     @property
     def operators(self) -> Any:
-        """Where all_gather_into_tensor and all_to_all_single are taken from."""
+        """The namespace of all_gather_into_tensor and all_to_all_single."""
         return messages.ops if self.by_messages else ops
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Every rank's row to all ranks: ``[1, n]`` to ``[ranks, n]``, row r from rank r."""
+    """Send every rank's row to all ranks: ``[1, n]`` to ``[ranks, n]``, row r from rank r."""
 
     request: Request
 
@@ -65,8 +69,8 @@ class Gather:
 
 @dataclass(frozen=True)
 class Rows:
-    """The first ``sent[0]`` rows to rank 0, the next ``sent[1]`` to rank 1, ...: ``[sum(sent), n]``
-    to ``[sum(received), n]``."""
+    """Send the first ``sent[0]`` rows to rank 0, the next ``sent[1]`` to rank 1, and so on:
+    ``[sum(sent), n]`` to ``[sum(received), n]``."""
 
     request: Request
     sent: tuple[Any, ...]
@@ -81,7 +85,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """The root's row to all ranks: ``[1, n]`` to ``[1, n]``."""
+    """Send the root's row to all ranks: ``[1, n]`` to ``[1, n]``."""
 
     request: Request
 
@@ -93,13 +97,13 @@ Move = Gather | Rows | Broadcast
 
 
 def scatter(request: Request) -> Rows:
-    """Row r of ``[ranks, n]`` to rank r: ``[ranks, n]``, row r from rank r."""
+    """Send row r of ``[ranks, n]`` to rank r: ``[ranks, n]``, row r from rank r."""
     one = (1,) * request.ranks
     return Rows(request, one, one)
 
 
 def pass_on(request: Request, to: Sequence[int], source: Sequence[int]) -> Rows:
-    """One row to each of the ranks ``to``, in ascending order, and one from each of ``source``;
-    nothing to and from the others."""
+    """Send one row to each of the ranks ``to``, in ascending order, and receive one from each of
+    ``source``."""
     sent, received = ([int(rank in some) for rank in range(request.ranks)] for some in (to, source))
     return Rows(request, tuple(sent), tuple(received))

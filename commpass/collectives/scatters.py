@@ -1,8 +1,8 @@
-"""Reduce-scatters: rows ``[ranks, n]`` of every rank to the sum of one's own row, by hops in which
-values are coded.
+"""Reduce-scatters: sum rows ``[ranks, n]`` of every rank, of which each rank gets its own row, by
+encoded hops.
 
-n is a multiple of the codecs' blocks. Sums are made in float32 (float64 for float64), in the domain
-of the codec; each function ends in the sum ``[1, n]`` and the domain that it is in.
+n is a multiple of the codecs' blocks. Sums are computed in float32 (float64 for float64), in the
+domain of the codec. Each function returns the sum ``[1, n]`` and its domain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Summed = Generator[Tensor, Tensor, tuple[Tensor, Domain]]
 
 
 def convert(rows: Tensor, source: Domain, target: Domain) -> Tensor:
-    """Rows from one domain in another; values are entered in the dtype in which sums are made."""
+    """Convert rows from one domain to another; values enter a domain in the accumulation dtype."""
     if source == target:
         return rows
     rows = operators.from_domain(source, rows)
@@ -31,7 +31,7 @@ def convert(rows: Tensor, source: Domain, target: Domain) -> Tensor:
 
 
 def direct(rows: Tensor, request: Request, coding: Coding) -> Summed:
-    """Row r to rank r in one all-to-all, summed there in rank order (TACO, section 3; ZipCCL,
+    """Send row r to rank r in one all-to-all and sum there in rank order (TACO, section 3; ZipCCL,
     section 4)."""
     domain, coding = coding.codec.domain, coding.in_domain()
     arrived = yield from hop(convert(rows, VALUES, domain), coding, scatter(request))
@@ -39,8 +39,8 @@ def direct(rows: Tensor, request: Request, coding: Coding) -> Summed:
 
 
 def ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
-    """ranks - 1 hops: a partial sum goes round, is decoded, added to and encoded again at each rank
-    (EQuARX, figure 7)."""
+    """ranks - 1 hops: a partial sum goes around the ring; each rank decodes it, adds its row and
+    encodes it again (EQuARX, figure 7)."""
     domain, coding = coding.codec.domain, coding.in_domain()
     ranks, rank = request.ranks, request.rank
     rows = convert(rows, VALUES, domain)
@@ -53,7 +53,7 @@ def ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
 
 
 def semi_ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
-    """Partial sums come from both sides, each over half of the ranks: half the hops, and half as
+    """Partial sums arrive from both sides, each over half of the ranks: half the hops, and half as
     many errors (EQuARX, figure 7)."""
     domain, coding = coding.codec.domain, coding.in_domain()
     ranks, rank = request.ranks, request.rank
@@ -86,17 +86,17 @@ def semi_ring(rows: Tensor, request: Request, coding: Coding) -> Summed:
 def hierarchical(
     rows: Tensor, request: Request, coding: Coding, *, node: int, between: Codec
 ) -> Summed:
-    """First among the ``node`` ranks of each node, then among ranks of the same place in their
+    """Reduce among the ``node`` ranks of each node, then among ranks of the same place in their
     nodes, by another codec.
 
-    Ranks of a node follow one another. Where both codecs have one domain, it is not left between
+    Ranks of a node are consecutive. If both codecs have the same domain, values stay in it between
     the hops (SDP4Bit).
     """
     inner, outer = coding.codec.domain, between.domain
     nodes, length = request.ranks // node, rows.shape[1]
     home, place = divmod(request.rank, node)
     mates, likes = range(home * node, (home + 1) * node), range(place, request.ranks, node)
-    # Row p: what the ranks of place p are to own, node by node.
+    # Row p holds the parts that the ranks of place p will own, node by node.
     rows = rows.reshape(nodes, node, length).transpose(0, 1).reshape(node, nodes * length)
     first = coding.in_domain().of_sum(1, request.ranks)
     arrived = yield from hop(convert(rows, VALUES, inner), first, pass_on(request, mates, mates))
@@ -115,8 +115,8 @@ def _wide(rows: Tensor) -> Tensor:
 
 
 def ring_encodes(ranks: int) -> float:
-    """A partial sum of k of the ranks has k shares of the variance, and is encoded with k = 1, 2,
-    ..., ranks - 1."""
+    """The number of encodes: a partial sum of k of the ranks has k shares of the variance, and is
+    encoded with k = 1, 2, ..., ranks - 1."""
     return (ranks - 1) / 2
 
 

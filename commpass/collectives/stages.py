@@ -1,7 +1,7 @@
-"""The stages of an algorithm, read off a run of its own steps with tensors that hold no values.
+"""Read the stages of an algorithm from a run of its steps on tensors without values.
 
-What an algorithm costs is therefore never written beside it: an algorithm that is changed, or a new
-one, has the stages that it has.
+The cost of an algorithm is not described separately, so a changed or new algorithm always has
+correct stages.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from commpass.utils.ambient import ambient_free
 
 @dataclass(frozen=True)
 class Payload:
-    """The tensor that one rank gives to a collective: ``numel`` values, of which one entry of the
-    first dimension has ``width``."""
+    """The input tensor of one rank: ``numel`` values, of which one entry of the first dimension has
+    ``width``."""
 
     numel: int
     width: int
@@ -54,34 +54,34 @@ class Stages:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that the rank hands to collectives."""
+        """The bytes that the rank passes to collectives."""
         return sum(stage.nbytes for stage in self.stages)
 
     @property
     def dynamic_bytes(self) -> int:
-        """Of ``wire_bytes``, those whose number depends on the values."""
+        """The part of ``wire_bytes`` that depends on the values."""
         return sum(stage.nbytes for stage in self.stages if stage.dynamic)
 
     def values(self, role: str) -> int:
-        """Values that are encoded, or decoded."""
+        """Return the number of values that are encoded or decoded."""
         return sum(stage.values for stage in self.stages if stage.role == role)
 
 
 @lru_cache(maxsize=4096)
 def read_stages(kind: str, spec: str, code: str, payload: Payload, request: Request) -> Stages:
-    """The stages of an algorithm with a codec for a tensor of known size.
+    """Return the stages of an algorithm with a codec for a tensor of known size.
 
-    A Gaussian's bytes stand for those that depend on values; which do is found by a second run in
-    which they are none.
+    Bytes that depend on values are those that Gaussian values need. A second run with the fewest
+    possible bytes identifies them.
     """
     chosen, coder = algorithm(kind, spec), codec(code)
     if kind == "all_to_all" and request.sent is not None:
         rows, width = sum(request.sent), max(payload.width, 1)
-    else:  # of what has a row for each rank, only how long those are matters
+    else:  # for one row per rank, only the length of the rows matters
         rows, width = request.ranks, payload.numel // request.ranks
         if kind not in ("all_to_all", "reduce_scatter"):
             rows, width = 1, payload.numel
-    with unset_fake_temporarily():  # a meta tensor is enough, and takes a third of the time
+    with unset_fake_temporarily():  # meta tensors suffice, and take a third of the time
         return _read(chosen, coder, (rows, width), payload.dtype, request)
 
 
@@ -102,9 +102,12 @@ def _read(
 def record_stages(
     algorithm: Algorithm, coder: Codec, x: Tensor, request: Request, *, gaussian: bool = True
 ) -> Stages:
-    """The stages of an algorithm for a tensor on ``meta``, or a fake one, whose sizes may be
-    symbolic: then so are those of the stages. Bytes that depend on values are a ``gaussian``'s, or
-    else the fewest that there can be."""
+    """Return the stages of an algorithm for a ``meta`` or fake tensor; if its sizes are symbolic,
+    so are those of the stages.
+
+    Bytes that depend on values are those that Gaussian values need if ``gaussian``, else the fewest
+    possible.
+    """
     state = [coder.initial_state(x, request.ranks)] if coder.state is not None else []
     recorder = _Recorder(request)
     fixed = all(isinstance(size, int) for size in x.shape)
@@ -133,16 +136,16 @@ EXCHANGES = {
     for space in (ops, messages.ops)
     if hasattr(space, name)
 }
-"""The exchanges that algorithms are made of, and the kinds that the cost model has them by. torch
-2.11 has no messages between two ranks."""
+"""The exchanges that algorithms consist of, and their kinds in the cost model. torch 2.11 has no
+messages between two ranks."""
 WITH_FEEDBACK = operators.ops.encode_with_feedback.default
 UNCOUNTED = ("used_bytes", "join")
-"""Roles that are no stage: they read a few bytes, or move what was just computed."""
+"""Roles that are not stages: they read a few bytes, or move a result just computed."""
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes each coded operator and exchange as a stage, and from which stages every tensor is
-    made."""
+    """Record each coded operator and exchange as a stage, and the stages that each tensor depends
+    on."""
 
     def __init__(self, request: Request):
         super().__init__()
@@ -150,10 +153,10 @@ class _Recorder(TorchDispatchMode):
         self.stages: list[Stage] = []
         self.made_by: dict[int, tuple[int, ...]] = {}
         self.known: set[int] = set()  # stages from which sizes of the next exchange were read
-        self.tensors: list[Tensor] = []  # kept, since a number of one that is gone is used again
+        self.tensors: list[Tensor] = []  # kept alive, since ids of freed tensors are reused
 
     def read(self, value: Tensor) -> None:
-        """A size is read: the next exchange waits for whatever it comes from."""
+        """Record that a size is read: the next exchange waits for the stages it depends on."""
         self.known.update(self.made_by.get(id(value), ()))
 
     def __torch_dispatch__(
@@ -173,7 +176,7 @@ class _Recorder(TorchDispatchMode):
         if stage is not None:
             self.stages.append(dataclasses.replace(stage, after=after))
             after = (len(self.stages) - 1,)
-            if func is WITH_FEEDBACK:  # what is sent is decoded here too, to know what is left
+            if func is WITH_FEEDBACK:  # the sent values are also decoded here, for the residual
                 decoded = dataclasses.replace(stage, role="decode", after=after)
                 self.stages.append(decoded)
         if after:
@@ -219,13 +222,13 @@ class _Recorder(TorchDispatchMode):
 
 
 def _scattered(wire: Tensor, received: Sequence[Any]) -> Tensor:
-    """What an all-to-all gives, whose rows have no values. The operator itself would look at each
-    number of rows several times, of which there are as many as ranks."""
+    """Return the result of an all-to-all without values. The operator itself would check each of
+    the numbers of rows, one per rank, several times."""
     return wire.new_empty((sum(received), *wire.shape[1:]))
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments, and in lists there."""
+    """The tensors among an operator's arguments and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,8 +1,8 @@
-"""Algorithms as steps: a generator that yields each exchange it has started and is sent what
-arrives.
+"""Algorithms as steps: a generator that yields each exchange it has started and receives the result
+by ``send``.
 
-So one text of an algorithm runs eagerly, traces, and can be left in the air between start and end
-(``Handle``). ``hop`` is the step that all are made of: encode, move, decode.
+So the same code runs eagerly, is traced, and can be suspended while an exchange runs (``Handle``).
+``hop`` is the common step: encode, move, decode.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Steps = Generator[Tensor, Tensor, Any]
 
 
 def run(steps: Steps) -> Any:
-    """The result of an algorithm, each exchange waited for when the algorithm asks for it."""
+    """Return the result of an algorithm, waiting for each exchange when the algorithm needs it."""
     return finish(steps, None)
 
 
 def finish(steps: Steps, started: Tensor | None) -> Any:
-    """The result of an algorithm that has started its first exchange, or (None) has not begun.
-    It is contiguous, as that of a plain collective is: a view may follow."""
+    """Return the result of an algorithm that has started its first exchange, or (None) has not
+    begun. The result is contiguous, as that of a plain collective, since a view may follow."""
     try:
         while True:
             arrived: Any = None if started is None else ops.wait_tensor(started)
@@ -43,12 +43,14 @@ def finish(steps: Steps, started: Tensor | None) -> Any:
 
 @dataclass(frozen=True)
 class Flow:
-    """How what an algorithm sends is divided: into ``chunks`` that take turns, each by an exchange
-    of its own (see ``in_chunks``), or as many as there are ``chunk_bytes`` in the tensor; or within
-    one hop into micro-``shards``, all side data first.
+    """How the data of an algorithm is divided.
 
-    ``sizes_first`` matters for a dynamic codec alone: whether sizes are exchanged before all data
-    (ZipCCL's design 1), or are read off the static part, which goes first (design 2).
+    There are ``chunks`` that take turns, each with its own exchanges (see ``in_chunks``), or one
+    for every ``chunk_bytes`` of the tensor. Alternatively, micro-``shards`` divide one hop, with
+    all side data first.
+
+    ``sizes_first`` only affects a dynamic codec: sizes are exchanged before all data (ZipCCL's
+    design 1), or are read from the static part, which is sent first (design 2).
     """
 
     chunks: int = 1
@@ -57,8 +59,8 @@ class Flow:
     chunk_bytes: int = 0
 
     def chunks_of(self, nbytes: int) -> int:
-        """Into how many chunks a tensor of so many bytes is divided; of a size that is not fixed,
-        by bytes into one."""
+        """Return the number of chunks for a tensor of ``nbytes``; with ``chunk_bytes`` and a
+        symbolic size, one."""
         if not self.chunk_bytes:
             return self.chunks
         return chunks_for(nbytes, self.chunk_bytes) if isinstance(nbytes, int) else 1
@@ -69,14 +71,17 @@ MOST_CHUNKS = 64
 
 
 def chunks_for(nbytes: int, each: int) -> int:
-    """How many chunks of about ``each`` bytes a tensor has."""
+    """Return how many chunks of about ``each`` bytes a tensor has."""
     return min(max(round(nbytes / each), 1), MOST_CHUNKS)
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How values travel: by which codec, divided how; ``dtype`` is what decoded values are cast to
-    in the end. It is the ``number``-th hop of its algorithm, of its ``chunk``-th chunk."""
+    """How values are sent: the codec, the division into parts, and the ``dtype`` that decoded
+    values are finally cast to.
+
+    It describes hop ``number`` of its algorithm, in chunk ``chunk``.
+    """
 
     codec: Codec
     dtype: torch.dtype
@@ -85,37 +90,40 @@ class Coding:
     chunk: int = 0
 
     def nth(self, number: int) -> Coding:
-        """The same for another hop, whose random choices are others."""
+        """Return the same coding for another hop, with different random numbers."""
         return replace(self, number=number)
 
     def by(self, codec: Codec) -> Coding:
-        """The same with another codec."""
+        """Return the same coding with another codec."""
         return replace(self, codec=codec)
 
     def of_sum(self, of: int, ranks: int) -> Coding:
-        """The same for sums over ``of`` of so many ranks."""
+        """Return the same coding for sums over ``of`` of ``ranks`` ranks."""
         return self.by(self.codec.of_sum(of, ranks))
 
     def of_chunk(self, chunk: int) -> Coding:
-        """The same for another chunk, whose random choices are others."""
+        """Return the same coding for another chunk, with different random numbers."""
         return replace(self, chunk=chunk)
 
     def undivided(self) -> Coding:
-        """Without chunks and micro-shards."""
+        """Return the same coding without chunks and micro-shards."""
         return replace(self, flow=Flow(sizes_first=self.flow.sizes_first))
 
     def salt(self, rank: int, *piece: int) -> tuple[int, ...]:
-        """What tells the random choices of a hop from all others."""
+        """Return the salt that makes the random numbers of a hop differ from all others."""
         return rank, self.number, *piece, *([self.chunk] if self.chunk else [])
 
     def in_domain(self) -> Coding:
-        """Of values that have entered the codec's domain."""
+        """Return the coding of values that are already in the codec's domain."""
         return self.by(self.codec.domain_codec)
 
 
 def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
-    """``[r, n]`` encoded, moved and decoded: the rows that arrive, ``[r', padded_numel(n)]``, as
-    ``Codec.decode_rows`` gives them; of a codec that is not settled, ``[r', n]``."""
+    """Encode ``[r, n]``, move and decode it.
+
+    Return the rows that arrive, ``[r', padded_numel(n)]``, as ``Codec.decode_rows``; ``[r', n]`` if
+    the codec does not have ``has_linear_padding``.
+    """
     codec, salt, numel = coding.codec, coding.salt(move.request.rank), rows.shape[1]
     rows = rows.to(codec.hop_dtype(coding.dtype))
     if data_sized.varies(codec, rows.dtype):
@@ -128,19 +136,21 @@ def hop(rows: Tensor, coding: Coding, move: Move) -> Steps:
 
 
 AHEAD = 4
-"""Chunks that are in the air at once: while one is decoded, others travel."""
+"""Chunks in flight at once: while one is decoded, others are sent."""
 ALIKE = 64
-"""Values of which a chunk has a multiple: its codes then begin where memory is aligned."""
+"""The number of values of a chunk is a multiple of this, so that its codes begin at aligned
+addresses."""
 
 
 def in_chunks(
     rows: Tensor, coding: Coding, unit: int, steps: Callable[[Tensor, Coding], Steps]
 ) -> Steps:
-    """``steps`` for ``[r, n]``, a chunk of columns at a time, and their results ``[r', n]`` side by
-    side: chunk i + 1 is encoded while chunk i travels and chunk i - 1 is decoded (TACO, section 3).
+    """Run ``steps`` for ``[r, n]`` on one chunk of columns at a time, and concatenate the results
+    ``[r', n]``.
 
-    No block of ``unit`` values is in two chunks: the bits are those that all rows together give,
-    but for codecs that round at random. Fewer chunks are made where there are not as many blocks.
+    Chunk i + 1 is encoded while chunk i is sent and chunk i - 1 is decoded (TACO, section 3). No
+    block of ``unit`` values is split between chunks, so the bits equal those without chunks, except
+    for codecs with stochastic rounding. There are never more chunks than blocks.
     """
     chunks = coding.flow.chunks_of(rows.numel() * rows.element_size())
     unit = math.lcm(unit, ALIKE)
@@ -159,7 +169,8 @@ def in_chunks(
 
 
 def _in_turn(every: Sequence[Steps]) -> Generator[Tensor, Tensor, list[Any]]:
-    """The results of several algorithms, a step of each at a time, ``AHEAD`` of them at once."""
+    """Return the results of several algorithms, run in turns of one step, ``AHEAD`` of them at
+    once."""
     results: list[Any] = [None] * len(every)
     waiting = deque(enumerate(every))
     flying: deque[tuple[int, Steps, Tensor]] = deque()
@@ -180,8 +191,8 @@ def _in_turn(every: Sequence[Steps]) -> Generator[Tensor, Tensor, list[Any]]:
 
 
 def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
-    """Side data of all shards first, then the codes of each: while one is decoded, the next arrives
-    (EQuARX, section III.C)."""
+    """Send the side data of all shards first, then the codes of each: while one is decoded, the
+    next arrives (EQuARX, section III.C)."""
     codec, dtype, shards = coding.codec, coding.dtype, coding.flow.shards
     length = shard_length(rows.shape[1], shards, codec.block)
     rows = pad(rows, length * shards)
@@ -209,11 +220,11 @@ def _micro_shards(rows: Tensor, coding: Coding, move: Move) -> Steps:
 def parts_hop(
     parts: Sequence[Tensor], arriving: Sequence[int], coding: Coding, request: Request
 ) -> Steps:
-    """Part r, of any length, to rank r: the rows ``[1, padded_numel(arriving[r])]`` that arrive,
-    one from each rank.
+    """Send part r, of any length, to rank r. Return the rows ``[1, padded_numel(arriving[r])]``
+    that arrive, one from each rank.
 
-    What two ranks send each other is what ``hop`` with a row for each rank would: a rank whose
-    parts are of one length may use that instead.
+    Two ranks send each other the same bytes as with ``hop`` on a row per rank, so a rank whose
+    parts have equal lengths may use ``hop`` instead.
     """
     codec, dtype = coding.codec, coding.dtype
     rows = [part.reshape(1, -1).to(codec.hop_dtype(dtype)) for part in parts]
@@ -237,5 +248,5 @@ def parts_hop(
 
 
 def shard_length(numel: int, shards: int, block: int) -> int:
-    """Values of each of so many shards: an even share, rounded up to whole blocks."""
+    """Return the values of each of ``shards`` shards: an even share, rounded up to whole blocks."""
     return (numel + shards * block - 1) // (shards * block) * block

@@ -34,28 +34,28 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Algorithm]]] = {
     "send": {"direct": moves.pairwise},
     "recv": {"direct": moves.pairwise},
 }
-"""Kind of a collective to the algorithms that carry it out, the simplest first."""
+"""The algorithms of each kind of collective, the simplest first."""
 
 ALGORITHM_NAMES = tuple(dict.fromkeys(name for names in ALGORITHMS.values() for name in names))
 ONLY_NAMED = ("native",)
-"""Those that sum otherwise than all others do (law 4), and so are for who names them."""
+"""Algorithms that do not follow law 4 in sums, and so are used only if named explicitly."""
 DEFAULTS = (
     *(name for name in ALGORITHM_NAMES if name not in ONLY_NAMED),
     "two_shot(stage=ag)",
     "two_shot(stage=rs)",
 )
-"""What the cost model chooses from where nobody names an algorithm."""
+"""The algorithms that the cost model chooses from if none is named."""
 REDUCE_OPS = ("sum", "avg")
 
 
 def algorithms_of(kind: str) -> tuple[Algorithm, ...]:
-    """The algorithms that carry out collectives of this kind with their usual parameters."""
+    """Return the algorithms of this kind with their default parameters."""
     return tuple(algorithm(kind, name) for name in ALGORITHMS.get(kind, ()))
 
 
 def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
-    """The algorithm of this kind by name. ``spec`` may hold parameters, ``"ring(stage=ag)"``;
-    keywords win over those.
+    """Return the algorithm of this kind and name. ``spec`` may contain parameters,
+    ``"ring(stage=ag)"``; keyword arguments take precedence.
 
     Raises PolicyError for an unknown name, parameter or value, with the nearest valid one.
     """
@@ -69,7 +69,7 @@ def algorithm(kind: str, spec: str, **parameters: Any) -> Algorithm:
 
 
 def without_chunks(spec: str) -> str:
-    """The text of an algorithm that does not divide what it sends."""
+    """Return the text of an algorithm without its division into chunks."""
     name, given = parse(spec)
     given.pop("chunks", None)
     given.pop("chunk_bytes", None)
@@ -77,7 +77,7 @@ def without_chunks(spec: str) -> str:
 
 
 def chunk_bytes_of(spec: str) -> int:
-    """The bytes of the chunks that an algorithm is named with; 0 for none."""
+    """Return the chunk size in bytes in an algorithm's text; 0 if there is none."""
     return int(parse(spec)[1].get("chunk_bytes", 0))
 
 
@@ -87,12 +87,12 @@ def divides(kind: str, name: str) -> bool:
 
 
 def has_shards(kind: str, name: str) -> bool:
-    """Whether an algorithm can send what it sends in micro-shards."""
+    """Whether an algorithm can send micro-shards."""
     return "shards" in parameters_of(ALGORITHMS[kind][name])
 
 
 def find_algorithm(kind: str, spec: str) -> Algorithm | None:
-    """The algorithm of this kind by name; None for what is one of another kind."""
+    """Return the algorithm of this kind and name; None if this kind has no such algorithm."""
     try:
         return algorithm(kind, spec)
     except PolicyError:
@@ -105,7 +105,7 @@ def _build(kind: str, name: str, parameters: tuple[tuple[str, Any], ...]) -> Alg
 
 
 def check_name(spec: str) -> None:
-    """Raises PolicyError if no kind has an algorithm of this name and parameters."""
+    """Raise PolicyError if no kind has an algorithm of this name and parameters."""
     name, _ = parse(spec)
     kinds = [kind for kind, have in ALGORITHMS.items() if name in have]
     if not kinds:

@@ -1,4 +1,4 @@
-"""Predicted times of exchanges and kernels. Plain arithmetic: no graphs, no torch."""
+"""Predicted times of exchanges and kernels. Plain arithmetic, without graphs or torch."""
 
 from commpass.costmodel.files import profile_from
 from commpass.costmodel.kernels import KernelRate, Kernels

@@ -1,8 +1,9 @@
-"""One choice for each of several places: the cheapest whose losses add up to no more than a budget.
+"""Choose one option for each of several places: the cheapest choice whose losses add up to at most
+a budget.
 
-A multiple-choice knapsack. All mixes that no other beats in both cost and loss are made place by
-place, as far as there are not too many, and whatever the budget is; it only says which of them is
-taken. So a larger budget never costs more. Plain numbers: no codecs, no torch.
+This is a multiple-choice knapsack. All mixes that are not dominated in both cost and loss are built
+place by place, up to a limit on their number. The budget only selects one of them, so a larger
+budget never costs more. Plain numbers, without codecs or torch.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST = 2048
-"""Mixes of some places that are remembered beside those on the convex hull."""
+"""The number of mixes kept after each place, in addition to those on the convex hull."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Option:
-    """What may be chosen at a place: what it costs (bytes or microseconds) and what it loses (a
-    share of a squared error). Both are finite and at least 0."""
+    """An option of a place: its cost (bytes or microseconds) and its loss (a share of a squared
+    error). Both are finite and at least 0."""
 
     cost: float
     loss: float
@@ -30,7 +31,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Mix:
-    """The number of the option that is chosen at each place, and the sums."""
+    """The number of the option chosen at each place, and the sums."""
 
     chosen: tuple[int, ...]
     cost: float
@@ -38,12 +39,12 @@ class Mix:
 
 
 def cheapest(places: Sequence[Sequence[Option]], budget: float, limit: int = MOST) -> Mix | None:
-    """The mix of least cost whose losses add up to at most ``budget``; None if there is none. Of
-    those that cost the same, one of least loss.
+    """Return the mix of least cost whose losses add up to at most ``budget``; None if there is
+    none. Of mixes with equal cost, one of least loss is returned.
 
-    It is the best one if no more than ``limit`` mixes were worth remembering anywhere, and never
-    worse than the best mix on the convex hull (that of a Lagrangian relaxation). The same numbers
-    in the same order give the same mix, everywhere.
+    The result is optimal if never more than ``limit`` mixes had to be kept. It is never worse than
+    the best mix on the convex hull (that of a Lagrangian relaxation). The same numbers in the same
+    order give the same mix on every machine.
     """
     layers: list[tuple[Ints, Ints]] = []
     cost, loss = np.zeros(1), np.zeros(1)
@@ -57,7 +58,7 @@ def cheapest(places: Sequence[Sequence[Option]], budget: float, limit: int = MOS
     fits = np.flatnonzero(loss <= budget)
     if not fits.size:
         return None
-    at = int(fits[0])  # by ascending cost
+    at = int(fits[0])  # sorted by cost
     chosen, place = [], at
     for before, option in reversed(layers):
         chosen.append(int(option[place]))
@@ -66,8 +67,9 @@ def cheapest(places: Sequence[Sequence[Option]], budget: float, limit: int = MOS
 
 
 def _worthwhile(cost: Floats, loss: Floats, limit: int) -> Ints:
-    """The numbers of the points that no other beats, by ascending cost and descending loss; if
-    there are more than ``limit``, those on the convex hull and every so many of the others."""
+    """Return the indices of the points that no other dominates, by ascending cost and descending
+    loss. If there are more than ``limit``, return those on the convex hull and every n-th of the
+    others."""
     order = np.lexsort((loss, cost))
     least = np.minimum.accumulate(loss[order])
     better = np.concatenate(([True], loss[order][1:] < least[:-1]))
@@ -81,8 +83,8 @@ def _worthwhile(cost: Floats, loss: Floats, limit: int) -> Ints:
 
 
 def _hull(cost: Sequence[float], loss: Sequence[float]) -> list[int]:
-    """The corners of the lower convex hull of points by ascending cost
-    (Andrew, 1979: monotone chain)."""
+    """Return the corners of the lower convex hull of points sorted by cost (Andrew, 1979: monotone
+    chain)."""
     found: list[int] = []
     for point in range(len(cost)):
         while len(found) > 1:

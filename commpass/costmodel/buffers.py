@@ -1,6 +1,8 @@
-"""Fusion buffers of gradients that are selected from (SSFusion, section IV): where they end, what
-is left dense in them, how much is sent of the others, and where buffers are separated. One function
-each, on plain numbers."""
+"""Fusion buffers of gradients with sparse selection (SSFusion, section IV).
+
+The functions determine where buffers end, which gradients stay dense, the density of the others,
+and where buffers are split. Each works on plain numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,21 @@ from typing import Protocol
 from commpass.costmodel.links import Link
 
 BOUND = 0.001
-"""The least density to which a gradient is thinned, as published."""
+"""The least density of a gradient, as published."""
 FINEST = 10**6
-"""Densities are whole numbers of so many parts: what codecs can say exactly."""
+"""Densities are multiples of one over this number, which codecs represent exactly."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one parameter: ``entries`` of ``itemsize`` bytes. ``backward_us`` is how long
-    backward takes from the one before to this one, ``select_us`` how long what runs backward then
-    selects from it, ``offload_us`` how long a thread of the CPU does, copies there and back
-    included; ``around_us`` is what else it takes to send it sparse: to add it to what was not sent,
-    and to add up what comes back."""
+    """The gradient of one parameter: ``entries`` of ``itemsize`` bytes, and times in microseconds.
+
+    - ``backward_us``: backward from the previous gradient to this one.
+    - ``select_us``: selection from it by the processor that runs backward.
+    - ``offload_us``: selection by a CPU thread, including copies in both directions.
+    - ``around_us``: other costs of sending it sparse, which are adding the residual and summing the
+      results.
+    """
 
     name: str
     entries: int
@@ -40,7 +45,7 @@ class Gradient:
 
 
 class Part(Protocol):
-    """What is asked of what is sent of a gradient: see ``plan.Sent``."""
+    """The properties needed of a gradient that is sent: see ``plan.Sent``."""
 
     @property
     def number(self) -> int: ...
@@ -51,7 +56,7 @@ class Part(Protocol):
 
 
 class Exchanges(Protocol):
-    """What is asked of a buffer: see ``plan.Buffer``."""
+    """The properties needed of a buffer: see ``plan.Buffer``."""
 
     @property
     def sent(self) -> Sequence[Part]: ...
@@ -60,21 +65,24 @@ class Exchanges(Protocol):
 
 
 def idle(kind: str, nbytes: float) -> float:
-    """That an exchange keeps nobody from anything."""
+    """Return 0: an exchange does not delay backward."""
     return 0.0
 
 
 Runs = Sequence[Sequence[int]]
-"""Buffers as the numbers of their gradients."""
+"""Buffers as the indices of their gradients."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The gradients in the order of backward, and what their exchange costs: ``ranks`` ranks on a
-    link; a row of a gradient that is not sent whole has ``row_bytes(entries, density)``.
-    ``interleaved``: what is sent whole goes by an all_reduce of its own, in front of the all_gather
-    of a buffer. While a message is handled, backward loses ``busy_us(kind, nbytes)``: where ranks
-    share processors the thread that exchanges has none of its own."""
+    """The gradients in the order of backward, and the cost of their exchanges between ``ranks``
+    ranks on a link.
+
+    A row of a gradient that is not sent dense has ``row_bytes(entries, density)`` bytes. With
+    ``interleaved``, dense gradients use a separate all_reduce, before the all_gather of a buffer.
+    While a message is handled, backward loses ``busy_us(kind, nbytes)``: if ranks share processors,
+    the thread that exchanges does not have its own.
+    """
 
     gradients: Sequence[Gradient]
     ranks: int
@@ -85,7 +93,8 @@ class Problem:
     busy_us: Callable[[str, float], float] = idle
 
     def nbytes(self, numbers: Iterable[int], dense: Collection[int]) -> int:
-        """What one rank hands over of some gradients, those in ``dense`` whole."""
+        """Return the bytes that one rank passes for some gradients; those in ``dense`` are sent
+        whole."""
         return sum(
             self.gradients[number].nbytes
             if number in dense
@@ -94,14 +103,14 @@ class Problem:
         )
 
     def sent_us(self, kind: str, nbytes: float) -> float:
-        """One collective (SSFusion, equations 3 and 4); nothing for no bytes."""
+        """Return the time of one collective (SSFusion, equations 3 and 4); 0 for no bytes."""
         return self.link.us(kind, nbytes, self.ranks) if nbytes else 0.0
 
     def gather_us(self, numbers: Iterable[int], dense: Collection[int]) -> float:
         return self.sent_us("all_gather", self.nbytes(numbers, dense))
 
     def exchange_us(self, numbers: Sequence[int], dense: Collection[int]) -> float:
-        """A whole buffer: the left side of equation 2."""
+        """Return the time of the exchanges of a buffer: the left side of equation 2."""
         if not self.interleaved:
             return self.gather_us(numbers, dense)
         whole = [number for number in numbers if number in dense]
@@ -109,7 +118,7 @@ class Problem:
         return self.sent_us("all_reduce", self.nbytes(whole, dense)) + self.gather_us(rest, dense)
 
     def compute_us(self, numbers: Iterable[int], dense: Collection[int]) -> float:
-        """Backward and selection: the right side of equation 2."""
+        """Return the time of backward and selection: the right side of equation 2."""
         return sum(
             self.gradients[number].backward_us
             + (0.0 if number in dense else self.gradients[number].select_us)
@@ -117,9 +126,11 @@ class Problem:
         )
 
     def end_us(self, buffers: Iterable[Exchanges]) -> float:
-        """When the last exchange ends: backward, selection and what is done around it one after the
-        other, the CPU's selections beside them, exchanges in order, none before all it sends is
-        there."""
+        """Return when the last exchange ends.
+
+        Backward, selection and related operations run one after another; selections on the CPU run
+        in parallel. Exchanges run in order, each after all its data is ready.
+        """
         clock = aside = link = lost = 0.0
         for buffer in buffers:
             clock += lost
@@ -146,18 +157,19 @@ class Problem:
 
 
 def fused(problem: Problem, dense: Collection[int], kind: str) -> list[range]:
-    """Runs of gradients such that their exchanges, one ``kind`` for each run, end as early as they
-    can; among equals, fewer runs.
+    """Return runs of gradients whose exchanges, one ``kind`` for each run, end as early as
+    possible; among equals, the fewest runs.
 
-    An exchange begins when its last gradient is there and the one before has ended, and when they
-    are there does not depend on the runs: so the best way to end a prefix is part of the best way
-    to end all, and the recursion over where the last run begins is exact; but that where messages
-    keep the processors from backward, they count as so much longer.
+    An exchange begins when its last gradient is ready and the previous exchange has ended. The
+    times at which gradients are ready do not depend on the runs. So an optimal solution contains an
+    optimal solution of each prefix, and the recursion over the start of the last run is exact. One
+    approximation remains: time in which messages keep the processors from backward is added to the
+    exchange.
     """
     count = len(problem.gradients)
     there = list(accumulate((problem.compute_us([n], dense) for n in range(count)), initial=0.0))
     held = list(accumulate((problem.nbytes([n], dense) for n in range(count)), initial=0))
-    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # end, runs, where the last one begins
+    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # end, runs, start of the last run
     for end in range(1, count + 1):
         best.append(
             min(
@@ -187,7 +199,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Run:
-    """A buffer whose first ``reduced`` go by all_reduce where they are sent whole."""
+    """A buffer whose first ``reduced`` gradients use an all_reduce if they are sent dense."""
 
     sent: Sequence[_Part]
     reduced: int = 0
@@ -196,10 +208,13 @@ class _Run:
 def excluded(
     problem: Problem, runs: Runs, dense: Collection[int], capacity: float = math.inf
 ) -> list[int]:
-    """Which gradients are left dense beside those that are: in each buffer, from the last to the
-    second, the smallest ones, until the exchange of the buffer before takes as long as backward and
-    selection of this one (equation 2). It stops earlier where sending one more whole would end the
-    step later than selecting from it, or would be more than ``capacity`` entries in all."""
+    """Return the gradients that become dense in addition to ``dense``.
+
+    They are the smallest ones of each buffer, from the last to the second. A buffer is complete
+    when the exchange of the previous buffer takes as long as backward and selection of this one
+    (equation 2). It stops earlier if one more dense gradient would end the step later than
+    selecting from it, or would exceed ``capacity`` entries in total.
+    """
     held, found = set(dense), []
 
     def end_us(dense: Collection[int]) -> float:
@@ -228,8 +243,8 @@ def excluded(
 
 
 def offloaded(problem: Problem, run: Sequence[int], dense: Collection[int]) -> frozenset[int]:
-    """Which gradients of a buffer a thread of the CPU selects from, one after the other: those
-    whose selection ends before backward of the buffer does (section IV.C, step 1)."""
+    """Return the gradients of a buffer that a CPU thread selects from, one after another. Their
+    selections end before backward of the buffer does (section IV.C, step 1)."""
     end = sum(problem.gradients[number].backward_us for number in run)
     clock = busy = 0.0
     found = set()
@@ -244,10 +259,13 @@ def offloaded(problem: Problem, run: Sequence[int], dense: Collection[int]) -> f
 
 
 def cut_off(problem: Problem, sent: Sequence[Part]) -> int:
-    """After how many of a buffer's gradients its all_reduce starts, where T1 + T2 is least (section
-    IV.D): T1 is backward and selection up to there, T2 the longer of the all_reduce and the rest of
-    backward and selection, and then the all_gather. Gradients sent whole that come later are part
-    of the all_gather. Among equals, the latest."""
+    """Return after how many of a buffer's gradients its all_reduce starts, which minimizes T1 + T2
+    (section IV.D).
+
+    T1 is backward and selection up to that point. T2 is the longer of the all_reduce and the
+    remaining backward and selection, plus the all_gather. Later dense gradients are part of the
+    all_gather. Among equals, the latest start is returned.
+    """
     dense = {part.number for part in sent if part.dense}
     aside = {part.number for part in sent if part.offloaded}
     busy = [problem.compute_us([part.number], dense | aside) for part in sent]
@@ -265,9 +283,11 @@ def cut_off(problem: Problem, sent: Sequence[Part]) -> int:
 def slack(
     gradients: Sequence[Gradient], sent_dense: Collection[int], density: float, bound: float
 ) -> float:
-    """How many entries more than those of ``dense`` can be sent whole, so that the entries sent
-    are still ``density`` of all if all others are thinned to ``bound``, each gradient's rounded
-    up."""
+    """Return how many more entries than those of ``sent_dense`` can be sent dense.
+
+    The entries sent are then still ``density`` of all, if all others are reduced to ``bound``, each
+    gradient's rounded up.
+    """
     dense = sum(gradients[number].entries for number in sent_dense)
     total = sum(each.entries for each in gradients)
     room = (density - bound) * total - (len(gradients) - len(sent_dense))
@@ -277,9 +297,11 @@ def slack(
 def sparsified(
     gradients: Sequence[Gradient], sent_dense: Collection[int], density: float, bound: float
 ) -> float:
-    """Density-aware sparsification: the density of all that are not sent ``dense`` (a set of
-    numbers) at which the entries sent are ``density`` of all entries at most, each gradient's
-    rounded up; not below ``bound``."""
+    """Density-aware sparsification: return the density of all gradients not in ``sent_dense``.
+
+    With it, the entries sent are at most ``density`` of all entries, each gradient's rounded up. It
+    is not below ``bound``.
+    """
     numbers = range(len(gradients))
     dense = sum(gradients[n].entries for n in numbers if n in sent_dense)
     total = sum(each.entries for each in gradients)

@@ -1,9 +1,9 @@
-"""What the end of a course of tasks depends on: the exchanges on its critical path, and the slack
-of the others.
+"""Find the critical path of a sequence of tasks: its exchanges, and the slack of the other
+exchanges.
 
-Tasks are carried out as ``finished_us`` says. Here their dependencies are a graph of moments, of
-networkx: when the rank comes to a task, and when a link begins with it. An edge from one moment to
-another holds the microseconds that must be between the two. A longest path is a critical one.
+Tasks run as in ``finished_us``. Their dependencies form a networkx graph of moments: when the rank
+reaches a task, and when a link begins it. An edge holds the microseconds that must be between two
+moments. A longest path is a critical one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ END: Moment = ("end", 0)
 
 
 def dependencies(tasks: Sequence[Task]) -> nx.DiGraph:
-    """The moments of some tasks. Those of the rank are left out at which nothing is handed over to
-    a link, nor awaited: they are part of an edge."""
+    """Return the graph of the moments of some tasks. Moments of the rank without a link or a
+    dependency are omitted: they are part of an edge."""
     graph = nx.DiGraph()
     graph.add_node(BEGIN)
     awaited = {number for task in tasks for number in task.after}
-    last, since = BEGIN, 0.0  # the rank's last moment, and for how long it was busy since then
+    last, since = BEGIN, 0.0  # the rank's last moment, and its busy time since then
     latest: dict[Hashable, int] = {}
     gives: dict[int, tuple[Moment, float]] = {}
     for number, task in enumerate(tasks):
@@ -58,14 +58,14 @@ def dependencies(tasks: Sequence[Task]) -> nx.DiGraph:
 
 
 def _connect(graph: nx.DiGraph, source: Moment, target: Moment, us: float) -> None:
-    """Of several edges between two moments the longest counts."""
+    """Add an edge between two moments; of several, the longest is kept."""
     known = graph.get_edge_data(source, target, {"us": 0.0})["us"]
     graph.add_edge(source, target, us=max(known, us))
 
 
 def slack_us(tasks: Sequence[Task]) -> dict[int, float]:
-    """For each task on a link, by number: how many microseconds later the link could begin with it,
-    and the last task would be done no later. None on a critical path has any."""
+    """Return the slack of each task on a link, by number: how many microseconds later the link
+    could begin it without delaying the last task. It is 0 on a critical path."""
     graph = dependencies(tasks)
     order = list(nx.topological_sort(graph))
     before = _longest(graph, order)
@@ -76,7 +76,7 @@ def slack_us(tasks: Sequence[Task]) -> dict[int, float]:
 
 
 def _longest(graph: nx.DiGraph, order: Iterable[Moment]) -> dict[Moment, float]:
-    """The length of the longest path to each moment; ``order`` has each behind its sources."""
+    """Return the length of the longest path to each moment; ``order`` is a topological order."""
     found: dict[Moment, float] = {}
     for moment in order:
         sources = graph.pred[moment].items()

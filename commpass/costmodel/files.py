@@ -1,4 +1,4 @@
-"""Profiles as files: JSON that ``commpass probe`` writes, and TOML that people write."""
+"""Profile files: JSON written by ``commpass probe``, and TOML written by users."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUFFIXES = (".json", ".toml")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where a profile was measured: what must be the same for its numbers to hold."""
+    """The machine of a measurement; its numbers only hold for an equal one."""
 
     device: str
     processor: str
@@ -38,9 +38,12 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One measured size of one kind: each rank of ``group`` handed over ``nbytes`` and ``sent`` of
-    them left it. Microseconds: the median, and the fastest and slowest quarter; ``fit_us`` is what
-    the profile says of it."""
+    """One measured size of one kind of exchange.
+
+    Each rank of ``group`` passed ``nbytes``, of which ``sent`` bytes left it. Times are in
+    microseconds: the median, the fastest and the slowest quarter; ``fit_us`` is the time by the
+    profile.
+    """
 
     group: str
     kind: str
@@ -54,13 +57,13 @@ class Measured:
 
     @property
     def off(self) -> float:
-        """By what share of the measured time the fit is off."""
+        """The error of the fit, as a share of the measured time."""
         return (self.fit_us - self.us) / self.us
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileFile:
-    """A measured profile with all that it was made from. ``written`` is a time as ISO 8601."""
+    """A measured profile with the data it was fitted to. ``written`` is a time as ISO 8601."""
 
     format: str = FORMAT.name
     version: int = FORMAT.version
@@ -76,27 +79,27 @@ class ProfileFile:
 
 
 def digest(profile: Profile) -> str:
-    """A digest of all that a profile says, but for its name; that of a file's is the same."""
-    whole = msgspec.convert(msgspec.to_builtins(profile), Profile)  # 60 and 60.0 are one number
+    """Return a digest of a profile without its name, equal to that of the profile read from a
+    file."""
+    whole = msgspec.convert(msgspec.to_builtins(profile), Profile)  # converts 60 to 60.0
     said = {**msgspec.to_builtins(whole), "name": ""}
     return hashlib.sha256(msgspec.json.encode(said, order="deterministic")).hexdigest()[:16]
 
 
 def age(file: ProfileFile) -> str:
-    """How long ago it was measured, in hours or days."""
+    """Return how long ago a profile was measured, in hours or days."""
     hours = (datetime.now(UTC) - datetime.fromisoformat(file.written)).total_seconds() / 3600
     return f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.0f} days"
 
 
 def write(path: Path, file: ProfileFile) -> None:
-    """Writes a profile, whole or not at all."""
+    """Write a profile atomically."""
     raw = msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
     write_whole(path, raw, ProfileError)
 
 
 def read(path: Path) -> ProfileFile:
-    """A file that ``write`` wrote. Raises ProfileError that says what is wrong with it and
-    where."""
+    """Read a file of ``write``. Raises ProfileError with the error and its location."""
     return read_json(path, FORMAT, ProfileFile)
 
 
@@ -104,8 +107,8 @@ def read(path: Path) -> ProfileFile:
 
 
 def profile_from(profile: str | Path | Profile | None) -> Profile | None:
-    """A profile by name, by the path of a .json or .toml file, or itself. Raises PolicyError, or
-    ProfileError for a file that is none."""
+    """Return a profile by name or by the path of a .json or .toml file, or the profile itself.
+    Raises PolicyError, or ProfileError for an invalid file."""
     if isinstance(profile, str) and profile.endswith(SUFFIXES):
         profile = Path(profile)
     if not isinstance(profile, Path):
@@ -116,7 +119,7 @@ def profile_from(profile: str | Path | Profile | None) -> Profile | None:
 
 
 def _from_toml(path: Path) -> Profile:
-    """``base`` is the profile that fields are laid over; a link is a table, or a name of one."""
+    """Read a TOML file. Its fields override the profile ``base``; a link is a table or a name."""
     text, table = read_toml(path)
 
     def fail(key: str | None, why: str) -> ProfileError:
@@ -155,7 +158,7 @@ def _built(fields: dict[str, Any], fail: Any) -> Profile:
 
 
 class _Unknown(ProfileError):
-    """A word in a table that nobody knows, at a ``key``."""
+    """An unknown field of a table, at a ``key``."""
 
     def __init__(self, key: str, name: str, known: Sequence[str]):
         super().__init__(f"{name} has no field {key!r}{nearest(key, known)}")
@@ -163,7 +166,7 @@ class _Unknown(ProfileError):
 
 
 def _fields(table: Any, kind: type, name: str) -> None:
-    """Raises ProfileError if a table has a field that its kind has not."""
+    """Raise ProfileError if a table has a field that its type does not have."""
     known = [field.name for field in dataclasses.fields(kind)]
     for key in table if isinstance(table, Mapping) else ():
         if key not in known and key != "base":
@@ -171,7 +174,7 @@ def _fields(table: Any, kind: type, name: str) -> None:
 
 
 def _laid_over(key: str, value: Any, below: Any) -> Any:
-    """A field as a file says it, over what the base has there."""
+    """Return a field of a file, merged with the value of the base."""
     if key in ("link", "inside"):
         return _link(value, below)
     if key == "links":
@@ -182,7 +185,7 @@ def _laid_over(key: str, value: Any, below: Any) -> Any:
 
 
 def _kernels(value: Any, below: Any) -> Any:
-    """Rates as a file says them: a card by name, or a table, maybe with a card as its base."""
+    """Return the rates of a file: the name of a GPU, or a table that may have a GPU as its base."""
     table: Any = {"base": value} if isinstance(value, str) else value
     if not isinstance(table, Mapping):
         return value

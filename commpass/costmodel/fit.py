@@ -1,8 +1,8 @@
-"""From measured times of exchanges to alpha and beta, in as few regions of sizes as fit.
+"""Fit alpha and beta to measured times of exchanges, with as few regions of sizes as possible.
 
-The time of a collective is modelled as ``alpha * messages + sent / beta``: ``messages`` follow one
-another, and ``sent`` bytes leave a rank (links.py). What is made least is the relative error, so
-that small exchanges count as much as large ones.
+The time of a collective is modeled as ``alpha * messages + sent / beta``, for ``messages``
+consecutive messages and ``sent`` bytes that leave a rank (links.py). The relative error is
+minimized, so that small exchanges have the same weight as large ones.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from commpass.costmodel.links import Region
 from commpass.errors import ProfileError
 
 CLOSE = 0.05
-"""The relative error of the worst point below which a region is not divided any further."""
+"""A region is not divided further if the relative error of its worst point is below this."""
 BETTER = 0.7
-"""By what factor one more region must bring the worst point nearer."""
+"""The factor by which one more region must reduce the error of the worst point."""
 MOST_REGIONS = 4
 LEAST_POINTS = 2
-"""Of a region: alpha and beta are two unknowns."""
+"""The fewest points of a region, since alpha and beta are two unknowns."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measured size: ``sent`` bytes left a rank in ``messages`` that follow one another, and it
+    """One measured size: ``sent`` bytes left a rank in ``messages`` consecutive messages, and it
     took ``us`` microseconds (a median)."""
 
     messages: int
@@ -35,7 +35,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """``us = alpha * messages + ns * sent / 1000``, and by what share the worst point is off."""
+    """``us = alpha * messages + ns * sent / 1000``, and the relative error of the worst point."""
 
     alpha_us: float
     ns_a_byte: float
@@ -46,9 +46,11 @@ class Line:
 
 
 def regions(points: Sequence[Point]) -> tuple[Region, ...]:
-    """Regions of sizes, each with its alpha and beta, from measured points of one kind. As few as
-    bring every point within ``CLOSE``, and at most ``MOST_REGIONS``. Raises ProfileError for less
-    than two sizes, or times that are not above 0."""
+    """Return regions of sizes, each with its alpha and beta, from measured points of one kind.
+
+    There are as few regions as bring every point within ``CLOSE``, and at most ``MOST_REGIONS``.
+    Raises ProfileError for fewer than two sizes, or times that are not above 0.
+    """
     ordered = _growing(points)
     sizes = {point.sent for point in ordered}
     if len(sizes) < LEAST_POINTS:
@@ -66,8 +68,8 @@ def regions(points: Sequence[Point]) -> tuple[Region, ...]:
 
 
 def _growing(points: Sequence[Point]) -> list[Point]:
-    """The points by size, with times that do not fall: what was measured slower than something
-    larger has, like that, the mean of both. Noise would make regions of its own."""
+    """Return the points by size, with times that do not decrease: a point slower than a larger one
+    is averaged with it. Otherwise noise would create regions."""
     runs: list[list[Point]] = []
     for point in sorted(points, key=lambda each: each.sent):
         if not 0 < point.us < inf or not 0 <= point.sent < inf:
@@ -88,11 +90,13 @@ FASTEST = 1e6
 
 
 def _cuts(points: Sequence[Point]) -> list[int]:
-    """Where regions begin: the fewest that fit; of as many, those whose worst point is best."""
+    """Return where regions begin: the fewest that fit, and of these, those with the least worst
+    error."""
     best: dict[tuple[int, int], tuple[float, list[int]]] = {}
 
     def worst(end: int, parts: int) -> tuple[float, list[int]]:
-        """Of the first ``end`` points in so many regions."""
+        """Return the worst error, and the starts, of the first ``end`` points in ``parts``
+        regions."""
         if (end, parts) not in best:
             if parts == 1:
                 best[end, parts] = (_line(points[:end]).worst, [0])
@@ -119,7 +123,7 @@ def _cuts(points: Sequence[Point]) -> list[int]:
 
 
 def _line(points: Sequence[Point]) -> Line:
-    """Alpha and beta that make the squares of relative errors least, neither below 0."""
+    """Return the alpha and beta, not below 0, that minimize the sum of squared relative errors."""
     mm = sum((p.messages / p.us) ** 2 for p in points)
     ss = sum((p.sent / p.us) ** 2 for p in points)
     ms = sum(p.messages * p.sent / p.us**2 for p in points)

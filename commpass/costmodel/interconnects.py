@@ -1,8 +1,8 @@
-"""Links and cards by name, with what their makers state: a start until ``commpass probe`` has
-measured the real ones.
+"""Links and GPUs by name, with the numbers of their vendors: initial values until ``commpass
+probe`` has measured the real ones.
 
-The rate of a link is what one rank can send in one direction to the others, less what libraries are
-known to leave: the share that is reached is in ``REACHED``, and an assumption where it says so.
+The rate of a link is what one rank can send in one direction, times the share that libraries are
+known to reach (``REACHED``). Numbers that are assumptions are marked as such.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from commpass.costmodel.kernels import KernelRate, Kernels
 from commpass.costmodel.links import Link
 
 REACHED = 0.8
-"""Of the stated rate: what nccl-tests reach as bus bandwidth of large all_reduces on NVLink and
-InfiniBand is 75 to 90 % of it. An assumption for the links here."""
+"""The share of the stated rate that is reached. On NVLink and InfiniBand, the bus bandwidth of
+nccl-tests for large all_reduces is 75 to 90 % of it. This is an assumption for the links here."""
 
 
 @dataclass(frozen=True)
 class Stated:
-    """Stated GB/s of a rank in one direction, start-up time in microseconds, and whose statement
-    the rate is. Start-up times are assumptions: small exchanges by NCCL take some 8 us a step
-    inside a host and 15 between hosts."""
+    """Stated GB/s of a rank in one direction, start-up time in microseconds, and the source of the
+    rate.
+
+    Start-up times are assumptions: small exchanges by NCCL take some 8 us per step inside a host
+    and 15 between hosts.
+    """
 
     gbytes_per_s: float
     alpha_us: float
@@ -49,8 +52,8 @@ INTERCONNECTS: dict[str, Stated] = {
 
 @dataclass(frozen=True)
 class Card:
-    """A card's stated memory bandwidth in GB/s, dense bf16 operations in TFLOP/s, and what joins
-    the cards of a host."""
+    """A GPU's stated memory bandwidth in GB/s and dense bf16 operations in TFLOP/s, and the
+    interconnect of the GPUs of a host."""
 
     gbytes_per_s: float
     tflops: float
@@ -59,8 +62,8 @@ class Card:
 
     @property
     def kernels(self) -> Kernels:
-        """Codecs as memory-bound kernels: an encode of float32 values reads 4 bytes and writes one,
-        at half of the bandwidth (an assumption); matmuls at half of the stated rate."""
+        """Rates of codecs as memory-bound kernels. Encoding float32 values reads 4 bytes and writes
+        one, at half of the bandwidth (an assumption); matmuls run at half of the stated rate."""
         ns = 5.0 / (self.gbytes_per_s * 0.5)
         return Kernels(
             launch_us=5.0,
@@ -77,11 +80,11 @@ CARDS: dict[str, Card] = {
     "b200": Card(8000.0, 2250.0, "NVIDIA DGX B200 data sheet, a card of eight", "nvlink-5"),
     "mi300x": Card(5300.0, 1307.0, "AMD Instinct MI300X data sheet", "xgmi-3"),
 }
-"""By a part of the device's own name, in lower case."""
+"""GPUs by a part of the device's name, in lower case."""
 
 
 def card_of(device: str) -> str | None:
-    """The card in a device's own name, ``"NVIDIA H100 80GB HBM3"`` say; None for one that is not
-    known, and for one on a board without those links (``"NVIDIA A100-PCIE-40GB"``)."""
+    """Return the GPU of a device name such as ``"NVIDIA H100 80GB HBM3"``. Return None for an
+    unknown one, and for a board without those links (``"NVIDIA A100-PCIE-40GB"``)."""
     words = device.lower()
     return None if "pcie" in words else next((name for name in CARDS if name in words), None)

@@ -1,4 +1,4 @@
-"""What encoding and decoding costs: time per value, and per kernel."""
+"""The cost of encoding and decoding: time per value and per kernel."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from commpass.errors import PolicyError, check_number
 
 @dataclass(frozen=True)
 class KernelRate:
-    """Nanoseconds per value of a codec's compiled encode and decode; ``call_us`` is what each of
-    them takes beside its values, in microseconds (None: as long as ``Kernels`` says)."""
+    """Nanoseconds per value of a codec's compiled encode and decode. ``call_us`` is the time of a
+    call apart from its values, in microseconds (None: that of ``Kernels``)."""
 
     encode_ns: float
     decode_ns: float
@@ -26,12 +26,18 @@ class KernelRate:
 
 @dataclass(frozen=True)
 class Kernels:
-    """Rates by codec name (the part before the bracket), what stands for a codec not listed, and
-    the time of a launch; ``call_us`` is what an encode or decode takes beside its values, between
-    exchanges: where a rank has just waited, it takes longer than one that follows another. For the
-    rest of a graph: ``gflops``, billions of operations that a matmul does in a second, and
-    ``gbytes_per_s`` that a simple kernel reads and writes. ``matmul_encode`` is how many times as
-    long as a matmul alone one takes that encodes its own result."""
+    """Rates of kernels.
+
+    - ``launch_us``: the time of a launch.
+    - ``rates``: rates by codec name (the part before the bracket); ``other`` is for codecs not
+      listed.
+    - ``call_us``: the time of an encode or decode between exchanges, apart from its values. After a
+      wait, it takes longer than after another kernel.
+    - ``gflops``: billions of matmul operations per second, for the rest of a graph.
+    - ``gbytes_per_s``: GB/s that a simple kernel reads and writes, for the rest of a graph.
+    - ``matmul_encode``: the time of a matmul that encodes its own result, relative to a plain
+      matmul.
+    """
 
     launch_us: float
     other: KernelRate
@@ -58,8 +64,9 @@ class Kernels:
                 )
 
     def us(self, codec: str, role: str, values: float) -> float:
-        """Microseconds of one kernel that encodes or decodes (``role``) that many values; of a
-        ``matmul`` that encodes its own result, which does that many operations."""
+        """Return the microseconds of one kernel that encodes or decodes (``role``) ``values``
+        values. For a ``matmul`` that encodes its own result, ``values`` is the number of
+        operations."""
         if role == "matmul":
             return self.compute_us(values, 0.0) * self.matmul_encode
         rate = self.rates.get(codec.partition("(")[0], self.other)
@@ -68,17 +75,18 @@ class Kernels:
         return self.launch_us + call + values * ns / 1e3
 
     def compute_us(self, operations: float, nbytes: float) -> float:
-        """Microseconds of what is no codec's: the longer of so many operations and so many bytes
-        read and written. What does no operations worth counting becomes part of another kernel."""
+        """Return the microseconds of other kernels: the longer of the times for the operations and
+        for the bytes read and written. Without operations, no launch is counted, since it is fused
+        into another kernel."""
         busy = max(operations / self.gflops, nbytes / self.gbytes_per_s) / 1e3
         return busy + (self.launch_us if operations > 0 else 0.0)
 
     def copies_us(self, kernels: int, nbytes: float) -> float:
-        """Microseconds of so many kernels that together copy so many bytes."""
+        """Return the microseconds of ``kernels`` kernels that together copy ``nbytes`` bytes."""
         return kernels * self.launch_us + nbytes / self.gbytes_per_s / 1e3
 
 
-CAST = KernelRate(0.30, 0.40)  # by any of its names
+CAST = KernelRate(0.30, 0.40)  # the same for all its names
 CPU = Kernels(
     launch_us=2.0,
     other=KernelRate(3.0, 3.0),
@@ -95,11 +103,13 @@ CPU = Kernels(
     },
     call_us=140.0,
 )
-"""One core of a server processor, kernels made by Inductor, of taco the generated C++: read off
-benchmarks/codecs.py, and copies off benchmarks/group.py, rounded up. Those of taco are processor
-time, the least of 60 calls with 2^20 values: 1.41 and 2.40 ns, in bfloat16 and float32. The time of
-a call is as ``commpass probe --kernels`` measures it on two cores."""
+"""One core of a server processor, with kernels by Inductor, except generated C++ for taco.
+
+Rates are from benchmarks/codecs.py, copies from benchmarks/group.py, rounded up. Those of taco are
+processor time, the least of 60 calls with 2^20 values: 1.41 and 2.40 ns, in bfloat16 and float32.
+The time of a call is as measured by ``commpass probe --kernels`` on two cores.
+"""
 
 GPU = Kernels(launch_us=5.0, other=KernelRate(0.02, 0.02), gflops=200_000.0, gbytes_per_s=500.0)
-"""An assumption until it is measured on the user's card: memory-bound kernels at a fraction of a
+"""An assumption until it is measured on the user's GPU: memory-bound kernels at a fraction of a
 recent GPU's bandwidth."""

@@ -1,9 +1,8 @@
-"""What an exchange costs: the alpha-beta model of a link.
+"""The cost of an exchange: the alpha-beta model of a link.
 
-``P`` ranks; ``D`` is what one rank hands to the collective, in bytes; alpha is the time a message
-takes before its first byte arrives, in microseconds; beta is the time of one byte. The formulas are
-those of bandwidth-optimal algorithms on full-duplex links (SSFusion, section 2; ZipCCL, section 4):
-ring for all_reduce and all_gather, direct for the others.
+Alpha is the time before the first byte of a message arrives, in microseconds, and beta the time of
+one byte. The formulas are those of bandwidth-optimal algorithms on full-duplex links (SSFusion,
+section 2; ZipCCL, section 4): ring for all_reduce and all_gather, direct for the others.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from commpass.errors import PolicyError, check_number, nearest
 from commpass.plan.stage import ALL, BLOCK, NEXT
 
 ONE, SEVERAL = "message", "messages"
-"""Beside the kinds of collectives: an exchange by messages with one other rank, or with several."""
+"""Kinds that are not collectives: an exchange by messages with one rank, or with several."""
 
 
 @dataclass(frozen=True)
@@ -34,26 +33,28 @@ class Region:
         check_number("Region(gbytes_per_s", self.gbytes_per_s, above=True)
 
     def us(self, messages: float, sent: float) -> float:
-        """Microseconds of so many messages that follow one another and send so many bytes."""
+        """Return the microseconds of ``messages`` consecutive messages that send ``sent`` bytes."""
         return self.alpha_us * messages + sent / (self.gbytes_per_s * 1e3)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between the ranks of a group: start-up time ``alpha_us`` and bandwidth in each
-    direction ``gbytes_per_s``.
+    """A link between the ranks of a group: start-up time ``alpha_us`` and bandwidth per direction
+    ``gbytes_per_s``.
 
-    ``factor`` says how many times slower than the formula a library carries out a kind of
-    collective, of an all_to_all what is beyond ``buffered_bytes``; ``busy_us`` how long a rank
-    itself is busy with one message to another rank and one from it, whatever their size, where
-    exchanges go as messages. Where messages of several ranks meet at one they crowd each other out:
-    ``crowd_bytes`` are then sent again, of few bytes a quarter. ``sharing`` says by kind how many
-    times the bytes that one rank sends pass the port by which it sends them, where other ranks use
-    it at the same time. ``measured`` maps kinds, and
-    ``message`` and ``messages`` for what goes as messages to one other rank or to several, to what
-    was measured of them by regions of sizes: there it stands for all other numbers but ``busy_us``.
-    Raises PolicyError for what is no finite number, a negative time, no bandwidth, or a kind that
-    does not exist.
+    - ``factor``: by kind, how many times slower than the formula a library runs a collective. For
+      an all_to_all it applies to the bytes beyond ``buffered_bytes``.
+    - ``busy_us``: how long a rank is busy with one message to another rank and one from it, for any
+      size, if exchanges are sent as messages.
+    - ``crowd_bytes``: bytes sent again if messages of several ranks compete at one; for few bytes,
+      a quarter of them.
+    - ``sharing``: by kind, the bytes through a rank's port relative to those that it sends, if
+      other ranks use the port at the same time.
+    - ``measured``: measured regions of sizes, by kind, or ``message`` and ``messages`` for messages
+      to one rank or to several. They replace all other numbers except ``busy_us``.
+
+    Raises PolicyError for a number that is not finite, a negative time, a bandwidth of 0, or an
+    unknown kind.
     """
 
     alpha_us: float
@@ -94,12 +95,12 @@ class Link:
                 )
 
     def region(self, kind: str, sent: float) -> Region | None:
-        """What was measured of exchanges in which so many bytes leave a rank."""
+        """Return the measured region of exchanges in which ``sent`` bytes leave a rank, or None."""
         known = self.measured.get(kind) or self.measured.get(ONE if kind == SEVERAL else kind, ())
         return next((each for each in reversed(known) if each.from_bytes <= sent), None)
 
     def scaled(self, times: float) -> Link:
-        """A link of ``times`` the bandwidth, with the same start-up times."""
+        """Return a link of ``times`` the bandwidth, with the same start-up times."""
         measured = {
             kind: tuple(replace(each, gbytes_per_s=each.gbytes_per_s * times) for each in regions)
             for kind, regions in self.measured.items()
@@ -107,8 +108,8 @@ class Link:
         return replace(self, gbytes_per_s=self.gbytes_per_s * times, measured=measured)
 
     def us(self, kind: str, nbytes: float, ranks: int, peers: int | None = None) -> float:
-        """Microseconds of one collective of ``kind`` in which each of ``ranks`` ranks hands over
-        ``nbytes``; with ``peers``, of one in which each talks to so many others alone."""
+        """Return the microseconds of one collective of ``kind`` in which each of ``ranks`` ranks
+        passes ``nbytes``; with ``peers``, each exchanges only with that many others."""
         return sum(self.parts_us(kind, nbytes, ranks, peers))
 
     def parts_us(
@@ -121,10 +122,13 @@ class Link:
         by_messages: bool = False,
         sharing: float | None = None,
     ) -> tuple[float, float]:
-        """As ``us``, the latency and the time for which the link is taken apart. ``by_messages``:
-        as messages between pairs, which are all in the air at once and are none of the library's
-        collectives, to which ``factor`` applies. ``sharing`` stands for that of the link, which is
-        right where each rank sends to the next or to all others."""
+        """As ``us``, with separate latency and time on the link.
+
+        With ``by_messages``, the exchange is sent as messages between pairs, which are all in
+        flight at once. They are not the library's collectives, to which ``factor`` applies.
+        ``sharing`` replaces that of the link, which holds if each rank sends to the next or to all
+        others.
+        """
         if ranks <= 1:
             return 0.0, 0.0
         messages, sent = _STEPS[kind](ranks, nbytes) if peers is None else (peers, nbytes)
@@ -152,10 +156,10 @@ _STEPS = {
     "send": lambda ranks, size: (1, size),
     "recv": lambda ranks, size: (1, size),
 }
-"""Kind to (messages that follow one another, bytes that one rank sends)."""
+"""Kind to (consecutive messages, bytes that one rank sends)."""
 MEASURED = (*_STEPS, ONE, SEVERAL)
 DIRECT = ("all_to_all", SEVERAL)
-"""In which each rank sends to each other one; in all others each sends to the next."""
+"""Kinds in which each rank sends to each other rank; in all others each sends to the next."""
 
 
 def _measured_as(kind: str, messages: int, by_messages: bool) -> str:
@@ -163,33 +167,38 @@ def _measured_as(kind: str, messages: int, by_messages: bool) -> str:
 
 
 def steps(kind: str, ranks: int, nbytes: float) -> tuple[int, float]:
-    """Messages that follow one another, and bytes that one rank sends, where each of ``ranks``
-    ranks hands over ``nbytes``."""
+    """Return the number of consecutive messages, and the bytes that one rank sends, if each of
+    ``ranks`` ranks passes ``nbytes``."""
     return _STEPS[kind](ranks, nbytes)
 
 
 def sharing(ranks: int, on_host: int, per_port: float) -> dict[str, float]:
-    """How many times the bytes of one rank pass a port that ``per_port`` ranks of a host use, all
-    at the same time, by kind: where all ranks of a job do the same, each in a group of ``ranks`` of
-    which ``on_host`` are on a host."""
+    """Return, by kind, how many times the bytes of one rank pass a port that ``per_port`` ranks of
+    a host use at the same time.
+
+    All ranks of a job are assumed to do the same, each in a group of ``ranks`` of which ``on_host``
+    are on a host.
+    """
     reaches = {kind: ALL if kind in DIRECT else NEXT for kind in MEASURED}
     times = {reach: sharing_of(reach, ranks - 1, ranks, on_host, per_port) for reach in (ALL, NEXT)}
     return {kind: times[reach] for kind, reach in reaches.items()}
 
 
 def sharing_of(reach: str, peers: int, ranks: int, on_host: int, per_port: float) -> float:
-    """As ``sharing``, for an exchange of this ``reach`` (as in ``Stage``) with ``peers``."""
+    """As ``sharing``, for an exchange of this ``reach`` (as in ``Stage``) with ``peers`` ranks."""
     return max(1.0, per_port / on_host * crossing(reach, peers, ranks, on_host))
 
 
 @functools.lru_cache(maxsize=1024)
 def crossing(reach: str, peers: int, ranks: int, on_host: int) -> float:
-    """By how many ranks' bytes the busiest host is left in an exchange of this ``reach`` with
-    ``peers``, in a group of ``ranks`` of which ``on_host`` that follow one another are on each
-    host."""
+    """Return how many ranks' bytes leave the busiest host in an exchange of this ``reach`` with
+    ``peers`` ranks.
+
+    The group has ``ranks`` ranks, of which ``on_host`` consecutive ones are on each host.
+    """
     if on_host == ranks or not peers:
         return 0.0
-    if reach == NEXT:  # the first rank of a host and the last one send half of theirs, or one all
+    if reach == NEXT:  # first and last rank of a host send half their bytes out, or one of them all
         return 1.0
     if reach == ALL:
         return on_host * (ranks - on_host) / max(ranks - 1, 1)
@@ -198,7 +207,7 @@ def crossing(reach: str, peers: int, ranks: int, on_host: int) -> float:
     step = 1 if reach == BLOCK else ranks // size
 
     def share_leaving(rank: int) -> float:
-        """Of what a rank sends, the share that goes to other hosts."""
+        """Return the share of what a rank sends that goes to other hosts."""
         host = rank // on_host * on_host
         first = rank // size * size if reach == BLOCK else rank % step
         part = range(first, first + step * size, step)

@@ -1,6 +1,8 @@
-"""The price list: what each stage of an algorithm, and each plain collective, takes on the links
-and kernels of a profile. Whoever needs such a time asks here: the choice, the timeline, what hides,
-chunks, groups and simplifications.
+"""The times of the stages of an algorithm and of plain collectives, on the links and kernels of a
+profile.
+
+They are used by the choice of codec and algorithm, the timeline, overlap, chunks, groups and
+simplifications.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from commpass.plan.stage import ALL, BLOCK, Stage
 
 @dataclass(frozen=True)
 class Prices:
-    """What is done in one group of ``ranks`` costs, with one profile. ``port`` names what carries
-    its exchanges, which groups of the same port share, and ``link`` says how fast that is;
-    ``on_host`` ranks of the group are on each of its hosts (0: not known)."""
+    """The costs in one group of ``ranks`` ranks, with one profile.
+
+    ``port`` names the link of its exchanges, which groups of the same port share; ``link`` is its
+    speed. ``on_host`` ranks of the group are on each of its hosts (0: unknown).
+    """
 
     profile: Profile
     ranks: int
@@ -27,7 +31,7 @@ class Prices:
     on_host: int
 
     def task(self, stage: Stage) -> Task:
-        """A stage with its time."""
+        """Return a stage as a task with its time."""
         if stage.role == "exchange":
             return self._exchange(stage)
         coded = stage.role in ("encode", "decode")
@@ -36,7 +40,7 @@ class Prices:
         return Task(HOST, us, after=stage.after)
 
     def us(self, kind: str, nbytes: float) -> float:
-        """Microseconds of a plain collective to which each rank hands ``nbytes``."""
+        """Return the microseconds of a plain collective to which each rank passes ``nbytes``."""
         return self.link.us(kind, nbytes, self.ranks)
 
     def _exchange(self, stage: Stage) -> Task:
@@ -61,13 +65,13 @@ class Prices:
         messages = self.ranks - 1 if stage.peers is None else stage.peers
         busy = link.busy_us * messages
         if link.region(ONE if messages == 1 else SEVERAL, stage.leaving) is not None:
-            busy = min(busy, latency)  # what was measured of an exchange has it in its alpha
+            busy = min(busy, latency)  # a measured alpha includes the busy time
             latency -= busy
         return Task(port, taken, latency, stage.after, busy)
 
     def _is_on_one_host(self, ranks: int) -> bool:
-        """Whether the link inside carries what goes among each so many ranks that follow one
-        another in the group; as the algorithm says, if the profile does not know hosts."""
+        """Whether the link ``inside`` carries exchanges among each ``ranks`` consecutive ranks of
+        the group. If the profile does not know hosts, the algorithm decides."""
         if self.profile.inside is None:
             return False
         return not self.profile.node or self.on_host % ranks == 0 < self.on_host
@@ -76,8 +80,8 @@ class Prices:
 def prices(
     profile: Profile, ranks: int, labels: Sequence[str], members: Sequence[int] = ()
 ) -> Prices:
-    """The prices of a group of so many ranks with these labels; ``members`` are their global
-    numbers (0, 1, ... if they are not known)."""
+    """Return the prices of a group of ``ranks`` ranks with these labels; ``members`` are their
+    global numbers (0, 1, ... if unknown)."""
     labels, members = labels or ("",), members or range(ranks)
     return Prices(
         profile,

@@ -1,5 +1,5 @@
-"""What the cost model knows about a machine: its links by group, its kernels, and how far to trust
-both."""
+"""Profiles: what the cost model knows about a machine, which are its links by group, its kernels,
+and the margin of error of both."""
 
 from __future__ import annotations
 
@@ -19,34 +19,38 @@ GLOO_FACTORS = {"reduce_scatter": 2.0, "all_to_all": 2.0}
 """gloo's reduce_scatter sends twice the necessary bytes; its all_to_all of large messages is half
 duplex."""
 GLOO_BUFFERED_BYTES = 256 * 1024.0
-"""Of an all_to_all, so many bytes of each rank go both ways at once: 2 ranks, 64 KiB to 16 MiB
-(benchmarks/network/never_slower.py)."""
+"""The bytes of each rank in an all_to_all that are sent in both directions at once: 2 ranks, 64 KiB
+to 16 MiB (benchmarks/network/never_slower.py)."""
 GLOO_BUSY_US = 250.0
 """Processor time of a rank for one more message to another rank and one from it: two-shots of int8
 in 2, 4 and 8 chunks, 2 and 4 ranks (benchmarks/network/reduces.py)."""
 TCP_CROWD_BYTES = 96 * 1024.0
-"""What two-shots take longer than rings of the same bytes, for each exchange: at least so much on 4
-ranks at 0.1 Gbit/s, int8 and int4 of 1 to 64 MiB, and hardly more at 1 (as above)."""
+"""The additional cost of two-shots compared with rings of the same bytes, for each exchange. It is
+at least this on 4 ranks at 0.1 Gbit/s, int8 and int4 of 1 to 64 MiB, and hardly more at 1 Gbit/s
+(same benchmark)."""
 
 
 LINK, INSIDE = "(link)", "(inside)"
-"""What carries groups without an entry of their own: between hosts, and inside one."""
+"""The names of the links of groups without an entry: between hosts, and inside one."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Links and kernels. ``links`` maps a glob over group labels (such as ``tp``) to a link; the
-    first that fits counts.
+    """Links and kernels.
 
-    ``node`` is the number of global ranks that follow one another on one host (0: not known): rank
-    r is on host ``r // node``. ``inside`` is the link between ranks of one host. It is that of a
-    group all of whose ranks are on one host, if no entry of ``links`` fits, and that of the inner
-    hops of algorithm ``hierarchical``, which is a choice for groups with as many ranks on each of
-    several hosts. ``ports`` are the network ports of a host, which its ``node`` ranks share, all at
-    the same time (0: each has its own). Exchanges of groups that have the same link take turns on
-    it. ``margin`` is how unsure the model is, as a share of the plain time: a site is compressed
-    only if it gains more (law 10). Raises PolicyError for a field of another type or a
-    number that cannot be.
+    - ``links`` maps a glob over group labels (such as ``tp``) to a link; the first match is used.
+    - ``node`` is the number of consecutive global ranks on one host (0: unknown): rank r is on host
+      ``r // node``.
+    - ``inside`` is the link between ranks of one host. It is used for a group whose ranks are all
+      on one host, if no entry of ``links`` matches, and for the inner hops of algorithm
+      ``hierarchical``. That algorithm is available for groups with equally many ranks on each of
+      several hosts.
+    - ``ports`` are the network ports of a host, which its ``node`` ranks share, all at the same
+      time (0: each has its own). Exchanges of groups that have the same link take turns on it.
+    - ``margin`` is the uncertainty of the model, as a share of the plain time: a site is compressed
+      only if it gains more (law 10).
+
+    Raises PolicyError for a field of a wrong type or an invalid number.
     """
 
     name: str
@@ -91,12 +95,12 @@ class Profile:
 
     @property
     def measured(self) -> bool:
-        """Whether its link was measured, and not stated or assumed."""
+        """Whether its link was measured, not stated or assumed."""
         return bool(self.link.measured)
 
     def link_of(self, *labels: str, ranks: Sequence[int] = ()) -> Link:
-        """The link between the ranks of a group with these labels; ``ranks`` are their global
-        numbers, if known."""
+        """Return the link between the ranks of a group with these labels; ``ranks`` are their
+        global numbers, if known."""
         port = self.port_of(*labels, ranks=ranks)
         link = self.inside if port == INSIDE else self.links.get(port, self.link)
         assert link is not None
@@ -107,8 +111,8 @@ class Profile:
         return dataclasses.replace(link, sharing=times)
 
     def port_of(self, *labels: str, ranks: Sequence[int] = ()) -> str:
-        """Which of its links carries a group: the glob of an entry of ``links``, ``inside`` or
-        ``link``."""
+        """Return which link carries a group: the glob of an entry of ``links``, or ``INSIDE`` or
+        ``LINK``."""
         for pattern in self.links:
             if any(fnmatchcase(label, pattern) for label in labels):
                 return pattern
@@ -117,7 +121,8 @@ class Profile:
         return LINK
 
     def scaled(self, port: str, times: float) -> Profile:
-        """A profile of which the link that ``port_of`` names has ``times`` the bandwidth."""
+        """Return a profile in which the link of ``port`` (see ``port_of``) has ``times`` the
+        bandwidth."""
         if port == LINK:
             return dataclasses.replace(self, link=self.link.scaled(times))
         if port == INSIDE:
@@ -126,8 +131,8 @@ class Profile:
         return dataclasses.replace(self, links={**self.links, port: self.links[port].scaled(times)})
 
     def on_each_host(self, ranks: Sequence[int]) -> int:
-        """How many of a group's ranks are on each of its hosts, where it is the same number, they
-        follow one another in the group, and hosts are known; otherwise 0."""
+        """Return how many of a group's ranks are on each of its hosts. It is 0 if the number
+        differs, the ranks of a host are not consecutive in the group, or hosts are unknown."""
         if not self.node:
             return 0
         runs = [
@@ -138,8 +143,8 @@ class Profile:
 
 
 def ethernet(gbit_per_s: float, alpha_us: float = 60.0) -> Profile:
-    """Ranks on CPU hosts over gloo and Ethernet of this speed. Raises PolicyError unless it is a
-    number above 0."""
+    """Return the profile of CPU hosts with gloo over Ethernet of this speed. Raises PolicyError
+    unless it is a number above 0."""
     check_number("ethernet(gbit_per_s", gbit_per_s, above=True)
     check_number("ethernet(alpha_us", alpha_us)
     link = Link(
@@ -157,11 +162,11 @@ NVLINK = Profile("nvlink", Link(8.0, 200.0), kernels=GPU)
 """GPUs of one host over NCCL: an assumption until it is measured on the user's machine."""
 
 DEFAULT_CPU = ethernet(10)
-"""What stands in when nobody says how fast the network is: 10 Gbit/s between CPU hosts."""
+"""The default if the speed of the network is not given: 10 Gbit/s between CPU hosts."""
 
 
 def default_profile(device: str, card: str = "") -> Profile:
-    """The profile for a device type when the user gives none; ``card`` is the device's own name."""
+    """Return the default profile for a device type; ``card`` is the device's name."""
     if device == "cpu":
         return DEFAULT_CPU
     if (name := card_of(card)) is None:
@@ -171,8 +176,8 @@ def default_profile(device: str, card: str = "") -> Profile:
 
 
 def link_named(name: str) -> Link:
-    """A link by name: ``"nvlink-4"``, ``"infiniband-ndr"``, ``"ethernet-25g"`` (of any speed in
-    Gbit/s). Raises PolicyError for anything else, with the nearest name."""
+    """Return a link by name: ``"nvlink-4"``, ``"infiniband-ndr"``, ``"ethernet-25g"`` (of any speed
+    in Gbit/s). Raises PolicyError for any other name, with the nearest one."""
     if name in INTERCONNECTS:
         return INTERCONNECTS[name].link
     if name == NVLINK.name:
@@ -183,10 +188,10 @@ def link_named(name: str) -> Link:
 
 
 def profile_named(profile: str | Profile | None) -> Profile | None:
-    """A profile by name, ``"nvlink-4"``, ``"infiniband-ndr"`` or ``"ethernet-25g"`` (of any speed
-    in Gbit/s), or the profile itself.
+    """Return a profile by name, ``"nvlink-4"``, ``"infiniband-ndr"`` or ``"ethernet-25g"`` (of any
+    speed in Gbit/s), or the profile itself.
 
-    Raises PolicyError for anything else, with the nearest name.
+    Raises PolicyError for any other name, with the nearest one.
     """
     if profile is None or isinstance(profile, Profile):
         return profile

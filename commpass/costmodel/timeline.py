@@ -1,7 +1,8 @@
-"""When the stages of an algorithm are done: what a rank computes and what its links carry overlap.
+"""When the stages of an algorithm are done, with overlap between a rank's computation and its
+links.
 
-A rank computes its stages one after the other, in the order in which they start. What it sends is
-on its link in that order too, and arrives a latency after the last byte has left.
+A rank computes its stages one after another, in the order in which they start. Its data is sent on
+its link in the same order, and arrives a latency after the last byte has left.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from commpass.plan.timeline import HOST
 
 @dataclass(frozen=True)
 class Task:
-    """A stage with its time: ``us`` microseconds of ``resource``, and ``latency_us`` more until
-    others can use what it gives. ``after`` are the numbers of the tasks whose results it takes.
-    For ``busy_us`` the rank itself is busy before."""
+    """A stage with its time.
+
+    It takes ``us`` microseconds of ``resource``; others can use its result ``latency_us`` later.
+    ``after`` are the numbers of the tasks whose results it uses. The rank itself is busy for
+    ``busy_us`` before.
+    """
 
     resource: Hashable
     us: float
@@ -26,12 +30,12 @@ class Task:
 
 
 def finished_us(tasks: Sequence[Task]) -> float:
-    """Microseconds until the last of some tasks is done."""
+    """Return the microseconds until the last task is done."""
     free: dict[Hashable, float] = {HOST: 0.0}
     done: list[float] = []
     for task in tasks:
         given = max((done[number] for number in task.after), default=0.0)
-        begun = max(free[HOST], given) + task.busy_us  # the rank must have come so far
+        begun = max(free[HOST], given) + task.busy_us  # the rank must have reached this task
         start = max(begun, free.get(task.resource, 0.0))
         if task.resource != HOST:
             free[HOST] = begun

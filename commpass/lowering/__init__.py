@@ -1,4 +1,4 @@
-"""What coded operators become."""
+"""Implementations of the coded operators: generated kernels for CPUs and GPUs."""
 
 from commpass.lowering.generated import caller, has_kernels, product_obstacle, unsupported_reason
 from commpass.lowering.kernel import Form, Generated, KernelInput, Piece, Source, form_of, make

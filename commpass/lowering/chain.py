@@ -1,10 +1,9 @@
-"""Chains: what one generated kernel does with rows, step by step, on tiles that never leave the
-processor's registers in between.
+"""Chains: sequences of steps that one generated kernel runs on rows, with all intermediate values
+in registers.
 
-A chain is plain data, read off the coded operators of a graph. From it the kernels are generated,
-in Triton and in C++. The first step takes rows: of values ``[rows, numel]``, or of a wire
-``[rows, wire_bytes]`` if it is ``Decode``. The last one writes rows: a wire if it is ``Encode``,
-else values.
+A chain is plain data, derived from the coded operators of a graph. Kernels in Triton and C++ are
+generated from it. The first step reads values ``[rows, numel]``, or a wire ``[rows, wire_bytes]``
+if it is ``Decode``. The last step writes a wire if it is ``Encode``, else values.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from commpass.codecs import Codec, Domain
 
 @dataclass(frozen=True)
 class Decode:
-    """Wire of ``codec`` to values in the accumulation dtype of ``dtype``, which was encoded: what
-    ``Codec.decode_rows`` computes."""
+    """Decode a wire of ``codec`` to values in the accumulation dtype of ``dtype``, the encoded
+    dtype: ``Codec.decode_rows``."""
 
     codec: Codec
     dtype: torch.dtype
@@ -27,51 +26,51 @@ class Decode:
 
 @dataclass(frozen=True)
 class Sum:
-    """``ranks`` rows to one, added in rank order, in their own dtype."""
+    """Sum ``ranks`` rows to one, in rank order, in their own dtype."""
 
     ranks: int
 
 
 @dataclass(frozen=True)
 class Divide:
-    """Values divided by a number."""
+    """Divide values by a number."""
 
     by: float
 
 
 @dataclass(frozen=True)
 class Enter:
-    """Values to a domain: ``Domain.enter``."""
+    """Transform values to a domain: ``Domain.to_domain``."""
 
     domain: Domain
 
 
 @dataclass(frozen=True)
 class Leave:
-    """Values out of a domain: ``Domain.leave``."""
+    """Transform values back from a domain: ``Domain.from_domain``."""
 
     domain: Domain
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Values rounded to a dtype."""
+    """Round values to a dtype."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Add:
-    """Another tensor of the shape and dtype that values have here, the chain's next input, is
-    added (a residual)."""
+    """Add the chain's next input (a residual), a tensor of the shape and dtype that the values have
+    here."""
 
     dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class Normalise:
-    """Root mean square norm of each ``width`` values, times a weight of so many values and
-    ``dtype``, the chain's next input; ``eps`` as in ``torch.nn.RMSNorm``."""
+    """Apply a root mean square norm to each ``width`` values, and multiply by a weight, the chain's
+    next input, of ``width`` values of ``dtype``. ``eps`` is as in ``torch.nn.RMSNorm``."""
 
     width: int
     eps: float
@@ -80,7 +79,7 @@ class Normalise:
 
 @dataclass(frozen=True)
 class Encode:
-    """Values to the wire of ``codec``: ``Codec.encode_rows``."""
+    """Encode values to a wire of ``codec``: ``Codec.encode_rows``."""
 
     codec: Codec
 
@@ -90,24 +89,24 @@ Step = Decode | Sum | Divide | Enter | Leave | Cast | Add | Normalise | Encode
 
 @dataclass(frozen=True)
 class Chain:
-    """Steps, and the dtype of the values that the first one takes (of a wire: uint8)."""
+    """Steps, and the dtype of the first one's input (uint8 for a wire)."""
 
     taken: torch.dtype
     steps: tuple[Step, ...]
 
     @property
     def decodes(self) -> Decode | None:
-        """Its first step, if it takes a wire."""
+        """The first step if it decodes a wire, else None."""
         first = self.steps[0] if self.steps else None
         return first if isinstance(first, Decode) else None
 
     @property
     def encodes(self) -> Encode | None:
-        """Its last step, if it makes a wire."""
+        """The last step if it encodes a wire, else None."""
         last = self.steps[-1] if self.steps else None
         return last if isinstance(last, Encode) else None
 
     @property
     def ranks(self) -> int:
-        """Rows that are summed to one; 1 if none are."""
+        """The number of rows that are summed to one; 1 without a sum."""
         return next((step.ranks for step in self.steps if isinstance(step, Sum)), 1)

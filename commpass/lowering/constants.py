@@ -1,5 +1,8 @@
-"""What a kernel computes from nothing: the tables of its codec. They are computed once, when it is
-compiled, and handed to it with each call; Inductor has a third less to compile."""
+"""Extract the tables of a codec from a kernel's graph.
+
+A table depends on no input. It is computed once, when the kernel is compiled, and passed with each
+call, which leaves Inductor a third less to compile.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,11 @@ import torch
 from torch import Tensor, fx
 
 MOST = 1 << 14
-"""Values of the largest table that is kept; what is larger is computed in each call."""
+"""The most values of a table that is kept; larger ones are computed in each call."""
 
 
 def without_tables(body: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
-    """The graph with its tables as further inputs, and the tables, in that order."""
+    """Return the graph with its tables as further inputs, and the tables in that order."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     known: dict[fx.Node, Tensor] = {}
     given = [node for node in body.graph.nodes if node.op == "placeholder"]
@@ -31,7 +34,8 @@ def without_tables(body: fx.GraphModule) -> tuple[fx.GraphModule, tuple[Tensor, 
 
 
 def _is_constant(node: fx.Node, known: dict[fx.Node, Tensor]) -> bool:
-    """Whether a node depends on no input, and is small. Copies of a table for many rows are not."""
+    """Whether a node depends on no input and is small. Copies of a table for many rows do not
+    count."""
     value = node.meta.get("val")
     return (
         node.op == "call_function"
@@ -44,6 +48,7 @@ def _is_constant(node: fx.Node, known: dict[fx.Node, Tensor]) -> bool:
 
 
 def _is_table(node: fx.Node, known: dict[fx.Node, Tensor]) -> bool:
-    """Whether a constant is worth an input: it was computed, and what is computed takes it."""
+    """Whether a constant is worth an input: it is computed, and a computation that is kept uses
+    it."""
     computed = bool(node.all_input_nodes) and known[node].numel() > 1
     return computed and any(user not in known for user in node.users)

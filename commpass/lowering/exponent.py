@@ -1,9 +1,9 @@
-"""Encode and decode of the exponent codec as one operator each, for rows whose number or length is
-not fixed.
+"""Encode and decode of the exponent codec as one operator each, for rows of symbolic number or
+length.
 
-Inline they are some 2,000 plain operators each, which take seconds to trace with symbolic sizes,
-and far longer to compile. The operators run a kernel (C++ on a CPU, Triton on a GPU), or the plain
-ones one after the other: the bytes are the same.
+Inlined, each is some 2,000 plain operators, which take seconds to trace with symbolic sizes and far
+longer to compile. The operators run a kernel (C++ on a CPU, Triton on a GPU), or the plain
+operators one by one, with the same bytes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ _library.define(
 
 
 def as_calls(*, kernels: bool) -> AbstractContextManager[None]:
-    """While something is traced in here, what has sizes that are not fixed is encoded and decoded
-    by calls. ``kernels``: by those that there are, and inline where there is none; those in C++ are
-    compiled here. Else all run operator by operator, as whoever takes the graph would run them."""
+    """Trace encode and decode of symbolic sizes as calls in this context.
+
+    With ``kernels``, the calls run kernels (C++ is compiled here), and codecs without a kernel are
+    inlined. Otherwise all calls run the plain operators one by one, as other backends of the graph
+    would.
+    """
 
     def encode(coder: ExponentCodec, rows: Tensor) -> Tensor:
         if kernels and not _has_kernel(_encoding(coder, rows.dtype), rows.device):
@@ -55,7 +58,7 @@ def _decoding(coder: ExponentCodec, dtype: torch.dtype) -> Chain:
 
 
 def _has_kernel(chain: Chain, device: torch.device) -> bool:
-    """Whether there is a kernel for a chain, compiled by now if it is in C++."""
+    """Whether there is a kernel for a chain; a C++ kernel is compiled here."""
     if device.type != "cpu":
         return has_exponent_kernels(device)
     if cpu.supports(chain):

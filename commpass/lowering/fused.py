@@ -1,7 +1,7 @@
-"""Fused operators: a chain as one coded operator of the middle level.
+"""Fused operators: a chain as one coded operator.
 
-Like every coded operator it stands for plain operators, and becomes those where no kernel is made
-of it: the numbers are the same.
+Like every coded operator it stands for plain operators, and is expanded to them if no kernel is
+generated for it, with the same results.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from commpass.lowering.chain import (
 )
 
 _held: dict[str, Chain] = {}
-"""Chains by the names that they have as arguments of operators."""
+"""Chains by their names in arguments of operators."""
 
 
 def named(name: str) -> Chain:
-    """The chain of an operator's argument."""
+    """Return the chain of an operator's argument."""
     return _held[name]
 
 
 def name_of(chain: Chain) -> str:
-    """What a chain is called in a graph: its steps in words."""
+    """Return the name of a chain in a graph: its steps in words."""
     dtype = str(chain.taken).removeprefix("torch.")
     name = f"{dtype}: {' + '.join(map(_step_text, chain.steps))}"
     while _held.setdefault(name, chain) != chain:
@@ -47,13 +47,13 @@ def name_of(chain: Chain) -> str:
 
 
 def role_of(chain: Chain) -> str:
-    """What a chain does, as marks say it: ``decode+sum+encode``."""
+    """Return the roles of a chain's steps, such as ``decode+sum+encode``."""
     words = [_step_name(step) for step in chain.steps]
     return "+".join(dict.fromkeys(word for word in words if word))
 
 
 def made_dtype(chain: Chain) -> torch.dtype:
-    """What a chain's rows hold in the end."""
+    """Return the dtype of a chain's result."""
     held = chain.taken
     for step in chain.steps:
         held = dtype_after(step, held)
@@ -61,7 +61,7 @@ def made_dtype(chain: Chain) -> torch.dtype:
 
 
 def dtype_after(step: Step, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of values after a step."""
+    """Return the dtype of values after a step."""
     if isinstance(step, (Cast, Add)):
         return step.dtype
     if isinstance(step, Decode):
@@ -82,11 +82,11 @@ def _step_text(step: Step) -> str:
     return word
 
 
-# --- what a chain computes ------------------------------------------------------------------------
+# --- implementation -------------------------------------------------------------------------------
 
 
 def compute(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:
-    """Rows through all steps, by the plain operators of each."""
+    """Apply all steps to rows, by the plain operators of each."""
     rows, others = inputs[0], iter(inputs[1:])
     for step in named(name).steps:
         rows = _done(step, rows, others, numel)
@@ -155,7 +155,8 @@ def _shape(inputs: Sequence[Tensor], name: str, numel: int) -> Tensor:
 
 
 def encoded_dtype(chain: Chain) -> torch.dtype:
-    """The dtype of the values that a chain's encode takes: the sizes of its wire follow from it."""
+    """Return the dtype of the values that a chain encodes, which determines the size of its
+    wire."""
     held = chain.taken
     for step in chain.steps[:-1]:
         held = dtype_after(step, held)
@@ -165,4 +166,5 @@ def encoded_dtype(chain: Chain) -> torch.dtype:
 FUSED = operators.define(
     "fused", "(Tensor[] inputs, str chain, SymInt numel) -> Tensor", compute, _shape, "fused"
 )
-"""Rows ``[r, n]`` first, then what later steps take; to ``[r / ranks, numel]`` values or wires."""
+"""The fused operator. Its inputs are rows ``[r, n]``, then the inputs of later steps; the result is
+``[r / ranks, numel]`` values, or wires."""

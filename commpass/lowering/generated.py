@@ -1,6 +1,6 @@
-"""Which kernels can be generated for a device, and what calls them in a graph.
+"""Which kernels can be generated for a device, and the functions that call them in a graph.
 
-Triton is imported where it is needed alone: a CPU build of torch comes without it.
+Triton is imported only where needed, since CPU builds of torch do not include it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from commpass.lowering.chain import Chain, Encode
 
 
 def unsupported_reason(chain: Chain, numel: int, device: torch.device) -> str:
-    """Why no kernel can be generated for rows of so many values on a device; "" if one can."""
+    """Return why no kernel can be generated for rows of ``numel`` values on a device, or "" if one
+    can."""
     if device.type == "cpu":
         return cpu.supports(chain)
     if why := _no_triton(device):
@@ -31,7 +32,7 @@ def unsupported_reason(chain: Chain, numel: int, device: torch.device) -> str:
 
 
 def has_kernels(coder: Codec, numel: int, device: torch.device) -> bool:
-    """Whether a GPU has kernels for a codec, for rows of so many values."""
+    """Whether a GPU has kernels for a codec, for rows of ``numel`` values."""
     if isinstance(coder, ExponentCodec):
         return has_exponent_kernels(device)
     if _no_triton(device):
@@ -43,13 +44,12 @@ def has_kernels(coder: Codec, numel: int, device: torch.device) -> bool:
 
 
 def has_exponent_kernels(device: torch.device) -> bool:
-    """Whether a GPU has kernels for the exponent codec: for rows of any size."""
+    """Whether a GPU has kernels for the exponent codec, for rows of any size."""
     return not _no_triton(device)
 
 
 def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: matmul.Product) -> str:
-    """As ``unsupported_reason``, of a matmul whose result is encoded by the kernel that makes
-    it."""
+    """As ``unsupported_reason``, for a matmul whose kernel encodes its result."""
     if why := _no_triton(a.device):
         return why
     from commpass.lowering.gpu import graph
@@ -63,8 +63,12 @@ CODING = tuple(
 
 
 def caller(node: fx.Node) -> Callable[..., Any] | None:
-    """What computes a coded operator by kernels in Triton, to be traced into a graph: a function of
-    the nodes that it takes. None where there are none, or they are called otherwise."""
+    """Return a function that computes a coded operator with Triton kernels, to be traced into a
+    graph.
+
+    It takes the input nodes of the operator. Return None if there are no kernels, or if they are
+    called in another way.
+    """
     if node.target not in (fused.FUSED, matmul.MATMUL, *CODING, *sparse.CODING):
         return None
     if node.target in sparse.CODING and not _no_triton(_device(node)):

@@ -1,10 +1,10 @@
 """Kernels: functions that are compiled once and called, as one operator, by every site that needs
-the same.
+the same one.
 
-Inductor compiles them from the same plain operators that the inline form has, so both give the same
-bits. It knows the operator as something that it cannot look into: a model with a hundred sites then
-compiles little slower than one with a single site. Where C++ of our own is quicker, a kernel is
-generated from the codec's parts instead (``Generated``).
+Inductor compiles them from the plain operators of the inline form, so both give the same bits. In a
+model the operator is opaque to Inductor: a model with a hundred sites compiles little slower than
+one with a single site. If generated C++ is faster, a kernel is generated from the codec's parts
+instead (``Generated``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from commpass.utils.running import stage
 
 @dataclass(frozen=True)
 class Form:
-    """What is fixed of a tensor that a kernel takes or gives."""
+    """The fixed properties of a tensor that a kernel reads or writes."""
 
     dtype: torch.dtype
     device: torch.device
@@ -42,7 +42,8 @@ class Form:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def slice_of(self, buffer: Tensor, place: int) -> Tensor:
-        """So many values of a contiguous buffer, from its ``place``-th value of this dtype on."""
+        """View a contiguous buffer as a tensor of this form, from its ``place``-th value of this
+        dtype on."""
         values = buffer if buffer.dtype == self.dtype else buffer.view(self.dtype)
         return values.as_strided(self.shape, self.stride, values.storage_offset() + place)
 
@@ -53,14 +54,15 @@ def form_of(value: Tensor) -> Form:
 
 @dataclass(frozen=True)
 class KernelInput:
-    """What a kernel reads of an input: ``form`` is that of the part, from a place on that each
-    call names; ``whole`` the input's own."""
+    """The part of an input that a kernel reads. ``form`` is the form of the part, which begins at a
+    place given in each call; ``whole`` is the form of the input."""
 
     whole: Form
     form: Form
 
     def of(self, tensor: Tensor, place: int) -> Tensor:
-        """The part of an input. One that is laid out otherwise than was said is copied first."""
+        """Return the part of an input. An input with another layout than expected is copied
+        first."""
         if tensor.shape != self.whole.shape or tensor.stride() != self.whole.stride:
             tensor = self.whole.empty().copy_(tensor)
         return tensor if self.form == self.whole else self.form.slice_of(tensor, place)
@@ -68,8 +70,8 @@ class KernelInput:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a kernel writes into its ``output``-th buffer, from that buffer's ``place``-th value of
-    this form's dtype on."""
+    """A result of a kernel: it is written into the ``output``-th buffer, from its ``place``-th
+    value of this form's dtype on."""
 
     output: int
     place: int
@@ -78,8 +80,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Source:
-    """What a kernel is compiled from: a graph of plain operators that writes ``pieces``, its last
-    inputs; by a name that says all that it computes."""
+    """The source of a kernel: a graph of plain operators that writes ``pieces``, its last inputs.
+    Its name is a hash of everything that determines the result."""
 
     body: fx.GraphModule
     inputs: tuple[KernelInput, ...]
@@ -93,12 +95,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Generated:
-    """What a kernel is generated from: a chain for which there is C++ (``cpu.supports``), of rows
-    of ``numel`` values.
+    """A kernel generated from a chain that has C++ (``cpu.supports``), for rows of ``numel``
+    values.
 
-    ``inputs`` are what the chain takes: rows ``[rows * ranks, numel]`` (or ``wire_bytes``), then
-    what is added, ``[rows, numel]``; ``piece`` is where what it gives goes, ``[rows, numel]`` (or
-    ``wire_bytes``). In all forms the last stride is 1; the first, and where a row begins, are free.
+    ``inputs`` are the inputs of the chain: rows ``[rows * ranks, numel]`` (or ``wire_bytes``), then
+    the added tensors, ``[rows, numel]``. ``piece`` is the destination of its result, ``[rows,
+    numel]`` (or ``wire_bytes``). In all forms the last stride is 1; the first stride and the start
+    of a row are arbitrary.
     """
 
     chain: Chain
@@ -122,7 +125,8 @@ class Generated:
 
 
 def _options() -> list[tuple[str, Any]]:
-    """The options of Inductor's that are in force. What is no plain value has no lasting name."""
+    """Return Inductor's current options. Only plain values are used, since others have no stable
+    text."""
     from torch._inductor import config
 
     options = config.save_config_portable()
@@ -132,7 +136,7 @@ def _options() -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A compiled function, which empties the list that it takes, and what it writes."""
+    """A compiled function, which empties its argument list, and what it writes."""
 
     run: Callable[[list[Tensor]], object]
     inputs: tuple[KernelInput, ...]
@@ -141,7 +145,7 @@ class Kernel:
 
 @ambient_free
 def make(sources: Sequence[Source | Generated]) -> None:
-    """Compiles what is not compiled yet: after that the operator knows it by name."""
+    """Compile the sources that are not compiled yet, so that the operator finds them by name."""
     for source in sources:
         if source.name in _kernels:
             continue
@@ -154,13 +158,14 @@ def make(sources: Sequence[Source | Generated]) -> None:
 
 
 _kernels: dict[str, Kernel] = {}
-"""By name. A graph that is compiled refers to them by that, and so does a graph that torch finds in
-its cache: whoever compiles or finds one has put its kernels here before."""
+"""Kernels by name. Compiled graphs refer to them by name, including graphs from torch's cache: the
+code that compiles or loads a graph registers its kernels here first."""
 
 
 def _compiled(body: fx.GraphModule, inputs: Sequence[Form]) -> Any:
-    """Compiled on its own, whatever is being compiled around it: with fake values, sizes and a
-    context of its own. CUDA graphs would want to know who calls it."""
+    """Compile a graph independently of any compilation in progress, with separate fake values,
+    symbolic sizes and tracing context. CUDA graphs are disabled, since they would need to know the
+    caller."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -193,10 +198,12 @@ def _call(
     site: int = -1,
     role: str = "",
 ) -> None:
-    """Writes what a kernel computes of ``inputs`` into contiguous ``outputs``; ``places`` are the
-    values of each of those, and then of these, at which its part begins. ``site`` is the number of
-    the site that it is for in the plan of its graph, -1 for none, and ``role`` what it does there:
-    profilers show both."""
+    """Write a kernel's results for ``inputs`` into contiguous ``outputs``.
+
+    ``places`` are the offsets, in values, of the part of each input, then of each output. ``site``
+    is the site's number in the plan of its graph, -1 for none, and ``role`` its role there:
+    profilers show both.
+    """
     kernel = _found(name)
     taken = [
         part.of(given, place)

@@ -1,5 +1,4 @@
-"""A matmul and the encode of its result as one coded operator of the middle level. It stands for
-both, one after the other."""
+"""A matmul and the encode of its result as one coded operator."""
 
 from __future__ import annotations
 
@@ -13,9 +12,11 @@ from commpass.codecs import Codec, operators
 
 @dataclass(frozen=True)
 class Product:
-    """What follows a product ``a @ b`` before its rows are on the wire: a bias is added, the sum is
-    rounded to the operands' dtype, ``activation`` (relu, or none) is applied, and the values are
-    coded as so many ``rows`` of equal length."""
+    """The operations on a product ``a @ b`` up to the wire.
+
+    A bias is added, the sum is rounded to the operands' dtype, ``activation`` (relu, or none) is
+    applied, and the values are encoded as ``rows`` rows of equal length.
+    """
 
     codec: Codec
     rows: int
@@ -26,12 +27,12 @@ _held: dict[str, Product] = {}
 
 
 def named(name: str) -> Product:
-    """The product of an operator's argument."""
+    """Return the product of an operator's argument."""
     return _held[name]
 
 
 def name_of(product: Product) -> str:
-    """What it is called in a graph."""
+    """Return the name of a product in a graph."""
     then = f"{product.activation}, " if product.activation else ""
     name = f"{then}{product.rows} rows, {product.codec.spec}"
     while _held.setdefault(name, product) != product:
@@ -46,7 +47,7 @@ def compute(a: Tensor, b: Tensor, bias: Tensor | None, name: str) -> Tensor:
 
 
 def values(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """What a product encodes: ``[m, n]`` in the operands' dtype."""
+    """Return the values that a product encodes: ``[m, n]`` in the operands' dtype."""
     found = torch.mm(a, b) if bias is None else torch.addmm(bias, a, b)
     return torch.relu(found) if product.activation == "relu" else found
 
@@ -65,4 +66,5 @@ MATMUL = operators.define(
     _shape,
     "matmul+encode",
 )
-"""``a [m, k]``, ``b [k, n]`` and a bias ``[n]`` to the wires of ``[rows, m n / rows]`` values."""
+"""The operator from ``a [m, k]``, ``b [k, n]`` and a bias ``[n]`` to the wires of ``[rows, m n /
+rows]`` values."""

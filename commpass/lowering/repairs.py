@@ -1,5 +1,5 @@
-"""A fault of older torches that keeps Inductor from compiling what codecs are made of, mended for
-one compile."""
+"""A temporary patch for a bug of torch 2.11 that prevents Inductor from compiling the graphs of
+codecs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from unittest.mock import patch
 
 
 def repaired() -> AbstractContextManager[Any]:
-    """Where a value is divided into blocks, Inductor's C++ of torch 2.11 splits the loop of one of
-    several fused nodes, which then no longer fits the others: ``unexpected group``. There it splits
-    none. Since 2.13 it looks whether they fit."""
+    """Disable loop splitting in Inductor's C++ backend for one compilation, if it has the bug.
+
+    If a value is divided into blocks, torch 2.11 splits the loop of one of several fused nodes,
+    which then no longer matches the others: ``unexpected group``. Since torch 2.13 Inductor checks
+    whether they match.
+    """
     from torch._inductor.codegen.cpp import CppScheduling
     from torch._inductor.scheduler import SchedulerNode
 

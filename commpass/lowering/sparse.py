@@ -1,7 +1,7 @@
-"""Selection from rows on a GPU, as one operator for each coded one: its kernels are launched one
-after the other, with what is computed on a few numbers between them.
+"""Selection from rows on a GPU, as one operator for each coded one: it launches its kernels in
+order, with operations on a few numbers between them.
 
-Inline a selection is hundreds of plain operators. The bytes are the same, and what is left out.
+Inlined, a selection is hundreds of plain operators. The bytes and the residual are the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _library.define("sparse_sum(Tensor wires, str codec, int numel, ScalarType dtype
 
 
 def caller(node: fx.Node) -> Callable[..., Any] | None:
-    """What computes a coded operator by kernels for selections; None where there are none."""
+    """Return a function that computes a coded operator with selection kernels; None if there are
+    none."""
     coder = operators.named(str(node.args[2 if node.target is ENCODE else 1]))
     if not isinstance(coder, SparseCodec):
         return None
@@ -52,7 +53,7 @@ def caller(node: fx.Node) -> Callable[..., Any] | None:
 
 
 def unsupported_reason(coder: SparseCodec, numel: Any, dtype: torch.dtype) -> str:
-    """Why rows of so many values have no kernels; "" if they have."""
+    """Return why rows of ``numel`` values have no kernels, or "" if they have."""
     from commpass.lowering.gpu import sparse
 
     if not isinstance(numel, int):

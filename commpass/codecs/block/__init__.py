@@ -1,1 +1,1 @@
-"""The codec that most codecs are, its parts, and its settings by name."""
+"""``BlockCodec``, its parts (transforms, scales, grids, layouts, packing), and its presets."""

@@ -1,4 +1,4 @@
-"""The codec that most codecs are: transform -> scale -> grid -> pack over blocks of values."""
+"""``BlockCodec``: transform -> scale -> grid -> pack over blocks of values."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from commpass.errors import PolicyError
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """``q = grid(transform(x) / scale)`` for each block; a row is all codes, then all scales, then
-    what transforms need.
+    """Encode each block as ``q = grid(transform(x) / scale)``.
 
-    Stochastic rounding has noise of its own for each ``salt`` (see ``salted``). The last block of a
-    row is filled with zeros.
+    An encoded row holds all codes, then all scales, then the side data of the transform. Zeros fill
+    the last block of a row. Stochastic rounding draws different noise for each ``salt`` (see
+    ``salted``).
     """
 
     spec: str = field(compare=False)
@@ -41,8 +41,11 @@ class BlockCodec(Codec):
     salt: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises PolicyError for parts that do not go together: decode divides a stored scale by
-        the sums that a rotation makes, and a static one is not stored."""
+        """Check that the parts fit together.
+
+        Raises PolicyError for a rotation with a static scale. Decode divides a stored scale by the
+        number of values that the rotation sums, and a static scale is not stored.
+        """
         if self.transform.sums > 1 and not self.scale.numbers:
             raise PolicyError(
                 f"{self.transform} with {self.scale}: a rotation needs a scale that travels, such"
@@ -69,18 +72,18 @@ class BlockCodec(Codec):
         bound = scales.bound(self.scale, self.grid, self._half, size)
         if self.grid.has_zero and isinstance(self.rounding, Nearest):
             bound = min(bound, scales.bound_with_zero(self.scale))
-        # The stored middle may be off by so much of itself.
+        # The stored offset may be off by this fraction of itself.
         return bound + (2**-8 * math.sqrt(size) if self.offset else 0.0)
 
     @property
     def _half(self) -> float:
-        """The largest error of a number within the grid: half a gap to the nearest, a whole one at
-        random."""
+        """The largest error of a number within the grid: half a gap if rounded to nearest, a whole
+        gap if rounded stochastically."""
         return self.grid.half * self.rounding.halves
 
     def floor(self, dtype: torch.dtype) -> float:
-        """An error that a value may have besides: from the smallest scale, or from the static
-        one."""
+        """The additional absolute error that a value may have, caused by the smallest scale or by a
+        static scale."""
         width = self.layout.size(1 << 40) if self.transform.sums > 1 else 1
         return scales.floor(self.scale, self.grid, self._half, accumulation_dtype(dtype)) * width
 
@@ -101,14 +104,14 @@ class BlockCodec(Codec):
 
     @property
     def _stored(self) -> list[str]:
-        """The forms of the numbers that travel for each block: its middle, then its scales."""
+        """The storage formats of the numbers sent for each block: its offset, then its scales."""
         return [
             *([self.offset.stored] if self.offset else []),
             *[self.scale.stored] * self.scale.numbers,
         ]
 
     def regions(self, numel: int, dtype: torch.dtype) -> list[int]:
-        """Bytes of codes, of each stored number, and of the transform's side data."""
+        """Bytes of the codes, of each stored number, and of the transform's side data."""
         blocks, work = self.layout.blocks(numel), accumulation_dtype(dtype)
         number = {
             stored: blocks * scales.itemsize(stored, work) for stored in dict.fromkeys(self._stored)
@@ -125,7 +128,7 @@ class BlockCodec(Codec):
         return codes, torch.cat(side, dim=1) if side else codes.new_empty((codes.shape[0], 0))
 
     def encode_pieces(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """The regions of the wire: codes, then stored numbers, then the transform's side data."""
+        """Return the regions of the wire: codes, stored numbers, the transform's side data."""
         split = self.layout.split(rows).to(accumulation_dtype(rows.dtype))
         blocks, side = transforms.forward(self.transform, split)
         middle = []
@@ -162,7 +165,7 @@ class BlockCodec(Codec):
         work = accumulation_dtype(dtype)
         if (
             isinstance(numel, int) and numel == 0
-        ):  # no strides by which bytes could be seen as numbers
+        ):  # an empty region has no strides that allow a view in another dtype
             return raw.new_empty((count, 0), dtype=work)
         length, *lengths = self.regions(numel, dtype)
         codes = unpack(
@@ -180,8 +183,8 @@ class BlockCodec(Codec):
         ]
         middle, numbers = (numbers[:1], numbers[1:]) if self.offset else ([], numbers)
         sums = self.transform.sums
-        # Here and not later: of one number a block, and the sums of the largest finite values stay
-        # finite.
+        # Divide here, where there is one number per block; dividing later could overflow the sums
+        # of the largest finite values.
         if sums > 1:
             middle = [number / sums for number in middle]
             numbers = [number / sums for number in numbers[:1]] + numbers[1:]
@@ -195,6 +198,6 @@ class BlockCodec(Codec):
 
 
 def _filled(region: Tensor) -> Tensor:
-    """A region with zeros behind it, as long as it is on the wire."""
+    """Pad a region with zeros to its length on the wire."""
     size = region.itemsize
     return pad(region, aligned(region.shape[1] * size) // size)

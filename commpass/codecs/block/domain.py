@@ -1,5 +1,5 @@
-"""Domains: where values may be summed without leaving the codec's transform (SDP4Bit: "staying in
-the rotated domain")."""
+"""Domains: linear transforms in which values can be summed before the inverse is applied (SDP4Bit:
+"staying in the rotated domain")."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from commpass.codecs.dispatch import by_type
 
 @dataclass(frozen=True)
 class Domain:
-    """A linear map of rows ``[rows, n]``, n a multiple of ``width``, and its inverse: those of a
-    transform. It is the same on all ranks, so the sum of what entered, once it leaves, is the sum
-    of the values."""
+    """A transform used as a linear map of rows ``[rows, n]``, with n a multiple of ``width``.
+
+    The map is the same on all ranks, so the inverse of a sum of transformed rows is the sum of the
+    original rows.
+    """
 
     transform: Transform
 
     @property
     def name(self) -> str:
-        """In words, for plans; nothing for the values themselves."""
+        """The name shown in plans; empty for untransformed values."""
         return self.transform.name
 
     @property
@@ -30,7 +32,7 @@ class Domain:
         return self.transform.sums
 
     def to_domain(self, rows: Tensor) -> Tensor:
-        """Rows of values to rows in this domain."""
+        """Transform rows of values to this domain."""
         return enter(self.transform, rows)
 
     def from_domain(self, rows: Tensor) -> Tensor:
@@ -39,12 +41,12 @@ class Domain:
 
 
 VALUES = Domain(NoTransform())
-"""The values themselves."""
+"""The domain of untransformed values."""
 
 
 def domain_of(transform: Transform) -> Domain:
-    """The domain of a transform; the values themselves if it is none, or depends on the values (a
-    pivot swap)."""
+    """Return the domain of a transform: ``VALUES`` if it is the identity or depends on the values
+    (a pivot swap)."""
     return VALUES if transform.side else Domain(transform)
 
 
@@ -71,7 +73,7 @@ def _rotate(transform: Hadamard, rows: Tensor) -> Tensor:
 
 @leave.register
 def _rotate_back(transform: Hadamard, rows: Tensor) -> Tensor:
-    # Divided before and not after: the inverse then overflows only where its result does.
+    # Divide before the inverse, so that it overflows only if its result does.
     width = transform.width
     blocks = transforms.inverse(transform, _blocks(rows, width) * (1 / width), None)
     return (blocks * width).flatten(1)

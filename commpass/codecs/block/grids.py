@@ -1,10 +1,10 @@
-"""Grids: the values that a code can stand for, and how a number is rounded to one.
+"""Grids: the numbers that codes represent, and rounding to them.
 
-A grid is plain data. Numbers that follow from it are its properties: ``largest`` is the number that
-the peak of a block is scaled to; ``sigma`` is what a standard deviation is scaled to where the
-scale is made from that; ``half`` is half the largest gap, so the largest error of a number up to
-``largest``; ``has_zero`` says whether zero is a level. What grids compute are the functions
-``encode`` and ``decode``, dispatched on its type.
+A grid is plain data with these properties: ``largest`` is the number that the peak of a block is
+scaled to. ``sigma`` is the number that a standard deviation is scaled to, for scales computed from
+it. ``half`` is half the largest gap, which is the largest error of a number up to ``largest``.
+``has_zero`` says whether zero is a level. The functions ``encode`` and ``decode`` dispatch on the
+type of the grid.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from torch import Tensor
 from commpass.codecs.dispatch import by_type
 
 LOAD = {2: 1.2, 3: 1.9, 4: 2.5, 5: 2.9, 6: 3.2, 7: 3.6, 8: 3.9}
-"""How many standard deviations of a Gaussian the largest of ``2^b - 1`` even levels should be, for
-the least square error; found by search (benchmarks/codecs.py shows the errors)."""
+"""The largest of ``2^b - 1`` evenly spaced levels, in standard deviations of a Gaussian, that gives
+the least square error. Found by search (benchmarks/codecs.py shows the errors)."""
 
 
 @dataclass(frozen=True)
 class IntGrid:
-    """Symmetric integers ``-(2^(b-1)-1) ... 2^(b-1)-1``, to nearest even or stochastic. Code 0 is
-    free: with ``marks`` it stands for what is not finite, for scales that cannot tell (static
-    ones)."""
+    """Symmetric integers ``-(2^(b-1)-1) ... 2^(b-1)-1``, rounded to nearest even or stochastically.
+
+    Code 0 is not needed for a level. With ``marks`` it represents nonfinite values, for scales that
+    cannot encode them (static scales).
+    """
 
     bits: int
     marks: bool = False
@@ -48,8 +50,8 @@ class IntGrid:
 
 @dataclass(frozen=True)
 class LevelGrid:
-    """All ``2^b`` even levels ``k - (2^b - 1) / 2``; none is zero. With an offset, the asymmetric
-    integers."""
+    """All ``2^b`` evenly spaced levels ``k - (2^b - 1) / 2``, none of which is zero. With an
+    offset, these are the asymmetric integers."""
 
     bits: int
 
@@ -68,8 +70,11 @@ class LevelGrid:
 @dataclass(frozen=True)
 class Fp8Grid:
     """The 8-bit floats e4m3 (largest 448) and e5m2 (largest 57344), rounded to nearest even; NaN
-    has codes of its own. With ``marks`` an Inf becomes NaN, which else is cut to the largest
-    number: for scales that cannot tell (static ones)."""
+    has its own codes.
+
+    Without ``marks`` an Inf is clamped to the largest number; with ``marks`` it becomes NaN, for
+    scales that cannot encode nonfinite values (static scales).
+    """
 
     form: str
     marks: bool = False
@@ -87,7 +92,8 @@ class Fp8Grid:
 
     @property
     def half(self) -> float:
-        """Largest numbers lie ``2^-mantissa`` of their power of two apart."""
+        """Half the gap between the largest numbers, which is ``2^-mantissa`` of their power of
+        two."""
         return {"e4m3": 32.0, "e5m2": 8192.0}[self.form] / 2
 
 
@@ -97,14 +103,14 @@ FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 @dataclass(frozen=True)
 class CompandedGrid:
-    """``2^b`` levels, close together near zero and wider apart at the peak of a block, for values
-    like a Gaussian's.
+    """``2^b`` levels, dense near zero and sparse near the peak of a block, for Gaussian-like
+    values.
 
-    ``c(z) = z sqrt(1 + k) / sqrt(1 + k z^2)`` maps [-1, 1] onto itself and is cut into equal cells;
-    a code stands for the middle of its cell. The density of levels falls as ``(1 + k z^2)^(-3/2)``,
-    which near zero is the best one for a Gaussian of deviation s, ``exp(-z^2 / 6 s^2)`` (Panter and
-    Dite, 1951), if ``k = 1 / 9 s^2``: see ``companding``. Both ways are closed formulas, and the
-    one scale is the peak.
+    ``c(z) = z sqrt(1 + k) / sqrt(1 + k z^2)`` maps [-1, 1] onto itself and is divided into equal
+    cells; a code represents the middle of its cell. The density of levels falls as ``(1 + k
+    z^2)^(-3/2)``. Near zero this is the optimum for a Gaussian of deviation s, ``exp(-z^2 / 6
+    s^2)`` (Panter and Dite, 1951), if ``k = 1 / 9 s^2``: see ``companding``. Encode and decode are
+    closed formulas, and the only scale is the peak.
     """
 
     bits: int
@@ -114,8 +120,8 @@ class CompandedGrid:
 
     @property
     def largest(self) -> float:
-        """Above 1, so that a scale that is rounded up stays finite for the largest numbers, and its
-        reciprocal a normal number."""
+        """The number that the peak is scaled to. It is above 1, so that a scale that is rounded up
+        stays finite for the largest numbers and its reciprocal is a normal number."""
         return LARGEST
 
     @property
@@ -131,20 +137,20 @@ class CompandedGrid:
 
 
 LARGEST = 8.0
-"""What a companded peak is scaled to."""
+"""The number that the peak is scaled to for a companded grid."""
 
 
 def companding_of(grid: CompandedGrid) -> tuple[float, float]:
-    """``g`` and ``h`` of ``y / sqrt(1 + h y^2)``, ``y = g x``: the same as ``cells * c(x /
-    LARGEST)``, with fewer products."""
+    """Return ``g`` and ``h`` of ``y / sqrt(1 + h y^2)`` with ``y = g x``, which equals ``cells *
+    c(x / LARGEST)`` with fewer products."""
     cells = 2 ** (grid.bits - 1)
     gain = math.sqrt(1 + grid.k) * cells
     return gain / LARGEST, grid.k / gain**2
 
 
 def companding(block: int) -> float:
-    """The k of a companded grid for blocks of so many values, whose peak is about ``sqrt(2 ln
-    block)`` deviations of a Gaussian."""
+    """Return the k of a companded grid for blocks of ``block`` values, whose peak is about ``sqrt(2
+    ln block)`` standard deviations of a Gaussian."""
     return 2 * math.log(block) / 9
 
 
@@ -155,7 +161,7 @@ class TableGrid:
 
     bits: int
     levels: tuple[float, ...] = field(init=False, compare=False, repr=False)
-    """The positive ones, least first: what ``bits`` says, worked out once."""
+    """The positive levels, ascending; computed once from ``bits``."""
 
     sigma: ClassVar[float] = 1.0
     has_zero: ClassVar[bool] = False
@@ -176,19 +182,21 @@ class TableGrid:
 Grid = IntGrid | LevelGrid | Fp8Grid | CompandedGrid | TableGrid
 
 
-# --- what they compute ----------------------------------------------------------------------------
+# --- encode and decode ----------------------------------------------------------------------------
 
 
 @by_type
 def encode(grid: Grid, values: Tensor, noise: Tensor | None) -> Tensor:
-    """Numbers in grid units, of any shape, to uint8 codes below ``2**bits``. ``noise`` in [0, 1)
-    rounds at random, None to the nearest."""
+    """Round numbers in grid units, of any shape, to uint8 codes below ``2**bits``.
+
+    With ``noise`` in [0, 1) rounding is stochastic; with None it is to nearest.
+    """
     raise NotImplementedError(grid)
 
 
 @by_type
 def decode(grid: Grid, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 codes to the numbers in grid units that they stand for, in ``dtype``."""
+    """Return the numbers in grid units that uint8 codes represent, in ``dtype``."""
     raise NotImplementedError(grid)
 
 
@@ -257,7 +265,7 @@ def _encode_table(grid: TableGrid, values: Tensor, noise: Tensor | None) -> Tens
     half = 2 ** (grid.bits - 1)
     size = values.abs()
     rank = torch.zeros_like(values)
-    for low, high in pairwise(grid.levels):  # comparisons, not a look-up: they vectorise
+    for low, high in pairwise(grid.levels):  # comparisons vectorize, a table lookup does not
         rank = rank + (size >= (low + high) / 2).to(values.dtype)
     return torch.where(values < 0, half - 1 - rank, half + rank).to(torch.uint8)
 
@@ -276,11 +284,11 @@ def _decode_table(grid: TableGrid, codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 @lru_cache
 def lloyd_max(bits: int) -> tuple[float, ...]:
-    """The positive levels, least first: each the mean of a Gaussian within its cell, each edge
-    midway between two levels.
+    """Return the positive levels, ascending: each level is the mean of a Gaussian within its cell,
+    and each edge is midway between two levels.
 
-    Solved from the innermost cell outwards: a guess of the first level determines all others;
-    bisect it, as far as floats go, until the last level is the mean of the tail.
+    The levels are solved from the innermost cell outwards: a guess of the first level determines
+    all others. It is bisected to float precision until the last level is the mean of the tail.
     """
     count = 2 ** (bits - 1)
     low, high = 0.0, 2.0
@@ -295,8 +303,7 @@ def lloyd_max(bits: int) -> tuple[float, ...]:
 
 
 def _last_fits(levels: list[float] | None, count: int) -> bool:
-    """Whether the last level lies at or below the mean of its tail; False if there was no room for
-    all levels."""
+    """Whether the last level is at or below the mean of its tail; False if not all levels fit."""
     if levels is None:
         return False
     edge = (levels[-2] + levels[-1]) / 2 if count > 1 else 0.0
@@ -304,8 +311,8 @@ def _last_fits(levels: list[float] | None, count: int) -> bool:
 
 
 def _levels_from(first: float, count: int) -> list[float] | None:
-    """The levels that the first one determines: an edge is where the mean of the cell up to it is
-    the level."""
+    """Return the levels determined by the first one: each edge is placed so that the mean of the
+    cell below it equals the level. Return None if not all levels fit."""
     levels, edge = [first], 0.0
     for _ in range(count - 1):
         if _mean(edge, math.inf) <= levels[-1]:

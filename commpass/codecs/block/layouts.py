@@ -1,4 +1,4 @@
-"""Layouts: which values of a row share a block."""
+"""Layouts: how the values of a row are grouped into blocks."""
 
 from __future__ import annotations
 
@@ -12,40 +12,39 @@ from commpass.codecs.rows import larger, pad
 
 @dataclass(frozen=True)
 class Flat:
-    """Consecutive values; zeros behind the last fill its block."""
+    """Blocks of consecutive values; zeros fill the last block."""
 
     block: int
 
     @property
     def unit(self) -> int:
-        """Values to which a row is best cut: no block then crosses the cut."""
+        """A row cut at a multiple of this many values is cut between blocks."""
         return self.block
 
     def size(self, numel: int) -> int:
-        """Values in one block of a row of ``numel``."""
+        """Values per block for a row of ``numel``."""
         return self.block
 
     def blocks(self, numel: int) -> int:
         return (numel + self.block - 1) // self.block
 
     def split(self, rows: Tensor) -> Tensor:
-        """``[rows, n]`` to ``[rows, blocks, block]``."""
+        """Reshape ``[rows, n]`` to ``[rows, blocks, block]``."""
         blocks = self.blocks(rows.shape[1])
         return pad(rows, blocks * self.block).reshape(rows.shape[0], blocks, self.block)
 
     def padded_numel(self, numel: int) -> int:
-        """Values in all blocks of a row of ``numel``, what fills the last one included."""
+        """Values in all blocks of a row of ``numel``, padding of the last one included."""
         return self.blocks(numel) * self.block
 
     def join(self, blocks: Tensor, numel: int) -> Tensor:
-        """The inverse of ``split``: ``[rows, whole(numel)]``."""
+        """The inverse of ``split``: ``[rows, padded_numel(numel)]``."""
         return blocks.flatten(1)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rectangles of ``height`` x ``across`` values of a matrix with ``width`` columns, which a row
-    holds line by line."""
+    """Blocks of ``height`` x ``across`` values of a row-major matrix with ``width`` columns."""
 
     height: int
     across: int
@@ -102,10 +101,13 @@ LANES = 8 * 128
 
 @dataclass(frozen=True)
 class Lanes:
-    """Values at the same place of all chunks of 8 x 128 values of a row, which follow each other:
-    the largest of a block is found by comparing whole registers, without looking across one
-    (EQuARX, section III.B). With a ``depth``, at most so many chunks share their blocks: a row is
-    cut into as few groups of chunks as that allows, all alike."""
+    """Blocks that take one value from each of several consecutive chunks of 8 x 128 values of a
+    row.
+
+    The maximum of a block is found by comparing whole registers, without a reduction within a
+    register (EQuARX, section III.B). With ``depth``, at most that many chunks share their blocks: a
+    row is divided into the fewest groups of chunks that allow this, all of the same size.
+    """
 
     depth: int = 0
 
@@ -114,7 +116,7 @@ class Lanes:
         return LANES
 
     def _groups(self, numel: int) -> tuple[int, int]:
-        """Groups of chunks, and chunks in each; none for a row of no values."""
+        """The number of groups and of chunks per group; no groups for an empty row."""
         chunks = (numel + LANES - 1) // LANES
         if not self.depth:
             return int(not (isinstance(numel, int) and numel == 0)), larger(chunks, 1)

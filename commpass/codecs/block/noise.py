@@ -1,5 +1,7 @@
-"""Rounding, and the noise of stochastic rounding, from a counter: the same each time it is
-computed, and another for each rank, hop and step."""
+"""Rounding modes, and the noise of stochastic rounding from a counter-based generator.
+
+The noise is the same each time it is computed, and differs between ranks, hops and steps.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ MASK = 2**32 - 1
 
 @dataclass(frozen=True)
 class Nearest:
-    """To the nearest level: off by half a gap at most."""
+    """Round to the nearest level: the error is at most half a gap."""
 
     halves: ClassVar[int] = 1
 
 
 @dataclass(frozen=True)
 class Stochastic:
-    """Up with the probability of the remainder: off by a whole gap at most, and right on
+    """Round up with the probability of the remainder: the error is at most a whole gap and zero on
     average."""
 
     seed: int
@@ -35,8 +37,8 @@ Rounding = Nearest | Stochastic
 
 @by_type
 def noise_of(rounding: Rounding, blocks: Tensor, salt: tuple[int, ...]) -> Tensor | None:
-    """Numbers in [0, 1) of the shape of blocks ``[rows, blocks, block]`` and their dtype; None for
-    the nearest."""
+    """Return numbers in [0, 1) in the shape ``[rows, blocks, block]`` and dtype of ``blocks``; None
+    for rounding to nearest."""
     raise NotImplementedError(rounding)
 
 
@@ -51,10 +53,11 @@ def _noise(rounding: Stochastic, blocks: Tensor, salt: tuple[int, ...]) -> Tenso
 
 
 def key_of(seed: int, salt: tuple[int, ...]) -> int:
-    """32 bits for a seed and who draws: the rank, the hop of the algorithm, the piece sent.
+    """Return a 32-bit key from the seed and the salt: the rank, the hop of the algorithm, the piece
+    sent.
 
-    Ranks whose errors are summed must not draw the same: the sum of n equal errors is n times one
-    of them, that of n independent ones sqrt(n) times.
+    Ranks whose errors are summed must use different noise: the sum of n equal errors is n times one
+    of them, the sum of n independent errors sqrt(n) times.
     """
     key = 0
     for number in (seed, seed >> 32, *salt):
@@ -63,18 +66,18 @@ def key_of(seed: int, salt: tuple[int, ...]) -> int:
 
 
 def uniform(blocks: Tensor, key: int) -> Tensor:
-    """Numbers in [0, 1) for blocks ``[rows, blocks, block]``, of their shape and dtype: a hash of
-    the key, the place, and the values of the block.
+    """Return numbers in [0, 1) in the shape ``[rows, blocks, block]`` and dtype of ``blocks``: a
+    hash of the key, the position, and the values of the block.
 
-    The values make the noise of one step differ from that of the next, though nobody counts the
-    steps: it is another as soon as one value of the block is. The same values get the same noise,
-    so a recomputation in backward gives the same bits (law 4). They are read as bfloat16: a
-    compiler may hand over what a 16-bit tensor was before it was rounded, or differ in the last
-    bit between forward and recomputation.
+    Hashing the values makes the noise differ between steps without a step counter: one changed
+    value changes the noise of its block. Equal values get equal noise, so a recomputation in
+    backward gives the same bits (law 4). The values are hashed as bfloat16, because a compiler may
+    pass a 16-bit tensor before it was rounded, or differ in the last bit between forward and
+    recomputation.
     """
     rows, count, size = blocks.shape
     inside = torch.arange(size, device=blocks.device, dtype=torch.int32)
-    # t (2 t + 1) is one to one modulo 2^32 (as in RC6), and not linear: two changes do not cancel.
+    # t (2 t + 1) is a bijection modulo 2^32 (as in RC6) and nonlinear: two changes do not cancel.
     terms = _bfloat16_bits(blocks) + (inside + 1) * _signed(0x9E3779B1)
     digest = (terms * (2 * terms + 1)).sum(dim=-1, keepdim=True, dtype=torch.int32)
     place = torch.arange(rows * count, device=blocks.device, dtype=torch.int32)
@@ -84,15 +87,15 @@ def uniform(blocks: Tensor, key: int) -> Tensor:
 
 
 def _bfloat16_bits(values: Tensor) -> Tensor:
-    """The bits of the nearest bfloat16, ties to even, as a signed number. By whole numbers alone:
-    what a cast makes of a NaN differs between kernels."""
+    """Return the bits of the nearest bfloat16, ties to even, as a signed integer. Integer
+    arithmetic only, because kernels differ in how they cast a NaN."""
     bits = values.to(torch.float32).view(torch.int32)
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
 def _mixed(number: Any) -> Any:
-    """Two rounds of multiply and shift of 32 bits ("lowbias32"): of int32, or of a plain number
-    from 0 to 2^32 - 1."""
+    """Two 32-bit rounds of multiply and shift ("lowbias32"), on int32 or on a Python integer from 0
+    to 2^32 - 1."""
     number = _product(_shifted(number, 16), 0x7FEB352D)
     number = _product(_shifted(number, 15), 0x846CA68B)
     return _shifted(number, 16)
@@ -103,10 +106,10 @@ def _product(number: Any, by: int) -> Any:
 
 
 def _shifted(number: Any, by: int) -> Any:
-    """``n ^ (n >> by)`` with zeros shifted in."""
+    """Return ``n ^ (n >> by)`` with a logical shift."""
     return number ^ ((number >> by) & (2 ** (32 - by) - 1))
 
 
 def _signed(number: int) -> int:
-    """The low 32 bits as a signed number."""
+    """Return the low 32 bits as a signed integer."""
     return (number + 2**31) % 2**32 - 2**31

@@ -1,4 +1,4 @@
-"""Codes of 1 to 8 bits as bytes."""
+"""Pack codes of 1 to 8 bits into bytes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def widths(bits: int) -> list[int]:
-    """The powers of two that add up to ``bits``, largest first: codes of 6 bits travel as 4 bits
-    and 2 bits."""
+    """The powers of two that add up to ``bits``, descending: codes of 6 bits are sent as 4 bits and
+    2 bits."""
     return [part for part in (8, 4, 2, 1) if bits & part]
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes ``[..., block]`` to bytes ``[..., block * bits / 8]``, without waste for any
+    """Pack uint8 codes ``[..., block]`` to bytes ``[..., block * bits / 8]``, without gaps for any
     ``bits`` from 1 to 8.
 
     The low bits come first, in parts of 4, 2 and 1 bits; part i of a byte comes from part i of the

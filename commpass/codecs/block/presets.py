@@ -1,4 +1,4 @@
-"""The block codecs by name: each a setting of transform, scale, grid and rounding."""
+"""Block codecs by name: each preset sets a transform, scale, grid and rounding."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SCALES: dict[str, Callable[[str], Scale]] = {
     "lsq": LeastSquares,
     "dual": Dual,
 }
-"""Scales by name, but for the static one."""
+"""Scales by name, except the static one."""
 
 
 def _integers(bits: int, block: int, doc: str) -> Callable[..., Codec]:
-    """The builder of symmetric integers of so many bits, in blocks of ``block`` unless it is told
-    otherwise."""
+    """Return the builder of symmetric integers of ``bits`` bits, in blocks of ``block`` values by
+    default."""
 
     def build(
         spec: str,
@@ -96,7 +96,7 @@ def fp8(
     stored: str = "fp32",
     static: float = 0.0,
 ) -> Codec:
-    """8-bit floats, ``form`` e4m3 or e5m2, one absmax scale a block; travels as uint8.
+    """8-bit floats, ``form`` e4m3 or e5m2, one absmax scale per block; sent as uint8.
     ``static=1.0`` is a plain cast."""
     _one_of("form", form, ("e4m3", "e5m2"))
     rule = _scale(scale, stored, static)
@@ -113,8 +113,8 @@ def rotated(
     scale: str = "",
     stored: str = "bf16",
 ) -> Codec:
-    """Our own: a Hadamard rotation with signs, one scale, and at each width from 2 to 8 bits the
-    grid that loses least.
+    """A Hadamard rotation with signs and one scale; by default, the grid with the least error at
+    each width from 2 to 8 bits. Not from a paper.
 
     ``form`` is the grid: companded; int; table (Lloyd-Max, up to 6 bits, scaled by least squares);
     or e4m3 and e5m2.
@@ -142,12 +142,12 @@ def table(
 def taco(
     spec: str, *, form: str = "e4m3", block: int = 256, scale: str = "dual", rotate: bool = True
 ) -> Codec:
-    """As published (TACO, section 3): root mean square, Hadamard rotation, absmax, 8-bit floats;
-    two fp32 numbers a block.
+    """TACO as published (section 3): root mean square, Hadamard rotation, absmax, 8-bit floats; two
+    fp32 numbers per block.
 
-    ``scale="absmax"`` is the one-scale form, which gives the same result with half the side data;
-    ``form="int8"`` is for hardware without 8-bit floats; ``rotate=False`` leaves out the rotation
-    (both for the ablation).
+    ``scale="absmax"`` is the one-scale form, which gives the same result with half the side data.
+    ``form="int8"`` is for hardware without 8-bit floats, ``rotate=False`` omits the rotation; both
+    are for the ablation.
     """
     _power(_block(block), block)
     grid = (
@@ -158,11 +158,11 @@ def taco(
 
 
 def equarx(spec: str, *, block: int = 0, width: int = 0) -> Codec:
-    """8-bit integers as in EQuARX, section III.B: a scale for each place of an 8 x 128 register,
-    1,024 for a shard of any size.
+    """8-bit integers as in EQuARX, section III.B: one scale for each position of an 8 x 128
+    register, 1,024 scales for a shard of any size.
 
-    With ``block``, at most so many registers share their scales (the paper's minishards). With
-    ``width``, the columns of the tensor, blocks are rectangles of 8 x 128 values instead.
+    With ``block``, at most that many registers share their scales (the paper's minishards). With
+    ``width``, the number of columns of the tensor, blocks are rectangles of 8 x 128 values instead.
     """
     if width < 0:
         raise PolicyError(
@@ -176,9 +176,12 @@ def equarx(spec: str, *, block: int = 0, width: int = 0) -> Codec:
 
 
 def sdp4bit(spec: str, *, part: str = "gradient", bits: int = 4, block: int = 0) -> Codec:
-    """SDP4Bit as its published code has it. ``part="gradient"``: Hadamard of width 32, groups of
-    128, 4 bits between nodes (``bits=8`` inside one). ``part="weight"``: 4 bits in groups of 2048,
-    for the *difference* to what receivers hold (the wrapper ``difference``)."""
+    """SDP4Bit as in its published code.
+
+    ``part="gradient"``: Hadamard of width 32, groups of 128, 4 bits between nodes (``bits=8``
+    inside one). ``part="weight"``: 4 bits in groups of 2048, for the *difference* to what receivers
+    hold (the wrapper ``difference``).
+    """
     if bits not in (4, 8):
         raise PolicyError(f"bits={bits}: must be 4 or 8")
     if _one_of("part", part, ("gradient", "weight")) == "weight":
@@ -192,7 +195,11 @@ def tahquant(
     spec: str, *, bits: int = 4, block: int = 128, stored: str = "bf16", form: str = "int"
 ) -> Codec:
     """TahQuant: tiles of contiguous channels, pivot swap and Hadamard rotation, asymmetric 3 or 4
-    bits. ``form="companded"`` is our own: the same wire on a grid that loses less of a Gaussian."""
+    bits.
+
+    ``form="companded"`` is not in the paper: the same wire on a grid with less error for a
+    Gaussian.
+    """
     if bits not in (3, 4):
         raise PolicyError(f"bits={bits}: must be 3 or 4")
     if _power(_block(block), block) > 128:
@@ -226,14 +233,14 @@ def _grid(form: str, bits: int, block: int) -> Grid:
 
 
 def _scale(rule: str, stored: str, static: float) -> Scale:
-    """The rule by name; a static scale is one if it is given."""
+    """Return the scale of a name; a ``static`` other than 0 selects the static scale."""
     _one_of("stored", stored, tuple(STORED))
     if rule == "static" or static:
         if rule not in ("static", "absmax"):
             raise PolicyError(f"static={static}: is a scale itself; leave out scale={rule!r}")
         if (
             not 2.0**-126 <= static <= 2.0**126
-        ):  # else it is no normal number of float32, by which all values are divided
+        ):  # all values are divided by it, so it must be a normal float32
             raise PolicyError(f"static={static}: a static scale must be from 2^-126 to 2^126")
         return Static(static)
     return SCALES[_one_of("scale", rule, tuple(SCALES))](stored)

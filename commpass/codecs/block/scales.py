@@ -1,11 +1,10 @@
-"""Scales: by how much the values of a block are divided before they meet the grid, and how that
-number travels.
+"""Scales: the numbers that blocks are divided by before rounding, and how these numbers are stored.
 
-A scale is plain data; what it computes are the functions ``measure``, ``divide``, ``refit`` and
-``multiply``, dispatched on its type, and so are ``bound`` and ``floor``, what it costs. (Every type
-is registered itself: Dynamo of torch 2.11 traces no search through base classes.) ``stored`` is how
-its numbers travel: ``fp32``, ``bf16`` or ``pow2`` (an exponent alone). ``numbers`` says how many
-travel for each block.
+A scale is plain data. The functions ``measure``, ``divide``, ``refit``, ``multiply``, ``bound`` and
+``floor`` dispatch on its type. Every type is registered explicitly, because Dynamo of torch 2.11
+does not trace a lookup through base classes. ``stored`` is the storage format of its numbers:
+``fp32``, ``bf16`` or ``pow2`` (an exponent only). ``numbers`` says how many are sent for each
+block.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from commpass.codecs.dispatch import by_type
 from commpass.codecs.rows import as_bytes
 
 STORED = {"fp32": 4, "bf16": 2, "pow2": 1}
-"""Bytes of a stored number; 8 for float64 data, whose scales may lie outside the range of the
-others."""
+"""Bytes of a stored number. For float64 data it is 8 bytes, because scales may exceed the range of
+the other formats."""
 
 
 @dataclass(frozen=True)
 class Absmax:
-    """The peak of a block lands on the grid's largest number."""
+    """Scale the peak of a block to the largest number of the grid."""
 
     stored: str = "fp32"
     numbers: ClassVar[int] = 1
@@ -37,7 +36,8 @@ class Absmax:
 
 @dataclass(frozen=True)
 class Rms:
-    """The root mean square lands on the grid's ``sigma``; what lies above the largest is cut."""
+    """Scale the root mean square to the grid's ``sigma``; values above the largest number are
+    clamped."""
 
     stored: str = "fp32"
     numbers: ClassVar[int] = 1
@@ -45,8 +45,8 @@ class Rms:
 
 @dataclass(frozen=True)
 class LeastSquares:
-    """As ``Rms`` or ``Absmax`` (whichever fits the grid), then the least-squares factor ``<x, q> /
-    <q, q>`` of what was coded replaces it."""
+    """Start from ``Rms`` or ``Absmax`` (see ``start_of``), then replace the scale by the
+    least-squares factor ``<x, q> / <q, q>`` of the codes."""
 
     stored: str = "fp32"
     numbers: ClassVar[int] = 1
@@ -54,8 +54,8 @@ class LeastSquares:
 
 @dataclass(frozen=True)
 class Dual:
-    """Divided by the root mean square, then by the peak of that (TACO, section 3.2); both
-    travel."""
+    """Divide by the root mean square, then by the peak of the result (TACO, section 3.2); both are
+    sent."""
 
     stored: str = "fp32"
     numbers: ClassVar[int] = 2
@@ -63,7 +63,7 @@ class Dual:
 
 @dataclass(frozen=True)
 class Static:
-    """``value``, which nobody sends."""
+    """The constant scale ``value``, which is not sent."""
 
     value: float
     stored: ClassVar[str] = "fp32"
@@ -75,22 +75,22 @@ Scale = Absmax | Rms | LeastSquares | Dual | Static
 
 @dataclass(frozen=True)
 class Midrange:
-    """The offset of asymmetric grids: midway between the least and the largest value of a block. It
-    is subtracted before the block is scaled, and travels."""
+    """The offset of asymmetric grids: the midpoint of the smallest and the largest value of a
+    block. It is subtracted before the block is scaled, and is sent."""
 
     stored: str = "fp32"
 
 
-# --- what they compute ----------------------------------------------------------------------------
+# --- measure, divide, refit, multiply -------------------------------------------------------------
 
 
 def measure(scale: Scale, blocks: Tensor, grid: Grid) -> list[Tensor]:
-    """The numbers that blocks ``[..., block]`` are divided by, one after the other, each ``[...,
-    1]``, as they will be stored.
+    """Return the numbers that blocks ``[..., block]`` are divided by in turn, each ``[..., 1]``,
+    rounded to their storage format.
 
-    None is below the smallest normal number, so that a block of zeros or subnormals is coded as
-    zeros. On a grid without a zero the scale itself is zero for a block of zeros: all codes then
-    stand for zero.
+    No number is below the smallest normal number, so a block of zeros or subnormals is coded as
+    zeros. On a grid without a zero the scale is zero for a block of zeros, so all codes decode to
+    zero.
     """
     if not scale.numbers:
         return []
@@ -104,7 +104,7 @@ def measure(scale: Scale, blocks: Tensor, grid: Grid) -> list[Tensor]:
 
 @by_type
 def _measured(scale: Scale, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]:
-    """What ``measure`` gives, before it is rounded."""
+    """Return the numbers of ``measure`` before rounding."""
     raise NotImplementedError(scale)
 
 
@@ -132,15 +132,15 @@ def _dual(scale: Dual, blocks: Tensor, peak: Tensor, grid: Grid) -> list[Tensor]
 
 
 def start_of(scale: LeastSquares, grid: Grid) -> Rms | Absmax:
-    """From what least squares start: the root mean square for a grid made for values of deviation
-    1."""
+    """Return the scale that least squares starts from: the root mean square if the grid is made for
+    values of deviation 1."""
     return Rms(scale.stored) if grid.sigma == 1.0 else Absmax(scale.stored)
 
 
 @by_type
 def divide(scale: Scale, blocks: Tensor, numbers: Sequence[Tensor], grid: Grid) -> Tensor:
-    """Blocks in units of the grid, by the numbers of ``measure``: one division a block, and a
-    product a value."""
+    """Divide blocks by the numbers of ``measure``: one division per block and one product per
+    value."""
     raise NotImplementedError(scale)
 
 
@@ -159,8 +159,8 @@ def _divide_by_numbers(
 @divide.register
 def _divide_static(scale: Static, blocks: Tensor, numbers: Sequence[Tensor], grid: Grid) -> Tensor:
     values, far = blocks / scale.value, 2 * grid.largest
-    # A finite value that the division makes infinite is a large one: only what was not finite is
-    # marked so.
+    # A finite value that overflows in the division is large, not nonfinite: only nonfinite inputs
+    # are marked.
     return torch.where(blocks.isfinite(), values.clamp(-far, far), values)
 
 
@@ -168,7 +168,7 @@ def _divide_static(scale: Static, blocks: Tensor, numbers: Sequence[Tensor], gri
 def refit(
     scale: Scale, blocks: Tensor, codes: Tensor, numbers: list[Tensor], grid: Grid
 ) -> list[Tensor]:
-    """The numbers that travel, once the codes are known: the same, but for least squares."""
+    """Return the numbers to send once the codes are known: unchanged except for least squares."""
     raise NotImplementedError(scale)
 
 
@@ -187,8 +187,8 @@ def _as_they_are(
 def _refit_least_squares(
     scale: LeastSquares, blocks: Tensor, codes: Tensor, numbers: list[Tensor], grid: Grid
 ) -> list[Tensor]:
-    """``<x, q> / <q, q>``, to the nearest number that can be stored; the first one where q is
-    zero."""
+    """Return ``<x, q> / <q, q>`` rounded to the nearest number of the storage format; the first
+    scale if q is zero."""
     decoded, first = decode(grid, codes, blocks.dtype), numbers[0]
     size = first.clamp_min(torch.finfo(blocks.dtype).tiny)
     dot = (blocks / size * decoded).sum(dim=-1, keepdim=True)
@@ -218,37 +218,37 @@ def _multiply_static(scale: Static, values: Tensor, numbers: Sequence[Tensor]) -
 
 
 def middle_of(offset: Midrange, blocks: Tensor) -> Tensor:
-    """The offset of each block, ``[..., 1]``, as it will be stored."""
+    """Return the offset of each block, ``[..., 1]``, rounded to its storage format."""
     low, high = blocks.amin(dim=-1, keepdim=True), blocks.amax(dim=-1, keepdim=True)
     return round_nearest(low / 2 + high / 2, offset.stored)
 
 
 def peak_of(blocks: Tensor) -> Tensor:
-    """``max|x|`` of each block, ``[..., 1]``; NaN where the block holds NaN, Inf where it holds
-    Inf."""
+    """Return ``max|x|`` of each block, ``[..., 1]``; NaN if the block contains NaN, Inf if it
+    contains Inf."""
     return blocks.abs().amax(dim=-1, keepdim=True)
 
 
 def propagate_nonfinite(scale: Tensor, peak: Tensor) -> Tensor:
-    """NaN where the block holds anything that is not finite, so that the whole block stays not
-    finite (law 2)."""
-    return scale + (peak - peak)  # inf - inf is NaN, and anything finite leaves the scale as it is
+    """Return NaN if the block contains any nonfinite value, so that the whole block decodes to
+    nonfinite values (law 2)."""
+    return scale + (peak - peak)  # inf - inf is NaN; a finite peak leaves the scale unchanged
 
 
 def rms_of(blocks: Tensor, peak: Tensor) -> Tensor:
-    """Root mean square of each block, ``[..., 1]``; of values divided by the peak, whose squares
-    cannot overflow."""
+    """Return the root mean square of each block, ``[..., 1]``; computed from values divided by the
+    peak, whose squares cannot overflow."""
     safe = peak.clamp_min(torch.finfo(blocks.dtype).tiny)
     return (blocks / safe).square().mean(dim=-1, keepdim=True).sqrt() * peak
 
 
-# --- what they cost -------------------------------------------------------------------------------
+# --- error bounds ---------------------------------------------------------------------------------
 
 
 @by_type
 def bound(scale: Scale, grid: Grid, half: float, size: int) -> float:
-    """What ``Codec.bound`` says, for blocks of ``size`` values of which each is off by ``half`` in
-    units of the grid, if all were: ``sqrt(size)`` times that of one."""
+    """Return ``Codec.bound`` for blocks of ``size`` values, each with an error of ``half`` in grid
+    units: ``sqrt(size)`` times the bound of one value."""
     raise NotImplementedError(scale)
 
 
@@ -259,7 +259,7 @@ def _bound_peak(scale: Absmax | Dual, grid: Grid, half: float, size: int) -> flo
 
 @bound.register
 def _bound_rms(scale: Rms, grid: Grid, half: float, size: int) -> float:
-    """Of values above the largest, which are cut, one loses no more than it was."""
+    """Clamping a value above the largest number loses at most the value itself."""
     gap = half / grid.sigma * growth(scale.stored)
     return math.sqrt(1 + gap * gap) * (1 + 2**-8)
 
@@ -275,15 +275,15 @@ def _bound_static(scale: Static, grid: Grid, half: float, size: int) -> float:
 
 
 def bound_with_zero(scale: Scale) -> float:
-    """A bound of the same where zero is a number of the grid, and values are rounded to the nearest
-    one: none is then off by more than its own size, unless it is cut or scaled anew."""
+    """Return the same bound for a grid with a zero and rounding to nearest. The error of a value is
+    at most its own size, unless the value is clamped or rescaled."""
     return 1 + 2**-7 if isinstance(scale, (Absmax, Dual)) else math.inf
 
 
 @by_type
 def floor(scale: Scale, grid: Grid, half: float, dtype: torch.dtype) -> float:
-    """The error that a value of a block may have besides, scaled in ``dtype``: a block whose scale
-    would be below the smallest normal number is zero, on a grid that has none of its own."""
+    """Return the additional absolute error of a value scaled in ``dtype``. A block whose scale
+    would be below the smallest normal number decodes to zero, on a grid without a zero level."""
     raise NotImplementedError(scale)
 
 
@@ -300,7 +300,7 @@ def _floor_static(scale: Static, grid: Grid, half: float, dtype: torch.dtype) ->
     return half * scale.value
 
 
-# --- how they travel ------------------------------------------------------------------------------
+# --- storage formats ------------------------------------------------------------------------------
 
 
 def itemsize(stored: str, dtype: torch.dtype) -> int:
@@ -309,44 +309,44 @@ def itemsize(stored: str, dtype: torch.dtype) -> int:
 
 
 def growth(stored: str) -> float:
-    """By what factor a scale may be larger than its rule says, since it is rounded up when it is
-    stored."""
+    """Return the factor by which rounding up for storage may enlarge a scale."""
     return {"fp32": 1.0, "bf16": 1 + 2**-7, "pow2": 2.0}[stored]
 
 
 def round_up(scale: Tensor, stored: str) -> Tensor:
-    """The least number of the stored form that is not below a positive scale (nothing of the block
-    is then cut off)."""
+    """Round a positive scale up to its storage format, so that no value of the block is clamped."""
     return scale if scale.dtype == torch.float64 else UP[stored](scale)
 
 
 def round_nearest(number: Tensor, stored: str) -> Tensor:
-    """The nearest number of the stored form; of two equally near, the even one (of powers of two,
-    the larger)."""
+    """Round to the nearest number of the storage format, ties to even (for powers of two, to the
+    larger)."""
     return number if number.dtype == torch.float64 else NEAREST[stored](number)
 
 
 def materialized(number: Tensor, stored: str) -> Tensor:
-    """The same number. On a CPU Inductor would compute it anew for every vector of its block; by
-    way of its bytes, once. On a GPU it stays part of the one kernel."""
+    """Return the same number, and make Inductor compute it once per block on a CPU.
+
+    On a CPU Inductor would recompute it for every vector of its block; a round trip through bytes
+    prevents this. On a GPU the number is returned as is and stays part of the one kernel.
+    """
     if number.device.type != "cpu":
         return number
     return load(store(number.squeeze(-1), stored), stored, number.dtype).unsqueeze(-1)
 
 
 def in_form(numbers: Tensor, stored: str) -> Tensor:
-    """Numbers as they are stored: in the dtype of the stored form, or the bytes of a power."""
+    """Convert numbers to the storage format: its dtype, or the byte of an exponent."""
     return numbers if numbers.dtype == torch.float64 else STORE[stored](numbers)
 
 
 def store(numbers: Tensor, stored: str) -> Tensor:
-    """``[..., n]`` numbers of the stored form to bytes ``[..., n * itemsize]``."""
+    """Convert ``[..., n]`` numbers of the storage format to bytes ``[..., n * itemsize]``."""
     return as_bytes(in_form(numbers, stored))
 
 
 def load(raw: Tensor, stored: str, dtype: torch.dtype) -> Tensor:
-    """The inverse of ``store``, in ``dtype``. ``raw`` is a region of a wire, which lies at a
-    multiple of 8 bytes."""
+    """The inverse of ``store``, in ``dtype``. ``raw`` is a region of a wire, aligned to 8 bytes."""
     return raw.view(dtype) if dtype == torch.float64 else LOAD[stored](raw)
 
 
@@ -355,10 +355,10 @@ def _same(number: Tensor) -> Tensor:
 
 
 def _up_to_bits(scale: Tensor, low: int, largest: float) -> Tensor:
-    """Rounded up to a float32 whose lowest ``low`` bits are zero."""
+    """Round up to a float32 whose lowest ``low`` bits are zero."""
     bits = scale.view(torch.int32)
     whole = (((bits + (2**low - 1)) >> low) << low).view(torch.float32)
-    return whole.clamp(max=largest) + (scale - scale)  # NaN, whatever its bits, stays one
+    return whole.clamp(max=largest) + (scale - scale)  # keeps NaN, whatever its bits
 
 
 def _up_to_bf16(scale: Tensor) -> Tensor:
@@ -377,7 +377,7 @@ def _nearest_bf16(number: Tensor) -> Tensor:
 
 
 def _nearest_power(number: Tensor) -> Tensor:
-    """Half of the mantissa is midway to the next power."""
+    """Half of the mantissa range is midway to the next power."""
     bits = number.view(torch.int32)
     power = (((bits + (1 << 22)) >> 23) << 23).view(torch.float32)
     return power.clamp(max=2.0**127) + (number - number)

@@ -1,10 +1,10 @@
-"""Transforms: invertible maps of a block that make its values easier to code.
+"""Transforms: invertible maps of a block that make its values easier to quantize.
 
-A transform is plain data; what it computes are the functions ``forward`` and ``inverse``,
-dispatched on its type. Both work on blocks ``[..., block]`` in the accumulation dtype, use plain
-aten operations only, hold no tensor constants, and never look at values from Python: they trace
-under fake tensors. ``side`` is how many bytes the inverse needs for each block besides; ``sums``
-how many values the inverse adds up for one; ``name`` what a plan calls its domain.
+A transform is plain data; the functions ``forward`` and ``inverse`` dispatch on its type. Both work
+on blocks ``[..., block]`` in the accumulation dtype. They trace under fake tensors: they use plain
+aten operations only, hold no tensor constants, and never read values from Python. ``side`` is the
+number of extra bytes per block that the inverse needs. ``sums`` is the number of values that the
+inverse adds up for one value. ``name`` is the name of its domain in plans.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from commpass.codecs.dispatch import by_type
 
 @dataclass(frozen=True)
 class NoTransform:
-    """The values as they are."""
+    """The identity."""
 
     name: ClassVar[str] = ""
     side: ClassVar[int] = 0
@@ -29,14 +29,14 @@ class NoTransform:
 
 @dataclass(frozen=True)
 class Hadamard:
-    """Walsh-Hadamard rotation of each ``width`` values (TACO, section 3): spreads an outlier over
-    its whole block.
+    """Walsh-Hadamard rotation of each ``width`` values (TACO, section 3), which spreads an outlier
+    over its whole block.
 
-    ``signed`` multiplies the values by fixed signs before. They are a bent function of the place,
-    whose own spectrum is flat: a constant, and any other row of the Hadamard matrix, is spread as
-    well, which the plain rotation would gather in one value. ``pivot`` first swaps an element that
-    is more than twice as large as all others to place 0, whose column is all ones, so that an
-    asymmetric grid takes it as an offset (TahQuant).
+    With ``signed``, values are first multiplied by fixed signs: a bent function of the position,
+    whose own spectrum is flat. A constant, or any other row of the Hadamard matrix, is then spread
+    as well, which the plain rotation would gather in one value. With ``pivot``, an element more
+    than twice as large as all others is first swapped to position 0. Its column is all ones, so an
+    asymmetric grid covers the element by its offset (TahQuant).
     """
 
     width: int
@@ -59,15 +59,18 @@ Transform = NoTransform | Hadamard
 
 @by_type
 def forward(transform: Transform, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The values of blocks ``[..., block]``, whose largest magnitude is never above the block's,
-    and ``side`` uint8 bytes for each block, ``[..., side]``; None for no bytes."""
+    """Transform blocks ``[..., block]`` without increasing their largest magnitude.
+
+    Return the values, and ``side`` uint8 bytes for each block, ``[..., side]``; None if there are
+    none.
+    """
     raise NotImplementedError(transform)
 
 
 @by_type
 def inverse(transform: Transform, values: Tensor, side: Tensor | None) -> Tensor:
-    """Takes the values of ``forward`` divided by ``sums`` and gives the blocks divided by it, so
-    that no sum on its way overflows where the block does not."""
+    """Invert ``forward``: from values divided by ``sums``, return the blocks divided by ``sums``,
+    so that no intermediate sum overflows unless the block does."""
     raise NotImplementedError(transform)
 
 
@@ -100,8 +103,8 @@ def _bits(number: Tensor, width: int) -> list[Tensor]:
 
 
 def _sylvester(width: int, like: Tensor, signed: bool) -> Tensor:
-    """``H[i, j] = (-1)^popcount(i & j)``, unnormalised; column j times the sign of place j if
-    ``signed``."""
+    """Return the unnormalized ``H[i, j] = (-1)^popcount(i & j)``; if ``signed``, column j is
+    multiplied by the sign of position j."""
     index = torch.arange(width, device=like.device)
     both = index[:, None] & index[None, :]
     parity = torch.zeros_like(both)
@@ -115,17 +118,16 @@ def _sylvester(width: int, like: Tensor, signed: bool) -> Tensor:
 
 
 def _factors(width: int) -> tuple[int, int]:
-    """Two powers of two with this product, as alike as can be; an odd number of bits goes to the
-    first."""
+    """Two powers of two with this product, as equal as possible; the first is the larger one."""
     left = 1 << (width.bit_length() // 2)
     return left, width // left
 
 
 def _rotate(blocks: Tensor, by: Hadamard) -> Tensor:
-    """``H @ block / width`` as two small matmuls: ``H(ab) = H(a) (x) H(b)``.
+    """Return ``H @ block / width`` as two small matmuls: ``H(ab) = H(a) (x) H(b)``.
 
-    Scaled by 1/width (and not 1/sqrt(width)): then |H x| <= max|x|, and a block of the largest
-    finite numbers cannot overflow. H H' = width * I makes the transpose its inverse.
+    Scaled by 1/width and not 1/sqrt(width): then |H x| <= max|x|, and a block of the largest finite
+    numbers cannot overflow. H H' = width * I makes the transpose its inverse.
     """
     rows, columns = _matrices(by, blocks)
     return _apply(blocks, rows / rows.shape[0], (columns / columns.shape[0]).t())
@@ -137,7 +139,7 @@ def _rotate_back(blocks: Tensor, by: Hadamard) -> Tensor:
 
 
 def _matrices(by: Hadamard, like: Tensor) -> tuple[Tensor, Tensor]:
-    """The two matrices whose Kronecker product is the rotation; one and the same for a square."""
+    """The two matrices whose Kronecker product is the rotation; the same one if it is square."""
     left, right = _factors(by.width)
     rows = _sylvester(left, like, by.signed)
     return rows, rows if left == right else _sylvester(right, like, by.signed)
@@ -151,8 +153,8 @@ def _apply(blocks: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _pivot(blocks: Tensor) -> Tensor:
-    """The place of an element that is more than twice as large as all others of its block, else 0;
-    ``[..., 1]``."""
+    """Return the position of an element more than twice as large as all others of its block, else
+    0; ``[..., 1]``."""
     size = blocks.abs()
     place = size.argmax(dim=-1, keepdim=True)
     first = size.amax(dim=-1, keepdim=True)
@@ -161,7 +163,7 @@ def _pivot(blocks: Tensor) -> Tensor:
 
 
 def _swap(blocks: Tensor, place: Tensor) -> Tensor:
-    """Element 0 and the one at ``place`` of each block change places; its own inverse."""
+    """Swap element 0 and the element at ``place`` of each block; self-inverse."""
     here = _places(blocks)
     chosen = torch.where(here == place, blocks, 0.0).sum(dim=-1, keepdim=True)
     return torch.where(here == 0, chosen, torch.where(here == place, blocks[..., :1], blocks))

@@ -1,4 +1,4 @@
-"""Lossless: sign and mantissa as they are, exponents by a short code (ZipCCL)."""
+"""A lossless codec: sign and mantissa unchanged, exponents in a short code (ZipCCL)."""
 
 from commpass.codecs.exponent.codec import ExponentCodec, exponent
 

@@ -1,8 +1,8 @@
-"""Numbers in bit planes: bit b of 32 numbers in one int32 word, so that one operation works on 32
-numbers at once.
+"""Arithmetic on bit planes: one int32 word holds bit b of 32 numbers, so one operation processes 32
+numbers.
 
-All functions are pointwise on lists of words, lowest plane first, and take any shape. int32 shifts
-right are arithmetic; where that matters the copies of the sign are masked off.
+All functions are pointwise on lists of words, lowest plane first, and accept any shape. int32 right
+shifts are arithmetic; the copies of the sign are masked off if they matter.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ SWAPS = ((4, 0x0F0F0F0F), (2, 0x33333333), (1, 0x55555555))
 
 
 def transpose(rows: Sequence[Tensor]) -> list[Tensor]:
-    """8 words of 4 bytes to 8 bit planes: bit k of byte q of plane b is bit b of byte q of word k.
-    Its own inverse.
+    """Transpose 8 words of 4 bytes to 8 bit planes: bit k of byte q of plane b is bit b of byte q
+    of word k. Self-inverse.
 
-    Three rounds of swapping what lies off the diagonal, in blocks of 4, 2 and 1 bits (Warren,
-    Hacker's Delight, 7-3).
+    Three rounds swap the off-diagonal blocks of 4, 2 and 1 bits (Warren, Hacker's Delight, 7-3).
     """
     planes = list(rows)
     for distance, mask in SWAPS:
@@ -33,12 +32,12 @@ def transpose(rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def spread(number: Tensor, bits: int) -> list[Tensor]:
-    """One int32 number as ``bits`` planes that hold it 32 times, in two's complement."""
+    """Return ``bits`` planes that hold one int32 number 32 times, in two's complement."""
     return [-((number >> bit) & 1) for bit in range(bits)]
 
 
 def subtract(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
-    """``a - b`` in two's complement, as many planes as ``b``; ``a`` has fewer, and its missing ones
+    """Return ``a - b`` in two's complement, with as many planes as ``b``; missing planes of ``a``
     are zero."""
     difference = []
     borrow: Tensor | None = None
@@ -55,8 +54,7 @@ def subtract(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[Tensor]:
 
 
 def add(a: Sequence[Tensor], b: Sequence[Tensor], bits: int) -> list[Tensor]:
-    """The lowest ``bits`` planes of ``a + b``; ``a`` may have fewer planes, and its missing ones
-    are zero."""
+    """Return the lowest ``bits`` planes of ``a + b``; missing planes of ``a`` are zero."""
     total = []
     carry: Tensor | None = None
     for bit in range(bits):
@@ -72,12 +70,12 @@ def add(a: Sequence[Tensor], b: Sequence[Tensor], bits: int) -> list[Tensor]:
 
 
 def materialized(x: Tensor) -> Tensor:
-    """The same word, and a point at which a compiler keeps the value instead of working it out anew
-    for every use.
+    """Return the same word, and make the compiler keep its value instead of recomputing it for each
+    use.
 
-    Inductor joins pointwise operations by substitution: a chain of n steps that each use the one
-    before twice would be written out 2^n times. It does not substitute across ``as_strided``, and
-    still fuses (and keeps the value in a register).
+    Inductor fuses pointwise operations by substitution: a chain of n steps that each use the
+    previous one twice would be expanded 2^n times. It does not substitute across ``as_strided``,
+    and still fuses (and keeps the value in a register).
     """
     return x.as_strided(x.shape, x.stride())
 
@@ -90,7 +88,7 @@ def any_of(planes: Sequence[Tensor]) -> Tensor:
 
 
 def equals(planes: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
-    """For each of the ``numbers`` the word that has a one where the planes hold it."""
+    """For each of the ``numbers``, return the word with ones where the planes equal it."""
     half = (len(planes) + 1) // 2
     low = {
         number: _all_equal(planes[:half], number)
@@ -115,7 +113,7 @@ def _all_equal(planes: Sequence[Tensor], number: int) -> Tensor:
 
 
 def count(x: Tensor) -> Tensor:
-    """Ones of an int32 word."""
+    """Count the ones of an int32 word."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -128,11 +126,11 @@ def _right(x: Tensor, distance: int) -> Tensor:
 
 
 def moves(mask: Tensor) -> list[Tensor]:
-    """The plan by which ``compress`` pushes the bits under ``mask`` together: which bits go 1, 2,
-    4, 8 and 16 places.
+    """Return which bits ``compress`` moves by 1, 2, 4, 8 and 16 places to pack the bits under
+    ``mask``.
 
-    A bit has to go as far as there are zeros below it in the mask; bit i of that number is a parity
-    of parities, found by xor with shifted copies (Warren, Hacker's Delight, 7-4).
+    A bit moves by the number of zeros below it in the mask. Bit i of that number is a parity of
+    parities, computed by xor with shifted copies (Warren, Hacker's Delight, 7-4).
     """
     plan = []
     zeros = ~mask << 1
@@ -148,7 +146,7 @@ def moves(mask: Tensor) -> list[Tensor]:
 
 
 def compress(x: Tensor, plan: Sequence[Tensor]) -> Tensor:
-    """The bits of ``x`` under the mask at its low end, in order; ``x`` must be zero
+    """Pack the bits of ``x`` under the mask at its low end, in order; ``x`` must be zero
     elsewhere."""
     for round_, going in enumerate(plan):
         x = (x & ~going) | _right(x & going, 1 << round_)

@@ -1,5 +1,5 @@
-"""Lossless: sign and mantissa as they are, exponents by a short code around a window (ZipCCL,
-section 4). See ``ExponentCodec`` for the wire."""
+"""A lossless codec: sign and mantissa unchanged, exponents in a short code around a window (ZipCCL,
+section 4). ``ExponentCodec`` documents the wire format."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from commpass.utils.ambient import ambient_free
 from commpass.utils.spec import spelled
 
 BIAS = 16
-"""Window starts are stored from -16 on, since a window may begin below the least exponent."""
+"""Window starts are stored plus this, since a window may begin below the smallest exponent."""
 START_BITS, MODE_BITS, LENGTH_AT = 9, 2, 16
-"""The mark of a chunk, 32 bits: where its window starts, its mode, and from bit 16 on how many
-16-bit words it has in the dynamic part."""
+"""The 32-bit header of a chunk (its mark): the window start, the mode, and from bit 16 on the
+number of its 16-bit words in the dynamic part."""
 
 PLANES = 2
-"""Bit planes of the first step of a code, where nothing else is said."""
+"""The default number of bit planes of the first step of a code."""
 
 
 Encoding = Callable[["ExponentCodec", Tensor], Tensor]
@@ -51,9 +51,12 @@ _calls: ContextVar[tuple[Encoding, Decoding] | None] = ContextVar("exponent_call
 
 @contextmanager
 def by_calls(calls: tuple[Encoding, Decoding] | None) -> Iterator[None]:
-    """In here, rows of sizes that are not fixed are encoded and decoded by these functions, if
-    any, which give the same bytes: to trace the 2,000 operators of either takes seconds with
-    symbolic sizes."""
+    """Encode and decode rows of symbolic sizes with the given functions, which produce the same
+    bytes.
+
+    Tracing the 2,000 operators of either direction with symbolic sizes takes seconds. None keeps
+    the plain operators.
+    """
     before = _calls.set(calls)
     try:
         yield
@@ -68,30 +71,31 @@ def _calls_for(rows: Tensor) -> tuple[Encoding, Decoding] | None:
 
 @dataclass(frozen=True)
 class ExponentCodec(Codec):
-    """Bit-exact for bf16, fp16 and fp32; fp64 travels as it is.
+    """Bit-exact for bf16, fp16 and fp32; fp64 is sent uncompressed.
 
-    A row of n values has ``n // 128`` lines of 128 values, in chunks of 8 lines, of which the last
-    may have fewer. What is left, fewer than 128 values, travels as it is.
+    A row of n values has ``n // 128`` lines of 128 values, in chunks of 8 lines; the last chunk may
+    have fewer. The remaining values, fewer than 128, are sent uncompressed.
 
-    The *static part* of a row has a size known beforehand: all signs and mantissas, the first step
-    of each exponent's code (``planes`` bits), a mark of 4 bytes for each chunk, and the values that
-    are not coded. Bit planes lie one behind the other, each with a word for every column of 32
-    values.
+    The *static part* of a row has a size that does not depend on the values. It holds all signs and
+    mantissas, the first step of each exponent's code (``planes`` bits), a mark of 4 bytes for each
+    chunk, and the uncompressed values. Bit planes are stored one after another, each with a word
+    for every column of 32 values.
 
-    The *dynamic part* has the later steps (see ``Ladder``), of one chunk after the other. Each step
-    of a chunk is a bit string: for every column the fields of those values that need the step, in
-    bit planes. There is no limit to their number in a column. The string of a chunk is filled up to
-    whole words of 16 bits, and its mark says how many these are. A chunk that would take as many
-    as its exponents themselves is *raw*: the planes of the first step hold the lowest bits of
-    its exponents, and its string the others. So no chunk is longer than its values. What follows in
-    the buffer is zeros; it is never read, and need not be sent. Both parts are multiples of 16
-    bytes.
+    The *dynamic part* holds the later steps (see ``Ladder``), one chunk after another. Each step of
+    a chunk is a bit string: for every column, the fields of the values that need the step, in bit
+    planes. Their number per column is not limited. The string of a chunk is padded to whole 16-bit
+    words, and its mark stores their number.
 
-    The window and the mode of a chunk are those with the fewest bits of all windows around the
-    median of its exponents that are not zero (``choose``).
+    A chunk that would need as many words as its plain exponents is *raw*. The planes of its first
+    step hold the lowest bits of its exponents, and its string the other bits. So no chunk is longer
+    than its values. The rest of the buffer is zeros; it is never read, and need not be sent. Both
+    parts are multiples of 16 bytes.
 
-    ``bits`` is what a value was measured to take, for plans (``expected_bytes``). Nothing is
-    encoded by it, so it is not compared.
+    The window and the mode of a chunk minimize its bits over all windows around the median of its
+    nonzero exponents (``choose``).
+
+    ``bits`` is the measured number of bits per value, for plans (``expected_bytes``). It does not
+    affect the encoding and is not compared.
     """
 
     spec: str = field(compare=False)
@@ -122,15 +126,15 @@ class ExponentCodec(Codec):
     # --- sizes ------------------------------------------------------------------------------------
 
     def static_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes at the front of a row whose number does not depend on the values."""
+        """Return the leading bytes of a row whose number does not depend on the values."""
         if dtype not in FORMS:
             return ceil_to(numel * dtype.itemsize, UNIT)
         words = self._static_words(FORMS[dtype]) * _columns(numel) + _chunks(numel)
         return ceil_to(words * 4 + numel % LINE * dtype.itemsize, UNIT)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of a row whatever its values are: those of the values, 4 for each chunk, and what
-        fills the last unit of 16."""
+        """Return the bytes of a row for any values: the values, 4 bytes for each chunk, and padding
+        to 16 bytes."""
         return sum(self.parts(numel, dtype))
 
     def parts(self, numel: int, dtype: torch.dtype) -> tuple[int, ...]:
@@ -138,8 +142,8 @@ class ExponentCodec(Codec):
         return self.static_bytes(numel, dtype), room
 
     def used_bytes(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """How many bytes from its start each row needs, int64 ``[rows]``, a multiple of 16; reads
-        the static part only."""
+        """Return how many leading bytes of each row are needed, int64 ``[rows]``, a multiple of 16.
+        Only the static part is read."""
         static = self.static_bytes(numel, dtype)
         if not self._is_coded(numel, dtype):
             return torch.full((wire.shape[0],), static, dtype=torch.int64, device=wire.device)
@@ -151,7 +155,8 @@ class ExponentCodec(Codec):
         return static + (dynamic + (UNIT - 1)) // UNIT * UNIT
 
     def expected_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes that a row needs by the measured ``bits``; without them, what a Gaussian needs."""
+        """Return the bytes that a row needs by the measured ``bits``, or the bytes for a Gaussian
+        without them."""
         if not self.bits:
             return super().expected_bytes(numel, dtype)
         static, room = self.parts(numel, dtype)
@@ -162,15 +167,15 @@ class ExponentCodec(Codec):
         return dtype in FORMS and numel >= LINE
 
     def _static_words(self, form: FloatForm) -> int:
-        """Words of a column in the static part."""
+        """Words per column in the static part."""
         return form.rest_words + self.ladder.planes
 
     def _raw_words(self, form: FloatForm) -> int:
-        """Words of a column of a raw chunk in the dynamic part."""
+        """Words per column of a raw chunk in the dynamic part."""
         return form.exponent_bits - self.ladder.planes
 
     def _capacity(self, form: FloatForm, numel: int, device: torch.device) -> Tensor:
-        """The most 16-bit words of each chunk in the dynamic part, int32 ``[chunks, 1]``."""
+        """Return the most 16-bit words of each chunk in the dynamic part, int32 ``[chunks, 1]``."""
         return _columns_of_chunks(numel, device) * (2 * self._raw_words(form))
 
     # --- rows -------------------------------------------------------------------------------------
@@ -240,15 +245,15 @@ class ExponentCodec(Codec):
         return torch.cat(regions, dim=1).view(torch.uint8)
 
     def decode_rows(self, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """uint8 ``[rows, wire_bytes(numel, dtype)]`` to ``[rows, numel]`` in ``dtype`` itself, not
-        in an accumulation dtype: a wider one would not keep the payloads of NaNs."""
+        """Decode uint8 ``[rows, wire_bytes(numel, dtype)]`` to ``[rows, numel]`` in ``dtype``,
+        since a wider accumulation dtype would not keep the payloads of NaNs."""
         static, room = self.parts(numel, dtype)
         return self.decode_parts(
             (wire.narrow(1, 0, static), wire.narrow(1, static, room)), numel, dtype
         )
 
     def decode_parts(self, parts: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Tensor:
-        """The static and the dynamic part; of the latter, all the room that a row has for it."""
+        """Decode the static part and the dynamic part, the latter at its full size."""
         wire, rest_of_wire = parts
         if dtype in FORMS and (calls := _calls_for(wire)) is not None:
             return calls[1](self, torch.cat([wire, rest_of_wire], dim=1), numel, dtype)
@@ -272,7 +277,7 @@ class ExponentCodec(Codec):
         live = _live(numel, wire.device)
         raw = materialized(_across(-(length == capacity).to(torch.int32)) & live)
         dynamic = _packed(rest_of_wire, rest_of_wire.shape[1], torch.int64)
-        # The bit at which the strings of a step begin.
+        # The bit offset of the strings of a step.
         begin = length.to(torch.int64).flatten(1).cumsum(1).unsqueeze(2)
         begin = (begin - length) * 16
 
@@ -310,7 +315,8 @@ class ExponentCodec(Codec):
         return _values(body, dtype)
 
     def _modes(self, mode: Tensor) -> list[Tensor]:
-        """For each step that may name zeros the chunks where it does: see ``Ladder.encode``."""
+        """For each step that may encode zeros, return the mask of the chunks whose mode selects it
+        (see ``Ladder.encode``)."""
         return [
             _across(-(mode == number + 1).to(torch.int32)) for number in range(self.ladder.modes)
         ]
@@ -319,15 +325,15 @@ class ExponentCodec(Codec):
 
     @ambient_free
     def encode(self, x: Tensor) -> Wire:
-        """Any float tensor to a wire of only as many bytes as its values need."""
+        """Encode any float tensor to a wire of only the bytes that its values need."""
         whole = super().encode(x)
         used = self.used_bytes(whole.payload.reshape(1, -1), x.numel(), x.dtype)
         return Wire(whole.payload[: int(used)], whole.codec, whole.shape, whole.dtype)
 
     @ambient_free
     def decode(self, wire: Wire, like: Tensor | None = None) -> Tensor:
-        """The tensor back from what ``encode`` made; a wire that is cut, longer or another codec's
-        is refused."""
+        """Decode a wire of ``encode``. Raises PolicyError if it is truncated, too long or of
+        another codec."""
         numel = math.prod(wire.shape)
         found, least = wire.payload.numel(), self.static_bytes(numel, wire.dtype)
         if wire.codec == self.wire_spec and wire.dtype in FLOATS:
@@ -348,9 +354,13 @@ class ExponentCodec(Codec):
 
 
 def exponent(spec: str, *, planes: int = PLANES, bits: float = 0.0) -> Codec:
-    """Lossless. ``planes`` 2: a code of four steps, 0.14 to 0.2 bits above the entropy of a
-    Gaussian's exponents. 3: ZipCCL's of two steps, 0.67 to 0.71 bits above it, and quicker.
-    ``bits``: what a value takes by measurement, for plans; 0 for what one of a Gaussian takes."""
+    """Lossless.
+
+    ``planes=2``: a code of four steps, 0.14 to 0.2 bits above the entropy of a Gaussian's
+    exponents. ``planes=3``: the code of ZipCCL with two steps, 0.67 to 0.71 bits above it, and
+    faster. ``bits`` is the measured number of bits per value, for plans; 0 uses the number for a
+    Gaussian.
+    """
     if planes not in LADDERS:
         raise PolicyError(f"planes={planes}: must be 2 or 3")
     if not 0 <= bits <= 64:
@@ -366,7 +376,7 @@ def sum_of(numbers: Sequence[Tensor]) -> Tensor:
 
 
 def _columns(numel: int) -> int:
-    """Columns of 32 values in the lines of a row."""
+    """The number of columns of 32 values in the lines of a row."""
     return numel // LINE * (LINE // LANES)
 
 
@@ -375,23 +385,23 @@ def _chunks(numel: int) -> int:
 
 
 def _columns_of_chunks(numel: int, device: torch.device) -> Tensor:
-    """How many columns each chunk has, int32 ``[chunks, 1]``: 32 but for the last one."""
+    """The number of columns of each chunk, int32 ``[chunks, 1]``: 32 except for the last one."""
     first = torch.arange(_chunks(numel), dtype=torch.int32, device=device).unsqueeze(1) * LANES
     return (_columns(numel) - first).clamp_max(LANES)
 
 
 def _live(numel: int, device: torch.device) -> Tensor:
-    """All bits set in the words of columns that there are, int32 ``[chunks, 32]``."""
+    """Return words with all bits set for existing columns, int32 ``[chunks, 32]``."""
     lane = torch.arange(LANES, dtype=torch.int32, device=device)
     return -(lane < _columns_of_chunks(numel, device)).to(torch.int32)
 
 
 def _across(of_chunks: Tensor) -> Tensor:
-    """``[rows, chunks, 1]`` to ``[rows, chunks, 32]``: what holds for a chunk, once for each
+    """Expand ``[rows, chunks, 1]`` to ``[rows, chunks, 32]``: each number of a chunk, once per
     column.
 
-    Written out, so that what follows runs over columns alone: two loops in the place of one would
-    not be fused.
+    The copy is materialized, so that the following operations loop over columns only: two loops
+    would not be fused.
     """
     return materialized(
         of_chunks.expand(-1, -1, LANES).clone(memory_format=torch.contiguous_format)
@@ -399,18 +409,19 @@ def _across(of_chunks: Tensor) -> Tensor:
 
 
 def _by_column(pieces: Sequence[Tensor]) -> Tensor:
-    """``[rows, chunks, 32]`` each, to ``[rows, chunks, n]``: those of a column side by side."""
+    """Interleave ``[rows, chunks, 32]`` tensors to ``[rows, chunks, n]``, column by column."""
     return torch.stack(list(pieces), dim=3).flatten(2)
 
 
 def _lengths(marks: Tensor, capacity: Tensor) -> Tensor:
-    """16-bit words of each chunk in the dynamic part; within its room, whatever the marks say."""
+    """Return the 16-bit words of each chunk in the dynamic part, clamped to its room for any
+    marks."""
     return ((marks >> LENGTH_AT) & 0xFFFF).minimum(capacity)
 
 
 def _chunk_words(rows: Tensor, form: FloatForm) -> Tensor:
-    """The lines of rows as int32 words ``[rows, chunks, form.words, 32]``; zeros where the last
-    chunk has no column."""
+    """Return the lines of rows as int32 words ``[rows, chunks, form.packed_length, 32]``, with
+    zeros for the missing columns of the last chunk."""
     count, numel = rows.shape
     body, chunks = numel - numel % LINE, _chunks(numel)
     words = _packed(cut(rows, body), body)
@@ -431,29 +442,30 @@ def _row_words(packed: Tensor, form: FloatForm, columns: int, chunks: int) -> Te
         return packed.flatten(1)
     last = columns - (chunks - 1) * LANES
     tail = cut(packed.narrow(1, chunks - 1, 1), last)
-    # A copy even where it is whole: a graph that was traced with such sizes serves others.
+    # Copy even if complete: a graph traced with such sizes serves other sizes too.
     tail = tail.clone(memory_format=torch.contiguous_format).flatten(1)
     return torch.cat([packed.narrow(1, 0, chunks - 1).flatten(1), tail], dim=1)
 
 
 def _in_chunks(columns: Tensor, chunks: int) -> Tensor:
-    """``[rows, columns]`` to ``[rows, chunks, 32]``, zeros where the last chunk has none."""
+    """Reshape ``[rows, columns]`` to ``[rows, chunks, 32]``, with zeros for the missing columns of
+    the last chunk."""
     return pad(columns, chunks * LANES).unflatten(1, (chunks, LANES))
 
 
 def _packed(rows: Tensor, length: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Rows ``[rows, n]`` as words, zeros behind them up to ``length`` numbers; copied only where it
-    must be.
+    """Return rows ``[rows, n]`` as words, padded with zeros to ``length`` numbers; copied only if
+    needed.
 
-    Never touched as floats: compiled code pads and copies 16-bit floats by way of float32, which
-    makes all NaNs one.
+    Values are not processed as floats, because compiled code pads and copies 16-bit floats through
+    float32, which does not keep the payloads of NaNs.
     """
     width = rows.element_size()
     if width == dtype.itemsize:
         return pad(rows.view(dtype), length)
     missing = length - rows.shape[1]
-    # A view as wider numbers has to begin at a multiple of their size; Dynamo cannot be asked where
-    # a tensor begins.
+    # A view as a wider dtype must begin at a multiple of its size; Dynamo does not support
+    # ``storage_offset``.
     if (
         isinstance(missing, int)
         and missing == 0
@@ -468,13 +480,13 @@ def _packed(rows: Tensor, length: int, dtype: torch.dtype = torch.int32) -> Tens
 
 
 def _values(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as values; cut and joined as bytes, see ``_packed``."""
+    """Return bytes as values; they are cut and joined as bytes (see ``_packed``)."""
     return raw.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _read(dynamic: Tensor, offsets: Tensor) -> Tensor:
-    """The 64 bits from each bit offset on; ``dynamic`` int64 ``[rows, n]``. No index leads outside,
-    whatever the wire holds."""
+    """Return the 64 bits from each bit offset on; ``dynamic`` is int64 ``[rows, n]``. Indices are
+    clamped, so that no wire causes a read out of bounds."""
     flat = offsets.flatten(1)
     word, shift, last = flat >> 6, flat & 63, dynamic.shape[1] - 1
     low = dynamic.gather(1, word.clamp(0, last))

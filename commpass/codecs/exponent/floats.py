@@ -1,11 +1,11 @@
-"""Floats as 32-bit words, taken apart into exponents and all the rest, and fields of a few bits
-packed into such words.
+"""Split floats, as 32-bit words, into exponents and the rest, and pack fields of a few bits into
+words.
 
-A *chunk* is 1024 neighbouring values, coded together: 32 *columns* of 32 values. Word i of column l
-is word ``32 i + l`` of the chunk, so that every load and store is contiguous. The last chunk of a
-row may have fewer columns, c of them, a multiple of 4; its word i of column l is word ``c i + l``.
-The 32 values of a column make 16 *pairs*: words with one number in each half, so that 16-bit floats
-are worked on two at a time, as they lie in memory.
+A *chunk* is 1024 consecutive values that are coded together: 32 *columns* of 32 values. Word i of
+column l is word ``32 i + l`` of the chunk, so that every load and store is contiguous. The last
+chunk of a row may have fewer columns, c of them, a multiple of 4; its word i of column l is word
+``c i + l``. The 32 values of a column form 16 *pairs*: words with one number in each half. So
+16-bit floats are processed two at a time in their memory layout.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from commpass.codecs.dispatch import by_type
 
 LANES = 32
 CHUNK = 1024
-"""Values that are coded together."""
+"""Values per chunk."""
 LINE = 128
-"""Values of four columns: a row has whole lines in its chunks, and what is left is not coded."""
+"""Values of four columns: chunks consist of whole lines, and the values after the last line are not
+coded."""
 PAIRS = CHUNK // LANES // 2
 HALVES = 0x00010001
 """A one in both halves of a word."""
@@ -30,7 +31,7 @@ HALVES = 0x00010001
 
 @dataclass(frozen=True)
 class FloatForm:
-    """Where the parts of a float lie. ``rest`` is sign and mantissa, in bits."""
+    """The bit layout of a float. ``rest`` is the number of bits of sign and mantissa."""
 
     dtype: torch.dtype
     exponent_bits: int
@@ -38,18 +39,18 @@ class FloatForm:
 
     @property
     def packed_length(self) -> int:
-        """Words of a column as it lies in memory."""
+        """Words of a column in memory."""
         return CHUNK // LANES * self.dtype.itemsize // 4
 
     @property
     def rest_words(self) -> int:
-        """Words that ``rest`` of a column takes: no bit is wasted."""
+        """Words for the ``rest`` of a column, without wasted bits."""
         return CHUNK // LANES * self.rest // 32
 
 
 @dataclass(frozen=True)
 class Bfloat16(FloatForm):
-    """8 bits of exponent, 8 of the rest: two halves of 16 bits."""
+    """8 exponent bits, 8 other bits: two halves of 16 bits."""
 
     dtype: torch.dtype = torch.bfloat16
     exponent_bits: int = 8
@@ -58,7 +59,7 @@ class Bfloat16(FloatForm):
 
 @dataclass(frozen=True)
 class Float16(FloatForm):
-    """5 bits of exponent; the rest of 11 travels as 8 and 3."""
+    """5 exponent bits; the other 11 bits are sent as 8 and 3."""
 
     dtype: torch.dtype = torch.float16
     exponent_bits: int = 5
@@ -67,7 +68,7 @@ class Float16(FloatForm):
 
 @dataclass(frozen=True)
 class Float32(FloatForm):
-    """8 bits of exponent; the rest of 24 travels as three words for four."""
+    """8 exponent bits; the other 24 bits are sent as three words for every four."""
 
     dtype: torch.dtype = torch.float32
     exponent_bits: int = 8
@@ -81,8 +82,8 @@ FORMS: dict[torch.dtype, FloatForm] = {
 
 @by_type
 def split(form: FloatForm, packed: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The words of columns to 16 pairs of exponents and ``form.rest_words`` words of sign and
-    mantissa."""
+    """Split the words of columns into 16 pairs of exponents and ``form.rest_words`` words of sign
+    and mantissa."""
     raise NotImplementedError(form)
 
 
@@ -144,10 +145,10 @@ def _join_float16(form: Float16, pairs: Sequence[Tensor], rest: Sequence[Tensor]
 
 
 def pack(pairs: Sequence[Tensor], bits: int) -> list[Tensor]:
-    """16 pairs of ``bits``-bit fields, 8 or below 4, to ``bits`` words.
+    """Pack 16 pairs of ``bits``-bit fields (8 bits, or fewer than 4) into ``bits`` words.
 
-    Each half of a word takes as many whole fields as fit; with 3 bits, which leave one bit of 16
-    free, the last field is spread over those.
+    Each half of a word holds as many whole fields as fit. With 3 bits, one bit of 16 is left, and
+    the last field is distributed over these bits.
     """
     each = 16 // bits
     words = [
@@ -171,7 +172,8 @@ def unpack(packed: Sequence[Tensor], bits: int) -> list[Tensor]:
 
 
 def _three_of_four(numbers: Sequence[Tensor]) -> list[Tensor]:
-    """24-bit numbers, the fourth of each four cut into the free bytes of the three before it."""
+    """Pack 24-bit numbers: the fourth of every four is distributed over the free bytes of the other
+    three."""
     return [
         numbers[start + k] | ((numbers[start + 3] >> (8 * k)) << 24)
         for start in range(0, len(numbers), 4)

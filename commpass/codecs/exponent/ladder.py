@@ -1,15 +1,14 @@
-"""The code of an exponent: short for the few in the middle of a window, longer the further out it
-lies.
+"""The code of an exponent: few bits in the middle of a window, more bits further out.
 
-A code is a ladder of steps. Each step has a field of a few bits; a field of zero says "not here,
-look at the next step", any other names an exponent; the last step is the exponent as it is. The
-first step is there for every value (the planes of the static part), the next ones only for those
-that the steps before could not name (the dynamic part).
+A code is a ladder of steps. Each step has a field of a few bits: zero means "continue with the next
+step", any other value encodes an exponent. The last step is the plain exponent. The first step
+exists for every value (the planes of the static part). The later ones exist only for values that no
+earlier step encodes (the dynamic part).
 
 The exponent zero (zeros and subnormals) is far below every window, yet common: relu and sparse
-gradients make half the values zero. The *mode* of a chunk says where it is named. In mode 0, by
-the last step if that has a code for it. In mode k, by the last code of step k, and what that code
-named before is named where zero was.
+gradients make half the values zero. The *mode* of a chunk says which step encodes it. In mode 0, it
+is the last step, if that has a code for it. In mode k, it is the last code of step k, and the
+exponent that this code stood for takes the code of zero.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from torch import Tensor
 from commpass.codecs.exponent.bits import add, any_of, equals, spread, subtract
 
 ZERO = 15
-"""Stands in the tables of offsets for the exponent zero itself, wherever the window lies."""
+"""The entry for the exponent zero in tables of offsets, independent of the window."""
 BINS = 16
-"""Neighbouring exponents that are counted to choose a window."""
+"""The number of consecutive exponents that are counted to choose a window."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A field of ``bits``; ``low .. high - 1`` are the offsets from the start of the innermost
-    window that are named so far."""
+    """A field of ``bits`` bits. This step and the earlier ones encode the offsets ``low .. high -
+    1`` from the start of the innermost window."""
 
     bits: int
     low: int
@@ -41,12 +40,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Ladder:
-    """Steps whose windows enclose each other.
+    """Steps with nested windows.
 
     ``offsets``: for each step and code the offset from the start of the outermost window; code 0 is
-    unused. ``modes``: how many steps may name the exponent zero by their last code. All bits of
-    such codes are ones, so that a zero that is in the window as well is read as zero. ``below``:
-    how far below a median the lowest start of the outermost window lies that is tried.
+    unused. ``modes``: how many steps may encode the exponent zero by their last code. All bits of
+    such codes are ones, so that a zero that is also in the window is decoded as zero. ``below``:
+    how far the lowest candidate start of the outermost window is below a median.
     """
 
     steps: tuple[Step, ...]
@@ -61,7 +60,7 @@ class Ladder:
 
     @property
     def fields(self) -> tuple[int, ...]:
-        """Bits of the fields of the dynamic part, the last one being the whole exponent."""
+        """Bits of the fields of the dynamic part; the last one is the whole exponent."""
         return (*(step.bits for step in self.steps[1:]), 8)
 
     @property
@@ -71,14 +70,17 @@ class Ladder:
 
     @property
     def starts(self) -> int:
-        """How many starts are tried: those whose windows lie inside the bins."""
+        """The number of candidate starts: those whose windows lie inside the bins."""
         return BINS + 1 - (self.steps[-1].high - self.steps[-1].low)
 
     def gains(self, bins: Sequence[Any], zeros: Any, escape: int) -> list[Any]:
-        """Bits that a chunk saves against nothing but escapes, for each mode and in it each start:
-        ``bins`` are how often each of 16 neighbouring exponents is there, ``zeros`` how often the
-        exponent zero; ``escape`` are the bits of a whole exponent. Sums and products of what is
-        given: numbers or tensors."""
+        """Return the bits that a chunk saves compared with escapes only, for each mode and, within
+        it, each start.
+
+        ``bins`` holds the counts of 16 consecutive exponents, ``zeros`` the count of the exponent
+        zero, ``escape`` the bits of a whole exponent. Only sums and products are used, so the
+        arguments may be numbers or tensors.
+        """
         low, fields = self.steps[-1].low, (*self.fields[:-1], escape)
         upto = [bins[0] * 0]
         for each in bins:
@@ -100,12 +102,12 @@ class Ladder:
     def encode(
         self, exponents: Sequence[Tensor], start: Tensor, modes: Sequence[Tensor]
     ) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Bit planes of exponents to those of the fields of each step, and for each step where it
-        has fields.
+        """Encode bit planes of exponents to the planes of the fields of each step, and for each
+        step a mask of the values that have a field.
 
-        ``start`` is that of the outermost window; of ``modes`` the k-th has all bits set where a
-        chunk is in mode k + 1, none elsewhere. Fields are zero where a step has none; the last step
-        is the exponent itself.
+        ``start`` is the start of the outermost window. ``modes[k]`` has all bits set for chunks in
+        mode k + 1, and none otherwise. Fields are zero outside the mask; the last step is the
+        exponent itself.
         """
         offset = subtract(exponents, spread(start, 9))
         near = ~any_of(offset[4:])
@@ -168,7 +170,8 @@ class Ladder:
 
 
 def ladder(*steps: Step, modes: int, below: int, zero: bool) -> Ladder:
-    """A ladder with its tables. ``zero``: the last step has a code for the exponent zero."""
+    """Build a ladder with its tables. With ``zero``, the last step has a code for the exponent
+    zero."""
     low = steps[-1].low
     offsets = []
     for number, step in enumerate(steps):
@@ -188,5 +191,5 @@ LADDERS = {
     2: ladder(Step(2, 0, 3), Step(2, -2, 4), Step(3, -7, 5), modes=2, below=9, zero=True),
     3: ladder(Step(3, 0, 7), modes=1, below=6, zero=False),
 }
-"""By the number of planes. 3: ZipCCL's. 2: the three likeliest exponents, then three beside them,
-then six further and zero."""
+"""Ladders by the number of planes. 3 is the code of ZipCCL. 2 encodes the three likeliest
+exponents, then three next to them, then six further ones and zero."""

@@ -1,5 +1,5 @@
-"""Which window of exponents gets the short codes: that which takes the fewest bits, of all starts
-around the median, found by counting ones of bit planes."""
+"""Choose the window of exponents that get short codes: the one with the fewest bits, of all starts
+around the median, from counts of ones of bit planes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from commpass.codecs.exponent.ladder import BINS, Ladder
 def choose(
     ladder: Ladder, planes: Sequence[Tensor], values: Tensor, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """Start of the outermost window and mode of each chunk, int32 ``[rows, chunks, 1]``.
+    """Return the start of the outermost window and the mode of each chunk, int32 ``[rows, chunks,
+    1]``.
 
-    ``planes`` ``[rows, chunks, columns]`` are those of exponents, ``values`` ``[chunks, 1]`` how
-    many values a chunk has. The median is the lower one of the exponents that are not zero. Of
-    equal gains the first counts. All of it is in whole numbers: the same in any order.
+    ``planes`` ``[rows, chunks, columns]`` are bit planes of exponents, ``values`` ``[chunks, 1]``
+    the number of values of each chunk. The median is the lower median of the nonzero exponents. Of
+    equal gains the first is chosen. All arithmetic is on integers, so the order does not matter.
     """
     present = any_of(planes)
     number = total(present)
@@ -39,13 +40,13 @@ def choose(
 
 
 def total(counts: Tensor) -> Tensor:
-    """Ones of all words of a chunk, ``[rows, chunks, 1]``."""
+    """Count the ones of all words of a chunk, ``[rows, chunks, 1]``."""
     return count(counts).sum(2, keepdim=True, dtype=torch.int32)
 
 
 def median_of(planes: Sequence[Tensor], present: Tensor, number: Tensor) -> Tensor:
-    """The lower median of the ``number`` exponents under ``present``, bit by bit from the highest:
-    each halves what is left to those below it or those from it on."""
+    """Return the lower median of the ``number`` exponents under ``present``, bit by bit from the
+    highest: each bit keeps the half that contains it."""
     rank, left, median = (number - 1).clamp_min(0) >> 1, present, torch.zeros_like(number)
     for bit in reversed(range(len(planes))):
         lower = total(left & ~planes[bit])

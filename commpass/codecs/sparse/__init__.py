@@ -1,4 +1,4 @@
-"""A few entries of a row and where they lie."""
+"""Sparse codecs: send a few entries of a row and their indices."""
 
 from commpass.codecs.sparse.codec import SparseCodec, dense, residual, sum_by_index
 

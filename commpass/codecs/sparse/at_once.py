@@ -1,8 +1,8 @@
-"""Selection from one row in a CPU's memory, in as few passes over it as its values allow.
+"""Eager selection from one row in CPU memory, with as few passes over it as its values allow.
 
-``select`` in plain aten operations does the same passes whatever the values are, so that it can be
-compiled, and asks for dozens of counts. Where what was counted can be looked at, most of them are
-not needed: what reaches a threshold is a hundredth of the row, and all else is asked of that.
+``select`` uses plain aten operations that do the same passes for all values, so that it can be
+compiled, and it needs dozens of counts. Here counts can be read, and most of them are not needed:
+if few entries reach a threshold, they are extracted and further counts use only these.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from commpass.codecs.sparse.select import (
 )
 
 FEW = 8
-"""Entries are taken out of a row where they are no more than one in so many of it."""
+"""Entries are extracted from a row if at most one in this many reaches the threshold."""
 
 
 def select_at_once(selector: Selector, row: Tensor, density: Density) -> Selection:
-    """What ``select`` gives for one row ``[1, n]`` on a CPU. It looks at values: not for graphs."""
+    """Return the result of ``select`` for one row ``[1, n]`` on a CPU. It reads values, so it
+    cannot be traced."""
     if isinstance(selector, (TopK, RandomK)):
         return select(selector, row, density)
     seen = _Row(row, magnitude_bits(row))
@@ -39,8 +40,8 @@ def select_at_once(selector: Selector, row: Tensor, density: Density) -> Selecti
 
 @dataclass(frozen=True)
 class _Entries:
-    """All entries of a row that reach ``threshold``: where they are, ascending, and their
-    patterns."""
+    """All entries of a row that reach the threshold ``least``: their positions, ascending, and
+    their bit patterns."""
 
     least: int
     places: Tensor
@@ -49,7 +50,7 @@ class _Entries:
 
 @dataclass(frozen=True)
 class _Row(Measured):
-    """Statistics of one row. ``few`` holds at most one: what was taken out of it last."""
+    """Statistics of one row. ``few`` holds at most one element: the entries extracted last."""
 
     few: list[_Entries] = field(default_factory=list)
 
@@ -83,7 +84,7 @@ class _Row(Measured):
         return torch.tensor([found])
 
     def between(self, bounds: Bounds, k: int) -> Selection:
-        """The entries within bounds, as indices in order."""
+        """Return the entries within bounds as ascending indices."""
         low, high, room = int(bounds.low), int(bounds.high), int(bounds.room)
         few = self._reaching(low)
         sure = few.places[few.bits >= high]
@@ -97,13 +98,14 @@ class _Row(Measured):
         return int(torch.count_nonzero(self.bits >= threshold))
 
     def _taken_out(self, threshold: int) -> _Entries | None:
-        """What reaches a threshold, where that is little of the row."""
+        """Return the entries that reach a threshold if they are a small part of the row, else
+        None."""
         if self.few and self.few[0].least <= threshold:
             return self.few[0]
         return self._reaching(threshold) if self._count(threshold) * FEW <= self.entries else None
 
     def _reaching(self, threshold: int) -> _Entries:
-        """What reaches a threshold."""
+        """Return the entries that reach a threshold."""
         if self.few and self.few[0].least <= threshold:
             few = self.few[0]
             there = few.bits >= threshold

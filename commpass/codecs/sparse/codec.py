@@ -1,9 +1,8 @@
-"""A few entries of a row and where they lie: a selector, an index code, and an inner codec for the
-values.
+"""The sparse codec: a selector, an index code, and an inner codec for the values.
 
 A row on the wire is the inner codec's wire of the ``k`` values, then the indices, padded to 16
-bytes. Slots that are not used hold index ``n`` and value 0. A row that would lose something that is
-not finite has no index at all and NaN for values: it is decoded to NaN throughout (law 2).
+bytes. Unused slots hold index ``n`` and value 0. A row that would lose a nonfinite value has no
+indices and NaN values; all of it is decoded to NaN (law 2).
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from commpass.codecs.sparse.indices import IndexCode
 from commpass.codecs.sparse.select import Density, Selection, Selector, guaranteed_share, select
 
 ALIGNMENT = 16
-"""Bytes to which a row is padded, so that each begins where vectors can be loaded; a sparse row is
-small."""
+"""Rows are padded to this many bytes, so that each one begins at an address for vector loads; a
+sparse row is small."""
 
 
 @dataclass(frozen=True)
 class SparseCodec(Codec):
-    """``k = ceil(density * n)`` entries of a row; all others are decoded as zeros.
+    """Send ``k = ceil(density * n)`` entries of a row; all others are decoded as zeros.
 
-    What is left out is lost unless the caller adds it to the next row: see ``residual``.
+    The entries not sent are lost unless the caller adds them to the next row: see ``residual``.
     """
 
     spec: str = field(compare=False)
@@ -50,8 +49,8 @@ class SparseCodec(Codec):
 
     @property
     def bound(self) -> float:
-        """Of a row: what is left out, ``1 - kept`` of the squared norm at most, and the inner
-        codec's error of the rest."""
+        """The bound for a row: the entries not sent have at most ``1 - guaranteed_share`` of the
+        squared norm, and the inner codec's error applies to the rest."""
         part = guaranteed_share(self.selector, self.density)
         return max(self.inner.bound, math.sqrt(1 - part + self.inner.bound**2 * part))
 
@@ -59,11 +58,12 @@ class SparseCodec(Codec):
         return self.inner.floor(dtype)
 
     def segments(self, numel: int) -> tuple[SparseCodec, tuple[int, ...]]:
-        """The codec of each part of a row that is selected from on its own, and their lengths."""
+        """Return the codec of each separately selected part of a row, and the lengths of the
+        parts."""
         return self, (numel,)
 
     def slots(self, numel: int) -> int:
-        """How many entries of ``numel`` are sent."""
+        """Return how many of ``numel`` entries are sent."""
         return self.density.slots(numel)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -80,7 +80,7 @@ class SparseCodec(Codec):
         return self._wire(rows, select(self.selector, rows, self.density))
 
     def encode_at_once(self, row: Tensor) -> Tensor:
-        """As ``encode_rows``, of one row ``[1, n]`` on a CPU, outside of graphs: the same bytes, in
+        """As ``encode_rows`` for one row ``[1, n]`` on a CPU, outside of graphs: the same bytes, in
         as few passes over the row as its values allow."""
         if row.numel() == 0:
             return self.encode_rows(row)
@@ -99,12 +99,11 @@ class SparseCodec(Codec):
         return pad(raw, self.wire_bytes(numel, rows.dtype))
 
     def decode_sparse(self, wire: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """uint8 ``[rows, wire_bytes(numel, dtype)]`` to int64 indices and values in the
+        """Decode uint8 ``[rows, wire_bytes(numel, dtype)]`` to int64 indices and values in the
         accumulation dtype, each ``[rows, k]``.
 
-        Indices ascend; those of unused slots are ``numel`` and their values 0. A row of NaN
-        throughout has no other indices, and NaN for values: ``dense`` and ``sum_by_index`` know
-        what that means.
+        Indices ascend; unused slots have index ``numel`` and value 0. A row that is NaN throughout
+        has only unused indices, and NaN values, which ``dense`` and ``sum_by_index`` expand.
         """
         chosen = self.slots(numel)
         split = self.inner.wire_bytes(chosen, dtype)
@@ -125,29 +124,29 @@ class SparseCodec(Codec):
 
 
 def dense(indices: Tensor, values: Tensor, numel: int) -> Tensor:
-    """Rows ``[rows, numel]`` with the values at their indices and zeros elsewhere."""
+    """Return rows ``[rows, numel]`` with the values at their indices and zeros elsewhere."""
     zeros = torch.zeros((values.shape[0], numel + 1), dtype=values.dtype, device=values.device)
-    rows = cut(zeros.scatter(1, indices, values), numel)  # the last column takes the slots not used
+    rows = cut(zeros.scatter(1, indices, values), numel)  # the last column is for unused slots
     return torch.where(_poisoned(indices, values, numel), math.nan, rows)
 
 
 def sum_by_index(indices: Tensor, values: Tensor, numel: int) -> Tensor:
-    """The sum ``[numel]`` of all rows, row by row in order (law 4), at a cost of ``rows * k``
+    """Return the sum ``[numel]`` of all rows, added row by row in order (law 4), with ``rows * k``
     additions."""
     total = torch.zeros(numel + 1, dtype=values.dtype, device=values.device)
     for row in range(
         values.shape[0]
-    ):  # indices of one row differ: the order of additions is that of the rows
+    ):  # indices within a row differ, so additions follow the order of the rows
         total = total.scatter_add(0, indices[row], values[row])
     return torch.where(_poisoned(indices, values, numel).any(), math.nan, cut(total, numel))
 
 
 def residual(x: Tensor, coder: Codec) -> tuple[Wire, Tensor]:
-    """The wire of ``x`` and what it leaves out, in the accumulation dtype: add that to the next
-    ``x`` (error feedback).
+    """Return the wire of ``x`` and its residual in the accumulation dtype: add the residual to the
+    next ``x`` (error feedback).
 
-    0 where what is decoded is not finite: everybody has seen it, and it must not come back in every
-    later step.
+    The residual is 0 if the decoded value is not finite: all ranks have received that value, and it
+    must not reappear in every later step.
     """
     wire = coder.encode(x)
     rows = coder.decode_rows(wire.payload.reshape(1, -1), x.numel(), x.dtype).reshape(x.shape)
@@ -155,5 +154,5 @@ def residual(x: Tensor, coder: Codec) -> tuple[Wire, Tensor]:
 
 
 def _poisoned(indices: Tensor, values: Tensor, numel: int) -> Tensor:
-    """bool ``[rows, 1]``: no slot is used, and the value of the first is not finite."""
+    """bool ``[rows, 1]``: no slot is used, and the first value is not finite."""
     return (indices.narrow(1, 0, 1) == numel) & ~values.narrow(1, 0, 1).isfinite()

@@ -1,16 +1,16 @@
-"""Which entries of a row were chosen, in as few bytes as possible; the size is fixed by (entries,
-chosen entries).
+"""Codes for the indices of chosen entries, in few bytes; the size depends only on (entries, chosen
+entries).
 
-``indices`` are int64 ``[rows, k]``, ascending in each row; a slot that is not used holds ``n``, one
-past the last entry. Three codes, of which ``index_code`` takes the least for a density. They are
-plain data; what they compute are functions dispatched on their type, in plain aten operations only:
-everything traces with symbolic sizes.
+``indices`` are int64 ``[rows, k]``, ascending in each row; an unused slot holds ``n``, one past the
+last entry. ``index_code`` picks the smallest of three codes for a density. They are plain data; the
+functions dispatch on their type and use plain aten operations only, so everything traces with
+symbolic sizes.
 
-- ``Bitmap``: ``n`` bits. The least from a density of 1/4 up.
-- ``EliasFano``: ``k*l`` bits, then ``k + (n >> l)`` bits (Elias 1974). The least below; up to 0.1
-  within 0.6 bit of the entropy.
-- ``Blocks16``: ``16*k`` bits, then 32 for each 65,536 entries. Never the least (17 bits by
-  Elias-Fano with l = 16); no bits to sift.
+- ``Bitmap``: ``n`` bits. The smallest from a density of 1/4 up.
+- ``EliasFano``: ``k*l`` bits, then ``k + (n >> l)`` bits (Elias 1974). The smallest below 1/4; up
+  to 0.1 within 0.6 bit of the entropy.
+- ``Blocks16``: ``16*k`` bits, then 32 for each 65,536 entries. Never the smallest (Elias-Fano with
+  l = 16 takes 17 bits); it needs no bit manipulation.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ BLOCK_BITS = 16
 
 @dataclass(frozen=True)
 class Bitmap:
-    """A bit for each entry: whether it was chosen."""
+    """One bit for each entry: whether it was chosen."""
 
 
 @dataclass(frozen=True)
 class EliasFano:
-    """The ``low`` bits of each index as they are, the rest in unary, by how much it grew: the i-th
-    of the high parts ``h`` sets bit ``h + i``."""
+    """The lowest ``low`` bits of each index unchanged, the other bits in unary by their increments:
+    the i-th high part ``h`` sets bit ``h + i``."""
 
     low: int
 
 
 @dataclass(frozen=True)
 class Blocks16:
-    """16 bits of each index, and how many entries are chosen up to the end of each block of
-    65,536."""
+    """The low 16 bits of each index, and the number of chosen entries up to the end of each block
+    of 65,536."""
 
 
 IndexCode = Bitmap | EliasFano | Blocks16
 
 
 def index_code(density: Fraction, kind: str = "least") -> IndexCode:
-    """The code that takes the fewest bits at a density, or the one asked for.
+    """Return the smallest code for a density, or the code of a given kind.
 
-    By density alone, and not by the sizes at hand, so that a graph with symbolic sizes makes the
-    same wire as one without.
+    The choice depends only on the density, so a graph with symbolic sizes produces the same wire as
+    one with fixed sizes. Raises PolicyError for an unknown kind.
     """
     fano = min(map(EliasFano, range(32)), key=lambda code: bits_per_entry(code, density))
     codes: dict[str, IndexCode] = {"bitmap": Bitmap(), "elias-fano": fano, "blocks16": Blocks16()}
@@ -65,31 +65,30 @@ def index_code(density: Fraction, kind: str = "least") -> IndexCode:
     return codes[kind.replace("_", "-")]
 
 
-# --- what they compute ----------------------------------------------------------------------------
+# --- functions by type ----------------------------------------------------------------------------
 
 
 @by_type
 def nbytes(code: IndexCode, entries: int, count: int) -> int:
-    """Bytes for ``count`` of ``entries``; both may be symbolic."""
+    """Return the bytes for ``count`` chosen of ``entries`` entries; both may be symbolic."""
     raise NotImplementedError(code)
 
 
 @by_type
 def bits_per_entry(code: IndexCode, density: Fraction) -> Fraction:
-    """Bits for each chosen entry of a long row."""
+    """Return the bits for each chosen entry of a long row."""
     raise NotImplementedError(code)
 
 
 @by_type
 def encode(code: IndexCode, indices: Tensor, entries: int) -> Tensor:
-    """Indices ``[rows, k]`` to uint8 ``[rows, nbytes(entries, k)]``."""
+    """Encode indices ``[rows, k]`` to uint8 ``[rows, nbytes(entries, k)]``."""
     raise NotImplementedError(code)
 
 
 @by_type
 def decode(code: IndexCode, raw: Tensor, entries: int, count: int) -> Tensor:
-    """The inverse of ``encode``; whatever the bytes are, no index lies outside ``0 ...
-    entries``."""
+    """The inverse of ``encode``; for any bytes, all indices are within ``0 ... entries``."""
     raise NotImplementedError(code)
 
 
@@ -105,7 +104,7 @@ def _bits_bitmap(code: Bitmap, density: Fraction) -> Fraction:
 
 @encode.register
 def _encode_bitmap(code: Bitmap, indices: Tensor, entries: int) -> Tensor:
-    # The last column takes the slots not used.
+    # The last column receives the unused slots.
     return pack_bits(cut(_ones_at(indices, entries + 1), entries), 1)
 
 
@@ -144,7 +143,7 @@ def _decode_fano(code: EliasFano, raw: Tensor, entries: int, count: int) -> Tens
 
 
 def _upper(code: EliasFano, entries: int, count: int) -> int:
-    """Bits of the high parts: the last place is ``(entries >> low) + chosen - 1``."""
+    """Bits of the high parts: the last position is ``(entries >> low) + chosen - 1``."""
     return count + (entries >> code.low)
 
 
@@ -177,12 +176,12 @@ def _decode_blocks(code: Blocks16, raw: Tensor, entries: int, count: int) -> Ten
     return torch.where(blocks < _blocks(entries), found, entries).clamp(max=entries)
 
 
-# --- bits -----------------------------------------------------------------------------------------
+# --- bit packing ----------------------------------------------------------------------------------
 
 
 def pack_bits(values: Tensor, width: int) -> Tensor:
-    """The low ``width`` bits of integers ``[rows, m]`` to uint8 ``[rows, ceil(m * width / 8)]``,
-    least bit first, no gaps."""
+    """Pack the low ``width`` bits of integers ``[rows, m]`` to uint8 ``[rows, ceil(m * width /
+    8)]``, lowest bit first, without gaps."""
     rows, count = values.shape
     groups = (count + 7) // 8
     octets = pad(values, groups * 8).reshape(rows, groups, 8)
@@ -213,20 +212,20 @@ def unpack_bits(raw: Tensor, count: int, width: int) -> Tensor:
 
 
 def _ones_at(places: Tensor, length: int) -> Tensor:
-    """uint8 ``[rows, length]`` with 1 at each of the places."""
+    """Return uint8 ``[rows, length]`` with 1 at each of the positions."""
     zeros = torch.zeros((places.shape[0], length), dtype=torch.uint8, device=places.device)
     return zeros.scatter(1, places, 1)
 
 
 def _places_of_ones(ones: Tensor, count: int) -> Tensor:
-    """int64 ``[rows, count]``: where the first, second, ... one of each row lies; the length of the
-    row where there is none."""
+    """Return the positions of the first ``count`` ones of each row, int64 ``[rows, count]``; the
+    length of the row if there are fewer."""
     before = ones.cumsum(-1, dtype=torch.int32)
     return torch.searchsorted(before, ranks_up_to(count, before))
 
 
 def ranks_up_to(count: int, like: Tensor) -> Tensor:
-    """``1 ... count`` for each row of ``like``, in its dtype."""
+    """Return ``1 ... count`` for each row of ``like``, in its dtype."""
     ranks = torch.arange(1, count + 1, dtype=like.dtype, device=like.device)
     return ranks.expand(like.shape[0], -1).contiguous()
 

@@ -1,4 +1,4 @@
-"""What the threshold of a row is found from: magnitudes as bit patterns, and exact statistics."""
+"""The input of threshold selection: magnitudes as bit patterns, and exact statistics."""
 
 from __future__ import annotations
 
@@ -12,40 +12,43 @@ from commpass.codecs.codec import accumulation_dtype
 
 
 class Statistics(Protocol):
-    """What a threshold is found from: exact numbers of all of each row, ``[rows, 1]``. Sizes are
+    """Exact statistics of each row, ``[rows, 1]``, from which thresholds are computed. Sizes are
     magnitudes over the peak, 0 ... 1, in the accumulation dtype."""
 
     @property
     def entries(self) -> int: ...
 
     def peak(self) -> Tensor:
-        """The largest finite magnitude, as a pattern."""
+        """Return the largest finite magnitude, as a bit pattern."""
 
     def outside(self) -> Tensor:
-        """How many entries are not finite."""
+        """Return the number of nonfinite entries."""
 
     def at(self, places: Tensor) -> Tensor:
-        """The patterns ``[rows, m]`` of the magnitudes at ``[1, m]`` or ``[rows, m]``."""
+        """Return the patterns ``[rows, m]`` of the magnitudes at ``[1, m]`` or ``[rows, m]``."""
 
     def counts(
         self, thresholds: Tensor, unless: Tensor | None = None, enough: int | None = None
     ) -> Tensor:
-        """How many entries reach each of the patterns ``[rows, m]``; anything in rows for which
-        ``unless``, bool ``[rows, 1]``, holds. Where thresholds descend, all counts behind one that
-        is ``enough`` may be anything that is."""
+        """Return how many entries reach each of the patterns ``[rows, m]``.
+
+        Rows for which ``unless``, bool ``[rows, 1]``, holds may have any counts. If thresholds
+        descend, all counts after one that is at least ``enough`` may be any number that is at least
+        ``enough``.
+        """
 
     def moments(self, peak: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sums of signed sizes to 24 bits and of their squares to 32 bits behind the point, as
-        float64, and the count of what is finite."""
+        """Return the sums of signed sizes (to 24 fractional bits) and of their squares (to 32
+        fractional bits), as float64, and the number of finite entries."""
 
     def above(self, peak: Tensor, threshold: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The sum to 24 bits, as float64, and the count of the finite sizes that are not below
-        ``threshold`` (float64)."""
+        """Return the sum (to 24 fractional bits, as float64) and the number of the finite sizes
+        that are not below ``threshold`` (float64)."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Statistics in plain aten operations, of rows and their ``magnitude_bits``."""
+    """Statistics of rows and their ``magnitude_bits`` in plain aten operations."""
 
     rows: Tensor
     bits: Tensor
@@ -85,8 +88,8 @@ class Measured:
 
 
 def magnitude_bits(rows: Tensor) -> Tensor:
-    """The bit patterns of ``|x|``, int32 (int64 for float64), ordered as the magnitudes, NaN above
-    all."""
+    """Return the bit patterns of ``|x|``, int32 (int64 for float64), ordered as the magnitudes,
+    with NaN above all."""
     wide = rows.to(accumulation_dtype(rows.dtype))
     whole = torch.int64 if wide.dtype == torch.float64 else torch.int32
     return wide.view(whole) & torch.iinfo(whole).max
@@ -109,8 +112,8 @@ def value(pattern: Tensor) -> Tensor:
 
 
 def pattern(threshold: Tensor, like: Tensor) -> Tensor:
-    """A threshold, float64 and not above the peak, as a pattern ``like`` another; at least 1, so
-    that zeros are below it."""
+    """Return a threshold (float64, at most the peak) as a pattern in the dtype of ``like``; at
+    least 1, so that zeros are below it."""
     return (
         threshold.to(torch.float64 if like.dtype == torch.int64 else torch.float32)
         .view(like.dtype)
@@ -119,7 +122,7 @@ def pattern(threshold: Tensor, like: Tensor) -> Tensor:
 
 
 def _sizes(bits: Tensor, peak: Tensor) -> Tensor:
-    """Magnitudes over the largest one, 0 ... 1; zeros for what is not finite."""
+    """Return magnitudes over the largest one, 0 ... 1; zero for nonfinite values."""
     largest = value(peak)
     return torch.where(finite(bits), value(bits), 0) / torch.where(largest > 0, largest, 1)
 
@@ -129,15 +132,15 @@ def unit(threshold: Tensor) -> Tensor:
 
 
 def _exact_sum(values: Tensor, fraction_bits: int) -> Tensor:
-    """The sum of numbers in -1 ... 1 to so many bits behind the point, as float64 ``[rows, 1]``; in
-    any order the same."""
+    """Return the sum of numbers in -1 ... 1 to ``fraction_bits`` fractional bits, as float64
+    ``[rows, 1]``; the same for any order."""
     return (values * 2.0**fraction_bits).to(torch.int64).sum(
         -1, keepdim=True
     ).double() / 2.0**fraction_bits
 
 
 def counts(bits: Tensor, thresholds: Tensor) -> Tensor:
-    """How many entries reach each of the thresholds ``[rows, m]``; one pass over the row when
-    compiled."""
+    """Return how many entries reach each of the thresholds ``[rows, m]``; one pass over the row
+    when compiled."""
     each = [(bits >= one.unsqueeze(-1)).sum(-1, dtype=torch.int32) for one in thresholds.unbind(-1)]
     return torch.stack(each, dim=-1).to(torch.int64)

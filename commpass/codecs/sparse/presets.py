@@ -1,4 +1,4 @@
-"""The sparse codecs by name: each a selector."""
+"""Sparse codecs by name: each preset sets a selector."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def topk(
     values: str = "raw",
     indices: str = "least",
 ) -> Codec:
-    """The ``ceil(density * n)`` entries of largest magnitude, exactly. Error feedback is the
-    caller's."""
+    """The ``ceil(density * n)`` entries of largest magnitude, exactly. The caller handles error
+    feedback."""
     return _sparse(resolve, spec, TopK(), density, values, indices)
 
 
@@ -43,7 +43,7 @@ def randomk(
     indices: str = "least",
     seed: int = 0,
 ) -> Codec:
-    """Entries at random, unscaled: unbiased only with error feedback. For comparison."""
+    """Random entries, unscaled: unbiased only with error feedback. For comparison."""
     if not 0 <= seed < 2**32:
         raise PolicyError(f"seed={seed}: must be from 0 to 4294967295")
     return _sparse(resolve, spec, RandomK(seed), density, values, indices)
@@ -69,7 +69,7 @@ def gaussiank(
     values: str = "raw",
     indices: str = "least",
 ) -> Codec:
-    """Entries above the threshold that a Gaussian would have."""
+    """Entries above the threshold for a Gaussian."""
     return _sparse(resolve, spec, GaussianK(), density, values, indices)
 
 
@@ -93,7 +93,7 @@ def sidco(
     values: str = "raw",
     indices: str = "least",
 ) -> Codec:
-    """Entries above the threshold that an exponential would have, in stages."""
+    """Entries above the threshold for an exponential distribution, in stages."""
     return _sparse(resolve, spec, Sidco(), density, values, indices)
 
 

@@ -1,7 +1,7 @@
-"""Tensors that lie one after the other in a row, each with a selection of its own.
+"""Selection in each of several consecutive tensors of a row.
 
-A fusion buffer holds small and large values side by side: one threshold for all of it would leave
-whole tensors out. SSFusion (section 3) selects in each tensor and sends what was found together.
+A fusion buffer holds small and large values side by side: one threshold for all of it would omit
+whole tensors. SSFusion (section 3) selects in each tensor and sends the selections together.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from commpass.errors import PolicyError
 
 @dataclass(frozen=True)
 class SegmentedCodec(SparseCodec):
-    """A selecting codec for each of several segments of a row, of ``lengths`` entries each. A row
-    of any other length is one segment.
+    """A sparse codec for each of several segments of a row, of ``lengths`` entries each. A row of
+    any other length is one segment.
 
-    The wire is that of each segment, one after the other. Indices are those of the row. Where the
-    row is decoded as one, a segment that is not finite makes all of it NaN (law 2).
+    The wire is the concatenation of the wires of the segments. Indices are relative to the row. If
+    the row is decoded as one, a nonfinite segment makes all of it NaN (law 2).
     """
 
     each: SparseCodec
@@ -62,14 +62,14 @@ class SegmentedCodec(SparseCodec):
             found.append((torch.where(indices < length, indices + start, numel), values))
         indices = torch.cat([indices for indices, _ in found], dim=1)
         values = torch.cat([values for _, values in found], dim=1)
-        # Values of unused slots are 0, but for those of a segment that was not finite.
+        # Values of unused slots are 0, except those of a segment that was not finite.
         lost = ((indices == numel) & ~values.isfinite()).any(1, keepdim=True)
         return torch.where(lost, numel, indices), torch.where(lost, torch.nan, values)
 
 
 def segments(resolve: Resolve, spec: str, *, inner: str = "dgc", lengths: str = "") -> Codec:
-    """Tensors of ``lengths`` entries (``n4096_512``), one after the other, each selected from by
-    ``inner`` on its own: a fusion buffer."""
+    """Consecutive tensors of ``lengths`` entries (``n4096_512``), each selected separately by
+    ``inner``: a fusion buffer."""
     coder = resolve(inner)
     if type(coder) is not SparseCodec:
         raise PolicyError(f"inner={inner!r}: must be a codec that selects, such as 'dgc'")
@@ -84,5 +84,5 @@ def segments(resolve: Resolve, spec: str, *, inner: str = "dgc", lengths: str = 
 
 
 def segmented(spec: str, lengths: Sequence[int]) -> str:
-    """The text of a codec for segments, each by codec ``spec``."""
+    """Return the text of a codec for segments, each encoded by codec ``spec``."""
     return f"segments(inner={spec}, lengths=n{'_'.join(map(str, lengths))})"

@@ -1,27 +1,24 @@
-"""Which entries of a row are sent: exact top-k, random-k, DGC, Gaussian-k, RedSync and SIDCo.
+"""Selectors of the entries of a row to send: exact top-k, random-k, DGC, Gaussian-k, RedSync,
+SIDCo.
 
-A selector is plain data; ``select``, dispatched on its type, maps rows ``[rows, n]`` and a density
-to a Selection of exactly ``k = ceil(density *
-n)`` slots, in plain aten operations with a fixed number of passes: published loops that stop early
-are carried out to their end for all rows at once.
+A selector is plain data. ``select``, dispatched on its type, maps rows ``[rows, n]`` and a density
+to a Selection of exactly ``k = ceil(density * n)`` slots. It uses plain aten operations with a
+fixed number of passes: published loops that stop early are run to their end for all rows at once.
 
-What all selectors share:
+All selectors share these rules:
 
-- Magnitudes are compared as bit patterns, in which NaN > Inf > all finite numbers: what is not
-  finite is always chosen. A row
-  that has more of it than slots (or, for random-k, outside of them) is ``lost``: its encoder must
-  make all of it NaN.
-- Statistics are made of finite entries over the largest of them, as integers: no overflow, no
-  underflow, and sums that do
-  not depend on their order, so that eager and compiled runs choose alike.
-- A threshold is never above the largest magnitude, and zero is never above a threshold: a row that
-  is not all zeros has at
-  least one entry chosen, a row of zeros none.
-- If more than ``k`` entries reach a threshold, the largest are kept: the threshold is raised in two
-  passes of 16 until what
-  is kept and what is not are apart by 1/256 of the way (in bit patterns) from the threshold to the
-  largest magnitude; within
-  that step the lowest indices are kept. Published code keeps the lowest indices of all.
+- Magnitudes are compared as bit patterns, in which NaN > Inf > all finite numbers, so nonfinite
+  values are always chosen. A row with more of them than slots (or, for random-k, outside of the
+  slots) is ``lost``: its encoder must make all of it NaN.
+- Statistics are computed from finite entries divided by the largest of them, as integers. They do
+  not overflow or underflow, and sums do not depend on their order, so eager and compiled runs
+  choose alike.
+- A threshold is never above the largest magnitude, and zero is never above a threshold. A row that
+  is not all zeros has at least one entry chosen; a row of zeros has none.
+- If more than ``k`` entries reach a threshold, the largest are kept. The threshold is raised in two
+  passes of 16, until the step that separates the kept entries is 1/256 of the distance (in bit
+  patterns) from the threshold to the largest magnitude. Within that step the lowest indices are
+  kept. Published code keeps the lowest indices of all.
 """
 
 from __future__ import annotations
@@ -53,7 +50,7 @@ from commpass.errors import PolicyError
 
 @dataclass(frozen=True)
 class Selection:
-    """``indices`` int64 ``[rows, k]``, ascending, ``n`` in slots not used; ``used`` int64 and
+    """``indices`` int64 ``[rows, k]``, ascending, ``n`` in unused slots; ``used`` int64 and
     ``lost`` bool ``[rows]``."""
 
     indices: Tensor
@@ -63,8 +60,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class Density:
-    """Which part of the entries is chosen, ``over / under``; ``sigmas`` is how far out the rest of
-    a Gaussian reaches."""
+    """The fraction of chosen entries, ``over / under``; ``sigmas`` is the magnitude, in standard
+    deviations, that this fraction of a Gaussian exceeds."""
 
     over: int
     under: int
@@ -72,14 +69,14 @@ class Density:
     sigmas: float
 
     def slots(self, entries: int) -> int:
-        """``ceil(entries * over / under)``: at least one where there is an entry. ``entries`` may
-        be symbolic."""
+        """Return ``ceil(entries * over / under)``: at least one if there is an entry. ``entries``
+        may be symbolic."""
         return (entries * self.over + self.under - 1) // self.under
 
 
 def density_of(density: float) -> Density:
-    """A density as the nearest fraction with a denominator up to a million. Raises PolicyError
-    outside of [1e-6, 1]."""
+    """Return a density as the nearest fraction with a denominator up to a million. Raises
+    PolicyError outside of [1e-6, 1]."""
     if not 1e-6 <= density <= 1:
         raise PolicyError(f"density={density}: must be from 1e-6 to 1, such as 0.01")
     fraction = Fraction(density).limit_denominator(10**6)
@@ -99,12 +96,12 @@ class TopK:
 
 @dataclass(frozen=True)
 class RandomK:
-    """One entry at random of each of ``k`` stretches of equal length: each entry with the same
-    probability, O(k) work.
+    """One random entry from each of ``k`` stretches of equal length: equal probabilities, O(k)
+    work.
 
-    The counter-based generator takes its key from ``seed`` and from the row itself, so that other
-    data gives another choice without a step count to keep, and the same data the same choice. All
-    slots are used.
+    The counter-based generator takes its key from ``seed`` and from the row itself. Different data
+    gives a different choice without a step counter, and equal data the same choice. All slots are
+    used.
     """
 
     seed: int = 0
@@ -112,13 +109,12 @@ class RandomK:
 
 @dataclass(frozen=True)
 class Dgc:
-    """Threshold of a sample, x0.8 until 0.8 k are found (Lin et al. 2018, Deep Gradient
+    """The threshold of a sample, x0.8 until 0.8 k entries are found (Lin et al. 2018, Deep Gradient
     Compression, and its published code).
 
-    Sample: 1 % of the row, but at least ``2 / density`` entries, one at random of each stretch. At
-    most 10 rounds, all
-    counted in one pass. Too many are cut to the largest ``k``, as the published code does from 1.3
-    k.
+    The sample is 1 % of the row, but at least ``2 / density`` entries, one at random of each
+    stretch. At most 10 rounds, all counted in one pass. If too many reach the threshold, the
+    largest ``k`` are kept, as in the published code from 1.3 k.
     """
 
 
@@ -127,48 +123,48 @@ class GaussianK:
     """``|mu| + sigma * ppf(1 - density/2)``, x0.5 or x1.5 in up to 3 rounds while not in 2k/3 ...
     4k/3 (Shi et al. 2019).
 
-    ``|mu|`` where published code has ``mu``, which for a negative mean is below what is meant.
-    Where no round fits, the one with the fewest that are enough is taken, not the last one: with a
-    mean far from zero that may have found nothing. The 10 thresholds that three rounds can reach
-    are counted in one pass.
+    Published code uses ``mu`` instead of ``|mu|``, which is too low for a negative mean. If no
+    round fits, the smallest sufficient count is chosen instead of the last round, which may have
+    found nothing if the mean is far from zero. The 10 thresholds that three rounds can reach are
+    counted in one pass.
     """
 
 
 @dataclass(frozen=True)
 class RedSync:
-    """``mean + t * (max - mean)`` with t bisected 3 times until between k and 2k are found (Fang et
-    al. 2019).
+    """``mean + t * (max - mean)`` with t bisected 3 times until between k and 2k entries are found
+    (Fang et al. 2019).
 
-    Fewer than k lower the threshold; published code does so below k/2 only, and ends with too few
-    where it finds less than k. Where nothing fits, the lower end is taken, which finds too many.
-    All thresholds are counted in one pass.
+    Fewer than k lower the threshold; published code does so only below k/2, and ends with too few
+    if it finds less than k. If nothing fits, the lower end is used, which finds too many. All
+    thresholds are counted in one pass.
     """
 
 
 @dataclass(frozen=True)
 class Sidco:
-    """``-mean * ln(ratio)`` of an exponential, then the same of what is above it, in stages
+    """``-mean * ln(ratio)`` of an exponential, then the same for the entries above it, in stages
     (Abdelmoniem et al. 2021).
 
-    Each stage keeps a quarter of the one before, the last what is left to the density: 4 stages at
-    1 %. One pass a stage.
+    Each stage keeps a quarter of the one before, the last one the remainder of the density: 4
+    stages at 1 %. One pass per stage.
     """
 
 
 Threshold = Dgc | GaussianK | RedSync | Sidco
-"""Selectors that choose what reaches a threshold."""
+"""Selectors that choose the entries above a threshold."""
 Selector = TopK | RandomK | Threshold
 
 
 def guaranteed_share(selector: Selector, density: Density) -> float:
-    """The least part of a row's squared norm that a selector promises to choose: the density for
-    exact top-k, nothing for the others."""
+    """Return the smallest part of a row's squared norm that a selector guarantees to choose: the
+    density for exact top-k, 0 for the others."""
     return density.ratio if isinstance(selector, TopK) else 0.0
 
 
 @by_type
 def select(selector: Selector, rows: Tensor, density: Density) -> Selection:
-    """The entries of each of the rows ``[rows, n]`` that a selector chooses at a density."""
+    """Return the entries of each of the rows ``[rows, n]`` that a selector chooses."""
     raise NotImplementedError(selector)
 
 
@@ -185,8 +181,8 @@ def _randomk(selector: RandomK, rows: Tensor, density: Density) -> Selection:
     bits = magnitude_bits(rows)
     k = density.slots(rows.shape[1])
     words = rows.to(accumulation_dtype(rows.dtype)).view(bits.dtype).to(torch.int64)
-    # Integer sums do not depend on their order; 31 bits of each word keep a sum of 2^32 of them in
-    # 64.
+    # Integer sums do not depend on their order; with 31 bits of each word, a sum of 2^32 words fits
+    # in 64 bits.
     low, high = (
         (words & 0x7FFFFFFF).sum(-1, keepdim=True),
         ((words >> 31) & 0x7FFFFFFF).sum(-1, keepdim=True),
@@ -208,13 +204,16 @@ def _by_threshold(selector: Threshold, rows: Tensor, density: Density) -> Select
     return _between(seen.bits, within, density.slots(rows.shape[1]))
 
 
-# --- selectors that are a threshold --------------------------------------------------------------
+# --- threshold selectors --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is chosen of a row, in magnitudes as patterns: what is not below ``high``, and the first
-    ``capacity`` of what is in ``low ... high``. Each ``[rows, 1]``; ``lost`` as in Selection."""
+    """Bounds of the chosen entries of a row, as magnitude patterns, each ``[rows, 1]``.
+
+    Entries not below ``high`` are chosen, and the first ``room`` of those in ``low ... high``.
+    ``lost`` is as in Selection.
+    """
 
     low: Tensor
     high: Tensor
@@ -224,8 +223,8 @@ class Bounds:
 
 @by_type
 def bounds(selector: Threshold, seen: Statistics, density: Density) -> Bounds:
-    """The bounds that a selector finds from what is asked of the rows, and from nothing else: who
-    measures by other means finds the same."""
+    """Return the bounds for a selector. They depend only on ``seen``, so other implementations of
+    the statistics give the same bounds."""
     raise NotImplementedError(selector)
 
 
@@ -310,7 +309,7 @@ def _sidco(selector: Sidco, seen: Statistics, density: Density) -> Bounds:
 
 
 def _triangle(half: Tensor, more: Tensor) -> Tensor:
-    """The place of (half, more) in the list of all pairs with ``half + more < 4``."""
+    """Return the index of (half, more) in the list of all pairs with ``half + more < 4``."""
     return half * 4 - half * (half - 1) // 2 + more
 
 
@@ -318,13 +317,13 @@ def _triangle(half: Tensor, more: Tensor) -> Tensor:
 
 _STEPS = 16
 FEW_ROWS = 2
-"""Up to so many rows each is searched on its own, 5 times faster on a CPU than a scan of all; more
+"""Up to this many rows are searched one by one, 5 times faster on a CPU than a scan of all; more
 take long to compile."""
 
 
 def _largest_above(seen: Statistics, threshold: Tensor, peak: Tensor, k: int) -> Bounds:
-    """The bounds of the entries that reach a threshold ``[rows, 1]``; where there are more than
-    ``k``, of the largest (see the module)."""
+    """Return the bounds of the entries that reach a threshold ``[rows, 1]``; if more than ``k`` do,
+    of the largest ones (see the module)."""
     start = torch.minimum(threshold, peak.clamp(min=1))
     low, high = start, peak + 1
     outside = seen.outside()
@@ -332,17 +331,15 @@ def _largest_above(seen: Statistics, threshold: Tensor, peak: Tensor, k: int) ->
     for narrowing in range(2):
         step = (high - low + (_STEPS - 1)) // _STEPS
         edges = [torch.minimum(low + step * i, high) for i in range(_STEPS)]
-        if (
-            narrowing == 0
-        ):  # the largest magnitude is an edge: all entries that have it are kept, or nothing else
+        if narrowing == 0:  # then all entries of the largest magnitude are kept, or no others
             edges = [torch.minimum(edge, torch.maximum(peak, start)) for edge in [*edges, high]]
         points = torch.cat(edges, dim=1)
         counts = seen.counts(points, fits)
         if narrowing == 0:
-            fits = counts[:, :1] <= k  # then nothing need be narrowed further
+            fits = counts[:, :1] <= k  # no further narrowing is needed
         last = (
             (counts >= k).sum(-1, keepdim=True).clamp(min=1)
-        )  # of the edges that enough entries reach
+        )  # the number of edges that at least k entries reach
         points, counts = torch.cat([points, high], dim=1), torch.cat([counts, above_high], dim=1)
         low, high, above_high = (
             points.gather(1, last - 1),
@@ -356,15 +353,15 @@ def _largest_above(seen: Statistics, threshold: Tensor, peak: Tensor, k: int) ->
 
 
 def _between(bits: Tensor, bounds: Bounds, k: int) -> Selection:
-    """The entries within bounds."""
+    """Return the entries within bounds."""
     low, high = bounds.low, bounds.high
     indices = _lowest(bits >= high, (bits >= low) & (bits < high), bounds.room, k)
     return Selection(indices, (indices < bits.shape[1]).sum(-1), bounds.lost)
 
 
 def _lowest(sure: Tensor, maybe: Tensor, capacity: Tensor, k: int) -> Tensor:
-    """Indices ``[rows, k]``, ascending, of all that are sure and of the first ``capacity`` that may
-    be; ``n`` behind them."""
+    """Return ascending indices ``[rows, k]`` of all entries in ``sure`` and of the first
+    ``capacity`` in ``maybe``, then ``n``."""
     second = torch.where(
         torch.arange(k, device=sure.device) < capacity, _first(maybe, k), sure.shape[1]
     )
@@ -372,8 +369,8 @@ def _lowest(sure: Tensor, maybe: Tensor, capacity: Tensor, k: int) -> Tensor:
 
 
 def _first(mask: Tensor, k: int) -> Tensor:
-    """int64 ``[rows, k]``: the lowest indices of each row at which the mask holds; ``n`` behind
-    them."""
+    """Return the lowest indices of each row at which the mask holds, int64 ``[rows, k]``, then
+    ``n``."""
     rows, entries = mask.shape
     if isinstance(rows, int) and rows <= FEW_ROWS:
         found = torch.stack(
@@ -390,8 +387,8 @@ _MASK = 0xFFFFFFFF
 
 
 def _mix(counter: Tensor, key: Tensor | int) -> Tensor:
-    """32 well mixed bits of a counter and a key below 2^32; products stay below 2^59, so that
-    nothing depends on overflow."""
+    """Return 32 well mixed bits of a counter and a key below 2^32; products stay below 2^59, so
+    that they never overflow."""
     mixed = counter ^ key
     for _ in range(2):
         mixed = ((mixed >> 16 ^ mixed) * 0x45D9F3B) & _MASK
@@ -399,8 +396,8 @@ def _mix(counter: Tensor, key: Tensor | int) -> Tensor:
 
 
 def _one_of_each_stretch(entries: int, count: int, key: Tensor) -> Tensor:
-    """int64 ``[rows, count]``, ascending: an index at random from each of ``count`` equal stretches
-    of ``0 ... entries``.
+    """Return ascending random indices, int64 ``[rows, count]``: one from each of ``count`` equal
+    stretches of ``0 ... entries``.
 
     ``key`` is int64 ``[rows, 1]``.
     """

@@ -1,1 +1,1 @@
-"""Codecs that prepare values for another one."""
+"""Codecs that prepare values for an inner codec."""

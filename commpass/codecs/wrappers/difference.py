@@ -1,9 +1,9 @@
-"""The difference to what receivers already hold, by an inner codec; they add it to what they hold
-(SDP4Bit, for weights).
+"""Encode the difference to a reference that the receivers hold, by an inner codec (SDP4Bit, for
+weights).
 
-Weights change little from step to step: their difference is far smaller than they are, and so is
-its error. Law 1 asks that sender and receivers hold the same bits for a reference: that is the
-decoded weight of the last step, not the original. So errors do not add up: what one step lost is
+Weights change little from step to step: the difference is far smaller than the weights, and so is
+its error. Law 1 requires that sender and receivers hold the same bits as reference: the decoded
+weight of the last step, not the original. So errors do not accumulate: the error of one step is
 part of the next difference.
 
 An all_gather keeps its reference between calls (``initial_state``, ``next_reference``).
@@ -24,12 +24,12 @@ from commpass.utils.ambient import ambient_free
 
 @dataclass(frozen=True, eq=False)
 class DifferenceCodec(Codec):
-    """``inner`` encodes ``x - reference``; ``against(reference)`` gives the reference, in the shape
-    of what is coded.
+    """``inner`` encodes ``x - reference``; ``against(reference)`` sets the reference, in the shape
+    of the tensor.
 
-    A reference may be of another float dtype than ``x``. For ``encode_rows`` and ``decode_rows`` it
-    has the shape of the rows ``[rows, n]``: one's own shard to encode it, the shards of all ranks
-    to decode them. References are compared by identity: two of equal values may not stay so.
+    A reference may have another float dtype than ``x``. For ``encode_rows`` and ``decode_rows`` it
+    has the shape of the rows ``[rows, n]``: the rank's own shard to encode, the shards of all ranks
+    to decode. References are compared by identity: two with equal values may diverge later.
     """
 
     spec: str
@@ -54,22 +54,22 @@ class DifferenceCodec(Codec):
 
     @property
     def bound(self) -> float:
-        """Relative to the norm of the *difference*; then the rounding of one subtraction and one
-        sum."""
+        """Relative to the norm of the *difference*; the rounding of one subtraction and one sum is
+        added."""
         return self.inner.bound
 
     def floor(self, dtype: torch.dtype) -> float:
         return self.inner.floor(accumulation_dtype(dtype))
 
     def relative_error(self) -> float:
-        """That of the inner codec, of the difference."""
+        """The relative error of the inner codec, for the difference."""
         return self.inner.relative_error()
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.inner.wire_bytes(numel, accumulation_dtype(dtype))
 
     def against(self, reference: Tensor) -> DifferenceCodec:
-        """The same codec with what the receivers hold."""
+        """Return the codec with the reference that the receivers hold."""
         if not reference.is_floating_point():
             raise PolicyError(
                 f"a reference of {reference.dtype}: must be of a float dtype, as what is encoded is"
@@ -97,8 +97,8 @@ class DifferenceCodec(Codec):
         return changed(held, self.inner.decode_rows(wire, numel, accumulation_dtype(dtype)), dtype)
 
     def initial_state(self, x: Tensor, ranks: int) -> Tensor:
-        """What all ranks hold of the shards ``x`` of an all_gather: zeros ``[ranks * n, ...]``, in
-        the dtype of ``x``."""
+        """Return the initial reference for shards ``x`` of an all_gather: zeros ``[ranks * n,
+        ...]``, in the dtype of ``x``."""
         return x.new_zeros((ranks * x.shape[0], *x.shape[1:]))
 
     def _reference(self, shape: tuple[int, ...]) -> Tensor:
@@ -116,34 +116,35 @@ class DifferenceCodec(Codec):
 
 
 def change(x: Tensor, previous: Tensor) -> Tensor:
-    """``x - held``, in the accumulation dtype of ``x``."""
+    """Return ``x - previous`` in the accumulation dtype of ``x``."""
     work = accumulation_dtype(x.dtype)
-    if x.itemsize == 2:  # else Inductor takes the values from which x was rounded, and their noise
+    if x.itemsize == 2:  # else Inductor uses the unrounded values of x, with their noise
         x = x.view(torch.int16).bitwise_and(-1).view(x.dtype)
     wide, reference = x.to(work), previous.to(work)
     return _cut(wide - reference, wide, reference, work)
 
 
 def changed(previous: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """``held + by``, in the accumulation dtype of ``dtype``, in which it does not overflow."""
+    """Return ``previous + by`` in the accumulation dtype of ``dtype``, clamped so that it does not
+    overflow in ``dtype``."""
     reference = previous.to(accumulation_dtype(dtype))
     return _cut(reference + by, reference, by, dtype)
 
 
 def next_reference(received: Tensor, previous: Tensor) -> Tensor:
-    """What the next difference is taken to: what was received, but where that is not finite what
-    was held before. A NaN of one step would else be in all that follow."""
+    """Return the reference of the next difference: the received values, or the previous ones if
+    these are not finite. A NaN would otherwise persist in all later steps."""
     return torch.where(received.isfinite(), received, previous)
 
 
 def _cut(values: Tensor, one: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of two finite numbers cut at the largest number of ``dtype``, so that none overflows;
-    others as they are."""
+    """Clamp values computed from two finite numbers to the largest number of ``dtype``; leave the
+    others unchanged."""
     limit = torch.finfo(dtype).max
     return torch.where(one.isfinite() & value.isfinite(), values.clamp(-limit, limit), values)
 
 
 def difference(resolve: Resolve, spec: str, *, inner: str = "int4(block=2048)") -> Codec:
-    """What receivers hold, and 4 bits of the difference in groups of 2048 (SDP4Bit, weights). An
-    all_gather of parameters keeps the reference itself; elsewhere it is the caller's."""
+    """4 bits of the difference to what receivers hold, in groups of 2048 (SDP4Bit, weights). An
+    all_gather of parameters keeps the reference itself; elsewhere the caller keeps it."""
     return DifferenceCodec(spec, inner_codec(resolve, "inner", inner))

@@ -1,4 +1,4 @@
-"""A codec inside another one."""
+"""Inner codecs of other codecs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from commpass.codecs.codec import Codec
 from commpass.errors import PolicyError
 
 Resolve = Callable[[str], Codec]
-"""From the text of a codec to the codec: ``commpass.codec``, handed to those who need it, since it
-knows them."""
+"""Builds a codec from its text: ``commpass.codec``, passed as an argument to avoid a circular
+import."""
 
 
 def inner_codec(resolve: Resolve, parameter: str, text: str) -> Codec:
-    """The codec that a parameter of another one names. Raises PolicyError for one that needs state
-    of its own, and for one whose scales are those of the channels of a tensor."""
+    """Return the inner codec that a parameter names. Raises PolicyError if it needs state, or if
+    its scales are calibrated for the channels of a tensor."""
     inner = resolve(text)
     if inner.state is not None:
         raise PolicyError(

@@ -1,9 +1,9 @@
-"""Tokens of two precisions: a fixed share of them by one codec, the rest by another one (TahQuant's
-3 and 4 bits).
+"""Mixed precision of tokens: a fixed share of them by one codec, the others by another one
+(TahQuant: 3 and 4 bits).
 
-The values of a row are tokens of ``width`` values. A score of each, computed by the sender alone,
-says which are in the share. On the wire a row is one bit a token, then the wire of the tokens in
-the share, then that of the others: the share is fixed, and so is the size of a message.
+The values of a row are tokens of ``width`` values. The sender computes a score of each, which
+decides the tokens in the share. On the wire a row is one bit per token, then the wire of the tokens
+in the share, then the wire of the others. The share is fixed, and so is the size of a message.
 """
 
 from __future__ import annotations
@@ -24,29 +24,31 @@ from commpass.errors import PolicyError, nearest
 
 
 def entropy(tokens: Tensor) -> Tensor:
-    """``-sum(p ln p)`` with ``p = |x| / sum |x|`` of each token, ``[..., width]`` to ``[...]``: 0
-    where one value is all there is, ``ln(width)`` where all are of one size."""
+    """Return ``-sum(p ln p)`` with ``p = |x| / sum |x|`` of each token, ``[..., width]`` to
+    ``[...]``: 0 for a single nonzero value, ``ln(width)`` if all have the same size."""
     shares = tokens / tokens.sum(-1, keepdim=True).clamp_min(torch.finfo(tokens.dtype).tiny)
     return -torch.special.xlogy(shares, shares).sum(-1)
 
 
 def energy(tokens: Tensor) -> Tensor:
-    """The sum of squares of each token, ``[..., width]`` to ``[...]``: a codec's error grows with
-    it, so the least error of all values is left where the largest have more bits."""
+    """Return the sum of squares of each token, ``[..., width]`` to ``[...]``. A codec's error grows
+    with it, so the total error is least if the largest tokens have more bits."""
     return tokens.square().sum(-1)
 
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {"entropy": entropy, "energy": energy}
-"""From magnitudes ``|x|`` of tokens, at most 1, to what is compared."""
+"""Score functions by name: they map magnitudes ``|x|`` of tokens, at most 1, to scores."""
 LEAST = 0.001
-"""Of a share, and of what is left of it: a share is a fraction of whole numbers up to 1000."""
+"""The smallest share of either codec: a share is a fraction with a denominator up to 1000."""
 
 
 @dataclass(frozen=True)
 class MixedCodec(Codec):
-    """``ceil(share * tokens)`` tokens of a row by ``high``, those of the highest score ``by``; of
-    equal ones the first. The others by ``low``. Values behind the last whole token are filled up
-    with zeros."""
+    """Encode the ``ceil(share * tokens)`` tokens of highest score ``by`` with ``high``, the others
+    with ``low``.
+
+    Of equal scores the first tokens are in the share. Zeros fill the last token.
+    """
 
     spec: str = field(compare=False)
     high: Codec
@@ -70,13 +72,13 @@ class MixedCodec(Codec):
         return replace(self, high=self.high.salted(*salt), low=self.low.salted(*salt))
 
     def _counts(self, numel: int) -> tuple[int, int]:
-        """Of how many tokens a row consists, and how many of them are in the share."""
+        """Return the number of tokens of a row, and how many of them are in the share."""
         tokens = (numel + self.width - 1) // self.width
         above, below = self.share.numerator, self.share.denominator
         return tokens, (tokens * above + below - 1) // below
 
     def _bytes(self, numel: int, dtype: torch.dtype) -> list[int]:
-        """Of the bits that say which, of the tokens in the share, and of the others."""
+        """Bytes of the bits per token, of the tokens in the share, and of the others."""
         tokens, most = self._counts(numel)
         return [
             aligned((tokens + 7) // 8),
@@ -92,9 +94,9 @@ class MixedCodec(Codec):
         tokens, most = self._counts(numel)
         split = pad(rows, tokens * self.width).reshape(count, tokens, self.width)
         order = self._score(split).sort(dim=1, descending=True, stable=True).indices
-        place = order.argsort(dim=1)  # of each token among all: the first `most` are in the share
+        place = order.argsort(dim=1)  # rank of each token: the first `most` are in the share
         chosen = place < most
-        # Tokens in the share first, each part in the order in which they were.
+        # Tokens in the share first; both parts keep the original order.
         order = (~chosen).to(torch.uint8).sort(dim=1, stable=True).indices
         sorted_ = split.gather(1, order.unsqueeze(2).expand(-1, -1, self.width))
         high = sorted_.narrow(1, 0, most).reshape(count, most * self.width)
@@ -115,7 +117,7 @@ class MixedCodec(Codec):
         low = self.low.decode_rows(
             wire.narrow(1, first + second, third), (tokens - most) * self.width, dtype
         )
-        # Where each token lies in the two parts, one behind the other.
+        # The position of each token in the concatenation of the two parts.
         place = torch.where(chosen, chosen.cumsum(1) - 1, most + (~chosen).cumsum(1) - 1).clamp(
             0, tokens - 1
         )
@@ -124,7 +126,7 @@ class MixedCodec(Codec):
         return cut_apart(values.reshape(count, tokens * self.width), numel)
 
     def _score(self, split: Tensor) -> Tensor:
-        """``[rows, tokens]``; a token with a value that is not finite counts as if it were 0."""
+        """Return scores ``[rows, tokens]``; nonfinite values count as 0."""
         sizes = split.to(accumulation_dtype(split.dtype)).abs().nan_to_num(0.0, 0.0)
         peak = sizes.amax(dim=(1, 2), keepdim=True) if split.shape[1] else sizes
         return SCORES[self.by](sizes / peak.clamp_min(torch.finfo(sizes.dtype).tiny))
@@ -140,12 +142,13 @@ def mixed(
     width: int = 0,
     by: str = "entropy",
 ) -> Codec:
-    """A fixed ``share`` of the tokens by codec ``high``, the rest by ``low`` (TahQuant: 4 bits to
-    80 % of the tokens, 3 to the others).
+    """A fixed ``share`` of the tokens by codec ``high``, the others by ``low`` (TahQuant: 4 bits
+    for 80 % of the tokens, 3 for the others).
 
-    ``width`` is how many values a token has, a multiple of the blocks of both codecs; 0 takes one
-    block. ``by`` says which tokens are in the share: those of highest ``entropy``, as TahQuant has
-    it, or of highest ``energy``, which is our own and loses less where tokens differ in size.
+    ``width`` is the number of values per token, a multiple of the blocks of both codecs; 0 uses one
+    block. ``by`` selects the tokens in the share: those of highest ``entropy``, as in TahQuant, or
+    of highest ``energy``. The latter is not in the paper and has less error if tokens differ in
+    size.
     """
     if not LEAST <= share <= 1 - LEAST:
         raise PolicyError(f"share={share}: must be from {LEAST} to {1 - LEAST}, such as 0.8")

@@ -1,10 +1,10 @@
-"""Chosen channels travel in 16 bits, the others by an inner codec or a static grid (low-bit
+"""Chosen channels in 16 bits, the others by an inner codec or on a static grid (low-bit
 tensor-parallel inference).
 
-The values of a row are tokens of ``width`` channels. Which channels are kept and how far each one
-reaches is found once, by ``calibrate``, and is plain data (``Channels``): nothing of it is computed
-again or sent. On the wire a row is the kept values, then the inner codec's wire of the others; with
-1/64 of the channels kept and 4 bits for the others, 4.19 bits a value.
+The values of a row are tokens of ``width`` channels. ``calibrate`` determines once which channels
+are kept and the range of each one. The result is plain data (``Channels``), which is not recomputed
+or sent. On the wire a row is the kept values, then the inner codec's wire of the others. With 1/64
+of the channels kept and 4 bits for the others, it takes 4.19 bits per value.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from commpass.errors import PolicyError
 KEPT = {
     torch.float32: torch.bfloat16,
     torch.bfloat16: torch.bfloat16,
-    torch.float16: torch.float16,  # as wide, and exact
+    torch.float16: torch.float16,  # the same width, and exact
     torch.float64: torch.float64,
 }
-"""In what a kept value travels, by what it is."""
+"""The dtype of kept values on the wire, by the dtype of the input."""
 
-# --- what is known of the channels ----------------------------------------------------------------
+# --- channel statistics ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Channels:
-    """The kept channels of ``width``, ascending, and how far each channel reaches: ``|x| <= range``
-    in calibration.
+    """The kept channels of ``width``, ascending, and the range of each channel: ``|x| <= range`` in
+    calibration.
 
-    ``ranges`` has one row of ``width`` numbers for all ranks, or one row a rank, or none at all;
-    ``sums`` one number a channel, the range of the sum over all ranks, or none. They are rounded up
-    to bfloat16 when this is made, so that ``to_text`` and ``to_json`` lose nothing. Raises
-    PolicyError for what cannot be.
+    ``ranges`` has one row of ``width`` numbers for all ranks, one row per rank, or no rows.
+    ``sums`` has one number per channel, the range of the sum over all ranks, or none. They are
+    rounded up to bfloat16 on construction, so that ``to_text`` and ``to_json`` are exact. Raises
+    PolicyError for invalid values.
     """
 
     width: int
@@ -98,23 +98,23 @@ class Channels:
         return tuple(sorted(set(range(self.width)) - set(self.kept)))
 
     def keeping(self, share: float) -> Channels:
-        """The same ranges, with the ``ceil(share * width)`` channels kept whose ranges, added up
-        over the ranks, are widest."""
+        """Return the same ranges, keeping the ``ceil(share * width)`` channels with the widest
+        ranges, added up over the ranks."""
         total = [math.fsum(row[channel] for row in self.ranges) for channel in range(self.width)]
         order = sorted(range(self.width), key=lambda channel: -total[channel])
         return replace(self, kept=tuple(sorted(order[: kept_count(self.width, share)])))
 
     def shared(self) -> Channels:
-        """One row for all ranks: the largest ranges of any."""
+        """Return one row for all ranks: the largest range of any rank."""
         return replace(
             self, ranges=(tuple(map(max, *self.ranges)),) if self.ranges[1:] else self.ranges
         )
 
     def range_of_sum(self, of: int, ranks: int) -> tuple[float, ...]:
-        """How far each channel of the sum over ``of`` of ``ranks`` ranks reaches.
+        """Return the range of each channel of the sum over ``of`` of ``ranks`` ranks.
 
-        Squares of ranges add up like variances: they grow evenly from those of one rank to those of
-        all. Where ``sums`` were not calibrated, ranks are taken for independent.
+        Squares of ranges add up like variances: they grow linearly from the range of one rank to
+        the range of all. If ``sums`` were not calibrated, ranks are assumed to be independent.
         """
         one = [max(row[channel] for row in self.ranges) for channel in range(self.width)]
         if of == 1 or ranks == 1:
@@ -154,8 +154,8 @@ class Channels:
             ) from None
 
     def to_text(self) -> str:
-        """A word of letters and digits, which may stand in a codec's name; ``from_text`` makes the
-        same Channels of it."""
+        """Return a text of letters and digits that may be part of a codec's name; ``from_text``
+        restores equal Channels."""
         words = [_bfloat16_bits(reach) for row in (*self.ranges, self.sums) for reach in row]
         rows = len(self.ranges) | (WITH_SUMS if self.sums else 0)
         numbers = (self.width, len(self.kept), rows, *self.kept)
@@ -183,11 +183,11 @@ class Channels:
 
 
 WITH_SUMS = 1 << 31
-"""Beside the number of rows in the text of Channels: the last row is that of sums."""
+"""A flag in the number of rows in the text of Channels: the last row is ``sums``."""
 
 
 def _bfloat16_bits(reach: float) -> int:
-    """The upper half of a float32, which is a bfloat16."""
+    """Return the upper half of a float32, which is a bfloat16."""
     return int(struct.unpack("<I", struct.pack("<f", reach))[0] >> 16)
 
 
@@ -196,7 +196,7 @@ def _reach(bits: int) -> float:
 
 
 def _up(reach: float) -> float:
-    """The least bfloat16 that is not below a number of 0 ... 3e38."""
+    """Round a number of 0 ... 3e38 up to a bfloat16."""
     word = _bfloat16_bits(reach)
     while _reach(word) < reach:
         word += 1
@@ -212,7 +212,7 @@ def _abbreviated(numbers: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Running:
-    """Moving averages of the least and the largest value of each channel on one rank, float64
+    """Moving averages of the smallest and the largest value of each channel on one rank, float64
     ``[width]`` (equations 1, 2)."""
 
     low: Tensor
@@ -220,8 +220,8 @@ class Running:
 
     @staticmethod
     def start(x: Tensor) -> Running:
-        """From the first sequence ``[..., width]``. Raises PolicyError for values that are not
-        finite or not there."""
+        """Start from the first sequence ``[..., width]``. Raises PolicyError if it is empty or has
+        nonfinite values."""
         tokens = x.detach().reshape(-1, x.shape[-1]).double()
         if tokens.numel() == 0 or not bool(tokens.isfinite().all()):
             raise PolicyError(
@@ -230,8 +230,8 @@ class Running:
         return Running(tokens.amin(0), tokens.amax(0))
 
     def update(self, x: Tensor, gamma: float = 0.99) -> Running:
-        """With one more sequence: ``m <- gamma * m + (1 - gamma) * min``, and the same for the
-        largest."""
+        """Update with one more sequence: ``m <- gamma * m + (1 - gamma) * min``, and the same for
+        the maximum."""
         if not 0 <= gamma < 1:
             raise PolicyError(f"gamma={gamma}: must be from 0 up to, but not, 1, such as 0.99")
         new = Running.start(x)
@@ -245,7 +245,7 @@ class Running:
 
     @property
     def ranges(self) -> Tensor:
-        """``max(|m|, |M|)`` of each channel: what a symmetric grid must reach."""
+        """``max(|m|, |M|)`` of each channel: the range that a symmetric grid must cover."""
         return torch.maximum(self.low.abs(), self.high.abs())
 
 
@@ -257,11 +257,11 @@ def calibrate(
     seed: int | None = None,
     sums: Running | None = None,
 ) -> Channels:
-    """The channels to keep, and the ranges of all ranks (with ``shared`` one row: the largest of
-    all ranks). ``sums`` is what was seen of the sum over all ranks.
+    """Return the channels to keep, and the ranges of all ranks. With ``shared``, there is one row:
+    the largest ranges of all ranks. ``sums`` are the statistics of the sum over all ranks.
 
-    Kept are the ``ceil(keep * width)`` channels with the widest ranges, added up over the ranks;
-    the same ones on all of them. With a ``seed``, channels at random instead: for comparison.
+    The ``ceil(keep * width)`` channels with the widest ranges, added up over the ranks, are kept on
+    all ranks. With a ``seed``, random channels are kept instead, for comparison.
     """
     ranges = torch.stack([one.ranges for one in ranks])
     if seed is None:
@@ -275,8 +275,8 @@ def calibrate(
 
 
 def random_channels(width: int, keep: float, seed: int) -> tuple[int, ...]:
-    """``ceil(keep * width)`` channels at random, ascending: the same for the same seed,
-    everywhere."""
+    """Return ``ceil(keep * width)`` random channels, ascending: the same for the same seed on every
+    machine."""
     order = sorted(
         range(width),
         key=lambda channel: hashlib.blake2b(struct.pack("<qq", seed, channel)).digest(),
@@ -295,14 +295,14 @@ def kept_count(width: int, keep: float) -> int:
 
 @dataclass(frozen=True)
 class OutlierCodec(Codec):
-    """Kept channels in 16 bits, the others by ``inner``; divided by their static scales first, if
-    ``largest`` is not 0.
+    """Kept channels in 16 bits, the others by ``inner``; if ``largest`` is not 0, the others are
+    first divided by their static scales.
 
-    ``largest`` is the inner grid's largest number: a channel's scale is ``range / largest``. Where
-    the scales differ between ranks, ``at(rank)`` says who encodes, and rows to decode are those of
-    all ranks in order. Its constants are the channels with the kept ones first, the way back, and
-    the scales of the others: ``names`` are theirs, ``tables`` the tensors where a graph has them as
-    inputs. They say what ``channels`` says, and are not compared.
+    ``largest`` is the inner grid's largest number: a channel's scale is ``range / largest``. If the
+    scales differ between ranks, ``at(rank)`` sets the encoding rank, and rows to decode are those
+    of all ranks in order. The constants are the channel order (kept ones first), its inverse, and
+    the scales of the other channels. ``names`` are the names of the constants, ``tables`` the
+    tensors if they are graph inputs. Both follow from ``channels`` and are not compared.
     """
 
     spec: str = field(compare=False)
@@ -328,8 +328,8 @@ class OutlierCodec(Codec):
 
     @property
     def bound(self) -> float:
-        """Of a row. On a static grid no value is off by more than it was: nearest to it lies 0, or
-        what it is cut to."""
+        """The bound for a row. On a static grid the error of a value is at most the value: the
+        nearest level is 0 or closer, or the value is clamped."""
         return 1.0 if self.largest else max(self.inner.bound, 2.0**-8)
 
     def floor(self, dtype: torch.dtype) -> float:
@@ -338,7 +338,7 @@ class OutlierCodec(Codec):
         )
 
     def at(self, rank: int) -> OutlierCodec:
-        """The same codec as rank ``rank`` of the group uses it."""
+        """Return the codec as rank ``rank`` of the group uses it."""
         if not 0 <= rank < len(self.channels.ranges):
             raise PolicyError(
                 f"rank {rank}: the statistics are of {len(self.channels.ranges)} ranks"
@@ -363,12 +363,12 @@ class OutlierCodec(Codec):
         return self.at(rank) if self.largest and len(self.channels.ranges) > 1 else self
 
     def relative_error(self) -> float:
-        """That of rank 0 where ranks differ."""
+        """The relative error, that of rank 0 if ranks differ."""
         differs = self.largest and self.rank is None and len(self.channels.ranges) > 1
         return super(OutlierCodec, self.at(0) if differs else self).relative_error()
 
     def sample(self) -> Tensor:
-        """Gaussian channels that reach as far as the calibrated ones."""
+        """Return Gaussian channels with the calibrated ranges."""
         if not self.largest:
             return super().sample()
         generator = torch.Generator().manual_seed(0)
@@ -386,7 +386,8 @@ class OutlierCodec(Codec):
         )
 
     def hop_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        # Kept channels of float16 travel in float16: as float32 they would be encoded as bfloat16.
+        # Kept channels of float16 are sent in float16: as float32 they would be encoded as
+        # bfloat16.
         return dtype if dtype == torch.float16 else accumulation_dtype(dtype)
 
     def salted(self, *salt: int) -> OutlierCodec:
@@ -458,13 +459,16 @@ class OutlierCodec(Codec):
         return cut_apart(rows.reshape(count, tokens * self.channels.width), numel)
 
     def _flat(self, inner: Tensor, count: int, numel: int) -> Tensor:
-        """``[rows, numel]``; for a static grid cut apart from something longer: nothing else in it,
-        as a peak would be, makes a compiler compute the scaled values once."""
+        """Return ``[rows, numel]``; for a static grid, cut from a longer tensor.
+
+        A static grid has no peak, and without the cut a compiler would compute the scaled values
+        more than once.
+        """
         flat = inner.reshape(count, numel)
         return cut_apart(pad(flat, numel + 1), numel) if self.largest else flat
 
     def _scale(self, scales: Tensor, count: int, *, encode: bool) -> Tensor:
-        """The scales for so many rows: ``[1 or rows, 1, others]``."""
+        """Return the scales for ``count`` rows: ``[1 or rows, 1, others]``."""
         ranks = scales.shape[0]
         if ranks == 1:
             return scales.unsqueeze(1)
@@ -485,15 +489,15 @@ class OutlierCodec(Codec):
 
 SAMPLED = 1 << 16
 PEAK = 4.0
-"""The largest of some ten thousand Gaussian values, in standard deviations: how far calibration
-sees a channel reach."""
+"""The largest of some ten thousand Gaussian values, in standard deviations: the range that
+calibration finds for a Gaussian channel."""
 TEXT = "the statistics of codec 'outlier'"
 
 
 @lru_cache(maxsize=1024)
 def _constants(channels: Channels, largest: int) -> tuple[str, ...]:
-    """The names of what the codec needs on a device: int64 ``[width]`` twice, and where scales are
-    static float64 ``[ranks or 1, others]``."""
+    """Return the names of the codec's constants: int64 ``[width]`` twice, and for static scales
+    float64 ``[ranks or 1, others]``."""
     others = channels.inner_channels
     order = (*channels.kept, *others)
     back = sorted(range(len(order)), key=lambda place: order[place])
@@ -521,10 +525,10 @@ def outlier(
     """Kept channels in bf16, the others on a static grid of ``bits`` bits, all from calibration
     (low-bit TP inference).
 
-    ``statistics`` is what ``Channels.to_text`` made. An ``inner`` codec codes the other channels
-    instead of the static grid; so it does where the statistics have no ranges. Without statistics,
-    ``width`` and ``keep`` choose channels at random by ``seed``, which the paper found to be no
-    better than keeping none: for comparison.
+    ``statistics`` is the text of ``Channels.to_text``. If an ``inner`` codec is given or the
+    statistics have no ranges, an inner codec encodes the other channels instead of the static grid.
+    Without statistics, ``width`` and ``keep`` choose random channels by ``seed``, for comparison:
+    the paper found this to be no better than keeping none.
     """
     if not statistics and width < 1:
         raise PolicyError(

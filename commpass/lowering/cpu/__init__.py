@@ -1,7 +1,7 @@
-"""Kernels for CPUs: C++ written from the parts of codecs, and compiled by Inductor's own builder.
+"""Kernels for CPUs: C++ generated from the parts of codecs, and compiled by Inductor's builder.
 
-supports(chain) -> "" or why it is better left to Inductor
-compiled(chain) -> Compiled, which writes what a chain makes of rows into a tensor
+- ``supports(chain)`` returns "", or why the chain should be left to Inductor.
+- ``compiled(chain)`` returns a ``Compiled``, which runs the chain on rows and writes into a tensor.
 """
 
 from commpass.lowering.cpu.build import Compiled, compiled

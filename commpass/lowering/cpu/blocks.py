@@ -11,7 +11,7 @@ from commpass.codecs.block.transforms import NoTransform
 from commpass.lowering.cpu import grids, rotation, scales
 
 LONGEST = 4096
-"""Values of the longest block: as float32 they fill half of a first cache."""
+"""The most values of a block: as float32 they fill half of a level-1 cache."""
 
 BLOCKS = """
 // A row of n values as blocks: all codes, then all offsets, the numbers of all scales one after the
@@ -134,7 +134,7 @@ struct Blocks {
 
 
 def unsupported_reason(codec: BlockCodec) -> str:
-    """Why there is no C++ for a block codec; "" where there is."""
+    """Return why there is no C++ for a block codec, or "" if there is."""
     if not isinstance(codec.layout, Flat):
         return f"there is no C++ for blocks laid out as {type(codec.layout).__name__}"
     if codec.block % 16 or codec.block > LONGEST:
@@ -149,7 +149,7 @@ def unsupported_reason(codec: BlockCodec) -> str:
 
 
 def text(codec: BlockCodec, name: str) -> str:
-    """The C++ type ``name`` of a block codec."""
+    """Return the C++ type ``name`` of a block codec."""
     grid, transform = f"{name}Grid", f"{name}Transform"
     stored = scales.STORED[codec.scale.stored]
     parts = [

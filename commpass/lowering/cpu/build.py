@@ -1,4 +1,4 @@
-"""Compiles the C++ of chains, and calls it."""
+"""Compile and call the C++ of chains."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from commpass.lowering.chain import Chain, Decode, Encode
 from commpass.lowering.cpu.chains import added, impossible, output_dtype, source
 
 LEAST = 1 << 15
-"""Values for which a further thread is worth waking."""
+"""The fewest values per thread."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A chain as a function. ``inputs[0]`` has the rows that it takes, ``[rows * ranks, n]`` or
-    wires ``[rows * ranks, wire_bytes]``; the others, one for each ``Add``, are ``[rows, n]``;
-    ``output`` is ``[rows, n]`` or ``[rows, wire_bytes]``. Of each, the last stride is 1, the first
-    one any, and so is where it begins. ``numel`` is n."""
+    """A chain as a function.
+
+    ``inputs[0]`` holds the input rows: values ``[rows * ranks, n]`` or wires ``[rows * ranks,
+    wire_bytes]``. The others, one for each ``Add``, are ``[rows, n]``. ``output`` is ``[rows, n]``
+    or ``[rows, wire_bytes]``. The last stride of each is 1; the first stride and the storage offset
+    are arbitrary. ``numel`` is n.
+    """
 
     chain: Chain
     entry: Callable[..., object]
@@ -40,7 +43,8 @@ class Compiled:
         self.entry(*told)
 
     def _check(self, tensors: Sequence[Tensor], numel: int) -> None:
-        """Raises CommpassError where a tensor is not what the C++ was told to read or write."""
+        """Raise CommpassError if a tensor does not have the shape, dtype or layout that the C++
+        expects."""
         chain, rows = self.chain, tensors[-1].shape[0]
         taken = numel if chain.decodes is None else _wire(chain.decodes, numel, chain)
         made = numel if chain.encodes is None else _wire(chain.encodes, numel, chain)
@@ -66,9 +70,11 @@ def _wire(step: Decode | Encode, numel: int, chain: Chain) -> int:
 
 @cache
 def compiled(chain: Chain) -> Compiled:
-    """The function of a chain, built by Inductor's own builder, with its flags, into its cache: a
-    second process finds it there. Raises CommpassError for a chain of which there is none; not
-    for one that is merely slower."""
+    """Return the function of a chain, built by Inductor's builder with its flags.
+
+    The result is in Inductor's cache, also for later processes. Raises CommpassError for a chain
+    without C++, but not for one that is merely slower.
+    """
     from torch._inductor.codecache import CppPythonBindingsCodeCache
 
     if reason := impossible(chain):

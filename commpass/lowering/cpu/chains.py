@@ -1,4 +1,4 @@
-"""The C++ of a chain: one loop over the units of all rows, in which each step is a line."""
+"""Generate the C++ of a chain: one loop over the units of all rows, with one line per step."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from commpass.lowering.cpu.scales import SCALES, sums_up
 from commpass.utils.ambient import making_lasting_tensors
 
 TILE = 256
-"""A unit holds whole multiples of so many values: tiles of 16 vectors of 16."""
+"""A unit holds a multiple of this many values: tiles of 16 vectors of 16."""
 LARGEST_UNIT = 8192
 
 
 def supports(chain: Chain) -> str:
-    """Why a chain is better left to Inductor, in words; "" where its C++ is there, and quicker."""
+    """Return why a chain should be left to Inductor, or "" if its C++ exists and is faster."""
     return impossible(chain) or _slower(chain)
 
 
 def impossible(chain: Chain) -> str:
-    """Why there is no C++ for a chain, in words; "" where there is."""
+    """Return why there is no C++ for a chain, or "" if there is."""
     return next(_unsupported_reasons(chain), "")
 
 
@@ -43,8 +43,11 @@ def _has_vectors() -> bool:
 
 
 def _slower(chain: Chain) -> str:
-    """Codes that are packed lose more here than they do inline (benchmarks/codecs.py: int4 has 0.31
-    of a copy each way, inline 0.44), unless a rotation is saved."""
+    """Return why a chain is faster in Inductor, or "".
+
+    Packed codes are slower here than inline, unless a rotation is saved (benchmarks/codecs.py: int4
+    has 0.31 of a copy's bandwidth each way, inline 0.44).
+    """
     for step in chain.steps:
         codec = getattr(step, "codec", None)
         if isinstance(codec, BlockCodec) and codec.grid.bits < 8 and not _rotates(chain):
@@ -89,7 +92,8 @@ def _unsupported_reasons(chain: Chain) -> Iterator[str]:
 
 
 def _lossless(chain: Chain) -> Encode | Decode | None:
-    """The step that encodes or decodes exponents: the only one that its kernel has."""
+    """Return the step that encodes or decodes exponents, the only step of its kernel; None
+    without."""
     return next(
         (
             step
@@ -113,7 +117,7 @@ def _lossless_obstacles(chain: Chain) -> Iterator[str]:
 
 
 def _dtypes(chain: Chain) -> list[torch.dtype]:
-    """Of the values that each step takes, and then of what the last gives."""
+    """Return the input dtype of each step, then the dtype of the last step's result."""
     dtypes = [chain.taken]
     for step in chain.steps:
         if isinstance(step, Decode):
@@ -128,12 +132,13 @@ def _dtypes(chain: Chain) -> list[torch.dtype]:
 
 
 def output_dtype(chain: Chain) -> torch.dtype:
-    """The dtype of what a chain writes."""
+    """Return the dtype that a chain writes."""
     return _dtypes(chain)[-1]
 
 
 def _unit(chain: Chain) -> int:
-    """Values that all steps work on at once: whole blocks of every codec and transform."""
+    """Return the values that all steps process at once: whole blocks of every codec and
+    transform."""
     widths = [TILE]
     for step in chain.steps:
         if isinstance(step, (Encode, Decode)):
@@ -144,15 +149,17 @@ def _unit(chain: Chain) -> int:
 
 
 def added(chain: Chain) -> tuple[torch.dtype, ...]:
-    """The dtypes of the further inputs of a chain, in order."""
+    """Return the dtypes of the further inputs of a chain, in order."""
     return tuple(step.dtype for step in chain.steps if isinstance(step, Add))
 
 
 @cache
 def source(chain: Chain) -> str:
-    """The C++ text of a chain that is supported: ``kernel(threads, rows, n, in, its stride, further
-    inputs and theirs, out, its stride)``, strides in bytes. Tables of codecs in it are computed
-    with real numbers, whatever is being traced around it."""
+    """Return the C++ of a supported chain: ``kernel(threads, rows, n, in, its stride, further
+    inputs and theirs, out, its stride)``, with strides in bytes.
+
+    Tables of codecs in it are computed with real tensors, even during tracing.
+    """
     with making_lasting_tensors():
         return _source(chain)
 
@@ -243,7 +250,7 @@ def _rounded(dtype: torch.dtype) -> list[str]:
 
 
 def _first(chain: Chain) -> list[str]:
-    """Lines that fill ``v``: with the first row, and with the sum if it is of several."""
+    """Return the lines that fill ``v`` with the first row, or with the sum of several rows."""
     decode, ranks = chain.decodes, chain.ranks
 
     def filled(name: str, rank: str) -> str:
@@ -261,8 +268,11 @@ def _first(chain: Chain) -> list[str]:
 
 
 def exact(chain: Chain) -> bool:
-    """Whether the C++ has the bits of the aten form. A rotation, and a mean of squares, are summed
-    in another order there: values differ in their last bits, and a code now and then by one."""
+    """Whether the C++ has the same bits as the aten form.
+
+    A rotation and a mean of squares are summed in another order. Values then differ in their last
+    bits, and a code occasionally by one.
+    """
     return not _rotates(chain) and not any(
         isinstance(step, Encode)
         and isinstance(step.codec, BlockCodec)

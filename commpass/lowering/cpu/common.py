@@ -1,9 +1,9 @@
-"""What all C++ kernels begin with: vectors, rows of values, threads.
+"""The common prelude of all C++ kernels: vectors, rows of values, threads.
 
-Vectors are those of ATen (``at::vec``), as wide as the machine's: a kernel never names a width, and
-its results do not depend on it. Loops over bytes are marked ``omp simd``: Inductor switches the
-compiler's own search for loops to vectorise off. Values of a *unit* (a few blocks) lie in the first
-cache as float32 while all steps of a chain work on them.
+Vectors are ATen's (``at::vec``), as wide as the machine's. A kernel never depends on a width, and
+neither do its results. Loops over bytes are marked ``omp simd``, because Inductor disables the
+compiler's automatic vectorization. The values of a *unit* (a few blocks) stay in the level-1 cache
+as float32 while all steps of a chain process them.
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ template <class Work> inline void parallel(int64_t threads, int64_t count, const
 """
 
 NAMES = {torch.float32: "float", torch.bfloat16: "at::BFloat16", torch.float16: "at::Half"}
-"""The dtypes that kernels take and give, in C++."""
+"""The C++ names of the dtypes that kernels read and write."""
 
 
 def number(value: float) -> str:
-    """A number as C++ text, rounded to the float32 that torch makes of a Python scalar."""
+    """Return a number as C++ text, rounded to float32 as torch rounds a Python scalar."""
     (rounded,) = struct.unpack("f", struct.pack("f", value))
     return f"{rounded.hex()}f"

@@ -1,9 +1,9 @@
-"""The exponent codec in C++: the same wire as the aten form's, byte for byte.
+"""The exponent codec in C++: the same wire as the aten form, byte for byte.
 
-Planes and codes are vectors of column words (see ``words``); only the bit strings of columns, which
-have a length each, go through plain registers. Chunks are independent of each other: where the
-strings of one begin follows from the marks before it. Threads encode a run of chunks each into the
-room of these, and what they made is put end to end afterwards.
+Planes and codes are vectors of column words (see ``expressions``). Only the bit strings of columns,
+each with its own length, use scalar registers. Chunks are independent: the start of a chunk's
+strings follows from the marks before it. Each thread encodes a run of chunks into their maximum
+room, and the results are then moved together.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ constexpr int RARE = 12;
 
 
 def unsupported_reason(codec: ExponentCodec, dtype: torch.dtype) -> str:
-    """Why there is no C++ for an exponent codec; "" where there is."""
+    """Return why there is no C++ for an exponent codec, or "" if there is."""
     return "" if dtype in FORMS else f"there is no C++ for exponents of {dtype}"
 
 
 def text(codec: ExponentCodec, dtype: torch.dtype, role: str) -> str:
-    """The C++ of ``encode`` or ``decode`` of rows of a dtype: ``code_rows``."""
+    """Return the C++ of ``encode`` or ``decode`` for rows of a dtype: ``code_rows``."""
     form, ladder = FORMS[dtype], codec.ladder
     fields = (*ladder.fields[:-1], form.exponent_bits)
     constants = f"""
@@ -135,7 +135,7 @@ struct Row {{
 
 
 def _places(name: str, number: int, first: int = 0) -> list[str]:
-    """Places in tables of lanes, as bytes."""
+    """Return addresses in tables of lanes, as byte pointers."""
     return [f"(Byte*)({name}[{first + i}] + g)" for i in range(number)]
 
 

@@ -1,8 +1,8 @@
-"""C++ of functions that were written for tensors of bit planes.
+"""Generate C++ from functions written for tensors of bit planes.
 
-The exponent codec's parts (``codecs.exponent``: bits, floats, ladder) are straight lines of integer
-operations on int32 tensors. Called with a ``Expression`` for each tensor they write the same
-operations down as C++, on vectors: there is no second form of them that could differ.
+The exponent codec's parts (``codecs.exponent``: bits, floats, ladder) are straight-line integer
+operations on int32 tensors. Called with an ``Expression`` for each tensor, they write the same
+operations as C++ on vectors, so there is no second version of them that could differ.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 
 class Expression:
-    """A vector of int32 in C++, or one number, by its name; each operation on it adds a line to
-    ``lines``. ``kind`` is its type there."""
+    """A named int32 vector (or number) in C++; each operation on it appends a line to ``lines``.
+    ``kind`` is its C++ type."""
 
     shape: tuple[int, ...] = ()
 
@@ -64,7 +64,7 @@ class Expression:
         return ()
 
     def as_strided(self, *how: Any) -> Expression:
-        """What keeps a value from being worked out twice: here it has a name."""
+        """Return itself: a named value is not recomputed."""
         return self
 
     @classmethod
@@ -78,20 +78,20 @@ class Expression:
 
 
 def _named(value: Expression | int) -> str:
-    """Constants of 32 bits as C++ has them: with a sign."""
+    """Return the name of an expression, or a 32-bit constant as a signed number."""
     if isinstance(value, Expression):
         return value.name
     return f"({(value + 2**31) % 2**32 - 2**31})"
 
 
 class Lines:
-    """Lines of C++ that are being written."""
+    """Lines of generated C++."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def expression(self, text: str, kind: str = "Word") -> Any:
-        """What a C++ expression is, by a name: a ``Expression``, for functions of tensors."""
+        """Name a C++ expression and return it as an ``Expression``, for functions of tensors."""
         return Expression("", self.lines, kind)._emit(text)
 
     def loads(self, places: Sequence[str]) -> list[Any]:

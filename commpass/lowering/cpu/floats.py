@@ -1,7 +1,8 @@
 """8-bit floats in C++: the bits of torch's casts to and from ``float8_e4m3fn`` and ``float8_e5m2``.
 
-By whole numbers alone, but for those below the smallest normal number of the form. There a float
-whose last place is the step of the form is added, or the smallest normal number taken off.
+Integer arithmetic only, except for numbers below the smallest normal number of the 8-bit float. For
+these, a float whose last place is the step of the 8-bit float is added, or the smallest normal
+number is subtracted.
 """
 
 FLOATS = """

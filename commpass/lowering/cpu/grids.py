@@ -1,6 +1,6 @@
-"""Grids in C++: numbers in grid units to codes, and codes to the numbers that they stand for.
+"""Grids in C++: numbers in grid units to codes, and back.
 
-Codes are whole numbers of 32 bits until they are stored; those of 8-bit floats are in ``floats``.
+Codes are 32-bit integers until they are stored; codes of 8-bit floats are in ``floats``.
 """
 
 from __future__ import annotations
@@ -124,14 +124,17 @@ inline void unpack(const Byte* from, Byte* codes) {
 
 @by_type
 def grid(part: Grid, name: str) -> str:
-    """A C++ struct: ``encode`` takes a vector of numbers in grid units and gives codes; ``decode``
-    reads as many codes as a vector has values. Both as in ``codecs.block.grids``, bit for bit."""
+    """Return a C++ struct for a grid.
+
+    Its ``encode`` maps a vector of numbers in grid units to codes; ``decode`` reads one code for
+    each value of a vector. Both equal those of ``codecs.block.grids`` bit for bit.
+    """
     raise NotImplementedError(part)
 
 
 @by_type
 def unsupported_reason(part: Grid) -> str:
-    """Why there is no C++ for a grid; "" where there is."""
+    """Return why there is no C++ for a grid, or "" if there is."""
     return f"there is no C++ for {type(part).__name__}"
 
 
@@ -188,7 +191,7 @@ def _fp8(part: Fp8Grid, name: str) -> str:
 
 @grid.register
 def _companded(part: CompandedGrid, name: str) -> str:
-    """Decoded by a table of the levels, which are those of the aten form."""
+    """Decode with a table of the levels of the aten form."""
     k, cells = part.k, 2 ** (part.bits - 1)
     codes = torch.arange(2 * cells, dtype=torch.uint8)
     levels = ", ".join(map(number, grids.decode(part, codes, torch.float32).tolist()))

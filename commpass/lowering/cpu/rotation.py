@@ -1,9 +1,9 @@
 """Transforms in C++: a Walsh-Hadamard rotation as a butterfly in registers.
 
-A rotation of width w has one stage for each of the distances w/2, w/4 ... 1: from the values a and
-b at that distance it makes a + b and a - b. Where two values lie in one vector, tiles of as many
-vectors as a vector has values are transposed first. ``down`` goes from the largest distance to 1,
-``up`` from 1 to the largest: each value has the same sums in the same order on every machine.
+A rotation of width w has one stage for each of the distances w/2, w/4 ... 1. A stage maps values a
+and b at that distance to a + b and a - b. If both lie in one vector, tiles of as many vectors as a
+vector has values are transposed first. ``down`` goes from the largest distance to 1, ``up`` from 1
+to the largest. Each value has the same sums in the same order on every machine.
 """
 
 from __future__ import annotations
@@ -143,9 +143,12 @@ template <int N, int WIDTH, bool TURNED> inline void rotate_up(float* v) {
 
 @by_type
 def transform(part: Transform, name: str) -> str:
-    """A C++ struct: ``forward`` is that of ``codecs.block.transforms``, of UNIT values in place;
-    ``inverse`` takes values divided by ``SUMS`` and gives whole ones. ``TURNED``: between the two
-    forms, tiles of W vectors of W values lie transposed, which saves a turn each way."""
+    """Return a C++ struct for a transform.
+
+    Its ``forward`` is that of ``codecs.block.transforms``, in place on UNIT values; ``inverse``
+    maps values divided by ``SUMS`` to undivided ones. With ``TURNED``, tiles of W vectors of W
+    values stay transposed between the two, which saves a transpose each way.
+    """
     raise NotImplementedError(part)
 
 
@@ -163,8 +166,8 @@ struct {name} {{
 
 @transform.register
 def _hadamard(part: Hadamard, name: str) -> str:
-    """Scaled by 1/width before, and by the width after: both exact, and no sum on the way is larger
-    than a value."""
+    """Scale by 1/width before, and by the width after. Both are exact, and no intermediate sum is
+    larger than a value."""
     width = part.width
     signs = [_sign(place) if part.signed else 1 for place in range(width)]
     before, after = (

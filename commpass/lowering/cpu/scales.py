@@ -1,4 +1,4 @@
-"""Scales in C++: the numbers of a block, and how they travel."""
+"""Scales in C++: the numbers of a block, and their storage."""
 
 from __future__ import annotations
 
@@ -206,19 +206,19 @@ STORED = {"fp32": "AsFp32", "bf16": "AsBf16", "pow2": "AsPower"}
 
 
 def offset(part: Midrange | None) -> str:
-    """The C++ type of what is taken off a block before it is scaled."""
+    """Return the C++ type of the offset that is subtracted from a block before it is scaled."""
     return f"Midrange<{STORED[part.stored]}>" if part is not None else "NoOffset"
 
 
 @by_type
 def scale(part: Scale, grid: str) -> str:
-    """The C++ type of a scale, for a grid of that name."""
+    """Return the C++ type of a scale, for a grid of that name."""
     raise NotImplementedError(part)
 
 
 @by_type
 def unsupported_reason(part: Scale) -> str:
-    """Why there is no C++ for a scale; "" where there is."""
+    """Return why there is no C++ for a scale, or "" if there is."""
     return f"there is no C++ for {type(part).__name__} scales"
 
 
@@ -239,5 +239,5 @@ def _any(part: Absmax | Rms | Dual | Static) -> str:
 
 
 def sums_up(part: Scale) -> bool:
-    """Whether a scale is made from a sum, which is added up in an order of its own here."""
+    """Whether a scale is computed from a sum, whose order differs from the aten form."""
     return isinstance(part, (Rms, Dual))

@@ -1,1 +1,1 @@
-"""Kernels in Triton: tile functions for the parts of codecs, and what is generated from them."""
+"""Kernels in Triton: tile functions for the parts of codecs, and kernels generated from them."""

@@ -1,4 +1,4 @@
-"""A kernel with its arguments: what is launched, and what a compiler without a GPU is told."""
+"""Kernels with their arguments, for a launch or for a compilation without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from commpass.lowering.gpu.source import Source, load
 
 Arguments = dict[str, Tensor | int]
-"""What a kernel is given, by name."""
+"""The arguments of a kernel by name."""
 POINTERS = {
     torch.uint8: "*u8",
     torch.int16: "*i16",
@@ -21,13 +21,14 @@ POINTERS = {
     torch.float64: "*fp64",
 }
 OPTIONS = {"enable_fp_fusion": False, "num_stages": 1}
-"""Of all launches: products are not fused into sums, so that bits are those of the aten form."""
+"""Options of all launches: products and sums are not fused, so that the bits equal those of the
+aten form."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """``arguments`` are tensors and integers by name, ``constants`` what is known when it is
-    compiled; ``programs`` are counted along one axis."""
+    """A kernel call: ``arguments`` are tensors and integers by name, ``constants`` the compile-time
+    arguments; ``programs`` is the size of the one-dimensional grid."""
 
     source: Source
     arguments: Arguments
@@ -38,7 +39,7 @@ class Call:
 
 
 def launch(call: Call) -> None:
-    """Runs a kernel where its tensors are: on a GPU, or on the CPU where Triton interprets."""
+    """Run a kernel on the device of its tensors: a GPU, or the CPU if Triton interprets."""
     if call.programs:
         load(call.source)[(call.programs,)](
             **call.arguments, **call.constants, num_warps=call.warps, **call.options
@@ -46,7 +47,7 @@ def launch(call: Call) -> None:
 
 
 def signature(call: Call) -> dict[str, str]:
-    """The types of all arguments, as Triton's compiler names them."""
+    """Return the types of all arguments, as named by Triton's compiler."""
     known = {
         name: POINTERS[value.dtype] if isinstance(value, Tensor) else "i32"
         for name, value in call.arguments.items()
@@ -55,7 +56,7 @@ def signature(call: Call) -> dict[str, str]:
 
 
 def divisible(call: Call) -> tuple[str, ...]:
-    """The arguments that Triton takes for multiples of 16: addresses, and integers that are."""
+    """Return the arguments that are multiples of 16 to Triton: addresses and integers."""
     return tuple(
         name
         for name, value in call.arguments.items()

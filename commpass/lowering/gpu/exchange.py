@@ -1,12 +1,13 @@
-"""A compressed all_reduce of a small tensor in one kernel, over symmetric memory: called on
-tensors, on cards that reach each other's memory, or where Triton interprets.
+"""A compressed all_reduce of a small tensor in one kernel over symmetric memory, called on tensors.
+
+It runs on GPUs that can access each other's memory, or in Triton's interpreter.
 
     y = exchange.all_reduce(x, group, "int8", "one_shot")
 
-All ranks of a group call it alike and in the same order. The first call for a size, a codec and an
-algorithm makes a workspace, together with the others; later ones are one kernel each, which a CUDA
-graph may hold. Calls with one workspace must follow one another: on one stream, or on several that
-wait for each other.
+All ranks of a group must make the same calls in the same order. The first call for a size, a codec
+and an algorithm creates a workspace together with the other ranks. Later calls are one kernel each,
+which may be part of a CUDA graph. Calls with one workspace must be ordered: on one stream, or on
+several that wait for each other.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory of one rank for exchanges of one kind. ``peers`` are the addresses, int64 ``[ranks]``,
-    at which this rank reaches every rank's, ``memory`` its own, uint8 ``[total]``, zeros at first;
-    ``held`` is what keeps the others' in reach. ``spins`` as ``exchange_kernel.SPINS``, if that is
-    not wanted."""
+    """The memory of one rank for exchanges of one kind.
+
+    ``peers`` are the addresses, int64 ``[ranks]``, at which this rank accesses every rank's memory.
+    ``memory`` is its own, uint8 ``[total]``, initially zeros; ``held`` keeps the memory of the
+    others accessible. ``spins``, if not None, replaces ``exchange_kernel.SPINS``.
+    """
 
     exchange: Exchange
     rank: int
@@ -63,9 +66,11 @@ class Workspace:
     spins: int | None = None
 
     def missing(self) -> list[int]:
-        """The ranks for which some program has waited in vain: those that did not come, and those
-        that gave up for that reason. Waits for the card. From then on the workspace gives nothing
-        but NaN: it cannot be mended."""
+        """Return the ranks for which a program timed out: those that never arrived, and those that
+        gave up waiting for others.
+
+        Waits for the GPU. After a timeout the workspace returns only NaN and cannot be repaired.
+        """
         late = memory_of(self.exchange).late
         bits = int(self.memory[late : late + 4].view(torch.int32).item())
         return [rank for rank in range(self.exchange.ranks) if bits >> rank & 1]
@@ -78,9 +83,13 @@ def all_reduce(
     algorithm: str = "one_shot",
     op: str = "sum",
 ) -> Tensor:
-    """The sum, or with ``op="avg"`` the mean, of ``x`` over a group, the same bits on all ranks:
-    those of ``commpass.all_reduce`` with that codec and algorithm, where a rotation is a butterfly
-    (docs/exchange.md). Raises CommpassError with the reason where no kernel can do it."""
+    """Return the sum, or with ``op="avg"`` the mean, of ``x`` over a group, with the same bits on
+    all ranks.
+
+    The bits are those of ``commpass.all_reduce`` with that codec and algorithm, if rotations are
+    computed as butterflies (docs/exchange.md). Raises CommpassError with the reason if no kernel
+    supports it.
+    """
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise CommpassError("no process group: call torch.distributed.init_process_group first")
@@ -92,7 +101,7 @@ def all_reduce(
 
 
 def run(workspace: Workspace, x: Tensor) -> Tensor:
-    """One call: ``x`` summed over the ranks, a tensor of its shape."""
+    """Run one exchange: return ``x`` summed over the ranks, with the same shape."""
     exchange, rank = workspace.exchange, workspace.rank
     if (x.numel(), x.dtype) != (exchange.numel, exchange.dtype):
         raise CommpassError(
@@ -116,7 +125,7 @@ def run(workspace: Workspace, x: Tensor) -> Tensor:
 
 
 def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
-    """The whole numbers that a kernel takes, by name."""
+    """Return the integer arguments of a kernel by name."""
     coder, memory = exchange.block_codec, memory_of(exchange)
     found = {
         "rank": rank,
@@ -142,11 +151,12 @@ def numbers(exchange: Exchange, rank: int) -> dict[str, int]:
 
 _held: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, Workspace]]
 _held = weakref.WeakKeyDictionary()
-"""Workspaces by group: they go with it."""
+"""Workspaces by group, with the same lifetime."""
 
 
 def workspace(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Workspace:
-    """The workspace of a group for an exchange; the first time all its ranks make it together."""
+    """Return the workspace of a group for an exchange; the first call is collective and creates
+    it."""
     held = _held.setdefault(group, {})
     if (exchange, device) not in held:
         held[exchange, device] = _agreed_workspace(exchange, group, device)
@@ -156,7 +166,8 @@ def workspace(exchange: Exchange, group: dist.ProcessGroup, device: torch.device
 def _agreed_workspace(
     exchange: Exchange, group: dist.ProcessGroup, device: torch.device
 ) -> Workspace:
-    """Agreed on by all ranks: each says what it is about to do, and what stands in its way."""
+    """Create a workspace after all ranks have exchanged what they are about to do and any
+    obstacles."""
     card, why = _card(exchange, device)
     what = (
         f"{exchange.op} of {exchange.numel} values of {exchange.dtype} by {exchange.algorithm} with"
@@ -179,7 +190,8 @@ def _agreed_workspace(
 
 @dataclass(frozen=True)
 class Card:
-    """Of one rank: what it is called among all, its processors, the lanes of a warp."""
+    """The GPU of one rank: its name, unique among all ranks, its processors, the lanes of a
+    warp."""
 
     name: str = ""
     processors: int = 0
@@ -187,7 +199,7 @@ class Card:
 
 
 def _card(exchange: Exchange, device: torch.device) -> tuple[Card, str]:
-    """A rank's card, and why it cannot carry out an exchange."""
+    """Return a rank's GPU, and why it cannot run an exchange, or ""."""
     if device.type != "cuda":
         return Card(), f"tensors on {device.type}: ranks reach the memory of cards"
     seen = torch.cuda.get_device_properties(device)
@@ -205,10 +217,10 @@ def _symmetric(exchange: Exchange, group: dist.ProcessGroup, device: torch.devic
     memory.zero_()
     torch.cuda.synchronize(device)
     handle = symmetric.rendezvous(memory, group)
-    # Before torch had get_remote_tensor, a tensor began where its allocation does.
+    # Older versions of torch have no get_remote_tensor; there a tensor begins at its allocation.
     reach = getattr(handle, "get_remote_tensor", handle.get_buffer)
     seen = [reach(peer, (total,), torch.uint8) for peer in range(exchange.ranks)]
     seen[rank] = memory
     peers = torch.tensor([each.data_ptr() for each in seen], dtype=torch.int64, device=device)
-    dist.barrier(group)  # zeros are in everybody's memory before anybody signals
+    dist.barrier(group)  # all memory is zero before any rank signals
     return Workspace(exchange, rank, peers, memory, (handle, seen))

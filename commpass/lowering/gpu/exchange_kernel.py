@@ -1,9 +1,10 @@
 """A compressed all_reduce as one kernel: encode, signal, wait, read what the peers have encoded,
-sum. Its text is made of the tile functions of a codec's parts, as that of every other kernel.
+sum.
 
-All ranks run the same kernel over memory that each can reach (symmetric memory). Program p of a
-rank deals with the same blocks as program p of every other, and waits for those programs alone.
-docs/exchange.md says what lies where, and why nothing is overwritten that is still read.
+Like every other kernel, its text is composed of the tile functions of a codec's parts. All ranks
+run the same kernel over memory that each can access (symmetric memory). Program p of a rank
+processes the same blocks as program p of every other rank, and waits only for those programs. See
+docs/exchange.md for the memory layout, and for why nothing is overwritten before it has been read.
 """
 
 from __future__ import annotations
@@ -33,27 +34,28 @@ from commpass.lowering.gpu.tiles.exchange import SLOTS
 ALGORITHMS = ("one_shot", "two_shot")
 OPS = ("sum", "avg")
 PER_THREAD = 16
-"""Values of a tile in each thread, unless a block is larger: few, since a small tensor has few for
-every program; with half of that, rotations on an AMD spill."""
+"""Values of a tile per thread, unless a block is larger. It is small, since a small tensor has few
+values per program; with half of it, rotations on AMD spill."""
 MIXED = 2048
-"""Values of a tile where codes that share a byte are rotated over more than WIDE values: in smaller
-tiles they are held several times over, and spill."""
+"""Values of a tile if codes that share a byte are rotated over more than WIDE values. In smaller
+tiles the values are held several times, and spill."""
 WIDE = 32
 WARPS = 1
-"""Of a program: with several, a rotation goes through memory that they share, and spills."""
+"""Warps of a program; with several, a rotation goes through shared memory, and spills."""
 RESIDENT = 4
-"""Programs that a processor surely runs at once, however many registers one takes: of NVIDIA's,
-each of 32 threads with at most 255 of 65,536; an AMD has four units with registers of their own."""
+"""Programs that a processor can always run at once, for any number of registers. NVIDIA: each has
+32 threads with at most 255 of 65,536 registers. AMD: four units with their own registers."""
 SPINS = 1 << 30
-"""Looks at the signals before a program gives up: at half a microsecond each, nine minutes."""
+"""Polls of the signals before a program gives up: nine minutes at half a microsecond each."""
 OLDEST = (7, 0)
-"""The first cards of NVIDIA's that release and acquire."""
+"""The first compute capability of NVIDIA with release and acquire."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One all_reduce: ``numel`` values of ``dtype`` on each of ``ranks``, by ``programs`` programs
-    on each, all of which the card must run at once. Its warps have so many ``lanes``."""
+    """One all_reduce: ``numel`` values of ``dtype`` on each of ``ranks`` ranks, by ``programs``
+    programs on each, all of which the GPU must run at once. ``lanes`` is the number of lanes of a
+    warp."""
 
     algorithm: str
     codec: Codec
@@ -66,12 +68,12 @@ class Exchange:
 
     @property
     def rows(self) -> int:
-        """Wires that a rank encodes: one for everybody, or one for each rank."""
+        """The wires that a rank encodes: one for all ranks, or one for each rank."""
         return 1 if self.algorithm == "one_shot" else self.ranks
 
     @property
     def length(self) -> int:
-        """Values of a wire: an even share of all, filled up with zeros to whole blocks."""
+        """Values of a wire: an even share of all, padded with zeros to whole blocks."""
         return shard_length(self.numel, self.rows, self.codec.block)
 
     @property
@@ -80,23 +82,23 @@ class Exchange:
 
     @property
     def buffers(self) -> int:
-        """Places for what a rank encodes, which calls take in turn (docs/exchange.md)."""
+        """Buffers for what a rank encodes, used by calls in turn (docs/exchange.md)."""
         return 2 if self.algorithm == "one_shot" else 1
 
     @property
     def phases(self) -> int:
-        """Signals in a call from one program to another."""
+        """Signals per call from one program to another."""
         return 1 if self.algorithm == "one_shot" else 2
 
     @property
     def tiles(self) -> int:
-        """Tiles of a wire: programs take them in turn."""
+        """Tiles of a wire; the programs share them round-robin."""
         blocks = self.block_codec.layout.blocks(self.length)
         return (blocks + self.blocks - 1) // self.blocks
 
     @property
     def blocks(self) -> int:
-        """Blocks in a tile."""
+        """Blocks per tile."""
         size, coder = self.block_codec.layout.size(self.length), self.codec
         assert isinstance(coder, BlockCodec)
         mixed = coder.transform.sums > WIDE and _split(coder) > 1
@@ -104,22 +106,27 @@ class Exchange:
 
     @property
     def block_codec(self) -> BlockCodec:
-        """The codec of what travels: values that have entered the domain."""
+        """The codec of the wire, for values that are already in the domain."""
         within = self.codec.domain_codec
         assert isinstance(within, BlockCodec)
         return within
 
 
 def _split(coder: BlockCodec) -> int:
-    """Values that have codes in one byte, the widest parts of their codes taken."""
+    """Return how many values share a byte, for the widest part of their codes."""
     return int(8 // widths(coder.grid.bits)[0])
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where things begin in the memory of a rank, in bytes: signals ``[phases, programs, SLOTS]``,
-    the numbers of the programs' last calls ``[programs]``, the ranks that did not come, the wires
-    ``[buffers, rows]``, and of a two-shot the wire of the sum. Zeros before the first call."""
+    """Offsets in the memory of a rank, in bytes. All memory is zero before the first call.
+
+    - signals ``[phases, programs, SLOTS]``
+    - the numbers of the programs' last calls ``[programs]``
+    - the ranks that did not arrive
+    - the wires ``[buffers, rows]``
+    - for a two-shot, the wire of the sum
+    """
 
     signals: int
     counters: int
@@ -138,14 +145,17 @@ def memory_of(exchange: Exchange) -> Memory:
     return Memory(0, counters, late, wires, sums, total)
 
 
-# --- what can be exchanged ------------------------------------------------------------------------
+# --- supported exchanges --------------------------------------------------------------------------
 
 
 def unsupported_reason(
     exchange: Exchange, *, processors: int | None = None, card: tuple[int, int] | None = None
 ) -> str:
-    """Why no kernel can carry out an exchange; "" if one can. ``processors`` of the card (SMs, CUs)
-    and ``card``, its compute capability by NVIDIA, where they are known."""
+    """Return why no kernel can run an exchange, or "" if one can.
+
+    ``processors`` is the number of SMs or CUs of the GPU, and ``card`` its NVIDIA compute
+    capability, if known.
+    """
     if exchange.algorithm not in ALGORITHMS:
         return f"{exchange.algorithm}: kernels exchange by {' or '.join(ALGORITHMS)}"
     if exchange.op not in OPS:
@@ -175,7 +185,7 @@ def unsupported_reason(
 
 
 def _chains(exchange: Exchange) -> list[Chain]:
-    """What a kernel does before it signals and after it has waited."""
+    """The chains that a kernel runs before it signals and after it has waited."""
     domain, within = exchange.codec.domain, exchange.codec.domain_codec
     summed = (Decode(within, exchange.dtype), Sum(exchange.ranks))
     leaves = (Leave(domain), Cast(exchange.dtype))
@@ -186,14 +196,17 @@ def _chains(exchange: Exchange) -> list[Chain]:
     ]
 
 
-# --- text -----------------------------------------------------------------------------------------
+# --- kernel text ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and how it is called: ``signature`` are its arguments in order, with their Triton
-    types, ``constants`` the compile-time ones that follow; ``fuses`` as in ``Generated``. The grid
-    is ``(programs,)``."""
+    """A kernel and how to call it.
+
+    ``signature`` holds its arguments in order, with their Triton types; ``constants`` are the
+    compile-time arguments that follow. ``fuses`` is as in ``Generated``. The grid is
+    ``(programs,)``.
+    """
 
     source: Source
     signature: dict[str, str]
@@ -206,13 +219,14 @@ NUMBERS = (
     *("rank", "count", "numel", "blocks", "tiles"),
     *("counters_at", "late_at", "wires_at", "wire_bytes"),
 )
-"""Arguments of every kernel: this rank; values of the tensor and of a row; blocks and tiles of a
-row; where the counters, the ranks that did not come and the wires begin, and how long one is."""
+"""Integer arguments of every kernel: this rank; values of the tensor and of a row; blocks and tiles
+of a row; the offsets of the counters, of the ranks that did not arrive and of the wires; the bytes
+of a wire."""
 
 
 @lru_cache(maxsize=256)
 def kernel(exchange: Exchange) -> Kernel:
-    """The kernel of an exchange (``unsupported_reason`` must be "")."""
+    """Return the kernel of an exchange (``unsupported_reason`` must be "")."""
     writer = _writer(exchange)
     lines = [*_beginning(writer), *(_LINES[exchange.algorithm](writer)), *_end()]
     pointers = {"peers": "*i64", "taken": writer.values, "made": writer.values}
@@ -231,7 +245,7 @@ def kernel(exchange: Exchange) -> Kernel:
 
 
 def _power(ranks: int) -> int:
-    """The least power of two that is not below a number."""
+    """Return the smallest power of two that is not below a number."""
     return 1 << (ranks - 1).bit_length()
 
 
@@ -261,8 +275,8 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Writer:
-    """What the lines of a kernel are made with: functions that come before it, and how they are
-    called. ``places`` are arguments that only some take: where the regions of a wire begin."""
+    """What the lines of a kernel are composed of: functions that precede it, and their calls.
+    ``places`` are the optional arguments: offsets of the regions of a wire."""
 
     exchange: Exchange
     coder: BlockCodec
@@ -317,7 +331,7 @@ def _writer(exchange: Exchange) -> _Writer:
         _split(coder),
         (function, *functions),
         f"encoded({', '.join([*called, *constants])})",
-        decoded.replace("taken_", "made_"),  # a wire lies alike for those who write and read it
+        decoded.replace("taken_", "made_"),  # a wire has one layout for reads and writes
         decoded_sum.replace("taken_", "made_"),
         (*places, *keys, *sums),
     )
@@ -346,7 +360,7 @@ def _end() -> list[str]:
 
 
 def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
-    """Lines for each tile of a row that is this program's; values of the tensor are ``at``."""
+    """Return lines that loop over this program's tiles of a row; ``at`` indexes the tensor."""
     at = f"place + {shard} * numel" if shard else "place"
     return [
         "for tile in range(program, tiles, programs):",
@@ -364,7 +378,7 @@ def _loop(writer: _Writer, lines: Sequence[str], shard: str = "") -> list[str]:
 
 
 def _exchanged(phase: int) -> list[str]:
-    """Signals, and the waiting for those of all others."""
+    """Return the lines that signal and wait for the signals of all ranks."""
     first = f"({phase} * programs + program)" if phase else "program"
     return [
         f"signal(peers, {first} * {SLOTS * 4}, rank, epoch, RANKS, WIDTH)",
@@ -378,7 +392,7 @@ def _loaded(writer: _Writer) -> list[str]:
 
 
 def _summed(writer: _Writer, at: str) -> list[str]:
-    """``x``, the sum of what all ranks have encoded, in rank order from the first."""
+    """Return lines that compute ``x``, the sum of what all ranks have encoded, in rank order."""
     loop = "tl.static_range" if writer.exchange.ranks <= generate.UNROLLED else "range"
     return [
         f"wire = region(memory_of(peers, 0), {at})",
@@ -391,7 +405,7 @@ def _summed(writer: _Writer, at: str) -> list[str]:
 
 
 def _stored(writer: _Writer) -> list[str]:
-    """The result; where somebody did not come, no number at all."""
+    """Return the lines that store the result; NaN if a rank did not arrive."""
     store = f"store_values_{writer.values.removeprefix('*')}"
     return [
         *writer.remaining,
@@ -401,7 +415,7 @@ def _stored(writer: _Writer) -> list[str]:
 
 
 def _one_shot(writer: _Writer) -> list[str]:
-    """Everybody encodes everything, everybody sums."""
+    """Every rank encodes all its values, and sums those of all ranks."""
     encode = [*_loaded(writer), "wire = region(mine, wires)", writer.encoded]
     return [
         "wires = wires_at + (epoch & 1) * wire_bytes",
@@ -412,7 +426,7 @@ def _one_shot(writer: _Writer) -> list[str]:
 
 
 def _two_shot(writer: _Writer) -> list[str]:
-    """A rank sums its shard and encodes the sum; all decode all sums, their own first."""
+    """A rank sums its shard and encodes the sum; every rank decodes all sums, its own first."""
     first = writer.encoded.replace(", row,", ", shard + row,")
     encode = [*_loaded(writer), "wire = region(mine, wires_at)", first]
     again = [] if isinstance(writer.coder.layout, Flat) else ["x = tl.where(place < numel, x, 0.0)"]

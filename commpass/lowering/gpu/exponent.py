@@ -1,8 +1,8 @@
-"""Kernels of the lossless codec ``exponent``: which ones, in which order, with what buffers between
-them. The tiles are in ``tiles/exponent_*.py``.
+"""Kernels of the lossless codec ``exponent``: their order, and the buffers between them. The tiles
+are in ``tiles/exponent_*.py``.
 
-Encode is two kernels, decode is two: where the strings of a chunk begin is known when those before
-have been counted. All sizes follow from shapes; nothing is read on the host.
+Encode and decode are two kernels each, since the start of a chunk's strings is known only when all
+chunks before it have been counted. All sizes follow from shapes; nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from commpass.lowering.gpu.tiles.exponent_encode import exponent_place, exponent
 from commpass.lowering.gpu.tiles.exponent_floats import BFLOAT16, FLOAT16, FLOAT32
 
 MOST = 1 << 31
-"""Values of a row from which on numbers of words no longer fit."""
+"""Rows of this many values or more are not supported: word counts would exceed 32 bits."""
 NUMBERS = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a row is shared out to programs. Nothing of it is seen on the wire.
+    """How a row is divided among programs. It does not affect the wire.
 
-    ``columns`` of 32 values for each program, a power of two from 32 on: with one warp and 16 bytes
-    for each access of a thread, 4 a thread. ``group``: tiles whose sums are added up together, a
-    power of two.
+    ``columns`` is the number of columns of 32 values per program, a power of two from 32 on. With
+    one warp and 16 bytes for each access of a thread, that is 4 per thread. ``group`` is the number
+    of tiles whose sums are added together, a power of two.
     """
 
     columns: int = 128
@@ -49,7 +49,7 @@ TILING = Tiling()
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor that kernels hand to each other."""
+    """A tensor that kernels pass to each other."""
 
     name: str
     dtype: torch.dtype
@@ -59,8 +59,8 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with its arguments in order: the names of tensors and their types, then whole
-    numbers; ``constants`` by name, and the number of programs."""
+    """A kernel with its arguments in order: names and types of tensors, then integers;
+    ``constants`` by name, and the number of programs (``grid``)."""
 
     source: Source
     tensors: tuple[tuple[str, str], ...]
@@ -71,21 +71,21 @@ class Launch:
 
     @property
     def signature(self) -> dict[str, str]:
-        """The type of each argument, as Triton writes them."""
+        """The type of each argument, as named by Triton."""
         fixed = {name: "constexpr" for name, _ in self.constants}
         return {**dict(self.tensors), **{name: "i32" for name, _ in self.numbers}, **fixed}
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What turns ``source`` into ``wire``, or ``wire`` into ``out``; rows are contiguous."""
+    """Kernels that turn ``source`` into ``wire``, or ``wire`` into ``out``; rows are contiguous."""
 
     buffers: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
 
 
 def unsupported_reason(numel: int, dtype: torch.dtype) -> str | None:
-    """Why there are no kernels for such a row, or None."""
+    """Return why there are no kernels for such a row, or None if there are."""
     if dtype not in FORMS:
         return f"{dtype} travels as it is"
     if numel < LINE:
@@ -104,9 +104,9 @@ def encoding(
     halves: bool = False,
     tiling: Tiling = TILING,
 ) -> Kernels:
-    """Kernels that turn ``source [count, numel]`` into ``wire [count, wire_bytes]``.
+    """Return kernels that turn ``source [count, numel]`` into ``wire [count, wire_bytes]``.
 
-    ``source`` is given as int32 words; as int16 if ``halves``, which a 16-bit row needs where it
+    ``source`` is passed as int32 words, or as int16 if ``halves``, which a 16-bit row needs if it
     does not begin or end with a whole word. ``wire`` is int32 words.
     """
     sizes = _sizes(coder, count, numel, dtype, tiling)
@@ -138,8 +138,8 @@ def decoding(
     halves: bool = False,
     tiling: Tiling = TILING,
 ) -> Kernels:
-    """Kernels that turn ``wire [count, wire_bytes]`` into ``out [count, numel]``; as for
-    ``encoding``."""
+    """Return kernels that turn ``wire [count, wire_bytes]`` into ``out [count, numel]``; arguments
+    are as for ``encoding``."""
     sizes = _sizes(coder, count, numel, dtype, tiling)
     known = _known(coder, dtype, halves, tiling)
     wire = ("wire", "*i32")
@@ -157,10 +157,10 @@ def decoding(
 def encode_rows(
     coder: ExponentCodec, rows: Tensor, tiling: Tiling = TILING, *, graph: bool = False
 ) -> Tensor:
-    """The wire of rows ``[count, numel]``, the same bytes as ``coder.encode_rows`` gives.
+    """Return the wire of rows ``[count, numel]``, the same bytes as ``coder.encode_rows``.
 
-    On CUDA tensors, or on CPU tensors where Triton interprets. ``graph``: the calls are to be
-    traced, for Inductor, which launches the kernels itself.
+    Rows are CUDA tensors, or CPU tensors if Triton interprets. With ``graph``, the calls are traced
+    for Inductor, which launches the kernels itself.
     """
     count, numel = rows.shape
     if unsupported_reason(numel, rows.dtype) is not None or count == 0:
@@ -187,8 +187,8 @@ def decode_rows(
     *,
     graph: bool = False,
 ) -> Tensor:
-    """``wire [count, wire_bytes]`` back to rows ``[count, numel]`` in ``dtype``; ``graph`` as for
-    ``encode_rows``."""
+    """Decode ``wire [count, wire_bytes]`` to rows ``[count, numel]`` in ``dtype``; ``graph`` is as
+    for ``encode_rows``."""
     count = wire.shape[0]
     if unsupported_reason(numel, dtype) is not None or count == 0:
         return coder.decode_rows(wire, numel, dtype)
@@ -206,7 +206,7 @@ def decode_rows(
 
 
 def _needs_halves(rows: Tensor) -> bool:
-    """Whether contiguous rows can't be seen as words of 32 bits."""
+    """Whether contiguous rows cannot be viewed as 32-bit words."""
     width = rows.dtype.itemsize
     return width == 2 and (rows.shape[1] % 2 == 1 or rows.storage_offset() % 2 == 1)
 
@@ -237,7 +237,7 @@ class _Sizes:
 
     @property
     def sums(self) -> torch.dtype:
-        """Of sums over groups: at most 12 words of 16 bits a column."""
+        """The dtype of sums over groups: at most 12 words of 16 bits per column."""
         return torch.int32 if self.columns < 1 << 27 else torch.int64
 
 
@@ -277,11 +277,11 @@ def _numbers(sizes: _Sizes, length: int) -> tuple[tuple[str, int], ...]:
 def _known(
     coder: ExponentCodec, dtype: torch.dtype, halves: bool, tiling: Tiling
 ) -> dict[str, int]:
-    """What is fixed in the kernels of a codec and dtype."""
+    """Return the compile-time arguments of the kernels of a codec and dtype."""
     form, ladder = FORMS[dtype], coder.ladder
     modes = range(ladder.modes + 1)
     low, fields = ladder.steps[-1].low, (*ladder.fields[:-1], form.exponent_bits)
-    # What a zero saves in each mode, and what that loses whose code it takes.
+    # The bits that a zero saves in each mode, and that the exponent loses whose code it takes.
     named = [ladder.gains([0] * BINS, 1, form.exponent_bits)[m * ladder.starts] for m in modes]
     lost = [each - fields[-1] * ladder.names_zero for each in named]
     moved = [0, *(table[-1] for table in ladder.offsets[: ladder.modes])]
@@ -311,12 +311,12 @@ def _known(
 
 
 def _fives(numbers: Sequence[int]) -> int:
-    """Numbers below 32 in one."""
+    """Pack numbers below 32 into one integer."""
     return sum(number << (5 * place) for place, number in enumerate(numbers))
 
 
 def _tables(ladder: Ladder) -> int:
-    """The offsets of a ladder in one number, see ``tiles/exponent_ladder.py``."""
+    """Pack the offsets of a ladder into one integer; see ``tiles/exponent_ladder.py``."""
     tables = 0
     for number, (step, table) in enumerate(zip(ladder.steps, ladder.offsets, strict=True)):
         assert len(table) == 1 << step.bits, "a code that names no exponent"

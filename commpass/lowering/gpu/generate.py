@@ -1,7 +1,7 @@
-"""Chains to kernels: the text of a Triton kernel, composed of the tile functions of its parts.
+"""Generate the text of a Triton kernel from a chain, composed of the tile functions of its parts.
 
-A program takes some blocks of a row as a tile ``[BLOCKS, PARTS, SIZE / PARTS]`` of float32 values.
-Nothing leaves the registers between the first and the last step.
+A program processes some blocks of a row as a tile ``[BLOCKS, PARTS, SIZE / PARTS]`` of float32
+values. All values stay in registers between the first and the last step.
 """
 
 from __future__ import annotations
@@ -54,27 +54,36 @@ from commpass.lowering.gpu.tiles import (
 )
 
 TILE = 2048
-"""Values of a tile: 64 in each thread of a warp."""
+"""Values of a tile: 64 per thread of a warp."""
 WARPS = 1
-"""Of a program. A block lies in one warp: its peak is found without a barrier."""
+"""Warps of a program. A block is within one warp, so its peak is found without a barrier."""
 LARGEST_BLOCK = 4096
 UNROLLED = 4
-"""Ranks up to which a sum is written out; of more, it is a loop: eight ranks written out are more
-machine code than a multiprocessor's cache holds."""
+"""Sums of up to this many ranks are unrolled, larger ones are loops: the unrolled code for eight
+ranks exceeds a multiprocessor's instruction cache."""
 CONSTANTS = ("SIZE", "PARTS", "BLOCKS", "CASTS", "FP8", "LOOKS")
-"""Compile-time arguments: values of a block, in how many parts (those of a byte), blocks of a tile,
-whether the card's casts to 16 and to 8 bits are those that are wanted, and whether sums look for
-values that must be cut at the largest number (without, one sees what they cost as a rule)."""
+"""Compile-time arguments of kernels.
+
+- ``SIZE``: values of a block.
+- ``PARTS``: parts of a block, which is the number of values that share a byte.
+- ``BLOCKS``: blocks of a tile.
+- ``CASTS``, ``FP8``: whether the GPU's casts to 16 and to 8 bits give the required bits.
+- ``LOOKS``: whether sums check for values that must be clamped to the largest number. The usual
+  cost is that without the check.
+"""
 NBSP = "\N{NO-BREAK SPACE}"
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
-"""What Triton calls a pointer to values."""
+"""Triton's names of pointers to values."""
 
 
 @dataclass(frozen=True)
 class Generated:
-    """A kernel and how it is called: ``names`` are its arguments in order, with their Triton types
-    in ``signature``; ``constants`` are compile-time ones. One program takes ``blocks`` blocks of
-    one row; the grid is ``(programs of a row, rows)``."""
+    """A kernel and how to call it.
+
+    ``signature`` holds its arguments in order, with their Triton types; ``constants`` are the
+    compile-time ones. One program processes ``blocks`` blocks of one row; the grid is ``(programs
+    of a row, rows)``.
+    """
 
     chain: Chain
     source: Source
@@ -83,25 +92,25 @@ class Generated:
     blocks: int
     num_warps: int
     fuses: bool
-    """Whether a product and a sum may be rounded once: where the bits are the card's own anyway,
-    since it approximates a root."""
+    """Whether a product and a sum may be rounded once. It is allowed if the bits depend on the GPU
+    anyway, since it approximates a root."""
 
     @property
     def size(self) -> int:
-        """Values in a block."""
+        """Values per block."""
         return int(self.constants["SIZE"])
 
 
 MOST = 2**31 - 2**16
-"""Values, or bytes of a wire, of a row: kernels count them in 32 bits, with those of a tile that
-ends beyond."""
+"""The most values, or bytes of a wire, of a row: kernels count them in 32 bits, including those of
+a tile that extends beyond the row."""
 
 
-# --- what can be generated ------------------------------------------------------------------------
+# --- supported chains -----------------------------------------------------------------------------
 
 
 def obstacle(chain: Chain, numel: int) -> str:
-    """Why no kernel can be generated for rows of so many values; "" if one can."""
+    """Return why no kernel can be generated for rows of ``numel`` values, or "" if one can."""
     coders = coders_of(chain)
     if not coders:
         return "nothing is encoded or decoded"
@@ -131,7 +140,7 @@ def obstacle(chain: Chain, numel: int) -> str:
 
 
 def coders_of(chain: Chain) -> list[Codec]:
-    """The codecs of what a chain decodes and encodes."""
+    """Return the codecs that a chain decodes and encodes."""
     return [step.codec for step in chain.steps if isinstance(step, (Decode, Encode))]
 
 
@@ -154,17 +163,17 @@ def _block_codec(coder: Codec) -> BlockCodec:
 
 
 def _blocks_of_norm(step: Normalise, size: int) -> int:
-    """Blocks of a tile that is one row of a norm; 0 where there is no such tile."""
+    """Return the blocks of a tile that is one row of a norm; 0 if there is no such tile."""
     fits = step.width % size == 0 and step.width <= TILE and is_power_of_two(step.width)
     return step.width // size if fits else 0
 
 
-# --- text -----------------------------------------------------------------------------------------
+# --- kernel text ----------------------------------------------------------------------------------
 
 
 @dataclass
 class Body:
-    """Lines of an entry as they are written, and the arguments that they name."""
+    """The lines of an entry function, and the arguments that they use."""
 
     size: int
     place: str
@@ -177,15 +186,17 @@ class Body:
         self.lines += lines
 
     def add_argument(self, name: str, declaration: str) -> str:
-        """An argument of the entry."""
+        """Add an argument of the entry and return its name."""
         self.signature[name] = declaration
         return name
 
 
 @lru_cache(maxsize=1024)
 def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
-    """The kernel of a chain for rows of ``numel`` values (``unsupported_reason`` must be ""). It
-    depends on that number where the size of a block does, or where the last block is not full."""
+    """Return the kernel of a chain for rows of ``numel`` values (``obstacle`` must return "").
+
+    It depends on ``numel`` if the size of a block does, or if the last block is not full.
+    """
     layout = _block_codec(coders_of(chain)[0]).layout
     size = layout.size(numel)
     body = Body(size, parts.place(layout, size))
@@ -203,7 +214,7 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
     held = chain.taken if chain.decodes is None else torch.float32
     for step in chain.steps:
         if isinstance(step, Encode) and chain.decodes and layout.blocks(numel) * size != numel:
-            body.add("x = tl.where(there, x, 0.0)")  # what filled the last block is no value
+            body.add("x = tl.where(there, x, 0.0)")  # clear the padding of the last block
         held = dtype_after(step, held)
         _write(step, body, chain)
     if chain.encodes is None:
@@ -229,10 +240,13 @@ def kernel(chain: Chain, numel: int = 1 << 20) -> Generated:
 
 
 def _tile(chain: Chain) -> int:
-    """Values of a tile. A sum of what a table or an offset decodes holds more beside the values
-    than there are registers for 64 of them a thread: up to 1,032 bytes were spilled on sm_90 and
-    sm_100, and none are of half a tile, of which more run at once. (On gfx942, which spills
-    neither, half a tile is loaded by 8 bytes a thread instead of 16.)"""
+    """Return the values of a tile.
+
+    A sum of values decoded by a table or with an offset needs more registers than there are for 64
+    values per thread. Up to 1,032 bytes were spilled on sm_90 and sm_100, and none with half a
+    tile, of which more run at once. (On gfx942, which spills neither, half a tile is loaded by 8
+    bytes per thread instead of 16.)
+    """
     decoded = [_block_codec(step.codec) for step in chain.steps if isinstance(step, Decode)]
     heavy = any(isinstance(each.grid, TableGrid) or each.offset for each in decoded)
     return TILE // 2 if heavy and any(isinstance(step, Sum) for step in chain.steps) else TILE
@@ -240,7 +254,7 @@ def _tile(chain: Chain) -> int:
 
 def _entry(name: str, body: Body) -> str:
     pointers = [each for each in body.signature if body.signature[each].startswith("*")]
-    order = sorted(pointers, key="made".__eq__)  # what is written comes last of them
+    order = sorted(pointers, key="made".__eq__)  # the output comes last of the pointers
     order += [each for each in body.signature if each not in pointers]
     body.signature = {each: body.signature[each] for each in order}
     arguments = ", ".join([*order, *(f"{name}:{NBSP}tl.constexpr" for name in CONSTANTS)])
@@ -270,7 +284,7 @@ def _stored(dtype: torch.dtype) -> str:
 
 
 def lines_of(step: Divide | Enter | Leave, size: int) -> list[str]:
-    """The lines of a step that takes nothing from outside; they change ``x``."""
+    """Return the lines of a step without further inputs; they update ``x``."""
     body = Body(size, "")
     _write(step, body, Chain(torch.float32, (step,)))
     return body.lines
@@ -278,7 +292,7 @@ def lines_of(step: Divide | Enter | Leave, size: int) -> list[str]:
 
 @by_type
 def _write(step: Step, body: Body, chain: Chain) -> None:
-    """The lines of a step, which changes ``x``."""
+    """Write the lines of a step, which updates ``x``."""
     raise NotImplementedError(step)
 
 
@@ -290,8 +304,8 @@ def _encode(step: Encode, body: Body, chain: Chain) -> None:
 
 
 def write_encode(coder: BlockCodec, body: Body) -> list[tuple[str, str]]:
-    """``x`` to ``made``, a wire. Regions and their lengths, behind which it is still to be filled
-    up, are returned."""
+    """Write ``x`` to the wire ``made``. Return its regions and their lengths, after which padding
+    must still be written."""
     body.add_argument("made", "*u8")
     if isinstance(coder.rounding, Stochastic):
         body.add_argument("key", "i32")
@@ -315,7 +329,7 @@ def write_encode(coder: BlockCodec, body: Body) -> list[tuple[str, str]]:
 
 
 def encode_lines(coder: BlockCodec) -> list[str]:
-    """``x`` to ``codes``, ``number_i`` (as they are stored) and ``side``."""
+    """Return lines from ``x`` to ``codes``, ``number_i`` (in storage format) and ``side``."""
     grid, scale = coder.grid, coder.scale
     lines = list(parts.forward(coder.transform))
     if coder.offset:
@@ -335,7 +349,7 @@ def encode_lines(coder: BlockCodec) -> list[str]:
 
 @_write.register
 def _decode(step: Decode, body: Body, chain: Chain) -> None:
-    """A function of its own, called once for each rank whose row is summed."""
+    """Write a separate function, called once for each rank whose row is summed."""
     coder = _block_codec(step.codec)
     regions = list(_regions(coder, body, "taken"))
     call = write_decode(coder, step.dtype, body, "decoded", cut="CUT")
@@ -347,30 +361,31 @@ def _decode(step: Decode, body: Body, chain: Chain) -> None:
     if "CUT" not in call or not coder.scale.numbers:
         body.add(*_summed(call.replace("CUT", "True"), ranks))
         return
-    # Values that must be cut are rare. Two loops: to cut all costs a third of what a rank costs.
+    # Values that must be clamped are rare. There are two loops, since clamping costs a third of the
+    # time of a rank.
     product = " * ".join(name for name, _, _ in regions)
     loads = [f"    {name} = {_loaded(stored, at, ROW)}" for name, stored, at in regions]
     limit = torch.finfo(step.dtype).max / (2 * coder.grid.largest * coder.transform.sums)
     body.add("far = False", "if LOOKS:", "    most = 0.0")
     body.add(f"    for rank in range(0, {ranks}):", *_indented(loads))
     body.add(f"        most = tl.maximum(most, most_of_all({product}))")
-    # Whether a maximum passes over NaN is not the same everywhere.
+    # Whether a maximum ignores NaN differs between GPUs.
     body.add(f"    far = (most > {limit!r}) | (most != most)")
     body.add("if far:", *_indented(_summed(call.replace("CUT", "True"), ranks, unrolled=1)))
     body.add("else:", *_indented(_summed(call.replace("CUT", "False"), ranks)))
 
 
 ROW = "(wire + rank * taken_stride)"
-"""The wire of a rank. No pointer is carried from turn to turn of a loop: torch would take what it
-points to for something that the kernel may write, and copy it before each call."""
+"""The wire of a rank. No pointer is carried through a loop: torch would consider its target written
+by the kernel, and copy it before each call."""
 
 
 def _summed(call: str, ranks: int, unrolled: int = UNROLLED) -> list[str]:
-    """``x``, the sum of so many rows. From the first, and not from zero: minus zero stays what it
-    is."""
+    """Return lines that sum ``ranks`` rows to ``x``. The sum starts with the first row, not with
+    zero, to keep minus zero."""
     lines = [f"x = {call}"]
     if ranks > 1:
-        # Triton wants a name to be of one type in both branches.
+        # Triton requires that a name has the same type in both branches.
         loop, number = ("tl.static_range", "one") if ranks <= unrolled else ("range", "rank")
         row = ROW.replace("rank", number)
         lines += [
@@ -392,8 +407,8 @@ def _loaded(stored: str, at: str, wire: str = "wire") -> str:
 def write_decode(
     coder: BlockCodec, dtype: torch.dtype, body: Body, name: str, cut: str = "True"
 ) -> str:
-    """A function that takes a ``wire`` and gives ``x``, and how it is called; ``cut`` is said of
-    whether values are cut at the largest number of their dtype."""
+    """Write a function from ``wire`` to ``x``, and return a call of it. ``cut`` is the argument
+    that says whether values are clamped to the largest number of their dtype."""
     regions = list(_regions(coder, body, "taken"))
     given = ["wire", "block", "inside", "here", *(at for _, _, at in regions)]
     if coder.transform.side:
@@ -410,7 +425,7 @@ def write_decode(
 def decode_lines(
     coder: BlockCodec, dtype: torch.dtype, size: int, regions: list[tuple[str, str, str]]
 ) -> list[str]:
-    """A wire to ``x``, as ``Codec.decode_rows`` computes it."""
+    """Return lines from a wire to ``x``, as in ``Codec.decode_rows``."""
     lines, bits, sums = [], coder.grid.bits, coder.transform.sums
     for low, width, first, length in parts.packs(bits, size):
         place = f"block * {size * bits // 8} + {first} + tl.arange(0, {length})[None, None, :]"
@@ -419,7 +434,7 @@ def decode_lines(
         lines.append(f"codes = {part}" if low == 0 else f"codes |= {part} << {low}")
     for name, stored, at in regions:
         lines.append(f"{name} = {_loaded(stored, at)}")
-    if sums > 1:  # here and not later: see BlockCodec.decode_parts
+    if sums > 1:  # divide here, not later: see BlockCodec.decode_parts
         lines += [f"middle = middle * {1 / sums!r}"] if coder.offset else []
         lines += [f"part_0 = number_0 * {1 / sums!r}"] if coder.scale.numbers else []
     lines += [
@@ -435,7 +450,8 @@ def decode_lines(
 
 
 def _clamped(coder: BlockCodec, limit: float) -> list[str]:
-    """Cuts ``x`` at the largest number of its dtype, where a scale can make it larger."""
+    """Return lines that clamp ``x`` to the largest number of its dtype, if a scale can exceed
+    it."""
     most = coder.grid.largest * coder.transform.sums
     if isinstance(coder.scale, Static) and not coder.offset and coder.scale.value * most <= limit:
         return []
@@ -443,8 +459,8 @@ def _clamped(coder: BlockCodec, limit: float) -> list[str]:
 
 
 def _regions(coder: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str, str]]:
-    """The numbers that travel for each block: their names, stored forms, and the arguments that
-    say where their regions begin."""
+    """Yield the numbers sent for each block: their names, storage formats, and the arguments for
+    the offsets of their regions."""
     if coder.offset:
         yield "middle", coder.offset.stored, body.add_argument(f"{of}_middle_at", "i32")
     for i in range(coder.scale.numbers):
@@ -453,7 +469,7 @@ def _regions(coder: BlockCodec, body: Body, of: str) -> Iterator[tuple[str, str,
 
 @_write.register
 def _sum(step: Sum, body: Body, chain: Chain) -> None:
-    """Written with the decode before it."""
+    """Do nothing: the preceding decode writes the sum."""
     if chain.decodes is None:
         raise NotImplementedError("a sum of values that were not decoded")
 
@@ -504,7 +520,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _tiles(*modules: ModuleType) -> dict[str, Any]:
-    """The tile functions and numbers of modules by name."""
+    """Return the tile functions and numbers of modules by name."""
     return {
         name: value
         for module in modules
@@ -514,4 +530,4 @@ def _tiles(*modules: ModuleType) -> dict[str, Any]:
 
 
 KNOWN = _tiles(grids, layouts, noise, numbers, packing, scales, transforms)
-"""What the text of a generated kernel may name."""
+"""Names that the text of a generated kernel may use."""

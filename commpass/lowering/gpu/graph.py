@@ -1,4 +1,4 @@
-"""Generated kernels in a graph: as calls that Inductor sees, schedules and plans memory for."""
+"""Generated kernels in a graph, as calls that Inductor schedules and plans memory for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from commpass.lowering.matmul import Product
 
 
 def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
-    """What calls the kernel of a chain, for rows of ``numel`` values: traced, it leaves a buffer
-    and a call that writes it, with no value of its own."""
+    """Return a function that calls the kernel of a chain, for rows of ``numel`` values. Traced, it
+    leaves a buffer and a call that writes it and returns nothing."""
     generated = kernel(chain, numel)
 
     def call(*inputs: Tensor) -> Tensor:
@@ -42,7 +42,8 @@ def caller(chain: Chain, numel: int) -> Callable[[Sequence[Tensor]], Tensor]:
 
 
 def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
-    """What encodes or decodes losslessly, for a coded operator of fixed sizes; None for others."""
+    """Return a function that encodes or decodes losslessly, for a coded operator of fixed sizes;
+    None for others."""
     coder = operators.named(str(node.args[1]))
     value = node.meta["val"]
     if not isinstance(coder, ExponentCodec) or not isinstance(value, Tensor):
@@ -63,7 +64,7 @@ def exponent_caller(node: fx.Node) -> Callable[..., Tensor] | None:
 
 
 def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: Product) -> str:
-    """Why no kernel can encode a product itself; "" if one can."""
+    """Return why no kernel can encode the result of a matmul, or "" if one can."""
     made = matmul_launch.matmul_of(
         a,
         b,
@@ -78,7 +79,7 @@ def product_obstacle(a: Tensor, b: Tensor, bias: Tensor | None, product: Product
 
 
 def product_caller(product: Product, biased: bool) -> Callable[..., Tensor]:
-    """As ``caller``, of a product ``a @ b`` (and a bias, if it has one)."""
+    """As ``caller``, for a product ``a @ b`` (plus a bias, if ``biased``)."""
 
     def call(a: Tensor, b: Tensor, *bias: Tensor) -> Tensor:
         assert isinstance(product.codec, BlockCodec)

@@ -1,4 +1,4 @@
-"""Generated kernels called on tensors: on a card, or on a CPU where Triton interprets."""
+"""Call generated kernels on tensors: on a GPU, or on a CPU if Triton interprets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,12 @@ def interpreting() -> bool:
 
 
 def run(chain: Chain, inputs: Tensor, numel: int, *constants: Tensor) -> Tensor:
-    """Rows of values or wires ``[rows, n]`` to rows of values ``[rows', numel]`` or wires; rows are
-    ``numel`` values each. ``constants`` are what later steps take (residuals, weights)."""
+    """Run a chain on rows of values or wires ``[rows, n]``, and return rows of values ``[rows',
+    numel]`` or wires.
+
+    ``numel`` is the number of values of a row. ``constants`` are the inputs of later steps
+    (residuals, weights).
+    """
     if why := obstacle(chain, numel):
         raise CommpassError(f"no kernel: {why}")
     generated = kernel(chain, numel)
@@ -36,7 +40,7 @@ def run(chain: Chain, inputs: Tensor, numel: int, *constants: Tensor) -> Tensor:
 
 
 def empty(generated: Generated, rows: int, numel: int, device: torch.device) -> Tensor:
-    """A buffer for what a kernel makes of so many rows."""
+    """Return an output buffer of a kernel for ``rows`` rows."""
     chain = generated.chain
     width, dtype = numel, made_dtype(chain)
     if chain.encodes is not None:
@@ -45,7 +49,7 @@ def empty(generated: Generated, rows: int, numel: int, device: torch.device) -> 
 
 
 def launch(generated: Generated, inputs: Sequence[Tensor], outputs: Tensor, numel: int) -> None:
-    """Calls a kernel; ``inputs`` are the rows, then what later steps take."""
+    """Call a kernel; ``inputs`` are the rows, then the inputs of later steps."""
     arguments = [*inputs[:1], *inputs[1:], outputs]
     values = scalars(generated, numel, inputs[0].stride(0), outputs.stride(0))
     programs, rows = grid(generated, numel, outputs.shape[0])
@@ -67,7 +71,7 @@ def grid(generated: Generated, numel: int, rows: int) -> tuple[int, int]:
 def scalars(
     generated: Generated, numel: int, taken_stride: int, made_stride: int
 ) -> dict[str, int]:
-    """The whole numbers that a kernel takes, by name."""
+    """Return the integer arguments of a kernel by name."""
     chain = generated.chain
     found = {
         "taken_stride": taken_stride,
@@ -87,7 +91,7 @@ def scalars(
 
 
 def constants(generated: Generated, device: torch.device) -> dict[str, Any]:
-    """The compile-time arguments for a device: whether its own casts round as they should."""
+    """Return the compile-time arguments for a device: whether its casts round as required."""
     card = not interpreting()
     fp8 = card and has_fp8(device)
     return {
@@ -97,8 +101,8 @@ def constants(generated: Generated, device: torch.device) -> dict[str, Any]:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether a card casts to the 8-bit floats of our grids itself. AMD's before gfx950 has others
-    of the same name."""
+    """Whether a GPU has casts to the 8-bit floats of the grids. AMD GPUs before gfx950 have other
+    formats of the same name."""
     if torch.version.hip is not None or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -112,7 +116,7 @@ def _codec(generated: Generated) -> BlockCodec:
 
 
 def offsets(of: str, coder: Any, numel: int, dtype: torch.dtype) -> dict[str, int]:
-    """Where the regions of a wire begin, in bytes of a row."""
+    """Return the offsets of the regions of a wire, in bytes of a row."""
     codes, *lengths = (aligned(length) for length in coder.regions(numel, dtype))
     names = [f"{of}_middle_at"] if coder.offset else []
     names += [f"{of}_number_{i}_at" for i in range(coder.scale.numbers)]
@@ -125,7 +129,7 @@ def offsets(of: str, coder: Any, numel: int, dtype: torch.dtype) -> dict[str, in
 
 
 def ordered(generated: Generated, tensors: Sequence[Tensor], values: dict[str, int]) -> list[Any]:
-    """Arguments in the order of the signature: tensors as they come, numbers by name."""
+    """Order arguments by the signature: tensors in the given order, numbers by name."""
     left = iter(tensors)
     names = [name for name, what in generated.signature.items() if what.startswith("*")]
     held = dict(zip(names, left, strict=True))

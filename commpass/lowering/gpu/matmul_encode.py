@@ -1,11 +1,13 @@
-"""A matmul whose result is encoded in its epilogue: codes and scales go straight into the wire of
-a two-shot all_reduce or a reduce_scatter, and the values themselves are never in memory.
+"""A matmul whose result is encoded in its epilogue.
 
-The kernel is persistent: as many programs as the card runs at once take the tiles in turn, those of
-the first chunk and the first peer first. ``a @ b`` is ``[m, n]``; rank r's shard is its r-th
-``m / ranks`` rows, each chunk of it a *segment*, and each segment one row of the wire ``[chunks,
-ranks, wire_bytes]``. The numbers equal those of the unfused form: the result is rounded to the
-dtype of the matmul before it is encoded.
+Codes and scales are written directly to the wire of a two-shot all_reduce or a reduce_scatter, and
+the values are never stored in memory. The kernel is persistent: as many programs as the GPU runs at
+once process the tiles in turn, starting with those of the first chunk and the first peer.
+
+``a @ b`` is ``[m, n]``. Rank r's shard is its r-th ``m / ranks`` rows; each chunk of it is a
+*segment*, and each segment is one row of the wire ``[chunks, ranks, wire_bytes]``. The numbers
+equal those of the unfused form: the result is rounded to the dtype of the matmul before it is
+encoded.
 """
 
 from __future__ import annotations
@@ -35,20 +37,20 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-"""What Triton calls a pointer to values."""
+"""Triton's names of pointers to values."""
 OPERANDS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 ACTIVATIONS = ("", "relu", "silu", "gelu_tanh")
 HELD = 2**31
-"""Values of one tensor, of which indices inside it must be below."""
+"""The number of values of one tensor must be below this."""
 
 
-# --- what can be fused ----------------------------------------------------------------------------
+# --- supported matmuls ----------------------------------------------------------------------------
 
 
 def unsupported_reason(
     coder: Codec, matmul: Matmul, problem: Problem, *, arch: str = "sm_90", shards: int = 1
 ) -> str:
-    """Why a matmul cannot encode its own result; "" if it can."""
+    """Return why a matmul cannot encode its own result, or "" if it can."""
     if not isinstance(coder, BlockCodec):
         return f"{coder.spec}: no block codec, and kernels are made of the parts of one"
     if not isinstance(coder.layout, Flat):
@@ -104,14 +106,14 @@ def _chain(coder: Codec) -> Chain:
     return Chain(torch.float32, (Encode(coder),))
 
 
-# --- text -----------------------------------------------------------------------------------------
+# --- kernel text ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel and how it is called: ``signature`` are its arguments in order, with their Triton
-    types; the compile-time ones follow (``constants``). ``fuses``: whether a product and a sum may
-    be rounded as one."""
+    """A kernel and how to call it: ``signature`` holds its arguments in order, with their Triton
+    types; the compile-time ones follow (``constants``). ``fuses`` says whether a product and a sum
+    may be rounded once."""
 
     source: Source
     signature: dict[str, str]
@@ -121,9 +123,12 @@ class Kernel:
 
 @lru_cache(maxsize=1024)
 def kernel(coder: BlockCodec, matmul: Matmul, by: Configuration, *, counts: bool = False) -> Kernel:
-    """The kernel for a codec and a matmul. ``counts``: it adds one to ``ready[segment]`` for each
-    tile of it that is in memory. Its loop is not flat then: loads are not pipelined in a loop with
-    a barrier (Triton 3.7)."""
+    """Return the kernel for a codec and a matmul.
+
+    With ``counts``, it increments ``ready[segment]`` for each tile of the segment that is in
+    memory. Its loop is then not flattened, because loads are not pipelined in a loop with a barrier
+    (Triton 3.7).
+    """
     body = generate.Body(coder.block, "")
     body.add_argument("a", TYPES[matmul.operands])
     body.add_argument("b", TYPES[matmul.operands])
@@ -178,7 +183,7 @@ CONSTANTS = (
 
 
 def _within_loop(write: Callable[..., None], body: generate.Body, subject: Any) -> list[str]:
-    """The lines that are written to a body, taken out of it again."""
+    """Return the lines that ``write`` adds to a body, without adding them."""
     before, body.lines = body.lines, []
     write(body, subject)
     lines, body.lines = body.lines, before
@@ -196,7 +201,7 @@ def _place_lines() -> list[str]:
 
 
 def _descriptor_lines(matmul: Matmul) -> list[str]:
-    """The kernel's own descriptors, made once for each program."""
+    """Return lines that create the kernel's descriptors, once per program."""
     shapes = (
         ("a", ("segments * rows", "depth"), ("BLOCK_M", "BLOCK_K"), matmul.a_by_rows),
         ("b", ("depth", "columns"), ("BLOCK_K", "BLOCK_N"), matmul.b_by_rows),
@@ -253,7 +258,8 @@ def _epilogue_lines(body: generate.Body, matmul: Matmul) -> None:
 
 
 def _encode_lines(body: generate.Body, coder: BlockCodec) -> None:
-    """``x [BLOCK_M, BLOCK_N]`` as blocks, which are where they are in the wire's row."""
+    """Write lines that reshape ``x [BLOCK_M, BLOCK_N]`` to blocks at their positions in the row of
+    the wire, and encode them."""
     body.add(
         "x = tl.reshape(x, (BLOCKS, PARTS, SIZE // PARTS))",
         "inside = tl.arange(0, SIZE // PARTS)[None, None, :]",
@@ -266,6 +272,6 @@ def _encode_lines(body: generate.Body, coder: BlockCodec) -> None:
         "block = down * across + beside",
     )
     body.add("blocks = rows * across")
-    # No branch: loops around one cannot be made flat (Triton 3.7).
+    # No branch: loops that contain one cannot be flattened (Triton 3.7).
     for region, length in generate.write_encode(coder, body):
         body.add(f"filled_by_first({region}, {length}, line + cut, column)")

@@ -1,4 +1,4 @@
-"""The matmul that encodes its own result called on tensors: on a card, or on a CPU where Triton
+"""Call the matmul that encodes its own result on tensors: on a GPU, or on a CPU if Triton
 interprets."""
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from commpass.lowering.gpu.source import load
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a kernel: plain numbers and compile-time constants by name, and the tiles that
-    its programs share. Tensors are given by name as well: ``a``, ``b``, ``dtype`` and, where the
-    kernel takes them, ``bias``, ``a_scale``, ``b_scale``, ``ready``."""
+    """One call of a kernel: integers and compile-time constants by name, and the number of tiles.
+
+    Tensors are also passed by name: ``a``, ``b`` and, if the kernel uses them, ``bias``,
+    ``a_scale``, ``b_scale``, ``ready``.
+    """
 
     kernel: Kernel
     numbers: dict[str, int]
@@ -56,8 +58,11 @@ def call(
     casts: bool = True,
     fp8: bool = True,
 ) -> Call:
-    """``steps``: values from one line of ``a`` to the next, and of ``b``. ``casts`` is false in
-    Triton's interpreter, ``fp8`` where the card has no casts to 8-bit floats."""
+    """Return the call of a kernel.
+
+    ``steps`` are the numbers of values from one line of ``a``, and of ``b``, to the next. ``casts``
+    is False in Triton's interpreter, ``fp8`` if the GPU has no casts to 8-bit floats.
+    """
     made = kernel(coder, matmul, by, counts=counts)
     numel = problem.rows * problem.n
     numbers = {
@@ -96,8 +101,8 @@ def call(
 
 
 def lies_by_rows(operand: Tensor) -> bool | None:
-    """Whether a matrix's last dimension is contiguous (True) or its first one (False); None if
-    neither is, or its lines overlap."""
+    """Return whether a matrix's last dimension is contiguous (True) or its first one (False); None
+    if neither is, or if its lines overlap."""
     (down, along), (height, width) = operand.stride(), operand.shape
     if along == 1 and down >= width:
         return True
@@ -105,13 +110,14 @@ def lies_by_rows(operand: Tensor) -> bool | None:
 
 
 def step_of(operand: Tensor) -> int:
-    """Values from one of its lines to the next."""
+    """Return the number of values from one line to the next."""
     down, along = operand.stride()
     return down if lies_by_rows(operand) else along
 
 
 def matmul_of(a: Tensor, b: Tensor, dtype: torch.dtype, **options: Any) -> Matmul | None:
-    """What two tensors ask for; None if one lies neither by rows nor by columns."""
+    """Return the ``Matmul`` of two tensors; None if the rows or columns of one are not
+    contiguous."""
     by_rows = [lies_by_rows(each) for each in (a, b)]
     if by_rows[0] is None or by_rows[1] is None:
         return None
@@ -119,8 +125,8 @@ def matmul_of(a: Tensor, b: Tensor, dtype: torch.dtype, **options: Any) -> Matmu
 
 
 def for_alignment(by: Configuration, a: Tensor, b: Tensor) -> Configuration:
-    """The configuration without descriptors where operands are not aligned as these need it: where
-    they begin, and from line to line, at multiples of 16 bytes."""
+    """Return the configuration, without descriptors if operands are not aligned: their start and
+    their lines must be at multiples of 16 bytes."""
     apart = (step_of(each) * each.itemsize for each in (a, b))
     begin = (each.storage_offset() * each.itemsize for each in (a, b))
     fits = all(number % 16 == 0 for number in (*apart, *begin))
@@ -144,13 +150,13 @@ def run(
     tune: bool = False,
     graph: bool = False,
 ) -> Tensor:
-    """The wire ``[chunks, ranks, wire_bytes]`` of ``a @ b``, of dtype ``dtype`` (that of ``a``
-    unless it has 8 bits). ``graph``: the call is to be traced, for Inductor, which launches the
-    kernel itself and gives memory to descriptors.
+    """Return the wire ``[chunks, ranks, wire_bytes]`` of ``a @ b`` rounded to ``dtype`` (default:
+    that of ``a``, or bf16 if it has 8 bits).
 
-    ``ready``, int32 ``[chunks * ranks]``, zero before: the kernel counts in it the tiles of each
-    segment that are in memory; all are where it holds ``Problem.tiles``. ``tune`` measures the
-    configurations that are worth it once for each problem, and takes the fastest.
+    With ``graph``, the call is traced for Inductor, which launches the kernel itself and allocates
+    memory for descriptors. ``ready``, int32 ``[chunks * ranks]``, initially zero: the kernel counts
+    the tiles of each segment that are in memory, and a segment is complete at ``Problem.tiles``.
+    ``tune`` measures the promising configurations once for each problem, and uses the fastest.
     """
     dtype = dtype or (torch.bfloat16 if a.dtype.itemsize == 1 else a.dtype)
     has = {"bias": bias.dtype if bias is not None else None, "activation": activation}
@@ -215,7 +221,7 @@ def _launch(
             triton.set_allocator(_scratch)
         function[grid](*arguments, **made.constants, **compiled)
 
-    # The allocator is set for this call alone: whoever else uses Triton has one of their own.
+    # The allocator is set only for this call, since other users of Triton have their own.
     contextvars.copy_context().run(launch)
 
 
@@ -226,13 +232,12 @@ def _tensor(tensors: Mapping[str, Tensor | None], name: str) -> Tensor:
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
-    """Memory for descriptors, 128 bytes each; it comes from torch's own pool, in the order of the
-    stream."""
+    """Return memory for descriptors, 128 bytes each, from torch's pool in stream order."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a card; of the interpreter, as many as there are in a small test."""
+    """Return the multiprocessors of a GPU; a small number for tests in the interpreter."""
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
@@ -253,7 +258,7 @@ def _fastest(
     key = (coder, matmul, problem, arch, a.device)
     if key not in _found:
         tried = {for_alignment(by, a, b) for by in configurations(coder, matmul, problem, arch)}
-        free = {**tensors, "ready": None}  # which counts what is asked for, and no measurements
+        free = {**tensors, "ready": None}  # measurements must not count tiles
         times = {
             by: triton.testing.do_bench(
                 lambda by=by: _launch(coder, matmul, problem, by, free), return_mode="median"
@@ -265,7 +270,7 @@ def _fastest(
 
 
 def arch_of(device: torch.device) -> str:
-    """``sm_90`` or ``gfx942``; a card that is not known is given the name it has."""
+    """Return a name such as ``sm_90`` or ``gfx942``, also for a GPU that is not supported."""
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return str(properties.gcnArchName).split(":")[0]

@@ -1,5 +1,5 @@
-"""Sizes of the matmul that encodes its own result (``matmul_encode``): what is multiplied, and by
-what tiles."""
+"""Sizes of the matmul that encodes its own result (``matmul_encode``): problems and tile
+configurations."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from commpass.codecs.block.scales import Absmax, Static
 from commpass.codecs.block.transforms import NoTransform
 
 WIDEST = 256
-"""Columns of a tile, at most: a thread of 256 holds 128 results of 128 rows then."""
+"""The most columns of a tile: with 128 rows, each of 256 threads holds 128 results."""
 SHARED = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
-"""Bytes of shared memory that one program may have."""
+"""Bytes of shared memory available to one program."""
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """What is multiplied, and what is done with the result before it is encoded.
+    """A matmul, and the operations on its result before it is encoded.
 
-    ``operands`` is the dtype of ``a [m, k]`` and ``b [k, n]``, ``made`` the one that the result is
-    rounded to. Operands lie by rows (the last dimension is contiguous) or else by columns: the
-    weight of ``F.linear``, seen as ``[k, n]``, lies by columns. ``bias`` is the dtype of ``[n]``
-    values that are added before the result is rounded; an activation is rounded once more.
-    8-bit operands each have a scale, one float32 number in memory; ``fast`` adds their products
-    up in the tensor cores' own registers all the way, which keeps fewer bits on sm_90 (see
-    ``use_fast_accum`` of ``torch._scaled_mm``).
+    ``operands`` is the dtype of ``a [m, k]`` and ``b [k, n]``, ``made`` the dtype that the result
+    is rounded to. Operands are stored by rows (the last dimension is contiguous) or by columns: the
+    weight of ``F.linear``, viewed as ``[k, n]``, is stored by columns. ``bias`` is the dtype of
+    ``[n]`` values that are added before the result is rounded; the result of an activation is
+    rounded once more. 8-bit operands each have a scale, one float32 number in memory. ``fast``
+    accumulates their products entirely in the tensor cores' registers, which keeps fewer bits on
+    sm_90 (see ``use_fast_accum`` of ``torch._scaled_mm``).
     """
 
     operands: torch.dtype
@@ -47,12 +47,16 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Configuration:
-    """How the work is cut. ``flatten`` makes one loop of tiles and steps along k, so that the next
-    tile's operands are loaded during this one's epilogue; ``descriptors`` loads through tensor
-    descriptors that the kernel makes itself (TMA, from sm_90 on), else through pointers. ``group``
-    tiles of rows share their tiles of columns. A tile is encoded in so many ``cuts``, one after the
-    other. ``programs`` is how many run on a processor at
-    once."""
+    """How the work is divided.
+
+    - ``flatten`` fuses the loops over tiles and along k, so that the next tile's operands are
+      loaded during this one's epilogue.
+    - ``descriptors`` loads through tensor descriptors that the kernel creates (TMA, from sm_90 on),
+      else through pointers.
+    - ``group`` tiles of rows share their tiles of columns.
+    - ``cuts`` is the number of parts in which a tile is encoded, one after another.
+    - ``programs`` is the number of programs that run on a processor at once.
+    """
 
     block_m: int
     block_n: int
@@ -68,7 +72,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Problem:
-    """The sizes: ``a [m, k] @ b [k, n]``, for so many ranks, in so many chunks."""
+    """The sizes: ``a [m, k] @ b [k, n]``, for ``ranks`` ranks, in ``chunks`` chunks."""
 
     m: int
     n: int
@@ -82,11 +86,11 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Of a segment."""
+        """Rows of a segment."""
         return self.m // self.segments
 
     def tiles(self, by: Configuration) -> int:
-        """Tiles of one segment."""
+        """Return the number of tiles of one segment."""
         return -(-self.rows // by.block_m) * -(-self.n // by.block_n)
 
 
@@ -96,7 +100,7 @@ class Problem:
 def configurations(
     coder: BlockCodec, matmul: Matmul, problem: Problem, arch: str
 ) -> list[Configuration]:
-    """Those worth a try, the static choice first."""
+    """Return the configurations worth measuring, the static choice first."""
     chosen, most = configuration(coder, matmul, problem, arch), _most_rows(coder, matmul, arch)
     others = [
         _completed(
@@ -112,7 +116,7 @@ def configurations(
 
 
 def configuration(coder: BlockCodec, matmul: Matmul, problem: Problem, arch: str) -> Configuration:
-    """A good one by arch and sizes, without a measurement."""
+    """Choose a good configuration by architecture and sizes, without a measurement."""
     narrow = problem.n % WIDEST and problem.n % 128 == 0 and 128 % coder.block == 0
     by = Configuration(
         min(64 if problem.rows <= 64 else 128, _most_rows(coder, matmul, arch)),
@@ -127,7 +131,7 @@ def configuration(coder: BlockCodec, matmul: Matmul, problem: Problem, arch: str
 
 
 def _completed(by: Configuration, coder: BlockCodec, matmul: Matmul, arch: str) -> Configuration:
-    """With warps, cuts and programs that suit the tile."""
+    """Return the configuration with suitable warps, cuts and programs for its tile."""
     results, heavy = by.block_m * by.block_n, _heavy(coder, arch)
     num_warps = 8 if results > 128 * 128 or heavy or _twice(matmul, arch) else 4
     halves = heavy and arch in ("sm_80", "sm_90") and results >= 64 * 256
@@ -136,8 +140,12 @@ def _completed(by: Configuration, coder: BlockCodec, matmul: Matmul, arch: str) 
 
 
 def _most_rows(coder: BlockCodec, matmul: Matmul, arch: str) -> int:
-    """Rows of a tile of 256 columns for which threads of eight warps have enough registers. 128
-    leave each 128 results, and room for little more (tests compile them: none spills)."""
+    """Return the most rows of a tile of 256 columns for which the threads of eight warps have
+    enough registers.
+
+    128 rows leave 128 results to each thread, and room for little more (tests compile them: none
+    spills).
+    """
     if arch == "gfx942":
         if coder.transform.sums > 1:
             return 32
@@ -148,14 +156,17 @@ def _most_rows(coder: BlockCodec, matmul: Matmul, arch: str) -> int:
 
 
 def _twice(matmul: Matmul, arch: str) -> bool:
-    """Whether there are sums in the tensor cores' registers, and others to which they are added."""
+    """Whether sums in the tensor cores' registers are added to separate sums."""
     return matmul.scaled and not matmul.fast and arch == "sm_90"
 
 
 def shared_bytes(by: Configuration, coder: BlockCodec, matmul: Matmul, arch: str) -> int:
-    """Bytes of shared memory that a program needs at most: operands of all stages, and what is on
-    its way from the tensor cores' order to that of memory: codes, or whole numbers where a block
-    lies in several warps and its values are rotated or packed there."""
+    """Return the most bytes of shared memory that a program needs.
+
+    They hold the operands of all stages, and values that are converted from the tensor cores'
+    layout to that of memory. The latter are codes, or integers if a block spans several warps and
+    its values are rotated or packed there.
+    """
     stage = (by.block_m + by.block_n) * by.block_k * matmul.operands.itemsize
     spread = coder.transform.sums > 1 or (arch == "gfx942" and coder.grid.bits < 8)
     moved = by.block_m * by.block_n // by.cuts * (4 if spread and arch != "sm_90" else 1)
@@ -166,7 +177,7 @@ def shared_bytes(by: Configuration, coder: BlockCodec, matmul: Matmul, arch: str
 
 
 def _heavy(coder: BlockCodec, arch: str) -> bool:
-    """Whether an encode needs many registers besides those of its values and codes."""
+    """Whether encoding needs many registers in addition to values and codes."""
     plain = isinstance(coder.scale, (Absmax, Static)) and not coder.offset
     emulated = isinstance(coder.grid, Fp8Grid) and arch in ("sm_80", "gfx942")
     simple = isinstance(coder.grid, (IntGrid, LevelGrid, Fp8Grid)) and not emulated

@@ -1,9 +1,10 @@
-"""What each part of a block codec is in a generated kernel: lines that call its tile functions.
+"""Lines of a generated kernel for each part of a block codec, which call its tile functions.
 
-In these lines ``x`` is the tile ``[BLOCKS, PARTS, SIZE / PARTS]`` of float32 values, ``codes`` that
-of int32 codes, ``number_0``, ``number_1`` the scales ``[BLOCKS, 1, 1]``, ``block`` and ``inside``
-the numbers of blocks in the row and of values in a block. Each function is dispatched on the type
-of its part: a new part needs its lines here, and has all kernels then.
+In these lines ``x`` is the tile ``[BLOCKS, PARTS, SIZE / PARTS]`` of float32 values, and ``codes``
+the tile of int32 codes. ``number_0``, ``number_1`` are the scales ``[BLOCKS, 1, 1]``. ``block`` and
+``inside`` are the indices of blocks in the row and of values in a block. Each function is
+dispatched on the type of its part: a new part only needs its lines here to be supported in all
+kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Lines = list[str]
 
 @by_type
 def place(layout: Layout, size: int) -> str:
-    """Where the values of a tile lie in their row, as an expression."""
+    """Return an expression for the positions of a tile's values in their row."""
     raise NotImplementedError(layout)
 
 
@@ -69,13 +70,14 @@ def _tiles(layout: Tiles, size: int) -> str:
 
 @by_type
 def forward(transform: Transform) -> Lines:
-    """Changes ``x``; ``side`` is what travels besides."""
+    """Return lines that transform ``x`` and set ``side``, if there is side data."""
     raise NotImplementedError(transform)
 
 
 @by_type
 def inverse(transform: Transform, times: float) -> Lines:
-    """Takes values divided by ``sums`` and gives blocks divided by it, times a number."""
+    """Return lines of the inverse: from values divided by ``sums`` to blocks divided by ``sums``,
+    multiplied by ``times``."""
     raise NotImplementedError(transform)
 
 
@@ -105,7 +107,7 @@ def _rotated_back(transform: Hadamard, times: float) -> Lines:
 
 
 def _scale(transform: Hadamard, number: float) -> str:
-    """A number, with the signs of the Kronecker product of two signed matrices: see
+    """Return a number multiplied by the signs of the Kronecker product of two signed matrices: see
     ``codecs.block.transforms``."""
     bits = transform.width.bit_length()
     split = bits - 1 - bits // 2
@@ -118,7 +120,7 @@ def _scale(transform: Hadamard, number: float) -> str:
 
 @by_type
 def measured(scale: Scale, grid: Grid) -> Lines:
-    """Makes ``number_i``, before they are rounded, of ``x`` and its ``peak``."""
+    """Return lines that compute ``number_i``, before rounding, from ``x`` and its ``peak``."""
     raise NotImplementedError(scale)
 
 
@@ -152,7 +154,7 @@ def _static(scale: Static, grid: Grid) -> Lines:
 
 @by_type
 def units(scale: Scale, grid: Grid) -> Lines:
-    """Makes ``z``, ``x`` in units of the grid."""
+    """Return lines that compute ``z``, which is ``x`` in units of the grid."""
     raise NotImplementedError(scale)
 
 
@@ -170,7 +172,7 @@ def _by_value(scale: Static, grid: Grid) -> Lines:
 
 @by_type
 def refitted(scale: Scale, grid: Grid) -> Lines:
-    """Changes ``number_0`` once ``codes`` are known."""
+    """Return lines that update ``number_0`` once ``codes`` are known."""
     raise NotImplementedError(scale)
 
 
@@ -187,7 +189,7 @@ def _least_squares(scale: LeastSquares, grid: Grid) -> Lines:
 
 @by_type
 def multiplied(scale: Scale, first: str) -> Lines:
-    """``x`` in grid units to values; ``first`` is what its first number is called."""
+    """Return lines from ``x`` in grid units to values; ``first`` is the name of the first scale."""
     raise NotImplementedError(scale)
 
 
@@ -202,7 +204,8 @@ def _value_again(scale: Static, first: str) -> Lines:
 
 
 def never_exceeds(scale: Scale) -> bool:
-    """Whether no value in grid units is above the largest: its rule is the peak, rounded up."""
+    """Whether no value in grid units exceeds the largest number: the scale is the peak, rounded
+    up."""
     return isinstance(scale, (Absmax, Dual))
 
 
@@ -211,13 +214,13 @@ def never_exceeds(scale: Scale) -> bool:
 
 @by_type
 def encoded(grid: Grid, in_range: bool) -> Lines:
-    """Makes ``codes`` of ``z``; ``noise`` is there."""
+    """Return lines that compute ``codes`` from ``z`` and ``noise``."""
     raise NotImplementedError(grid)
 
 
 @by_type
 def decoded(grid: Grid, codes: str) -> str:
-    """Codes to numbers in grid units, as an expression."""
+    """Return an expression that decodes codes to numbers in grid units."""
     raise NotImplementedError(grid)
 
 
@@ -289,7 +292,8 @@ def _tuple(numbers: Iterable[float]) -> str:
 
 @by_type
 def noise(rounding: Rounding) -> str:
-    """What is added before a value is rounded down, as an expression; of nothing, None."""
+    """Return an expression for what is added before a value is rounded down; "None" for rounding to
+    nearest."""
     raise NotImplementedError(rounding)
 
 
@@ -307,8 +311,8 @@ def _stochastic(rounding: Stochastic) -> str:
 
 
 def packs(bits: int, size: int) -> Sequence[tuple[int, int, int, int]]:
-    """The parts in which the codes of a block of ``size`` travel: lowest bit, width, first byte in
-    the block's, bytes."""
+    """Return the parts in which the codes of a block of ``size`` values are stored: lowest bit,
+    width, first byte within the block, bytes."""
     parts, low, first = [], 0, 0
     for width in widths(bits):
         length = size * width // 8
@@ -321,4 +325,4 @@ PARTS: tuple[Any, ...] = (
     *(place, forward, inverse, measured, units, refitted, multiplied),
     *(encoded, decoded, noise),
 )
-"""The functions that every part of its kind must be known to."""
+"""The functions that must be registered for every part of their kind."""

@@ -1,8 +1,8 @@
-"""Kernels as text: an entry function with every tile function that it calls, in one piece that
-stands alone.
+"""Kernels as text: an entry function with every tile function that it calls, in one self-contained
+source.
 
 Tile functions are written in Triton's language, each once, in ``tiles``. A generated kernel is a
-short entry that calls them; its text is what is compiled, shown and hashed.
+short entry that calls them. Its text is what is compiled, shown and hashed.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ class Source:
 
 
 def tile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function in Triton's language of which kernels are made. It is never called."""
+    """Mark a function in Triton's language as a part of kernels. It is never called directly."""
     function.is_tile = True  # type: ignore[attr-defined]
     return function
 
 
 def of_function(entry: Callable[..., Any]) -> Source:
-    """The source of a kernel that is written as a tile function itself."""
+    """Return the source of a kernel that is itself written as a tile function."""
     return Source(entry.__name__, _assembled(_text(entry), _needs(entry)))
 
 
 def of_text(entry: str, text: str, known: Mapping[str, Any]) -> Source:
-    """The source of a kernel whose entry was generated; ``known`` are the tile functions and
-    numbers that its text may name."""
+    """Return the source of a kernel with a generated entry; ``known`` are the tile functions and
+    numbers that its text may use."""
     code = compile(text, f"<{entry}>", "exec")
     return Source(entry, _assembled(text, _needs_of(code, known)))
 
 
 @lru_cache(maxsize=1024)
 def load(source: Source) -> Any:
-    """The kernel of a source: of ``triton.jit``, or interpreted where TRITON_INTERPRET=1."""
+    """Return the kernel of a source, by ``triton.jit``, or interpreted if TRITON_INTERPRET=1."""
     place = f"<commpass {source.entry} {source.digest}>"
-    # Triton reads the text of a function by the name of its file; this one has no file.
+    # Triton reads the text of a function by its file name; this one has no file.
     lines = source.text.splitlines(keepends=True)
     linecache.cache[place] = (len(source.text), None, lines, place)
     namespace: dict[str, Any] = {"__name__": f"commpass.lowering.gpu.generated.{source.entry}"}
@@ -66,13 +66,13 @@ def load(source: Source) -> Any:
 
 
 def _text(function: Callable[..., Any]) -> str:
-    """The text of a function, without decorators."""
+    """Return the text of a function, without decorators."""
     text = textwrap.dedent(inspect.getsource(function))
     return text[text.index("def ") :]
 
 
 def _assembled(entry: str, needed: Mapping[str, Any]) -> str:
-    """One text: numbers, tile functions, each after those that it calls, and the entry."""
+    """Return one text: numbers, tile functions, each after those that it calls, then the entry."""
     parts = [HEADER]
     numbers = [f"{n} = tl.constexpr({v!r})" for n, v in needed.items() if isinstance(v, PLAIN)]
     if numbers:
@@ -88,7 +88,8 @@ def _needs(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _needs_of(code: CodeType, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and tile functions that code names, and those that these need, least first."""
+    """Return the numbers and tile functions that code uses, directly or indirectly, dependencies
+    first."""
     found: dict[str, Any] = {}
     for name in _globals(code):
         value = known.get(name)
@@ -102,7 +103,7 @@ def _needs_of(code: CodeType, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _globals(code: CodeType) -> Iterator[str]:
-    """The global names that code uses, that of functions inside it as well, in order."""
+    """Yield the global names that code uses, including functions inside it, in order."""
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield step.argval

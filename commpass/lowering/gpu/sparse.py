@@ -1,10 +1,10 @@
-"""The kernels of the sparse codecs, and what they are called with.
+"""The kernels of the sparse codecs, and their arguments.
 
-    encode      x + residual -> wire, what is left     bounds (aten or kernels), select, pack
+    encode      x + residual -> wire, residual         bounds (aten or kernels), select, pack
     decode      wire -> rows                           places, sum
     sum_rows    wires of all ranks -> their sum        places, sum
 
-All of it is launched without a look at a number on the device, so that a CUDA graph can hold it.
+Everything is launched without reading numbers from the device, so a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ MOST = 2**31 - 2**16
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a kernel works on at once. ``block``: entries of a row; ``tile``: bytes or slots;
-    ``step``: slots of a block; ``part``: entries that are measured, ``laps`` times by a program;
-    ``warp``: threads of a warp, 64 on gfx942."""
+    """The sizes that a kernel processes at once.
+
+    ``block``: entries of a row. ``tile``: bytes or slots. ``step``: slots of a block. ``part``:
+    entries that are measured, ``laps`` times by a program. ``warp``: threads of a warp, 64 on
+    gfx942.
+    """
 
     block: int = 4096
     tile: int = 1024
@@ -54,7 +57,7 @@ class Sizes:
 
 
 def sizes_on(device: torch.device) -> Sizes:
-    """What suits a device: a warp of AMD's has 64 threads."""
+    """Return the sizes for a device; a warp of AMD has 64 threads."""
     if device.type != "cuda":
         return Sizes()
     return Sizes(warp=torch.cuda.get_device_properties(device).warp_size)
@@ -62,12 +65,12 @@ def sizes_on(device: torch.device) -> Sizes:
 
 @dataclass(frozen=True)
 class Layout:
-    """Rows of ``entries`` in a dtype as a codec writes them: ``count`` slots, ``pitch`` bytes a
-    row, of which values take ``gap``, padded to ``split``, and indices ``first`` (low bits or
-    offsets) and ``second``.
+    """The wire layout of a codec for rows of ``entries`` values in a dtype.
 
-    ``value`` is the form in which values travel; ``later`` says that another codec takes them as
-    they are."""
+    A row has ``chosen`` slots and ``pitch`` bytes. Values take ``gap`` bytes, padded to ``split``;
+    indices take ``first`` (low bits or offsets) and ``second``. ``value`` is the format of values
+    on the wire; ``later`` says that an inner codec encodes the uncompressed values afterwards.
+    """
 
     entries: int
     chosen: int
@@ -92,14 +95,14 @@ class Layout:
 
     @property
     def bits(self) -> int:
-        """The length of the string of bits in which ones are sought."""
+        """The length of the bit string that is searched for ones."""
         if self.code == sparse_indices.BITMAP:
             return self.entries
         return self.chosen + (self.entries >> self.low)
 
 
 def obstacle(coder: SparseCodec, numel: int, dtype: torch.dtype) -> str | None:
-    """Why rows have no kernels."""
+    """Return why there are no kernels for rows, or None if there are."""
     if dtype not in FORMS:
         return f"sparse kernels take float32, bfloat16 and float16, not {dtype}"
     if isinstance(coder, SegmentedCodec):
@@ -146,11 +149,11 @@ def encode(
     sizes: Sizes | None = None,
     remainder: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The wire of ``x + residual``, uint8 ``[rows, wire_bytes]``, and what it leaves out, float32
-    ``[rows, n]``: 0 where it or what is decoded is not finite.
+    """Return the wire of ``x + residual``, uint8 ``[rows, wire_bytes]``, and the new residual,
+    float32 ``[rows, n]``: 0 if the input or the decoded value is not finite.
 
-    ``x`` is ``[rows, n]`` in bf16, fp16 or fp32, ``residual`` float32; both contiguous.
-    ``remainder`` is where to write what is left, which may be the residual itself.
+    ``x`` is ``[rows, n]`` in bf16, fp16 or fp32, ``residual`` float32; both contiguous. The new
+    residual is written to ``remainder`` if given, which may be the residual itself.
     """
     sizes = sizes or sizes_on(x.device)
     layout = layout_of(coder, x.shape[1], x.dtype)
@@ -182,21 +185,22 @@ def encode(
 
 
 def wanted_rows(x: Tensor, residual: Tensor) -> Tensor:
-    """What a step wants to send, in the dtype of ``x``."""
+    """Return the values to send, in the dtype of ``x``."""
     return (x.float() + residual).to(x.dtype)
 
 
 def bounds_of(
     coder: SparseCodec, x: Tensor, residual: Tensor, sizes: Sizes
 ) -> tuple[Tensor, Tensor]:
-    """What ``sparse_select`` is told of each row: int32 ``[rows, 3]`` and ``[rows]``."""
+    """Return the arguments of ``sparse_select`` for each row: int32 ``[rows, 3]`` and
+    ``[rows]``."""
     found = bounds(coder.selector, seen(x, residual, sizes.part, sizes.laps), coder.density)
     within = torch.cat([found.low, found.high, found.room.to(torch.int32)], dim=1)
     return within, found.lost.to(torch.int32)
 
 
 def selection_of(coder: SparseCodec, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``sparse_take`` is told: indices, int32 ``[rows, k]``; used and lost, int32
+    """Return the arguments of ``sparse_take``: indices, int32 ``[rows, k]``; used and lost, int32
     ``[rows]``."""
     found = select(coder.selector, wanted_rows(x, residual), coder.density)
     lost = found.lost.to(torch.int32)
@@ -204,7 +208,7 @@ def selection_of(coder: SparseCodec, x: Tensor, residual: Tensor) -> tuple[Tenso
 
 
 def values_of(layout: Layout, wire: Tensor) -> Tensor:
-    """Where codes are written: into the wire, or apart for another codec."""
+    """Return where codes are written: into the wire, or to a buffer for an inner codec."""
     if layout.later:
         return wire.new_empty((wire.shape[0], layout.chosen), dtype=WHOLE[layout.dtype])
     return wire.view(layout.value_dtype)
@@ -215,7 +219,7 @@ def _blocks(layout: Layout, sizes: Sizes) -> int:
 
 
 def starts_of(indices: Tensor, layout: Layout, sizes: Sizes) -> Tensor:
-    """The slot with which each block of a row begins, int32 ``[rows, blocks + 1]``."""
+    """Return the first slot of each block of a row, int32 ``[rows, blocks + 1]``."""
     edges = torch.arange(_blocks(layout, sizes) + 1, device=indices.device) * sizes.block
     edges = edges.clamp(max=layout.entries).to(torch.int32).expand(indices.shape[0], -1)
     return torch.searchsorted(indices, edges.contiguous(), out_int32=True)
@@ -317,7 +321,7 @@ def pack_call(
     wire: Tensor,
     done: bool,
 ) -> Call:
-    """``done``: the indices are written already."""
+    """Return the call of ``sparse_pack``. ``done``: the indices are written already."""
     begin = layout.split + (layout.first + layout.second if done else 0)
     tiled = -(-layout.chosen // sizes.tile) + -(-(layout.pitch - begin) // sizes.tile)
     arguments: Arguments = {
@@ -376,7 +380,7 @@ def settle_call(
 def decode(
     coder: SparseCodec, wire: Tensor, numel: int, dtype: torch.dtype, sizes: Sizes | None = None
 ) -> Tensor:
-    """uint8 ``[rows, wire_bytes(numel, dtype)]`` to float32 ``[rows, numel]``, as
+    """Decode uint8 ``[rows, wire_bytes(numel, dtype)]`` to float32 ``[rows, numel]``, as
     ``decode_rows``."""
     out = wire.new_empty((wire.shape[0], numel), dtype=torch.float32)
     return _received(coder, wire, numel, dtype, sizes or sizes_on(wire.device), out)
@@ -385,7 +389,7 @@ def decode(
 def sum_rows(
     coder: SparseCodec, wires: Tensor, numel: int, dtype: torch.dtype, sizes: Sizes | None = None
 ) -> Tensor:
-    """The sum ``[numel]`` of all rows in float32, in their order, as ``sum_by_index``."""
+    """Return the sum ``[numel]`` of all rows in float32, in row order, as ``sum_by_index``."""
     out = wires.new_empty((numel,), dtype=torch.float32)
     return _received(coder, wires, numel, dtype, sizes or sizes_on(wires.device), out)
 
@@ -406,7 +410,7 @@ def _received(
 
 
 def indices_of(layout: Layout, sizes: Sizes, wire: Tensor) -> Tensor:
-    """The indices of rows, int32 ``[rows, k]``, ``n`` in slots not used."""
+    """Return the indices of rows, int32 ``[rows, k]``, with ``n`` in unused slots."""
     indices = wire.new_full((wire.shape[0], layout.chosen), layout.entries, dtype=torch.int32)
     if layout.code == sparse_indices.BLOCKS16:
         launch(places16_call(layout, sizes, wire, indices))
@@ -466,7 +470,7 @@ def places16_call(layout: Layout, sizes: Sizes, wire: Tensor, indices: Tensor) -
 
 
 def sum_call(layout: Layout, sizes: Sizes, values: Tensor, indices: Tensor, out: Tensor) -> Call:
-    """``out`` is ``[numel]`` for the sum of all rows, ``[rows, numel]`` for each of them."""
+    """``out`` is ``[numel]`` for the sum of all rows, ``[rows, numel]`` for separate rows."""
     rows, blocks = indices.shape[0], _blocks(layout, sizes)
     together = out.dim() == 1
     arguments: Arguments = {

@@ -1,5 +1,5 @@
-"""Statistics of rows ``x + residual`` by kernels: what ``codecs.sparse.measure.Measured`` says of
-the rows in aten operations, number by number, and no row is ever written."""
+"""Statistics of rows ``x + residual`` by kernels: equal to those of
+``codecs.sparse.measure.Measured``, without writing the rows to memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WHOLE = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32:
 
 @dataclass(frozen=True)
 class Seen:
-    """``Statistics`` of ``x`` in bf16, fp16 or fp32 plus a float32 residual, both ``[rows, n]``.
-    A program goes through ``tiles`` blocks of ``block`` entries."""
+    """``Statistics`` of ``x`` in bf16, fp16 or fp32 plus a float32 residual, both ``[rows, n]``. A
+    program processes ``tiles`` blocks of ``block`` entries."""
 
     x: Tensor
     residual: Tensor
@@ -99,7 +99,7 @@ class Seen:
 
 
 def seen(x: Tensor, residual: Tensor, block: int = 2048, tiles: int = 8) -> Seen:
-    """Statistics of rows, of which the extremes are measured at once."""
+    """Return the statistics of rows; their extremes are measured immediately."""
     extremes = x.new_zeros((2, x.shape[0]), dtype=torch.int32)
     made = Seen(x, residual, extremes, block, tiles)
     launch(made.peak_call())
@@ -107,7 +107,7 @@ def seen(x: Tensor, residual: Tensor, block: int = 2048, tiles: int = 8) -> Seen
 
 
 def _rounded_up(peak: Tensor, threshold: Tensor | None) -> Tensor:
-    """A float64 bound as the least float32 that is not below it: sizes are float32."""
+    """Round a float64 bound up to a float32, the dtype of sizes."""
     if threshold is None:
         return torch.zeros_like(peak, dtype=torch.float32)
     near = threshold.float()

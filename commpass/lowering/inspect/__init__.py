@@ -1,5 +1,5 @@
-"""Reading what a kernel becomes, without a GPU: its registers, spills, shared memory, instructions,
-and how near to a copy's bandwidth these let it come."""
+"""Inspect compiled kernels without a GPU: registers, spills, shared memory, instructions, and the
+share of a copy's bandwidth that these allow."""
 
 from commpass.lowering.inspect.architectures import ARCHITECTURES, CARDS, Architecture, Card
 from commpass.lowering.inspect.compiled import Compiled, compiled

@@ -1,7 +1,7 @@
-"""AMD's assembly as Triton hands it over: what its metadata says, and how wide its accesses are.
+"""Parse AMD assembly as Triton returns it: its metadata, and the widths of its accesses.
 
-Its instructions are not counted against pipes: what a compute unit gives of each is not documented
-as NVIDIA's is.
+Instructions are not counted against pipes, because the throughput of a compute unit is not
+documented as NVIDIA's is.
 """
 
 from __future__ import annotations
@@ -32,9 +32,13 @@ MATMUL = re.compile(r"^\s+(v_s?mfmac?_\w+)", re.M)
 
 @dataclass(frozen=True)
 class Amdgcn:
-    """Registers of a thread (``registers``: vector ones, accumulators among them) and of its wave
-    (``scalars``), how many of them were spilled, private memory in bytes, accesses by bytes a
-    thread, and instructions of the matrix cores by name."""
+    """Resources and instructions of a kernel.
+
+    ``registers`` are vector registers of a thread, including accumulators, ``scalars`` the
+    registers of its wave. ``spilled`` counts spilled registers; ``private`` memory is in bytes.
+    ``loads`` and ``stores`` are accesses by bytes per thread, ``matmuls`` matrix-core instructions
+    by name.
+    """
 
     registers: int
     scalars: int
@@ -55,7 +59,7 @@ def parsed(text: str) -> Amdgcn:
 
     found: dict[str, Counter[int]] = {"load": Counter(), "store": Counter(), "scratch": Counter()}
     for space, way, width, rest in ACCESS.findall(text):
-        # To private memory goes what has no address of its own beside the wave's.
+        # An access whose only address is the wave's goes to private memory.
         private = space == "scratch" or (space == "buffer" and "off, s[0:3]" in rest)
         found["scratch" if private else way][WIDTHS.get(width, 4)] += 1
     scratch = sum(width * number for width, number in found["scratch"].items())

@@ -1,17 +1,18 @@
-"""What processors and cards can do: the numbers that occupancy and the roofline are made of.
+"""Capabilities of processors and GPUs, from which occupancy and the roofline are computed.
 
-Sources, by what they give:
+Sources:
 
 - sizes of register files and shared memory, most warps and blocks: CUDA C++ Programming Guide,
-  "Technical Specifications per Compute Capability"; for gfx942 the CDNA 3 instruction set guide and
-  LLVM's AMDGPU usage guide (512 registers a lane, given out in eights; 8 waves a SIMD);
-- results a clock: the same guide, "Throughput of Native Arithmetic Instructions"; which pipe has
-  which instruction: Nsight Compute documentation, "Pipelines". Packing into fp8 is in neither, and
-  is taken to be as fast as packing into bf16;
-- tensor cores: dense peaks of the data sheets, divided by processors and clock;
+  "Technical Specifications per Compute Capability". For gfx942: the CDNA 3 instruction set guide
+  and LLVM's AMDGPU usage guide (512 registers per lane, allocated in units of eight; 8 waves per
+  SIMD).
+- results per clock: the same guide, "Throughput of Native Arithmetic Instructions". The pipe of
+  each instruction: Nsight Compute documentation, "Pipelines". Packing into fp8 is in neither, and
+  is assumed to be as fast as packing into bf16.
+- tensor cores: dense peaks of the data sheets, divided by processors and clock.
 - latency of global memory: Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU
-  Architecture via Microbenchmarking" (2024), A100 and H100. For sm_100 the H100's stands in;
-- cards: their data sheets.
+  Architecture via Microbenchmarking" (2024), A100 and H100. For sm_100 that of the H100 is used.
+- GPUs: their data sheets.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from commpass.errors import KernelError, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One streaming multiprocessor (AMD: compute unit), which has ``quarters``, each with
-    registers and a scheduler of its own.
+    """One streaming multiprocessor (AMD: compute unit), which has ``quarters``, each with its own
+    registers and scheduler.
 
-    ``registers`` are 32-bit ones of a quarter, given to a warp in pieces of ``register_unit``.
-    ``shared`` is the shared memory in bytes, ``shared_each`` the most that one program may have;
-    it is given in pieces of ``shared_unit``, with ``shared_reserved`` more for each program.
-    ``lanes`` says of each pipe how many threads it serves a clock, ``tensor`` how many floating
-    point operations a clock for operands of so many bits; ``latency`` are clocks from a load to
-    its value, with nothing else on the way."""
+    - ``registers`` are the 32-bit registers of a quarter, allocated to a warp in units of
+      ``register_unit``.
+    - ``shared`` is the shared memory in bytes, ``shared_each`` the most that one program may use.
+      It is allocated in units of ``shared_unit``, plus ``shared_reserved`` for each program.
+    - ``lanes`` is the number of threads that each pipe serves per clock.
+    - ``tensor`` is the number of floating point operations per clock, by the bits of an operand.
+    - ``latency`` is the number of clocks from a load to its value on an idle memory system.
+    """
 
     name: str
     backend: str
@@ -55,13 +58,13 @@ class Architecture:
 
     @property
     def counted(self) -> bool:
-        """Whether its instructions can be counted against its pipes."""
+        """Whether instructions can be counted against the pipes."""
         return bool(self.lanes)
 
 
 @dataclass(frozen=True)
 class Card:
-    """``units`` multiprocessors at ``ghz``, and ``gb_s`` GB/s of memory in both directions
+    """A GPU: ``units`` multiprocessors at ``ghz``; ``gb_s`` GB/s of memory, both directions
     together."""
 
     name: str
@@ -73,8 +76,8 @@ class Card:
 
 @dataclass(frozen=True)
 class Residence:
-    """How many ``programs`` are on one multiprocessor at a time, what share of its most warps they
-    are, and what keeps more away: registers, shared, warps or programs."""
+    """The number of ``programs`` on one multiprocessor at a time, their share of its most warps,
+    and the limit that prevents more: registers, shared, warps or programs."""
 
     programs: int
     occupancy: float
@@ -143,7 +146,7 @@ CARDS = (
 
 
 def architecture(name: str) -> Architecture:
-    """Raises KernelError for an unknown one, with the nearest name."""
+    """Return an architecture. Raises KernelError for an unknown name, with the nearest one."""
     if name not in ARCHITECTURES:
         raise KernelError(f"no architecture {name!r}{nearest(name, ARCHITECTURES)}")
     return ARCHITECTURES[name]
@@ -154,9 +157,11 @@ def cards_of(arch: str) -> list[Card]:
 
 
 def residence(arch: Architecture, registers: int, shared: int, warps: int) -> Residence:
-    """How many programs of ``warps`` warps, so many registers a thread and ``shared`` bytes fit.
+    """Return how many programs of ``warps`` warps, ``registers`` registers per thread and
+    ``shared`` bytes fit.
 
-    A quarter holds whole warps, and gives each its registers in whole pieces."""
+    A quarter holds whole warps, and allocates registers to each in whole units.
+    """
     each = _up(max(registers, 1) * arch.warp, arch.register_unit)
     room = {
         "warps": arch.warps // warps,

@@ -1,6 +1,6 @@
-"""A kernel compiled for an architecture that need not be here, and what can be read off the result.
+"""Compile a kernel for an architecture that need not be present, and extract data from the result.
 
-Triton brings every tool with it: LLVM for AMD, and NVIDIA's ptxas, cuobjdump and nvdisasm.
+Triton includes all tools: LLVM for AMD, and NVIDIA's ptxas, cuobjdump and nvdisasm.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ DIVISIBLE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What a kernel became. ``source`` is its text in Triton's language, ``assembly`` that in PTX
-    or amdgcn, ``sass`` NVIDIA's machine code as text.
+    """A compiled kernel. ``source`` is its text in Triton's language, ``assembly`` the PTX or
+    amdgcn, ``sass`` NVIDIA's machine code as text.
 
-    ``registers`` and ``scalars`` are those of a thread and, on AMD, of its wave; ``spills`` the
-    bytes that a thread stores and loads because registers did not suffice (each instruction
-    counted once); ``local`` and ``shared`` memory are bytes of a thread and of a program.
-    ``loads`` and ``stores`` are accesses of global memory by bytes a thread, and ``matmuls``
-    instructions of tensor cores, both as they stand in the text."""
+    ``registers`` and ``scalars`` are those of a thread and, on AMD, of its wave. ``spills`` is the
+    number of bytes that a thread stores and loads for lack of registers (each instruction counted
+    once). ``local`` and ``shared`` memory are in bytes of a thread and of a program. ``loads`` and
+    ``stores`` are accesses of global memory by bytes per thread, and ``matmuls`` instructions of
+    tensor cores; both are static counts.
+    """
 
     name: str
     arch: str
@@ -61,7 +62,7 @@ class Compiled:
 
     @property
     def residence(self) -> Residence:
-        """How many of its programs are on a multiprocessor at a time."""
+        """The number of its programs on a multiprocessor at a time."""
         return residence(ARCHITECTURES[self.arch], self.registers, self.shared, self.num_warps)
 
     @property
@@ -70,7 +71,8 @@ class Compiled:
 
     @cached_property
     def code(self) -> Sass:
-        """Its machine code, parsed. Raises KernelError for AMD's, which is not counted."""
+        """The parsed machine code. Raises KernelError for AMD, whose instructions are not
+        counted."""
         if not self.sass:
             raise KernelError(f"{self.arch}: instructions are not counted")
         return parsed(self.sass)
@@ -86,13 +88,14 @@ def compiled(
     hints: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Compiled:
-    """Compiles a kernel (of ``gpu.source.load``) for one of ``ARCHITECTURES``.
+    """Compile a kernel (of ``gpu.source.load``) for one of ``ARCHITECTURES``.
 
-    ``signature`` are Triton's types of its arguments (``*bf16``, ``i32``) and ``constants`` the
-    values of the others. Pointers are taken to be multiples of 16 bytes, as torch's are; ``hints``
-    says of which number integers are multiples (``{"numel": 16}``), or a pointer that is less
+    ``signature`` holds Triton's types of its arguments (``*bf16``, ``i32``) and ``constants`` the
+    values of the others. Pointers are assumed to be multiples of 16 bytes, as torch's are.
+    ``hints`` gives divisors of integers (``{"numel": 16}``), or of a pointer with less alignment
     (``{"x": 1}``). Products and sums are not fused unless ``enable_fp_fusion=True``. Raises
-    KernelError for an unknown architecture, and where the compiler refuses."""
+    KernelError for an unknown architecture, and if the compilation fails.
+    """
     target = architecture(arch)
     result = _compile(
         kernel,
@@ -160,7 +163,7 @@ def _source(
     attributes = {}
     for place, name in enumerate(names):
         known = hints.get(name, DIVISIBLE if types[name].startswith("*") else 1)
-        # Triton itself knows of multiples of 16 only.
+        # Triton only uses multiples of 16.
         if types[name] != "constexpr" and known % DIVISIBLE == 0:
             attributes[(place,)] = [["tt.divisibility", DIVISIBLE]]
     return ASTSource(kernel, types, dict(constants), attributes)
@@ -182,7 +185,7 @@ def _compile(kernel: Any, source: Any, target: Architecture, options: dict[str, 
 
 
 def _disassembled(cubin: bytes) -> tuple[str, dict[str, int]]:
-    """A cubin's machine code, and what a thread of its kernel uses: registers (REG), and bytes of
+    """Return a cubin's machine code, and the resources of a thread: registers (REG), and bytes of
     stack and local memory (STACK, LOCAL)."""
     from triton import knobs
 
@@ -205,5 +208,5 @@ def _output(command: Sequence[str]) -> str:
 
 
 def _text(kernel: Any) -> str:
-    """The text that a kernel was loaded from: with the tile functions that it calls."""
+    """Return the text that a kernel was loaded from, including the tile functions that it calls."""
     return "".join(linecache.getlines(kernel.fn.__code__.co_filename)) or kernel.src

@@ -1,4 +1,4 @@
-"""Kernels of codecs that are no chains, as they can be compiled: ``exponent`` and sparse ones."""
+"""Compilable kernels of the codecs that do not use chains: ``exponent`` and the sparse ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from commpass.lowering.inspect.lowerable import Lowerable
 def of_exponent(
     name: str, coder: ExponentCodec, dtype: torch.dtype, numel: int
 ) -> tuple[Lowerable, ...]:
-    """The kernels that follow one another; how many bytes each moves depends on the values."""
+    """Return the kernels in the order of their launches; the bytes that each moves depend on the
+    values."""
     if why := exponent.unsupported_reason(numel, dtype):
         raise KernelError(f"no kernel: {coder.spec}: {why}")
     if name not in ("encode", "decode"):
@@ -41,7 +42,7 @@ def of_exponent(
 def of_sparse(
     name: str, coder: SparseCodec, dtype: torch.dtype, ranks: int, arch: str, numel: int
 ) -> tuple[Lowerable, ...]:
-    """The kernels of a sparse codec; how many bytes each moves depends on the values."""
+    """Return the kernels of a sparse codec; the bytes that each moves depend on the values."""
     if why := sparse.obstacle(coder, numel, dtype):
         raise KernelError(f"no kernel: {coder.spec}: {why}")
     if name == "decode_sum_encode":
@@ -67,7 +68,7 @@ def of_sparse(
 
 
 def _fake(dtype: torch.dtype, *shape: int) -> Tensor:
-    """A tensor of which only its shape and dtype matter."""
+    """Return a meta tensor, for a call that only needs its shape and dtype."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 

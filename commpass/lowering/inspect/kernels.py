@@ -1,4 +1,4 @@
-"""The kernels of a codec, and those of a planned site, as they can be compiled and judged."""
+"""Compilable kernels of a codec, and of a planned site."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def _decode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
 
 
 def _decode_sum(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
-    """The end of a reduction. Sums are made in the codec's domain and leave it once."""
+    """The end of a reduction. Values are summed in the codec's domain and leave it once."""
     leave = () if coder.domain == VALUES else (Leave(coder.domain),)
     return Chain(torch.uint8, (Decode(coder.domain_codec, dtype), Sum(ranks), *leave, Cast(dtype)))
 
 
 def _decode_sum_encode(coder: Codec, dtype: torch.dtype, ranks: int) -> Chain:
-    """The middle of a two-shot; it never leaves the codec's domain."""
+    """The middle of a two-shot; values stay in the codec's domain."""
     return Chain(
         torch.uint8, (Decode(coder.domain_codec, dtype), Sum(ranks), Encode(coder.domain_codec))
     )
@@ -58,15 +58,15 @@ CHAINS: Mapping[str, Callable[[Codec, torch.dtype, int], Chain]] = {
     "decode_sum": _decode_sum,
     "decode_sum_encode": _decode_sum_encode,
 }
-"""What a kernel of each name does with the rows of ``ranks`` ranks."""
+"""The chain of each kernel name, for the rows of ``ranks`` ranks."""
 KERNELS = (*CHAINS, "matmul_encode")
 
 
 def named(
     name: str, coder: Codec, dtype: torch.dtype, ranks: int, arch: str
 ) -> tuple[Lowerable, ...]:
-    """What a codec has under this name: one kernel, or several that follow one another. Raises
-    KernelError for an unknown name, and where there is none for the codec: it says why."""
+    """Return the kernels of a codec with this name: one, or several that run in order. Raises
+    KernelError for an unknown name, or if the codec has no such kernel, with the reason."""
     if name not in KERNELS:
         raise KernelError(f"no kernel {name!r}{nearest(name, KERNELS)}")
     if name == "matmul_encode":
@@ -79,7 +79,7 @@ def named(
 
 
 def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Lowerable:
-    """The kernel of a chain for rows of ``numel`` values."""
+    """Return the kernel of a chain for rows of ``numel`` values."""
     if why := generate.obstacle(chain, numel):
         raise KernelError(f"no kernel: {why}")
     made = generate.kernel(chain, numel)
@@ -94,7 +94,7 @@ def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Low
         source=made.source,
         signature=made.signature,
         constants=made.constants | {"CASTS": True, "FP8": arch in FP8},
-        # As Triton finds it when it is called with these sizes.
+        # Triton sees these divisors when it is called with these sizes.
         hints={key: 16 for key, number in numbers.items() if number % 16 == 0},
         num_warps=made.num_warps,
         fuses=made.fuses,
@@ -104,7 +104,7 @@ def of_chain(chain: Chain, arch: str, numel: int = NUMEL, name: str = "") -> Low
 
 
 def row_bytes(chain: Chain, numel: int) -> tuple[int, int]:
-    """Bytes of one row that a chain takes, and of one that it makes."""
+    """Return the bytes of one row that a chain reads, and of one that it writes."""
     taken = made = 0
     if chain.decodes is not None:
         taken = chain.decodes.codec.wire_bytes(numel, chain.decodes.dtype)
@@ -116,12 +116,12 @@ def row_bytes(chain: Chain, numel: int) -> tuple[int, int]:
     )
 
 
-# --- of a site ------------------------------------------------------------------------------------
+# --- kernels of a site ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Place:
-    """A chain of a site, for rows of ``numel`` values, and in how many places it has it."""
+    """A chain of a site, for rows of ``numel`` values, and the number of its occurrences."""
 
     chain: Chain
     numel: int
@@ -129,11 +129,13 @@ class Place:
 
 
 def of_stages(stages: Sequence[Stage], dtype: torch.dtype, ranks: int) -> list[Place]:
-    """The chains of a site's algorithm: what a rank computes between two exchanges, in order.
+    """Return the chains of a site's algorithm: what a rank computes between two exchanges, in
+    order.
 
-    A codec has its transform to itself where values enter and leave no domain around it. Where
-    values are coded again that were not summed, those of the rank itself are added to them (a
-    ring). A sum of values that were not coded is none of ours."""
+    A codec applies its transform itself unless values enter and leave its domain in separate
+    stages. If values are encoded again without a sum, the rank's own values are added to them (a
+    ring). A sum of values that were not encoded needs no kernel.
+    """
     entered = any(stage.role == "enter" for stage in stages)
     found: list[Place] = []
     for run in _runs(stages):
@@ -147,12 +149,13 @@ def of_stages(stages: Sequence[Stage], dtype: torch.dtype, ranks: int) -> list[P
 
 
 def of_place(place: Place, arch: str) -> tuple[Lowerable, ...]:
-    """The kernels of a place."""
+    """Return the kernels of a place."""
     return (of_chain(place.chain, arch, place.numel, role_of(place.chain)),)
 
 
 def _runs(stages: Sequence[Stage]) -> list[list[Stage]]:
-    """Stages of which each takes what the one before it made, without an exchange between them."""
+    """Return runs of stages in which each uses the result of the one before it, without an exchange
+    between them."""
     runs: list[list[Stage]] = []
     for number, stage in enumerate(stages):
         if stage.role == "exchange":
@@ -184,13 +187,13 @@ def _place(
             after = [stage.values for stage in run[number + 1 :]]
             rows = stage.values // after[0] if after else ranks
             steps.append(Sum(rows))
-        else:  # the domain is that of the codec beside it
+        else:  # the domain is that of the adjacent codec
             near = [each for each in (*coders[number:], *coders[::-1]) if each is not None]
             steps.append((Enter if stage.role == "enter" else Leave)(near[0].domain))
     if roles[-1] != "encode":
         steps.append(Cast(dtype))
     if roles[0] == "decode":
-        # Of what was gathered there is one row from each rank.
+        # Gathered data has one row from each rank.
         several = rows if "sum" in roles else 1 if roles[-1] == "encode" else ranks
         return Place(Chain(torch.uint8, tuple(steps)), run[0].values // several, 1)
     summed = any(stage.role == "sum" for stage in stages[: stages.index(run[0])])
@@ -199,7 +202,7 @@ def _place(
 
 
 def _row(stage: Stage, stages: Sequence[Stage]) -> int:
-    """Values of one row of what is encoded: of an all-to-all, what goes to one rank."""
+    """Return the values of one encoded row: for an all-to-all, the values sent to one rank."""
     sent = next(each for each in stages[stages.index(stage) :] if each.role == "exchange")
     apart = sent.kind == "all_to_all" and sent.peers is not None and sent.peers > 1
     return stage.values // (sent.peers + 1 if apart and sent.peers else 1)

@@ -1,4 +1,4 @@
-"""What can be compiled and judged: a kernel with all that this takes, and what comes of it."""
+"""A compilable kernel with its arguments, and the results of compiling and predicting it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from commpass.lowering.inspect.roofline import MEMORY, Prediction, predicted
 from commpass.lowering.inspect.sass import Counts, Trips, counted
 
 NUMEL = 1 << 20
-"""Values of a row where nobody says how many: enough for whole tiles."""
+"""The default number of values of a row: enough for whole tiles."""
 FP8 = ("sm_90", "sm_100")
-"""Architectures that cast to the 8-bit floats of our grids themselves: see ``launch.constants``."""
+"""Architectures with casts to the 8-bit floats of the grids: see ``launch.constants``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lowerable:
-    """A generated kernel with all that compiling and judging it takes. ``moved`` are the bytes that
-    a program reads and writes (None: that depends on the values, and nothing is predicted),
-    ``flops`` the operations of its matmuls, ``trips`` how often each of its loops turns, as far as
-    is known; ``fuses``: a product and a sum may be rounded once. ``of`` and ``stays`` are those of
-    ``roofline.predicted``."""
+    """A generated kernel with everything needed to compile it and predict its time.
+
+    ``moved`` is the number of bytes that a program reads and writes, or None if that depends on the
+    values, and nothing is predicted. ``flops`` are the operations of its matmuls, ``trips`` the
+    iterations of its loops, if known. ``fuses`` says whether a product and a sum may be rounded
+    once. ``of`` and ``stays`` are arguments of ``roofline.predicted``.
+    """
 
     name: str
     source: Source
@@ -43,9 +45,12 @@ class Lowerable:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A kernel, what it became, what one warp of it issues and what that comes to on each card.
-    ``counts`` is None where instructions are not counted (AMD);
-    ``predictions`` are empty there, and where the bytes are not known."""
+    """A kernel, its compilation, the instructions that one warp issues, and predictions for each
+    GPU.
+
+    ``counts`` is None if instructions are not counted (AMD); ``predictions`` are empty then, and if
+    the bytes are not known.
+    """
 
     kernel: Lowerable
     compiled: Compiled
@@ -54,11 +59,11 @@ class Lowered:
 
 
 def lowered(kernel: Lowerable, arch: str) -> Lowered:
-    """Raises KernelError where it cannot be compiled."""
+    """Compile a kernel and predict its time. Raises KernelError if it cannot be compiled."""
     found = _compiled(kernel, kernel.constants, arch)
     if not ARCHITECTURES[arch].counted:
         return Lowered(kernel, found, None, ())
-    # What is issued as a rule: without the way of values that must be cut, which are rare.
+    # Count the usual instructions, without the path for values that must be clamped, which is rare.
     looks = kernel.constants.get("LOOKS")
     usual = _compiled(kernel, {**kernel.constants, "LOOKS": False}, arch) if looks else found
     counts = counted(usual.code, kernel.trips[: len(usual.code.loops)])

@@ -1,4 +1,4 @@
-"""Matmuls that encode their result, as they can be compiled and judged."""
+"""Compilable kernels of matmuls that encode their result."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from commpass.lowering.gpu.matmul_sizes import Matmul, Problem, configuration
 from commpass.lowering.inspect.lowerable import FP8, Lowerable
 
 EDGE = 4096
-"""Rows, columns and depth of the matmul that is judged."""
+"""Rows, columns and depth of the matmul that is compiled."""
 
 
 def of_matmul(coder: Codec, dtype: torch.dtype, ranks: int, arch: str) -> Lowerable:
-    """The matmul of two square matrices, the second as ``F.linear`` has its weight, with the result
-    encoded for a two-shot. What is told of one of its programs is one tile's part of it."""
+    """Return the matmul of two square matrices, the second stored like the weight of ``F.linear``,
+    with the result encoded for a two-shot. Counts and times per program are those of one tile."""
     matmul = Matmul(dtype, dtype, a_by_rows=True, b_by_rows=False)
     problem = Problem(EDGE, EDGE, EDGE, ranks)
     if why := unsupported_reason(coder, matmul, problem, arch=arch):
@@ -42,7 +42,7 @@ def of_matmul(coder: Codec, dtype: torch.dtype, ranks: int, arch: str) -> Lowera
         fuses=made.kernel.fuses,
         moved=(operands + wire) / made.tiles,
         flops=2.0 * EDGE**3 / made.tiles,
-        # Of one loop made of two, the end of a tile is a branch.
+        # If two loops are flattened to one, the end of a tile is a branch.
         trips=((steps, 1.0),) if by.flatten else (1.0, steps),
         of="tensor",
         stays=True,

@@ -1,15 +1,15 @@
-"""How near a kernel comes to the bandwidth of a copy, from its instructions alone.
+"""Predict how close a kernel comes to the bandwidth of a copy, from its instructions.
 
-Each thing that a program needs is divided by what a card gives of it: its bytes by the memory's
-bandwidth, its instructions by the clocks in which schedulers issue and pipes finish them, its
-matmuls by the tensor cores. The largest of these times is the least that programs can take when
-many of them run; a copy of the same bytes takes that of the memory alone, at the bandwidth of the
-data sheet. No kernel can be faster than this says; it may well be slower (caches, bank conflicts,
-dependent instructions, the last programs of a grid are not counted).
+The time of each resource is what a program needs of it, divided by the GPU's throughput. Bytes are
+divided by the memory bandwidth, matmuls by the rate of the tensor cores. Instructions take the
+clocks in which schedulers issue and pipes finish them. The largest of these times is the minimum
+time of a program when many of them run. A copy of the same bytes takes only the memory time, at the
+bandwidth of the data sheet. No kernel can be faster than predicted. It may be slower: caches, bank
+conflicts, dependent instructions and the last programs of a grid are not modeled.
 
-The time of ``latency`` is the bound of queueing theory for so few programs at a time that they
-cannot keep anything busy: each is on its processor for at least one load from memory and its own
-instructions.
+The time ``latency`` is the bound of queueing theory if so few programs run at a time that they
+cannot keep any resource busy. Each occupies its processor for at least one load from memory and its
+own instructions.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ PIPES: Mapping[str, tuple[str, ...]] = {
     "convert": ("special",),
     "bits": ("special",),
 }
-"""The pipes that an instruction of a kind takes a place in; of those not here, only its issue slot
-is counted, or its bytes (ACCESSES), or its operations (tensor)."""
+"""The pipes that an instruction of each kind occupies. For other kinds only the issue slot is
+counted, or the bytes (ACCESSES), or the operations (tensor)."""
 
 ACCESSES = (
     "global load",
@@ -51,14 +51,17 @@ ACCESSES = (
     "atomic",
     "shuffle",
 )
-"""Kinds that go through the load and store unit, at one line of 128 bytes a clock."""
+"""Kinds that use the load and store unit, at one line of 128 bytes per clock."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Nanoseconds that one program takes of each limit of a whole card, the limit that binds, and
-    the share of a copy's bandwidth that is left: the memory's time over the longest one. Of a
-    matmul it is the share of the tensor cores' peak."""
+    """The predicted time of one program on a GPU.
+
+    ``ns`` is the time in nanoseconds by each limit of the whole GPU, ``limit`` the binding one.
+    ``share`` is the share of a copy's bandwidth: the memory time over the longest time. For a
+    matmul it is the share of the tensor cores' peak.
+    """
 
     card: str
     ns: Mapping[str, float]
@@ -77,13 +80,14 @@ def predicted(
     of: str = MEMORY,
     stays: bool = False,
 ) -> Prediction:
-    """What limits programs of ``warps`` warps, ``programs`` of them at a time on a multiprocessor,
-    which read and write ``moved`` bytes of memory each.
+    """Predict the time of programs of ``warps`` warps, ``programs`` of them at a time on a
+    multiprocessor, each of which reads and writes ``moved`` bytes of memory.
 
-    ``flops`` are the floating point operations of a program's matmuls; 0: as many as its
-    instructions say, which those of sm_100 don't. ``of`` is the limit of which the share is told.
-    ``stays``: programs load what they need next meanwhile, so that they wait for no load (what is
-    given is then one tile's part of a program that does many)."""
+    ``flops`` are the floating point operations of a program's matmuls. With 0, they are derived
+    from its instructions, which is not possible on sm_100. ``of`` is the limit that the share
+    refers to. With ``stays``, programs prefetch data and never wait for loads; the arguments are
+    then for one tile of a program that processes many.
+    """
     arch = ARCHITECTURES[card.arch]
     clocks = needs(counts, warps, arch, flops)
     alone = max([*clocks.values(), counts.total])
@@ -97,7 +101,8 @@ def predicted(
 
 
 def needs(counts: Counts, warps: int, arch: Architecture, flops: float = 0.0) -> dict[str, float]:
-    """Clocks of one multiprocessor that a program takes of its schedulers and of each pipe."""
+    """Return the clocks of one multiprocessor that a program takes, for its schedulers and for each
+    pipe."""
     clocks = {"issue": counts.total * warps / arch.quarters}
     for kind, number in counts.kinds().items():
         for pipe in PIPES.get(kind, ()):
@@ -114,7 +119,8 @@ def needs(counts: Counts, warps: int, arch: Architecture, flops: float = 0.0) ->
 
 
 def _tensor(counts: Counts, warps: int, arch: Architecture, flops: float) -> float:
-    """Clocks of the tensor cores. Given operations are done as wide as the widest operands are."""
+    """Return the clocks of the tensor cores. Given ``flops`` run at the rate of the widest
+    operands."""
     done = {name: number for name, number in counts.names.items() if operations(name) is not None}
     if flops:
         bits = max(map(operand_bits, done), default=16)
@@ -126,11 +132,12 @@ def _tensor(counts: Counts, warps: int, arch: Architecture, flops: float) -> flo
 
 
 def operations(name: str) -> float | None:
-    """Floating point operations of one warp by an instruction of tensor cores; None for any other
-    one, 0 where its name does not say (sm_100).
+    """Return the floating point operations per warp of a tensor-core instruction; None for any
+    other instruction, 0 if its name does not say (sm_100).
 
     ``HMMA.16816`` multiplies 16 x 16 by 16 x 8 (rows, columns, depth in this order); four warps
-    issue ``HGMMA.64x128x16`` together."""
+    issue ``HGMMA.64x128x16`` together.
+    """
     if re.match(r"UTC.*MMA", name):
         return 0.0
     if together := re.match(r"[HQIB]GMMA\.(\d+)x(\d+)x(\d+)", name):
@@ -151,7 +158,7 @@ SHAPES = {
 
 
 def operand_bits(name: str) -> int:
-    """Bits of the operands, as ``Architecture.tensor`` has them."""
+    """Return the bits of the operands, as keys of ``Architecture.tensor``."""
     if name.startswith("DMMA"):
         return 64
     if "TF32" in name:

@@ -1,9 +1,8 @@
-"""NVIDIA's machine code: from nvdisasm's text to instructions, loops, and counts by kind.
+"""Parse NVIDIA's machine code: from nvdisasm's text to instructions, loops, and counts by kind.
 
-A count is static: every instruction once, or as often as the loops around it turn where the caller
-knows how often that is. Both sides of a branch are counted. What runs only in rare cases is not:
-the slow paths of division and square root (subnormals), guards that end in a trap, and what a warp
-does when its threads have come apart.
+A count is static: every instruction counts once, or times the iterations of its loops if the caller
+knows them. Both sides of a branch are counted. Rare code is not: the slow paths of division and
+square root (subnormals), guards that end in a trap, and the handling of diverged threads.
 """
 
 from __future__ import annotations
@@ -50,14 +49,17 @@ KINDS = {
     "uniform": "VOTEU",
     "move": "S2R CS2R LDC R2UR LEPC GETLMEMBASE S2UR LDCU ULDC MOVM QSPC",
 }
-"""Kinds of instruction, and the names that are of each. Names that begin with U and are not here
-run once for a warp, on its uniform path."""
+"""Kinds of instructions, and their names. Other names that begin with U run once per warp, on its
+uniform path."""
 
 KIND_OF = {name: kind for kind, names in KINDS.items() for name in names.split()}
 
 Trips = float | tuple[float, float] | None
-"""How often a loop turns; or that, and how often what stands in its branches runs (of a loop made
-of two, the inner one's branches are what was outside of it); None if nobody knows."""
+"""The iterations of a loop; None if unknown.
+
+A pair also gives the executions of its branches: if two loops were flattened to one, the code of
+the outer one is in branches.
+"""
 
 WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "96": 12, "128": 16, "256": 32}
 
@@ -71,7 +73,7 @@ RARE = ("slowpath", "_trap_")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of a thread (or of its warp): ``LDG.E.128``, with its predicate."""
+    """One instruction of a thread (or of its warp), such as ``LDG.E.128``, with its predicate."""
 
     address: int
     name: str
@@ -89,7 +91,7 @@ class Instruction:
 
     @property
     def width(self) -> int:
-        """Bytes of a thread that it moves, if it moves any."""
+        """Bytes per thread that it moves, if any."""
         if self.base in ("LDSM", "STSM"):
             return 4 * int(self.name[-1]) if self.name[-1].isdigit() else 4
         return next((WIDTHS[word] for word in self.name.split(".") if word in WIDTHS), 4)
@@ -97,8 +99,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop: the first address of its head, how deep it lies (1: in no other), its blocks, those
-    of them that not every turn runs, and whether it does nothing but wait."""
+    """One loop: the first address of its head, its nesting depth (1: outermost), its blocks, those
+    that not every iteration runs, and whether it only waits."""
 
     address: int
     depth: int
@@ -109,8 +111,8 @@ class Loop:
 
 @dataclass(frozen=True)
 class Block:
-    """Instructions that run one after the other, where they go next, and the subroutine that the
-    last of them calls."""
+    """Consecutive instructions, the successors of the block, and the subroutine that its last
+    instruction calls."""
 
     instructions: tuple[Instruction, ...]
     after: tuple[int, ...]
@@ -119,8 +121,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Routine:
-    """The kernel, or a subroutine of it, as blocks; the first is its entry. ``loops`` are in the
-    order of their addresses, outer ones first."""
+    """The kernel or a subroutine, as blocks; the first is its entry. ``loops`` are in the order of
+    their addresses, outer ones first."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -137,15 +139,14 @@ class Sass:
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        """Loops of the kernel that compute, in the order in which ``counted`` takes their
-        trips."""
+        """The loops of the kernel that compute, in the order of the ``trips`` of ``counted``."""
         return tuple(loop for loop in self.kernel.loops if not loop.waits)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How often one warp issues each instruction, by name. ``unknown``: names of no known kind.
-    ``loops`` is the number of loops that were counted as if they ran once."""
+    """How often one warp issues each instruction, by name. ``unknown`` are names of no known kind;
+    ``loops`` is the number of loops that were counted as one iteration."""
 
     names: Mapping[str, float]
     unknown: tuple[str, ...] = ()
@@ -156,7 +157,7 @@ class Counts:
         return sum(self.names.values())
 
     def kinds(self) -> dict[str, float]:
-        """Instructions by kind (KINDS)."""
+        """Return the instructions by kind (KINDS)."""
         found: Counter[str] = Counter()
         for name, number in self.names.items():
             found[Instruction(0, name).kind] += number  # type: ignore[assignment]
@@ -166,7 +167,7 @@ class Counts:
         return self.kinds().get(kind, 0.0)
 
     def widths(self, *kinds: str) -> dict[int, float]:
-        """Accesses of these kinds by bytes a thread, widest first."""
+        """Return the accesses of these kinds by bytes per thread, widest first."""
         found: Counter[int] = Counter()
         for name, number in self.names.items():
             one = Instruction(0, name)
@@ -175,7 +176,7 @@ class Counts:
         return dict(sorted(found.items(), reverse=True))
 
     def bytes(self, *kinds: str) -> float:
-        """Bytes that one thread moves by accesses of these kinds."""
+        """Return the bytes that one thread moves by accesses of these kinds."""
         return sum(width * number for width, number in self.widths(*kinds).items())
 
     def matmuls(self) -> dict[str, float]:
@@ -189,7 +190,7 @@ class Counts:
 
 
 def parsed(text: str) -> Sass:
-    """Of the text that ``nvdisasm -c`` prints for a cubin with one kernel."""
+    """Parse the text that ``nvdisasm -c`` prints for a cubin with one kernel."""
     routines: dict[str, list[Instruction]] = {}
     labels: dict[str, int] = {}
     waiting: list[str] = []
@@ -214,9 +215,11 @@ def parsed(text: str) -> Sass:
 
 
 def counted(sass: Sass, trips: Sequence[Trips] = ()) -> Counts:
-    """How often one warp issues each instruction. ``trips`` says how often each of ``sass.loops``
-    turns; None, or none given: once, as far as is known. Raises KernelError for more of them than
-    there are loops."""
+    """Count how often one warp issues each instruction.
+
+    ``trips`` are the iterations of each of ``sass.loops``; None or missing ones count as one.
+    Raises KernelError for more of them than there are loops.
+    """
     if len(trips) > len(sass.loops):
         raise KernelError(f"{len(trips)} trip counts for {len(sass.loops)} loops")
     known = dict(zip(sass.loops, trips, strict=False))
@@ -248,7 +251,7 @@ def _count(sass: Sass, routine: Routine, times: Sequence[float], found: Counter[
 
 
 def _routine(name: str, some: list[Instruction], labels: Mapping[str, int]) -> Routine:
-    """Instructions to blocks, with what is reached of them and the loops."""
+    """Divide instructions into blocks, and find the reachable ones and the loops."""
     own = {one.address for one in some}
     heads = {some[0].address}
     for place, one in enumerate(some):
@@ -293,12 +296,12 @@ def _ends(one: Instruction) -> bool:
 
 
 def _conditional(one: Instruction) -> bool:
-    """Whether a branch asks for a predicate among its operands: ``BRA.U !UP0, `(.L_x_4)``."""
+    """Whether a branch has a predicate among its operands: ``BRA.U !UP0, `(.L_x_4)``."""
     return re.match(r"!?U?P[0-9]", one.operands) is not None
 
 
 def _target(one: Instruction, labels: Mapping[str, int]) -> int | None:
-    """Where a branch goes; not where threads of a warp go that have come apart."""
+    """Return the target of a branch; None for branches of diverged threads."""
     if one.base not in ("BRA", "JMP") or ".DIV" in one.name:
         return None
     place = PLACE.search(one.operands)
@@ -310,7 +313,7 @@ def _is_rare(block: Block) -> bool:
 
 
 def _reached(blocks: Sequence[Block]) -> set[int]:
-    """Blocks that run in usual cases."""
+    """Return the blocks that run in usual cases."""
     found: set[int] = set()
     left = [0]
     while left:
@@ -322,7 +325,7 @@ def _reached(blocks: Sequence[Block]) -> set[int]:
 
 
 def _loops(blocks: Sequence[Block], reached: set[int]) -> tuple[Loop, ...]:
-    """Natural loops: an edge back to a block that is still open in a walk from the entry, with
+    """Find natural loops: an edge back to a block that is still open in a depth-first search, with
     every block that leads to it without passing its head."""
     before: dict[int, list[int]] = {number: [] for number in reached}
     for number in reached:
@@ -370,7 +373,7 @@ def _back_edges(blocks: Sequence[Block], reached: set[int]) -> Iterable[tuple[in
 def _avoided(
     blocks: Sequence[Block], body: set[int], head: int, tails: set[int], skipped: int
 ) -> bool:
-    """Whether a turn of a loop can get from its head to its end without a block."""
+    """Whether an iteration of a loop can avoid a block."""
     seen, left = {skipped}, [head]
     while left:
         number = left.pop()
@@ -384,7 +387,7 @@ def _avoided(
 
 
 def _waits(blocks: Sequence[Block], body: set[int]) -> bool:
-    """Whether a loop only asks again and again whether something has arrived."""
+    """Whether a loop only polls for an arrival."""
     idle = {"barrier", "control", "move", "uniform", "int", "multiply"}
     some = [one for number in body for one in blocks[number].instructions]
     asks = any(one.base in ("SYNCS", "UTCATOMSWS", "NANOSLEEP") for one in some)

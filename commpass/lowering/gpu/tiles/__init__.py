@@ -1,1 +1,1 @@
-"""Functions in Triton's language on tiles in registers, of which kernels are generated."""
+"""Functions in Triton's language on tiles in registers, from which kernels are generated."""

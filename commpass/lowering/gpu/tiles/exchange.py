@@ -1,10 +1,10 @@
-"""Signals between ranks: how a kernel reaches the memory of its peers, tells them that it has
-written, and waits until they have.
+"""Signals between ranks: access the memory of peers, signal that data is written, and wait for the
+signals of others.
 
-``peers`` are the addresses, int64 ``[ranks]``, at which this rank sees every rank's memory, its own
-included. A signal is an int32 that only one program of one rank writes: the number of the call,
-which only grows. So nothing is ever set back, and a rank that is a call ahead does no harm. Numbers
-are compared by their difference, which is right when they wrap around as well.
+``peers`` are the addresses, int64 ``[ranks]``, at which this rank accesses every rank's memory,
+including its own. A signal is an int32 that only one program of one rank writes: the number of the
+call, which only grows. So signals are never reset, and a rank may be one call ahead. Numbers are
+compared by their difference, which is also correct when they wrap around.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from commpass.lowering.gpu.source import tile
 
 SLOTS = 32
-"""Signals that lie side by side, one from each rank: one line of 128 bytes. The most ranks."""
+"""Signals in one line of 128 bytes, one from each rank; the most ranks."""
 
 
 @tile

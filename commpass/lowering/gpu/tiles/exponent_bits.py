@@ -1,7 +1,7 @@
 """Bit planes on tiles of columns: uint32 words that hold one bit of 32 numbers each.
 
-The tiles of ``commpass.codecs.exponent.bits`` and ``strings``: the same numbers. Tuples of words
-are planes, lowest first.
+These are the tile functions for ``commpass.codecs.exponent.bits`` and ``strings``, with the same
+results. Tuples of words are planes, lowest first.
 """
 
 from __future__ import annotations

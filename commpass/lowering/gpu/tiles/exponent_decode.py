@@ -1,5 +1,5 @@
-"""Decode of the lossless codec: ``exponent_count`` adds up what the chunks of tiles have in the
-dynamic part, ``exponent_join`` makes the values."""
+"""Decode of the lossless codec: ``exponent_count`` sums the sizes of the tiles' chunks in the
+dynamic part, ``exponent_join`` computes the values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
 )
 
 FEW = 2
-"""As FEW_BITS of encode; and so many planes always lie in 64 bits."""
+"""As FEW_BITS of encode; this many planes always fit in 64 bits."""
 
 
 @tile

@@ -1,6 +1,9 @@
-"""Encode of the lossless codec in two kernels: ``exponent_split`` makes everything of which the
-size is known, and the bit string of each chunk; ``exponent_place`` moves these to where they begin
-in the row, which is known once all tiles have been counted."""
+"""Encode of the lossless codec in two kernels.
+
+``exponent_split`` computes everything of known size, and the bit string of each chunk.
+``exponent_place`` moves the strings to their positions in the row, which are known once all tiles
+have been counted.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,10 @@ from commpass.lowering.gpu.tiles.exponent_wire import (
 )
 
 FEW_BITS = 2
-"""Fields of so few bits may be many; all are moved at once, others one at a time."""
+"""Fields of at most this many bits may be numerous, and are all moved at once; others one at a
+time."""
 UNITS = 32
-"""16-bit words that are put in their place at once."""
+"""16-bit words that are moved at once."""
 
 
 @tile

@@ -1,5 +1,5 @@
-"""Floats as words of columns, taken apart and put together: the tiles of
-``commpass.codecs.exponent.floats``. A float has its number in ``FORM``."""
+"""Split floats into words of columns and join them: the tile functions for
+``commpass.codecs.exponent.floats``. ``FORM`` is the number of a float type."""
 
 from __future__ import annotations
 

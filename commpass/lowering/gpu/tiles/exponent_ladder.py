@@ -1,7 +1,8 @@
 """The code of an exponent on tiles: see ``commpass.codecs.exponent.ladder``.
 
-A ladder comes as numbers: ``STEPS`` of them, the bits of step s in the s-th four bits of ``BITS``,
-the offset of its code c in four bits of ``TABLES`` from bit ``32 s + 4 c`` on.
+A ladder is passed as integers: ``STEPS`` is the number of steps. The s-th four bits of ``BITS``
+hold the bits of step s. Four bits of ``TABLES`` from bit ``32 s + 4 c`` on hold the offset of its
+code c.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from commpass.lowering.gpu.source import tile
 from commpass.lowering.gpu.tiles.exponent_bits import any_of, inverse, minus, plus, spread
 
 ZERO_CODE = 15
-"""Stands for the exponent zero in the tables."""
+"""The entry for the exponent zero in the tables."""
 
 
 @tile

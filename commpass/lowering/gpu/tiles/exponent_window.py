@@ -1,4 +1,4 @@
-"""Which window of exponents a chunk takes: the tiles of ``commpass.codecs.exponent.window``."""
+"""Choose the window of a chunk: the tile functions for ``commpass.codecs.exponent.window``."""
 
 from __future__ import annotations
 

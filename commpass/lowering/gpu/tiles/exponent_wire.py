@@ -1,9 +1,9 @@
-"""Where things lie in a row of the codec ``exponent``, and where a tile's share of a row begins.
+"""The layout of a row of the codec ``exponent``, and the start of a tile's share of it.
 
-A *tile* is a run of ``COLUMNS`` neighbouring columns of a row, what one program works on. What
-depends on all tiles before it is found without a scan over them: each tile writes its sums to
-``tallies`` and adds them to those of its group of ``GROUP`` tiles in ``groups``; a later kernel
-adds up the groups before its own, and the tiles before it in its own.
+A *tile* is a run of ``COLUMNS`` consecutive columns of a row, processed by one program. Offsets
+that depend on all earlier tiles are computed without a scan. Each tile writes its sums to
+``tallies`` and adds them to the sums of its group of ``GROUP`` tiles in ``groups``. A later kernel
+adds the groups before its own, and the earlier tiles of its group.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ START = 511
 MODE_AT = 9
 MODE = 3
 LENGTH_AT = 16
-"""Of a chunk's mark: where its window starts, its mode, and its 16-bit words in the dynamic
-part."""
+"""Fields of a chunk's mark: the window start, the mode, and the number of 16-bit words in the
+dynamic part."""
 
 
 @tile

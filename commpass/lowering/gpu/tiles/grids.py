@@ -1,5 +1,5 @@
 """Grids on tiles: numbers in grid units to codes below 2^bits, as int32, and back. One pair of
-functions for each type of ``codecs.block.grids``, with its numbers as constants."""
+functions for each type of ``codecs.block.grids``, with its parameters as constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts on tiles: where in its row a value of a block lies. See ``codecs.block.layouts``."""
+"""Layouts on tiles: the positions of a block's values in a row. See ``codecs.block.layouts``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Tile functions of a matmul: which tile comes when, the product of one tile, and what is done with
-it before it is encoded.
+"""Tile functions of a matmul: the order of tiles, the product of one tile, and the operations on it
+before it is encoded.
 
-Rows of ``a`` lie in *segments*: those of one chunk of one rank's shard. Segments are numbered as
-they lie in the wire, chunk by chunk and in a chunk rank by rank; tiles never cross one.
+Rows of ``a`` belong to *segments*: those of one chunk of one rank's shard. Segments are numbered as
+in the wire: chunk by chunk, and within a chunk rank by rank. A tile never spans two segments.
 """
 
 from __future__ import annotations

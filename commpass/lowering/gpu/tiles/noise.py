@@ -1,4 +1,4 @@
-"""Noise of stochastic rounding on tiles: see ``codecs.block.noise``, whose numbers these are."""
+"""Noise of stochastic rounding on tiles, equal to that of ``codecs.block.noise``."""
 
 from __future__ import annotations
 

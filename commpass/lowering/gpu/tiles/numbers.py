@@ -1,8 +1,8 @@
-"""Numbers: their bits, and how they are rounded to narrower forms. All of it in whole numbers and
-plain float32 operations, so that the interpreter and every card give the same bits.
+"""The bits of numbers, and rounding to narrower formats. Only integer and plain float32 operations
+are used, so that the interpreter and every GPU give the same bits.
 
 A float32 whose unit in the last place is 1 (from 2^23 on) holds a rounded integer in its lowest
-bits: adding 1.5 * 2^23 rounds to the nearest, ties to even, with no slow conversion.
+bits. Adding 1.5 * 2^23 rounds to the nearest, ties to even, without a slow conversion.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def number_of(code, LESS: tl.constexpr, POWER: tl.constexpr):
     return of_bits(code * 256 + (0x47000000 + (POWER << 23))) - (32768.0 + LESS) * 2.0**POWER
 
 
-# --- stored forms ---------------------------------------------------------------------------------
+# --- storage formats ------------------------------------------------------------------------------
 
 
 @tile

@@ -1,4 +1,4 @@
-"""Codes of 1 to 8 bits as bytes: see ``codecs.block.packing``, whose bytes these are."""
+"""Pack codes of 1 to 8 bits into bytes, as ``codecs.block.packing`` does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Scales on tiles ``[blocks, parts, part]``: numbers ``[blocks, 1, 1]`` by which
-blocks are divided. One set of functions for each type of ``codecs.block.scales``."""
+"""Scales on tiles ``[blocks, parts, part]``: numbers ``[blocks, 1, 1]`` that blocks are divided by.
+One set of functions for each type of ``codecs.block.scales``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sparse rows: selection, compaction and error feedback in one pass over ``x`` and the residual.
 
-Values are handled by their bits: bf16 and fp16 come as int16, float32 as int32. A row of the wire
-is what ``x + residual`` is in the dtype of ``x``; its magnitudes are compared as patterns of
-float32, in which NaN > Inf > all finite numbers.
+Values are handled as bits: bf16 and fp16 as int16, float32 as int32. A row of the wire holds ``x +
+residual`` in the dtype of ``x``. Its magnitudes are compared as float32 patterns, in which NaN >
+Inf > all finite numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from commpass.lowering.gpu.source import tile
 
-# Forms of numbers, in the order of their largest ones.
+# Number formats, in the order of their largest numbers.
 FP16 = 0
 BF16 = 1
 FP32 = 2
@@ -21,7 +21,7 @@ BF16_MAX = 3.3895313892515355e38
 MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000
 
-# The state of a block: two bits that say what is known, 31 for what is sure, 31 for what may be.
+# The state of a block: two status bits, 31 bits for the sure entries, 31 for the possible ones.
 COUNTED = 1
 SUMMED = 2
 FLAGS = 2
@@ -178,7 +178,7 @@ def ones_in_word(packed):
     return ((sixteens + (sixteens >> 16)) & 0x3F).to(tl.int32)
 
 
-# --- what lies before a block ---------------------------------------------------------------------
+# --- counts of earlier blocks ---------------------------------------------------------------------
 
 
 @tile

@@ -1,7 +1,7 @@
 """The indices of sparse rows as bytes, and back: the codes of ``codecs.sparse.indices``.
 
-Bitmap and Elias-Fano are strings of bits with a one for each slot at places that ascend: at
-``index``, or at ``(index >> low) + slot``.
+Bitmap and Elias-Fano are bit strings with a one for each slot at ascending positions: at ``index``,
+or at ``(index >> low) + slot``.
 """
 
 from __future__ import annotations

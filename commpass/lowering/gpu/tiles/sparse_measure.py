@@ -1,9 +1,9 @@
-"""What a threshold is found from: exact statistics of ``x + residual`` in the dtype of ``x``
+"""Exact statistics of ``x + residual`` in the dtype of ``x`` for thresholds
 (``codecs.sparse.measure``), each in one pass over both.
 
-A program goes through ``TILES`` blocks and adds up in its threads; what all programs add is
-integers, so that their order is nothing to the result. Bounds are those before rounding where that
-saves the rounding (``least_pattern``).
+A program processes ``TILES`` blocks and accumulates in its threads. The sums over programs are
+integers, so their order does not matter. Bounds are applied before rounding if that saves the
+rounding (``least_pattern``).
 """
 
 from __future__ import annotations

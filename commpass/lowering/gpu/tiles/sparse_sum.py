@@ -1,4 +1,4 @@
-"""What was sent of sparse rows, each value where its index says: alone, or summed over ranks."""
+"""Scatter the values of sparse rows to their indices, separately or summed over ranks."""
 
 from __future__ import annotations
 
